@@ -1,10 +1,10 @@
-//! Which writes a guest saw acknowledged, and whether the disk still has them.
+//! Acknowledged writes of a guest, and the check that the disk has them.
 //!
-//! A program in the guest overwrites a few thousand slots of the disk again and again, and reports
-//! each write over a serial port of its own *after* the write has returned. QEMU puts that port
-//! into a file, so the list of promises survives whatever happens to the guest. Afterwards the
-//! image must have, in every sector of every promised slot, a whole sector of that slot, and of the
-//! promised write or a later one: an older one is a lost write, or a stale one that landed late.
+//! A program in the guest overwrites a few thousand slots of the disk repeatedly, and reports
+//! each write on a separate serial port *after* the write has returned. QEMU writes the port to a
+//! file, so the list survives a crash of the guest. Afterwards every sector of every acknowledged
+//! slot must be a whole sector of this slot, from the acknowledged write or a later one. An older
+//! sector is a lost write, or a stale write that was executed late.
 
 pub mod sector;
 
@@ -18,24 +18,24 @@ use anyhow::{Context, Result};
 
 use sector::{PARTS, SECTOR, SLOT};
 
-/// The promises of one or more sessions of the writer.
+/// Acknowledged writes of one or more sessions of the writer.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Promises {
-    /// The last acknowledged generation of each slot.
+    /// Last acknowledged generation of each slot.
     pub slots: BTreeMap<u64, u64>,
-    /// How many writes were acknowledged.
+    /// Number of acknowledged writes.
     pub writes: u64,
-    /// What went wrong in the guest: failed writes, reads that had the wrong content.
+    /// Errors in the guest: failed writes, and reads of wrong data.
     pub failures: Vec<String>,
 }
 
 impl Promises {
-    /// Reads the log of acknowledgements: `A <slot> <generation>` for a write that returned, `E
-    /// <words>` for a failure. A line that was cut by a dying guest promises nothing, whether it is
-    /// the last or the next session has written on in it.
+    /// Parses the log of acknowledgements: `A <slot> <generation>` for a write that returned, `E
+    /// <words>` for a failure. A truncated line of a guest that was killed acknowledges nothing,
+    /// also if the next session has appended to it.
     pub fn parse(log: &str) -> Self {
         let mut promises = Self::default();
-        // What follows the last line feed is a line that has not ended.
+        // The text after the last line feed is an incomplete line.
         let whole = log.rsplit_once('\n').map_or("", |(whole, _)| whole);
         for line in whole.lines() {
             let mut words = line.split(' ');
@@ -54,8 +54,8 @@ impl Promises {
         promises
     }
 
-    /// Compares the image with the promises. Empty when every one is kept; otherwise a sentence per
-    /// broken slot.
+    /// Compares the image with the acknowledged writes. Returns one sentence for each slot with
+    /// wrong data.
     pub fn broken(&self, image: &Path, seed: u64) -> Result<Vec<String>> {
         let mut file = File::open(image).with_context(|| image.display().to_string())?;
         let size = file.seek(SeekFrom::End(0))?;
@@ -119,7 +119,7 @@ mod tests {
             let mut bad = good[..SECTOR].to_vec();
             bad[at] ^= 0x10;
             let read = sector::read(0, &bad);
-            // A stamp may change too, but then the rest does not fit it.
+            // The stamp may be damaged as well, but then it does not match the data.
             assert!(read.is_err(), "byte {at}: {read:?}");
         }
     }

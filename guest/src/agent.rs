@@ -1,4 +1,4 @@
-//! The host's end of the guest's agent: commands in, exit codes and output back.
+//! Host side of the guest's agent: sends commands, receives exit codes and output.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -8,24 +8,24 @@ use anyhow::{Context, Result, bail};
 
 use crate::frame::{self, Lines, Message};
 
-/// How long a read may block before the caller's own checks run again.
+/// Maximum time of a blocking read between two calls of the caller's check.
 const TICK: Duration = Duration::from_millis(50);
 
-/// What a command in the guest came to.
+/// Result of a command in the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
-    /// The exit code; 128 + n if signal n ended it.
+    /// Exit code; 128 + n if signal n ended the command.
     pub code: i32,
-    /// Standard output and standard error together. Bytes that are no UTF-8 are replaced.
+    /// Standard output and standard error, with invalid UTF-8 replaced.
     pub text: String,
 }
 
 impl Output {
-    /// The text of a command that succeeded.
+    /// Output of a command that must succeed.
     ///
     /// # Errors
     ///
-    /// A failed command's exit code, with what it said.
+    /// The command failed; the error has its exit code and output.
     pub fn success(self) -> Result<String> {
         if self.code == 0 {
             return Ok(self.text);
@@ -34,8 +34,8 @@ impl Output {
     }
 }
 
-/// Waits for QEMU to connect to a socket that we listen on; `check` runs between looks and may give
-/// up early (QEMU has ended).
+/// Waits for QEMU's connection to a listening socket. `check` is called repeatedly and may end
+/// the wait with an error (QEMU has ended).
 pub(crate) fn accept(
     listener: &UnixListener,
     timeout: Duration,
@@ -60,19 +60,19 @@ pub(crate) fn accept(
     }
 }
 
-/// The connection to the agent of one QEMU, over as many boots as it lives.
+/// Connection to the agent of one QEMU, over all boots of the guest.
 #[derive(Debug)]
 pub struct Agent {
     stream: UnixStream,
     lines: Lines,
     sequence: u64,
     boot_id: String,
-    /// A command was given up: whether the guest still serves its agent is not known.
+    /// True after a command timed out: the agent may not answer any more.
     lost: bool,
 }
 
 impl Agent {
-    /// Takes a connected serial port.
+    /// Creates an agent of a connected serial port.
     pub fn new(stream: UnixStream) -> Result<Self> {
         stream.set_read_timeout(Some(TICK))?;
         stream.set_write_timeout(Some(Duration::from_secs(10)))?;
@@ -80,7 +80,7 @@ impl Agent {
         Ok(Self { stream, lines: Lines::default(), sequence: 0, boot_id, lost: false })
     }
 
-    /// Waits until a boot that was not seen before has reached its agent.
+    /// Waits until the agent of a new boot is ready.
     pub fn wait_hello(
         &mut self,
         timeout: Duration,
@@ -88,7 +88,7 @@ impl Agent {
     ) -> Result<()> {
         let deadline = Instant::now() + timeout;
         loop {
-            // Answers of the boot before may still be in the pipe; they are nobody's now.
+            // Answers of the previous boot may still be in the pipe; they are discarded.
             if let Some(Message::Hello { boot_id }) = self.next(deadline, check)?
                 && boot_id != self.boot_id
             {
@@ -103,9 +103,9 @@ impl Agent {
     ///
     /// # Errors
     ///
-    /// The guest did not answer in time, restarted meanwhile, or QEMU ended. After a command that
-    /// was given up all others fail at once, until the guest has booted again. A command that fails
-    /// in the guest is no error here: see [`Output::success`].
+    /// The guest did not answer in time, rebooted meanwhile, or QEMU ended. After a timeout all
+    /// further commands fail immediately, until the guest has booted again. A command that fails
+    /// in the guest is not an error: see [`Output::success`].
     pub fn run(
         &mut self,
         command: &str,
@@ -116,7 +116,7 @@ impl Agent {
             bail!("a command before this one never ended: {command}");
         }
         let sequence = self.send(command)?;
-        // Until its answer is here.
+        // Cleared when the answer is received.
         self.lost = true;
         let deadline = Instant::now() + timeout;
         loop {
@@ -131,13 +131,14 @@ impl Agent {
                     self.lost = false;
                     bail!("the guest restarted while it ran: {command}");
                 }
-                // The end of a command that was given up.
+                // Late answer of a command that timed out.
                 Some(_) | None => {}
             }
         }
     }
 
-    /// Sends a command whose answer nobody waits for, such as a reboot. Its sequence number.
+    /// Sends a command without waiting for its answer, such as a reboot. Returns its sequence
+    /// number.
     pub fn send(&mut self, command: &str) -> Result<u64> {
         self.sequence += 1;
         let line = frame::run(self.sequence, command)?;
@@ -192,7 +193,7 @@ mod tests {
         (Agent::new(near).unwrap(), BufReader::new(far))
     }
 
-    /// Answers each command line with what the closure makes of it.
+    /// Answers each command line with the result of the closure.
     fn answer(
         mut port: BufReader<UnixStream>,
         make: impl Fn(u64, &str) -> String + Send + 'static,
@@ -245,7 +246,7 @@ mod tests {
         assert!(format!("{error:#}").contains("QEMU ended"), "{error:#}");
     }
 
-    /// The loop of init.sh, on a pipe instead of a serial port, run by a real shell.
+    /// The loop of init.sh, run by a real shell, on a pipe instead of a serial port.
     #[test]
     fn the_guests_loop_speaks_the_same_language() {
         let init = include_str!("init.sh");

@@ -1,4 +1,4 @@
-//! What a guest is made of, and the QEMU command line that makes it.
+//! Configuration of a guest, and its QEMU command line.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,23 +6,23 @@ use std::str::FromStr;
 
 use serde_json::json;
 
-/// Where the run's large files appear inside QEMU's root.
+/// Path of the run's directory of files, inside QEMU's root.
 pub(crate) const FILES: &str = "/run/shadowbell/files";
-/// Where the run's sockets appear inside QEMU's root.
+/// Path of the run's directory of sockets, inside QEMU's root.
 pub const SOCKETS: &str = "/run/shadowbell/sockets";
 
-/// The guest kernels.
+/// Kernel of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
-    /// Debian 12's.
+    /// Kernel of Debian 12.
     V6_1,
-    /// Debian 13's, from its backports: 7.2 at first, and later what they have by then
+    /// Kernel of Debian 13's backports: 7.2 at first, later the current version
     /// ([`Roots::release`](crate::Roots::release)).
     V7_2,
 }
 
 impl Kernel {
-    /// Every kernel that a suite is meant to pass on.
+    /// All kernels that the suites have to pass on.
     pub const ALL: [Self; 2] = [Self::V6_1, Self::V7_2];
 }
 
@@ -46,70 +46,70 @@ impl FromStr for Kernel {
     }
 }
 
-/// What is behind a controller of QEMU's own.
+/// Storage of a controller of QEMU's own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Drive {
     /// A raw image in the run's directory of files.
     Image(String),
-    /// A raw image past the page cache and through io_uring: the least that QEMU can do for it.
+    /// A raw image with O_DIRECT and io_uring, the fastest access that QEMU has.
     Direct(String),
-    /// A disk of this many bytes that reads as zeroes and forgets what is written (`null-co`).
+    /// A disk of this many bytes that reads as zeroes and discards writes (`null-co`).
     Null(u64),
 }
 
-/// An NVMe controller of the guest.
+/// NVMe controller of the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Device {
     /// A vfio-user device.
     VfioUser {
-        /// The name of its socket in the run's directory of sockets.
+        /// Name of the socket in the run's directory of sockets.
         socket: String,
     },
     /// QEMU's own controller.
     QemuNvme {
-        /// What it keeps its bytes in.
+        /// Storage of the controller.
         drive: Drive,
-        /// Whether it offers Doorbell Buffer Config.
+        /// True if the controller supports Doorbell Buffer Config.
         dbcs: bool,
     },
 }
 
-/// How the guest starts.
+/// Boot method of the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Firmware {
-    /// QEMU hands the kernel over; words to add to its command line.
+    /// QEMU loads kernel and initramfs (direct boot).
     Direct {
-        /// Added to the kernel's command line.
+        /// Additional kernel parameters.
         append: String,
     },
-    /// OVMF looks for something to start on the first device; kernel and initramfs come from there.
+    /// OVMF boots from the first device, which has the kernel and the initramfs.
     Uefi,
 }
 
-/// A guest.
+/// Configuration of a guest.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Which kernel, unless it comes from a disk.
+    /// Kernel, unless it is booted from a disk.
     pub kernel: Kernel,
-    /// MiB of memory.
+    /// Memory size in MiB.
     pub memory_mib: u64,
-    /// Whether a vfio-user server can map the memory. It cannot work without.
+    /// True if other processes can map the memory, which vfio-user servers need.
     pub share: bool,
-    /// Virtual processors.
+    /// Number of virtual CPUs.
     pub cpus: u32,
-    /// Its NVMe controllers, in the order of their PCI addresses (see [`pci_address`]).
+    /// NVMe controllers, in the order of their PCI addresses (see [`pci_address`]).
     pub devices: Vec<Device>,
-    /// How it starts.
+    /// Boot method.
     pub firmware: Firmware,
-    /// Whether it has an IOMMU (Intel's, without interrupt remapping), so that its own programs can
-    /// drive devices.
+    /// True if the guest has an IOMMU (Intel's, without interrupt remapping), so that programs in
+    /// the guest can use VFIO.
     pub iommu: bool,
-    /// More of QEMU's arguments, for other devices.
+    /// Additional arguments of QEMU, for other devices.
     pub more: Vec<String>,
 }
 
 impl Config {
-    /// A guest of 2 processors and 1 GiB with these controllers.
+    /// Configuration of a guest with 2 CPUs, 1 GiB of memory and these controllers.
     pub fn new(kernel: Kernel, devices: Vec<Device>) -> Self {
         let firmware = Firmware::Direct { append: String::new() };
         let (iommu, more) = (false, Vec::new());
@@ -117,21 +117,21 @@ impl Config {
     }
 }
 
-/// The first PCI slot of a controller under test.
+/// PCI slot of the first controller.
 const FIRST_SLOT: usize = 4;
 
-/// The PCI address at which the guest sees the controller of this index.
+/// PCI address of the controller with this index.
 pub fn pci_address(index: usize) -> String {
     format!("0000:00:{:02x}.0", FIRST_SLOT + index)
 }
 
-/// The words that every guest kernel gets. The clock of the processor is declared good, because
-/// under emulation the kernel may doubt it and then read a slow one millions of times; mitigations
-/// only cost time here; a panic restarts at once, which the agent's connection notices.
+/// Kernel parameters of every guest. `tsc=reliable`: under emulation, the kernel may otherwise
+/// reject the TSC and read a slow clock millions of times. Mitigations only cost time in a test.
+/// A panic reboots immediately, which the agent's connection detects.
 pub const KERNEL_WORDS: &str =
     "console=ttyS0 rdinit=/init quiet panic=-1 tsc=reliable mitigations=off";
 
-/// The files that QEMU opens, as it sees them.
+/// Paths of the files that QEMU opens, inside QEMU's root.
 #[derive(Debug, Clone)]
 pub(crate) struct Inside {
     pub(crate) kernel: PathBuf,
@@ -139,7 +139,7 @@ pub(crate) struct Inside {
     pub(crate) uefi_variables: PathBuf,
 }
 
-/// QEMU's arguments for a guest.
+/// Arguments of QEMU for a guest.
 pub(crate) fn arguments(config: &Config, inside: &Inside) -> Vec<String> {
     let memory = config.memory_mib;
     let share = if config.share { "on" } else { "off" };
@@ -148,14 +148,15 @@ pub(crate) fn arguments(config: &Config, inside: &Inside) -> Vec<String> {
     add(&["-nodefaults", "-no-user-config", "-display", "none"]);
     add(&["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", &config.cpus.to_string()]);
     add(&["-m", &format!("{memory}M")]);
-    // A vfio-user server maps the guest's memory: it needs a descriptor to map.
+    // A vfio-user server maps the guest's memory by its descriptor, so it is a memfd.
     add(&["-object", &format!("memory-backend-memfd,id=ram,size={memory}M,share={share}")]);
     add(&["-machine", "q35,memory-backend=ram"]);
     if config.iommu {
-        // Devices that are served by others learn of mappings only in caching mode.
+        // Caching mode: QEMU is notified of every new mapping, and passes it to vfio-user
+        // servers.
         add(&["-device", "intel-iommu,intremap=off,caching-mode=on"]);
     }
-    // Port 0 is the kernel's console, 1 the agent's, 2 takes the writes that were acknowledged.
+    // Port 0 is the console, port 1 the agent's, port 2 that of acknowledged writes.
     add(&["-chardev", &format!("file,id=console,path={FILES}/console.log,append=on")]);
     add(&["-serial", "chardev:console"]);
     add(&["-chardev", &format!("socket,id=agent,path={SOCKETS}/agent")]);

@@ -1,18 +1,18 @@
-//! Writes the "newc" cpio archive that Linux unpacks as its initramfs
+//! Writer of "newc" cpio archives, from which Linux unpacks its initramfs
 //! (`Documentation/driver-api/early-userspace/buffer-format.rst` of the kernel).
 //!
 //! Archives may be concatenated: the kernel unpacks them one after another.
 
 use std::collections::BTreeSet;
 
-/// The file type bits of `st_mode`.
+/// File type bits of `st_mode`.
 const DIRECTORY: u32 = 0o040_000;
 const REGULAR: u32 = 0o100_000;
 const SYMLINK: u32 = 0o120_000;
 const CHAR_DEVICE: u32 = 0o020_000;
 
-/// An archive under construction. Parent directories are added by themselves, names are relative to
-/// the root of the guest and need no leading slash.
+/// An archive under construction. Missing parent directories are added. Names are relative to the
+/// root of the guest and need no leading slash.
 #[derive(Debug, Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -26,7 +26,7 @@ impl Archive {
         Self::default()
     }
 
-    /// Adds a directory, and those above it, unless they are there already.
+    /// Adds a directory and its parent directories, unless they exist.
     pub fn directory(&mut self, name: &str) {
         let name = clean(name);
         if name.is_empty() || self.names.contains(name) {
@@ -36,7 +36,7 @@ impl Archive {
         self.entry(name, DIRECTORY | 0o755, (0, 0), &[]);
     }
 
-    /// Adds a regular file with these permissions. A second file of the same name is left out.
+    /// Adds a regular file. A second file with the same name is ignored.
     pub fn file(&mut self, name: &str, permissions: u32, content: &[u8]) {
         self.leaf(name, REGULAR | (permissions & 0o7777), (0, 0), content);
     }
@@ -46,21 +46,21 @@ impl Archive {
         self.leaf(name, SYMLINK | 0o777, (0, 0), target.as_bytes());
     }
 
-    /// Adds a character device, which the first process needs before it can mount `/dev`.
+    /// Adds a character device. The first process needs one before it can mount `/dev`.
     pub fn char_device(&mut self, name: &str, permissions: u32, major: u32, minor: u32) {
         self.leaf(name, CHAR_DEVICE | (permissions & 0o7777), (major, minor), &[]);
     }
 
-    /// Whether a file, link or directory of that name was added.
+    /// True if the archive has a file, link or directory with that name.
     pub fn contains(&self, name: &str) -> bool {
         self.names.contains(clean(name))
     }
 
-    /// The archive with its trailer.
+    /// Ends the archive with its trailer. Returns its bytes.
     pub fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, (0, 0), &[]);
-        // The kernel wants each of several archives to begin on a multiple of four, and loaders are
-        // happiest with whole sectors.
+        // The kernel requires each of several archives to begin at a multiple of four bytes; boot
+        // loaders prefer whole sectors.
         self.pad_to(512);
         self.bytes
     }
@@ -84,7 +84,7 @@ impl Archive {
         self.names.insert(name.to_owned());
         self.inode += 1;
         let links = if mode & 0o170_000 == DIRECTORY { 2 } else { 1 };
-        // A file of 4 GiB and more does not fit this format; the guest's files are far from it.
+        // The format's maximum is 4 GiB; files of the guest are much smaller.
         let size = u32::try_from(content.len()).unwrap_or(u32::MAX);
         let content = content.get(..size as usize).unwrap_or(content);
         let fields = [
@@ -126,7 +126,7 @@ fn clean(name: &str) -> &str {
 mod tests {
     use super::*;
 
-    /// Reads an archive back: name, mode, content.
+    /// Parses an archive: name, mode, contents.
     fn parse(bytes: &[u8]) -> Vec<(String, u32, Vec<u8>)> {
         let mut entries = Vec::new();
         let mut at = 0;

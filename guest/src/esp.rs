@@ -1,6 +1,6 @@
-//! A disk image that boots through UEFI: a partition table with one EFI system partition, and on it
-//! a unified kernel image (kernel, initramfs and command line in one PE file, started by systemd's
-//! stub) where firmware looks on any disk, `EFI/BOOT/BOOTX64.EFI`.
+//! UEFI boot disk: a partition table with one EFI system partition, which contains a unified
+//! kernel image (kernel, initramfs and command line in one PE file with systemd's stub) at the
+//! default path `EFI/BOOT/BOOTX64.EFI`.
 
 use std::fs;
 
@@ -11,9 +11,8 @@ use crate::host::last_lines;
 use crate::roots::Roots;
 use crate::rundir::RunDir;
 
-/// Builds the image from inside the tools root. Sections of a PE file must not overlap in memory
-/// and stay in the order in which they are appended, so each begins on the page after the one
-/// before.
+/// Script that builds the image inside the tools root. Sections of a PE file must not overlap in
+/// memory and must be in ascending order, so each begins on the page after the previous one.
 const SCRIPT: &str = r#"
 set -eu
 cd "$1"; image=$2; size=$3
@@ -39,8 +38,8 @@ mcopy -i "$image@@1M" uki.efi ::/EFI/BOOT/BOOTX64.EFI
 rm uki.*
 "#;
 
-/// Makes the image `name` of `bytes` in the run's directory of files. `words` go to the kernel's
-/// command line, `initramfs` is an archive of [`crate::initramfs::pack`].
+/// Makes the image `name` of `bytes` bytes in the run's directory of files. `words` are
+/// additional kernel parameters, `initramfs` is an archive of [`crate::initramfs::pack`].
 pub fn build(
     roots: &Roots,
     run: &RunDir,

@@ -1,4 +1,4 @@
-//! The language of the guest's agent: one line each way for a command, on a serial port of its own.
+//! Protocol of the guest's agent: one line in each direction for a command, on its own serial port.
 //!
 //! ```text
 //! guest  @HELLO <boot id>                                    once a boot, when it is ready
@@ -6,36 +6,36 @@
 //! guest  @END <sequence> <exit code> <bytes> <output, base64>
 //! ```
 //!
-//! The output is standard output and standard error together. Its length is sent beside it, so a
-//! line that lost bytes is noticed. Lines of any other form are noise (firmware, a boot loader) and
-//! are passed over; a line that begins as one of the protocol's and does not parse is an error.
+//! The output is standard output and standard error together. Its length is sent as well, so that
+//! lost bytes are detected. Lines of any other form are noise of firmware or boot loader and are
+//! ignored; a line that begins like one of the protocol and cannot be parsed is an error.
 
 use anyhow::{Context, Result, bail};
 use base64::{Engine, engine::general_purpose::STANDARD};
 
-/// The longest command: the guest's terminal layer drops what exceeds its buffers.
+/// Maximum length of a command: the guest's terminal layer drops bytes beyond its buffers.
 pub const MAX_COMMAND: usize = 24 * 1024;
 
 /// A line from the guest.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Message {
-    /// The agent is ready; the kernel's random boot id tells one boot from the next.
+    /// The agent is ready. The kernel's random boot id identifies the boot.
     Hello {
         /// `/proc/sys/kernel/random/boot_id`.
         boot_id: String,
     },
     /// A command has ended.
     End {
-        /// The sequence number it was sent with.
+        /// Sequence number of the command.
         sequence: u64,
-        /// Its exit code, 128 + n if signal n ended it.
+        /// Exit code; 128 + n if signal n ended the command.
         code: i32,
-        /// What it wrote to standard output and standard error.
+        /// Standard output and standard error of the command.
         output: Vec<u8>,
     },
 }
 
-/// The line that runs `command`, with its line feed.
+/// Line that runs `command`, with its line feed.
 pub fn run(sequence: u64, command: &str) -> Result<String> {
     if command.len() > MAX_COMMAND {
         bail!("a command of {} bytes is too long for the agent ({MAX_COMMAND})", command.len());
@@ -43,7 +43,7 @@ pub fn run(sequence: u64, command: &str) -> Result<String> {
     Ok(format!("@RUN {sequence} {}\n", STANDARD.encode(command)))
 }
 
-/// Reads one line from the guest, without its line feed. `None` is noise.
+/// Parses a line from the guest without its line feed. `None` is noise.
 pub fn parse(line: &str) -> Result<Option<Message>> {
     let mut words = line.trim_end_matches('\r').split(' ');
     let message = match words.next() {
@@ -68,19 +68,19 @@ pub fn parse(line: &str) -> Result<Option<Message>> {
     Ok(Some(message))
 }
 
-/// Cuts a stream of bytes into lines, keeping what has no end yet.
+/// Splits a stream of bytes into lines, and keeps an incomplete line.
 #[derive(Debug, Default)]
 pub struct Lines {
     pending: Vec<u8>,
 }
 
 impl Lines {
-    /// Adds bytes as they came, in whatever pieces.
+    /// Adds received bytes.
     pub fn push(&mut self, bytes: &[u8]) {
         self.pending.extend_from_slice(bytes);
     }
 
-    /// The next whole line without its line feed; bytes that are no UTF-8 are replaced.
+    /// Next complete line without its line feed, with invalid UTF-8 replaced.
     pub fn next_line(&mut self) -> Option<String> {
         let end = self.pending.iter().position(|&b| b == b'\n')?;
         let line: Vec<u8> = self.pending.drain(..=end).collect();

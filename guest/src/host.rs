@@ -1,13 +1,13 @@
-//! What this machine must offer, and one clear sentence when it does not.
+//! Prerequisites of this machine.
 
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-/// Where the archive's keys are on a Debian machine.
+/// Path of the Debian archive's keys on a Debian machine.
 pub const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
-/// The programs used from the host, and the Debian package of each.
+/// Programs of the host, and the Debian package of each.
 const TOOLS: &[(&str, &str)] = &[
     ("mmdebstrap", "mmdebstrap"),
     ("unshare", "util-linux"),
@@ -16,8 +16,8 @@ const TOOLS: &[(&str, &str)] = &[
     ("apt-get", "apt"),
 ];
 
-/// Makes sure that a guest can be fetched and started here: installs what is missing from Debian
-/// packages as root, and otherwise says in one sentence what is missing.
+/// Checks that a guest can be downloaded and started on this machine. As root on Debian, missing
+/// packages are installed; otherwise the error names them.
 pub fn prepare() -> Result<()> {
     let mut missing: Vec<_> =
         TOOLS.iter().filter(|(tool, _)| !in_path(tool)).map(|(_, package)| *package).collect();
@@ -52,7 +52,7 @@ pub fn install(packages: &[&str]) -> Result<()> {
             arguments.extend(packages);
             apt_get(&arguments)
         })
-        .with_context(|| format!("could not install what is missing; try: {line}"))
+        .with_context(|| format!("could not install the missing packages; try: {line}"))
 }
 
 fn apt_get(arguments: &[&str]) -> Result<()> {
@@ -68,7 +68,7 @@ fn apt_get(arguments: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Whether a program of this name can be started.
+/// True if a program with this name is in PATH.
 pub fn in_path(tool: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
@@ -76,8 +76,8 @@ pub fn in_path(tool: &str) -> bool {
         .any(|directory| directory.join(tool).is_file())
 }
 
-/// The address of the Debian archive that this machine installs from. `SHADOWBELL_DEBIAN_MIRROR`
-/// comes first, for a machine that is no Debian.
+/// URL of the Debian archive from which this machine installs packages.
+/// `SHADOWBELL_DEBIAN_MIRROR` overrides it, for other distributions.
 pub fn debian_mirror() -> Result<String> {
     if let Ok(mirror) = std::env::var("SHADOWBELL_DEBIAN_MIRROR") {
         return Ok(mirror);
@@ -98,8 +98,8 @@ pub fn debian_mirror() -> Result<String> {
     )
 }
 
-/// Picks the archive out of `URI|release|label` lines. A label is known only after an `apt-get
-/// update`; without one it is the unexpanded format, and a release of Debian's name has to do.
+/// Selects the archive from lines `URI|release|label`. The label is known only after `apt-get
+/// update`; before that it is the unexpanded format, and a Debian release name is enough.
 fn choose_mirror(targets: &str) -> Option<String> {
     let rows = || {
         targets.lines().filter_map(|line| {
@@ -116,7 +116,7 @@ fn choose_mirror(targets: &str) -> Option<String> {
         .map(|(uri, _, _)| uri.to_owned())
 }
 
-/// The end of a program's output, for an error message.
+/// Last lines of a program's output, for an error message.
 pub fn last_lines(bytes: &[u8], count: usize) -> String {
     let text = String::from_utf8_lossy(bytes);
     let lines: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).collect();

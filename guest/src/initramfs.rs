@@ -1,5 +1,5 @@
-//! Packs the guest's user land: the first process, programs of the tools root, and the shared
-//! libraries that those need.
+//! Initramfs of the guest: the first process, programs of the tools root, and their shared
+//! libraries.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -11,13 +11,13 @@ use crate::cpio::Archive;
 use crate::host::last_lines;
 use crate::roots::Roots;
 
-/// The first process, with the agent.
+/// Script of the first process, with the agent.
 const INIT: &str = include_str!("init.sh");
 
-/// The programs of a guest that only has to come up and answer.
+/// Programs of a guest that only boots.
 pub const MINIMAL: &[&str] = &["/usr/bin/busybox"];
 
-/// The programs of a guest that works a disk.
+/// Programs of a guest that uses a disk.
 pub const FULL: &[&str] = &[
     "/usr/bin/busybox",
     "/usr/bin/cmp", // busybox has one that does not stop at the first difference
@@ -30,30 +30,30 @@ pub const FULL: &[&str] = &[
     "/usr/bin/umount",
 ];
 
-/// The Debian root's directories that are links into `/usr`.
+/// Directories of the Debian root that are links into `/usr`.
 const MERGED: &[&str] = &["bin", "sbin", "lib", "lib64"];
 
-/// Where our own programs go in the guest.
+/// Directory of this project's programs in the guest.
 const OURS: &str = "usr/sbin";
 
-/// Where kernel modules go in the guest, all in one directory.
+/// Directory of kernel modules in the guest.
 pub const MODULES: &str = "/usr/lib/shadowbell/modules";
 
-/// Where a program's directory appears in the tools root while its libraries are looked for.
+/// Mount point of a program's directory in the tools root while its libraries are looked up.
 const LOOK: &str = "/run/shadowbell/program";
 
-/// What a guest has beside its programs from Debian.
+/// Files of a guest in addition to Debian's programs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Extra<'a> {
-    /// Files of the host that go to `/usr/sbin` and need no shared libraries.
+    /// Programs of the host for `/usr/sbin`, statically linked.
     pub programs: &'a [&'a Path],
-    /// Programs with shared libraries, of which Debian's newer ones must do.
+    /// Programs of the host whose shared libraries are taken from the tools root.
     pub linked: &'a [&'a Path],
-    /// Kernel modules, for [`MODULES`].
+    /// Kernel modules for [`MODULES`].
     pub modules: &'a [PathBuf],
-    /// Other files: where each goes, from the root, and what is in it.
+    /// Other files: path relative to the root, and contents.
     pub files: &'a [(&'a str, &'a [u8])],
-    /// The first process, instead of the agent.
+    /// Script of the first process, instead of the agent.
     pub init: Option<&'a str>,
 }
 

@@ -1,28 +1,28 @@
-//! The test machine: builds and boots a Linux guest under QEMU, and works in it from outside.
+//! The test machine: builds and boots a Linux guest under QEMU, and runs commands in it.
 //!
 //! # Architecture
 //!
-//! * [`host`]: what this machine must offer (root, `mmdebstrap`, a Debian mirror), and one clear
-//!   sentence when it does not.
-//! * [`roots`]: what is fetched once and kept under `target/guest/`: a Debian root with QEMU and
-//!   the guest's programs, and the guest kernels.
-//! * [`cpio`], [`initramfs`]: the guest's whole user land, packed from that root in memory. The
-//!   guest has no disk but the ones under test.
-//! * [`frame`], [`agent`]: a command goes in, its exit code and output come back, over a serial
-//!   port that nothing else writes to. The kernel's console is another port.
-//! * [`config`], [`machine`], [`qmp`]: the QEMU command line, the running guest, its control
-//!   socket.
-//! * [`rundir`], [`process`], [`server`]: the files of one run, a child that cannot outlive us, and
-//!   `shadowbell serve`.
-//! * [`ack`]: which writes a guest saw acknowledged, and whether the disk still has them.
+//! * [`host`]: prerequisites of this machine (root, `mmdebstrap`, a Debian mirror), and error
+//! messages if they are missing.
+//! * [`roots`]: downloads kept under `target/guest/`: a Debian root with QEMU and the guest's
+//! programs, and the guest kernels.
+//! * [`cpio`], [`initramfs`]: the guest's user land, packed from that root in memory. The guest
+//! has no disks except those under test.
+//! * [`frame`], [`agent`]: commands to the guest, and their exit codes and output, over a serial
+//! port of their own. The console of the kernel is another port.
+//! * [`config`], [`machine`], [`qmp`]: the QEMU command line, the running guest, QEMU's control
+//! socket.
+//! * [`rundir`], [`process`], [`server`]: files of one run, child processes that end with this
+//! one, and `shadowbell serve`.
+//! * [`ack`]: acknowledged writes of a guest, and the check that the disk has them.
 //! * [`tool`]: the program that runs inside the guest.
-//! * [`esp`]: a disk image that boots through UEFI.
-//! * [`trace`]: counting doorbells and interrupts in QEMU's own trace.
+//! * [`esp`]: a disk image for UEFI boot.
+//! * [`trace`]: counts of doorbells and interrupts from QEMU's trace.
 //!
-//! # What it doesn't do
+//! # Limits
 //!
-//! KVM: every guest runs under TCG, so that a result does not depend on the host's virtualisation.
-//! Networks, graphics and guests other than Linux are not built.
+//! KVM is not used: every guest runs under TCG, so that results do not depend on the host's
+//! virtualisation. Networks, graphics and guests other than Linux are not supported.
 #![forbid(unsafe_code)]
 
 pub mod ack;

@@ -16,15 +16,16 @@ use crate::qmp::Qmp;
 use crate::roots::Roots;
 use crate::rundir::RunDir;
 
-/// Where `target/guest` appears inside QEMU's root.
+/// Path of `target/guest` inside QEMU's root.
 const KEPT: &str = "/run/shadowbell/kept";
 
-/// How long QEMU may take to come up.
+/// Time limit of QEMU's start.
 const START: Duration = Duration::from_secs(30);
-/// How long a kernel may take to its first process: a few seconds alone, more beside other work.
+/// Time limit of the boot up to the first process: a few seconds on an idle machine, more on a
+/// busy one.
 const BOOT: Duration = Duration::from_secs(120);
 
-/// A Linux guest under QEMU, up and answering. Dropping it kills QEMU.
+/// A running Linux guest under QEMU. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct Guest {
     process: Process,
@@ -38,13 +39,14 @@ pub struct Guest {
 impl Guest {
     /// Starts QEMU and waits until the guest's agent answers.
     ///
-    /// `initramfs` is the archive of [`crate::initramfs::pack`], in the run's directory of files.
-    /// The directory takes one guest at a time; a second one after the first has ended appends to
-    /// its logs.
+    /// `initramfs` is an archive of [`crate::initramfs::pack`], in the run's directory of files.
+    /// The directory is for one guest at a time; a second guest, after the end of the first,
+    /// appends to its logs.
     ///
     /// # Errors
     ///
-    /// QEMU ended (with what it said), or the guest did not come up (with the end of its console).
+    /// QEMU ended (the error has its messages), or the guest did not boot (the error has the end
+    /// of its console).
     pub fn boot(roots: &Roots, run: &RunDir, config: &Config, initramfs: &str) -> Result<Self> {
         let kernel = roots.kernel(config.kernel)?;
         let kernel = kernel.strip_prefix(roots.directory()).context("the kernel's place")?;
@@ -75,7 +77,7 @@ impl Guest {
 
         let console = run.file("console.log");
         let mut check = || check(&mut process, &errors);
-        // QEMU makes its character devices in the order of its command line.
+        // QEMU opens its character devices in the order of its command line.
         let mut agent = Agent::new(agent::accept(&agent_socket, START, &mut check)?)?;
         let qmp = Qmp::new(agent::accept(&qmp_socket, START, &mut check)?)?;
         agent
@@ -92,22 +94,22 @@ impl Guest {
             .with_context(|| format!("the guest's console: {}", tail(&self.console)))
     }
 
-    /// Runs a shell command that must succeed, and takes what it printed.
+    /// Runs a shell command that must succeed. Returns its output.
     pub fn sh(&mut self, command: &str, timeout: Duration) -> Result<String> {
         self.run(command, timeout)?.success().with_context(|| format!("in the guest: {command}"))
     }
 
-    /// QEMU's process id.
+    /// Process id of QEMU.
     pub fn id(&self) -> u32 {
         self.process.id()
     }
 
-    /// Sends a command that the guest does not come back from.
+    /// Sends a command after which the agent does not answer, such as a reboot.
     pub fn send(&mut self, command: &str) -> Result<()> {
         self.agent.send(command).map(drop)
     }
 
-    /// Waits until the guest has booted once more in the same QEMU.
+    /// Waits until the guest has rebooted in the same QEMU.
     pub fn wait_reboot(&mut self) -> Result<()> {
         let (process, errors) = (&mut self.process, &self.errors);
         self.agent
@@ -115,7 +117,7 @@ impl Guest {
             .with_context(|| format!("the guest did not come back: {}", tail(&self.console)))
     }
 
-    /// The kernel's log with numeric levels in front (`<4>[    1.2] ...`).
+    /// Kernel log with numeric levels as prefixes (`<4>[    1.2] ...`).
     pub fn dmesg(&mut self) -> Result<String> {
         self.sh("dmesg -r", Duration::from_secs(30))
     }
@@ -125,17 +127,17 @@ impl Guest {
         self.qmp.execute(command, arguments, Duration::from_secs(30))
     }
 
-    /// Where QEMU writes the trace events that [`crate::trace`] counts.
+    /// Path of QEMU's trace log, from which [`crate::trace`] counts events.
     pub fn trace_log(&self) -> &Path {
         &self.trace
     }
 
-    /// Kills QEMU at once, as a crash would.
+    /// Kills QEMU, like a crash.
     pub fn kill(mut self) {
         self.process.kill();
     }
 
-    /// Powers the guest off and waits until QEMU has ended.
+    /// Powers the guest off and waits for the end of QEMU.
     pub fn power_off(mut self, timeout: Duration) -> Result<()> {
         self.send("poweroff -f")?;
         let status = self.process.wait(timeout)?;
@@ -148,12 +150,12 @@ impl Guest {
 
 fn listen(run: &RunDir, name: &str) -> Result<UnixListener> {
     let path = run.socket(name);
-    // Left by the guest before this one.
+    // A previous guest may have left the socket.
     let _ = fs::remove_file(&path);
     UnixListener::bind(&path).with_context(|| path.display().to_string())
 }
 
-/// An error once QEMU has ended.
+/// Fails if QEMU has ended.
 fn check(process: &mut Process, errors: &Path) -> Result<()> {
     match process.ended()? {
         None => Ok(()),

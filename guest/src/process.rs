@@ -1,4 +1,4 @@
-//! A child that cannot outlive us, and that nobody waits for without a deadline.
+//! Child processes that end with this process, and waits with a deadline.
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
-/// A child process in a process group of its own. Dropping it kills the whole group.
+/// A child process in its own process group. Dropping it kills the group.
 ///
-/// The caller puts `setpriv --pdeathsig KILL` in front of the command, for the case that this
-/// process is killed before it can drop anything; that signal follows the *thread* that started the
-/// child, so children are started from threads that live as long as they.
+/// The command must begin with `setpriv --pdeathsig KILL`, for the case that this process is
+/// killed. The kernel sends that signal when the *thread* that started the child ends, so
+/// children must be started by threads that live as long as they.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
@@ -20,28 +20,28 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command`; `name` is for messages.
+    /// Starts `command`. `name` is for messages.
     pub fn spawn(name: &str, command: &mut Command) -> Result<Self> {
         let child = command.process_group(0).spawn().with_context(|| format!("starting {name}"))?;
         Ok(Self { child, name: name.to_owned() })
     }
 
-    /// What it is called in messages.
+    /// Name in messages.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The process id.
+    /// Process id.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Its exit status, if it has ended.
+    /// Exit status, if the process has ended.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
         self.child.try_wait().with_context(|| format!("waiting for {}", self.name))
     }
 
-    /// Waits until it ends by itself.
+    /// Waits for the end of the process.
     pub fn wait(&mut self, timeout: Duration) -> Result<ExitStatus> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -55,7 +55,7 @@ impl Process {
         }
     }
 
-    /// Sends it a signal, if it still runs.
+    /// Sends a signal, if the process is running.
     pub fn signal(&mut self, signal: Signal) -> Result<()> {
         if let Some(status) = self.ended()? {
             bail!("{} has ended already ({})", self.name, describe(status));
@@ -64,9 +64,9 @@ impl Process {
             .with_context(|| format!("a signal for {}", self.name))
     }
 
-    /// Kills it and what it started, and takes its exit status.
+    /// Kills the process group, and reaps the process.
     pub fn kill(&mut self) {
-        // An error means that the group is gone already, which is what was wanted.
+        // An error means that the group has ended already.
         let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -81,7 +81,7 @@ impl Drop for Process {
     }
 }
 
-/// How a process ended, in words.
+/// Describes an exit status.
 pub fn describe(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit code {code}"),
@@ -108,7 +108,7 @@ mod tests {
         let grandchild: i32 = std::fs::read_to_string(&file).unwrap().trim().parse().unwrap();
         drop(process);
         let alive = || {
-            // A process that nobody has waited for yet is dead all the same.
+            // A zombie counts as ended.
             std::fs::read_to_string(format!("/proc/{grandchild}/stat"))
                 .is_ok_and(|stat| !stat.contains(") Z "))
         };

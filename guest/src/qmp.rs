@@ -1,4 +1,4 @@
-//! QEMU's control socket (the QEMU Machine Protocol): one JSON object a line, commands and answers
+//! QEMU's control socket (QEMU Machine Protocol): one JSON object per line, commands and answers
 //! in turn, events in between.
 
 use std::io::{BufRead, BufReader, ErrorKind, Write};
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-/// A control connection, past its greeting.
+/// A control connection in command mode.
 #[derive(Debug)]
 pub struct Qmp {
     stream: BufReader<UnixStream>,
-    /// What has come of a line that is not whole yet.
+    /// Received part of an incomplete line.
     partial: Vec<u8>,
 }
 
@@ -30,11 +30,11 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Runs a command and takes its `return` value.
+    /// Runs a command. Returns its `return` value.
     ///
     /// # Errors
     ///
-    /// What QEMU says went wrong, or no answer in time.
+    /// QEMU's error message, or no answer in time.
     pub fn execute(&mut self, command: &str, arguments: Value, timeout: Duration) -> Result<Value> {
         let mut request = json!({ "execute": command });
         if arguments.as_object().is_some_and(|object| !object.is_empty())
@@ -54,7 +54,7 @@ impl Qmp {
             if let Some(error) = answer.get("error") {
                 bail!("QMP {command}: {}", error.get("desc").unwrap_or(error));
             }
-            // An event; nobody here waits for one.
+            // Events are ignored.
         }
     }
 
@@ -88,7 +88,8 @@ mod tests {
             let mut port = BufReader::new(far);
             let mut request = String::new();
             for line in lines {
-                // A line in two pieces, with a pause longer than one read: it must be put together.
+                // A line in two parts, with a pause longer than the read timeout: the parts must
+                // be joined.
                 let (a, b) = line.split_at(line.len() / 2);
                 port.get_mut().write_all(a.as_bytes()).unwrap();
                 std::thread::sleep(Duration::from_millis(60));

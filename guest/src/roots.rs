@@ -1,9 +1,9 @@
-//! What is fetched once from Debian and kept under `target/guest/` of the repository: one root with
-//! QEMU and the guest's programs, and one per guest kernel.
+//! Downloads from Debian, kept under `target/guest/` of the repository: one root with QEMU and
+//! the guest's programs, and one per guest kernel.
 //!
-//! Each root carries a stamp with its recipe. A root whose stamp is missing or different is built
-//! anew beside the old one and then takes its place, so an interrupted fetch costs a new one and
-//! nothing else. A lock file keeps two runs from building the same root.
+//! Each root has a stamp with its recipe. A root with a missing or different stamp is built again
+//! in another directory and then replaced, so an interrupted download has no other effect. A lock
+//! file prevents two runs from building the same root.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -15,14 +15,15 @@ use anyhow::{Context, Result, bail};
 use crate::config::Kernel;
 use crate::host;
 
-/// How one root is made.
+/// Recipe of a root.
 struct Recipe {
     name: &'static str,
     what: &'static str,
     suite: &'static str,
-    /// More suites of the same archive; packages from the last one win.
+    /// Additional suites of the archive. Packages of the last one take precedence.
     backports: Option<&'static str>,
-    /// `minbase` is configured and can be chrooted into, `extract` is only unpacked.
+    /// mmdebstrap variant: `minbase` is configured and can be chrooted into, `extract` is only
+    /// unpacked.
     variant: &'static str,
     packages: &'static [&'static str],
 }
@@ -34,21 +35,21 @@ const TOOLS: Recipe = Recipe {
     backports: Some("trixie-backports"),
     variant: "minbase",
     packages: &[
-        // the machine
+        // QEMU and firmware.
         "qemu-system-x86",
         "seabios",
         "ovmf",
-        // what runs in it
+        // Programs of the guest.
         "busybox",
         "e2fsprogs",
         "fio",
         "nvme-cli",
         "qemu-utils",
         "util-linux",
-        // what kernels are packed with
+        // Programs that pack the guest's files.
         "xz-utils",
         "zstd",
-        // a disk that boots
+        // Programs that make a boot disk.
         "binutils",
         "dosfstools",
         "fdisk",
@@ -67,8 +68,8 @@ fn kernel_recipe(kernel: Kernel) -> Recipe {
 }
 
 impl Recipe {
-    /// What the root depends on. Where the packages come from is left out: every mirror has the
-    /// same.
+    /// Text that identifies the contents of the root. The mirror is not part of it, because all
+    /// mirrors have the same packages.
     fn stamp(&self) -> String {
         format!(
             "{} {} {} {}\n",
@@ -80,19 +81,20 @@ impl Recipe {
     }
 }
 
-/// The fetched roots.
+/// Downloaded roots.
 #[derive(Debug, Clone)]
 pub struct Roots {
     directory: PathBuf,
 }
 
 impl Roots {
-    /// Fetches what `kernels` need, unless it is there. `workspace` is the root of the repository.
+    /// Downloads the roots of `kernels`, unless they exist. `workspace` is the root of the
+    /// repository.
     ///
     /// # Errors
     ///
-    /// One sentence when this machine may not (see [`host::prepare`]), or the end of the log of
-    /// what failed.
+    /// A prerequisite is missing (see [`host::prepare`]), or a download failed; the error has the
+    /// end of its log.
     pub fn fetch(workspace: &Path, kernels: &[Kernel]) -> Result<Self> {
         let directory = workspace.join("target/guest");
         fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
@@ -107,20 +109,21 @@ impl Roots {
         Ok(roots)
     }
 
-    /// The directory of everything that is kept between runs.
+    /// Directory of everything that is kept between runs.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The Debian root with QEMU and the guest's programs, which can be chrooted into.
+    /// Debian root with QEMU and the guest's programs, for chroot.
     pub fn tools(&self) -> PathBuf {
         self.directory.join(TOOLS.name)
     }
 
-    /// The kernel image, absolute.
+    /// Absolute path of the kernel image.
     pub fn kernel(&self, kernel: Kernel) -> Result<PathBuf> {
         let root = self.directory.join(kernel_recipe(kernel).name);
-        // Debian moved the image from /boot to beside the modules.
+        // Newer packages of Debian have the image in the directory of the modules instead of
+        // /boot.
         let boot = files_in(&root.join("boot"));
         let beside_modules = files_in(&root.join("usr/lib/modules"))
             .into_iter()
@@ -134,8 +137,8 @@ impl Roots {
             .with_context(|| format!("no kernel image in {}", root.display()))
     }
 
-    /// What the kernel calls itself, `uname -r`. Debian's backports move on, so it may be newer
-    /// than its name here.
+    /// Release of the kernel, as in `uname -r`. Debian updates its backports, so it may be newer
+    /// than the name in this crate.
     pub fn release(&self, kernel: Kernel) -> Result<String> {
         let root = self.directory.join(kernel_recipe(kernel).name);
         ["usr/lib/modules", "lib/modules"]
@@ -146,8 +149,8 @@ impl Roots {
             .with_context(|| format!("no kernel's modules in {}", root.display()))
     }
 
-    /// The kernel's modules of these names, those that it has: what is missing is built into the
-    /// kernel or of another version of it.
+    /// Paths of the kernel's modules with these names. Missing modules are built into the kernel
+    /// or do not exist in its version.
     pub fn modules(&self, kernel: Kernel, names: &[&str]) -> Vec<PathBuf> {
         let root = self.directory.join(kernel_recipe(kernel).name);
         let mut directories = vec![root.join("usr/lib/modules"), root.join("lib/modules")];
@@ -169,9 +172,9 @@ impl Roots {
         found.into_iter().flatten().collect()
     }
 
-    /// A command inside the tools root, in a mount namespace of its own: `binds` are pairs of a
-    /// host directory and where it appears inside. Nothing stays mounted when it ends, however it
-    /// ends. It is killed with the thread that started it.
+    /// Command inside the tools root, in its own mount namespace. `binds` are pairs of a host
+    /// directory and its path inside. All mounts end with the process, which is killed when the
+    /// starting thread ends.
     pub fn command(&self, binds: &[(&Path, &str)], program: &str) -> Result<Command> {
         let tools = self.tools();
         let mut script = String::from("set -e\n");
@@ -187,7 +190,7 @@ impl Roots {
             bind(from, to)?;
         }
         script += &format!("exec chroot {} \"$@\"\n", quote(&tools));
-        // setpriv, unshare, sh and chroot replace one another: one process from first to last.
+        // setpriv, unshare, sh and chroot exec each other, so there is only one process.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"]);
         command.args(["sh", "-c", &script, "sh", program]);
@@ -259,7 +262,7 @@ fn files_in(directory: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// A path as one word of a shell script.
+/// Quotes a path for a shell script.
 fn quote(path: &Path) -> String {
     format!("'{}'", path.display().to_string().replace('\'', "'\\''"))
 }

@@ -1,4 +1,4 @@
-//! The files of one run: disk images, logs, sockets. They go when the run is over.
+//! Files of one run: disk images, logs, sockets. They are removed after the run.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -8,11 +8,11 @@ use tempfile::TempDir;
 
 /// Prefix of the directory of sockets.
 const SOCKETS: &str = "shadowbell-guest-";
-/// Held locked by the run that owns the directory.
+/// Lock file of a run's directory, locked as long as the run lasts.
 const LOCK: &str = "lock";
 
-/// Two temporary directories: large files beside the roots, sockets where their path is short
-/// (`sun_path` holds 108 bytes, and a repository may lie deep).
+/// Two temporary directories: large files are beside the roots, and sockets at a short path
+/// (`sun_path` has 108 bytes, and the repository's path may be long).
 #[derive(Debug)]
 pub struct RunDir {
     files: TempDir,
@@ -21,7 +21,8 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// Makes both, and removes those of runs that were killed. `parent` takes the large files.
+    /// Makes both directories, and removes those of killed runs. `parent` is the directory of
+    /// large files.
     pub fn new(parent: &Path) -> Result<Self> {
         let runs = parent.join("run");
         fs::create_dir_all(&runs).with_context(|| runs.display().to_string())?;
@@ -35,27 +36,27 @@ impl RunDir {
         Ok(Self { files, sockets, _locks: locks })
     }
 
-    /// Where large files are, seen from the host.
+    /// Directory of large files, as a host path.
     pub fn files(&self) -> &Path {
         self.files.path()
     }
 
-    /// Where sockets are, seen from the host.
+    /// Directory of sockets, as a host path.
     pub fn sockets(&self) -> &Path {
         self.sockets.path()
     }
 
-    /// A file of this run.
+    /// Path of a file of this run.
     pub fn file(&self, name: &str) -> PathBuf {
         self.files().join(name)
     }
 
-    /// A socket of this run.
+    /// Path of a socket of this run.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.sockets().join(name)
     }
 
-    /// An empty sparse file of this run.
+    /// Makes a sparse file of this run.
     pub fn image(&self, name: &str, bytes: u64) -> Result<PathBuf> {
         let path = self.file(name);
         fs::File::create(&path)
@@ -64,7 +65,7 @@ impl RunDir {
         Ok(path)
     }
 
-    /// Copies the logs of this run to where they outlive it.
+    /// Copies the logs of this run to a directory that is kept.
     pub fn keep_logs(&self, to: &Path) -> Result<()> {
         fs::create_dir_all(to).with_context(|| to.display().to_string())?;
         for entry in fs::read_dir(self.files())? {
@@ -80,7 +81,8 @@ impl RunDir {
 }
 
 fn lock(directory: &Path) -> Result<File> {
-    // It has its name only once it is locked: a sweep in between would take the run for dead.
+    // The file gets its name only after it is locked; otherwise another run's sweep could remove
+    // the directory in between.
     let unlocked = directory.join("lock.new");
     File::create(&unlocked)
         .and_then(|file| {
@@ -91,12 +93,12 @@ fn lock(directory: &Path) -> Result<File> {
         .context("the lock of this run")
 }
 
-/// Removes the directories of this prefix whose owner is gone: a lock goes with its process.
+/// Removes directories with this prefix whose lock is free: a lock ends with its process.
 fn sweep(parent: &Path, prefix: &str) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let abandoned = || File::open(entry.path().join(LOCK)).is_ok_and(|f| f.try_lock().is_ok());
         if entry.file_name().to_string_lossy().starts_with(prefix) && abandoned() {
-            // What cannot be removed now is tried again by the next run.
+            // If the removal fails, the next run tries it again.
             let _ = fs::remove_dir_all(entry.path());
         }
     }

@@ -1,4 +1,4 @@
-//! `shadowbell serve` beside a guest.
+//! `shadowbell serve` for a guest.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -14,7 +14,7 @@ use crate::host::last_lines;
 use crate::process::{Process, describe};
 use crate::rundir::RunDir;
 
-/// A running server. Dropping it kills it; [`Server::stop`] ends it as an operator would.
+/// A running server. Killed when dropped; [`Server::stop`] ends it by SIGTERM.
 #[derive(Debug)]
 pub struct Server {
     process: Process,
@@ -22,40 +22,40 @@ pub struct Server {
     stats: PathBuf,
 }
 
-/// Mounts a small file system, makes an image on it, and goes on with the server.
+/// Script that mounts a small file system, makes an image on it, and starts the server by exec.
 const MAKE_SMALL: &str = r#"mount -t tmpfs -o size="$1" tmpfs "$0" &&
 truncate -s "$2" "$0/disk.img" && shift 2 && exec "$@""#;
 
-/// What to serve, and how.
+/// Parameters of a server.
 #[derive(Debug, Clone, Copy)]
 pub struct Serve<'a> {
-    /// The built program.
+    /// Path of the program.
     pub binary: &'a Path,
-    /// The name of its socket in the run's directory of sockets, and of its log,
-    /// `serve-<name>.log`.
+    /// Name of the socket in the run's directory of sockets, and of the log, `serve-<name>.log`.
     pub name: &'a str,
-    /// The disks, as on the command line.
+    /// Disk strings.
     pub disks: &'a [String],
-    /// More options.
+    /// Additional options.
     pub options: &'a [&'a str],
-    /// Serves from a file system that has too little room.
+    /// Serves an image from a file system with too little space.
     pub small: Option<Small<'a>>,
 }
 
-/// A file system with less room than the image on it promises.
+/// A file system with less space than the size of its image.
 #[derive(Debug, Clone, Copy)]
 pub struct Small<'a> {
-    /// Where it is mounted, in the server's own mount namespace only.
+    /// Mount point, in the server's own mount namespace.
     pub directory: &'a Path,
-    /// Bytes of the file system.
+    /// Size of the file system in bytes.
     pub room: u64,
-    /// Bytes of `disk.img` on it.
+    /// Size of `disk.img` on it in bytes.
     pub image: u64,
 }
 
 impl Server {
-    /// Starts `shadowbell serve`, and waits for its socket and, as a supervisor makes that before
-    /// there is anybody who serves, until the server answers.
+    /// Starts `shadowbell serve`, and waits until the server answers on its socket. The
+    /// supervisor makes the socket before a server process exists, so the wait includes an
+    /// answer.
     pub fn start(run: &RunDir, serve: &Serve<'_>) -> Result<Self> {
         let name = serve.name;
         let socket = run.socket(name);
@@ -65,7 +65,7 @@ impl Server {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]);
         if let Some(small) = serve.small {
-            // The mount goes with the process; each program replaces the one before.
+            // The mount ends with the process; each program execs the next.
             command.args([
                 "unshare",
                 "--mount",
@@ -102,7 +102,7 @@ impl Server {
         Ok(server)
     }
 
-    /// An error once it has ended.
+    /// Fails if the server has ended.
     pub fn check(&mut self) -> Result<()> {
         match self.process.ended()? {
             None => Ok(()),
@@ -112,14 +112,14 @@ impl Server {
         }
     }
 
-    /// Its process id.
+    /// Process id of the server.
     pub fn id(&self) -> u32 {
         self.process.id()
     }
 
-    /// Its counters now.
+    /// Current counters of the server.
     pub fn stats(&mut self) -> Result<Value> {
-        // The file is replaced as a whole: another inode is a new one.
+        // The file is replaced as a whole, so a new inode means new contents.
         let inode = |path: &Path| fs::metadata(path).map(|m| (m.ino(), m.mtime_nsec())).ok();
         let before = inode(&self.stats);
         self.process.signal(Signal::USR1)?;
@@ -135,7 +135,7 @@ impl Server {
         serde_json::from_slice(&text).context("the statistics of shadowbell serve")
     }
 
-    /// Ends it with SIGTERM; it must leave with exit code 0 soon.
+    /// Sends SIGTERM. The server must end soon with exit code 0.
     pub fn stop(mut self) -> Result<()> {
         self.process.signal(Signal::TERM)?;
         let status = self.process.wait(Duration::from_secs(10))?;
@@ -145,7 +145,7 @@ impl Server {
         Ok(())
     }
 
-    /// What it has printed so far, in all its lives in this run.
+    /// Output of all servers with this name in this run.
     pub fn log(&self) -> Result<String> {
         let bytes = fs::read(&self.log).with_context(|| self.log.display().to_string())?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())

@@ -8,14 +8,14 @@ use anyhow::{Context, Result, bail};
 
 use crate::host::last_lines;
 
-/// The file name of the program, also inside the guest.
+/// File name of the program, also inside the guest.
 pub const NAME: &str = "shadowbell-guest-tool";
 
-/// Its source files, of this crate.
+/// Source files of the program, in this crate.
 const SOURCES: &[&str] = &["src/bin/shadowbell-guest-tool.rs", "src/ack/sector.rs"];
 
-/// Compiles the program, statically, into `directory`, unless it is there and newer than its
-/// source. `workspace` is the root of the repository.
+/// Compiles the program statically into `directory`, unless it exists and is newer than its
+/// sources. `workspace` is the root of the repository.
 pub fn build(workspace: &Path, directory: &Path) -> Result<PathBuf> {
     let binary = directory.join(NAME);
     let sources: Vec<_> = SOURCES.iter().map(|name| workspace.join("guest").join(name)).collect();

@@ -1,7 +1,7 @@
-//! Counts what QEMU's own NVMe controller does, in the trace that QEMU writes.
+//! Counts of doorbells and interrupts of QEMU's NVMe controller, from QEMU's trace.
 //!
-//! The events are switched on over QMP just for a measured stretch (a line per doorbell takes
-//! time), and counted between two marks in the log.
+//! The events are enabled over QMP only during a measurement (each log line takes time), and
+//! counted between two marks in the log.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -12,36 +12,36 @@ use serde_json::json;
 
 use crate::machine::Guest;
 
-/// The events that are counted.
+/// Trace events that are counted.
 const EVENTS: [&str; 3] =
     ["pci_nvme_mmio_doorbell_sq", "pci_nvme_mmio_doorbell_cq", "pci_nvme_irq_msix"];
 
-/// What happened between two marks, on I/O queues; the admin queue is left out.
+/// Events of I/O queues between two marks. Events of the admin queue are not included.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     /// Trapped writes of submission queue tail doorbells.
     pub sq_doorbells: u64,
     /// Trapped writes of completion queue head doorbells.
     pub cq_doorbells: u64,
-    /// MSI-X messages of vectors other than 0, which is the admin queue's.
+    /// MSI-X messages of vectors other than 0, which is that of the admin queue.
     pub interrupts: u64,
 }
 
-/// A stretch that is being traced.
+/// A measurement with enabled events.
 #[derive(Debug)]
 pub struct Stretch {
     start: u64,
 }
 
 impl Stretch {
-    /// Switches the events on.
+    /// Enables the events.
     pub fn begin(guest: &mut Guest) -> Result<Self> {
         switch(guest, true)?;
         let start = length(guest.trace_log());
         Ok(Self { start })
     }
 
-    /// Switches the events off and counts.
+    /// Disables the events and counts them.
     pub fn end(self, guest: &mut Guest) -> Result<Counts> {
         switch(guest, false)?;
         let path = guest.trace_log();
@@ -64,8 +64,8 @@ fn switch(guest: &mut Guest, enable: bool) -> Result<()> {
     Ok(())
 }
 
-/// Counts the events in lines such as `pci_nvme_mmio_doorbell_sq sqid 1 new_tail 12`, with or
-/// without something in front.
+/// Counts events in lines such as `pci_nvme_mmio_doorbell_sq sqid 1 new_tail 12`, with or without
+/// a prefix.
 pub fn count(text: &str) -> Counts {
     let mut counts = Counts::default();
     for line in text.lines() {
@@ -80,7 +80,7 @@ pub fn count(text: &str) -> Counts {
             Some(&"pci_nvme_mmio_doorbell_cq") => (&mut counts.cq_doorbells, value_after("cqid")),
             _ => (&mut counts.interrupts, value_after("vector")),
         };
-        // Queue 0 and vector 0 are the admin queue's.
+        // Queue 0 and vector 0 are those of the admin queue.
         if queue.is_some_and(|queue| queue != 0) {
             *counter += 1;
         }

@@ -1,29 +1,29 @@
-//! What the writer in the guest puts on the disk, sector by sector: any sector says by itself which
-//! write it comes from, and whether all of it does.
+//! Sector pattern of the writer in the guest: each sector identifies its write, and detects
+//! damage.
 //!
 //! The guest's program and the host's check share this file.
 
-/// Bytes of a sector: no disk writes less at once, so one is never half old and half new.
+/// Size of a sector in bytes: the atomic unit of every disk, so a sector is never partly old.
 pub const SECTOR: usize = 512;
-/// Bytes of a slot, the unit of one write.
+/// Size of a slot in bytes: the unit of one write.
 pub const SLOT: usize = 4096;
-/// Sectors of a slot.
+/// Number of sectors of a slot.
 pub const PARTS: usize = SLOT / SECTOR;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"SBACKED1");
 
-/// Which write a sector comes from.
+/// Identity of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
-    /// Tells one test run from another on the same disk.
+    /// Seed of a test run, which distinguishes runs on the same disk.
     pub seed: u64,
-    /// The slot, counted from the start of the disk.
+    /// Number of the slot, from the start of the disk.
     pub slot: u64,
-    /// The how-manieth write of this slot; from 1, and never back.
+    /// Number of the write to this slot, from 1, increasing.
     pub generation: u64,
 }
 
-/// Fills a slot. A buffer of another length keeps what does not fit.
+/// Fills a slot. An incomplete sector at the end of the buffer is not changed.
 pub fn fill(stamp: Stamp, slot: &mut [u8]) {
     for (part, sector) in slot.chunks_exact_mut(SECTOR).enumerate() {
         for (index, word) in sector.chunks_exact_mut(8).enumerate() {
@@ -32,7 +32,8 @@ pub fn fill(stamp: Stamp, slot: &mut [u8]) {
     }
 }
 
-/// Reads one sector: its stamp, or how it is damaged. `part` is its place in the slot.
+/// Parses one sector. Returns its stamp, or the type of damage. `part` is the index of the sector
+/// in the slot.
 pub fn read(part: usize, sector: &[u8]) -> Result<Stamp, String> {
     let word = |index: usize| {
         let bytes = sector.get(8 * index..8 * index + 8).unwrap_or_default();
@@ -58,7 +59,7 @@ fn word_of(stamp: Stamp, part: u64, index: u64) -> u64 {
         3 => part,
         4 => stamp.generation,
         _ => {
-            // splitmix64 over everything that identifies the word
+            // splitmix64 of the seed, slot, generation and word index.
             let mut x = stamp.seed ^ stamp.slot.rotate_left(40) ^ stamp.generation.rotate_left(20);
             x = x.wrapping_add((part << 8 | index).wrapping_mul(0x9e37_79b9_7f4a_7c15));
             x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

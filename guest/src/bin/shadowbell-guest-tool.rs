@@ -1,8 +1,8 @@
-//! The program that runs inside the guest: a writer that reports each acknowledged write, and a
-//! watchman over memory that no device may touch.
+//! Program that runs inside the guest: a writer that reports each acknowledged write, and a check
+//! for DMA into free memory.
 //!
-//! It is built statically and uses the standard library only, so it needs nothing of the guest and
-//! is compiled in a second or two (see `tool.rs`).
+//! The program is static and uses only the standard library, so it needs no files of the guest
+//! and is compiled in a second or two (see `tool.rs`).
 #![forbid(unsafe_code)]
 
 #[path = "../ack/sector.rs"]
@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 use sector::{PARTS, SECTOR, SLOT, Stamp};
 
-/// `O_DIRECT` of x86: a write that returned has been acknowledged by the disk, and a read comes
-/// from there.
+/// `O_DIRECT` of x86: a write that returned was acknowledged by the disk, and reads come from the
+/// disk.
 const O_DIRECT: i32 = 0o40_000;
 
 const USAGE: &str = "shadowbell-guest-tool write device=PATH slots=N threads=N seconds=N seed=N \
@@ -64,7 +64,7 @@ fn number(options: &HashMap<String, String>, name: &str) -> Result<u64, String> 
     text(options, name)?.parse().map_err(|error| format!("{name}: {error}"))
 }
 
-/// What the threads of the writer share.
+/// State that the threads of the writer share.
 struct Writer {
     disk: File,
     acknowledge: Mutex<File>,
@@ -89,7 +89,7 @@ fn write(options: &HashMap<String, String>) -> Result<String, String> {
     let port = text(options, "acknowledge")?;
     let mut acknowledge =
         OpenOptions::new().append(true).open(port).map_err(|error| format!("{port}: {error}"))?;
-    // A session before this one may have died within a line.
+    // A previous session may have died within a line.
     acknowledge.write_all(b"\n").map_err(|error| format!("{port}: {error}"))?;
     let writer = Writer {
         disk,
@@ -119,8 +119,8 @@ fn write(options: &HashMap<String, String>) -> Result<String, String> {
 }
 
 impl Writer {
-    /// Overwrites the slots whose number is this thread's, in no order, and reads one back now and
-    /// then: no two writes of one slot are ever in flight together.
+    /// Overwrites the slots of this thread in random order, and reads one back now and then. Each
+    /// slot belongs to one thread, so there is only one write of a slot in flight.
     fn work(&self, thread: u64) {
         let mine = self.slots / self.threads;
         if mine == 0 {
@@ -128,7 +128,7 @@ impl Writer {
         }
         let mut last = vec![0_u64; mine as usize];
         let mut generation = self.generation;
-        // An aligned window into a larger buffer: O_DIRECT asks for alignment.
+        // An aligned part of a larger buffer, as O_DIRECT requires.
         let mut buffer = vec![0_u8; 2 * SLOT];
         let start = buffer.as_ptr().align_offset(SLOT).min(SLOT);
         let Some(buffer) = buffer.get_mut(start..start + SLOT) else { return };
@@ -143,7 +143,7 @@ impl Writer {
             let slot = (random % mine) * self.threads + thread;
             let at = slot * SLOT as u64;
             if operation.is_multiple_of(4) {
-                // Only what this session wrote has a known content.
+                // Only slots written by this session have known contents.
                 if *last == 0 {
                     continue;
                 }
@@ -188,16 +188,15 @@ impl Writer {
     }
 
     fn report(&self, line: &str) {
-        // A line that cannot be reported is a promise that nobody holds us to.
+        // If the report fails, the write counts as not acknowledged.
         if let Ok(mut port) = self.acknowledge.lock() {
             let _ = port.write_all(line.as_bytes());
         }
     }
 }
 
-/// Fills memory that the kernel has just given out, much of it freed by I/O before, and looks
-/// whether it stays as it is: a device that still writes to a page that it had been given shows
-/// here.
+/// Allocates memory, much of which the kernel has just freed after I/O, and checks that it does
+/// not change. A device that still writes to a page of an ended command is detected.
 fn patrol(options: &HashMap<String, String>) -> Result<String, String> {
     let words = (number(options, "mib")? << 20) / 8;
     let end = Instant::now() + Duration::from_secs(number(options, "seconds")?);
@@ -205,7 +204,7 @@ fn patrol(options: &HashMap<String, String>) -> Result<String, String> {
     let memory: Vec<u64> = (0..words as usize).map(value).collect();
     let mut rounds = 0;
     while Instant::now() < end {
-        // Without it the compiler knows what it has just written.
+        // Prevents the compiler from assuming the contents that were just written.
         let memory = std::hint::black_box(memory.as_slice());
         if let Some(index) = (0..memory.len()).find(|&i| memory.get(i) != Some(&value(i))) {
             return Err(format!(

@@ -1,12 +1,12 @@
-//! Certificates for measuring TLS, by OpenSSL's program.
+//! Certificates for TLS benchmarks, made by OpenSSL's program.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// Makes an authority, a server's certificate for `localhost` and a client's in `directory`, laid
-/// out as libnbd and QEMU have it.
+/// Makes a certificate authority, a server certificate for `localhost` and a client certificate
+/// in `directory`, with the file names that libnbd and QEMU expect.
 pub(crate) fn make(directory: &Path) -> Result<()> {
     std::fs::create_dir_all(directory)?;
     let file = |name: &str| directory.join(name);

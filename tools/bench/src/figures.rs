@@ -1,6 +1,6 @@
-//! Figures for people.
+//! Formatting of figures.
 
-/// A number of things, short: `987`, `43.9 K`, `1.24 M`.
+/// Formats a count with three digits: `987`, `43.9 K`, `1.24 M`.
 pub fn count(value: f64) -> String {
     let units = [(1e9, " G"), (1e6, " M"), (1e3, " K")];
     match units.iter().find(|(unit, _)| value.abs() >= *unit) {
@@ -9,12 +9,12 @@ pub fn count(value: f64) -> String {
     }
 }
 
-/// Bytes a second in the units that memory is sold in: `18.4 GB/s`.
+/// Formats bytes per second in decimal units: `18.4 GB/s`.
 pub fn bandwidth(bytes: f64) -> String {
     count(bytes) + "B/s"
 }
 
-/// Bytes in binary units: `12.3 KiB`.
+/// Formats bytes in binary units: `12.3 KiB`.
 pub fn bytes(value: f64) -> String {
     let units = [(1u64 << 30, " GiB"), (1 << 20, " MiB"), (1 << 10, " KiB")];
     match units.iter().find(|(unit, _)| value.abs() >= *unit as f64) {
@@ -23,7 +23,7 @@ pub fn bytes(value: f64) -> String {
     }
 }
 
-/// Nanoseconds: `740 ns`, `12.3 us`.
+/// Formats nanoseconds: `740 ns`, `12.3 us`.
 pub fn time(ns: f64) -> String {
     let units = [(1e9, " s"), (1e6, " ms"), (1e3, " us")];
     match units.iter().find(|(unit, _)| ns >= *unit) {
@@ -32,17 +32,17 @@ pub fn time(ns: f64) -> String {
     }
 }
 
-/// Events for each I/O, to three decimals.
+/// Formats events per I/O with three decimals.
 pub fn per_io(value: f64) -> String {
     format!("{value:.3}")
 }
 
-/// A percentage.
+/// Formats a percentage.
 pub fn percent(value: f64) -> String {
     format!("{value:.1} %")
 }
 
-/// A size as options have it: `4k`, `1m`.
+/// Formats a size as options do: `4k`, `1m`.
 pub fn size(bytes: u32) -> String {
     match bytes {
         n if n >= 1 << 20 && n % (1 << 20) == 0 => format!("{}m", n >> 20),
@@ -51,7 +51,7 @@ pub fn size(bytes: u32) -> String {
     }
 }
 
-/// Three digits.
+/// Formats three significant digits.
 fn significant(value: f64) -> String {
     let digits = match value.abs() {
         v if v >= 99.95 => 0,

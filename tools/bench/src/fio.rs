@@ -1,4 +1,4 @@
-//! fio on the host: the yardstick of files.
+//! fio on the host, the reference for files and exports.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,16 +11,16 @@ use crate::peers::NbdServer;
 use crate::server::{child, output};
 use crate::settings::Settings;
 
-/// What fio is to do it to.
+/// Target of a fio job.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Source<'a> {
-    /// A file, with io_uring past the page cache.
+    /// A file, accessed with io_uring and O_DIRECT.
     File(&'a Path),
-    /// An NBD server's export.
+    /// An export of an NBD server.
     Nbd(&'a NbdServer),
     /// The image `rbd/NAME` of a Ceph cluster.
     Rbd {
-        /// The cluster's configuration.
+        /// Configuration file of the cluster.
         conf: &'a Path,
         name: &'a str,
     },
@@ -49,7 +49,7 @@ impl Source<'_> {
     }
 }
 
-/// What fio is to do.
+/// Parameters of a fio job.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Job<'a> {
     pub(crate) source: Source<'a>,
@@ -58,8 +58,8 @@ pub(crate) struct Job<'a> {
     pub(crate) depth: u32,
 }
 
-/// fio. libnbd takes root's certificates from /etc, and those of others from their home: so with
-/// TLS it is in a namespace in which it is nobody, with a home of its own.
+/// Command for fio. With TLS, fio runs in a user namespace as a user other than root with its own
+/// home directory, because libnbd takes root's certificates from /etc.
 fn program(source: Source<'_>) -> Command {
     if let Source::Rbd { conf, .. } = source {
         let mut command = child(Path::new("fio"));
@@ -73,7 +73,7 @@ fn program(source: Source<'_>) -> Command {
     command
 }
 
-/// Writes all of an export once.
+/// Writes the whole export once.
 pub(crate) fn run_once(settings: &Settings, server: &NbdServer) -> Result<()> {
     let mut command = program(Source::Nbd(server));
     command.args(["--name=fill", "--ioengine=nbd", "--rw=write", "--bs=1m", "--iodepth=4"]);
@@ -81,7 +81,7 @@ pub(crate) fn run_once(settings: &Settings, server: &NbdServer) -> Result<()> {
     output("fio", command, settings.time + Duration::from_secs(120)).map(drop)
 }
 
-/// Writes all of a file once.
+/// Writes the whole file once.
 pub(crate) fn fill(settings: &Settings, path: &Path) -> Result<()> {
     let mut command = program(Source::File(path));
     command.args(["--name=fill", "--ioengine=io_uring", "--rw=write", "--bs=1m", "--iodepth=4"]);
@@ -89,11 +89,10 @@ pub(crate) fn fill(settings: &Settings, path: &Path) -> Result<()> {
     output("fio", command, settings.time + Duration::from_secs(120)).map(drop)
 }
 
-/// Runs it on the driver's processor; a row with the names of
-/// `shadowbell bench`.
+/// Runs a job on the driver's CPU. Returns a row with the field names of `shadowbell bench`.
 pub(crate) fn run(settings: &Settings, job: &Job<'_>) -> Result<Value> {
     let mut command = program(job.source);
-    // An engine's own options are known after its name only.
+    // Options of an engine are valid only after the name of the engine.
     command.args(["--name=bench".to_owned(), format!("--ioengine={}", job.source.engine())]);
     command.args(job.source.options());
     command.args([
@@ -118,7 +117,7 @@ pub(crate) fn run(settings: &Settings, job: &Job<'_>) -> Result<Value> {
 }
 
 fn parse(text: &str, job: &Job<'_>) -> Result<Value> {
-    // Warnings come before the JSON.
+    // Warnings precede the JSON.
     let start = text.find('{').context("no JSON")?;
     let json: Value = serde_json::from_str(text.get(start..).unwrap_or_default())?;
     let side = if job.rw.contains("write") { "write" } else { "read" };
@@ -128,7 +127,7 @@ fn parse(text: &str, job: &Job<'_>) -> Result<Value> {
     let of_side = |name: &str| figure(format!("/jobs/0/{side}/{name}"));
     let of_job = |name: &str| figure(format!("/jobs/0/{name}"));
     let iops = of_side("iops")?;
-    // Percent of a processor, the kernel's part included, for as long as the job ran.
+    // CPU utilization in percent of the job's duration, user and kernel.
     let percent = of_job("usr_cpu")? + of_job("sys_cpu")?;
     Ok(json!({
         "device": job.source.engine(), "rw": job.rw, "bs": job.bs, "iodepth": job.depth, "numjobs": 1,

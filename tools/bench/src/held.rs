@@ -1,4 +1,4 @@
-//! Controllers that are attached and idle, or nearly.
+//! Controllers with attached clients that are idle, or nearly idle.
 
 use std::fs::{self, File};
 use std::io::PipeWriter;
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::server::{Server, child};
 use crate::settings::Settings;
 
-/// `shadowbell attach-many`: it goes on until its standard input ends.
+/// Process `shadowbell attach-many`, which runs until its standard input is closed.
 pub(crate) struct Held {
     process: Process,
     input: PipeWriter,
@@ -23,7 +23,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Attaches to these controllers of the server.
+    /// Attaches to the controllers with the indexes `which`.
     pub(crate) fn start(
         settings: &Settings,
         server: &Server,
@@ -44,12 +44,12 @@ impl Held {
         self.directory.path().join(name)
     }
 
-    /// Waits for a line of what it prints.
+    /// Waits for line `index` of the process's output.
     pub(crate) fn line(&mut self, index: usize) -> Result<Value> {
         let deadline = Instant::now() + Duration::from_secs(120);
         loop {
             let text = fs::read_to_string(self.path("out"))?;
-            // The last piece has no end of line yet, or is empty.
+            // The part after the last line feed is an incomplete line, or empty.
             let lines: Vec<&str> = text.split('\n').collect();
             if lines.len() > index + 1
                 && let Some(line) = lines.get(index)
@@ -61,13 +61,13 @@ impl Held {
                 bail!("shadowbell attach-many ended ({}): {complaint}", describe(status));
             }
             if Instant::now() > deadline {
-                bail!("shadowbell attach-many says nothing");
+                bail!("shadowbell attach-many prints no line");
             }
             sleep(Duration::from_millis(5));
         }
     }
 
-    /// Leaves them.
+    /// Detaches from all controllers.
     pub(crate) fn end(self) -> Result<()> {
         let Self { mut process, input, directory } = self;
         drop(input);

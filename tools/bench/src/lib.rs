@@ -1,26 +1,27 @@
-//! `cargo xtask bench`: how fast it is, next to what this machine could do at best.
+//! `cargo xtask bench`: performance, next to the limits of this machine and to other programs.
 //!
 //! # Architecture
 //!
-//! From the bottom up; each module uses only what stands above it.
+//! Bottom up; each module uses only modules above it.
 //!
-//! * [`workspace`] and [`table`]: the repository and cargo in it, and the one way to print a table.
-//!   The guest suites of `xtask` use them as well. [`figures`] writes numbers with their units.
-//! * `settings`: what all suites measure by.
+//! * [`workspace`] and [`table`]: the repository and cargo, and tables. The guest suites of
+//! `xtask` use them as well. [`figures`] formats numbers with units.
+//! * `settings`: parameters of all suites.
 //! * `machine`, `process`, `server`: the machine, running processes, and `shadowbell serve`.
-//! * `load`: one measurement of the program as a user would run it, `shadowbell serve` in a process
-//!   pinned to one processor, `shadowbell bench` in another on another. `syscalls` counts for it.
-//! * `wire`, `memcpy`, `fio`: the yardsticks of queues, of memory and of files.
-//! * `samples`: one figure of several rounds.
-//! * `suites`: a file each. A suite returns tables.
-//! * `run`: the command line; it runs the suites, prints their tables and ends with the rows as
-//!   JSON.
+//! * `load`: one measurement of the program as users run it: `shadowbell serve` in a process
+//! pinned to one CPU, `shadowbell bench` in another process on another CPU. `syscalls` counts
+//! their system calls.
+//! * `wire`, `memcpy`, `fio`: references for queues, memory and files.
+//! * `samples`: statistics of several rounds.
+//! * `suites`: one file per suite. A suite returns tables.
+//! * `run`: the command line. It runs the suites, prints their tables, and prints the rows as
+//! JSON.
 //!
 //! # Rounds
 //!
-//! What is compared is measured in turns: all contestants under one condition, then the next
-//! condition, then all of it again. So a machine that gets slower does so for all of them. A figure
-//! is the median of the rounds, and a ratio is the median of the ratios within a round.
+//! Contestants are measured in turns: all of them under one condition, then under the next
+//! condition, and then all conditions again. So a machine that gets slower affects all of them. A
+//! figure is the median of the rounds, and a ratio is the median of the ratios within a round.
 #![forbid(unsafe_code)]
 
 mod certificates;

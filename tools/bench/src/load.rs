@@ -1,4 +1,4 @@
-//! One measurement of the program: a server on one processor, a load on another.
+//! One measurement of the program: a server on one CPU, a load on another.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,19 +9,19 @@ use serde_json::{Value, json};
 use crate::server::{Server, child, output};
 use crate::settings::Settings;
 
-/// When the two sides look, and when they sleep.
+/// Waiting mode of both sides: polling or sleeping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Waiting {
-    /// Both look all the time.
+    /// Both sides poll.
     Polling,
-    /// Both look for a while, then sleep.
+    /// Both sides poll for an adaptive time, then sleep.
     Adaptive,
-    /// Both sleep at once.
+    /// Both sides sleep immediately.
     Sleeping,
 }
 
 impl Waiting {
-    /// As `serve --poll` has it.
+    /// Value of `serve --poll`.
     pub(crate) fn poll(self) -> &'static str {
         match self {
             Self::Polling => "always",
@@ -30,7 +30,7 @@ impl Waiting {
         }
     }
 
-    /// As `bench --completion` has it.
+    /// Value of `bench --completion`.
     pub(crate) fn completion(self) -> &'static str {
         match self {
             Self::Polling => "poll",
@@ -39,7 +39,7 @@ impl Waiting {
         }
     }
 
-    /// What tables call it.
+    /// Name in tables.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Polling => "polling",
@@ -49,10 +49,10 @@ impl Waiting {
     }
 }
 
-/// What to measure.
+/// Parameters of a measurement.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Load<'a> {
-    /// The disk, as `serve` takes it.
+    /// Disk string for `serve`.
     pub(crate) disk: &'a str,
     pub(crate) rw: &'a str,
     pub(crate) bs: u32,
@@ -60,12 +60,12 @@ pub(crate) struct Load<'a> {
     pub(crate) waiting: Waiting,
     pub(crate) jobs: u16,
     pub(crate) workers: u16,
-    /// I/Os offered in a second; as many as go if `None`.
+    /// Offered I/Os per second; `None`: as many as possible.
     pub(crate) rate: Option<u64>,
-    /// Overwrites the disk first, so that there are blocks to be read.
+    /// Overwrites the disk first, so that reads find allocated blocks.
     pub(crate) fill: bool,
     pub(crate) doorbells: &'a str,
-    /// The longest that the two sides look before they sleep, in microseconds, if not the default.
+    /// Maximum poll time of both sides in microseconds; `None`: the default.
     pub(crate) poll_max: Option<u32>,
     /// The server has a supervisor.
     pub(crate) supervisor: bool,
@@ -92,7 +92,7 @@ impl Default for Load<'_> {
 }
 
 impl Load<'_> {
-    /// Where the server works and when.
+    /// Options of `serve`.
     fn serve_options(&self, settings: &Settings) -> Vec<String> {
         let workers = self.workers.to_string();
         let mut options: Vec<String> =
@@ -108,12 +108,12 @@ impl Load<'_> {
         options
     }
 
-    /// The option by which both programs take it.
+    /// The option `--poll-max`, which both programs have.
     fn longest_poll(&self) -> Option<String> {
         self.poll_max.map(|micros| format!("--poll-max={micros}"))
     }
 
-    /// What follows `shadowbell bench TARGET`, without how long.
+    /// Options of `shadowbell bench TARGET`, without those of the duration.
     fn bench_options(&self, settings: &Settings) -> Vec<String> {
         let mut options: Vec<String> = [
             ("rw", self.rw.to_owned()),
@@ -129,16 +129,16 @@ impl Load<'_> {
         options.extend(settings.pinned.then(|| format!("--pin={}", settings.cpus[1])));
         options.extend(self.longest_poll());
         if self.waiting == Waiting::Polling {
-            // One processor for all of them; threads that sleep have a queue pair each.
+            // One CPU for all jobs. Sleeping jobs have a thread and a queue pair each.
             options.push("--threads=1".to_owned());
         }
         options.extend(self.rate.map(|rate| format!("--rate-iops={rate}")));
-        // Nothing but the load is to be counted: nobody looks first at what is overwritten.
+        // --force omits the check for existing data, whose reads would be counted.
         options.extend(["--force".to_owned(), "--json".to_owned()]);
         options
     }
 
-    /// A server for this load, ready to be measured.
+    /// Starts a server for this load.
     pub(crate) fn serve(&self, settings: &Settings) -> Result<Server> {
         let start = if self.supervisor { Server::start_kept } else { Server::start };
         let server = start(&settings.binary, &[self.disk], &self.serve_options(settings))?;
@@ -153,7 +153,7 @@ impl Load<'_> {
         Ok(server)
     }
 
-    /// The driver with a controller that somebody else started: the row of `bench`.
+    /// Runs the driver on a controller of another program. Returns the row of `bench`.
     pub(crate) fn measure_at(&self, settings: &Settings, target: &str) -> Result<Value> {
         self.drive(settings, target, None)
     }
@@ -162,7 +162,7 @@ impl Load<'_> {
         let mut command = child(&settings.binary);
         command.args(["bench", target]).args(self.bench_options(settings));
         if settings.quick {
-            // However busy the machine is, there will be something to count.
+            // A minimum number of I/Os, so that the row is valid on a busy machine.
             command.arg(format!("--number-ios={}", self.few()));
         } else {
             command.arg(format!("--runtime={}ms", settings.time.as_millis()));
@@ -173,12 +173,13 @@ impl Load<'_> {
         row(&output("shadowbell bench", command, limit)?)
     }
 
-    /// Measures for as long as a round takes: the row of `bench`, with what the server counted.
+    /// Runs one round. Returns the row of `bench`, with counters of the server.
     pub(crate) fn measure(&self, settings: &Settings) -> Result<Value> {
         let server = self.serve(settings)?;
         let mut row = self.drive(settings, &server.target(0), Some(server.id()))?;
         let counted = server.stop()?;
-        // Of the whole run, its beginning and its end included: both are divided by the same.
+        // Counters of the whole run, including its start and end; both sides are divided by the
+        // same number of I/Os.
         let number = |name: &str| counted.get(name).and_then(Value::as_u64);
         let commands = number("commands").context("the server counted no commands")?;
         let interrupts = number("interrupts").context("the server counted no interrupts")?;
@@ -194,13 +195,13 @@ impl Load<'_> {
         Ok(row)
     }
 
-    /// I/Os of each job that take milliseconds.
+    /// Number of I/Os of each job that take some milliseconds.
     fn few(&self) -> u64 {
         let ios = (64 << 20) / u64::from(self.bs.max(1)) / u64::from(self.jobs.max(1));
         self.rate.map_or(ios, |rate| ios.min(rate / 20)).clamp(64, 2000)
     }
 
-    /// The command that performs so many I/Os on `server`, for who counts something about it.
+    /// Command that executes `ios` I/Os on `server`, for callers that count events.
     pub(crate) fn count(&self, settings: &Settings, server: &Server, ios: u64) -> Vec<String> {
         let program = settings.binary.display().to_string();
         let head = [program, "bench".to_owned(), server.target(0)];
@@ -209,14 +210,14 @@ impl Load<'_> {
     }
 }
 
-/// The row in what `shadowbell bench --json` printed.
+/// Row in the output of `shadowbell bench --json`.
 fn row(text: &str) -> Result<Value> {
     let line = text.lines().last().context("shadowbell bench printed nothing")?;
     let report: Value = serde_json::from_str(line).context("what shadowbell bench printed")?;
     report.pointer("/rows/0").cloned().context("shadowbell bench printed no row")
 }
 
-/// Bytes of `mem:256MiB` or of an image.
+/// Size in bytes of `mem:256MiB`, or of an image.
 fn disk_bytes(disk: &str) -> Result<u64> {
     let name = disk.split('?').next().unwrap_or_default();
     if let Some((_, size)) = name.split_once(':') {

@@ -1,4 +1,4 @@
-//! The machine that measures: what it is, and whether it is at peace.
+//! Description of the machine, and its other load.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use shadowbell_guest::host;
 
-/// One line that says what was measured on, and another if something else runs on it.
+/// Description of the machine, and a warning if other processes use the CPUs.
 pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
     let cpuinfo = read("/proc/cpuinfo");
@@ -34,11 +34,12 @@ pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
     lines
 }
 
-/// From which order on (a block of 2^N pages) the kernel tells the host of free memory.
+/// Minimum order (blocks of 2^N pages) from which the kernel reports free memory to the
+/// hypervisor.
 const REPORTING_ORDER: &str = "/sys/module/page_reporting/parameters/page_reporting_order";
 
-/// Whether that is an order of blocks that the kernel has: it has none of more than 2^10 pages,
-/// and where nothing reports, the order is -1 as a number without a sign.
+/// True if the order is valid: the kernel's maximum is 10, and -1, printed as an unsigned number,
+/// means that no free memory is reported.
 fn gives_free_memory_back(order: &str) -> bool {
     order.parse::<u64>().is_ok_and(|order| order <= 10)
 }
@@ -48,8 +49,8 @@ fn model(cpuinfo: &str) -> &str {
     named.map_or("unknown processor", |rest| rest.trim_start_matches(['\t', ' ', ':']))
 }
 
-/// Which caches two processors share, as the kernel has it (in a virtual machine, as the hypervisor
-/// pretends).
+/// Caches that two CPUs share, according to the kernel (in a virtual machine, according to the
+/// hypervisor).
 fn shared_caches([a, b]: [usize; 2]) -> String {
     let mut shared = Vec::new();
     for index in 0..8 {
@@ -68,11 +69,11 @@ fn shared_caches([a, b]: [usize; 2]) -> String {
     }
     match shared.as_slice() {
         [] => "the kernel knows of no cache that they share".to_owned(),
-        list => format!("the kernel says that they share {}", list.join(" and ")),
+        list => format!("the two CPUs share {}", list.join(" and ")),
     }
 }
 
-/// Whether a list of processors as the kernel writes it (`0-3,8`) has this one.
+/// True if the kernel's list of CPUs (`0-3,8`) contains `cpu`.
 fn contains(list: &str, cpu: usize) -> bool {
     list.split(',').any(|part| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -81,7 +82,7 @@ fn contains(list: &str, cpu: usize) -> bool {
     })
 }
 
-/// Time that the hypervisor gave to others, in clock ticks of all processors, and all time.
+/// Steal time and total time, in clock ticks of all CPUs.
 pub(crate) fn stolen() -> Option<(u64, u64)> {
     steal(&fs::read_to_string("/proc/stat").ok()?)
 }
@@ -89,12 +90,12 @@ pub(crate) fn stolen() -> Option<(u64, u64)> {
 fn steal(stat: &str) -> Option<(u64, u64)> {
     let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let fields: Vec<u64> = line.split_whitespace().map_while(|word| word.parse().ok()).collect();
-    // The last two are guests' time, which is in the first two already.
+    // The last two fields, guest time, are included in the first two.
     Some((*fields.get(7)?, fields.iter().take(8).sum()))
 }
 
-/// Makes sure that a program is here: installs its Debian package if that is possible and allowed.
-/// Otherwise, a sentence that says what to do.
+/// Checks that a program exists, and installs its Debian package if it is missing and that is
+/// possible and allowed. The error says what to do.
 pub(crate) fn need(
     program: &str,
     package: &str,
@@ -111,7 +112,7 @@ pub(crate) fn need(
     if host::in_path(program) { Ok(()) } else { Err(missing) }
 }
 
-/// Has the calling thread run on this processor alone.
+/// Pins the calling thread to a CPU.
 pub(crate) fn pin(cpu: usize) -> Result<()> {
     let mut set = CpuSet::new();
     if cpu >= CpuSet::MAX_CPU {

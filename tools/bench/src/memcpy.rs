@@ -1,4 +1,4 @@
-//! What memory can do: a thread that copies blocks, as a controller with a memory disk has to.
+//! Memory bandwidth: a thread that copies blocks, like a controller with a memory disk.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -8,21 +8,22 @@ use anyhow::{Context, Result, anyhow, bail};
 
 use crate::machine::pin;
 
-/// A disk's worth of memory, and the memory of a host that copies from and to it.
+/// Memory of a disk, and memory of a host that reads and writes it.
 ///
-/// The disk's memory is of the same kind as a memory disk's.
+/// The disk's memory has the same mapping type as that of a memory disk.
 pub(crate) struct Memory {
     disk: SharedBytes,
 }
 
-/// Bytes between two looks at the clock.
+/// Number of bytes between two reads of the clock.
 const CHUNK: usize = 1 << 20;
 
 impl Memory {
-    /// With a disk of so many bytes, all of which are there.
+    /// Allocates a disk of `bytes` bytes, with all pages present.
     ///
     /// # Errors
-    /// The system has not got that much.
+    ///
+    /// The system has not enough memory.
     pub(crate) fn new(bytes: usize) -> Result<Self> {
         let mapping = Mapping::anonymous(bytes as u64)?;
         mapping.prefer_huge_pages();
@@ -31,8 +32,8 @@ impl Memory {
         Ok(Self { disk })
     }
 
-    /// Copies blocks from random places of the disk into the host's buffers in turn (or the other
-    /// way, for a write) on this processor for `time`; how many bytes a second.
+    /// Copies blocks from random offsets of the disk to the host's buffers in turn (or, for a
+    /// write, back) on this CPU for `time`. Returns bytes per second.
     pub(crate) fn copy(
         &self,
         cpu: usize,
@@ -97,7 +98,7 @@ mod tests {
         let time = Duration::from_millis(5);
         assert!(memory.copy(cpu, 4096, 3, false, time).unwrap() > 0.0);
         assert!(all(0xa5));
-        // Thousands of blocks to 16 places: every one is written.
+        // Thousands of blocks to 16 offsets, so every offset is written.
         assert!(memory.copy(cpu, 4096, 3, true, time).unwrap() > 0.0);
         assert!(all(0x5a));
         for (block, buffers) in [(0, 1), (4096, 0), (1 << 20, 1)] {

@@ -1,4 +1,4 @@
-//! Other people's NBD servers and ours, as the suites about exports start them.
+//! NBD servers of other projects and ours, for the suites about exports.
 
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::server::child;
 
-/// An NBD server behind a UNIX socket. Dropping it kills it.
+/// An NBD server on a UNIX socket. Killed when dropped.
 #[derive(Debug)]
 pub(crate) struct NbdServer {
     process: Process,
@@ -21,14 +21,15 @@ pub(crate) struct NbdServer {
     home: Option<PathBuf>,
 }
 
-/// Where libnbd looks for certificates below a user's home: the URI may not name a directory to
-/// programs that do not expect it to, of which fio is one.
+/// Directory below a user's home in which libnbd looks for certificates. The URI cannot name a
+/// directory, because fio and other programs do not allow that.
 pub(crate) fn certificates_in(home: &Path) -> PathBuf {
     home.join(".pki/libnbd")
 }
 
 impl NbdServer {
-    /// Starts what `command` makes of a socket's path, and waits until it takes clients.
+    /// Starts the command that `command` returns for a socket path, and waits until the server
+    /// accepts clients.
     pub(crate) fn start(
         name: &str,
         home: Option<&Path>,
@@ -70,7 +71,7 @@ impl NbdServer {
         })
     }
 
-    /// `nbdkit` with memory of this many MiB.
+    /// `nbdkit` with a memory disk of this many MiB.
     pub(crate) fn nbdkit(mebibytes: u64, home: Option<&Path>) -> Result<Self> {
         Self::start("nbdkit", home, |socket| {
             let mut command = child(Path::new("nbdkit"));
@@ -95,9 +96,10 @@ impl NbdServer {
         })
     }
 
-    /// `qemu-storage-daemon`'s NBD export of a qcow2 image, past the page cache.
+    /// NBD export of `qemu-storage-daemon` of a qcow2 image with O_DIRECT.
     pub(crate) fn storage_daemon(image: &Path) -> Result<Self> {
-        // A server that was just killed has the image until the system has taken its ring apart.
+        // The image of a server that was just killed stays locked until the kernel has released
+        // its io_uring.
         let until = Instant::now() + Duration::from_secs(5);
         loop {
             match Self::storage_daemon_now(image) {
@@ -125,18 +127,18 @@ impl NbdServer {
         })
     }
 
-    /// What clients call it by.
+    /// URI of the export.
     pub(crate) fn uri(&self) -> String {
         let scheme = if self.home.is_some() { "nbds+unix" } else { "nbd+unix" };
         format!("{scheme}:///?socket={}", self.directory.path().join("nbd").display())
     }
 
-    /// The home of a user who has certificates for it, if it wants TLS.
+    /// Home directory with client certificates, if the server requires TLS.
     pub(crate) fn home(&self) -> Option<&Path> {
         self.home.as_deref()
     }
 
-    /// Its process id.
+    /// Process id of the server.
     pub(crate) fn id(&self) -> u32 {
         self.process.id()
     }

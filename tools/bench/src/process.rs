@@ -1,4 +1,4 @@
-//! What the system says about a running process.
+//! Memory and CPU time of a process, from /proc.
 
 use std::fs;
 use std::time::Duration;
@@ -6,16 +6,16 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rustix::param::clock_ticks_per_second;
 
-/// Memory that a process holds, in bytes.
+/// Memory of a process, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Memory {
-    /// Of its own.
+    /// Private memory.
     pub(crate) anonymous: u64,
-    /// Shared with others: its clients' memory that it has touched, and the doorbell pages.
+    /// Shared memory: touched memory of clients, and the doorbell pages.
     pub(crate) shared: u64,
 }
 
-/// The memory of a process now.
+/// Current memory of a process.
 pub(crate) fn memory(pid: u32) -> Result<Memory> {
     let path = format!("/proc/{pid}/status");
     let status = fs::read_to_string(&path).context(path)?;
@@ -30,21 +30,21 @@ fn field(status: &str, name: &str) -> Option<u64> {
     rest.trim().trim_end_matches(" kB").parse().ok()
 }
 
-/// What a process has used and how often it was switched to, over all its threads.
+/// CPU time and number of time slices of a process, over all its threads.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Used {
-    /// Processor time.
+    /// CPU time.
     pub(crate) time: Duration,
-    /// How often its threads were given a processor.
+    /// Number of times that a thread got a CPU.
     pub(crate) slices: u64,
 }
 
-/// The use of a process up to now.
+/// Current usage of a process.
 pub(crate) fn used(pid: u32) -> Result<Used> {
     let tasks = format!("/proc/{pid}/task");
     let mut sum = Used::default();
     for task in fs::read_dir(&tasks).context(tasks)? {
-        // A thread may end while we look.
+        // A thread may end between the two system calls.
         let Ok(text) = fs::read_to_string(task?.path().join("schedstat")) else { continue };
         let (time, slices) = schedstat(&text).context("schedstat")?;
         sum.time += Duration::from_nanos(time);
@@ -53,23 +53,22 @@ pub(crate) fn used(pid: u32) -> Result<Used> {
     Ok(sum)
 }
 
-/// The processor time of a process up to now, that of its threads which have ended included: a
-/// server may have one for each client. In ticks of the clock, mostly of 10 ms.
+/// CPU time of a process, including threads that have ended, because a server may have one thread
+/// per client. The resolution is a clock tick, mostly 10 ms.
 pub(crate) fn time_of_all(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
     let ticks = ticks(&fs::read_to_string(&path).context(path)?).context("stat")?;
     Ok(Duration::from_secs_f64(ticks as f64 / clock_ticks_per_second() as f64))
 }
 
-/// Ticks in user mode and in the kernel: the fourteenth and the fifteenth field, of which the
-/// second is a name that may have spaces.
+/// User and kernel ticks: fields 14 and 15. Field 2 is a name that may contain spaces.
 fn ticks(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace().skip(11);
     Some(fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?)
 }
 
-/// Nanoseconds on a processor (the first field), and times that it was given one (the third).
+/// CPU time in nanoseconds (field 1) and number of time slices (field 3).
 fn schedstat(text: &str) -> Option<(u64, u64)> {
     let mut fields = text.split_whitespace();
     Some((fields.next()?.parse().ok()?, fields.nth(1)?.parse().ok()?))
@@ -95,7 +94,7 @@ mod tests {
         let script = "while sleep 0.01; do :; done";
         let mut child = std::process::Command::new("sh").args(["-c", script]).spawn().unwrap();
         let before = used(child.id()).unwrap();
-        // It is given a processor after each of its sleeps.
+        // The thread gets a CPU after each of its sleeps.
         let deadline = std::time::Instant::now() + Duration::from_secs(20);
         while used(child.id()).unwrap().slices <= before.slices {
             assert!(std::time::Instant::now() < deadline);

@@ -1,4 +1,4 @@
-//! The command line of the benchmarks: runs the suites and shows what they found.
+//! Command line of the benchmarks.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,47 +14,48 @@ use crate::suites::{
 use crate::table::{Table, json_line};
 use crate::{machine, workspace};
 
-/// What may follow `bench`.
+/// Arguments of `bench`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Which suites; all of them when none is named.
+    /// Suites to run; the default is all of them
     #[arg(value_enum)]
     suites: Vec<Suite>,
-    /// How often everything is measured before the median is taken.
+    /// Number of rounds, of which the median counts
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// How long one measurement takes, in milliseconds.
+    /// Duration of one measurement in milliseconds
     #[arg(long, default_value_t = 1000, value_name = "MS")]
     #[arg(value_parser = clap::value_parser!(u64).range(10..=3_600_000))]
     time: u64,
-    /// See that everything works: one short round of a few conditions. The figures mean nothing.
+    /// Check only that everything works: one short round of a few conditions. The figures have no
+    /// meaning
     #[arg(long, conflicts_with_all = ["rounds", "time"])]
     quick: bool,
-    /// The processors of the controller and of the driver.
+    /// CPUs of the controller and of the driver
     #[arg(long, value_delimiter = ',', default_values_t = [0, 1], value_name = "CPU,CPU")]
     cpus: Vec<usize>,
-    /// Where the image of the suite `file` is made: on the file system that is to be measured.
+    /// Directory of the image of the suite `file`, on the file system to measure
     #[arg(long, value_name = "PATH", default_value_os_t = output_directory())]
     directory: PathBuf,
-    /// A shadowbell program that is built already, instead of building one.
+    /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
-    /// A built tree of SPDK for the suite `spdk`, and for vhost-user-blk in `exports`: configured
-    /// `--with-vfio-user`, made.
+    /// Path of a built SPDK tree for the suite `spdk`, and for vhost-user-blk in `exports`:
+    /// configured with `--with-vfio-user`
     #[arg(long, value_name = "DIR")]
     spdk: Option<PathBuf>,
-    /// Fail if the suite `instructions` finds more than tools/bench/instructions.json allows.
+    /// Fail if the suite `instructions` exceeds tools/bench/instructions.json
     #[arg(long, conflicts_with = "record")]
     check: bool,
-    /// Keep what the suite `instructions` finds in tools/bench/instructions.json.
+    /// Record the result of the suite `instructions` in tools/bench/instructions.json
     #[arg(long)]
     record: bool,
-    /// End with one line of JSON: {"rows": [...]}.
+    /// Print one line of JSON at the end: {"rows": [...]}
     #[arg(long)]
     json: bool,
 }
 
-/// What follows the options in the help.
+/// Examples at the end of the help.
 pub const EXAMPLES: &str = "\
 Examples:
   cargo xtask bench                            everything; takes about half an hour
@@ -65,38 +66,38 @@ Examples:
 
 Leave the machine alone meanwhile.";
 
-/// The suites, by their names on the command line.
+/// Suites, by their names on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Suite {
-    /// The most entries that two processors of this machine can pass to each other.
+    /// Maximum rate of queue entries between two CPUs of this machine
     Wire,
-    /// Null disk, polling: IOPS, latency, and what an I/O costs, next to the wire limit.
+    /// Null disk, polling: IOPS, latency and CPU cost per I/O, next to the wire limit
     Null,
-    /// Memory disk: bandwidth next to memcpy's.
+    /// Memory disk: bandwidth next to memcpy
     Mem,
-    /// A file, next to fio with io_uring.
+    /// File-backed disk next to fio with io_uring
     File,
-    /// Exports of memory by NBD (plain and by TLS), FUSE and, with --spdk, vhost-user-blk: ours
-    /// next to nbdkit's, qemu-nbd's, qemu-storage-daemon's and SPDK's.
+    /// Exports of memory by NBD (plain and TLS), FUSE and, with --spdk, vhost-user-blk:
+    /// shadowbell next to nbdkit, qemu-nbd, qemu-storage-daemon and SPDK
     Exports,
-    /// An NBD server's export as a disk next to fio, and qcow2 next to raw and to QEMU's export.
+    /// NBD disk next to fio on the same server, and qcow2 next to raw and to QEMU's export
     Disks,
-    /// Sequential readers of a disk and of files on it, through FUSE and a loop device (S4).
+    /// Sequential readers of a disk and of files on it, through FUSE and a loop device
     Readers,
-    /// Sleeping sides, and a paced load: polling, adaptive and sleeping.
+    /// Polling, adaptive and sleeping sides, at full load and at a fixed rate
     Sleep,
-    /// Many queue pairs, many controllers.
+    /// Many queue pairs, and many controllers
     Growth,
-    /// What `/metrics` of many controllers takes, and whether a paced load on one of them notices.
+    /// Duration of `/metrics` with many controllers, and its effect on a load of one of them
     Scrape,
-    /// Instructions per I/O of each side, by callgrind: the same in every run.
+    /// Instructions per I/O of each side, by callgrind, identical in every run
     Instructions,
-    /// SPDK's client and target next to this driver and controller, each with each; needs --spdk
-    /// and huge pages, which it sets aside if it may.
+    /// SPDK's client and target next to this driver and controller, in all pairs; needs --spdk
+    /// and huge pages, which are reserved if permitted
     Spdk,
 }
 
-/// Runs the suites and shows what they found.
+/// Runs the suites and prints their tables.
 pub fn run(arguments: Arguments) -> Result<()> {
     if !arguments.quick {
         workspace::run_optimised()?;
@@ -117,7 +118,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
             bail!("--spdk is about the suites `spdk` and `exports`")
         }
         Some(directory) => Some(spdk::Tree::new(directory)?),
-        // Whoever asks for all gets what there is.
+        // If the suite is not named, it is skipped without a tree; if it is named, that is an
+        // error.
         None if arguments.suites.contains(&Suite::Spdk) => {
             bail!("no tree of SPDK: {}", spdk::HOW_TO_BUILD)
         }
@@ -170,7 +172,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             Suite::Instructions => instructions::run(quick, recorded),
             Suite::Spdk => spdk::run(&settings, tree.as_ref()),
         };
-        // The others may be of use all the same.
+        // A failed suite does not end the run.
         match tables {
             Ok(tables) => {
                 for table in tables {
@@ -194,9 +196,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
     Ok(())
 }
 
-/// What a disk `rbd:` reaches next to fio, on the image `rbd/NAME` of the cluster whose
-/// configuration this is; with a shadowbell program that is built already, or one that is built for
-/// this.
+/// Measures an RBD disk next to fio, on the image `rbd/NAME` of the cluster with the
+/// configuration `conf`. `program` is a built shadowbell program; without it, one is built.
 pub fn rbd(program: Option<&Path>, conf: &Path, name: &str, rounds: u32) -> Result<Table> {
     let binary = match program {
         Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
@@ -205,10 +206,10 @@ pub fn rbd(program: Option<&Path>, conf: &Path, name: &str, rounds: u32) -> Resu
     let settings = Settings {
         binary,
         cpus: [0, 1],
-        // Ceph's servers work on the same processors.
+        // The servers of Ceph need the same CPUs.
         pinned: false,
         rounds,
-        // What a cache takes up at the beginning is not what a disk can do.
+        // Longer than the time that fills caches at the start.
         time: Duration::from_secs(3),
         ramp: Duration::from_secs(2),
         quick: false,
@@ -217,25 +218,25 @@ pub fn rbd(program: Option<&Path>, conf: &Path, name: &str, rounds: u32) -> Resu
     crate::suites::rbd::table(&settings, conf, name)
 }
 
-/// An error if an I/O costs a side more instructions than is recorded: what is measured of speed
-/// and is the same on every machine.
+/// Fails if an I/O needs more instructions than recorded. Instruction counts are the only speed
+/// figure that is the same on every machine.
 pub fn check_instructions() -> Result<()> {
     instructions::run(true, Recorded::Check)?.iter().for_each(|table| print!("{table}"));
     Ok(())
 }
 
-/// An error if twice as much of what a host chooses a number of takes much more than twice the
-/// work.
+/// Fails if twice the number of objects that a host chooses takes much more than twice the
+/// instructions.
 pub fn check_doubling() -> Result<()> {
     instructions::check_doubling()
 }
 
-/// Where the suites make their files.
+/// Directory for files of the suites.
 fn output_directory() -> PathBuf {
     workspace::root().join("target/bench")
 }
 
-/// Says what the hypervisor took away meanwhile, if that was worth mentioning.
+/// Description of the steal time during the run, if it was significant.
 fn stolen_since(before: Option<(u64, u64)>) -> String {
     let (Some(before), Some(now)) = (before, machine::stolen()) else { return String::new() };
     let all = now.1.saturating_sub(before.1).max(1) as f64;

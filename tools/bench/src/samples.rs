@@ -1,8 +1,8 @@
-//! What several rounds came to.
+//! Statistics of several rounds.
 
 use serde_json::{Map, Value, json};
 
-/// One figure, measured again and again.
+/// One figure, measured in several rounds.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Samples(Vec<f64>);
 
@@ -11,12 +11,12 @@ impl Samples {
         self.0.push(value);
     }
 
-    /// How many there are.
+    /// Number of samples.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// The middle one, or between the two in the middle; 0 if there are none.
+    /// Median; 0 if there are no samples.
     pub(crate) fn median(&self) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);
@@ -33,7 +33,7 @@ impl Samples {
         self.0.iter().copied().reduce(f64::max).unwrap_or_default()
     }
 
-    /// Least, median, most.
+    /// Minimum, median, maximum.
     pub(crate) fn point(&self) -> [f64; 3] {
         [self.min(), self.median(), self.max()]
     }
@@ -45,7 +45,7 @@ impl FromIterator<f64> for Samples {
     }
 }
 
-/// Figures that are added up over the rounds, because they count.
+/// Fields that are counts, which are summed over the rounds.
 const COUNTS: [&str; 6] = [
     "commands",
     "doorbell_mmio_writes",
@@ -55,7 +55,7 @@ const COUNTS: [&str; 6] = [
     "seconds",
 ];
 
-/// The figures of one contestant under one condition, a row for each round.
+/// Rows of one contestant under one condition, one for each round.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rounds(Vec<Value>);
 
@@ -64,13 +64,13 @@ impl Rounds {
         self.0.push(row);
     }
 
-    /// A figure of each round; `latency_ns/p50` for one within another.
+    /// Samples of a field. `latency_ns/p50` is a nested field.
     pub(crate) fn samples(&self, name: &str) -> Samples {
         let path = format!("/{name}");
         self.0.iter().filter_map(|row| row.pointer(&path)?.as_f64()).collect()
     }
 
-    /// Whether every round has this figure.
+    /// True if every round has the field.
     pub(crate) fn has(&self, name: &str) -> bool {
         let path = format!("/{name}");
         !self.0.is_empty()
@@ -81,7 +81,7 @@ impl Rounds {
         self.samples(name).median()
     }
 
-    /// One row of all: medians, the sums of what counts, and the least and the most IOPS.
+    /// One row of all rounds: medians, sums of counts, minimum and maximum of the IOPS.
     pub(crate) fn row(&self, table: &str) -> Value {
         let all: Vec<&Value> = self.0.iter().collect();
         let mut row = match combine(&all, "") {
@@ -126,7 +126,7 @@ fn combine(values: &[&Value], name: &str) -> Value {
                     json!(numbers.0.iter().sum::<f64>())
                 }
             } else if values.iter().all(|value| value.as_f64() == first.as_f64()) {
-                // The conditions of the measurement, whole numbers most of them.
+                // Conditions of the measurement, most of which are integers.
                 Value::Number(first.clone())
             } else {
                 json!(numbers.median())

@@ -13,7 +13,7 @@ use shadowbell_guest::host::last_lines;
 use shadowbell_guest::process::{Process, describe};
 use tempfile::TempDir;
 
-/// A server and the directory of its sockets. Dropping it kills it.
+/// A server and the directory of its sockets. Killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Server {
     process: Process,
@@ -21,13 +21,13 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Serves these disks as one controller. The worker is where `options` pin it.
+    /// Serves these disks as one controller. `options` pin the I/O thread.
     pub(crate) fn start(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
-        // One process, whose time and memory are the server's.
+        // Without a supervisor: the time and memory of the process are those of the server.
         Self::start_by(binary, disks, &[&["--no-keeper".to_owned()], options].concat())
     }
 
-    /// The same with a supervisor: what it has answered survives the process that serves.
+    /// Serves these disks with a supervisor, so that acknowledged writes survive a crash.
     pub(crate) fn start_kept(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
         Self::start_by(binary, disks, options)
     }
@@ -40,8 +40,8 @@ impl Server {
         Self::spawn(command, directory)
     }
 
-    /// Serves `count` controllers, each with a disk of its own, with these lines in front of the
-    /// configuration.
+    /// Serves `count` controllers with one disk each. `head` is the beginning of the
+    /// configuration file.
     pub(crate) fn start_many(binary: &Path, disk: &str, count: usize, head: &str) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets")?;
         let mut config = format!("{head}\n");
@@ -66,7 +66,7 @@ impl Server {
         let process = Process::spawn("shadowbell serve", &mut command)?;
         let mut server = Self { process, directory };
         let deadline = Instant::now() + Duration::from_secs(30);
-        // The path is there a moment before somebody listens.
+        // The socket exists before the server listens.
         while UnixStream::connect(server.socket(0)).is_err() {
             server.check()?;
             if Instant::now() > deadline {
@@ -86,22 +86,22 @@ impl Server {
         }
     }
 
-    /// The socket of a controller.
+    /// Socket of a controller.
     pub(crate) fn socket(&self, index: usize) -> PathBuf {
         self.directory.path().join(format!("vm{index}.sock"))
     }
 
-    /// The first namespace of a controller, as a TARGET.
+    /// Target string of the first namespace of a controller.
     pub(crate) fn target(&self, index: usize) -> String {
         format!("vfio-user:{}/1", self.socket(index).display())
     }
 
-    /// Its process id.
+    /// Process id of the server.
     pub(crate) fn id(&self) -> u32 {
         self.process.id()
     }
 
-    /// Ends it as an operator would, and returns what it counted in all.
+    /// Ends the server with SIGTERM. Returns its counters.
     pub(crate) fn stop(mut self) -> Result<Value> {
         self.process.signal(Signal::TERM)?;
         let status = self.process.wait(Duration::from_secs(30))?;
@@ -117,7 +117,7 @@ impl Server {
     }
 }
 
-/// A command that dies with us.
+/// Command whose process is killed when this process ends.
 pub(crate) fn child(program: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL"]).arg(program).env_remove("RUST_LOG");
@@ -125,8 +125,7 @@ pub(crate) fn child(program: &Path) -> Command {
     command
 }
 
-/// Runs a command to its end and returns what it printed. An error if it fails or takes longer than
-/// `limit`.
+/// Runs a command. Returns its output. Fails if the command fails or takes longer than `limit`.
 pub(crate) fn output(name: &str, mut command: Command, limit: Duration) -> Result<String> {
     let directory = tempfile::tempdir()?;
     let file = |name: &str| directory.path().join(name);

@@ -1,28 +1,28 @@
-//! What all suites measure by.
+//! Parameters of all suites.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The depths that the suites about queues go through.
+/// Queue depths of the suites about queues.
 pub(crate) const QUEUE_DEPTHS: [u32; 6] = [1, 2, 4, 8, 32, 128];
 
-/// The program, the processors and the times of one run of the benchmarks.
+/// Program, CPUs and durations of one run of the benchmarks.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
-    /// The built program.
+    /// Path of the program.
     pub(crate) binary: PathBuf,
-    /// The controller's processor and the driver's.
+    /// CPUs of the controller and of the driver.
     pub(crate) cpus: [usize; 2],
-    /// Each side stays on its processor. Else they are where the system puts them.
+    /// Each side is pinned to its CPU; otherwise the scheduler chooses.
     pub(crate) pinned: bool,
     pub(crate) rounds: u32,
-    /// How long one measurement takes.
+    /// Duration of one measurement.
     pub(crate) time: Duration,
-    /// How long it runs before it is measured.
+    /// Duration of the warm-up before the measurement.
     pub(crate) ramp: Duration,
-    /// One short round of a few conditions, to see that everything works.
+    /// One short round of a few conditions, as a functional test.
     pub(crate) quick: bool,
-    /// Where large files go.
+    /// Directory for large files.
     pub(crate) directory: PathBuf,
 }
 

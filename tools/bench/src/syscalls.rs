@@ -1,5 +1,5 @@
-//! System calls of the data path, counted by strace in a run of its own: to count them slows down
-//! whoever makes some.
+//! System calls of the data path, counted by strace in a separate run, because strace slows down
+//! every system call.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::load::Load;
 use crate::server::{Server, child, output};
 use crate::settings::Settings;
 
-/// Threads of the driver's side and of the controller's, by how their names begin.
+/// Prefixes of the names of the driver's and the controller's threads.
 const DRIVER: &str = "job";
 const CONTROLLER: &str = "sb-worker";
 
@@ -26,18 +26,18 @@ pub(crate) struct PerIo {
     pub(crate) controller: f64,
 }
 
-/// Counts them for this load: what more there are in a long run than in a short one, divided by how
-/// many more I/Os it has. So what starting and stopping takes is not in it.
+/// Counts the system calls of this load: those of a long run minus those of a short one, divided
+/// by the difference of the I/Os. So system calls of start and end are not included.
 pub(crate) fn count(settings: &Settings, load: &Load<'_>) -> Result<PerIo> {
     let (few, many) = if settings.quick { (200, 1200) } else { (1000, 21_000) };
     let short = run(settings, load, few)?;
     let long = run(settings, load, many)?;
-    // Where there are none per I/O, the shorter run may by chance have one more than the longer.
+    // Without system calls per I/O, the short run may have one more than the long run by chance.
     let more = |a: u64, b: u64| b.saturating_sub(a) as f64 / (many - few) as f64;
     Ok(PerIo { driver: more(short.0, long.0), controller: more(short.1, long.1) })
 }
 
-/// The calls of both sides in a run of so many I/Os.
+/// System calls of both sides in a run of `ios` I/Os.
 fn run(settings: &Settings, load: &Load<'_>, ios: u64) -> Result<(u64, u64)> {
     let server = load.serve(settings)?;
     let directory = tempfile::tempdir()?;
@@ -49,7 +49,7 @@ fn run(settings: &Settings, load: &Load<'_>, ios: u64) -> Result<(u64, u64)> {
         .arg(file("bench"))
         .args(load.count(settings, &server, ios));
     output("strace shadowbell bench", command, Duration::from_secs(120))?;
-    // Detaches, and leaves the server as it was.
+    // SIGINT makes strace detach without an effect on the server.
     attached.signal(Signal::INT)?;
     attached.wait(Duration::from_secs(20))?;
     server.stop()?;
@@ -58,7 +58,7 @@ fn run(settings: &Settings, load: &Load<'_>, ios: u64) -> Result<(u64, u64)> {
     Ok((calls(&read("bench")?, DRIVER), calls(&read("server")?, CONTROLLER)))
 }
 
-/// Has strace follow all threads of the server.
+/// Starts strace on all threads of the server.
 fn attach(server: &Server, out: &Path) -> Result<Process> {
     let id = server.id();
     let mut command: Command = child(Path::new("strace"));
@@ -68,14 +68,16 @@ fn attach(server: &Server, out: &Path) -> Result<Process> {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !is_traced(id)? {
         if strace.ended()?.is_some() || Instant::now() > deadline {
-            bail!("strace can not attach to the server (it needs root, or ptrace_scope 0)");
+            bail!(
+                "strace cannot attach to the server: run as root, or set kernel.yama.ptrace_scope to 0"
+            );
         }
         sleep(Duration::from_millis(2));
     }
     Ok(strace)
 }
 
-/// Whether somebody traces every thread of a process.
+/// True if every thread of the process has a tracer.
 fn is_traced(pid: u32) -> Result<bool> {
     for task in fs::read_dir(format!("/proc/{pid}/task"))? {
         let status = fs::read_to_string(task?.path().join("status"))?;
@@ -87,9 +89,9 @@ fn is_traced(pid: u32) -> Result<bool> {
     Ok(true)
 }
 
-/// How many calls the threads whose names begin with `thread` made. A line is
-/// `123<name> call(...) = 0`; one that was interrupted by another thread's has a second part, which
-/// is not counted again.
+/// Number of system calls of the threads whose names begin with `thread`. A line is `123<name>
+/// call(...) = 0`. A call that was interrupted by another thread's line has a second part, which
+/// is not counted.
 fn calls(trace: &str, thread: &str) -> u64 {
     let of_thread = |line: &&str| {
         line.split_once('<').is_some_and(|(id, rest)| {

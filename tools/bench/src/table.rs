@@ -1,23 +1,21 @@
-//! Tables: text for people, rows of JSON for programs. All suites, of benchmarks and of guests,
-//! make theirs here.
+//! Tables: text for people, JSON rows for programs. All benchmarks and guest suites use them.
 
 use std::fmt;
 
 use serde_json::{Value, json};
 
-/// One table. Its text and its JSON are filled together, but need not have a row each for the
-/// other.
+/// A table. Text and JSON are added together, but may have different numbers of rows.
 #[derive(Debug, Default)]
 pub struct Table {
-    /// Printed above; nothing is if it is empty.
+    /// Title above the table; none if empty.
     pub title: String,
-    /// The names of the columns.
+    /// Names of the columns.
     pub head: Vec<&'static str>,
-    /// The cells; a row may be shorter than the head.
+    /// Cells. A row may be shorter than the head.
     pub rows: Vec<Vec<String>>,
-    /// The rows for programs.
+    /// JSON rows.
     pub json: Vec<Value>,
-    /// Sentences below the table.
+    /// Notes below the table.
     pub notes: Vec<String>,
 }
 
@@ -34,13 +32,13 @@ impl Table {
     }
 }
 
-/// The line that `--json` ends with: `{"rows":[...]}`.
+/// Last line with `--json`: `{"rows":[...]}`.
 pub fn json_line(rows: &[Value]) -> String {
     json!({ "rows": rows }).to_string()
 }
 
 impl fmt::Display for Table {
-    /// The title, the columns (words to the left, figures to the right) and the notes.
+    /// Prints title, columns (text left-aligned, figures right-aligned) and notes.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f)?;
         if !self.title.is_empty() {
@@ -60,7 +58,7 @@ fn columns(head: &[&str], rows: &[Vec<String>]) -> String {
             *width = (*width).max(cell.chars().count());
         }
     }
-    // A column is one of figures when all that is in it begins like one.
+    // A column is right-aligned if all of its cells begin like figures.
     let figures: Vec<bool> = (0..widths.len())
         .map(|column| {
             let mut cells = rows.iter().filter_map(|row| row.get(column)).peekable();

@@ -1,15 +1,14 @@
-//! The wire limit: the most entries that two processors of this machine can pass to each other.
+//! The wire limit: maximum rate of queue entries between two CPUs of this machine.
 //!
-//! Two pinned threads pass entries of 64 bytes one way and of 16 bytes back, through rings that
-//! both see, by the rules of an NVMe queue pair with shadow doorbells: entries are written whole, a
-//! tail word is stored when there are more of them, the other side takes what there is up to a
-//! burst, writes its completions together, and marks each with a phase bit, last. There is no
-//! command in the entries, nothing is looked up, and no data moves. What is left is what cache
-//! lines cost on their way, and a queue pair can not be faster than that.
+//! Two pinned threads exchange entries of 64 bytes in one direction and of 16 bytes in the other,
+//! through shared rings, by the rules of an NVMe queue pair with shadow doorbells: entries are
+//! written whole; a tail word is stored after them; the other side takes up to a burst of
+//! entries, writes its completions together, and writes the phase bit of each last. The entries
+//! contain no command, and no data are transferred. The remaining cost is that of cache lines
+//! between CPUs, so a queue pair cannot be faster.
 //!
-//! Whether it pays to store the tail for each entry, for all that are there or for some at a time
-//! depends on the depth and on the machine. All are measured, and the limit is what the best one
-//! reaches.
+//! The best interval of tail stores (each entry, all new entries, or some at a time) depends on
+//! the queue depth and on the machine. All are measured, and the limit is the best result.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -20,33 +19,34 @@ use anyhow::{Result, anyhow, bail};
 
 use crate::machine::pin;
 
-/// Entries of each ring: more than are ever in flight, so that none can overflow.
+/// Number of entries of each ring: more than are ever in flight, so the rings cannot overflow.
 const RING: u32 = 256;
-/// The most entries that the completing side takes at once.
+/// Maximum number of entries that the completing side takes at once.
 const BURST: u32 = 32;
-/// Completions in a cache line.
+/// Number of completions in a cache line.
 const LINE: u32 = 4;
-/// How long to run before measuring.
+/// Duration of the warm-up before the measurement.
 const RAMP: Duration = Duration::from_millis(20);
-/// Words of an entry are a number and their place in it, so that a mix of two is found.
+/// Sum of the word indexes of an entry. A word has its index in the top byte and the entry's
+/// number in the others, so that a torn entry is detected.
 const PLACES: u64 = 28 << 56;
 
-/// A submission: a cache line.
+/// A submission queue entry: a cache line.
 #[repr(align(64))]
 #[derive(Default)]
 struct Entry([AtomicU64; 8]);
 
-/// Completions: a cache line of them.
+/// A cache line of completions.
 #[repr(align(64))]
 #[derive(Default)]
 struct Completions([[AtomicU64; 2]; LINE as usize]);
 
-/// A word that does not share its line, nor the one that the hardware fetches with it.
+/// A word alone in its cache line and in the adjacent line, which the hardware prefetches.
 #[repr(align(128))]
 #[derive(Default)]
 struct CachePadded<T>(T);
 
-/// What both threads see.
+/// State that both threads share.
 struct Wire {
     entries: Box<[Entry; RING as usize]>,
     completions: Box<[Completions; (RING / LINE) as usize]>,
@@ -54,22 +54,22 @@ struct Wire {
     stopped: CachePadded<AtomicBool>,
 }
 
-/// When the submitting side stores the tail for new entries.
+/// Interval of the tail stores of the submitting side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TailUpdate {
-    /// For each entry at once.
+    /// For each entry.
     Each,
-    /// Once for all that took the places of the completions found in one look.
+    /// Once for all entries that replace the completions of one look at the ring.
     Batch,
-    /// For at most 16 entries at a time, while there are more completions to be taken.
+    /// For at most 16 entries at a time, while there are more completions to take.
     Few,
 }
 
 impl TailUpdate {
-    /// All there are.
+    /// All intervals.
     pub(crate) const ALL: [Self; 3] = [Self::Each, Self::Batch, Self::Few];
 
-    /// The most entries that are written before the tail is stored.
+    /// Maximum number of entries that are written before the tail is stored.
     fn batch(self) -> u32 {
         match self {
             Self::Each => 1,
@@ -78,7 +78,7 @@ impl TailUpdate {
         }
     }
 
-    /// What it is called.
+    /// Name in tables.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Each => "each",
@@ -106,7 +106,7 @@ impl Wire {
         &self.completions[(place / LINE) as usize].0[(place % LINE) as usize]
     }
 
-    /// The bit that marks an completion at this position as new.
+    /// Phase bit of a new completion at this position.
     fn phase(position: u32) -> u64 {
         u64::from((position / RING).is_multiple_of(2))
     }
@@ -121,7 +121,7 @@ impl Wire {
         *tail = tail.wrapping_add(1);
     }
 
-    /// Writes as many entries, and stores the tail once.
+    /// Writes `count` entries, and stores the tail once.
     #[inline(always)]
     fn submit_all(&self, tail: &mut u32, sequence: &mut u64, count: &mut u32) {
         for _ in 0..std::mem::take(count) {
@@ -130,7 +130,7 @@ impl Wire {
         self.tail.0.store(*tail, Ordering::Release);
     }
 
-    /// Keeps `depth` entries in flight for `time`; completions a second.
+    /// Keeps `depth` entries in flight for `time`. Returns completions per second.
     fn drive(&self, depth: u32, update: TailUpdate, time: Duration) -> Result<f64> {
         let (mut tail, mut head) = (0u32, 0u32);
         let (mut sequence, mut completed) = (0u64, 0u64);
@@ -148,7 +148,7 @@ impl Wire {
                 if completion[1].load(Ordering::Acquire) & 1 != Self::phase(head) {
                     break;
                 }
-                // Every word of every entry arrived, and in order.
+                // The sum verifies every word of every entry, and the order of entries.
                 let sum = completion[0].load(Ordering::Relaxed);
                 if sum != (completed * 8).wrapping_add(PLACES) {
                     bail!("completion {completed} is to something else");
@@ -169,13 +169,12 @@ impl Wire {
             turns = turns.wrapping_add(1);
             if turns.is_multiple_of(1024) {
                 if self.stopped.0.load(Ordering::Relaxed) {
-                    bail!("nobody completions");
+                    bail!("the other side completes no entries");
                 }
                 let now = Instant::now();
                 match measured {
                     None if now - started >= RAMP => measured = Some((now, completed)),
-                    // Where the other side has no processor of its own it may have done nothing
-                    // yet.
+                    // If both sides share a CPU, the other side may not have run yet.
                     Some((since, before))
                         if now - since >= time && completed - before >= u64::from(RING) =>
                     {
@@ -187,7 +186,7 @@ impl Wire {
         }
     }
 
-    /// Completions until it is stopped.
+    /// Completes entries until the end.
     fn serve(&self) {
         let mut head = 0u32;
         let mut idle = 0u32;
@@ -220,7 +219,7 @@ impl Wire {
     }
 }
 
-/// Entries a second at this depth, between two processors.
+/// Entries per second at this queue depth between two CPUs.
 pub(crate) fn limit(
     cpus: [usize; 2],
     depth: u32,
@@ -243,7 +242,7 @@ pub(crate) fn limit(
     )?
 }
 
-/// The best of the ways to store the tail.
+/// The best interval of tail stores, and its rate.
 pub(crate) fn best(cpus: [usize; 2], depth: u32, time: Duration) -> Result<(f64, TailUpdate)> {
     let mut best = (0.0, TailUpdate::Each);
     for update in TailUpdate::ALL {
@@ -255,8 +254,8 @@ pub(crate) fn best(cpus: [usize; 2], depth: u32, time: Duration) -> Result<(f64,
     Ok(best)
 }
 
-/// Nanoseconds that a word takes from one processor to the other: half of the time in which it
-/// goes there and another one comes back.
+/// Time in nanoseconds in which a cache line is transferred from one CPU to the other: half of a
+/// round trip.
 pub(crate) fn line_time(cpus: [usize; 2], rounds: u32) -> Result<f64> {
     let words: [CachePadded<AtomicU32>; 2] = Default::default();
     let stopped = AtomicBool::new(false);
@@ -292,8 +291,8 @@ pub(crate) fn line_time(cpus: [usize; 2], rounds: u32) -> Result<f64> {
     )
 }
 
-/// Runs one function on each processor, and gives what the second returns. `stopped` ends the other
-/// if one can not start.
+/// Runs one function on each CPU. Returns the result of the second one. `stopped` ends the other
+/// function if one cannot start.
 fn pair<T: Send>(
     cpus: [usize; 2],
     stopped: &AtomicBool,
@@ -325,7 +324,7 @@ mod tests {
 
     use super::*;
 
-    /// Two processors that this process may use, or one twice.
+    /// Two CPUs that this process may use, or the same CPU twice.
     fn processors() -> [usize; 2] {
         let mine = rustix::thread::sched_getaffinity(None).unwrap();
         let mut list = (0..CpuSet::MAX_CPU).filter(|cpu| mine.is_set(*cpu));
@@ -335,8 +334,7 @@ mod tests {
 
     #[test]
     fn all_entries_arrive_in_order_at_any_depth() {
-        // The rate tells nothing here; that every word was there is checked for each entry, many
-        // times around the rings.
+        // The rate is not checked. The data of each entry are, many times around the rings.
         for depth in [1, 3, 32, 33, 128, RING - 1] {
             for update in TailUpdate::ALL {
                 let rate = limit(processors(), depth, update, Duration::from_millis(20)).unwrap();

@@ -1,4 +1,4 @@
-//! Where the repository is, and cargo in it.
+//! Paths of the repository, and cargo commands.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -7,39 +7,39 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-/// The root of the repository.
+/// Root directory of the repository.
 pub fn root() -> PathBuf {
-    // Cargo says where this package is now; what was true at compile time serves a binary that is
-    // started by hand.
+    // Cargo sets the variable to the package's current path. The path at compile time is for a
+    // program that is started without cargo.
     let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
     manifest.ancestors().nth(2).map_or_else(|| manifest.clone(), Path::to_path_buf)
 }
 
-/// Cargo, in the root of the repository.
+/// Cargo command in the root directory.
 pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root()).stdin(Stdio::null());
     command
 }
 
-/// Builds the program as a user would, and says where it is.
+/// Builds the program in the release profile. Returns its path.
 pub fn build_shadowbell() -> Result<PathBuf> {
     eprintln!("building shadowbell ...");
     build(&["--release", "--package", "shadowbell", "--bin", "shadowbell"])
 }
 
-/// Builds the program as `cargo test` builds it, so that nothing is built twice: in the dev profile,
-/// with fault injection. Nothing is to be measured with it.
+/// Builds the program as `cargo test` builds it, so that nothing is built twice: in the dev
+/// profile, with fault injection. Not for measurements.
 pub fn build_for_tests() -> Result<PathBuf> {
     eprintln!("building shadowbell for tests ...");
-    // With an example, cargo takes the features of dev-dependencies, as it does for tests. Without
-    // one, half of the crates would be built a second time.
+    // With an example, cargo enables the features of dev-dependencies, as for tests. Otherwise
+    // half of the crates would be built a second time.
     build(&["--workspace", "--bin", "shadowbell", "--example", "step"])
 }
 
-/// Starts the chore again in the release profile, unless this is that profile: a load generator
-/// that is not optimised measures itself. Returns only if there is nothing to do, or with an error.
+/// Restarts the process in the release profile, unless it is that profile, because an unoptimized
+/// load generator would measure itself. Returns only if no restart is needed, or with an error.
 pub fn run_optimised() -> Result<()> {
     if !cfg!(debug_assertions) {
         return Ok(());
@@ -65,8 +65,8 @@ fn build(arguments: &[&str]) -> Result<PathBuf> {
         .context("cargo build named no program")
 }
 
-/// Builds test programs as `cargo xtask test` does, so that nothing is built twice, and says where
-/// they are. Each is named by its source, from the root of the repository.
+/// Builds test programs as `cargo xtask test` does, so that nothing is built twice. Returns their
+/// paths. `sources` are relative to the root of the repository.
 pub fn build_tests(sources: &[&str]) -> Result<Vec<PathBuf>> {
     eprintln!("building the tests ...");
     let mut command = cargo();
@@ -89,13 +89,13 @@ pub fn build_tests(sources: &[&str]) -> Result<Vec<PathBuf>> {
     sources.iter().map(path).collect()
 }
 
-/// What the test of a source file is called: its file, or the directory of its `main.rs`.
+/// Name of the test target of a source file: its file name, or the directory of its `main.rs`.
 fn target(source: &str) -> Result<&str> {
     let path = source.strip_suffix("/main.rs").or_else(|| source.strip_suffix(".rs"));
     path.and_then(|path| path.rsplit('/').next()).with_context(|| format!("no test: {source}"))
 }
 
-/// The test program of this source among cargo's messages.
+/// Path of the test program of this source, from cargo's messages.
 fn test_executable(messages: &str, source: &str) -> Option<PathBuf> {
     messages
         .lines()
@@ -107,7 +107,7 @@ fn test_executable(messages: &str, source: &str) -> Option<PathBuf> {
         .find_map(|message| Some(PathBuf::from(message.get("executable")?.as_str()?)))
 }
 
-/// The program of this name among cargo's messages.
+/// Path of the program with this name, from cargo's messages.
 pub fn executable(messages: &str, name: &str) -> Option<PathBuf> {
     messages
         .lines()

@@ -1,4 +1,5 @@
-//! Builds the book of `docs/` as `book.toml` says: `mdbook build`, without its server and its search.
+//! Book of `docs/`: `mdbook build` with the configuration `book.toml`, without its server and
+//! search.
 #![forbid(unsafe_code)]
 
 use mdbook_driver::MDBook;

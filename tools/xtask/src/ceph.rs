@@ -1,7 +1,7 @@
-//! `cargo xtask ceph`: a real Ceph cluster on this machine, and the tests of `rbd:` disks on it.
+//! `cargo xtask ceph`: tests of `rbd:` disks on a Ceph cluster on this machine.
 //!
-//! One monitor and three OSDs that keep their objects in memory, for as long as this takes, on the
-//! loopback device and without authentication. There is no manager: I/O needs none.
+//! The cluster has one monitor and three OSDs that keep their objects in memory, on the loopback
+//! device and without authentication. It has no manager, which I/O does not need.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -18,7 +18,7 @@ use shadowbell_guest::host::{in_path, install, last_lines};
 use crate::report::Report;
 use crate::step::step;
 
-/// The programs, and the Debian package of each.
+/// Programs, and the Debian package of each.
 const PROGRAMS: [(&str, &str); 5] = [
     ("ceph-mon", "ceph-mon"),
     ("ceph-osd", "ceph-osd"),
@@ -27,25 +27,25 @@ const PROGRAMS: [(&str, &str); 5] = [
     ("monmaptool", "ceph-common"),
 ];
 const OSDS: u32 = 3;
-/// How long the monitor may take until it answers.
+/// Time limit of the monitor's start.
 const START: Duration = Duration::from_secs(60);
 
-/// What is done beside the tests.
+/// Optional parts beside the tests.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// An image in a Linux guest, too (`guest kinds`): file systems, discards, fio's checksums, the
-    /// process that serves killed and upgraded. Takes some minutes.
+    /// Run the guest suite `disk-types` with an RBD image as well: file systems, discards, fio
+    /// with checksums, kills and upgrades. Takes some minutes
     #[arg(long)]
     guest: bool,
-    /// Measure a disk next to fio's rbd engine, so often.
+    /// Measure a disk next to fio's rbd engine, in this number of rounds
     #[arg(long, value_name = "ROUNDS")]
     bench: Option<u32>,
-    /// With --bench, a shadowbell program that is built already, instead of building one.
+    /// Path of a built shadowbell program for --bench; without it, one is built
     #[arg(long, value_name = "PATH", requires = "bench")]
     shadowbell: Option<PathBuf>,
 }
 
-/// Starts a cluster, runs the tests on it, and ends it.
+/// Starts a cluster, runs the tests, and stops the cluster.
 pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     report.begin("ceph");
     let Some(cluster) = report.check("a cluster starts", |_| Cluster::start()) else {
@@ -61,7 +61,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     };
     step(report, "tests on the cluster", &mut test());
     let mut stopped = test();
-    // One after the other: they stop the same servers.
+    // The tests run one after the other, because they stop the same servers.
     let names = ["a_hung_cluster", "--", "--test-threads=1"];
     stopped.env("SHADOWBELL_CEPH_STOP", "1").args(names);
     step(report, "a cluster that does not answer", &mut stopped);
@@ -75,14 +75,14 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     step(report, "a server is killed and replaced under a verifying load", &mut serve);
     if arguments.guest {
         let mut guest = cargo();
-        guest.args(["xtask", "guest", "kinds"]).env("SHADOWBELL_CEPH_CONF", &conf);
+        guest.args(["xtask", "guest", "disk-types"]).env("SHADOWBELL_CEPH_CONF", &conf);
         step(report, "a Linux guest on an image", &mut guest);
     }
     if let Some(rounds) = arguments.bench {
         report.check("next to fio", |_| {
             let name = "bench";
             cluster.call("rbd", &["create", name, "--size", "256M"])?;
-            // Objects that were never written are read without being there.
+            // The image is filled first: reads of objects that were never written are faster.
             let io = ["--io-type", "write", "--io-size", "1M", "--io-total", "256M"];
             cluster.call("rbd", &[&["bench", name, "--io-pattern", "seq"], &io[..]].concat())?;
             let program = arguments.shadowbell.as_deref();
@@ -90,7 +90,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
             Ok(())
         });
     }
-    // One that dies leaves the others less to do, so it comes last.
+    // A killed OSD leaves less work for the others, so this test comes last.
     let victim = cluster.directory.path().join("run/osd.0.pid");
     let mut deadly = test();
     deadly.env("SHADOWBELL_CEPH_VICTIM", victim).arg("a_writer_survives_a_killed_osd");
@@ -99,7 +99,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// A cluster that runs. Dropping it ends it.
+/// Running cluster. Stopped when dropped.
 struct Cluster {
     directory: tempfile::TempDir,
 }
@@ -131,7 +131,8 @@ impl Cluster {
         cluster.call("ceph-mon", &["--mkfs", "-i", "a", "--monmap", &map])?;
         cluster.call("ceph-mon", &["-i", "a"])?;
         let until = Instant::now() + START;
-        // A client waits for the monitor by itself, but not for one that has no socket yet.
+        // A client waits for a slow monitor, but fails if the monitor's socket does not exist
+        // yet.
         while let Err(error) = cluster.call("ceph", &["--connect-timeout", "5", "quorum_status"]) {
             if Instant::now() > until {
                 return Err(error);
@@ -175,20 +176,22 @@ impl Drop for Cluster {
             if let Some(pid) = pid.filter(|pid| is_of(*pid, self.directory.path()))
                 && let Some(pid) = Pid::from_raw(pid)
             {
-                // They keep nothing, and would wait for each other.
+                // SIGKILL: the daemons store nothing, and an orderly end would wait for the other
+                // daemons.
                 let _ = kill_process(pid, Signal::KILL);
             }
         }
     }
 }
 
-/// Whether a process is one of this cluster's: numbers are used again.
+/// True if a process belongs to this cluster. Process ids are reused, so the id alone is not
+/// enough.
 fn is_of(pid: i32, directory: &Path) -> bool {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&line).contains(&*directory.to_string_lossy())
 }
 
-/// A port that was free a moment ago.
+/// A TCP port that was free a moment ago.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
@@ -207,12 +210,13 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
         ("osd_crush_chooseleaf_type", "0"),
         ("osd_objectstore", "memstore"),
         ("memstore_device_bytes", "1073741824"),
-        // Or an object that was written at random is read a piece at a time.
+        // Without this option, an object that was written at random offsets is read piece by
+        // piece.
         ("memstore_page_set", "true"),
         ("osd_memory_target", "939524096"),
         ("osd_pool_default_pg_num", "8"),
         ("osd_pool_default_pg_autoscale_mode", "off"),
-        // One that is killed is missed within seconds.
+        // A killed OSD is detected within seconds.
         ("osd_heartbeat_grace", "4"),
         ("mon_osd_min_down_reporters", "1"),
         ("public_addr", "127.0.0.1"),
@@ -235,7 +239,7 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
 
 fn call(program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new("timeout");
-    // A daemon keeps what it was started with.
+    // A daemon keeps the standard input that it inherits, so it is /dev/null.
     let output = command
         .args(["60", program])
         .args(arguments)

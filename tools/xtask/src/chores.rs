@@ -1,4 +1,4 @@
-//! The chores that need no guest, and all of them together.
+//! Chores without a guest, and `cargo xtask test`, which runs all chores.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -13,13 +13,13 @@ use crate::step::step;
 use crate::suites::{ControllerKind, Setup, Suite};
 use crate::{crates, deb, hostile, soak, structure};
 
-/// Everything that must pass, whatever fails on the way. The report ends with the counts.
+/// Runs all steps, also after a failure. The report ends with the counts.
 pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
-    // What takes seconds comes first.
+    // Steps that take seconds come first.
     report.begin("format");
     step(report, "cargo fmt --check", cargo().args(["fmt", "--all", "--check"]));
     report.begin("structure");
-    report.check("imports go one way, in every crate and between the crates", |_| {
+    report.check("imports have no cycle, in every crate and between the crates", |_| {
         structure::check(&[])
     });
     report.begin("lints");
@@ -42,7 +42,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
         ]),
     );
     book_step(report);
-    // Whether each package builds alone takes minutes: `cargo xtask crates` looks.
+    // The build of each package takes minutes, so only `cargo xtask crates` does it.
     crates::check(report, false);
     report.begin("tests");
     step(report, "the tests are built", cargo().args(["test", "--workspace", "--no-run"]));
@@ -50,8 +50,9 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
         report,
         "cargo test",
         cargo().args(["test", "--workspace", "--no-fail-fast", "--config"]).arg(format!(
-            // By the file that runs, whatever a build puts in its place meanwhile. Not by an
-            // environment variable: tests that start programs would take it for theirs, too.
+            // The runner is named by /proc/PID/exe, because a build may replace the program's
+            // file meanwhile. An environment variable would be inherited by tests that start
+            // programs.
             "target.'cfg(all())'.runner = ['/proc/{}/exe', 'run-alone']",
             std::process::id()
         )),
@@ -70,7 +71,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     Ok(())
 }
 
-/// The book alone.
+/// `cargo xtask book`.
 pub(crate) fn book(report: &mut Report) -> Result<()> {
     report.begin("book");
     book_step(report);
@@ -84,7 +85,8 @@ fn book_step(report: &mut Report) {
         "the book is built",
         cargo()
             .args(["run", "--quiet", "--locked", "--manifest-path", "tools/book/Cargo.toml"])
-            // A workspace of its own, which is not to be rebuilt with each change of ours.
+            // The tool has a target directory of its own, so that changes of this workspace do
+            // not rebuild it.
             .arg("--target-dir")
             .arg(root().join("target/book-tool"))
             .arg("--")
@@ -109,13 +111,13 @@ pub(crate) fn deny(report: &mut Report) -> Result<()> {
     if cargo().args(["deny", "fetch", "db"]).status().is_ok_and(|status| status.success()) {
         step(report, "no known vulnerability", cargo().args(["deny", "check", "advisories"]));
     } else {
-        println!("   left out: known vulnerabilities, since the RustSec database is not reachable");
+        println!("   skipped: known vulnerabilities (the RustSec database is unreachable)");
     }
     report.summary();
     Ok(())
 }
 
-/// The loom models alone.
+/// `cargo xtask loom`.
 pub(crate) fn loom(report: &mut Report) -> Result<()> {
     loom_models(report);
     report.summary();
@@ -132,51 +134,52 @@ fn loom_models(report: &mut Report) {
             .env("RUSTFLAGS", format!("{flags} --cfg loom"))
             .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")
             .args(["test", "--release", "--package", "shadowbell-doorbell", "--test", "loom"])
-            // Other flags make other objects: sharing a directory would rebuild both every time.
+            // Other flags give other objects: a shared target directory would be rebuilt each
+            // time.
             .arg("--target-dir")
             .arg(root().join("target/loom")),
     );
 }
 
-/// What needs root and Debian packages: the instruction counts, and the suites on both kernels.
+/// Steps that need root and Debian packages: instruction counts, and the suites on both kernels.
 fn guest(report: &mut Report, program: &Path) {
-    // Needs valgrind, which is installed as what the guest needs is.
+    // The counts need valgrind, which is installed like the other packages of the guest.
     report.begin("instructions");
     report.check("an I/O costs no more instructions than recorded", |_| {
         shadowbell_bench::check_instructions()
     });
-    report.check("twice as much of what a host chooses is twice the work", |_| {
+    report.check("work is proportional to the numbers that a host chooses", |_| {
         shadowbell_bench::check_doubling()
     });
     report.begin("guest");
-    let setup = report.check("what the guest needs is here", |_| {
+    let setup = report.check("the guest's prerequisites are installed", |_| {
         let mut setup = Setup::new(ControllerKind::Shadowbell, Some(program.into()), &Kernel::ALL)?;
-        // Speeds are not judged, and doorbells can be counted in one round.
+        // Speeds are not checked, and one round is enough to count doorbells.
         setup.rounds = 1;
         Ok(setup)
     });
     let Some(setup) = setup else { return };
     for kernel in Kernel::ALL {
         for suite in Suite::value_variants() {
-            // Minutes long, and what they are about is the driver's end: the newer kernel is
-            // enough. `cargo xtask guest s2` runs it with both.
+            // These suites take minutes and test mostly the host's side, so the newer kernel is
+            // enough. `cargo xtask guest NAME` runs them with both.
             let newer_only = matches!(
                 suite,
-                Suite::S2
+                Suite::Driver
                     | Suite::Recover
-                    | Suite::S4
+                    | Suite::Readers
                     | Suite::Ublk
                     | Suite::Upgrade
                     | Suite::Kill
                     | Suite::CloudHypervisor
                     | Suite::Namespaces
                     | Suite::Shared
-                    | Suite::Rivals
+                    | Suite::Reservations
                     | Suite::Zoned
-                    | Suite::Kinds
+                    | Suite::DiskTypes
             );
-            // By name alone: two minutes, of which the unit tests of the crate have what needs no
-            // device.
+            // Run only on request: the suite takes two minutes, and unit tests of the crate cover
+            // most of it without a device.
             let by_name_only = matches!(suite, Suite::Chardev);
             if by_name_only || newer_only && kernel != Kernel::V7_2 {
                 continue;

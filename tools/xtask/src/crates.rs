@@ -1,4 +1,4 @@
-//! `cargo xtask crates`: every crate that is published can be packaged.
+//! `cargo xtask crates`: packages of the published crates.
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -7,23 +7,22 @@ use shadowbell_bench::workspace::cargo;
 use crate::report::Report;
 use crate::step::step;
 
-/// Packages them all, and with `verify` builds each from its package alone.
+/// Packages all published crates. With `verify`, builds each from its package alone.
 pub(crate) fn run(report: &mut Report, verify: bool) -> Result<()> {
     check(report, verify);
     report.summary();
     Ok(())
 }
 
-/// Packages them all; the summary is left to the caller.
+/// Packages all published crates, without a summary.
 pub(crate) fn check(report: &mut Report, verify: bool) {
     report.begin("packages");
-    let Some(unpublished) =
-        report.check("cargo says which crates are not published", |_| unpublished())
+    let Some(unpublished) = report.check("cargo lists the unpublished crates", |_| unpublished())
     else {
         return;
     };
     let mut command = cargo();
-    // Nothing is uploaded, so what is not committed yet may be packaged as well.
+    // Uncommitted changes are allowed, because nothing is uploaded.
     command.args(["package", "--workspace", "--quiet", "--allow-dirty"]);
     command.args(unpublished.iter().flat_map(|name| ["--exclude", name]));
     command.args((!verify).then_some("--no-verify"));
@@ -43,7 +42,7 @@ fn unpublished() -> Result<Vec<String>> {
     Ok(without_registry(&metadata))
 }
 
-/// The names of the packages that no registry may have.
+/// Names of the packages that must not be published.
 fn without_registry(metadata: &Value) -> Vec<String> {
     let packages = metadata.get("packages").and_then(Value::as_array);
     packages

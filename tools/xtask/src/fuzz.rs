@@ -1,8 +1,7 @@
 //! `cargo xtask fuzz`: the bodies in `fuzz/bodies` under libFuzzer and the address sanitizer.
 //!
-//! At the end a table says for each target what was done: programs, their steps (as the bodies
-//! count them, which leave the number in a file), and what libFuzzer counts of the paths that they
-//! took.
+//! The table at the end has for each target the number of programs and of their steps (which the
+//! bodies count and write to a file), and libFuzzer's coverage.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -18,13 +17,13 @@ use shadowbell_bench::workspace::root;
 
 use crate::report::Report;
 
-/// Programs that a target begins with when there are none from runs before, and their bytes.
+/// Number of programs in the initial corpus, and their size in bytes.
 const FIRST: u64 = 64;
 const FIRST_BYTES: u64 = 1500;
-/// The longest programs.
+/// Maximum size of a program in bytes.
 const LONGEST: u32 = 4096;
-/// Seconds after which one program is taken for hung. Some run for milliseconds; a machine can be
-/// busy, and a laptop's lid closed.
+/// Seconds after which a program counts as hung. Some programs run for milliseconds; the limit
+/// allows for a busy machine and for a suspended laptop.
 const HUNG: u32 = 100;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -37,19 +36,19 @@ Examples:
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Which targets (files of fuzz/targets); all of them, one after the other, when none is named.
+    /// Targets to fuzz (files of fuzz/targets); the default is all of them, one after the other
     targets: Vec<String>,
-    /// For how long each.
+    /// Duration per target
     #[arg(long, default_value_t = 60)]
     seconds: u32,
-    /// So many of them at a time.
+    /// Number of targets that run at once
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
     at_once: u8,
-    /// Without libFuzzer and the address sanitizer: programs are changed at random from those that
-    /// were found before. Some ten times as many steps in the same time.
+    /// Run without libFuzzer and the address sanitizer, with random changes of the programs of
+    /// the corpus: about ten times as many steps in the same time
     #[arg(long, conflicts_with = "input")]
     plain: bool,
-    /// Run this input once, and nothing else.
+    /// Run only this input, once
     #[arg(long, value_name = "FILE")]
     input: Option<PathBuf>,
 }
@@ -100,14 +99,14 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// What a target has done.
+/// Result of a target.
 #[derive(Debug, Default)]
 struct Done {
     time: Duration,
-    /// Programs, and their steps.
+    /// Number of programs, and of their steps.
     programs: u64,
     steps: u64,
-    /// Places of the code that were reached, and libFuzzer's finer measure of it.
+    /// libFuzzer's coverage: edges, and features.
     places: u64,
     features: u64,
 }
@@ -143,7 +142,7 @@ impl Done {
         table.push(name.chain(cells.map(|cell| cell.to_string())).collect(), row);
     }
 
-    /// Takes what a line of libFuzzer's says.
+    /// Updates the result with a line of libFuzzer's output.
     fn read(&mut self, line: &str) {
         let number = |after: &str| {
             let rest = line.split_once(after)?.1.trim_start();
@@ -155,7 +154,7 @@ impl Done {
     }
 }
 
-/// Runs these targets, so many at a time, in order.
+/// Fuzzes the targets, `at_once` at a time, in order.
 fn search_all(
     targets: &[String],
     look: &(dyn Fn(&str, &mut Done) -> Result<()> + Sync),
@@ -178,7 +177,7 @@ fn search_all(
     outcomes.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The targets, by their files.
+/// Names of all targets, by their files.
 fn targets() -> Result<Vec<String>> {
     let files = std::fs::read_dir(root().join("fuzz/targets")).context("fuzz/targets")?;
     let names = files.flatten().filter_map(|file| {
@@ -191,8 +190,8 @@ fn targets() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The toolchain's own launcher, which knows toolchains; what cargo says of itself to us is one of
-/// them.
+/// Command for cargo of the nightly toolchain, through rustup's launcher. Environment variables
+/// by which the current cargo names its toolchain are removed.
 fn nightly() -> Command {
     let mut command = Command::new("cargo");
     command.arg("+nightly").current_dir(root()).stdin(Stdio::null());
@@ -202,7 +201,7 @@ fn nightly() -> Command {
     command
 }
 
-/// Sees to it that what fuzzing needs is there.
+/// Installs the prerequisites of fuzzing, if they are missing.
 fn prepare() -> Result<()> {
     let works = |arguments: &[&str]| {
         let output = nightly().args(arguments).stderr(Stdio::null()).stdout(Stdio::null()).status();
@@ -215,13 +214,15 @@ fn prepare() -> Result<()> {
         eprintln!("installing cargo-fuzz ...");
         let installed = nightly().args(["install", "--locked", "cargo-fuzz"]).status();
         if !installed.is_ok_and(|status| status.success()) {
-            bail!("fuzzing needs cargo-fuzz, which can not be installed: cargo install cargo-fuzz");
+            bail!(
+                "fuzzing needs cargo-fuzz, which could not be installed: cargo install cargo-fuzz"
+            );
         }
     }
     Ok(())
 }
 
-/// Looks for inputs that fail.
+/// Fuzzes a target with libFuzzer.
 fn search(target: &str, seconds: u32, done: &mut Done) -> Result<()> {
     let corpus = root().join("fuzz/corpus").join(target);
     begin(&corpus)?;
@@ -235,7 +236,7 @@ fn search(target: &str, seconds: u32, done: &mut Done) -> Result<()> {
     command.args(["-len_control=0".into(), format!("-max_len={LONGEST}")]);
     let steps = tempfile::NamedTempFile::new().context("a file for the number of steps")?;
     command.env("BODIES_STEPS", steps.path());
-    // With the address sanitizer, the build takes minutes.
+    // The build with the address sanitizer takes minutes.
     let built = nightly().args(["fuzz", "build", "--sanitizer", "address", target]).status();
     if !built.is_ok_and(|status| status.success()) {
         bail!("{target} does not build");
@@ -248,7 +249,7 @@ fn search(target: &str, seconds: u32, done: &mut Done) -> Result<()> {
     outcome
 }
 
-/// Builds what takes programs without libFuzzer, for the speed that users get.
+/// Builds the program that runs the bodies without libFuzzer, in the release profile.
 fn build_programs() -> Result<PathBuf> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(["build", "--release", "-p", "shadowbell-fuzz-bodies", "--example", "programs"]);
@@ -262,7 +263,7 @@ fn build_programs() -> Result<PathBuf> {
     paths.next_back().context("cargo names no program")
 }
 
-/// Looks for inputs that fail, with the body as it is.
+/// Fuzzes a target without libFuzzer.
 fn search_plainly(program: &Path, target: &str, seconds: u32, done: &mut Done) -> Result<()> {
     let (corpus, artifacts) = (root().join("fuzz/corpus"), root().join("fuzz/artifacts"));
     let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -295,22 +296,22 @@ fn once(target: &str, input: &Path) -> Result<()> {
     watch(target, &mut command, &mut Done::default())
 }
 
-/// The driver keeps memory for good that a controller may still write to, so leaks are no finding
-/// there. Freed memory is kept from use for a while, and not for long: each page that is new to
-/// the process costs more than a step.
+/// Options of the address sanitizer. For the driver, leaks are ignored: the driver never frees
+/// memory to which a controller may still write. The quarantine of freed memory is small, because
+/// each page that is new to the process costs more than a step.
 fn sanitizer(target: &str) -> String {
     let leaks = u8::from(target != "driver");
     format!("detect_leaks={leaks}:quarantine_size_mb=32")
 }
 
-/// Leaks are looked for when the process ends. libFuzzer looks after each program that has freed
-/// less than it has allocated, which those do whose threads free some of it later.
+/// Leaks are checked only when the process ends. libFuzzer would check after each program that
+/// has freed less than it has allocated, but some threads free memory later.
 fn limits() -> [String; 4] {
     let hung = format!("-timeout={HUNG}");
     [hung, "-rss_limit_mb=4096".into(), "-print_final_stats=1".into(), "-detect_leaks=0".into()]
 }
 
-/// Something to begin with, if there is nothing: programs of pseudo-random bytes.
+/// Creates an initial corpus of pseudo-random programs, if there is none.
 fn begin(corpus: &Path) -> Result<()> {
     std::fs::create_dir_all(corpus).with_context(|| corpus.display().to_string())?;
     if std::fs::read_dir(corpus)?.next().is_some() {
@@ -331,7 +332,7 @@ fn begin(corpus: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs it, and shows those lines of its output that are for people.
+/// Runs a command, and prints the relevant lines of its output.
 fn watch(target: &str, command: &mut Command, done: &mut Done) -> Result<()> {
     command.env("ASAN_OPTIONS", sanitizer(target));
     let suppressions = root().join("fuzz/leaks.txt");
@@ -360,8 +361,8 @@ fn watch(target: &str, command: &mut Command, done: &mut Done) -> Result<()> {
     }
 }
 
-/// Whether a line of libFuzzer's is for people: not one for each new path or word that it has
-/// found.
+/// True if a line of libFuzzer's output is relevant. Lines about new coverage and dictionary
+/// words are not.
 fn is_worth_showing(line: &str) -> bool {
     let chatter =
         line.starts_with('#') && ["NEW", "REDUCE", "RELOAD"].iter().any(|w| line.contains(w));

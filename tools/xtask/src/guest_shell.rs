@@ -1,4 +1,4 @@
-//! Commands in a guest, by hand.
+//! `cargo xtask shell`: commands in a guest.
 
 use std::io::BufRead;
 use std::time::Duration;
@@ -8,8 +8,8 @@ use shadowbell_guest::{Kernel, RunDir};
 
 use crate::suites::Setup;
 
-/// Boots a guest with a fresh disk of 1 GiB and runs commands in it, one after the other; each line
-/// of standard input when none is given.
+/// Boots a guest with a new disk of 1 GiB, and runs the commands, or each line of standard input
+/// if there are none.
 pub(crate) fn run(setup: &Setup, kernel: Kernel, commands: Vec<String>) -> Result<()> {
     let run = RunDir::new(setup.directory())?;
     let image = run.image("disk.img", 1 << 30)?;

@@ -1,4 +1,4 @@
-//! `cargo xtask`: every chore has one name.
+//! `cargo xtask`: command line of all chores.
 #![forbid(unsafe_code)]
 
 mod ceph;
@@ -30,10 +30,10 @@ use shadowbell_bench::workspace::run_optimised;
 use shadowbell_guest::Kernel;
 use suites::{ControllerKind, Setup, Suite};
 
-/// Every chore of the Shadowbell workspace has one name.
+/// Chores of the Shadowbell workspace: tests, benchmarks, packages.
 ///
-/// On Debian 12 and later, as root, what is missing is installed (mmdebstrap) or fetched once and
-/// kept under target/guest (QEMU, the guest's programs and kernels); otherwise one line says what
+/// As root on Debian 12 and later, missing packages are installed (mmdebstrap), and QEMU, the
+/// guest's programs and kernels are downloaded once to target/guest. Otherwise one line says what
 /// to install.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
@@ -44,104 +44,105 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Verb {
-    /// Everything that must pass: format, structure, lints, docs, packages, tests, loom models, and
-    /// the guest suites.
+    /// Run all checks: format, structure, lints, docs, packages, tests, loom models, and the
+    /// guest suites.
     ///
-    /// All steps run, whatever fails; the last line counts what passed and what failed. Speeds are
-    /// printed and not judged: what else the machine does would decide.
+    /// All steps run, also after a failure; the last line has the numbers of passed and failed
+    /// checks. Speeds are printed and not checked, because they depend on other load of the
+    /// machine.
     Test {
-        /// Leave the guest out: what needs neither root nor Debian packages.
+        /// Skip the guest suites, and with them all steps that need root or Debian packages.
         #[arg(long)]
         no_guest: bool,
     },
-    /// Starts a Ceph cluster on this machine, and runs the tests of `rbd:` disks on it.
+    /// Test `rbd:` disks on a Ceph cluster that is started on this machine.
     ///
-    /// As root on Debian, what is missing of Ceph is installed. The cluster is in memory, and gone
-    /// afterwards.
+    /// As root on Debian, missing packages of Ceph are installed. The cluster keeps its objects
+    /// in memory and is removed afterwards.
     Ceph(ceph::Arguments),
-    /// The models of the shadow doorbell protocol, explored by loom.
+    /// Explore the models of the shadow doorbell protocol with loom.
     Loom,
-    /// Builds the book of `docs/` into target/book: open index.html there.
+    /// Build the book of `docs/` into target/book (index.html).
     ///
-    /// Its links and commands are looked after by the tests of the crate shadowbell.
+    /// The tests of the crate shadowbell check its links and commands.
     Book,
-    /// Packages every crate that is published, and builds each from its package alone.
+    /// Package every published crate, and build each from its package alone.
     ///
-    /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test`
-    /// packages without building.
+    /// Uncommitted changes are packaged as well; nothing is uploaded. `cargo xtask test` packages
+    /// without building.
     Crates,
-    /// Checks the licences, sources and duplicates of all dependencies, and known vulnerabilities.
+    /// Check all dependencies for licences, sources, duplicates and known vulnerabilities.
     ///
-    /// cargo-deny is installed if it is missing. Vulnerabilities need the RustSec database: without
-    /// a network they are left out, with a message.
+    /// cargo-deny is installed if it is missing. Vulnerabilities need the RustSec database:
+    /// without a network this check is skipped, with a message.
     Deny,
-    /// Builds a Debian package: the program, units of systemd, manual pages, completions.
+    /// Build a Debian package: the program, systemd units, manual pages, completions.
     ///
-    /// With --test, as root on Debian, what is missing is installed (mmdebstrap, systemd-container,
-    /// lintian), and a Debian is fetched once and kept under target/debian.
+    /// With --test, as root on Debian, missing packages are installed (mmdebstrap,
+    /// systemd-container, lintian), and a Debian root is downloaded once to target/debian.
     #[command(after_help = deb::EXAMPLES)]
     Package(deb::Arguments),
-    /// Boots a Linux guest under QEMU and works a disk under test in it.
+    /// Run suites in a Linux guest under QEMU, on a disk under test.
     ///
-    /// Logs of the last run are kept in target/guest/logs.
+    /// Logs of the last run are in target/guest/logs.
     #[command(after_help = GUEST_EXAMPLES)]
     Guest(GuestArguments),
-    /// How fast it is, next to what this machine could do at best.
+    /// Measure performance, next to the limits of this machine and to other programs.
     ///
-    /// What is compared is measured in turns, and a figure is the median of several rounds. As root
-    /// on Debian, fio, strace and valgrind are installed if they are missing; otherwise what needs
-    /// them is left out, with a word.
+    /// Contestants are measured in turns, and a figure is the median of several rounds. As root
+    /// on Debian, fio, strace and valgrind are installed if they are missing; otherwise
+    /// measurements that need them are skipped, with a message.
     #[command(after_help = bench::EXAMPLES)]
     Bench(bench::Arguments),
-    /// Looks for inputs that break what untrusted peers can reach: libFuzzer with the address
+    /// Fuzz the interfaces that untrusted peers can reach, with libFuzzer and the address
     /// sanitizer.
     ///
-    /// Needs nightly Rust; cargo-fuzz is installed if it is missing. Ends by itself, with an exit
-    /// status that is not 0 if something was found, and says where the input is. What was learnt is
-    /// kept in fuzz/corpus for the next run.
+    /// Needs nightly Rust; cargo-fuzz is installed if it is missing. The run ends by itself. If
+    /// an input fails, the exit status is not 0, and the path of the input is printed. The corpus
+    /// is kept in fuzz/corpus for the next run.
     #[command(after_help = fuzz::EXAMPLES)]
     Fuzz(fuzz::Arguments),
-    /// Attacks a server as a hostile guest or VMM would, beside a neighbour that is honest.
+    /// Attack a server as a hostile guest or VMM would, beside an honest neighbour.
     ///
-    /// Fails if the neighbour is held up, if the server grows or logs without bound, or does not
-    /// end in time.
+    /// Fails if the neighbour is delayed, if the server's memory or log grows without bound, or
+    /// if the server does not end in time.
     #[command(after_help = hostile::EXAMPLES)]
     Hostile(hostile::Arguments),
-    /// What takes minutes: many controllers of one server, honest and hostile, that verify.
+    /// Run stress tests of minutes: many controllers, honest and hostile, with verified data.
     #[command(after_help = soak::EXAMPLES)]
     Soak(soak::Arguments),
-    /// Runs a test program, and fails if it leaves a process behind.
+    /// Run a test program, and fail if it leaves a process behind.
     #[command(hide = true)]
     RunAlone {
-        /// Seconds that its descendants have to end after the program: a server process notices the
-        /// death of its supervisor by itself.
+        /// Seconds that descendants have to end after the program: a server process ends by
+        /// itself some time after the death of its supervisor.
         #[arg(long, default_value_t = 120, value_name = "SECONDS")]
         grace: u64,
-        /// The program and its arguments.
+        /// Program and arguments.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         command: Vec<OsString>,
     },
-    /// A file system of one file, for an attack.
+    /// FUSE daemon of one file, for an attack.
     #[command(hide = true)]
     FuseDaemon { friend: u32 },
-    /// Whether files and crates import one way only: no cycle in a crate, no crate that looks up.
+    /// Check that imports between files and between crates have no cycle and follow the layers.
     ///
-    /// A file imports another when it names what that one defines, in code that is not for tests.
-    /// What is re-exported counts for the file that defines it.
+    /// A file imports another when it uses a name that the other one defines, in code that is not
+    /// only for tests. A re-export counts for the file with the definition.
     #[command(after_help = structure::EXAMPLES)]
     Structure(structure::Arguments),
-    /// Runs commands in a guest with a fresh disk, for a look by hand.
+    /// Run shell commands in a guest with a new disk.
     Shell {
-        /// The guest's kernel.
+        /// Kernel of the guest
         #[arg(long, default_value_t = Kernel::V7_2)]
         kernel: Kernel,
-        /// The controller.
+        /// Controller of the disk
         #[arg(long, value_enum, default_value_t = ControllerKind::Shadowbell)]
         device: ControllerKind,
-        /// A shadowbell program that is built already, instead of building one.
+        /// Path of a built shadowbell program; without it, one is built
         #[arg(long, value_name = "PATH")]
         shadowbell: Option<PathBuf>,
-        /// Shell commands, one argument each; the lines of standard input when there are none.
+        /// Shell commands, one argument each; the default is the lines of standard input
         commands: Vec<String>,
     },
 }
@@ -150,48 +151,48 @@ const GUEST_EXAMPLES: &str = "\
 Examples:
   cargo xtask guest                             all suites, both kernels
   cargo xtask guest smoke --kernel 7.2          one suite, one kernel
-  cargo xtask guest s3 --json                   the S3 table; the last line is JSON
+  cargo xtask guest doorbells --json            doorbell writes per I/O; the last line is JSON
   cargo xtask guest recover --kernel 7.2        the driver, and controllers that do wrong
   cargo xtask guest fs --device qemu-nvme       the same checks on QEMU's own controller";
 
 #[derive(clap::Args)]
 struct GuestArguments {
-    /// Which suites; all of them when none is named.
+    /// Suites to run; the default is all of them
     #[arg(value_enum)]
     suites: Vec<Suite>,
-    /// The guest's kernel.
+    /// Kernel of the guest
     #[arg(long, value_enum, default_value_t = Kernels::All)]
     kernel: Kernels,
-    /// The controller under test. With shadowbell's, s3 measures QEMU's own beside it.
+    /// Controller under test. With shadowbell's, `doorbells` measures QEMU's as well
     #[arg(long, value_enum, default_value_t = ControllerKind::Shadowbell)]
     device: ControllerKind,
-    /// A shadowbell program that is built already, instead of building one.
+    /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
-    /// How often a speed is measured before the median is taken; once is a short look, for which s4
-    /// measures one of its two controllers.
+    /// Number of rounds of a speed measurement, of which the median counts. With one round,
+    /// `readers` measures only one of its two controllers
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=99))]
     rounds: u8,
-    /// How often the server is upgraded, or killed, at least (suites `upgrade` and `kill`).
+    /// Minimum number of upgrades or kills (suites `upgrade` and `kill`)
     #[arg(long, default_value_t = 100)]
     events: u32,
-    /// Cloud Hypervisor's program (suite `cloud-hypervisor`, which is left out without).
+    /// Path of Cloud Hypervisor (suite `cloud-hypervisor`, which is skipped without it)
     #[arg(long, value_name = "PATH")]
     cloud_hypervisor: Option<PathBuf>,
-    /// End with one line of JSON: {"rows": [...]}.
+    /// Print one line of JSON at the end: {"rows": [...]}
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Kernels {
-    /// Debian 12's.
+    /// Kernel of Debian 12
     #[value(name = "6.1")]
     V6_1,
-    /// Debian 13's, from backports.
+    /// Kernel of Debian 13's backports
     #[value(name = "7.2")]
     V7_2,
-    /// One after the other.
+    /// Both kernels, one after the other
     All,
 }
 

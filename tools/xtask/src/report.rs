@@ -1,4 +1,4 @@
-//! What was checked, how it went, how long it took.
+//! Report of checks: results, durations and counts.
 
 use std::time::Instant;
 
@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde_json::Value;
 use shadowbell_bench::table::{Table, json_line};
 
-/// The checks and measurements of one run.
+/// Checks and measurements of one run.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     part: String,
@@ -16,13 +16,14 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Begins a part (a suite on a kernel, a step); the checks that follow belong to it.
+    /// Begins a section (a suite on a kernel, a step). Later checks belong to it.
     pub(crate) fn begin(&mut self, part: &str) {
         println!("== {part}");
         part.clone_into(&mut self.part);
     }
 
-    /// Runs one check. What it gives back is `None` when it failed; the run goes on either way.
+    /// Runs one check. Returns its result, or `None` if it has failed. A failure does not end the
+    /// run.
     pub(crate) fn check<T>(
         &mut self,
         name: &str,
@@ -46,24 +47,24 @@ impl Report {
         }
     }
 
-    /// Adds what another program counted.
+    /// Adds counts of another program.
     pub(crate) fn add(&mut self, passed: u64, failed: &[String]) {
         self.passed += passed;
         self.failures.extend(failed.iter().map(|name| format!("{}: {name}", self.part)));
     }
 
-    /// Prints a table, and adds its rows to those for programs.
+    /// Prints a table, and adds its rows to the JSON output.
     pub(crate) fn table(&mut self, table: Table) {
         println!("{table}");
         self.rows.extend(table.json);
     }
 
-    /// How many checks failed.
+    /// Number of failed checks.
     pub(crate) fn failed(&self) -> usize {
         self.failures.len()
     }
 
-    /// Names what failed, and ends with the counts on a line of their own.
+    /// Prints the names of the failed checks, and the counts as the last line.
     pub(crate) fn summary(&self) {
         println!();
         for failure in &self.failures {
@@ -72,7 +73,7 @@ impl Report {
         println!("{} passed, {} failed", self.passed, self.failures.len());
     }
 
-    /// One line for programs.
+    /// JSON output: one line.
     pub(crate) fn json(&self) -> String {
         json_line(&self.rows)
     }

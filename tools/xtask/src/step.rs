@@ -74,7 +74,7 @@ fn run(
     if status.success() { Ok(()) } else { bail!("{status}") }
 }
 
-/// What `cargo test` counted.
+/// Counts of `cargo test`.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Counts {
     passed: u64,

@@ -1,5 +1,5 @@
-//! `cargo xtask bench --quick`: that every suite works, and what can be counted. Times are for a
-//! machine that does nothing else.
+//! `cargo xtask bench --quick`: every suite works, and its counts are right. Times are not
+//! checked, because the machine may have other load.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -11,7 +11,7 @@ fn bench(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_xtask")).arg("bench").args(arguments).output().unwrap()
 }
 
-/// Two processors that this process may use, as an argument.
+/// Two CPUs that this process may use, as a command-line argument.
 fn processors() -> Option<[String; 2]> {
     let mine = rustix::thread::sched_getaffinity(None).unwrap();
     let mut list = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mine.is_set(*cpu));
@@ -25,7 +25,7 @@ fn number(row: &Value, name: &str) -> f64 {
 #[test]
 fn every_suite_works_and_counts() {
     let Some(cpus) = processors() else {
-        eprintln!("one processor alone has nobody to talk to");
+        eprintln!("skipped: needs two processors");
         return;
     };
     let (program, cpus) = (build_for_tests().unwrap(), cpus.join(","));
@@ -74,9 +74,9 @@ fn every_suite_works_and_counts() {
             assert_eq!(row["doorbells"], "shadow");
         }
     }
-    // Both sides poll: nobody is interrupted, and no doorbell is rung but the first ones of a queue
-    // pair, while nobody knows yet that its shadow is looked at. (The disk was filled through
-    // another one.)
+    // Both sides poll, so there are no interrupts. Doorbells are written only for the first
+    // commands of a queue pair, before the controller reads its shadow doorbells. (Another queue
+    // pair has filled the disk.)
     for row in [shadowbell_rows("null"), shadowbell_rows("mem")].concat() {
         assert!(number(row, "doorbell_mmio_writes") <= 4.0, "{row}");
         assert!(number(row, "controller_mmio_writes") <= 8.0, "{row}");
@@ -89,7 +89,8 @@ fn every_suite_works_and_counts() {
         assert!(number(row, "memcpy_bytes") > 0.0 && number(row, "memcpy_percent") > 0.0, "{row}");
     }
     for row in shadowbell_rows("sleep") {
-        // A doorbell and an interrupt for each I/O at most, and with many in flight far fewer.
+        // At most one doorbell and one interrupt per I/O, and far fewer with many commands in
+        // flight.
         let most = if number(row, "iodepth") > 1.0 { 0.5 } else { 1.01 };
         assert!(number(row, "mmio_per_io") <= most, "{row}");
         assert!(number(row, "interrupts_per_io") <= most, "{row}");
@@ -108,13 +109,13 @@ fn every_suite_works_and_counts() {
         number(shadowbell_rows("growth-queue-memory")[0], "memory_bytes_per_queue") < 16.0 * 1024.0
     );
     for row in shadowbell_rows("scrape") {
-        // A queue is eighteen lines, an empty disk some twenty, in two kinds of each.
+        // Each queue has eighteen lines, and each empty disk about twenty, for two types.
         let (controllers, lines) = (number(row, "controllers"), number(row, "lines"));
         assert!(lines > 60.0 * controllers && number(row, "text_bytes") > 40.0 * lines, "{row}");
         assert!(number(row, "scrapes") >= 3.0 && number(&row["scrape_ns"], "p50") > 0.0, "{row}");
         assert!(number(row, "scrape_cpu_ns") > 0.0 && number(row, "p99_ratio") > 0.0, "{row}");
     }
-    // The image is gone.
+    // The image was removed.
     let left = std::fs::read_dir(directory).unwrap().flatten();
     let images = left.filter(|entry| entry.path().extension().is_some_and(|name| name == "img"));
     assert_eq!(images.count(), 0);

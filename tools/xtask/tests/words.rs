@@ -1,8 +1,7 @@
 //! The language of comments, pages and messages: first lines that name their subject, no riddles.
 //!
-//! The bounds and lists are those that a reader of the field needs: a doc comment, heading, help
-//! text or metric description that begins with a pronoun or a question word is understood only by
-//! somebody who knows the text above it.
+//! First lines that begin with a pronoun or a question word can be understood only together with
+//! the text above them.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -322,7 +322,7 @@ fn invalid_ublk_arguments_are_refused_with_the_reason() {
         place = Export::refused(place, arguments, words);
     }
     if Path::new("/dev/ublk-control").exists() {
-        eprintln!("there is a ublk driver here: the guest suite s4 tries it");
+        eprintln!("there is a ublk driver here: the guest suite `readers` tries it");
         return;
     }
     Export::refused(place, &["mem:1MiB", "--ublk"], "modprobe ublk_drv");

@@ -1,4 +1,4 @@
-//! Servers that are measured by the same client in turn, ours the first of them.
+//! Servers that are measured by the same client in turn. The first server is shadowbell's.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,14 +17,14 @@ use crate::process::time_of_all;
 use crate::samples::{Rounds, Samples};
 use crate::table::Table;
 
-/// The columns of a table of them.
+/// Columns of the table.
 pub(crate) const HEAD: [&str; 8] =
     ["rw", "bs", "iodepth", "server", "IOPS", "ours/it", "mean latency", "server/IO"];
 
-/// Of which kind, how long, and how many at a time.
+/// Condition: access pattern, block size, queue depth.
 pub(crate) type Row = (&'static str, u32, u32);
 
-/// What is asked: of which kind, how long, and how many at a time.
+/// Conditions of the contest.
 pub(crate) const ROWS: [Row; 6] = [
     ("randread", 4096, 1),
     ("randread", 4096, 32),
@@ -34,18 +34,18 @@ pub(crate) const ROWS: [Row; 6] = [
     ("randwrite", 65536, 32),
 ];
 
-/// What was found.
+/// Results of a contest.
 pub(crate) struct Contest {
     rows: Vec<Row>,
     names: Vec<String>,
-    /// For each row and each server.
+    /// Results by condition and server.
     found: Vec<Vec<Rounds>>,
-    /// Ours by it, in each round.
+    /// Ratio of shadowbell's IOPS to the server's, in each round.
     ours: Vec<Vec<Samples>>,
 }
 
 impl Contest {
-    /// Of servers with these names, ours first.
+    /// Creates a contest of servers with these names, shadowbell's first.
     pub(crate) fn new(rows: &[Row], names: Vec<String>) -> Self {
         Self {
             rows: rows.to_vec(),
@@ -55,7 +55,7 @@ impl Contest {
         }
     }
 
-    /// One round of a row: what each server came to.
+    /// Adds one round of a condition: the results of all servers.
     pub(crate) fn push(&mut self, row: usize, found: Vec<Value>) {
         let iops = |found: &Value| found.get("iops").and_then(Value::as_f64).unwrap_or_default();
         let ours = found.first().map_or(0.0, iops);
@@ -67,7 +67,7 @@ impl Contest {
         }
     }
 
-    /// Adds all of it to a table.
+    /// Adds the results to a table.
     pub(crate) fn show(&self, table: &mut Table, name: &str) {
         for (row, (rw, bs, depth)) in self.rows.iter().enumerate() {
             for (at, server) in self.names.iter().enumerate() {
@@ -96,14 +96,15 @@ impl Contest {
     }
 }
 
-/// A server of one thing, with a directory for it. Dropping it ends it.
+/// A server with a directory. Ended when dropped.
 pub(crate) struct Peer {
     process: Process,
     directory: TempDir,
 }
 
 impl Peer {
-    /// Starts what `command` makes of a directory, and waits until it is `ready` there.
+    /// Starts the command that `command` returns for a directory, and waits until `ready` returns
+    /// true for it.
     pub(crate) fn start(
         name: &str,
         command: impl FnOnce(&Path) -> Command,
@@ -129,12 +130,12 @@ impl Peer {
         Ok(Self { process, directory })
     }
 
-    /// A file of its directory.
+    /// Path of a file in the directory.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// What `measure` finds, with what this took for each of its I/Os.
+    /// Result of `measure`, with the server's CPU time per I/O.
     pub(crate) fn measured(&self, measure: impl FnOnce() -> Result<Value>) -> Result<Value> {
         let before = time_of_all(self.process.id())?;
         let mut row = measure()?;
@@ -148,7 +149,7 @@ impl Peer {
 }
 
 impl Drop for Peer {
-    /// As an operator would, so that it takes away what it has mounted.
+    /// SIGTERM, so that the server removes its mounts.
     fn drop(&mut self) {
         if self.process.signal(Signal::TERM).is_ok() {
             let _ = self.process.wait(Duration::from_secs(10));

@@ -1,5 +1,5 @@
-//! Disks of other kinds: an export of an NBD server next to fio on the same server, and qcow2 next
-//! to raw, and next to qemu-storage-daemon's export of the same image.
+//! The suite `disks`: an NBD disk next to fio on the same server, and qcow2 next to raw and to
+//! qemu-storage-daemon's export of the same image.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,12 +20,12 @@ use crate::server::{child, output};
 use crate::settings::Settings;
 use crate::table::Table;
 
-/// Two that are measured in turn.
+/// Two contestants that are measured in turn.
 #[derive(Default)]
 struct Pair {
     first: Rounds,
     second: Rounds,
-    /// The first by the second, in each round.
+    /// Ratio of the first to the second, in each round.
     ratio: Samples,
 }
 
@@ -100,7 +100,7 @@ fn nbd(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// An image that is full, raw and as qcow2.
+/// An image with all blocks allocated, raw and as qcow2.
 struct Images {
     raw: PathBuf,
     qcow2: PathBuf,
@@ -116,7 +116,7 @@ impl Images {
             let mut command = Command::new("qemu-img");
             command.args(["create", "-q", "-f", format]).arg(path).arg(format!("{mebibytes}M"));
             anyhow::ensure!(command.status()?.success(), "qemu-img makes no {format} image");
-            // Clusters are there when they were written.
+            // Clusters are allocated by writing them.
             let spec = match format {
                 "raw" => format!("file:{}", path.display()),
                 _ => path.display().to_string(),
@@ -177,7 +177,7 @@ fn exported(settings: &Settings) -> Result<Table> {
     let mut pairs: Vec<Pair> = rows.iter().map(|_| Pair::default()).collect();
     for _ in 0..settings.rounds {
         for (pair, &(rw, bs, depth)) in pairs.iter_mut().zip(&rows) {
-            // One at a time: whoever has the image keeps others out.
+            // Each server runs alone, because it locks the image.
             let disk = format!("{}?direct=on", images.qcow2.display());
             let server = NbdServer::shadowbell(&settings.binary, &disk, None)?;
             let ours = measure(settings, &server, rw, bs, depth)?;

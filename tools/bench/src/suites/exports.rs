@@ -1,5 +1,5 @@
-//! Exports of memory. By NBD: ours, nbdkit's and qemu-nbd's, plain and by TLS, with the same client
-//! in turn; then as a file (FUSE) and by vhost-user-blk.
+//! The suite `exports`: memory exported by NBD from shadowbell, nbdkit and qemu-nbd, plain and by
+//! TLS, measured by the same client in turn; then as a file (FUSE) and by vhost-user-blk.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -51,8 +51,8 @@ impl Contestant {
     }
 }
 
-/// What is exported: as much memory everywhere, and for qemu-nbd, which has none that keeps
-/// anything, a file of tmpfs.
+/// Exported disks: the same size for all servers. qemu-nbd, which has no memory disk that stores
+/// data, uses a file in tmpfs.
 struct Memory {
     binary: PathBuf,
     mebibytes: u64,
@@ -65,12 +65,12 @@ impl Drop for Memory {
     }
 }
 
-/// Who is measured, what was found, and its share of the first of its group.
+/// A server, its results, and its ratio to the first server of its group.
 struct Measured {
     contestant: Contestant,
     tls: bool,
     rounds: Vec<Rounds>,
-    /// Ours in percent of it, in each round.
+    /// IOPS of shadowbell in percent of the server's, in each round.
     ours: Vec<Samples>,
 }
 
@@ -133,7 +133,7 @@ fn nbd(settings: &Settings) -> Result<Table> {
         })
         .collect();
     for _ in 0..settings.rounds {
-        // By row, so that those that are compared are measured one after the other.
+        // Ordered by condition, so that contestants are measured one after the other.
         let mut servers = Vec::new();
         for who in &measured {
             let home = who.tls.then_some(directory.path());
@@ -188,12 +188,12 @@ fn nbd(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// Writes everything once: memory that was never written is read without being there.
+/// Writes the whole disk once: memory that was never written would be read faster.
 pub(crate) fn fill(settings: &Settings, server: &NbdServer) -> Result<()> {
     fio::run_once(settings, server).context("filling the export")
 }
 
-/// fio's row, with what the server took for each of its I/Os.
+/// fio's row, with the server's CPU time per I/O.
 pub(crate) fn measure(
     settings: &Settings,
     server: &NbdServer,
@@ -201,7 +201,7 @@ pub(crate) fn measure(
     bs: u32,
     depth: u32,
 ) -> Result<Value> {
-    // What it does before it is measured would count for the server.
+    // Without a warm-up, whose CPU time would count.
     let plain = Settings { ramp: Duration::ZERO, ..settings.clone() };
     let before = time_of_all(server.id())?;
     let mut row = fio::run(&plain, &Job { source: Source::Nbd(server), rw, bs, depth })?;

@@ -16,18 +16,18 @@ use crate::settings::Settings;
 use crate::table::Table;
 
 const DEPTHS: [u32; 3] = [1, 8, 32];
-/// How the program waits: the fastest way, the default, and so that it looks for longer than this
-/// disk takes.
+/// Waiting modes of the program: polling, the default, and polling for longer than this disk
+/// takes.
 const WAITING: [(Waiting, Option<u32>); 3] =
     [(Waiting::Polling, None), (Waiting::Adaptive, None), (Waiting::Adaptive, Some(500))];
 
-/// One condition, and what was found.
+/// One condition, and its results.
 struct Case {
     rw: &'static str,
     depth: u32,
     fio: Rounds,
     measured: [Rounds; WAITING.len()],
-    /// The program in percent of fio's IOPS, in each round.
+    /// IOPS of the program in percent of fio's, in each round.
     share: [Samples; WAITING.len()],
 }
 
@@ -128,7 +128,7 @@ impl Case {
     }
 }
 
-/// A file that is full of bytes, and gone when we are.
+/// A file with all blocks allocated. Removed when dropped.
 struct Image(PathBuf);
 
 impl Image {
@@ -140,7 +140,7 @@ impl Image {
         Ok(image)
     }
 
-    /// Blocks that were never written would be read without asking the device.
+    /// Fills the file, because unwritten blocks would be read without an access to the device.
     fn fill(&self, bytes: usize) -> std::io::Result<()> {
         let mut file = File::create(&self.0)?;
         let chunk: Vec<u8> =
@@ -151,7 +151,7 @@ impl Image {
         file.sync_all()
     }
 
-    /// The file system that it is on, as /proc/mounts has it.
+    /// File system of the file, from /proc/mounts.
     fn file_system(&self) -> String {
         let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
         file_system(&mounts, &self.0).unwrap_or("an unknown file system").to_owned()
@@ -163,7 +163,8 @@ fn file_system<'a>(mounts: &'a str, path: &Path) -> Option<&'a str> {
         let mut words = line.split(' ').skip(1);
         Some((words.next()?, words.next()?))
     });
-    // The longest is the innermost; of two on one place the later hides the other.
+    // The longest mount point is the innermost; of two mounts at one path, the later one hides
+    // the other.
     mounted
         .filter(|(at, _)| path.starts_with(at))
         .max_by_key(|(at, _)| at.len())

@@ -1,4 +1,4 @@
-//! Exports of memory as a file (FUSE): ours and qemu-storage-daemon's, with the same job of fio.
+//! Exports of memory as a file (FUSE): shadowbell and qemu-storage-daemon, with the same fio job.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ enum Server {
     StorageDaemon,
 }
 
-/// A file of tmpfs for QEMU's, which has no memory that keeps anything.
+/// A file in tmpfs for QEMU, which has no memory disk that stores data.
 struct Image(PathBuf);
 
 impl Drop for Image {
@@ -29,7 +29,7 @@ impl Drop for Image {
     }
 }
 
-/// The file that is the disk.
+/// Name of the exported file.
 const DISK: &str = "disk";
 
 impl Server {
@@ -51,7 +51,7 @@ impl Server {
             Self::StorageDaemon => Peer::start(
                 "qemu-storage-daemon",
                 |directory| {
-                    // It mounts over what is there.
+                    // qemu-storage-daemon mounts over an existing file.
                     let file = directory.join(DISK);
                     let _ = File::create(&file);
                     let mut command = child(Path::new("qemu-storage-daemon"));
@@ -88,12 +88,12 @@ pub(crate) fn table(settings: &Settings) -> Result<Table> {
     let rows = settings.some(&ROWS);
     let names = servers.iter().map(|(_, name)| name.clone()).collect();
     let mut contest = Contest::new(&rows, names);
-    // What is done before it is measured would count for the server.
+    // Without a warm-up, whose CPU time would count.
     let plain = Settings { ramp: Duration::ZERO, ..settings.clone() };
     for _ in 0..settings.rounds {
         let peers = servers.iter().map(|(server, _)| {
             let peer = server.start(settings, mebibytes, &image.0)?;
-            // Memory that was never written is read without being there.
+            // Memory that was never written would be read faster.
             let path = peer.path(DISK);
             fio::fill(settings, &path).context("filling the file")?;
             Ok(peer)

@@ -17,20 +17,21 @@ use crate::table::Table;
 
 const QUEUES: [u16; 6] = [1, 2, 4, 8, 16, 32];
 const CONTROLLERS: [usize; 4] = [1, 8, 64, 256];
-/// Idle controllers next to a busy one.
+/// Numbers of idle controllers beside a busy one.
 const NEIGHBOURS: [usize; 3] = [0, 63, 255];
-/// I/Os that each queue pair has in flight.
+/// Queue depth of each queue pair.
 const DEPTH: u32 = 4;
-/// Queue pairs of the controller that tells what one of them costs.
+/// Number of queue pairs of the controller that measures the cost of a queue pair.
 const MANY_QUEUES: u16 = 32;
-/// Reads a second from each controller under a light load.
+/// Reads per second from each controller under a light load.
 const LIGHT: u64 = 10;
 
 pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
     Ok(vec![queues(settings)?, controllers(settings)?, neighbours(settings)?])
 }
 
-/// One worker polls; two of them share the processors with the driver, and sleep when they can.
+/// Many queue pairs: one I/O thread polls; two I/O threads share the CPUs with the driver, and
+/// sleep when idle.
 fn queues(settings: &Settings) -> Result<Table> {
     let jobs = settings.some(&QUEUES);
     let mut cases: Vec<(u16, u16, Rounds)> = Vec::new();
@@ -83,7 +84,7 @@ fn queues(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// What was found of so many controllers.
+/// Results for a number of controllers.
 #[derive(Debug, Clone, Default)]
 struct Found {
     served: Memory,
@@ -127,7 +128,7 @@ fn controllers(settings: &Settings) -> Result<Table> {
     };
     let first = found.first().cloned().unwrap_or_default();
     for (&count, found) in counts.iter().zip(&found) {
-        // What the second and every further one adds.
+        // Cost of each additional controller.
         let each = |of: fn(&Memory) -> u64| {
             let more = of(&found.attached) as f64 - of(&first.attached) as f64;
             (count > 1).then(|| more / (count - 1) as f64)
@@ -178,7 +179,7 @@ fn controllers(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// One controller that is kept busy, and so many that are attached and idle, on one worker.
+/// One busy controller, and `NEIGHBOURS` attached idle controllers, on one I/O thread.
 fn neighbours(settings: &Settings) -> Result<Table> {
     let idle = if settings.quick { vec![0, 7] } else { NEIGHBOURS.to_vec() };
     let mut cases: Vec<(Waiting, u32, usize, Rounds)> = Vec::new();
@@ -190,14 +191,14 @@ fn neighbours(settings: &Settings) -> Result<Table> {
     for _ in 0..settings.rounds {
         for (waiting, depth, idle, rounds) in &mut cases {
             let server = serve_with(settings, *idle + 1, waiting.poll())?;
-            // The first is the busy one.
+            // Controller 0 is the busy one.
             let mut held = match *idle {
                 0 => None,
                 _ => Some(Held::start(settings, &server, 1..*idle + 1, &[])?),
             };
             if let Some(held) = &mut held {
                 held.line(0)?;
-                // What attaching has left behind comes to rest.
+                // Wait until the work caused by attaching has ended.
                 sleep(Duration::from_millis(if settings.quick { 10 } else { 500 }));
             }
             let load = Load { depth: *depth, waiting: *waiting, ..Load::default() };
@@ -240,7 +241,7 @@ fn serve_with(settings: &Settings, count: usize, poll: &str) -> Result<Server> {
     Server::start_many(&settings.binary, "null:1GiB", count, &head)
 }
 
-/// Attaches to so many controllers and does nothing with them.
+/// Attaches to `count` controllers without a load.
 fn idle(settings: &Settings, count: usize, queues: u16, found: &mut Found) -> Result<()> {
     let server = serve(settings, count)?;
     found.served = memory(server.id())?;
@@ -249,7 +250,7 @@ fn idle(settings: &Settings, count: usize, queues: u16, found: &mut Found) -> Re
     let figure = |name: &str| attached.pointer(name).and_then(Value::as_f64).context("attach_ns");
     found.attach_ns.push(figure("/attach_ns/p50")?);
     found.slowest_ns.push(figure("/attach_ns/max")?);
-    // What attaching has left behind comes to rest.
+    // Wait until the work caused by attaching has ended.
     sleep(Duration::from_millis(if settings.quick { 100 } else { 1000 }));
     found.attached = memory(server.id())?;
     let (began, before) = (Instant::now(), used(server.id())?);
@@ -263,7 +264,7 @@ fn idle(settings: &Settings, count: usize, queues: u16, found: &mut Found) -> Re
     Ok(())
 }
 
-/// Attaches to so many controllers and reads from each now and then.
+/// Attaches to `count` controllers with a light load.
 fn light(settings: &Settings, count: usize, found: &mut Found) -> Result<()> {
     let server = serve(settings, count)?;
     let ios = (settings.time.as_secs_f64() * (LIGHT * count as u64) as f64).ceil().max(5.0) as u64;

@@ -1,11 +1,11 @@
-//! The suite `instructions`: what an I/O costs each side, counted by callgrind.
+//! The suite `instructions`: instructions per I/O of each side, counted by callgrind.
 //!
 //! A driver and a controller take turns on one thread (`crates/frontend/examples/step.rs`): the
-//! driver takes what has completed and submits as many reads, the controller makes one pass. Nobody
-//! waits, so every run executes the same instructions. Two runs of different length are subtracted,
-//! which leaves out the first touch of everything.
+//! driver takes completions and submits as many reads, and the controller makes one pass. There
+//! are no waits, so every run executes the same instructions. Two runs of different length are
+//! subtracted, which excludes the first access to everything.
 //!
-//! The figures depend on the compiler, which is kept with them.
+//! The figures depend on the compiler, whose version is recorded with them.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -19,23 +19,23 @@ use crate::server::{child, output};
 use crate::table::Table;
 use crate::workspace::{self, cargo, root};
 
-/// What to do with the recorded figures.
+/// Use of the recorded figures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Recorded {
-    /// Show them.
+    /// Print them.
     Show,
-    /// Fail if a side needs more.
+    /// Fail if a side needs more instructions.
     Check,
-    /// Write new ones.
+    /// Record new figures.
     Replace,
 }
 
-/// The depths that are counted, all below the entries of a queue; one of them is recorded.
+/// Queue depths, all below the number of queue entries. One of them is recorded.
 const DEPTHS: [u32; 4] = [1, 8, 32, 120];
 const RECORDED_DEPTH: u32 = 32;
-/// What a figure may differ from the recorded one, in percent.
+/// Allowed difference from the recorded figures, in percent.
 const TOLERANCE: f64 = 3.0;
-/// The functions of each side, as patterns for callgrind.
+/// Functions of each side, as patterns for callgrind.
 const DRIVER: &str = "*driver_side*";
 const CONTROLLER: &str = "*controller_side*";
 
@@ -46,7 +46,7 @@ struct PerIo {
     controller: f64,
 }
 
-/// Counts at all depths, or at the recorded one alone.
+/// Counts at all depths, or only at the recorded one.
 pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
     machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
     let program = build("shadowbell-frontend", "step")?;
@@ -91,15 +91,15 @@ pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
         }));
     }
     if outcome.is_err() {
-        // The table is what explains the failure.
+        // The table explains the failure.
         print!("{table}");
     }
     outcome.map(|()| vec![table])
 }
 
-/// What a host can ask for many of, and how many are asked for first: then twice as many. Each
-/// change of a map copies a chunk of up to 512 of them, so only with more than that is the work
-/// even.
+/// Operations whose number a host chooses, and the number of objects for the first run; the
+/// second run has twice as many. A change of the DMA map copies a chunk of up to 512 ranges, so
+/// the work is proportional only for larger numbers.
 const DOUBLED: [(&str, u32); 8] = [
     ("reset", 500),
     ("delete", 500),
@@ -110,13 +110,12 @@ const DOUBLED: [(&str, u32); 8] = [
     ("preempt", 900),
     ("register", 900),
 ];
-/// How much more work twice as much may be.
+/// Maximum ratio of the instructions for twice the number of objects.
 const DOUBLE: f64 = 2.3;
 
-/// Checks that what takes a number of a host's choice takes work in proportion to it, and no more:
-/// to cancel and to end what is in flight, to find one of it, to complete ranges, to map and to
-/// unmap, to take a namespace from a host with commands in flight and to register
-/// (`crates/controller/examples/doubling.rs`).
+/// Checks that work is proportional to a number that a host chooses: cancelling and ending
+/// commands in flight, finding one of them, completing ranges, mapping and unmapping, removing a
+/// namespace with commands in flight, and registering (`crates/controller/examples/doubling.rs`).
 pub(crate) fn check_doubling() -> Result<()> {
     machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
     let program = build("shadowbell-controller", "doubling")?;
@@ -137,8 +136,8 @@ pub(crate) fn check_doubling() -> Result<()> {
     if wrong.is_empty() { Ok(()) } else { bail!("more than in proportion: {}", wrong.join("; ")) }
 }
 
-/// Builds a program that takes turns. Valgrind does not know all the system calls that are made
-/// without the C library, so it is built on that.
+/// Builds an example. Valgrind does not know all system calls that are made without the C
+/// library, so rustix uses the C library.
 fn build(package: &str, example: &str) -> Result<PathBuf> {
     eprintln!("building the example {example} ...");
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
@@ -146,7 +145,7 @@ fn build(package: &str, example: &str) -> Result<PathBuf> {
         .env("RUSTFLAGS", format!("{flags} --cfg=rustix_use_libc"))
         .args(["build", "--release", "--package", package, "--example", example])
         .arg("--message-format=json-render-diagnostics")
-        // Other flags make other objects: sharing a directory would rebuild everything every time.
+        // Other flags give other objects: a shared target directory would be rebuilt each time.
         .arg("--target-dir")
         .arg(root().join("target/instructions"))
         .stderr(Stdio::inherit())
@@ -159,9 +158,10 @@ fn build(package: &str, example: &str) -> Result<PathBuf> {
         .context("cargo build named no program")
 }
 
-/// Instructions per I/O of the functions that `pattern` names and of all that they call.
+/// Instructions per I/O of the functions that match `pattern`, including their callees.
 fn count(program: &Path, pattern: &str, depth: u32) -> Result<f64> {
-    // Whole multiples of a ring, so that what happens once a round has its share in both.
+    // Whole multiples of a ring, so that work once per ring is included proportionally in both
+    // runs.
     let rounds = [(1 << 14) / depth.max(1), (3 << 14) / depth.max(1)];
     let mut found = Vec::new();
     for rounds in rounds {
@@ -177,7 +177,7 @@ fn count(program: &Path, pattern: &str, depth: u32) -> Result<f64> {
     }
 }
 
-/// One run: what it printed, and instructions in those functions.
+/// One run. Returns its output, and the instructions of the functions that match `pattern`.
 fn callgrind(program: &Path, pattern: &str, arguments: &[String]) -> Result<(String, f64)> {
     let directory = tempfile::tempdir()?;
     let out = directory.path().join("callgrind.out");
@@ -195,8 +195,8 @@ fn callgrind(program: &Path, pattern: &str, arguments: &[String]) -> Result<(Str
     Ok((text, instructions))
 }
 
-/// I/Os that have completed, among the counters of the driver's queue pair. Deep queues take more
-/// than one pass of the controller, so these are not the rounds times the depth.
+/// Number of completed I/Os, from the counters of the driver's queue pair. Deep queues take more
+/// than one pass of the controller, so it is not the rounds times the depth.
 fn completed(text: &str) -> Option<f64> {
     let (_, rest) = text.split_once(" completed: ")?;
     rest.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
@@ -209,7 +209,7 @@ fn total(profile: &str) -> Option<f64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Where the recorded figures are.
+/// Path of the recorded figures.
 fn path() -> PathBuf {
     root().join("tools/bench/instructions.json")
 }
@@ -256,13 +256,13 @@ fn record(found: &PerIo) -> Result<()> {
     std::fs::write(path(), text).context("tools/bench/instructions.json")
 }
 
-/// By how many percent the found figures are above the recorded ones: driver, controller.
+/// Differences of the figures from the recorded ones in percent: driver, controller.
 fn differences(found: &PerIo, recorded: &PerIo) -> [f64; 2] {
     [(found.driver, recorded.driver), (found.controller, recorded.controller)]
         .map(|(found, recorded)| (found / recorded - 1.0) * 100.0)
 }
 
-/// Whether nothing got worse, and what there is to say about it.
+/// Outcome of the comparison, an error if a side needs more instructions, and notes for the table.
 fn compare(found: &PerIo, recorded: Option<&PerIo>) -> (Result<()>, Vec<String>) {
     const RECORD: &str = "record that with `cargo xtask bench instructions --record`";
     let Some(recorded) = recorded else {

@@ -1,4 +1,4 @@
-//! The suite `mem`: how close a memory disk comes to the memory.
+//! The suite `mem`: bandwidth of a memory disk, next to that of memory.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -13,19 +13,19 @@ use crate::table::Table;
 const SIZES: [u32; 4] = [4 << 10, 64 << 10, 128 << 10, 1 << 20];
 const DEPTHS: [u32; 2] = [1, 32];
 
-/// One condition, and what was found.
+/// One condition, and its results.
 struct Case {
     bs: u32,
     depth: u32,
     write: bool,
     measured: Rounds,
     memcpy: Samples,
-    /// The program in percent of memcpy, in each round.
+    /// Bandwidth in percent of memcpy's, in each round.
     share: Samples,
 }
 
 pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
-    // Several times what the caches hold, where that is not a quick look.
+    // Several times the size of the caches, except in a quick run.
     let mebibytes: usize = if settings.quick { 64 } else { 256 };
     let disk = format!("mem:{mebibytes}MiB");
     let memory = Memory::new(mebibytes << 20)?;

@@ -1,4 +1,4 @@
-//! The suites, a file each.
+//! Suites, one file each.
 
 pub(crate) mod contest;
 pub(crate) mod disks;

@@ -1,4 +1,4 @@
-//! The suite `null`: what queues and doorbells cost when the disk costs nothing.
+//! The suite `null`: cost of queues and doorbells, with a disk without cost.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -10,13 +10,13 @@ use crate::settings::{QUEUE_DEPTHS, Settings};
 use crate::table::Table;
 use crate::{machine, syscalls, wire};
 
-/// One condition, and what was found.
+/// One condition, and its results.
 struct Case {
     bs: u32,
     depth: u32,
     measured: Rounds,
     wire: Samples,
-    /// The program in percent of the wire, in each round.
+    /// IOPS in percent of the wire limit, in each round.
     share: Samples,
 }
 

@@ -1,7 +1,8 @@
-//! A disk `rbd:` behind the controller next to fio's rbd engine on the same image, in turn. For
-//! `cargo xtask ceph`, which has a cluster.
+//! An RBD disk of the controller next to fio's rbd engine on the same image, in turn, for `cargo
+//! xtask ceph`.
 //!
-//! Both sides promise the same of a write: that it is in Ceph's cache in their process, or (with a
+//! Both sides acknowledge a write at the same point: when it is in the Ceph cache of their
+//! process, or (with a supervisor) when it is in the cluster.
 //! supervisor) that it is in the cluster.
 
 use std::fs;
@@ -20,7 +21,7 @@ use crate::samples::{Rounds, Samples};
 use crate::settings::Settings;
 use crate::table::Table;
 
-/// And whether a write is answered when it is in the cluster.
+/// Condition, and whether a write is acknowledged only when it is in the cluster.
 const ROWS: [(Row, bool); 6] = [
     (("randread", 4096, 1), false),
     (("randread", 4096, 32), false),
@@ -30,7 +31,7 @@ const ROWS: [(Row, bool); 6] = [
     (("randwrite", 4096, 32), true),
 ];
 
-/// Of the image `rbd/NAME` of a cluster.
+/// Measures the image `rbd/NAME` of the cluster.
 pub(crate) fn table(settings: &Settings, conf: &Path, name: &str) -> Result<Table> {
     machine::need("fio", "fio", !settings.quick).map_err(anyhow::Error::msg)?;
     let disk = format!("rbd:rbd/{name}?conf={}", conf.display());

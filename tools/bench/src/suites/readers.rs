@@ -1,9 +1,8 @@
-//! The suite `readers`: the sequential readers of the S4 table at native speed, where there is no
-//! ublk. The disk is a file (FUSE) under a loop device; one and five readers of it raw, one and two
-//! of files on ext4, each time mounted afresh.
+//! The suite `readers`: the sequential readers of the guest suite `readers` at native speed,
+//! without ublk. The disk is a file (FUSE) under a loop device; one and five readers read it raw,
+//! one and two read files on ext4, which is mounted again each time.
 //!
-//! On the way from fio to the memory disk: ext4, the loop device, FUSE, the driver, a vfio-user
-//! server.
+//! Layers from fio to the memory disk: ext4, loop device, FUSE, driver, vfio-user server.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,13 +22,13 @@ use crate::server::{Server, child, output};
 use crate::settings::Settings;
 use crate::table::Table;
 
-/// Bytes of each read.
+/// Size of each read in bytes.
 const BLOCK: u32 = 128 << 10;
-/// Bytes of each file, and what a reader of the raw disk reads of it.
+/// Size of each file, and of the part of each reader of the raw disk, in bytes.
 const FILE: u64 = 512 << 20;
-/// Readers, and whether of files.
+/// Number of readers, and whether they read files.
 const CASES: [(u32, bool); 4] = [(1, false), (5, false), (1, true), (2, true)];
-/// Longer than anything takes that is not measured.
+/// Time limit of steps that are not measured.
 const LIMIT: Duration = Duration::from_secs(120);
 
 pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
@@ -78,7 +77,7 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
     Ok(vec![table])
 }
 
-/// An error that says what is missing on this machine.
+/// Fails with the missing prerequisite of this machine, if there is one.
 fn needs(settings: &Settings) -> Result<()> {
     if !rustix::process::getuid().is_root() {
         bail!("it takes root to mount");
@@ -94,8 +93,7 @@ fn needs(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
-/// A disk that is a file that is a loop device. What is left of it when this is dropped goes in the
-/// order in which it has to.
+/// A loop device on the exported file. When dropped, its layers are removed in order.
 struct Mounted {
     server: Option<Server>,
     export: Process,
@@ -140,7 +138,7 @@ impl Mounted {
         output(name, command, LIMIT)
     }
 
-    /// Makes a file system with as many files as there are readers.
+    /// Makes a file system with one file per reader.
     fn format(&self, bytes: u64) -> Result<()> {
         self.tool("mkfs.ext4", &["-q", "-F", self.device()?], None)?;
         self.tool("mount", &[self.device()?], Some(&self.mnt()))?;
@@ -156,10 +154,10 @@ impl Mounted {
         self.tool("umount", &[], Some(&self.mnt())).map(drop)
     }
 
-    /// Bytes a second of so many readers together.
+    /// Bytes per second of all readers together.
     fn read(&self, readers: u32, files: bool, bytes: u64) -> Result<f64> {
         if files {
-            // Nothing of it is in the kernel's cache.
+            // Mounted again, so that the page cache is empty.
             self.tool("mount", &[self.device()?], Some(&self.mnt()))?;
         }
         let mut command = child(Path::new("fio"));
@@ -184,7 +182,7 @@ impl Mounted {
         moved(&text?)
     }
 
-    /// Takes it apart as a person would.
+    /// Removes all layers, and checks for errors.
     fn stop(mut self) -> Result<()> {
         self.tool("losetup", &["--detach", self.device()?], None)?;
         self.device = None;
@@ -210,7 +208,7 @@ impl Drop for Mounted {
     }
 }
 
-/// fio's figure.
+/// fio's bandwidth.
 fn moved(text: &str) -> Result<f64> {
     let start = text.find('{').context("no JSON")?;
     let json: Value = serde_json::from_str(text.get(start..).unwrap_or_default())?;

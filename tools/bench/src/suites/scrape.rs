@@ -1,5 +1,5 @@
-//! The suite `scrape`: what it takes to answer `/metrics` of many controllers, and whether a load on
-//! one of them notices that somebody asks once a second.
+//! The suite `scrape`: duration of `/metrics` with many controllers, and the effect of one scrape
+//! per second on a load of one of them.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -21,34 +21,34 @@ use crate::settings::Settings;
 use crate::table::Table;
 
 const CONTROLLERS: usize = 256;
-/// I/O queue pairs of each controller but the one with the load, which has one.
+/// Number of I/O queue pairs of each controller, except the one with the load, which has one.
 const QUEUES: [u16; 2] = [1, 4];
-/// Reads a second of the load.
+/// Reads per second of the load.
 const RATE: u64 = 10_000;
-/// Between two scrapes under load, as the most eager Prometheus has it.
+/// Interval of scrapes under load, the shortest one that Prometheus users choose.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Scrapes in a row of a server that has nothing else to do.
+/// Number of consecutive scrapes of a server without a load.
 const IN_A_ROW: usize = 20;
-/// A load is long enough for some scrapes.
+/// Duration of a load with some scrapes.
 const LONG_ENOUGH: Duration = Duration::from_secs(5);
 
-/// What was found of so many queues.
+/// Results for a number of queues.
 #[derive(Debug, Clone, Default)]
 struct Found {
     lines: usize,
     text: usize,
-    /// Nanoseconds from connecting to the last byte, and of the server's processor time.
+    /// Nanoseconds from the connection to the last byte, and of the server's CPU time.
     times: Samples,
     cpu: Samples,
-    /// The same times while the load was on.
+    /// Times of scrapes under load.
     loaded: Samples,
     alone: Latencies,
     scraped: Latencies,
-    /// Of a run with scrapes and the run without beside it.
+    /// Ratios of a run with scrapes to the run without them beside it.
     ratios: Samples,
 }
 
-/// The load's, in nanoseconds.
+/// Latencies of the load in nanoseconds.
 #[derive(Debug, Clone, Default)]
 struct Latencies {
     p50: Samples,
@@ -147,7 +147,7 @@ fn measure(
     let options = [format!("--queues={queues}")];
     let mut held = Held::start(settings, &server, 1..controllers, &options)?;
     held.line(0)?;
-    // What attaching has left behind comes to rest.
+    // Wait until the work caused by attaching has ended.
     sleep(Duration::from_millis(if settings.quick { 10 } else { 500 }));
     let before = used(server.id())?;
     let in_a_row = if settings.quick { 3 } else { IN_A_ROW };
@@ -165,7 +165,7 @@ fn measure(
     let waiting = Waiting::Adaptive;
     let load = Load { rate: Some(RATE), waiting, ..Load::default() };
     let victim = || load.measure_at(&settings, &server.target(0));
-    // Which of the two comes first is different each time.
+    // The order of the two runs alternates.
     let (mut alone, mut scraped) = (0.0, 0.0);
     let first = round.is_multiple_of(2);
     for with in [first, !first] {
@@ -183,8 +183,7 @@ fn measure(
     Ok(())
 }
 
-/// Does `what` while somebody scrapes once a second; and how long that took each time, in
-/// nanoseconds.
+/// Runs `what` with one scrape per second. Returns the durations of the scrapes in nanoseconds.
 fn while_scraping<T>(socket: &Path, what: impl FnOnce() -> Result<T>) -> Result<(T, Vec<f64>)> {
     let (end, ended) = mpsc::channel::<()>();
     thread::scope(|scope| {
@@ -209,7 +208,7 @@ fn while_scraping<T>(socket: &Path, what: impl FnOnce() -> Result<T>) -> Result<
     })
 }
 
-/// All metrics, as somebody gets them who comes for these alone.
+/// Requests all metrics over a new connection.
 fn scrape(socket: &Path) -> Result<String> {
     let mut stream = UnixStream::connect(socket).context("the control socket")?;
     stream.set_read_timeout(Some(Duration::from_secs(30)))?;

@@ -1,4 +1,4 @@
-//! The suite `sleep`: what it costs to sleep, and what it saves.
+//! The suite `sleep`: cost and savings of sleeping.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
     Ok(vec![sleeping(settings)?, paced(settings)?])
 }
 
-/// As many I/Os as go, by how both sides wait.
+/// Load without a limit, by waiting mode.
 fn sleeping(settings: &Settings) -> Result<Table> {
     let mut cases: Vec<(u32, Waiting, Rounds)> = Vec::new();
     for depth in settings.some(&DEPTHS) {
@@ -85,7 +85,7 @@ fn sleeping(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// A load that is offered at a rate: latency from when each I/O was due, and what it took.
+/// Load with a fixed rate: latency since the due time of each I/O, and CPU time.
 fn paced(settings: &Settings) -> Result<Table> {
     let rates = settings.some(&RATES);
     let mut cases: Vec<(u64, [Rounds; 3])> =
@@ -153,8 +153,8 @@ fn paced(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// How much of polling's gain in p50 over sleeping the adaptive way has, and at how much of its
-/// processor time, in percent. No gain where polling has none.
+/// Share of polling's gain in p50 over sleeping that the adaptive mode has, and its share of
+/// polling's CPU time, in percent. No gain if polling has none.
 fn gain(polling: &Rounds, adaptive: &Rounds, sleeping: &Rounds) -> (Option<f64>, f64) {
     let p50 = |rounds: &Rounds| rounds.median("latency_ns/p50");
     let cpu =

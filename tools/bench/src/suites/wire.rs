@@ -9,9 +9,9 @@ use crate::settings::{QUEUE_DEPTHS, Settings};
 use crate::table::Table;
 use crate::wire::{self, TailUpdate};
 
-/// Words passed to and fro, to see how far apart the processors are.
+/// Number of round trips of a word, to measure the distance of the CPUs.
 const PASSES: u32 = 200_000;
-/// A word takes longer than this between processors that share no cache.
+/// Minimum time of a word between CPUs that share no cache, in nanoseconds.
 const SHARED_NS: f64 = 120.0;
 
 pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {

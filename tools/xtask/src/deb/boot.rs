@@ -1,6 +1,7 @@
-//! A fresh Debian that systemd boots: a directory by mmdebstrap, a container by systemd-nspawn.
+//! A Debian system in a container, for tests of the package: root directory by mmdebstrap, boot
+//! by systemd-nspawn.
 //!
-//! What the container writes is in memory, and gone with it.
+//! Changes within the container are in memory and are lost when it ends.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -14,16 +15,17 @@ use shadowbell_guest::host;
 use super::tools::{need, output};
 
 const SUITE: &str = "bookworm";
-/// What a Debian has that boots, and no more: the package has to name what it needs.
+/// Packages of a Debian system that boots. Further ones must be dependencies of the tested
+/// package.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus";
-/// How long the boot may take.
+/// Time limit of the boot.
 const BOOT: Duration = Duration::from_secs(120);
-/// How long one command in it may take.
+/// Time limit of one command in the container, in seconds.
 const COMMAND_SECONDS: &str = "120";
-/// How long its end may take.
+/// Time limit of the shutdown.
 const END: Duration = Duration::from_secs(20);
 
-/// The directory of a fresh Debian, in `directory`; it is fetched once.
+/// Root directory of a Debian system in `directory`, which is downloaded once.
 pub(super) fn root(directory: &Path) -> Result<PathBuf> {
     host::prepare()?;
     need("systemd-nspawn", "systemd-container")?;
@@ -46,20 +48,20 @@ pub(super) fn root(directory: &Path) -> Result<PathBuf> {
     Ok(root)
 }
 
-/// A container that runs. Dropping it ends it.
+/// Running container. Shut down when dropped.
 pub(super) struct Machine {
     nspawn: Child,
-    /// Its first process, as this machine numbers it.
+    /// Process id, on this machine, of the container's first process.
     leader: u32,
 }
 
 impl Machine {
-    /// Boots `root`; `shared` is `/shared` in it, to read.
+    /// Boots `root`. The directory `shared` is `/shared` in the container, read-only.
     pub(super) fn boot(root: &Path, shared: &Path) -> Result<Self> {
         let log = shared.join("console");
         let file = File::create(&log)?;
         let mut command = Command::new("systemd-nspawn");
-        // A machine whose systemd does not run has nobody to register with.
+        // --register=no: without systemd on this machine there is no machined.
         command.args(["--quiet", "--register=no", "--keep-unit", "--volatile=overlay"]);
         command.args(["--private-network", "--boot", "--directory"]).arg(root);
         command.arg(format!("--bind-ro={}:/shared", shared.display()));
@@ -77,7 +79,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Whether it has booted. A unit that failed on the way is none of ours.
+    /// True if the container has booted. Units of the container may have failed.
     fn is_up(&mut self) -> bool {
         let Some(leader) = first_process(self.nspawn.id()) else { return false };
         self.leader = leader;
@@ -99,12 +101,12 @@ impl Machine {
         command
     }
 
-    /// Runs a script of the shell in it. What it prints.
+    /// Runs a shell script in the container. Returns its output.
     pub(super) fn run(&self, script: &str) -> Result<String> {
         output(&mut self.command(script)).with_context(|| script.to_owned())
     }
 
-    /// Runs one beside others.
+    /// Starts a shell script in the container, and does not wait for it.
     pub(super) fn start(&self, script: &str) -> Result<Child> {
         let mut command = self.command(script);
         Ok(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?)
@@ -113,7 +115,7 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // It has its container shut down.
+        // systemd-nspawn shuts its container down on SIGTERM.
         let _ = kill_process(Pid::from_child(&self.nspawn), Signal::TERM);
         let until = Instant::now() + END;
         while Instant::now() < until {
@@ -127,8 +129,8 @@ impl Drop for Machine {
     }
 }
 
-/// The first process of the container of this nspawn, once it is systemd, in namespaces of its own:
-/// what is done there must never be done here.
+/// Process id of the container's first process, once it is systemd and in namespaces of its own.
+/// Before, commands would run in the namespaces of this machine.
 fn first_process(nspawn: u32) -> Option<u32> {
     let children = fs::read_to_string(format!("/proc/{nspawn}/task/{nspawn}/children")).ok()?;
     let leader: u32 = children.split_whitespace().next()?.parse().ok()?;

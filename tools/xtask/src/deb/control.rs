@@ -1,4 +1,4 @@
-//! What a package says of itself.
+//! Metadata of the package: control file and changelog.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +20,7 @@ NVMe controllers for virtual machines and user-space programs
  come a driver in user space for real and emulated SSDs, and tools that measure
  and verify them.";
 
-/// The file `control`.
+/// Contents of the file `control`.
 pub(super) fn control(program: &Path, version: &str, installed_kib: u64) -> Result<String> {
     let architecture = output(Command::new("dpkg").arg("--print-architecture"))?;
     let libraries = libraries(program)?;
@@ -41,10 +41,10 @@ pub(super) fn control(program: &Path, version: &str, installed_kib: u64) -> Resu
     ))
 }
 
-/// The packages of the libraries that the program is linked with.
+/// Packages of the libraries that the program is linked with, by dpkg-shlibdeps.
 fn libraries(program: &Path) -> Result<String> {
     let directory = tempfile::tempdir()?;
-    // It looks for that file.
+    // dpkg-shlibdeps needs a file debian/control.
     fs::create_dir(directory.path().join("debian"))?;
     let source = "Source: shadowbell\n\nPackage: shadowbell\nArchitecture: any\n";
     fs::write(directory.path().join("debian/control"), source)?;
@@ -55,7 +55,7 @@ fn libraries(program: &Path) -> Result<String> {
     found.map(str::to_owned).context("dpkg-shlibdeps names no libraries")
 }
 
-/// The changelog in Debian's form: what has changed is in the project's own.
+/// Changelog in Debian's form, which refers to the project's own changelog.
 pub(super) fn changelog(version: &str, seconds: u64) -> Result<String> {
     let mut command = Command::new("date");
     let date = output(command.env("LC_ALL", "C").args(["-u", "-R", "-d", &format!("@{seconds}")]))?;

@@ -1,4 +1,5 @@
-//! The package in a fresh Debian: installed, used, upgraded under a client, removed.
+//! Test of the package in a new Debian system: installation, use, upgrade under a client,
+//! removal.
 
 use std::fs;
 use std::path::Path;
@@ -10,18 +11,18 @@ use super::boot::{self, Machine};
 use super::tools::directory;
 use crate::report::Report;
 
-/// A client of QEMU's kind: some user in the group of the sockets.
+/// Prefix of a command of a client like QEMU: a user in the group of the sockets.
 const CLIENT: &str = "setpriv --reuid=64000 --regid=64000 --groups=kvm";
-/// One that is not in it.
+/// Prefix of a command of a user outside of that group.
 const STRANGER: &str = "setpriv --reuid=64001 --regid=64001 --clear-groups";
-/// What a client has to say in the end.
+/// Command of a client that verifies its data.
 const VERIFY: &str = "shadowbell verify --force --number-ios 120000 --size 32M";
 const SOCKET: &str = "/run/shadowbell/vm0.sock";
 
-/// What is done on the machine, one after the other.
+/// Step of the test.
 type Step = fn(&Machine) -> Result<()>;
 
-/// Checks all of it, with a package and a newer one.
+/// Runs all steps, with a package and a newer one.
 pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     let machine = report.check("a fresh Debian boots", |_| {
         let root = boot::root(&directory())?;
@@ -34,13 +35,13 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     let Some(machine) = machine else { return };
     let steps: [(&str, Step); 8] = [
         ("the package installs, and its service starts", installs),
-        ("a reload reads the configuration again, and refuses a bad one", reloads),
-        ("a client in the group of the sockets is served, and nobody else", serves),
-        ("another process goes on when one is killed, and a client does not notice", survives),
-        ("the main process is killed, comes back, and a client does not notice", comes_back),
-        ("a newer package replaces the process, and a client does not notice", upgrades),
-        ("a process for one virtual machine", instances),
-        ("removal ends everything, and purging leaves images alone", goes),
+        ("a reload applies the configuration, and refuses an invalid one", reloads),
+        ("only clients in the group of the sockets are served", serves),
+        ("a killed server process is recovered without an error of a client", survives),
+        ("a killed supervisor is restarted without an error of a client", comes_back),
+        ("a newer package upgrades the server without an error of a client", upgrades),
+        ("an instance of shadowbell@.service serves one virtual machine", instances),
+        ("removal stops the services, and purging keeps images", goes),
     ];
     for (name, step) in steps {
         let outcome = report.check(name, |_| {
@@ -65,7 +66,7 @@ fn installs(machine: &Machine) -> Result<()> {
     for pid in [main_pid(machine)?, worker_pid(machine)?] {
         is(machine, &format!("stat --format %U /proc/{pid}"), "shadowbell")?;
     }
-    // Nothing that it takes is missing, or changed.
+    // dpkg finds no missing or changed file.
     is(machine, "dpkg --verify shadowbell; echo fine", "fine")?;
     for page in ["", "-serve", "-ctl", "-ctl-apply", "-bench"] {
         machine
@@ -75,7 +76,7 @@ fn installs(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// The configuration with a controller.
+/// Configuration with a controller.
 const CONFIGURED: &str = r#"
 socket-mode = "0660"
 socket-group = "kvm"
@@ -101,7 +102,7 @@ fn reloads(machine: &Machine) -> Result<()> {
     let said = "journalctl --no-pager --unit shadowbell | grep 'the configuration is refused'";
     wait(machine, said)?;
     is(machine, "shadowbell ctl status --json", "\"controllers\": 1")?;
-    ensure!(main_pid(machine)? == before, "it was started anew");
+    ensure!(main_pid(machine)? == before, "the server was restarted");
     machine.run(&write("/etc/shadowbell/shadowbell.toml", CONFIGURED))?;
     machine.run("systemctl reload shadowbell").map(drop)
 }
@@ -113,19 +114,22 @@ fn serves(machine: &Machine) -> Result<()> {
     }
     let refused =
         machine.run(&format!("{STRANGER} shadowbell list vfio-user:{SOCKET} 2>&1 || true"))?;
-    ensure!(refused.to_lowercase().contains("permission denied"), "a stranger hears: {refused}");
+    ensure!(
+        refused.to_lowercase().contains("permission denied"),
+        "a user outside of the group gets: {refused}"
+    );
     is(machine, "shadowbell ctl namespaces", "vm0.img")?;
     Ok(())
 }
 
-/// A client, which verifies what it writes while others do something.
+/// Starts a client that verifies its data.
 fn client(machine: &Machine) -> Result<Child> {
     let client = machine.start(&format!("{CLIENT} {VERIFY} vfio-user:{SOCKET}/1"))?;
     wait(machine, "shadowbell ctl status --json | grep '\"clients\": 1'")?;
     Ok(client)
 }
 
-/// It has to end well, and to have been there until now.
+/// Waits for the client, which must still be running now and must succeed.
 fn ends_well(mut client: Child) -> Result<()> {
     ensure!(client.try_wait()?.is_none(), "the client had ended before: give it more to do");
     let output = client.wait_with_output()?;
@@ -141,7 +145,7 @@ fn survives(machine: &Machine) -> Result<()> {
     machine.run(&format!("kill -KILL {before}"))?;
     wait(machine, &format!("shadowbell ctl status --json | grep '\"pid\"' | grep -v {before}"))?;
     ends_well(client)?;
-    ensure!(main_pid(machine)? == main, "all of it was started anew");
+    ensure!(main_pid(machine)? == main, "the supervisor was restarted");
     is(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=0")
 }
 
@@ -161,11 +165,11 @@ fn upgrades(machine: &Machine) -> Result<()> {
     let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
     let client = client(machine)?;
     let said = machine.run("dpkg --install /shared/newer.deb 2>&1")?;
-    ensure!(worker_pid(machine)? != before, "the old process serves still:\n{said}");
+    ensure!(worker_pid(machine)? != before, "the old process still serves:\n{said}");
     ends_well(client)?;
-    ensure!(main_pid(machine)? == main, "all of it was started anew:\n{said}");
+    ensure!(main_pid(machine)? == main, "the supervisor was restarted:\n{said}");
     let now = worker_pid(machine)?;
-    // The supervisor as well.
+    // The supervisor and the server process are both killed.
     for pid in [main, now] {
         is(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell\n")?;
     }
@@ -195,7 +199,7 @@ fn goes(machine: &Machine) -> Result<()> {
     machine.run("test -e /etc/shadowbell/shadowbell.toml && test ! -e /usr/bin/shadowbell")?;
     machine.run("dpkg --purge shadowbell")?;
     is(machine, "dpkg-query --show shadowbell 2>&1 || true", "no packages found")?;
-    // What somebody made there is somebody's.
+    // Removal keeps configuration files and images that a user has made.
     machine.run("test -e /etc/shadowbell/vm1.toml && test ! -e /etc/shadowbell/shadowbell.toml")?;
     machine.run("test -e /var/lib/shadowbell/vm0.img && test ! -e /run/shadowbell")?;
     is(machine, "systemctl is-system-running", "running")
@@ -213,19 +217,19 @@ fn worker_pid(machine: &Machine) -> Result<u32> {
     pid.and_then(|pid| pid.try_into().ok()).context("the server has no process")
 }
 
-/// A script that writes a file.
+/// Shell script that writes a file.
 fn write(path: &str, text: &str) -> String {
     format!("cat >{path} <<'END'\n{text}END\n")
 }
 
-/// What a script prints has these words.
+/// Checks that the output of a script contains `words`.
 fn is(machine: &Machine, script: &str, words: &str) -> Result<()> {
     let said = machine.run(script)?;
     ensure!(said.contains(words), "{script}: {words:?} is not in:\n{said}");
     Ok(())
 }
 
-/// Waits until a script ends well.
+/// Waits until a script succeeds.
 fn wait(machine: &Machine, script: &str) -> Result<()> {
     for _ in 0..100 {
         if machine.run(script).is_ok() {
@@ -233,5 +237,5 @@ fn wait(machine: &Machine, script: &str) -> Result<()> {
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
-    bail!("it does not come to pass: {script}")
+    bail!("timeout: {script}")
 }

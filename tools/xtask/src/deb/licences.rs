@@ -1,4 +1,4 @@
-//! The licences of the crates that the program is linked with.
+//! Licences of the crates that the program is linked with.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -11,7 +11,7 @@ use shadowbell_bench::workspace::cargo;
 
 use super::tools::output;
 
-/// All of them: for each crate its licence, and the texts that come with it, each text once.
+/// Licence of each crate, and the licence texts of all crates, each text once.
 pub(super) fn all() -> Result<String> {
     let arguments = ["metadata", "--format-version", "1", "--filter-platform"];
     let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
@@ -22,7 +22,7 @@ pub(super) fn all() -> Result<String> {
     for package in linked(&metadata, "shadowbell") {
         let text = |key: &str| package.get(key).and_then(Value::as_str).unwrap_or_default();
         if package.get("source").is_none_or(Value::is_null) {
-            // Ours.
+            // Crates of this workspace have the licence of the package.
             continue;
         }
         let name = format!("{} {}", text("name"), text("version"));
@@ -39,7 +39,7 @@ pub(super) fn all() -> Result<String> {
     Ok(all)
 }
 
-/// The packages that `name` is linked with, itself included.
+/// Packages that `name` is linked with, itself included.
 fn linked<'a>(metadata: &'a Value, name: &str) -> Vec<&'a Value> {
     let array = |value: Option<&'a Value>| value.and_then(Value::as_array).into_iter().flatten();
     let id = |value: &'a Value| value.get("id").and_then(Value::as_str);
@@ -56,7 +56,7 @@ fn linked<'a>(metadata: &'a Value, name: &str) -> Vec<&'a Value> {
             continue;
         }
         for dependency in array(nodes.get(next).and_then(|node| node.get("deps"))) {
-            // A kind of null is a dependency that is linked; others are for builds and tests.
+            // Dependency kind null: linked; other kinds are for builds and tests.
             let is_linked =
                 array(dependency.get("dep_kinds")).any(|one| one.get("kind") == Some(&Value::Null));
             if is_linked {
@@ -67,7 +67,7 @@ fn linked<'a>(metadata: &'a Value, name: &str) -> Vec<&'a Value> {
     seen.iter().filter_map(|id| packages.get(id).copied()).collect()
 }
 
-/// The files of a crate that have a licence in them.
+/// Licence files of a crate.
 fn licence_texts(directory: &Path) -> Result<Vec<String>> {
     let mut texts = Vec::new();
     let listed = fs::read_dir(directory).with_context(|| directory.display().to_string())?;

@@ -1,8 +1,8 @@
-//! `cargo xtask package`: a Debian package, and whether it is one that can be lived with.
+//! `cargo xtask package`: the Debian package and its test.
 //!
-//! The tree is put together here and packed by `dpkg-deb`, which every Debian has. cargo-deb would
-//! do the same, after some minutes of building it, and its scripts for systemd restart the service
-//! where this one is to go on.
+//! The tree is assembled by this module and packed by `dpkg-deb`. cargo-deb is not used: its
+//! build takes minutes, and its systemd scripts restart the service, while this service is
+//! upgraded live.
 
 mod boot;
 mod control;
@@ -28,22 +28,22 @@ Examples:
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// The version of the package, if not the program's.
+    /// Version of the package; the default is the program's
     #[arg(long)]
     version: Option<String>,
-    /// Where it is put.
+    /// Directory of the package
     #[arg(long, value_name = "DIRECTORY")]
     out: Option<PathBuf>,
-    /// A shadowbell program that is built already, instead of building one.
+    /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
-    /// Install it in a fresh Debian that systemd has booted, work with it, upgrade and remove it;
-    /// has lintian look at it, too.
+    /// Check the package with lintian, install it in a new Debian system booted by systemd, use,
+    /// upgrade and remove it
     #[arg(long)]
     test: bool,
 }
 
-/// Builds the package, and tests it if that is asked for.
+/// Builds the package, and tests it with --test.
 pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     need("dpkg-shlibdeps", "dpkg-dev")?;
     let program = match &arguments.shadowbell {
@@ -63,7 +63,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// The part of [`run`] that all tests have: `program` is packaged, and the package is worked with.
+/// Packages `program` and tests the package, as a step of `cargo xtask test`.
 pub(crate) fn test(report: &mut Report, program: &Path) {
     report.begin("package");
     let version = env!("CARGO_PKG_VERSION");
@@ -77,7 +77,7 @@ pub(crate) fn test(report: &mut Report, program: &Path) {
 }
 
 fn check(report: &mut Report, program: &Path, package: &Path, version: &str) {
-    report.check("systemd finds the units tight", |_| exposure());
+    report.check("the units' exposure level is low (systemd-analyze security)", |_| exposure());
     let newer = report.check("a newer package is built", |_| {
         tree::build(program, &format!("{version}+newer"), &directory().join("newer"))
     });
@@ -94,7 +94,7 @@ fn lintian(package: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The most that `systemd-analyze security` may find, of 10.
+/// Maximum exposure level of `systemd-analyze security`, from 0 to 10.
 const EXPOSURE: f64 = 2.0;
 
 fn exposure() -> Result<()> {
@@ -114,7 +114,7 @@ fn exposure() -> Result<()> {
     Ok(())
 }
 
-/// The figure of the last line of `systemd-analyze security`.
+/// Parses the exposure level in the last line of `systemd-analyze security`.
 fn overall(text: &str) -> Option<f64> {
     let line = text.lines().find(|line| line.contains("Overall exposure level"))?;
     line.rsplit_once(": ")?.1.split(' ').next()?.parse().ok()

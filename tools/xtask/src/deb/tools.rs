@@ -1,4 +1,4 @@
-//! What building and testing have in common.
+//! Functions that building and testing share.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -7,17 +7,17 @@ use anyhow::{Context, Result, bail};
 use shadowbell_bench::workspace::root;
 use shadowbell_guest::host;
 
-/// What this machine may have to install.
+/// Installs a Debian package on this machine if a program is missing.
 pub(super) fn need(program: &str, package: &str) -> Result<()> {
     if host::in_path(program) { Ok(()) } else { host::install(&[package]) }
 }
 
-/// Where packages are built.
+/// Directory of built packages.
 pub(super) fn directory() -> PathBuf {
     root().join("target/debian")
 }
 
-/// Runs a command. Its output, or what it says when it fails.
+/// Runs a command. Returns its output, or an error with its messages.
 pub(super) fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.stdin(Stdio::null()).output().with_context(|| name.clone())?;

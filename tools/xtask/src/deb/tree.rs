@@ -1,4 +1,4 @@
-//! The files of the package, and how they are packed.
+//! File tree of the package, and its packing.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -11,13 +11,13 @@ use shadowbell_bench::workspace::root;
 use super::tools::output;
 use super::{control, licences};
 
-/// Configuration files, which belong to whoever administrates the machine.
+/// Configuration files, which dpkg does not overwrite if the administrator has changed them.
 const CONFIGURATION: [(&str, &str); 2] = [
     ("shadowbell.toml", "etc/shadowbell/shadowbell.toml"),
     ("needrestart.conf", "etc/needrestart/conf.d/shadowbell.conf"),
 ];
 
-/// What is taken as it is: from the directory `packaging`, and where it goes.
+/// Files of the directory `packaging` that are installed unchanged, and their destinations.
 const FILES: [(&str, &str); 5] = [
     ("shadowbell.service", "usr/lib/systemd/system/shadowbell.service"),
     ("shadowbell@.service", "usr/lib/systemd/system/shadowbell@.service"),
@@ -26,7 +26,7 @@ const FILES: [(&str, &str); 5] = [
     ("lintian-overrides", "usr/share/lintian/overrides/shadowbell"),
 ];
 
-/// The program's completions, and where shells look for them.
+/// Shell completions, and their destinations.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("shadowbell.bash", "usr/share/bash-completion/completions/shadowbell"),
     ("_shadowbell", "usr/share/zsh/vendor-completions/_shadowbell"),
@@ -35,7 +35,7 @@ const COMPLETIONS: [(&str, &str); 3] = [
 
 const DOC: &str = "usr/share/doc/shadowbell";
 
-/// Packs `program` as `version`, into a file in `out`.
+/// Packs `program` as `version`, into a file in the directory `out`.
 pub(super) fn build(program: &Path, version: &str, out: &Path) -> Result<PathBuf> {
     fs::create_dir_all(out).with_context(|| out.display().to_string())?;
     let staging = tempfile::tempdir_in(out)?;
@@ -76,7 +76,7 @@ impl Tree {
         self.write("DEBIAN/control", control.as_bytes(), 0o644)
     }
 
-    /// Manual pages and completions, by the program itself.
+    /// Manual pages and completions, which the program generates.
     fn manual(&self, program: &Path) -> Result<()> {
         let directory = tempfile::tempdir()?;
         output(Command::new(program).arg("manual").arg(directory.path()))?;
@@ -123,7 +123,7 @@ impl Tree {
         above.reverse();
         for directory in above {
             fs::create_dir(directory).with_context(|| directory.display().to_string())?;
-            // Whatever the umask is.
+            // Explicit permissions, independent of the umask.
             fs::set_permissions(directory, Permissions::from_mode(0o755))?;
         }
         fs::write(&path, bytes).with_context(|| path.display().to_string())?;
@@ -131,14 +131,15 @@ impl Tree {
         Ok(())
     }
 
-    /// Compressed as Debian wants it: the same bytes at each build.
+    /// Compresses as Debian's policy demands, without a timestamp, so that each build gives the
+    /// same bytes.
     fn write_gz(&self, to: &str, bytes: &[u8]) -> Result<()> {
         let plain = to.strip_suffix(".gz").unwrap_or(to);
         self.write(plain, bytes, 0o644)?;
         output(Command::new("gzip").args(["-9n"]).arg(self.root.join(plain))).map(drop)
     }
 
-    /// The checksums of all files, as dpkg verifies them.
+    /// Checksums of all files, for `dpkg --verify`.
     fn sums(&self) -> Result<String> {
         let mut command = Command::new("sh");
         let script = "find etc usr -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum";
@@ -146,7 +147,7 @@ impl Tree {
     }
 }
 
-/// The MIT licence as a paragraph of `copyright`, which calls it Expat.
+/// The MIT licence as a paragraph of the file `copyright`, where its name is Expat.
 fn paragraph(mit: &str) -> Result<String> {
     let (_, text) =
         mit.split_once("Permission is hereby").context("LICENSE-MIT is not the MIT's")?;

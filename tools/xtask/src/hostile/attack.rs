@@ -1,4 +1,4 @@
-//! What an attack is, and the field that it has.
+//! Definition of an attack, and its environment (field).
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,28 +11,29 @@ use shadowbell_spec::Sqe;
 use super::server::LogReader;
 use crate::peer::guest::Guest;
 
-/// Memory of an attacker's guest, where the attack does not say otherwise.
+/// Default memory size of an attacker's guest, in bytes.
 pub(crate) const MEMORY: u64 = 64 << 20;
-/// Pauses of a flood: long enough that its processor time is not what the victim feels.
+/// Pause between the batches of a flood, long enough that the attacker's own CPU time does not
+/// delay the victim.
 pub(crate) const PAUSE: Duration = Duration::from_micros(300);
 
-/// One attack.
+/// Attack of `cargo xtask hostile`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Attack {
     pub(crate) name: &'static str,
-    /// What it does, for people.
+    /// Description, for `--list`.
     pub(crate) about: &'static str,
-    /// The disks of the attackers' controllers. `DIR/name=BYTES` is a file that is made.
+    /// Disks of the attackers' controllers. For `DIR/name=BYTES`, a file is made.
     pub(crate) disks: &'static [&'static str],
     pub(crate) log: LogReader,
     pub(crate) kind: Kind,
-    /// One of those that the short suite makes: one for each way to do harm.
+    /// True if the attack is in the short suite, which has one attack for each type of harm.
     pub(crate) is_short: bool,
     pub(crate) run: fn(&mut Field) -> Result<()>,
 }
 
 impl Attack {
-    /// A hostile attack, whose log goes to a file.
+    /// A hostile attack. The server logs to a file.
     pub(crate) const fn new(
         name: &'static str,
         about: &'static str,
@@ -43,26 +44,27 @@ impl Attack {
         Self { name, about, disks, log, kind, is_short: false, run }
     }
 
-    /// The same in the short suite.
+    /// Adds the attack to the short suite.
     pub(crate) const fn short(self) -> Self {
         Self { is_short: true, ..self }
     }
 }
 
-/// By what an attack is judged.
+/// Type of attack, which determines the bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// All bounds.
+    /// Hostile attack: all bounds apply.
     Hostile,
-    /// Neighbours that do much and nothing wrong: the victim's median may triple.
+    /// Honest neighbours with a high load: the victim's median latency may triple.
     Honest,
-    /// All bounds. The victim and the attackers are peers of one `shadowbell export`.
+    /// Attack on an export: all bounds apply. The victim and the attackers are clients of one
+    /// `shadowbell export`.
     Export,
-    /// Nothing is done to the server: what the machine alone does to a victim.
+    /// Control measurement without an attack on the server: the load of this machine alone.
     Control,
 }
 
-/// When an attack is over, for those who take part in it.
+/// Deadline of an attack, for all its threads.
 #[derive(Debug, Clone)]
 pub(crate) struct Clock {
     until: Arc<Mutex<Instant>>,
@@ -70,7 +72,7 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    /// From now on for so long.
+    /// Starts a clock of the duration `time`.
     pub(crate) fn start(time: Duration) -> Self {
         Self { until: Arc::new(Mutex::new(Instant::now() + time)), time }
     }
@@ -79,33 +81,33 @@ impl Clock {
         Instant::now() >= *self.until.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// It is over now, whatever time was left.
+    /// Ends the attack now.
     pub(crate) fn stop(&self) {
         *self.until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
-    /// The whole time again: what was to be prepared has taken some of it.
+    /// Restarts the duration, after the preparation of an attack.
     fn restart(&self) {
         let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
         *until = Instant::now() + self.time;
     }
 }
 
-/// Where an attack takes place.
+/// Environment of an attack: the server, the attackers' sockets, and the results.
 #[derive(Debug)]
 pub(crate) struct Field {
-    /// The attackers' sockets.
+    /// Sockets of the attackers.
     pub(crate) sockets: Vec<PathBuf>,
-    /// For files of the attack's own.
+    /// Directory for files of the attack.
     pub(crate) directory: PathBuf,
     pub(crate) clock: Clock,
-    /// Those who are still attached at the end, and reset their controllers.
+    /// Guests that are still attached at the end of the attack, and then reset their controllers.
     pub(crate) guests: Vec<Guest>,
-    /// Resets of the attackers' own, as they measured them.
+    /// Durations of resets that the attack itself has measured.
     pub(crate) resets: Vec<Duration>,
-    /// How much was done, in units of the attack's own.
+    /// Amount of work that was done, in units of the attack.
     pub(crate) done: u64,
-    /// Commands that ended with an error.
+    /// Number of commands that failed.
     pub(crate) refused: u64,
 }
 
@@ -114,34 +116,34 @@ impl Field {
         self.clock.is_over()
     }
 
-    /// Everything is prepared: the attack takes its time from here.
+    /// Ends the preparation: the duration of the attack starts.
     pub(crate) fn begin(&self) {
         self.clock.restart();
     }
 
-    /// The first attacker's socket.
+    /// Socket of the first attacker.
     pub(crate) fn socket(&self) -> &Path {
         self.sockets.first().map_or(Path::new(""), PathBuf::as_path)
     }
 
-    /// A guest of the first attacker.
+    /// Attaches a guest to the first attacker's controller.
     pub(crate) fn guest(&self) -> Result<Guest> {
         Guest::attach(self.socket(), MEMORY)
     }
 
-    /// A guest with so many queues of so many entries.
+    /// Attaches a guest with `queues` queues of `entries` entries.
     pub(crate) fn guest_with(&self, queues: usize, entries: u16) -> Result<Guest> {
         let mut guest = self.guest()?;
         (0..queues).try_for_each(|_| guest.create_queue(entries))?;
         Ok(guest)
     }
 
-    /// Keeps all I/O queues of the guest full of such commands, to the end.
+    /// Keeps all I/O queues of the guest full of commands from `make`, until the end.
     pub(crate) fn fill(&mut self, guest: Guest, make: impl FnMut(u64) -> Sqe) -> Result<()> {
         self.fill_many(vec![guest], u16::MAX, make)
     }
 
-    /// Keeps at most `depth` commands in each I/O queue of these guests, to the end.
+    /// Keeps at most `depth` commands in each I/O queue of these guests, until the end.
     pub(crate) fn fill_many(
         &mut self,
         mut guests: Vec<Guest>,
@@ -158,7 +160,7 @@ impl Field {
         Ok(())
     }
 
-    /// Keeps the admin queue full of such commands, to the end.
+    /// Keeps the admin queue full of commands from `make`, until the end.
     pub(crate) fn fill_admin(
         &mut self,
         mut guest: Guest,
@@ -190,7 +192,7 @@ impl Field {
         Ok(())
     }
 
-    /// Takes what has completed, and fills all I/O queues up to `depth`.
+    /// Pops completions, and fills all I/O queues up to `depth`.
     pub(crate) fn top_up(
         &mut self,
         guest: &mut Guest,

@@ -1,35 +1,34 @@
-//! `cargo xtask hostile`: attacks on a server, each beside a neighbour that is honest.
+//! `cargo xtask hostile`: attacks on a server, each beside an honest neighbour.
 //!
-//! For each attack a server is started with one worker and default options. Its first controller
-//! is the victim's: reads of 4 KiB, one at a time, a thousand a second, each rung by a message and
-//! checked for what it brings. Its others are the attackers', who speak to their sockets with a
-//! client of our own (`peer`) that sends whatever it is told to.
+//! For each attack a server is started with one I/O thread and default options. Its first
+//! controller is the victim's: reads of 4 KiB, one at a time, a thousand per second, each with a
+//! doorbell message and verified data. The other controllers are the attackers', who use a
+//! vfio-user client of this program (`peer`) that sends arbitrary messages.
 //!
-//! Some attacks are on `shadowbell export`: there the victim is an NBD client, and the attackers
-//! are others, or a VM on vhost-user-blk.
+//! In some attacks the server is `shadowbell export`: the victim is an NBD client, and the
+//! attackers are other clients, or a VM on vhost-user-blk.
 //!
-//! # What is noise
+//! # Noise
 //!
-//! Two processors have to do for the server's worker and its reactor, for the victim and for the
-//! attackers. So that the figures are the server's:
+//! Two CPUs have to suffice for the server's I/O thread and reactor, the victim and the
+//! attackers. The following keeps the load of the attackers out of the figures:
 //!
-//! * The server's threads and the victim's have the highest priority that there is without a
-//!   real-time class, the attackers' a lower one. A flood is sent in batches, with pauses.
-//! * The victim polls for a completion for 60 us and then looks every 20 us (some 75 with the
-//!   system's slack). Its own wakeups are not in the figures, but for those.
-//! * Each attack has the victim alone measured just before, on the same server.
-//! * A read is judged by what it took apart from the time for which the victim, and the threads
-//!   that serve it, were ready to run and had no processor (`served`, by the kernel's account of each
-//!   thread, before and after each read). On two processors the kernel lets a thread wait for 3 to 4
-//!   ms while two others run. The attack `burn` shows that: it does nothing but compute. What
-//!   a clock shows is in the table all the same, and so is which bound is kept only by that.
-//! * `cpu wait` is for how long all threads of the server together were ready to run during the
-//!   attack and had no processor. An attack that keeps two of its threads busy on two processors
-//!   makes some of that; a machine at work makes the rest.
-//! * An attack that fails is made again, twice at most, and the table says how often it was made.
-//!   A server that can be held up is held up each time; a machine that was busy is busy once. If
-//!   the victim alone was held up already, by half of what is allowed, that does not count as one
-//!   of these, three times at most.
+//! * The threads of the server and the victim have the highest priority below the real-time
+//! classes, those of the attackers a lower one. Floods are sent in batches, with pauses.
+//! * The victim polls for a completion for 60 us, and then every 20 us (about 75 us with the
+//! system's timer slack), so its own wakeups are not in the figures of fast reads.
+//! * Before each attack, the victim is measured alone on the same server.
+//! * Bounds apply to the latency of a read minus the time for which the victim, and the threads
+//! that serve it, were runnable without a CPU (`served`, from the schedstat of each thread before
+//! and after each read). On two CPUs the kernel lets a thread wait for 3 to 4 ms while two others
+//! run; the attack `burn`, which only computes, shows that. The table also has the unadjusted
+//! latency, and marks bounds that are kept only by the adjustment.
+//! * `cpu wait` is the time for which all threads of the server were runnable without a CPU
+//! during the attack. An attack that keeps two threads of the server busy on two CPUs causes some
+//! of it, other load of the machine the rest.
+//! * A failed attack is repeated, twice at most, and the table has the number of attempts. A
+//! vulnerable server fails each time, but a busy machine does not. If the victim was delayed
+//! before the attack, by half of a bound, the attempt does not count, three times at most.
 
 pub(crate) mod attack;
 pub(crate) mod attacks;
@@ -52,11 +51,11 @@ use attack::Attack;
 use round::{Times, round};
 use verdict::Strictness;
 
-/// How long an attack of the short suite takes, in seconds.
+/// Duration of an attack of the short suite, in seconds.
 const SHORT: f64 = 0.5;
-/// How often an attack is made before it has failed.
+/// Number of attempts before an attack has failed.
 const TRIES: u32 = 3;
-/// How often an attack is made again because the victim alone was held up already.
+/// Number of additional attempts if the victim was delayed before the attack.
 const VOIDS: u32 = 3;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -67,25 +66,25 @@ Examples:
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Which attacks; all of them when none is named.
+    /// Attacks to make; the default is all of them
     attacks: Vec<String>,
-    /// How long each takes.
+    /// Duration of each attack
     #[arg(long, default_value_t = 2.0)]
     seconds: f64,
-    /// Make each attack once, whatever comes of it.
+    /// Make each attack only once, also after a failure
     #[arg(long)]
     once: bool,
-    /// Only one attack for each way to do harm, for half a second each: less than a minute in all.
-    /// What takes long fails only at 20 times its bound, as in the test command.
+    /// Make one attack for each type of harm, for half a second each: less than a minute in all.
+    /// Times fail only at 20 times their bound, as in `cargo xtask test`
     #[arg(long, conflicts_with_all = ["attacks", "seconds"])]
     short: bool,
-    /// Name the attacks, and end.
+    /// List the attacks
     #[arg(long)]
     list: bool,
-    /// End with one line of JSON: {"rows": [...]}.
+    /// Print one line of JSON at the end: {"rows": [...]}
     #[arg(long)]
     json: bool,
-    /// A shadowbell program that is built already, instead of building one.
+    /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
 }
@@ -124,7 +123,7 @@ pub(crate) fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
     Ok(())
 }
 
-/// One attack for each way to do harm, as the test command makes them.
+/// Makes the short suite, as a step of `cargo xtask test`.
 pub(crate) fn test(report: &mut Report, binary: &Path) {
     short(report, binary, TRIES);
 }
@@ -134,7 +133,7 @@ fn short(report: &mut Report, binary: &Path, tries: u32) {
     make(report, binary, &chosen, SHORT, tries, Strictness::Tested);
 }
 
-/// Makes these attacks, and prints a table of what came of them.
+/// Makes these attacks, and prints a table of the results.
 fn make(
     report: &mut Report,
     binary: &Path,

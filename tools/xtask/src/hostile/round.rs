@@ -1,4 +1,4 @@
-//! One attack, once: a server, a victim, those who attack it, and what came of it.
+//! One round of an attack: server, victim, attackers, and the outcome.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,51 +12,51 @@ use super::server::{LogReader, Server};
 use super::victim::{Seen, Victim, give_way, hurry};
 use super::watch::{Serving, Usage, usage};
 
-/// How long anybody waits for a server that was sent SIGTERM.
+/// Time limit of the server's end after SIGTERM.
 const END: Duration = Duration::from_secs(15);
-/// How often the server's memory is looked at.
+/// Interval at which the server's memory is measured.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// How long the parts of a round take.
+/// Durations of the parts of a round.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Times {
-    /// The victim alone.
+    /// Measurement of the victim alone.
     pub(crate) alone: Duration,
     pub(crate) attacked: Duration,
-    /// The attack goes on for so long before SIGTERM.
+    /// Duration of the second attack before SIGTERM.
     pub(crate) before_end: Duration,
 }
 
-/// What came of a round.
+/// Outcome of a round.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) alone: Seen,
     pub(crate) attacked: Seen,
-    /// By how much the server's own memory and its page tables grew, at most.
+    /// Maximum growth of the server's own memory and page tables, in bytes.
     pub(crate) memory: u64,
     pub(crate) page_tables: u64,
     pub(crate) log_rate: Option<u64>,
-    /// The attackers' longest reset.
+    /// Longest reset of an attacker.
     pub(crate) reset: Option<Duration>,
-    /// How long the server took to end; none if it did not.
+    /// Time from SIGTERM to the server's end; `None` if it did not end.
     pub(crate) end: Option<Duration>,
-    /// How long the server's threads waited for a processor during the attack.
+    /// Time for which the server's threads were runnable without a CPU during the attack.
     pub(crate) waited: Duration,
     pub(crate) done: u64,
     pub(crate) refused: u64,
-    /// Why the attack ended early.
+    /// Reason for an early end of the attack.
     pub(crate) gave_up: Option<String>,
-    /// What is wrong whatever the figures are.
+    /// Failures that do not depend on bounds.
     pub(crate) wrong: Vec<String>,
     pub(crate) hostile: Option<Kind>,
 }
 
-/// Carries it out.
+/// Executes one round.
 pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outcome> {
     let (mut server, mut victim) = begin(binary, attack)?;
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
     let served_by = Serving::of(server.worker())?;
-    // Once without counting: caches, and how long this worker polls.
+    // Warm-up without measurement: caches, and the adaptive poll time of the I/O thread.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
     outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
 
@@ -71,7 +71,8 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     outcome.page_tables = peak.page_tables.saturating_sub(before.page_tables);
     if attack.log == LogReader::File {
         let bytes = server.logged().saturating_sub(logged) as f64;
-        // What a second may have may come at its beginning.
+        // The log's rate limit allows the amount of one second at once, so shorter attacks count
+        // as one second.
         outcome.log_rate = Some((bytes / began.elapsed().as_secs_f64().max(1.0)) as u64);
     }
     match seen {
@@ -91,7 +92,7 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     Ok(outcome)
 }
 
-/// A server for the attack, and the victim.
+/// Starts a server for the attack, and attaches the victim.
 fn begin(binary: &Path, attack: &Attack) -> Result<(Server, Victim)> {
     if attack.kind == Kind::Export {
         let server = Server::export(binary)?;
@@ -119,7 +120,7 @@ fn field(server: &Server, attack: &Attack, clock: Clock) -> Field {
     }
 }
 
-/// Watches for so long, on a thread that nothing else of the machine holds up.
+/// Measures the victim for the duration `time`, on a thread with high priority.
 fn observe(victim: &mut Victim, time: Duration, served_by: &Serving) -> Result<Seen> {
     scope(|threads| {
         let watcher = threads.spawn(|| {
@@ -130,7 +131,8 @@ fn observe(victim: &mut Victim, time: Duration, served_by: &Serving) -> Result<S
     })
 }
 
-/// Both at once. The most memory that the server had meanwhile comes third.
+/// Runs the attack and the victim concurrently. Returns their results and the server's maximum
+/// memory.
 fn under_attack(
     server: &Server,
     (victim, served_by): (&mut Victim, &Serving),
@@ -167,13 +169,14 @@ fn under_attack(
     })
 }
 
-/// The attackers who are left reset their controllers, with all in flight that they left there.
+/// Resets the controllers of the attackers that are still attached, with all their commands in
+/// flight.
 fn reset_all(field: &mut Field, outcome: &mut Outcome) {
     let mut resets = std::mem::take(&mut field.resets);
     for guest in &mut field.guests {
         match guest.reset() {
             Ok(time) => resets.push(time),
-            // One that was sent away has no controller to reset.
+            // A disconnected attacker has no controller to reset.
             Err(error) if format!("{error:#}").contains("closed") => {}
             Err(error) => outcome.wrong.push(format!("an attacker's reset: {error:#}")),
         }
@@ -182,7 +185,7 @@ fn reset_all(field: &mut Field, outcome: &mut Outcome) {
     outcome.reset = resets.into_iter().max();
 }
 
-/// Attacks once more, so that SIGTERM finds the server under attack.
+/// Attacks again, so that SIGTERM reaches the server under attack.
 fn end_under_attack(
     server: &mut Server,
     attack: &Attack,
@@ -193,7 +196,7 @@ fn end_under_attack(
     let clock = Clock::start(times.before_end * 20);
     field.clock = clock.clone();
     let run = attack.run;
-    // It ends when the server does: nobody waits for it before.
+    // The thread ends after the server; it is joined after that.
     let attacker = std::thread::spawn(move || {
         give_way();
         run(&mut field)
@@ -203,7 +206,8 @@ fn end_under_attack(
     if outcome.end.is_none() {
         server.kill();
     }
-    // Whoever only waits for completions does not see that the server is gone.
+    // Attackers that only wait for completions do not notice the end of the server, so the clock
+    // stops them.
     clock.stop();
     let _ = attacker.join();
     Ok(())

@@ -1,4 +1,4 @@
-//! The program under attack.
+//! Server under attack.
 
 use std::fs::{self, File};
 use std::io::PipeReader;
@@ -12,35 +12,35 @@ use rustix::process::Signal;
 use shadowbell_guest::process::{Process, describe};
 use tempfile::TempDir;
 
-/// The priority of the server's threads: before whatever else the machine does, but for the victim.
+/// Nice value of the server's threads: before everything else except the victim.
 pub(crate) const SERVER_PRIORITY: i32 = -18;
 
-/// Who reads what the server logs.
+/// Reader of the server's log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LogReader {
-    /// A file takes all of it.
+    /// A file, which never blocks.
     File,
-    /// A pipe that nobody reads.
+    /// A pipe without a reader.
     Nobody,
 }
 
-/// A server, and the directory of its sockets and images. Dropping it kills it.
+/// A server, and the directory of its sockets and images. Killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Server {
     process: Process,
-    /// The process that serves, if the other one is its supervisor.
+    /// Server process, if the started process is its supervisor.
     worker: Option<u32>,
     directory: TempDir,
     _unread: Option<PipeReader>,
 }
 
 impl Server {
-    /// `shadowbell serve` with a controller for each of the disks, and one worker.
+    /// Starts `shadowbell serve` with a controller for each of the disks, and one I/O thread.
     pub(crate) fn serve(binary: &Path, disks: &[String], reader: LogReader) -> Result<Self> {
         Self::serve_with(binary, disks, 1, reader)
     }
 
-    /// The same with so many workers.
+    /// Starts `shadowbell serve` with this number of I/O threads.
     pub(crate) fn serve_with(
         binary: &Path,
         disks: &[String],
@@ -70,7 +70,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Waits for the process that serves: the supervisor listens before there is one.
+    /// Waits for the server process: the supervisor listens before it exists.
     fn await_worker(&mut self) -> Result<u32> {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
@@ -80,13 +80,13 @@ impl Server {
             }
             self.check()?;
             if Instant::now() > deadline {
-                bail!("nobody serves: {}", self.log());
+                bail!("no server process was started: {}", self.log());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// `shadowbell export` of a disk in memory, by NBD (`disk.sock`) and as a virtio disk
+    /// Starts `shadowbell export` of a memory disk, by NBD (`disk.sock`) and as a virtio disk
     /// (`blk.sock`).
     pub(crate) fn export(binary: &Path) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets")?;
@@ -102,7 +102,7 @@ impl Server {
         Ok(server)
     }
 
-    /// The program with these arguments. It runs before whatever else the machine does.
+    /// Starts the program with these arguments and a high priority.
     pub(crate) fn start(
         binary: &Path,
         arguments: &[String],
@@ -128,12 +128,12 @@ impl Server {
         Ok(Self { process, worker: None, directory, _unread: unread })
     }
 
-    /// Waits until somebody listens there.
+    /// Waits until a process listens on the socket.
     pub(crate) fn await_socket(&self, path: &Path) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(20);
         while UnixStream::connect(path).is_err() {
             if Instant::now() > deadline {
-                bail!("nobody listens at {}: {}", path.display(), self.log());
+                bail!("no server listens at {}: {}", path.display(), self.log());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -148,35 +148,35 @@ impl Server {
         self.directory.path()
     }
 
-    /// The process that was started: the supervisor, if there is one.
+    /// Process id of the started process: the supervisor, if there is one.
     pub(crate) fn id(&self) -> u32 {
         self.process.id()
     }
 
-    /// The process that serves.
+    /// Process id of the server process.
     pub(crate) fn worker(&self) -> u32 {
         self.worker.unwrap_or_else(|| self.id())
     }
 
-    /// All processes of the server.
+    /// Process ids of all processes of the server.
     pub(crate) fn processes(&self) -> Vec<u32> {
         [Some(self.id()), self.worker].into_iter().flatten().collect()
     }
 
-    /// Bytes logged so far.
+    /// Number of bytes logged so far.
     pub(crate) fn logged(&self) -> u64 {
         fs::metadata(self.directory.path().join("log")).map_or(0, |about| about.len())
     }
 
-    /// What it logged last.
+    /// End of the log.
     pub(crate) fn log(&self) -> String {
         let log = fs::read(self.directory.path().join("log")).unwrap_or_default();
         shadowbell_guest::host::last_lines(&log, 5)
     }
 
-    /// An error if it has ended, or died.
+    /// Fails if a process of the server has ended.
     ///
-    /// A supervisor would make good for a death: that is one all the same.
+    /// This includes a server process that the supervisor would replace.
     pub(crate) fn check(&mut self) -> Result<()> {
         match self.process.ended()? {
             None if self.worker.is_none_or(|pid| children(self.id()) == [pid]) => Ok(()),
@@ -185,7 +185,8 @@ impl Server {
         }
     }
 
-    /// Sends SIGTERM; how long it takes to end, if it does within `limit`.
+    /// Sends SIGTERM. Returns the time until the end, or `None` if the server has not ended
+    /// within `limit`.
     pub(crate) fn terminate(&mut self, limit: Duration) -> Result<Option<Duration>> {
         let began = Instant::now();
         self.process.signal(Signal::TERM)?;
@@ -198,13 +199,13 @@ impl Server {
         Ok(None)
     }
 
-    /// Ends it at once.
+    /// Kills the server.
     pub(crate) fn kill(&mut self) {
         self.process.kill();
     }
 }
 
-/// The processes that a process has started and that have not ended.
+/// Child processes that have not ended.
 fn children(pid: u32) -> Vec<u32> {
     let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()

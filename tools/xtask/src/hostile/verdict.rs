@@ -1,4 +1,4 @@
-//! The bounds, and how a round is shown.
+//! Bounds of the outcome, and the table of rounds.
 
 use std::time::Duration;
 
@@ -10,31 +10,31 @@ use super::round::Outcome;
 
 const P99: Duration = Duration::from_millis(2);
 const LONGEST: Duration = Duration::from_millis(10);
-/// Of the server's memory and page tables, for each hostile controller.
+/// Maximum growth of the server's memory and page tables for each hostile controller, in bytes.
 const GROWTH: u64 = 64 << 20;
-/// Bytes that are logged in a second.
+/// Maximum log rate in bytes per second.
 const LOG_RATE: u64 = 100 << 10;
 const RESET: Duration = Duration::from_secs(2);
 const END: Duration = Duration::from_secs(5);
-/// How often the median may grow beside honest neighbours.
+/// Maximum factor of the victim's median beside honest neighbours.
 const HONEST: u32 = 3;
-/// A median of less than this is not held against anybody: the victim's worker may have been asleep
-/// or not.
+/// Medians below this value are never a failure, because the victim's I/O thread may have slept
+/// or polled.
 const HONEST_FLOOR: Duration = Duration::from_micros(30);
 
-/// How strictly times are judged. What was lost, how the server ended, and how far its memory and
-/// its log grew are judged the same way by both.
+/// Strictness of bounds on times. Lost reads, the server's end, and the growth of memory and log
+/// have the same bounds in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Strictness {
-    /// By the bounds: a measurement, on a machine that does nothing else.
+    /// The bounds, for a measurement on a machine without other load.
     Measured,
-    /// By [`LENIENT`] times the bounds, and not by the median. The test command may run on two
-    /// processors that others use as well, with a program that is not optimised as a release is: a
-    /// server that waits for its peers takes seconds, and one that waits for a processor does not.
+    /// [`LENIENT`] times the bounds, and no bound on the median. `cargo xtask test` may run on
+    /// two busy CPUs, with a program of the dev profile: a server that waits for its peers takes
+    /// seconds, and one that waits for a CPU does not.
     Tested,
 }
 
-/// How much longer than its bound anything may take while it is only tested.
+/// Factor of the bounds in [`Strictness::Tested`].
 const LENIENT: u32 = 20;
 
 impl Strictness {
@@ -43,14 +43,14 @@ impl Strictness {
     }
 }
 
-/// Whether the victim was held up before anybody attacked it: the machine has other things to do,
-/// and the round says nothing about the server.
+/// True if the victim was delayed before the attack by other load of the machine, so the round
+/// has no valid outcome.
 pub(crate) fn is_void(outcome: &Outcome, strictness: Strictness) -> bool {
     let times = strictness.times();
     outcome.alone.p99 > P99 * times / 2 || outcome.alone.longest > LONGEST * times / 2
 }
 
-/// What of the bounds does not hold.
+/// Bounds that were exceeded.
 pub(crate) fn failures(outcome: &Outcome, strictness: Strictness) -> Vec<String> {
     let mut failures = outcome.wrong.clone();
     let times = strictness.times();
@@ -86,8 +86,8 @@ pub(crate) fn failures(outcome: &Outcome, strictness: Strictness) -> Vec<String>
     failures
 }
 
-/// Whether a bound is kept only because what the victim and its server's threads waited for a
-/// processor is not counted.
+/// True if a bound is kept only because waits of the victim and the server's threads for a CPU
+/// are subtracted.
 fn waits_for_processors(outcome: &Outcome, strictness: Strictness) -> bool {
     let times = strictness.times();
     let Outcome { attacked, .. } = outcome;
@@ -125,7 +125,7 @@ pub(crate) fn table() -> Table {
     )
 }
 
-/// Adds a round.
+/// Adds a round to the table.
 pub(crate) fn add(
     table: &mut Table,
     attack: &Attack,

@@ -1,5 +1,5 @@
-//! The neighbour that is honest: one read at a time, at its own pace. It has a controller, or is a
-//! client of an export.
+//! The victim, an honest neighbour: one read at a time, at a fixed rate. It has a controller, or
+//! is a client of an export.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -15,63 +15,63 @@ use crate::peer::nbd::NbdClient;
 use crate::peer::queue::BAR0;
 use shadowbell_spec::regs;
 
-/// Reads in a second, at most: a read that takes longer than its turn puts off the next.
+/// Maximum reads per second. A slow read delays the next one.
 const PER_SECOND: u32 = 1000;
-/// A register is read after so many reads of the disk.
+/// Number of reads of the disk per read of a register.
 const REGISTER_EVERY: u64 = 8;
-/// How long a read is polled for; then it is looked at every so often.
+/// Time for which a read is polled without pauses, and the pause of polling afterwards.
 const SPIN: Duration = Duration::from_micros(60);
 const LOOK: Duration = Duration::from_micros(20);
-/// After this a read is taken for lost, and the measurement has ended.
+/// Time after which a read counts as lost and the measurement ends.
 const LOST: Duration = Duration::from_secs(6);
-/// Blocks of a read.
+/// Number of blocks of a read.
 const BLOCKS: u64 = 8;
-/// Blocks of the disk that are written, and read.
+/// Number of blocks of the disk that are written and read.
 const USED_BLOCKS: u64 = 1024;
-/// The memory of the victim's guest.
+/// Memory size of the victim's guest.
 const MEMORY: u64 = 1 << 20;
 
-/// What the victim saw.
+/// Latencies of the victim.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Seen {
     pub(crate) reads: usize,
     pub(crate) p50: Duration,
     pub(crate) p99: Duration,
     pub(crate) longest: Duration,
-    /// The same without the time for which those who serve the read, and the victim itself, were
-    /// ready to run and had no processor.
+    /// p99 without the time for which the threads that serve the read, and the victim itself,
+    /// were runnable without a CPU.
     pub(crate) served_p99: Duration,
     pub(crate) served_longest: Duration,
-    /// The longest read of a register, which the reactor answers; and without waits for a
-    /// processor.
+    /// Longest read of a register, which the reactor serves; and the same without waits for a
+    /// CPU.
     pub(crate) register: Duration,
     pub(crate) served_register: Duration,
-    /// A read that did not come back.
+    /// A read was lost.
     pub(crate) lost: bool,
 }
 
-/// An attached victim. Its disk holds in each block the number of the block.
+/// An attached victim. Each block of its disk contains the block's number.
 #[derive(Debug)]
 pub(crate) enum Victim {
-    /// A guest, and where it reads to.
+    /// A guest, and the address of its read buffer.
     Guest(Guest, u64),
     Nbd(NbdClient),
 }
 
-/// Has the calling thread run before all others that have no such word, as far as it is allowed to:
-/// what is measured is the server, and not what else the machine does.
+/// Raises the priority of the calling thread as far as permitted, so that other load of the
+/// machine does not delay it.
 pub(crate) fn hurry() {
     let _ = setpriority_process(None, -19);
 }
 
-/// Has the calling thread run after the server and the victim, and before whatever else the machine
-/// does.
+/// Sets the priority of the calling thread below the server and the victim, and above other load
+/// of the machine.
 pub(crate) fn give_way() {
     let _ = setpriority_process(None, -5);
 }
 
 impl Victim {
-    /// Attaches to a controller, and writes its disk.
+    /// Attaches to a controller, and writes the disk.
     pub(crate) fn attach(socket: &std::path::Path) -> Result<Self> {
         let mut guest = Guest::attach(socket, MEMORY)?;
         guest.create_queue(16)?;
@@ -90,7 +90,7 @@ impl Victim {
         Ok(Self::Guest(guest, buffer))
     }
 
-    /// Attaches to an export, and writes its disk.
+    /// Attaches to an export, and writes the disk.
     pub(crate) fn attach_nbd(socket: &std::path::Path) -> Result<Self> {
         let mut client = NbdClient::attach(socket)?;
         let disk: Vec<u8> = (0..USED_BLOCKS).flat_map(block_of).collect();
@@ -98,8 +98,8 @@ impl Victim {
         Ok(Self::Nbd(client))
     }
 
-    /// Reads until it is over, but at least once. What the threads of the server wait for a
-    /// processor is told apart.
+    /// Reads until the clock ends, but at least once. Waits of the server's threads for a CPU are
+    /// recorded separately.
     pub(crate) fn watch(&mut self, clock: &Clock, server: &Serving) -> Result<Seen> {
         let own = Threads::calling()?;
         let mut times = Vec::new();
@@ -146,20 +146,20 @@ impl Victim {
     }
 }
 
-/// How long so many of the times are not longer than.
+/// Quantile `share` of the sorted times.
 fn at(times: &[Duration], share: f64) -> Duration {
     let index = (times.len() as f64 * share) as usize;
     times.get(index.min(times.len().saturating_sub(1))).copied().unwrap_or_default()
 }
 
-/// What a block of the victim's disk holds.
+/// Contents of a block of the victim's disk.
 fn block_of(number: u64) -> [u8; 512] {
     let mut block = [0; 512];
     block[..8].copy_from_slice(&number.to_le_bytes());
     block
 }
 
-/// One read, and whether it brought what is there; nothing if it does not come back.
+/// Reads once and verifies the data. Returns the latency, or `None` if the read is lost.
 fn read(guest: &mut Guest, buffer: u64, block: u64) -> Result<Option<Duration>> {
     let sqe = Sqe::read(1, block, BLOCKS as u16 - 1, 0);
     let sqe = sqe.with_prps(Guest::address(buffer), 0);
@@ -191,7 +191,7 @@ fn read(guest: &mut Guest, buffer: u64, block: u64) -> Result<Option<Duration>> 
     Ok(Some(took))
 }
 
-/// The same for an export. It is an error if it does not come back.
+/// Reads once from an export and verifies the data. A lost read is an error.
 fn read_nbd(client: &mut NbdClient, block: u64) -> Result<Duration> {
     let mut data = [0; (BLOCKS * 512) as usize];
     let began = Instant::now();

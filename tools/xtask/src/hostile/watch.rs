@@ -1,23 +1,22 @@
-//! What the system says about the server meanwhile.
+//! Resource usage of the server's processes and threads, from /proc.
 
 use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// What a process holds and has used.
+/// Memory, CPU wait and descriptors of processes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Usage {
-    /// Memory of its own and its page tables, in bytes. What it has mapped of its clients is
-    /// theirs.
+    /// Private memory and page tables, in bytes. Mapped memory of clients is not included.
     pub(crate) memory: u64,
     pub(crate) page_tables: u64,
-    /// How long threads of it were ready to run and had no processor: what the machine, and not the
-    /// server, is to blame for.
+    /// Time for which threads were runnable without a CPU, which is due to the machine, not the
+    /// server.
     pub(crate) waited: Duration,
 }
 
-/// What these processes hold now.
+/// Current usage of these processes.
 pub(crate) fn usage(pids: &[u32]) -> Result<Usage> {
     pids.iter().try_fold(Usage::default(), |sum, pid| {
         let one = usage_of(*pid)?;
@@ -39,12 +38,12 @@ fn usage_of(pid: u32) -> Result<Usage> {
     Ok(Usage { memory: field("RssAnon:"), page_tables: field("VmPTE:"), waited: waited(pid) })
 }
 
-/// Threads of which it is asked, often, for how long they have waited for a processor.
+/// Threads whose run-queue wait is read often; their files stay open.
 #[derive(Debug)]
 pub(crate) struct Threads(Vec<fs::File>);
 
 impl Threads {
-    /// Those of a process whose names begin so.
+    /// Threads of a process whose names begin with one of `names`.
     fn named(pid: u32, names: &[&str]) -> Result<Self> {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).context("the server's threads")?;
         let is_one = |task: &fs::DirEntry| {
@@ -61,7 +60,8 @@ impl Threads {
         Ok(Self(vec![fs::File::open("/proc/thread-self/schedstat")?]))
     }
 
-    /// For how long, ever. What has ended does not count any more.
+    /// Total time for which the threads were runnable without a CPU. Ended threads are not
+    /// included.
     pub(crate) fn waited(&self) -> Duration {
         use std::os::unix::fs::FileExt;
         let nanos = self.0.iter().filter_map(|file| {
@@ -74,13 +74,13 @@ impl Threads {
     }
 }
 
-/// The threads of a server that has one client: it waits for these.
+/// Threads of a server that the victim waits for.
 #[derive(Debug)]
 pub(crate) struct Serving {
-    /// Those that serve its reads: the workers, and what an export has for that client. Not the
-    /// reactor, which may be ready to run while nobody waits for it.
+    /// Threads that serve the victim's reads: the I/O threads, and the threads of an export for
+    /// this client. Without the reactor, which may be runnable while no read waits for it.
     pub(crate) io: Threads,
-    /// The reactor, which answers for the registers.
+    /// The reactor, which serves register accesses.
     pub(crate) registers: Threads,
 }
 

@@ -1,4 +1,4 @@
-//! A vfio-user connection that sends whatever it is told to.
+//! vfio-user connection that sends arbitrary messages.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -16,12 +16,12 @@ use rustix::net::{
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// How long anybody waits for the server, in one call.
+/// Time limit of one call to the server.
 const PATIENCE: Duration = Duration::from_secs(6);
-/// The most descriptors that the kernel passes at once.
+/// Maximum number of descriptors that the kernel passes in one message.
 const MOST_FDS: usize = 253;
 
-/// A connected socket, and what has come of a reply.
+/// A connected socket, and the received part of a reply.
 #[derive(Debug)]
 pub(crate) struct Connection {
     socket: OwnedFd,
@@ -29,7 +29,7 @@ pub(crate) struct Connection {
     inward: Vec<u8>,
 }
 
-/// A message, as it goes over the socket.
+/// Encodes a message.
 pub(crate) fn message(command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
     let len: usize = payload.iter().map(|part| part.len()).sum();
     let size = (wire::HEADER_LEN + len) as u32;
@@ -38,7 +38,7 @@ pub(crate) fn message(command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
     bytes
 }
 
-/// Sends bytes and descriptors over any socket, without waiting.
+/// Sends bytes and descriptors over a socket, without waiting.
 pub(crate) fn send_fds(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
@@ -61,26 +61,26 @@ fn send_with(
     sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)
 }
 
-/// A write to a region that nobody answers, as a VMM posts it.
+/// Message of a posted write to a region (no reply), as VMMs use it for doorbells.
 pub(crate) fn posted_write(region: u32, offset: u64, data: &[u8]) -> Vec<u8> {
     let access = wire::RegionAccess { offset, region, count: data.len() as u32 };
     message(command::REGION_WRITE, header_flags::NO_REPLY, &[access.as_bytes(), data])
 }
 
-/// A request to read so many bytes of a region.
+/// Payload of a request to read `count` bytes of a region.
 pub(crate) fn read_request(region: u32, offset: u64, count: u32) -> Vec<u8> {
     let access = wire::RegionAccess { offset, region, count };
     message(command::REGION_READ, 0, &[access.as_bytes()])
 }
 
-/// A map of a part of the descriptor that goes with it.
+/// Payload of DMA_MAP for a part of the descriptor in the same message.
 pub(crate) fn dma_map(address: u64, size: u64, offset: u64) -> wire::DmaMap {
     let flags = wire::dma_map_flags::READ | wire::dma_map_flags::WRITE;
     wire::DmaMap { argsz: size_of::<wire::DmaMap>() as u32, flags, offset, address, size }
 }
 
 impl Connection {
-    /// Connects, and says nothing.
+    /// Connects without negotiating the version.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -91,13 +91,13 @@ impl Connection {
         Ok(connection)
     }
 
-    /// How long one call waits for the server.
+    /// Sets the time limit of one call.
     pub(crate) fn set_patience(&self, patience: Duration) -> Result<()> {
         set_socket_timeout(&self.socket, Timeout::Recv, Some(patience))?;
         Ok(set_socket_timeout(&self.socket, Timeout::Send, Some(patience))?)
     }
 
-    /// Says that nothing more comes, and waits until the server has closed the connection.
+    /// Closes the sending direction, and waits until the server has closed the connection.
     pub(crate) fn hang_up(&mut self) -> Result<()> {
         shutdown(&self.socket, Shutdown::Write).context("hanging up")?;
         let mut bytes = [0u8; 4096];
@@ -111,13 +111,13 @@ impl Connection {
         }
     }
 
-    /// Whether the server has closed the connection.
+    /// True if the server has closed the connection.
     pub(crate) fn is_closed(&self) -> bool {
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         !matches!(recv(&self.socket, &mut [0u8; 1][..], flags), Ok((1, _)) | Err(Errno::AGAIN))
     }
 
-    /// Connects, and agrees on the version.
+    /// Connects and negotiates the version.
     pub(crate) fn attach(path: &Path) -> Result<Self> {
         let mut connection = Self::open(path)?;
         let json = br#"{"capabilities":{"max_msg_fds":16,"write_multiple":true}}"#;
@@ -125,12 +125,12 @@ impl Connection {
         Ok(connection)
     }
 
-    /// The socket itself.
+    /// The socket.
     pub(crate) fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// Sends all of the bytes; the descriptors go with the first of them.
+    /// Sends all bytes. The descriptors are sent with the first of them.
     pub(crate) fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let (mut bytes, mut fds) = (bytes, fds);
         while !bytes.is_empty() {
@@ -143,8 +143,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends whole messages, and throws away what comes back meanwhile. So a flood does not come to
-    /// a stop because its replies are unread.
+    /// Sends whole messages and discards replies meanwhile, so that unread replies do not block a
+    /// flood.
     pub(crate) fn flood(&mut self, bytes: &[u8]) -> Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
@@ -159,8 +159,8 @@ impl Connection {
         self.throw_away()
     }
 
-    /// Throws away the replies that are here. Nobody may [`ask`](Self::ask) before
-    /// [`settle`](Self::settle) afterwards.
+    /// Discards available replies. Requires a call of [`settle`](Self::settle) before the next
+    /// [`ask`](Self::ask).
     pub(crate) fn throw_away(&mut self) -> Result<()> {
         let mut bytes = [0u8; 1 << 16];
         loop {
@@ -173,8 +173,8 @@ impl Connection {
         }
     }
 
-    /// Waits for the end of the replies to what was sent so far: sends a message with a number of
-    /// its own, and looks for its reply at the end of what comes.
+    /// Waits for the replies to all messages sent so far: sends one with a unique id, and
+    /// discards replies up to its own.
     pub(crate) fn settle(&mut self) -> Result<()> {
         self.inward.clear();
         let mark = Header {
@@ -212,7 +212,7 @@ impl Connection {
         Ok(payload)
     }
 
-    /// Sends a command and waits for its reply, which may be an error.
+    /// Sends a command and waits for its reply, which may be an error reply.
     pub(crate) fn try_ask(
         &mut self,
         command: u16,
@@ -257,7 +257,7 @@ impl Connection {
         Ok(reply.get(access.as_bytes().len()..).unwrap_or_default().to_vec())
     }
 
-    /// Writes a register of a region, and waits for the answer.
+    /// Writes a register of a region, and waits for the reply.
     pub(crate) fn write(&mut self, region: u32, offset: u64, data: &[u8]) -> Result<()> {
         let access = wire::RegionAccess { offset, region, count: data.len() as u32 };
         self.ask(command::REGION_WRITE, &[access.as_bytes(), data], &[]).map(drop)

@@ -1,4 +1,4 @@
-//! A guest and its VMM in one: memory, registers and queues.
+//! A guest and its VMM: memory, registers and queues.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -15,27 +15,27 @@ use zerocopy::IntoBytes;
 use super::connection::{Connection, dma_map};
 use super::queue::{BAR0, Queue};
 
-/// Where the guest's memory begins for the controller.
+/// DMA address of the guest's memory.
 pub(crate) const BASE: u64 = 0x10_0000;
-/// Bytes of a page.
+/// Page size in bytes.
 pub(crate) const PAGE: u64 = 4096;
-/// The PCI configuration space.
+/// Region index of the PCI configuration space.
 pub(crate) const CONFIG: u32 = 7;
-/// CC of a controller that is enabled, with entries of 64 and of 16 bytes.
+/// CC with EN set, IOSQES 6 and IOCQES 4.
 const ENABLED: u32 = 0x0046_0001;
-/// Entries of the admin queue.
+/// Number of entries of the admin queue.
 const ADMIN_ENTRIES: u16 = 4096;
-/// How long anybody waits for one command of its own, or a reset.
+/// Time limit of a command of this guest, and of a reset.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A memfd of so many bytes, with holes only.
+/// A sparse memfd of `bytes` bytes.
 pub(crate) fn memfd(bytes: u64) -> Result<OwnedFd> {
     let file = memfd_create("guest", MemfdFlags::CLOEXEC)?;
     ftruncate(&file, bytes)?;
     Ok(file)
 }
 
-/// A guest of one controller.
+/// Guest with one controller.
 #[derive(Debug)]
 pub(crate) struct Guest {
     pub(crate) link: Connection,
@@ -47,7 +47,8 @@ pub(crate) struct Guest {
 }
 
 impl Guest {
-    /// Connects with so much memory, turns bus mastering on and enables the controller.
+    /// Connects, shares `bytes` bytes of memory, sets Bus Master Enable, and enables the
+    /// controller.
     pub(crate) fn attach(path: &Path, bytes: u64) -> Result<Self> {
         let file = memfd(bytes)?;
         let memory = Mapping::from_fd(&file, 0, bytes, Protection::ReadWrite)?.bytes();
@@ -62,7 +63,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// So many bytes of memory, in whole pages; the offset.
+    /// Allocates whole pages for `bytes` bytes. Returns their offset in memory.
     pub(crate) fn alloc(&mut self, bytes: u64) -> Result<u64> {
         let at = self.used;
         self.used += bytes.next_multiple_of(PAGE);
@@ -72,27 +73,27 @@ impl Guest {
         Ok(at)
     }
 
-    /// A whole page or more for the controller: its address there.
+    /// DMA address of a memory offset.
     pub(crate) fn address(offset: u64) -> u64 {
         BASE + offset
     }
 
-    /// Writes something into memory, in pages of its own; its address for the controller.
+    /// Copies `bytes` into newly allocated pages. Returns their DMA address.
     pub(crate) fn place(&mut self, bytes: &[u8]) -> Result<u64> {
         let at = self.alloc(bytes.len() as u64)?;
         self.memory.write_from(at as usize, bytes).context("writing memory")?;
         Ok(Self::address(at))
     }
 
-    /// A buffer of `bytes` bytes with the list of its pages: PRP1 and PRP2 for a transfer of all of
-    /// it. At most 513 pages.
+    /// Allocates a buffer of `bytes` bytes, at most 513 pages, and its PRP list. Returns PRP1 and
+    /// PRP2 of a transfer of the whole buffer.
     pub(crate) fn buffer(&mut self, bytes: u64) -> Result<(u64, u64)> {
         let at = Self::address(self.alloc(bytes)?);
         let pages: Vec<u64> = (0..bytes.div_ceil(PAGE)).map(|page| at + page * PAGE).collect();
         self.prps(&pages)
     }
 
-    /// PRP1 and PRP2 for these pages, with a list in memory where it takes one.
+    /// PRP1 and PRP2 of these pages, with a PRP list if there are more than two.
     pub(crate) fn prps(&mut self, pages: &[u64]) -> Result<(u64, u64)> {
         match *pages {
             [] => bail!("no pages"),
@@ -118,13 +119,13 @@ impl Guest {
         BASE + (ring - self.memory.address()) as u64
     }
 
-    /// Where the two rings of a queue are for the controller.
+    /// DMA addresses of the two rings of a queue.
     pub(crate) fn ring_addresses(&self, queue: &Queue) -> (u64, u64) {
         let (sq, cq) = queue.addresses();
         (self.ring_address(sq), self.ring_address(cq))
     }
 
-    /// Enables the controller, which is reset, with an admin queue that is empty.
+    /// Enables the controller after a reset, with an empty admin queue.
     pub(crate) fn enable(&mut self) -> Result<()> {
         let (sq, cq) = self.ring_addresses(&self.admin);
         self.admin.clear();
@@ -137,7 +138,7 @@ impl Guest {
         self.wait_ready(true).map(drop)
     }
 
-    /// Clears CC.EN, and waits for CSTS.RDY to follow; how long that took.
+    /// Clears CC.EN and waits for CSTS.RDY 0. Returns the duration.
     pub(crate) fn reset(&mut self) -> Result<Duration> {
         self.link.write(BAR0, regs::CC, &(ENABLED & !1).to_le_bytes())?;
         self.wait_ready(false)
@@ -157,7 +158,7 @@ impl Guest {
         }
     }
 
-    /// The admin queue, for whoever floods it.
+    /// Admin queue and connection, for a flood.
     pub(crate) fn admin_queue(&mut self) -> (&mut Queue, &mut Connection) {
         (&mut self.admin, &mut self.link)
     }
@@ -168,26 +169,26 @@ impl Guest {
         Ok((queue, &mut self.link))
     }
 
-    /// One admin command, to its completion.
+    /// Executes one admin command. Returns its completion.
     pub(crate) fn admin(&mut self, sqe: Sqe) -> Result<Cqe> {
         let (queue, link) = (&mut self.admin, &mut self.link);
         one(queue, link, sqe)
     }
 
-    /// One I/O command, to its completion.
+    /// Executes one I/O command. Returns its completion.
     pub(crate) fn io(&mut self, index: usize, sqe: Sqe) -> Result<Cqe> {
         let (queue, link) = self.queue(index)?;
         one(queue, link, sqe)
     }
 
-    /// A queue pair of so many entries, polled.
+    /// Creates a queue pair with `entries` entries and without interrupts.
     pub(crate) fn create_queue(&mut self, entries: u16) -> Result<()> {
         let qid = self.queues.len() as u16 + 1;
         let queue = self.rings(qid, entries)?;
         self.create(queue)
     }
 
-    /// Creates again what was deleted or reset: both rings are empty.
+    /// Creates a deleted queue pair again, with empty rings.
     pub(crate) fn create(&mut self, mut queue: Queue) -> Result<()> {
         queue.clear();
         let (sq, cq) = self.ring_addresses(&queue);
@@ -200,7 +201,7 @@ impl Guest {
         Ok(())
     }
 
-    /// One admin command that has to succeed.
+    /// Executes one admin command, which must succeed.
     pub(crate) fn admin_ok(&mut self, sqe: Sqe) -> Result<Cqe> {
         let cqe = self.admin(sqe)?;
         if !cqe.status().is_success() {

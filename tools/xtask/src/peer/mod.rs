@@ -1,7 +1,8 @@
-//! The other side of a vfio-user socket, which need not be honest.
+//! Clients for attacks: the client side of vfio-user, NBD and vhost-user-blk, with arbitrary
+//! messages.
 //!
-//! A [`connection::Connection`] sends whatever bytes and descriptors it is given. A
-//! [`guest::Guest`] is what a guest and its VMM are together: memory, registers, queues.
+//! A [`connection::Connection`] sends arbitrary bytes and descriptors. A [`guest::Guest`] is a
+//! guest and its VMM: memory, registers, queues.
 
 pub(crate) mod connection;
 pub(crate) mod guest;

@@ -1,4 +1,4 @@
-//! A client of an NBD export: as honest or hostile as whoever has it.
+//! NBD client for the victim and for attackers.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,24 +10,24 @@ use anyhow::{Context, Result, bail};
 const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// Options of the handshake.
+/// Option codes of the handshake.
 pub(crate) const LIST: u32 = 3;
 const GO: u32 = 7;
-/// Commands.
+/// Command codes.
 pub(crate) const READ: u16 = 0;
 pub(crate) const WRITE: u16 = 1;
 pub(crate) const FLUSH: u16 = 3;
-/// How long a call waits for the server.
+/// Time limit of a call to the server.
 const PATIENCE: Duration = Duration::from_secs(6);
 
-/// A connection to an export.
+/// Connection to an export.
 #[derive(Debug)]
 pub(crate) struct NbdClient {
     pub(crate) stream: UnixStream,
     cookie: u64,
 }
 
-/// An option, as it goes over the socket.
+/// Encodes an option.
 pub(crate) fn option(option: u32, data: &[u8]) -> Vec<u8> {
     let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
     bytes.extend(option.to_be_bytes());
@@ -36,7 +36,7 @@ pub(crate) fn option(option: u32, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A request, as it goes over the socket; a write's data follow.
+/// Encodes a request, without the data of a write.
 pub(crate) fn request(command: u16, cookie: u64, offset: u64, length: u32) -> Vec<u8> {
     let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
     bytes.extend(0u16.to_be_bytes());
@@ -48,7 +48,7 @@ pub(crate) fn request(command: u16, cookie: u64, offset: u64, length: u32) -> Ve
 }
 
 impl NbdClient {
-    /// Connects, and agrees on fixed newstyle.
+    /// Connects and negotiates fixed newstyle.
     pub(crate) fn greet(path: &Path) -> Result<Self> {
         let stream = UnixStream::connect(path)
             .with_context(|| format!("connecting to {}", path.display()))?;
@@ -63,10 +63,10 @@ impl NbdClient {
         Ok(client)
     }
 
-    /// The same, and on the default export.
+    /// Connects to the default export.
     pub(crate) fn attach(path: &Path) -> Result<Self> {
         let mut client = Self::greet(path)?;
-        // No name, and no further questions.
+        // Empty export name, and no information requests.
         client.stream.write_all(&option(GO, &[0; 6]))?;
         loop {
             let header: [u8; 20] = client.take()?;
@@ -90,7 +90,7 @@ impl NbdClient {
         Ok(bytes)
     }
 
-    /// Sends a request, and whatever follows it.
+    /// Sends a request, and the bytes `data` after it.
     pub(crate) fn send(
         &mut self,
         command: u16,
@@ -103,7 +103,7 @@ impl NbdClient {
         self.stream.write_all(&bytes).context("sending to the server")
     }
 
-    /// The reply to the only request that is under way, with the data of a read.
+    /// Receives the reply to the only request in flight, with the data of a read.
     pub(crate) fn receive(&mut self, data: &mut [u8]) -> Result<()> {
         let reply: [u8; 16] = self.take()?;
         let (magic, rest) = reply.split_at(4);
@@ -117,13 +117,13 @@ impl NbdClient {
         self.stream.read_exact(data).context("receiving from the server")
     }
 
-    /// Reads.
+    /// Reads a range.
     pub(crate) fn read(&mut self, offset: u64, data: &mut [u8]) -> Result<()> {
         self.send(READ, offset, data.len() as u32, &[])?;
         self.receive(data)
     }
 
-    /// Writes.
+    /// Writes a range.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
         self.send(WRITE, offset, data.len() as u32, data)?;
         self.receive(&mut [])

@@ -1,4 +1,4 @@
-//! A queue pair, as a host has it.
+//! Queue pair of a host.
 
 use anyhow::{Context, Result, bail};
 use shadowbell_memory::SharedBytes;
@@ -6,10 +6,10 @@ use shadowbell_spec::{Cqe, Sqe, regs};
 
 use super::connection::{Connection, posted_write};
 
-/// BAR0 of the controller, where registers and doorbells are.
+/// Region index of BAR0, which has the registers and doorbells.
 pub(crate) const BAR0: u32 = 0;
 
-/// A submission queue and its completion queue of as many entries, one beside the other in the
+/// A submission queue and its completion queue with the same number of entries, adjacent in the
 /// guest's memory.
 #[derive(Debug, Clone)]
 pub(crate) struct Queue {
@@ -20,51 +20,51 @@ pub(crate) struct Queue {
     tail: u16,
     head: u16,
     phase: bool,
-    /// Pushed and not popped.
+    /// Number of submitted commands without a completion.
     outstanding: u16,
     cid: u16,
 }
 
 impl Queue {
-    /// Both rings are zero.
+    /// Creates a queue pair whose rings are zeroed.
     pub(crate) fn new(qid: u16, entries: u16, sq: SharedBytes, cq: SharedBytes) -> Self {
         Self { qid, entries, sq, cq, tail: 0, head: 0, phase: true, outstanding: 0, cid: 0 }
     }
 
-    /// Empties both rings, as a reset or a deletion leaves them to whoever begins again.
+    /// Clears both rings, for a queue that is created again after a reset or a deletion.
     pub(crate) fn clear(&mut self) {
         let _ = self.sq.fill(0, self.sq.len(), 0);
         let _ = self.cq.fill(0, self.cq.len(), 0);
         *self = Self::new(self.qid, self.entries, self.sq.clone(), self.cq.clone());
     }
 
-    /// Where the two rings are in this process.
+    /// Addresses of the two rings in this process.
     pub(crate) fn addresses(&self) -> (usize, usize) {
         (self.sq.address(), self.cq.address())
     }
 
-    /// How many commands have no completion yet.
+    /// Number of submitted commands without a completion.
     pub(crate) fn outstanding(&self) -> u16 {
         self.outstanding
     }
 
-    /// How many more can be pushed.
+    /// Number of free submission queue entries.
     pub(crate) fn room(&self) -> u16 {
         (self.entries - 1).saturating_sub(self.outstanding)
     }
 
-    /// The doorbell's place in BAR0.
+    /// Offset of the submission queue tail doorbell in BAR0.
     pub(crate) fn tail_offset(&self) -> u64 {
         regs::sq_doorbell_offset(self.qid, 0)
     }
 
-    /// Puts a command into the ring; its identifier.
+    /// Writes a command into the ring. Returns its command identifier.
     pub(crate) fn push(&mut self, mut sqe: Sqe) -> Result<u16> {
         if self.room() == 0 {
             bail!("queue {} is full", self.qid);
         }
         sqe.cid = self.cid;
-        // One of them must not be used.
+        // Identifiers below 8000h, because FFFFh is reserved.
         self.cid = (self.cid + 1) % 0x8000;
         self.sq.write(usize::from(self.tail) * Sqe::SIZE, &sqe).context("the submission queue")?;
         self.tail = (self.tail + 1) % self.entries;
@@ -72,17 +72,17 @@ impl Queue {
         Ok(sqe.cid)
     }
 
-    /// What rings for what was pushed.
+    /// Message of the tail doorbell write.
     pub(crate) fn bell(&self) -> Vec<u8> {
         posted_write(BAR0, self.tail_offset(), &u32::from(self.tail).to_le_bytes())
     }
 
-    /// Rings for what was pushed.
+    /// Writes the tail doorbell.
     pub(crate) fn ring(&self, link: &Connection) -> Result<()> {
         link.send(&self.bell(), &[])
     }
 
-    /// A completion, if there is one.
+    /// Takes a completion, if there is one.
     pub(crate) fn pop(&mut self) -> Option<Cqe> {
         let at = usize::from(self.head) * Cqe::SIZE;
         let word = self.cq.load_u32_acquire(at + 12)?;
@@ -96,13 +96,13 @@ impl Queue {
         Some(cqe)
     }
 
-    /// What says which completions were consumed.
+    /// Message of the head doorbell write.
     pub(crate) fn head_bell(&self) -> Vec<u8> {
         let head = u32::from(self.head).to_le_bytes();
         posted_write(BAR0, self.tail_offset() + 4, &head)
     }
 
-    /// Says which completions were consumed.
+    /// Writes the head doorbell.
     pub(crate) fn consumed(&self, link: &Connection) -> Result<()> {
         link.send(&self.head_bell(), &[])
     }

@@ -1,5 +1,4 @@
-//! A frontend of vhost-user-blk, and its guest: one queue, whose descriptors say whatever they are
-//! told to.
+//! vhost-user-blk frontend with its guest: one virtqueue with arbitrary descriptors.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -15,27 +14,27 @@ use zerocopy::IntoBytes;
 use super::connection::send_fds;
 use super::guest::memfd;
 
-/// Entries of the queue.
+/// Number of entries of the virtqueue.
 pub(crate) const ENTRIES: u16 = 256;
-/// The guest's memory, which begins at address 0.
+/// Size of the guest's memory, which starts at address 0.
 pub(crate) const MEMORY: u64 = 64 << 20;
-/// Where the parts of the queue are, and where there is room for tables and data.
+/// Guest addresses of the rings, and of free memory for tables and data.
 const AVAIL: usize = 0x2000;
 const USED: usize = 0x4000;
 pub(crate) const ROOM: u64 = 0x1_0000;
-/// Where the frontend says that it has the memory.
+/// User address of the guest's memory in the memory table.
 const USER: u64 = 1 << 40;
 /// VIRTIO_F_VERSION_1 and VIRTIO_F_INDIRECT_DESC.
 const FEATURES: u64 = 1 << 32 | 1 << 28;
-/// How long a call waits for the server.
+/// Time limit of a call to the server.
 const PATIENCE: Duration = Duration::from_secs(6);
 
-/// Flags of a descriptor.
+/// Descriptor flags.
 pub(crate) const NEXT: u16 = 1;
 pub(crate) const WRITE: u16 = 2;
 pub(crate) const INDIRECT: u16 = 4;
 
-/// A descriptor, as it lies in memory.
+/// Encodes a descriptor.
 pub(crate) fn descriptor(address: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&address.to_le_bytes());
@@ -45,7 +44,7 @@ pub(crate) fn descriptor(address: u64, len: u32, flags: u16, next: u16) -> [u8; 
     bytes
 }
 
-/// A frontend that has set one queue up.
+/// A frontend with one virtqueue that is set up.
 #[derive(Debug)]
 pub(crate) struct VirtioGuest {
     stream: UnixStream,
@@ -57,7 +56,7 @@ pub(crate) struct VirtioGuest {
 }
 
 impl VirtioGuest {
-    /// Connects, shares memory and sets the first queue up.
+    /// Connects, shares memory and sets up the first virtqueue.
     pub(crate) fn attach(path: &Path) -> Result<Self> {
         let stream = UnixStream::connect(path)
             .with_context(|| format!("connecting to {}", path.display()))?;
@@ -91,7 +90,7 @@ impl VirtioGuest {
         Ok(())
     }
 
-    /// Whether the server has closed the connection.
+    /// True if the server has closed the connection.
     pub(crate) fn is_closed(&self) -> bool {
         use rustix::io::Errno;
         use rustix::net::{RecvFlags, recv};
@@ -99,34 +98,34 @@ impl VirtioGuest {
         !matches!(recv(&self.stream, &mut [0u8; 1][..], flags), Ok((1, _)) | Err(Errno::AGAIN))
     }
 
-    /// Writes something into the guest's memory.
+    /// Writes bytes into the guest's memory.
     pub(crate) fn put(&self, address: u64, bytes: &[u8]) -> Result<()> {
         self.memory.write_from(address as usize, bytes).context("the guest's memory")
     }
 
-    /// Writes descriptors, from this one on.
+    /// Writes descriptors into the descriptor table, from index `first`.
     pub(crate) fn describe(&self, first: u16, descriptors: &[[u8; 16]]) -> Result<()> {
         self.put(u64::from(first) * 16, descriptors.as_flattened())
     }
 
-    /// How many chains were used, modulo 65536.
+    /// The used index.
     pub(crate) fn used(&self) -> u16 {
         self.memory.load_u32_acquire(USED).map_or(0, |word| (word >> 16) as u16)
     }
 
-    /// How many chains are offered and not used.
+    /// Number of available chains that are not used yet.
     pub(crate) fn outstanding(&self) -> u16 {
         self.available.wrapping_sub(self.used())
     }
 
-    /// Offers these chains at once, and kicks.
+    /// Makes these chains available, and kicks the device.
     pub(crate) fn offer(&mut self, heads: &[u16]) -> Result<()> {
         for head in heads {
             let slot = self.available % ENTRIES;
             self.put((AVAIL + 4) as u64 + u64::from(slot) * 2, &head.to_le_bytes())?;
             self.available = self.available.wrapping_add(1);
         }
-        // The chains are there before the index that offers them.
+        // Release: the chains are visible before the available index.
         fence(Ordering::Release);
         self.put(AVAIL as u64 + 2, &self.available.to_le_bytes())?;
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());

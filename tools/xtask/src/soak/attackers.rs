@@ -1,5 +1,5 @@
-//! Those who attack: each has a controller of its own, and makes one attack of `cargo xtask
-//! hostile` after the other.
+//! Attackers: each has its own controller, and makes attacks of `cargo xtask hostile` one after
+//! the other.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -12,17 +12,17 @@ use crate::hostile::attack::{Attack, Clock, Field, Kind};
 use crate::hostile::attacks;
 use crate::hostile::server::LogReader;
 
-/// How long an attack takes, and the time until the next.
+/// Duration of an attack, and the pause until the next.
 const ATTACK: Duration = Duration::from_secs(2);
 const REST: Duration = Duration::from_millis(250);
 
-/// Attacks that need a file system of their own.
+/// Attacks that are left out, because they need a FUSE file system.
 const LEFT_OUT: [&str; 2] = ["fuse-doorbell", "fuse-map"];
-/// Attacks that take gigabytes, or thousands of descriptors, of the attacker's own: at most one at
-/// a time, so that the machine has enough.
+/// Attacks that use gigabytes of memory, or thousands of descriptors, of the attacker: only one
+/// at a time, because the machine has no room for more.
 const ONE_AT_A_TIME: [&str; 4] = ["page-tables", "punch-holes", "big-unmap", "irq-waiters"];
 
-/// What is behind an attacker's controller.
+/// Disk of an attacker's controller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Disk {
     Memory,
@@ -31,12 +31,12 @@ pub(crate) enum Disk {
 }
 
 impl Disk {
-    /// Of the attacker with this number.
+    /// Disk of the attacker with this number.
     pub(crate) fn of(number: usize) -> Self {
         [Self::Memory, Self::File, Self::Null][number % 3]
     }
 
-    /// As `Server::serve` takes it.
+    /// Disk string for `Server::serve`.
     pub(crate) fn target(self, number: usize) -> String {
         match self {
             Self::Memory => "mem:16MiB".to_owned(),
@@ -45,19 +45,19 @@ impl Disk {
         }
     }
 
-    /// Whether it is what this attack wants.
+    /// True if an attack can use this disk.
     fn suits(self, attack: &Attack) -> bool {
         let wanted = match attack.disks {
             [disk] if disk.contains('=') => Self::File,
             [disk] if disk.starts_with("null:") => Self::Null,
             _ => Self::Memory,
         };
-        // Most attacks want any disk at all, which they say by a small one in memory.
+        // Most attacks work with any disk, which they declare by a small memory disk.
         wanted == self || (self == Self::Null && attack.disks == ["mem:16MiB"])
     }
 }
 
-/// What an attacker makes with such a disk.
+/// Attacks for an attacker with this disk.
 fn repertoire(disk: Disk) -> Vec<Attack> {
     let is_fit = |attack: &Attack| {
         attack.kind == Kind::Hostile
@@ -68,7 +68,7 @@ fn repertoire(disk: Disk) -> Vec<Attack> {
     attacks::all().into_iter().filter(is_fit).collect()
 }
 
-/// One who attacks.
+/// Attacker with one controller.
 #[derive(Debug)]
 pub(crate) struct Attacker {
     pub(crate) number: usize,
@@ -77,7 +77,7 @@ pub(crate) struct Attacker {
 }
 
 impl Attacker {
-    /// Attacks until it is told to stop.
+    /// Attacks until `stop` is set.
     pub(crate) fn run(
         &self,
         directory: &Path,
@@ -86,7 +86,7 @@ impl Attacker {
         tally: &Tally,
     ) {
         let attacks = repertoire(self.disk);
-        // They begin at different places, so that different attacks meet.
+        // Attackers start with different attacks, so that different attacks coincide.
         for attack in attacks.iter().cycle().skip(self.number * 5) {
             if stop.load(Ordering::Relaxed) {
                 return;
@@ -117,7 +117,7 @@ impl Attacker {
             tally.cut(format!("{}: {error:#}", attack.name));
         }
         field.resets.iter().for_each(|time| tally.reset_took(*time));
-        // One that was sent away has no controller to reset.
+        // A disconnected guest has no controller to reset.
         for guest in &mut field.guests {
             if let Ok(time) = guest.reset() {
                 tally.reset_took(time);

@@ -1,4 +1,4 @@
-//! A client for each disk of a server, while something is done to the server.
+//! Clients that verify their disks while the server is killed or upgraded.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use super::load::{Load, Meter, Pace, STALL};
 use super::places::Places;
 use super::tally::value;
 
-/// What all clients together have done.
+/// Totals of all clients.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Totals {
     pub(crate) commands: u64,
@@ -30,11 +30,12 @@ impl Totals {
     }
 }
 
-/// Lets a client work on each disk while something is done `meanwhile`. Then they read all of their
-/// disks, the server ends, and its images are looked at.
+/// Runs a client on each disk while `meanwhile` runs. Then the clients read all of their disks,
+/// the server ends, and its images are compared.
 ///
 /// # Errors
-/// Something was lost, or came too late; or it went wrong in another way.
+///
+/// Data were lost, a command failed or took too long, or `meanwhile` failed.
 pub(crate) fn work(
     kept: &mut Kept,
     seed: u64,
@@ -60,7 +61,7 @@ pub(crate) fn work(
         let outcome = meanwhile(kept, meters);
         stop.store(true, Ordering::Relaxed);
         if outcome.is_err() {
-            // Nobody waits for what does not come.
+            // After a failure, clients do not wait for completions of the server.
             kept.server.kill();
         }
         let places: Vec<_> = loads.into_iter().map(|load| load.join().ok().flatten()).collect();
@@ -73,7 +74,8 @@ pub(crate) fn work(
     }
     kept.server.check()?;
     ensure!(kept.server.terminate(STALL)?.is_some(), "SIGTERM does not end the server");
-    // Without the server, and what it might remember.
+    // The images are read directly, after the end of the server, so that its caches are not
+    // involved.
     for (number, places) in places.into_iter().enumerate() {
         let mut places = places.with_context(|| format!("controller {number} has no client"))?;
         if let Some(image) = kept.image(number) {
@@ -84,10 +86,11 @@ pub(crate) fn work(
     Ok(())
 }
 
-/// Waits until each client has had so many completions that none of them is from before: twice as
-/// many as it has under way.
+/// Waits until each client has had twice as many completions as it has commands in flight, so
+/// that none of these commands is from before.
 ///
 /// # Errors
+///
 /// A client has failed.
 pub(crate) fn settle(
     kept: &mut Kept,

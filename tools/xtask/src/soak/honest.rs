@@ -1,9 +1,9 @@
-//! Guests that are honest: each writes, and reads back what it wrote.
+//! Honest guests: each writes, and verifies what it has written.
 //!
-//! A disk has a few places. In each turn a guest writes the next of them, and meanwhile reads the
-//! one that it wrote in the turn before, and one that it wrote long ago, all at once. Each block
-//! names its controller, its number and the turn in which it was written. Every so often a guest
-//! goes away and comes back, as one that reboots.
+//! A disk has a few places. In each turn a guest writes the next place, and at the same time
+//! reads the place of the previous turn and one that was written long ago. Each block contains
+//! its controller, its number and the turn of the write. Every 64 turns a guest disconnects and
+//! connects again, like a reboot.
 
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -18,30 +18,31 @@ use super::tally::{Tally, add};
 use crate::hostile::victim::hurry;
 use crate::peer::guest::{BASE, Guest, PAGE};
 
-/// The time from one turn of a guest to its next, at least.
+/// Minimum time between two turns of a guest.
 const TURN: Duration = Duration::from_millis(200);
-/// After so many turns a guest goes away and comes back.
+/// Number of turns until a guest reconnects.
 const TURNS_ATTACHED: u64 = 64;
-/// How long a command may take: what Linux gives it (`nvme_core.io_timeout`). A call to the socket
-/// may take as long, but for those of somebody who attaches, which have 6 s each.
+/// Time limit of a command, as in Linux (`nvme_core.io_timeout`), and of a call to the socket.
+/// Calls while a guest attaches have 6 s each.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
-/// After this it is looked whether the server has gone away.
+/// Time without progress after which the guest checks whether the server has closed the
+/// connection.
 const SLOW: Duration = Duration::from_secs(1);
-/// How often each guest is looked at.
+/// Polling interval of each guest.
 const LOOK: Duration = Duration::from_millis(1);
-/// Places of a disk, and blocks of the largest.
+/// Number of places of a disk, and blocks of the largest place.
 const PLACES: u64 = 32;
 const PLACE_BLOCKS: u64 = 32;
 const BLOCK: u64 = 512;
-/// Bytes of a disk that these places fit into.
+/// Size of a disk with these places.
 pub(crate) const DISK: &str = "1MiB";
 pub(crate) const DISK_BYTES: u64 = PLACES * PLACE_BLOCKS * BLOCK * 2;
-/// Memory of a guest: rings, and three buffers.
+/// Memory size of a guest: rings and three buffers.
 const MEMORY: u64 = 1 << 20;
-/// Entries of its queue.
+/// Number of entries of the I/O queue.
 const ENTRIES: u16 = 16;
 
-/// Blocks of a place.
+/// Number of blocks of a place.
 fn blocks(place: u64) -> u64 {
     1 + place * 7 % PLACE_BLOCKS
 }
@@ -58,7 +59,7 @@ impl Buffer {
     }
 }
 
-/// A command that has no completion yet.
+/// A command in flight.
 #[derive(Debug, Clone, Copy)]
 struct Pending {
     cid: u16,
@@ -67,14 +68,14 @@ struct Pending {
     is_read: bool,
 }
 
-/// A guest of one controller.
+/// Guest with one controller.
 #[derive(Debug)]
 pub(crate) struct Honest {
     number: u64,
     socket: PathBuf,
     guest: Guest,
     buffers: [Buffer; 3],
-    /// When each place was written last.
+    /// Turn of the last write of each place.
     generations: [u64; PLACES as usize],
     turn: u64,
     pending: Vec<Pending>,
@@ -96,7 +97,8 @@ fn attach(socket: &Path) -> Result<(Guest, [Buffer; 3])> {
 }
 
 impl Honest {
-    /// Attaches. The first turns of all guests are spread over the time of one.
+    /// Attaches to a controller. The first turns of all guests are spread over the time of one
+    /// turn.
     pub(crate) fn attach(number: u64, socket: PathBuf) -> Result<Self> {
         let (guest, buffers) = attach(&socket)?;
         let now = Instant::now();
@@ -114,7 +116,7 @@ impl Honest {
         })
     }
 
-    /// Takes what has completed, and begins the next turn when it is due.
+    /// Takes completions, and starts the next turn when it is due.
     fn step(&mut self, tally: &Tally) -> Result<()> {
         self.take(tally)?;
         if self.pending.is_empty() && Instant::now() >= self.due {
@@ -129,7 +131,7 @@ impl Honest {
 
     fn come_back(&mut self, tally: &Tally) -> Result<()> {
         let began = Instant::now();
-        // The server takes one client at a time; the old one is gone before the new one comes.
+        // The server allows one client at a time, so the old connection must be closed first.
         self.guest.link.hang_up()?;
         (self.guest, self.buffers) = attach(&self.socket).context("coming back")?;
         add(&tally.attached, 1);
@@ -151,7 +153,7 @@ impl Honest {
         self.push(written, first, false)?;
         self.push(before, second, true)?;
         self.push(long_ago, third, true)?;
-        // No read of this turn is of this place.
+        // No read of this turn is at this place.
         if let Some(place) = self.generations.get_mut(written as usize) {
             *place = generation;
         }
@@ -165,7 +167,7 @@ impl Honest {
         let (slba, nlb0) = (place * PLACE_BLOCKS, blocks(place) as u16 - 1);
         let sqe = if is_read { Sqe::read(1, slba, nlb0, 0) } else { Sqe::write(1, slba, nlb0, 0) };
         let (queue, _) = self.guest.queue(0)?;
-        // One page or two take no list.
+        // One or two pages need no PRP list.
         let prp2 = match (blocks(place) * BLOCK).div_ceil(PAGE) {
             1 => 0,
             2 => buffer.prp1 + PAGE,
@@ -205,7 +207,7 @@ impl Honest {
         done.iter().filter(|pending| pending.is_read).try_for_each(|read| self.check(read, tally))
     }
 
-    /// Whether the read brought what was written there last.
+    /// Verifies the data of a read.
     fn check(&self, read: &Pending, tally: &Tally) -> Result<()> {
         let generation = self.generations.get(read.place as usize).copied().unwrap_or_default();
         let mut found = vec![0; (blocks(read.place) * BLOCK) as usize];
@@ -233,7 +235,7 @@ impl Honest {
         Ok(())
     }
 
-    /// Waits for what is under way, and reads the whole disk once more.
+    /// Waits for commands in flight, and reads the whole disk once more.
     fn finish(&mut self, tally: &Tally) -> Result<()> {
         while !self.pending.is_empty() {
             self.take(tally)?;
@@ -265,7 +267,7 @@ impl Honest {
     }
 }
 
-/// Whether a new client of this controller is answered, and its commands as well.
+/// Checks that a new client of this controller gets replies and completions.
 pub(crate) fn answers(socket: &Path) -> Result<()> {
     let (mut guest, [buffer, ..]) = attach(socket)?;
     let cqe = guest.io(0, Sqe::read(1, 0, 7, 0).with_prps(buffer.prp1, 0))?;
@@ -275,7 +277,7 @@ pub(crate) fn answers(socket: &Path) -> Result<()> {
     guest.link.hang_up()
 }
 
-/// Lets these guests take their turns until then, and then read all that they wrote.
+/// Runs the turns of these guests until `until`, and then reads all that they have written.
 pub(crate) fn drive(guests: &mut [Honest], until: Instant, tally: &Tally) {
     hurry();
     while Instant::now() < until && guests.iter().any(|guest| !guest.has_failed) {

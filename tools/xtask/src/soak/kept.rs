@@ -1,4 +1,4 @@
-//! A server under a supervisor, and the disks that it serves.
+//! Server with a supervisor, and its disks.
 
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
@@ -12,10 +12,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::places::{DISK_BYTES, Keeps};
 use crate::hostile::server::{LogReader, Server};
 
-/// How long a worker may take to come.
+/// Time limit of the start of a server process.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a disk keeps its bytes in.
+/// Disk type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub(crate) enum DiskKind {
     Direct,
@@ -25,17 +25,17 @@ pub(crate) enum DiskKind {
     Qcow2,
     /// A namespace of another server, which is not killed.
     VfioUser,
-    /// An export of a server that is not killed.
+    /// An export of an NBD server, which is not killed.
     Nbd,
 }
 
-/// How long an NBD server may go on with what a dead process has sent.
+/// Time for which an NBD server may still execute requests of a dead process (option `settle`).
 const SETTLE: &str = "50ms";
 
 impl DiskKind {
     pub(crate) const ALL: [Self; 4] = [Self::Direct, Self::PageCache, Self::Memory, Self::Null];
 
-    /// Of the disk with this number.
+    /// Disk type of the disk with this number.
     pub(crate) fn of(number: usize) -> Self {
         Self::ALL[number % Self::ALL.len()]
     }
@@ -60,17 +60,17 @@ impl DiskKind {
         }
     }
 
-    /// Its bytes are those of a file.
+    /// True if the disk is a raw file.
     fn is_file(self) -> bool {
         matches!(self, Self::Direct | Self::PageCache | Self::VfioUser | Self::Nbd)
     }
 
-    /// No sandbox allows it.
+    /// True if the disk is a connection to another server, which the sandbox does not allow.
     fn is_outside(self) -> bool {
         matches!(self, Self::VfioUser | Self::Nbd)
     }
 
-    /// The server that it is an export or a namespace of, at `socket`.
+    /// Starts the server of the export or namespace, at `socket`.
     fn below(self, binary: &Path, image: &Path, socket: &Path) -> Result<Option<Child>> {
         let mut command = Command::new(binary);
         let disk = format!("{}?direct=on", image.display());
@@ -94,7 +94,7 @@ impl DiskKind {
         Ok(Some(child))
     }
 
-    /// As `serve` takes it; `below` is the socket of the server below.
+    /// Disk string for `serve`. `below` is the socket of the other server.
     fn spec(self, image: &Path, below: &Path) -> String {
         match self {
             Self::Qcow2 => format!("{}?direct=on&format=qcow2", image.display()),
@@ -110,12 +110,12 @@ impl DiskKind {
     }
 }
 
-/// A server under a supervisor. Dropping it kills both.
+/// A server process and its supervisor. Both are killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Kept {
     pub(crate) server: Server,
     kinds: Vec<DiskKind>,
-    /// Servers of disks.
+    /// Servers of the disks.
     below: Vec<Child>,
 }
 
@@ -129,10 +129,12 @@ impl Drop for Kept {
 }
 
 impl Kept {
-    /// With a controller for each of the disks. `options` stand before the verb.
+    /// Starts a server with a controller for each of the disks. `options` are those before the
+    /// verb.
     ///
     /// # Errors
-    /// It does not serve.
+    ///
+    /// The server does not start.
     pub(crate) fn serve(
         binary: &Path,
         options: &[&str],
@@ -170,13 +172,12 @@ impl Kept {
         Ok(Self { server, kinds: kinds.to_vec(), below })
     }
 
-    /// What is behind each controller.
+    /// Disk type of each controller.
     pub(crate) fn kinds(&self) -> &[DiskKind] {
         &self.kinds
     }
 
-    /// Looks at all qcow2 images, when nobody has them open: clusters that are counted and used by
-    /// nothing are all that may be wrong.
+    /// Checks all qcow2 images, which no process may have open. Leaked clusters are allowed.
     pub(crate) fn check_images(&self) -> Result<()> {
         for (number, _) in self.kinds.iter().enumerate().filter(|(_, k)| **k == DiskKind::Qcow2) {
             let mut command = Command::new("qemu-img");
@@ -188,20 +189,20 @@ impl Kept {
         Ok(())
     }
 
-    /// The image of this disk, if it is a file.
+    /// Image of the disk, if it is a raw file.
     pub(crate) fn image(&self, number: usize) -> Option<PathBuf> {
         let kind = self.kinds.get(number).filter(|kind| kind.is_file());
         kind.map(|_| image(self.server.directory(), number))
     }
 
-    /// The processes that serve, or are to: the newest last.
+    /// Server processes, the newest last.
     fn workers(&self) -> Vec<u32> {
         let supervisor = self.server.id();
         let list = fs::read_to_string(format!("/proc/{supervisor}/task/{supervisor}/children"));
         list.unwrap_or_default().split_whitespace().flat_map(str::parse).collect()
     }
 
-    /// The worker that is none of these, when there is one.
+    /// Waits for a server process other than `before`.
     pub(crate) fn next_worker(&mut self, before: Option<u32>) -> Result<u32> {
         let began = Instant::now();
         loop {
@@ -230,7 +231,7 @@ fn image(directory: &Path, number: usize) -> PathBuf {
     directory.join(format!("{number}.img"))
 }
 
-/// Sends a signal to a worker.
+/// Sends a signal to a server process.
 pub(crate) fn signal(worker: u32, signal: Signal) -> Result<()> {
     let pid = Pid::from_raw(worker.cast_signed()).context("a process number")?;
     kill_process(pid, signal).with_context(|| format!("a signal for process {worker}"))

@@ -1,13 +1,15 @@
-//! The process that serves is killed, again and again, and its clients notice nothing.
+//! `cargo xtask soak kill`: the server process is killed repeatedly, and its clients must not
+//! notice.
 //!
-//! Each disk has a client that keeps 128 commands under way, and that knows what may be there: what
-//! was acknowledged is there, and nothing older. It is in this process, which is not killed.
+//! Each disk has a client in this process, which is not killed. The client keeps 128 commands in
+//! flight and verifies what it reads: acknowledged writes must be there, and nothing older.
 //!
-//! A worker is killed at a random moment, mostly by SIGKILL, sometimes by a signal of which a
-//! program dies by itself, and sometimes the one that goes on is killed as well, on its way or just
-//! after. Each client measures the time without a completion, from the last before to the first
-//! after. The next kill comes when each has had twice as many completions as it has commands under
-//! way: so all places of a disk are read and written between two kills.
+//! The server process is killed at random moments, mostly by SIGKILL, sometimes by a signal that
+//! simulates a crash. Sometimes the next process is killed as well, during recovery or just
+//! after. Each client measures the time without a completion, from the last one before to the
+//! first one after a kill. The next kill follows when each client has had twice as many
+//! completions as it has commands in flight, so all places of a disk are read and written between
+//! two kills.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,52 +30,54 @@ use super::random::Random;
 use super::times::{Times, millis};
 use crate::report::Report;
 
-/// Commands that each client has under way.
+/// Number of commands that each client has in flight.
 const DEPTH: u32 = 128;
-/// How often a line says how far it is.
+/// Interval of progress lines.
 const LINE: Duration = Duration::from_secs(10);
-/// A worker that is killed has served for so long, and longer by chance. (One that has served for
-/// 50 ms, and is killed from outside, is replaced at once, however often.)
+/// Minimum time for which a server process serves until it is killed; a random time is added. The
+/// supervisor restarts a process that has served for 50 ms and was killed by a signal without a
+/// delay, however often.
 const SERVED: Duration = Duration::from_millis(60);
 const LONGER: Duration = Duration::from_millis(140);
-/// After such a time at most, by chance, the one that goes on is killed as well.
+/// Maximum of the random time after which the next process is killed as well.
 const TWICE: Duration = Duration::from_millis(60);
-/// One in so many dies by another signal, and one in so many is followed at once by another one.
+/// One in so many kills uses another signal, and one in so many is followed by a kill of the next
+/// process.
 const OTHERS_EVERY: u64 = 12;
 const TWICE_EVERY: u64 = 8;
-/// Kinds of disks.
+/// Number of disk types.
 const KINDS: usize = DiskKind::ALL.len();
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// How often a process is killed.
+    /// Number of kills
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     kills: u32,
-    /// Chooses the moments, and what is written.
+    /// Seed of the random moments and data
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Controllers, each with a disk: file with O_DIRECT, file through the page cache, memory, null,
-    /// and again.
+    /// Number of controllers. The disks are in turn: file with O_DIRECT, file through the page
+    /// cache, memory, null
     #[arg(long, default_value_t = KINDS as u16, value_parser = clap::value_parser!(u16).range(1..=256))]
     controllers: u16,
-    /// Instead of these kinds of disks: this one, or several, and again.
+    /// Disk types to use instead, in turn
     #[arg(long, value_name = "KIND")]
     disk: Vec<DiskKind>,
-    /// One in so many commands is a flush; 0 for none. What a disk is still flushing has to end
-    /// before another process can go on, so the time without a completion is that of the disk.
+    /// One in so many commands is a flush; 0: none. A flush in flight has to end before recovery,
+    /// so it lengthens the time without a completion
     #[arg(long, default_value_t = 0)]
     flush_every: u64,
-    /// Threads of the server that do the I/O.
+    /// Number of I/O threads of the server
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
     workers: u8,
-    /// Put an older state of a place back into an image from time to time, as a write would that
-    /// comes too late: the check has to fail, and that is what passes.
+    /// Control: write older data into an image from time to time, like a late write. Passes if
+    /// verification fails
     #[arg(long)]
     control: bool,
-    /// Print how long each part of the way back took (the server logs more).
+    /// Print the duration of each step of recovery (the server logs more)
     #[arg(long)]
     phases: bool,
-    /// A shadowbell program that is built already, instead of building one.
+    /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
 }
@@ -88,7 +92,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// As the test command does it: a few kills, and the check that has to fail.
+/// Short run as a step of `cargo xtask test`: a few kills, and the control.
 pub(crate) fn test(report: &mut Report, binary: &Path) {
     let few = Arguments {
         kills: TEST_KILLS,
@@ -106,13 +110,13 @@ pub(crate) fn test(report: &mut Report, binary: &Path) {
 }
 
 impl Arguments {
-    /// The kinds of disks, of which each controller has the next.
+    /// Disk types, which the controllers have in turn.
     fn kinds(&self) -> &[DiskKind] {
         if self.disk.is_empty() { &DiskKind::ALL } else { &self.disk }
     }
 }
 
-/// How many there are in the test command.
+/// Number of kills in `cargo xtask test`.
 const TEST_KILLS: u32 = 200;
 
 fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
@@ -121,17 +125,17 @@ fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
     let single = vec![Times::default(); arguments.kinds().len()];
     let mut gaps = Gaps { single, ..Gaps::default() };
     if arguments.control {
-        report.check("old data are noticed", |_| match work(binary, arguments, &mut gaps) {
+        report.check("old data are detected", |_| match work(binary, arguments, &mut gaps) {
             Err(error) if format!("{error:#}").contains("which was acknowledged") => {
                 println!("   {error:#}");
                 Ok(())
             }
             Err(error) => Err(error),
-            Ok(_) => bail!("nobody has noticed them"),
+            Ok(_) => bail!("the old data were not detected"),
         });
         return;
     }
-    report.check("nothing acknowledged is lost, nothing older comes over it, no error", |_| {
+    report.check("no acknowledged write is lost or overwritten by an older one, no error", |_| {
         work(binary, arguments, &mut gaps).map(drop)
     });
     report.table(gaps.table(arguments));
@@ -140,17 +144,18 @@ fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
     }
 }
 
-/// What was measured.
+/// Measured times.
 #[derive(Debug, Default)]
 struct Gaps {
     kills: u32,
-    /// Of one kill, by kind of disk.
+    /// Time without a completion at one kill, by disk type.
     single: Vec<Times>,
-    /// Of two, of which the second was meant for the one that goes on.
+    /// Time without a completion at two kills, of which the second was meant for the next
+    /// process.
     double: Times,
-    /// From a kill until another process is there.
+    /// Time from a kill until the next process exists.
     until_next: Times,
-    /// Without any, from the end of one to the next.
+    /// Time without a completion between two kills.
     without: Times,
     phases: Option<Phases>,
     totals: Totals,
@@ -169,7 +174,7 @@ impl Gaps {
         }
     }
 
-    /// Of one kill, all kinds of disks together.
+    /// Times at one kill, all disk types together.
     fn all(&self) -> Times {
         let mut all = Times::default();
         self.single.iter().for_each(|times| all.append(times));
@@ -211,7 +216,7 @@ impl Gaps {
     }
 }
 
-/// Kills for as often as was asked for, and looks whether all is there.
+/// Kills as often as requested, and verifies the disks.
 fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
     let kinds = arguments.kinds().iter().copied().cycle();
     let kinds: Vec<_> = kinds.take(arguments.controllers.into()).collect();
@@ -289,21 +294,21 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
     Ok(())
 }
 
-/// A part of an image, as it was.
+/// Old data of a part of an image.
 struct OldData {
     image: PathBuf,
     bytes: Vec<u8>,
 }
 
 impl OldData {
-    /// Of the first image that there is.
+    /// Reads data of the first raw image.
     fn read(kept: &Kept) -> Option<Self> {
         let image = (0..kept.kinds().len()).rev().find_map(|number| kept.image(number))?;
         let bytes = fs::read(&image).ok()?;
         Some(Self { image, bytes })
     }
 
-    /// As writes would do that come too late.
+    /// Writes the old data into the image, like a late write.
     fn put_back(&self) -> Result<()> {
         use std::os::unix::fs::FileExt;
         let file = fs::OpenOptions::new().write(true).open(&self.image)?;

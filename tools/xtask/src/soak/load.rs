@@ -1,9 +1,9 @@
-//! A client that keeps a disk busy, and looks at every byte that it reads: in this process, which
-//! nobody kills.
+//! A client that keeps commands in flight and verifies every block that it reads, in this
+//! process, which is not killed.
 //!
-//! It is the driver, with shadow doorbells and interrupts, without its recovery: a completion that
-//! does not come, an interrupt that gets lost and an error all end the load. So nothing is made
-//! good here that the server has done wrong.
+//! The client is the driver with shadow doorbells and interrupts, but without recovery: a missing
+//! completion, a lost interrupt and an error all end the load, so the driver hides no error of
+//! the server.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,30 +21,30 @@ use super::pattern::BLOCK;
 use super::places::{Kind, Op, PLACE_BYTES, Places};
 use super::tally::add;
 
-/// A server that completes nothing for so long has lost what was under way: what Linux gives a
-/// command (`nvme_core.io_timeout`).
+/// Time without a completion after which commands count as lost, as in Linux
+/// (`nvme_core.io_timeout`).
 pub(crate) const STALL: Duration = Duration::from_secs(30);
-/// How long it polls before it sleeps: while a server is away, others have the processor.
+/// Poll time before a sleep. It is short, because the restart of a server needs the CPU.
 const SPIN: SpinPolicy = SpinPolicy { max: Duration::from_micros(20), adaptive: false };
 
-/// How a client works.
+/// Rate of a client.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pace {
-    /// Commands that it has under way.
+    /// Number of commands in flight.
     pub(crate) depth: u32,
-    /// How long it rests when all of them have completed; not at all if that is nothing, and then
-    /// there is a new one for each that completes.
+    /// Pause after all of them have completed. If zero, a new command is submitted for each
+    /// completion.
     pub(crate) rest: Duration,
-    /// One in so many commands is a flush; none, if that is nothing.
+    /// One in so many commands is a flush; 0: none.
     pub(crate) flush_every: u64,
 }
 
-/// What a load shows to others while it runs.
+/// Progress of a running load.
 #[derive(Debug, Default)]
 pub(crate) struct Meter {
-    /// Commands that have completed.
+    /// Number of completed commands.
     pub(crate) commands: AtomicU64,
-    /// Blocks that were read and looked at.
+    /// Number of verified blocks.
     pub(crate) blocks: AtomicU64,
     gap: AtomicU64,
     slowest: AtomicU64,
@@ -52,14 +52,13 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
-    /// The longest time without a completion, and the longest time that a command took, since this
-    /// was asked last.
+    /// Longest time without a completion and longest command since the last call.
     pub(crate) fn take(&self) -> Longest {
         let nanos = |of: &AtomicU64| Duration::from_nanos(of.swap(0, Ordering::Relaxed));
         Longest { gap: nanos(&self.gap), command: nanos(&self.slowest) }
     }
 
-    /// Why the load has ended before its time, if it has.
+    /// Reason why the load has failed, if it has.
     pub(crate) fn failure(&self) -> Option<String> {
         lock(&self.failure).clone()
     }
@@ -69,12 +68,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a client saw.
+/// Longest times of a client.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Longest {
-    /// The longest time without a completion.
+    /// Longest time without a completion.
     pub(crate) gap: Duration,
-    /// The longest time from a command's submission to its completion.
+    /// Longest time from submission to completion.
     pub(crate) command: Duration,
 }
 
@@ -88,10 +87,10 @@ pub(crate) struct Load {
     depth: usize,
     rest: Duration,
     places: Places,
-    /// By slot of the queue.
+    /// Commands in flight, by slot of the queue.
     under_way: Vec<Option<(Op, Instant)>>,
     scratch: Vec<u8>,
-    /// The last completion.
+    /// Time of the last completion.
     last: Instant,
 }
 
@@ -99,7 +98,8 @@ impl Load {
     /// Attaches to a controller whose first namespace is the disk.
     ///
     /// # Errors
-    /// It can not.
+    ///
+    /// Attaching failed.
     pub(crate) fn attach(name: &str, socket: &Path, places: Places, pace: Pace) -> Result<Self> {
         let Pace { depth, rest, .. } = pace;
         let transport = VfioUser::connect(socket, STALL)?;
@@ -133,7 +133,8 @@ impl Load {
         })
     }
 
-    /// Works until it is told to stop, and then reads all places once more. What they have to hold.
+    /// Runs until `stop` is set, and then reads all places once more. Returns their expected
+    /// data.
     pub(crate) fn run(mut self, stop: &AtomicBool, meter: &Meter) -> Option<Places> {
         let outcome = self.work(stop, meter).and_then(|()| self.read_all(meter));
         if let Err(error) = &outcome {
@@ -204,7 +205,7 @@ impl Load {
         let command = match op.kind {
             Kind::Flush => self.namespace.flush(),
             Kind::Read => {
-                // What is left there from before must not pass for what was read.
+                // Old contents of the buffer must not pass verification.
                 buffer.fill(0x5a);
                 self.namespace.read(first, blocks)?
             }
@@ -219,14 +220,14 @@ impl Load {
         let buffer = (op.kind != Kind::Flush).then_some(buffer);
         let token =
             self.queue.submit(command, buffer).map_err(|refused| anyhow!(refused.reason))?;
-        let entry = self.under_way.get_mut(token.index()).context("a slot that is none")?;
+        let entry = self.under_way.get_mut(token.index()).context("an invalid slot")?;
         if entry.replace((op, now)).is_some() {
             bail!("two commands have one slot");
         }
         Ok(())
     }
 
-    /// Waits for completions, and takes those that are there.
+    /// Waits for completions and takes them.
     fn take(&mut self, meter: &Meter) -> Result<()> {
         let began = Instant::now();
         if !self.queue.wait(Some(began + STALL))? && began.elapsed() >= STALL {

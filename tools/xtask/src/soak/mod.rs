@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: what takes minutes, and ends by itself.
+//! `cargo xtask soak`: stress tests of minutes that end by themselves.
 
 mod attackers;
 mod clients;
@@ -37,31 +37,31 @@ pub(crate) struct Arguments {
 
 #[derive(clap::Subcommand)]
 enum What {
-    /// Controllers of one server: one in eight is attacked without end, the others verify what they
+    /// Attack one in eight of many controllers without pause, while the others verify what they
     /// wrote.
     ///
-    /// Fails if a command of an honest one fails or takes 30 s, if a block is not what was written,
-    /// if the server does not answer at the end or grows without bound, or if SIGTERM, under
+    /// Fails if a command of an honest guest fails or takes 30 s, if data are wrong, if the
+    /// server does not answer at the end or its memory grows without bound, or if SIGTERM, under
     /// attack, does not end it within 5 s.
     Neighbours(neighbours::Arguments),
-    /// The process that serves is killed at random moments, while clients with 128 commands under
-    /// way each verify what they wrote.
+    /// Kill the server process at random moments, while clients with 128 commands in flight each
+    /// verify their data.
     ///
-    /// Fails if a write that was acknowledged is lost, if an older one comes over it, if a command
-    /// fails or has no completion within 30 s, or if an interrupt is lost. How long nothing
-    /// completed is printed, and not judged.
+    /// Fails if an acknowledged write is lost or overwritten by an older one, if a command fails
+    /// or has no completion within 30 s, or if an interrupt is lost. The time without a
+    /// completion is printed and not checked.
     Kill(kill::Arguments),
-    /// A process that does random operations on a qcow2 image is killed at random moments.
+    /// Kill a process that executes random operations on a qcow2 image, at random moments.
     ///
-    /// Fails if what was flushed is not there (or what was answered, where the disk is kept for the
-    /// next process), if `qemu-img check` finds a corruption once the image was opened again, or if
-    /// `qemu-img compare` finds a difference.
+    /// Fails if flushed data are lost (or acknowledged data, where the disk is recovered by the
+    /// next process), if `qemu-img check` finds a corruption after the image was opened again, or
+    /// if `qemu-img compare` finds a difference.
     Qcow2(qcow2::Arguments),
-    /// The process that serves is replaced again and again by another one, while clients with 32
-    /// commands under way each verify what they wrote.
+    /// Restart the server for upgrade repeatedly, while clients with 32 commands in flight each
+    /// verify their data.
     ///
-    /// Fails as `kill` does, or if an upgrade fails for another reason than that the disks did not
-    /// come to rest in time, or that the other program does not read the state.
+    /// Fails as `kill` does, or if an upgrade fails, except if the disks did not quiesce in time,
+    /// or if the other program does not support the state's version.
     Upgrade(upgrade::Arguments),
 }
 

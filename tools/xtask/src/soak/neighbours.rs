@@ -1,4 +1,5 @@
-//! Hundreds of controllers of one server, of which some are attacked.
+//! `cargo xtask soak neighbours`: hundreds of controllers of one server, of which some are
+//! attacked.
 
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -19,32 +20,32 @@ use crate::report::Report;
 
 /// One in so many controllers is attacked.
 const HOSTILE: usize = 8;
-/// Threads that have the honest guests between them.
+/// Number of threads that run the honest guests.
 const DRIVERS: usize = 4;
-/// How often a line says how far it is.
+/// Interval of progress lines.
 const LINE: Duration = Duration::from_secs(10);
-/// How often the server's memory is looked at.
+/// Interval at which the server's memory is measured.
 const LOOK: Duration = Duration::from_millis(100);
-/// Bounds: the server's end after SIGTERM, and its memory and page tables for each attacker.
+/// Bounds: time from SIGTERM to the server's end, and memory and page tables for each attacker.
 const END: Duration = Duration::from_secs(5);
 const GROWTH: u64 = 64 << 20;
-/// How long anybody waits for the server's end.
+/// Time limit of the server's end.
 const END_PATIENCE: Duration = Duration::from_secs(15);
-/// The most descriptors that the attackers have.
+/// Maximum number of descriptors that the attackers use.
 const DESCRIPTORS: u64 = 1 << 18;
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// How long it takes, besides the start and the end.
+    /// Duration in minutes, without start and end
     #[arg(long, default_value_t = 10.0)]
     minutes: f64,
-    /// How many controllers there are; every eighth is attacked.
+    /// Number of controllers; every eighth is attacked
     #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(u16).range(8..=4000))]
     controllers: u16,
-    /// Threads of the server that do the I/O.
+    /// Number of I/O threads of the server
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
     workers: u8,
-    /// A shadowbell program that is built already, instead of building one.
+    /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
 }
@@ -65,28 +66,28 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// A server and everybody who is attached to it.
+/// A server and its clients.
 struct Soak {
     server: Server,
     honest: Vec<Honest>,
     attackers: Vec<Attacker>,
     tally: Tally,
-    /// What the server held before the first attack, and at most.
+    /// Resource usage of the server before the first attack, and the maximum.
     before: Usage,
     peak: Usage,
     began: Instant,
 }
 
-/// What the end was like.
+/// Results at the end.
 struct End {
-    /// Whether a new client was answered at the end.
+    /// Service of a new client at the end.
     answer: Result<()>,
-    /// How long the server took to end under attack; none if it did not.
+    /// Time from SIGTERM, under attack, to the server's end; `None` if it did not end.
     end: Result<Option<Duration>>,
 }
 
 impl Soak {
-    /// Starts the server, and attaches the honest ones.
+    /// Starts the server, and attaches the honest guests.
     fn begin(binary: &std::path::Path, arguments: &Arguments) -> Result<Self> {
         let count = usize::from(arguments.controllers);
         let is_hostile = |number: usize| number % HOSTILE == HOSTILE - 1;
@@ -97,7 +98,7 @@ impl Soak {
         };
         let disks: Vec<String> = (0..count).map(disk).collect();
         let began = Instant::now();
-        // With the limits that it has by itself; those here are raised afterwards.
+        // The server starts with default limits; those of this process are raised afterwards.
         let workers = usize::from(arguments.workers);
         let server = Server::serve_with(binary, &disks, workers, LogReader::File)?;
         raise_descriptor_limit();
@@ -125,7 +126,7 @@ impl Soak {
         Ok(Self { server, honest, attackers, tally, before, peak, began: Instant::now() })
     }
 
-    /// Attacks and verifies for so long, looks whether the server answers, and ends it.
+    /// Attacks and verifies for the duration `time`, checks that the server answers, and ends it.
     fn work(&mut self, time: Duration) -> End {
         let Self { server, honest, attackers, tally, peak, began, .. } = self;
         let (server, tally) = (server, &*tally);
@@ -158,7 +159,7 @@ impl Soak {
                 tally.error("a thread of honest guests panicked".to_owned());
             }
             let answer = server.check().and_then(|()| honest::answers(&server.socket(0)));
-            // The attacks go on.
+            // The attacks continue during the server's end.
             let end = server.terminate(END_PATIENCE);
             if !matches!(end, Ok(Some(_))) {
                 server.kill();
@@ -199,9 +200,11 @@ impl Soak {
             0 if value(&tally.commands) > 0 => Ok(()),
             errors => bail!("{errors} errors:\n{}", tally.words().join("\n")),
         });
-        report.check("no block that is not what was written", |_| match value(&tally.bad_blocks) {
-            0 if value(&tally.blocks) > 0 => Ok(()),
-            bad => bail!("{bad} bad blocks:\n{}", tally.words().join("\n")),
+        report.check("every block has the data that were written", |_| {
+            match value(&tally.bad_blocks) {
+                0 if value(&tally.blocks) > 0 => Ok(()),
+                bad => bail!("{bad} bad blocks:\n{}", tally.words().join("\n")),
+            }
         });
         let bound = GROWTH * self.attackers.len() as u64;
         report.check("the server grows by at most 64 MiB for each attacker", |_| {
@@ -210,7 +213,7 @@ impl Soak {
             }
             Ok(())
         });
-        report.check("at the end the server answers a new client", |_| end.answer);
+        report.check("the server answers a new client at the end", |_| end.answer);
         report.check("SIGTERM ends the server within 5 s, under attack", |_| match end.end? {
             Some(time) if time <= END => Ok(()),
             Some(time) => bail!("it took {time:.1?}"),
@@ -235,7 +238,7 @@ fn print_line(tally: &Tally, time: Duration, now: Usage, logged: u64) {
     );
 }
 
-/// As many descriptors as the attackers take, if this process may have them.
+/// Raises the descriptor limit to the number that the attackers use, if permitted.
 fn raise_descriptor_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current.is_none_or(|current| current >= DESCRIPTORS) {
@@ -245,7 +248,7 @@ fn raise_descriptor_limit() {
     let has_enough = maximum.is_none_or(|maximum| maximum >= DESCRIPTORS);
     let raised = !has_enough && setrlimit(Resource::Nofile, wanted).is_ok();
     if !raised {
-        // What an ordinary user may do; an attack that gets no more ends before its time.
+        // An ordinary user may raise it up to the hard limit; attacks that need more end early.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }

@@ -1,10 +1,9 @@
-//! What a block holds that somebody here has written: it says who, where and when.
+//! Block pattern: identifies disk, block and write.
 
-/// Bytes of a block.
+/// Block size in bytes.
 pub(crate) const BLOCK: usize = 512;
 
-/// What `block` of a disk holds that was written as the `generation`th there; zero if nobody has
-/// written there yet.
+/// Contents of `block` of a disk after the write `generation`; zeroes for generation 0.
 pub(crate) fn pattern(disk: u64, block: u64, generation: u64) -> [u64; BLOCK / 8] {
     if generation == 0 {
         return [0; BLOCK / 8];

@@ -1,4 +1,4 @@
-//! What a server says, at the level of debugging, of how long each part of its beginning took.
+//! Durations of the steps of a server's start, from its debug log.
 
 use std::time::Duration;
 
@@ -7,15 +7,15 @@ use shadowbell_bench::table::Table;
 
 use super::times::{Times, millis};
 
-/// What stands before the phases in a line of the log.
+/// Words before the durations in a log line.
 const WORDS: &str = "it took: ";
 
-/// The phases of many beginnings, in their order.
+/// Durations of many starts, in the order of the steps.
 #[derive(Debug, Default)]
 pub(crate) struct Phases(Vec<(String, Times)>);
 
 impl Phases {
-    /// Those in a log.
+    /// Parses a log.
     pub(crate) fn read(log: &str) -> Self {
         let mut phases = Self::default();
         log.lines().filter_map(|line| line.split_once(WORDS)).for_each(|(_, rest)| {
@@ -42,7 +42,7 @@ impl Phases {
 
     pub(crate) fn table(&self) -> Table {
         let mut table = Table::new(
-            "of which in the process that goes on, ms",
+            "of which in the new process, ms",
             &["phase", "times", "p50", "p99", "longest"],
         );
         for (name, times) in &self.0 {

@@ -1,9 +1,9 @@
-//! What the places of a disk have to hold, when whoever serves it may be killed at any moment.
+//! Model of a disk whose server may be killed at any moment.
 //!
-//! A disk has a few places, each of some blocks, which are written again and again: so a write that
-//! comes too late comes over a newer one. A place has one write under way at most, and any number
-//! of reads. A block may hold the last write that was acknowledged before the read was submitted,
-//! or any that was submitted later; nothing older.
+//! A disk has a few places of some blocks, which are written repeatedly, so a late write
+//! overwrites a newer one. A place has at most one write in flight, and any number of reads. A
+//! block that was read must be from the last write that was acknowledged before the read was
+//! submitted, or from a later one; never from an older one.
 
 use std::ops::RangeInclusive;
 
@@ -13,14 +13,14 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::pattern::{BLOCK, pattern};
 use super::random::Random;
 
-/// Places of a disk, and blocks of the largest.
+/// Number of places of a disk, and blocks of the largest place.
 const PLACES: u64 = 256;
 const PLACE_BLOCKS: u64 = 16;
-/// Bytes of a disk that they fit into, and of the largest.
+/// Size of a disk with these places, and of the largest place, in bytes.
 pub(crate) const DISK_BYTES: u64 = PLACES * PLACE_BYTES as u64;
 pub(crate) const PLACE_BYTES: usize = PLACE_BLOCKS as usize * BLOCK;
 
-/// What is done with a place.
+/// Type of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Read,
@@ -28,22 +28,22 @@ pub(crate) enum Kind {
     Flush,
 }
 
-/// A command.
+/// Command on a place.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Op {
     pub(crate) kind: Kind,
     place: u64,
-    /// Of a write: its own. Of a read: what is to be there at least.
+    /// Of a write: its own generation. Of a read: the oldest allowed generation.
     generation: u64,
 }
 
 impl Op {
-    /// Where it begins.
+    /// First block.
     pub(crate) fn first(self) -> u64 {
         self.place * PLACE_BLOCKS
     }
 
-    /// How many blocks it is of.
+    /// Number of blocks.
     pub(crate) fn blocks(self) -> u64 {
         match self.kind {
             Kind::Flush => 0,
@@ -52,52 +52,52 @@ impl Op {
     }
 }
 
-/// Blocks of a place.
+/// Number of blocks of a place.
 fn blocks(place: u64) -> u64 {
     1 + place * 7 % PLACE_BLOCKS
 }
 
-/// What a disk keeps.
+/// Persistence of written data, and atomicity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keeps {
-    /// Nothing of what is written.
+    /// Written data are discarded.
     Nothing,
-    /// All of it; but a read beside a write may find a part of a block that is written, as in the
-    /// system's page cache.
+    /// Data are stored, but a read concurrent with a write may return parts of a block, as in the
+    /// page cache.
     Bytes,
-    /// All of it, and a read finds each block as it was written by one write.
+    /// Data are stored, and reads return whole blocks.
     Blocks,
 }
 
-/// The generations of a place.
+/// Generations of a place.
 #[derive(Debug, Clone, Copy, Default)]
 struct Place {
-    /// The last that was acknowledged, and the last that was submitted.
+    /// Generation of the last acknowledged write, and of the last submitted one.
     acknowledged: u64,
     submitted: u64,
 }
 
-/// The places of a disk.
+/// Places of a disk.
 #[derive(Debug, Clone)]
 pub(crate) struct Places {
     disk: u64,
     keeps: Keeps,
     places: Vec<Place>,
     random: Random,
-    /// One in so many commands is a flush; none, if that is nothing.
+    /// One in so many commands is a flush; 0: none.
     flush_every: u64,
     since_flush: u64,
 }
 
 impl Places {
-    /// Of the disk of this number, on which nothing was written yet.
+    /// Places of the disk with this number, of which none was written.
     pub(crate) fn new(disk: u64, keeps: Keeps, seed: u64, flush_every: u64) -> Self {
         let random = Random::new(seed ^ disk << 32);
         let places = vec![Place::default(); PLACES as usize];
         Self { disk, keeps, places, random, flush_every, since_flush: 0 }
     }
 
-    /// A command: as many reads as writes, and a flush now and then, if there are any.
+    /// A random command: as many reads as writes, and a flush now and then.
     pub(crate) fn draw(&mut self) -> Op {
         self.since_flush += 1;
         if self.since_flush == self.flush_every {
@@ -116,13 +116,13 @@ impl Places {
         Op { kind: Kind::Read, place, generation: about.acknowledged }
     }
 
-    /// A read of the `nth` place, if there are so many.
+    /// A read of the `nth` place; `None` beyond the last place.
     pub(crate) fn read(&self, nth: usize) -> Option<Op> {
         let about = self.places.get(nth)?;
         Some(Op { kind: Kind::Read, place: nth as u64, generation: about.acknowledged })
     }
 
-    /// What a write puts there.
+    /// Data of a write.
     pub(crate) fn content(&self, op: Op, into: &mut Vec<u8>) {
         into.clear();
         for block in op.first()..op.first() + op.blocks() {
@@ -130,10 +130,11 @@ impl Places {
         }
     }
 
-    /// A command has completed with success. How many blocks were looked at.
+    /// Updates the model after a successful command. Returns the number of verified blocks.
     ///
     /// # Errors
-    /// `found` is not what may be there.
+    ///
+    /// `found` has data that the model does not allow.
     pub(crate) fn completed(&mut self, op: Op, found: &[u8]) -> Result<u64> {
         let Some(place) = self.places.get_mut(op.place as usize) else { return Ok(0) };
         match op.kind {
@@ -158,10 +159,11 @@ impl Places {
         }
     }
 
-    /// Whether `disk` is what was written, when nothing is under way any more.
+    /// Verifies the whole disk, with no command in flight.
     ///
     /// # Errors
-    /// A block that is not.
+    ///
+    /// A block has wrong data.
     pub(crate) fn compare(&mut self, disk: &[u8]) -> Result<u64> {
         let mut blocks = 0;
         for op in (0..).map_while(|nth| self.read(nth)).collect::<Vec<_>>() {
@@ -174,7 +176,7 @@ impl Places {
     }
 }
 
-/// Whether a block holds one of these writes.
+/// Checks that a block is from one of the allowed writes.
 fn check(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> Result<()> {
     let word = |nth: usize| {
         let bytes = found.get(nth * 8..nth * 8 + 8).unwrap_or_default();
@@ -200,10 +202,11 @@ fn check(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> R
     Ok(())
 }
 
-/// Whether each word of a block is of one of several writes, of which it holds parts.
+/// Checks that each word of a block is from one of the allowed writes, for blocks that may be
+/// mixed.
 fn is_mixture(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> bool {
     let (least, most) = (*allowed.start(), *allowed.end());
-    // The usual case, and the one that costs nothing.
+    // Fast path: only one write is allowed.
     if least == most {
         return false;
     }
@@ -227,7 +230,7 @@ mod tests {
         }
     }
 
-    /// What was acknowledged has to be there, what is under way may be, and nothing older may be.
+    /// Acknowledged writes must be found, writes in flight may be found, and older ones must not.
     #[test]
     fn a_block_that_is_too_old_is_found() {
         let mut places = Places::new(3, Keeps::Blocks, 1, 500);
@@ -239,7 +242,7 @@ mod tests {
         let read = places.read(nth).unwrap();
         assert!(places.completed(read, &zero).is_ok() && places.completed(read, &old).is_ok());
         places.completed(first, &[]).unwrap();
-        // It was submitted before the acknowledgement.
+        // The read was submitted before the acknowledgement of the write.
         places.completed(read, &zero).unwrap();
         let read = places.read(nth).unwrap();
         assert!(places.completed(read, &zero).is_err());
@@ -252,7 +255,7 @@ mod tests {
             places.completed(op, &[]).unwrap();
         };
         places.content(second, &mut new);
-        // Each block for itself.
+        // Generations are checked block by block.
         let mut half = new.clone();
         half[..BLOCK].copy_from_slice(&old[..BLOCK]);
         for found in [&old, &new, &half] {
@@ -270,7 +273,7 @@ mod tests {
         assert!(places.completed(read, &new).is_err());
     }
 
-    /// As a read finds it in the page cache while somebody writes.
+    /// A read of the page cache that is concurrent with a write.
     #[test]
     fn a_part_of_a_block_is_of_one_write_and_a_part_of_another() {
         let block = |generation| pattern(3, 7, generation);

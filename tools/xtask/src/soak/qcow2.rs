@@ -1,6 +1,6 @@
-//! A qcow2 image is worked on by a process that is killed, again and again: what is in it then, and
-//! whether QEMU agrees. The work is the example `soak` of the crate `backend-qcow2`, which needs
-//! nothing of a server.
+//! `cargo xtask soak qcow2`: a process that writes to a qcow2 image is killed repeatedly; the
+//! image is checked afterwards, by QEMU as well. The process is the example `soak` of the crate
+//! `backend-qcow2`, which needs no server.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -12,17 +12,17 @@ use crate::report::Report;
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// It ends when there were so many.
+    /// Number of operations
     #[arg(long, default_value_t = 100_000_000)]
     operations: u64,
-    /// Chooses the operations and the moments.
+    /// Seed of the operations and the moments of the kills
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Do not keep the disk for the next process, and judge it as if it were: what was answered and
-    /// is lost has to be noticed, and that is what passes.
+    /// Control: do not keep the disk for the next process, but check as if it were kept. Passes
+    /// if the loss of acknowledged data is found
     #[arg(long)]
     control: bool,
-    /// Where the image is made.
+    /// Directory of the image
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     directory: PathBuf,
 }
@@ -33,8 +33,8 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
         .with_context(|| arguments.directory.display().to_string())?;
     report.begin("soak qcow2");
     let what = match arguments.control {
-        false => "the image holds what it may, and qemu-img finds no corruption",
-        true => "what was answered and is lost is noticed",
+        false => "the image has all flushed data, and qemu-img finds no corruption",
+        true => "lost acknowledged data are detected",
     };
     report.check(what, |_| {
         let status = Command::new(&program)

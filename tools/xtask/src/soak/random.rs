@@ -1,4 +1,4 @@
-//! Random numbers: the same for the same seed.
+//! Pseudo-random numbers, reproducible by their seed.
 
 /// A generator by Sebastiano Vigna, splitmix64.
 #[derive(Debug, Clone)]

@@ -1,27 +1,27 @@
-//! What was done and seen so far, by all threads together.
+//! Counters and errors of all threads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How many errors are kept with their words.
+/// Maximum number of stored error messages.
 const KEPT: usize = 20;
 
-/// Counters that only grow, but for the longest command since the last look.
+/// Counters, which only grow, and the longest command since the last call.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
-    /// Commands of honest controllers that came back with success.
+    /// Number of successful commands of honest guests.
     pub(crate) commands: AtomicU64,
-    /// Blocks that were read and looked at, and those of them that were wrong.
+    /// Number of verified blocks, and of wrong ones.
     pub(crate) blocks: AtomicU64,
     pub(crate) bad_blocks: AtomicU64,
-    /// How often an honest one went away and came back.
+    /// Number of reconnects of honest guests.
     pub(crate) attached: AtomicU64,
     pub(crate) errors: AtomicU64,
     longest: AtomicU64,
     longest_lately: AtomicU64,
     words: Mutex<Vec<String>>,
-    /// Attacks that were made, and those that ended before their time.
+    /// Number of attacks, and of those that ended early.
     pub(crate) attacks: AtomicU64,
     pub(crate) cut_short: AtomicU64,
     longest_reset: AtomicU64,
@@ -29,24 +29,24 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// A command of an honest controller took so long, or its going and coming back.
+    /// Records the duration of a command or a reconnect of an honest guest.
     pub(crate) fn took(&self, time: Duration) {
         let nanos = time.as_nanos() as u64;
         self.longest.fetch_max(nanos, Ordering::Relaxed);
         self.longest_lately.fetch_max(nanos, Ordering::Relaxed);
     }
 
-    /// The longest command of all.
+    /// Longest command.
     pub(crate) fn longest(&self) -> Duration {
         Duration::from_nanos(self.longest.load(Ordering::Relaxed))
     }
 
-    /// The longest command since this was asked last.
+    /// Longest command since the last call.
     pub(crate) fn longest_lately(&self) -> Duration {
         Duration::from_nanos(self.longest_lately.swap(0, Ordering::Relaxed))
     }
 
-    /// An attacker's own reset took so long.
+    /// Records the duration of an attacker's reset.
     pub(crate) fn reset_took(&self, time: Duration) {
         self.longest_reset.fetch_max(time.as_nanos() as u64, Ordering::Relaxed);
     }
@@ -55,13 +55,13 @@ impl Tally {
         Duration::from_nanos(self.longest_reset.load(Ordering::Relaxed))
     }
 
-    /// Something went wrong for somebody who is honest.
+    /// Records an error of an honest guest.
     pub(crate) fn error(&self, what: String) {
         self.errors.fetch_add(1, Ordering::Relaxed);
         self.say(what);
     }
 
-    /// Keeps the words for the end, if there are not too many already.
+    /// Stores a message for the end, if there are not too many.
     pub(crate) fn say(&self, what: String) {
         let mut words = lock(&self.words);
         if words.len() < KEPT {
@@ -73,7 +73,7 @@ impl Tally {
         lock(&self.words).clone()
     }
 
-    /// An attack ended before its time.
+    /// Records an attack that ended early.
     pub(crate) fn cut(&self, why: String) {
         self.cut_short.fetch_add(1, Ordering::Relaxed);
         *lock(&self.last_cut) = Some(why);

@@ -1,8 +1,8 @@
-//! How long something took, many times.
+//! Distribution of durations.
 
 use std::time::Duration;
 
-/// Times that were measured.
+/// Measured durations.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Times(Vec<Duration>);
 
@@ -23,7 +23,7 @@ impl Times {
         self.0.len()
     }
 
-    /// How long this share of them took at most.
+    /// Quantile `share`.
     pub(crate) fn at(&self, share: f64) -> Duration {
         let mut sorted = self.0.clone();
         sorted.sort_unstable();
@@ -31,7 +31,7 @@ impl Times {
         sorted.get(nth.saturating_sub(1)).copied().unwrap_or_default()
     }
 
-    /// p50, p99 and the longest, in milliseconds, for a table.
+    /// p50, p99 and maximum in milliseconds, as cells of a table.
     pub(crate) fn cells(&self) -> Vec<String> {
         [0.5, 0.99, 1.0].map(|share| format!("{:.1}", millis(self.at(share)))).to_vec()
     }

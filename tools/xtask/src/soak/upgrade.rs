@@ -1,10 +1,10 @@
-//! The process that serves is replaced by another one, again and again, and its clients notice
-//! nothing.
+//! `cargo xtask soak upgrade`: the server is restarted for upgrade repeatedly, and its clients
+//! must not notice.
 //!
-//! Each controller has a client with 32 commands under way that knows what may be there. Four of
-//! them, one for each kind of disk, have hardly a rest: by these the time without a completion is
-//! measured. The others rest for longer, as otherwise only the machine's processors would be
-//! measured; of them it is known how long their longest command has taken.
+//! Each controller has a client with 32 commands in flight that verifies its data. Four clients,
+//! one for each disk type, have nearly no pauses; the time without a completion is measured by
+//! them. The others have longer pauses, because the load of all of them would only measure the
+//! CPUs of this machine; of these clients, the longest command is reported.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,41 +23,41 @@ use super::random::Random;
 use super::times::{Times, millis};
 use crate::report::Report;
 
-/// Commands that each client has under way.
+/// Number of commands that each client has in flight.
 const DEPTH: u32 = 32;
-/// How many clients are busy, and how long they and the others rest.
+/// Number of clients with nearly no pauses; their pause and that of the others.
 const BUSY: usize = DiskKind::ALL.len();
 const SHORT_REST: Duration = Duration::from_micros(500);
 const LONG_REST: Duration = Duration::from_millis(50);
-/// How often a line says how far it is.
+/// Interval of progress lines.
 const LINE: Duration = Duration::from_secs(10);
-/// The time until the next upgrade, and more by chance.
+/// Minimum time until the next upgrade; a random time is added.
 const SHORTEST: Duration = Duration::from_millis(50);
 const LONGER: Duration = Duration::from_millis(100);
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// How often it is replaced.
+    /// Number of upgrades
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
     upgrades: u32,
-    /// Chooses the moments, and what is written.
+    /// Seed of the random moments and data
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Controllers, each with a disk: file with O_DIRECT, file through the page cache, memory, null,
-    /// and again.
+    /// Number of controllers. The disks are in turn: file with O_DIRECT, file through the page
+    /// cache, memory, null
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=256))]
     controllers: u16,
-    /// One in so many commands is a flush; 0 for none. What a disk is still flushing has to end
-    /// before another process can go on, so the time without a completion is that of the disk.
+    /// One in so many commands is a flush; 0: none. A flush in flight has to end before the
+    /// replacement, so it lengthens the time without a completion
     #[arg(long, default_value_t = 0)]
     flush_every: u64,
-    /// Threads of the server that do the I/O.
+    /// Number of I/O threads of the server
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
     workers: u8,
-    /// A program of the release before: the server goes there and back.
+    /// Path of the program of the previous release: the server alternates between both
     #[arg(long, value_name = "PATH")]
     previous: Option<PathBuf>,
-    /// A shadowbell program that is built already, instead of building one.
+    /// Path of a built shadowbell program; without it, one is built
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
 }
@@ -73,7 +73,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     let programs: Vec<PathBuf> = programs.into_iter().flatten().collect();
     report.begin("soak upgrade");
     let mut seen = Seen::default();
-    report.check("nothing is lost, nothing old comes over it, no error", |_| {
+    report.check("no write is lost or overwritten by an older one, no error", |_| {
         let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
         let first = programs.first().context("no program")?;
         let mut kept = Kept::serve(first, &[], &kinds, arguments.workers)?;
@@ -96,19 +96,19 @@ fn pace(arguments: &Arguments, number: usize) -> Pace {
     Pace { depth: DEPTH, rest, flush_every: arguments.flush_every }
 }
 
-/// What was measured.
+/// Measured times.
 #[derive(Debug, Default)]
 struct Seen {
     upgrades: u32,
-    /// The old process went on: it did not come to rest in time.
+    /// Upgrades that were cancelled because the old process did not quiesce in time.
     put_off: u32,
-    /// The old process went on: the other one does not read its state.
+    /// Upgrades that were refused because the other program does not support the state's version.
     refused: u32,
-    /// Time without a completion, by kind of disk.
+    /// Time without a completion, by disk type.
     gaps: [Times; BUSY],
-    /// The longest command of all.
+    /// Longest command.
     commands: Times,
-    /// Time without a completion when there is no upgrade, from the end of one to the next.
+    /// Time without a completion between two upgrades.
     without: Times,
     totals: Totals,
 }
@@ -164,7 +164,7 @@ impl Seen {
     }
 }
 
-/// What came of an upgrade.
+/// Outcome of an upgrade.
 enum Outcome {
     Done,
     PutOff,
@@ -202,7 +202,7 @@ fn upgrade(
         }
         ensure!(
             seen.put_off <= seen.upgrades + 10,
-            "most upgrades do not come about, because the old process does not come to rest in time"
+            "most upgrades were cancelled, because the old process did not quiesce in time"
         );
         settle(kept, meters, |number| pace(arguments, number))
             .with_context(|| format!("after {} upgrades", seen.upgrades))?;
@@ -215,7 +215,7 @@ fn upgrade(
     Ok(())
 }
 
-/// Asks the supervisor, and waits for what comes of it.
+/// Asks the supervisor for an upgrade, and waits for the outcome.
 fn once(asker: &Path, supervisor: u32, program: &Path) -> Result<Outcome> {
     let mut command = Command::new(asker);
     command.args(["upgrade", &supervisor.to_string(), "--binary"]).arg(program);

@@ -1,18 +1,18 @@
-//! Arrows between files, the cycles among them, and the order when there is none.
+//! Graph of imports between files: cycles and topological order.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Who imports what from whom.
+/// Imported names by importing and imported file.
 #[derive(Debug, Default)]
 pub(super) struct Arrows(BTreeMap<String, BTreeMap<String, BTreeSet<String>>>);
 
 impl Arrows {
-    /// Files that import nothing yet.
+    /// Graph without edges.
     pub(super) fn new(files: &[String]) -> Self {
         Self(files.iter().map(|file| (file.clone(), BTreeMap::new())).collect())
     }
 
-    /// `from` takes `name` from `to`. What a file takes from itself does not count.
+    /// Adds an edge: `from` imports `name` from `to`. Imports of a file from itself are ignored.
     pub(super) fn add(&mut self, from: &str, to: &str, name: String) {
         if from != to {
             let arrows = self.0.entry(from.to_owned()).or_default();
@@ -32,7 +32,7 @@ impl Arrows {
         self.0.get(file).into_iter().flat_map(|to| to.keys().map(String::as_str))
     }
 
-    /// The shortest way from a file to another, both ends in it; to itself, around a cycle.
+    /// Shortest path from a file to another, including both; from a file to itself, a cycle.
     fn way<'a>(&'a self, from: &'a str, to: &str) -> Option<Vec<&'a str>> {
         let mut ways = VecDeque::from([vec![from]]);
         let mut seen = BTreeSet::new();
@@ -50,7 +50,7 @@ impl Arrows {
         None
     }
 
-    /// The sets of files that all import each other, if only by way of others.
+    /// Strongly connected components with more than one file.
     pub(super) fn cycles(&self) -> Vec<BTreeSet<&str>> {
         let mut cycles: Vec<BTreeSet<&str>> = Vec::new();
         for file in self.0.keys() {
@@ -69,7 +69,7 @@ impl Arrows {
         cycles
     }
 
-    /// A cycle as text: the shortest way around first, then all other arrows in it.
+    /// Text of a cycle: the shortest path around it, then all other edges within it.
     pub(super) fn describe(&self, cycle: &BTreeSet<&str>) -> String {
         let shortest = cycle
             .iter()
@@ -101,15 +101,15 @@ impl Arrows {
         format!("  {from} -> {to}: {}\n", names.join(", "))
     }
 
-    /// Every arrow, for tests.
+    /// All edges as text, for tests.
     #[cfg(test)]
     pub(super) fn lines(&self) -> Vec<String> {
         let pairs = self.0.iter().flat_map(|(from, to)| to.keys().map(move |to| (from, to)));
         pairs.map(|(from, to)| self.arrow(from, to).trim().to_owned()).collect()
     }
 
-    /// The files bottom up, each with its height: one above the highest that it imports. The files
-    /// of a cycle have one height.
+    /// Files bottom up, each with its height: one above the highest imported file. Files of a
+    /// cycle have the same height.
     pub(super) fn order(&self) -> Vec<(usize, &str)> {
         let cycles = self.cycles();
         let mut heights: BTreeMap<&str, usize> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Which file imports what from which: every path in the code, in its macros too.
+//! Imports of files: every path in the code, including macros.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::modules::{Tree, attributes};
 use super::names::Meaning;
 use super::syntax::{Leaf, OUTSIDE, Scan, excluded, leaves};
 
-/// The arrows between the files of a package, which are named as seen from `root`.
+/// Graph of the imports between the files of a package. File names are relative to `root`.
 pub(super) fn arrows(tree: &Tree, root: &Path) -> Arrows {
     let names: Vec<String> = tree
         .files
@@ -31,12 +31,12 @@ pub(super) fn arrows(tree: &Tree, root: &Path) -> Arrows {
 struct Paths<'a> {
     tree: &'a Tree,
     module: usize,
-    /// The files that are imported, and the names that are taken from them.
+    /// Imported files, and the imported names.
     found: Vec<(usize, String)>,
 }
 
 impl Paths<'_> {
-    /// A path to a module is no import: what is taken from the module is, where it is named.
+    /// Records an import. A path to a module is not an import; paths through the module are.
     fn path(&mut self, path: &[String]) {
         for meaning in self.tree.resolve(self.module, path) {
             if let Meaning::Item { file, name } = meaning {
@@ -91,7 +91,7 @@ impl<'ast> Visit<'ast> for Paths<'_> {
         scan.uses.iter().flat_map(leaves).for_each(|leaf| self.leaf(&leaf));
     }
 
-    // What an attribute names is not used.
+    // Paths in attributes do not count.
     fn visit_attribute(&mut self, _: &'ast syn::Attribute) {}
 
     fn visit_item(&mut self, item: &'ast syn::Item) {

@@ -1,4 +1,5 @@
-//! Whether imports go one way only: between the files of a crate, and between the crates.
+//! `cargo xtask structure`: checks that imports between files of a crate, and between crates,
+//! have no cycle.
 
 mod cycles;
 mod imports;
@@ -26,14 +27,14 @@ Examples:
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Prints the files of one crate bottom up, each with its height, and judges nothing.
+    /// Print the files of one crate bottom up, each with its height, without checks
     #[arg(long, value_name = "CRATE", conflicts_with = "crates")]
     order: Option<String>,
-    /// Which crates, by directory or package; all of them when none is named.
+    /// Crates to check, by directory or package; the default is all of them
     crates: Vec<String>,
 }
 
-/// Prints one line for each crate that is sound, and what is wrong with the others.
+/// Prints one line for each correct crate, and the errors of the others.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     if let Some(name) = &arguments.order {
         for package in named(std::slice::from_ref(name))? {
@@ -46,7 +47,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     check(&arguments.crates)
 }
 
-/// Prints one line for each crate that is sound. The error is what is wrong with the others.
+/// Prints one line for each correct crate. The errors of the others are the error.
 pub(crate) fn check(crates: &[String]) -> Result<()> {
     let mut wrong = Vec::new();
     for package in named(crates)? {
@@ -66,7 +67,7 @@ pub(crate) fn check(crates: &[String]) -> Result<()> {
     }
 }
 
-/// The packages of these names, or all.
+/// Packages with these names, or all packages.
 fn named(names: &[String]) -> Result<Vec<Package>> {
     let metadata = cargo()
         .args(["metadata", "--no-deps", "--format-version", "1"])
@@ -91,7 +92,7 @@ fn arrows(package: &Package, root: &Path) -> Result<Arrows> {
     Ok(imports::arrows(&Tree::load(&package.targets)?, &root))
 }
 
-/// What is wrong with the imports of a crate's files.
+/// Errors in the imports of a crate's files.
 fn cycles(name: &str, arrows: &Arrows) -> Vec<String> {
     let describe = |cycle| {
         let text = arrows.describe(cycle);

@@ -1,4 +1,4 @@
-//! The modules of a package, read from its files, and the names that each of them holds.
+//! Modules of a package, parsed from its files, and the names in each module.
 
 use std::collections::HashMap;
 use std::fs;
@@ -11,61 +11,61 @@ use syn::{ForeignItem, Ident, Item, ItemMacro, ItemMod, ItemUse};
 
 use super::syntax::{Leaf, OUTSIDE, excluded, items_in, leaves, text};
 
-/// A library or a program of a package.
+/// Library or program of a package.
 #[derive(Debug, Clone)]
 pub(super) struct Target {
-    /// The name by which code imports it.
+    /// Name by which code imports the target.
     pub(super) name: String,
     pub(super) is_library: bool,
-    /// Its first file.
+    /// Root file.
     pub(super) path: PathBuf,
 }
 
-/// All modules of a package.
+/// Modules of a package.
 pub(super) struct Tree {
     pub(super) files: Vec<PathBuf>,
     pub(super) modules: Vec<Module>,
-    /// What programs of the same package import the library as, and its root.
+    /// Name by which programs of the package import its library, and the library's root module.
     pub(super) lib_root: Option<(String, usize)>,
 }
 
-/// A module, in a file of its own or within another's.
+/// Module, in its own file or inline.
 pub(super) struct Module {
     pub(super) file: usize,
     pub(super) root: usize,
     pub(super) parent: Option<usize>,
-    /// What is in it, without its modules.
+    /// Items of the module, without its submodules.
     pub(super) items: Vec<Item>,
-    /// A name can stand for a type, a function and a macro at once.
+    /// Bindings by name. One name can be a type, a function and a macro at once.
     pub(super) names: HashMap<String, Vec<Binding>>,
-    /// What `use x::*` opens.
+    /// Paths of glob imports.
     pub(super) globs: Vec<Vec<String>>,
-    /// The macros made here, which modules below see without importing them.
+    /// Macros defined in the module, which later submodules see without an import.
     pub(super) macros: Vec<String>,
-    /// The modules whose macros are seen here, by `#[macro_use]`.
+    /// Modules whose macros are visible by `#[macro_use]`.
     pub(super) lenders: Vec<usize>,
 }
 
-/// What a name stands for.
+/// Meaning of a name.
 pub(super) enum Binding {
-    /// Something defined in this file.
+    /// An item defined in this file.
     Item(usize),
     Module(usize),
     Import(Vec<String>),
-    /// An import in a function's body, which nobody sees from outside.
+    /// An import in a function's body, which is invisible from outside.
     Local(Vec<String>),
 }
 
-/// Where the files of a module's children are.
+/// Directories of the files of submodules.
 struct Place {
-    /// Of `mod x;`.
+    /// Directory for `mod x;`.
     plain: PathBuf,
-    /// Of `#[path = "..."] mod x;`.
+    /// Directory for `#[path = "..."] mod x;`.
     by_path: PathBuf,
 }
 
 impl Tree {
-    /// Reads all files of a package that its libraries and programs reach.
+    /// Parses all files that the targets of a package reach.
     pub(super) fn load(targets: &[Target]) -> Result<Self> {
         let mut tree = Self { files: Vec::new(), modules: Vec::new(), lib_root: None };
         for target in targets {
@@ -175,7 +175,7 @@ impl Tree {
         self.modules[at].names.entry(name).or_default().push(binding);
     }
 
-    /// Notes the names that an item brings into its module.
+    /// Records the names that an item defines in its module.
     fn name(&mut self, at: usize, item: &Item) {
         let here = self.modules[at].file;
         let mut define = |name: &Ident| {
@@ -246,7 +246,7 @@ impl Tree {
     }
 }
 
-/// The imports within bodies.
+/// Collects the imports within function bodies.
 #[derive(Default)]
 struct Bodies {
     leaves: Vec<Leaf>,
@@ -271,7 +271,7 @@ impl Bodies {
     }
 }
 
-/// The attributes of an item.
+/// Attributes of an item.
 pub(super) fn attributes(item: &Item) -> &[syn::Attribute] {
     match item {
         Item::Const(item) => &item.attrs,

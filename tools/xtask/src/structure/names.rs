@@ -1,29 +1,29 @@
-//! Where a path leads: through modules and re-exports to the file that defines what it names.
+//! Name resolution: from a path, through modules and re-exports, to the file with the definition.
 
 use super::modules::{Binding, Tree};
 use super::syntax::OUTSIDE;
 
-/// What a path, or the start of one, stands for.
+/// Meaning of a path or of its prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Meaning {
     Module(usize),
-    /// Something in a file: what comes after it in a path (a variant, a function) is in it.
+    /// An item of a file. The rest of the path (a variant, a function) belongs to the item.
     Item {
         file: usize,
         name: String,
     },
 }
 
-/// The names that are being followed, so that one which leads to itself ends.
+/// Names that are being resolved, so that a cyclic definition ends the resolution.
 type Trail<'a> = Vec<(usize, &'a str)>;
 
 impl Tree {
-    /// What a path in this module stands for; nothing if that is outside the package.
+    /// Resolves a path in a module. Empty if the path leaves the package.
     pub(super) fn resolve(&self, module: usize, path: &[String]) -> Vec<Meaning> {
         self.follow(module, path, &mut Vec::new())
     }
 
-    /// The macro of this name that a module sees without importing it.
+    /// Resolves a macro that the module sees without an import.
     pub(super) fn resolve_macro(&self, module: usize, name: &str) -> Option<Meaning> {
         let mut at = Some(module);
         while let Some(module) = at {
@@ -69,7 +69,8 @@ impl Tree {
         trail: &mut Trail<'a>,
     ) -> Vec<Meaning> {
         for segment in rest {
-            // A path goes on through the module, not through a function or macro of the same name.
+            // The rest of a path belongs to the module, not to a function or macro of the same
+            // name.
             if reached.iter().any(|meaning| matches!(meaning, Meaning::Module(_))) {
                 reached.retain(|meaning| matches!(meaning, Meaning::Module(_)));
             }
@@ -94,18 +95,19 @@ impl Tree {
         once
     }
 
-    /// A name in a module that is named from elsewhere.
+    /// Resolves a name in a module, as seen from another module.
     fn member<'a>(&'a self, module: usize, name: &'a str, trail: &mut Trail<'a>) -> Vec<Meaning> {
         let found = self.look_up(module, name, false, trail);
         if found.is_empty() && !self.holds(module, name) {
-            // A macro made it there.
+            // A macro has defined the name in that module.
             let file = self.modules[module].file;
             return vec![Meaning::Item { file, name: name.to_owned() }];
         }
         found
     }
 
-    /// Whether a module says itself what the name is; if that leads nowhere, it leads outside.
+    /// True if the module binds the name. If the binding cannot be resolved, it leaves the
+    /// package.
     fn holds(&self, module: usize, name: &str) -> bool {
         self.modules[module].names.contains_key(name)
     }
@@ -146,7 +148,7 @@ impl Tree {
         found
     }
 
-    /// The library of the package, as its programs know it.
+    /// Resolves the name of the package's library.
     fn package(&self, name: &str) -> Vec<Meaning> {
         match &self.lib_root {
             Some((library, root)) if library == name => vec![Meaning::Module(*root)],

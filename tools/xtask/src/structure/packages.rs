@@ -1,4 +1,4 @@
-//! The packages of the workspace, and which of them may build on which.
+//! Packages of the workspace, and the layers of crates.
 
 use std::path::{Path, PathBuf};
 
@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use super::modules::Target;
 
-/// The directories below `crates/`, bottom up: a crate builds only on what stands before it here.
-/// What is elsewhere in the workspace (tests, tools) builds on anything, and none of these on it.
+/// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
+/// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
 pub(super) const LAYERS: [&str; 20] = [
     "spec",
     "doorbell",
@@ -32,25 +32,26 @@ pub(super) const LAYERS: [&str; 20] = [
     "shadowbell",
 ];
 
-/// A package of the workspace.
+/// Package of the workspace.
 #[derive(Debug)]
 pub(super) struct Package {
     pub(super) name: String,
-    /// As seen from the workspace's root.
+    /// Directory, relative to the workspace's root.
     pub(super) directory: PathBuf,
     pub(super) targets: Vec<Target>,
-    /// The directories of the packages that it builds on outside its tests, likewise.
+    /// Directories of its dependencies without dev-dependencies, relative to the workspace's
+    /// root.
     builds_on: Vec<PathBuf>,
 }
 
 impl Package {
-    /// Whether a person who says this means this package.
+    /// True if `name` is a name of this package or of its directory.
     pub(super) fn is_called(&self, name: &str) -> bool {
         self.name == name || self.directory == Path::new(name) || self.directory.ends_with(name)
     }
 }
 
-/// The packages in what `cargo metadata --no-deps` prints.
+/// Parses the packages in the output of `cargo metadata --no-deps`.
 pub(super) fn packages(metadata: &[u8]) -> Result<Vec<Package>> {
     let metadata: Value = serde_json::from_slice(metadata).context("what cargo metadata prints")?;
     let root = text(&metadata, "workspace_root")?;
@@ -98,7 +99,7 @@ fn text<'a>(value: &'a Value, key: &str) -> Result<&'a str> {
     Ok(text)
 }
 
-/// What is wrong with a package's place among the layers, a sentence each.
+/// Errors in the dependencies of a package, one sentence each.
 pub(super) fn misplaced(package: &Package) -> Vec<String> {
     let name = package.directory.display();
     if !package.directory.starts_with("crates") {

@@ -1,13 +1,13 @@
-//! What is read off the syntax alone: conditions, `use` trees, and paths among a macro's tokens.
+//! Syntactic information: `cfg` conditions, `use` trees, and paths among a macro's tokens.
 
 use proc_macro2::{TokenStream, TokenTree};
 use syn::ext::IdentExt;
 use syn::{Attribute, Expr, ItemUse, Lit, Meta, UseTree};
 
-/// The first segment of a path that starts with `::`.
+/// First segment of a path that starts with `::`.
 pub(super) const OUTSIDE: &str = "::";
 
-/// Whether this is compiled for tests or models only.
+/// True if the item is compiled only for tests or models.
 pub(super) fn excluded(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| match &attribute.meta {
         Meta::List(list) if list.path.is_ident("cfg") => {
@@ -28,7 +28,7 @@ fn needs_tests(condition: &Meta) -> bool {
     }
 }
 
-/// The text of `#[NAME = "text"]`.
+/// Text of the attribute `#[NAME = "text"]`.
 pub(super) fn text(attributes: &[Attribute], name: &str) -> Option<String> {
     attributes.iter().find_map(|attribute| match &attribute.meta {
         Meta::NameValue(pair) if pair.path.is_ident(name) => match &pair.value {
@@ -42,19 +42,19 @@ pub(super) fn text(attributes: &[Attribute], name: &str) -> Option<String> {
     })
 }
 
-/// One name of a `use`.
+/// One name of a `use` tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Leaf {
-    /// What is imported; of a glob, what it opens.
+    /// Imported path; of a glob, its module.
     pub(super) path: Vec<String>,
-    /// What it is called from here on; nothing for `_` and globs.
+    /// Name in this module; `None` for `_` and globs.
     pub(super) name: Option<String>,
     pub(super) glob: bool,
-    /// Whether others can take it from here.
+    /// True if other modules can import the name from this one.
     pub(super) passed_on: bool,
 }
 
-/// The names of a `use`.
+/// Names of a `use` tree.
 pub(super) fn leaves(item: &ItemUse) -> Vec<Leaf> {
     let mut found = Vec::new();
     let prefix = item.leading_colon.map(|_| OUTSIDE.to_owned()).into_iter().collect();
@@ -99,7 +99,7 @@ fn flatten(tree: &UseTree, mut path: Vec<String>, found: &mut Vec<Leaf>) {
     }
 }
 
-/// What looks like a path, and what looks like a `use`, among tokens that nobody has parsed.
+/// Paths and `use` items among the tokens of a macro call.
 #[derive(Default)]
 pub(super) struct Scan {
     pub(super) paths: Vec<Vec<String>>,
@@ -130,7 +130,7 @@ impl Scan {
                             self.uses.push(item);
                             at = end;
                         }
-                        // Not an import after all, or one with a macro's variables in it.
+                        // Not a `use` item, or one with variables of the macro.
                         Err(_) => at += 1,
                     }
                 }
@@ -155,13 +155,13 @@ impl Scan {
     }
 }
 
-/// Whether a path can start after these tokens: not in the middle of one, not at a field or a
-/// method, not at a macro's variable (but `$crate` is a path's start).
+/// True if a path can start after these tokens: not within a path, at a field or method, or at a
+/// variable of the macro (`$crate` starts a path).
 fn leads(before: &[TokenTree], first: &str) -> bool {
     match before {
         // `0..LIMIT` is a range, not a field.
         [.., a, b] if is(a, '.') && is(b, '.') => true,
-        // `::x` comes from outside, and so does what follows `<T as X>::`.
+        // `::x` is an external path, and the rest of `<T as X>::` is not a path of its own.
         [.., a, b] if is(a, ':') && is(b, ':') => false,
         [.., last] if is(last, '$') => first == "crate",
         [.., last] if is(last, '.') => false,
@@ -173,7 +173,7 @@ fn is(token: &TokenTree, character: char) -> bool {
     matches!(token, TokenTree::Punct(punct) if punct.as_char() == character)
 }
 
-/// The names of items that a macro is handed in full: what follows `struct`, `fn` and the like.
+/// Names of items in the tokens of a macro call: those after `struct`, `fn` and other keywords.
 pub(super) fn items_in(tokens: TokenStream) -> Vec<String> {
     const KINDS: [&str; 9] =
         ["struct", "enum", "union", "trait", "type", "fn", "const", "static", "mod"];

@@ -1,4 +1,4 @@
-//! Small crates that are made up, and what is found in them.
+//! Tests with small made-up crates.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use super::modules::{Target, Tree};
 use super::packages::{misplaced, packages};
 use super::{cycles, imports};
 
-/// The arrows between files of these contents; the first one is the root.
+/// Graph of the imports of files with these contents. The first file is the root.
 fn arrows(files: &[(&str, &str)]) -> Arrows {
     let directory = TempDir::new().unwrap();
     let root = directory.path().canonicalize().unwrap();
@@ -23,7 +23,7 @@ fn arrows(files: &[(&str, &str)]) -> Arrows {
     imports::arrows(&Tree::load(&[target]).unwrap(), &root)
 }
 
-/// The arrows as text, a line each.
+/// Graph as text, one line for each edge.
 fn lines(files: &[(&str, &str)]) -> Vec<String> {
     arrows(files).lines()
 }

@@ -1,4 +1,4 @@
-//! OVMF finds a kernel on the disk under test and starts it.
+//! UEFI boot: OVMF starts a kernel from the disk under test.
 
 use anyhow::{Result, bail};
 use shadowbell_guest::{Firmware, Kernel, RunDir, esp};
@@ -11,7 +11,7 @@ const SIZE: u64 = 256 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let image = run.file("boot.img");
-    // Only a kernel that came from this image has this word: QEMU is given none.
+    // Only the kernel of this image has this word in its command line: QEMU passes no kernel.
     let word = format!("shadowbell.boot={}", std::process::id());
     report.check("a disk with a kernel on an EFI system partition", |_| {
         let initramfs = std::fs::read(setup.roots.directory().join(MINIMAL))?;
@@ -23,8 +23,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         .check("OVMF starts it, and the kernel reaches its first process", |_| {
             setup.boot(run, kernel, devices, |config| config.firmware = Firmware::Uefi)
         })
-        .ok_or_else(|| anyhow::anyhow!("there is no guest to go on with"))?;
-    report.check("it is the kernel from the disk", |_| {
+        .ok_or_else(|| anyhow::anyhow!("the disk image was not made"))?;
+    report.check("the running kernel is that of the disk", |_| {
         let line = guest.sh("cat /proc/cmdline; ls -d /sys/firmware/efi; uname -r", MINUTE)?;
         let release = setup.roots.release(kernel)?;
         if !line.contains(&word) || line.lines().last().map(str::trim) != Some(&release) {
@@ -32,7 +32,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         Ok(())
     });
-    report.check("it sees the disk and the partition that it came from", |_| {
+    report.check("the kernel sees the disk and its partition", |_| {
         let dev = names(&mut guest, 0)?.1;
         let text = guest.sh(
             &format!("cat /sys/block/{dev}/size; dd if=/dev/{dev}p1 bs=512 count=1 | strings"),
@@ -43,7 +43,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         Ok(())
     });
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     finish(report, guest, disk);
     Ok(())
 }

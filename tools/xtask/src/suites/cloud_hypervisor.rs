@@ -1,10 +1,10 @@
-//! Cloud Hypervisor on a controller of shadowbell's, while the process that serves is killed or
-//! upgraded again and again: it reads from the socket without a limit of time, and never connects
-//! again.
+//! Cloud Hypervisor on a controller of shadowbell's, while the server process is killed or
+//! upgraded repeatedly. Cloud Hypervisor reads from the socket without a timeout, and never
+//! reconnects.
 //!
-//! KVM does not work on every machine that tests run on, but it does in a guest whose processor is
-//! emulated with SVM. So server, VMM and a Linux of its own run inside of the guest, where each is
-//! slow, and only what comes of it counts.
+//! KVM is not available on every test machine, but it works in a guest whose CPU is emulated with
+//! SVM. Therefore the server, the VMM and an inner Linux guest run inside of a guest. They are
+//! slow, so only results are checked, not times.
 
 use std::fs;
 use std::path::PathBuf;
@@ -19,20 +19,20 @@ use super::setup::{MINUTE, Setup};
 use super::vfio::load;
 use crate::report::Report;
 
-/// The outer guest's archive, in the run's directory of files.
+/// File name of the outer guest's archive, in the run's directory of files.
 const ARCHIVE: &str = "initramfs-cloud-hypervisor.cpio";
-/// What has KVM, each module after those that it needs. Not every kernel has all of them.
+/// KVM modules, in the order of their dependencies. Not every kernel has all of them.
 const MODULES: &[&str] = &["irqbypass", "ccp", "kvm", "kvm-amd"];
-/// The inner guest's kernel and user land, in the outer one.
+/// Paths of the inner guest's kernel and user land in the outer guest.
 const VMLINUX: &str = "inner/vmlinux";
 const INITRAMFS: &str = "inner/initramfs";
-/// What the inner guest may take for all that it does, with everything emulated.
+/// Time limit of the inner guest, from boot to power-off, with everything emulated.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// Between two events.
+/// Seconds between two events.
 const PAUSE: &str = "0.7";
 
-/// What the inner guest does, told from its kernel's lines by the first word. It has no agent: the
-/// steps are the same each time, and the console is a file of the outer one.
+/// Init script of the inner guest, which depends on the first word of its kernel parameters.
+/// Without an agent: the steps are always the same, and the console is a file of the outer guest.
 const INNER: &str = r#"#!/usr/bin/busybox sh
 export PATH=/usr/sbin:/usr/bin:/opt/busybox HOME=/root TERM=dumb LANG=C
 busybox mount -t proc proc /proc
@@ -90,7 +90,7 @@ poweroff -f
 "#;
 const STEPS: [&str; 6] = ["disk", "verify", "resets", "files", "complaints", "end"];
 
-/// What is done to the server: a shell command of the outer guest, and how it is called.
+/// Kinds of replacement: shell command of the outer guest, and name of the event.
 const EVENTS: [(&str, &str); 2] = [
     ("killed", "kill -9 $(awk '{print $NF}' /proc/$(cat /tmp/supervisor)/task/*/children)"),
     ("upgraded", "shadowbell upgrade /tmp/ch.sock"),
@@ -98,7 +98,7 @@ const EVENTS: [(&str, &str); 2] = [
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let (Some(shadowbell), Some(vmm)) = (&setup.shadowbell, &setup.cloud_hypervisor) else {
-        println!("   left out: give Cloud Hypervisor's program with --cloud-hypervisor PATH");
+        println!("   skipped: needs Cloud Hypervisor (--cloud-hypervisor PATH)");
         return Ok(());
     };
     let vmm = vmm.canonicalize().with_context(|| vmm.display().to_string())?;
@@ -123,7 +123,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let check = format!("Cloud Hypervisor's guest works while the server is {what}");
         report.check(&check, |_| {
             let outcome = work(&mut guest, event);
-            // What the server says in between is of use afterwards.
+            // Logs are kept for the analysis of a failure.
             for log in ["serve", "vmm", "inner", "events"] {
                 let text = guest.sh(&format!("cat /tmp/{log}.log"), MINUTE).unwrap_or_default();
                 fs::write(run.file(&format!("{what}-{log}.log")), text)?;
@@ -135,7 +135,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// A server, Cloud Hypervisor and its guest, from its boot to its end, with events all along.
+/// Runs the server, Cloud Hypervisor and its guest, from boot to power-off, with repeated events.
 fn work(guest: &mut Guest, event: &str) -> Result<()> {
     guest.sh(
         "[ -e /tmp/supervisor ] && kill -9 $(cat /tmp/supervisor); sleep 1; \
@@ -199,7 +199,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
         ensure!(said.contains(&format!("ok {step}")), "the inner guest failed at `{step}`");
     }
     ensure!(events >= 10, "only {events} times");
-    // The VMM ends with its guest, and the server when it is told to.
+    // The VMM ends with its guest; the server ends by SIGTERM.
     guest.sh(
         "for pid in $(cat /tmp/vmm); do \
             for try in $(seq 300); do [ -e /proc/$pid ] || break; sleep 0.1; done; \
@@ -213,7 +213,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
     Ok(())
 }
 
-/// The kernel as an ELF file, which is what Cloud Hypervisor starts best.
+/// Kernel as an uncompressed ELF file, which Cloud Hypervisor boots.
 fn unpacked(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<Vec<u8>> {
     let image = setup.roots.kernel(kernel)?;
     let image = fs::read(&image).with_context(|| image.display().to_string())?;
@@ -229,7 +229,8 @@ fn unpacked(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<Vec<u8>> {
             fs::write(&packed, image.get(at..).unwrap_or_default())?;
             let mut command = setup.roots.command(&[], program)?;
             command.args(options).stdin(fs::File::open(&packed)?).stderr(Stdio::null());
-            // What follows it in the image is none of it, which the program complains of.
+            // Data after the compressed kernel in the image make the program fail after it has
+            // written the whole kernel, so its exit status is ignored.
             let output = command.output().with_context(|| program.to_owned())?.stdout;
             if output.starts_with(b"\x7fELF") {
                 return Ok(output);

@@ -1,27 +1,27 @@
-//! A speed next to what the project promises of it, turn by turn, because what else the machine
-//! does changes from one turn to the next. The outcome is printed and fails nothing.
+//! Comparison of a speed with its target, turn by turn, because other load of the machine changes
+//! between turns. The outcome is printed and is never a failure.
 
-/// Turns that differ by more than this factor were measured on a machine that had other things to
-/// do.
+/// Maximum ratio of the turns of one measurement. Larger differences mean that the machine had
+/// other load.
 const SPREAD: f64 = 2.0;
 
 pub(crate) const REACHED: &str = "reached";
 pub(crate) const OPEN: &str = "open, the turns differ by more";
 pub(crate) const MISSED: &str = "missed";
 
-/// How many times as much as another something was, and how many it is to be.
+/// Ratio of two speeds, and the target of the ratio.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Comparison {
-    /// Of the turn in the middle.
+    /// Ratio of the median turn.
     pub(crate) ratio: f64,
-    /// Of the turn in which it was least.
+    /// Lowest ratio of a turn.
     pub(crate) least: f64,
     pub(crate) most: f64,
     pub(crate) wanted: f64,
 }
 
 impl Comparison {
-    /// Of figures that were taken in turn.
+    /// Compares figures that were measured in turn.
     pub(crate) fn of(turns: &[f64], of_other: &[f64], wanted: f64) -> Self {
         let ratio = |(a, b): (&f64, &f64)| if *b > 0.0 { a / b } else { 0.0 };
         let mut ratios: Vec<f64> = turns.iter().zip(of_other).map(ratio).collect();
@@ -31,8 +31,8 @@ impl Comparison {
         Self { ratio: at(ratios.len() / 2), least: at(0), most: at(last), wanted }
     }
 
-    /// Clear if all turns say the same; else by the one in the middle, unless the turns differ so
-    /// much that it means nothing.
+    /// Outcome: clear if all turns agree; otherwise that of the median turn, unless the turns
+    /// differ too much for a result.
     pub(crate) fn outcome(&self) -> &'static str {
         if self.most < self.wanted {
             MISSED

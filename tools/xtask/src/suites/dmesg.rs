@@ -3,8 +3,8 @@
 use anyhow::{Result, bail};
 use shadowbell_guest::{Guest, config};
 
-/// The lines about NVMe, or about the controllers' PCI functions, at the level of a warning or
-/// worse. The log has numeric levels in front, as `dmesg -r` prints them.
+/// Lines of level warning or worse about NVMe or the controllers' PCI functions. The log has
+/// numeric levels as prefixes, as `dmesg -r` prints them.
 fn complaints(log: &str, addresses: &[String]) -> Vec<String> {
     log.lines()
         .filter(|line| {
@@ -16,26 +16,26 @@ fn complaints(log: &str, addresses: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// A line's level: 4 is a warning, less is worse.
+/// Level of a line: 4 is a warning, lower numbers are worse.
 pub(crate) fn level(line: &str) -> u32 {
-    // The number in front is facility * 8 + level.
+    // The number in the prefix is facility * 8 + level.
     line.strip_prefix('<')
         .and_then(|rest| rest.split_once('>'))
         .and_then(|(number, _)| number.parse::<u32>().ok())
         .map_or(7, |number| number & 7)
 }
 
-/// An error with the kernel's complaints, if it has any about the first `devices` controllers.
+/// Fails with the kernel's warnings about the first `devices` controllers, if there are any.
 pub(crate) fn clean(guest: &mut Guest, devices: usize) -> Result<()> {
     clean_in(&guest.dmesg()?, devices)
 }
 
-/// The same, of these lines of it.
+/// Checks the lines `log` as [`clean`] checks the whole log.
 pub(crate) fn clean_in(log: &str, devices: usize) -> Result<()> {
     let addresses: Vec<_> = (0..devices).map(config::pci_address).collect();
     let found = complaints(log, &addresses);
     if !found.is_empty() {
-        bail!("the kernel complains:\n{}", found.join("\n"));
+        bail!("the kernel logged warnings:\n{}", found.join("\n"));
     }
     Ok(())
 }

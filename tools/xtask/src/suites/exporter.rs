@@ -1,4 +1,4 @@
-//! An NBD server of QEMU's beside a guest.
+//! QEMU's NBD server on the host, as the storage of a guest's disk.
 
 use std::path::Path;
 use std::process::{Child, Command};
@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_guest::host::{in_path, install};
 
-/// `qemu-nbd` with a raw image. Ended when dropped.
+/// `qemu-nbd` with a raw image. Killed when dropped.
 pub(crate) struct Exporter(Child);
 
 impl Drop for Exporter {
@@ -35,10 +35,11 @@ impl Exporter {
         Ok(exporter)
     }
 
-    /// From now on it answers nothing.
+    /// Stops the server with SIGSTOP: it answers no request until [`Exporter::go_on`].
     pub(crate) fn stall(&self) -> Result<()> {
         self.signal(Signal::STOP)?;
-        // It may be at an answer still.
+        // The process may still send a reply, so its state in /proc is polled until it is
+        // stopped.
         let stat = format!("/proc/{}/stat", self.0.id());
         let until = Instant::now() + Duration::from_secs(10);
         while !std::fs::read_to_string(&stat)?.contains(") T ") {
@@ -48,7 +49,7 @@ impl Exporter {
         Ok(())
     }
 
-    /// What was asked meanwhile is answered.
+    /// Continues the server, which then answers the requests that it has received meanwhile.
     pub(crate) fn go_on(&self) -> Result<()> {
         self.signal(Signal::CONT)
     }

@@ -6,23 +6,24 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use shadowbell_guest::Guest;
 
-/// What fio measured on reads.
+/// fio's results for reads.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Measured {
-    /// I/Os a second.
+    /// I/Os per second.
     pub(crate) iops: f64,
-    /// Bytes a second.
+    /// Bytes per second.
     pub(crate) bandwidth: f64,
-    /// All I/Os of the run: each is one command at a block size that one command carries.
+    /// Number of I/Os of the run. One I/O is one command, because the block size fits into one
+    /// command.
     pub(crate) total: u64,
     /// Completion latency in nanoseconds: mean, median, 99th and 99.9th percentile.
     pub(crate) latency: [f64; 4],
 }
 
-/// Bytes of each read of [`random_reads`].
+/// Size of each read of [`random_reads`] in bytes.
 pub(crate) const BLOCK: u32 = 4096;
 
-/// Random reads of [`BLOCK`] bytes for that long, one job.
+/// Random reads of [`BLOCK`] bytes by one job for the duration `time`.
 pub(crate) fn random_reads(
     guest: &mut Guest,
     disk: &str,
@@ -30,7 +31,7 @@ pub(crate) fn random_reads(
     time: Duration,
 ) -> Result<Measured> {
     let command = format!(
-        "fio --name=s3 --filename=/dev/{disk} --rw=randread --bs={BLOCK} --iodepth={depth} --numjobs=1 \
+        "fio --name=doorbells --filename=/dev/{disk} --rw=randread --bs={BLOCK} --iodepth={depth} --numjobs=1 \
          --direct=1 --ioengine=libaio --norandommap --randrepeat=0 --time_based \
          --runtime={}ms --output-format=json",
         time.as_millis()
@@ -39,15 +40,15 @@ pub(crate) fn random_reads(
     parse(&text).with_context(|| format!("fio's output: {text:.400}"))
 }
 
-/// Reads as these words of fio's say, which name jobs at their end, for about that long; several
-/// jobs count as one.
+/// Runs fio with the arguments `words`, which end with the job names, for about the duration
+/// `time`. Results of several jobs are added.
 pub(crate) fn run(guest: &mut Guest, rw: &str, words: &str, time: Duration) -> Result<Measured> {
     let command = format!("fio --rw={rw} --thread --group_reporting --output-format=json {words}");
     let text = guest.sh(&command, time + Duration::from_secs(120))?;
     parse(&text).with_context(|| format!("fio's output: {text:.400}"))
 }
 
-/// Reads fio's JSON; lines before it (warnings) are passed over.
+/// Parses fio's JSON. Lines before it are warnings and are ignored.
 fn parse(text: &str) -> Result<Measured> {
     let start = text.find('{').context("no JSON")?;
     let json: Value = serde_json::from_str(text.get(start..).unwrap_or_default())?;

@@ -1,4 +1,4 @@
-//! A file system, discards, and fio with checksums.
+//! File system, discards, and fio with checksums.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::report::Report;
 
 const SIZE: u64 = 1 << 30;
 
-/// Every file with its checksum, in one order. The tree is the guest's own programs and libraries.
+/// Checksum of every file, sorted by path. The files are the guest's own programs and libraries.
 const SUMS: &str = "find usr -xdev -type f | sort | xargs sha256sum";
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
@@ -37,14 +37,14 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     });
     report.check("blkdiscard of the whole disk, which gives the space back", |_| {
         guest.sh(&format!("blkdiscard -f /dev/{dev}"), MINUTE)?;
-        // Blocks of 512 bytes, as stat(2) counts them.
+        // Allocated blocks of 512 bytes, as stat(2) counts them.
         let left = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&image)?) * 512;
         if left > SIZE / 100 {
             bail!("the image still holds {left} bytes");
         }
         Ok(())
     });
-    report.check("what was discarded reads as zeroes", |_| {
+    report.check("discarded blocks read as zeroes", |_| {
         guest.sh(
             &format!("dd if=/dev/{dev} bs=1M count=64 iflag=direct | cmp -n 67108864 - /dev/zero"),
             MINUTE,
@@ -85,19 +85,20 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             long,
         )
     });
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
-    report.check("the server lives", |_| disk.check());
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
+    report.check("the server is running", |_| disk.check());
     finish(report, guest, disk);
     if setup.controller == ControllerKind::Shadowbell {
-        report.check("a full disk under the image: the guest sees the error, and goes on", |_| {
-            full_disk(setup, kernel, run)
-        });
+        report.check(
+            "a full file system under the image: the guest gets an error, and can continue",
+            |_| full_disk(setup, kernel, run),
+        );
     }
     Ok(())
 }
 
-/// An image of 256 MiB where there is room for 48: the guest's writes end in "no space left", what
-/// is written can be read, and once something is discarded writes work again.
+/// A sparse image of 256 MiB on a file system with 48 MiB: the guest's writes fail with ENOSPC,
+/// written data stay readable, and after a discard writes succeed again.
 fn full_disk(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<()> {
     let directory = run.file("small");
     std::fs::create_dir(&directory)?;

@@ -1,4 +1,4 @@
-//! Whether a process does nothing at all.
+//! Check that an idle process uses no CPU time.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -9,25 +9,25 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-/// What one thread has used since it started.
+/// CPU usage of one thread since its start.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Used {
     name: String,
-    /// Clock ticks, in the kernel and outside.
+    /// Clock ticks, user and kernel.
     ticks: u64,
     switches: u64,
 }
 
-/// The name of the threads that the kernel makes for io_uring. Each looks every five seconds
-/// whether it is still needed, and nobody can tell it not to: one such look is no work of the
-/// process.
+/// Prefix of the names of the kernel's worker threads of io_uring. Such a thread wakes up every
+/// five seconds to check whether it is still needed, which cannot be prevented and does not count
+/// as work of the process.
 const KERNELS_OWN: &str = "iou-wrk-";
 
-/// What was under way a moment ago comes to its end first: a thread that the kernel keeps for
-/// io_uring's slow operations (a flush, a punched hole) leaves after five idle seconds.
+/// Wait before the check. The kernel's worker threads for slow io_uring operations (flush, hole
+/// punching) exit after five idle seconds.
 const SETTLE: Duration = Duration::from_secs(7);
 
-/// An error unless the process and its children go three seconds without using any time, once it has settled.
+/// Fails if the process or its children use CPU time within three seconds, after the wait.
 pub(crate) fn check(process: u32) -> Result<()> {
     sleep(SETTLE);
     idle_now(process)
@@ -46,7 +46,7 @@ fn idle_now(process: u32) -> Result<()> {
 }
 
 impl Used {
-    /// What was used meanwhile, in words; `None` if nothing was.
+    /// Description of the CPU usage since `before`; `None` if there was none.
     fn since(&self, before: &Self) -> Option<String> {
         let switches = self.switches.saturating_sub(before.switches);
         let ticks = self.ticks.saturating_sub(before.ticks);
@@ -56,7 +56,7 @@ impl Used {
     }
 }
 
-/// Of a process and its children.
+/// CPU usage of a process and its children.
 fn all_used(process: u32) -> Result<BTreeMap<OsString, Used>> {
     let tasks = format!("/proc/{process}/task");
     let mut all = used(Path::new(&tasks))?;
@@ -67,7 +67,7 @@ fn all_used(process: u32) -> Result<BTreeMap<OsString, Used>> {
     Ok(all)
 }
 
-/// By thread id.
+/// CPU usage by thread id.
 fn used(tasks: &Path) -> Result<BTreeMap<OsString, Used>> {
     fs::read_dir(tasks)
         .with_context(|| tasks.display().to_string())?
@@ -82,15 +82,15 @@ fn used(tasks: &Path) -> Result<BTreeMap<OsString, Used>> {
         .collect()
 }
 
-/// utime and stime of `/proc/PID/stat`: the fields 14 and 15, counted after the name, which may
-/// hold anything and ends with the last parenthesis.
+/// utime and stime of `/proc/PID/stat`: fields 14 and 15, counted from the last parenthesis,
+/// because the name in field 2 may contain any character.
 pub(crate) fn ticks(stat: &str) -> Option<u64> {
     let (_, fields) = stat.rsplit_once(") ")?;
     let mut fields = fields.split(' ').skip(11);
     Some(fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?)
 }
 
-/// Both kinds of context switches of `/proc/PID/status`.
+/// Voluntary and involuntary context switches of `/proc/PID/status`.
 fn switches(status: &str) -> u64 {
     status
         .lines()
@@ -129,7 +129,7 @@ mod tests {
     fn a_busy_process_is_told_from_an_idle_one() {
         for (script, idle) in [("exec sleep 100", true), ("while sleep 0.05; do :; done", false)] {
             let mut child = Command::new("sh").args(["-c", script]).spawn().unwrap();
-            // Long enough to start the program.
+            // The sleep is longer than the start of the program.
             sleep(Duration::from_millis(500));
             let result = idle_now(child.id());
             child.kill().unwrap();

@@ -1,33 +1,33 @@
-//! The guest suites: the same Linux guest, a disk under test, one question each.
+//! Guest suites: each boots a Linux guest with a disk under test and tests one subject.
 
+mod ana;
 mod boot;
 mod chardev;
 mod cloud_hypervisor;
 mod comparison;
+mod disk_types;
 mod dmesg;
+mod doorbells;
+mod driver;
 mod exporter;
 mod fio;
 mod fs;
 mod idle;
-mod kinds;
 mod namespaces;
 mod nvme_cli;
 mod pool;
 mod protection;
+mod readers;
 mod recover;
+mod replacement;
+mod reservations;
 mod reset;
-mod rivals;
-mod s2;
-mod s3;
-mod s4;
 mod setup;
 mod shared;
 mod smoke;
 mod suite;
 mod ublk;
-mod unbroken;
 mod vfio;
-mod ways;
 mod writer;
 mod zoned;
 

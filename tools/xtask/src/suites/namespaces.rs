@@ -1,9 +1,10 @@
-//! Namespaces are added, resized and removed under a Linux guest that reads and writes meanwhile:
-//! how long the server takes to tell the guest, and how long the guest takes to see it.
+//! Namespaces are added, resized and removed under a Linux guest that reads and writes meanwhile.
+//! The suite measures the time until the server notifies the guest, and the time until the guest
+//! has updated its block device.
 //!
-//! Two clocks of the host's say so, and none of the guest's. The trace has when the event's
-//! completion was posted, and when the guest's commands of its reaction were; and the guest says on
-//! a serial line when its block device has changed.
+//! All times are taken on the host. The trace has the times at which the event was completed and
+//! at which the guest submitted the commands of its reaction. The guest reports changes of its
+//! block device on a serial port.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -26,31 +27,31 @@ use crate::report::Report;
 const MAIN: u64 = 256 << 20;
 const SMALL: u64 = 32 << 20;
 const LARGE: u64 = 48 << 20;
-/// How often a namespace comes, grows and goes.
+/// Number of times that a namespace is added, resized and removed.
 const ROUNDS: usize = 5;
-/// What a server takes from a call to the event, on a machine that has other things to do. The
-/// figures are printed; here is a limit that only a mistake exceeds.
+/// Time limit from a request to the event, on a busy machine. The measured times are printed;
+/// only a bug exceeds the limit.
 const SERVER_LIMIT: Duration = Duration::from_secs(1);
-/// What a guest takes, of which QEMU interprets each instruction.
+/// Time limit of the guest's reaction, for a guest whose instructions QEMU interprets.
 const GUEST_LIMIT: Duration = Duration::from_secs(20);
 
-/// A call of the control socket, and what came of it.
+/// A request to the control socket, and the guest's reaction.
 struct Change {
     what: &'static str,
-    /// When it was made.
+    /// Time of the request.
     at: Instant,
     answered: Duration,
-    /// When the guest had said that it sees it.
+    /// Time from the request until the guest has reported the change.
     seen: Duration,
 }
 
-/// What the trace says of a change, as times since the call.
+/// Times of a change in the trace, since the request.
 struct Told {
-    /// The event was posted.
+    /// Completion of the event.
     event: Duration,
-    /// The last command of the guest's reaction was complete.
+    /// Completion of the last command of the guest's reaction.
     reaction: Duration,
-    /// Its Get Log Page and Identify commands.
+    /// Number of Get Log Page and Identify commands of the reaction.
     log_pages: usize,
     identifies: usize,
 }
@@ -63,7 +64,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let image = run.image("disk.img", MAIN)?;
     let (control, trace) = (run.socket("control"), run.file("serve.trace"));
     let [control_text, trace_text] = [&control, &trace].map(|path| path.display().to_string());
-    // In its sandbox the server opens nothing that was not named to it.
+    // The sandbox allows only directories that the command line names.
     let images = image.parent().context("the image's directory")?.display().to_string();
     let options = ["--control-socket", &control_text, "--trace", &trace_text, "--allow", &images];
     let clocks = Clocks::now();
@@ -74,33 +75,36 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let api = Api::new(control)?;
 
     let mut changes = Vec::new();
-    report.check("a namespace comes, grows and goes, five times, while fio verifies", |_| {
-        guest.sh(&beside(&main), MINUTE)?;
-        let mut watch = Watch::start(&mut guest, run, &added)?;
-        for round in 0..ROUNDS {
-            let other = run.image(&format!("other{round}.img"), SMALL)?;
-            let spec = json!({ "disk": other.display().to_string() });
-            let was = count(&mut guest)?;
-            changes.push(watch.expect("add", SMALL, || api.call("PUT", Some(&spec)))?);
-            ensure!(count(&mut guest)? == was + 1, "nvme list does not have it");
-            ensure!(bytes(&mut guest, &added)? == SMALL, "blockdev has another size");
-            fs::File::options().write(true).open(&other)?.set_len(LARGE)?;
-            let size = json!({ "size": "whole" });
-            changes.push(watch.expect("resize", LARGE, || api.call("PATCH", Some(&size)))?);
-            ensure!(bytes(&mut guest, &added)? == LARGE, "blockdev has another size");
-            changes.push(watch.expect("remove", 0, || api.call("DELETE", None))?);
-            ensure!(count(&mut guest)? == was, "nvme list still has it");
-        }
-        watch.stop(&mut guest)
-    });
-    report.check("fio has noticed nothing", |_| {
+    report.check(
+        "a namespace is added, resized and removed, five times, while fio verifies",
+        |_| {
+            guest.sh(&beside(&main), MINUTE)?;
+            let mut watch = Watch::start(&mut guest, run, &added)?;
+            for round in 0..ROUNDS {
+                let other = run.image(&format!("other{round}.img"), SMALL)?;
+                let spec = json!({ "disk": other.display().to_string() });
+                let was = count(&mut guest)?;
+                changes.push(watch.expect("add", SMALL, || api.call("PUT", Some(&spec)))?);
+                ensure!(count(&mut guest)? == was + 1, "nvme list does not have it");
+                ensure!(bytes(&mut guest, &added)? == SMALL, "blockdev has another size");
+                fs::File::options().write(true).open(&other)?.set_len(LARGE)?;
+                let size = json!({ "size": "whole" });
+                changes.push(watch.expect("resize", LARGE, || api.call("PATCH", Some(&size)))?);
+                ensure!(bytes(&mut guest, &added)? == LARGE, "blockdev has another size");
+                changes.push(watch.expect("remove", 0, || api.call("DELETE", None))?);
+                ensure!(count(&mut guest)? == was, "nvme list still has it");
+            }
+            watch.stop(&mut guest)
+        },
+    );
+    report.check("fio has no error", |_| {
         let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
                     sleep 0.1; done; tail -n 20 /tmp/fio.out; exit $(cat /tmp/fio.done || echo 99)";
         guest.sh(wait, 2 * MINUTE).map(drop)
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     disk.check()?;
-    report.check("each change is one event, at once, and Linux looks at once", |_| {
+    report.check("each change causes one event without delay, and Linux reacts without delay", |_| {
         let records = Records::read(&program, &trace, &clocks)?;
         let told: Vec<Told> = (0..changes.len())
             .map(|at| {
@@ -135,7 +139,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// Reads and writes on the other namespace until there is a file /tmp/enough.
+/// Reads and writes on the other namespace until the file /tmp/enough exists.
 fn beside(main: &str) -> String {
     format!(
         "(until [ -e /tmp/enough ]; do \
@@ -146,7 +150,7 @@ fn beside(main: &str) -> String {
     )
 }
 
-/// How many namespaces `nvme list` has.
+/// Number of namespaces in the output of `nvme list`.
 fn count(guest: &mut Guest) -> Result<usize> {
     let list = nvme_cli::json(guest, "list")?;
     Ok(list.get("Devices").and_then(Value::as_array).context("no devices")?.len())
@@ -157,14 +161,14 @@ fn bytes(guest: &mut Guest, disk: &str) -> Result<u64> {
     text.trim().parse().context("a size")
 }
 
-/// `MEDIAN (at most MOST)`.
+/// Formats times as `MEDIAN (at most MOST)`.
 fn middle_and_most(mut times: Vec<Duration>) -> String {
     times.sort();
     let ms = |time: Option<&Duration>| time.map_or(0.0, |time| time.as_secs_f64() * 1e3);
     format!("{:.1} ms (at most {:.1})", ms(times.get(times.len() / 2)), ms(times.last()))
 }
 
-/// The controller, on the server's control socket.
+/// The controller's resource on the server's control socket.
 struct Api {
     socket: PathBuf,
     path: String,
@@ -179,7 +183,7 @@ impl Api {
         Ok(Self { socket, path: format!("/v1/controllers/{id}/namespaces/2") })
     }
 
-    /// Changes namespace 2.
+    /// Sends a request for namespace 2.
     fn call(&self, method: &str, body: Option<&Value>) -> Result<()> {
         request(&self.socket, method, &self.path, body).map(drop)
     }
@@ -203,18 +207,18 @@ fn request(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Res
     Ok(body.to_owned())
 }
 
-/// Somebody in the guest who looks at a disk all the time, and says on the serial line how many
-/// sectors it has now.
+/// A loop in the guest that polls the size of a disk and writes each new number of sectors to the
+/// serial port.
 struct Watch {
     log: PathBuf,
-    /// What of the log is known.
+    /// Number of log lines that were read.
     known: usize,
 }
 
 impl Watch {
     fn start(guest: &mut Guest, run: &RunDir, disk: &str) -> Result<Self> {
         let size = format!("/sys/block/{disk}/size");
-        // Nothing in the loop starts a process.
+        // The loop starts no process, because that is slow in the guest.
         guest.sh(
             &format!(
                 "(before=; until [ -e /tmp/unwatch ]; do now=0; \
@@ -229,8 +233,8 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Makes a change after which the disk is to have so many bytes, and waits until the guest says
-    /// so.
+    /// Makes a change after which the disk has `bytes` bytes, and waits until the guest reports
+    /// that size.
     fn expect(
         &mut self,
         what: &'static str,
@@ -242,7 +246,7 @@ impl Watch {
         let answered = at.elapsed();
         self.wait(bytes / 512).with_context(|| format!("after {what}"))?;
         let seen = at.elapsed();
-        // Until the guest is done with it, too.
+        // The guest completes its reaction after the report.
         sleep(Duration::from_millis(300));
         Ok(Change { what, at, answered, seen })
     }
@@ -253,7 +257,7 @@ impl Watch {
             let log =
                 String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned();
             let lines: Vec<_> = log.lines().collect();
-            // The last line may not be all there.
+            // The last line may be incomplete.
             let whole = lines.len() - usize::from(!log.ends_with('\n') && !log.is_empty());
             let new = lines.get(self.known..whole).unwrap_or_default();
             if let Some(at) = new.iter().position(|line| line.trim() == words) {
@@ -272,8 +276,8 @@ impl Watch {
     }
 }
 
-/// Both of the host's clocks at one moment. The one that tells the day is set right by others, by
-/// some milliseconds within a run; what is timed is timed by the other.
+/// Monotonic and wall clock at one moment. The wall clock is adjusted during a run, by some
+/// milliseconds, so durations use the monotonic clock.
 struct Clocks {
     day: SystemTime,
     steady: Instant,
@@ -284,27 +288,27 @@ impl Clocks {
         Self { day: SystemTime::now(), steady: Instant::now() }
     }
 
-    /// A moment shortly after.
+    /// Converts a wall-clock time, shortly after this moment, to the monotonic clock.
     fn steady(&self, day: SystemTime) -> Instant {
         self.steady + day.duration_since(self.day).unwrap_or_default()
     }
 }
 
-/// A record of the admin queue.
+/// Trace record of the admin queue.
 #[derive(Debug, Clone, Copy)]
 struct Admin {
     at: Instant,
     cid: u64,
-    /// Of a command; a completion has none.
+    /// Opcode of a command; `None` for a completion.
     opcode: Option<u64>,
 }
 
-/// The admin queue in the server's trace.
+/// Records of the admin queue in the server's trace.
 struct Records(Vec<Admin>);
 
 impl Records {
     fn read(program: &Path, trace: &Path, clocks: &Clocks) -> Result<Self> {
-        // The header says when the trace began, in nanoseconds since 1970, at byte 24.
+        // The header has the start time of the trace, in nanoseconds since 1970, at byte 24.
         let mut header = [0; 32];
         fs::File::open(trace)?.read_exact(&mut header).context("the trace's header")?;
         let began = header.last_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
@@ -331,7 +335,7 @@ impl Records {
         Ok(Self(records))
     }
 
-    /// What followed a change, until `next` if there was another.
+    /// Times of a change, from the records until `next`, the time of the following change.
     fn told(&self, change: &Change, next: Option<Instant>) -> Result<Told> {
         let since = |at: Instant| at.saturating_duration_since(change.at);
         let is = |record: &Admin, opcode: AdminOpcode| record.opcode == Some(opcode as u64);
@@ -339,7 +343,7 @@ impl Records {
         let mut events = Vec::new();
         let mut told =
             Told { event: Duration::ZERO, reaction: Duration::ZERO, log_pages: 0, identifies: 0 };
-        // Those of the reaction that are under way.
+        // Commands of the reaction that are in flight.
         let mut open = Vec::new();
         for record in &self.0 {
             if next.is_some_and(|next| record.at >= next) {
@@ -365,7 +369,8 @@ impl Records {
                     && record.opcode.is_none()
                 {
                     open.remove(at);
-                    // `nvme list` and whoever looks later is no reaction.
+                    // Commands more than 50 ms after the report belong to `nvme list`, not to the
+                    // reaction.
                     if since(record.at) <= change.seen + Duration::from_millis(50) {
                         told.reaction = since(record.at);
                     }

@@ -6,12 +6,12 @@ use shadowbell_guest::Guest;
 
 use super::setup::MINUTE;
 
-/// Runs `nvme ARGUMENTS` and takes what it prints.
+/// Runs `nvme ARGUMENTS`. Returns its output.
 pub(crate) fn nvme(guest: &mut Guest, arguments: &str) -> Result<String> {
     guest.sh(&format!("nvme {arguments}"), MINUTE)
 }
 
-/// Runs `nvme ARGUMENTS -o json`.
+/// Runs `nvme ARGUMENTS -o json`. Returns the parsed output.
 pub(crate) fn json(guest: &mut Guest, arguments: &str) -> Result<Value> {
     let text = nvme(guest, &format!("{arguments} -o json"))?;
     let start = text.find(['{', '[']).with_context(|| format!("no JSON: {text}"))?;
@@ -19,12 +19,12 @@ pub(crate) fn json(guest: &mut Guest, arguments: &str) -> Result<Value> {
         .with_context(|| format!("nvme {arguments}: {text}"))
 }
 
-/// A number of an answer.
+/// Number in nvme-cli's output.
 pub(crate) fn number(json: &Value, name: &str) -> Result<u64> {
     json.get(name).and_then(Value::as_u64).with_context(|| format!("no {name}"))
 }
 
-/// A text of an answer, without the blanks that NVMe pads with; it must hold something.
+/// Text in nvme-cli's output without the padding blanks. It must not be empty.
 pub(crate) fn text(json: &Value, name: &str) -> Result<String> {
     let text = json.get(name).and_then(Value::as_str).unwrap_or_default().trim();
     if text.is_empty() {
@@ -33,8 +33,8 @@ pub(crate) fn text(json: &Value, name: &str) -> Result<String> {
     Ok(text.to_owned())
 }
 
-/// A command that the controller must refuse, with one of these statuses (status code type and
-/// status code, without the bits that say more about them).
+/// Checks that the controller refuses a command with one of these statuses (status code type and
+/// status code).
 pub(crate) fn refused(guest: &mut Guest, arguments: &str, statuses: &[u16]) -> Result<()> {
     let output = guest.run(&format!("nvme {arguments}"), MINUTE)?;
     if output.code == 0 {
@@ -47,12 +47,12 @@ pub(crate) fn refused(guest: &mut Guest, arguments: &str, statuses: &[u16]) -> R
     }
 }
 
-/// The status in `NVMe status: Invalid Field in Command: ...(0x4002)`.
+/// Parses the status in `NVMe status: Invalid Field in Command: ...(0x4002)`.
 fn status(text: &str) -> Option<u16> {
     let (_, rest) = text.split_once("NVMe status: ")?;
     let (_, digits) = rest.lines().next()?.rsplit_once("(0x")?;
     let number = u16::from_str_radix(digits.trim_end().strip_suffix(')')?, 16).ok()?;
-    // Above are Do Not Retry, More and the retry delay.
+    // The higher bits are Do Not Retry, More and the retry delay.
     Some(number & 0x7ff)
 }
 

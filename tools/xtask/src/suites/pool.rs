@@ -1,4 +1,4 @@
-//! Namespaces that a Linux guest makes with nvme-cli, and what it erases of them.
+//! Namespace Management, Format NVM and Sanitize by nvme-cli in a Linux guest.
 
 use std::time::Duration;
 
@@ -26,13 +26,16 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let mut disk = setup.serve(run, "dut", &[], &["--pool", &pool], None)?;
     let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |config| config.cpus = 2)?;
     let guest_ref = &mut guest;
-    report.check("the controller says that it can", |_| {
-        let id = json(guest_ref, "id-ctrl /dev/nvme0")?;
-        let oacs = number(&id, "oacs")?;
-        ensure!(oacs & 0b1010 == 0b1010, "oacs is {oacs:#x}");
-        ensure!(number(&id, "tnvmcap")? == 256 << 20 && number(&id, "unvmcap")? == 256 << 20);
-        Ok(())
-    });
+    report.check(
+        "Identify Controller reports Namespace Management, Format NVM and Sanitize",
+        |_| {
+            let id = json(guest_ref, "id-ctrl /dev/nvme0")?;
+            let oacs = number(&id, "oacs")?;
+            ensure!(oacs & 0b1010 == 0b1010, "oacs is {oacs:#x}");
+            ensure!(number(&id, "tnvmcap")? == 256 << 20 && number(&id, "unvmcap")? == 256 << 20);
+            Ok(())
+        },
+    );
     report.check("a namespace is created, attached and used", |_| {
         refused(
             guest_ref,
@@ -63,7 +66,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         )?;
         Ok(())
     });
-    report.check("what is detached is kept", |_| {
+    report.check("a detached namespace keeps its data", |_| {
         nvme(guest_ref, "detach-ns /dev/nvme0 -n 2 -c 1")?;
         there(guest_ref, "nvme0n2", None)?;
         nvme(guest_ref, "attach-ns /dev/nvme0 -n 2 -c 1")?;
@@ -71,13 +74,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let same = "dd if=/dev/nvme0n2 bs=1M count=4 iflag=direct 2>/dev/null | cmp - /tmp/data";
         guest_ref.sh(same, MINUTE).map(drop)
     });
-    report.check("a format gives other blocks, which are zeroes", |_| {
+    report.check("a format changes the block size and zeroes the namespace", |_| {
         nvme(guest_ref, "format /dev/nvme0 -n 1 --lbaf=1 --ses=1 --force")?;
         there(guest_ref, "nvme0n1", Some(4096))?;
         zeroes(guest_ref, "nvme0n1")
     });
-    report.check("a sanitize operation erases all of them", |_| {
-        // Block erase, and overwrite. Passes are of an overwrite alone.
+    report.check("a sanitize operation erases all namespaces", |_| {
+        // Block erase and overwrite. Only overwrite has a number of passes.
         for how in ["--sanact=0x02", "--sanact=0x03 --owpass=2"] {
             guest_ref
                 .sh("dd if=/tmp/data of=/dev/nvme0n1 bs=1M oflag=direct 2>/dev/null", MINUTE)?;
@@ -90,30 +93,30 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         Ok(())
     });
-    report.check("protection information is made and checked", |_| {
+    report.check("protection information is generated and checked", |_| {
         protection::check(guest_ref, 3, "nvme0n3")
     });
-    report.check("what is deleted is gone", |_| {
+    report.check("a deleted namespace does not exist any more", |_| {
         nvme(guest_ref, "delete-ns /dev/nvme0 -n 1")?;
         there(guest_ref, "nvme0n1", None)?;
         refused(guest_ref, "delete-ns /dev/nvme0 -n 1", &[INVALID_NAMESPACE])?;
         ensure!(allocated(guest_ref)? == 1, "list-ns --all");
         Ok(())
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     disk.check()?;
     finish(report, guest, disk);
     Ok(())
 }
 
-/// How many namespaces there are, attached or not.
+/// Number of allocated namespaces, attached or not.
 fn allocated(guest: &mut Guest) -> Result<usize> {
     let list = json(guest, "list-ns /dev/nvme0 --all")?;
     let all = list.get("nsid_list").and_then(Value::as_array);
     Ok(all.map_or(0, Vec::len))
 }
 
-/// Waits until the guest has this disk with blocks of so many bytes, or has it no more.
+/// Waits until the guest has this disk with the given block size, or (`None`) no longer has it.
 fn there(guest: &mut Guest, name: &str, block_size: Option<u32>) -> Result<()> {
     let wanted = match block_size {
         Some(bytes) => format!("[ \"$(blockdev --getss /dev/{name} 2>/dev/null)\" = {bytes} ]"),
@@ -134,7 +137,8 @@ fn zeroes(guest: &mut Guest, name: &str) -> Result<()> {
 fn sanitized(guest: &mut Guest) -> Result<()> {
     for _ in 0..200 {
         let log = nvme(guest, "sanitize-log /dev/nvme0 -o json")?;
-        // The shape differs from version to version; the progress is in all of them.
+        // The JSON layout depends on the version of nvme-cli; the progress 65535 is in all of
+        // them.
         if log.contains("65535") {
             return Ok(());
         }

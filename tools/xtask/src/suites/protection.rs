@@ -1,4 +1,4 @@
-//! A namespace with protection information, as Linux's block layer and nvme-cli use it.
+//! A namespace with protection information under Linux's block layer and nvme-cli.
 
 use anyhow::{Result, ensure};
 use shadowbell_guest::Guest;
@@ -6,19 +6,20 @@ use shadowbell_guest::Guest;
 use super::nvme_cli::{nvme, refused};
 use super::setup::MINUTE;
 
-/// LBA format 2 of a pool: 512 bytes, and 8 of metadata.
+/// LBA format 2 of a pool: 512 bytes of data and 8 of metadata.
 const FORMAT: u32 = 2;
 const BLOCKS: u64 = 16384;
 
 const GUARD_CHECK: u16 = 0x282;
 const INVALID_PROTECTION_INFORMATION: u16 = 0x181;
 
-/// Makes a namespace `nsid` of type 1, whose device has this name, uses it, and deletes it.
+/// Creates namespace `nsid` with protection type 1, whose block device is `name`, uses it, and
+/// deletes it.
 pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
     let size = format!("--nsze={BLOCKS} --ncap={BLOCKS}");
     nvme(guest, &format!("create-ns /dev/nvme0 {size} --flbas={FORMAT} --dps=1"))?;
     nvme(guest, &format!("attach-ns /dev/nvme0 -n {nsid} -c 1"))?;
-    // The block layer makes what is written, and checks what is read.
+    // The block layer generates protection information of writes, and checks that of reads.
     let integrity = format!(
         "for try in $(seq 100); do [ -b /dev/{name} ] && break; sleep 0.1; done; \
          cd /sys/block/{name}/integrity && cat format tag_size read_verify write_generate"
@@ -37,7 +38,7 @@ pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
          --ioengine=libaio --iodepth=16 --verify=crc32c --do_verify=1 --verify_fatal=1"
     );
     guest.sh(&fio, MINUTE)?;
-    // Block 5 as it is: its reference tag is its number.
+    // nvme-cli command on block 5, whose reference tag must be 5 with protection type 1.
     let block = |command: &str, prinfo: u32, tag: u32, metadata: &str| {
         format!(
             "{command} /dev/{name} --start-block=5 --block-count=0 --data-size=512 \
@@ -48,9 +49,9 @@ pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
     nvme(guest, &block("read", 7, 5, "/tmp/good"))?;
     let tag = guest.sh("od -An -tx1 -j4 -N4 /tmp/good", MINUTE)?;
     ensure!(tag.split_whitespace().eq(["00", "00", "00", "05"]), "the reference tag is {tag}");
-    // Another one is none of type 1.
+    // A read with another reference tag is refused with protection type 1.
     refused(guest, &block("read", 1, 6, "/tmp/other"), &[INVALID_PROTECTION_INFORMATION])?;
-    // What is right is taken, and another guard is not.
+    // A write with the right protection information succeeds; with a wrong guard it fails.
     nvme(guest, &block("write", 7, 5, "/tmp/good"))?;
     guest.sh(
         "cp /tmp/good /tmp/wrong && printf '\\377\\376' | \
@@ -58,7 +59,7 @@ pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
         MINUTE,
     )?;
     refused(guest, &block("write", 4, 5, "/tmp/wrong"), &[GUARD_CHECK])?;
-    // Unchecked it is, and then a read finds it.
+    // Unchecked, the wrong guard is written, and a checked read finds it.
     nvme(guest, &block("write", 0, 5, "/tmp/wrong"))?;
     refused(guest, &block("read", 4, 5, "/tmp/other"), &[GUARD_CHECK])?;
     nvme(guest, &block("write", 7, 5, "/tmp/good"))?;

@@ -1,5 +1,5 @@
-//! Resets, reboots and a killed QEMU while a writer is at work: no acknowledged write is lost, and
-//! nothing is written into memory that the guest has taken back.
+//! Resets, reboots and a killed QEMU under a writer: no acknowledged write may be lost, and no
+//! DMA may reach memory that the guest has freed.
 
 use std::time::Duration;
 
@@ -14,8 +14,8 @@ use crate::report::Report;
 
 const SIZE: u64 = 256 << 20;
 
-/// Large reads beyond the writer's slots: there is always DMA towards the guest in flight. The
-/// failures of a disk that goes away are expected.
+/// Large reads beyond the writer's slots, so that there is always DMA to the guest in flight.
+/// Their failures during a reset are expected.
 fn start_reads(guest: &mut Guest, dev: &str) -> Result<()> {
     guest
         .sh(
@@ -62,14 +62,15 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             writer.verify()
         });
     }
-    report.check("resets leave no complaint in the kernel's log", |_| dmesg::clean(&mut guest, 1));
+    report.check("resets cause no warning in the kernel's log", |_| dmesg::clean(&mut guest, 1));
 
     report.check("driver unbound under load and bound again", |_| {
         start_reads(&mut guest, &dev)?;
         writer.start(&mut guest, &dev, 2)?;
         writer.join(&mut guest)?;
         guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/unbind"), MINUTE)?;
-        // Reads that were in flight have come to an end, well or badly, and their memory is free.
+        // Reads that were in flight have ended, with or without success, and their memory is
+        // free.
         stop_reads(&mut guest)?;
         patrol(&mut guest)?;
         writer.verify()?;
@@ -80,7 +81,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         writer.verify()
     });
 
-    report.check("the guest reboots in mid-I/O, the server stays", |_| {
+    report.check("the guest reboots during I/O, the server continues", |_| {
         start_reads(&mut guest, &dev)?;
         writer.start(&mut guest, &dev, 60)?;
         guest.send("reboot -f")?;
@@ -89,7 +90,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         patrol(&mut guest)?;
         writer.verify()
     });
-    report.check("the machine is reset in mid-I/O, without a word to the guest", |_| {
+    report.check("the machine is reset during I/O, without a notification of the guest", |_| {
         start_reads(&mut guest, &dev)?;
         writer.start(&mut guest, &dev, 60)?;
         guest.qmp("system_reset", json!({}))?;
@@ -100,7 +101,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     });
 
     let mut guest = report
-        .check("QEMU is killed in mid-I/O, and a new one attached", |_| {
+        .check("QEMU is killed during I/O, and a new one attached", |_| {
             start_reads(&mut guest, &dev)?;
             writer.start(&mut guest, &dev, 60)?;
             guest.kill();
@@ -109,9 +110,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             dev = names(&mut guest, 0)?.1;
             Ok(guest)
         })
-        .ok_or_else(|| anyhow::anyhow!("there is no guest to go on with"))?;
-    report.check("nothing that was acknowledged is lost", |_| writer.verify());
-    report.check("the new guest reads what the image holds", |_| {
+        .ok_or_else(|| anyhow::anyhow!("the disk image was not made"))?;
+    report.check("no acknowledged write is lost", |_| writer.verify());
+    report.check("the new guest reads the image's data", |_| {
         let in_guest = guest.sh(
             &format!("dd if=/dev/{dev} bs=4k count={SLOTS} iflag=direct 2>/dev/null | md5sum"),
             MINUTE,
@@ -125,22 +126,22 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         Ok(())
     });
-    report.check("and writes on", |_| {
+    report.check("the new guest writes", |_| {
         writer.start(&mut guest, &dev, 2)?;
         writer.join(&mut guest)?;
         writer.verify()
     });
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     finish(report, guest, disk);
-    report.check("after all of it, nothing is lost", |_| writer.verify());
+    report.check("at the end, no acknowledged write is lost", |_| writer.verify());
     Ok(())
 }
 
-/// Waits for the next boot of the same QEMU. The disk may have another name then.
+/// Waits for the next boot in the same QEMU. The disk may have another name afterwards.
 fn back_again(guest: &mut Guest, dev: &mut String) -> Result<()> {
     guest.wait_reboot()?;
     *dev = names(guest, 0)?.1;
-    // A disk that answers, not one that is only there.
+    // The disk must answer reads; a block device node is not enough.
     guest
         .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), MINUTE)
         .map(drop)?;

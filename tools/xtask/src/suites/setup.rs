@@ -1,5 +1,4 @@
-//! What the suites share: the fetched programs, the controller under test, and the guest's first
-//! steps.
+//! Setup of the suites: fetched programs, the controller under test, and the guest's boot.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,39 +14,39 @@ use shadowbell_guest::{
 
 use crate::report::Report;
 
-/// The controller under test.
+/// Controller under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ControllerKind {
-    /// Shadowbell's, served over vfio-user.
+    /// Shadowbell's controller, served over vfio-user.
     Shadowbell,
     /// QEMU's own `-device nvme`, for comparison.
     QemuNvme,
 }
 
-/// A minute is long for any command that does not measure.
+/// Time limit of a command that does not measure.
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
 
-/// The archives that guests start from, as files under `target/guest`.
+/// File names of the guests' archives under `target/guest`.
 const FULL: &str = "initramfs-full.cpio";
 pub(crate) const MINIMAL: &str = "initramfs-minimal.cpio";
 
-/// What all suites share.
+/// Programs and options of all suites.
 pub(crate) struct Setup {
     pub(crate) controller: ControllerKind,
     pub(crate) roots: Roots,
-    /// The program, unless QEMU's controller alone is under test.
+    /// The shadowbell program; `None` if only QEMU's controller is under test.
     pub(crate) shadowbell: Option<PathBuf>,
-    /// How often a speed is measured before its median is taken.
+    /// Number of rounds of a speed measurement, of which the median counts.
     pub(crate) rounds: usize,
-    /// How often the server is upgraded, or killed, at least.
+    /// Minimum number of upgrades or kills.
     pub(crate) events: u32,
     /// Cloud Hypervisor's program, if there is one.
     pub(crate) cloud_hypervisor: Option<PathBuf>,
 }
 
 impl Setup {
-    /// Fetches and builds what the suites need. `shadowbell` is built unless it is given, or is not
-    /// under test.
+    /// Fetches and builds the files that the suites need. `shadowbell` is the program; if it is
+    /// not given and needed, it is built.
     pub(crate) fn new(
         controller: ControllerKind,
         shadowbell: Option<PathBuf>,
@@ -61,7 +60,8 @@ impl Setup {
         {
             let extra = Extra { programs: tools, ..Extra::default() };
             let archive = initramfs::pack(&roots, programs, extra)?;
-            // A run beside this one may be reading the file of that name: it keeps the old one.
+            // A concurrent run may be reading the file of that name, so it is replaced, not
+            // overwritten.
             let partial = roots.directory().join(format!("{name}.{}", std::process::id()));
             std::fs::write(&partial, archive).context("the initramfs")?;
             std::fs::rename(&partial, roots.directory().join(name)).context("the initramfs")?;
@@ -76,7 +76,8 @@ impl Setup {
         Ok(Self { controller, roots, shadowbell, rounds: 3, events: 0, cloud_hypervisor: None })
     }
 
-    /// A program whose `serve` can do wrong on purpose: the one under test if it can.
+    /// A program whose `serve` supports fault injection: the one under test if it does, otherwise
+    /// one built for tests.
     pub(crate) fn faulty(&self) -> Result<PathBuf> {
         if let Some(program) = &self.shadowbell {
             let help = Command::new(program).args(["serve", "--help"]).output();
@@ -88,12 +89,12 @@ impl Setup {
         workspace::build_for_tests()
     }
 
-    /// Where everything is kept between runs.
+    /// Directory of files that are kept between runs.
     pub(crate) fn directory(&self) -> &Path {
         self.roots.directory()
     }
 
-    /// Boots a guest with these controllers; `adjust` may change its configuration.
+    /// Boots a guest with these controllers. `adjust` changes its configuration.
     pub(crate) fn boot(
         &self,
         run: &RunDir,
@@ -111,7 +112,7 @@ impl Setup {
         Guest::boot(&self.roots, run, &config, FULL)
     }
 
-    /// The controller under test over an image of the run.
+    /// Starts the controller under test on an image of the run.
     pub(crate) fn disk(&self, run: &RunDir, image: &Path) -> Result<Disk> {
         let name = image.file_name().context("an image without a name")?.to_string_lossy();
         Ok(match self.controller {
@@ -126,7 +127,7 @@ impl Setup {
         })
     }
 
-    /// Serves a controller of shadowbell's behind the socket `name`.
+    /// Serves a shadowbell controller on the socket `name`.
     pub(crate) fn serve(
         &self,
         run: &RunDir,
@@ -142,31 +143,30 @@ impl Setup {
     }
 }
 
-/// The controller under test: a device of the guest and, if it is
-/// shadowbell's, the server behind it.
+/// The controller under test: a device of the guest and, for shadowbell, its server.
 pub(crate) struct Disk {
     pub(crate) server: Option<Server>,
     pub(crate) device: Device,
 }
 
 impl Disk {
-    /// An error once the server has ended.
+    /// Fails if the server has ended.
     pub(crate) fn check(&mut self) -> Result<()> {
         self.server.as_mut().map_or(Ok(()), Server::check)
     }
 
-    /// Ends the server as an operator would: it must leave cleanly.
+    /// Ends the server with SIGTERM; its exit status must be 0.
     pub(crate) fn stop(self) -> Result<()> {
         self.server.map_or(Ok(()), Server::stop)
     }
 }
 
-/// The names that the guest gives to the controller at this index and to its first namespace
-/// (`nvme0`, `nvme0n1`), once both are there.
+/// Waits for the controller at this index and its first namespace. Returns their names in the
+/// guest (`nvme0`, `nvme0n1`).
 pub(crate) fn names(guest: &mut Guest, index: usize) -> Result<(String, String)> {
     let address = config::pci_address(index);
-    // With multipath the namespace has a hidden path (nvme0c0n1) below the controller; the disk is
-    // the same name without the middle.
+    // With multipath, sysfs has the hidden path device (nvme0c0n1) below the controller. The
+    // disk's name is that name without the controller part.
     let script = format!(
         "for try in $(seq 100); do \
             for path in /sys/bus/pci/devices/{address}/nvme/nvme*/nvme*n1; do \
@@ -180,7 +180,8 @@ pub(crate) fn names(guest: &mut Guest, index: usize) -> Result<(String, String)>
     Ok((controller.to_owned(), disk.to_owned()))
 }
 
-/// The character device of the first namespace of the controller at this index, once it is there.
+/// Waits for the character device of the first namespace of the controller at this index. Returns
+/// its path.
 pub(crate) fn character_device(guest: &mut Guest, index: usize) -> Result<String> {
     let address = config::pci_address(index);
     let text = guest.sh(
@@ -197,8 +198,8 @@ pub(crate) fn character_device(guest: &mut Guest, index: usize) -> Result<String
     Ok(text.trim().to_owned())
 }
 
-/// Powers the guest off and stops the server: both must end well.
+/// Powers the guest off and stops the server. Both must succeed.
 pub(crate) fn finish(report: &mut Report, guest: Guest, disk: Disk) {
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
-    report.check("the server leaves cleanly", |_| disk.stop());
+    report.check("the server ends without an error", |_| disk.stop());
 }

@@ -1,6 +1,6 @@
-//! Two controllers of one subsystem in a Linux guest: one disk with two paths, of which one is not
-//! to be taken (`ways`), or goes away under load; and reservations by nvme-cli, from the one
-//! controller against the other.
+//! Two controllers of one subsystem in a Linux guest: a disk with two paths, whose ANA states
+//! change (module `ana`) or which are removed under load, and reservations by nvme-cli through
+//! one controller against the other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,16 +12,16 @@ use anyhow::{Context, Result, bail, ensure};
 use shadowbell_guest::config::pci_address;
 use shadowbell_guest::{Device, Guest, Kernel, RunDir};
 
+use super::ana::{self, Control};
 use super::dmesg;
 use super::nvme_cli::{json, number, nvme, refused};
 use super::setup::{MINUTE, Setup, names};
-use super::ways::{self, Control};
 use crate::report::Report;
 
 const DISK: u64 = 256 << 20;
 const CONFLICT: u16 = 0x083;
 
-/// A server of a configuration file, which is killed when this is dropped.
+/// A server with a configuration file. Killed when dropped.
 pub(crate) struct Served(Child);
 
 impl Drop for Served {
@@ -32,7 +32,7 @@ impl Drop for Served {
 }
 
 impl Served {
-    /// Two controllers of a subsystem at these sockets, with this image.
+    /// Starts a server with two controllers of one subsystem at these sockets, on this image.
     pub(crate) fn start(
         binary: &Path,
         run: &RunDir,
@@ -101,8 +101,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let names_of_both = [one.clone(), other.clone()];
     let control =
         Control { program: &program, socket: run.socket("control"), controllers: &sockets };
-    ways::check(&mut guest, report, &control, (&names_of_both, &disk), &load(&disk));
-    report.check("a path goes away and comes back, five times, while fio verifies", |_| {
+    ana::check(&mut guest, report, &control, (&names_of_both, &disk), &load(&disk));
+    report.check("a path is removed and added again, five times, while fio verifies", |_| {
         guest.sh(&load(&disk), MINUTE)?;
         let address = pci_address(0);
         for _ in 0..5 {
@@ -111,19 +111,20 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             guest.sh("sleep 1; echo 1 > /sys/bus/pci/rescan", MINUTE)?;
             names(&mut guest, 0)?;
         }
-        ways::ended(&mut guest)
+        ana::ended(&mut guest)
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 2));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 2));
     let one = names(&mut guest, 0).map_or(one, |(name, _)| name);
-    report.check("a reservation of one keeps the other away, until that preempts it", |_| {
-        reserve(&mut guest, &one, &other)
-    });
+    report.check(
+        "a reservation of one controller excludes the other, until the other preempts it",
+        |_| reserve(&mut guest, &one, &other),
+    );
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     drop(served);
     Ok(())
 }
 
-/// Reads and writes with checksums until there is a file /tmp/enough.
+/// fio job that reads and writes with checksums until the file /tmp/enough exists.
 fn load(disk: &str) -> String {
     format!(
         "(until [ -e /tmp/enough ]; do \
@@ -134,7 +135,7 @@ fn load(disk: &str) -> String {
     )
 }
 
-/// Commands for a namespace through one controller: a block is written, or read.
+/// nvme-cli command that writes or reads one block through a controller.
 fn transfer(controller: &str, writes: bool) -> String {
     let (opcode, way) = if writes { (1, "--write --input-file=/tmp/block") } else { (2, "--read") };
     format!(
@@ -146,7 +147,7 @@ fn transfer(controller: &str, writes: bool) -> String {
 fn reserve(guest: &mut Guest, one: &str, other: &str) -> Result<()> {
     guest.sh("head -c 512 /dev/zero >/tmp/block", MINUTE)?;
     let unknown = format!("resv-register /dev/{one} -n 1 --nrkey=10 --rrega=0");
-    // Host Identifier Not Initialized.
+    // 027h is Host Identifier Not Initialized.
     refused(guest, &unknown, &[0x027])?;
     for (controller, id) in [(one, "1"), (other, "2")] {
         let identifier = format!("for n in $(seq 16); do printf '\\00{id}'; done >/tmp/host");

@@ -1,4 +1,4 @@
-//! The kernel and nvme-cli find a sane controller, and it refuses what it must.
+//! Basic test: the kernel and nvme-cli use the controller, and invalid commands are refused.
 
 use anyhow::{Context, Result, bail, ensure};
 use shadowbell_guest::{Firmware, Guest, Kernel, RunDir};
@@ -19,9 +19,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let (ctrl, dev) = names(&mut guest, 0)?;
     let shadowbell = setup.controller == ControllerKind::Shadowbell;
 
-    report.check("attaching leaves no complaint in the kernel's log", |_| {
-        dmesg::clean(&mut guest, 1)
-    });
+    report
+        .check("attaching causes no warning in the kernel's log", |_| dmesg::clean(&mut guest, 1));
     report.check("a queue pair and an interrupt vector per processor", |_| {
         let queues = guest.sh(&format!("grep -c ' {ctrl}q' /proc/interrupts"), MINUTE)?;
         ensure!(queues.trim() == (CPUS + 1).to_string(), "{queues} vectors for {CPUS} processors");
@@ -40,8 +39,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             idle::check(server.id())
         });
     }
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
-    report.check("the server lives", |_| disk.check());
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
+    report.check("the server is running", |_| disk.check());
     finish(report, guest, disk);
     if shadowbell {
         report.check("a QEMU without shared memory gets the name of the missing option", |_| {
@@ -114,7 +113,7 @@ fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shado
 }
 
 fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbell: bool) {
-    report.check("nvme smart-log counts what is read and written", |_| {
+    report.check("nvme smart-log counts reads and writes", |_| {
         let before = json(guest, &format!("smart-log /dev/{ctrl}"))?;
         let mib = 64;
         guest.sh(
@@ -129,7 +128,7 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbel
         ensure!(number(&after, "critical_warning")? == 0, "critical_warning");
         ensure!((273..373).contains(&number(&after, "temperature")?), "temperature in Kelvin");
         ensure!(number(&after, "media_errors")? == 0, "media_errors");
-        // Units of a thousand blocks of 512 bytes.
+        // Data Units are a thousand blocks of 512 bytes.
         let units = mib * (1 << 20) / 512_000;
         for (name, least) in [
             ("data_units_read", units),
@@ -142,13 +141,13 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbel
         }
         Ok(())
     });
-    report.check("nvme error-log has the errors", |_| {
+    report.check("nvme error-log contains the errors", |_| {
         let newest = |log: &serde_json::Value| log.pointer("/errors/0").cloned();
         let log = |guest: &mut Guest| json(guest, &format!("error-log /dev/{ctrl}"));
         let before = newest(&log(guest)?).context("an empty log")?;
         refused(guest, &format!("read /dev/{dev} -s 0x7fffffff -c 0 -z 512"), &[0x080])?;
         let after = newest(&log(guest)?).context("an empty log")?;
-        // QEMU's controller keeps none.
+        // QEMU's controller has no error log.
         if shadowbell {
             let grown =
                 number(&after, "error_count")?.saturating_sub(number(&before, "error_count")?);
@@ -162,7 +161,8 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbel
     report.check("firmware, changed namespaces, command effects", |_| {
         nvme(guest, &format!("fw-log /dev/{ctrl}"))?;
         nvme(guest, &format!("changed-ns-list-log /dev/{ctrl}"))?;
-        // Admin commands in the first KiB, I/O commands in the second, four bytes each.
+        // Log page layout: admin commands in the first KiB, I/O commands in the second, four
+        // bytes each.
         let hex =
             guest.sh(&format!("nvme get-log /dev/{ctrl} -i 5 -l 2048 -b | xxd -p -c 4"), MINUTE)?;
         let effects: Vec<_> = hex.lines().collect();
@@ -183,19 +183,20 @@ fn features(report: &mut Report, guest: &mut Guest, ctrl: &str, shadowbell: bool
         for feature in [0x01, 0x02, 0x04, 0x06, 0x07, 0x08, 0x0b] {
             get_feature(guest, ctrl, feature)?;
         }
-        // Error Recovery belongs to a namespace.
+        // Error Recovery is a namespace feature.
         nvme(guest, &format!("get-feature /dev/{ctrl} -f 0x05 -n 1"))?;
         nvme(guest, &format!("get-feature /dev/{ctrl} -f 0x09 --cdw11=1"))?;
         nvme(guest, &format!("get-feature /dev/{ctrl} -f 0x0e --data-len=8 -H"))?;
         let queues = get_feature(guest, ctrl, 0x07)?;
-        // Zero-based, submission queues below and completion queues above.
+        // Zero-based numbers: submission queues in the lower half, completion queues in the upper
+        // half.
         let (submission, completion) = ((queues & 0xffff) + 1, (queues >> 16) + 1);
         ensure!(submission >= CPUS && completion >= CPUS, "{submission} and {completion} queues");
         Ok(())
     });
     report.check("nvme set-feature takes effect, and can be taken back", |_| {
         let mut settings = vec![(0x06, 0), (0x04, 0x0160), (0x0b, 0x0100)];
-        // QEMU's controller does not let Interrupt Coalescing be changed.
+        // QEMU's controller does not support changes of Interrupt Coalescing.
         settings.extend(shadowbell.then_some((0x08, 0x0203)));
         for (feature, value) in settings {
             let before = get_feature(guest, ctrl, feature)?;
@@ -209,13 +210,13 @@ fn features(report: &mut Report, guest: &mut Guest, ctrl: &str, shadowbell: bool
     });
 }
 
-/// The current value of a feature.
+/// Current value of a feature.
 fn get_feature(guest: &mut Guest, ctrl: &str, feature: u32) -> Result<u32> {
     let text = nvme(guest, &format!("get-feature /dev/{ctrl} -f {feature}"))?;
     feature_value(&text).with_context(|| format!("no value: {text}"))
 }
 
-/// Reads `get-feature:0x06 (Volatile Write Cache), Current value:0x00000001`; a zero has no `0x`.
+/// Parses `get-feature:0x06 (Volatile Write Cache), Current value:0x00000001`; zero has no `0x`.
 fn feature_value(text: &str) -> Option<u32> {
     let (_, value) = text.rsplit_once("value:")?;
     let digits = value.split_whitespace().next()?;
@@ -244,7 +245,7 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
         },
     );
     report.check("copy by nvme-cli: two ranges, in the other order", |_| {
-        // QEMU's controller has the command, and namespaces that allow no block of it.
+        // QEMU's controller supports Copy, but its namespaces allow no blocks for it.
         let most = number(&json(guest, &format!("id-ns /dev/{dev}"))?, "mcl")?;
         if !shadowbell && most < 8 {
             return Ok(String::new());
@@ -260,16 +261,16 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
             MINUTE,
         )
     });
-    report.check("a comparison that fails says so", |_| {
+    report.check("a failed comparison has its status", |_| {
         guest.sh("dd if=/dev/urandom of=/tmp/data bs=4096 count=1", MINUTE)?;
         let at = format!("/dev/{dev} -s 1000 -c 7 -z 4096 -d /tmp/data");
         refused(guest, &format!("compare {at}"), &[0x285])
     });
 }
 
-/// What a supporter asks for, and blocks that can not be read.
+/// Diagnostics for support engineers, and Write Uncorrectable.
 fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
-    report.check("a self-test, and its log by nvme-cli", |_| {
+    report.check("a self-test and its log by nvme-cli", |_| {
         guest.sh(&format!("nvme device-self-test /dev/{ctrl} -n 1 -s 1"), MINUTE)?;
         guest.sh(
             &format!(
@@ -292,7 +293,7 @@ fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
             MINUTE,
         )
     });
-    report.check("a block that was marked is not read until it is written", |_| {
+    report.check("a block marked by Write Uncorrectable is unreadable until it is written", |_| {
         guest.sh(&format!("nvme write-uncor /dev/{dev} -s 4000 -c 0"), MINUTE)?;
         refused(guest, &format!("read /dev/{dev} -s 4000 -c 0 -z 512"), &[0x281])?;
         guest.sh(
@@ -307,8 +308,8 @@ fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
     });
 }
 
-/// Commands that must be refused, and how. Where the specification leaves a choice, or depends on
-/// what a controller supports, each right answer is listed.
+/// Commands that must be refused, and their statuses. Where the specification leaves a choice, or
+/// the status depends on supported features, several are listed.
 fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
     const INVALID_OPCODE: u16 = 0x001;
     const INVALID_FIELD: u16 = 0x002;
@@ -326,7 +327,7 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
         (admin("--opcode=0x06 --cdw10=0xfe -r -l 4096"), vec![INVALID_FIELD]),
         (admin("--opcode=0x00 --cdw10=0"), vec![INVALID_QUEUE]),
         (admin("--opcode=0x00 --cdw10=60000"), vec![INVALID_QUEUE]),
-        // QEMU's controller says Completion Queue Invalid to this one.
+        // QEMU's controller returns Completion Queue Invalid for this command.
         (admin("--opcode=0x04 --cdw10=0"), vec![INVALID_QUEUE]),
         (admin("--opcode=0x05 --cdw10=0"), vec![INVALID_QUEUE]),
         (format!("get-log /dev/{ctrl} -i 0xef -l 64"), vec![INVALID_LOG_PAGE, INVALID_FIELD]),
@@ -338,7 +339,7 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
         (format!("copy /dev/{dev} --sdlba=0 --blocks=65535 --slbs=0"), vec![0x183]),
         (format!("copy /dev/{dev} --sdlba=0x200000 --blocks=7 --slbs=0"), vec![0x080, 0x183]),
     ];
-    report.check("what is unsupported or wrong is refused with the right status", |_| {
+    report.check("unsupported and invalid commands are refused with the right status", |_| {
         let wrong: Vec<String> = list
             .iter()
             .filter_map(|(command, statuses)| refused(guest, command, statuses).err())
@@ -354,12 +355,12 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
         ensure!(text.contains("0x00000001") || text.contains("0x1"), "{text}");
         Ok(())
     });
-    report.check("and the disk still reads", |_| {
+    report.check("the disk is still readable", |_| {
         guest.sh(&format!("dd if=/dev/{dev} of=/dev/null bs=1M count=4 iflag=direct"), MINUTE)
     });
 }
 
-/// Whatever becomes of that guest, the server says what to do and lives on.
+/// A guest without shared memory: the server logs the missing QEMU option, and continues to run.
 fn without_shared_memory(
     setup: &Setup,
     kernel: Kernel,
@@ -369,7 +370,8 @@ fn without_shared_memory(
     let mut disk = setup.disk(run, image)?;
     let guest = setup.boot(run, kernel, vec![disk.device.clone()], |config| {
         config.share = false;
-        // The kernel asks in vain, and need not wait a minute for each answer.
+        // The controller does not answer, and the kernel should not wait a minute for each
+        // command.
         config.firmware = Firmware::Direct { append: "nvme_core.admin_timeout=2".to_owned() };
     });
     drop(guest);

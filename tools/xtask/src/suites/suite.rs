@@ -1,71 +1,71 @@
-//! The list of the suites.
+//! List of the guest suites.
 
 use anyhow::Context;
 use clap::ValueEnum;
 use shadowbell_guest::{Kernel, RunDir};
 
+use super::replacement::{self, Event};
 use super::setup::Setup;
-use super::unbroken::{self, Event};
 use super::{
-    boot, chardev, cloud_hypervisor, fs, kinds, namespaces, pool, recover, reset, rivals, s2, s3,
-    s4, shared, smoke, ublk, zoned,
+    boot, chardev, cloud_hypervisor, disk_types, doorbells, driver, fs, namespaces, pool, readers,
+    recover, reservations, reset, shared, smoke, ublk, zoned,
 };
 use crate::report::Report;
 
-/// The suites, by their names on the command line.
+/// Guest suites, by their names on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Suite {
-    /// The kernel and nvme-cli find a sane controller, and it refuses what it must.
+    /// Basic test with the kernel and nvme-cli: Identify, log pages, features, refusals
     Smoke,
-    /// A file system, discards, and fio with checksums.
+    /// File system, discards, and fio with checksums
     Fs,
-    /// A qcow2 image, an export and a namespace of another server at once: file systems, discards,
-    /// and fio while the process that serves is killed and upgraded.
-    Kinds,
-    /// Resets, reboots and a killed QEMU under load: no acknowledged write is lost.
+    /// Disk types other than files (qcow2, NBD, a namespace of another server), all in one guest:
+    /// file systems, discards, and fio while the server process is killed and upgraded
+    DiskTypes,
+    /// Resets, reboots and a killed QEMU under load: no acknowledged write is lost
     Reset,
-    /// The server is replaced again and again under a guest that boots, writes and resets: nothing
-    /// is lost, and the guest does not notice.
+    /// Repeated restart for upgrade while the guest boots, writes and resets: nothing is lost,
+    /// and the guest logs no warning
     Upgrade,
-    /// The same, with the process that serves killed.
+    /// Repeated `kill -9` of the server process under the load of `upgrade`
     Kill,
-    /// The same two under Cloud Hypervisor, which runs a guest of its own in the guest.
+    /// Upgrades and kills under Cloud Hypervisor, which runs nested in the guest
     CloudHypervisor,
-    /// Namespaces come, grow and go while the guest reads and writes: how soon it is told, and how
-    /// soon it sees it.
+    /// Namespaces are added, resized and removed under load: time until the event, and until the
+    /// guest has updated its disk
     Namespaces,
-    /// The guest makes namespaces with nvme-cli, formats, sanitizes and deletes them.
+    /// Namespace Management, Format NVM and Sanitize by nvme-cli
     Pool,
-    /// Zoned namespaces: nvme-cli, blkzone, fio, and a file system that knows zones.
+    /// Zoned namespaces: nvme-cli, blkzone, fio and zonefs
     Zoned,
-    /// One disk behind two controllers: paths that are good, bad, or go away under load, and
-    /// reservations.
+    /// One disk behind two controllers: ANA states, path loss under load, and reservations
     Shared,
-    /// Two guests that have one disk, and fight for it by reservations.
-    Rivals,
-    /// OVMF starts a kernel from a disk of shadowbell's.
+    /// Reservations of two guests that share one disk
+    Reservations,
+    /// UEFI boot: OVMF starts a kernel from a disk of shadowbell's
     Boot,
-    /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
-    /// QEMU's `nvme://`.
-    S2,
-    /// The S3 table: shadow doorbells against trapped ones, shadowbell's against QEMU's.
-    S3,
-    /// The driver through VFIO on controllers that do wrong on purpose: every step of recovery,
-    /// with every byte checked; and a disk on an SSD whose data nobody copies.
+    /// The driver through VFIO inside the guest, and its speed next to the kernel's driver and
+    /// QEMU's `nvme://`
+    Driver,
+    /// Shadow doorbells next to MMIO doorbells, shadowbell's controller next to QEMU's: IOPS,
+    /// doorbell writes, interrupts and host CPU time per I/O
+    Doorbells,
+    /// The driver through VFIO on controllers with injected faults: every recovery step, with
+    /// every byte verified; and zero-copy of a disk on an SSD
     Recover,
-    /// A server in the guest whose disks are namespaces by their character devices (/dev/ng0n1):
-    /// every byte checked, kills, upgrades, errors, and what is refused; and tests of the crates on
-    /// such disks, with cancels, resets, and storage that does not answer for a while.
+    /// NVMe character devices (/dev/ng0n1) as disks of a server in the guest: data verified,
+    /// kills, upgrades, errors and refusals; and tests of the crates on such disks, with cancels,
+    /// resets and hung storage
     Chardev,
-    /// The disk as a block device (ublk) inside the guest, and the S4 table: readers, one and many.
-    S4,
-    /// A raw disk as a block device (ublk) inside the guest, whose data go straight or are copied:
-    /// every byte checked, kills, a shrinking image, and both ways compared.
+    /// One and several readers of a ublk device inside the guest: integrity, recovery and speed
+    Readers,
+    /// Zero copy of ublk on a raw disk inside the guest: data verified, kills, a truncated image,
+    /// and speed next to copies
     Ublk,
 }
 
 impl Suite {
-    /// Runs the suite on one kernel. What goes wrong is a failed check.
+    /// Runs the suite on one kernel. An error becomes a failed check.
     pub(crate) fn run(self, setup: &Setup, report: &mut Report, kernel: Kernel) {
         let (suite, controller) = (name_of(&self), name_of(&setup.controller));
         let release = setup.roots.release(kernel).unwrap_or_else(|_| kernel.to_string());
@@ -75,22 +75,22 @@ impl Suite {
             let result = match self {
                 Self::Smoke => smoke::run(setup, report, kernel, &run),
                 Self::Fs => fs::run(setup, report, kernel, &run),
-                Self::Kinds => kinds::run(setup, report, kernel, &run),
+                Self::DiskTypes => disk_types::run(setup, report, kernel, &run),
                 Self::Reset => reset::run(setup, report, kernel, &run),
-                Self::Upgrade => unbroken::run(setup, report, kernel, &run, Event::Upgrade),
-                Self::Kill => unbroken::run(setup, report, kernel, &run, Event::Kill),
+                Self::Upgrade => replacement::run(setup, report, kernel, &run, Event::Upgrade),
+                Self::Kill => replacement::run(setup, report, kernel, &run, Event::Kill),
                 Self::CloudHypervisor => cloud_hypervisor::run(setup, report, kernel, &run),
                 Self::Namespaces => namespaces::run(setup, report, kernel, &run),
                 Self::Pool => pool::run(setup, report, kernel, &run),
                 Self::Zoned => zoned::run(setup, report, kernel, &run),
                 Self::Shared => shared::run(setup, report, kernel, &run),
-                Self::Rivals => rivals::run(setup, report, kernel, &run),
+                Self::Reservations => reservations::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
-                Self::S2 => s2::run(setup, report, kernel, &run),
+                Self::Driver => driver::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),
                 Self::Chardev => chardev::run(setup, report, kernel, &run),
-                Self::S3 => s3::run(setup, report, kernel, &run),
-                Self::S4 => s4::run(setup, report, kernel, &run),
+                Self::Doorbells => doorbells::run(setup, report, kernel, &run),
+                Self::Readers => readers::run(setup, report, kernel, &run),
                 Self::Ublk => ublk::run(setup, report, kernel, &run),
             };
             let logs = setup.roots.directory().join(format!("logs/{suite}-{kernel}-{controller}"));
@@ -100,7 +100,7 @@ impl Suite {
     }
 }
 
-/// What a value is called on the command line.
+/// Name of a value on the command line.
 fn name_of(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! A guest whose programs drive devices themselves: Linux VFIO, and the program under test in it.
+//! A guest with Linux VFIO, whose programs drive devices; the program under test is one of them.
 
 use std::path::PathBuf;
 
@@ -9,15 +9,16 @@ use shadowbell_guest::{Config, Device, Firmware, Guest, Kernel, Output, RunDir, 
 
 use super::setup::{MINUTE, Setup};
 
-/// The guest's archive, in the run's directory of files.
+/// File name of the guest's archive, in the run's directory of files.
 const ARCHIVE: &str = "initramfs-vfio.cpio";
-/// VFIO, each module after those that it needs. Not every kernel has all of them.
+/// VFIO modules, in the order of their dependencies. Not every kernel has all of them.
 pub(crate) const MODULES: &[&str] =
     &["irqbypass", "vfio", "vfio_virqfd", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
-/// The IOMMU on, but out of the way of the kernel's own drivers.
+/// Kernel parameters: the IOMMU is on, with pass-through for the kernel's own drivers.
 pub(crate) const IOMMU: &str = "intel_iommu=on iommu=pt";
 
-/// A guest with these modules, these programs beside the usual ones, and the program under test.
+/// Packs a guest with these modules, these programs beside the usual ones, and the program under
+/// test.
 pub(crate) fn pack(
     setup: &Setup,
     kernel: Kernel,
@@ -28,7 +29,7 @@ pub(crate) fn pack(
     pack_with(setup, kernel, run, more, modules, &[])
 }
 
-/// The same, with programs of the host's, too.
+/// Packs a guest as [`pack`] does, with programs of the host as well.
 pub(crate) fn pack_with(
     setup: &Setup,
     kernel: Kernel,
@@ -63,8 +64,8 @@ pub(crate) fn boot(
     Guest::boot(&setup.roots, run, &config, ARCHIVE)
 }
 
-/// Loads modules. VFIO's do not trust devices that could raise each other's interrupts: this IOMMU
-/// does not remap them.
+/// Loads modules. VFIO rejects devices until [`allow_unsafe_interrupts`] is called, because this
+/// IOMMU does not remap interrupts.
 pub(crate) fn load(guest: &mut Guest, modules: &[&str]) -> Result<()> {
     let names = modules.join(" ");
     let directory = initramfs::MODULES;
@@ -81,7 +82,7 @@ pub(crate) fn load(guest: &mut Guest, modules: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Trusts the devices.
+/// Allows VFIO devices without interrupt remapping.
 pub(crate) fn allow_unsafe_interrupts(guest: &mut Guest) -> Result<()> {
     let file = "/sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts";
     guest.sh(&format!("echo 1 >{file}"), MINUTE).map(drop)
@@ -91,7 +92,7 @@ pub(crate) fn shadowbell(guest: &mut Guest, arguments: &str) -> Result<Output> {
     guest.run(&format!("shadowbell {arguments}"), 3 * MINUTE)
 }
 
-/// The last line of JSON that the program prints.
+/// Last line of JSON that the program prints.
 pub(crate) fn json_of(guest: &mut Guest, arguments: &str) -> Result<Value> {
     let text = guest.sh(&format!("shadowbell {arguments} --json"), 3 * MINUTE)?;
     let line = text.lines().rev().find(|line| line.starts_with('{')).context("no JSON")?;

@@ -1,4 +1,4 @@
-//! The writer in the guest that reports every acknowledged write; see [`shadowbell_guest::ack`].
+//! Writer in the guest that reports every acknowledged write; see [`shadowbell_guest::ack`].
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,14 +10,14 @@ use shadowbell_guest::{Guest, RunDir, tool};
 
 use super::setup::MINUTE;
 
-/// Slots of 4 KiB that are overwritten, from the start of the disk.
+/// Number of slots of 4 KiB that are overwritten, from the start of the disk.
 pub(crate) const SLOTS: u64 = 2048;
-/// Marks the writes of this program.
+/// Seed of the patterns, which identify the writes of this program.
 const SEED: u64 = 0x5bac_ced0;
-/// No session writes one slot this often.
+/// Generations per session: more than a session writes to one slot.
 const GENERATIONS: u64 = 1 << 32;
 
-/// The sessions of the writer on one image.
+/// Sessions of the writer on one image.
 pub(crate) struct Writer {
     image: PathBuf,
     log: PathBuf,
@@ -25,7 +25,7 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
-    /// For this image, which the guest's disk keeps its bytes in.
+    /// Creates a writer for this image, the backing file of the guest's disk.
     pub(crate) fn new(run: &RunDir, image: &Path) -> Self {
         Self { image: image.to_owned(), log: run.file("ack.log"), sessions: 0 }
     }
@@ -33,7 +33,8 @@ impl Writer {
     /// Starts a session in the background and waits until writes are being acknowledged.
     pub(crate) fn start(&mut self, guest: &mut Guest, disk: &str, seconds: u64) -> Result<()> {
         let before = self.promises()?.writes;
-        // Later generations than every session before: a stale write is recognised by an older one.
+        // Generations are higher than those of all previous sessions, so a stale write is
+        // recognised by its older generation.
         let generation = self.sessions * GENERATIONS;
         self.sessions += 1;
         guest.sh(
@@ -57,15 +58,15 @@ impl Writer {
         Ok(())
     }
 
-    /// Waits for the end of the session: no write and no read may have failed.
+    /// Waits for the end of the session. Fails if a write or a read has failed.
     pub(crate) fn join(&mut self, guest: &mut Guest) -> Result<()> {
         let wait = "for try in $(seq 1200); do [ -e /tmp/writer.done ] && break; sleep 0.1; done; \
                     cat /tmp/writer.out; exit $(cat /tmp/writer.done || echo 99)";
         guest.sh(wait, Duration::from_secs(150)).context("the writer failed").map(drop)
     }
 
-    /// Compares the image with everything that was acknowledged so far, in all sessions. How many
-    /// writes that were.
+    /// Compares the image with all writes that were acknowledged in all sessions. Returns the
+    /// number of these writes.
     pub(crate) fn verify(&self) -> Result<u64> {
         let promises = self.promises()?;
         if promises.slots.is_empty() {
@@ -82,7 +83,7 @@ impl Writer {
         Ok(promises.writes)
     }
 
-    /// What was acknowledged so far.
+    /// Writes that were acknowledged so far.
     fn promises(&self) -> Result<Promises> {
         let log = match fs::read(&self.log) {
             Ok(log) => log,
@@ -93,7 +94,7 @@ impl Writer {
     }
 }
 
-/// Fills memory that has just become free and watches it: no device may still write there.
+/// Fills memory that has just been freed and watches it: DMA into it after a reset is an error.
 pub(crate) fn patrol(guest: &mut Guest) -> Result<()> {
     guest
         .sh(&format!("{} patrol mib=384 seconds=3", tool::NAME), MINUTE)

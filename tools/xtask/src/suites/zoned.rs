@@ -1,5 +1,5 @@
-//! Zoned namespaces, as Linux's block layer, its tools, nvme-cli, fio and file systems that know
-//! zones use them: one in memory, and one in a file whose server is killed.
+//! Zoned namespaces under Linux's block layer and its tools, nvme-cli, fio and zonefs: one
+//! namespace in memory, and one in a file, whose server is killed.
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::initramfs::{self, Extra};
@@ -8,18 +8,18 @@ use std::fs::File;
 
 use super::dmesg;
 use super::nvme_cli::{nvme, refused};
+use super::replacement::kill_worker;
 use super::setup::{MINUTE, Setup, finish};
-use super::unbroken::kill_worker;
 use super::vfio::load;
 use crate::report::Report;
 
 /// The guest's archive, and the modules that it needs beside its kernel.
 const ARCHIVE: &str = "initramfs-zoned.cpio";
 const MODULES: &[&str] = &["zonefs"];
-/// 256 zones of 4 MiB, of which 3 MiB can be written: behind the last one is nothing.
+/// 256 zones of 4 MiB with a capacity of 3 MiB each.
 const ZONES: &str = "zoned=4MiB&zone-capacity=3MiB&max-open=16&max-active=32&zone-extension=64";
 const COUNT: u64 = 256;
-/// Blocks of 512 bytes.
+/// Size of a zone in blocks of 512 bytes.
 const SIZE: u64 = 8192;
 const CAPACITY: u64 = 6144;
 
@@ -29,7 +29,7 @@ const INVALID_TRANSITION: u16 = 0x1bf;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   QEMU's own controller is not what this is about");
+        println!("   skipped: not about QEMU's own controller");
         return Ok(());
     }
     let image = run.file("zones.img");
@@ -53,7 +53,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let mut guest = Guest::boot(&setup.roots, run, &config, ARCHIVE)?;
     load(&mut guest, MODULES)?;
     let guest_ref = &mut guest;
-    report.check("they are host-managed block devices", |_| {
+    report.check("the namespaces are host-managed block devices", |_| {
         for name in ["nvme0n1", "nvme0n2"] {
             for (attribute, expected) in [
                 ("zoned", "host-managed".to_owned()),
@@ -78,7 +78,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             zonefs(guest_ref, name)
         });
     }
-    report.check("what is in a file is there after the process was killed", |_| {
+    report.check("data in a file survive a kill of the server process", |_| {
         guest_ref.sh(
             "blkzone reset /dev/nvme0n2 && dd if=/dev/urandom of=/tmp/data bs=1M count=2 \
              2>/dev/null && dd if=/tmp/data of=/dev/nvme0n2 bs=64k oflag=direct 2>/dev/null && \
@@ -95,18 +95,19 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             )
             .map(drop)
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 2));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 2));
     disk.check()?;
     finish(report, guest, disk);
     Ok(())
 }
 
-/// Whether zone `nth` is in this state, by nvme-cli's report.
+/// True if zone `nth` has the state `wanted` in nvme-cli's report.
 fn state(guest: &mut Guest, name: &str, nth: u64, wanted: &str) -> Result<()> {
     let slba = nth * SIZE;
     let report =
         nvme(guest, &format!("zns report-zones /dev/{name} --start-lba={slba} --descs=1"))?;
-    // nvme-cli says the number of a state (ZNS 1.1, "Zone Descriptor Data Structure").
+    // Numbers of the zone states in nvme-cli's report (ZNS 1.1, "Zone Descriptor Data
+    // Structure").
     let number = match wanted {
         "EMPTY" => "0x10",
         "IMP_OPENED" => "0x20",
@@ -137,7 +138,7 @@ fn commands(guest: &mut Guest, name: &str) -> Result<()> {
         let append = format!("zns zone-append /dev/{name} --zslba={SIZE} {append}");
         let done = nvme(guest, &append)?;
         let place = SIZE + nth * 8;
-        // In hexadecimal, without a mark.
+        // nvme-cli prints the LBA in hexadecimal, without a prefix.
         let is_there = done.contains(&format!("LBA {place:x}"));
         ensure!(is_there, "append {nth} is not at {place}: {done}");
     }
@@ -202,7 +203,7 @@ fn fio(guest: &mut Guest, name: &str) -> Result<()> {
     guest.sh(&format!("blkzone reset /dev/{name}"), MINUTE).map(drop)
 }
 
-/// Files of zones: a zone is a file, which is as long as what was written.
+/// zonefs: each zone is a file, whose length is that of the written data.
 fn zonefs(guest: &mut Guest, name: &str) -> Result<()> {
     let last = COUNT - 1;
     guest.sh(
@@ -226,13 +227,13 @@ fn zonefs(guest: &mut Guest, name: &str) -> Result<()> {
     guest.sh(&format!("blkzone reset /dev/{name}"), MINUTE).map(drop)
 }
 
-/// What zonefs finds in the first zone.
+/// The zonefs superblock, which is in the first zone.
 fn zonefs_superblock() -> [u8; 4096] {
     let mut block = [0; 4096];
     block[..4].copy_from_slice(&0x5a4f_4653_u32.to_le_bytes());
     block[8..16].copy_from_slice(b"zonefs\0\0");
     block[72..88].copy_from_slice(&[7; 16]);
-    // Permissions of its files.
+    // Permissions of the files.
     block[104..108].copy_from_slice(&0o640_u32.to_le_bytes());
     let sum = block.iter().fold(u32::MAX, |sum, byte| {
         (0..8).fold(sum ^ u32::from(*byte), |sum, _| {

@@ -1,4 +1,4 @@
-//! The suite itself: all pairs under all conditions.
+//! All pairs of the suite `spdk`, under all conditions.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::samples::{Rounds, Samples};
 use crate::settings::Settings;
 use crate::table::Table;
 
-/// One end of the wire.
+/// One end of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Spdk,
@@ -30,7 +30,7 @@ impl End {
     }
 }
 
-/// A client and a controller; the first pair is what the others are compared to.
+/// Pairs of client and controller. The others are compared with the first pair.
 const PAIRS: [[End; 2]; 4] = [
     [End::Spdk, End::Spdk],
     [End::Shadowbell, End::Shadowbell],
@@ -38,13 +38,13 @@ const PAIRS: [[End; 2]; 4] = [
     [End::Shadowbell, End::Spdk],
 ];
 
-/// One condition, and what each pair came to.
+/// One condition, and the result of each pair.
 struct Case {
     kind: DiskKind,
     bs: u32,
     depth: u32,
     found: [Rounds; 4],
-    /// IOPS in percent of SPDK's with itself, in each round.
+    /// IOPS in percent of the pair SPDK and SPDK, in each round.
     share: [Samples; 4],
 }
 
@@ -54,7 +54,7 @@ impl Case {
         Self { kind, bs, depth, found, share }
     }
 
-    /// All of them, or in a quick run one of each kind of disk.
+    /// All conditions, or in a quick run one for each disk type.
     fn all(quick: bool) -> Vec<Self> {
         let null = |bs, depth| Self::new(DiskKind::Null, bs, depth);
         let memory = |bs, depth| Self::new(DiskKind::Memory, bs, depth);
@@ -80,13 +80,13 @@ impl Case {
     }
 }
 
-/// A tree, and the memory that its programs take.
+/// A built tree, and huge pages for its programs.
 struct Ready<'a> {
     tree: &'a Tree,
     pages: HugePages,
 }
 
-/// Compares; without a tree, says that there is none.
+/// Measures all pairs. Without a tree, fails with the instructions how to build one.
 pub(crate) fn run(settings: &Settings, tree: Option<&Tree>) -> Result<Vec<Table>> {
     let Some(tree) = tree else {
         let title = "SPDK: not compared".into();
@@ -128,7 +128,7 @@ pub(crate) fn run(settings: &Settings, tree: Option<&Tree>) -> Result<Vec<Table>
 }
 
 impl Case {
-    /// One round: each pair once, in another order each time.
+    /// One round: each pair once, in an order that changes with the round.
     fn measure(&mut self, settings: &Settings, tree: &Ready<'_>, round: u32) -> Result<()> {
         let mut iops = [0.0; PAIRS.len()];
         for turn in 0..PAIRS.len() {
@@ -166,7 +166,7 @@ impl Case {
             (End::Shadowbell, End::Shadowbell) => load.measure(settings),
             (End::Shadowbell, End::Spdk) => {
                 let target = Target::start(tree.tree, self.kind, settings.cpus[0])?;
-                // Whatever it offers.
+                // `auto`: shadow doorbells if SPDK's target supports them.
                 Load { doorbells: "auto", ..load }.measure_at(settings, &target.target())
             }
             (End::Spdk, End::Spdk) => {
@@ -175,7 +175,7 @@ impl Case {
             }
             (End::Spdk, End::Shadowbell) => {
                 let server = Load { doorbells: "mapped", ..load }.serve(settings)?;
-                // SPDK looks for a name in a directory.
+                // SPDK expects a socket with a fixed name in a directory.
                 let directory = tempfile::tempdir()?;
                 std::os::unix::fs::symlink(server.socket(0), directory.path().join("cntrl"))?;
                 let row = self.perf(settings, tree, directory.path())?;

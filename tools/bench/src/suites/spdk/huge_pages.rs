@@ -1,4 +1,4 @@
-//! Huge pages: SPDK shares its memory in them, and takes none other than those set aside.
+//! Huge pages: SPDK allocates its shared memory from reserved huge pages only.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,16 +6,16 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// MiB that a target and a client take together.
+/// MiB of huge pages for a target and a client.
 const NEEDED: u64 = 1024;
 const COUNT: &str = "/proc/sys/vm/nr_hugepages";
 
-/// As many as are needed, for as long as this lives. What was not there before goes again.
+/// Reserved huge pages. Dropping restores the previous number and mounts.
 #[derive(Debug)]
 pub(crate) struct HugePages {
-    /// How many there were, if that was changed.
+    /// Previous number of huge pages, if it was changed.
     before: Option<u64>,
-    /// Where they are mounted, and whether by us.
+    /// Mount point, and whether this process has mounted it.
     place: PathBuf,
     mounted: bool,
 }
@@ -38,7 +38,7 @@ impl HugePages {
             };
             fs::write(COUNT, (state.total + missing).to_string()).with_context(why)?;
             pages.before = Some(state.total);
-            // The kernel sets aside what it finds.
+            // The kernel may reserve fewer pages than requested.
             if State::read()?.missing() > 0 {
                 bail!("{}, which the kernel could not do just now", why());
             }
@@ -58,7 +58,7 @@ impl HugePages {
         Ok(pages)
     }
 
-    /// Where files can be made of them.
+    /// Directory for files in huge pages.
     pub(crate) fn place(&self) -> &Path {
         &self.place
     }
@@ -75,7 +75,7 @@ impl Drop for HugePages {
     }
 }
 
-/// What /proc/meminfo says of them.
+/// Huge pages in /proc/meminfo.
 #[derive(Debug, PartialEq, Eq)]
 struct State {
     total: u64,
@@ -100,13 +100,13 @@ impl State {
         })
     }
 
-    /// How many pages are too few.
+    /// Number of missing pages.
     fn missing(&self) -> u64 {
         (NEEDED << 10).div_ceil(self.size_kib).saturating_sub(self.free)
     }
 }
 
-/// The first place where huge pages are mounted.
+/// First mount point of hugetlbfs.
 fn mount_point(mounts: &str) -> Option<&str> {
     mounts.lines().find_map(|line| {
         let mut words = line.split(' ').skip(1);

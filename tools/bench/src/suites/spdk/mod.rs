@@ -1,8 +1,8 @@
-//! The suite `spdk`: the same wire with SPDK at one end, at the other, at both.
+//! The suite `spdk`: this project's ends next to SPDK's.
 //!
-//! SPDK's vfio-user target (`nvmf_tgt`) is what this controller is compared to, and its client
-//! (`spdk_nvme_perf`) what this driver is. All four pairs are measured in turns, each end pinned to
-//! a processor of its own: so each end is also seen next to the other's with the same partner.
+//! This controller is compared with SPDK's vfio-user target (`nvmf_tgt`), and this driver with
+//! its client (`spdk_nvme_perf`). All four pairs are measured in turns, each end pinned to its
+//! own CPU, so each end is compared with SPDK's end and the same partner.
 
 mod compare;
 mod huge_pages;

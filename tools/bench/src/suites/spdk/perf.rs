@@ -14,8 +14,8 @@ use crate::settings::Settings;
 /// MiB of huge pages for its queues and buffers.
 const MEMORY: u32 = 256;
 
-/// Random reads of the controller whose socket is `cntrl` in `directory`, on the driver's
-/// processor; a row with the names of `shadowbell bench`.
+/// Random reads of the controller with the socket `cntrl` in `directory`, on the driver's CPU.
+/// Returns a row with the field names of `shadowbell bench`.
 pub(crate) fn run(
     settings: &Settings,
     program: &Path,
@@ -24,16 +24,16 @@ pub(crate) fn run(
     bs: u32,
     depth: u32,
 ) -> Result<Value> {
-    // It takes whole seconds.
+    // The program's duration is in whole seconds.
     let seconds = settings.time.as_millis().div_ceil(1000).max(1);
     let warmup = u64::from(!settings.quick);
     let mut command = child(program);
     command.args(["-w", "randread", "-g", "-o", &bs.to_string(), "-q", &depth.to_string()]);
     command.args(["-s", &MEMORY.to_string(), "-t", &seconds.to_string()]);
     command.args(["-a", &warmup.to_string(), "-c", &format!("[{}]", settings.cpus[1])]);
-    // Without a name, it takes what it finds for a discovery controller, and does nothing with it.
+    // Without an NQN, the program treats the target as a discovery controller.
     let id = format!("trtype:VFIOUSER traddr:{} subnqn:{NQN}", directory.display());
-    // It leaves the files of its memory behind, and with them the memory, if it does not end well.
+    // If the program fails, it leaves its memory files behind, and with them the huge pages.
     let files = tempfile::tempdir_in(pages.place()).context("a directory for huge pages")?;
     let huge = format!("--env-context=--huge-dir={}", files.path().display());
     command.args(["-r", &id, &huge]);

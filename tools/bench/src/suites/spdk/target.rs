@@ -18,7 +18,7 @@ use crate::server::child;
 /// MiB of huge pages for its pools and its memory disk.
 const MEMORY: u32 = 640;
 
-/// Its reactor looks all the time: it is never left running.
+/// A running target. Its reactor polls all the time, so it is never left running.
 #[derive(Debug)]
 pub(crate) struct Target {
     process: Process,
@@ -26,7 +26,7 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Serves a disk of this kind, the reactor on processor `cpu`.
+    /// Serves a disk of this type, with the reactor on CPU `cpu`.
     pub(crate) fn start(tree: &Tree, kind: DiskKind, cpu: usize) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets")?;
         let path = |name: &str| directory.path().join(name);
@@ -45,7 +45,7 @@ impl Target {
         Ok(target)
     }
 
-    /// It executes the configuration first and answers calls afterwards.
+    /// The program processes its configuration before it answers RPCs.
     fn wait_until_it_listens(&mut self) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(60);
         let socket = self.directory.path().join("rpc.sock");
@@ -61,12 +61,12 @@ impl Target {
         Ok(())
     }
 
-    /// Where its socket `cntrl` is.
+    /// Directory of the socket `cntrl`.
     pub(crate) fn directory(&self) -> std::path::PathBuf {
         self.directory.path().join("vm0")
     }
 
-    /// Its namespace, as a TARGET.
+    /// Target string of the namespace.
     pub(crate) fn target(&self) -> String {
         format!("vfio-user:{}/cntrl/1", self.directory().display())
     }
@@ -77,7 +77,7 @@ impl Target {
 }
 
 impl Drop for Target {
-    /// As an operator would, so that it gives its memory back; whatever is left then is killed.
+    /// SIGTERM, so that the program releases its huge pages; SIGKILL if it does not end.
     fn drop(&mut self) {
         if self.process.signal(Signal::TERM).is_ok() {
             let _ = self.process.wait(Duration::from_secs(20));
@@ -85,7 +85,7 @@ impl Drop for Target {
     }
 }
 
-/// What `nvmf_tgt` is to do, as it reads it at its start.
+/// Configuration file of `nvmf_tgt`.
 fn config(kind: DiskKind, directory: &Path) -> Value {
     let bdev = match kind {
         DiskKind::Null => json!({
@@ -148,7 +148,7 @@ mod tests {
         };
         let error = Target::start(&tree("false"), DiskKind::Null, 0).unwrap_err().to_string();
         assert!(error.contains("nvmf_tgt ended (exit code 1)"), "{error}");
-        // It prints its arguments, which is its log.
+        // `echo` prints its arguments, which become the log.
         let error = Target::start(&tree("echo"), DiskKind::Null, 3).unwrap_err().to_string();
         assert!(error.contains("--cpumask [3]"), "{error}");
     }

@@ -1,24 +1,24 @@
-//! A built tree of SPDK, and what SPDK and shadowbell are to serve.
+//! A built SPDK tree, and the disks of both projects.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-/// How to come by a tree that this can use.
+/// Instructions how to build a suitable tree.
 pub(crate) const HOW_TO_BUILD: &str = "--spdk DIR names a built tree of SPDK: in it, after `git submodule \
     update --init`, `./configure --with-vfio-user && make`";
 
-/// What stands behind the queues.
+/// Disk type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskKind {
     Null,
     Memory,
 }
 
-/// SPDK's name for the subsystem. Shadowbell has another name and answers to this one.
+/// NQN of SPDK's subsystem. Shadowbell accepts this name in addition to its own.
 pub(crate) const NQN: &str = "nqn.2016-06.io.spdk:bench";
 
-/// Of a memory disk: several times what the caches hold.
+/// Memory disk: several times the size of the caches.
 const MEMORY: &str = "mem:256MiB";
 pub(crate) const MEMORY_BYTES: u64 = 256 << 20;
 
@@ -30,7 +30,7 @@ impl DiskKind {
         }
     }
 
-    /// As `shadowbell serve` takes it.
+    /// Disk string for `shadowbell serve`.
     pub(crate) fn disk(self) -> &'static str {
         match self {
             Self::Null => "null:1TiB",
@@ -39,7 +39,7 @@ impl DiskKind {
     }
 }
 
-/// A built tree of SPDK.
+/// A built SPDK tree.
 #[derive(Debug)]
 pub(crate) struct Tree {
     pub(crate) directory: PathBuf,
@@ -49,7 +49,7 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
-    /// Looks whether what is needed was built there.
+    /// Checks that the needed programs were built.
     pub(crate) fn new(directory: &Path) -> Result<Self> {
         let program = |name: &str| {
             let path = directory.join("build/bin").join(name);

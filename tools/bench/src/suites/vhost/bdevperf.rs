@@ -1,4 +1,4 @@
-//! SPDK's `bdevperf` as a client of vhost-user-blk: its virtio initiator, which polls.
+//! SPDK's `bdevperf` as a client of vhost-user-blk, by its polling virtio initiator.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,8 +14,8 @@ use crate::settings::Settings;
 /// MiB of huge pages for its queues and buffers.
 const MEMORY: u32 = 256;
 
-/// A load on the device behind a socket, from the driver's processor; a row with the names of
-/// `shadowbell bench`.
+/// Runs a load on the device behind a socket, on the driver's CPU. Returns a row with the field
+/// names of `shadowbell bench`.
 pub(crate) fn run(
     settings: &Settings,
     program: &Path,
@@ -24,7 +24,7 @@ pub(crate) fn run(
     row: Row,
 ) -> Result<Value> {
     let (rw, bs, depth) = row;
-    // It takes whole seconds.
+    // The program's duration is in whole seconds.
     let seconds = settings.time.as_millis().div_ceil(1000).max(1);
     let directory = tempfile::tempdir()?;
     let config = directory.path().join("config.json");

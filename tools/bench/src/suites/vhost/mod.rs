@@ -1,6 +1,7 @@
-//! vhost-user-blk: ours, SPDK's and qemu-storage-daemon's, with SPDK's virtio initiator in turn.
+//! vhost-user-blk: shadowbell, SPDK and qemu-storage-daemon, with SPDK's virtio initiator in
+//! turn.
 //!
-//! The client polls on one processor, and a server has the other.
+//! The client polls on one CPU, and the server has the other.
 
 mod bdevperf;
 mod relay;
@@ -27,9 +28,9 @@ const ROWS: [Row; 4] = [
     ("randwrite", 4096, 1),
     ("randwrite", 4096, 32),
 ];
-/// The server's socket, in its directory.
+/// Name of the server's socket in its directory.
 const SOCKET: &str = "vhost.sock";
-/// MiB of huge pages of SPDK's server, its disk included.
+/// MiB of huge pages of SPDK's server, including its disk.
 const MEMORY: u32 = 384;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,14 +43,14 @@ enum Server {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Memory,
-    /// Clusters that are allocated, past the page cache.
+    /// A qcow2 image with all clusters allocated, opened with O_DIRECT.
     Qcow2,
 }
 
-/// What is exported.
+/// Exported disks.
 struct Disks {
     mebibytes: u64,
-    /// For QEMU's, which has no memory that keeps anything.
+    /// File in tmpfs for QEMU, which has no memory disk that stores data.
     tmpfs: PathBuf,
     qcow2: PathBuf,
 }
@@ -62,7 +63,7 @@ impl Disks {
             tmpfs: PathBuf::from(format!("/dev/shm/shadowbell-bench-vhost-{id}.img")),
             qcow2: settings.directory.canonicalize()?.join(format!("vhost-{id}.qcow2")),
         };
-        // There from the start: what was never written is read without being there.
+        // Filled, because unwritten blocks would be read faster.
         let bytes = vec![1; 1 << 20];
         let mut file = File::create(&disks.tmpfs)?;
         for _ in 0..disks.mebibytes {
@@ -71,7 +72,7 @@ impl Disks {
         Ok(disks)
     }
 
-    /// Makes the image, whose clusters are there when they were written.
+    /// Makes the qcow2 image and writes all of its clusters.
     fn make_qcow2(&self, settings: &Settings) -> Result<()> {
         let mut command = Command::new("qemu-img");
         command.args(["create", "-q", "-f", "qcow2"]).arg(&self.qcow2);
@@ -102,7 +103,7 @@ impl Server {
         }
     }
 
-    /// Starts it on the server's processor.
+    /// Starts the server on its CPU.
     fn start(self, settings: &Settings, tree: &Vhost, disks: &Disks, kind: Kind) -> Result<Peer> {
         let cpu = settings.cpus[0].to_string();
         let pinned = |program: &Path| {
@@ -165,7 +166,7 @@ impl Server {
         Ok(peer)
     }
 
-    /// Where its client is to go.
+    /// Socket for the client.
     fn socket(self, peer: &Peer) -> PathBuf {
         peer.path(if self == Self::StorageDaemon { relay::RELAY } else { SOCKET })
     }
@@ -183,7 +184,7 @@ fn vhost_config(mebibytes: u64, cpu: &str) -> Value {
     ] })
 }
 
-/// SPDK's programs for this.
+/// SPDK's programs for vhost-user.
 struct Vhost {
     vhost: PathBuf,
     bdevperf: PathBuf,
@@ -202,7 +203,7 @@ impl Vhost {
     }
 }
 
-/// What there is to say; without a tree, that there is none.
+/// Tables of the suite; without a tree, a note that there is none.
 pub(crate) fn tables(settings: &Settings, tree: Option<&Tree>) -> Result<Vec<Table>> {
     let nothing = |why: String| {
         let title = "vhost-user-blk: not measured".to_owned();
@@ -254,8 +255,8 @@ fn contest(
     let mut contest = Contest::new(&rows, names);
     for _ in 0..settings.rounds {
         for (at, &row) in rows.iter().enumerate() {
-            // One at a time: whoever polls has the processor, and whoever has an image keeps others
-            // out.
+            // One server at a time, because a polling server uses the whole CPU and an image is
+            // locked.
             let found = servers.iter().map(|server| {
                 let peer = server.start(settings, tree, disks, kind)?;
                 let socket = server.socket(&peer);

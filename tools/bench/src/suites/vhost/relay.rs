@@ -1,9 +1,10 @@
-//! What stands between SPDK's client and QEMU's device: they do not agree on how long a device's
-//! configuration is.
+//! Relay between SPDK's client and QEMU's device, which disagree on the length of the device
+//! configuration.
 //!
-//! SPDK asks for 256 bytes and takes no other answer; QEMU 7.2 refuses to give more than it has. So
-//! the one message and its answer are cut and filled up here. Nothing else is changed, and of the
-//! requests themselves nothing comes here: those are in memory that the two share.
+//! SPDK asks for 256 bytes and accepts no other answer, but QEMU 7.2 refuses to return more than
+//! it has. The relay adjusts the length in this message and its reply. All other messages are
+//! passed on unchanged; requests are in memory that both ends share, so the relay does not affect
+//! them.
 
 use std::io::{self, IoSlice, IoSliceMut, Read as _, Write as _};
 use std::mem::MaybeUninit;
@@ -18,22 +19,22 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-/// Request, flags, length.
+/// Size of the header: request, flags, length.
 const HEADER: usize = 12;
 const GET_CONFIG: u32 = 24;
-/// Offset, length and flags of what is asked for.
+/// Size of the configuration header: offset, length, flags.
 const CONFIG_HEADER: usize = 12;
-/// Bytes of the configuration: what SPDK asks for, and what there is.
+/// Length of the configuration: that of SPDK's request, and that of QEMU's device.
 const ASKED: usize = 256;
 const THERE: usize = 60;
-/// Descriptors and bytes of one message.
+/// Maximum number of descriptors, and of bytes, of one message.
 const MOST_FDS: usize = 16;
 const MOST: u32 = 1 << 16;
 
-/// Its socket, in a server's directory.
+/// Name of the relay's socket, in the server's directory.
 pub(crate) const RELAY: &str = "relay.sock";
 
-/// Takes clients at a path of its own, for as long as the server behind it lives.
+/// Accepts clients at `path`, as long as the server lives.
 pub(crate) fn start(path: PathBuf, server: PathBuf) -> io::Result<()> {
     let listener = UnixListener::bind(path)?;
     thread::spawn(move || {
@@ -74,7 +75,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..at + 4).and_then(|word| word.try_into().ok()).map_or(0, u32::from_ne_bytes)
 }
 
-/// Makes a question about the configuration, or the answer, of so many bytes one of so many others.
+/// Changes a configuration request or reply of `from` bytes to `to` bytes.
 fn resize(message: &mut Vec<u8>, from: usize, to: usize) {
     let is_one = word(message, 0) == GET_CONFIG && message.len() == HEADER + CONFIG_HEADER + from;
     if !is_one {
@@ -85,7 +86,7 @@ fn resize(message: &mut Vec<u8>, from: usize, to: usize) {
     message[16..20].copy_from_slice(&(to as u32).to_ne_bytes());
 }
 
-/// The next message; nothing at the end.
+/// Receives a message; `None` at the end.
 fn receive(from: &UnixStream) -> io::Result<Option<Message>> {
     let mut bytes = vec![0; HEADER];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];

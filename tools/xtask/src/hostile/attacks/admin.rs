@@ -1,4 +1,4 @@
-//! A guest's admin commands.
+//! Attacks by admin commands.
 
 use anyhow::Result;
 use shadowbell_spec::Sqe;
@@ -25,7 +25,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("bad-admin", "admin commands that are refused, and events", MEM, bad_admin),
 ];
 
-/// Commands that bring something to a page.
+/// Floods the admin queue with commands that transfer data to one page.
 fn flood(field: &mut Field, make: impl Fn(u64) -> Sqe) -> Result<()> {
     let mut guest = field.guest()?;
     let page = Guest::address(guest.alloc(8192)?);

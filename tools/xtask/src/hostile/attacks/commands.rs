@@ -1,4 +1,4 @@
-//! A guest's I/O commands: many, large, or of the kind that takes long.
+//! Attacks by I/O commands: many, large, or expensive ones.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -14,13 +14,13 @@ use crate::hostile::attack::{Attack, Field, Kind, MEMORY};
 use crate::hostile::server::SERVER_PRIORITY;
 use crate::peer::guest::{BASE, Guest};
 
-/// A disk of the attacker's with nothing behind it, in memory, and in a file.
+/// Disks of the attackers: without a backing store, in memory, and in a file.
 const NULL: &[&str] = &["null:1TiB"];
 const MEM: &[&str] = &["mem:16MiB"];
 const FILE: &[&str] = &["DIR/attacker.img=1073741824"];
-/// Queues that a controller has by default.
+/// Default number of queues of a controller.
 const QUEUES: usize = 64;
-/// Bytes of the largest transfer, and its blocks, 0's based.
+/// Size of the largest transfer in bytes, and its number of blocks, 0's based.
 const LARGE: u64 = 1 << 20;
 const LARGE_NLB0: u16 = 2047;
 
@@ -41,8 +41,18 @@ pub(crate) const ATTACKS: &[Attack] = &[
         dsm_reset,
     )
     .short(),
-    Attack::new("dsm-delete", "the same, then Delete SQ", FILE, dsm_delete),
-    Attack::new("dsm-abort", "the same, then an Abort for each", FILE, dsm_abort),
+    Attack::new(
+        "dsm-delete",
+        "400 DSM commands of 256 ranges on a file, then Delete SQ",
+        FILE,
+        dsm_delete,
+    ),
+    Attack::new(
+        "dsm-abort",
+        "400 DSM commands of 256 ranges on a file, then an Abort for each",
+        FILE,
+        dsm_abort,
+    ),
     Attack::new("dsm-mem", "DSM of 256 ranges on a memory disk", MEM, dsm_mem),
     Attack::new("big-reads", "64 queues of 1 MiB reads on a memory disk", MEM, big_reads).short(),
     Attack::new("big-writes", "64 queues of 1 MiB writes on a memory disk", MEM, big_writes),
@@ -76,11 +86,11 @@ fn honest(field: &mut Field) -> Result<()> {
         page = guest.buffer(4096)?.0;
         guests.push(guest);
     }
-    // The buffer is at the same place in all of them.
+    // The buffer has the same address in all guests.
     field.fill_many(guests, 32, |n| Sqe::read(1, n * 8 % 16384, 7, 0).with_prps(page, 0))
 }
 
-/// What a machine of two processors does to a victim while two threads have something to do.
+/// Control measurement: two threads that only compute, on a machine with two CPUs.
 fn burn(field: &mut Field) -> Result<()> {
     let field = &*field;
     let compute = || {
@@ -104,7 +114,8 @@ fn dsm(guest: &mut Guest) -> Result<impl Fn(u64) -> Sqe + use<>> {
     Ok(move |_| Sqe::dsm(1, fields, 0).with_prps(list, 0))
 }
 
-/// 400 of them in four queues, and a moment for the server to take them.
+/// Submits 400 Dataset Management commands to four queues, and waits until the server has fetched
+/// them.
 fn many_dsm(field: &mut Field, guest: &mut Guest) -> Result<()> {
     let mut make = dsm(guest)?;
     field.top_up(guest, 100, &mut make)?;
@@ -168,7 +179,7 @@ fn dsm_mem(field: &mut Field) -> Result<()> {
     field.fill(guest, make)
 }
 
-/// Commands of this opcode and length, with a buffer of 1 MiB that all of them share.
+/// Commands of this opcode and size, with one shared buffer of 1 MiB.
 fn large(field: &mut Field, opcode: fn(u64) -> Sqe) -> Result<()> {
     let mut guest = field.guest_with(QUEUES, 32)?;
     let (prp1, prp2) = guest.buffer(LARGE)?;
@@ -239,7 +250,7 @@ fn flush(field: &mut Field) -> Result<()> {
     })
 }
 
-/// A list of 3584 pieces of 256 bytes.
+/// SGL with 3584 data descriptors of 256 bytes.
 fn pieces(guest: &mut Guest) -> Result<[u8; 16]> {
     let at = Guest::address(guest.alloc(LARGE)?);
     let list: Vec<SglDescriptor> =
@@ -268,7 +279,7 @@ fn sgl_mem(field: &mut Field) -> Result<()> {
 
 fn bad_sgl(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(QUEUES, 64)?;
-    // A segment with nothing but a pointer to itself at its end, and bit buckets of no length.
+    // A segment that consists of zero-length bit buckets and a pointer to itself at its end.
     let at = Guest::address(guest.alloc(4096)?);
     let mut list: Vec<SglDescriptor> = (0..255).map(|_| SglDescriptor::data_block(at, 0)).collect();
     list.push(SglDescriptor::segment(at, 4096));

@@ -1,4 +1,4 @@
-//! A client's descriptors: eventfds that others wait on, and many of any kind.
+//! Attacks by file descriptors: eventfds with many waiters, and many descriptors of any type.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::thread::sleep;
@@ -16,7 +16,7 @@ use crate::peer::connection::{dma_map, message};
 use crate::peer::guest::{Guest, PAGE, memfd};
 
 const MEM: &[&str] = &["mem:16MiB"];
-/// The index of MSI-X.
+/// Index of the MSI-X interrupts.
 const MSIX: u32 = 2;
 
 pub(crate) const ATTACKS: &[Attack] = &[
@@ -28,13 +28,8 @@ pub(crate) const ATTACKS: &[Attack] = &[
         irq_waiters,
     ),
     Attack::new("irq-full", "interrupts to eventfds that are full", MEM, irq_full),
-    Attack::new("irq-triggers", "interrupts that the client triggers itself", MEM, irq_triggers),
-    Attack::new(
-        "fd-flood",
-        "64 descriptors with each message, of kinds nobody wants",
-        MEM,
-        fd_flood,
-    ),
+    Attack::new("irq-triggers", "interrupts triggered by the client", MEM, irq_triggers),
+    Attack::new("fd-flood", "64 descriptors with each message, of unexpected types", MEM, fd_flood),
     Attack::new("io-fds", "DEVICE_GET_REGION_IO_FDS without end", MEM, io_fds),
     Attack::new(
         "passed-sockets",
@@ -53,7 +48,7 @@ fn set_irqs(flags: u32, count: u32) -> wire::SetIrqs {
     wire::SetIrqs { argsz: 20, flags, index: MSIX, start: 0, count }
 }
 
-/// Gives the first vectors these eventfds, in messages of at most 16.
+/// Sets the eventfds of the first vectors, in messages with at most `at_once` descriptors.
 fn give(guest: &mut Guest, events: &[OwnedFd], at_once: usize) -> Result<()> {
     for (n, events) in events.chunks(at_once).enumerate() {
         let mut set = set_irqs(set_irqs_flags::DATA_EVENTFD, events.len() as u32);
@@ -70,23 +65,24 @@ fn irq_fds(field: &mut Field) -> Result<()> {
     let mut at_once = 64;
     while !field.is_over() {
         if give(&mut guest, &events, at_once).is_err() {
-            // It takes no more than it says that it takes: what is allowed then.
+            // The server advertises a maximum number of descriptors per message and refuses more:
+            // use that number.
             (at_once, guest) = (16, field.guest()?);
         }
         field.done += events.len() as u64;
-        // Each set is a new one.
+        // Each message set has new eventfds.
         events = (0..64).map(|_| event()).collect::<Result<Vec<_>>>()?;
     }
     field.guests.push(guest);
     Ok(())
 }
 
-/// A guest whose only queue raises the first vector with each completion.
+/// Attaches a guest whose only queue raises the first vector with each completion.
 fn interrupted(field: &Field, event: &OwnedFd) -> Result<Guest> {
     let mut guest = field.guest()?;
     give(&mut guest, &[event.try_clone()?], 1)?;
     guest.create_queue(64)?;
-    // The same rings once more, with interrupts.
+    // The queue is created again on the same rings, with interrupts enabled.
     let queue = guest.queues.remove(0);
     guest.admin_ok(Sqe::delete_io_sq(1, 0))?;
     guest.admin_ok(Sqe::delete_io_cq(1, 0))?;
@@ -181,8 +177,8 @@ fn io_fds(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Closing a socket in which others lie closes all of those as well: the kernel's garbage
-/// collector.
+/// Sockets in flight within sockets. Closing the outer one makes the kernel's garbage collector
+/// close all of them.
 fn sockets(field: &mut Field) -> Result<()> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     let map = dma_map(1 << 41, PAGE, 0);

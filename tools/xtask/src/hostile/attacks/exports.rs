@@ -1,5 +1,5 @@
-//! Peers of an export: NBD clients, and a VM on vhost-user-blk. The victim is an NBD client of the
-//! same process.
+//! Attacks on an export by NBD clients, and by a VM on vhost-user-blk. The victim is an NBD
+//! client of the same process.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ use crate::peer::nbd::{FLUSH, LIST, NbdClient, READ, option, request};
 use crate::peer::virtio::{ENTRIES, INDIRECT, MEMORY, NEXT, ROOM, VirtioGuest, WRITE, descriptor};
 
 const DISK: &[&str] = &["mem:16MiB"];
-/// Large reads and writes, as long as NBD has them.
+/// Largest reads and writes of NBD, in bytes.
 const LARGE: u32 = 16 << 20;
 
 const fn export(
@@ -27,10 +27,14 @@ const fn export(
 }
 
 pub(crate) const ATTACKS: &[Attack] = &[
-    export("nbd-silent", "500 NBD clients that say nothing", nbd_silent),
-    // A bound of memory: whether that is kept does not depend on what else the machine does.
-    export("nbd-unread", "NBD clients that ask for 16 MiB reads and read no reply", nbd_unread)
-        .short(),
+    export("nbd-silent", "500 NBD clients that send nothing", nbd_silent),
+    // The bound of this attack is on memory, which does not depend on other load of the machine.
+    export(
+        "nbd-unread",
+        "NBD clients that request 16 MiB reads and do not read the replies",
+        nbd_unread,
+    )
+    .short(),
     export("nbd-reads", "8 NBD clients with 16 MiB reads without end", nbd_reads),
     export("nbd-options", "NBD options without end", nbd_options),
     export("nbd-flushes", "NBD flushes without end", nbd_flushes),
@@ -38,7 +42,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     export("vhost-huge", "virtio chains of gigabytes, on vhost-user-blk", vhost_huge),
     export("vhost-reads", "256 virtio reads of 1 MiB in flight", vhost_reads),
     export("vhost-bad", "virtio requests that are refused", vhost_bad),
-    export("vhost-attach", "VMs that come and go with requests in flight", vhost_attach),
+    export("vhost-attach", "VMs that connect and disconnect with requests in flight", vhost_attach),
 ];
 
 fn nbd(field: &Field) -> PathBuf {
@@ -56,14 +60,14 @@ fn nbd_silent(field: &mut Field) -> Result<()> {
             streams.push(silent_connection(&nbd(field))?);
             field.done += 1;
         }
-        // Those who were sent away come back.
+        // Disconnected clients reconnect.
         sleep(Duration::from_millis(5));
         streams.truncate(400);
     }
     Ok(())
 }
 
-/// Sends as much as fits, and does not wait.
+/// Sends as much as the socket buffer takes, without waiting.
 fn push(stream: &UnixStream, bytes: &[u8], sent: &mut usize) -> Result<bool> {
     use std::io::ErrorKind::{Interrupted, WouldBlock};
     let from = *sent % bytes.len();
@@ -93,7 +97,7 @@ fn nbd_unread(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Sends the same over and over from so many clients, and throws away what comes back.
+/// Sends `bytes` repeatedly from `clients` clients, and discards the replies.
 fn flood(field: &mut Field, clients: usize, bytes: &[u8]) -> Result<()> {
     use std::io::Read;
     let mut links = Vec::new();
@@ -138,13 +142,13 @@ fn nbd_options(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Offers such chains over and over; comes back when it was sent away.
+/// Offers the chains `heads` repeatedly. Returns when the device has disconnected.
 fn offer(field: &mut Field, prepare: fn(&VirtioGuest) -> Result<()>, heads: &[u16]) -> Result<()> {
     while !field.is_over() {
         let mut guest = VirtioGuest::attach(&vhost(field))?;
         prepare(&guest)?;
         while !field.is_over() && !guest.is_closed() {
-            // A device that is broken uses nothing any more, and is kicked all the same.
+            // A broken device uses no chains any more; the guest kicks it anyway.
             let room = usize::from(ENTRIES.saturating_sub(guest.outstanding()));
             let heads: Vec<u16> = heads.iter().copied().cycle().take(room).collect();
             guest.offer(&heads)?;
@@ -165,18 +169,19 @@ fn loops(guest: &VirtioGuest) -> Result<()> {
     guest.describe(
         0,
         &[
-            // To itself, and to each other.
+            // Descriptors that link to themselves, and to each other.
             descriptor(ROOM, 16, NEXT, 0),
             descriptor(ROOM, 16, NEXT, 2),
             descriptor(ROOM, 4096, NEXT | WRITE, 1),
-            // A table in a table, and one of as many entries as there can be, all of which go on.
+            // An indirect table within an indirect table, and one with the maximum number of
+            // entries, all with NEXT.
             descriptor(ROOM, 32, INDIRECT, 0),
             descriptor(ROOM, 16 * 65535, INDIRECT, 0),
         ],
     )
 }
 
-/// A request's header: what to do, and where.
+/// Header of a virtio-blk request: type and sector.
 fn header(kind: u32, sector: u64) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[..4].copy_from_slice(&kind.to_le_bytes());
@@ -188,7 +193,7 @@ fn vhost_huge(field: &mut Field) -> Result<()> {
     offer(field, huge, &[0])
 }
 
-/// 1022 descriptors that each say all of the guest's memory.
+/// 1022 descriptors, each of which covers all of the guest's memory.
 fn huge(guest: &VirtioGuest) -> Result<()> {
     let (table, head) = (ROOM, ROOM + (1 << 16));
     guest.put(head, &header(0, 0))?;
@@ -205,7 +210,7 @@ fn vhost_reads(field: &mut Field) -> Result<()> {
     offer(field, reads, &[0, 1, 2, 3])
 }
 
-/// Four reads of 1 MiB in pieces of 4 KiB.
+/// Four reads of 1 MiB in segments of 4 KiB.
 fn reads(guest: &VirtioGuest) -> Result<()> {
     for n in 0..4u16 {
         let table = ROOM + u64::from(n) * (1 << 14);
@@ -227,7 +232,7 @@ fn vhost_bad(field: &mut Field) -> Result<()> {
     offer(field, bad, &[0, 3, 6, 9])
 }
 
-/// Kinds that there are not, sectors beyond the end, and memory that is not there.
+/// Invalid request types, sectors beyond the end, and unmapped memory.
 fn bad(guest: &VirtioGuest) -> Result<()> {
     let requests = [(0x55, 0, ROOM), (0, u64::MAX, ROOM), (0, 0, 1 << 60), (8, 1 << 40, ROOM)];
     for (n, (kind, sector, data)) in (0u16..).zip(requests) {

@@ -1,8 +1,8 @@
-//! A client's own file system, whose daemon takes its time.
+//! Attacks by files of a client's FUSE file system with a slow daemon.
 //!
-//! Nearly every call on a descriptor of such a file waits for the daemon, `close` included. The
-//! daemon here answers INIT, OPEN and GETATTR, and nothing else: who closes the file hangs, but for
-//! the attacker.
+//! Nearly every system call on a descriptor of such a file waits for the daemon, including
+//! `close`. This daemon answers only INIT, OPEN and GETATTR, so every other process that closes
+//! the file hangs.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -40,10 +40,11 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("fuse-map", "descriptors of a FUSE file with maps", MEM, with_maps),
 ];
 
-/// A file of a file system of one file. Dropping it ends the daemon, and with it whoever waits.
+/// The file of a FUSE file system with one file. Dropping it kills the daemon, which ends all
+/// waits for it.
 ///
-/// The daemon is a process of its own: this one could not end while the kernel closes its
-/// descriptors of the file and nobody answers.
+/// The daemon is a separate process: this process could not end while the kernel closes its own
+/// descriptors of the file and waits for the daemon.
 struct SlowFile {
     path: PathBuf,
     daemon: Process,
@@ -75,34 +76,33 @@ impl SlowFile {
 
 impl Drop for SlowFile {
     fn drop(&mut self) {
-        // The connection ends with the last descriptor of it.
+        // The FUSE connection ends when its last descriptor is closed.
         self.daemon.kill();
         let _ = unmount(&self.path, UnmountFlags::DETACH);
     }
 }
 
-/// The verb of this program that is the daemon.
+/// Hidden verb of `cargo xtask` that runs the daemon.
 pub(crate) const DAEMON: &str = "fuse-daemon";
 
-/// The daemon: answers what comes over its standard input, but for the end of a file that somebody
-/// else than `friend` closes.
+/// FUSE daemon on standard input. FLUSH and RELEASE are answered only for the process `friend`.
 pub(crate) fn daemon(friend: u32) -> Result<()> {
     let mut device = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let mut request = vec![0; 1 << 17];
     loop {
         let len = device.read(&mut request).context("the kernel's requests")?;
         if let Some(answer) = request.get(..len).and_then(|request| answer(request, friend)) {
-            // An error means that nobody waits for it any more.
+            // A failed write means that the request was aborted.
             let _ = device.write(&answer);
         }
     }
 }
 
-/// The daemon's answer to a request, if it gives one.
+/// Answer to a request; `None` if it stays unanswered.
 fn answer(request: &[u8], friend: u32) -> Option<Vec<u8>> {
     let word = |at: usize| Some(u32::from_ne_bytes(request.get(at..at + 4)?.try_into().ok()?));
     let mut body = match word(4)? {
-        // INIT: the version, and nothing special.
+        // INIT: the protocol version, without options.
         26 => {
             let mut body = vec![0u8; 64];
             body[..4].copy_from_slice(&7u32.to_ne_bytes());
@@ -133,13 +133,13 @@ fn answer(request: &[u8], friend: u32) -> Option<Vec<u8>> {
     Some(reply)
 }
 
-/// A request names the thread that made it.
+/// True if `thread`, the thread of a request, belongs to `process`.
 fn is_thread_of(thread: u32, process: u32) -> bool {
     PathBuf::from(format!("/proc/{process}/task/{thread}")).exists()
 }
 
-/// The descriptor lies behind a doorbell that a worker reads, and then nothing can be read any
-/// more.
+/// Sends the descriptor after a doorbell message, which an I/O thread reads from the socket, and
+/// then closes the sending direction.
 fn behind_a_doorbell(field: &mut Field) -> Result<()> {
     let slow = SlowFile::mount(field)?;
     let outcome = knock(field, &slow);
@@ -150,7 +150,8 @@ fn behind_a_doorbell(field: &mut Field) -> Result<()> {
 fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest_with(1, 64)?;
-        // Doorbells that each wake the worker have it read the socket itself. They want replies.
+        // Doorbell messages that each wake the I/O thread make it read the socket itself. They
+        // request replies.
         let access =
             wire::RegionAccess { offset: regs::sq_doorbell_offset(1, 0), region: BAR0, count: 4 };
         let bell = message(command::REGION_WRITE, 0, &[access.as_bytes(), &[0; 4]]);
@@ -162,8 +163,8 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let file = slow.open()?;
         let map = dma_map(1 << 41, PAGE, 0);
         let map = message(command::DMA_MAP, 0, &[map.as_bytes()]);
-        // The reply to the doorbell finds nobody, and the descriptor is still to be looked at. Who
-        // is first is up to the scheduler, so the end comes in each place in turns.
+        // The reply to the doorbell fails, and the descriptor is checked afterwards. The order
+        // depends on the scheduler, so the socket is closed at three different points in turn.
         let turn = field.done % 3;
         let end = |when| match when == turn {
             true => shutdown(guest.link.socket(), Shutdown::Read),

@@ -1,4 +1,4 @@
-//! A client's memory: mapped often, touched sparsely, changed while it is in use.
+//! Attacks by DMA maps: many maps, sparsely touched memory, changes during use.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,9 +18,9 @@ use crate::peer::guest::{CONFIG, Guest, PAGE, memfd};
 use crate::peer::queue::BAR0;
 
 const MEM: &[&str] = &["mem:16MiB"];
-/// Memory at these addresses is mapped besides the guest's own.
+/// DMA address of additional maps.
 const ELSEWHERE: u64 = 1 << 40;
-/// What one page of page tables maps.
+/// Address range of one page of page tables (2 MiB).
 const STRIDE: u64 = 2 << 20;
 
 pub(crate) const ATTACKS: &[Attack] = &[
@@ -32,11 +32,11 @@ pub(crate) const ATTACKS: &[Attack] = &[
     ),
     Attack::new(
         "punch-holes",
-        "holes punched into 4 GiB of memory while it is read into",
+        "holes punched into 4 GiB of memory during DMA into it",
         MEM,
         punch_holes,
     ),
-    Attack::new("truncate", "memory that is cut off while it is read into", MEM, truncate),
+    Attack::new("truncate", "memory that is truncated during DMA into it", MEM, truncate),
     Attack::new("map-churn", "maps and unmaps of a page with I/O in flight", MEM, map_churn)
         .short(),
     Attack::new(
@@ -71,7 +71,7 @@ fn page_tables(field: &mut Field) -> Result<()> {
             break;
         }
     }
-    // Reads of 1 MiB whose pages are 2 MiB apart; each list is used while it is there.
+    // Reads of 1 MiB with pages that are 2 MiB apart. The PRP lists are reused.
     let mut lists = Vec::new();
     for n in 0..1024 {
         let first = ELSEWHERE + n * 256 * STRIDE * 7 % (32 * size);
@@ -156,7 +156,8 @@ fn map_churn(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Maps this many single pages, which no neighbour of their own joins; how many were taken.
+/// Maps `count` single pages that cannot be merged with a neighbour. Returns the number of
+/// successful maps.
 fn map_pages(guest: &mut Guest, count: u64, file: &rustix::fd::OwnedFd) -> Result<()> {
     for n in 0..count {
         let map = dma_map(ELSEWHERE + n * 2 * PAGE, PAGE, n % 2 * PAGE);
@@ -196,7 +197,7 @@ fn many_maps(field: &mut Field) -> Result<()> {
     let unmap = wire::DmaUnmap { argsz: 24, flags: 0, address: ELSEWHERE, size: 1 << 32 };
     while !field.is_over() {
         map_pages(&mut guest, 10_000, &file)?;
-        // One message that takes all of them back, and writes that go on meanwhile.
+        // One message unmaps everything while writes are in flight.
         guest.link.try_ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
         guest.link.send(&posted_write(BAR0, 0x1008, &[0; 4]), &[])?;
         field.done += 10_000;

@@ -1,4 +1,4 @@
-//! A client's messages: floods, refusals, silence.
+//! Attacks by messages: floods, refused requests, silent connections.
 
 use std::os::fd::AsFd;
 use std::thread::sleep;
@@ -20,30 +20,25 @@ const MEM: &[&str] = &["mem:16MiB"];
 pub(crate) const ATTACKS: &[Attack] = &[
     Attack {
         log: LogReader::Nobody,
-        ..Attack::new(
-            "log-stalled",
-            "maps that are refused, and nobody reads the log",
-            MEM,
-            bad_maps,
-        )
+        ..Attack::new("log-stalled", "refused maps, and the log has no reader", MEM, bad_maps)
     },
-    Attack::new("log-flood", "maps that are refused: how much is logged", MEM, bad_maps).short(),
-    Attack::new("log-doorbells", "doorbells of bad values: how much is logged", MEM, bad_doorbells),
-    Attack::new("log-connects", "clients that speak nonsense", MEM, nonsense),
+    Attack::new("log-flood", "refused maps: size of the log", MEM, bad_maps).short(),
+    Attack::new("log-doorbells", "invalid doorbell values: size of the log", MEM, bad_doorbells),
+    Attack::new("log-connects", "clients that send invalid messages", MEM, nonsense),
     Attack::new("register-flood", "register reads without end", MEM, register_flood),
     Attack::new("large-reads", "reads of 1 MiB of BAR0 without end", MEM, large_reads),
-    Attack::new("unread", "1 MiB reads whose replies nobody reads", MEM, unread),
+    Attack::new("unread", "1 MiB reads whose replies are not read", MEM, unread),
     Attack::new("doorbell-flood", "doorbells of one queue without end", MEM, doorbell_flood),
     Attack::new("write-multi", "REGION_WRITE_MULTI of as many writes as fit", MEM, write_multi)
         .short(),
-    Attack::new("byte-by-byte", "messages that come a byte at a time", MEM, byte_by_byte),
+    Attack::new("byte-by-byte", "messages that are sent byte by byte", MEM, byte_by_byte),
     Attack::new("connects", "connections without end", MEM, connects),
-    Attack::new("silent", "2000 connections that say nothing", MEM, silent),
+    Attack::new("silent", "2000 connections that send nothing", MEM, silent),
     Attack::new("device-reset", "DEVICE_RESET without end", MEM, device_reset),
     Attack::new("nested-json", "VERSION with 1 MB of nested JSON", MEM, nested_json),
 ];
 
-/// Sends the same messages over and over, for as long as the field is open.
+/// Sends `messages` repeatedly until the end of the attack.
 fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     let mut guest = field.guest_with(1, 64)?;
     while !field.is_over() {
@@ -56,11 +51,11 @@ fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     Ok(())
 }
 
-/// Maps that are refused, each for another reason, and each worth a word in the log.
+/// Maps that are refused for different reasons, each of which the server would log.
 fn bad_maps(field: &mut Field) -> Result<()> {
     let file = memfd(1 << 20)?;
     let mut guest = field.guest_with(1, 64)?;
-    // Not aligned, beyond the file, over what is mapped already, without memory.
+    // Unaligned, beyond the file, overlapping, and without a descriptor.
     let maps = [(1 << 40 | 1, PAGE, 0), (1 << 41, PAGE, 1 << 30), (BASE, PAGE, 0), (0, 3, 5)];
     let maps = maps.map(|(address, size, offset)| dma_map(address, size, offset));
     while !field.is_over() {
@@ -113,7 +108,7 @@ fn unread(field: &mut Field) -> Result<()> {
     let guest = field.guest()?;
     let messages = read_request(BAR0, 0, 0x4000).repeat(64);
     while !field.is_over() {
-        // Until the server reads no more.
+        // Sends until the server stops reading.
         let sent = rustix::net::send(
             guest.link.socket(),
             &messages,
@@ -182,7 +177,7 @@ fn silent(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Whatever becomes of it; nobody waits when the backlog is full.
+/// Connects without sending anything. Non-blocking, because the backlog may be full.
 pub(super) fn silent_connection(path: &std::path::Path) -> Result<std::os::fd::OwnedFd> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

@@ -1,4 +1,4 @@
-//! The attacks.
+//! List of the attacks.
 
 mod admin;
 mod commands;
@@ -10,7 +10,7 @@ mod messages;
 
 use super::attack::Attack;
 
-/// Peers of the same kind each.
+/// Attacks by type of peer and request.
 const PARTS: [&[Attack]; 7] = [
     commands::ATTACKS,
     admin::ATTACKS,
@@ -21,7 +21,7 @@ const PARTS: [&[Attack]; 7] = [
     exports::ATTACKS,
 ];
 
-/// All of them, in the order in which they are made.
+/// All attacks, in the order in which they are made.
 pub(crate) fn all() -> Vec<Attack> {
     PARTS.concat()
 }
@@ -36,7 +36,7 @@ mod tests {
         assert_eq!(names.len(), all().len());
         let has_short = |part: &[Attack]| part.iter().any(|attack| attack.is_short);
         assert!(PARTS.iter().all(|part| has_short(part)));
-        // Two seconds each, and some are made twice.
+        // Each takes about two seconds, and some are repeated.
         assert!(all().iter().filter(|attack| attack.is_short).count() <= 15);
     }
 }

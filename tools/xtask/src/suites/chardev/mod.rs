@@ -1,6 +1,6 @@
-//! Namespaces by their character devices (`/dev/ng0n1`) as disks of a server inside the guest: the
-//! commands of its clients become commands of the kernel's driver, by io_uring, and these come to
-//! shadowbell's controller, or QEMU's, outside.
+//! Namespaces by their character devices (`/dev/ng0n1`) as disks of a server inside the guest:
+//! the server passes its clients' commands to the kernel's driver by io_uring, which sends them
+//! to shadowbell's controller, or QEMU's, outside of the guest.
 
 mod tests;
 
@@ -11,24 +11,24 @@ use serde_json::{Value, json};
 use shadowbell_bench::table::Table;
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Serve, Server};
 
+use super::readers::Export;
 use super::recover::{number, verify};
-use super::s4::Export;
 use super::setup::{MINUTE, Setup, character_device};
 use super::vfio::{boot, json_of, load, pack, shadowbell};
-use super::{dmesg, kinds};
+use super::{disk_types, dmesg};
 use crate::report::Report;
 
 const SIZE: u64 = 128 << 20;
 const SOCKET: &str = "/tmp/vm0.sock";
-/// Reads and writes end with Unrecovered Read Error now and then, and Internal Error.
+/// Injected faults: some reads and writes end with Unrecovered Read Error or Internal Error.
 const FAULTS: &str = "seed=7,status=0x281:queue=1:rate=1/40,status=0x281:queue=2:rate=1/40";
-/// The kernel's driver for block devices in user space.
+/// The kernel's ublk driver.
 const UBLK: &str = "ublk_drv";
 const LOAD: &str = "--iodepth 64 --numjobs 2 --size 32m --max-bs 512k";
-/// How often the process that serves is killed, and upgraded.
+/// Number of kills, and of upgrades, of the server process.
 const EVENTS: usize = 3;
 
-/// The controllers, in the order of their PCI addresses.
+/// Controllers, in the order of their PCI addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Which {
     Ours,
@@ -63,7 +63,7 @@ impl Which {
         }
     }
 
-    /// Its character device in the guest.
+    /// Character device of the controller in the guest.
     fn device(self, guest: &mut Guest) -> Result<String> {
         let index = Self::ALL.iter().position(|which| *which == self).unwrap_or_default();
         character_device(guest, index)
@@ -72,7 +72,7 @@ impl Which {
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the program; give it with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     on_devices(setup, report, kernel, run)?;
@@ -98,7 +98,8 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         servers.push(Server::start(run, &serve)?);
         devices.push(Device::VfioUser { socket: name.into() });
     }
-    // Two paths to a namespace have one character device; here each controller has its own.
+    // Multipath is off: two paths to a namespace would have one character device, but each
+    // controller needs its own.
     let mut guest = boot(setup, run, kernel, devices, |config| {
         config.iommu = false;
         config.firmware =
@@ -106,7 +107,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
     })?;
     for which in [Which::Ours, Which::Large, Which::Qemu] {
         let name = which.name();
-        report.check(&format!("{name}: every byte checked, in a sandbox"), |_| {
+        report.check(&format!("{name}: every byte verified, with the sandbox"), |_| {
             let device = which.device(&mut guest)?;
             start(&mut guest, &device)?;
             let verified = verify(&mut guest, &format!("vfio-user:{SOCKET} {LOAD} --runtime 4"));
@@ -117,16 +118,18 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
                 ensure!(number(&row, &format!("/by_kind/{kind}"))? > 0, "no {kind}: {row}");
             }
             println!("         {} commands", number(&row, "/commands")?);
-            // Where this kernel has Landlock, the supervisor has opened the device.
-            ensure!(log.contains("sandbox on: "), "there is no sandbox: {log}");
+            // If the kernel supports Landlock, the sandbox is on, and the supervisor has opened
+            // the device.
+            ensure!(log.contains("sandbox on: "), "the sandbox is off: {log}");
             ensure!(!log.contains("uses threads"), "io_uring takes no commands: {log}");
             Ok(())
         });
-        report.check(&format!("{name}: what is written is on the block device"), |_| {
-            same_bytes(&mut guest, which)
-        });
+        report.check(
+            &format!("{name}: data written through the server are on the block device"),
+            |_| same_bytes(&mut guest, which),
+        );
     }
-    report.check("by threads (aio=threads) the same is checked", |_| {
+    report.check("aio=threads: every byte verified", |_| {
         let device = Which::Ours.device(&mut guest)?;
         start(&mut guest, &format!("{device}?aio=threads"))?;
         let verified = verify(&mut guest, &format!("vfio-user:{SOCKET} {LOAD} --runtime 3"));
@@ -137,11 +140,11 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
     });
     for is_kill in [true, false] {
         let what = if is_kill { "killed" } else { "upgraded" };
-        report.check(&format!("the process is {what} {EVENTS} times: nothing is lost"), |_| {
+        report.check(&format!("the process is {what} {EVENTS} times: no data are lost"), |_| {
             while_it_verifies(&mut guest, is_kill)
         });
     }
-    report.check("an error of the device's is the client's, by its status", |_| {
+    report.check("an error of the device is returned to the client with its status", |_| {
         let device = Which::Faulty.device(&mut guest)?;
         start(&mut guest, &device)?;
         let output =
@@ -152,7 +155,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         ensure!(output.text.contains("Unrecovered Read Error"), "{}", output.text);
         Ok(())
     });
-    report.check("metadata, zones, and a controller are no such disk", |_| {
+    report.check("namespaces with metadata or zones, and controllers, are refused", |_| {
         let metadata = Which::Metadata.device(&mut guest)?;
         let zoned = Which::Zoned.device(&mut guest)?;
         let controller = Which::Ours.device(&mut guest)?.replace("/ng", "/nvme").replace("n1", "");
@@ -167,11 +170,11 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         }
         Ok(())
     });
-    report.check("memory: a file system, discards, and fio's checksums", |_| {
+    report.check("memory disk: a file system, discards, and fio's checksums", |_| {
         let block = Which::Ours.device(&mut guest)?.replace("/ng", "/nvme");
-        kinds::file_system(&mut guest, &block)?;
-        kinds::discard(&mut guest, &block)?;
-        let fio = kinds::fio(&[block]).replace("--offset=512m", "--offset=64m");
+        disk_types::file_system(&mut guest, &block)?;
+        disk_types::discard(&mut guest, &block)?;
+        let fio = disk_types::fio(&[block]).replace("--offset=512m", "--offset=64m");
         guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE).map(drop)
     });
     if has_ublk {
@@ -184,7 +187,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
     } else {
         println!("   Debian's Linux {kernel} has no {UBLK}: no file system on an export");
     }
-    report.check("one whose block device is mounted is refused", |_| {
+    report.check("a namespace whose block device is mounted is refused", |_| {
         let device = Which::Ours.device(&mut guest)?;
         let block = device.replace("/ng", "/nvme");
         guest.sh(&format!("mkfs.ext4 -q -F {block} && mount {block} /mnt"), MINUTE)?;
@@ -198,10 +201,10 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         report.table(next_to_the_block_device(&mut guest, kernel, setup.rounds)?);
         Ok(())
     });
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in servers {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }
@@ -221,7 +224,7 @@ fn start(guest: &mut Guest, disk: &str) -> Result<()> {
     Ok(())
 }
 
-/// Ends the server in order; its log.
+/// Ends the server in order. Returns its log.
 fn stop(guest: &mut Guest) -> Result<String> {
     guest.sh(
         "kill -TERM $(cat /tmp/served.pid); \
@@ -233,8 +236,8 @@ fn stop(guest: &mut Guest) -> Result<String> {
     )
 }
 
-/// Writes through the server and reads by the kernel's block device, and the other way round; and
-/// what is discarded or zeroed is zeroes there.
+/// Writes through the server and reads by the kernel's block device, and vice versa. Discarded
+/// and zeroed blocks read as zeroes on the block device.
 fn same_bytes(guest: &mut Guest, which: Which) -> Result<()> {
     let device = which.device(guest)?;
     let block = device.replace("/ng", "/nvme");
@@ -256,19 +259,19 @@ fn same_bytes(guest: &mut Guest, which: Which) -> Result<()> {
     Ok(())
 }
 
-/// The kernel's file system and fio on the block device that a namespace is exported as.
+/// A file system and fio on the ublk device of an exported namespace.
 fn by_ublk(guest: &mut Guest, which: Which) -> Result<()> {
     let device = which.device(guest)?;
     let export = Export::start(guest, &device, "")?;
     let block = format!("/dev/{}", export.disk);
-    kinds::file_system(guest, &block)?;
-    kinds::discard(guest, &block)?;
-    let fio = kinds::fio(&[block]).replace("--offset=512m", "--offset=64m");
+    disk_types::file_system(guest, &block)?;
+    disk_types::discard(guest, &block)?;
+    let fio = disk_types::fio(&[block]).replace("--offset=512m", "--offset=64m");
     guest.sh(&format!("{fio} --size=12m"), 3 * MINUTE)?;
     export.stop(guest)
 }
 
-/// Clients verify while the process that serves goes and comes.
+/// Verifies by several clients while the server process is replaced repeatedly.
 fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
     let device = Which::Ours.device(guest)?;
     start(guest, &device)?;
@@ -307,7 +310,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
     Ok(())
 }
 
-/// The same load on both devices of a namespace, in turns.
+/// Measures one load on both devices of a namespace, in turns.
 fn next_to_the_block_device(guest: &mut Guest, kernel: Kernel, rounds: usize) -> Result<Table> {
     let device = Which::Ours.device(guest)?;
     let disks = [device.clone(), device.replace("/ng", "/nvme")];

@@ -1,5 +1,5 @@
-//! Tests of the crates, carried out in a guest, on namespaces by their character devices: a model
-//! of a disk, cancels and resets in mid-I/O, and storage that does not answer for a while.
+//! Tests of the crates, executed in a guest on character devices of namespaces: a disk model,
+//! cancels and resets during I/O, and hung storage.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,22 +14,22 @@ use crate::suites::exporter::Exporter;
 use crate::suites::setup::{MINUTE, Setup, character_device};
 use crate::suites::vfio::{boot, pack_with};
 
-/// The programs: a model, cancels, and those with a server.
+/// Test programs: the model, cancels, and those with a server.
 const SOURCES: [&str; 3] = [
     "crates/backend/tests/model.rs",
     "crates/backend/tests/namespace.rs",
     "crates/shadowbell/tests/serve/main.rs",
 ];
-/// What the model takes a disk for.
+/// Size of the disk for the model.
 const SMALL: u64 = 1 << 20;
 const SIZE: u64 = 16 << 20;
-/// Every command is carried out so much later, and can be cancelled until then.
+/// Injected delay of every command, which can be cancelled until then.
 const LATE: &str = "stall=30ms";
 const UNANSWERED: &str = "unanswered::character_device_namespaces_pass";
-/// What a test may take, with all of it emulated.
+/// Time limit of a test, in an emulated guest.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// The controllers, in the order of their PCI addresses.
+/// Controllers, in the order of their PCI addresses.
 const MODEL: usize = 0;
 const LARGE_BLOCKS: usize = 1;
 const QEMU_MODEL: usize = 2;
@@ -37,7 +37,7 @@ const SLOW: usize = 3;
 const QEMU: usize = 4;
 const STALLED: usize = 5;
 
-/// What runs beside the guest.
+/// Servers outside of the guest.
 struct Outside {
     servers: Vec<Server>,
     exporter: Exporter,
@@ -84,16 +84,16 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     {
         check(&format!("{what}: against a model"), 0, "namespaces", device);
     }
-    check("requests are cancelled in mid-I/O", 1, "requests_can_be_cancelled_in_mid_io", SLOW);
+    check("requests are cancelled during I/O", 1, "requests_can_be_cancelled_in_mid_io", SLOW);
     let kinds = "kinds::character_device_namespaces_pass";
     for (what, device) in [("ours, which is late", SLOW), ("QEMU's", QEMU)] {
-        check(&format!("{what}: `verify`, and resets in mid-I/O"), 2, kinds, device);
+        check(&format!("{what}: `verify`, and resets during I/O"), 2, kinds, device);
     }
-    check("its storage does not answer for a while", 2, UNANSWERED, STALLED);
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    check("hung storage", 2, UNANSWERED, STALLED);
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     let stalled: Vec<_> = devices.into_iter().skip(STALLED).take(1).collect();
-    let name = "the guest's kernel gives up commands, and resets the device, meanwhile";
+    let name = "hung storage: the guest's kernel aborts commands and resets the device";
     report.check(name, |_| {
         let mut guest = booted(setup, kernel, run, stalled, "nvme_core.io_timeout=1")?;
         carry_out(&mut guest, &tests, 2, UNANSWERED, 0, &exporter)?;
@@ -106,7 +106,7 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         guest.power_off(MINUTE)
     });
     for server in servers {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }
@@ -120,13 +120,14 @@ fn booted(
 ) -> Result<Guest> {
     boot(setup, run, kernel, devices, |config| {
         config.iommu = false;
-        // Two paths to a namespace have one character device; here each controller has its own.
+        // Multipath is off: two paths to a namespace would have one character device, but each
+        // controller needs its own.
         config.firmware = Firmware::Direct { append: format!("nvme_core.multipath=0 {words}") };
     })
 }
 
-/// Carries out a test on the character device of this controller, and does to the storage below
-/// what it asks for.
+/// Executes a test on the character device of this controller, and stalls and resumes the storage
+/// below when the test asks for it.
 fn carry_out(
     guest: &mut Guest,
     tests: &[PathBuf],
@@ -149,7 +150,7 @@ fn carry_out(
         MINUTE,
     )?;
     let ended = until_it_ends(guest, exporter);
-    // However it has ended: who still waits for the storage can not be ended.
+    // The storage is resumed in any case: a process that waits for hung storage cannot be ended.
     exporter.go_on()?;
     let said = guest.sh("cat /tmp/test", MINUTE)?;
     let code = ended.with_context(|| said.clone())?;
@@ -158,7 +159,7 @@ fn carry_out(
     Ok(())
 }
 
-/// Its exit status.
+/// Waits for the end of the test. Returns its exit status.
 fn until_it_ends(guest: &mut Guest, exporter: &Exporter) -> Result<String> {
     let until = Instant::now() + PATIENCE;
     loop {

@@ -1,26 +1,26 @@
-//! The controllers of the suite, and what goes wrong on each.
+//! Controllers of the suite `recover`, and the faults that each injects.
 
 use shadowbell_guest::config;
 
-/// Everything that can go wrong and be put right, each often. A command that hangs takes an abort;
-/// one that vanishes or whose completion can not be seen takes a new queue; where the controller
-/// refuses that, or is fatal, it takes a reset.
+/// All recoverable faults, each many times. A hung command is aborted. A command that is lost, or
+/// whose completion is not visible, takes a new queue pair. If the controller refuses the new
+/// queue pair, or reports a fatal state, it is reset.
 const FAULTS: &str = "seed=2604,fatal:every=4000,subsystem-reset:every=9000,\
     wrong-phase:every=2500,hang:rate=1/250,drop-before:rate=1/400,drop-after:rate=1/400,\
     stall=25ms:rate=1/300,delay=20ms:rate=1/300,duplicate:rate=1/200,corrupt:rate=1/200,\
     wrong-cid:rate=1/300,wrong-head:rate=1/400,wrong-sq-id:rate=1/400,status=0x006:rate=1/400,\
     refuse=0x08:every=7,ignore=0x08:every=9,refuse=0x00:every=7,refuse=0x05:every=11";
-/// The controller is gone for good.
+/// Permanent removal of the controller.
 const REMOVAL: &str = "removal:at=1500";
 
-/// The controllers, in the order of their PCI addresses.
+/// Controllers, in the order of their PCI addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Which {
     Qemu,
     Shadowbell,
-    /// Does wrong, again and again.
+    /// Injects recoverable faults repeatedly.
     Faulty,
-    /// Vanishes in the middle of it.
+    /// Is removed during the load.
     Removed,
 }
 

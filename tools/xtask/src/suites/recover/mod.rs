@@ -1,11 +1,10 @@
-//! What is left when things go wrong, and what is not copied: the driver in the guest, through the
-//! kernel's real VFIO.
+//! Recovery of the driver through VFIO, and zero-copy of a stacked controller, in a guest.
 //!
-//! * `recovery_steps`: the same load with every byte checked, on QEMU's controller, which does no
-//!   wrong, and on shadowbell's, which does it on purpose; and on one that vanishes.
-//! * `stacked`: a controller of shadowbell's inside the guest, whose namespace is one of a
-//!   controller below that the driver owns: the client's memory goes into the IOMMU, and nobody
-//!   copies.
+//! * `recovery_steps`: one load with every byte verified, on QEMU's controller, which has no
+//! faults, on shadowbell's, which injects them, and on one that is removed.
+//! * `stacked`: a controller of shadowbell's inside the guest, whose namespace is a namespace of
+//! another controller that the driver owns. The client's memory is mapped into the IOMMU, so data
+//! are not copied.
 
 mod controllers;
 mod recovery_steps;
@@ -22,14 +21,15 @@ use super::vfio::{IOMMU, MODULES, allow_unsafe_interrupts, boot, load, pack, sha
 use crate::report::Report;
 use crate::suites::setup::{MINUTE, Setup};
 
-/// Bytes of each disk.
+/// Size of each disk in bytes.
 const SIZE: u64 = 128 << 20;
-/// The kernel's own driver, which would meet the faults first, and wait half a minute for each.
+/// Disables the kernel's NVMe driver, which would meet the faults first and wait half a minute
+/// for each.
 const NO_KERNEL_DRIVER: &str = "initcall_blacklist=nvme_init";
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the driver; give the program with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     let faulty = setup.faulty()?;
@@ -42,7 +42,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             devices.push(Device::QemuNvme { drive: Drive::Image(name.into()), dbcs: true });
             continue;
         }
-        // A long look before anybody sleeps: emulated, the guest takes its time.
+        // Long polling before a thread sleeps, because the emulated guest is slow.
         let mut options = vec!["--poll-max", "1000"];
         options.extend(which.faults().into_iter().flat_map(|faults| ["--faults", faults]));
         let (name, disks) = (which.name(), [format!("mem:{SIZE}")]);
@@ -54,19 +54,19 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         config.firmware = Firmware::Direct { append: format!("{IOMMU} {NO_KERNEL_DRIVER}") };
     })?;
     report
-        .check("VFIO's modules load, and bind takes controllers that nobody has", |_| {
+        .check("VFIO's modules load, and bind takes controllers without a driver", |_| {
             load(&mut guest, MODULES)?;
             allow_unsafe_interrupts(&mut guest)?;
-            // QEMU tells a vfio-user server of every page that its IOMMU maps: the fewer the
-            // better.
+            // QEMU sends a vfio-user server one message per page that its IOMMU maps, so huge
+            // pages keep the number of messages low.
             guest.sh("echo 32 >/proc/sys/vm/nr_hugepages", MINUTE)?;
             let addresses = Which::ALL.map(Which::address);
             shadowbell(&mut guest, &format!("bind {}", addresses.join(" ")))?.success()
         })
-        .context("there is no controller to go on with")?;
+        .context("no controller was bound to VFIO")?;
     recovery_steps::run(report, &mut guest, kernel);
     stacked::run(report, &mut guest);
-    report.check("the IOMMU stopped nothing", |_| {
+    report.check("the IOMMU reports no fault", |_| {
         let log = guest.dmesg()?;
         let faults: Vec<_> = log.lines().filter(|line| line.contains("DMAR: [DMA")).collect();
         ensure!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
@@ -74,8 +74,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     });
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in servers {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
-    report.check("what went wrong is what was to go wrong", |_| recovery_steps::injected(run));
+    report.check("every fault was injected", |_| recovery_steps::injected(run));
     Ok(())
 }

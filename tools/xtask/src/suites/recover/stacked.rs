@@ -1,6 +1,6 @@
-//! A controller inside the guest, on a namespace of a controller below that shadowbell's driver has
-//! through VFIO. Its client is the same driver, over vfio-user: three on top of each other, and the
-//! memory of the uppermost is mapped into the IOMMU for the device at the bottom.
+//! A controller inside the guest, on a namespace of another controller that shadowbell's driver
+//! has through VFIO. The client of the first controller is the driver too, over vfio-user. The
+//! client's memory is mapped into the IOMMU for the device at the bottom.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -18,7 +18,7 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest) {
     for which in [Which::Shadowbell, Which::Qemu] {
         let name = which.name();
         report.check(
-            &format!("{name}, served again in the guest: verified, and not copied"),
+            &format!("{name}, served again in the guest: verified, with zero copy"),
             |_| {
                 let disk = stacked(guest, &which.target())?;
                 let (there, copied) =
@@ -31,30 +31,32 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest) {
         );
     }
     report.check(
-        "a client that is killed with commands in flight leaves the next one a sound disk",
+        "after a client was killed with commands in flight, the next client's disk is intact",
         |_| {
             let disk = stacked_after_a_crash(guest, &Which::Shadowbell.target())?;
             ensure!(number(&disk, "/commands_copied")? == 0, "{disk}");
             Ok(())
         },
     );
-    report.check("with zero-copy=off it is copied, and counted so", |_| {
+    report.check("with zero-copy=off data are copied, and counted as copied", |_| {
         let disk = stacked(guest, &format!("{}/1?zero-copy=off", Which::Shadowbell.target()))?;
         ensure!(number(&disk, "/commands_in_place")? == 0, "{disk}");
         ensure!(number(&disk, "/commands_copied")? > 1000, "{disk}");
         Ok(())
     });
-    report.check("what was written through it is on the controller below", |_| below(guest));
+    report.check("data written through the stacked controller are on the controller below", |_| {
+        below(guest)
+    });
 }
 
-/// Serves `disk`, verifies what is served, and ends the server: what the disk has counted.
+/// Serves `disk`, verifies it, and ends the server. Returns the counters of the disk.
 fn stacked(guest: &mut Guest, disk: &str) -> Result<Value> {
     start(guest, disk)?;
     served(guest)
 }
 
-/// Serves `disk` while three clients are killed in the middle of it, and then as [`stacked`] does:
-/// what the device does in their memory has to end before the memory does.
+/// Serves `disk`, kills three clients with commands in flight, and then verifies as [`stacked`]
+/// does: DMA of the device into a client's memory must end before this memory is released.
 fn stacked_after_a_crash(guest: &mut Guest, disk: &str) -> Result<Value> {
     start(guest, disk)?;
     let load = "--iodepth 128 --size 32m --max-bs 128k --runtime 60";
@@ -72,7 +74,7 @@ fn stacked_after_a_crash(guest: &mut Guest, disk: &str) -> Result<Value> {
     served(guest)
 }
 
-/// Verifies what is served, and ends the server: what the disk has counted.
+/// Verifies the served disk, and ends the server. Returns the counters of the disk.
 fn served(guest: &mut Guest) -> Result<Value> {
     let load = "--iodepth 64 --numjobs 2 --size 32m --max-bs 128k --runtime 3";
     let verified = verify(guest, &format!("vfio-user:{SOCKET} {load}"));
@@ -100,7 +102,7 @@ fn start(guest: &mut Guest, disk: &str) -> Result<()> {
     Ok(())
 }
 
-/// Ends the server in order; its statistics.
+/// Ends the server in order. Returns its statistics.
 fn stop(guest: &mut Guest) -> Result<Value> {
     let text = guest.sh(
         &format!(

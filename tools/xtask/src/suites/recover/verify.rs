@@ -6,12 +6,12 @@ use shadowbell_guest::Guest;
 
 use crate::suites::setup::MINUTE;
 
-/// The number at a place of a row; if there is none, the error shows the row.
+/// Number at a JSON pointer of a row. If it is missing, the error shows the row.
 pub(crate) fn number(row: &Value, pointer: &str) -> Result<u64> {
     row.pointer(pointer).and_then(Value::as_u64).with_context(|| format!("{pointer}: {row}"))
 }
 
-/// The row that `shadowbell verify` ends with, whatever came of it, and its exit status.
+/// Row that `shadowbell verify` prints last, on success and failure, and its exit status.
 pub(crate) fn verify(guest: &mut Guest, arguments: &str) -> Result<(Value, i32)> {
     let output = guest.run(&format!("shadowbell verify {arguments} --json --force"), 3 * MINUTE)?;
     let line = output.text.lines().rev().find(|line| line.starts_with('{'));

@@ -1,4 +1,4 @@
-//! How fast, and what it costs: with data that go straight, and copied, in turn.
+//! Speed and CPU time of a ublk device, with zero copy and with copies, in turn.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 use shadowbell_bench::table::Table;
 use shadowbell_guest::{Guest, Kernel};
 
-use super::super::s4::Export;
+use super::super::readers::Export;
 use super::super::setup::MINUTE;
 
-/// How long each figure is measured.
+/// Duration of a measurement.
 const TIME: Duration = Duration::from_millis(1500);
 const WORK: [(&str, u32, u32); 6] = [
     ("randread", 4096, 1),
@@ -21,16 +21,16 @@ const WORK: [(&str, u32, u32); 6] = [
     ("randwrite", 131_072, 8),
 ];
 
-/// What was measured of one way to move data.
+/// Figures of one data path.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Figures {
     iops: f64,
-    /// Processor time of an I/O in microseconds: of the process that serves, and of the system.
+    /// CPU time per I/O in microseconds: of the server process, and of the whole system.
     server: f64,
     system: f64,
 }
 
-/// One kind of work, by both ways.
+/// One load, with both data paths.
 #[derive(Debug)]
 pub(super) struct Row {
     rw: &'static str,
@@ -43,7 +43,7 @@ pub(super) struct Row {
 pub(super) fn measure(guest: &mut Guest, raw: &str, rounds: usize) -> Result<Vec<Row>> {
     let mut turns = WORK.map(|_| [Vec::new(), Vec::new()]);
     for round in 0..rounds {
-        // The other way round every second time.
+        // Every second turn has the reverse order.
         let mut ways = [(0, ""), (1, "--ublk-copy")];
         if round % 2 == 1 {
             ways.reverse();
@@ -65,7 +65,7 @@ pub(super) fn measure(guest: &mut Guest, raw: &str, rounds: usize) -> Result<Vec
 }
 
 fn once(guest: &mut Guest, disk: &str, (rw, bytes, depth): (&str, u32, u32)) -> Result<Figures> {
-    // The ticks of the server's processor time, and of the system's that was not idle.
+    // CPU ticks of the server process, and of the system without idle time.
     let ticks = "cut -d' ' -f14,15 /proc/$(cat /tmp/pid0)/stat; \
                  awk '/^cpu /{print $2+$3+$4+$7+$8}' /proc/stat";
     let text = guest.sh(
@@ -94,13 +94,13 @@ fn parse(text: &str, rw: &str) -> Result<Figures> {
         anyhow::bail!("the ticks are {ticks:?}");
     };
     let (iops, ios) = (number("iops")?, number("total_ios")?.max(1.0));
-    // A tick is a hundredth of a second.
+    // A tick is 10 ms.
     let each = |ticks: f64| ticks * 10_000.0 / ios;
     let server = each(user_then + kernel_then - user - kernel);
     Ok(Figures { iops, server, system: each(system_then - system) })
 }
 
-/// Figure by figure.
+/// Median of each figure.
 fn median(turns: Vec<Figures>) -> Result<Figures> {
     let middle = |of: fn(&Figures) -> f64| {
         let mut all: Vec<f64> = turns.iter().map(of).collect();

@@ -1,35 +1,36 @@
-//! A raw disk of the guest as `/dev/ublkbN`: its data go straight between the block layer's memory
-//! and the disk, or are copied. Both ways are checked, from one to the other, and compared.
+//! A raw disk of the guest as `/dev/ublkbN`: data are transferred between the block layer's
+//! memory and the disk with zero copy, or are copied. Data written by one path are read by the
+//! other, and both paths are measured.
 //!
-//! The disks are namespaces of QEMU's, with the kernel's own driver: one is exported itself, and
-//! one has a file system with images.
+//! The disks are namespaces of QEMU's controller under the kernel's driver: one is exported
+//! directly, the other has a file system with images.
 
 mod measure;
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir};
 
-use super::s4::{Export, kernel_is_content, killed, refused};
+use super::readers::{Export, kernel_is_content, killed, refused};
 use super::setup::{MINUTE, Setup, names};
 use super::vfio::{boot, load, pack};
 use crate::report::Report;
 
-/// The kernel's driver for block devices in user space.
+/// The kernel's ublk driver.
 const UBLK: &str = "ublk_drv";
 const SIZE: u64 = 512 << 20;
-/// What is said when nobody copies.
+/// Words in the log of an export with zero copy.
 const STRAIGHT: &str = "zero-copy I/O";
-/// An image on the second disk's file system.
+/// An image on the file system of the second disk.
 const IMAGE: &str = "/img/disk.img";
 const IMAGE_BYTES: u64 = 384 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the program; give it with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     if setup.roots.modules(kernel, &[UBLK]).is_empty() {
-        println!("   left out: Debian's Linux {kernel} has no {UBLK}");
+        println!("   skipped: Debian's Linux {kernel} has no {UBLK}");
         return Ok(());
     }
     pack(setup, kernel, run, &[], &[UBLK])?;
@@ -55,30 +56,30 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
         report.check(name, |_| run(&mut guest).or_else(|error| tidy(&mut guest).and(Err(error))))
     };
-    check("a block device's data go straight, and every byte is right", &|guest| {
-        content(guest, &raw, "")
+    check("zero copy on a block device, every byte verified", &|guest| content(guest, &raw, ""));
+    check("copies on a block device, every byte verified", &|guest| {
+        content(guest, &raw, "--ublk-copy")
     });
-    check("the same, copied", &|guest| content(guest, &raw, "--ublk-copy"));
-    check("a file system on an image is written, mounted afresh, trimmed, and clean", &file_system);
-    check("what is on the way of a disk with a limit is copied", &|guest| limited(guest, &raw));
-    check("killed under load, three times: --recover goes on, and nothing is lost", &|guest| {
+    check("a file system on an image is written, mounted again, trimmed, and clean", &file_system);
+    check("requests of a disk with a limit are copied", &|guest| limited(guest, &raw));
+    check("three kills under load: --recover recovers the device without data loss", &|guest| {
         killed(guest, &raw, STRAIGHT)
     });
-    check("a device goes on another way than it was made for", &|guest| crossed(guest, &raw));
-    let rows = report.check("straight and copied, in turn", |_| {
+    check("a device is recovered with the other data path", &|guest| crossed(guest, &raw));
+    let rows = report.check("speed with zero copy and with copies, in turn", |_| {
         measure::measure(&mut guest, &raw, setup.rounds)
     });
     if let Some(rows) = rows {
         report.table(measure::table(&rows, kernel));
     }
-    report.check("the kernel has nothing to complain of", |_| kernel_is_content(&mut guest));
-    // Its kernel has a word about that.
-    report.check("an image that shrinks gives errors, and never zeroes", |_| shrunk(&mut guest));
+    report.check("the kernel logs no warning", |_| kernel_is_content(&mut guest));
+    // The kernel logs the errors of this check, so the check of its log comes before.
+    report.check("a truncated image gives errors, never zeroes", |_| shrunk(&mut guest));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     Ok(())
 }
 
-/// After a failure: the disks are free for the next check.
+/// Cleans up after a failure: the disks are free for the next check.
 fn tidy(guest: &mut Guest) -> Result<()> {
     let script = "umount /mnt; for signal in TERM KILL; do \
             kill -$signal $(cat /tmp/pid0); \
@@ -91,7 +92,8 @@ fn said(guest: &mut Guest) -> Result<String> {
     guest.sh("cat /tmp/export0", MINUTE)
 }
 
-/// Ends an export that went straight: how many requests did, and how many had their data copied.
+/// Ends an export with zero copy. Returns the number of requests with zero copy, and of those
+/// whose data were copied.
 fn stop(guest: &mut Guest, export: Export) -> Result<(u64, u64)> {
     export.stop(guest)?;
     counts(&said(guest)?)
@@ -120,8 +122,8 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
         ),
         3 * MINUTE,
     )?;
-    // Writes that are to be durable, zeroes by command between what is not zero, a discard, and
-    // data through the kernel's cache.
+    // Writes with FUA, Write Zeroes between blocks that are not zero, a discard, and data through
+    // the page cache.
     guest.sh(
         &format!(
             "fio --name=durable --filename=/dev/{disk} --rw=randwrite --bs=16k --sync=dsync \
@@ -148,7 +150,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
     } else {
         export.stop(guest)?;
     }
-    // What came that way is on the disk itself.
+    // Data written through ublk are on the disk itself.
     guest.sh(
         &format!(
             "dd if={raw} bs=1M skip=64 count=3 iflag=direct | cmp -n 3000000 - /tmp/data && \
@@ -160,7 +162,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
     Ok(())
 }
 
-/// Every file with its checksum, in one order.
+/// Checksum of every file, sorted by path. Input of a comparison.
 const SUMS: &str = "find usr/sbin -xdev -type f | sort | xargs sha256sum";
 
 fn file_system(guest: &mut Guest) -> Result<()> {
@@ -173,7 +175,7 @@ fn file_system(guest: &mut Guest) -> Result<()> {
     )?;
     let (straight, copied) = stop(guest, export)?;
     ensure!(straight > 100 && copied == 0, "{straight} requests straight, {copied} copied");
-    // Served afresh, and the other way.
+    // The export is started again, with the other data path.
     let export = Export::start(guest, IMAGE, "--ublk-copy")?;
     guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
     guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after && umount /mnt", MINUTE)?;
@@ -206,7 +208,7 @@ fn shrunk(guest: &mut Guest) -> Result<()> {
         &format!("{} && head -c 65536 /dev/zero | cmp -s - /tmp/read && exit 1 || true", read(127)),
         MINUTE,
     )?;
-    // Across the end, beyond it, and still when the file has grown back.
+    // Reads across the end and beyond it fail, also after the file has grown back.
     for at in [128, 200] {
         ensure!(guest.run(&read(at), MINUTE)?.code != 0, "block {at} is read, though it is gone");
     }
@@ -227,8 +229,8 @@ fn limited(guest: &mut Guest, raw: &str) -> Result<()> {
     export.stop(guest)
 }
 
-/// A device that was made for data that stay where they are is taken over by a process that copies,
-/// and by one whose disk is no file of its own; and one that was made to be copied stays that.
+/// Recovery with the other data path: a device made for zero copy is taken over by a process that
+/// copies, and by one whose disk is not a file. A device made for copies keeps copying.
 fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
     for (made, then, words) in [
         ("", "--ublk-copy", "an option requests it"),

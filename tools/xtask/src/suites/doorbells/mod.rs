@@ -1,13 +1,12 @@
-//! The S3 tables: what shadow doorbells save, shadowbell against QEMU's own controller, four disks
-//! in one guest, measured in turn.
+//! Savings by shadow doorbells: shadowbell's controller and QEMU's own, each with and without
+//! them, four disks in one guest, measured in turn (rows of the table `S3`).
 //!
-//! Nothing is behind any of the disks: shadowbell's is `null:`, QEMU's is on its `null-co` block
-//! driver, so what is left is the way of a command. Each figure of IOPS is the median of several
-//! rounds; doorbells and interrupts are counted in a run of their own, because QEMU's trace takes
-//! time for each. Both devices are counted from their own side and divided by the I/Os that fio
-//! did.
+//! The disks have no backing store: shadowbell's is `null:`, QEMU's is on its `null-co` block
+//! driver, so the figures are those of the command path. IOPS are the median of several rounds.
+//! Doorbells and interrupts are counted at the device in a separate run, because QEMU's trace
+//! slows each of them down, and divided by the I/Os that fio completed.
 //!
-//! A second table has a file behind both, and says what an I/O costs this machine: see `cpu`.
+//! A second table measures the host CPU time of an I/O on a file: see `cpu`.
 
 mod cpu;
 mod usage;
@@ -29,19 +28,19 @@ use shadowbell_bench::table::Table;
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
 const TIME: Duration = Duration::from_millis(1500);
 const DISK_BYTES: u64 = 1 << 40;
-/// Microseconds.
+/// Maximum poll time of the server, in microseconds.
 const POLL_MAX: &str = "1000";
 
-/// One of the disks that are compared.
+/// A disk that is compared.
 struct Contestant {
     device: &'static str,
     doorbells: &'static str,
     server: Option<Server>,
-    /// Its name in the guest.
+    /// Name of the block device in the guest.
     dev: String,
 }
 
-/// What was measured of one contestant at one depth.
+/// Figures of one disk at one queue depth.
 struct Row {
     device: &'static str,
     doorbells: &'static str,
@@ -91,8 +90,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         devices.push(of_guest);
     };
     if setup.controller == ControllerKind::Shadowbell {
-        // Emulated, the guest takes about ten times as long over an I/O as a real one, so the
-        // longest time that a worker waits for the next one is tenfold as well.
+        // The emulated guest takes about ten times as long for an I/O as a real one, so the
+        // maximum poll time of the I/O threads is ten times the default.
         let shadow = &["--poll-max", POLL_MAX][..];
         let mmio = &["--poll-max", POLL_MAX, "--no-shadow-doorbells"][..];
         for (doorbells, options) in [("shadow", shadow), ("mmio", mmio)] {
@@ -105,7 +104,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let drive = Drive::Null(DISK_BYTES);
         add("qemu", doorbells, None, Device::QemuNvme { drive, dbcs });
     }
-    // One processor for the guest leaves the other for the device, which is where it would be.
+    // The guest has one CPU, so that the other CPU is free for the device.
     let mut guest = setup.boot(run, kernel, devices, |config| config.cpus = 1)?;
     for (index, contestant) in contestants.iter_mut().enumerate() {
         contestant.dev = names(&mut guest, index)?.1;
@@ -119,12 +118,12 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.table(table(&rows, kernel));
     compare(report, &rows);
     let count = contestants.len();
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, count));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, count));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
-    // Where speed is not judged, one of the kernels is enough.
+    // One of the kernels is enough for a measurement that is not checked.
     if setup.controller == ControllerKind::Shadowbell
         && (setup.rounds > 1 || kernel == Kernel::V7_2)
     {
@@ -136,7 +135,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for depth in DEPTHS {
-        // In turn, so that what else this machine does falls on all of them.
+        // The disks are measured in turn, so that other load of this machine affects all of them.
         let mut runs: Vec<Vec<Measured>> = contestants.iter().map(|_| Vec::new()).collect();
         for _ in 0..rounds {
             for (contestant, measured) in contestants.iter().zip(&mut runs) {
@@ -159,7 +158,7 @@ fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> 
     Ok(rows)
 }
 
-/// I/Os, trapped doorbell writes and interrupts of one run.
+/// Number of I/Os, trapped doorbell writes and interrupts of one run.
 fn count(guest: &mut Guest, contestant: &mut Contestant, depth: u32) -> Result<(u64, u64, u64)> {
     let Some(server) = &mut contestant.server else {
         let stretch = Stretch::begin(guest)?;
@@ -176,20 +175,20 @@ fn count(guest: &mut Guest, contestant: &mut Contestant, depth: u32) -> Result<(
         Ok::<u64, anyhow::Error>(of(&after)?.saturating_sub(of(&before)?))
     };
     let commands = grown("commands")?;
-    // The kernel may look at the disk beside fio, but only a little.
+    // The kernel may read the disk in addition to fio, but only a little.
     let close = commands >= total && commands <= total + total / 50 + 20;
     ensure!(close, "the server counted {commands} commands where fio did {total} I/Os");
     Ok((total, grown("doorbell_mmio_writes")?, grown("interrupts")?))
 }
 
-/// The run of middle speed.
+/// The run of median speed.
 fn median(mut runs: Vec<Measured>) -> Option<Measured> {
     runs.sort_by(|a, b| a.iops.total_cmp(&b.iops));
     let middle = runs.len() / 2;
     runs.into_iter().nth(middle)
 }
 
-/// What the project promises about this table.
+/// Checks the targets of the table.
 fn compare(report: &mut Report, rows: &[Row]) {
     let find = |device: &str, depth: u32| {
         rows.iter()
@@ -199,7 +198,7 @@ fn compare(report: &mut Report, rows: &[Row]) {
     if find("shadowbell", 1).is_err() {
         return;
     }
-    report.check("fewer doorbells per I/O than QEMU with dbcs=on, at each depth", |_| {
+    report.check("fewer doorbells per I/O than QEMU with dbcs=on, at each queue depth", |_| {
         for depth in DEPTHS {
             let (shadowbell, qemu) =
                 (find("shadowbell", depth)?.mmio_per_io(), find("qemu", depth)?.mmio_per_io());
@@ -207,7 +206,7 @@ fn compare(report: &mut Report, rows: &[Row]) {
         }
         Ok(())
     });
-    // A speed is printed and not judged: what else this machine does would decide.
+    // Speeds are printed and not checked, because they depend on other load of this machine.
     for depth in DEPTHS {
         if let (Ok(shadowbell), Ok(qemu)) = (find("shadowbell", depth), find("qemu", depth)) {
             println!(

@@ -1,10 +1,11 @@
-//! The S2 table: a controller driven by the kernel and reached through linux-aio and io_uring,
-//! driven by QEMU's `nvme://`, and driven by shadowbell, polling and with interrupts. One guest,
-//! two controllers with nothing behind them, the same sequential reads for all.
+//! Speed of the driver through VFIO (rows of the table `S2`): a controller driven by the kernel
+//! and accessed through linux-aio and io_uring, driven by QEMU's `nvme://`, and driven by
+//! shadowbell, polling and with interrupts. One guest has two controllers without a backing
+//! store, and all drivers execute the same sequential reads.
 //!
-//! The time is `qemu-img bench`'s own, and `shadowbell bench`'s: both leave out what it takes to
-//! start and to attach. Doorbells and interrupts are counted at the device, in a run of their own,
-//! because QEMU's trace takes time for each.
+//! The time is the one that `qemu-img bench` and `shadowbell bench` print: both exclude start and
+//! attach. Doorbells and interrupts are counted at the device, in a separate run, because QEMU's
+//! trace slows each of them down.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
@@ -19,7 +20,7 @@ use shadowbell_bench::figures::count as short;
 use shadowbell_bench::table::Table;
 
 const DISK_BYTES: u64 = 1 << 40;
-/// Depth, bytes of each read, how many, and how many where each is traced.
+/// Queue depth, bytes of each read, number of reads, and number of reads with the trace on.
 pub(crate) const PATTERNS: [(u32, u32, u64, u64); 4] = [
     (1, 4096, 4000, 1000),
     (1, 65_536, 2000, 500),
@@ -27,24 +28,25 @@ pub(crate) const PATTERNS: [(u32, u32, u64, u64); 4] = [
     (64, 65_536, 4000, 1000),
 ];
 
-/// How a controller is reached.
+/// Path from the program to the controller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Way {
     LinuxAio,
     IoUring,
     QemuNvme,
-    /// `shadowbell export --nbd`, for a program that knows NBD: here qemu-img again.
+    /// `shadowbell export --nbd`, read by qemu-img as an NBD client.
     Nbd,
     Interrupts,
     Polling,
 }
 
 impl Way {
-    /// Those that need the kernel's driver come first.
+    /// All paths. Those through the kernel's driver come first, because the controller is bound
+    /// to VFIO after them.
     const ALL: [Self; 6] =
         [Self::LinuxAio, Self::IoUring, Self::QemuNvme, Self::Nbd, Self::Interrupts, Self::Polling];
 
-    /// As rows and readers know it.
+    /// Device name in the rows and tables.
     fn device(self) -> &'static str {
         match self {
             Self::LinuxAio => "linux-aio",
@@ -54,7 +56,7 @@ impl Way {
         }
     }
 
-    /// What is between the program that reads and the driver.
+    /// Layer between the program that reads and the driver.
     fn through(self) -> &'static str {
         match self {
             Self::LinuxAio | Self::IoUring => "kernel",
@@ -76,18 +78,18 @@ impl Way {
     }
 }
 
-/// One of the two controllers.
+/// A controller under test.
 struct Controller {
     name: &'static str,
     address: String,
-    /// Its block device, while the kernel has it.
+    /// Block device of the controller, while the kernel's driver has it.
     disk: String,
     server: Option<Server>,
-    /// Whether QEMU's `nvme://` can drive it.
+    /// True if QEMU's `nvme://` can drive the controller.
     nvme: bool,
 }
 
-/// One figure.
+/// A row of the table.
 struct Row {
     controller: &'static str,
     way: Way,
@@ -95,7 +97,7 @@ struct Row {
     bs: u32,
     ios: u64,
     seconds: f64,
-    /// Of the run in which they were counted.
+    /// Number of I/Os of the run that counts doorbells and interrupts.
     counted: u64,
     doorbells: u64,
     interrupts: u64,
@@ -110,8 +112,8 @@ impl Row {
         count as f64 / self.counted.max(1) as f64
     }
 
-    /// QEMU's `nvme://` has one vector for all of its queues, the admin queue's, which is not
-    /// counted.
+    /// Interrupts per I/O, or `None` for QEMU's `nvme://`: it uses one vector for all of its
+    /// queues, that of the admin queue, which is not counted.
     fn interrupts_per_io(&self) -> Option<f64> {
         (self.way != Way::QemuNvme).then(|| self.per_io(self.interrupts))
     }
@@ -123,7 +125,7 @@ impl Row {
             "controller": self.controller,
             "completion": self.way.completion(),
             "through": self.way.through(),
-            // QEMU's `nvme://` knows of no other.
+            // QEMU's `nvme://` does not support shadow doorbells.
             "doorbells": if self.way == Way::QemuNvme { "mmio" } else { "shadow" },
             "kernel": kernel.to_string(),
             "backing": "null",
@@ -138,7 +140,7 @@ impl Row {
             "doorbell_mmio_writes": self.doorbells,
             "mmio_per_io": self.per_io(self.doorbells),
         });
-        // What was not measured is left out.
+        // Figures that were not measured are omitted.
         if let (Some(each), Some(row)) = (self.interrupts_per_io(), row.as_object_mut()) {
             row.insert("interrupts_per_io".into(), each.into());
         }
@@ -147,12 +149,17 @@ impl Row {
 }
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
-    // A long look before a worker sleeps, as in S3: the guest is emulated.
-    let disk =
-        setup.serve(run, "s2", &[format!("null:{DISK_BYTES}")], &["--poll-max", "1000"], None)?;
+    // Long polling before an I/O thread sleeps, because the emulated guest is slow.
+    let disk = setup.serve(
+        run,
+        "driver",
+        &[format!("null:{DISK_BYTES}")],
+        &["--poll-max", "1000"],
+        None,
+    )?;
     let devices =
         vec![Device::QemuNvme { drive: Drive::Null(DISK_BYTES), dbcs: true }, disk.device.clone()];
-    // One processor for the guest leaves the other for the device, which is where it would be.
+    // The guest has one CPU, so that the other CPU is free for the device.
     let mut guest = boot(setup, run, kernel, devices, |config| config.cpus = 1)?;
     load(&mut guest, MODULES)?;
     allow_unsafe_interrupts(&mut guest)?;
@@ -179,7 +186,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     judge(report, &rows);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in controllers.into_iter().filter_map(|controller| controller.server) {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }
@@ -199,7 +206,8 @@ fn measure(guest: &mut Guest, controllers: &mut [Controller], rounds: usize) -> 
         for (depth, bs, ios, counted) in PATTERNS {
             let mut times: Vec<Vec<f64>> = controllers.iter().map(|_| Vec::new()).collect();
             for _ in 0..rounds {
-                // In turn, so that what else this machine does falls on both.
+                // The controllers are measured in turn, so that other load of this machine
+                // affects all of them.
                 for (controller, times) in controllers.iter().zip(&mut times) {
                     if way == Way::QemuNvme && !controller.nvme {
                         continue;
@@ -232,10 +240,10 @@ fn measure(guest: &mut Guest, controllers: &mut [Controller], rounds: usize) -> 
     Ok(rows)
 }
 
-/// Whether QEMU's `nvme://` gets as far as a read. As Debian's QEMU 11.1 is compiled, it writes ACQ
-/// only after CC.EN, which the specification does not allow (Base 2.1, 3.5.1): the controller's
-/// completions go wherever ACQ pointed before. QEMU's own controller keeps ACQ over a function
-/// level reset, so after one attempt that hangs the next finds its own address there.
+/// True if QEMU's `nvme://` completes a read. Debian's QEMU 11.1 writes ACQ only after CC.EN,
+/// which the specification does not allow (Base 2.1, 3.5.1), so completions go to the previous
+/// address of ACQ. QEMU's own controller keeps ACQ over a function level reset: after one attempt
+/// that hangs, the next attempt finds its own address there.
 fn can_be_driven_by_qemu(guest: &mut Guest, controller: &Controller) -> Result<bool> {
     let command =
         format!("timeout 10 qemu-img bench -f raw -c 1 -s 4096 nvme://{}/1", controller.address);
@@ -252,7 +260,7 @@ fn can_be_driven_by_qemu(guest: &mut Guest, controller: &Controller) -> Result<b
     Ok(false)
 }
 
-/// The seconds that so many reads took.
+/// Seconds that `ios` reads take.
 fn time(
     guest: &mut Guest,
     controller: &Controller,
@@ -264,8 +272,8 @@ fn time(
     let image = match way {
         Way::LinuxAio => format!("-t none -i native -n /dev/{}", controller.disk),
         Way::IoUring => format!("-t none -i io_uring -n /dev/{}", controller.disk),
-        // There is no cache to leave out. With `-t none` it would switch the controller's write
-        // cache, for a namespace, and QEMU's own controller refuses that.
+        // Without `-t none`, which would switch the controller's write cache for one namespace:
+        // QEMU's own controller refuses that, and there is no host cache to bypass.
         Way::QemuNvme => format!("nvme://{}/1", controller.address),
         Way::Nbd => "'nbd+unix:///?socket=/tmp/nbd.sock'".to_owned(),
         Way::Interrupts | Way::Polling => {
@@ -293,12 +301,12 @@ fn time(
     seconds(&text).with_context(|| format!("qemu-img bench: {text:.400}"))
 }
 
-/// `Run completed in 1.234 seconds.`
+/// Parses `Run completed in 1.234 seconds.`
 pub(crate) fn seconds(text: &str) -> Option<f64> {
     text.split_once("completed in ")?.1.split(' ').next()?.parse().ok()
 }
 
-/// Trapped doorbell writes and interrupts of so many reads.
+/// Number of trapped doorbell writes and of interrupts during `ios` reads.
 fn count(
     guest: &mut Guest,
     controller: &mut Controller,
@@ -326,8 +334,8 @@ fn count(
     Ok((grown("doorbell_mmio_writes")?, grown("interrupts")?))
 }
 
-/// What the project promises of this table. What is counted is judged; a speed is printed, because
-/// what else this machine does would decide.
+/// Checks the targets of the table. Counts are checked; speeds are only printed, because they
+/// depend on other load of this machine.
 fn judge(report: &mut Report, rows: &[Row]) {
     let find = |controller: &str, way: Way, depth: u32, bs: u32| {
         rows.iter()
@@ -345,7 +353,7 @@ fn judge(report: &mut Report, rows: &[Row]) {
             let (a, b) = (row.per_io(row.doorbells), qemu.per_io(qemu.doorbells));
             ensure!(a < b, "{} at {}: {a:.3}, nvme:// {b:.3}", row.controller, row.depth);
         }
-        ensure!(compared > 0, "there is nothing to compare with");
+        ensure!(compared > 0, "no row of QEMU's nvme:// to compare with");
         Ok(())
     });
     for (depth, bs, ..) in PATTERNS {

@@ -1,5 +1,5 @@
-//! Asymmetric Namespace Access in a Linux guest: which of two paths the kernel takes, while the one
-//! or the other is good, not so good, or none.
+//! Asymmetric Namespace Access in a Linux guest: the path that the kernel uses, depending on the
+//! ANA states of two paths.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,11 +17,11 @@ use crate::report::Report;
 
 const INACCESSIBLE: u16 = 0x302;
 
-/// The control socket of a server, and the program that asks there.
+/// Control socket of a server, and the program for its requests.
 pub(crate) struct Control<'a> {
     pub(crate) program: &'a Path,
     pub(crate) socket: PathBuf,
-    /// The sockets of the two controllers.
+    /// Sockets of the two controllers.
     pub(crate) controllers: &'a [PathBuf; 2],
 }
 
@@ -35,13 +35,13 @@ impl Control<'_> {
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// Changes what the namespace is for a controller.
+    /// Sets the ANA state of the namespace for one controller.
     fn set(&self, which: usize, state: &str) -> Result<()> {
         let controller = self.controllers[which].display().to_string();
         self.ctl(&["ana", &controller, "1", state]).map(drop)
     }
 
-    /// Reads and writes that each controller has carried out.
+    /// Number of reads and writes that each controller has executed.
     fn counts(&self) -> Result<[u64; 2]> {
         let stats: Value = serde_json::from_str(&self.ctl(&["stats", "--json"])?)?;
         let all = stats["controllers"].as_array().context("no controllers")?;
@@ -55,7 +55,7 @@ impl Control<'_> {
         Ok([count(one)?, count(other)?])
     }
 
-    /// What each has carried out in a while.
+    /// Number of commands that each controller executes in the time `length`.
     fn busy(&self, length: Duration) -> Result<[u64; 2]> {
         let before = self.counts()?;
         sleep(length);
@@ -63,18 +63,18 @@ impl Control<'_> {
         Ok([after[0] - before[0], after[1] - before[1]])
     }
 
-    /// Waits until a path has carried out as much; a guest may be slow.
+    /// Waits until a controller has executed 20 more commands; the guest may be slow.
     fn moves(&self, which: usize) -> Result<()> {
         let (before, until) = (self.counts()?[which], Instant::now() + MINUTE);
         while self.counts()?[which] < before + 20 {
-            ensure!(Instant::now() < until, "controller {which} has nothing to do");
+            ensure!(Instant::now() < until, "controller {which} executes no commands");
             sleep(Duration::from_millis(50));
         }
         Ok(())
     }
 }
 
-/// Waits until the guest knows the state of a path.
+/// Waits until the guest reports the ANA state `state` for a path.
 fn known(guest: &mut Guest, controller: &str, state: &str) -> Result<()> {
     let script = format!(
         "for try in $(seq 100); do \
@@ -85,15 +85,15 @@ fn known(guest: &mut Guest, controller: &str, state: &str) -> Result<()> {
     guest.sh(&script, MINUTE).map(drop)
 }
 
-/// Takes both paths in turn wherever both are as good.
+/// Sets the round-robin policy, so that the kernel uses both paths if their states are equal.
 fn take_turns(guest: &mut Guest) -> Result<()> {
     let script = "for policy in /sys/class/nvme-subsystem/nvme-subsys*/iopolicy; do \
                     echo round-robin >$policy; done";
     guest.sh(script, MINUTE).map(drop)
 }
 
-/// All checks. The disk is that of both controllers, `names`. The load runs until there is a file
-/// /tmp/enough, and its status is in /tmp/fio.done then.
+/// Checks of ANA. `names` are the two controllers, `disk` is their shared disk. The load runs
+/// until the file /tmp/enough exists, and then writes its exit status to /tmp/fio.done.
 pub(crate) fn check(
     guest: &mut Guest,
     report: &mut Report,
@@ -101,7 +101,7 @@ pub(crate) fn check(
     (names, disk): (&[String; 2], &str),
     load: &str,
 ) {
-    report.check("the guest knows the states of its paths", |_| {
+    report.check("the guest reports the ANA states of its paths", |_| {
         let id = json(guest, &format!("id-ctrl /dev/{}", names[0]))?;
         ensure!(number(&id, "cmic")? & 8 != 0, "CMIC");
         ensure!(number(&id, "anacap")? == 0x5f && number(&id, "anatt")? == 60, "ANACAP, ANATT");
@@ -124,21 +124,21 @@ pub(crate) fn check(
             names[0]
         );
         refused(guest, &read, &[INACCESSIBLE])?;
-        // Of how that was sent, the kernel complains.
+        // The kernel logs the failed passthrough command, which is not an error here.
         guest.sh("dmesg -c >/dev/null", MINUTE)?;
         control.set(0, "optimized")?;
         known(guest, &names[0], "optimized")
     });
-    report.check("a path that is not optimized has nothing to do beside one that is", |_| {
+    report.check("a non-optimized path is not used beside an optimized one", |_| {
         take_turns(guest)?;
         guest.sh(load, MINUTE)?;
-        // Both, while both are.
+        // Both paths are optimized, so both must execute commands.
         control.moves(0)?;
         control.moves(1)?;
         for which in [0, 1] {
             control.set(which, "non-optimized")?;
             known(guest, &names[which], "non-optimized")?;
-            // What was under way has ended: nothing more comes.
+            // Commands in flight have ended, so the counter of the path must not change any more.
             let counts = control.busy(Duration::from_secs(2))?;
             ensure!(
                 counts[which] == 0 && counts[1 - which] > 50,
@@ -148,7 +148,7 @@ pub(crate) fn check(
             known(guest, &names[which], "optimized")?;
             control.moves(which)?;
         }
-        // Two that are not are better than none.
+        // Two non-optimized paths are used if there is no optimized one.
         control.set(0, "non-optimized")?;
         control.set(1, "non-optimized")?;
         control.moves(0)?;
@@ -158,7 +158,7 @@ pub(crate) fn check(
         }
         Ok(())
     });
-    report.check("a path that is none hands over under a verifying load, ten times", |_| {
+    report.check("an inaccessible path is not used: ten changes under a verifying load", |_| {
         for round in 0..10 {
             let which = round % 2;
             control.set(which, "inaccessible")?;
@@ -166,13 +166,14 @@ pub(crate) fn check(
             ensure!(counts[which] == 0, "round {round}: {counts:?}");
             control.moves(1 - which)?;
             control.set(which, "optimized")?;
-            // Before the other one goes: with none that is known to be good, the kernel says so.
+            // The guest must know the optimized path before the other path becomes inaccessible;
+            // otherwise the kernel logs that no path is usable.
             known(guest, &names[which], "optimized")?;
         }
         Ok(())
     });
-    report.check("the kernel complains of none of that", |_| dmesg::clean(guest, 2));
-    report.check("with no path at all the load waits, and goes on", |_| {
+    report.check("the kernel logs no warning about the changes", |_| dmesg::clean(guest, 2));
+    report.check("without a usable path the load waits, and then continues", |_| {
         for state in ["inaccessible", "change"] {
             control.set(0, state)?;
             control.set(1, state)?;
@@ -186,10 +187,10 @@ pub(crate) fn check(
         ensure!(log.contains("no usable path"), "{log}");
         guest.sh("dmesg -c >/dev/null", MINUTE).map(drop)
     });
-    report.check("the load has seen no error", |_| ended(guest));
+    report.check("the load has no error", |_| ended(guest));
 }
 
-/// Ends the load, which has to have succeeded.
+/// Waits for the end of the load, which must have succeeded.
 pub(crate) fn ended(guest: &mut Guest) -> Result<()> {
     let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
                 sleep 0.1; done; tail -n 20 /tmp/fio.out; code=$(cat /tmp/fio.done || echo 99); \
@@ -202,7 +203,7 @@ pub(crate) fn ended(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Tells where a load stands that does not go on.
+/// Shell commands that print the state of a load that makes no progress.
 const WHERE_IT_IS: &str = "\
     for disk in /sys/block/nvme*; do echo $disk in flight: $(cat $disk/inflight); done; \
     for path in /sys/class/nvme/*/nvme*/ana_state; do echo $path $(cat $path); done; \

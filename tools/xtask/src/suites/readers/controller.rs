@@ -1,13 +1,13 @@
-//! The controllers of the S4 suite.
+//! Controllers of the suite `readers`.
 
-/// Bytes of each disk.
+/// Size of each disk in bytes.
 pub(crate) const SIZE: u64 = 512 << 20;
 
-/// One of the two controllers.
+/// A controller under test.
 pub(crate) struct Controller {
     pub(crate) name: &'static str,
     pub(crate) address: String,
-    /// Its block device, while the kernel has it.
+    /// Block device of the controller, while the kernel's driver has it.
     pub(crate) disk: String,
 }
 

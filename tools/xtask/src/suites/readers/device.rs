@@ -1,5 +1,5 @@
-//! The disk as a block device of the guest's kernel: what it looks like, that it keeps what is
-//! written to it, and what happens when its server ends in an orderly way, or is killed.
+//! The disk as a ublk device of the guest's kernel: its attributes, the integrity of its data,
+//! and the end of its server, in order or by `kill -9`.
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::Guest;
@@ -10,15 +10,16 @@ use crate::suites::dmesg;
 use crate::suites::setup::MINUTE;
 use crate::suites::vfio::shadowbell;
 
-/// A disk that is exported in the guest.
+/// A disk that is exported as a ublk device in the guest.
 pub(crate) struct Export {
-    /// The block device's name.
+    /// Name of the block device.
     pub(crate) disk: String,
     number: u32,
 }
 
 impl Export {
-    /// Starts `shadowbell export TARGET --ublk` with more options, and waits for the device.
+    /// Starts `shadowbell export TARGET --ublk` with the options `options`, and waits for the
+    /// device.
     pub(crate) fn start(guest: &mut Guest, target: &str, options: &str) -> Result<Self> {
         let number = 0;
         guest.sh(
@@ -35,7 +36,7 @@ impl Export {
         Ok(Self { disk: format!("ublkb{number}"), number })
     }
 
-    /// How often the server's threads have slept so far.
+    /// Number of sleeps of the server's threads so far.
     pub(crate) fn sleeps(&self, guest: &mut Guest) -> Result<u64> {
         let text = guest.sh(
             &format!(
@@ -52,7 +53,7 @@ impl Export {
         guest.sh(&format!("kill -{signal} $(cat /tmp/pid{})", self.number), MINUTE).map(drop)
     }
 
-    /// Waits until the server has ended; what it said.
+    /// Waits for the end of the server. Returns its output.
     pub(crate) fn ended(&self, guest: &mut Guest) -> Result<String> {
         let number = self.number;
         guest.sh(
@@ -64,7 +65,7 @@ impl Export {
         )
     }
 
-    /// Ends it as an operator would: the device goes, and nothing was wrong.
+    /// Ends the server as an operator would. The device must disappear, and the exit status be 0.
     pub(crate) fn stop(self, guest: &mut Guest) -> Result<()> {
         self.signal(guest, "TERM")?;
         let said = self.ended(guest)?;
@@ -74,7 +75,7 @@ impl Export {
     }
 }
 
-/// A refusal: exit status 2, and one line with all of these words.
+/// Checks a refusal: exit status 2, and one line that contains all of `words`.
 pub(crate) fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     let output = shadowbell(guest, &format!("export {arguments}"))?;
     ensure!(output.code == 2, "`{arguments}` ended with {}: {}", output.code, output.text);
@@ -87,7 +88,7 @@ pub(crate) fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Res
 }
 
 pub(crate) fn without_the_driver(report: &mut Report, guest: &mut Guest) {
-    report.check("without ublk's module there is a sentence that says what to do", |_| {
+    report.check("without ublk's module the error says what to do", |_| {
         refused(guest, "mem:16MiB --ublk", &["modprobe ublk_drv"])
     });
 }
@@ -101,32 +102,33 @@ pub(crate) fn checks(
     let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
         report.check(name, |_| run(guest).or_else(|error| tidy(guest).and(Err(error))))
     };
-    check("only root makes block devices, and others are refused with that reason", &unprivileged);
-    check("the kernel sees what the disk is: size, blocks, cache, discard, queues", &|guest| {
-        attributes(guest, shadowbell_controller, qemu)
-    });
+    check("users other than root are refused with the reason", &unprivileged);
+    check(
+        "the block device has the disk's attributes: size, blocks, cache, discard, queues",
+        &|guest| attributes(guest, shadowbell_controller, qemu),
+    );
     for controller in [shadowbell_controller, qemu] {
         let name = controller.name;
         check(&format!("{name}: written, trimmed, verified through ublk"), &|guest| {
             content(guest, controller)
         });
     }
-    check("a file system is written, mounted afresh, trimmed, and clean", &|guest| {
+    check("a file system is written, mounted again, trimmed, and clean", &|guest| {
         file_system(guest, shadowbell_controller)
     });
-    check("SIGTERM waits for who has it mounted, and then the device goes", &|guest| {
+    check("SIGTERM waits until the device is unmounted, and then removes it", &|guest| {
         in_use(guest, shadowbell_controller)
     });
-    check("killed under load, three times: --recover goes on, and nothing is lost", &|guest| {
+    check("three kills under load: --recover recovers the device without data loss", &|guest| {
         killed(guest, &shadowbell_controller.target(), "exporting")
     });
-    check("what can not be taken over says why", &|guest| {
+    check("a device that cannot be recovered is refused with the reason", &|guest| {
         not_taken_over(guest, shadowbell_controller)
     });
-    report.check("the kernel has nothing to complain of", |_| kernel_is_content(guest));
+    report.check("the kernel logs no warning", |_| kernel_is_content(guest));
 }
 
-/// Whether the guest's kernel has no word against anything.
+/// Fails if the guest's kernel has logged a warning.
 pub(crate) fn kernel_is_content(guest: &mut Guest) -> Result<()> {
     let log = guest.dmesg()?;
     let bad = ["ublk", "blocked for more than", "BUG:", "WARNING:", "Oops"];
@@ -139,7 +141,7 @@ pub(crate) fn kernel_is_content(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// After a failure: the controller is free for the next check.
+/// Cleans up after a failure: the controller is free for the next check.
 fn tidy(guest: &mut Guest) -> Result<()> {
     let script = "umount /mnt; for signal in TERM KILL; do \
             kill -$signal $(cat /tmp/pid0); \
@@ -159,7 +161,7 @@ fn unprivileged(guest: &mut Guest) -> Result<()> {
     guest.sh("chmod 600 /dev/ublk-control", MINUTE).map(drop)
 }
 
-/// What the kernel says of a block device.
+/// Attribute of a block device in sysfs.
 fn attribute(guest: &mut Guest, disk: &str, name: &str) -> Result<String> {
     Ok(guest.sh(&format!("cat /sys/block/{disk}/{name}"), MINUTE)?.trim().to_owned())
 }
@@ -177,7 +179,7 @@ fn attributes(
         Ok(())
     };
     let sectors = (SIZE / 512).to_string();
-    // Memory is written when it is written; QEMU's controller has a cache.
+    // Shadowbell's memory disk has no volatile write cache; QEMU's controller has one.
     for (controller, cache, fua) in
         [(shadowbell_controller, "write through", "0"), (qemu, "write back", "1")]
     {
@@ -226,8 +228,8 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
         ),
         MINUTE,
     )?;
-    // Zeroes by command, between what is not zero; and data through the kernel's cache, which the
-    // end of the export writes.
+    // Write Zeroes between blocks that are not zero, and data through the page cache, which the
+    // end of the export flushes.
     guest.sh(
         &format!(
             "yes shadowbell | dd of=/dev/{disk} bs=1M seek=100 count=8 iflag=fullblock oflag=direct && \
@@ -239,7 +241,7 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
         MINUTE,
     )?;
     export.stop(guest)?;
-    // Our driver reads what came through the kernel.
+    // The driver reads data that was written through the kernel.
     let read = format!(
         "shadowbell read {} --offset 200M --length 3000000 -o /tmp/back && cmp /tmp/data /tmp/back",
         controller.target()
@@ -247,7 +249,7 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
     guest.sh(&read, MINUTE).map(drop)
 }
 
-/// Every file with its checksum, in one order.
+/// Checksum of every file, sorted by path. Input of a comparison.
 const SUMS: &str = "find usr -xdev -type f | sort | xargs sha256sum";
 
 fn file_system(guest: &mut Guest, controller: &Controller) -> Result<()> {
@@ -260,7 +262,7 @@ fn file_system(guest: &mut Guest, controller: &Controller) -> Result<()> {
         3 * MINUTE,
     )?;
     export.stop(guest)?;
-    // Not only mounted afresh: served afresh.
+    // The file system is mounted again, through a new server.
     let export = Export::start(guest, &target, "")?;
     guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
     guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after", MINUTE)?;
@@ -287,8 +289,8 @@ fn in_use(guest: &mut Guest, controller: &Controller) -> Result<()> {
     Ok(())
 }
 
-/// fio writes and verifies, while its disk's server is killed again and again.
-/// Each server says `words`.
+/// fio writes and verifies while the server of its disk is killed repeatedly. Each server logs
+/// `words`.
 pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()> {
     let mut export = Export::start(guest, target, "--recover")?;
     let disk = export.disk.clone();
@@ -304,12 +306,13 @@ pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()>
     for _ in 0..3 {
         guest.sh("sleep 0.7; ! grep ended /tmp/fio", MINUTE).context("fio was too fast")?;
         export.signal(guest, "KILL")?;
-        // A process that was killed has the controller until its memory is taken apart.
+        // The controller stays in use until the kernel has released the memory of the killed
+        // process.
         export.ended(guest)?;
-        // Without --recover nothing happens to it.
+        // Without --recover the device stays as the dead process has left it.
         refused(guest, &format!("{target} --ublk --ublk-id 0"), &["--recover"]).or_else(
             |error| {
-                // Its process may not be gone yet.
+                // The killed process may still exist.
                 if error.to_string().contains("is served by") { Ok(()) } else { Err(error) }
             },
         )?;
@@ -335,7 +338,7 @@ fn not_taken_over(guest: &mut Guest, controller: &Controller) -> Result<()> {
     export.ended(guest)?;
     refused(guest, &format!("{target} --ublk --ublk-id 0 --recover"), &["bytes", "536870912"])?;
     refused(guest, "local:mem:1GiB --ublk --ublk-id 0 --recover", &["was lost"])?;
-    // What it belongs to can still have it.
+    // The target may still be locked by the killed process.
     let export = Export::start(guest, "local:null:1GiB", "--recover")?;
     export.stop(guest)
 }

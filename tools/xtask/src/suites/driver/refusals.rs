@@ -1,4 +1,4 @@
-//! What is refused, and with which words.
+//! Refusals of the driver and of `bind`, and their error messages.
 
 use anyhow::{Result, ensure};
 use shadowbell_guest::{Guest, config};
@@ -8,7 +8,7 @@ use crate::report::Report;
 use crate::suites::setup::{MINUTE, names};
 use crate::suites::vfio::shadowbell;
 
-/// A refusal: exit status 2, and one line with all of these words.
+/// Checks a refusal: exit status 2, and one line that contains all of `words`.
 fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     let output = shadowbell(guest, arguments)?;
     ensure!(output.code == 2, "`{arguments}` ended with {}: {}", output.code, output.text);
@@ -20,7 +20,7 @@ fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// A refusal to another user than root, after a change that root makes.
+/// Checks a refusal to a user other than root, after a change that root makes.
 fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]) -> Result<()> {
     guest.sh(change, MINUTE)?;
     let output = guest.run(&format!("su other -c '{then}'"), MINUTE)?;
@@ -31,26 +31,32 @@ fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]
     Ok(())
 }
 
-/// As long as the kernel's driver has the controllers.
+/// Refusals while the kernel's driver has the controllers.
 pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) {
     let address = config::pci_address(0);
-    report.check("a controller of the kernel's says how to take it", |_| {
-        let words = ["kernel driver nvme", &format!("`shadowbell bind {address}`")];
-        refused(guest, &format!("list {}", target(0)), &words)
-    });
-    report.check("what is no NVMe controller, or not there, says so", |_| {
-        refused(guest, "list nvme://00:00.0", &["not an NVMe controller", "060000h"])?;
-        refused(guest, "bind 00:00.0", &["not an NVMe controller", "060000h"])?;
-        refused(guest, "list nvme://00:1e.0", &["no PCI device 0000:00:1e.0"])?;
-        refused(guest, "bind 00:1e.0", &["no such PCI device"])
-    });
-    report.check("bind leaves a controller with a mounted file system alone", |_| {
+    report.check(
+        "a controller of the kernel's driver is refused with the command to bind it",
+        |_| {
+            let words = ["kernel driver nvme", &format!("`shadowbell bind {address}`")];
+            refused(guest, &format!("list {}", target(0)), &words)
+        },
+    );
+    report.check(
+        "a device that is no NVMe controller, or is missing, is refused with the reason",
+        |_| {
+            refused(guest, "list nvme://00:00.0", &["not an NVMe controller", "060000h"])?;
+            refused(guest, "bind 00:00.0", &["not an NVMe controller", "060000h"])?;
+            refused(guest, "list nvme://00:1e.0", &["no PCI device 0000:00:1e.0"])?;
+            refused(guest, "bind 00:1e.0", &["no such PCI device"])
+        },
+    );
+    report.check("bind refuses a controller with a mounted file system", |_| {
         let disk = names(guest, 0)?.1;
         guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
         let words = [format!("{disk} is mounted at /mnt")];
         refused(guest, &format!("bind {address}"), &[&words[0]])?;
         guest.sh("touch /mnt/still-there && umount /mnt", MINUTE)?;
-        // Mounted where this program does not see it.
+        // The mount is in another mount namespace, which the program does not see.
         guest.sh(
             &format!(
                 "unshare -m sh -c 'mount /dev/{disk} /mnt && touch /tmp/hidden && exec sleep 1000' & \
@@ -60,7 +66,8 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
             MINUTE,
         )?;
         let hidden = refused(guest, &format!("bind {address}"), &[&disk, "opened exclusively"]);
-        // The kernel unmounts in its own time; blkdiscard wants the disk for itself.
+        // The kernel completes the unmount asynchronously, and blkdiscard opens the disk
+        // exclusively.
         guest.sh(
             &format!(
                 "kill $(cat /tmp/hidden.pid); for i in $(seq 100); do \
@@ -70,7 +77,7 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
         )?;
         hidden
     });
-    report.check("bind leaves a controller with active swap alone", |_| {
+    report.check("bind refuses a controller with active swap", |_| {
         let disk = names(guest, 1)?.1;
         guest.sh(&format!("mkswap /dev/{disk} && swapon /dev/{disk}"), MINUTE)?;
         let words = format!("{disk} is active swap space");
@@ -80,16 +87,16 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
     });
 }
 
-/// As long as devices without interrupt remapping are not trusted.
+/// Refusals while VFIO does not trust devices without interrupt remapping.
 pub(crate) fn while_distrusted(report: &mut Report, guest: &mut Guest) {
-    report.check("a machine that can not remap interrupts says what to do", |_| {
+    report.check("a machine without interrupt remapping is refused with the workaround", |_| {
         refused(guest, &format!("list {}", target(0)), &["allow_unsafe_interrupts"])
     });
 }
 
-/// Once the controllers are bound to vfio-pci.
+/// Refusals after the controllers are bound to vfio-pci.
 pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
-    report.check("a group that is shared names the others", |_| {
+    report.check("a shared IOMMU group is refused with the names of its devices", |_| {
         let [one, other] = TOGETHER;
         let taken = shadowbell(guest, &format!("bind {one}"))?.success()?;
         ensure!(taken.contains(other), "bind does not name the other: {taken}");
@@ -127,7 +134,7 @@ pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
             refused_to_others(guest, "true", &list, &["no permission for", "chown"])?;
             let limited = format!("ulimit -l 64; {list}");
             refused_to_others(guest, &format!("chown other {group}"), &limited, &["ulimit -l"])?;
-            // With enough it is a user's as much as root's.
+            // With a sufficient memlock limit, an ordinary user may drive the controller.
             guest.sh(&format!("ulimit -l 1000000; su other -c '{list}'"), MINUTE)?;
             guest.sh(&format!("chown root {group}"), MINUTE)
         },

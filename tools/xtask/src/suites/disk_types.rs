@@ -1,8 +1,7 @@
-//! Disks of other kinds than a file, under a Linux guest that has all of them at once: a qcow2
-//! image, an export of qemu-nbd, and a namespace of another server; and where
-//! `SHADOWBELL_CEPH_CONF` names a cluster (`cargo xtask ceph --guest` does), an image of that. File
-//! systems, discards, fio's checksums; then the process that serves is killed and upgraded under
-//! fio.
+//! Disk types other than files, all of them in one Linux guest: a qcow2 image, an export of
+//! qemu-nbd, and a namespace of another server. If `SHADOWBELL_CEPH_CONF` names a cluster (`cargo
+//! xtask ceph --guest` sets it), an RBD image as well. The suite runs file systems, discards and
+//! fio with checksums, and then kills and upgrades the server process under fio.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,14 +12,14 @@ use shadowbell_guest::{Guest, Kernel, RunDir};
 
 use super::dmesg;
 use super::exporter::Exporter;
+use super::replacement::{kill_worker, upgrade_worker};
 use super::setup::{MINUTE, Setup, finish, names};
-use super::unbroken::{kill_worker, upgrade_worker};
 use crate::report::Report;
 
 const SIZE: u64 = 1 << 30;
-/// The namespaces, in the order of the server's disks.
+/// Disk type and namespace of each disk of the server.
 const KINDS: [(&str, u32); 4] = [("qcow2", 1), ("nbd", 2), ("vfio-user", 3), ("rbd", 4)];
-/// How often each is done to the server.
+/// Number of kills, and of upgrades.
 const EVENTS: u32 = 5;
 const LONG: Duration = Duration::from_secs(180);
 
@@ -55,7 +54,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             .check(&format!("{kind}: a file system is made, filled, checked and trimmed"), |_| {
                 file_system(&mut guest, &dev)
             });
-        report.check(&format!("{kind}: what was discarded reads as zeroes"), |_| {
+        report.check(&format!("{kind}: discarded blocks read as zeroes"), |_| {
             discard(&mut guest, &dev)
         });
     }
@@ -83,25 +82,25 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             Ok(())
         });
     }
-    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
-    report.check("the servers live", |_| disk.check().and_then(|()| below.check()));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
+    report.check("the servers are running", |_| disk.check().and_then(|()| below.check()));
     finish(report, guest, disk);
-    report.check("the server below leaves cleanly", |_| below.stop());
+    report.check("the server below ends without an error", |_| below.stop());
     drop(exporter);
-    report.check("QEMU finds nothing wrong with the qcow2 image", |_| {
+    report.check("qemu-img check finds no corruption in the qcow2 image", |_| {
         let status =
             Command::new("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(&qcow2).status()?;
-        // After a kill, clusters may be counted that nothing uses.
+        // After a kill, qcow2 clusters may be leaked, which is exit status 3 of `qemu-img check`.
         ensure!(matches!(status.code(), Some(0 | 3)), "qemu-img check: {status}");
         Ok(())
     });
     Ok(())
 }
 
-/// A new image of the cluster that there may be, as a disk.
+/// Creates an image in the Ceph cluster, if there is one. Returns its disk string.
 fn ceph() -> Result<Option<String>> {
     let Some(conf) = std::env::var_os("SHADOWBELL_CEPH_CONF") else { return Ok(None) };
-    // One for each guest.
+    // Number of the image: each guest gets a new one.
     static IMAGES: AtomicU32 = AtomicU32::new(0);
     let name = format!("guest-{}", IMAGES.fetch_add(1, Ordering::Relaxed));
     let mut rbd = Command::new("rbd");
@@ -136,7 +135,7 @@ pub(super) fn discard(guest: &mut Guest, dev: &str) -> Result<()> {
         .map(drop)
 }
 
-/// Writes, and reads back what was written, on each of these.
+/// fio job that writes and verifies on each of these devices.
 pub(super) fn fio(devices: &[String]) -> String {
     let mut line = "fio --rw=randwrite --bsrange=512-64k --blockalign=512 --verify=crc32c \
                     --verify_fatal=1 --verify_backlog=64 --offset=512m --iodepth=16 --direct=1 \

@@ -1,8 +1,9 @@
-//! The driver through Linux VFIO, inside the guest, whose kernel and IOMMU are real to it.
+//! The driver through Linux VFIO, inside a guest with an emulated IOMMU.
 //!
 //! Four controllers are driven: QEMU's own with and without shadow doorbells, shadowbell's over
-//! vfio-user, and shadowbell's with blocks of 4096 bytes; two more sit in one IOMMU group. Then a
-//! second guest is measured: the S2 table; and a third, whose disk is virtio on the driver outside.
+//! vfio-user, and shadowbell's with blocks of 4096 bytes. Two more share one IOMMU group. A
+//! second guest measures speed (module `table`). A third guest has a virtio disk whose backend is
+//! the driver on the host (module `vhost`).
 
 mod refusals;
 mod table;
@@ -20,7 +21,7 @@ use crate::suites::setup::{MINUTE, Setup, names};
 
 const SIZE: u64 = 256 << 20;
 
-/// A controller that is driven.
+/// A controller that the driver attaches to.
 struct Driven {
     what: &'static str,
     doorbells: &'static str,
@@ -41,7 +42,7 @@ const DRIVEN: [Driven; 4] = [
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the driver; give the program with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     let modules: Vec<_> = MODULES.iter().copied().chain([vhost::MODULE]).collect();
@@ -69,36 +70,38 @@ fn driving(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> 
     for index in 0..DRIVEN.len() {
         names(&mut guest, index)?;
     }
-    report.check("VFIO's modules load, and there is an IOMMU", |_| {
+    report.check("VFIO's modules load, and the guest has an IOMMU", |_| {
         load(&mut guest, MODULES)?;
         guest.sh("ls -d /sys/kernel/iommu_groups/0 && [ -c /dev/vfio/vfio ]", MINUTE)
     });
     refusals::while_bound_to_the_kernel(report, &mut guest);
     report
-        .check("bind takes every controller from the kernel's driver, and says so", |_| {
+        .check("bind takes every controller from the kernel's driver, and reports it", |_| {
             bind_all(&mut guest)
         })
-        .context("there is no controller to go on with")?;
+        .context("no controller was bound to VFIO")?;
     refusals::while_distrusted(report, &mut guest);
-    report.check("devices are trusted from here on", |_| allow_unsafe_interrupts(&mut guest));
+    report.check("VFIO trusts devices without interrupt remapping", |_| {
+        allow_unsafe_interrupts(&mut guest)
+    });
     refusals::while_bound_to_vfio(report, &mut guest);
     for (index, driven) in DRIVEN.iter().enumerate() {
         drive(report, &mut guest, index, driven);
     }
-    report.check("buffers are in huge pages where there are some", |_| huge_pages(&mut guest));
-    report.check("unbind gives them back, and the kernel reads what was written", |_| {
+    report.check("buffers are in huge pages, if there are any", |_| huge_pages(&mut guest));
+    report.check("unbind returns the controllers, and the kernel reads the written data", |_| {
         give_back(&mut guest)
     });
-    report.check("the IOMMU stopped nothing that it should not have", |_| faults(&mut guest));
+    report.check("the IOMMU reports no unexpected fault", |_| faults(&mut guest));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in servers {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }
 
-/// QEMU's arguments for two controllers that are functions of one device: nothing keeps them from
-/// reaching each other, so they share an IOMMU group.
+/// QEMU's arguments for two controllers that are functions of one PCI device. Without ACS between
+/// the functions they share an IOMMU group.
 fn in_one_group() -> Vec<String> {
     let mut arguments = Vec::new();
     for function in 0..2 {
@@ -132,7 +135,7 @@ fn bind_all(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Attaches to one controller in every way, moves data and checks it.
+/// Attaches to one controller in every completion mode, moves data and verifies it.
 fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) {
     let (target, what) = (target(index), driven.what);
     report.check(&format!("{what}: attached and identified"), |_| {
@@ -144,7 +147,7 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
         ensure!(identity.get("mn").is_some() && identity.get("sn").is_some(), "{identity}");
         Ok(())
     });
-    report.check(&format!("{what}: the banner says what was found"), |_| {
+    report.check(&format!("{what}: the banner shows the controller"), |_| {
         let command = format!("bench {target} --number-ios 10");
         let text = shadowbell(guest, &command)?.success()?;
         for word in ["NVMe ", "MQES", "serial", "namespace 1", "queue pair", driven.doorbells] {
@@ -171,7 +174,8 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
         });
     }
     report.check(&format!("{what}: large commands, and bytes that end within a block"), |_| {
-        // 3 MiB and 777 bytes, of which every MiB is another: through PRP lists, at an odd place.
+        // 3 MiB and 777 bytes, different in each MiB: the transfers need PRP lists and end within
+        // a block.
         guest.sh(
             "for i in 1 2 3; do dd if=/dev/urandom bs=1M count=1; done >/tmp/data 2>/dev/null; \
              head -c 777 /dev/urandom >>/tmp/data",
@@ -186,7 +190,7 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
     });
 }
 
-/// 64 buffers of 64 KiB fill two huge pages, for as long as they are needed.
+/// Checks that 64 buffers of 64 KiB take two huge pages, and release them at the end.
 fn huge_pages(guest: &mut Guest) -> Result<()> {
     let target = target(2);
     guest.sh(
@@ -222,8 +226,9 @@ fn give_back(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// The IOMMU writes a line for every access that it stops. One is expected where the kernel's
-/// driver left a translation behind, and the attach got over it; more would be this driver's.
+/// Checks the IOMMU faults in the kernel's log. One fault is expected: the kernel's driver has
+/// left a translation behind, and attaching succeeds all the same. Further faults would be this
+/// driver's.
 fn faults(guest: &mut Guest) -> Result<()> {
     let log = guest.dmesg()?;
     let faults: Vec<_> =

@@ -1,9 +1,8 @@
-//! What an I/O on a file costs this machine: processor time of QEMU, guest included, and of the
-//! server if there is one. Shadowbell over vfio-user against QEMU's own controller with shadow
-//! doorbells, each on an image of its own, past the page cache and through io_uring both, in one
-//! guest and in turn. And the same with all of them on one processor: a thread that wakes another
-//! one there has no halted processor to rouse, which is most of what a wakeup costs under some
-//! hypervisors.
+//! Host CPU time of an I/O on a file: of QEMU, guest included, and of the server if there is one.
+//! Shadowbell over vfio-user is compared with QEMU's own controller with shadow doorbells. Each
+//! has its own image, accessed with O_DIRECT and io_uring; both are in one guest and measured in
+//! turn. The measurement is repeated with all processes on one CPU: a wakeup on the same CPU does
+//! not have to wake a halted CPU, which is the largest part of its cost under some hypervisors.
 
 use std::fs::File;
 use std::io::Write;
@@ -23,17 +22,17 @@ use shadowbell_bench::figures::count;
 use shadowbell_bench::table::Table;
 
 const TIME: Duration = Duration::from_millis(2000);
-/// The beginning and the end of fio, which are a good part of a second here, and little else: what
-/// is beyond that counts.
+/// Duration of the short run, whose CPU time is subtracted. It consists mostly of the start and
+/// the end of fio, which take a good part of a second in this guest.
 const SHORT: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
-/// How often a turn is tried.
+/// Number of attempts to measure a turn.
 const TRIES: usize = 3;
 
 struct Contestant {
     device: &'static str,
     server: Option<Server>,
-    /// Its name in the guest.
+    /// Name of the block device in the guest.
     dev: String,
 }
 
@@ -43,14 +42,14 @@ impl Contestant {
     }
 }
 
-/// What a process has to do for each I/O.
+/// CPU time and sleeps of one process per I/O.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Share {
     micros: f64,
     sleeps: f64,
 }
 
-/// Of one run.
+/// Result of one run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Cost {
     iops: f64,
@@ -64,7 +63,7 @@ impl Cost {
     }
 }
 
-/// Where QEMU and the server run.
+/// CPUs that QEMU and the server may use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     Anywhere,
@@ -101,7 +100,7 @@ struct Row {
 }
 
 impl Row {
-    /// The turn in the middle.
+    /// The median turn, by total CPU time.
     fn median(&self) -> Result<Cost> {
         let mut turns = self.turns.clone();
         turns.sort_by(|a, b| a.both().total_cmp(&b.both()));
@@ -162,12 +161,12 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     }
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
-        report.check("the server leaves cleanly", |_| server.stop());
+        report.check("the server ends without an error", |_| server.stop());
     }
     Ok(())
 }
 
-/// An image whose blocks are there.
+/// Makes an image whose blocks are all allocated.
 fn fill(path: &Path) -> Result<()> {
     let context = || path.display().to_string();
     let mut file = File::create(path).with_context(context)?;
@@ -201,7 +200,7 @@ fn measure(
     Ok(rows)
 }
 
-/// What a run costs beyond a short one.
+/// Cost per I/O: that of a long run minus that of a short one.
 fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> {
     for _ in 0..TRIES {
         let short = timed(guest, contestant, depth, SHORT)?;
@@ -213,7 +212,7 @@ fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> 
             Share { micros: seconds / ios * 1e6, sleeps: sleeps / ios }
         };
         let (qemu, server) = (each(run.1, short.1), each(run.2, short.2));
-        // A machine that stood still meanwhile says nothing.
+        // A run without progress or CPU time is discarded: the machine was suspended meanwhile.
         if ios > 100 && qemu.micros > 0.0 {
             return Ok(Cost { iops: run.0.iops, qemu, server });
         }
@@ -221,7 +220,7 @@ fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> 
     bail!("{}, iodepth {depth}: {TRIES} times nothing that could be measured", contestant.device)
 }
 
-/// A run, and what QEMU and the server used meanwhile.
+/// Executes a run, and returns the CPU time that QEMU and the server used during it.
 fn timed(
     guest: &mut Guest,
     contestant: &Contestant,

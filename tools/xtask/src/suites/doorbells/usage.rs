@@ -1,4 +1,4 @@
-//! What a process of this machine has used so far, and where it may run.
+//! CPU time and sleeps of a process, and its CPU affinity.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -9,12 +9,12 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::suites::idle::ticks;
 
-/// What a process has used since it began.
+/// Resource usage of a process since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Usage {
-    /// Of processor time, in the kernel and outside, threads that have ended included.
+    /// CPU time in seconds, user and kernel, including threads that have ended.
     pub(crate) seconds: f64,
-    /// How often a thread of it went to sleep, those that have ended not included.
+    /// Number of voluntary context switches of its threads, excluding threads that have ended.
     pub(crate) sleeps: f64,
 }
 
@@ -28,7 +28,7 @@ impl Usage {
             let path = format!("/proc/{process}/task/{thread}/status");
             match fs::read_to_string(&path) {
                 Ok(text) => sleeps += switches(&text).context("no switches in its status")?,
-                // It has ended meanwhile.
+                // The thread has ended in the meantime.
                 Err(error) if is_gone(&error) => {}
                 Err(error) => return Err(error).context(path),
             }
@@ -45,8 +45,8 @@ impl Usage {
     }
 }
 
-/// Lets all threads that `process` has now, and those that they start, run on one processor only:
-/// the last one that we may use ourselves.
+/// Pins all threads of `process`, and those that they will start, to the last CPU that this
+/// process may use.
 pub(crate) fn confine(process: u32) -> Result<()> {
     let allowed = sched_getaffinity(None).context("asking where we may run")?;
     let last = (0..CpuSet::MAX_CPU).rfind(|cpu| allowed.is_set(*cpu)).context("nowhere to run")?;
@@ -72,7 +72,7 @@ fn is_gone(error: &std::io::Error) -> bool {
     error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(gone)
 }
 
-/// How often a thread gave its processor away to wait for something.
+/// Number of voluntary context switches of a thread.
 fn switches(status: &str) -> Option<u64> {
     let value = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
     value.trim().parse().ok()
@@ -104,7 +104,7 @@ mod tests {
             for _ in 0..50 {
                 std::thread::sleep(std::time::Duration::from_micros(100));
             }
-            // It lives until it was counted.
+            // The thread lives until it was counted.
             from.recv().unwrap().send(()).unwrap();
         });
         std::thread::sleep(std::time::Duration::from_millis(1));
@@ -125,6 +125,6 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(set.count(), 1);
-        assert!(confine(child.id()).is_err(), "nobody is left");
+        assert!(confine(child.id()).is_err(), "the process has ended");
     }
 }

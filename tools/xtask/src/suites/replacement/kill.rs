@@ -1,4 +1,4 @@
-//! A kill.
+//! `kill -9` of the server process.
 
 use std::time::{Duration, Instant};
 
@@ -7,17 +7,18 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::count::Count;
 
-/// How long it may take until another process is there.
+/// Time limit for the start of the next server process.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Kills the process that serves, and waits until there is another one.
+/// Kills the server process, and waits until the supervisor has started another one.
 pub(super) fn once(supervisor: u32, count: &mut Count) -> Result<()> {
     kill_worker(supervisor)?;
     count.done += 1;
     Ok(())
 }
 
-/// The same, without a count. Not until that one serves, for only the guest shows it.
+/// Kills the server process without counting the event. Returns when another process exists; only
+/// the guest shows that this process serves.
 pub(crate) fn kill_worker(supervisor: u32) -> Result<()> {
     let before =
         worker(supervisor).with_context(|| format!("process {supervisor} has no worker"))?;
@@ -26,14 +27,14 @@ pub(crate) fn kill_worker(supervisor: u32) -> Result<()> {
     let began = Instant::now();
     while worker(supervisor).is_none_or(|now| now == before) {
         if began.elapsed() > PATIENCE {
-            bail!("nobody has come after process {before}");
+            bail!("no server process was started after process {before}");
         }
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())
 }
 
-/// The process that serves, or is about to.
+/// Process id of the server process: the newest child of the supervisor.
 fn worker(supervisor: u32) -> Option<u32> {
     let list =
         std::fs::read_to_string(format!("/proc/{supervisor}/task/{supervisor}/children")).ok()?;

@@ -1,8 +1,9 @@
-//! Every processor its own queue, and the disk for everyone else: the driver's attach banner, the
-//! disk as `/dev/ublkbN` inside the guest, and the S4 table.
+//! Several readers of one disk, with a queue pair per CPU: the driver's attach banner, the disk
+//! as `/dev/ublkbN` inside the guest, and the speed of one and several readers (rows of the table
+//! `S4`).
 //!
 //! Two controllers are driven, QEMU's and shadowbell's, first by the kernel's driver and then,
-//! through VFIO, by shadowbell's. The guest has two processors, so readers and queues are spread.
+//! through VFIO, by shadowbell's. The guest has two CPUs, so readers and queues are on both.
 
 mod controller;
 mod device;
@@ -17,29 +18,30 @@ use super::vfio::{self, allow_unsafe_interrupts, boot, load, pack, shadowbell};
 use crate::report::Report;
 use crate::suites::setup::{MINUTE, Setup, names};
 
-/// The kernel's driver for block devices in user space.
+/// The kernel's ublk driver.
 const UBLK: &str = "ublk_drv";
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     if setup.shadowbell.is_none() {
-        println!("   left out: it is about the driver; give the program with --shadowbell");
+        println!("   skipped: needs the program (--shadowbell)");
         return Ok(());
     }
     if setup.roots.modules(kernel, &[UBLK]).is_empty() {
-        println!("   left out: Debian's Linux {kernel} has no {UBLK}");
+        println!("   skipped: Debian's Linux {kernel} has no {UBLK}");
         return Ok(());
     }
     let modules: Vec<_> = vfio::MODULES.iter().copied().chain([UBLK]).collect();
     pack(setup, kernel, run, &[], &modules)?;
     run.image("a.img", SIZE)?;
     let shadowbell_disk =
-        setup.serve(run, "s4", &[format!("mem:{SIZE}")], &["--poll-max", "1000"], None)?;
+        setup.serve(run, "readers", &[format!("mem:{SIZE}")], &["--poll-max", "1000"], None)?;
     let devices = vec![
         Device::QemuNvme { drive: Drive::Image("a.img".into()), dbcs: true },
         shadowbell_disk.device.clone(),
     ];
     let mut guest = boot(setup, run, kernel, devices, |config| config.memory_mib = 1536)?;
-    // QEMU tells a vfio-user server of every page that its IOMMU maps: the fewer the better.
+    // QEMU sends a vfio-user server one message per page that its IOMMU maps, so huge pages keep
+    // the number of messages low.
     guest.sh(
         "echo 64 >/proc/sys/vm/nr_hugepages && grep -q 'HugePages_Free: *64' /proc/meminfo",
         MINUTE,
@@ -51,7 +53,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     };
     let controllers = [find(0, "qemu")?, find(1, "shadowbell")?];
     let [qemu, shadowbell_controller] = &controllers;
-    // Where speed is not judged, one of them is enough.
+    // One controller is enough for a measurement that is not checked.
     let measured = if setup.rounds == 1 {
         std::slice::from_ref(shadowbell_controller)
     } else {
@@ -83,7 +85,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             let addresses: Vec<_> = controllers.iter().map(|c| c.address.as_str()).collect();
             shadowbell(&mut guest, &format!("bind {}", addresses.join(" ")))?.success()
         })
-        .context("there is no controller to go on with")?;
+        .context("no controller was bound to VFIO")?;
     for controller in &controllers {
         report.check(&format!("{}: the banner shows the queue map", controller.name), |_| {
             banner(&mut guest, controller)
@@ -103,11 +105,11 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     table::judge(report, &rows, measured.len());
     device::checks(report, &mut guest, shadowbell_controller, qemu);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
-    report.check("the server leaves cleanly", |_| shadowbell_disk.stop());
+    report.check("the server ends without an error", |_| shadowbell_disk.stop());
     Ok(())
 }
 
-/// The banner of `bench` says how queues, interrupts and processors belong together.
+/// Checks the banner of `bench`: the assignment of queues and interrupts to CPUs.
 fn banner(guest: &mut Guest, controller: &Controller) -> Result<()> {
     let command =
         format!("bench {} --numjobs 2 --number-ios 10 --completion interrupt", controller.target());

@@ -1,5 +1,6 @@
-//! The S4 table: random reads of 512 bytes and of 4 KiB with 1, 2 and 4 readers, sequential readers
-//! on the raw disk and through a file system. A reader has one read under way at a time.
+//! Speed of readers (rows of the table `S4`): random reads of 512 bytes and of 4 KiB with 1, 2
+//! and 4 readers, sequential readers on the raw disk and through a file system. Each reader has
+//! one read in flight.
 
 use std::time::Duration;
 
@@ -17,27 +18,27 @@ use crate::suites::vfio::json_of;
 use shadowbell_bench::figures::count;
 use shadowbell_bench::table::Table;
 
-/// Bytes of each random read.
+/// Sizes of random reads in bytes.
 const SMALL: [u32; 2] = [512, 4096];
 const READERS: [u16; 3] = [1, 2, 4];
-/// Bytes of each sequential read.
+/// Size of sequential reads in bytes.
 const LARGE: u32 = 128 << 10;
-/// Sequential readers on the raw disk.
+/// Numbers of sequential readers on the raw disk.
 const RAW: [u16; 2] = [1, 5];
-/// Through a file system, each with a file of its own.
+/// Numbers of sequential readers through a file system. Each reader has its own file.
 const FILES: [u16; 2] = [1, 2];
-/// How long random reads are measured in one turn: short, and there are many.
+/// Duration of random reads in one turn. It is short because there are many turns.
 const TIME: Duration = Duration::from_millis(500);
-/// Bytes that sequential readers read, together from the raw disk, and each from its file.
+/// Bytes that sequential readers read: together from the raw disk, and each from its file.
 const RAW_BYTES: u64 = 320 << 20;
 const FILE_BYTES: u64 = 128 << 20;
 
-/// One figure.
+/// A row of the table.
 pub(crate) struct Row {
     controller: &'static str,
-    /// Who drives the controller: `linux` or `shadowbell`.
+    /// Driver of the controller: `linux` or `shadowbell`.
     device: &'static str,
-    /// What is between the readers and the driver.
+    /// Layer between the readers and the driver.
     through: &'static str,
     file_system: Option<&'static str>,
     rw: &'static str,
@@ -46,7 +47,7 @@ pub(crate) struct Row {
     iops: f64,
     bandwidth: f64,
     commands: u64,
-    /// The rate of each turn, in their order.
+    /// Rate of each turn, in the order of the turns.
     turns: Vec<f64>,
 }
 
@@ -101,7 +102,7 @@ impl Row {
     }
 }
 
-/// What is measured.
+/// A condition that is measured.
 #[derive(Clone, Copy)]
 struct What {
     device: &'static str,
@@ -126,7 +127,7 @@ impl From<Measured> for Figures {
     }
 }
 
-/// The figure of the middle round.
+/// Figures of the median round.
 fn median(mut rounds: Vec<Figures>) -> Result<Figures> {
     rounds.sort_by(|a, b| a.bandwidth.total_cmp(&b.bandwidth));
     let middle = rounds.get(rounds.len() / 2).copied().context("no rounds")?;
@@ -134,8 +135,9 @@ fn median(mut rounds: Vec<Figures>) -> Result<Figures> {
     Ok(middle)
 }
 
-/// Measures things on every controller in turn, so that what else this machine does falls on all,
-/// and every other time the other way round, so that what the one leaves behind does.
+/// Measures conditions on every controller in turn, so that other load of this machine affects
+/// all of them. Every second turn has the reverse order, so that after-effects of one condition
+/// affect all of them too.
 fn in_turn<'a>(
     controllers: &'a [Controller],
     turns: usize,
@@ -162,7 +164,8 @@ fn in_turn<'a>(
     rows.collect()
 }
 
-/// What is compared, and so measured together: the sizes of random reads.
+/// Groups conditions that are compared, so that they are measured together: the sizes of random
+/// reads.
 fn together(things: impl Iterator<Item = What>) -> Vec<Vec<What>> {
     let mut groups: Vec<Vec<What>> = Vec::new();
     for what in things {
@@ -176,12 +179,12 @@ fn together(things: impl Iterator<Item = What>) -> Vec<Vec<What>> {
     groups
 }
 
-/// How often a group is measured: what lasts half a second only, more often.
+/// Number of turns of a group. Random reads take half a second each, so they get more turns.
 fn turns(group: &[What], rounds: usize) -> usize {
     if group.iter().all(|what| what.rw == "randread") { 2 * rounds + 1 } else { rounds }
 }
 
-/// fio's words for so many readers of a raw disk.
+/// fio's arguments for `what.readers` readers of a raw disk.
 fn raw_readers(disk: &str, what: What) -> String {
     let readers = u64::from(what.readers);
     let common = format!(
@@ -198,7 +201,7 @@ fn raw_readers(disk: &str, what: What) -> String {
     format!("{common} --size={each} --offset_increment={each} --name=sequential")
 }
 
-/// Everything that is measured on a raw disk: random and sequential.
+/// All conditions on a raw disk: random and sequential.
 fn raw(device: &'static str, through: &'static str) -> impl Iterator<Item = What> {
     let what = move |rw, bs, readers| What { device, through, file_system: None, rw, bs, readers };
     let random =
@@ -249,7 +252,7 @@ pub(crate) fn by_the_driver(
     Ok(rows)
 }
 
-/// Random and sequential reads of the disk as a block device, and of files on it.
+/// Random and sequential reads of the disk as a ublk device, and of files on it.
 pub(crate) fn through_ublk(
     guest: &mut Guest,
     controller: &Controller,
@@ -257,7 +260,7 @@ pub(crate) fn through_ublk(
 ) -> Result<Vec<Row>> {
     let export = Export::start(guest, &controller.target(), "")?;
     let rows = through(guest, controller, rounds, &export);
-    // Whatever went wrong, the controller is free for what follows.
+    // After a failure the file system is unmounted, so that the controller is free.
     guest.sh("! grep -q ' /mnt ' /proc/mounts || umount /mnt", MINUTE)?;
     let stopped = export.stop(guest);
     rows.and_then(|rows| stopped.map(|()| rows))
@@ -272,7 +275,8 @@ fn through(
     let disk = &export.disk;
     let one = std::slice::from_ref(controller);
     let mut rows = Vec::new();
-    // Small reads are what the driver's own readers show; here it is one size, and the large ones.
+    // One size of random reads, and the sequential ones: the readers of the driver show the other
+    // size.
     for what in raw("shadowbell", "ublk").filter(|what| what.bs != 4096) {
         let turns = turns(&[what], rounds);
         let asleep = export.sleeps(guest)?;
@@ -280,7 +284,7 @@ fn through(
             Ok(fio::run(guest, what.rw, &raw_readers(disk, what), TIME)?.into())
         })?;
         if (what.rw, what.readers) == ("randread", 1) {
-            // About as many in each turn as in the one of middle speed.
+            // The number of reads of a turn is estimated by that of the median turn.
             let reads = row.iter().map(|row| row.commands).sum::<u64>() * turns as u64;
             let each = export.sleeps(guest)?.saturating_sub(asleep) as f64 / reads.max(1) as f64;
             println!(
@@ -313,11 +317,12 @@ fn through(
     Ok(rows)
 }
 
-/// What the project promises of this table is printed, because what else this machine does would
-/// decide; that all of it was measured is judged.
+/// Prints the targets of the table, which depend on other load of this machine, and checks only
+/// that all of it was measured.
 pub(crate) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
-    report.check("every reader read", |_| {
-        // Of each controller: by the kernel, by the driver under test, through ublk, and files.
+    report.check("every row was measured", |_| {
+        // For each controller: rows of the kernel, of the driver under test, of ublk, and of
+        // files.
         let each = 2 * (READERS.len() * SMALL.len() + RAW.len())
             + (READERS.len() + RAW.len())
             + FILES.len();
@@ -380,7 +385,7 @@ pub(crate) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
     }
 }
 
-/// What the project promises.
+/// A target of the project for one comparison.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Target {
     what: &'static str,

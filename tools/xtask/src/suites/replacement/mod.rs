@@ -1,6 +1,7 @@
-//! The process that serves is replaced again and again under a Linux guest that knows nothing of
-//! it: while it boots, writes, makes a file system, resets its controller. It is upgraded, or it is
-//! killed. No error, no complaint, nothing lost.
+//! Repeated replacement of the server process under a Linux guest: by restart for upgrade, or by
+//! `kill -9`. Meanwhile the guest boots, writes, makes a file system and resets its controller.
+//! No command may fail, no acknowledged write may be lost, and the guest's kernel may log no
+//! warning.
 
 mod count;
 mod kill;
@@ -24,24 +25,24 @@ use super::writer::{Writer, patrol};
 use crate::report::Report;
 
 const SIZE: u64 = 1 << 30;
-/// Between two of them.
+/// Pause between two events.
 const PAUSE: Duration = Duration::from_millis(300);
 
-/// What is done to the server.
+/// Kind of replacement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event {
     /// `shadowbell upgrade`, to the same program.
     Upgrade,
-    /// `kill -9` of the process that serves.
+    /// `kill -9` of the server process.
     Kill,
 }
 
-/// A server, and what is done to it.
+/// A server, and the kind of replacement that it undergoes.
 #[derive(Debug, Clone)]
 struct Subject {
     event: Event,
     program: PathBuf,
-    /// The supervisor's process.
+    /// Process id of the supervisor.
     server: u32,
 }
 
@@ -56,7 +57,7 @@ impl Subject {
         Ok(())
     }
 
-    /// Does it again and again.
+    /// Starts a thread that repeats the event until it is stopped.
     fn start(&self) -> Events {
         let (subject, stop) = (self.clone(), Arc::<AtomicBool>::default());
         let stopped = Arc::clone(&stop);
@@ -72,14 +73,15 @@ impl Subject {
     }
 }
 
-/// Events that go on until they are stopped.
+/// A thread that repeats an event until it is stopped.
 struct Events {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<Count>>,
 }
 
 impl Events {
-    /// Ends them. An error if any has failed, or if nearly all were put off.
+    /// Stops the thread, and adds the number of events to `all`. Fails if an event has failed, or
+    /// if fewer than two were carried out.
     fn stop(self, all: &mut u32) -> Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         let count = self.thread.join().map_err(|_| anyhow!("a thread panicked"))??;
@@ -98,7 +100,7 @@ pub(crate) fn run(
     event: Event,
 ) -> Result<()> {
     let Some(program) = setup.shadowbell.clone() else {
-        println!("   QEMU's own controller is part of QEMU: there is nothing to replace");
+        println!("   skipped: QEMU's own controller has no server process");
         return Ok(());
     };
     let image = run.image("disk.img", SIZE)?;
@@ -157,7 +159,7 @@ pub(crate) fn run(
         )?;
         events.stop(&mut all)
     });
-    // Under fio, until there were as many as was asked for.
+    // Repeats events under fio until their number is the one that the command line asks for.
     while all < setup.events {
         let before = all;
         let left = setup.events - all;
@@ -172,13 +174,13 @@ pub(crate) fn run(
         }
     }
     println!("   {all} in all");
-    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
-    report.check("the server lives", |_| lives(&mut disk));
+    report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
+    report.check("the server is running", |_| lives(&mut disk));
     finish(report, guest, disk);
     Ok(())
 }
 
-/// The clients have lost nothing, and the service has not ended.
+/// Fails if a client has lost its controller, or if the server has ended.
 fn lives(disk: &mut Disk) -> Result<()> {
     disk.check()?;
     let log = disk.server.as_ref().context("no server")?.log()?;
@@ -187,7 +189,7 @@ fn lives(disk: &mut Disk) -> Result<()> {
     Ok(())
 }
 
-/// Writes, and reads back what was written, 32 at once.
+/// fio job that writes and verifies, 32 commands at once.
 fn fio(dev: &str, how_much: &str) -> String {
     format!(
         "fio --name=verify --filename=/dev/{dev} --rw=randwrite --bsrange=512-64k \

@@ -1,6 +1,6 @@
-//! Two guests, each with a controller of its own, that have one disk and fight for it: reservations
-//! by nvme-cli, each guest with its own Host Identifier, and what comes of writes of whoever has
-//! lost.
+//! Reservations by nvme-cli in two guests, each with its own Host Identifier and a controller of
+//! its own, that share one disk. After a preemption, writes of the host that has lost the
+//! reservation must fail.
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::{Device, Guest, Kernel, RunDir};
@@ -13,11 +13,11 @@ use crate::report::Report;
 
 const DISK: u64 = 64 << 20;
 const CONFLICT: u16 = 0x083;
-/// RTYPE: only the holder writes, everybody reads.
+/// RTYPE Write Exclusive: only the holder writes, all hosts may read.
 const WRITE_EXCLUSIVE: u8 = 1;
 const ROUNDS: u64 = 5;
 
-/// A guest, and what it calls its disk.
+/// A guest, and the name of the disk in it.
 struct Rival {
     guest: Guest,
     controller: String,
@@ -31,27 +31,32 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         return Ok(());
     };
     let image = run.image("disk.img", DISK)?;
-    // A directory for each: that of the second is not kept, as its guest says nothing else.
+    // Each guest needs its own directory. The second one is not kept, because its logs have no
+    // further information.
     let second = RunDir::new(setup.roots.directory())?;
     let sockets = [run.socket("one"), second.socket("other")];
     let served = Served::start(&program, run, &sockets, &image)?;
-    // One after the other: a guest ends with the thread that has started it.
+    // The guests boot one after the other, on this thread: a guest ends with the thread that has
+    // started it.
     let mut one = Rival::boot(setup, kernel, run, "one", 1)?;
     let mut other = Rival::boot(setup, kernel, &second, "other", 2)?;
-    report.check("both register, and the one reserves the disk", |_| {
+    report.check("both guests register, and one reserves the disk", |_| {
         one.register()?;
         other.register()?;
         one.acquire(None)?;
         one.reports(2)?;
         other.reports(2)
     });
-    report.check("the other reads what the one writes, and writes nothing", |_| {
-        one.write('1')?;
-        other.reads('1')?;
-        other.is_kept_away()?;
-        other.reads('1')
-    });
-    report.check("who is preempted while it writes has nothing more on the disk", |_| {
+    report.check(
+        "the other guest reads the holder's writes, and its own writes are refused",
+        |_| {
+            one.write('1')?;
+            other.reads('1')?;
+            other.is_kept_away()?;
+            other.reads('1')
+        },
+    );
+    report.check("a guest that is preempted while it writes writes no more", |_| {
         one.writes_all_the_time()?;
         other.acquire(Some(&one))?;
         other.write('2')?;
@@ -61,13 +66,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         one.is_kept_away()?;
         one.is_told()
     });
-    report.check("it registers anew, and fights back, five times", |_| {
+    report.check("the preempted guest registers again and preempts the holder, five times", |_| {
         for round in 0..ROUNDS {
             let (loser, winner) = match round % 2 {
                 0 => (&mut one, &mut other),
                 _ => (&mut other, &mut one),
             };
-            // Registered no more: it can neither acquire nor preempt.
+            // An unregistered host can neither acquire nor preempt.
             let acquisition = loser.acquisition(Some(winner));
             refused(&mut loser.guest, &acquisition, &[CONFLICT])?;
             loser.register()?;
@@ -81,7 +86,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
         Ok(())
     });
-    report.check("what is released is everybody's", |_| {
+    report.check("after the release both guests write", |_| {
         let (holder, free) =
             if ROUNDS.is_multiple_of(2) { (&mut other, &mut one) } else { (&mut one, &mut other) };
         holder.release()?;
@@ -90,9 +95,9 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         holder.write('y')?;
         free.reads('y')
     });
-    report.check("the kernels complain of nothing but conflicts", |_| {
+    report.check("the kernels log only reservation conflicts", |_| {
         for rival in [&mut one, &mut other] {
-            // Of a write that is refused the kernel says that it is.
+            // The kernel logs every refused write.
             let log = rival.guest.dmesg()?;
             let others = log.lines().filter(|line| !is_expected(line));
             dmesg::clean_in(&others.collect::<Vec<_>>().join("\n"), 1)?;
@@ -108,11 +113,11 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 }
 
 fn is_expected(line: &str) -> bool {
-    // Before Linux 6.4 the block layer calls it a "critical nexus error".
+    // Block layer error before Linux 6.4: "critical nexus error".
     let is_conflict = ["reservation conflict", "Reservation Conflict", "critical nexus error"]
         .iter()
         .any(|sentence| line.contains(sentence));
-    // Newer kernels have a sentence of their own for a command of a program.
+    // Newer kernels also log failed passthrough commands.
     is_conflict
         || line.contains("(sct 0x0 / sc 0x83)")
         || line.contains("deprecated NVME_IOCTL_IO_CMD")
@@ -134,7 +139,7 @@ impl Rival {
         nvme(&mut self.guest, &format!("{verb} /dev/{} {options}", self.controller))
     }
 
-    /// Registers, with a key that it has not had.
+    /// Registers with a new key.
     fn register(&mut self) -> Result<()> {
         self.key += 1;
         let options = format!("-n 1 --nrkey={} --rrega=0", self.key);
@@ -150,7 +155,7 @@ impl Rival {
         )
     }
 
-    /// Acquires the reservation, or preempts who has it, and aborts what that has under way.
+    /// Acquires the reservation, or preempts `from`, and aborts its commands in flight.
     fn acquire(&mut self, from: Option<&Self>) -> Result<()> {
         let acquisition = self.acquisition(from);
         nvme(&mut self.guest, &acquisition).map(drop)
@@ -161,7 +166,7 @@ impl Rival {
         self.command("resv-release", &options).map(drop)
     }
 
-    /// So many controllers are registered, and one host holds the reservation.
+    /// Checks the Reservation Report: the number of registrants, and one holder.
     fn reports(&mut self, registrants: u64) -> Result<()> {
         let report =
             json(&mut self.guest, &format!("resv-report /dev/{} -n 1 --eds", self.controller))?;
@@ -170,7 +175,7 @@ impl Rival {
         Ok(())
     }
 
-    /// Writes 256 KiB of a byte, past the guest's caches.
+    /// Writes 256 KiB filled with `byte`, past the guest's page cache.
     fn write(&mut self, byte: char) -> Result<()> {
         let script = format!(
             "head -c 262144 /dev/zero | tr '\\0' '{byte}' >/tmp/data && \
@@ -180,7 +185,7 @@ impl Rival {
         self.guest.sh(&script, MINUTE).map(drop)
     }
 
-    /// All of that is this byte.
+    /// Checks that all of these 256 KiB are `byte`.
     fn reads(&mut self, byte: char) -> Result<()> {
         let script = format!(
             "head -c 262144 /dev/zero | tr '\\0' '{byte}' >/tmp/wanted && \
@@ -190,7 +195,7 @@ impl Rival {
         self.guest.sh(&script, MINUTE).map(drop)
     }
 
-    /// A write is refused, by the controller and so by the disk.
+    /// Checks that a write is refused, by the controller and therefore by the block device.
     fn is_kept_away(&mut self) -> Result<()> {
         self.guest.sh("head -c 4096 /dev/zero | tr '\\0' '!' >/tmp/block", MINUTE)?;
         let write = format!(
@@ -205,7 +210,7 @@ impl Rival {
         Ok(())
     }
 
-    /// Writes from here on until that fails.
+    /// Writes in the background until a write fails.
     fn writes_all_the_time(&mut self) -> Result<()> {
         let script = format!(
             "rm -f /tmp/lost; (while dd if=/tmp/data of=/dev/{} bs=4k oflag=direct 2>/tmp/why; do \
@@ -217,14 +222,14 @@ impl Rival {
         self.guest.sh(&script, MINUTE).map(drop)
     }
 
-    /// Waits until a write has failed.
+    /// Waits until a write of the background loop has failed.
     fn has_lost(&mut self) -> Result<()> {
         let script =
             "for try in $(seq 100); do [ -e /tmp/lost ] && exit 0; sleep 0.1; done; exit 1";
-        self.guest.sh(script, MINUTE).context("its writes go on").map(drop)
+        self.guest.sh(script, MINUTE).context("writes did not fail").map(drop)
     }
 
-    /// The log page says that its registration was preempted.
+    /// Checks that the log page reports the preempted registration.
     fn is_told(&mut self) -> Result<()> {
         let script = format!(
             "nvme get-log /dev/{} -i 0x80 -l 64 -b | od -An -tu1 -j8 -N1 | tr -d ' '",

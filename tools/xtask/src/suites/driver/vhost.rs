@@ -1,7 +1,7 @@
-//! A virtio disk of the guest that shadowbell's driver has on the host: `shadowbell export
-//! --vhost-user-blk` for QEMU's `vhost-user-blk-pci`, on a controller in a process of its own. Its
-//! rows are beside those of the table; they are another guest's, whose kernel knows nothing of
-//! NVMe.
+//! A virtio disk whose backend is shadowbell's driver on the host: `shadowbell export
+//! --vhost-user-blk` for QEMU's `vhost-user-blk-pci`, on a controller in another process. Its
+//! rows belong to the table `S2`, but are measured in another guest, which has no NVMe
+//! controller.
 
 use std::fs::File;
 use std::path::Path;
@@ -22,13 +22,13 @@ use crate::suites::vfio::{boot, load};
 use shadowbell_bench::figures::count;
 use shadowbell_bench::table::Table;
 
-/// The guest's driver.
+/// Kernel module of the guest's virtio driver.
 pub(crate) const MODULE: &str = "virtio_blk";
 const SIZE: u64 = 512 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let shadowbell = setup.shadowbell.as_deref().context("this needs the shadowbell program")?;
-    // A long look before anybody sleeps, as in the table.
+    // Long polling before a thread sleeps, as in the table.
     let look = ["--poll-max", "1000"];
     let disk = setup.serve(run, "behind", &[format!("mem:{SIZE}")], &look, None)?;
     let export = export(shadowbell, run, &look)?;
@@ -36,7 +36,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         config.cpus = 1;
         config.more = device();
     })?;
-    report.check("a virtio disk on the driver keeps what is written to it", |_| {
+    report.check("a virtio disk on the driver stores written data", |_| {
         load(&mut guest, &[MODULE])?;
         let size = guest.sh("cat /sys/block/vda/size", MINUTE)?;
         ensure!(size.trim() == (SIZE / 512).to_string(), "{size} sectors");
@@ -74,14 +74,14 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     }
     report.table(table);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
-    report.check("the export and the server leave cleanly", |_| {
+    report.check("the export and the server end without an error", |_| {
         stop(export)?;
         disk.stop()
     });
     Ok(())
 }
 
-/// QEMU's arguments for the disk.
+/// QEMU's arguments for the virtio disk.
 fn device() -> Vec<String> {
     let path = format!("{}/vhost", config::SOCKETS);
     let words = [
@@ -120,7 +120,7 @@ fn stop(mut export: Process) -> Result<()> {
     Ok(())
 }
 
-/// The seconds that so many reads took.
+/// Seconds that `ios` reads take.
 fn time(guest: &mut Guest, depth: u32, bs: u32, ios: u64) -> Result<f64> {
     let command =
         format!("qemu-img bench -f raw -c {ios} -d {depth} -s {bs} -t none -i native -n /dev/vda");
