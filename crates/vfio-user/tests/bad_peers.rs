@@ -143,10 +143,7 @@ fn a_flooding_client_is_disconnected_without_delay_for_others() {
         other.write(0, &[1, 2, 3, 4]).ok();
         served += 1;
         wait::pause();
-        assert!(
-            started.elapsed() < wait::LIMIT,
-            "a slow client is tolerated for ever"
-        );
+        assert!(started.elapsed() < wait::LIMIT, "a slow client is tolerated for ever");
     }
     flood.join().unwrap();
     assert!(served > 1, "another client waits as long as the flood");

@@ -210,10 +210,7 @@ fn removing_a_device_disconnects_and_removes_the_socket() {
     raw.assert_closed();
     let done = shared.wait_held();
     wait::moment();
-    assert!(
-        gone.try_recv().is_err(),
-        "the device is still releasing its client"
-    );
+    assert!(gone.try_recv().is_err(), "the device is still releasing its client");
     assert!(!path.exists());
     done.ok();
     gone.recv_timeout(wait::LIMIT).unwrap();
