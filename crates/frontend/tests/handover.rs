@@ -246,7 +246,7 @@ fn a_failed_successor_reports_why_and_the_old_server_continues() {
     let mut new = Reactor::new(Default::default()).unwrap();
     let without = &mut Descriptors::default();
     let error = new.restore(saved.clone(), without, device(&controller())).unwrap_err();
-    assert!(error.to_string().contains("names descriptor"), "{error}");
+    assert!(error.to_string().contains("refers to descriptor"), "{error}");
     // Memory that cannot be mapped.
     let mut text = serde_json::to_value(&saved).unwrap();
     text["device"]["memory"]["ranges"][0][3] = 1.into();
