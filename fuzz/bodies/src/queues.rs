@@ -1,5 +1,5 @@
-//! A correct guest, over a disk that holds and fails requests as a program says, and a model of each
-//! command's result.
+//! A correct guest, over a disk that holds and fails requests as a program says, and a model of
+//! each command's result.
 //!
 //! Checked after each turn of the I/O thread:
 //!

@@ -1,5 +1,5 @@
-//! A virtio-blk guest behind vhost-user: chains of descriptors of any shape, tables of them, invalid
-//! rings, and memory in several parts that may be truncated.
+//! A virtio-blk guest behind vhost-user: chains of descriptors of any shape, tables of them,
+//! invalid rings, and memory in several parts that may be truncated.
 //!
 //! No socket: the queue is notified by a call. Checked:
 //!
