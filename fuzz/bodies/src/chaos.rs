@@ -1,9 +1,10 @@
-//! A guest that does anything: registers, doorbells, commands, lists and shadow doorbells of any
-//! content, over memory that comes and goes and a disk that takes its time or fails.
+//! Fuzz body: a hostile guest. Registers, doorbells, commands, lists and shadow doorbells have
+//! arbitrary contents, memory is mapped and unmapped at any time, and the disk delays or fails
+//! requests.
 //!
-//! What is checked, besides that nothing panics or goes on for ever: memory that is not shared, or
-//! shared for reading only, is never written; what was taken back is not written after that was
-//! confirmed; and from the end of a reset to the next enable nothing is written at all.
+//! Checked, in addition to panics and hangs: memory that is not shared, or is shared read-only,
+//! is never written; unmapped memory is not written after the confirmation of the unmap; and
+//! nothing is written between the end of a reset and the next enable.
 
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::layered;
@@ -21,20 +22,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 128;
-/// Turns that anything has to be done in.
+/// Maximum number of turns until any operation must have ended.
 const TURNS: usize = 20_000;
-/// How often something is done that is done without a pause.
+/// Number of repetitions of an operation in a flood.
 const FLOOD: u64 = 128;
-/// Where nothing else is mapped.
+/// DMA address at which nothing is mapped.
 const FAR: u64 = 1 << 48;
-/// What a page that is not shared is full of.
+/// Fill byte of pages that are not shared.
 const GUARD: u8 = 0xa5;
-/// Pages behind the guest's memory that are never shared.
+/// Number of pages behind the guest's memory that are never shared.
 const GUARDS: u64 = 4;
-/// The parts in which memory is shared and taken back: first page, pages.
+/// Parts of the memory that are shared and unmapped separately: first page, number of pages.
 const PARTS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -54,12 +55,12 @@ pub fn run(input: &[u8]) {
     guest.finish();
 }
 
-/// A part of the guest's memory.
+/// State of a part of the guest's memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     Shared,
     SharedToRead,
-    /// It was taken back, and that was confirmed.
+    /// Unmapped, and the unmap is confirmed.
     Away,
 }
 
@@ -68,14 +69,14 @@ struct Guest {
     turns: Turns,
     test_disk: TestDisk,
     memory: SharedBytes,
-    /// The same memory, mapped for reading.
+    /// The same memory, mapped read-only.
     to_read: SharedBytes,
     parts: [Part; PARTS.len()],
-    /// What memory that nobody may write held when it became so.
+    /// Contents of write-protected memory when it became protected.
     image: Vec<u8>,
-    /// As long, for a look at all of it.
+    /// Buffer of the same size, for comparisons.
     spare: Cell<Vec<u8>>,
-    /// From the end of a reset to what may enable the controller.
+    /// True from the end of a reset until the controller may be enabled.
     frozen: bool,
     tails: [u32; 4],
     irq: EventFd,
@@ -166,13 +167,13 @@ impl Guest {
         }
     }
 
-    /// What may not be written is to stay as it is now.
+    /// Records the contents of write-protected memory.
     fn remember(&mut self) {
         let now = self.all();
         self.spare.set(std::mem::replace(&mut self.image, now));
     }
 
-    /// Compares all that may not be written with what it held.
+    /// Compares write-protected memory with its recorded contents.
     fn check(&self) {
         let now = self.all();
         let same = |first: u64, pages: u64, why: &str| {
@@ -203,7 +204,7 @@ impl Guest {
         }
     }
 
-    /// Lets the worker do what it can, until there is nothing more.
+    /// Runs turns until no work is left.
     fn settle(&mut self) {
         for _ in 0..TURNS {
             if !self.turns.turn() {
@@ -219,7 +220,7 @@ impl Guest {
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            // It may wait for the disk, which may not be asked to hurry.
+            // An operation may wait for the disk, so its requests are ended.
             self.test_disk.state().end_all();
         }
         panic!("{what}");
@@ -247,12 +248,12 @@ impl Guest {
         self.write32(regs::AQA, aqa);
         self.write(regs::ASQ, &command::ASQ.to_le_bytes());
         self.write(regs::ACQ, &command::ACQ.to_le_bytes());
-        // All I/O command sets that the controller has.
+        // CC with all I/O command sets of the controller.
         self.write32(regs::CC, 0x0046_0061);
         self.tails = [0; 4];
     }
 
-    /// Queue pairs 1 and 2, and shadow doorbells, as most guests have.
+    /// Creates queue pairs 1 and 2, and configures shadow doorbells, as most guests do.
     fn create_queues(&mut self, source: &mut Source<'_>) {
         let shadow = source.bool();
         for qid in 1..=2u16 {
@@ -277,11 +278,11 @@ impl Guest {
         }
     }
 
-    /// Puts a command where the next one of this queue might be.
+    /// Writes a command where the next entry of this queue may be.
     fn put(&mut self, qid: u16, sqe: &shadowbell_spec::Sqe) {
         let tail = self.tails[usize::from(qid)];
         self.poke(command::sq_at(qid) + u64::from(tail) * 64, sqe.as_bytes());
-        // Nobody knows how long the queue is; 16 entries is what some of them have.
+        // The size of the queue is unknown; 16 entries is a frequent one.
         self.tails[usize::from(qid)] = (tail + 1) % command::ADMIN_ENTRIES;
     }
 
@@ -313,7 +314,7 @@ impl Guest {
                 self.poke(at, &bytes);
             }
             10 => {
-                // The buffers of Doorbell Buffer Config, both of them.
+                // One of the two buffers of Doorbell Buffer Config.
                 let entry = u64::from(source.u8() % 12) * 4;
                 let at = source.of(&[command::SHADOW, command::EVENT_IDX]);
                 let value = source.near(&[0, 1, 3, 15, 63, 64, 0xffff, 0x1_0000]) as u32;
@@ -385,7 +386,7 @@ impl Guest {
         assert!(!csts.rdy() || !self.frozen, "it was reset, and is ready: {csts:?}");
     }
 
-    /// Many maps that come and go before the worker has seen any.
+    /// Many maps and unmaps before the I/O thread has handled any.
     fn map_and_unmap(&self) {
         let page = self.memory.slice(0, PAGE as usize).expect("a page");
         for n in 0..FLOOD {
@@ -395,7 +396,7 @@ impl Guest {
         }
     }
 
-    /// A reset of some kind, to its end.
+    /// Executes a reset of the type `kind` until its end.
     fn reset(&mut self, kind: usize) {
         let done = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&done);
@@ -436,7 +437,7 @@ impl Guest {
     fn finish(&mut self) {
         self.reset(1);
         self.check();
-        // One may wait for another.
+        // A reset may wait for another one.
         for _ in 0..8 {
             self.test_disk.state().end_flushes();
             self.settle();

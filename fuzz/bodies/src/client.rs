@@ -1,6 +1,6 @@
-//! A vfio-user server that answers anything, set upon the client. What it says is in the socket
-//! before the client asks: the replies to the questions that come, with the right number and
-//! command most of the time, and fields, lengths, descriptors and interruptions of any kind.
+//! Fuzz body: a hostile vfio-user server against the client. Its replies are in the socket before
+//! the client sends its requests: mostly with the right id and command, and with arbitrary
+//! fields, lengths, descriptors and truncations.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -20,7 +20,7 @@ use zerocopy::IntoBytes;
 
 const QUESTIONS: usize = 24;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -33,7 +33,7 @@ pub fn run(input: &[u8]) {
     for (id, question) in questions.iter().enumerate() {
         answer(&mut source, &ours, id as u16, *question);
     }
-    // What is not there by now will never be.
+    // No further data will arrive.
     let _ = shutdown(&ours, Shutdown::Write);
     let options = Options { timeout: Some(Duration::from_secs(5)) };
     let client = Client::from_stream(theirs, options);
@@ -58,7 +58,7 @@ const ASKED: [u16; 10] = [
     verb::DEVICE_RESET,
 ];
 
-/// What is made of the answer does not matter, as long as it ends.
+/// Sends a request. Its result is ignored; the call must return.
 fn ask(client: &Client, question: u16) {
     let mut data = [0; 64];
     match question {
@@ -96,7 +96,7 @@ fn ask(client: &Client, question: u16) {
     }
 }
 
-/// Puts the answer to a question into the socket.
+/// Writes the reply to a request into the socket.
 fn answer(source: &mut Source<'_>, socket: &OwnedFd, id: u16, question: u16) {
     let mut payload = match question {
         verb::VERSION => version(source),
@@ -138,7 +138,7 @@ fn answer(source: &mut Source<'_>, socket: &OwnedFd, id: u16, question: u16) {
         }
     }
     if source.rarely(8) {
-        // A command of its own comes in between.
+        // A request of the server's own precedes the reply.
         let id = source.u16();
         say(source, socket, Header { id, command: 11, size: 0, flags: 0, error: 0 }, &[], 0);
     }
@@ -165,7 +165,7 @@ fn say(source: &mut Source<'_>, socket: &OwnedFd, header: Header, payload: &[u8]
     if !borrowed.is_empty() {
         assert!(control.push(SendAncillaryMessage::ScmRights(&borrowed)));
     }
-    // A full socket is one more way to be cut short.
+    // A full socket truncates the reply.
     let _ = sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
 }
 

@@ -1,5 +1,5 @@
-//! Commands, registers and addresses as a host might use them: mostly plausible, so that an input
-//! gets somewhere, and now and then anything.
+//! Generator of commands, registers and addresses: mostly plausible, so that inputs reach deep
+//! code, sometimes arbitrary.
 
 use crate::layered;
 use crate::source::Source;
@@ -8,39 +8,39 @@ use shadowbell_spec::sgl::SglDescriptor;
 use shadowbell_spec::sqe::NSID_ALL;
 use zerocopy::IntoBytes;
 
-/// Where a guest's memory begins in the controller's eyes.
+/// DMA address of the guest's memory.
 pub(crate) const BASE: u64 = 0x10_0000;
-/// Bytes of a page.
+/// Page size in bytes.
 pub(crate) const PAGE: u64 = 4096;
-/// Pages of it.
+/// Number of pages of the guest's memory.
 pub(crate) const PAGES: u64 = 32;
-/// The first page that is for data and lists.
+/// First page for data and lists.
 const DATA: u64 = 14;
 
-/// What a page of the guest's memory is for, when it is used as meant.
+/// Address of a page of the guest's memory.
 pub(crate) fn page(number: u64) -> u64 {
     BASE + number * PAGE
 }
-/// The admin queue's entries.
+/// Number of entries of the admin queue.
 pub(crate) const ADMIN_ENTRIES: u32 = 16;
-/// The pages of the admin queues.
+/// Pages of the admin queues.
 pub(crate) const ASQ: u64 = BASE;
 pub(crate) const ACQ: u64 = BASE + PAGE;
-/// The pages of Doorbell Buffer Config.
+/// Pages of Doorbell Buffer Config.
 pub(crate) const SHADOW: u64 = BASE + 12 * PAGE;
 pub(crate) const EVENT_IDX: u64 = BASE + 13 * PAGE;
 
-/// Where queue `qid` is meant to be.
+/// Intended address of submission queue `qid`.
 pub(crate) fn sq_at(qid: u16) -> u64 {
     page(u64::from(qid % 6) * 2)
 }
 
-/// Where its completion queue is meant to be.
+/// Intended address of completion queue `qid`.
 pub(crate) fn cq_at(qid: u16) -> u64 {
     sq_at(qid) + PAGE
 }
 
-/// An address for data: in the guest's memory most of the time.
+/// Address for data, mostly within the guest's memory.
 pub(crate) fn address(source: &mut Source<'_>) -> u64 {
     let anywhere = page(DATA + source.below((PAGES - DATA) as usize) as u64);
     match source.below(16) {
@@ -55,7 +55,7 @@ pub(crate) fn address(source: &mut Source<'_>) -> u64 {
     }
 }
 
-/// A data pointer: two PRPs or an SGL descriptor, with the flags that say which.
+/// Data pointer (two PRPs or an SGL descriptor), with the PSDT flags.
 fn data_pointer(source: &mut Source<'_>) -> ([u8; 16], u8) {
     if source.rarely(4) {
         let kind = source.of(&[0x00, 0x00, 0x10, 0x20, 0x30, 0x01, 0x40, 0xf0, 0x21]);
@@ -70,7 +70,7 @@ fn data_pointer(source: &mut Source<'_>) -> ([u8; 16], u8) {
     (dptr, 0)
 }
 
-/// An SGL descriptor of any type.
+/// SGL descriptor of any type.
 pub(crate) fn descriptor(address: u64, length: u32, identifier: u8) -> SglDescriptor {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&address.to_le_bytes());
@@ -79,7 +79,7 @@ pub(crate) fn descriptor(address: u64, length: u32, identifier: u8) -> SglDescri
     SglDescriptor::from_dptr(bytes)
 }
 
-/// A command for the admin queue, or for an I/O queue.
+/// Command for the admin queue or for an I/O queue.
 pub(crate) fn command(source: &mut Source<'_>, admin: bool) -> Sqe {
     let opcode = match (source.rarely(16), admin) {
         (true, _) => source.u8(),
@@ -104,7 +104,7 @@ pub(crate) fn command(source: &mut Source<'_>, admin: bool) -> Sqe {
         layered::fields(source, &mut sqe, metadata);
     }
     if source.rarely(8) {
-        // One thing that no host would do.
+        // One invalid field.
         let (at, value) = (source.below(16), source.u32());
         let bytes = sqe.as_mut_bytes();
         bytes[at * 4..at * 4 + 4].copy_from_slice(&value.to_le_bytes());
@@ -168,7 +168,7 @@ fn io_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
     let slba = source.near(&[0, 1, 8, 100, 127, 128]);
     (sqe.cdw10, sqe.cdw11) = (slba as u32, (slba >> 32) as u32);
     if source.rarely(8) {
-        // Half of a fused operation, most likely.
+        // Mostly half of a fused operation.
         sqe.opcode = source.of(&[0x05, 0x01, sqe.opcode]);
         sqe.flags |= source.of(&[1, 2, 1, 2, 3]);
     }
@@ -186,7 +186,7 @@ fn io_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
     }
 }
 
-/// What a list that PRPs or an SGL point to may hold: addresses, descriptors, ranges.
+/// Contents of a PRP list, an SGL segment or a range list.
 pub(crate) fn list(source: &mut Source<'_>) -> Vec<u8> {
     let entries = 1 + source.below(16);
     let kind = source.below(4);

@@ -1,11 +1,10 @@
-//! A controller that does anything: registers, Identify data, completions and EventIdx of any
-//! content, commands that are never or twice completed. Set upon the driver, which has to end in an
-//! error or to recover.
+//! Fuzz body: a hostile controller against the driver. Registers, Identify data, completions and
+//! EventIdx have arbitrary contents; commands are never or repeatedly completed. The driver must
+//! recover or return an error.
 //!
-//! Checked besides that: the driver's queue entries and data pointers lie in memory that it shares,
-//! whatever the device answers; a tail is one that its queue can have; no buffer is handed back,
-//! and no memory taken away, while the controller may still write to it; and there is an end to
-//! what it asks.
+//! Further checks: queue entries and data pointers of the driver are within shared memory; a tail
+//! is valid for its queue; no buffer is returned and no memory unmapped while the controller may
+//! still write to it; and the number of commands is bounded.
 
 mod device;
 
@@ -21,7 +20,7 @@ use std::time::Duration;
 
 const ACTIONS: usize = 48;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -37,7 +36,7 @@ pub fn run(input: &[u8]) {
     device.state().malicious = false;
 }
 
-/// What kind of controller it is.
+/// Properties of the controller.
 fn shape(source: &mut Source<'_>, device: &Device) {
     let mut state = device.state();
     if source.rarely(3) {
@@ -155,7 +154,7 @@ fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller, 
             }
         }
     }
-    // From here on it does what it is asked, so that what it holds on to can be had back.
+    // From now on the controller behaves correctly, so that all buffers can be returned.
     {
         let mut state = device.state();
         (state.malicious, state.removed) = (false, false);
@@ -168,7 +167,7 @@ fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller, 
     limits.step("driver");
 }
 
-/// Takes completions: what comes back must not be the controller's any more.
+/// Takes completions, and checks that the controller does not own their buffers any more.
 fn take(device: &Device, queue: &mut QueuePair) {
     let (qid, mut taken) = (queue.qid(), Vec::new());
     let _ = queue.poll(|completion| taken.push(completion));

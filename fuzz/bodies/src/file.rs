@@ -1,14 +1,15 @@
-//! A file whose reads and writes are short, fail and end in any order, as a disk of two queues, and
-//! a model of what it holds.
+//! Fuzz body: a file whose reads and writes are short, fail, and complete in any order, as a disk
+//! with two queues, against a model of its contents.
 //!
-//! One thread: a program says when each call on the file ends, and how, and when a sync begins and
-//! what comes of it. Checked:
+//! The body runs on one thread: a program decides when and how each call on the file ends, when a
+//! sync starts, and with which result. Checks:
 //!
-//! * each request ends once, and when nothing holds it back, it does end;
-//! * none fails that was not cancelled, unless an error was injected meanwhile;
-//! * what a read brings is what was written there last, unless that failed or others were at it;
-//! * a flush, and a write that is to be durable, succeed only after a sync that has begun since and
-//!   has succeeded; through the page cache, not after a sync that has failed.
+//! * each request ends exactly once, and does end if nothing delays it;
+//! * a request fails only if it was cancelled or an error was injected meanwhile;
+//! * a read returns the last written data, unless that write failed or was concurrent with
+//! others;
+//! * a flush or a FUA write succeeds only after a successful sync that started later; through the
+//! page cache, not after a failed sync.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -25,14 +26,14 @@ use std::path::PathBuf;
 const ACTIONS: usize = 160;
 const BLOCK: usize = 512;
 const BLOCKS: usize = 1280;
-/// Requests that a queue has at most.
+/// Maximum number of requests of a queue.
 const TAGS: u32 = 8;
 const QUEUES: usize = 2;
-/// The longest request: more than one piece of what goes through a bounce buffer.
+/// Maximum length of a request: more than one piece of a bounce buffer.
 const MOST: usize = 600;
-/// Bytes between the buffers of two requests: room for one that is not aligned.
+/// Distance between the buffers of two requests, with room for an unaligned one.
 const SLOT: usize = MOST * BLOCK + 4096;
-/// Rounds in which everything has to end.
+/// Number of rounds in which everything must end.
 const ROUNDS: usize = 400;
 
 const EIO: i32 = 5;
@@ -40,7 +41,7 @@ const ENOSPC: i32 = 28;
 const PASSING: [i32; 2] = [4, 11];
 const ERRORS: [i32; 8] = [EIO, ENOSPC, 11, 4, 95, 22, 11, 125];
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -53,33 +54,33 @@ pub fn run(input: &[u8]) {
         limits.step("file");
     }
     if source.rarely(4) {
-        // The queues wait for what is under way, which is cancelled.
+        // The queues wait for requests in flight, which are cancelled.
         return;
     }
     user.finish();
     limits.step("file");
 }
 
-/// What is known of a block.
+/// Known state of a block.
 #[derive(Clone, Copy, Default)]
 struct Block {
-    /// What all its words are, unless that is not known.
+    /// Word with which the block is filled; `None` if unknown.
     word: Option<u64>,
-    /// Requests under way that change it.
+    /// Number of requests in flight that change the block.
     writers: u32,
-    /// How often such a request has begun or ended.
+    /// Number of starts and ends of such requests.
     version: u64,
 }
 
 struct Pending {
     request: Request,
-    /// Where its data are.
+    /// Offset of the data.
     at: usize,
-    /// What its first block is to hold; each after it one more. Of a write.
+    /// Word of the first block of a write; each following block has the next number.
     word: u64,
-    /// Of each block, when it was submitted.
+    /// State of each block when the request was submitted.
     blocks: Vec<Block>,
-    /// Errors that had been injected by then, and syncs that had begun.
+    /// Number of errors injected, and of syncs started, at the submission.
     injected: u64,
     begun: u64,
     cancelled: bool,
@@ -95,11 +96,11 @@ struct User {
     pending: [BTreeMap<u32, Pending>; QUEUES],
     next: u64,
     injected: u64,
-    /// Syncs that have begun, the last of them that is under way, and the last that has succeeded.
+    /// Number of started syncs, the last one in flight, and the last successful one.
     begun: u64,
     good: u64,
     lost: bool,
-    /// The file, which the disk has opened once more.
+    /// The file, in addition to the disk's own descriptor.
     file: OwnedFd,
 }
 
@@ -167,7 +168,7 @@ impl User {
         }
     }
 
-    /// How a call ends, most of the time well.
+    /// Result of a call, mostly success.
     fn how(&mut self, source: &mut Source<'_>) -> End {
         match source.below(8) {
             0 => {
@@ -176,7 +177,7 @@ impl User {
             }
             1 => {
                 let most = source.of(&[BLOCK, 1, 4096, 0, 777, 1 << 18]);
-                // Without the page cache, less than a block is nothing; and nothing is an error.
+                // A direct transfer of less than a block counts as 0 bytes, which is an error.
                 self.injected += u64::from(most == 0 || self.direct);
                 End::Short(most)
             }
@@ -222,7 +223,7 @@ impl User {
             1 => 513,
             _ => 1 + source.below(16),
         };
-        // The same places again and again.
+        // A small area, so that requests overlap.
         let end = if source.rarely(4) { BLOCKS - count + 1 } else { 24 };
         let first = source.below(end);
         let flushes = op == Op::Flush;
@@ -268,7 +269,7 @@ impl User {
         self.count(queue);
     }
 
-    /// Fills blocks of a buffer with a word each.
+    /// Fills the blocks of a buffer with one word each.
     fn put(&self, at: usize, words: impl Iterator<Item = u64>) {
         let mut bytes = Vec::with_capacity(BLOCKS * BLOCK);
         for word in words {
@@ -278,7 +279,7 @@ impl User {
         self.buffers.write_from(at, &bytes).expect("room");
     }
 
-    /// The queue knows as many requests as we do.
+    /// Checks the number of pending requests of a queue.
     fn count(&self, queue: usize) {
         assert_eq!(self.queues[queue].pending(), self.pending[queue].len(), "of queue {queue}");
     }
@@ -364,7 +365,7 @@ impl User {
         }
     }
 
-    /// Everything ends, well from here on, and what is known is there.
+    /// Ends everything without further errors, and verifies all known blocks.
     fn finish(&mut self) {
         for _ in 0..ROUNDS {
             for queue in 0..QUEUES {
@@ -393,12 +394,12 @@ impl User {
     }
 }
 
-/// Whether the range is another one afterwards.
+/// True if the operation changes its range.
 fn changes(op: Op) -> bool {
     matches!(op, Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard)
 }
 
-/// The word that a block is full of.
+/// Word with which a block is filled.
 fn word(block: &[u8]) -> Option<u64> {
     let first: [u8; 8] = block.get(..8)?.try_into().ok()?;
     block.chunks_exact(8).all(|word| word == first).then(|| u64::from_le_bytes(first))

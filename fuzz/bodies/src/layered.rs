@@ -1,18 +1,18 @@
-//! Disks with something around them: metadata, zones. A guest may ask more of these.
+//! Disks with layers (metadata, zones), which have additional commands.
 
 use crate::source::Source;
 use shadowbell_backend::{Disk, MemDisk, MetadataDisk, MetadataFormat, ZoneFormat, ZonedDisk};
 use shadowbell_spec::Sqe;
 use std::sync::Arc;
 
-/// The namespaces of these disks.
+/// NSIDs of the namespaces on these disks.
 pub(crate) const WITH_METADATA: u32 = 3;
 pub(crate) const ZONED: u32 = 4;
 
-/// Logical blocks of a zone.
+/// Zone size in logical blocks.
 const ZONE: u64 = 128;
 
-/// `disk` with metadata of any format.
+/// Adds metadata of any format to `disk`.
 pub(crate) fn with_metadata(disk: impl Disk + 'static, source: &mut Source<'_>) -> Arc<dyn Disk> {
     let mut format = MetadataFormat::new(source.of(&[8, 16, 64])).expect("such metadata");
     (format.extended, format.first) = (source.bool(), source.bool());
@@ -24,9 +24,9 @@ pub(crate) fn with_metadata(disk: impl Disk + 'static, source: &mut Source<'_>) 
     Arc::new(MetadataDisk::new(Arc::new(disk), format).expect("a disk that is large enough"))
 }
 
-/// Zones in memory, with few that may be open.
+/// Zoned disk in memory with a low limit of open zones.
 pub(crate) fn zoned(source: &mut Source<'_>) -> Arc<dyn Disk> {
-    // A mebibyte is for what is known of the zones.
+    // One MiB is for the zone table.
     let disk = MemDisk::new(2048 + 8 * ZONE, 512).expect("memory");
     let mut format = ZoneFormat::new(ZONE * 512).expect("such zones");
     format.capacity = source.of(&[ZONE * 512, (ZONE - 3) * 512]);
@@ -37,13 +37,13 @@ pub(crate) fn zoned(source: &mut Source<'_>) -> Arc<dyn Disk> {
     Arc::new(ZonedDisk::new(Arc::new(disk), format, source.bool()).expect("zones"))
 }
 
-/// What such a namespace has more in a command for it.
+/// Additional command fields of such a namespace.
 pub(crate) fn fields(source: &mut Source<'_>, sqe: &mut Sqe, metadata: u64) {
     match sqe.nsid {
         WITH_METADATA => {
             sqe.mptr = metadata;
             sqe.cdw12 |= source.of(&[0, 0, 0b1000, 0b0111, 0b1111, 0b0100, 0b0001]) << 26;
-            // What type 1 expects, and anything else.
+            // Expected reference tag of protection type 1, or another value.
             sqe.cdw14 = source.of(&[sqe.cdw10, sqe.cdw10, 0, u32::MAX, 7]);
             sqe.cdw15 = source.of(&[0, 0xffff_0000, 0x1234_5678, u32::MAX]);
         }

@@ -1,9 +1,9 @@
-//! What one step of a program may cost: a body that is correct and slow, or hoards, fails as well.
+//! Limits of a step of a program: slow code and unbounded memory are findings as well.
 //!
-//! Memory is counted by the allocator of whoever has this crate, over all threads: the tests run
-//! several programs at a time, and what is allowed is more than all of them hold. Time is the
-//! processor's, of the thread that carries the program out; a step is some messages or commands, so
-//! what is allowed is a hundred times what any takes, and a machine at work does not matter.
+//! Memory is counted by the allocator of the program that uses this crate, over all threads: the
+//! tests run several programs at a time, and the limit exceeds the memory of all of them. Time is
+//! CPU time of the thread that executes the program. A step is some messages or commands, and the
+//! limit is a hundred times its usual time, so other load of the machine has no effect.
 
 use cap::Cap;
 use rustix::time::{ClockId, clock_gettime};
@@ -15,15 +15,14 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// How much a program may hold beyond what was held before it.
+/// Maximum memory in bytes of a program, beyond that at its start.
 const HELD: usize = 48 << 20;
-/// How much of the processor's time a step may take. With the address sanitizer, everything takes
-/// some times as long.
+/// Maximum CPU time of a step. The address sanitizer multiplies it.
 const TIME: Duration = Duration::from_secs(1);
-/// How many messages may wait for a worker at a time: some for each admin command that can be under
-/// way, whatever a guest does, and however often. No program has been seen to have more than 4.
+/// Maximum number of messages that wait for an I/O thread: some for each admin command in flight,
+/// independent of the guest's behaviour. The observed maximum is 4.
 const MESSAGES: usize = 64;
-/// How many notices may wait for a control plane: as many as the error log has entries, and some
+/// Maximum number of notices that wait for a control plane: the size of the error log, and some
 /// for each admin command.
 const NOTICES: usize = 64 + 32;
 
@@ -31,34 +30,36 @@ const NOTICES: usize = 64 + 32;
 static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
 static STEPS: AtomicU64 = AtomicU64::new(0);
 
-/// Where the number of steps is told, for whoever runs this under libFuzzer, and how often.
+/// File for the number of steps, for the program that runs libFuzzer, and the interval of its
+/// updates.
 static REPORT: LazyLock<Option<OsString>> = LazyLock::new(|| std::env::var_os("BODIES_STEPS"));
 const OFTEN: u64 = 1024;
 
-/// How many steps all programs have taken so far.
+/// Number of steps of all programs.
 pub fn steps() -> u64 {
     STEPS.load(Ordering::Relaxed)
 }
 
-/// The limits of one program.
+/// Limits of one program.
 pub(crate) struct Limits {
     allocated: usize,
     time: Cell<Duration>,
 }
 
 impl Limits {
-    /// A program begins.
+    /// Starts a program.
     pub(crate) fn begin() -> Self {
         Self { allocated: ALLOCATOR.allocated(), time: Cell::new(time()) }
     }
 
-    /// It has taken a step.
+    /// Ends a step, and checks its limits.
     pub(crate) fn step(&self, body: &str) {
         let steps = STEPS.fetch_add(1, Ordering::Relaxed) + 1;
         if steps.is_multiple_of(OFTEN)
             && let Some(path) = REPORT.as_ref()
         {
-            // Opened each time: some programs count this process's descriptors.
+            // The file is opened each time, because some programs count the descriptors of this
+            // process.
             let _ = std::fs::write(path, steps.to_string());
         }
         let held = ALLOCATOR.allocated().saturating_sub(self.allocated);
@@ -68,7 +69,7 @@ impl Limits {
         assert!(took <= TIME, "{body}: a step took {took:?}");
     }
 
-    /// As [`step`](Self::step), of a program with a worker and a controller.
+    /// Ends a step of a program with an I/O thread and a controller.
     pub(crate) fn step_of(&self, body: &str, turns: &mut Turns, controller: &Controller) {
         let (messages, notices) = (turns.most_messages(), controller.most_notices());
         assert!(messages <= MESSAGES, "{body}: {messages} messages have waited for a worker");

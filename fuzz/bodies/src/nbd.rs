@@ -1,9 +1,9 @@
-//! An NBD client that sends anything to the server, and a server that sends anything to the decoder
+//! Fuzz body: a hostile NBD client against the server, and a hostile server against the decoder
 //! of replies.
 //!
-//! Checked: the handshake comes to the same however its bytes arrive; each request is answered at
-//! most once, and what is answered was asked; and a client that has said that it sends no more is
-//! let go.
+//! Checks: the result of the handshake does not depend on the pieces in which its bytes arrive;
+//! each request is answered at most once, and each reply belongs to a request; and a client that
+//! has shut down its sending direction is disconnected.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -22,10 +22,10 @@ use std::time::Duration;
 
 const BYTES: u64 = 1 << 20;
 const REQUESTS: usize = 32;
-/// Actions of one program.
+/// Number of actions of one program.
 const ACTIONS: usize = 16;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -42,7 +42,7 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// A server's replies, which a client takes off the front.
+/// Decodes the replies of a server one after the other.
 fn replies(mut bytes: &[u8]) {
     while let Ok(Some((reply, used))) = Incoming::decode(bytes) {
         assert!(used > 0 && used <= bytes.len(), "{reply:?} of {used} bytes");
@@ -50,7 +50,7 @@ fn replies(mut bytes: &[u8]) {
     }
 }
 
-/// The same bytes at once and in pieces.
+/// Handshake with the same bytes at once and in pieces.
 fn handshake(source: &mut Source<'_>) {
     let bytes = options(source);
     let whole = negotiate(&[&bytes]);
@@ -62,7 +62,7 @@ fn handshake(source: &mut Source<'_>) {
     assert_eq!(whole, negotiate(&single), "it depends on how the bytes arrive");
 }
 
-/// What a handshake came to, what was answered, and how many bytes it took.
+/// Result of a handshake, its replies, and the number of consumed bytes.
 fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
     let export = Export {
         name: "disk".into(),
@@ -71,7 +71,7 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
         preferred: 4096,
         flags: 0x6d,
     };
-    // A server that wants TLS, for half of the inputs; what follows is as if it came through that.
+    // Half of the inputs require TLS. The rest of the handshake runs as if through it.
     let first = parts.iter().find_map(|part| part.first());
     let wants_tls = first.is_some_and(|byte| byte & 1 != 0);
     let security = if wants_tls { Security::Required } else { Security::None };
@@ -96,7 +96,7 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
     (Step::More, out, taken)
 }
 
-/// What a client sends before its requests.
+/// Bytes of the handshake of a client.
 fn options(source: &mut Source<'_>) -> Vec<u8> {
     let flags = if source.rarely(8) { source.u32() } else { 3 };
     let mut bytes = flags.to_be_bytes().to_vec();
@@ -138,7 +138,7 @@ fn options(source: &mut Source<'_>) -> Vec<u8> {
     bytes
 }
 
-/// A server with a disk in this process, for all programs.
+/// Server with an in-process disk, shared by all programs.
 fn server() -> &'static PathBuf {
     static SERVER: OnceLock<(Server, tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (.., path) = SERVER.get_or_init(|| {
@@ -165,7 +165,7 @@ fn converse(source: &mut Source<'_>) {
     let timeout = Some(Duration::from_secs(10));
     stream.set_read_timeout(timeout).expect("a timeout");
     stream.set_write_timeout(timeout).expect("a timeout");
-    // Straight to the requests most of the time; then it is known what may come.
+    // Mostly a valid handshake; then the expected replies are known.
     let known = !source.rarely(4);
     let structured = source.bool();
     let mut bytes = Vec::new();
@@ -194,7 +194,7 @@ fn converse(source: &mut Source<'_>) {
             command: source.of(&[0, 1, 0, 1, 3, 4, 6, 7, 5, 8]),
             cookie,
             offset: source.near(&[0, 512, 4096, BYTES, BYTES - 4096, 1]),
-            // A long one would be waited for.
+            // Long requests are rare, because the program waits for their data.
             len: if source.rarely(16) { len } else { len & 0x1_ffff },
         };
         asked.push((request.command, request.len));
@@ -209,7 +209,7 @@ fn converse(source: &mut Source<'_>) {
     if source.rarely(4) {
         bytes.truncate(source.below(bytes.len() + 1));
     }
-    // A client that goes away does not read to the end.
+    // A client that disconnects does not read all replies.
     let mut reader = stream.try_clone().expect("a descriptor");
     let hurry = source.rarely(4);
     let answers = std::thread::spawn(move || {
@@ -220,8 +220,8 @@ fn converse(source: &mut Source<'_>) {
         answers
     });
     let mut rest = &bytes[..];
-    // Not by `write`: that would be a signal, under libFuzzer a deadly one, where the server hangs
-    // up.
+    // `send` with NOSIGNAL instead of `write`: SIGPIPE would end the process under libFuzzer when
+    // the server disconnects.
     while let Ok(len @ 1..) = rustix::net::send(&stream, rest, SendFlags::NOSIGNAL) {
         rest = &rest[len..];
     }
@@ -232,9 +232,9 @@ fn converse(source: &mut Source<'_>) {
     }
 }
 
-/// Takes the answers apart.
+/// Parses and checks the replies.
 fn check(answers: &[u8], structured: bool, asked: &[(u16, u32)]) {
-    // The greeting, and then replies to options, up to that to the last: an ACK of GO.
+    // The greeting, and replies to options up to the ACK of GO.
     let Some(mut rest) = answers.get(18..) else { return };
     loop {
         let mut reader = wire::Reader(rest);

@@ -1,18 +1,17 @@
-//! A guest that keeps to the rules, over a disk that holds requests back and fails them as a
-//! program says, and a model of what must come of each command.
+//! Fuzz body: a guest that follows the rules, on a disk that delays and fails requests as the
+//! program demands, against a model of the result of each command.
 //!
-//! Checked after each turn of the worker:
+//! Checked after each turn of the I/O thread:
 //!
-//! * a completion is of a command that is outstanding, so each completes at most once; it has the
-//!   right phase tag, submission queue and a head that the queue can have; it succeeds if nothing
-//!   is wrong with it and fails if something is;
-//! * no completion is posted to a queue that is full;
-//! * of the guest's memory nothing has changed but the data of reads under way, free entries of
-//!   completion queues, and EventIdx of queues that exist;
-//! * what a read has brought is what the disk holds, and what the disk was given is what a write or
-//!   a copy was to give it;
-//! * after a reset, the deletion of a queue and an unmap, nothing comes of what was there before;
-//! * when nothing holds it back, every command comes to its end.
+//! * A completion belongs to an outstanding command, so each command completes at most once. Its
+//! phase tag and submission queue are right, and its head is possible. It succeeds if nothing is
+//! wrong with the command, and fails otherwise.
+//! * No completion is posted to a full queue.
+//! * In the guest's memory, only data of reads in flight, free completion queue entries, and
+//! EventIdx of existing queues change.
+//! * A read returns the data of the disk, and the disk gets the data of a write or copy.
+//! * After a reset, a queue deletion and an unmap, earlier commands have no effect.
+//! * If nothing delays it, every command completes.
 
 mod data;
 mod host;
@@ -29,7 +28,7 @@ use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 160;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -113,7 +112,7 @@ fn act(host: &mut Host, source: &mut Source<'_>) {
     }
 }
 
-/// A queue pair; or a submission queue more for a completion queue that is there.
+/// Creates a queue pair, or an additional submission queue for an existing completion queue.
 fn create(host: &mut Host, source: &mut Source<'_>, qid: u16, cq: u16) {
     let entries = |source: &mut Source<'_>| source.of(&[4u32, 2, 3, 8, 16, 64]);
     let (of_cq, of_sq) = (entries(source), entries(source));
@@ -121,7 +120,7 @@ fn create(host: &mut Host, source: &mut Source<'_>, qid: u16, cq: u16) {
     host.create(qid, cq, of_cq, of_sq, interrupts);
 }
 
-/// An I/O command into a queue, if there is room for one.
+/// Submits an I/O command, if the queue has room.
 fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
     let Some(slot) = host.slot(qid) else { return };
     let at = host::slot_at(slot);
@@ -154,7 +153,7 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
             let data = if same {
                 test_disk::contents(offset, len as u64)
             } else {
-                // Nobody else's, and not what the disk holds, which has no zeroes.
+                // Unique data that differ from the disk's, which have no zeroes.
                 let mut data = source.pattern(len);
                 data[0] = 0;
                 data[1..3].copy_from_slice(&sqe.cid.to_le_bytes());
@@ -212,7 +211,7 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
         }
     };
     if wrong || pointer.wrong {
-        // And nothing may come of it.
+        // The command must have no effect.
         expect = Expect::Failure;
         pointer.pieces.clear();
     }
@@ -237,7 +236,7 @@ fn zero_range() -> CopyRange {
     }
 }
 
-/// An admin command that changes no queue.
+/// Submits an admin command that changes no queue.
 fn submit_admin(host: &mut Host, source: &mut Source<'_>) {
     let Some(slot) = host.slot(0) else { return };
     let at = host::slot_at(slot);
@@ -257,7 +256,7 @@ fn submit_admin(host: &mut Host, source: &mut Source<'_>) {
             pointer = Pointer::prps(source, &mut sqe, at, dwords as usize * 4);
         }
         0x09 => {
-            // Interrupt coalescing, the write cache, events, a host's time, ...
+            // Interrupt coalescing, write cache, events, timestamp, and other features.
             sqe.cdw10 = source.of(&[8, 9, 6, 11, 14, 4, 2]);
             sqe.cdw11 = u32::from(source.u16());
             pointer = Pointer::prps(source, &mut sqe, at, 8);
@@ -273,7 +272,7 @@ fn submit_admin(host: &mut Host, source: &mut Source<'_>) {
             if let Some(qid) = live.first() {
                 sqe.cdw10 = u32::from(*qid) | u32::from(host.oldest(*qid)) << 16;
             }
-            // Whatever it hits need not succeed any more.
+            // The aborted command may fail.
             host.trouble = true;
         }
         0x0c => kind = Kind::Event,

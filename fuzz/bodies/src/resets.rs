@@ -1,17 +1,17 @@
-//! A guest that resets its controller at any moment: with commands in their queues, at the disk,
-//! half carried out, while queues are deleted and memory is taken away, and while another reset is
-//! under way. The controller has a small quota.
+//! Fuzz body: a guest that resets its controller at any moment: with commands in queues, at the
+//! disk and in execution, while queues are deleted or memory is unmapped, and during another
+//! reset. The controller has a small quota.
 //!
-//! Checked after each turn of the worker:
+//! Checked after each turn of the I/O thread:
 //!
-//! * a completion is of a command that is outstanding, so each completes at most once, and none of a
-//!   queue whose deletion has completed;
-//! * the disk has no more requests in hand than the quota says, and what commands of many requests
-//!   may have besides;
-//! * once a reset is over, the disk has none, and nothing is written until the next enable; nor is
-//!   memory that was taken back;
-//! * a reset, a deletion and an unmap come to their end as soon as the disk answers, and a reset
-//!   without its answers if the disk gives up what it is asked to.
+//! * A completion belongs to an outstanding command, so each command completes at most once, and
+//! none after the deletion of its queue has completed.
+//! * The disk has at most as many requests as the quota allows, plus those of commands of many
+//! requests.
+//! * After a reset the disk has no requests, and nothing is written until the next enable.
+//! Unmapped memory is not written either.
+//! * A reset, a deletion and an unmap complete as soon as the disk completes its requests; a
+//! reset also if the disk cancels them.
 
 use crate::command::{self, BASE, PAGE, PAGES, page};
 use crate::limits::Limits;
@@ -29,21 +29,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::{FromBytes, IntoBytes};
 
 const ACTIONS: usize = 128;
-/// Turns that anything has to be done in.
+/// Maximum number of turns until any operation must have ended.
 const TURNS: usize = 20_000;
-/// Entries of the I/O queues.
+/// Number of entries of the I/O queues.
 const ENTRIES: u32 = 32;
 const QUEUES: u16 = 2;
-/// The first page for data, and those that hold ranges.
+/// First page for data, and pages of ranges.
 const DATA: u64 = 14;
 const COPY_RANGES: u64 = PAGES - 2;
 const DSM_RANGES: u64 = PAGES - 1;
-/// Requests that all commands of many have in hand at most, whatever the quota says: those of their
-/// steps, and of Copy.
+/// Maximum number of requests of all commands of many requests, in addition to the quota: those
+/// of their steps, and of Copy.
 const OF_MANY: usize = 32 + 32;
 const CC: u32 = 0x0046_0000;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -60,16 +60,17 @@ pub fn run(input: &[u8]) {
     limits.step_of("resets", &mut guest.turns, &guest.controller);
 }
 
-/// Where the controller is.
+/// State of the controller.
 enum Life {
-    /// From the end of a reset to the next enable: nothing is written.
+    /// Disabled, from the end of a reset to the next enable: nothing is written.
     Off,
     On,
-    /// A reset is under way; it is over when this is set, or, without, when CSTS.RDY is 0.
+    /// A reset is in progress. It ends when the flag is set or, without a flag, when CSTS.RDY is
+    /// 0.
     Ending(Option<Arc<AtomicBool>>),
 }
 
-/// What an admin command does when it succeeds.
+/// Effect of an admin command that succeeds.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     DeleteSq(u16),
@@ -81,7 +82,7 @@ enum Kind {
 struct Sq {
     entries: u32,
     tail: u32,
-    /// As the last completion said.
+    /// Head of the submission queue in the last completion.
     head: u32,
     commands: BTreeSet<u16>,
 }
@@ -98,21 +99,21 @@ struct Guest {
     test_disk: TestDisk,
     memory: SharedBytes,
     quota: usize,
-    /// Each command is one request at most.
+    /// Each command is at most one request.
     plain: bool,
     life: Life,
-    /// Memory that goes away with the reset under way.
+    /// Memory that is unmapped with the reset in progress.
     forgets: bool,
-    /// The host did what no host may, so what its queues hold is not known.
+    /// The host has violated the specification, so the contents of its queues are unknown.
     blind: bool,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     admin: BTreeMap<u16, Kind>,
-    /// What all memory held when the controller was off.
+    /// Contents of all memory when the controller was disabled.
     image: Vec<u8>,
-    /// As long, for a look at all memory.
+    /// Buffer of the same size, for comparisons.
     spare: Cell<Vec<u8>>,
-    /// The memory for data was asked back: whether it is, and what it held then.
+    /// Unmap of the data memory: whether it has completed, and the contents at its completion.
     away: Option<(Arc<AtomicBool>, Option<Vec<u8>>)>,
     cid: u16,
 }
@@ -252,7 +253,7 @@ impl Guest {
         self.submit_admin(sqe, Kind::CreateSq(qid));
     }
 
-    /// Whether there was room for it.
+    /// Submits an admin command. False if there was no room.
     fn submit_admin(&mut self, sqe: Sqe, kind: Kind) -> bool {
         let Some(cid) = self.put(0, sqe) else { return false };
         self.admin.insert(cid, kind);
@@ -260,7 +261,7 @@ impl Guest {
         true
     }
 
-    /// Puts a command into a queue, if there is room.
+    /// Writes a command into a queue, if there is room.
     fn put(&mut self, qid: u16, sqe: Sqe) -> Option<u16> {
         let sq = self.sqs.get_mut(&qid)?;
         let next = (sq.tail + 1) % sq.entries;
@@ -283,7 +284,7 @@ impl Guest {
     }
 
     fn act(&mut self, source: &mut Source<'_>) {
-        // It may have ended with the very write; what is rung for after that is for nobody.
+        // The reset may have ended with this write; later doorbells have no effect.
         self.note_end();
         if matches!(self.life, Life::Off) && !source.rarely(4) {
             self.enable();
@@ -325,7 +326,7 @@ impl Guest {
             20 => self.move_memory(),
             21 => self.settle(),
             22 => {
-                // What the reset under way finds of it, it has to give up as well.
+                // The reset in progress has to abort these commands as well.
                 (1..=QUEUES).for_each(|qid| self.ring(qid));
             }
             _ => {
@@ -362,7 +363,7 @@ impl Guest {
         }
     }
 
-    /// A reset of some kind begins; also if another has.
+    /// Starts a reset of any type, also during another one.
     fn begin_reset(&mut self, source: &mut Source<'_>) {
         if matches!(self.life, Life::Off) {
             return;
@@ -387,7 +388,7 @@ impl Guest {
                 self.forgets = true;
             }
             4 if !self.plain => {
-                // A shutdown, which is not waited for.
+                // A shutdown, without waiting for its end.
                 self.write32(regs::CC, CC | 0x4001);
                 self.turn();
                 self.write32(regs::CC, CC);
@@ -396,7 +397,8 @@ impl Guest {
                 }
             }
             _ => {
-                // On again before it is off: no host may, and nobody knows what it finds then.
+                // Enabling before the controller is disabled violates the specification; the
+                // result is undefined.
                 self.blind = true;
                 self.write32(regs::CC, CC);
                 for _ in 0..source.below(3) {
@@ -412,7 +414,7 @@ impl Guest {
         }
     }
 
-    /// Takes the memory for data back, or shares it again.
+    /// Unmaps the data memory, or maps it again.
     fn move_memory(&mut self) {
         if self.forgets {
             return;
@@ -432,7 +434,7 @@ impl Guest {
         }
     }
 
-    /// What was given back holds from then on what it held.
+    /// Records the contents of unmapped memory.
     fn note_away(&mut self) {
         let is_given = |(done, image): &(Arc<AtomicBool>, Option<Vec<u8>>)| {
             image.is_none() && done.load(Ordering::SeqCst)
@@ -470,7 +472,8 @@ impl Guest {
         if self.blind {
             return;
         }
-        // The admin queue last: when a deletion completes, nothing comes of the queue any more.
+        // The admin queue is last: after the completion of a deletion, the queue has no
+        // completions.
         for qid in (0..=QUEUES).rev() {
             while let Some(cq) = self.cqs.get_mut(&qid) {
                 let at = (command::cq_at(qid) - BASE) as usize + cq.head as usize * 16;
@@ -512,7 +515,7 @@ impl Guest {
         }
     }
 
-    /// Looks whether the reset under way is over.
+    /// Checks whether the reset in progress has ended.
     fn note_end(&mut self) {
         self.note_away();
         let over = match &self.life {
@@ -539,7 +542,7 @@ impl Guest {
         }
     }
 
-    /// Compares what may not be written with what it held.
+    /// Compares write-protected memory with its recorded contents.
     fn check(&self) {
         let off = matches!(self.life, Life::Off);
         let away = self.away.as_ref().and_then(|(_, image)| image.as_ref());
@@ -555,7 +558,7 @@ impl Guest {
 
     /// A last reset.
     fn finish(&mut self) {
-        // If no other has begun, it asks for the end of everything, and the disk does that.
+        // If no other reset is in progress, all requests are cancelled, and the disk ends them.
         let prompt = matches!(self.life, Life::On);
         self.test_disk.state().cancellable |= prompt;
         if !matches!(self.life, Life::Off | Life::Ending(Some(_))) {
@@ -577,7 +580,7 @@ impl Guest {
     }
 }
 
-/// A command that is well-formed: one request, many, or a long one.
+/// A well-formed command: one request, many, or a long one.
 fn io(source: &mut Source<'_>, plain: bool) -> Sqe {
     const ALL: [u8; 10] = [0x02, 0x02, 0x01, 0x01, 0x05, 0x0c, 0x08, 0x00, 0x09, 0x19];
     let opcode = source.of(if plain { &ALL[..7] } else { &ALL });

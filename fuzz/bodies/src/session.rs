@@ -1,10 +1,11 @@
-//! A VMM that sends anything: messages of every kind with any fields, cut short and run together,
-//! with descriptors of all sorts, to the vfio-user server with a real controller behind it.
+//! Fuzz body: a hostile VMM. Messages of all types with arbitrary fields, truncated and
+//! concatenated, with all types of descriptors, are sent to the vfio-user server with a real
+//! controller.
 //!
-//! One thread: the reactor, the worker and the client take turns. What is checked, besides that
-//! nothing panics: a whole message that wants a reply gets exactly one, in order, with its id and
-//! command, and an errno that is not 0 if it failed; a client that has kept the protocol's framing
-//! is not dropped; and when the client is gone, no descriptor of it is left.
+//! Reactor, I/O thread and client take turns on one thread. Checked, in addition to panics: a
+//! complete message that requests a reply gets exactly one, in order, with its id and command,
+//! and with an errno other than 0 if it failed; a client that keeps the protocol's framing is not
+//! disconnected; and after the client has disconnected, none of its descriptors is left.
 
 pub(crate) mod frames;
 pub(crate) mod messages;
@@ -34,16 +35,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// Actions of one program.
+/// Number of actions of one program.
 const ACTIONS: usize = 64;
-/// Turns that anything has to be done in.
+/// Maximum number of turns until any operation must have ended.
 const TURNS: usize = 2000;
-/// Turns in a row in which nobody had anything to do: then nobody has.
+/// Number of consecutive idle turns after which no work is left.
 const QUIET: usize = 2;
-/// Turns that a client's end takes.
+/// Number of turns that a disconnect takes.
 const LEAVING: usize = 12;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
@@ -64,7 +65,7 @@ pub fn run(input: &[u8]) {
     }
     visit.finish();
     drop(visit);
-    // What only a thread of its own may close is closed a little later.
+    // Some descriptors are closed by a separate thread, a little later.
     let until = Instant::now() + Duration::from_secs(10);
     while descriptors() > before {
         let now = descriptors();
@@ -74,22 +75,22 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// A controller behind a socket, and whoever is at the other end.
+/// A controller behind a socket, and its client.
 struct Visit {
     turns: Turns,
     controller: Controller,
     reactor: Reactor,
     listener: OwnedFd,
-    /// Our end of the connection.
+    /// Client's end of the connection.
     socket: Option<OwnedFd>,
-    /// What we have sent, what has to come of it, and what has come.
+    /// Sent frames, expected replies, and received ones.
     frames: Frames,
-    /// Replies are left unread.
+    /// Replies are not read.
     deaf: bool,
-    /// The memory that is shared at [`BASE`], and its file.
+    /// Shared memory at [`BASE`], and its file.
     file: OwnedFd,
     memory: SharedBytes,
-    /// Somebody cut the file off, or it was never as it should be.
+    /// The file was truncated, or never had the right size.
     cut: bool,
     tails: [u32; 4],
 }
@@ -139,24 +140,24 @@ impl Visit {
         self.pump();
     }
 
-    /// Leaves, and waits until the server has noticed.
+    /// Disconnects, and waits until the server has noticed.
     fn leave(&mut self) {
         self.socket = None;
-        // An end of file for the reactor, a reset for the worker, and the word that it is done; one
-        // turn for each, and one more than that. Whoever is not let in then waits to be.
+        // End of file for the reactor, reset for the I/O thread, and its completion: one turn
+        // each, and one more. A waiting client is then accepted.
         for _ in 0..LEAVING {
             self.step();
         }
     }
 
-    /// Lets the server do what it can.
+    /// One turn of the server.
     fn step(&mut self) -> bool {
         let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor goes on");
         assert!(alive, "nobody stopped it");
         self.turns.turn()
     }
 
-    /// Lets everybody do what they can, until there is nothing more.
+    /// Runs turns until no work is left.
     fn pump(&mut self) {
         let mut quiet = 0;
         for _ in 0..TURNS {
@@ -169,7 +170,7 @@ impl Visit {
         panic!("there is always something to do");
     }
 
-    /// Reads replies; whether there were any. Descriptors that come along are closed by the kernel.
+    /// Reads replies. Returns true if there were any. The kernel closes received descriptors.
     fn hear(&mut self) -> bool {
         let Some(socket) = self.socket.as_ref().filter(|_| !self.deaf) else { return false };
         let mut bytes = [0u8; 4096];
@@ -188,7 +189,7 @@ impl Visit {
         }
     }
 
-    /// Sends bytes with descriptors; in `parts` of which each but the last has none.
+    /// Sends bytes with descriptors, in `parts` parts of which only the last has descriptors.
     fn send(&mut self, bytes: &[u8], fds: &[OwnedFd], parts: usize) {
         let chunk = bytes.len().div_ceil(parts.max(1)).max(1);
         let chunks: Vec<_> = bytes.chunks(chunk).collect();
@@ -221,7 +222,7 @@ impl Visit {
                         return;
                     }
                 }
-                // It waits for us to read.
+                // The server waits until replies are read.
                 Err(Errno::AGAIN) => self.deaf = false,
                 Err(Errno::PIPE | Errno::CONNRESET) => {
                     self.hear();
@@ -235,7 +236,7 @@ impl Visit {
         panic!("the server takes no more bytes");
     }
 
-    /// One whole message of the usual form.
+    /// Sends one complete message of the usual form.
     fn tell(&mut self, command: u16, payload: &[&[u8]], fds: &[OwnedFd]) {
         self.send(&messages::message(command, 0, payload), fds, 1);
         self.pump();
@@ -246,7 +247,7 @@ impl Visit {
         self.tell(verb::VERSION, &[&[0, 0, 1, 0], json, &[0]], &[]);
     }
 
-    /// Shares the memory, turns bus mastering on and enables the controller, as a guest does.
+    /// Shares the memory, enables bus mastering and the controller, as a guest does.
     fn enable(&mut self) {
         let file = self.file.try_clone().expect("a descriptor");
         self.tell(verb::DMA_MAP, &[&messages::dma_map(BASE, PAGES * PAGE, 0, 3)], &[file]);
@@ -259,7 +260,7 @@ impl Visit {
         self.tails = [0; 4];
     }
 
-    /// Stops the device, reads its state, and gives it back, perhaps not as it was.
+    /// Stops the device, reads its migration state, and loads it again, possibly changed.
     fn relocate(&mut self, source: &mut Source<'_>) {
         self.set_state(3);
         let before = self.frames.last_reply();
@@ -303,7 +304,7 @@ impl Visit {
             }
             15 => self.deaf = source.bool(),
             16 => {
-                // As long as it was meant to be, or shorter, or longer.
+                // The intended length, or a shorter or longer one.
                 let len = source.of(&[PAGES, 0, 1, PAGES / 2, PAGES + 1]) * PAGE;
                 self.cut |= len < PAGES * PAGE;
                 ftruncate(&self.file, len + u64::from(source.u8())).expect("memory");
@@ -335,7 +336,7 @@ impl Visit {
         }
     }
 
-    /// A message with descriptors, whole or not.
+    /// Sends a message with descriptors, complete or truncated.
     fn say(&mut self, source: &mut Source<'_>) {
         let (mut bytes, fds, odd) = messages::any(source, &self.file);
         if odd {
@@ -348,7 +349,7 @@ impl Visit {
         self.send(&bytes, &fds, parts);
     }
 
-    /// Puts a command in a queue, and rings.
+    /// Writes a command into a queue, and the doorbell.
     fn submit(&mut self, source: &mut Source<'_>) {
         let qid = source.of(&[0u16, 0, 1, 1, 2, 3]);
         let sqe = command::command(source, qid == 0);
@@ -381,7 +382,7 @@ impl Visit {
         self.poke(at, &bytes);
     }
 
-    /// Writes the memory, as far as there is any.
+    /// Writes the memory, as far as it exists.
     fn poke(&mut self, at: u64, bytes: &[u8]) {
         if !self.cut
             && let Ok(at) = usize::try_from(at)
@@ -390,11 +391,12 @@ impl Visit {
         }
     }
 
-    /// Nobody is left without an answer.
+    /// Checks that every request has its reply.
     fn finish(&mut self) {
         self.deaf = false;
         self.pump();
-        // The last one's descriptors may still be being closed, by a thread, before we are let in.
+        // Before the server accepts the client, a thread may still close descriptors of the
+        // previous one.
         let until = Instant::now() + Duration::from_secs(10);
         while self.socket.is_some() && !self.frames.is_answered() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));

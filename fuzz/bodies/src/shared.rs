@@ -1,9 +1,10 @@
-//! A client whose socket two threads read: the server's, and one that takes its doorbells.
+//! Fuzz body: a client whose socket two threads read: the reactor, and one that takes doorbell
+//! writes.
 //!
-//! Both take turns on one thread here, in any order, and the client sends writes that are numbered
-//! between messages of other kinds, with descriptors, whole or in parts. What is checked: each write
-//! is carried out once and in its order, whoever takes it; each message that wants a reply gets one;
-//! and when the client is gone, no descriptor of it is left.
+//! Both take turns on one thread, in any order. The client sends numbered writes between messages
+//! of other types, with descriptors, complete or in parts. Checks: each write is executed once
+//! and in order, by either thread; each message that requests a reply gets one; and after the
+//! client has disconnected, none of its descriptors is left.
 
 use crate::limits::Limits;
 use crate::session::frames::Frames;
@@ -25,14 +26,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Actions of one program.
+/// Number of actions of one program.
 const ACTIONS: usize = 96;
-/// Turns that anything has to be done in.
+/// Maximum number of turns until any operation must have ended.
 const TURNS: usize = 400;
-/// Where the numbered writes go.
+/// Offset of the numbered writes.
 const DOORBELL: u64 = 0x1000;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
@@ -47,7 +48,7 @@ pub fn run(input: &[u8]) {
     }
     visit.finish();
     drop(visit);
-    // What only a thread of its own may close is closed a little later.
+    // Some descriptors are closed by a separate thread, a little later.
     let until = Instant::now() + Duration::from_secs(10);
     while descriptors() > before {
         let now = descriptors();
@@ -57,10 +58,10 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// What the device has seen.
+/// State that the device has recorded.
 #[derive(Default)]
 struct Seen {
-    /// The number of the next write.
+    /// Number of the next write.
     next: u32,
     socket: Option<SharedSocket>,
     wants: bool,
@@ -69,7 +70,7 @@ struct Seen {
 impl Seen {
     fn write(&mut self, data: &[u8]) {
         let number = data.try_into().map(u32::from_le_bytes).expect("four bytes");
-        // The first of a client follows the last of the one before that was still carried out.
+        // The first write of a client follows the last executed one of the previous client.
         if number >> 16 > self.next >> 16 {
             self.next = number >> 16 << 16;
         }
@@ -148,9 +149,9 @@ struct Visit {
     socket: Option<OwnedFd>,
     frames: Frames,
     file: OwnedFd,
-    /// The number of the next write that is sent.
+    /// Number of the next write that is sent.
     next: u32,
-    /// The connection may end before all that was sent is read.
+    /// The connection may end before all sent data are read.
     unsure: bool,
 }
 
@@ -187,7 +188,7 @@ impl Visit {
         self.socket = Some(connect(&listener, || self.serve()));
         self.frames = Frames::default();
         self.unsure = false;
-        // The number of the client, and those of its writes.
+        // Number of the client, and numbers of its writes.
         self.next = ((self.next >> 16) + 1) << 16;
         let hello = [&[0, 0, 1, 0][..], br#"{"capabilities":{"max_msg_fds":16}}"#, &[0]];
         self.send(&messages::message(verb::VERSION, 0, &hello), &[]);
@@ -206,7 +207,7 @@ impl Visit {
         assert!(alive, "nobody stopped it");
     }
 
-    /// The other thread's turn: it takes writes until it will not.
+    /// Turn of the second thread: takes writes until it declines.
     fn poll(&mut self, most: u32) {
         let mut seen = self.seen.lock();
         let Some(socket) = seen.socket.take() else { return };
@@ -288,7 +289,7 @@ impl Visit {
         panic!("the server takes no more bytes");
     }
 
-    /// A numbered write, which wants a reply or none.
+    /// A numbered write, with or without a reply.
     fn ring(&mut self, source: &mut Source<'_>) -> Vec<u8> {
         let access = messages::access(0, DOORBELL, 4);
         let flags = if source.bool() { 0x10 } else { 0 };
@@ -302,7 +303,7 @@ impl Visit {
             0..=4 => {
                 let bytes = self.ring(source);
                 if source.rarely(8) {
-                    // In two parts, between which anybody may look.
+                    // In two parts, between which each thread may read.
                     let at = source.below(bytes.len());
                     self.send(&bytes[..at], &[]);
                     self.poll(u32::MAX);
@@ -312,7 +313,7 @@ impl Visit {
                 }
             }
             5 => {
-                // Many at once, more than one call takes.
+                // Many writes at once, more than one call takes.
                 let bytes: Vec<u8> = (0..24).flat_map(|_| self.ring(source)).collect();
                 self.send(&bytes, &[]);
             }
@@ -322,7 +323,7 @@ impl Visit {
                     self.frames.forfeit();
                 }
                 self.unsure |= odd || fds.len() > 16;
-                // Writes to the very place are none that are numbered.
+                // Region writes could be mistaken for numbered ones, so they are not sent.
                 let writes = [verb::REGION_WRITE, verb::REGION_WRITE_MULTI].map(u16::to_le_bytes);
                 if !writes.iter().any(|verb| bytes.get(2..4) == Some(verb)) {
                     self.send(&bytes, &fds);
@@ -332,7 +333,7 @@ impl Visit {
             12 => {
                 let seen = self.seen.lock();
                 if let Some(socket) = &seen.socket {
-                    // Once; a second time is refused by the system.
+                    // The system refuses a second registration.
                     let _ = socket.watch(&self.epoll, 7);
                 }
             }
@@ -365,7 +366,7 @@ impl Visit {
         }
     }
 
-    /// Whether every write has come, of a connection that can not have lost any.
+    /// True if every write was executed, on a connection that cannot have lost any.
     fn has_seen_all(&self) -> bool {
         let none = self.next & 0xffff == 0;
         self.unsure || none || !self.frames.is_sound() || self.seen.lock().next == self.next
@@ -375,8 +376,8 @@ impl Visit {
         self.pump();
         self.poll(u32::MAX);
         self.pump();
-        // The last one's descriptors may still be being closed, by a thread, before we are let in.
-        // So may those of a message before writes that want no reply.
+        // Before the server accepts the client, a thread may still close descriptors of the
+        // previous one, and those of a message before writes without replies.
         let until = Instant::now() + Duration::from_secs(10);
         while self.socket.is_some()
             && !(self.frames.is_answered() && self.has_seen_all())

@@ -1,8 +1,8 @@
-//! A program, read out of an input byte by byte.
+//! A program, read from an input byte by byte.
 
 use arbitrary::Unstructured;
 
-/// What is left of an input. When it has come to its end, everything reads as zero.
+/// Rest of an input. After its end everything reads as zero.
 pub(crate) struct Source<'a>(Unstructured<'a>);
 
 impl<'a> Source<'a> {
@@ -10,7 +10,7 @@ impl<'a> Source<'a> {
         Self(Unstructured::new(input))
     }
 
-    /// Whether nothing is left.
+    /// True if the input has ended.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -45,32 +45,32 @@ impl<'a> Source<'a> {
         self.below(n) == n - 1
     }
 
-    /// One of these.
+    /// One of `choices`.
     pub(crate) fn of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }
 
-    /// At most `most` bytes; how many comes first.
+    /// At most `most` bytes, after their number.
     pub(crate) fn bytes(&mut self, most: usize) -> Vec<u8> {
         let len = self.below(most + 1);
         self.exactly(len)
     }
 
-    /// So many bytes.
+    /// Exactly `len` bytes.
     pub(crate) fn exactly(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         let _ = self.0.fill_buffer(&mut bytes);
         bytes
     }
 
-    /// So many bytes that differ from each other, for the price of one.
+    /// `len` bytes that differ from each other, from one byte of the input.
     pub(crate) fn pattern(&mut self, len: usize) -> Vec<u8> {
         let seed = self.u8();
         (0..len).map(|n| (n as u8).wrapping_mul(7) ^ (n >> 8) as u8 ^ seed).collect()
     }
 
-    /// A number for a field that has `usual` values: most of the time one of them or next to one,
-    /// and else any.
+    /// Value for a field with the usual values `usual`: mostly one of them or a neighbour,
+    /// otherwise arbitrary.
     pub(crate) fn near(&mut self, usual: &[u64]) -> u64 {
         match self.below(9) {
             0..=4 => self.of(usual),

@@ -1,14 +1,14 @@
-//! Hosts of the controllers of one subsystem, which have the same namespaces: reservations of all
-//! kinds, ways that become better, worse or none (ANA), hosts that become others or nobody, resets,
-//! and commands that are carried out or refused by what comes of that.
+//! Fuzz body: hosts of the controllers of one subsystem with shared namespaces: reservations of
+//! all types, ANA state changes, changes of the Host Identifier, resets, and commands that are
+//! executed or refused because of them.
 //!
-//! A model says how each command ends, by the rules of the specification: who is registered with
-//! which key, who holds what, and which way is one. Checked after each step, against it:
+//! A model predicts the result of each command by the rules of the specification: registrants and
+//! keys, the reservation holder, and the ANA states. Checked after each step:
 //!
-//! * the status of the command, and what a read brings;
-//! * the generation, the type and the registrants of Reservation Report, to whoever has a way;
-//! * the states and the count of changes of the log page Asymmetric Namespace Access;
-//! * that every command and every change of a state comes to its end.
+//! * the status of the command, and the data of a read;
+//! * generation, type and registrants in the Reservation Report of every accessible path;
+//! * states and change count in the log page Asymmetric Namespace Access;
+//! * every command and every state change completes.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -32,23 +32,23 @@ use zerocopy::{FromBytes, IntoBytes};
 
 const ACTIONS: usize = 200;
 const HOSTS: usize = 3;
-/// Two namespaces, each in an ANA group of its own, of so many blocks.
+/// Two namespaces, each in its own ANA group, and their size in blocks.
 const NAMESPACES: u32 = 2;
 const BLOCKS: u64 = 16;
 const PAGE: u64 = 4096;
 const BASE: u64 = 0x10_0000;
 const PAGES: u64 = 8;
 const ENTRIES: u32 = 8;
-/// Where data are, and keys and ranges.
+/// Addresses of data, and of keys and ranges.
 const DATA: u64 = BASE + 4 * PAGE;
 const LIST: u64 = BASE + 5 * PAGE;
-/// After so long, something hangs.
+/// Time after which an operation counts as hung.
 const HUNG: Duration = Duration::from_secs(20);
 
 const CONFLICT: Status = Status::RESERVATION_CONFLICT;
 const INVALID: Status = Status::INVALID_FIELD;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -65,17 +65,17 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// What is reserved of a namespace, by the hosts' identifiers.
+/// Reservation state of a namespace, by Host Identifier.
 #[derive(Clone, Debug, Default)]
 struct Reserved {
     generation: u32,
     keys: BTreeMap<u64, u64>,
-    /// Type and holder. Of a type whose registrants all hold it the holder means nothing.
+    /// Type and holder. For types of which all registrants are holders, the holder is ignored.
     held: Option<(u8, u64)>,
     data: BTreeMap<u64, u8>,
 }
 
-/// What a reservation command asks for.
+/// Parameters of a reservation command.
 #[derive(Clone, Copy, Debug)]
 enum Ask {
     Register { key: u64 },
@@ -100,7 +100,7 @@ impl Reserved {
         }
     }
 
-    /// Whether a host may read, and may write.
+    /// Read and write permission of a host.
     fn rights(&self, host: Option<u64>) -> (bool, bool) {
         let Some((kind, _)) = self.held else { return (true, true) };
         let is_registrant = host.is_some_and(|host| self.keys.contains_key(&host));
@@ -195,15 +195,15 @@ impl Reserved {
     }
 }
 
-/// A controller, and what its host has made of it.
+/// A controller, and the state of its host.
 struct Host {
     controller: Controller,
     memory: SharedBytes,
-    /// Of the admin queue and the I/O queue: tail, head, phase.
+    /// Admin queue and I/O queue: tail, head, phase.
     queues: [(u32, u32, bool); 2],
     id: Option<u64>,
     states: [AnaState; NAMESPACES as usize],
-    /// Changes since the last reset.
+    /// Number of changes since the last reset.
     changes: u64,
 }
 
@@ -245,13 +245,13 @@ impl Field {
         field
     }
 
-    /// Has turns until that is so.
+    /// Runs turns until the condition is true.
     fn until(&mut self, what: &str, mut holds: impl FnMut(&mut Self) -> bool) {
         let end = Instant::now() + HUNG;
         while !holds(self) {
             assert!(Instant::now() < end, "{what} does not come");
             if !self.turns.turn() {
-                // The subsystem has a thread.
+                // The subsystem has a thread of its own.
                 std::thread::yield_now();
             }
         }
@@ -281,7 +281,7 @@ impl Field {
         }
     }
 
-    /// Carries out a command, in the admin queue (0) or the I/O queue.
+    /// Executes a command in the admin queue (0) or the I/O queue.
     fn execute(&mut self, which: usize, qid: usize, sqe: Sqe) -> (Status, u32) {
         let (sq, cq) = ([0, 2 * PAGE][qid], [PAGE, 3 * PAGE][qid]);
         let host = &mut self.hosts[which];
@@ -330,7 +330,7 @@ impl Field {
         1 + source.below(NAMESPACES as usize) as u32
     }
 
-    /// How a command ends whatever is reserved.
+    /// Status of a command that is independent of reservations.
     fn no_way(&self, which: usize, nsid: u32) -> Option<Status> {
         self.hosts[which].states[nsid as usize - 1].refusal()
     }
@@ -371,7 +371,7 @@ impl Field {
         assert_eq!(status.code(), expected.err().unwrap_or(Status::SUCCESS), "{ask:?}");
     }
 
-    /// A command that reads or writes, and how it has to end.
+    /// A read or write, and its expected status.
     fn transfer(&mut self, which: usize, source: &mut Source<'_>) {
         let (nsid, lba) = (Self::nsid(source), source.below(BLOCKS as usize) as u64);
         let byte = source.u8() | 1;
@@ -425,7 +425,7 @@ impl Field {
     }
 
     fn change_way(&mut self, which: usize, source: &mut Source<'_>) {
-        // A group that has no namespace is nobody's.
+        // A group without namespaces has no effect.
         let group = 1 + source.below(NAMESPACES as usize + 1) as u32;
         let state = source.of(&AnaState::ALL);
         let done = Arc::new(AtomicBool::new(false));
@@ -441,7 +441,7 @@ impl Field {
     }
 
     fn become_another(&mut self, which: usize, source: &mut Source<'_>) {
-        // Two may say that they are the same.
+        // Two hosts may have the same identifier.
         let id = source.of(&[0_u64, 1, 2, 3, 3]);
         self.poke(which, LIST, &id.to_le_bytes());
         let fields = SetFeatures { fid: fid::HOST_IDENTIFIER, ..SetFeatures::default() };
@@ -459,7 +459,7 @@ impl Field {
         self.enable(which);
     }
 
-    /// What a controller says is what the model has.
+    /// Compares the log pages and reports of a controller with the model.
     fn compare(&mut self, which: usize) {
         let fields = GetLogPage { lid: lid::ANA, numd0: 1023, ..GetLogPage::default() };
         let sqe = Sqe::get_log_page(0, fields, 1).with_prps(DATA, 0);

@@ -1,5 +1,5 @@
-//! A disk that does what a program says: at once or later, with success or not. Its content never
-//! changes, so what a read has to bring is known; what is written is recorded.
+//! A disk controlled by the program: immediate or delayed requests, with or without success. Its
+//! contents never change, so expected data of reads are known; writes are recorded.
 
 use crate::source::Source;
 use parking_lot::{Mutex, MutexGuard};
@@ -8,11 +8,11 @@ use shadowbell_memory::Segments;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Logical blocks of 512 bytes.
+/// Size in logical blocks of 512 bytes.
 pub(crate) const BLOCKS: u64 = 128;
 pub(crate) const BLOCK: u64 = 512;
 
-/// The byte at `offset` of the disk. Never 0 and never one that fresh memory is filled with.
+/// Byte at `offset` of the disk. Never 0, and never the fill byte of new memory.
 pub(crate) fn content(offset: u64) -> u8 {
     (offset ^ offset >> 7 ^ offset >> 13) as u8 | 1
 }
@@ -24,43 +24,43 @@ pub(crate) fn contents(offset: u64, len: u64) -> Vec<u8> {
 
 #[derive(Default)]
 pub(crate) struct TestDiskState {
-    /// Requests are left pending.
+    /// Requests are delayed.
     pub(crate) defer: bool,
-    /// Requests end when they are cancelled.
+    /// Delayed requests end when they are cancelled.
     pub(crate) cancellable: bool,
-    /// The next ones fail.
+    /// Errors of the next requests.
     pub(crate) fail: VecDeque<DiskError>,
-    /// What was written since it was last taken: where, and what.
+    /// Recorded writes: offset and data.
     pub(crate) written: Vec<(u64, Vec<u8>)>,
-    /// The requests that are pending, oldest first: queue and tag, and whether it is a flush.
+    /// Delayed requests, oldest first: queue, tag, and whether it is a flush.
     deferred: VecDeque<(usize, u32, bool)>,
-    /// Those that are to end, and whether they were cancelled.
+    /// Requests that are to end, and whether they were cancelled.
     ending: Vec<(usize, u32, bool)>,
     queues: usize,
 }
 
 impl TestDiskState {
-    /// How many requests are pending.
+    /// Number of delayed requests.
     pub(crate) fn deferred(&self) -> usize {
         self.deferred.len()
     }
 
-    /// Ends the `n`th of the pending requests.
+    /// Ends the `n`th delayed request.
     pub(crate) fn end(&mut self, n: usize) {
         if let Some((queue, tag, _)) = self.deferred.remove(n) {
             self.ending.push((queue, tag, false));
         }
     }
 
-    /// Ends all flushes. A controller that is disabled flushes when it is shut down, and no reset
-    /// or client that goes waits for that, as it touches nobody's memory.
+    /// Ends all flushes. A shutdown of a disabled controller flushes, and neither a reset nor a
+    /// disconnect waits for that, because a flush accesses no memory of the guest.
     pub(crate) fn end_flushes(&mut self) {
         while let Some(at) = self.deferred.iter().position(|(.., is_flush)| *is_flush) {
             self.end(at);
         }
     }
 
-    /// Ends everything.
+    /// Ends all requests.
     pub(crate) fn end_all(&mut self) {
         while !self.deferred.is_empty() {
             self.end(0);
@@ -77,7 +77,7 @@ impl TestDiskState {
         }
         match op {
             Op::Read => {
-                // Behind the data there may be metadata.
+                // Metadata may follow the data.
                 assert!(data.len() as u64 >= len, "{request:?}");
                 data.write_from(0, &contents(offset, len)).expect("room that may be written");
             }
@@ -97,7 +97,7 @@ impl TestDiskState {
     }
 }
 
-/// What may go wrong with a request.
+/// Random error of a request.
 pub(crate) fn error(source: &mut Source<'_>) -> DiskError {
     source.of(&[
         DiskError::Io(5),
@@ -146,7 +146,7 @@ impl Disk for TestDisk {
         "test".into()
     }
 
-    /// Data and holes of odd lengths, whatever was written: nobody compares them.
+    /// Data and holes of odd lengths, independent of the contents.
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
         let (mut at, end) = (offset, offset + len);
         while at < end {
@@ -160,7 +160,7 @@ impl Disk for TestDisk {
     }
 }
 
-/// A queue.
+/// Queue of the test disk.
 struct TestQueue {
     disk: TestDisk,
     number: usize,

@@ -1,5 +1,5 @@
-//! What people write: sizes, disks, targets, command lines, a configuration file. Each is
-//! understood or refused with words.
+//! Fuzz body: user input as text: sizes, disks, targets, command lines, a configuration file.
+//! Each is parsed, or refused with a message.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -9,14 +9,14 @@ use shadowbell::testing::{BenchArgs, Target, check_config_file};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
-/// `shadowbell bench`, with whatever follows.
+/// `shadowbell bench` with arbitrary arguments.
 #[derive(Parser)]
 struct Bench {
     #[command(flatten)]
     args: BenchArgs,
 }
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -36,7 +36,7 @@ fn understand(source: &mut Source<'_>) {
             }
         }
         1 => {
-            // Not files: a name could be that of anything.
+            // No file names, which could name any file of this machine.
             for scheme in ["null:", "mem:"] {
                 let spec = format!("{scheme}{text}");
                 if let Ok(disk) = shadowbell_backend::open(&spec) {
@@ -47,7 +47,7 @@ fn understand(source: &mut Source<'_>) {
         }
         2 => {
             if let Ok(target) = text.parse::<Target>() {
-                // What was understood can be written, and reads the same.
+                // A parsed target can be formatted, and parsed again with the same result.
                 let again = target.to_string().parse::<Target>();
                 let again = again.unwrap_or_else(|error| panic!("{target}: {error}"));
                 assert_eq!(again.to_string(), target.to_string());
@@ -70,7 +70,7 @@ fn understand(source: &mut Source<'_>) {
     }
 }
 
-/// A file that holds this, while `look` looks at it.
+/// Calls `look` with a file of these contents.
 fn with_file(bytes: &[u8], look: impl FnOnce(&std::path::Path)) {
     let fd: OwnedFd = memfd_create("text", MemfdFlags::CLOEXEC).expect("a memfd");
     let mut rest = bytes;

@@ -1,14 +1,14 @@
-//! A virtio-blk guest behind vhost-user: chains of descriptors of any shape, tables of them, rings
-//! that make no sense, and memory in several parts that may be cut off.
+//! Fuzz body: a hostile virtio-blk guest behind vhost-user: descriptor chains of any form,
+//! indirect tables, invalid rings, and memory in several parts that may be truncated.
 //!
-//! No socket: the queue is notified by a call. Checked:
+//! There is no socket: the queue is notified by a call. Checks:
 //!
-//! * a request that makes sense is answered once, with the status that it has to have, and its data
-//!   are what the disk holds; one that makes none is refused;
-//! * nothing of the guest's memory is written but the used ring and what a descriptor says may be;
-//! * there is an end to it, however chains and tables point at each other;
-//! * a process that takes over from one that has died answers what that one had taken, once, and
-//!   takes the rest; whatever the memory says in which that is written down.
+//! * a valid request is answered once, with the expected status and the disk's data; an invalid
+//! one is refused;
+//! * only the used ring and memory of writable descriptors are written;
+//! * execution ends, for any links between chains and tables;
+//! * a process that takes over from a dead one answers the requests that the dead process had
+//! taken, once, and takes the others, for any contents of the in-flight tracking memory.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -24,24 +24,24 @@ use std::sync::{Arc, Mutex, OnceLock};
 const ACTIONS: usize = 96;
 const SECTOR: usize = 512;
 const SECTORS: usize = 256;
-/// The parts of the guest's memory: where, and how many bytes. The last two are neighbours.
+/// Parts of the guest's memory: address and size. The last two are adjacent.
 const PARTS: [(u64, usize); 3] = [(0, 0x8000), (0x10_0000, 0x1_0000), (0x11_0000, 0x4000)];
-/// Entries of the queue, at most.
+/// Maximum number of queue entries.
 const ENTRIES: u16 = 64;
 const TABLE: u64 = 0;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
-/// Bytes of the used ring.
+/// Size of the used ring in bytes.
 const USED_LEN: u64 = 6 + 8 * ENTRIES as u64;
-/// Eight tables of descriptors, and how far apart they are.
+/// Eight descriptor tables, and their distance.
 const TABLES: u64 = 0x3000;
 const APART: u64 = 0x400;
-/// Bytes of the memory in which it is written down what is in flight, and where the requests are.
+/// Size of the in-flight tracking memory, and offset of its entries.
 const INFLIGHT: usize = 16 + MARK * ENTRIES as usize;
 const MARK: usize = 16;
-/// Headers of requests.
+/// Address of request headers.
 const HEADERS: u64 = 0x11_3000;
-/// Requests that are made at once, each of a part of the disk and of the memory.
+/// Number of concurrent requests, each with its own part of the disk and of the memory.
 const AT_ONCE: usize = 4;
 const PART: usize = SECTORS / AT_ONCE;
 
@@ -49,13 +49,13 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// Carries out a program.
+/// Executes a program.
 pub fn run(input: &[u8]) {
-    // One at a time has the disk.
+    // One program at a time uses the disk.
     let disk = disk().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut source = Source::new(input);
     let limits = Limits::begin();
-    // Requests go to a controller, or straight to the disk.
+    // The disk is a controller's namespace or a memory disk.
     let mut guest = Guest::new(&disk, input.len().is_multiple_of(2));
     for _ in 0..ACTIONS {
         if source.is_empty() {
@@ -66,7 +66,7 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// A disk in this process, for all programs.
+/// In-process disks, shared by all programs.
 fn disk() -> &'static Mutex<(BlockDevice, Arc<dyn Disk>)> {
     static DISK: OnceLock<Mutex<(BlockDevice, Arc<dyn Disk>)>> = OnceLock::new();
     DISK.get_or_init(|| {
@@ -89,17 +89,17 @@ struct Descriptor {
     next: u16,
 }
 
-/// Where pieces of memory are, and how long.
+/// Pieces of memory: address and length.
 type Pieces = Vec<(u64, usize)>;
 
-/// A request that makes sense, or is wrong in a way that is known.
+/// A request that is valid, or invalid in a known way.
 struct Asked {
     head: u16,
     status_at: u64,
     status: u8,
-    /// Pieces of memory that are to hold this afterwards.
+    /// Pieces of memory, and their expected contents afterwards.
     read: Option<(Pieces, Vec<u8>)>,
-    /// How many bytes the guest is told to look at.
+    /// Expected length in the used ring.
     len: u32,
     write: Option<(usize, Vec<u8>)>,
 }
@@ -110,17 +110,17 @@ struct Guest {
     files: [OwnedFd; PARTS.len()],
     inflight: SharedBytes,
     inflight_file: OwnedFd,
-    /// What the disk holds, if that is known.
+    /// Contents of the disk, if known.
     disk: Option<Vec<u8>>,
     entries: u16,
     available: u16,
-    /// Memory that descriptors say may be written.
+    /// Memory of writable descriptors.
     writable: Vec<(u64, u64)>,
-    /// What descriptors say is not known any more.
+    /// The contents of descriptors are unknown.
     wild: bool,
-    /// The rings are as we left them.
+    /// The rings are unchanged since the last step.
     fresh: bool,
-    /// Descriptors that are in use.
+    /// Number of descriptors in use.
     taken: u16,
     tables: u64,
 }
@@ -162,7 +162,7 @@ impl Guest {
         guest
     }
 
-    /// Gives the queue all of the memory.
+    /// Shares all memory with the queue.
     fn share(&mut self) {
         let files = self.files.iter().map(|file| file.try_clone().expect("a descriptor"));
         let regions = files.zip(PARTS).map(|(file, (address, len))| Region {
@@ -176,7 +176,7 @@ impl Guest {
         self.fresh = false;
     }
 
-    /// The queue begins anew.
+    /// Restarts the queue.
     fn restart(&mut self, source: &mut Source<'_>) {
         self.memory[0].fill(0, PARTS[0].1, 0).expect("memory");
         self.inflight.fill(0, INFLIGHT, 0).expect("memory");
@@ -228,7 +228,7 @@ impl Guest {
         }
     }
 
-    /// Puts a chain into the available ring.
+    /// Adds a chain to the available ring.
     fn offer(&mut self, head: u16) {
         let at = AVAILABLE + 4 + 2 * u64::from(self.available % self.entries);
         self.poke(at, &head.to_le_bytes());
@@ -241,7 +241,7 @@ impl Guest {
             0..=7 => self.ask(source),
             8..=11 => self.confuse(source),
             12 => {
-                // Nothing that is known is left.
+                // Overwrites memory at random; afterwards nothing is known.
                 let at = source.below(PARTS[0].1) as u64;
                 let bytes = source.bytes(64);
                 self.poke(at, &bytes);
@@ -253,7 +253,7 @@ impl Guest {
             15 => self.queue.replace().expect("a queue"),
             16 | 17 => self.forge(source),
             18 => {
-                // It is cut off, and there is another one.
+                // The file is truncated, and replaced by another one.
                 ftruncate(&self.inflight_file, source.of(&[0, 16, 64])).expect("to cut");
                 self.confuse(source);
                 (self.inflight, self.inflight_file) = inflight(&mut self.queue);
@@ -262,7 +262,7 @@ impl Guest {
         }
     }
 
-    /// Has the queue serve what there is, and compares what may not be written.
+    /// Notifies the queue, and checks memory that must not be written.
     fn notify(&mut self) -> bool {
         let before = self.all();
         let served = self.queue.serve();
@@ -270,7 +270,7 @@ impl Guest {
         let rings = (0, PARTS[0].1 as u64);
         let overlaps = |(at, len): (u64, u64)| at < rings.1 && len > 0;
         if self.wild || self.writable.iter().any(|range| overlaps(*range)) {
-            // What a descriptor says may have been changed by an answer.
+            // An answer may have changed memory of which descriptors are part.
             (self.wild, self.fresh) = (true, false);
             return served.is_ok();
         }
@@ -279,7 +279,7 @@ impl Guest {
             if was == is {
                 continue;
             }
-            // Most of a part is as it was, which is soon seen of many bytes at once.
+            // Most of a part is unchanged, so whole chunks are compared first.
             let chunks = was.chunks(CHUNK).zip(is.chunks(CHUNK)).enumerate();
             let others = chunks.filter(|(_, (was, is))| was != is).flat_map(|(nth, (was, is))| {
                 let differs = was.iter().zip(is).enumerate().filter(|(_, (was, is))| was != is);
@@ -296,12 +296,12 @@ impl Guest {
         served.is_ok()
     }
 
-    /// Requests of which it is known what has to come of them.
+    /// Offers requests with known results.
     fn ask(&mut self, source: &mut Source<'_>) {
         if !self.fresh {
             self.restart(source);
         }
-        // Of earlier descriptors none is left.
+        // Removes all earlier descriptors.
         self.memory[0].fill(TABLE as usize, 16 * usize::from(ENTRIES), 0).expect("memory");
         self.memory[0].fill(TABLES as usize, (8 * APART) as usize, 0).expect("memory");
         self.writable.clear();
@@ -348,9 +348,9 @@ impl Guest {
         }
     }
 
-    /// The process has taken some of these, and has died.
+    /// Takeover: the process has taken some of these requests, and has died.
     fn take_over(&mut self, source: &mut Source<'_>, asked: &[Asked]) {
-        // One that has begun with the queue has written that down.
+        // A process that has started the queue has recorded that.
         self.queue.replace().expect("a queue");
         let version = self.inflight.load_u64_acquire(8).expect("a word").to_ne_bytes();
         if version[..2] == [0; 2] {
@@ -366,7 +366,7 @@ impl Guest {
         }
     }
 
-    /// Anything is said to be in flight.
+    /// Writes arbitrary in-flight tracking data.
     fn forge(&mut self, source: &mut Source<'_>) {
         for _ in 0..1 + source.below(6) {
             let index = source.near(&[0, 1, 63]) as usize % (INFLIGHT / 8);
@@ -381,7 +381,7 @@ impl Guest {
         self.notify();
     }
 
-    /// The whole disk is made zero, so that it is known.
+    /// Zeroes the whole disk, so that its contents are known.
     fn wipe(&mut self, source: &mut Source<'_>) -> Asked {
         let mut segment = 0u64.to_le_bytes().to_vec();
         segment.extend((SECTORS as u32).to_le_bytes());
@@ -450,7 +450,7 @@ impl Guest {
                 self.chain(source, n, (kind, sector), &[], &[])
             }
         };
-        // A sector whose byte can not be counted is refused whatever is asked for.
+        // A sector beyond the range of byte offsets is refused for any request.
         if sector.checked_mul(SECTOR as u64).is_none() {
             (asked.status, asked.len, asked.read) = (1, 1, None);
         }
@@ -458,8 +458,8 @@ impl Guest {
         asked
     }
 
-    /// A chain with a header, data and a status, in one table or two. Its head, and where the
-    /// status is.
+    /// Builds a chain with header, data and status, in one or two tables. Returns its head, and
+    /// the address of the status.
     fn chain(
         &mut self,
         source: &mut Source<'_>,
@@ -482,7 +482,7 @@ impl Guest {
         list.extend(room.iter().map(|(at, len)| (*at, *len, WRITE)));
         list.push((status_at, 1, WRITE));
         list.retain(|(_, len, _)| *len > 0);
-        // From here on of the chain in a table of its own, if anywhere.
+        // Index from which the rest of the chain is in an indirect table, if at all.
         let split = if source.bool() { source.below(3) } else { list.len() };
         let direct = split.min(list.len());
         let head = self.taken;
@@ -514,7 +514,7 @@ impl Guest {
         (head, status_at)
     }
 
-    /// Descriptors and rings of any content.
+    /// Writes descriptors and rings with arbitrary contents.
     fn confuse(&mut self, source: &mut Source<'_>) {
         if source.rarely(4) {
             self.restart(source);
@@ -540,7 +540,7 @@ impl Guest {
             let next = source.near(&[1, 2, index.into(), 63]) as u16;
             self.write_descriptor(table, index, Descriptor { address, len, flags, next });
         }
-        // A header that says something.
+        // A header with a valid or invalid type.
         let kind = source.of(&[0u32, 1, 4, 8, 11, 13, 99]);
         let mut header = kind.to_le_bytes().to_vec();
         header.extend([0; 4]);
@@ -556,7 +556,7 @@ impl Guest {
         self.notify();
     }
 
-    /// A queue where none can be.
+    /// Places the queue at an invalid address.
     fn misplace(&mut self, source: &mut Source<'_>) {
         let ends = [0u64, 0x1000, PARTS[0].1 as u64 - 2, PARTS[1].0, PARTS[2].0 - 4];
         let place = Place {
@@ -568,11 +568,11 @@ impl Guest {
         let _ = self.queue.start(place, source.bool(), source.bool());
         (self.wild, self.fresh, self.disk) = (true, false, None);
         self.notify();
-        // Its size is kept if another is none.
+        // An invalid size does not change the size.
         self.entries = ENTRIES;
     }
 
-    /// Memory that can not be, or that is taken away.
+    /// Shares invalid memory, or unmaps memory.
     fn change_memory(&mut self, source: &mut Source<'_>) {
         match source.below(4) {
             0 => {
@@ -589,7 +589,7 @@ impl Guest {
                 self.share();
             }
             1 => {
-                // Cut off under a request or two.
+                // Truncates memory under one or two requests.
                 let part = 1 + source.below(2);
                 let len = source.of(&[0, 1, 2]) * 4096;
                 ftruncate(&self.files[part], len).expect("to cut");
@@ -608,7 +608,7 @@ impl Guest {
     }
 }
 
-/// Memory in which the queue writes down what is in flight, from its next start on.
+/// Sets the in-flight tracking memory of the queue, from its next start on.
 fn inflight(queue: &mut Queue) -> (SharedBytes, OwnedFd) {
     let file: OwnedFd = memfd_create("inflight", MemfdFlags::CLOEXEC).expect("a memfd");
     ftruncate(&file, INFLIGHT as u64).expect("room");
@@ -617,11 +617,11 @@ fn inflight(queue: &mut Queue) -> (SharedBytes, OwnedFd) {
     (mapping.expect("memory").bytes(), file)
 }
 
-/// Pieces of the memory for so many bytes of a request, some of them across two parts.
+/// Pieces of memory for the data of request `n`, some of them across two parts.
 fn pieces(source: &mut Source<'_>, n: usize, len: usize) -> Pieces {
     let mut at = PARTS[1].0 + (n * 0x4000) as u64 + u64::from(source.u8());
     if n == AT_ONCE - 1 {
-        // The last one's end lies in the part behind.
+        // The end of the last piece is in the next part.
         at = PARTS[2].0 - source.of(&[0x100, 1, 0x1000, 0]);
     }
     let (mut left, mut pieces) = (len, Vec::new());
@@ -629,7 +629,7 @@ fn pieces(source: &mut Source<'_>, n: usize, len: usize) -> Pieces {
         let last = pieces.len() >= 5;
         let most = if last { left } else { 1 + source.below(left) };
         let most = if last { most } else { most.min(source.of(&[SECTOR, 1, 4096])) };
-        // What a descriptor says may lie in two parts, but we write and read it in one.
+        // A descriptor may span two parts, but the test accesses memory within one part.
         let border = PARTS[2].0;
         let most = if at < border { most.min((border - at) as usize) } else { most };
         pieces.push((at, most));

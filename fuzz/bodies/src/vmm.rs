@@ -1,4 +1,4 @@
-//! What all clients of the vfio-user server need.
+//! Helpers for clients of the vfio-user server.
 
 use crate::source::Source;
 use rustix::io::Errno;
@@ -8,20 +8,21 @@ use shadowbell_vfio_user::server::Limits;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// Most rings that this process may have: a thread keeps up to 64 to signal peers' eventfds with,
-/// of which it makes one when it has another eventfd to signal and all are in use. Besides these
-/// there are those of disks, which come and go.
+/// Maximum number of io_uring instances of this process: a thread has up to 64 for the signals to
+/// peers' eventfds, and creates one when another eventfd is signalled and all are in use. Disks
+/// have further ones for some time.
 const RINGS: usize = 80;
 
-/// How many descriptors this process has, apart from rings. The first run leaves some for good, so
-/// they are made before.
+/// Number of descriptors of this process, without io_uring instances. The first run leaves some
+/// permanently open, so they are made before.
 ///
 /// # Panics
-/// There are more than [`RINGS`] rings.
+///
+/// There are more than [`RINGS`] io_uring instances.
 pub(crate) fn descriptors() -> usize {
     static WARM: std::sync::Once = std::sync::Once::new();
     WARM.call_once(|| {
-        // The first eventfd of a process that is signalled, and the first mapping of a file.
+        // The first signalled eventfd of a process, and the first mapping of a file.
         let event = EventFd::new().and_then(OwnedFd::try_from).and_then(EventFd::from_fd);
         event.expect("an eventfd").signal();
         drop(Mapping::shared("warm", 4096));
@@ -36,15 +37,15 @@ pub(crate) fn descriptors() -> usize {
     others.len()
 }
 
-/// What they are of, for a message.
+/// Description of the open descriptors, for a message.
 pub(crate) fn describe_descriptors() -> String {
     let fds = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
     let links = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());
     links.map(|link| format!("{} ", link.display())).collect()
 }
 
-/// What the server allows. In most programs descriptors are closed where they are found: then a
-/// program does the same each time, and nobody waits for a thread.
+/// Limits of the server. In most programs descriptors are closed by the thread that finds them,
+/// so that a program is reproducible.
 pub(crate) fn limits(source: &mut Source<'_>) -> Limits {
     Limits { close_at_once: !source.rarely(16), ..Limits::default() }
 }
@@ -55,8 +56,8 @@ fn new_socket() -> OwnedFd {
         .expect("a socket")
 }
 
-/// Connects to a server, which has its turn as long as it has no room: descriptors of earlier
-/// clients are closed by a thread, and nobody is let in before.
+/// Connects to a server, and runs its turns as long as it has no room: descriptors of earlier
+/// clients are closed by a thread, and no client is accepted before.
 pub(crate) fn connect(listener: &OwnedFd, mut serve: impl FnMut()) -> OwnedFd {
     let name = rustix::net::getsockname(listener).expect("an address");
     let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");
@@ -70,7 +71,7 @@ pub(crate) fn connect(listener: &OwnedFd, mut serve: impl FnMut()) -> OwnedFd {
     socket
 }
 
-/// A listening socket with a name that nobody else has.
+/// A listening socket with a unique name.
 pub(crate) fn listen() -> OwnedFd {
     let socket = new_socket();
     rustix::net::bind(&socket, &SocketAddrUnix::new_unnamed()).expect("a name");

@@ -1,5 +1,5 @@
-//! A controller that works as it should until its script says otherwise. It works on the thread
-//! that rings a doorbell.
+//! A controller that behaves correctly unless its script says otherwise. It runs on the thread
+//! that writes a doorbell.
 
 use ::shadowbell_driver::{Transport, TransportError};
 use parking_lot::{Mutex, MutexGuard};
@@ -12,10 +12,10 @@ use std::sync::Arc;
 use zerocopy::{FromZeros, IntoBytes};
 
 pub(super) const BLOCKS: u64 = 1 << 16;
-/// Commands that a driver has reason to send in a program.
+/// Maximum number of commands of the driver in a program.
 const COMMANDS: usize = 20_000;
 
-/// What is left of the script. At its end all is well.
+/// Rest of the script. After its end the controller behaves correctly.
 #[derive(Default)]
 pub(super) struct Script(VecDeque<u8>);
 
@@ -47,7 +47,7 @@ struct Queue {
 
 pub(super) struct State {
     pub(super) script: Script,
-    /// It plays tricks. Without, whatever the driver asks for is done.
+    /// True if the controller misbehaves.
     pub(super) malicious: bool,
     pub(super) cap: Cap,
     pub(super) vectors: u32,
@@ -64,9 +64,10 @@ pub(super) struct State {
     cqs: BTreeMap<u16, (u64, u32, Option<u32>)>,
     shadow: Option<(SharedBytes, SharedBytes)>,
     irqs: BTreeMap<u32, EventFd>,
-    /// Commands that were fetched and are not completed: the device may still write their data.
+    /// Fetched commands without a completion: the device may still write their data.
     busy: Vec<(u16, Sqe)>,
-    /// Identifiers for which completions were made up. Whatever the driver does then is right.
+    /// Command identifiers of forged completions, after which any behaviour of the driver is
+    /// right.
     forged: BTreeSet<(u16, u16)>,
     requests: VecDeque<u16>,
     commands: usize,
@@ -112,7 +113,7 @@ impl State {
         self.dma.table().bytes(iova, len as u64)
     }
 
-    /// Whether this command's data may still be written.
+    /// True if the device may still write the data of this command.
     pub(super) fn is_busy(&self, qid: u16, cid: u16) -> bool {
         !self.forged.contains(&(qid, cid))
             && self.busy.iter().any(|(of, sqe)| (*of, sqe.cid) == (qid, cid))
@@ -149,7 +150,7 @@ impl State {
         }
     }
 
-    /// Looks at every queue.
+    /// Checks every queue.
     pub(super) fn run(&mut self) {
         let qids: Vec<_> = self.queues.keys().copied().collect();
         qids.into_iter().for_each(|qid| self.run_queue(qid));
@@ -177,7 +178,7 @@ impl State {
         }
     }
 
-    /// Reads the tail from the shadow doorbells, if they are in force, and says when to ring.
+    /// Reads the tail from the shadow doorbells, if they are configured, and writes EventIdx.
     fn look(&mut self, qid: u16) {
         let dstrd = self.cap.dstrd();
         let Some((values, event_idxs)) = &self.shadow else { return };
@@ -191,11 +192,11 @@ impl State {
         let _ = event_idxs.write(at, &event_idx);
     }
 
-    /// Carries a command out, in one way or another.
+    /// Executes a command, correctly or not.
     fn play(&mut self, qid: u16, sqe: &Sqe) {
         let trick = if self.malicious { self.script.u8() } else { 0 };
         match trick {
-            // Never, or later.
+            // No completion, or a late one.
             0xf0..=0xf2 => {}
             0xf3..=0xf5 => {
                 let status = Status::from_bits(self.script.u16());
@@ -220,7 +221,7 @@ impl State {
         }
     }
 
-    /// A completion as no controller should make it.
+    /// Posts an invalid completion.
     pub(super) fn forge(&mut self, qid: u16, cid: u16) {
         self.forged.insert((qid, cid));
         let kind = self.script.u8();
@@ -240,7 +241,7 @@ impl State {
         self.write_cqe(qid, Cqe::new(cid, qid, head, status, dw0), false);
     }
 
-    /// Puts an entry into a completion queue; with the wrong phase tag it stays where it is.
+    /// Writes a completion queue entry. With the wrong phase tag, the position does not advance.
     fn write_cqe(&mut self, qid: u16, cqe: Cqe, wrong_phase: bool) {
         let Some(queue) = self.queues.get_mut(&qid) else { return };
         let cqe = cqe.with_phase(queue.phase != wrong_phase);
@@ -258,7 +259,7 @@ impl State {
         }
     }
 
-    /// Ends commands that were left.
+    /// Completes delayed commands.
     pub(super) fn catch_up(&mut self, most: usize) {
         let left: Vec<_> = self.busy.iter().take(most).copied().collect();
         for (qid, sqe) in left {
@@ -268,7 +269,7 @@ impl State {
         }
     }
 
-    /// An asynchronous event, if a request for one is outstanding.
+    /// Completes an Asynchronous Event Request, if one is outstanding.
     pub(super) fn event(&mut self) {
         if let Some(cid) = self.requests.pop_front() {
             let dw0 = self.script.u64() as u32;
@@ -276,14 +277,14 @@ impl State {
         }
     }
 
-    /// Writes `data` where a command wants them.
+    /// Writes `data` to the memory of a command.
     fn give(&self, sqe: &Sqe, data: &[u8]) {
         let mut segments = Segments::new();
         let page = 1usize << (12 + u32::from(self.cc.mps()));
         let view = View::new(Arc::clone(self.dma.table()));
         let resolved =
             view.resolve_prps(sqe.prp1(), sqe.prp2(), data.len(), page, true, &mut segments);
-        // The driver's pointers are right, whatever the controller does.
+        // Data pointers of the driver are always valid.
         resolved.unwrap_or_else(|error| panic!("{sqe:?}: {error}"));
         segments.write_from(0, data).expect("room");
     }
@@ -315,7 +316,7 @@ impl State {
                 if corrupt {
                     for _ in 0..1 + self.script.u8() % 8 {
                         let at = usize::from(self.script.u16()) % data.len();
-                        // What counts is near the beginning.
+                        // Important fields are near the beginning.
                         let at = if self.script.u8() & 1 == 0 { at % 600 } else { at };
                         data[at] = self.script.u8();
                     }
@@ -408,8 +409,8 @@ impl Transport for Device {
         let mut state = self.state();
         Ok(match offset {
             _ if state.removed => u32::MAX,
-            // Whatever it did when it was disabled: one that says so has let go of all memory, and
-            // nothing that the driver could do helps against one that lies.
+            // A disabled controller must have released all memory; the driver cannot defend
+            // itself against one that has not.
             regs::CSTS if !state.cc.en() && !state.csts.rdy() => {
                 let csts = state.csts;
                 state.reset();
@@ -481,7 +482,7 @@ impl Transport for Device {
         if trick == 0xfe {
             iova += 8;
         }
-        // What is not aligned the driver gives back at once.
+        // The driver unmaps unaligned memory immediately.
         let _ = state.dma.map(iova, mapping.len() as u64, &mapping.bytes());
         Ok(iova)
     }
@@ -521,7 +522,7 @@ impl Transport for Device {
     }
 }
 
-/// So that the page of doorbells can be had.
+/// A page for doorbells.
 pub(super) fn page() -> Option<SharedBytes> {
     Mapping::anonymous(4096).ok().map(|mapping| mapping.bytes())
 }

@@ -1,29 +1,29 @@
-//! Data pointers as a host makes them: PRPs and SGLs of every legal shape, and some that are wrong.
+//! Data pointers of a host: PRPs and SGLs of all valid forms, and some invalid ones.
 
 use crate::command::{PAGE, descriptor};
 use crate::source::Source;
 use shadowbell_spec::Sqe;
 
-/// Pages of a slot: two for lists, and then those for data.
+/// Number of pages of a slot: two for lists, then those for data.
 pub(super) const SLOT_PAGES: u64 = 2 + DATA_PAGES;
 const DATA_PAGES: u64 = 4;
-/// The most data of a command: they fit into a slot, wherever in its first page they begin.
+/// Maximum data length of a command: it fits into a slot from any offset of the first page.
 pub(super) const MOST: usize = ((DATA_PAGES - 1) * PAGE) as usize;
 
-/// Where the data of a command lie.
+/// Location of a command's data.
 #[derive(Default)]
 pub(super) struct Pointer {
-    /// Bytes of the guest's memory, in the order of the data: address and length. If the pointer is
-    /// wrong, they are those that were meant.
+    /// Pieces of the guest's memory in the order of the data: address and length. For an invalid
+    /// pointer, the intended ones.
     pub(super) pieces: Vec<(u64, usize)>,
-    /// The command has to fail.
+    /// The command must fail.
     pub(super) wrong: bool,
-    /// What has to lie in memory for it.
+    /// Lists to write to memory: address and contents.
     pub(super) lists: Vec<(u64, Vec<u8>)>,
 }
 
 impl Pointer {
-    /// A pointer to `len` bytes in the slot at `slot`, put into `sqe`.
+    /// Sets the data pointer of `sqe` to `len` bytes in the slot at `slot`.
     pub(super) fn new(source: &mut Source<'_>, sqe: &mut Sqe, slot: u64, len: usize) -> Self {
         assert!(len <= MOST);
         if sqe.opcode != 0 && sqe.flags == 0 && source.rarely(3) {
@@ -33,11 +33,11 @@ impl Pointer {
         }
     }
 
-    /// The same, for commands that take no SGL.
+    /// As [`Pointer::new`], for commands without SGLs.
     pub(super) fn prps(source: &mut Source<'_>, sqe: &mut Sqe, slot: u64, len: usize) -> Self {
         let mut pointer = Self::default();
         let (lists, data) = (slot, slot + 2 * PAGE);
-        // The pages in any order.
+        // Pages in random order.
         let mut pages: Vec<u64> = (0..DATA_PAGES).map(|n| data + n * PAGE).collect();
         for n in 0..pages.len() {
             let with = source.below(pages.len());
@@ -74,7 +74,7 @@ impl Pointer {
             [] => source.of(&[0, 0, u64::MAX]),
             [page] => page,
             _ => {
-                // A list in one page, or one that goes on in the other.
+                // A list in one page, or one that continues in the second page.
                 let before = source.below(rest.len() + 1).min(511);
                 let at = if before == 0 {
                     lists + u64::from(source.u8()) * 8
@@ -85,7 +85,7 @@ impl Pointer {
                 if rest.len() <= in_page {
                     pointer.lists.push((at, bytes_of(&rest)));
                 } else {
-                    // Only the first list may begin inside of a page.
+                    // Only the first list may begin within a page.
                     let next = lists + PAGE;
                     let (here, there) = rest.split_at(in_page - 1);
                     pointer.lists.push((at, bytes_of(&[here, &[next]].concat())));
@@ -118,9 +118,9 @@ impl Pointer {
         }
         let mut list: Vec<_> = pointer.pieces.iter().map(|(at, len)| (*at, *len, 0x00)).collect();
         match flaw {
-            // Too short by a byte.
+            // One byte too short.
             1 => list.last_mut().expect("a piece").1 -= 1,
-            // Of a type that is not supported here: transport, keyed, offset, vendor.
+            // Unsupported descriptor type: transport, keyed, offset, vendor.
             2 => {
                 let at = source.below(list.len());
                 list[at].2 = source.of(&[0x50, 0x40, 0x01, 0xf0]);
@@ -133,11 +133,11 @@ impl Pointer {
         }
         pointer.wrong = flaw != 0 && flaw != 4;
         if flaw == 0 && source.rarely(4) {
-            // More than there are data: not touched.
+            // More than the data length: not accessed.
             list.push((data + DATA_PAGES * PAGE - 64, 64, 0x00));
         }
         if flaw == 0 && source.rarely(4) {
-            // A bit bucket: nothing comes out of it, and behind the data nothing goes in.
+            // A bit bucket: it discards data of reads, and is ignored behind the data.
             let reads = sqe.opcode == 0x02;
             let at = if reads { list.len() } else { source.below(list.len() + 1) };
             list.insert(at, (u64::MAX, usize::from(source.u16()), 0x10));
@@ -151,7 +151,7 @@ impl Pointer {
         sqe.dptr = if inline {
             bytes(&list).try_into().expect("one descriptor")
         } else if list.len() > 1 && source.bool() {
-            // In two segments.
+            // Two segments.
             let (here, there) = list.split_at(1 + source.below(list.len() - 1));
             let next = (lists + PAGE, there.len() * 16, 0x30);
             pointer.lists.push((lists + 256, bytes(&[here, &[next]].concat())));

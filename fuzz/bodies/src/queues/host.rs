@@ -1,4 +1,4 @@
-//! The guest's own view of its queues, and the checks.
+//! The guest's view of its queues, and the checks.
 
 mod ends;
 
@@ -17,20 +17,20 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// I/O queue pairs that there may be.
+/// Maximum number of I/O queue pairs.
 pub(super) const QUEUES: u16 = 3;
 const ADMIN_ENTRIES: u32 = 8;
-/// Pages for the queues and the buffers of Doorbell Buffer Config.
+/// Number of pages of the queues and of the buffers of Doorbell Buffer Config.
 const QUEUE_PAGES: u64 = 10;
 const SHADOW: u64 = BASE + 8 * PAGE;
 const EVENT_IDX: u64 = BASE + 9 * PAGE;
 const SLOTS: usize = 4;
 const SLOTS_AT: u64 = BASE + QUEUE_PAGES * PAGE;
 const BYTES: usize = ((QUEUE_PAGES + SLOTS as u64 * SLOT_PAGES) * PAGE) as usize;
-/// Turns that anything has to be done in.
+/// Maximum number of turns until any operation must have ended.
 const TURNS: usize = 20_000;
 
-/// Where a slot for data is.
+/// Address of a data slot.
 pub(super) fn slot_at(slot: usize) -> u64 {
     SLOTS_AT + slot as u64 * SLOT_PAGES * PAGE
 }
@@ -43,7 +43,7 @@ fn cq_at(qid: u16) -> u64 {
     sq_at(qid) + PAGE
 }
 
-/// What has to come of a command.
+/// Expected result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Expect {
     Success,
@@ -56,13 +56,13 @@ pub(super) enum Kind {
         offset: u64,
         len: u64,
     },
-    /// What the disk has to be given, and how much of it it has been given.
+    /// Data that the disk has to get, and the amount it has got.
     Write {
         offset: u64,
         data: Vec<u8>,
         put: usize,
     },
-    /// The same; but others may look just like it.
+    /// As `Write`, but other commands may have the same data.
     Copy {
         offset: u64,
         data: Vec<u8>,
@@ -71,15 +71,15 @@ pub(super) enum Kind {
     CreateSq(u16, u16, u32),
     DeleteSq(u16),
     DeleteCq(u16),
-    /// Nothing comes of it until something happens.
+    /// No completion until an event occurs.
     Event,
     Other,
 }
 
-/// A command that is outstanding.
+/// Outstanding command.
 pub(super) struct Command {
     pub(super) slot: Option<usize>,
-    /// The guest's memory that it may change.
+    /// Guest memory that the command may change.
     pub(super) writes: Vec<(u64, usize)>,
     pub(super) kind: Kind,
     pub(super) expect: Expect,
@@ -89,16 +89,16 @@ struct Sq {
     entries: u32,
     cq: u16,
     tail: u32,
-    /// As the last completion said.
+    /// Head of the submission queue in the last completion.
     head: u32,
-    /// The tail that the controller was last told of.
+    /// Last tail that the controller was notified of.
     told: u32,
     commands: BTreeMap<u16, Command>,
 }
 
 struct Cq {
     entries: u32,
-    /// The next one that the host consumes, and the next one that it looks at.
+    /// Next entry that the host consumes, and next entry that it checks.
     head: u32,
     next: u32,
     phase: bool,
@@ -109,18 +109,18 @@ pub(super) struct Host {
     turns: Turns,
     pub(super) test_disk: TestDisk,
     memory: SharedBytes,
-    /// What the memory is known to hold.
+    /// Known contents of the memory.
     image: Vec<u8>,
-    /// As long, for a look at all memory.
+    /// Buffer of the same size, for comparisons.
     spare: Vec<u8>,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     shadow: bool,
-    /// Which kind of host it is: SPDK's rings when EventIdx is the new value, too.
+    /// Doorbell rule of the host: SPDK also notifies if EventIdx equals the new value.
     inclusive: bool,
-    /// It shadows the admin queue as well.
+    /// The admin queue has shadow doorbells as well.
     shadows_admin: bool,
-    /// What is right may fail nevertheless.
+    /// Valid commands may fail.
     pub(super) trouble: bool,
     cid: u16,
     irq: EventFd,
@@ -222,13 +222,13 @@ impl Host {
         self.cid
     }
 
-    /// The identifier of a command that has been outstanding for long.
+    /// Identifier of the oldest outstanding command.
     pub(super) fn oldest(&self, qid: u16) -> u16 {
         let commands = self.sqs.get(&qid).and_then(|sq| sq.commands.keys().next());
         commands.copied().unwrap_or(0)
     }
 
-    /// A slot that no command has, if there is room for one in the queue.
+    /// A free data slot, if the queue has room for a command.
     pub(super) fn slot(&self, qid: u16) -> Option<usize> {
         let sq = self.sqs.get(&qid)?;
         let full = (sq.tail + 1) % sq.entries == sq.head;
@@ -237,7 +237,7 @@ impl Host {
         (0..SLOTS).find(|slot| !full && !taken.contains(slot))
     }
 
-    /// Puts a command into a queue that has room for it.
+    /// Writes a command into a queue, which must have room.
     pub(super) fn put(&mut self, qid: u16, sqe: &Sqe, command: Command) {
         let Some(sq) = self.sqs.get_mut(&qid) else { return };
         let at = sq_at(qid) + u64::from(sq.tail) * 64;
@@ -248,7 +248,7 @@ impl Host {
         self.poke(at, sqe.as_bytes());
     }
 
-    /// Tells the controller of a queue's tail.
+    /// Notifies the controller of a queue's tail.
     pub(super) fn ring_sq(&mut self, qid: u16) {
         let Some(sq) = self.sqs.get_mut(&qid) else { return };
         let (old, new) = (std::mem::replace(&mut sq.told, sq.tail), sq.tail);
@@ -257,7 +257,7 @@ impl Host {
         }
     }
 
-    /// Writes a doorbell: plainly, or by the rule of its kind of host.
+    /// Writes a doorbell register, or the shadow doorbell by the host's rule.
     fn ring(&mut self, qid: u16, offset: u64, old: u32, new: u32) {
         if self.shadow && (qid != 0 || self.shadows_admin) {
             let entry = offset - regs::DOORBELLS;
@@ -280,7 +280,7 @@ impl Host {
         self.controller.write_doorbell(offset, new);
     }
 
-    /// A turn of the worker, and a look at what came of it.
+    /// One turn of the I/O thread, and the checks.
     pub(super) fn turn(&mut self) -> bool {
         let busy = self.turns.turn();
         if busy {
@@ -289,23 +289,23 @@ impl Host {
         busy
     }
 
-    /// A step of the program is over.
+    /// Ends a step of the program.
     pub(super) fn step(&mut self, limits: &Limits) {
         limits.step_of("queues", &mut self.turns, &self.controller);
     }
 
-    /// Turns until there is nothing to do.
+    /// Runs turns until no work is left.
     fn settle(&mut self) {
         for _ in 0..TURNS {
             if !self.turn() {
-                // Who had nothing to do changed nothing either.
+                // A turn without work must not change anything.
                 return self.check();
             }
         }
         panic!("there is always something to do");
     }
 
-    /// Looks at everything.
+    /// All checks.
     pub(super) fn check(&mut self) {
         let csts = regs::Csts::from_bits(self.read32(regs::CSTS));
         assert!(!csts.cfs(), "a fatal state, and nobody did anything wrong");
@@ -313,7 +313,7 @@ impl Host {
         self.memory.read_into(0, &mut now).expect("memory");
         let mut allowed: Vec<(u64, usize)> = Vec::new();
         for (qid, cq) in &self.cqs {
-            // From the next one on, as many as are free.
+            // Free entries, from the next one on.
             let unconsumed = (cq.next + cq.entries - cq.head) % cq.entries;
             let free = cq.entries - 1 - unconsumed;
             let indices = (0..free).map(|n| (cq.next + n) % cq.entries);
@@ -338,14 +338,15 @@ impl Host {
         self.spare = now;
         self.look_at_writes();
         let qids: Vec<u16> = self.cqs.keys().copied().collect();
-        // The admin queue last: when a queue's deletion completes, nothing comes of it any more.
+        // The admin queue is last: after the completion of a deletion, the queue has no
+        // completions.
         qids.into_iter().rev().for_each(|qid| self.look_at_completions(qid));
         let outstanding = self.sqs.values().map(|sq| sq.commands.len()).sum::<usize>();
         let state = self.test_disk.state();
         self.trouble &= outstanding > 0 || !state.fail.is_empty();
     }
 
-    /// What the disk was given has to be what some command was to give it.
+    /// Checks that each write at the disk is that of a command.
     fn look_at_writes(&mut self) {
         let written = std::mem::take(&mut self.test_disk.state().written);
         for (at, bytes) in written {
@@ -418,14 +419,14 @@ impl Host {
             }
             Kind::CreateCq(qid, entries) => self.add_cq(qid, entries),
             Kind::CreateSq(qid, cq, entries) => self.add_sq(qid, cq, entries),
-            // Nothing comes of what was outstanding there any more.
+            // Outstanding commands of the queue have no completions any more.
             Kind::DeleteSq(qid) => drop(self.sqs.remove(&qid)),
             Kind::DeleteCq(qid) => drop(self.cqs.remove(&qid)),
             Kind::Copy { .. } | Kind::Event | Kind::Other => {}
         }
     }
 
-    /// Consumes at most so many completions.
+    /// Consumes at most `most` completions.
     pub(super) fn consume(&mut self, qid: u16, most: usize) {
         let Some(cq) = self.cqs.get_mut(&qid) else { return };
         let there = (cq.next + cq.entries - cq.head) % cq.entries;
@@ -438,7 +439,7 @@ impl Host {
         self.ring(qid, cq_doorbell_offset(qid, 0), old, new);
     }
 
-    /// An admin command, to its end.
+    /// Executes an admin command until its completion.
     fn admin(&mut self, sqe: Sqe, kind: Kind, expect: Expect) {
         let room = |host: &Self| {
             let admin = &host.sqs[&0];
@@ -448,7 +449,7 @@ impl Host {
             self.consume(0, usize::MAX);
             self.settle();
         }
-        // Nothing but Asynchronous Event Requests is left then, of which there may be a queue full.
+        // Only Asynchronous Event Requests are left, which may fill the queue.
         if !room(self) {
             return;
         }
@@ -470,7 +471,7 @@ impl Host {
 
     pub(super) fn create(&mut self, qid: u16, cq: u16, of_cq: u32, of_sq: u32, interrupts: bool) {
         if self.cqs.contains_key(&cq) || qid != cq {
-            // The completion queue is there, or ought to be.
+            // The completion queue exists, or should exist.
         } else {
             self.poke(cq_at(cq), &[0; PAGE as usize]);
             self.clear_shadow(cq_doorbell_offset(cq, 0));
@@ -492,7 +493,7 @@ impl Host {
         self.admin(sqe, Kind::CreateSq(qid, cq, of_sq), expect);
     }
 
-    /// As Linux does for a queue that is new.
+    /// Clears the shadow doorbells of a new queue, as Linux does.
     fn clear_shadow(&mut self, bell: u64) {
         self.poke(SHADOW + bell - regs::DOORBELLS, &[0; 4]);
         self.poke(EVENT_IDX + bell - regs::DOORBELLS, &[0; 4]);
@@ -506,7 +507,7 @@ impl Host {
             let expect = there(self.sqs.contains_key(&qid));
             for command in self.sqs.get_mut(&qid).iter_mut().flat_map(|sq| sq.commands.values_mut())
             {
-                // It may be aborted.
+                // The command may be aborted.
                 command.expect = Expect::Any;
             }
             self.admin(sqe, Kind::DeleteSq(qid), expect);
@@ -521,13 +522,13 @@ impl Host {
         if self.shadow {
             return;
         }
-        // What doorbells were written last, and anything for queues that do not exist.
+        // The last doorbell values, and arbitrary values for queues that do not exist.
         let junk = source.u8();
         self.poke(SHADOW, &[junk; PAGE as usize]);
         self.poke(EVENT_IDX, &[junk; PAGE as usize]);
         self.update_shadow();
         let sqe = Sqe::new(0x7c, 0, 0).with_prps(SHADOW, EVENT_IDX);
-        // The admin queue moves on meanwhile.
+        // The admin queue advances meanwhile.
         self.admin(sqe, Kind::Other, Expect::Success);
         self.shadow = true;
         self.update_shadow();
@@ -538,7 +539,7 @@ impl Host {
         let heads = self.cqs.iter().map(|(qid, cq)| (cq_doorbell_offset(*qid, 0), cq.head));
         let values: Vec<_> = tails.chain(heads).collect();
         for (bell, value) in values {
-            // Who does not shadow the admin queue leaves its entries as they are.
+            // A host that does not shadow the admin queue leaves its entries unchanged.
             let of_admin = bell < regs::DOORBELLS + 8;
             if self.shadow && of_admin && !self.shadows_admin {
                 continue;

@@ -1,38 +1,38 @@
-//! What a client has sent, as the protocol frames it, and the replies that it is owed for that.
+//! Frames that a client has sent, and the replies that it may expect.
 
 use shadowbell_vfio_user::codec::{MAX_MESSAGE_FDS, MESSAGE_OVERHEAD};
 use shadowbell_vfio_user::wire::{HEADER_LEN, Header, command, header_flags};
 use std::collections::VecDeque;
 use zerocopy::FromBytes;
 
-/// The most bytes of a message: what the server says of data transfers, and some more.
+/// Maximum message size in bytes: that of data transfers, and some more.
 const LONGEST: usize = (1 << 20) + MESSAGE_OVERHEAD;
 
 #[derive(Default)]
 pub(crate) struct Frames {
     out: Vec<u8>,
-    /// Descriptors that went out with what is in `out`.
+    /// Number of descriptors sent with the data in `out`.
     fds: usize,
     inward: Vec<u8>,
     owed: VecDeque<Header>,
-    /// The first message went out.
+    /// The first message was sent.
     introduced: bool,
-    /// It may be a version that can not be agreed to.
+    /// The version may be refused.
     unsure: bool,
-    /// The stream makes no sense any more, and nothing comes of what follows.
+    /// The stream is invalid, and later data have no effect.
     broken: bool,
-    /// The server may have had enough of this client.
+    /// The server may have disconnected the client.
     forfeit: bool,
-    /// The last reply, as a whole.
+    /// The last reply.
     last: Vec<u8>,
 }
 
 impl Frames {
-    /// Bytes are on their way.
+    /// Records sent bytes.
     pub(crate) fn sent(&mut self, bytes: &[u8], fds: usize) {
         self.out.extend_from_slice(bytes);
         self.fds += fds;
-        // More than any message may have.
+        // More than a message may have.
         self.forfeit |= self.fds > MAX_MESSAGE_FDS;
         while let Ok((header, _)) = Header::read_from_prefix(&self.out) {
             let size = header.size as usize;
@@ -46,11 +46,11 @@ impl Frames {
                 return;
             }
             self.out.drain(..size);
-            // Those that came together with the end of one message and a part of the next are the
-            // next one's.
+            // Descriptors that were sent with the end of one message and a part of the next
+            // belong to the next one.
             self.fds = if self.out.is_empty() { 0 } else { fds };
             if !std::mem::replace(&mut self.introduced, true) {
-                // Whether the version can be agreed to, the answer says.
+                // The reply shows whether the version was accepted.
                 self.unsure = header.command == command::VERSION && !header.no_reply();
                 self.forfeit |= !self.unsure;
             }
@@ -60,7 +60,7 @@ impl Frames {
         }
     }
 
-    /// Bytes have come.
+    /// Checks received bytes.
     pub(crate) fn heard(&mut self, bytes: &[u8]) {
         self.inward.extend_from_slice(bytes);
         while let Ok((header, _)) = Header::read_from_prefix(&self.inward) {
@@ -83,23 +83,24 @@ impl Frames {
         }
     }
 
-    /// The last reply that came, as a whole.
+    /// The last received reply.
     pub(crate) fn last_reply(&self) -> Vec<u8> {
         self.last.clone()
     }
 
-    /// We shut our end down, or sent descriptors that the server would rather not close.
+    /// Called when the client shuts down its end, or sends descriptors that the server closes
+    /// slowly.
     pub(crate) fn forfeit(&mut self) {
         self.forfeit = true;
     }
 
-    /// The server has closed the connection.
+    /// Called when the server has closed the connection.
     pub(crate) fn dropped(&self) {
         let may = self.forfeit || self.unsure || self.broken;
         assert!(may, "the server drops a client that kept to the protocol");
     }
 
-    /// The client has kept to the protocol.
+    /// True if the client has kept to the protocol.
     pub(crate) fn is_sound(&self) -> bool {
         !self.forfeit && !self.broken
     }

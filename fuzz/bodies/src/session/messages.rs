@@ -1,4 +1,4 @@
-//! Messages of every kind, with any fields.
+//! Generator of messages of all types with arbitrary fields.
 
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::source::Source;
@@ -10,7 +10,7 @@ use shadowbell_vfio_user::wire::{self, Header, command as verb};
 use std::os::fd::OwnedFd;
 use zerocopy::IntoBytes;
 
-/// The most descriptors that are sent with one message.
+/// Maximum number of descriptors sent with one message.
 pub(crate) const MOST_FDS: usize = 70;
 
 pub(crate) fn message(command: u16, id: u16, payload: &[&[u8]]) -> Vec<u8> {
@@ -33,7 +33,7 @@ pub(crate) fn dma_map(address: u64, size: u64, offset: u64, flags: u32) -> [u8; 
     zerocopy::transmute!(wire::DmaMap { argsz: 32, flags, offset, address, size })
 }
 
-/// Any message, its descriptors, and whether they are odd ones.
+/// A random message, its descriptors, and whether they are unusual ones.
 pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>, bool) {
     let verb = if source.rarely(12) { source.u16() } else { 1 + source.below(18) as u16 };
     let (mut fds, mut odd) = (Vec::new(), false);
@@ -97,7 +97,7 @@ pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<Owne
         verb::REGION_READ => {
             let (region, offset) = place(source);
             let count = source.near(&[4, 8, 1, 2, 256, 4096, 1 << 20, 0]) as u32;
-            // A long reply is slow to make, and seldom worth it.
+            // Long replies are slow and rarely useful.
             let count = if source.rarely(8) { count } else { count & 0x1fff };
             access(region, offset, count).to_vec()
         }
@@ -143,7 +143,7 @@ pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<Owne
     (message_with(verb, source.u8().into(), flags, &[&payload]), fds, odd)
 }
 
-/// A DEVICE_FEATURE: states of migration, most of the time, and the log of what is written.
+/// DEVICE_FEATURE: mostly migration states, and the log of written pages.
 fn feature(source: &mut Source<'_>) -> Vec<u8> {
     let (index, method, data) = match source.below(8) {
         0..=2 => {
@@ -178,7 +178,7 @@ fn feature(source: &mut Source<'_>) -> Vec<u8> {
     [head.as_bytes(), &data].concat()
 }
 
-/// A region and an offset in it.
+/// A region and an offset.
 fn place(source: &mut Source<'_>) -> (u32, u64) {
     let region = source.of(&[0, 0, 0, 7, 7, 4, 1, 8, 9, u32::MAX]);
     let offset = match region {
@@ -216,8 +216,7 @@ fn value(source: &mut Source<'_>, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Descriptors: of what is wanted there (0 is memory, 1 eventfds) most of the time, and of other
-/// things.
+/// Descriptors, mostly of the type `wanted` (0: memory, 1: eventfds), and others.
 fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<OwnedFd>, bool) {
     let count = match (source.below(8), wanted) {
         (0, _) => 0,
@@ -226,7 +225,8 @@ fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<O
         _ => 1 + source.below(5),
     };
     let odd = source.rarely(6);
-    // The server sends whoever brings many of those away until they are closed, which takes time.
+    // A client with many unusual descriptors is disconnected until they are closed, which takes
+    // time.
     let count = if odd { count.min(4) } else { count };
     let fds = (0..count).map(|_| {
         let kind = if odd { source.below(8) } else { wanted };
@@ -241,14 +241,14 @@ fn descriptor(kind: usize, file: &OwnedFd) -> OwnedFd {
     match kind {
         0 => file.try_clone().map_err(|_| rustix::io::Errno::MFILE),
         1 => eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK),
-        // Full: a write to it would wait.
+        // Full: a write would block.
         2 => eventfd(0, EventfdFlags::CLOEXEC).inspect(|fd| {
             let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
         }),
         3 => null(OFlags::RDWR | OFlags::CLOEXEC),
         4 => null(OFlags::PATH | OFlags::CLOEXEC),
         5 => rustix::pipe::pipe().map(|(reader, _)| reader),
-        // No byte long, and sealed.
+        // Empty and sealed.
         6 => {
             memfd_create("sealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).inspect(|fd| {
                 let _ = rustix::fs::fcntl_add_seals(fd, rustix::fs::SealFlags::all());
@@ -259,7 +259,7 @@ fn descriptor(kind: usize, file: &OwnedFd) -> OwnedFd {
     .expect("a descriptor")
 }
 
-/// Does what a broken client or a wire might.
+/// Corrupts a message, like a faulty client.
 pub(crate) fn mangle(source: &mut Source<'_>, bytes: &mut Vec<u8>) {
     match source.below(4) {
         0 => bytes.truncate(source.below(bytes.len() + 1)),

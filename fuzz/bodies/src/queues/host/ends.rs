@@ -1,5 +1,4 @@
-//! What comes to an end: memory that is taken back, everything that is outstanding, a controller
-//! that is reset.
+//! Ends of operations: unmapped memory, completion of everything outstanding, controller resets.
 
 use super::{BASE, BYTES, Host, Kind, QUEUE_PAGES, QUEUES, TURNS};
 use crate::command::PAGE;
@@ -27,7 +26,7 @@ impl Host {
         self.until(&done, "memory is not given back");
     }
 
-    /// Takes the memory for data away for a while.
+    /// Unmaps the data memory for some turns.
     pub(in crate::queues) fn unmap_data(&mut self) {
         let (at, len) = (QUEUE_PAGES * PAGE, BYTES as u64 - QUEUE_PAGES * PAGE);
         self.trouble = true;
@@ -39,7 +38,7 @@ impl Host {
         self.map(at, len);
     }
 
-    /// The same with the queues, as VMMs do while a guest boots.
+    /// Unmaps the memory of the queues as well, as VMMs do while a guest boots.
     pub(in crate::queues) fn unmap_queues(&mut self) {
         let len = QUEUE_PAGES * PAGE;
         self.unmap(0, len);
@@ -50,7 +49,7 @@ impl Host {
         self.map(0, len);
     }
 
-    /// Has everything come to its end.
+    /// Completes everything outstanding.
     pub(in crate::queues) fn quiesce(&mut self) {
         self.test_disk.state().defer = false;
         for _ in 0..TURNS {
@@ -71,7 +70,7 @@ impl Host {
         panic!("commands do not come to their end");
     }
 
-    /// A reset of some kind.
+    /// Executes a reset of the type `kind`.
     pub(in crate::queues) fn reset(&mut self, kind: usize) {
         let done = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&done);
@@ -90,7 +89,7 @@ impl Host {
             self.controller.reset(move || flag.store(true, Ordering::SeqCst));
         }
         self.until(&done, "a reset does not end");
-        // From here on nobody may write anything.
+        // From now on no memory may be written.
         self.sqs.clear();
         self.cqs.clear();
         (self.shadow, self.trouble) = (false, false);
