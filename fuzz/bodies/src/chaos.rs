@@ -69,7 +69,7 @@ struct Guest {
     turns: Turns,
     test_disk: TestDisk,
     memory: SharedBytes,
-    /// The same memory, mapped read-only.
+    /// Read-only mapping of this memory.
     to_read: SharedBytes,
     parts: [Part; PARTS.len()],
     /// Contents of write-protected memory when it became protected.
@@ -442,6 +442,10 @@ impl Guest {
             self.test_disk.state().end_flushes();
             self.settle();
         }
-        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests of nobody");
+        assert_eq!(
+            self.test_disk.state().deferred(),
+            0,
+            "the disk has requests of no outstanding command"
+        );
     }
 }

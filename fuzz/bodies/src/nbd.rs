@@ -161,7 +161,7 @@ fn server() -> &'static PathBuf {
 
 /// A whole connection.
 fn converse(source: &mut Source<'_>) {
-    let stream = UnixStream::connect(server()).expect("to be let in");
+    let stream = UnixStream::connect(server()).expect("to be accepted");
     let timeout = Some(Duration::from_secs(10));
     stream.set_read_timeout(timeout).expect("a timeout");
     stream.set_write_timeout(timeout).expect("a timeout");

@@ -228,7 +228,11 @@ impl Guest {
         self.controller.write(regs::ASQ, &command::ASQ.to_le_bytes());
         self.controller.write(regs::ACQ, &command::ACQ.to_le_bytes());
         self.write32(regs::CC, CC | 1);
-        assert!(self.is_ready(), "it can not be enabled: {:#x}", self.read32(regs::CSTS));
+        assert!(
+            self.is_ready(),
+            "the controller is not ready after CC.EN was set: {:#x}",
+            self.read32(regs::CSTS)
+        );
         self.life = Life::On;
         (self.blind, self.forgets) = (false, false);
         let entries = command::ADMIN_ENTRIES;
@@ -242,7 +246,7 @@ impl Guest {
             self.cqs.insert(qid, Cq { entries: ENTRIES, head: 0, phase: true });
             self.create(qid);
             self.settle();
-            assert!(self.sqs.contains_key(&qid), "queue {qid} can not be created");
+            assert!(self.sqs.contains_key(&qid), "queue {qid} was not created");
         }
     }
 
@@ -526,7 +530,11 @@ impl Guest {
         if !over {
             return;
         }
-        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests of nobody");
+        assert_eq!(
+            self.test_disk.state().deferred(),
+            0,
+            "the disk has requests of no outstanding command"
+        );
         self.life = Life::Off;
         self.sqs.clear();
         self.cqs.clear();

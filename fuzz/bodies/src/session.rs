@@ -152,8 +152,8 @@ impl Visit {
 
     /// One turn of the server.
     fn step(&mut self) -> bool {
-        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor goes on");
-        assert!(alive, "nobody stopped it");
+        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor polls");
+        assert!(alive, "the reactor was not stopped");
         self.turns.turn()
     }
 

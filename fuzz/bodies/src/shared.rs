@@ -203,8 +203,8 @@ impl Visit {
     }
 
     fn serve(&mut self) {
-        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor goes on");
-        assert!(alive, "nobody stopped it");
+        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor polls");
+        assert!(alive, "the reactor was not stopped");
     }
 
     /// Turn of the second thread: takes writes until it declines.

@@ -290,7 +290,10 @@ impl Guest {
                 let used = (USED, USED_LEN);
                 let mut ranges = self.writable.iter().chain([&used]);
                 let allowed = ranges.any(|(from, len)| at.wrapping_sub(*from) < *len);
-                assert!(allowed, "byte {at:#x} of the guest's memory was written by nobody's wish");
+                assert!(
+                    allowed,
+                    "byte {at:#x} of the guest's memory was written without a descriptor"
+                );
             }
         }
         served.is_ok()

@@ -308,7 +308,7 @@ impl Host {
     /// All checks.
     pub(super) fn check(&mut self) {
         let csts = regs::Csts::from_bits(self.read32(regs::CSTS));
-        assert!(!csts.cfs(), "a fatal state, and nobody did anything wrong");
+        assert!(!csts.cfs(), "a fatal state without a violation by the host");
         let mut now = std::mem::take(&mut self.spare);
         self.memory.read_into(0, &mut now).expect("memory");
         let mut allowed: Vec<(u64, usize)> = Vec::new();
@@ -331,7 +331,7 @@ impl Host {
         if self.image != now {
             let at = now.iter().zip(&self.image).position(|(a, b)| a != b).unwrap_or(0);
             panic!(
-                "byte {at:#x} (page {}) of the guest's memory was written by nobody's wish",
+                "byte {at:#x} (page {}) of the guest's memory was written without a command",
                 at as u64 / PAGE
             );
         }
@@ -367,7 +367,7 @@ impl Host {
                     _ => {}
                 }
             }
-            assert!(is_wanted, "the disk is given what nobody wanted to write");
+            assert!(is_wanted, "the disk got data that no command writes");
         }
     }
 

@@ -69,7 +69,7 @@ impl Frames {
             if self.inward.len() < size {
                 return;
             }
-            let owed = self.owed.pop_front().expect("a reply that nobody is owed");
+            let owed = self.owed.pop_front().expect("a reply without a request");
             assert_eq!((header.id, header.command), (owed.id, owed.command), "another's reply");
             assert!(header.is_reply(), "no reply: {header:?}");
             let failed = header.flags & header_flags::ERROR != 0;

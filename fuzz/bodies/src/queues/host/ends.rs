@@ -95,7 +95,7 @@ impl Host {
         (self.shadow, self.trouble) = (false, false);
         self.settle();
         let mut state = self.test_disk.state();
-        assert_eq!(state.deferred(), 0, "the disk has requests of nobody");
+        assert_eq!(state.deferred(), 0, "the disk has requests of no outstanding command");
         state.fail.clear();
         drop(state);
         self.enable();
