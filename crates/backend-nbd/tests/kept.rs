@@ -8,6 +8,7 @@ use shadowbell_backend_nbd::{NbdDisk, NbdSpec, OpenError};
 use shadowbell_nbd::wire::{NbdError, command, transmission};
 use shadowbell_state::Descriptors;
 use shadowbell_testing::disks::{flush, write};
+use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 
 /// What another process goes on with, as it reads it.
@@ -17,11 +18,10 @@ fn kept(disk: &NbdDisk) -> serde_json::Value {
 
 fn recover(fake: &Fake, options: &str, state: &serde_json::Value) -> Result<NbdDisk, OpenError> {
     let spec = format!("nbd+unix:///x?socket={}&{options}", fake.socket().display());
-    let since = Instant::now();
-    // As somebody who waits for ten seconds at most.
+    let deadline = wait::deadline();
     NbdDisk::recover(&NbdSpec::parse(&spec)?, state, &|| {
-        std::thread::sleep(Duration::from_millis(1));
-        since.elapsed() < Duration::from_secs(10)
+        wait::pause();
+        Instant::now() < deadline
     })
 }
 
@@ -37,6 +37,7 @@ fn a_disk_is_gone_on_with_if_somebody_says_when_writes_have_settled() {
     let flushes = fake.count(command::FLUSH);
     let since = Instant::now();
     let next = recover(&fake, "settle=200ms", &state).unwrap();
+    // Not before its time.
     assert!(since.elapsed() >= Duration::from_millis(200));
     assert_eq!(
         fake.count(command::FLUSH),
@@ -90,11 +91,11 @@ fn a_disk_that_is_only_read_needs_no_time_and_its_server_is_waited_for() {
         let next = scope.spawn(|| {
             let spec = format!("nbd+unix:///x?socket={}", fake.socket().display());
             NbdDisk::recover(&NbdSpec::parse(&spec).unwrap(), &state, &|| {
-                std::thread::sleep(Duration::from_millis(1));
+                wait::pause();
                 !fake.socket().with_extension("given-up").exists()
             })
         });
-        std::thread::sleep(Duration::from_millis(200));
+        wait::moment();
         assert!(!next.is_finished());
         std::fs::write(fake.socket().with_extension("given-up"), "").unwrap();
         let error = next.join().unwrap().unwrap_err().to_string();

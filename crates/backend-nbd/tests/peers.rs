@@ -8,18 +8,19 @@ use shadowbell_testing::certificates::{Authority, End, Wish};
 use shadowbell_testing::disks::{
     Random, batch, content, flush, memory, read, run, run_one, segments, write,
 };
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
 use std::io::Read;
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 const MIB: usize = 1 << 20;
 
 struct Peer {
-    child: Child,
+    child: ProcessGroup,
     directory: TempDir,
 }
 
@@ -37,19 +38,12 @@ impl Peer {
     }
 }
 
-impl Drop for Peer {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 fn open(socket: &Path, options: &str) -> NbdDisk {
     let spec = format!("nbd+unix:///?socket={}{options}", socket.display());
     NbdDisk::open(&NbdSpec::parse(&spec).unwrap()).unwrap()
 }
 
-fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<Child> {
+fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<ProcessGroup> {
     let path = socket.to_str().unwrap();
     // One that was killed leaves its socket.
     let _ = std::fs::remove_file(socket);
@@ -59,8 +53,8 @@ fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<Child> {
     } else {
         command.args(["--persistent", "--socket", path]);
     }
-    let spawned = command.args(arguments).stderr(Stdio::piped()).stdout(Stdio::null()).spawn();
-    let mut child = match spawned {
+    command.args(arguments).stderr(Stdio::piped()).stdout(Stdio::null());
+    let mut child = match ProcessGroup::spawn(&mut command) {
         Ok(child) => child,
         Err(error) => {
             eprintln!(
@@ -69,17 +63,15 @@ fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<Child> {
             return None;
         }
     };
-    let until = Instant::now() + Duration::from_secs(30);
     // Neither says when it is ready, but by its socket.
-    while UnixStream::connect(socket).is_err() {
+    wait::until(&format!("a socket of {program}"), || {
         if let Ok(Some(status)) = child.try_wait() {
             let mut text = String::new();
             let _ = child.stderr.take().unwrap().read_to_string(&mut text);
             panic!("{program} {arguments:?}: {status}: {text}");
         }
-        assert!(Instant::now() < until, "{program} takes no clients");
-        std::thread::yield_now();
-    }
+        UnixStream::connect(socket).is_ok()
+    });
     Some(child)
 }
 
@@ -182,8 +174,7 @@ fn nbdkit_that_hangs_up() {
         }
         reader.join().unwrap();
     });
-    let _ = child.kill();
-    let _ = child.wait();
+    drop(child);
     assert!(disk.counters()[1].1 > 0);
 }
 
@@ -211,8 +202,7 @@ fn qemu_nbd_is_killed_and_started() {
         }
         write(&mut *queue, 0, &[round; 4096]).unwrap();
         model[..4096].fill(round);
-        child.kill().unwrap();
-        child.wait().unwrap();
+        child.kill();
         child = start("qemu-nbd", &arguments, &socket).unwrap();
     }
     assert_eq!(flush(&mut *queue), Ok(()));
@@ -221,8 +211,7 @@ fn qemu_nbd_is_killed_and_started() {
     assert_eq!(discard, Ok(()));
     assert!(content(&disk) == vec![0; 2 * MIB]);
     drop((queue, disk));
-    let _ = child.kill();
-    let _ = child.wait();
+    drop(child);
     let check = Command::new("qemu-img").args(["check", "-q", name]).status().unwrap();
     // Leaks are what a kill leaves.
     assert!(matches!(check.code(), Some(0 | 3)), "{check:?}");
@@ -230,25 +219,35 @@ fn qemu_nbd_is_killed_and_started() {
 
 #[test]
 fn tcp() {
-    // A port that was free a moment ago.
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let mut command = Command::new("nbdkit");
-    let port_text = port.to_string();
-    command.args(["--foreground", "--exit-with-parent", "--ipaddr=127.0.0.1", "--port"]);
-    let Ok(mut child) = command.args([&port_text[..], "memory", "2M"]).spawn() else {
+    let mut server = None;
+    let port = wait::until_some("a server at a port", || {
+        let is_alive = |server: &mut Option<(u16, ProcessGroup)>| match server {
+            Some((_, child)) => child.try_wait().unwrap().is_none(),
+            None => false,
+        };
+        if !is_alive(&mut server) {
+            // A port that was free a moment ago: another program may have it by now.
+            let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+            let mut command = Command::new("nbdkit");
+            command.args(["--foreground", "--exit-with-parent", "--ipaddr=127.0.0.1", "--port"]);
+            command.args([&port.to_string()[..], "memory", "2M"]);
+            match ProcessGroup::spawn(&mut command) {
+                Ok(child) => server = Some((port, child)),
+                Err(_) => return Some(None),
+            }
+        }
+        let (port, _) = server.as_ref()?;
+        let is_there = std::net::TcpStream::connect(("127.0.0.1", *port)).is_ok();
+        (is_there && is_alive(&mut server)).then(|| server.as_ref().map(|(port, _)| *port))
+    });
+    let Some(port) = port else {
         eprintln!("skipped: `nbdkit` is not here");
         return;
     };
-    let until = Instant::now() + Duration::from_secs(30);
-    while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
-        assert!(Instant::now() < until);
-        std::thread::yield_now();
-    }
     let spec = NbdSpec::parse(&format!("nbd://localhost:{port}/")).unwrap();
     let disk = NbdDisk::open(&spec).unwrap();
     model(&disk, 8, 10);
-    child.kill().unwrap();
-    child.wait().unwrap();
+    drop((disk, server));
 }
 
 /// What is allocated of the whole disk, extents of one kind together.
@@ -332,8 +331,7 @@ fn nbdkit_by_tls_is_killed_and_started() {
     let mut queue = disk.queue().unwrap();
     let data = Random(9).bytes(MIB);
     write(&mut *queue, 0, &data).unwrap();
-    peer.child.kill().unwrap();
-    peer.child.wait().unwrap();
+    peer.child.kill();
     let socket = peer.directory.path().join("nbd");
     let directory = format!("--tls-certificates={}", certificates.directory.path().display());
     let arguments = [&directory[..], "--tls=require", "--tls-verify-peer", "memory", "2M"];

@@ -12,9 +12,10 @@ use shadowbell_frontend::InProcess;
 use shadowbell_memory::Segments;
 use shadowbell_spec::Status;
 use shadowbell_spec::nvm::DsmRange;
+use shadowbell_testing::wait;
 use std::io;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use zerocopy::IntoBytes;
 
 /// What was asked of the SSD's disk, and how it fails.
@@ -106,7 +107,7 @@ fn options(zero_copy: bool) -> Options {
 }
 
 fn next(queue: &mut QueuePair) -> Completion {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = wait::deadline();
     while !queue.wait(Some(deadline)).unwrap() {
         assert!(Instant::now() < deadline, "nothing completes");
     }
@@ -283,11 +284,7 @@ fn memory_that_the_guest_takes_back_the_ssd_loses() {
     rig.run(rig.namespace.read(0, 8).unwrap(), Some(buffer)).status.into_result().unwrap();
     drop(pool);
     // An unmap is complete when nothing reaches the memory any more, the SSD's workers included.
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while mapping.upgrade().is_some() {
-        assert!(Instant::now() < deadline, "the SSD keeps it");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait::until("the end of the mapping", || mapping.upgrade().is_none());
     let pool = rig.controller.buffers(1, 4096).unwrap();
     rig.run(rig.namespace.read(0, 8).unwrap(), pool.take()).status.into_result().unwrap();
 }
@@ -338,7 +335,7 @@ fn a_namespace_that_shrinks_is_out_of_range_beyond_its_end_and_no_size_is_offere
     let (told, is_told) = std::sync::mpsc::channel();
     let done = move |outcome: Result<(), _>| told.send(outcome.is_ok()).unwrap();
     ssd.controller().change_disk(1, null(50), done).unwrap();
-    assert_eq!(is_told.recv_timeout(Duration::from_secs(20)), Ok(true));
+    assert_eq!(is_told.recv_timeout(wait::LIMIT), Ok(true));
     // The last one reaches beyond the new end with its last block.
     for lba in [92, 50, 43] {
         assert_eq!(status(namespace.read(lba, 8).unwrap(), true), Status::LBA_OUT_OF_RANGE);
@@ -397,7 +394,7 @@ fn a_request_that_waits_can_be_taken_back() {
     queue.cancel(39);
     queue.cancel(0);
     let mut ended = Vec::new();
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = wait::deadline();
     while queue.pending() > 0 {
         queue.commit();
         queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
@@ -424,7 +421,7 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     // The last one first, which is the worst order for a search from the front.
     (0..MANY).rev().for_each(|tag| queue.cancel(tag));
     let mut ended = Vec::new();
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = wait::deadline();
     while queue.pending() > 0 {
         queue.commit();
         queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));

@@ -1,14 +1,14 @@
-//! Random operations on a qcow2 image by a process that is killed at random moments, and a look at
-//! what is in the image afterwards: `cargo xtask soak qcow2` builds this and runs it.
+//! Soak test of crash consistency: random operations on a qcow2 image by a process that is killed
+//! at random times, and checks of the image afterwards. Built and run by `cargo xtask soak qcow2`.
 //!
-//! The one that works does what a seed says, in batches, and notes in a file which batch it has
-//! begun, which was answered, and which was flushed. The one that watches kills it, opens the image
-//! as whoever comes next would, and looks:
+//! The worker process executes batches that a seed determines, and records in a file which batch
+//! was started, answered and flushed. The watching process kills it, opens the image like the next
+//! server process would, and checks:
 //!
-//! * each unit of the disk holds what was flushed, or something that was begun later. If the disk
-//!   was kept for the next process, it holds what was answered, or what was begun after that;
-//! * `qemu-img check` finds no corruption, and repairs what leaks;
-//! * `qemu-img compare` finds no difference from a raw image of what was read.
+//! * Each unit of the disk contains the last flushed data, or data of a later operation. With
+//!   checkpoints, it contains the last answered data, or data of a later operation.
+//! * `qemu-img check` finds no corruption, and repairs leaks.
+//! * `qemu-img compare` finds no difference from a raw image of the data that were read.
 
 use shadowbell_backend::{Disk, FileOptions, Op, Request};
 use shadowbell_backend_qcow2::Qcow2Disk;
@@ -21,27 +21,27 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
-/// Bytes that are written as one.
+/// Number of bytes that are written together.
 const UNIT: usize = 4096;
-/// Units of the disk.
+/// Number of units of the disk.
 const UNITS: usize = 8192;
-/// Operations that are under way at the same time, each in its own part of the disk.
+/// Number of concurrent operations, each in its own part of the disk.
 const LANES: usize = 32;
 const LANE: usize = UNITS / LANES;
-/// Sizes of clusters, one of which each image has.
+/// Cluster sizes, one per image.
 const CLUSTERS: [&str; 4] = ["64k", "4k", "16k", "512k"];
-/// An image is worked on by so many processes, one after the other.
+/// Number of worker processes per image, one after the other.
 const PROCESSES: u64 = 40;
-/// One process in so many is killed in its first moments.
+/// Interval of processes that are killed soon after their start.
 const SOON_EVERY: u64 = 8;
 
-/// What operations an image gets. Each size of clusters has both, one after the other.
+/// Mix of operations on an image. Each cluster size is tested with both mixes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mix {
-    /// Of all sizes and kinds: most of them allocate, or give something back.
+    /// All sizes and kinds of operations: most of them allocate or free clusters.
     All,
-    /// Short ones on what is allocated, with few that change that: these go straight to the file,
-    /// and there are many more of them in the same time.
+    /// Short operations on allocated clusters, and few that allocate or free clusters: these take
+    /// the fast path, which executes many more of them in the same time.
     Short,
 }
 
@@ -59,7 +59,7 @@ impl Mix {
         if word == Self::Short.word() { Self::Short } else { Self::All }
     }
 
-    /// One batch in so many is a flush.
+    /// Mean interval of flushes, in batches.
     fn flush_every(self) -> u64 {
         match self {
             Self::All => 24,
@@ -67,8 +67,8 @@ impl Mix {
         }
     }
 
-    /// One operation in so many may be as long as the part of the disk that is its own, and the
-    /// longest of the others.
+    /// Mean interval of operations with up to the length of their part of the disk, and maximum
+    /// length of the others.
     fn lengths(self) -> (u64, usize) {
         match self {
             Self::All => (16, 8),
@@ -76,7 +76,7 @@ impl Mix {
         }
     }
 
-    /// How long a process works, at the most.
+    /// Maximum run time of a worker process.
     fn longest(self) -> Duration {
         match self {
             Self::All => Duration::from_millis(600),
@@ -84,7 +84,7 @@ impl Mix {
         }
     }
 
-    /// Two operations in so many are a discard and zeroes.
+    /// Number of operations that contain one discard and one Write Zeroes on average.
     fn change_every(self) -> u64 {
         match self {
             Self::All => 16,
@@ -93,17 +93,17 @@ impl Mix {
     }
 }
 
-/// One operation of a batch.
+/// Operation of a batch.
 #[derive(Clone, Copy)]
 struct Step {
     op: Op,
     first: usize,
     count: usize,
-    /// What its units hold afterwards, if it changes them.
+    /// Stamp of its units afterwards, if the operation changes them.
     stamp: u64,
 }
 
-/// The steps of a batch; or nothing, where everything is flushed.
+/// Steps of a batch; `None` for a flush.
 fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
     let mut random = Random((seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
     for _ in 0..4 {
@@ -121,7 +121,7 @@ fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
             0 => (Op::Discard, 0),
             1 => (Op::WriteZeroes { deallocate: random.below(2) == 0, fua: false }, 0),
             other if other % 3 == 0 => (Op::Read, 0),
-            // Never 0, and of no other operation.
+            // Never 0, and unique.
             _ => (Op::Write { fua: false }, seed << 40 | number << 8 | (lane as u64 + 1)),
         };
         Step { op, first: lane * LANE + first, count, stamp }
@@ -129,7 +129,7 @@ fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
     Some((0..LANES).map(step).collect())
 }
 
-/// What a unit holds with this stamp.
+/// Content of a unit with this stamp.
 fn content(stamp: u64, unit: usize) -> impl Iterator<Item = u64> {
     let mix = (stamp ^ ((unit as u64) << 20)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (0..UNIT as u64 / 8).map(move |at| match (stamp, at) {
@@ -145,7 +145,7 @@ fn fill(bytes: &mut Vec<u8>, stamp: u64, unit: usize) {
     content(stamp, unit).for_each(|word| bytes.extend(word.to_le_bytes()));
 }
 
-/// The stamp of what a unit holds, or what is wrong with it.
+/// Stamp of a unit's content, or the defect.
 fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
     let words = || bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
     let stamp = words().next().unwrap_or(0);
@@ -153,10 +153,10 @@ fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
         return Ok(stamp);
     }
     let odd = words().zip(content(stamp, unit)).position(|(is, was)| is != was).unwrap_or(0);
-    Err(format!("unit {unit} begins with {stamp:#x} and is another one from byte {} on", odd * 8))
+    Err(format!("unit {unit} starts with {stamp:#x} and differs from byte {} on", odd * 8))
 }
 
-/// How far a process has come: what it has begun, what was answered, and what was flushed.
+/// Progress of a worker process: last batch that was started, answered and flushed.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
     begun: u64,
@@ -184,7 +184,7 @@ fn open(image: &Path) -> Result<Qcow2Disk, String> {
     Qcow2Disk::open(image, &FileOptions::default()).map_err(|error| error.to_string())
 }
 
-/// The process that is killed.
+/// Worker process, which runs until it is killed.
 fn work(image: &Path, progress: &Path, mix: Mix, seed: u64, keeps: bool) -> Result<(), String> {
     let disk = open(image)?;
     if keeps {
@@ -238,7 +238,7 @@ fn work(image: &Path, progress: &Path, mix: Mix, seed: u64, keeps: bool) -> Resu
     Ok(())
 }
 
-/// The stamp of the unit in `bytes`, which has to be one of these.
+/// Stamp of the unit in `bytes`, which has to be one of `may`.
 fn same(bytes: &SharedBytes, at: usize, may: &[u64], unit: &mut Vec<u8>) -> Result<u64, String> {
     unit.resize(UNIT, 0);
     bytes.read_into(at * UNIT, unit).unwrap();
@@ -260,7 +260,7 @@ fn read_into(disk: &Qcow2Disk, bytes: &SharedBytes) -> Result<(), String> {
     results.into_iter().try_for_each(|result| result.map_err(|error| error.to_string()))
 }
 
-/// The stamps of everything.
+/// Stamps of all units.
 fn read_all(disk: &Qcow2Disk) -> Result<Vec<u64>, String> {
     let bytes = memory(UNITS * UNIT);
     read_into(disk, &bytes)?;
@@ -272,20 +272,21 @@ fn read_all(disk: &Qcow2Disk) -> Result<Vec<u64>, String> {
     (0..UNITS).map(stamp).collect()
 }
 
-/// What was seen so far.
+/// Totals so far.
 #[derive(Default)]
 struct Tally {
     operations: u64,
     kills: u64,
     leaked: u64,
-    mended: u64,
+    repaired: u64,
     compared: u64,
 }
 
 struct Watch {
     directory: PathBuf,
     seed: u64,
-    /// No disk is kept, and half of them are judged as if they were: that has to be noticed.
+    /// Control run: no disk has checkpoints, but half of them are checked as if they had. The test
+    /// must fail.
     control: bool,
     tally: Tally,
 }
@@ -302,7 +303,7 @@ impl Watch {
             let output = output.map_err(|error| format!("qemu-img: {error}"))?;
             let text = [output.stdout, output.stderr].concat();
             let text = String::from_utf8_lossy(&text).into_owned();
-            // The process that was killed has the image until the system has taken its ring apart.
+            // The killed process holds the lock until the kernel has released its io_uring.
             let is_held = text.contains("Failed to get") || text.contains("Failed to lock byte");
             if !is_held || Instant::now() > until {
                 return Ok((output.status.code().unwrap_or(-1), text));
@@ -316,13 +317,13 @@ impl Watch {
         let options = format!("cluster_size={clusters}");
         let size = (UNITS * UNIT).to_string();
         let name = self.image();
-        let name = name.to_str().ok_or("the directory's name is no UTF-8")?;
+        let name = name.to_str().ok_or("the directory's name is not UTF-8")?;
         let made =
             self.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, name, &size], &[])?;
         if made.0 == 0 { Ok(()) } else { Err(made.1) }
     }
 
-    /// A process works, and is killed.
+    /// Runs a worker process and kills it.
     fn kill_one(
         &self,
         mix: Mix,
@@ -340,7 +341,7 @@ impl Watch {
         let soon = random.below(SOON_EVERY) == 0;
         let most = if soon { mix.longest() / 20 } else { mix.longest() };
         let time = most.mul_f64(random.below(1000) as f64 / 1000.0);
-        // Its time begins when it works: before that it has read the whole image.
+        // Its time starts with its first batch, after it has read the whole image.
         let until = Instant::now() + Duration::from_secs(60);
         while Progress::read(&progress).begun == 0 && Instant::now() < until {
             if let Ok(Some(status)) = child.try_wait() {
@@ -357,7 +358,7 @@ impl Watch {
         Ok(Progress::read(&progress))
     }
 
-    /// What each unit may hold after a process has come so far.
+    /// Allowed stamps of each unit after a process with this progress.
     fn allowed(
         model: &[u64],
         (mix, seed): (Mix, u64),
@@ -396,9 +397,9 @@ impl Watch {
         self.tally.kills += 1;
         self.tally.operations += operations;
         let image = self.image();
-        // As it was left: what is wrong now is made good by whoever opens it.
+        // Before the image is opened: defects found now are repaired by opening it.
         let (code, _) = self.qemu_img(&["check", "-q"], &[&image])?;
-        self.tally.mended += u64::from(code == 2);
+        self.tally.repaired += u64::from(code == 2);
         let disk = open(&image)?;
         let bytes = memory(UNITS * UNIT);
         read_into(&disk, &bytes)?;
@@ -416,7 +417,7 @@ impl Watch {
                 self.tally.leaked += 1;
                 let (code, text) = self.qemu_img(&["check", "-r", "leaks"], &[&image])?;
                 if code != 0 {
-                    return Err(format!("leaks can not be repaired: {text}"));
+                    return Err(format!("leaks cannot be repaired: {text}"));
                 }
             }
             _ => return Err(format!("qemu-img check (seed {seed}): {text}")),
@@ -463,11 +464,11 @@ impl Watch {
     }
 
     fn say(&self, began: Instant) {
-        let Tally { operations, kills, leaked, mended, compared } = &self.tally;
+        let Tally { operations, kills, leaked, repaired, compared } = &self.tally;
         let seconds = began.elapsed().as_secs_f64();
         println!(
             "{operations} operations in {seconds:.0} s ({:.0} a second), {kills} kills; checked \
-             each time: no corruption ({mended} were made good at the next opening), {leaked} with \
+             each time: no corruption ({repaired} were repaired by the next open), {leaked} with \
              leaks, which were repaired; {compared} compared",
             *operations as f64 / seconds
         );
@@ -488,10 +489,10 @@ fn main() -> ExitCode {
             let mut watch = Watch { directory, seed, control, tally };
             match watch.run(operations.parse().unwrap_or(0)) {
                 Err(why) if control && why.contains("and may hold") => {
-                    println!("noticed, as it has to be: {why}");
+                    println!("the control run has failed as required: {why}");
                     Ok(())
                 }
-                Ok(()) if control => Err("nobody has noticed what was lost".to_owned()),
+                Ok(()) if control => Err("the control run has not detected the loss".to_owned()),
                 outcome => outcome,
             }
         }

@@ -1,4 +1,4 @@
-//! What the threads of a disk hand back to one queue.
+//! Completion queue of one disk queue, filled by the threads of the disk.
 
 use imago::io_buffers::IoBuffer;
 use parking_lot::Mutex;
@@ -8,19 +8,19 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A job that is over.
+/// Completed job.
 pub(crate) struct Ended {
     pub(crate) id: u64,
     pub(crate) result: Result<(), DiskError>,
     pub(crate) buffer: Option<IoBuffer>,
 }
 
-/// What a queue and the threads share.
+/// Completion queue, shared by a disk queue and the threads.
 pub(crate) struct Completions {
     ended: Mutex<Vec<Ended>>,
-    /// There is something in `ended`, or the owner of the queue is to be woken.
+    /// True if `ended` has entries, or the owner of the queue has to wake up.
     signalled: AtomicBool,
-    /// Readable as long as `signalled` is set.
+    /// Readable while `signalled` is set.
     event: OwnedFd,
 }
 
@@ -36,30 +36,30 @@ impl Completions {
         self.signal();
     }
 
-    /// Makes the descriptor readable, though nothing has ended.
+    /// Makes the descriptor readable without a completion.
     pub(crate) fn wake(&self) {
         let _list = self.ended.lock();
         self.signal();
     }
 
-    /// With `ended` locked.
+    /// Sets the signal. The caller holds the lock of `ended`.
     fn signal(&self) {
         if !self.signalled.swap(true, Ordering::Relaxed) {
-            // It can only fail if it was signalled 2^64 times.
+            // A write fails only after 2^64 signals.
             let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
         }
     }
 
-    /// Moves what has ended into `into`, which is empty.
+    /// Moves the completions to `into`, which is empty.
     pub(crate) fn take(&self, into: &mut Vec<Ended>) {
-        // Only a hint: who is about to set it makes the descriptor readable as well.
+        // Only a hint: a thread that is about to set it makes the descriptor readable, too.
         if !self.signalled.load(Ordering::Relaxed) {
             return;
         }
         let mut list = self.ended.lock();
         self.signalled.store(false, Ordering::Relaxed);
         let mut count = [0; 8];
-        // It does not block, and what it says is known.
+        // Does not block, and the value is irrelevant.
         let _ = rustix::io::read(&self.event, &mut count);
         std::mem::swap(&mut *list, into);
     }

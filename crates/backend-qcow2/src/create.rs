@@ -1,4 +1,4 @@
-//! A new image.
+//! Creation of images.
 
 use crate::error::OpenError;
 use crate::storage::FileStorage;
@@ -7,7 +7,7 @@ use imago::qcow2::Qcow2;
 use std::io;
 use std::path::Path;
 
-/// Makes an image for a disk of `size` zeroes at `path`, where nothing may be.
+/// Creates an image of `size` zeroes at `path`, which must not exist.
 ///
 /// # Errors
 /// [`OpenError::System`].
@@ -17,13 +17,13 @@ pub fn create(path: &Path, size: u64) -> Result<(), OpenError> {
         let made = FileStorage::new(file, None)
             .and_then(|storage| Qcow2::<FileStorage>::create_builder(storage).size(size).create());
         if made.is_err() {
-            // It is ours, and none that could be opened.
+            // Created above, and not a valid image.
             let _ = std::fs::remove_file(path);
         }
         made
     };
     make().map_err(|source| {
         let path = path.display().to_string();
-        OpenError::System { path, what: "making it", source }
+        OpenError::System { path, what: "creating it", source }
     })
 }

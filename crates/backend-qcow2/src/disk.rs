@@ -1,4 +1,4 @@
-//! An image as a disk.
+//! qcow2 image as a disk.
 
 use crate::error::OpenError;
 use crate::image::Image;
@@ -13,13 +13,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fmt, io};
 
-/// What says that a disk was kept as a qcow2 image.
+/// Key of a qcow2 image in a checkpoint.
 const KEY: &str = "qcow2";
+/// Reason for a checkpoint of another disk type.
+const NO_STATE: &str = "its stored state is not that of a qcow2 image";
 
-/// A qcow2 image.
+/// qcow2 image.
 ///
-/// While it is open, the image is locked as a raw one is, and so are its backing files, if it may
-/// have any. With the last handle on it, the queues included, its tables are written.
+/// While it is open, the image is locked like a raw image, and so are its backing files, if
+/// allowed. The tables are written when the last handle is dropped, queues included.
 #[derive(Clone)]
 pub struct Qcow2Disk {
     pool: Arc<Pool>,
@@ -27,22 +29,21 @@ pub struct Qcow2Disk {
 }
 
 impl Qcow2Disk {
-    /// Opens the image at `path`. Of the options, `format` is not looked at. With `aio=threads`, or
-    /// where there is no io_uring, all requests go by threads.
+    /// Opens the image at `path`. The option `format` is ignored. With `aio=threads`, or without
+    /// io_uring, all requests are executed by threads.
     ///
     /// # Errors
-    /// [`OpenError`], in a sentence that says what is wrong with the image and what to do.
+    /// [`OpenError`]: the message says what is wrong with the image and what to do.
     pub fn open(path: &Path, options: &FileOptions) -> Result<Self, OpenError> {
         Self::of(path, open::open(path, options, &mut ByPath)?, options.block_size.unwrap_or(512))
     }
 
-    /// Goes on with the image of a process that has died, which had it
-    /// [kept](Disk::keep) as `state` and had opened it with the same options. Returns when nothing
-    /// of what that process had under way can reach the image any more; `wait` is called for as long
-    /// as it can.
+    /// Recovers the image of a dead process, which opened it with the same options and stored
+    /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can
+    /// reach the image any more. Until then `wait` is called repeatedly.
     ///
     /// # Errors
-    /// [`OpenError`]; it is not that image any more, or `wait` waits no longer.
+    /// [`OpenError`] if the image has been replaced, or `wait` gives up.
     pub fn recover(
         path: &Path,
         options: &FileOptions,
@@ -54,22 +55,22 @@ impl Qcow2Disk {
         let kept = match kept {
             Some(Ok(kept)) => kept,
             Some(Err(error)) => return Err(refused(path, error.to_string())),
-            None => return Err(refused(path, "it was no qcow2 image".to_owned())),
+            None => return Err(refused(path, NO_STATE.to_owned())),
         };
         let opened = open::open(path, options, &mut Kept::new(&kept, fds, wait))?;
         let disk = Self::of(path, opened, kept.block_size)?;
         let image = disk.pool.image();
         if image.info.read_only && !kept.read_only {
-            return Err(refused(path, "it can not be written any more".to_owned()));
+            return Err(refused(path, "it is no longer writable".to_owned()));
         }
         if image.info.blocks != kept.blocks {
-            return Err(refused(path, "it has another size now".to_owned()));
+            return Err(refused(path, "it has another size".to_owned()));
         }
         image.set_lost(kept.lost);
         Ok(disk)
     }
 
-    /// Whether `state` is what the disk of a dead process was kept by, and that was a qcow2 image.
+    /// True if `state` is the checkpoint of a qcow2 image.
     #[must_use]
     pub fn is_kept_by(state: &serde_json::Value) -> bool {
         state.get(KEY).is_some()
@@ -84,16 +85,16 @@ impl Qcow2Disk {
         let mut info = DiskInfo::new(block_size, size / u64::from(block_size));
         info.read_only = opened.file.is_read_only();
         info.volatile_cache = !info.read_only;
-        // Version 2 can not say that a cluster is zero, whatever is below.
+        // Version 2 has no zero clusters, which hide the data of a backing file.
         info.discard = !info.read_only && opened.header.version >= 3;
         info.granularity = ((1 << opened.header.cluster_bits) / block_size).max(1);
         let pool = Arc::new(Pool::new(Image::new(opened, info, name)));
         Ok(Self { pool, path: path.to_owned() })
     }
 
-    /// Whether a request for these bytes goes straight to the image's file now: it reads, or
-    /// `writes`, clusters that are allocated, not shared and not compressed, in one piece of the
-    /// file, and a request has gone to them or near them before.
+    /// True if a request for these bytes currently takes the fast path: it reads or `writes`
+    /// clusters that are allocated, not shared, not compressed and contiguous in the file, and an
+    /// earlier request has accessed them or their neighbours.
     #[must_use]
     pub fn goes_straight(&self, offset: u64, len: u64, writes: bool) -> bool {
         let Some(map) = &self.pool.image().map else { return false };
@@ -104,12 +105,13 @@ impl Qcow2Disk {
         entered.is_some()
     }
 
-    /// What the image is, in a few words: `qcow2 version 3, clusters of 64 KiB, 1 MiB in the file`.
+    /// Describes the image for the operator: `qcow2 version 3, clusters of 64 KiB, 1 MiB in the
+    /// file`.
     #[must_use]
     pub fn describe(&self) -> String {
         let image = self.pool.image();
         let below = match &image.header.backing {
-            Some((name, _)) => format!(", the difference to {name}"),
+            Some((name, _)) => format!(", backing file {name}"),
             None => String::new(),
         };
         format!(
@@ -121,7 +123,7 @@ impl Qcow2Disk {
     }
 }
 
-/// A size as people read it: 64 KiB, 1.5 GiB.
+/// Size with a binary unit: 64 KiB, 1.5 GiB.
 fn binary(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let power = (bytes.max(1).ilog2() / 10) as usize;

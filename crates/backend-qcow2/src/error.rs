@@ -1,20 +1,20 @@
-//! Why an image can not be opened, in sentences for the person who named it.
+//! Errors of opening a qcow2 image.
 
 use std::io;
 
-/// Why an image can not be opened. Each message says what is wrong, where, and what to do.
+/// Error of opening a qcow2 image. Each message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The file can not be opened, whatever is in it.
+    /// The file cannot be opened, independently of its content.
     #[error(transparent)]
     File(#[from] shadowbell_backend::OpenError),
-    /// The image is damaged, or is none.
+    /// The image is damaged, or is not a qcow2 image.
     #[error("{path}: {why}; `qemu-img check -r all {path}` may repair it")]
     Damaged {
-        /// The image.
+        /// Path of the image.
         path: String,
-        /// What is wrong with it.
+        /// The defect.
         why: String,
     },
     /// The image is encrypted.
@@ -23,67 +23,67 @@ pub enum OpenError {
          convert`, or encrypt inside of the guest"
     )]
     Encrypted {
-        /// The image.
+        /// Path of the image.
         path: String,
-        /// How.
+        /// Encryption method.
         how: &'static str,
     },
-    /// The image uses something that is not supported.
+    /// The image uses a feature that is not supported.
     #[error(
-        "{path}: it {what}, which is not supported; make an image without by `qemu-img convert -O \
-         qcow2 {path} {path}.new`"
+        "{path}: it {what}, which is not supported; convert it with `qemu-img convert -O qcow2 \
+         {path} {path}.new`"
     )]
     Unsupported {
-        /// The image.
+        /// Path of the image.
         path: String,
-        /// What it uses.
+        /// The feature, as a verb phrase.
         what: String,
     },
-    /// The image names a file of which it is the difference, and that was not allowed.
+    /// The image has a backing file, and backing files are not allowed.
     #[error(
-        "{path}: it is the difference to the file `{backing}`, which a guest could read through it; \
-         allow that with `allow-backing=on`, or make one image of both by `qemu-img convert -O \
-         qcow2 {path} {path}.new`"
+        "{path}: it has the backing file `{backing}`, which the guest could read; allow that with \
+         `allow-backing=on`, or merge both into one image with `qemu-img convert -O qcow2 {path} \
+         {path}.new`"
     )]
     Backing {
-        /// The image.
+        /// Path of the image.
         path: String,
-        /// The name of the other file, as the image has it.
+        /// Name of the backing file in the image.
         backing: String,
     },
-    /// The image does not say what its backing file is.
+    /// The image does not state the format of its backing file.
     #[error(
-        "{path}: it does not say of which format its backing file `{backing}` is, and guessing would \
-         let whoever wrote that file choose what is opened; say it with `qemu-img rebase -u -b \
-         {backing} -F FORMAT {path}`"
+        "{path}: it does not state the format of its backing file `{backing}`, and detecting it \
+         would let the content of that file choose which files are opened; state it with \
+         `qemu-img rebase -u -b {backing} -F FORMAT {path}`"
     )]
     BackingFormat {
-        /// The image.
+        /// Path of the image.
         path: String,
-        /// The name of the other file.
+        /// Name of the backing file in the image.
         backing: String,
     },
-    /// The size of the disk is no multiple of the block size.
+    /// The size of the disk is not a multiple of the block size.
     #[error(
-        "{path}: the {size} bytes of its disk are no multiple of the block size of {block_size} \
-         bytes; leave out `block-size`, or enlarge the disk with `qemu-img resize`"
+        "{path}: the size of its disk, {size} bytes, is not a multiple of the block size of \
+         {block_size} bytes; leave out `block-size`, or enlarge the disk with `qemu-img resize`"
     )]
     NotBlockMultiple {
-        /// The image.
+        /// Path of the image.
         path: String,
-        /// Bytes of the disk.
+        /// Size of the disk in bytes.
         size: u64,
-        /// The block size that was asked for.
+        /// Requested block size.
         block_size: u32,
     },
-    /// The image can not be read.
+    /// A system call failed.
     #[error("{path}: {what} failed: {source}")]
     System {
-        /// The image.
+        /// Path of the image.
         path: String,
-        /// What was tried.
+        /// The failed operation.
         what: &'static str,
-        /// The reason.
+        /// The system's error.
         source: io::Error,
     },
 }

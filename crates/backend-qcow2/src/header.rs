@@ -1,52 +1,52 @@
-//! What an image says of itself: read and checked before the rest is looked at, because it may be
-//! made by somebody who wishes us ill. The limits are QEMU's.
+//! Header of an image: parsed and checked before any other access, because images are untrusted.
+//! The limits are QEMU's.
 
 use crate::error::OpenError;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Bytes of the header of version 2, and of the least of version 3.
+/// Length of the version 2 header, and minimum length of the version 3 header.
 const V2_LEN: usize = 72;
 const V3_LEN: usize = 104;
-/// Bits of a cluster's size.
+/// Valid cluster sizes, as powers of two.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// The most bytes of an L1 table and of a refcount table.
+/// Maximum length of the L1 table and of the refcount table in bytes.
 const MAX_L1: u64 = 32 << 20;
 const MAX_REFCOUNT_TABLE: u64 = 8 << 20;
-/// The longest name of a backing file.
+/// Maximum length of a backing file name.
 const MAX_NAME: usize = 1023;
-/// The largest disk.
+/// Maximum size of a disk.
 const MAX_SIZE: u64 = 1 << 62;
 
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_FEATURES: u32 = 0x6803_f857;
 const FEATURE_LEN: usize = 48;
 
-/// What an image says of itself.
+/// Parsed header of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) version: u32,
     pub(crate) cluster_bits: u32,
-    /// Bytes of the disk.
+    /// Size of the disk in bytes.
     pub(crate) size: u64,
-    /// The file of which it is the difference, and that one's format.
+    /// Name of the backing file, and its format if stated.
     pub(crate) backing: Option<(String, Option<String>)>,
     pub(crate) l1: Table,
     pub(crate) refcounts: Table,
-    /// Bits of a reference count, as a power of two.
+    /// Width of a reference count in bits, as a power of two.
     pub(crate) refcount_order: u32,
 }
 
-/// A table of numbers of 64 bits.
+/// Table of 64-bit entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Table {
-    /// Where it begins in the file.
+    /// Offset in the file.
     pub(crate) offset: u64,
     pub(crate) entries: u64,
 }
 
-/// What is wrong with an image.
+/// Reason why an image is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     Damaged(String),
@@ -69,7 +69,7 @@ fn damaged<T>(why: impl Into<String>) -> Result<T, Fault> {
     Err(Fault::Damaged(why.into()))
 }
 
-/// Reads the first cluster of `file`, or what there is of it.
+/// Reads the start of `file`: the largest possible cluster, or less if the file is shorter.
 pub(crate) fn read_start(file: &File) -> io::Result<Vec<u8>> {
     let mut start = vec![0; 1 << CLUSTER_BITS.end()];
     let mut len = 0;
@@ -86,17 +86,17 @@ pub(crate) fn read_start(file: &File) -> io::Result<Vec<u8>> {
 }
 
 impl Header {
-    /// The header of an image of `len` bytes that begins with `start`.
+    /// Parses the header of an image of `len` bytes that starts with `start`.
     pub(crate) fn parse(start: &[u8], len: u64) -> Result<Self, Fault> {
         if start.get(..4) != Some(b"QFI\xfb") {
-            return damaged("it is no qcow2 image");
+            return damaged("it is not a qcow2 image");
         }
         if start.len() < V2_LEN {
             return damaged("it ends inside of its header");
         }
         let version = be32(start, 4);
         if !matches!(version, 2 | 3) {
-            return Err(Fault::Unsupported(format!("is of version {version} of the format")));
+            return Err(Fault::Unsupported(format!("has format version {version}")));
         }
         if version == 3 && start.len() < V3_LEN {
             return damaged("it ends inside of its header");
@@ -105,22 +105,22 @@ impl Header {
             0 => {}
             1 => return Err(Fault::Encrypted("AES")),
             2 => return Err(Fault::Encrypted("LUKS")),
-            _ => return Err(Fault::Encrypted("in a way that is not known")),
+            _ => return Err(Fault::Encrypted("by an unknown method")),
         }
         let cluster_bits = be32(start, 20);
         if !CLUSTER_BITS.contains(&cluster_bits) {
             return damaged(format!(
-                "its clusters have 2^{cluster_bits} bytes, and may have 2^9 to 2^21"
+                "its cluster size of 2^{cluster_bits} bytes is not between 2^9 and 2^21"
             ));
         }
         let cluster = 1_u64 << cluster_bits;
-        // What is in the first cluster and read by the names below.
+        // Extensions and names must be in the first cluster.
         let first = start.get(..start.len().min(cluster as usize)).unwrap_or_default();
         let header_len = if version == 3 { check_v3(first, cluster)? } else { V2_LEN };
 
         let size = be64(start, 24);
         if size == 0 || size > MAX_SIZE {
-            return damaged(format!("its disk has {size} bytes"));
+            return damaged(format!("its disk size of {size} bytes is invalid"));
         }
         check_table(
             "L1 table",
@@ -149,10 +149,10 @@ impl Header {
                 let name = at.checked_add(len).and_then(|end| first.get(at..end));
                 match name.map(std::str::from_utf8) {
                     Some(Ok(name)) if !name.contains('\0') => Some((name.to_owned(), format)),
-                    _ => return damaged("the name of its backing file is none"),
+                    _ => return damaged("the name of its backing file is invalid"),
                 }
             }
-            _ => return damaged("the name of its backing file is none"),
+            _ => return damaged("the name of its backing file is invalid"),
         };
         let l1 = Table { offset: be64(start, 40), entries: be32(start, 36).into() };
         let refcounts = Table { offset: be64(start, 48), entries: bytes / 8 };
@@ -161,20 +161,20 @@ impl Header {
     }
 }
 
-/// Checks what only version 3 has; the length of the header.
+/// Checks the fields that only version 3 has. Returns the length of the header.
 fn check_v3(first: &[u8], cluster: u64) -> Result<usize, Fault> {
     if first.len() < V3_LEN {
         return damaged("it ends inside of its header");
     }
     let features = be64(first, 72);
     if features & 1 != 0 {
-        return damaged("it was not closed in order, and its reference counts are out of date");
+        return damaged("it was not closed properly, and its reference counts are out of date");
     }
     if features & 2 != 0 {
         return damaged("it is marked as corrupt");
     }
     for (bit, what) in [
-        (2, "keeps its data in another file"),
+        (2, "has an external data file"),
         (3, "has clusters that are compressed with zstd"),
         (4, "has extended L2 entries"),
     ] {
@@ -186,11 +186,11 @@ fn check_v3(first: &[u8], cluster: u64) -> Result<usize, Fault> {
         return Err(Fault::Unsupported(format!("has unknown features ({features:#x})")));
     }
     if be32(first, 96) > 6 {
-        return damaged("its reference counts have no width that there is");
+        return damaged("the width of its reference counts is invalid");
     }
     let len = be32(first, 100) as usize;
     if !(V3_LEN..=cluster as usize).contains(&len) || len > first.len() {
-        return damaged(format!("its header has {len} bytes"));
+        return damaged(format!("its header length of {len} bytes is invalid"));
     }
     Ok(len)
 }
@@ -204,10 +204,12 @@ fn check_table(
     len: u64,
 ) -> Result<(), Fault> {
     if bytes > most {
-        return damaged(format!("its {what} has {bytes} bytes, of which there may be {most}"));
+        return damaged(format!("its {what} has {bytes} bytes, more than the limit of {most}"));
     }
     if offset == 0 || !offset.is_multiple_of(cluster) {
-        return damaged(format!("its {what} is at byte {offset}, where no cluster begins"));
+        return damaged(format!(
+            "its {what} is at byte {offset}, which is not a valid cluster offset"
+        ));
     }
     if offset.checked_add(bytes).is_none_or(|end| end > len.next_multiple_of(cluster)) {
         return damaged(format!("its {what} is beyond the end of the file"));
@@ -215,12 +217,12 @@ fn check_table(
     Ok(())
 }
 
-/// Walks the extensions after the header; the format of the backing file.
+/// Parses the header extensions. Returns the format of the backing file, if stated.
 fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> {
     let mut at = header_len;
     let mut format = None;
     loop {
-        // An image that ends here has zeroes there.
+        // A file that ends without an end marker has zeroes here.
         let Some(head) = first.get(at..at + 8) else { return Ok(format) };
         let (kind, len) = (be32(head, 0), be32(head, 4) as usize);
         if kind == 0 {
@@ -232,10 +234,10 @@ fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> 
         match kind {
             EXTENSION_BACKING_FORMAT => match std::str::from_utf8(data) {
                 Ok(text) => format = Some(text.to_owned()),
-                Err(_) => return damaged("the format of its backing file is no text"),
+                Err(_) => return damaged("the format of its backing file is not UTF-8"),
             },
             EXTENSION_FEATURES if !len.is_multiple_of(FEATURE_LEN) => {
-                return damaged("the names of features in its header are cut off");
+                return damaged("the feature names in its header are incomplete");
             }
             _ => {}
         }
@@ -243,7 +245,7 @@ fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> 
     }
 }
 
-/// A number at a place that the caller knows to be there.
+/// Big-endian number at an offset that the caller has checked.
 fn be32(bytes: &[u8], at: usize) -> u32 {
     let digits = bytes.get(at..at + 4).and_then(|digits| digits.try_into().ok());
     digits.map_or(0, u32::from_be_bytes)
@@ -259,7 +261,7 @@ mod tests {
 
     const LEN: u64 = 1 << 20;
 
-    /// An image of 1 GiB with clusters of 64 KiB, as `qemu-img create` makes one.
+    /// Header of an image of 1 GiB with clusters of 64 KiB, like one of `qemu-img create`.
     fn image() -> Vec<u8> {
         let mut start = vec![0; 1 << 16];
         start[..4].copy_from_slice(b"QFI\xfb");
@@ -317,7 +319,7 @@ mod tests {
             format!("{:?}", Header::parse(&start, LEN).unwrap_err())
         };
         for (at, value, words) in [
-            (0, 0, "no qcow2"),
+            (0, 0, "not a qcow2"),
             (4, 4, "version 4"),
             (20, 8, "2^8"),
             (20, 64, "2^64"),
@@ -326,25 +328,25 @@ mod tests {
             (24, 1 << 40, "too small"),
             (32, 1, "AES"),
             (32, 2, "LUKS"),
-            (32, 3, "not known"),
-            (36, 1 << 30, "may be"),
+            (32, 3, "unknown method"),
+            (36, 1 << 30, "more than the limit"),
             (36, 1, "too small"),
-            (40, 0, "no cluster"),
-            (40, 77, "no cluster"),
+            (40, 0, "not a valid cluster"),
+            (40, 77, "not a valid cluster"),
             (40, 1 << 60, "beyond"),
-            (48, 0, "no cluster"),
+            (48, 0, "not a valid cluster"),
             (56, 0, "no refcount"),
-            (56, u64::from(u32::MAX), "may be"),
+            (56, u64::from(u32::MAX), "more than the limit"),
             (72, 1, "closed"),
             (72, 2, "corrupt"),
-            (72, 4, "another file"),
+            (72, 4, "external data file"),
             (72, 8, "zstd"),
             (72, 16, "extended"),
             (72, 32, "unknown"),
             (96, 7, "width"),
             (100, 103, "103"),
             (100, u64::from(u32::MAX), "bytes"),
-            (8, 1 << 40, "none"),
+            (8, 1 << 40, "backing file is invalid"),
         ] {
             let error = with(at, value);
             assert!(error.contains(words), "{at}: {value:#x}: {error}");

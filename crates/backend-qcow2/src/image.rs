@@ -1,4 +1,4 @@
-//! A request as calls of the crate that knows the format. Everything here may wait for the storage.
+//! Open image: execution of requests by `imago`. All functions may block on the storage.
 
 use crate::header::Header;
 use crate::map::Map;
@@ -13,47 +13,47 @@ use shadowbell_memory::contain_panic;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
-/// Alignment of buffers: enough for direct I/O on anything.
+/// Alignment of buffers, sufficient for direct I/O on any device.
 pub(crate) const ALIGNMENT: usize = 4096;
-/// How much is compared, verified or zeroed at once.
+/// Number of bytes that are compared, verified or zeroed at once.
 const PIECE: usize = 256 << 10;
-/// How much is discarded at once, which keeps every other request waiting.
+/// Number of bytes that are discarded at once, during which all other requests wait.
 const DISCARD_PIECE: u64 = 256 << 20;
 
-/// An open image.
+/// Open image.
 pub(crate) struct Image {
-    /// Nothing once it is closed. Alone with it is who discards or zeroes clusters: what was looked
-    /// up is not where it was after that.
+    /// `None` after the image was closed. Locked exclusively for discarding or zeroing clusters,
+    /// because a location that was looked up before is invalid afterwards.
     pub(crate) format: RwLock<Option<FormatAccess<FileStorage>>>,
     pub(crate) header: Header,
     pub(crate) info: DiskInfo,
     file: ImageFile,
-    /// Locked as long as this is.
+    /// Backing files, locked while the image is open.
     pub(crate) below: Vec<ImageFile>,
     pub(crate) is_direct: bool,
-    /// Nothing can be said of what is in the image any more.
+    /// True if the content is unreliable, so that all requests fail.
     pub(crate) broken: AtomicBool,
-    /// The error number of the first sync that has lost data, or 0.
+    /// Error number of the first sync that has lost data, or 0.
     lost: AtomicI32,
-    /// The longest that the file was.
+    /// Maximum length of the file so far.
     longest: AtomicU64,
-    /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it
-    /// has been taken since.
+    /// Offset of the last request that failed for lack of space, plus 1; 0 if there is none, or if
+    /// a later write to that offset has succeeded.
     full: AtomicU64,
     pub(crate) name: String,
-    /// The next process goes on with the image, should this one die: what has ended is in the file.
+    /// True if the image has checkpoints: answered writes must be in the file, for recovery.
     lasts: AtomicBool,
-    /// There may be tables that differ from those in the file. Set before a change, and taken back
-    /// while nothing changes.
+    /// True if tables in memory may differ from those in the file. Set before a change, and cleared
+    /// while no request changes tables.
     has_changed: AtomicBool,
-    /// Who is to know that data are lost.
+    /// Callback for the loss of data.
     on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
-    /// The file, and the clusters in it that need nothing of the format.
+    /// File and map of the fast path.
     pub(crate) bytes: Option<ImageBytes>,
     pub(crate) map: Option<Map>,
-    /// Such clusters may be written, too.
+    /// True if the fast path may also write.
     pub(crate) is_sound: bool,
-    /// Those of them whose tables are not in the file yet.
+    /// Clusters that the fast path may write as soon as their tables are in the file.
     pub(crate) unsaved: Mutex<Vec<u64>>,
 }
 
@@ -61,7 +61,8 @@ impl Image {
     pub(crate) fn new(opened: Opened, info: DiskInfo, name: String) -> Self {
         let Opened { format, header, file, below, is_direct, bytes, is_sound } = opened;
         let longest = AtomicU64::new(rustix::fs::seek(file.file(), SeekFrom::End(0)).unwrap_or(0));
-        // Before a write goes straight, the thread that serves queues looks how long the file is.
+        // The fast path queries the file length on the I/O thread before writes, which may block
+        // if the file is remote.
         let is_sound = is_sound && !file.is_remote();
         let map = bytes.as_ref().map(|_| Map::new(header.cluster_bits, header.size));
         Self {
@@ -86,32 +87,32 @@ impl Image {
         }
     }
 
-    /// The image's own file, and those below it.
+    /// The image's own file and its backing files.
     pub(crate) fn files(&self) -> impl Iterator<Item = &ImageFile> {
         [&self.file].into_iter().chain(&self.below)
     }
 
-    /// From here on, what has ended is in the file.
+    /// Starts checkpoints: from now on, answered writes are in the file.
     pub(crate) fn last(&self) -> Result<(), DiskError> {
         if self.info.read_only || self.lasts.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
-        // Whatever has changed until now.
+        // Includes all changes until now.
         self.has_changed.store(true, Ordering::SeqCst);
         self.write_back()
     }
 
-    /// Whether a change that was carried out ends only when the tables are written.
+    /// True if an executed change may be answered only after the tables are written.
     pub(crate) fn waits_for_tables(&self) -> bool {
         self.lasts.load(Ordering::SeqCst) && self.has_changed.load(Ordering::SeqCst)
     }
 
-    /// The error number of the first sync that has lost data, or 0.
+    /// Error number of the first sync that has lost data, or 0.
     pub(crate) fn lost(&self) -> i32 {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// Data were lost before, by another process.
+    /// Sets the error number of a loss in an earlier process.
     pub(crate) fn set_lost(&self, errno: i32) {
         self.lost.store(errno, Ordering::Release);
     }
@@ -120,7 +121,7 @@ impl Image {
         *self.on_loss.lock() = Some(changed);
     }
 
-    /// Carries `request` out, but for what of it is to be durable.
+    /// Executes `request`, except for its durability (FUA).
     pub(crate) fn run(
         &self,
         request: &Request,
@@ -130,16 +131,17 @@ impl Image {
             Ok(()) => self.contained(|| self.carry_out(request, buffer)),
             Err(error) => Err(error),
         };
-        // What was read beyond the end of a file that has become shorter is zeroes.
+        // A read beyond the end of a truncated file has returned zeroes.
         let result = result.and_then(|()| self.check());
         if result.is_ok() {
-            self.learn(request);
+            self.fill_map(request);
         }
         self.note_room(request, result);
         result
     }
 
-    /// Tells which bytes are allocated, here or below. What can not be found out is data.
+    /// Reports which bytes are allocated, in the image or its backing files. Bytes that cannot be
+    /// looked up are reported as allocated.
     pub(crate) fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
         let (mut at, end) = (offset, offset.saturating_add(len));
         while at < end {
@@ -162,9 +164,9 @@ impl Image {
         }
     }
 
-    /// Writes the tables that are only in memory, while nothing changes them: a cluster that were
-    /// counted after the counts are written, and named in a table before that is, would be used and
-    /// count as free if the process is killed then.
+    /// Writes modified tables, while no request changes them. Otherwise a cluster could be counted
+    /// after the counts were written, and referred to by a table that is written later: after a
+    /// crash the cluster would be in use and counted as free.
     pub(crate) fn write_back(&self) -> Result<(), DiskError> {
         self.check()?;
         self.contained(|| {
@@ -180,8 +182,8 @@ impl Image {
         })
     }
 
-    /// Has everything that was written before on stable storage. One at a time: the system says
-    /// only to one sync what it has lost.
+    /// Makes all completed writes durable. One call at a time, because the kernel reports lost data
+    /// to only one sync.
     pub(crate) fn sync(&self) -> Result<(), DiskError> {
         let result = self.write_back();
         self.note_room(&Request { op: Op::Flush, offset: 0, len: 0 }, result);
@@ -191,8 +193,8 @@ impl Image {
             let errno = errno.raw_os_error();
             if !self.is_direct && self.lost.swap(errno, Ordering::Release) == 0 {
                 tracing::error!(
-                    "{}: the system could not write everything back (error {errno}); what a guest \
-                     has written may be lost",
+                    "{}: write-back of the page cache has failed (error {errno}); data that the \
+                     guest has written may be lost",
                     self.name
                 );
                 if let Some(changed) = &*self.on_loss.lock() {
@@ -207,16 +209,16 @@ impl Image {
         }
     }
 
-    /// Closes the image. What can not be written any more is lost, which is said.
+    /// Closes the image. Tables that cannot be written are lost, and an error is logged.
     pub(crate) fn close(&self) {
         if !self.info.read_only
             && let Err(error) = self.write_back()
         {
-            tracing::error!("{}: its tables could not be written at the end: {error}", self.name);
+            tracing::error!("{}: its tables could not be written on close: {error}", self.name);
         }
         let format = self.format.write().take();
         if self.broken.load(Ordering::Relaxed) {
-            // It would write what it has, of which nobody knows whether it is right.
+            // Dropping it would write tables that may be wrong.
             std::mem::forget(format);
             return;
         }
@@ -234,18 +236,18 @@ impl Image {
         self.full.load(Ordering::Relaxed) != 0
     }
 
-    /// Bytes that the file takes of its file system.
+    /// Bytes that the file occupies in its file system.
     pub(crate) fn allocated(&self) -> u64 {
         use std::os::unix::fs::MetadataExt;
         self.file.file().metadata().map_or(0, |about| about.blocks() * 512)
     }
 
-    /// The longest that the file was, or how long the device is.
+    /// Maximum length of the file so far, or the size of the device.
     pub(crate) fn longest(&self) -> u64 {
         self.longest.load(Ordering::Acquire)
     }
 
-    /// Whether the image is still as it was left.
+    /// Checks that the image is usable, and that the file was not truncated.
     pub(crate) fn check(&self) -> Result<(), DiskError> {
         if self.broken.load(Ordering::Relaxed) {
             return Err(DiskError::Io(libc::EIO));
@@ -253,15 +255,14 @@ impl Image {
         if self.file.is_block_device() {
             return Ok(());
         }
-        // In this order: other threads make the file longer, and say so afterwards.
+        // Read first, because other threads extend the file and update `longest` afterwards.
         let longest = self.longest.load(Ordering::Acquire);
-        // Who can not say how long it is has not become shorter: its storage is gone, and may be
-        // there again.
+        // A failed query is not a truncation: the storage may be unavailable temporarily.
         let now = self.file.file().metadata().map_err(|error| error_of(&error))?.len();
         if now > longest {
             self.longest.fetch_max(now, Ordering::Release);
         } else if now < longest {
-            self.give_up("the file has become shorter");
+            self.give_up("the file was truncated");
             return Err(DiskError::Io(libc::EIO));
         }
         Ok(())
@@ -269,7 +270,7 @@ impl Image {
 
     fn give_up(&self, why: &str) {
         if !self.broken.swap(true, Ordering::Relaxed) {
-            tracing::error!("{}: {why}; nothing is read or written any more", self.name);
+            tracing::error!("{}: {why}; all further requests fail", self.name);
         }
     }
 
@@ -278,7 +279,7 @@ impl Image {
         f: impl FnOnce() -> Result<(), DiskError>,
     ) -> Result<(), DiskError> {
         contain_panic(f).unwrap_or_else(|why| {
-            self.give_up(&format!("the image is damaged, or its reader has a fault ({why})"));
+            self.give_up(&format!("the image is damaged, or imago has a bug ({why})"));
             Err(DiskError::Io(libc::EIO))
         })
     }
@@ -305,8 +306,9 @@ impl Image {
         outcome.map_err(|error| error_of(&error))
     }
 
-    /// Notes that tables will change, unless this range is only overwritten. Whoever finds a
-    /// cluster of another request's there finds its note, too.
+    /// Sets `has_changed` if a write to this range changes tables, which an overwrite of allocated
+    /// clusters does not. If another request has allocated the clusters, it has set `has_changed`
+    /// before.
     fn note_change(&self, format: &FormatAccess<FileStorage>, mut offset: u64, len: u64) {
         if !self.lasts.load(Ordering::SeqCst) || self.has_changed.load(Ordering::SeqCst) {
             return;
@@ -320,7 +322,7 @@ impl Image {
         }
     }
 
-    /// Reads what is there, and compares it.
+    /// Reads a range and compares it with `expected`, if given.
     fn compare(&self, offset: u64, len: u64, expected: Option<&IoBuffer>) -> Result<(), DiskError> {
         let format = self.format.read();
         let format = access(&format)?;
@@ -341,7 +343,7 @@ impl Image {
         Ok(())
     }
 
-    /// Gives a range back, which reads as zeroes then.
+    /// Frees the clusters of a range, which then reads as zeroes.
     fn discard(&self, mut offset: u64, len: u64) -> io::Result<()> {
         let end = offset + len;
         while offset < end {
@@ -352,7 +354,7 @@ impl Image {
             if there == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            // What has no cluster needs no entry in a table either.
+            // An unallocated range needs no table entry.
             if !unallocated {
                 self.has_changed.store(true, Ordering::SeqCst);
                 self.close_clusters(offset, there);
@@ -363,9 +365,9 @@ impl Image {
         Ok(())
     }
 
-    /// Has a range read as zeroes.
+    /// Zeroes a range.
     fn zero(&self, mut offset: u64, len: u64, deallocate: bool) -> io::Result<()> {
-        // Version 2 has no clusters that are zero.
+        // Version 2 has no zero clusters.
         let has_zeroes = self.header.version >= 3;
         if deallocate && has_zeroes {
             return self.discard(offset, len);
@@ -383,11 +385,11 @@ impl Image {
         Ok(())
     }
 
-    /// Has the beginning of a range read as zeroes, by what the format has for that. How much of
-    /// it.
+    /// Zeroes the beginning of a range, with zero clusters where possible. Returns the length of
+    /// the zeroed part.
     fn zero_clusters(&self, offset: u64, len: u64) -> io::Result<u64> {
         let cluster = 1 << self.header.cluster_bits;
-        // Alone with the whole clusters only: what is left of others is written.
+        // Only whole clusters need the exclusive lock: parts of clusters are written.
         let (skew, is_last) = (offset % cluster, offset + len == self.header.size);
         let whole = if is_last { len } else { len - len % cluster };
         let len = match (skew, whole) {
@@ -423,7 +425,7 @@ impl Image {
         Ok(there)
     }
 
-    /// Writes zeroes to the beginning of a range. To how much of it.
+    /// Writes zeroes to the beginning of a range. Returns the number of zeroed bytes.
     fn write_zeroes(
         &self,
         offset: u64,
@@ -453,16 +455,16 @@ impl Image {
         Ok(now)
     }
 
-    /// Has nobody at work in these clusters past the format, and nobody begin. With `format` locked
-    /// by who is alone with it.
+    /// Closes clusters for the fast path, and waits for its requests there. The caller holds the
+    /// exclusive lock of `format`.
     fn close_clusters(&self, offset: u64, len: u64) {
         if let Some(map) = &self.map {
             map.close(offset, len);
         }
     }
 
-    /// Remembers where there was no room, until the same place is written with success, as a raw
-    /// image does.
+    /// Updates the out-of-space state: set by a failed request, until a write to the same offset
+    /// succeeds. Raw images do the same.
     pub(crate) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
         let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
         match result {
@@ -489,7 +491,7 @@ fn gone() -> io::Error {
     io::Error::from_raw_os_error(libc::EIO)
 }
 
-/// What a failure means for the request.
+/// Disk error for an I/O error of `imago`.
 pub(crate) fn error_of(error: &io::Error) -> DiskError {
     use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     match (error.kind(), error.raw_os_error()) {

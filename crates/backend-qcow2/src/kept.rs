@@ -1,22 +1,22 @@
-//! An image whose process has died, in the next one.
+//! Crash recovery of an image.
 //!
-//! # The fence
+//! # Fence
 //!
-//! The storage is read and written by threads. A thread that is in a call when its process is
-//! killed ends that call before the process has gone, and the lock on the image goes with the last
-//! of them: the next process opens the image anew, by a descriptor that only names it, and waits
-//! for the lock. What the dead process had given to io_uring keeps the open file, and so the lock,
-//! until it has ended, as of a raw image; and where a lock does not show it, the ring keeps the end
-//! of a pipe ([`fence`](shadowbell_backend::fence)). The files below are only read, into memory
-//! that was the dead process's alone.
+//! The storage is accessed by threads and by io_uring. If a process is killed, a thread finishes
+//! its current system call before the process ends, and the image's lock is released with the last
+//! reference to the open file. So the next process opens the image anew, through a descriptor that
+//! only names it, and waits for the lock. Requests in io_uring hold a reference until they
+//! complete, as for a raw image; where the lock does not show that, the ring holds one end of a
+//! pipe ([`fence`](shadowbell_backend::fence)). Backing files are only read, into memory that was
+//! private to the dead process.
 //!
-//! # What is in the image then
+//! # Content after a crash
 //!
-//! What was answered is in the file: while an image is kept for the next process, a write is
-//! answered when the tables that name its clusters are written (`Image::last`), and a cluster is
-//! overwritten past the format only after that. What was not
-//! answered is there, or in part, or not at all, and is carried out again. Counts of clusters are
-//! [looked at](crate::mend) before anything else is written, as in any image that is opened.
+//! Answered writes are in the file: with checkpoints, a write is answered only after the tables
+//! that refer to its clusters are written (`Image::last`), and only then the fast path may
+//! overwrite these clusters. Unanswered requests were executed completely, in part, or not at all,
+//! and are executed again. Reference counts are [checked](crate::repair) before anything else is
+//! written, as whenever an image is opened.
 
 use crate::error::OpenError;
 use crate::image::Image;
@@ -30,7 +30,7 @@ use std::path::Path;
 
 #[derive(Serialize, Deserialize)]
 pub(crate) struct KeptImage {
-    /// Descriptors that name the image, and what is below it in order.
+    /// Descriptors that name the image and its backing files, in order.
     files: Vec<FdRef>,
     pub(crate) block_size: u32,
     pub(crate) blocks: u64,
@@ -53,7 +53,7 @@ pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage
     })
 }
 
-/// Opens what was kept.
+/// Opens the files of a checkpoint.
 pub(crate) struct Kept<'a> {
     files: std::vec::IntoIter<FdRef>,
     fds: &'a mut Descriptors,
@@ -68,14 +68,14 @@ impl<'a> Kept<'a> {
 
 impl Files for Kept<'_> {
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
-        let named = self.files.next().ok_or_else(|| "it has other backing files now".to_owned());
+        let named = self.files.next().ok_or_else(|| "it has other backing files".to_owned());
         let named = named.and_then(|fd| self.fds.take(fd).map_err(|error| error.to_string()));
         let named = named.map_err(|why| refused(path, why))?;
         Ok(ImageFile::recover(path, named.as_fd(), read_only, self.wait)?)
     }
 }
 
-/// It is not the image that was kept.
+/// Creates the error for an image that cannot be recovered.
 pub(crate) fn refused(path: &Path, why: String) -> OpenError {
     let disk = path.display().to_string();
     OpenError::File(shadowbell_backend::OpenError::NotThatDisk { disk, why })

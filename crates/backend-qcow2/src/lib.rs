@@ -1,93 +1,92 @@
-//! A qcow2 image as a disk: clusters that are allocated when they are first written, in a file that
-//! grows.
+//! qcow2 image as a disk: clusters are allocated when they are first written, in a growing file.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
 //! | [`Qcow2Disk`] | the image as a disk: its properties |
-//! | [`create`] | a new image |
-//! | `open` | opening an image and what it is the difference to |
-//! | `header` | what an image says of itself, checked before anything else is read of it |
-//! | `queue` | a worker's queue on it, and the buffers of its requests |
-//! | `map` | where the clusters are that need nothing of the format |
-//! | `learn` | how it comes to know them |
-//! | `fast` | a queue's requests on those |
-//! | `claims` | whether each cluster of a file has one use |
-//! | `pool` | the threads that carry requests out, which all queues of a disk share |
-//! | `image` | a request as calls of the crate `imago`, which knows the format |
-//! | `storage`, `sys` | the image's file, as that crate reads and writes it |
-//! | `completions` | what the threads hand back to a queue |
-//! | `kept` | the image of a process that has died, in the next one |
-//! | `mend` | counts of clusters that a death has left wrong |
+//! | [`create`] | creation of images |
+//! | `open` | opening an image and its backing files |
+//! | `header` | parser and checks of the header |
+//! | `queue` | queue of an I/O thread, and the buffers of its requests |
+//! | `map` | locations of clusters that the fast path may access |
+//! | `map_fill` | additions to the map |
+//! | `fast_path` | fast path: requests on mapped clusters by io_uring |
+//! | `overlap_check` | detection of clusters with two uses |
+//! | `pool` | threads of the slow path, shared by all queues of a disk |
+//! | `image` | slow path: requests as calls of `imago`, which implements the format |
+//! | `storage`, `sys` | the image's file as storage of `imago` |
+//! | `completions` | completion queue of the threads |
+//! | `kept` | crash recovery |
+//! | `repair` | repair of reference counts after a crash |
 //!
-//! The format's work (looking clusters up, allocating them, copying what a write leaves of one,
-//! counting references) is the crate `imago`'s: it is by one of the authors of QEMU's block layer,
-//! and may be used from many threads at once. It waits for the storage where it has to, so it runs
-//! on threads of the disk's own, at most [`MAX_THREADS`]. No thread that serves queues waits for
-//! it.
+//! The format (looking clusters up, allocating them, copy-on-write, reference counts) is
+//! implemented by the crate `imago`, which is written by an author of QEMU's block layer and is
+//! thread-safe. Its calls block on the storage, so they run on threads of the disk, at most
+//! [`MAX_THREADS`]. This is the slow path. I/O threads never block on it.
 //!
-//! Clusters that are allocated, and neither compressed nor shared, need nothing of that to be read
-//! or overwritten. Where they are is in a map that all queues read without a lock, and a request on
-//! them goes from the host's memory to the file by the queue's own io_uring, as those of
-//! `shadowbell-backend` do. Whoever moves a cluster closes it first, and waits for who is at work
-//! there.
+//! Clusters that are allocated, and neither compressed nor shared, can be read and overwritten
+//! without the format. Their locations are in a map that all queues read without a lock, and
+//! requests on them are executed by the queue's own io_uring directly on guest memory, as in
+//! `shadowbell-backend`. This is the fast path. Before a cluster gets another location, it is
+//! closed, and requests in flight there are awaited.
 //!
-//! On the long way, a request's data are in a buffer of the queue's: threads never see the guest's
-//! memory. What is to be written is copied when the request begins, and what was read when it is
-//! reaped. So a read that is cancelled ends at once, however long the storage takes. A write that
-//! has begun ends as it would have: it must not reach the disk after the host was told that it is
-//! over.
+//! On the slow path, data are in buffers of the queue, so the threads never access guest memory.
+//! Data to write are copied when a request starts, and read data when it is reaped. So a cancelled
+//! read ends at once, however slow the storage is. A started write cannot be cancelled, because it
+//! must not reach the disk after the host was told that it has ended.
 //!
-//! # What is durable when
+//! # Durability
 //!
-//! A flush writes what the crate keeps of tables, and then has the system write everything. One is
-//! under way at a time, and those who ask meanwhile share the next. Without a flush, tables are
-//! written within [`WRITE_BACK`]: so long is what a process that is killed may take with it, if
-//! nobody goes on for it. Nothing else is read or written while tables are, so that no cluster is
-//! named in them that was counted too late. The order of writes keeps the image consistent, but for
-//! clusters that are counted and used by nothing (`qemu-img check -r leaks` gives them back), and
-//! for a moment in which the first table of a part of the disk is named and not counted yet. So
-//! whoever opens an image to write to it looks first whether what its tables name is counted, and
-//! makes it good (`mend`): that reads 1/8192 of what the disk holds. The crate does not wait for the
-//! storage between tables that depend on each other. So after a loss of power tables may name what
-//! lies beyond the end of the file, which is made longer then; what was flushed is there.
+//! A flush writes the tables that `imago` caches, and then syncs the file. One flush runs at a
+//! time, and flushes that are submitted meanwhile share the next one. Without a flush, tables are
+//! written within [`WRITE_BACK`]: a killed process loses at most the changes of that time, unless
+//! it has checkpoints. While tables are written, no other request is executed, so that no table
+//! refers to a cluster that was counted too late.
 //!
-//! An image that is [kept](shadowbell_backend::Disk::keep) for the next process loses nothing with
-//! its process: a write that has allocated clusters ends when the tables are written, which
-//! requests that end at the same time share. What overwrites clusters waits for nothing.
+//! The order of writes keeps the image consistent, with two exceptions: leaked clusters, which are
+//! counted and unused (`qemu-img check -r leaks` frees them); and new L2 tables, which are
+//! referenced for a moment before they are counted. So when an image is opened for writing, all
+//! referenced clusters are checked, and counted if they are not (`repair`). That reads 1/8192 of
+//! the data in the image. `imago` does not sync between tables that depend on each other. So after
+//! a loss of power, tables may refer to clusters beyond the end of the file, which is then
+//! extended; flushed data are not affected.
 //!
-//! What the page cache has lost stays lost, as in `shadowbell-backend`: flushes fail until the
-//! image is opened again. If the file becomes shorter under us, everything fails from the moment on
-//! when that is found: before a write, and where a read ends.
+//! An image with [checkpoints](shadowbell_backend::Disk::keep) loses nothing if its process is
+//! killed: a write that has allocated clusters ends when the tables are written, which requests
+//! share that end at the same time. Overwrites do not wait.
+//!
+//! Data that the page cache has lost remain lost, as in `shadowbell-backend`: flushes fail until
+//! the image is opened again. If the file is truncated by another process, all requests fail as
+//! soon as that is detected: before a write, and where a read ends.
 //!
 //! # Trust
 //!
-//! An image may be made by somebody else. Its header is checked before the crate sees it. It opens
-//! no other file: data files are refused, and backing files unless they are allowed, which are then
-//! opened read-only and by the format that the image states, never by what they hold. An image that
-//! names its own tables as a part of the disk is not written, and one that names a cluster twice
-//! not past the crate. A panic in the crate is an error of the disk, which does nothing more from
-//! then on.
+//! Images are untrusted. The header is checked before `imago` reads it. An image cannot open other
+//! files: data files are refused, and backing files are refused unless allowed. Backing files are
+//! opened read-only and with the format that the image states, independently of their content. An
+//! image that refers to its own tables as data is not opened for writing, and one that refers to a
+//! cluster twice is not written on the fast path. A panic in `imago` is an error of the disk, after
+//! which all requests fail.
 #![deny(unsafe_code)]
 
-mod claims;
 mod completions;
 mod create;
 mod disk;
 mod error;
-mod fast;
+mod fast_path;
 mod header;
 mod image;
 mod kept;
-mod learn;
 mod map;
-mod mend;
+mod map_fill;
 mod open;
+mod overlap_check;
 mod pool;
 mod queue;
+mod repair;
 mod storage;
-// The methods of a trait that are `unsafe` to call; they do nothing that is.
+// Trait methods that are `unsafe` to call; their bodies contain nothing unsafe.
 #[allow(unsafe_code)]
 mod sys;
 

@@ -1,67 +1,67 @@
-//! Where the clusters of a disk are in the image's file, for requests that need nothing else of the
-//! format: those of clusters that are allocated, and not compressed, shared or below.
+//! Map of a disk's clusters to their locations in the image's file, for the fast path. It contains
+//! only allocated clusters that are neither compressed nor shared, nor in a backing file.
 //!
-//! # Who may do what
+//! # Concurrency
 //!
-//! Any thread looks a cluster up and *enters* it, without a lock: the same word that says where the
-//! cluster is counts the requests that are at work there. Whoever changes where a cluster is
-//! *closes* it first: nobody enters it any more, and those who have are waited for. So a request
-//! never works on a place that is another cluster's by then, or a table's. Requests on clusters
-//! that are here neither allocate nor free anything.
+//! Any thread looks a cluster up and *enters* it without a lock: the word with the cluster's
+//! location also counts the requests in flight there. A thread that changes the location *closes*
+//! the cluster first: no request enters it any more, and requests in flight are awaited. So a
+//! request never accesses a location that has become another cluster or a table. Requests on mapped
+//! clusters neither allocate nor free clusters.
 //!
-//! An entry is *learnt* when a request has gone the long way, by whoever carries it out. Learning
-//! and changing exclude each other (`Image::format`), or what was looked up before a change would
-//! be noted after it.
+//! An entry is added after a request on the slow path, by the thread that has executed it.
+//! Additions and changes exclude each other (`Image::format`), otherwise a location that was looked
+//! up before a change could be added after it.
 //!
-//! # Its size
+//! # Size
 //!
-//! Entries are in parts of [`PART`] clusters, of which there are as many as the disk has, and
-//! [`MAX_PARTS`] at most. On larger disks parts share places, and one that is learnt takes the
-//! place of another that nobody is at work in.
+//! Entries are in parts of [`PART`] clusters. There are as many slots for parts as the disk has
+//! parts, but at most [`MAX_PARTS`]. On larger disks parts share slots: a new part replaces the
+//! part in its slot, if no request is in flight there.
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Clusters of a part: 4 KiB of entries.
+/// Number of clusters per part: 4 KiB of entries.
 pub(crate) const PART: u64 = 512;
-/// The most parts: 16 MiB of entries, for 128 GiB of a disk with clusters of 64 KiB.
+/// Maximum number of parts: 16 MiB of entries, for 128 GiB of a disk with clusters of 64 KiB.
 const MAX_PARTS: u64 = 4096;
 
-/// Of an entry: the requests that are at work there,
+/// Bits of an entry: number of requests in flight.
 const COUNT: u64 = (1 << 22) - 1;
-/// that it may be read,
+/// Bit of an entry: reads are allowed.
 const READS: u64 = 1 << 22;
-/// that it may be written, too,
+/// Bit of an entry: writes are allowed, too.
 const WRITES: u64 = 1 << 23;
-/// and the cluster of the file.
+/// Position of the cluster number in the file.
 const HOST_SHIFT: u32 = 24;
-/// No part is here.
+/// Value of [`Slot::part`] for an empty slot.
 const NOBODY: u64 = u64::MAX;
 
-/// Where clusters are.
+/// Locations of clusters in the file.
 pub(crate) struct Map {
     cluster_bits: u32,
-    /// Clusters of the disk.
+    /// Number of clusters of the disk.
     clusters: u64,
     slots: Box<[Slot]>,
-    /// Locked while somebody learns: parts take each other's places then.
-    learning: Mutex<()>,
-    /// For who closes.
+    /// Locked while entries are added, because parts replace each other then.
+    filling: Mutex<()>,
+    /// Locked by threads that wait for requests in flight, with the condition `left`.
     closing: Mutex<()>,
     left: Condvar,
 }
 
-/// The place of a part.
+/// Slot of a part.
 struct Slot {
-    /// Which one, or `NOBODY`.
+    /// Number of the part, or `NOBODY`.
     part: AtomicU64,
-    /// All of it was looked up once.
-    is_learnt: AtomicBool,
+    /// True if the whole part was looked up once.
+    is_looked_up: AtomicBool,
     entries: OnceLock<Box<[AtomicU64]>>,
 }
 
-/// What a request has entered.
+/// Clusters that a request has entered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entered {
     first: u64,
@@ -69,12 +69,12 @@ pub(crate) struct Entered {
 }
 
 impl Map {
-    /// Of a disk of `size` bytes, which knows nothing yet.
+    /// Creates an empty map for a disk of `size` bytes.
     pub(crate) fn new(cluster_bits: u32, size: u64) -> Self {
         let clusters = size.div_ceil(1 << cluster_bits);
         let slot = || Slot {
             part: AtomicU64::new(NOBODY),
-            is_learnt: AtomicBool::new(false),
+            is_looked_up: AtomicBool::new(false),
             entries: OnceLock::new(),
         };
         let slots = clusters.div_ceil(PART).min(MAX_PARTS);
@@ -82,13 +82,13 @@ impl Map {
             cluster_bits,
             clusters,
             slots: (0..slots).map(|_| slot()).collect(),
-            learning: Mutex::default(),
+            filling: Mutex::default(),
             closing: Mutex::default(),
             left: Condvar::new(),
         }
     }
 
-    /// The clusters that a range of bytes, which is not empty, has a part in.
+    /// Clusters of a non-empty byte range.
     pub(crate) fn clusters(&self, offset: u64, len: u64) -> std::ops::Range<u64> {
         let end = offset.saturating_add(len).div_ceil(1 << self.cluster_bits);
         offset >> self.cluster_bits..end.min(self.clusters)
@@ -98,7 +98,7 @@ impl Map {
         self.slots.get((part % (self.slots.len() as u64).max(1)) as usize)
     }
 
-    /// The entry of a cluster, if its part has a place.
+    /// Entry of a cluster, if its part has a slot.
     fn entry(&self, cluster: u64) -> Option<(&Slot, &AtomicU64)> {
         let slot = self.slot(cluster / PART)?;
         if slot.part.load(Ordering::Acquire) != cluster / PART {
@@ -107,7 +107,7 @@ impl Map {
         Some((slot, slot.entries.get()?.get((cluster % PART) as usize)?))
     }
 
-    /// Enters a cluster; which cluster of the file it is.
+    /// Enters a cluster. Returns the number of the cluster in the file.
     fn enter_one(&self, cluster: u64, needs: u64) -> Option<u64> {
         let (slot, entry) = self.entry(cluster)?;
         let mut now = entry.load(Ordering::Relaxed);
@@ -120,7 +120,7 @@ impl Map {
                 Err(other) => now = other,
             }
         }
-        // Another part may have taken the place before it was entered. Then this is its entry.
+        // If another part has replaced this one before the increment, the entry is that part's.
         if slot.part.load(Ordering::Acquire) != cluster / PART {
             self.leave_entry(entry);
             return None;
@@ -128,8 +128,8 @@ impl Map {
         Some(now >> HOST_SHIFT)
     }
 
-    /// Enters a range of bytes of the disk, if it is in one piece in the file. Where it begins
-    /// there.
+    /// Enters a byte range of the disk if it is mapped and contiguous in the file. Returns its
+    /// offset in the file.
     pub(crate) fn enter(&self, offset: u64, len: u64, writes: bool) -> Option<(u64, Entered)> {
         let needs = if writes { WRITES } else { READS };
         let clusters = self.clusters(offset, len);
@@ -148,10 +148,10 @@ impl Map {
         Some(((host << self.cluster_bits) + within, entered))
     }
 
-    /// Leaves what was entered: the request has ended.
+    /// Leaves the clusters of a completed request.
     pub(crate) fn leave(&self, entered: Entered) {
         for cluster in entered.first..entered.first + entered.count {
-            // Its part keeps its place as long as somebody is there.
+            // A part is not replaced while requests are in flight there.
             if let Some((_, entry)) = self.entry(cluster) {
                 self.leave_entry(entry);
             }
@@ -161,17 +161,17 @@ impl Map {
     fn leave_entry(&self, entry: &AtomicU64) {
         let before = entry.fetch_sub(1, Ordering::AcqRel);
         if before & READS == 0 && before & COUNT == 1 {
-            // Who closes looks while this is locked, and then waits.
+            // A closing thread checks the count under this lock before it waits.
             let _locked = self.closing.lock();
             self.left.notify_all();
         }
     }
 
-    /// Closes a range of bytes, and waits until nobody is at work there. Whoever calls it lets
-    /// nobody learn anything until the change is over.
+    /// Closes a byte range, and waits for requests in flight there. The caller prevents additions
+    /// until its change is complete.
     pub(crate) fn close(&self, offset: u64, len: u64) {
         let mut clusters = self.clusters(offset, len);
-        // Of many clusters most parts may not be here.
+        // In a large range most parts may have no slot.
         while clusters.start < clusters.end {
             let part = clusters.start / PART;
             let end = clusters.end.min((part + 1) * PART);
@@ -189,12 +189,12 @@ impl Map {
         }
     }
 
-    /// Whoever has this learns, unless somebody else does.
-    pub(crate) fn learning(&self) -> Option<Learning<'_>> {
-        Some(Learning { map: self, _alone: self.learning.try_lock()? })
+    /// Access for adding entries; `None` while another thread has it.
+    pub(crate) fn fill(&self) -> Option<MapFill<'_>> {
+        Some(MapFill { map: self, _alone: self.filling.try_lock()? })
     }
 
-    /// What is known of this cluster may be written, too. Not while somebody learns.
+    /// Allows writes to a mapped cluster. Must not be called while entries are added.
     pub(crate) fn allow_writes(&self, cluster: u64) {
         if let Some((_, entry)) = self.entry(cluster) {
             let may = |now: u64| (now & READS != 0).then_some(now | WRITES);
@@ -203,15 +203,15 @@ impl Map {
     }
 }
 
-/// Notes where clusters are. One at a time.
-pub(crate) struct Learning<'a> {
+/// Exclusive access for adding entries.
+pub(crate) struct MapFill<'a> {
     map: &'a Map,
     _alone: MutexGuard<'a, ()>,
 }
 
-impl Learning<'_> {
-    /// Which clusters to look up because of a request for these bytes: their whole parts, where
-    /// that was not done yet, or those of them that are not known.
+impl MapFill<'_> {
+    /// Clusters to look up for a request for these bytes: whole parts that were never looked up,
+    /// and in other parts the unmapped clusters of the request.
     pub(crate) fn unknown(&self, offset: u64, len: u64) -> Vec<std::ops::Range<u64>> {
         let map = self.map;
         let clusters = map.clusters(offset, len);
@@ -239,12 +239,12 @@ impl Learning<'_> {
         unknown
     }
 
-    /// Sees to it that a part has a place, unless there is somebody at work in the one that has it.
-    /// Whether all of the part was learnt before.
+    /// Gives a part its slot, unless requests are in flight in the part that has it. Returns false
+    /// if the whole part has to be looked up.
     fn take_place(&self, part: u64) -> bool {
         let Some(slot) = self.map.slot(part) else { return true };
         if slot.part.load(Ordering::Acquire) == part {
-            return slot.is_learnt.swap(true, Ordering::Relaxed);
+            return slot.is_looked_up.swap(true, Ordering::Relaxed);
         }
         let new = || (0..PART).map(|_| AtomicU64::new(0)).collect();
         let entries = slot.entries.get_or_init(new);
@@ -253,18 +253,18 @@ impl Learning<'_> {
             let free = now & COUNT == 0
                 && entry.compare_exchange(now, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok();
             if !free {
-                // What was forgotten until here is learnt again.
-                slot.is_learnt.store(false, Ordering::Relaxed);
+                // Entries that were cleared until here are looked up again.
+                slot.is_looked_up.store(false, Ordering::Relaxed);
                 return true;
             }
         }
         slot.part.store(part, Ordering::Release);
-        slot.is_learnt.store(true, Ordering::Relaxed);
+        slot.is_looked_up.store(true, Ordering::Relaxed);
         false
     }
 
-    /// Notes that a cluster is at byte `host` of the file, which holds all of it.
-    pub(crate) fn learn(&self, cluster: u64, host: u64, writes: bool) {
+    /// Adds a cluster, which is completely at byte `host` of the file.
+    pub(crate) fn add(&self, cluster: u64, host: u64, writes: bool) {
         let Some((_, entry)) = self.map.entry(cluster) else { return };
         let host = host >> self.map.cluster_bits;
         if host >> (u64::BITS - HOST_SHIFT) != 0 {
@@ -273,7 +273,7 @@ impl Learning<'_> {
         let known = host << HOST_SHIFT | READS | if writes { WRITES } else { 0 };
         let mut now = entry.load(Ordering::Relaxed);
         loop {
-            // Nobody changes it now, so if it is known it is known to be there.
+            // No location changes during additions, so a mapped cluster has the same one.
             let next = if now & READS != 0 { now | known & WRITES } else { known | now & COUNT };
             match entry.compare_exchange_weak(now, next, Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => return,
@@ -295,42 +295,42 @@ mod tests {
         Map::new(BITS, clusters * CLUSTER)
     }
 
-    /// All of them, as if each were `shift` clusters farther on in the file.
-    fn learn(map: &Map, clusters: std::ops::Range<u64>, shift: u64) {
-        let learning = map.learning().unwrap();
+    /// Maps clusters to locations that are `shift` clusters later in the file.
+    fn fill(map: &Map, clusters: std::ops::Range<u64>, shift: u64) {
+        let fill = map.fill().unwrap();
         let (offset, len) = (clusters.start * CLUSTER, (clusters.end - clusters.start) * CLUSTER);
-        for range in learning.unknown(offset, len) {
-            range.for_each(|cluster| learning.learn(cluster, (cluster + shift) * CLUSTER, true));
+        for range in fill.unknown(offset, len) {
+            range.for_each(|cluster| fill.add(cluster, (cluster + shift) * CLUSTER, true));
         }
     }
 
     #[test]
-    fn what_was_learnt_is_entered_until_it_is_closed() {
+    fn mapped_clusters_are_entered_until_they_are_closed() {
         let map = map(1000);
         assert_eq!(map.enter(0, 512, false), None);
-        learn(&map, 3..4, 10);
+        fill(&map, 3..4, 10);
         let (at, entered) = map.enter(5 * CLUSTER + 512, 4096, true).unwrap();
-        assert_eq!(at, 15 * CLUSTER + 512, "the whole part was learnt");
+        assert_eq!(at, 15 * CLUSTER + 512, "the whole part was mapped");
         map.leave(entered);
         map.close(5 * CLUSTER + 1024, 512);
         assert_eq!(map.enter(5 * CLUSTER, 512, false), None);
         assert_eq!(map.enter(4 * CLUSTER, 2 * CLUSTER, false), None, "a part of it is closed");
         map.close(4 * CLUSTER, CLUSTER);
-        let learning = map.learning().unwrap();
-        let unknown = learning.unknown(4 * CLUSTER, CLUSTER);
+        let fill = map.fill().unwrap();
+        let unknown = fill.unknown(4 * CLUSTER, CLUSTER);
         assert!(unknown.into_iter().flatten().eq(4..5), "not the whole part again");
     }
 
     #[test]
     fn a_range_is_entered_if_it_is_in_one_piece() {
         let map = map(1000);
-        let learning = map.learning().unwrap();
-        assert!(learning.unknown(0, CLUSTER).into_iter().flatten().eq(0..PART));
+        let fill = map.fill().unwrap();
+        assert!(fill.unknown(0, CLUSTER).into_iter().flatten().eq(0..PART));
         for (cluster, host) in [(0, 7), (1, 8), (2, 9), (3, 11), (4, 12)] {
-            learning.learn(cluster, host * CLUSTER, cluster != 4);
+            fill.add(cluster, host * CLUSTER, cluster != 4);
         }
-        assert!(map.learning().is_none());
-        drop(learning);
+        assert!(map.fill().is_none());
+        drop(fill);
         let (at, entered) = map.enter(512, 3 * CLUSTER - 512, true).unwrap();
         assert_eq!(at, 7 * CLUSTER + 512);
         map.leave(entered);
@@ -342,14 +342,14 @@ mod tests {
         map.allow_writes(5);
         assert!(map.enter(3 * CLUSTER, 2 * CLUSTER, true).is_some());
         assert_eq!(map.enter(5 * CLUSTER, 512, false), None);
-        // Nobody was left behind where it was refused: this would wait for ever.
+        // A refused range must not leave entered clusters, otherwise this would wait for ever.
         map.close(0, 3 * CLUSTER);
     }
 
     #[test]
     fn who_closes_waits_for_those_at_work() {
         let map = map(10);
-        learn(&map, 0..10, 0);
+        fill(&map, 0..10, 0);
         let (_, entered) = map.enter(0, 3 * CLUSTER, true).unwrap();
         let closed = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -369,23 +369,27 @@ mod tests {
     fn a_part_takes_the_place_of_one_that_nobody_is_in() {
         let map = map(2 * MAX_PARTS * PART);
         let far = MAX_PARTS * PART;
-        learn(&map, 0..1, 0);
+        fill(&map, 0..1, 0);
         let (_, entered) = map.enter(CLUSTER, CLUSTER, true).unwrap();
-        learn(&map, far..far + 1, 0);
-        assert_eq!(map.enter(far * CLUSTER, 512, false), None, "somebody is in the other one");
+        fill(&map, far..far + 1, 0);
+        assert_eq!(
+            map.enter(far * CLUSTER, 512, false),
+            None,
+            "a request is in flight in the other part"
+        );
         map.leave(entered);
-        learn(&map, far..far + 1, 0);
+        fill(&map, far..far + 1, 0);
         let (at, entered) = map.enter((far + 9) * CLUSTER, 512, true).unwrap();
         assert_eq!(at, (far + 9) * CLUSTER);
         assert_eq!(map.enter(9 * CLUSTER, 512, false), None);
         map.leave(entered);
-        // What is too far away in the file is not noted.
-        map.learning().unwrap().learn(far, 1 << 62, true);
+        // A location that exceeds an entry is not added.
+        map.fill().unwrap().add(far, 1 << 62, true);
         assert_eq!(map.enter(far * CLUSTER, 512, false).unwrap().0, far * CLUSTER);
     }
 
-    /// Each cluster moves to and fro between two places, and a counter at each place says that
-    /// somebody is at work there: whoever moves one finds nobody at the old place.
+    /// Each cluster alternates between two locations, and a counter per location shows requests in
+    /// flight: after a close, the old location must have none.
     #[test]
     fn nobody_is_at_work_where_a_cluster_was() {
         const CLUSTERS: u64 = 8;
@@ -409,11 +413,11 @@ mod tests {
                             map.leave(entered);
                         } else {
                             let places = lock.read();
-                            let Some(learning) = map.learning() else { continue };
-                            for range in learning.unknown(cluster * CLUSTER, 512) {
+                            let Some(fill) = map.fill() else { continue };
+                            for range in fill.unknown(cluster * CLUSTER, 512) {
                                 for cluster in range {
                                     let place = cluster + places[cluster as usize] * CLUSTERS;
-                                    learning.learn(cluster, place * CLUSTER, true);
+                                    fill.add(cluster, place * CLUSTER, true);
                                 }
                             }
                         }

@@ -1,8 +1,8 @@
-//! Opening an image, and what it is the difference to.
+//! Opening an image and its backing files.
 
 use crate::error::OpenError;
 use crate::header::{Header, read_start};
-use crate::mend::mend;
+use crate::repair::repair;
 use crate::storage::FileStorage;
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
@@ -12,32 +12,32 @@ use shadowbell_memory::contain_panic;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The longest chain of backing files.
+/// Maximum length of a chain of backing files.
 const MAX_CHAIN: usize = 64;
 
-/// An image that is open.
+/// Opened image.
 pub(crate) struct Opened {
     pub(crate) format: FormatAccess<FileStorage>,
     pub(crate) header: Header,
     /// The image's own file, which is locked.
     pub(crate) file: ImageFile,
-    /// Those of its backing files.
+    /// Backing files.
     pub(crate) below: Vec<ImageFile>,
-    /// The page cache is bypassed.
+    /// True if the page cache is bypassed.
     pub(crate) is_direct: bool,
-    /// The image's file, for what needs nothing else of the format; nothing without io_uring.
+    /// File of the fast path; `None` without io_uring.
     pub(crate) bytes: Option<ImageBytes>,
-    /// No cluster of the file is used twice.
+    /// True if no cluster of the file has two uses.
     pub(crate) is_sound: bool,
 }
 
-/// How the files are opened: the image first, then each that it is the difference to.
+/// Source of the files: the image first, then each backing file.
 pub(crate) trait Files {
-    /// Opens the next one, which is called `path`.
+    /// Opens the next file, which has this path.
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError>;
 }
 
-/// By their paths.
+/// Opens files by their paths.
 pub(crate) struct ByPath;
 
 impl Files for ByPath {
@@ -46,7 +46,7 @@ impl Files for ByPath {
     }
 }
 
-/// Opens the image at `path` with everything below it.
+/// Opens the image at `path` with its backing files.
 pub(crate) fn open(
     path: &Path,
     options: &FileOptions,
@@ -56,26 +56,26 @@ pub(crate) fn open(
     let header = read_header(path, &file)?;
     let mut is_sound = true;
     if !file.is_read_only() {
-        // Nothing in it says whether its last user was killed.
-        let mended = mend(path, &file, &header)?;
-        if mended.count != 0 {
+        // The image does not show whether its last user was killed.
+        let repaired = repair(path, &file, &header)?;
+        if repaired.count != 0 {
             tracing::info!(
-                "{}: whoever had it last was killed, and had not counted {} clusters that it \
-                 uses, which was made good",
+                "{}: repaired after a crash of its last user: {} clusters were in use and not \
+                 counted",
                 path.display(),
-                mended.count
+                repaired.count
             );
         }
-        if mended.missing != 0 {
+        if repaired.missing != 0 {
             tracing::warn!(
-                "{}: the file ended {} bytes before the last cluster that it uses, and was made as \
-                 long; what is there reads as zeroes. That is so after a loss of power, of what \
-                 nobody had flushed; if there was none, look whether the file was copied as a whole",
+                "{}: the file ended {} bytes before its last used cluster, and was extended by \
+                 zeroes. That is normal for unflushed data after a loss of power; otherwise check \
+                 that the file was copied completely",
                 path.display(),
-                mended.missing
+                repaired.missing
             );
         }
-        is_sound = mended.is_sound;
+        is_sound = repaired.is_sound;
     }
     let mut below = Vec::new();
     let backing = match &header.backing {
@@ -106,7 +106,7 @@ fn read_header(path: &Path, file: &ImageFile) -> Result<Header, OpenError> {
     Header::parse(&start, len).map_err(|fault| fault.of(&name))
 }
 
-/// Opens the backing file of the image at `path`, read-only, by the format that the image states.
+/// Opens the backing file of the image at `path`, read-only, with the format that the image states.
 fn open_backing(
     path: &Path,
     (name, format_name): &(String, Option<String>),
@@ -116,12 +116,12 @@ fn open_backing(
 ) -> Result<FormatAccess<FileStorage>, OpenError> {
     let shown = || path.display().to_string();
     if below.len() == MAX_CHAIN {
-        let why = format!("it has more than {MAX_CHAIN} backing files, or is one of its own");
+        let why = format!("it has more than {MAX_CHAIN} backing files, or they form a cycle");
         return Err(OpenError::Damaged { path: shown(), why });
     }
     let has_protocol = name.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
     if has_protocol {
-        let what = format!("is the difference to `{name}`, which is no file");
+        let what = format!("has the backing file `{name}`, which is not a local file");
         return Err(OpenError::Unsupported { path: shown(), what });
     }
     let at: PathBuf = path.parent().unwrap_or(Path::new("")).join(name);
@@ -150,12 +150,12 @@ fn open_backing(
             };
             match below.get(kept) {
                 Some(file) => format(&at, file, alignment, false, backing),
-                None => Err(OpenError::Damaged { path: shown(), why: "it is open no more".into() }),
+                None => Err(OpenError::Damaged { path: shown(), why: "it was closed".into() }),
             }
         }
         Some(other) => Err(OpenError::Unsupported {
             path: shown(),
-            what: format!("is the difference to `{name}`, an image of the format {other}"),
+            what: format!("has the backing file `{name}` of the format {other}"),
         }),
         None => Err(OpenError::BackingFormat { path: shown(), backing: name.clone() }),
     }
@@ -165,7 +165,7 @@ fn storage(file: &ImageFile, alignment: Option<Alignment>) -> io::Result<FileSto
     FileStorage::new(file.file().try_clone()?, alignment)
 }
 
-/// Has the crate open an image whose header was checked.
+/// Opens an image with a checked header by `imago`.
 fn format(
     path: &Path,
     file: &ImageFile,

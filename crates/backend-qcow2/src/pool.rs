@@ -1,5 +1,5 @@
-//! The threads that carry requests out. All queues of a disk share them, and no other disk does: an
-//! image whose storage does not answer keeps its own threads and nobody else's.
+//! Threads that execute requests on the slow path. They are shared by all queues of a disk, but not
+//! with other disks, so a hung storage blocks only the threads of its own disk.
 
 use crate::completions::{Completions, Ended};
 use crate::image::Image;
@@ -11,14 +11,14 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The most threads of a disk: as many requests are at the storage at most.
+/// Maximum number of threads of a disk, and so of requests in flight at the storage.
 pub const MAX_THREADS: usize = 16;
-/// How long tables that were changed stay in memory alone.
+/// Maximum time for which changed tables are only in memory.
 pub const WRITE_BACK: Duration = Duration::from_millis(200);
-/// How long a thread without work stays.
+/// Time without work after which a thread ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A request on its way.
+/// Request for the threads.
 pub(crate) struct Job {
     pub(crate) id: u64,
     pub(crate) request: Request,
@@ -32,7 +32,7 @@ impl Job {
         to.push(Ended { id, result, buffer });
     }
 
-    /// Whether it is to be durable when it ends.
+    /// True if the request must be durable when it ends.
     fn forces(&self) -> bool {
         matches!(self.request.op, Op::Write { fua: true } | Op::WriteZeroes { fua: true, .. })
     }
@@ -42,13 +42,13 @@ impl Job {
     }
 }
 
-/// The threads of a disk, with the image. Closed with its last handle.
+/// Threads of a disk, with the image. Dropping the last handle closes the image.
 pub(crate) struct Pool(Arc<PoolShared>);
 
 struct PoolShared {
     image: Image,
     work: Mutex<Work>,
-    /// For threads that wait for work.
+    /// Signalled for threads that wait for work.
     work_ready: Condvar,
     thread_gone: Condvar,
 }
@@ -56,18 +56,18 @@ struct PoolShared {
 #[derive(Default)]
 struct Work {
     jobs: VecDeque<Job>,
-    /// Those that wait for the next sync.
+    /// Jobs that wait for the next sync.
     syncs: Vec<Job>,
-    /// A thread is in a sync.
+    /// True while a thread syncs.
     is_syncing: bool,
-    /// Those that were carried out and wait for the tables.
+    /// Executed jobs that wait for the tables to be written.
     tables: Vec<Job>,
-    /// A thread writes tables.
+    /// True while a thread writes tables for `tables`.
     is_writing: bool,
-    /// Since when tables may be in memory alone.
+    /// Time of the first change since tables were written.
     changed: Option<Instant>,
     threads: usize,
-    /// Those of them that wait for work.
+    /// Number of threads that wait for work.
     idle: usize,
     over: bool,
 }
@@ -81,7 +81,7 @@ impl Work {
         }
     }
 
-    /// How many threads there is work for.
+    /// Number of threads that have work.
     fn ready(&self) -> usize {
         self.jobs.len() + usize::from(!self.is_syncing && !self.syncs.is_empty())
     }
@@ -101,7 +101,7 @@ impl Pool {
         &self.0.image
     }
 
-    /// Has threads carry `jobs` out.
+    /// Passes `jobs` to threads.
     pub(crate) fn give(&self, jobs: impl Iterator<Item = Job>) {
         let mut work = self.0.work.lock();
         jobs.for_each(|job| work.add(job));
@@ -123,15 +123,15 @@ impl Pool {
         let shared = Arc::clone(&self.0);
         let run = move || {
             let _guard = AbortOnPanic::new();
-            // It has come from a worker that may be pinned to a processor.
+            // The starting I/O thread may be pinned to a CPU.
             unpin();
             shared.serve();
         };
         std::thread::Builder::new().name("sb-qcow2".into()).spawn(run).is_ok()
     }
 
-    /// So many threads were not to be had. If there are none at all, nobody does the work, which
-    /// whoever serves queues must not do.
+    /// Handles threads that could not be started. If the disk has no threads at all, all jobs fail,
+    /// because the I/O thread must not execute them.
     fn fewer(&self, missing: usize) {
         let mut work = self.0.work.lock();
         work.threads -= missing;
@@ -144,11 +144,11 @@ impl Pool {
         jobs.into_iter().chain(syncs).for_each(|job| job.end(Err(DiskError::Io(libc::EAGAIN))));
     }
 
-    /// Takes a job back that no thread has begun.
+    /// Takes a job back that no thread has started.
     pub(crate) fn take_back(&self, id: u64, to: &Arc<Completions>) -> Option<Job> {
         let mut work = self.0.work.lock();
         let is = |job: &Job| job.id == id && Arc::ptr_eq(&job.to, to);
-        // A write that waits for a sync has been carried out.
+        // A write that waits for a sync has been executed.
         if let Some(at) = work.syncs.iter().position(|job| is(job) && !job.forces()) {
             return Some(work.syncs.swap_remove(at));
         }
@@ -158,7 +158,8 @@ impl Pool {
 }
 
 impl Drop for Pool {
-    /// Waits until the threads are gone, and closes the image: it could not be opened again before.
+    /// Waits for the end of the threads, and closes the image, which can be opened again
+    /// afterwards.
     fn drop(&mut self) {
         let mut work = self.0.work.lock();
         work.over = true;
@@ -172,7 +173,7 @@ impl Drop for Pool {
 }
 
 impl PoolShared {
-    /// What a thread does.
+    /// Runs a thread of the pool.
     fn serve(&self) {
         let mut work = self.work.lock();
         loop {
@@ -200,7 +201,7 @@ impl PoolShared {
             if work.changed.is_some_and(|since| since.elapsed() >= WRITE_BACK) {
                 work.changed = None;
                 drop(work);
-                // What can not be written stays, and is said of the flush.
+                // Tables that cannot be written stay in memory, and the next flush fails.
                 let _ = self.image.write_back();
                 work = self.work.lock();
                 continue;

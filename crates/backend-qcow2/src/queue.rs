@@ -1,7 +1,7 @@
-//! One thread's queue on an image.
+//! Queue of an I/O thread on an image.
 
 use crate::completions::{Completions, Ended};
-use crate::fast::{Back, Fast};
+use crate::fast_path::{Back, FastPath};
 use crate::image::ALIGNMENT;
 use crate::pool::{Job, Pool};
 use imago::io_buffers::IoBuffer;
@@ -12,33 +12,33 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-/// Bytes of the buffers of requests under way. Those that find no room wait.
+/// Maximum buffer size of requests in flight, in bytes; further requests wait.
 const BUFFERS: usize = 32 << 20;
-/// Bytes of a buffer that is kept, and how many are.
+/// Size of buffers that are reused, and maximum number of free ones.
 const KEPT_LEN: usize = 128 << 10;
 const KEPT: usize = 64;
 
 pub(crate) struct QcowQueue {
     pool: Arc<Pool>,
-    /// For requests that need nothing of the format, if there is io_uring.
-    fast: Option<Fast>,
-    /// Those that have to go the long way after all; kept for its room.
+    /// Fast path, if io_uring is available.
+    fast: Option<FastPath>,
+    /// Scratch buffer for requests that have to be repeated on the slow path.
     back: Vec<Back>,
     completions: Arc<Completions>,
     bounds: Bounds,
-    /// Requests that the caller waits for, by the number of their job.
+    /// Requests of the caller on the slow path, by job number.
     requests: HashMap<u64, Pending>,
     by_tag: HashMap<u32, u64>,
     next_id: u64,
-    /// Those that have not begun, in order. What was cancelled is stepped over.
+    /// Requests that have not started, in order. Cancelled ones are skipped.
     waiting: VecDeque<u64>,
-    /// Those that were cancelled, until they are reaped.
+    /// Cancelled requests that have to be reaped.
     cancelled: Vec<u64>,
-    /// Bytes of buffers that requests have which have begun.
+    /// Buffer size of started requests, in bytes.
     in_use: usize,
-    /// Buffers of `KEPT_LEN` bytes that are free.
+    /// Free buffers of `KEPT_LEN` bytes.
     kept: Vec<IoBuffer>,
-    /// Kept for its room.
+    /// Scratch buffers.
     ended: Vec<Ended>,
     begun: Vec<Job>,
 }
@@ -47,7 +47,7 @@ struct Pending {
     tag: u32,
     request: Request,
     data: Segments,
-    /// A thread may have it.
+    /// True if a thread may have the job.
     has_begun: bool,
 }
 
@@ -58,7 +58,7 @@ impl QcowQueue {
         let fast = bytes.map(|bytes| bytes.queue(completions.fd())).transpose()?;
         Ok(Self {
             bounds: pool.image().info.bounds(),
-            fast: fast.map(Fast::new),
+            fast: fast.map(FastPath::new),
             back: Vec::new(),
             completions: Arc::new(completions),
             pool,
@@ -74,7 +74,7 @@ impl QcowQueue {
         })
     }
 
-    /// Has a request wait for threads.
+    /// Queues a request for the slow path.
     fn enqueue(&mut self, tag: u32, request: Request, data: Segments) {
         let id = self.next_id;
         self.next_id += 1;
@@ -83,7 +83,7 @@ impl QcowQueue {
         self.waiting.push_back(id);
     }
 
-    /// Hands over what waits, as far as there is room.
+    /// Starts waiting requests within the buffer limit.
     fn begin(&mut self) {
         while let Some(id) = self.waiting.front().copied() {
             let Some(pending) = self.requests.get_mut(&id) else {
@@ -116,7 +116,7 @@ impl QcowQueue {
         }
     }
 
-    /// A buffer for the request's data, with what is to be written or compared in it.
+    /// Buffer for the request's data, filled with the data to write or to compare.
     fn fill(&mut self, id: u64, len: usize) -> Result<Option<IoBuffer>, DiskError> {
         if len == 0 {
             return Ok(None);
@@ -147,7 +147,7 @@ impl QcowQueue {
         }
     }
 
-    /// Takes the request out, whose job has the number `id`.
+    /// Removes the request with job number `id`.
     fn remove(&mut self, id: u64) -> Option<Pending> {
         let pending = self.requests.remove(&id)?;
         if self.by_tag.get(&pending.tag) == Some(&id) {
@@ -208,7 +208,7 @@ impl Queue for QcowQueue {
         let mut ended = std::mem::take(&mut self.ended);
         self.completions.take(&mut ended);
         for Ended { id, mut result, buffer } in ended.drain(..) {
-            // Of a read that was cancelled only the buffer is left.
+            // A cancelled read has only its buffer left.
             if let Some(pending) = self.remove(id) {
                 if let (Op::Read, Ok(()), Some(buffer)) = (pending.request.op, result, &buffer) {
                     let from = buffer.as_ref_range(0..pending.request.len as usize).into_slice();
@@ -242,18 +242,18 @@ impl Queue for QcowQueue {
         if let Some(buffer) = taken.and_then(|job| job.buffer) {
             self.give_back(buffer);
         }
-        // A write that has begun ends as it would have: what the host writes next must come later.
+        // A started write cannot be cancelled: the host's next write must come after it.
         if has_begun && !reads {
             return;
         }
         self.by_tag.remove(&tag);
         self.cancelled.push(id);
-        // It ends in `reap`, to which this leads.
+        // Wakes the owner, whose `reap` ends the request.
         self.completions.wake();
     }
 
     fn pending(&self) -> usize {
-        self.requests.len() + self.fast.as_ref().map_or(0, Fast::pending)
+        self.requests.len() + self.fast.as_ref().map_or(0, FastPath::pending)
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -265,7 +265,7 @@ impl Queue for QcowQueue {
 }
 
 impl Drop for QcowQueue {
-    /// What is under way ends before the image may be closed.
+    /// Waits for requests on the fast path, before the image may be closed.
     fn drop(&mut self) {
         if let Some(fast) = self.fast.take() {
             fast.close(self.pool.image());

@@ -1,9 +1,9 @@
-//! An image's file, as the crate that knows the format reads and writes it.
+//! The image's file as storage of `imago`.
 //!
-//! That crate has a way to files of its own. This one makes only system calls that a process which
-//! serves makes for other disks anyway, so the sandbox has none for this format alone. What direct
-//! I/O asks for it knows from opening the image: it writes nothing to find out. And it opens no file
-//! by a name.
+//! `imago` has its own file storage. This one uses only system calls that the server process needs
+//! for other disks anyway, so the sandbox allows none for this format alone. The alignment of
+//! direct I/O is known from opening the image, so nothing is written to probe it. No file is opened
+//! by name.
 
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
@@ -15,28 +15,28 @@ use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Pieces of memory in a call: the system takes no more.
+/// Maximum number of memory segments per call (`IOV_MAX`).
 const MAX_PIECES: usize = 1024;
 
-/// A regular file or a block device that is open.
+/// Open regular file or block device.
 #[derive(Debug)]
 pub(crate) struct FileStorage {
     file: File,
     alignment: Alignment,
-    /// What the file system allocates at once, in bytes: smaller holes free nothing.
+    /// Allocation unit of the file system in bytes: smaller holes free nothing.
     unit: usize,
-    /// How long the file is. Nobody else changes that.
+    /// Length of the file, which no other process changes.
     len: AtomicU64,
-    /// Shared by those who write, alone with who sets the length: what is written meanwhile would
-    /// be cut off.
+    /// Shared by writes, and exclusive while the length is set, which could cut off concurrent
+    /// writes.
     growth: RwLock<()>,
-    /// The file can have no holes made in it.
+    /// True if the file does not support holes.
     no_holes: AtomicBool,
     helper: CommonStorageHelper,
 }
 
 impl FileStorage {
-    /// `file`, of which direct I/O has this alignment, if the page cache is bypassed.
+    /// Wraps `file`, with the alignment of direct I/O if the page cache is bypassed.
     pub(crate) fn new(file: File, direct: Option<Alignment>) -> io::Result<Self> {
         let len = rustix::fs::seek(&file, SeekFrom::End(0))?;
         let unit = retry_on_intr(|| rustix::fs::fstatfs(&file)).ok();
@@ -56,7 +56,7 @@ impl FileStorage {
         self.alignment
     }
 
-    /// Bytes of which zeroes and holes are best multiples.
+    /// Preferred alignment of zeroes and holes in bytes.
     pub(crate) fn unit(&self) -> usize {
         self.unit.max(self.alignment.offset)
     }
@@ -69,7 +69,7 @@ impl FileStorage {
         &self.helper
     }
 
-    /// Reads all of `into`; what is beyond the end of the file is zeroes.
+    /// Reads all of `into`; bytes beyond the end of the file are zeroes.
     pub(crate) fn read(&self, into: IoVectorMut<'_>, mut offset: u64) -> io::Result<()> {
         let mut pieces = into.into_inner();
         let mut left = pieces.as_mut_slice();
@@ -81,7 +81,7 @@ impl FileStorage {
             })?;
             IoSliceMut::advance_slices(&mut left, read);
             offset = offset.saturating_add(read as u64);
-            // A direct read ends inside of a unit only where the file does, and can not go on.
+            // A direct read ends within a unit only at the end of the file, and cannot continue.
             if read == 0 || !offset.is_multiple_of(self.alignment.offset as u64) {
                 left.iter_mut().for_each(|piece| piece.fill(0));
                 break;
@@ -90,7 +90,7 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Writes all of `from`, and makes the file longer where it has to.
+    /// Writes all of `from`, and extends the file if necessary.
     pub(crate) fn write(&self, from: IoVector<'_>, mut offset: u64) -> io::Result<()> {
         let mut pieces = from.into_inner();
         let mut left = pieces.as_mut_slice();
@@ -111,7 +111,7 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Has a range read as zeroes, beyond the end too: the file becomes as long as that.
+    /// Zeroes a range without allocating it. If it exceeds the file, the file is extended.
     pub(crate) fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
         let end = place(offset.saturating_add(len))?;
         self.punch(offset, len)?;
@@ -123,7 +123,7 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Has a range allocated, and read as zeroes.
+    /// Allocates and zeroes a range.
     pub(crate) fn allocate_zeroes(&self, offset: u64, len: u64) -> io::Result<()> {
         let end = place(offset.saturating_add(len))?;
         let _shared = self.growth.read();
@@ -132,8 +132,8 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Gives back what of a range is in the file, which reads as zeroes then. An error of the kind
-    /// `Unsupported` if that is not to be had.
+    /// Punches a hole within the file, which then reads as zeroes. The error has the kind
+    /// `Unsupported` if the file does not support holes.
     pub(crate) fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
         if offset >= self.len() {
             return Ok(());
@@ -149,7 +149,7 @@ impl FileStorage {
         outcome
     }
 
-    /// Has what was written on stable storage, with what it takes to find it again.
+    /// Makes all completed writes durable, with the metadata needed to read them.
     pub(crate) fn sync(&self) -> io::Result<()> {
         Ok(retry_on_intr(|| rustix::fs::fdatasync(&self.file))?)
     }
@@ -174,7 +174,7 @@ impl FileStorage {
     }
 }
 
-/// What the system takes for a place in a file: the largest number means another thing to it.
+/// Checks an offset for the system calls, which interpret the largest number differently.
 fn place(offset: u64) -> io::Result<u64> {
     match i64::try_from(offset) {
         Ok(_) => Ok(offset),
@@ -188,8 +188,8 @@ mod tests {
     use imago::io_buffers::IoBuffer;
     use std::os::unix::fs::{FileExt, MetadataExt};
 
-    /// A file with this content, and the same by another way; through the page cache and without it,
-    /// if the file system can do that.
+    /// Runs `test` on a file with this content and a second open file of it: with the page cache,
+    /// and with direct I/O if the file system supports it.
     fn each(content: &[u8], test: impl Fn(&FileStorage, &File)) {
         for direct in [false, true] {
             let file = tempfile::tempfile_in("/var/tmp").unwrap();
@@ -207,7 +207,7 @@ mod tests {
         }
     }
 
-    /// Another open file, which goes through the page cache.
+    /// Second open file, which uses the page cache.
     fn reopened(file: &File) -> File {
         use std::os::fd::AsRawFd;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn what_is_beyond_the_end_is_zeroes() {
-        // An end inside of a unit, where a direct read can not go on.
+        // An end within a unit, where a direct read cannot continue.
         let content: Vec<u8> = (0..1000_u32).map(|n| n as u8 | 1).collect();
         each(&content, |storage, _| {
             let all = read(storage, 0, 8192);
@@ -267,7 +267,7 @@ mod tests {
             assert_eq!((storage.len(), len()), (24576, 24576));
             storage.zero(32768, 4096).unwrap();
             assert_eq!((storage.len(), len()), (36864, 36864));
-            // Inside of it nothing is cut off.
+            // A range inside of the file does not change its length.
             storage.zero(0, 4096).unwrap();
             assert_eq!((storage.len(), len()), (36864, 36864));
             let all = read(storage, 0, 36864);
@@ -285,7 +285,7 @@ mod tests {
         each(&vec![1; 1 << 20], |storage, file| {
             let before = file.metadata().unwrap();
             storage.punch(0, 512 << 10).unwrap();
-            // The end is inside of it, or before it.
+            // Ranges at the end of the file.
             storage.punch((1 << 20) - 4096, 8192).unwrap();
             storage.punch(1 << 20, 4096).unwrap();
             storage.sync().unwrap();
@@ -318,7 +318,7 @@ mod tests {
             let error = storage.punch(0, 4096).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::Unsupported);
         }
-        // What has no place to seek to is no image.
+        // A file without a seek position cannot be an image.
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         assert!(FileStorage::new(File::from(reader), None).is_err());
     }

@@ -1,5 +1,6 @@
-//! A file as `imago`'s trait of storage has it, some of whose methods are `unsafe` to call: their
-//! callers see to the alignment. Nothing in them is `unsafe`; a wrong alignment is an error here.
+//! Implementation of `imago`'s trait `Storage`. Some methods are `unsafe` to call, because their
+//! callers are responsible for the alignment. Nothing in them is `unsafe`: a wrong alignment is an
+//! error of the system call.
 
 use crate::storage::FileStorage;
 use imago::Storage;
@@ -45,7 +46,7 @@ impl Storage for FileStorage {
         self.allocate_zeroes(offset, length)
     }
 
-    /// What is discarded may read as anything, so nothing is lost where there are no holes.
+    /// Discarded data may read as anything, so nothing is lost if the file does not support holes.
     unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
         match self.punch(offset, length) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
@@ -53,7 +54,7 @@ impl Storage for FileStorage {
         }
     }
 
-    /// Nothing is kept here.
+    /// Does nothing, because there is no cache.
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }
@@ -62,12 +63,12 @@ impl Storage for FileStorage {
         FileStorage::sync(self)
     }
 
-    /// Every call is over when it returns.
+    /// Does nothing, because writes complete before their calls return.
     fn settle_writes(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Nothing is kept here.
+    /// Does nothing, because there is no cache.
     unsafe fn invalidate_cache(&self) -> io::Result<()> {
         Ok(())
     }
@@ -79,7 +80,7 @@ impl Storage for FileStorage {
     fn resize(&self, new_size: u64, prealloc_mode: PreallocateMode) -> io::Result<()> {
         let allocates = !matches!(prealloc_mode, PreallocateMode::None | PreallocateMode::Zero);
         if allocates && new_size > self.len() {
-            // No image of ours is made that way.
+            // This crate never creates preallocated images.
             return Err(io::ErrorKind::Unsupported.into());
         }
         self.set_len(new_size)

@@ -10,6 +10,8 @@ use common::{
 use shadowbell_backend::{self as disk, Disk, DiskError, Op, Request, Submitted};
 use shadowbell_backend_qcow2::{OpenError, create};
 use shadowbell_memory::Segments;
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
 use std::io::{BufRead, BufReader, Write as _};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -60,7 +62,7 @@ fn an_image_has_the_properties_of_its_format() {
     assert!(disk.describe().starts_with("qcow2 version 3, clusters of 64 KiB, "));
     drop(disk);
     let error = try_open(&path, "?block-size=4096").unwrap_err().to_string();
-    assert!(error.contains("no multiple of the block size"), "{error}");
+    assert!(error.contains("not a multiple of the block size"), "{error}");
     assert!(create(&path, MIB).is_err(), "what is there stays");
     open(&path, "");
 }
@@ -71,7 +73,7 @@ fn what_can_not_be_served_is_refused_with_the_reason() {
     let path = directory.path().join("disk.qcow2");
     let refused = |options: &str| try_open(&path, options).unwrap_err().to_string();
     std::fs::write(&path, [7; 4096]).unwrap();
-    assert!(refused("").contains("it is no qcow2 image"));
+    assert!(refused("").contains("it is not a qcow2 image"));
     std::fs::write(&path, b"QFI\xfb\0\0\0\x03").unwrap();
     assert!(refused("").contains("ends inside of its header"));
     let base = directory.path().join("base");
@@ -96,7 +98,7 @@ fn what_can_not_be_served_is_refused_with_the_reason() {
     create(&["-o", "extended_l2=on"]);
     assert!(refused("").contains("extended L2"));
     create(&["-o", &format!("data_file={}/data", directory.path().display())]);
-    assert!(refused("").contains("its data in another file"));
+    assert!(refused("").contains("external data file"));
     // A file that it names is read only if that is allowed, and if it is said how.
     create(&["-b", name(&base), "-F", "raw"]);
     assert!(refused("").contains("allow-backing=on"));
@@ -105,9 +107,9 @@ fn what_can_not_be_served_is_refused_with_the_reason() {
     let format = bytes.windows(4).position(|kind| kind == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
     bytes[format] = 0x11;
     std::fs::write(path, bytes).unwrap();
-    assert!(refused("?allow-backing=on").contains("does not say of which format"));
+    assert!(refused("?allow-backing=on").contains("does not state the format"));
     qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "nbd://host/x", "-F", "raw", path]);
-    assert!(refused("?allow-backing=on").contains("no file"));
+    assert!(refused("?allow-backing=on").contains("not a local file"));
     qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "base", "-F", "vmdk", path]);
     assert!(refused("?allow-backing=on").contains("vmdk"));
     qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "disk.qcow2", "-F", "qcow2", path]);
@@ -390,13 +392,13 @@ fn a_killed_writer_leaves_a_consistent_image() {
     let path = image(directory.path(), 256 * MIB);
     let mut random = Random(20);
     for round in 0..12 {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
             .args(["--exact", "child_that_writes", "--nocapture"])
             .env("QCOW2_TEST_IMAGE", &path)
             .env("QCOW2_TEST_SEED", (round + 1).to_string())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+            .stdout(Stdio::piped());
+        let mut child = ProcessGroup::spawn(&mut command).unwrap();
         let mut flushed = 0_u32;
         let stop = 1 + random.below(20);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -408,10 +410,10 @@ fn a_killed_writer_leaves_a_consistent_image() {
             if seen as u64 == stop {
                 // In the middle of what comes next, whatever that is.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
-                child.kill().unwrap();
+                child.kill();
             }
         }
-        child.wait().unwrap();
+        child.kill();
         assert!(flushed > 0);
         check(&path);
         let disk = open(&path, "");
@@ -444,9 +446,5 @@ fn tables_are_written_before_long() {
         bytes
     }
     write(&mut *queue, 0, &[1; 4096]).unwrap();
-    let since = std::time::Instant::now();
-    while !tables() {
-        assert!(since.elapsed().as_secs() < 30, "the tables are only in memory");
-        std::thread::yield_now();
-    }
+    wait::until("tables in the file", tables);
 }

@@ -8,6 +8,7 @@ use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_backend_qcow2::{Qcow2Disk, create};
 use shadowbell_testing::disks::Random;
 use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::wait;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
@@ -151,14 +152,7 @@ impl Model {
 
 /// The image with `options`, when whoever had it is gone.
 fn open_soon(path: &Path, options: &str) -> Qcow2Disk {
-    let began = Instant::now();
-    loop {
-        match Qcow2Disk::open(path, &file_options(options)) {
-            Ok(disk) => return disk,
-            Err(error) => assert!(began.elapsed() < Duration::from_secs(20), "{error}"),
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait::until_some("a free image", || Qcow2Disk::open(path, &file_options(options)).ok())
 }
 
 /// The server of the file system is killed at any moment.
@@ -175,6 +169,7 @@ fn the_server_of_a_file_system_is_killed() {
             let disk = open(&mount.path(), options);
             let mut queue = disk.queue().unwrap();
             let (began, mut mount) = (Instant::now(), mount);
+            // Any moment will do.
             let time = Duration::from_millis(20 + round * 37 % 120);
             let errors = model.load(&mut *queue, || {
                 let is_time = began.elapsed() > time;
@@ -297,6 +292,7 @@ fn a_file_system_is_shut_down() {
             let disk = open_soon(&path, options);
             model.compare(&disk, &context);
             let mut queue = disk.queue().unwrap();
+            // Any moment will do.
             let time = Duration::from_millis(20 + round * 37 % 120);
             let (began, mut is_shut) = (Instant::now(), false);
             let errors = model.load(&mut *queue, || {
@@ -313,11 +309,9 @@ fn a_file_system_is_shut_down() {
             assert!(is_gone(&flush(&mut *queue).unwrap_err()), "{context}");
             drop((queue, disk));
             // A process that another test begins has all files until it is another program.
-            let began = Instant::now();
-            while !Command::new("umount").arg(name).output().unwrap().status.success() {
-                assert!(began.elapsed() < Duration::from_secs(20), "it stays mounted");
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            wait::until("an unmount", || {
+                Command::new("umount").arg(name).output().unwrap().status.success()
+            });
         }
     }
 }

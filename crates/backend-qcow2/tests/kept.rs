@@ -9,10 +9,12 @@ use shadowbell_backend::{Disk, Op};
 use shadowbell_backend_qcow2::{OpenError, Qcow2Disk, create};
 use shadowbell_memory::Segments;
 use shadowbell_state::Descriptors;
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
 use std::io::{BufRead, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
@@ -33,8 +35,8 @@ fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
 
 /// The process of another test, begun just now, may have the lock until it is another program.
 fn recover(path: &Path, (state, mut fds): (serde_json::Value, Descriptors)) -> Qcow2Disk {
-    let begin = Instant::now();
-    let wait = || begin.elapsed() < Duration::from_secs(20);
+    let deadline = wait::deadline();
+    let wait = || Instant::now() < deadline;
     let options = file_options("?allow-backing=on");
     Qcow2Disk::recover(path, &options, &state, &mut fds, &wait).unwrap()
 }
@@ -159,7 +161,7 @@ fn an_image_that_was_renamed_is_found_and_another_one_is_not_taken_for_it() {
     let error = try_recover(&path, &state, &mut fds).unwrap_err().to_string();
     assert!(error.contains("another size"), "{error}");
     let error = try_recover(&path, &serde_json::json!({}), &mut fds).unwrap_err().to_string();
-    assert!(error.contains("was no qcow2 image"), "{error}");
+    assert!(error.contains("not that of a qcow2 image"), "{error}");
 }
 
 /// The child of [`each_write_that_has_ended_outlives_its_process`].
@@ -201,13 +203,13 @@ fn each_write_that_has_ended_outlives_its_process() {
     for round in 0..6 {
         // What an earlier process has kept: a name of the file.
         let kept = keep(&open(&path, ""));
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
             .args(["--exact", "child_that_writes", "--nocapture"])
             .env("QCOW2_TEST_IMAGE", &path)
             .env("QCOW2_TEST_SEED", (round + 1).to_string())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+            .stdout(Stdio::piped());
+        let mut child = ProcessGroup::spawn(&mut command).unwrap();
         let stop = 50 + random.below(300);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         // The one after it may be there, or not.
@@ -219,11 +221,12 @@ fn each_write_that_has_ended_outlives_its_process() {
             ended.insert(at, number);
             seen += 1;
             if seen == stop {
+                // Any moment will do.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
-                child.kill().unwrap();
+                child.kill();
             }
         }
-        child.wait().unwrap();
+        child.kill();
         assert!(seen >= stop);
         let disk = recover(&path, kept);
         check(&killed(&path));

@@ -99,6 +99,7 @@ fn race(path: &Path, cluster: u64, millis: u64) {
     const UNITS: u64 = 256;
     let disk = open(path, "");
     let over = AtomicBool::new(false);
+    // The length of the load.
     let until = Instant::now() + Duration::from_millis(millis);
     let batch = |queue: &mut dyn Queue, random: &mut Random, moves: bool| {
         let bytes = memory((UNITS * UNIT) as usize);

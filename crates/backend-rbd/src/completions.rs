@@ -1,4 +1,4 @@
-//! What Ceph's threads hand back to one queue.
+//! Completion queue of one disk queue, filled by Ceph's threads.
 
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
@@ -6,19 +6,19 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A call that is over.
+/// Completed call.
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) id: u64,
-    /// What it returned: an error's number, negative, or none.
+    /// Return value; negative for an error number.
     pub(crate) value: i64,
-    /// The buffer that it had.
+    /// Buffer of the call.
     pub(crate) buffer: Vec<u8>,
 }
 
 pub(crate) struct Completions {
     ended: Mutex<Vec<Ended>>,
-    /// There is something in `ended`, or the owner of the queue is to be woken.
+    /// True if `ended` has entries, or the owner of the queue has to wake up.
     is_signalled: AtomicBool,
     event: EventFd,
 }
@@ -41,12 +41,13 @@ impl Completions {
         }
     }
 
-    /// Moves what has ended to the end of `into`.
+    /// Appends the completions to `into`.
     pub(crate) fn take(&self, into: &mut Vec<Ended>) {
         if !self.is_signalled.load(Ordering::Acquire) {
             return;
         }
-        // Before the flag: who signals from here on makes it readable again.
+        // The event is drained before the flag is cleared, otherwise a signal between the two is
+        // lost.
         self.event.drain();
         self.is_signalled.swap(false, Ordering::AcqRel);
         into.append(&mut self.ended.lock());

@@ -1,4 +1,4 @@
-//! An image as a disk.
+//! RBD image as a disk.
 
 use crate::error::OpenError;
 use crate::kept::{KEY, KeptImage, addresses, reach, refused};
@@ -14,25 +14,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{fmt, io};
 
-/// An image of a Ceph cluster.
+/// RBD image of a Ceph cluster.
 ///
-/// Where the image has the feature `exclusive-lock`, its lock is taken with the first write, and
-/// handed over to another client that writes. With the last handle on it, the queues included, the
-/// image is closed.
+/// If the image has the feature `exclusive-lock`, its lock is acquired with the first write, and
+/// released to another client that writes. The image is closed with the last handle, queues
+/// included.
 #[derive(Clone)]
 pub struct RbdDisk(Shared);
 
 impl RbdDisk {
-    /// Opens the image. It waits for the cluster.
+    /// Opens the image. Waits for the cluster.
     ///
     /// # Errors
-    /// [`OpenError`], in a sentence that says what is wrong and what to do.
+    /// [`OpenError`]: the message says what is wrong and what to do.
     pub fn open(spec: &RbdSpec) -> Result<Self, OpenError> {
         Self::open_without(spec, &[], true)
     }
 
-    /// Opens the image without a cache in this process: a write is answered when it is in the
-    /// cluster. So it costs nothing more to [keep](Disk::keep) it for another process.
+    /// Opens the image without a cache in this process: a write is answered when the cluster has
+    /// stored it. So [checkpoints](Disk::keep) for crash recovery cost nothing more.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -40,18 +40,18 @@ impl RbdDisk {
         Self::open_without(spec, &[], false)
     }
 
-    /// Goes on with the disk of a process that has died, which had it [kept](Disk::keep) as `state`
-    /// and had opened it by the same specification. Returns when nothing of what that process had
-    /// under way can reach the image any more; `wait` is called for as long as it can, and while
-    /// the cluster can not be reached.
+    /// Recovers the disk of a dead process, which opened it by the same specification and stored
+    /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can
+    /// reach the image any more. Until then, and while the cluster is unreachable, `wait` is called
+    /// repeatedly.
     ///
     /// # Errors
-    /// [`OpenError`]; it is not that disk any more, or `wait` waits no longer.
+    /// [`OpenError`] if the image has been replaced, or `wait` gives up.
     pub fn recover(spec: &RbdSpec, state: &Value, wait: Wait<'_>) -> Result<Self, OpenError> {
         let kept = match state.get(KEY).map(KeptImage::deserialize) {
             Some(Ok(kept)) => kept,
             Some(Err(error)) => return Err(refused(spec, error.to_string())),
-            None => return Err(refused(spec, "it was no image of Ceph's")),
+            None => return Err(refused(spec, "its stored state is not that of an RBD image")),
         };
         let out = if is_wrong(WrongOrder::NoFence) { Vec::new() } else { kept.addresses.clone() };
         let named = spec.clone();
@@ -66,14 +66,13 @@ impl RbdDisk {
         Ok(disk)
     }
 
-    /// Whether `state` is what the disk of a dead process was kept by, and that was an image of
-    /// Ceph's.
+    /// True if `state` is the checkpoint of an RBD disk.
     #[must_use]
     pub fn is_kept_by(state: &Value) -> bool {
         state.get(KEY).is_some()
     }
 
-    /// Opens it when the cluster keeps the clients `dead` out.
+    /// Opens the image after the cluster has blocked the clients `dead`.
     fn open_without(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
@@ -86,11 +85,11 @@ impl RbdDisk {
         let mut image = open(caches)?;
         let is_cached = image.cache() != Cache::None;
         if is_cached != caches {
-            // Whoever has set up the cluster wants it so. It settles what becomes of writes that
-            // find no room.
+            // The cluster's administrator has configured the cache. The cache determines what
+            // happens to writes without space (see `Image::open`), so the image is opened again.
             image = open(is_cached)?;
         }
-        let size = image.size().map_err(|source| failed("asking for its size", source))?;
+        let size = image.size().map_err(|source| failed("querying its size", source))?;
         let block_size = spec.block_size;
         let blocks = size / u64::from(block_size);
         if blocks == 0 || !size.is_multiple_of(block_size.into()) || size > i64::MAX as u64 {
@@ -98,7 +97,7 @@ impl RbdDisk {
         }
         let mut info = DiskInfo::new(block_size, blocks);
         info.read_only = spec.read_only;
-        // Ceph's own cache, in this process.
+        // librbd has its own cache, in this process.
         info.volatile_cache = !info.read_only;
         info.discard = !info.read_only;
         let unit = image.stripe_unit();
@@ -124,19 +123,19 @@ impl Disk for RbdDisk {
         self.0.opened.name.clone()
     }
 
-    /// From here on a write is answered when it is in the cluster; with a cache, by a flush.
+    /// From now on a write is answered when the cluster has stored it; with a cache, after a flush.
     fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
         let Shared { opened, info } = &self.0;
         let Some(image) = &opened.image else {
             return Err(HandOverError::Unfenced { disk: self.name(), why: "it is closed" });
         };
-        // Who only reads needs not be kept out.
+        // A read-only client need not be blocked.
         let mut clients = Vec::new();
         if !info.read_only {
             let system = |source| HandOverError::System { disk: self.name(), source };
             clients = addresses(&image.addresses().map_err(system)?);
             if clients.is_empty() {
-                let why = "the cluster does not say by what address it knows this client";
+                let why = "the cluster does not report the address of this client";
                 return Err(HandOverError::Unfenced { disk: self.name(), why });
             }
             opened.lasts.store(true, Ordering::Relaxed);

@@ -1,68 +1,68 @@
-//! Why an image can not be a disk, in sentences for the person who named it.
+//! Errors of opening an RBD image.
 
 use std::io;
 
-/// Why an image can not be a disk. Each message says what is wrong, where, and what to do.
+/// Error of opening an RBD image. Each message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The specification makes no sense.
+    /// The specification cannot be parsed.
     #[error("`{spec}` names no disk: {why}")]
     Spec {
-        /// What was written.
+        /// The specification as given.
         spec: String,
-        /// What is wrong with it.
+        /// The mistake.
         why: String,
     },
-    /// Ceph's libraries are not there.
+    /// Ceph's libraries are not installed, or cannot be loaded.
     #[error(
-        "{disk}: Ceph's library can not be loaded ({why}); install librbd1 (Debian), librbd1 or \
-         ceph-common elsewhere"
+        "{disk}: Ceph's library cannot be loaded ({why}); install librbd1 (Debian), or librbd1 or \
+         ceph-common (elsewhere)"
     )]
     Library {
-        /// The image.
+        /// Specification of the image.
         disk: String,
         /// The system's reason.
         why: String,
     },
-    /// A step towards the image failed.
+    /// A call of Ceph's libraries failed.
     #[error("{disk}: {what} failed: {source}")]
     Ceph {
-        /// The image.
+        /// Specification of the image.
         disk: String,
-        /// What was tried, and what it depends on.
+        /// The failed operation, and the option that it depends on.
         what: &'static str,
-        /// Ceph's reason.
+        /// Ceph's error.
         source: io::Error,
     },
-    /// It is not the image that the process before had.
-    #[error("{disk}: it can not be gone on with: {why}")]
+    /// The disk of a dead process cannot be recovered.
+    #[error("{disk} cannot be recovered: {why}")]
     NotThatDisk {
-        /// The image.
+        /// Specification of the image.
         disk: String,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
-    /// The size of the image is none that a disk can have.
+    /// The size of the image is not valid for a disk.
     #[error(
-        "{disk}: the {size} bytes of the image are no size of a disk with blocks of {block_size} \
-         bytes: it has to be a multiple of that, and at least one block; change it by `rbd resize`"
+        "{disk}: the size of the image, {size} bytes, is not valid with blocks of {block_size} \
+         bytes: it must be a multiple of that, and at least one block; change it with `rbd resize`"
     )]
     Size {
-        /// The image.
+        /// Specification of the image.
         disk: String,
-        /// Bytes of the image.
+        /// Size of the image in bytes.
         size: u64,
-        /// Bytes of a block.
+        /// Block size in bytes.
         block_size: u32,
     },
 }
 
-/// The step in which the cluster is reached.
+/// Operation that connects to the cluster.
 pub(crate) const CONNECTING: &str = "connecting to the cluster";
 
 impl OpenError {
-    /// Whether the cluster was not to be reached, which may change.
+    /// True if the cluster is unreachable, which may be temporary.
     pub(crate) fn is_for_now(&self) -> bool {
         matches!(self, Self::Ceph { what: CONNECTING, source, .. }
             if !matches!(source.raw_os_error(), Some(libc::EACCES | libc::EPERM)))

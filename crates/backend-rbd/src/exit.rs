@@ -1,27 +1,27 @@
-//! The end of the process.
+//! Exit of the process while images are open.
 //!
-//! An image is closed by a thread of its own, for that may wait for the cluster. Ceph's libraries
-//! take themselves apart when the process ends, whatever their threads are doing, and crash if
-//! those are closing an image. So the end waits until images are closed, for a while; and if some
-//! are open after that, the process ends without the libraries.
+//! An image is closed on its own thread, because that may wait for the cluster. At the exit of the
+//! process, Ceph's libraries run their destructors whatever their threads are doing, and crash if a
+//! thread is closing an image. So the exit waits until images are closed, with a limit. If images
+//! are still open then, the process exits without running the destructors.
 
 use parking_lot::{Condvar, Mutex};
 use std::time::Duration;
 
-/// How long the end of the process waits at most.
+/// Maximum delay of the exit.
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// Images that are there.
+/// Number of images.
 struct There {
     open: usize,
-    /// Of these, those that are being closed.
+    /// Number of open images that are being closed.
     closing: usize,
 }
 
 static THERE: Mutex<There> = Mutex::new(There { open: 0, closing: 0 });
 static CHANGED: Condvar = Condvar::new();
 
-/// One image; dropped when it is closed.
+/// Counts one image, until it is closed and this is dropped.
 pub(crate) struct Counted {
     is_closing: bool,
 }
@@ -32,7 +32,7 @@ impl Counted {
         Self { is_closing: false }
     }
 
-    /// It is being closed from here on.
+    /// Marks the image as being closed.
     pub(crate) fn closes(&mut self) {
         if !std::mem::replace(&mut self.is_closing, true) {
             THERE.lock().closing += 1;
@@ -49,7 +49,7 @@ impl Drop for Counted {
     }
 }
 
-/// Waits until no image is being closed, for a while. Whether none is left.
+/// Waits until no image is being closed, with a limit. Returns true if no image is open.
 pub(crate) fn wait() -> bool {
     let mut there = THERE.lock();
     let is_closing = |there: &mut There| there.closing != 0;

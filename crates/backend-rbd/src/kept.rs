@@ -1,22 +1,22 @@
-//! The image of a process that has died, in the next one.
+//! Crash recovery of an RBD image.
 //!
-//! # The fence
+//! # Fence
 //!
-//! What the dead process has sent is on its way, and Ceph's servers (OSDs) carry it out when it
-//! comes. So the next process has the cluster keep that client out (its *blocklist*), by the
-//! address that the dead process had written down, and waits for the cluster's new map of itself.
-//! Each request of the next process comes with that map. A server that has it takes nothing of that
-//! client any more: not what was under way, and not what may come later. An image with
-//! `exclusive-lock` has its lock taken from the dead client in the same way, by librbd.
+//! Requests that the dead process has sent may still be in flight, and Ceph's servers (OSDs)
+//! execute them when they arrive. So the next process adds the dead client to the cluster's
+//! *blocklist*, by the address in the checkpoint, and waits for the cluster's new map. Each request
+//! of the next process carries the version of that map. An OSD that has this map executes no
+//! request of the dead client any more, whether it has arrived already or arrives later. librbd
+//! breaks the `exclusive-lock` of an image in the same way.
 //!
-//! The cluster forgets the entry after an hour by itself (`mon_osd_blocklist_default_expire`). It
-//! takes a user who may do that (`profile rbd`).
+//! The entry expires after an hour (`mon_osd_blocklist_default_expire`). Adding it requires a user
+//! with that capability (`profile rbd`).
 //!
-//! # What is durable
+//! # Durability
 //!
-//! librbd may answer writes from memory of its process. So an image that is to be kept for the next
-//! process is opened without that cache. If it was opened with it, or who has set up the cluster
-//! wants it, each write is followed by a flush before it is answered.
+//! librbd may answer writes from a cache in its process. So an image with checkpoints is opened
+//! without that cache. If it was opened with the cache, or the cluster's administrator has enforced
+//! the cache, each write is followed by a flush before it is answered.
 
 use crate::error::OpenError;
 use crate::uri::RbdSpec;
@@ -25,14 +25,14 @@ use shadowbell_backend::{DiskInfo, Wait};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What says that a disk was kept as an image of Ceph's.
+/// Key of an RBD disk in a checkpoint.
 pub(crate) const KEY: &str = "rbd";
-/// Between two attempts to reach the cluster.
+/// Delay between two attempts to reach the cluster.
 const AGAIN: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct KeptImage {
-    /// By which the cluster knows the client.
+    /// Addresses by which the cluster identifies the client.
     pub(crate) addresses: Vec<String>,
     pub(crate) block_size: u32,
     pub(crate) blocks: u64,
@@ -51,10 +51,10 @@ impl KeptImage {
         }
     }
 
-    /// What the guest has seen, if `now` can be that.
+    /// Disk properties that the guest has seen, if the disk `now` can provide them.
     pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
         if now.read_only != self.read_only {
-            return Err("it is opened for something else than before");
+            return Err("it has become read-only, or writable");
         }
         if now.block_size != self.block_size || now.blocks < self.blocks {
             return Err("it is smaller than it was");
@@ -65,8 +65,8 @@ impl KeptImage {
     }
 }
 
-/// The addresses in what Ceph says of a client: one, or several in brackets; with or without the
-/// version of the protocol in front.
+/// Parses the addresses that Ceph reports for a client: one, or several in brackets, with or
+/// without a prefix for the protocol version.
 pub(crate) fn addresses(text: &str) -> Vec<String> {
     let list = text.trim_matches(['[', ']']).split(',');
     let plain =
@@ -77,8 +77,8 @@ pub(crate) fn addresses(text: &str) -> Vec<String> {
     found
 }
 
-/// What `open` gives, as soon as the cluster can be reached. It is done by a thread of its own,
-/// which goes on by itself if it is waited for no longer: a call of Ceph's can not be taken back.
+/// Runs `open` until the cluster is reachable. It runs on its own thread, which continues alone if
+/// `wait` gives up, because a call of Ceph's libraries cannot be cancelled.
 pub(crate) fn reach<T: Send + 'static>(
     spec: &RbdSpec,
     wait: Wait<'_>,
@@ -89,7 +89,7 @@ pub(crate) fn reach<T: Send + 'static>(
         let attempt = thread::Builder::new().name("sb-rbd-open".into()).spawn(again);
         let attempt = attempt.map_err(|source| OpenError::Ceph {
             disk: spec.to_string(),
-            what: "a thread for opening the image",
+            what: "starting a thread for opening the image",
             source,
         })?;
         while !attempt.is_finished() {
@@ -109,10 +109,10 @@ pub(crate) fn reach<T: Send + 'static>(
 }
 
 fn still(spec: &RbdSpec, wait: Wait<'_>) -> Result<(), OpenError> {
-    if wait() { Ok(()) } else { Err(refused(spec, "it is not waited for any longer")) }
+    if wait() { Ok(()) } else { Err(refused(spec, "the wait was given up")) }
 }
 
-/// It is not the disk that was kept.
+/// Creates the error for a disk that cannot be recovered.
 pub(crate) fn refused(spec: &RbdSpec, why: impl Into<String>) -> OpenError {
     OpenError::NotThatDisk { disk: spec.to_string(), why: why.into() }
 }

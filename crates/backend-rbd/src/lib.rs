@@ -1,50 +1,50 @@
-//! An image of a Ceph cluster (RBD) as a disk.
+//! RBD image of a Ceph cluster as a disk.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`RbdSpec`] | an image as people write it |
+//! | [`RbdSpec`] | specification of an image |
 //! | [`RbdDisk`] | the image as a disk: its properties |
-//! | `shared` | what the queues of a disk share |
-//! | `queue` | a worker's queue on it |
+//! | `shared` | shared state of a disk's queues |
+//! | `queue` | queue of an I/O thread |
 //! | `sys` | librados and librbd, loaded when the first image is opened |
-//! | `kept` | the image of a process that has died, in the next one |
-//! | `completions` | what Ceph's threads hand back to a queue |
-//! | `exit` | images that are open when the process ends |
+//! | `kept` | crash recovery |
+//! | `completions` | completion queue, filled by Ceph's threads |
+//! | `exit` | exit of the process while images are open |
 //!
-//! Nothing of Ceph is needed to build or to install: its libraries are loaded (`dlopen`) when an
-//! image is opened. All calls on the way of a request are asynchronous: they are begun by the
-//! queue's thread, and end on Ceph's.
-//! They work on buffers of the queue's, never on the guest's memory: a call can not be taken back.
+//! Ceph is required neither to build nor to install this crate: its libraries are loaded (`dlopen`)
+//! when an image is opened. All calls for requests are asynchronous: the I/O thread starts them,
+//! and Ceph's threads complete them. They use buffers of the queue, never guest memory, because a
+//! call cannot be cancelled.
 //!
-//! # What is durable when
+//! # Durability
 //!
-//! What was flushed, or written with FUA: Ceph's client has a cache in this process. A write with
-//! FUA goes by it. Zeroes are flushed after they were written, and so are writes if the cache is of
-//! another kind than `rbd_cache_policy=writearound`. Opened
-//! [without it](RbdDisk::open_lasting), a write that has ended is durable. Without the cluster,
-//! requests wait, as Ceph's client has it, until it is back.
+//! Flushed data and FUA writes are durable; other data may be in librbd's cache in this process. A
+//! FUA write bypasses the cache. Write Zeroes with FUA are followed by a flush, and so are FUA
+//! writes if the cache is not of the kind `rbd_cache_policy=writearound`. If the image was opened
+//! [without the cache](RbdDisk::open_lasting), all completed writes are durable. While the cluster
+//! is unreachable, requests wait in Ceph's client.
 //!
-//! # A full cluster
+//! # Full cluster
 //!
-//! Without that cache, a write for which a pool or a quota has no room ends with
-//! [`NoSpace`](shadowbell_backend::DiskError::NoSpace). What needs no room goes on: reads,
-//! overwrites of objects that are there, discards, opening an image. With the cache, writes were
-//! answered that would be lost so. They wait, and flushes after them, and whoever opens an image.
+//! Without the cache, a write fails with [`NoSpace`](shadowbell_backend::DiskError::NoSpace) if the
+//! pool or a quota is full. Operations that need no space continue to work: reads, overwrites of
+//! existing objects, discards, opening an image. With the cache, answered writes would be lost in
+//! that way, so writes wait for space, and so do later flushes and opening an image.
 //!
 //! # Discards
 //!
-//! A discard is a Write Zeroes that gives objects back. Ceph's own discard leaves alone what is not
-//! a whole object, and a disk's discarded blocks read as zeroes.
+//! A discard is a Write Zeroes that frees objects. Ceph's own discard ignores parts of objects, but
+//! discarded blocks of a disk must read as zeroes.
 //!
-//! # Other users of an image
+//! # Other clients of an image
 //!
-//! A [compare and write](shadowbell_backend::Op::CompareAndWrite) of a block is one step of the
-//! object that the block is in, and so for all clients of the cluster. It takes an image whose
-//! stripe unit is a multiple of the block size, as it is by default.
+//! A [compare and write](shadowbell_backend::Op::CompareAndWrite) of a block is one operation on
+//! its object, so it is atomic for all clients of the cluster. It requires an image whose stripe
+//! unit is a multiple of the block size, as it is by default.
 //!
-//! Ceph tells of a new size ([`Disk::takes_new_size`](shadowbell_backend::Disk::takes_new_size)).
+//! Ceph reports size changes ([`Disk::takes_new_size`](shadowbell_backend::Disk::takes_new_size)).
 #![deny(unsafe_code)]
 
 mod completions;

@@ -1,4 +1,4 @@
-//! A worker's queue on an image: each request is a call or a few, which Ceph's threads carry out.
+//! Queue of an I/O thread on an image: each request is one or several calls of librbd.
 
 use crate::completions::{Completions, Ended};
 use crate::shared::Shared;
@@ -11,31 +11,31 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Bytes of the buffers of calls under way. Requests that find no room wait.
+/// Maximum buffer size of calls in flight, in bytes; further calls wait.
 const BUFFERS: u64 = 32 << 20;
-/// The most bytes of one call: of data, and of zeroes.
+/// Maximum length of one call in bytes: with data, and for zeroes.
 const DATA: u64 = 4 << 20;
 const ZEROES: u64 = 64 << 20;
 
 struct Task {
-    /// No other task has had this number.
+    /// Unique number of the task.
     number: u64,
     request: Request,
     data: Segments,
-    /// Bytes for which there is a call.
+    /// Number of bytes for which calls were started.
     begun: u64,
     under_way: u32,
     outcome: Result<(), DiskError>,
-    /// Each part has to be in the cluster when it ends.
+    /// True if each call has to be durable when it completes.
     fua: bool,
     flushes_after: bool,
     is_cancelled: bool,
 }
 
-/// Whose a call is, and for which bytes of the request.
-struct Part {
+/// Task of a call, and its bytes of the request.
+struct Subrequest {
     task: u32,
-    /// The task's number: a read that was cancelled may be gone, and its key another's.
+    /// Number of the task: a cancelled read may have ended, and its key may be another task's.
     number: u64,
     at: u64,
     len: u64,
@@ -45,18 +45,18 @@ pub(crate) struct RbdQueue {
     shared: Shared,
     bounds: Bounds,
     completions: Arc<Completions>,
-    /// Of those that wait more can begin.
+    /// Requests; those in the waiting list have calls to start.
     tasks: Tasks<Task>,
-    /// How many there were.
+    /// Number of tasks so far.
     count: u64,
-    parts: HashMap<u64, Part>,
+    subrequests: HashMap<u64, Subrequest>,
     next: u64,
     bytes: u64,
     ended: Vec<Ended>,
 }
 
 impl Task {
-    /// Whether all of it has been begun, or no more is to be.
+    /// True if all calls were started, or no more are to be started.
     fn is_begun(&self) -> bool {
         self.outcome.is_err()
             || (self.begun == self.request.len && !(self.flushes_after && self.under_way == 0))
@@ -71,14 +71,15 @@ impl RbdQueue {
             completions: Arc::new(Completions::new()?),
             tasks: Tasks::default(),
             count: 0,
-            parts: HashMap::new(),
+            subrequests: HashMap::new(),
             next: 0,
             bytes: 0,
             ended: Vec::new(),
         })
     }
 
-    /// Whether `op` has to be in the cluster when it ends, and how: by itself, or by a flush.
+    /// Durability that `op` requires: its calls have to be durable when they complete (FUA), and a
+    /// flush has to follow them.
     fn is_durable(&self, op: Op) -> (bool, bool) {
         let fua = match op {
             Op::Write { fua } | Op::CompareAndWrite { fua } | Op::WriteZeroes { fua, .. } => fua,
@@ -88,14 +89,14 @@ impl RbdQueue {
         let wanted = fua || self.shared.opened.lasts.load(Ordering::Relaxed);
         let by_itself = match self.shared.opened.cache {
             Cache::None => true,
-            // librbd's zeroes have no such flag.
+            // Write Zeroes of librbd have no FUA flag.
             Cache::Around => matches!(op, Op::Write { .. } | Op::CompareAndWrite { .. }),
             Cache::Other => false,
         };
         (wanted && by_itself, wanted && !by_itself)
     }
 
-    /// Begins what waits, as far as there is room.
+    /// Starts waiting calls within the buffer limit.
     fn begin(&mut self) {
         while let Some(key) = self.tasks.first_waiting() {
             let Some(task) = self.tasks.get_mut(key) else { break };
@@ -134,7 +135,7 @@ impl RbdQueue {
             let id = self.next;
             self.next += 1;
             let number = task.number;
-            self.parts.insert(id, Part { task: key, number, at: task.begun, len });
+            self.subrequests.insert(id, Subrequest { task: key, number, at: task.begun, len });
             let offset = task.request.offset + task.begun;
             task.begun += len;
             task.under_way += 1;
@@ -148,15 +149,17 @@ impl RbdQueue {
     fn end(&mut self, ended: Ended) {
         let Ended { id, value, buffer } = ended;
         self.bytes -= buffer.len() as u64;
-        let Some(Part { task: key, number, at, len }) = self.parts.remove(&id) else { return };
+        let Some(Subrequest { task: key, number, at, len }) = self.subrequests.remove(&id) else {
+            return;
+        };
         let task = self.tasks.get_mut(key).filter(|task| task.number == number);
-        // Of a read that was cancelled only the buffers are waited for.
+        // A cancelled read has only its buffers left.
         let Some(task) = task.filter(|task| task.under_way != 0) else { return };
         task.under_way -= 1;
         let full = &self.shared.opened.is_full;
         let result = match (value, task.request.op) {
             (..0, op) => Err(status(value, matches!(op, Op::Read | Op::Compare | Op::Verify))),
-            // The image has become shorter.
+            // The image has been shrunk.
             (_, Op::Read | Op::Compare | Op::Verify) if (value as u64) < len => {
                 Err(DiskError::OutOfRange)
             }
@@ -180,21 +183,21 @@ impl RbdQueue {
         }
         task.outcome = task.outcome.and(result);
         if task.under_way == 0 {
-            // Its flush, or its end.
+            // Starts the flush after the calls, or ends the task.
             self.tasks.wait(key);
         }
     }
 }
 
-/// What a call has returned as an error of a disk.
+/// Disk error for the return value of a call.
 fn status(value: i64, reads: bool) -> DiskError {
     match i32::try_from(-value) {
         Ok(libc::ENOSPC | libc::EDQUOT) if !reads => DiskError::NoSpace,
         Ok(libc::EROFS) => DiskError::ReadOnly,
-        // Of a compare and write, and of nothing else.
+        // Returned only by a compare and write.
         Ok(libc::EILSEQ) => DiskError::CompareFailed,
         Ok(libc::EOPNOTSUPP) => DiskError::Unsupported,
-        // librbd's word for a range beyond the end.
+        // librbd's error for a range beyond the end.
         Ok(libc::EINVAL) => DiskError::OutOfRange,
         Ok(error) => DiskError::Io(error),
         Err(_) => DiskError::Io(libc::EIO),
@@ -245,7 +248,7 @@ impl Queue for RbdQueue {
         Submitted::Pending
     }
 
-    /// Ceph does it within a stripe unit.
+    /// True if a block never crosses a stripe unit, within which Ceph supports the operation.
     fn compares_and_writes(&self) -> bool {
         let (unit, block) = (self.shared.opened.unit, u64::from(self.shared.info.block_size));
         !self.shared.info.read_only && unit != 0 && unit.is_multiple_of(block)
@@ -273,7 +276,7 @@ impl Queue for RbdQueue {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
         let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
-        // A write that has begun ends as it would have: what the host writes next comes later.
+        // A started write cannot be cancelled: the host's next write must come after it.
         if task.is_cancelled || (task.is_begun() && !reads) {
             return;
         }
@@ -283,7 +286,7 @@ impl Queue for RbdQueue {
             task.under_way = 0;
         }
         self.tasks.wait_first(key);
-        // It ends in `reap`, to which this leads.
+        // Wakes the owner, whose `reap` ends the request.
         self.completions.signal();
     }
 
@@ -295,7 +298,7 @@ impl Queue for RbdQueue {
         Some(self.completions.fd())
     }
 
-    /// A read that was cancelled may end when nobody looks.
+    /// True: the call of a cancelled read may complete without a reap.
     fn wakes_by_edges(&self) -> bool {
         true
     }

@@ -1,37 +1,37 @@
-//! What the queues of a disk share.
+//! Shared state of a disk's queues.
 
 use crate::sys::{Cache, Image};
 use shadowbell_backend::DiskInfo;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// An image that is open, and what is known of it.
+/// Open image and its properties.
 pub(crate) struct Opened {
-    /// Nothing while it is dropped.
+    /// `Some` until the drop.
     pub(crate) image: Option<Image>,
     pub(crate) name: String,
-    /// Bytes that are one after the other in an object.
+    /// Number of bytes that are contiguous in an object.
     pub(crate) unit: u64,
-    /// The last write found no room.
+    /// True if the last write failed for lack of space.
     pub(crate) is_full: AtomicBool,
     pub(crate) cache: Cache,
-    /// What was answered has to outlive this process.
+    /// True if the image has checkpoints: answered writes must be durable.
     pub(crate) lasts: AtomicBool,
 }
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        // Closing waits for the cluster, and the last handle may be a worker's.
+        // Closing waits for the cluster, and the last handle may be dropped by an I/O thread.
         if let Some(mut image) = self.image.take() {
             image.closes();
             let closer = std::thread::Builder::new().name("sb-rbd-close".into());
-            // Without a thread it is closed here.
+            // Without a thread, the failed spawn drops the image on this thread.
             let _ = closer.spawn(move || drop(image));
         }
     }
 }
 
-/// An image as a disk of one size.
+/// Image as a disk of one size.
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) opened: Arc<Opened>,

@@ -1,4 +1,4 @@
-//! librados and librbd, loaded when the first image is opened, and an image as a safe type.
+//! librados and librbd, loaded when the first image is opened, and a safe type for an image.
 
 use crate::completions::{Completions, Ended};
 use crate::error::CONNECTING;
@@ -13,27 +13,27 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// How long a cluster may take to answer when an image is opened, in seconds.
+/// Maximum time for the cluster to answer when an image is opened, in seconds.
 const MOUNT_TIMEOUT: &str = "15";
 /// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`
 const THICK: c_int = 1;
 
-/// The settings of each client.
+/// Configuration of each client.
 const SETTINGS: [(&str, &str); 5] = [
     ("client_mount_timeout", MOUNT_TIMEOUT),
-    // A call is begun by the thread that makes it: a hand-over between threads less for each.
+    // The calling thread starts a call itself, which saves a switch between threads.
     ("rbd_non_blocking_aio", "false"),
-    // With a limit on what is under way, a call that is beyond it waits: with the line above, a
-    // worker, and for as long as the cluster does not answer. Our own limits are a queue's buffers.
+    // With limits on operations in flight, a call beyond the limit would block the I/O thread, for
+    // as long as the cluster does not answer. The buffers of a queue limit the operations instead.
     ("objecter_inflight_ops", "0"),
     ("objecter_inflight_op_bytes", "0"),
-    // NVMe hosts know of a volatile write cache, and flush it.
+    // Not needed, because NVMe hosts know of a volatile write cache and flush it.
     ("rbd_cache_writethrough_until_flush", "false"),
 ];
-/// That of a client whose writes are answered when they are in the cluster.
+/// Configuration of a client whose writes are answered when the cluster has stored them.
 const NO_CACHE: (&str, &str) = ("rbd_cache", "false");
 
-/// Threads of a client that send and receive, and how many it has if nobody says otherwise.
+/// Number of threads of a client that send and receive: the option and its default.
 const SENDERS: (&str, usize) = ("ms_async_op_threads", 3);
 /// `LIBRADOS_OP_FLAG_FADVISE_FUA`
 const FUA: c_int = 0x80;
@@ -42,7 +42,7 @@ type Handle = *mut c_void;
 type Callback = extern "C" fn(Handle, *mut c_void);
 type Changed = extern "C" fn(*mut c_void);
 
-/// `rbd_config_option_t`: a setting of an image, as it is in use.
+/// `rbd_config_option_t`: an option of an image with its effective value.
 #[repr(C)]
 struct Setting {
     name: *mut c_char,
@@ -59,7 +59,7 @@ macro_rules! api {
             fn load(rados: &Library, rbd: &Library) -> Result<Self, libloading::Error> {
                 let libraries = Libraries { rados, rbd };
                 Ok(Self { $(
-                    // SAFETY: the signature is the header's.
+                    // SAFETY: the signature is the one in Ceph's header.
                     $name: unsafe { *libraries.$library.get(stringify!($name).as_bytes())? },
                 )* })
             }
@@ -107,31 +107,31 @@ api! {
 }
 
 unsafe extern "C" {
-    /// The C library's: `function` is called with the status when the process ends.
+    /// Function of the C library: registers `function` to be called at the exit of the process.
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
-/// The process ends, by `exit` or the end of `main`.
+/// Called at the exit of the process, by `exit` or by returning from `main`.
 extern "C" fn process_ends(status: c_int, _: *mut c_void) {
     if !exit::wait() {
-        // SAFETY: it ends the process, and calls nothing more.
+        // SAFETY: ends the process without running any other code.
         unsafe { libc::_exit(status) }
     }
 }
 
-/// The libraries, loaded once and never let go of.
+/// Functions of the libraries, which are loaded once and never unloaded.
 fn api() -> Result<&'static Api, String> {
     static API: OnceLock<Result<Api, String>> = OnceLock::new();
     let load = || {
-        // SAFETY: Ceph's own libraries; what their initialisers do is no more than that of a
-        // program that is linked to them.
+        // SAFETY: Ceph's own libraries; their initializers do the same as in a program that is
+        // linked to them.
         let (rados, rbd) =
             unsafe { (Library::new("librados.so.2")?, Library::new("librbd.so.1")?) };
         let api = Api::load(&rados, &rbd)?;
-        // What was registered last is called first: before the libraries take themselves apart.
-        // SAFETY: a function for that, which is there as long as the process.
+        // Registered after the libraries, and so called before their destructors.
+        // SAFETY: a function with the required signature, which is never unloaded.
         unsafe { on_exit(process_ends, null_mut()) };
-        // Threads of theirs may outlive every image.
+        // The libraries' threads may outlive every image.
         std::mem::forget((rados, rbd));
         Ok(api)
     };
@@ -139,80 +139,81 @@ fn api() -> Result<&'static Api, String> {
     API.get_or_init(load).as_ref().map_err(Clone::clone)
 }
 
-/// Why there is no image.
+/// Error of opening an image.
 pub(crate) enum Failure {
     Library(String),
     Call(&'static str, io::Error),
 }
 
-/// What answers writes before they are in the cluster.
+/// Cache that answers writes before the cluster has stored them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cache {
     None,
-    /// `rbd_cache_policy=writearound`: Write and Compare and Write can go by it.
+    /// `rbd_cache_policy=writearound`: Write and Compare and Write can bypass the cache.
     Around,
     Other,
 }
 
-/// What is done with an image, from a byte on.
+/// Operation on an image, from an offset on.
 pub(crate) enum Call {
-    /// As many bytes as the buffer has.
+    /// Reads as many bytes as the buffer has.
     Read,
-    /// With `fua` it ends when it is in the cluster, if the cache [takes that](Cache::Around).
+    /// Writes the buffer. With `fua`, completes when the cluster has stored the data, if the cache
+    /// [supports that](Cache::Around).
     Write {
         fua: bool,
     },
-    /// So many bytes; whether they have to keep their place in the cluster.
+    /// Zeroes `len` bytes; if `is_thick`, they remain allocated.
     Zero {
         len: usize,
         is_thick: bool,
     },
     Flush,
-    /// The first half of the buffer is compared, and the second written.
+    /// Compares the first half of the buffer, and writes the second half.
     CompareAndWrite,
 }
 
-/// An image that is open.
+/// Open image.
 pub(crate) struct Image {
     api: &'static Api,
     cluster: Handle,
     pool: Handle,
     image: Handle,
-    /// Ceph says by this that something else than the content has changed: the size, for one.
+    /// Watch by which Ceph reports changes of the image other than its content, such as its size.
     watch: Option<u64>,
-    /// It has said so. Ceph has the address of what is inside.
+    /// True after such a report. Ceph has the address of the flag.
     has_changed: Arc<AtomicBool>,
     counted: Counted,
 }
 
-// SAFETY: Ceph's handles may be used from any thread, and from several at once.
+// SAFETY: Ceph's handles may be used on any thread, and on several threads at once.
 unsafe impl Send for Image {}
 // SAFETY: as above.
 unsafe impl Sync for Image {}
 
-/// What Ceph has while a call is under way.
+/// State of a call in flight, owned by Ceph.
 struct Running {
     id: u64,
     buffer: Vec<u8>,
     to: Arc<Completions>,
     api: &'static Api,
-    /// Where a comparison has found a difference; Ceph's.
+    /// Offset of the difference that a comparison has found; written by Ceph.
     mismatch: u64,
 }
 
-/// Something of the image has changed; one of Ceph's threads says so.
+/// Callback for a change of the image, on one of Ceph's threads.
 extern "C" fn changed(argument: *mut c_void) {
-    // SAFETY: `argument` is the flag of an image that is open until it is not watched any more.
+    // SAFETY: `argument` is the flag of an image, which stays open until the watch is removed.
     unsafe { &*argument.cast::<AtomicBool>() }.store(true, Ordering::Release);
     tell_new_size();
 }
 
-/// A call is over; one of Ceph's threads says so.
+/// Callback for a completed call, on one of Ceph's threads.
 extern "C" fn done(completion: Handle, argument: *mut c_void) {
-    // SAFETY: `argument` is what `Image::start` made of a box, and comes back once.
+    // SAFETY: `argument` is the box of `Image::start`, and is passed back once.
     let running = unsafe { Box::from_raw(argument.cast::<Running>()) };
     let Running { id, buffer, to, api, .. } = *running;
-    // SAFETY: the completion is over, and is released once.
+    // SAFETY: the completion has completed, and is released once.
     let value = unsafe {
         let value = (api.rbd_aio_get_return_value)(completion);
         (api.rbd_aio_release)(completion);
@@ -222,7 +223,7 @@ extern "C" fn done(completion: Handle, argument: *mut c_void) {
 }
 
 fn c_text(text: impl AsRef<[u8]>) -> CString {
-    // A specification has no zero bytes.
+    // A specification contains no NUL.
     CString::new(text.as_ref()).unwrap_or_default()
 }
 
@@ -234,9 +235,9 @@ fn check(what: &'static str, value: c_int) -> Result<(), Failure> {
 }
 
 impl Image {
-    /// Opens the image, when the cluster keeps the clients `dead` out. It waits for the cluster.
-    /// `caches` says whether a write may be answered from memory of this process; who has set up
-    /// the cluster can [have that](Self::cache) nevertheless.
+    /// Opens the image, after the cluster has blocked the clients `dead`. Waits for the cluster.
+    /// `caches` allows librbd to answer writes from memory of this process; the cluster's
+    /// administrator can [enforce](Self::cache) that independently.
     pub(crate) fn open(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, Failure> {
         let api = api().map_err(Failure::Library)?;
         let mut image = Self {
@@ -249,10 +250,10 @@ impl Image {
             counted: Counted::new(),
         };
         let id = c_text(&spec.id);
-        // SAFETY: pointers are to what lives until the call is over, and handles are those that
-        // Ceph gave; those that it did not give are not used.
+        // SAFETY: pointers refer to values that live until the call returns, and handles are those
+        // that Ceph has returned; a handle that Ceph has not returned is not used.
         let made = unsafe { (api.rados_create)(&mut image.cluster, id.as_ptr()) };
-        check("making a client of the cluster", made)?;
+        check("creating a client of the cluster", made)?;
         let conf = spec.conf.as_ref().map(|path| c_text(path.as_os_str().as_bytes()));
         let conf = conf.as_ref().map_or(std::ptr::null(), |path| path.as_ptr());
         // SAFETY: as above.
@@ -272,8 +273,8 @@ impl Image {
             (api.rados_ioctx_create)(image.cluster, pool.as_ptr(), &mut image.pool)
         })?;
         if !caches {
-            // A write for which the cluster has no room fails, and does not wait for some. With a
-            // cache it would be lost: it was answered before.
+            // A write without space fails instead of waiting for space. With a cache it would be
+            // lost, because it was answered before.
             // SAFETY: as above.
             unsafe { (api.rados_set_pool_full_try)(image.pool) };
         }
@@ -291,31 +292,31 @@ impl Image {
             open(image.pool, name.as_ptr(), &mut image.image, snapshot)
         })?;
         let (mut watch, flag) = (0, Arc::as_ptr(&image.has_changed).cast_mut().cast());
-        // SAFETY: as above; the flag stays until the watch is gone (`drop`).
+        // SAFETY: as above; the flag lives until the watch is removed (`drop`).
         let value = unsafe { (api.rbd_update_watch)(image.image, &mut watch, changed, flag) };
-        // Without one, changes are seen when somebody asks.
+        // Without a watch, changes are only found by a query.
         image.watch = (value >= 0).then_some(watch);
         Ok(image)
     }
 
-    /// Sets an option of the client. One that does not know it does what it does.
+    /// Sets an option of the client. A library that does not know the option keeps its behaviour.
     fn set(&self, name: &str, value: &str) {
         let (name, value) = (c_text(name), c_text(value));
         // SAFETY: as in `open`.
         unsafe { (self.api.rados_conf_set)(self.cluster, name.as_ptr(), value.as_ptr()) };
     }
 
-    /// No more threads that send and receive than half of the processors: with each more, answers
-    /// that came together wake several. Who has set a number has that.
+    /// Limits the number of threads that send and receive to half of the CPUs, because replies that
+    /// arrive together wake several of them. A configured number other than the default is kept.
     fn set_senders(&self) {
         let (name, usual) = SENDERS;
         let (option, mut value) = (c_text(name), [0; 16]);
-        // SAFETY: as in `open`; Ceph writes no more than it is told, with a zero at the end.
+        // SAFETY: as in `open`; Ceph writes at most `room` bytes, with a final NUL.
         let known = unsafe {
             let room = value.len();
             (self.api.rados_conf_get)(self.cluster, option.as_ptr(), value.as_mut_ptr(), room)
         };
-        // SAFETY: text with a zero at the end, or zeroes.
+        // SAFETY: text with a final NUL, or all zeroes.
         let value = unsafe { CStr::from_ptr(value.as_ptr()) }.to_bytes();
         let processors = std::thread::available_parallelism().map_or(usual, Into::into);
         let senders = (processors / 2).clamp(1, usual);
@@ -324,12 +325,12 @@ impl Image {
         }
     }
 
-    /// Has the cluster take nothing of these clients any more, for as long as it does by itself.
+    /// Adds clients to the cluster's blocklist, with the default expiry, and waits for its new map.
     fn keep_out(&self, dead: &[String]) -> Result<(), Failure> {
         for client in dead {
             let address = c_text(client);
-            // SAFETY: as in `open`; the text is read only.
-            check("keeping the client before out of the cluster", unsafe {
+            // SAFETY: as in `open`; the text is only read.
+            check("adding the dead client to the blocklist", unsafe {
                 (self.api.rados_blocklist_add)(self.cluster, address.as_ptr().cast_mut(), 0)
             })?;
         }
@@ -338,18 +339,18 @@ impl Image {
         }
         // SAFETY: as in `open`.
         let known = unsafe { (self.api.rados_wait_for_latest_osdmap)(self.cluster) };
-        check("waiting until the cluster knows of that", known)
+        check("waiting for the map with the blocklist", known)
     }
 
-    /// By what the cluster knows this client, as Ceph writes it.
+    /// Addresses by which the cluster identifies this client, in Ceph's format.
     pub(crate) fn addresses(&self) -> io::Result<String> {
         let mut text = null_mut();
-        // SAFETY: the client is connected, and the pointer is to one that is filled in.
+        // SAFETY: the client is connected, and the argument refers to a pointer that is filled in.
         let value = unsafe { (self.api.rados_getaddrs)(self.cluster, &mut text) };
         if value < 0 || text.is_null() {
             return Err(io::Error::from_raw_os_error(if value < 0 { -value } else { libc::EIO }));
         }
-        // SAFETY: it is text that Ceph has made for us, to be freed by us.
+        // SAFETY: text that Ceph has allocated, and that the caller has to free.
         unsafe {
             let addresses = CStr::from_ptr(text).to_string_lossy().into_owned();
             libc::free(text.cast());
@@ -357,32 +358,32 @@ impl Image {
         }
     }
 
-    /// Bytes of the image, as it is now.
+    /// Current size of the image in bytes.
     pub(crate) fn size(&self) -> io::Result<u64> {
         let mut size = 0;
-        // SAFETY: the image is open, and the pointer is to a number.
+        // SAFETY: the image is open, and the argument refers to a number.
         match unsafe { (self.api.rbd_get_size)(self.image, &mut size) } {
             0.. => Ok(size),
             error => Err(io::Error::from_raw_os_error(-error)),
         }
     }
 
-    /// The size may have changed while nobody was told.
+    /// Reports that the size may have changed without a notification.
     pub(crate) fn set_changed(&self) {
         self.has_changed.store(true, Ordering::Release);
         tell_new_size();
     }
 
-    /// Whether Ceph has said, since this was asked last, that the size may have changed.
+    /// Returns and clears the flag that the size may have changed.
     pub(crate) fn take_changed(&self) -> bool {
         self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
     }
 
-    /// The cache that is in use: what the cluster has set for the pool or the image is stronger
-    /// than what we have asked for.
+    /// Effective cache: the cluster's configuration of the pool or the image has precedence over
+    /// this client's configuration.
     pub(crate) fn cache(&self) -> Cache {
         let is = |name, value| self.setting(name).as_deref() == Some(value);
-        // One that keeps writes in a file of this machine knows nothing of such flags.
+        // A persistent cache in local files does not support FUA.
         let in_files = self.setting("rbd_persistent_cache_mode");
         match in_files.is_some_and(|mode| mode != "disabled") {
             true => Cache::Other,
@@ -392,21 +393,21 @@ impl Image {
         }
     }
 
-    /// A setting of the image, as it is in use.
+    /// Effective value of an option of the image.
     fn setting(&self, name: &str) -> Option<String> {
         let mut count = 0;
-        // SAFETY: the image is open; without room, Ceph says how much it takes.
+        // SAFETY: the image is open; without an array, Ceph returns the required length.
         unsafe { (self.api.rbd_config_image_list)(self.image, null_mut(), &mut count) };
         let mut settings: Vec<Setting> = Vec::with_capacity(usize::try_from(count).ok()?);
-        // SAFETY: there is room for so many.
+        // SAFETY: the array has room for `count` entries.
         let value = unsafe {
             (self.api.rbd_config_image_list)(self.image, settings.as_mut_ptr(), &mut count)
         };
         if value < 0 {
             return None;
         }
-        // SAFETY: Ceph has filled in `count` of them, no more than there is room for; each is two
-        // texts, which are read here and given back once.
+        // SAFETY: Ceph has filled in `count` entries, which is within the capacity. Each entry has
+        // two texts, which are read here and freed once.
         unsafe {
             settings.set_len(usize::try_from(count).ok()?);
             let text = |text| CStr::from_ptr(text).to_string_lossy().into_owned();
@@ -418,7 +419,7 @@ impl Image {
         }
     }
 
-    /// Bytes that lie together in the cluster.
+    /// Number of bytes that are contiguous in an object.
     pub(crate) fn stripe_unit(&self) -> u64 {
         let mut unit = 0;
         // SAFETY: as above.
@@ -426,12 +427,12 @@ impl Image {
         unit
     }
 
-    /// It is dropped soon, by a thread that nobody waits for.
+    /// Marks the image as being closed; a separate thread drops it.
     pub(crate) fn closes(&mut self) {
         self.counted.closes();
     }
 
-    /// Starts a call, which ends as `id` in `to`. Does not wait.
+    /// Starts a call, which completes as `id` in `to`. Does not block.
     pub(crate) fn start(
         &self,
         id: u64,
@@ -444,8 +445,8 @@ impl Image {
         let running = Box::new(Running { id, buffer, to: Arc::clone(to), api, mismatch: 0 });
         let running = Box::into_raw(running);
         let mut completion = null_mut();
-        // SAFETY: `running` is a box that `done` takes, or the code below if Ceph does not take it.
-        // Its buffer stays where it is until then.
+        // SAFETY: `running` is a box that `done` frees, or the code below if Ceph does not accept
+        // the call. Its buffer does not move until then.
         let value = unsafe {
             match (api.rbd_aio_create_completion)(running.cast(), done, &mut completion) {
                 0.. => {
@@ -465,7 +466,7 @@ impl Image {
                         Call::Flush => (api.rbd_aio_flush)(image, completion),
                         Call::CompareAndWrite => {
                             let (len, mismatch) = (len / 2, &raw mut (*running).mismatch);
-                            // As long as a buffer can be, so no error is cut off.
+                            // Returns at most the length of a buffer, so the cast loses nothing.
                             (api.rbd_aio_compare_and_write)(
                                 image,
                                 offset,
@@ -487,7 +488,7 @@ impl Image {
             }
         };
         if value < 0 {
-            // SAFETY: Ceph has not taken it.
+            // SAFETY: Ceph has not accepted the box.
             let Running { id, buffer, to, .. } = *unsafe { Box::from_raw(running) };
             to.push(Ended { id, value: value.into(), buffer });
         }
@@ -495,13 +496,13 @@ impl Image {
 }
 
 impl Drop for Image {
-    /// Waits for what is under way, and lets go of the image's lock.
+    /// Waits for calls in flight, and releases the image's lock.
     fn drop(&mut self) {
-        // SAFETY: each handle was given by Ceph, and is given back once, in this order.
+        // SAFETY: each handle was returned by Ceph, and is released once, in this order.
         unsafe {
             if !self.image.is_null() {
                 if let Some(watch) = self.watch {
-                    // Waits for a call of `changed` that is under way.
+                    // Waits for a running call of `changed`.
                     (self.api.rbd_update_unwatch)(self.image, watch);
                 }
                 (self.api.rbd_close)(self.image);

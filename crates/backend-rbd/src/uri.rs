@@ -1,15 +1,15 @@
-//! Images as people write them.
+//! Specifications of RBD images.
 
 use crate::error::OpenError;
 use percent_encoding::percent_decode_str;
 use std::fmt;
 use std::path::PathBuf;
 
-/// An image of a Ceph cluster, and how it is used: `rbd:pool/image`, `rbd:pool/image@snapshot`.
+/// Specification of an RBD image: `rbd:pool/image`, `rbd:pool/image@snapshot`.
 ///
 /// | option | value | default |
 /// |---|---|---|
-/// | `conf` | the cluster's configuration file | Ceph's: `/etc/ceph/ceph.conf` and others |
+/// | `conf` | configuration file of the cluster | Ceph's: `/etc/ceph/ceph.conf` and others |
 /// | `id` | the user, without `client.` | `admin` |
 /// | `namespace` | the namespace in the pool | none |
 /// | `read-only` | `on`, `off` | `off`; `on` for a snapshot |
@@ -27,13 +27,13 @@ pub struct RbdSpec {
 }
 
 impl RbdSpec {
-    /// Whether `spec` is written as an image is; it may make no sense nevertheless.
+    /// True if `spec` has the scheme of an RBD image. It may be invalid otherwise.
     #[must_use]
     pub fn is_one(spec: &str) -> bool {
         spec.starts_with("rbd:")
     }
 
-    /// What `spec` says.
+    /// Parses a specification.
     ///
     /// # Errors
     /// [`OpenError::Spec`].
@@ -51,7 +51,7 @@ impl fmt::Display for RbdSpec {
 
 fn text(what: &str, text: &str) -> Result<String, String> {
     let decoded = percent_decode_str(text).decode_utf8();
-    let decoded = decoded.map_err(|_| format!("its {what} is no UTF-8"))?.into_owned();
+    let decoded = decoded.map_err(|_| format!("its {what} is not UTF-8"))?.into_owned();
     if decoded.is_empty() {
         return Err(format!("its {what} is empty; write `rbd:POOL/IMAGE`"));
     }
@@ -143,7 +143,7 @@ mod tests {
             ("rbd:p/@s", "image is empty"),
             ("rbd:p/i@", "snapshot is empty"),
             ("rbd:p/%00", "zero byte"),
-            ("rbd:p/%ff", "no UTF-8"),
+            ("rbd:p/%ff", "not UTF-8"),
             ("rbd:p/i@s?read-only=off", "takes no writes"),
             ("rbd:p/i?read-only=1", "`on` or `off`"),
             ("rbd:p/i?block-size=1024", "512 or 4096"),

@@ -277,7 +277,7 @@ fn who_goes_on_has_what_was_answered_and_keeps_the_dead_out() {
     let spec = RbdSpec::parse(&format!("rbd:rbd/kept?conf={conf}")).unwrap();
     let state = open(&conf, "kept").keep(&mut Descriptors::default()).unwrap();
     let refused = RbdDisk::recover(&spec, &state, &|| false).unwrap_err();
-    assert!(refused.to_string().contains("not waited for any longer"), "{refused}");
+    assert!(refused.to_string().contains("the wait was given up"), "{refused}");
     rbd(&conf, &["resize", "--no-progress", "--allow-shrink", "kept", "--size", "2M"]);
     let refused = RbdDisk::recover(&spec, &state, &|| true).unwrap_err();
     assert!(refused.to_string().contains("smaller than it was"), "{refused}");

@@ -6,10 +6,10 @@ mod common;
 use common::{Host, Undo, as_root, directory, image, open, run_one, wait};
 use shadowbell_backend::{DiskError, Op, Queue, Request, Submitted};
 use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::wait;
 use std::fs::{File, OpenOptions};
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 const ALL: [&str; 4] = ["?direct=off", "?direct=off&aio=threads", "", "?aio=threads"];
@@ -257,11 +257,9 @@ fn a_file_system_is_shut_down() {
         assert_eq!(statuses, [Err(DiskError::Io(libc::EIO)); 4], "{options}");
         drop((queue, disk));
         // A process that another test begins has all files until it is another program.
-        let began = Instant::now();
-        while !Command::new("umount").arg(name).output().unwrap().status.success() {
-            assert!(began.elapsed() < Duration::from_secs(20), "it stays mounted");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait::until("an unmount", || {
+            Command::new("umount").arg(name).output().unwrap().status.success()
+        });
         assert!(as_root("mount", &[&device, name]).is_some(), "it can not be mounted again");
         let again = open(&path, options);
         let mut queue = again.queue().unwrap();

@@ -6,13 +6,15 @@ use common::{Host, directory, image, run_one};
 use rustix::event::{PollFd, PollFlags, poll};
 use shadowbell_backend::{Disk, Op, OpenError, Request, Submitted, fence, open_lasting, recover};
 use shadowbell_state::{Descriptors, FdRef, Parcel};
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait::{self, LIMIT};
 use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 const LEN: usize = 4096;
@@ -62,10 +64,10 @@ fn die(op: &str, spec: &str) -> Left {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "dies", "--nocapture"]).env(DIES, format!("{op} {spec}"));
     command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
-    let mut child = command.spawn().unwrap();
+    let mut child = ProcessGroup::spawn(&mut command).unwrap();
     drop(command);
     let mut parcel = Parcel::receive(&ours).unwrap();
-    assert_eq!(child.wait().unwrap().signal(), Some(9));
+    assert_eq!(child.wait().signal(), Some(9));
     let (state, end): (serde_json::Value, FdRef) = parcel.take("disk").unwrap().unwrap();
     let fence = parcel.descriptors().take(end).unwrap();
     Left { state, fds: std::mem::take(parcel.descriptors()), fence }
@@ -87,7 +89,7 @@ fn first_byte(disk: &dyn Disk) -> u8 {
 
 /// A block device that takes its time for each request, over memory that can be looked at.
 struct Slow {
-    server: Child,
+    server: ProcessGroup,
     directory: tempfile::TempDir,
     device: PathBuf,
 }
@@ -108,14 +110,15 @@ impl Slow {
         server.arg(&file).args(["[", "nbdkit", "--exit-with-parent", "--filter=delay", "file"]);
         server.arg(&backing).args([&format!("rdelay={seconds}"), &format!("wdelay={seconds}")]);
         server.arg("]").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let server = server.spawn().ok()?;
+        let server = ProcessGroup::spawn(&mut server).ok()?;
         let mut slow = Self { server, directory, device: PathBuf::new() };
-        let until = Instant::now() + Duration::from_secs(20);
-        while std::fs::metadata(&file).map_or(0, |file| file.len()) != 16 * MIB {
-            if slow.server.try_wait().ok()?.is_some() || Instant::now() > until {
-                return None;
-            }
-            std::thread::sleep(Duration::from_millis(10));
+        let mut has_ended = false;
+        wait::until("the file of nbdfuse", || {
+            has_ended = slow.server.try_wait().unwrap().is_some();
+            has_ended || std::fs::metadata(&file).map_or(0, |file| file.len()) == 16 * MIB
+        });
+        if has_ended {
+            return None;
         }
         let output = Command::new("losetup").args(["--find", "--show"]).arg(&file).output().ok()?;
         let device = String::from_utf8(output.stdout).ok()?;
@@ -136,15 +139,14 @@ impl Drop for Slow {
         }
         let mount = self.directory.path().join("slow/nbd");
         let _ = Command::new("umount").args(["-l"]).arg(mount).status();
-        let _ = self.server.kill();
-        let _ = self.server.wait();
+        self.server.kill();
     }
 }
 
 /// The process is gone at once, and what it has under way is not.
 #[test]
 fn a_write_that_outlives_its_process_is_waited_for() {
-    let Some(slow) = Slow::start("2") else {
+    let Some(slow) = Slow::start("6") else {
         return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
     };
     let spec = format!("{}?direct=on&aio=io_uring", slow.device.display());
@@ -153,26 +155,27 @@ fn a_write_that_outlives_its_process_is_waited_for() {
     let waited = Cell::new(0);
     let wait = || {
         waited.set(waited.get() + 1);
-        std::thread::sleep(Duration::from_millis(1));
+        wait::pause();
         true
     };
     let disk = recover(&spec, &left.state, &mut left.fds, &wait).unwrap();
     assert_eq!(slow.holds(), 0xaa, "it has reached the disk");
     assert!(waited.get() > 10);
-    assert!(ends(&left.fence, Duration::from_secs(20)));
+    assert!(ends(&left.fence, LIMIT));
     assert_eq!(first_byte(&*disk), 0xaa);
 }
 
 /// A reader's lock waits for nobody; its fence does.
 #[test]
 fn a_read_that_outlives_its_process_is_seen() {
-    let Some(slow) = Slow::start("2") else {
+    let Some(slow) = Slow::start("6") else {
         return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
     };
     let spec = format!("{}?direct=on&aio=io_uring&read-only=on", slow.device.display());
     let left = die("read", &spec);
-    assert!(!ends(&left.fence, Duration::from_millis(500)), "it is under way");
-    assert!(ends(&left.fence, Duration::from_secs(20)));
+    wait::moment();
+    assert!(!ends(&left.fence, Duration::ZERO), "it is in flight");
+    assert!(ends(&left.fence, LIMIT));
 }
 
 #[test]
@@ -181,13 +184,13 @@ fn an_image_that_somebody_has_is_waited_for_until_it_is_not() {
     let path = image(directory.path(), MIB);
     let spec = format!("{}?direct=off", path.display());
     let mut left = die("write", &spec);
-    assert!(ends(&left.fence, Duration::from_secs(20)));
+    assert!(ends(&left.fence, LIMIT));
     std::fs::write(&path, vec![0xaa; MIB as usize]).unwrap();
     let holder = Cell::new(Some(open_lasting(&spec).unwrap()));
     let waited = Cell::new(0);
     let wait = || {
         waited.set(waited.get() + 1);
-        std::thread::sleep(Duration::from_millis(1));
+        wait::pause();
         if waited.get() == 700 {
             drop(holder.take());
         }

@@ -5,8 +5,8 @@ mod common;
 use common::{Host, directory, image, open, run_one};
 use shadowbell_backend::{Disk, Op, Request, Submitted};
 use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::wait::LIMIT;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
@@ -76,7 +76,7 @@ fn holds_up_no_other(mut mount: Mount, bad: Arc<dyn Disk>) {
         done.send(()).unwrap();
         drop(bad);
     });
-    let outcome = is_done.recv_timeout(Duration::from_secs(30));
+    let outcome = is_done.recv_timeout(LIMIT);
     // What waits for it goes on.
     mount.end();
     let _ = worker.join();

@@ -3,10 +3,10 @@
 mod common;
 
 use common::Host;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_backend::{
-    Aio, Direct, Disk, FileDisk, FileOptions, MemDisk, Op, Queue, Request, Submitted,
+    Aio, Direct, Disk, FileDisk, FileOptions, MemDisk, Op, Request, Submitted,
 };
+use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -52,7 +52,8 @@ fn run(
         }
         queue.commit();
         if queue.pending() != 0 {
-            wait(&*queue);
+            let fd = queue.wake_fd().expect("what pends has a descriptor");
+            wait::readable("a signal of the wake descriptor", fd);
             queue.reap(&mut |slot, result, _| {
                 result.unwrap();
                 look(&host, slot as usize);
@@ -62,15 +63,10 @@ fn run(
     }
 }
 
-fn wait(queue: &dyn Queue) {
-    let fd = queue.wake_fd().expect("what pends has a descriptor");
-    let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
-    assert_ne!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap(), 0, "stuck");
-}
-
 /// Two queues write blocks that are of one value each, and a third one reads them.
 fn stays_whole(disk: &dyn Disk) {
     let over = AtomicBool::new(false);
+    // The length of the load.
     let until = Instant::now() + Duration::from_millis(500);
     let write = Op::Write { fua: false };
     std::thread::scope(|scope| {

@@ -2,17 +2,16 @@
 
 use crate::config::Config;
 use crate::event::Listener;
-use crate::latch::Latch;
 use crate::lba_status::LbaStatusServer;
 use crate::namespace::{Namespace, Namespaces};
-use crate::notice::{ControlHandle, Notice};
+use crate::notice::{ControlHandle, Latch, Notice};
 use crate::pool::PoolPort;
 use crate::route::Route;
 use crate::saved::{SavedNamespace, SavedPromises, SavedShape};
 use crate::shared::ControllerShared;
 use crate::trace::Kind;
 use crate::worker::Pool;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use parking_lot::Mutex;
 use shadowbell_spec::regs::CC_CSS_ALL;
 use std::sync::Arc;

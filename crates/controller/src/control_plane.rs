@@ -1,19 +1,17 @@
 //! Shared interior of a [`Controller`](crate::Controller): the control plane under its lock, its
 //! inbox and its turns on the control thread.
 
-use crate::admin::budget::Budget;
+use crate::admin::Budget;
 use crate::admin_server::{AdminServer, Next};
 use crate::context::Context;
 use crate::control::{Control, Deferred};
 use crate::control_thread::{RunState, TakesTurns, Turn};
-use crate::inbox::{Inbox, Notices};
 use crate::journal::RecoveredJournal;
 use crate::migration_state::MigrationState;
-use crate::notice::{ControlPlane, Notice};
-use crate::recorder::Recorder;
+use crate::notice::{ControlPlane, Inbox, Notice, Notices};
 use crate::restore_error::{RestoreError, SaveError};
 use crate::route::RelocateError;
-use crate::saved::{Death, Recorded, SavedController, SavedJournal, SavedPart};
+use crate::saved::{Death, Recorded, Recorder, SavedController, SavedJournal, SavedPart};
 use crate::worker::ThreadJob;
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};

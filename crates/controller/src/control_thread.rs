@@ -10,8 +10,7 @@
 //! The pool of a program with an event loop of its own has no control threads: turns run
 //! immediately on the thread that requests them.
 
-use crate::notice::{ControlHandle, Notice};
-use crate::visit::Visit;
+use crate::notice::{ControlHandle, Notice, Visit};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use shadowbell_memory::page_tables::Awake;
 use shadowbell_memory::{AbortOnPanic, SharedU32};

@@ -8,8 +8,7 @@
 //! are limited.
 
 use crate::control_thread::{RunState, TakesTurns, Turn};
-use crate::latch::Latch;
-use crate::notice::{ControlHandle, Notice, Operation};
+use crate::notice::{ControlHandle, Latch, Notice, Operation};
 use crate::uncorrectable::Uncorrectable;
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
@@ -19,15 +18,16 @@ use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList};
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use zerocopy::IntoBytes;
 
 /// Maximum number of Get LBA Status commands in flight per controller. The next one waits, and
 /// with it all later admin commands.
-pub(crate) const MAX_UNDER_WAY: usize = 8;
+const MAX_UNDER_WAY: usize = 8;
 /// Maximum number of descriptors per command: as many as fit into a page.
-pub(crate) const MAX_DESCRIPTORS: usize =
+const MAX_DESCRIPTORS: usize =
     (4096 - size_of::<LbaStatusList>()) / size_of::<LbaStatusDescriptor>();
 /// Maximum number of disk extents per command: twice the number of descriptors, with a reserve for
 /// disks that report an extent in pieces.

@@ -33,26 +33,19 @@ mod control;
 mod control_plane;
 mod control_thread;
 mod controller;
-mod detached;
-mod doorbell_source;
 mod event;
 mod exec;
 #[cfg(feature = "faults")]
 pub mod faults;
-mod inbox;
 mod interrupt;
 mod journal;
-mod latch;
 pub mod latency_stats;
 mod lba_status;
 mod migration_state;
 mod namespace;
 mod notice;
-mod out_of_band;
 mod pool;
 mod queue;
-mod recorder;
-mod reservation_file;
 mod reservations;
 mod restore_error;
 mod route;
@@ -64,29 +57,27 @@ mod subsystem;
 mod test_disk;
 pub mod trace;
 mod uncorrectable;
-mod visit;
 mod worker;
 
+pub use admin::OutOfBandCommand;
 pub use config::{Config, ConfigError, NamespaceConfig};
 pub use control::{DoorbellEventfds, NamespaceError};
 pub use controller::{Announcement, BAR0_BYTES, Carrier, Controller, NewError};
-pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use exec::Quota;
 pub use migration_state::MigrationState;
-pub use out_of_band::OutOfBandCommand;
 pub use pool::{
     NamespacePool, PoolAct, PoolDone, PoolNamespace, PoolOrder, PoolOutcome, PoolPort, PoolState,
     SanitizePhase, SanitizeStatus,
 };
-pub use recorder::Recorder;
 pub use restore_error::{RestoreError, SaveError};
 pub use route::RelocateError;
-pub use saved::{Death, SavedController, SeenNamespace};
+pub use saved::{Death, Recorder, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use worker::{
-    CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, ThreadJob, Turns, WorkerThread,
+    CLAIMABLE, DoorbellSource, MAX_WORKERS, PolledDoorbells, Polling, Pool, PoolOptions, ThreadJob,
+    Turns, WorkerThread,
 };
 
 #[cfg(doctest)]

@@ -1,13 +1,14 @@
-//! Namespace of a controller: a disk, an NSID and the permanent identifiers.
+//! Namespace of a controller: a disk, an NSID and the permanent identifiers; placeholder disks of
+//! namespaces that Identify reports and no I/O thread serves.
 
 use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
-use crate::detached::{placeholder, placeholder_disk};
-use crate::pool::PoolState;
+use crate::pool::{PoolNamespace, PoolState};
 use crate::subsystem::Member;
-use shadowbell_backend::{Disk, DiskInfo};
+use shadowbell_backend::{Disk, DiskInfo, Queue};
 use shadowbell_spec::identify::csi;
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::Arc;
 
 /// IEEE OUI of the generated identifiers, big-endian. The "locally administered" bit is set, so it
@@ -270,6 +271,37 @@ impl Namespace {
         eui64[..3].copy_from_slice(&IEEE_OUI);
         eui64
     }
+}
+
+/// Disk with properties and without queues.
+#[derive(Debug)]
+struct Placeholder(DiskInfo);
+
+impl Disk for Placeholder {
+    fn info(&self) -> DiskInfo {
+        self.0.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Err(io::Error::other("the namespace is not served"))
+    }
+
+    fn name(&self) -> String {
+        "a namespace that is not served".to_owned()
+    }
+}
+
+/// Configuration of a namespace for Identify only.
+pub(crate) fn placeholder(namespace: &PoolNamespace) -> NamespaceConfig {
+    let mut info = DiskInfo::new(namespace.block_size, namespace.blocks);
+    (info.volatile_cache, info.discard) = (true, true);
+    info.metadata = namespace.metadata;
+    NamespaceConfig { disk: placeholder_disk(info), uuid: namespace.uuid }
+}
+
+/// Placeholder disk with the given properties.
+fn placeholder_disk(info: DiskInfo) -> Arc<dyn Disk> {
+    Arc::new(Placeholder(info))
 }
 
 #[cfg(test)]

@@ -1,9 +1,24 @@
-//! Notices from I/O threads to the control plane.
+//! Notices from I/O threads to the control plane: inbox, completion latch and liveness check.
 //!
 //! A [`Notice`] is plain data without closures, so it can be sent, queued and compared.
+//!
+//! A completion latch sends a notice when the last participant has finished.
+//!
+//! # Inbox
+//!
+//! The inbox has the notices that the control plane has not read yet.
+//!
+//! A sender holds the inbox's own lock for a short time, and never the control plane's lock.
+//! Notices that a guest can cause without limit are bounded by what the control plane would store
+//! of them: the newest errors, and a count of invalid doorbell writes.
 
+use crate::admin::ERROR_LOG_ENTRIES;
+use parking_lot::Mutex;
 use shadowbell_spec::status::Status;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -179,5 +194,264 @@ impl ControlHandle {
 impl fmt::Debug for ControlHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("ControlHandle")
+    }
+}
+
+/// Sends its notice to the control plane when the last clone is dropped, on the thread that drops
+/// it.
+///
+/// In an operation of several I/O threads, each thread gets a clone. A thread without work drops
+/// its clone immediately, so no code path can forget to answer. Never drop a clone under the
+/// control plane's lock, because sending the notice may take that lock.
+#[derive(Clone, Debug)]
+pub(crate) struct Latch(Arc<Pending>);
+
+#[derive(Debug)]
+struct Pending {
+    control: ControlHandle,
+    notice: Mutex<Notice>,
+}
+
+impl Latch {
+    pub(crate) fn new(control: ControlHandle, notice: Notice) -> Self {
+        Self(Arc::new(Pending { control, notice: Mutex::new(notice) }))
+    }
+
+    /// Sets the status of the operation, for notices that have a status. The last call wins.
+    pub(crate) fn set_status(&self, new: Status) {
+        if let Notice::Ended { status, .. }
+        | Notice::NamespaceChanged { status, .. }
+        | Notice::ReservationEnded { status, .. } = &mut *self.0.notice.lock()
+        {
+            *status = new;
+        }
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        self.control.notify(self.notice.get_mut().clone());
+    }
+}
+
+/// Maximum number of namespaces that are remembered for discarded errors. In practice a controller
+/// has fewer namespaces.
+const NAMESPACES: usize = 1024;
+
+/// Summary of error notices that were discarded because too many were pending.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct MissedErrors {
+    /// Number of discarded errors.
+    pub(crate) count: u64,
+    /// NSIDs of namespaces whose storage was full.
+    pub(crate) full: BTreeSet<u32>,
+    /// NSID and status of the last discarded write fault.
+    pub(crate) write_fault: Option<(u32, Status)>,
+}
+
+/// Pending notices.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Notices {
+    /// Discarded errors, all older than `errors`.
+    pub(crate) missed: MissedErrors,
+    /// Errors of commands and doorbells, oldest first.
+    pub(crate) errors: VecDeque<Notice>,
+    /// All other notices, oldest first. Their number is bounded by the operations in flight.
+    pub(crate) others: Vec<Notice>,
+}
+
+impl Notices {
+    fn push(&mut self, notice: Notice) {
+        match notice {
+            // The notice only requests a turn, which `notify` has scheduled.
+            Notice::AdminDoorbell => {}
+            Notice::MemoryLost | Notice::Condition(_) | Notice::Shared
+                if self.others.contains(&notice) => {}
+            // An equal notice is already pending: only the count matters.
+            Notice::InvalidDoorbell { .. } if self.errors.contains(&notice) => {
+                self.missed.count += 1;
+            }
+            Notice::InvalidDoorbell { .. } | Notice::CommandError { .. } => {
+                if self.errors.len() == ERROR_LOG_ENTRIES
+                    && let Some(oldest) = self.errors.pop_front()
+                {
+                    self.missed.add(&oldest);
+                }
+                self.errors.push_back(notice);
+            }
+            other => self.others.push(other),
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.errors.len() + self.others.len()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.errors.is_empty() && self.others.is_empty()
+    }
+}
+
+impl MissedErrors {
+    fn add(&mut self, notice: &Notice) {
+        self.count += 1;
+        let &Notice::CommandError { status, nsid, .. } = notice else { return };
+        if status.code() == Status::CAPACITY_EXCEEDED && self.full.len() < NAMESPACES {
+            self.full.insert(nsid);
+        } else if status.code() == Status::WRITE_FAULT {
+            self.write_fault = Some((nsid, status));
+        }
+    }
+}
+
+/// Notices from I/O threads that the control plane has not read yet.
+#[derive(Debug, Default)]
+pub(crate) struct Inbox {
+    has_any: AtomicBool,
+    notices: Mutex<Notices>,
+    /// Maximum number of notices that were pending at a time.
+    most: AtomicUsize,
+}
+
+impl Inbox {
+    pub(crate) fn push(&self, notice: Notice) {
+        let mut notices = self.notices.lock();
+        notices.push(notice);
+        self.most.fetch_max(notices.len(), Relaxed);
+        drop(notices);
+        self.has_any.store(true, Release);
+    }
+
+    /// Takes all pending notices; `None` if there are none.
+    pub(crate) fn take(&self) -> Option<Notices> {
+        if !self.has_any.load(Acquire) {
+            return None;
+        }
+        // The flag is cleared before the notices are taken, otherwise a notice pushed between the
+        // two would be missed.
+        self.has_any.store(false, Release);
+        Some(std::mem::take(&mut *self.notices.lock())).filter(|notices| !notices.is_empty())
+    }
+
+    /// Returns and resets the maximum number of pending notices.
+    pub(crate) fn take_most(&self) -> usize {
+        self.most.swap(0, Relaxed)
+    }
+
+    /// Number of pending notices.
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.notices.lock().len()
+    }
+}
+
+/// Liveness check, sent to several threads. Each thread drops its clone when it handles the
+/// message.
+#[derive(Clone)]
+pub(crate) struct Visit {
+    _pending: Arc<PendingVisit>,
+}
+
+struct PendingVisit(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl Visit {
+    /// Creates a check. `ended` runs on the thread that drops the last clone.
+    pub(crate) fn new(ended: impl FnOnce() + Send + 'static) -> Self {
+        Self { _pending: Arc::new(PendingVisit(Mutex::new(Some(Box::new(ended))))) }
+    }
+
+    /// Creates a check whose end is reported through a channel.
+    #[cfg(test)]
+    pub(crate) fn for_tests() -> (Self, std::sync::mpsc::Receiver<()>) {
+        let (send, receive) = std::sync::mpsc::channel();
+        let ended = move || {
+            let _ = send.send(());
+        };
+        (Self::new(ended), receive)
+    }
+}
+
+impl Drop for PendingVisit {
+    fn drop(&mut self) {
+        if let Some(ended) = self.0.get_mut().take() {
+            ended();
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// Collects the notices that it receives.
+    #[derive(Default)]
+    pub(crate) struct Notices(pub(crate) Mutex<Vec<Notice>>);
+
+    impl ControlPlane for Notices {
+        fn notify(&self, notice: Notice) {
+            self.0.lock().push(notice);
+        }
+    }
+
+    impl Notices {
+        pub(crate) fn handle(self: &Arc<Self>) -> ControlHandle {
+            let plane: Arc<dyn ControlPlane> = Arc::<Self>::clone(self);
+            ControlHandle::new(Arc::downgrade(&plane))
+        }
+    }
+
+    #[test]
+    fn notice_is_given_once_and_only_at_the_end() {
+        let notices = Arc::new(Notices::default());
+        let latch = Latch::new(notices.handle(), Notice::MemoryReleased { ticket: 7 });
+        let other = latch.clone();
+        drop(latch);
+        assert_eq!(*notices.0.lock(), []);
+        std::thread::spawn(move || drop(other)).join().unwrap();
+        assert_eq!(*notices.0.lock(), [Notice::MemoryReleased { ticket: 7 }]);
+    }
+
+    #[test]
+    fn what_a_worker_says_of_it_is_in_the_notice() {
+        let notices = Arc::new(Notices::default());
+        let ended = |status| Notice::Ended { generation: 3, operation: Operation::Reset, status };
+        Latch::new(notices.handle(), ended(Status::SUCCESS)).set_status(Status::INTERNAL);
+        assert_eq!(*notices.0.lock(), [ended(Status::INTERNAL)]);
+    }
+
+    fn error(cid: u16, nsid: u32, status: Status) -> Notice {
+        Notice::CommandError { sqid: 1, cid, status, nsid, lba: 0 }
+    }
+
+    #[test]
+    fn a_flood_of_errors_takes_the_room_of_an_error_log() {
+        let inbox = Inbox::default();
+        assert_eq!(inbox.take(), None);
+        let ended = |generation| Notice::Ended {
+            generation,
+            operation: Operation::Shutdown,
+            status: Status::SUCCESS,
+        };
+        inbox.push(ended(1));
+        inbox.push(error(1, 7, Status::CAPACITY_EXCEEDED));
+        inbox.push(error(2, 8, Status::WRITE_FAULT));
+        for n in 0..100_000u32 {
+            inbox.push(error(n as u16, 1, Status::LBA_OUT_OF_RANGE));
+            inbox.push(Notice::InvalidDoorbell { qid: 3 });
+            inbox.push(Notice::AdminDoorbell);
+            inbox.push(Notice::MemoryLost);
+            assert!(inbox.len() <= ERROR_LOG_ENTRIES + 2);
+        }
+        inbox.push(ended(2));
+        let super::Notices { missed, errors, others } = inbox.take().unwrap();
+        assert_eq!(others, [ended(1), Notice::MemoryLost, ended(2)]);
+        assert_eq!(missed.count + errors.len() as u64, 200_002, "none is forgotten");
+        assert_eq!(missed.full, BTreeSet::from([7]));
+        assert_eq!(missed.write_fault, Some((8, Status::WRITE_FAULT)));
+        assert_eq!(errors.len(), ERROR_LOG_ENTRIES);
+        let newest = |notice: &&Notice| matches!(notice, Notice::CommandError { .. });
+        let last = errors.iter().rev().find(newest).unwrap();
+        assert_eq!(*last, error(99_999u32 as u16, 1, Status::LBA_OUT_OF_RANGE));
+        assert_eq!(inbox.take(), None);
     }
 }

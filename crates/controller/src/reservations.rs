@@ -1,15 +1,25 @@
-//! Reservation state machine of one namespace: registrants, keys and holder (Base 2.1, 8.1.22).
-//! Independent of controllers, queues and files.
+//! Reservations of namespaces (Base 2.1, 8.1.22): state machine and reservation file.
+//!
+//! The state machine of one namespace has its registrants, keys and holder. It is independent of
+//! controllers, queues and files. The file stores the reservations of a subsystem.
+//!
+//! Writes alternate between [two places](AbSlots), so one valid version survives a power loss at
+//! any time.
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_spec::log::AnaState;
 use shadowbell_spec::reservation::{ReservationNotification, ReservationType};
 use shadowbell_spec::status::Status;
+use shadowbell_state::{AbSlots, HeadOrder, Newest};
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 
 /// Maximum number of registrants of a namespace. A host may change its Host Identifier after each
 /// reset, so the number needs a limit.
-pub(crate) const MAX_REGISTRANTS: usize = 128;
+const MAX_REGISTRANTS: usize = 128;
 
 /// Host Identifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -349,6 +359,80 @@ impl Reservations {
 
 /// Reservations of a subsystem's namespaces, by UUID.
 pub(crate) type AllReservations = BTreeMap<[u8; 16], Reservations>;
+
+const MAGIC: [u8; 8] = *b"SBRESV01";
+/// Bytes of a place. Large enough for the maximum: 128 registrants in each of 256 namespaces.
+const PLACE: u64 = 8 << 20;
+const PLACES: AbSlots =
+    AbSlots { magic: &MAGIC, order: HeadOrder::LengthFirst, place: PLACE, is_padded: false };
+
+/// File that stores reservations.
+#[derive(Debug)]
+pub(crate) struct ReservationFile {
+    file: File,
+    /// Serializes writes.
+    writing: Mutex<()>,
+}
+
+/// Contents of a place.
+#[derive(Default, Serialize, Deserialize)]
+struct Content {
+    /// Reservations by namespace UUID.
+    namespaces: Vec<([u8; 16], Reservations)>,
+}
+
+impl ReservationFile {
+    pub(crate) fn new(file: File) -> Self {
+        Self { file, writing: Mutex::default() }
+    }
+
+    /// Newest valid version.
+    fn newest(&self) -> Option<Newest<Vec<u8>>> {
+        PLACES.read(&self.file, |text| Some(text.to_vec()))
+    }
+
+    /// Reads the newest version; an empty file has no reservations.
+    ///
+    /// # Errors
+    /// The file is not a reservation file, or cannot be read.
+    pub(crate) fn read(&self) -> io::Result<AllReservations> {
+        let wrong = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
+        let Some(Newest { value: text, .. }) = self.newest() else {
+            if self.file.metadata()?.len() == 0 || self.is_new()? {
+                return Ok(AllReservations::new());
+            }
+            return Err(wrong("the file has no valid reservations: use an empty file".into()));
+        };
+        let content: Content = serde_json::from_slice(&text)
+            .map_err(|error| wrong(format!("the file has invalid reservations: {error}")))?;
+        Ok(content.namespaces.into_iter().collect())
+    }
+
+    /// True if power was lost during the first write: the file has at most a partial first place.
+    fn is_new(&self) -> io::Result<bool> {
+        let mut magic = [0; 8];
+        let len = self.file.read_at(&mut magic, 0)?;
+        let len_of_all = self.file.metadata()?.len();
+        let is_begun = magic[..len] == MAGIC[..len] || magic == [0; 8];
+        Ok(is_begun && len_of_all <= PLACE)
+    }
+
+    /// Writes a new version. On failure the previous version stays valid.
+    ///
+    /// # Errors
+    /// The error of the system, or the reservations do not fit into a place.
+    pub(crate) fn write(&self, all: &AllReservations) -> io::Result<()> {
+        let _one_after_the_other = self.writing.lock();
+        let namespaces = all.iter().map(|(uuid, its)| (*uuid, its.clone())).collect();
+        let text = serde_json::to_vec(&Content { namespaces })?;
+        if text.len() > PLACES.room() {
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, "too many reservations"));
+        }
+        let newest = self.newest().map(|newest| (newest.number, newest.place));
+        let (number, place) = newest.map_or((1, 0), |(number, place)| (number + 1, 1 - place));
+        PLACES.write(&self.file, place, number, &text)
+    }
+}
 
 #[cfg(test)]
 mod tests;

@@ -1,13 +1,13 @@
 //! Message routing of a controller: to the I/O thread at which a queue was placed, or to the one
 //! that has taken the controller over.
 //!
-//! The control plane identifies I/O threads by the numbers at which queues were placed. The
-//! numbers stay valid when the controller moves to another I/O thread (see `worker::isolation`): the
-//! route translates them. While queues are moving, messages to their I/O thread are kept here in
-//! order, and sent to the new I/O thread after the queues have arrived.
+//! The control plane identifies I/O threads by the numbers at which queues were placed. The numbers
+//! stay valid when the controller moves to another I/O thread (see `worker::scheduling`): the route
+//! translates them. While queues are moving, messages to their I/O thread are kept here in order,
+//! and sent to the new I/O thread after the queues have arrived.
 
 use crate::worker::Pool;
-use crate::worker::message::Message;
+use crate::worker::mailbox::Message;
 use crate::worker::queue_move::{Destination, Stopover};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,4 +1,4 @@
-//! Snapshot format of a controller, as plain data for the next process.
+//! Snapshot format of a controller, as plain data for the next process, and the checkpoint sink.
 //!
 //! A later release may add a field with a default. A change of a field's meaning, or the removal
 //! of a field, must increment [`shadowbell_state::VERSION`].
@@ -6,11 +6,11 @@
 use crate::stats::{CqStats, IoStats, SqStats};
 use serde::{Deserialize, Serialize};
 use shadowbell_spec::feature::InterruptCoalescing;
-use shadowbell_state::{Bytes, FdRef};
+use shadowbell_state::{Bytes, Descriptors, FdRef};
 
 /// Serializable snapshot of a controller: quiesced
 /// ([`Controller::freeze`](crate::Controller::freeze)), or running for crash recovery. Descriptors
-/// are passed separately ([`Descriptors`](shadowbell_state::Descriptors)).
+/// are passed separately ([`Descriptors`]).
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SavedController {
     pub(crate) shape: SavedShape,
@@ -425,4 +425,14 @@ pub(crate) struct Recorded {
     pub(crate) control: SavedControl,
     pub(crate) admin: Option<SavedAdminQueue>,
     pub(crate) parts: Vec<SavedPart>,
+}
+
+/// Stores checkpoints of a running controller. If this process dies, the next process recovers the
+/// controller from the last checkpoint ([`Controller::recover`](crate::Controller::recover)).
+pub trait Recorder: Send + Sync {
+    /// Stores a checkpoint; `fds` are the descriptors to which `state` refers. The host sees no
+    /// change of the state before this method returns. The method is called for rare operations
+    /// (registers, admin commands) on the thread that handles them, and should take at most about
+    /// ten microseconds.
+    fn record(&self, state: &SavedController, fds: Descriptors);
 }

@@ -10,10 +10,10 @@
 //! The file stores the state of namespaces with Persist Through Power Loss for the next start, and
 //! of all namespaces for the next process after a restart for upgrade or a crash.
 
-use crate::latch::Latch;
-use crate::notice::{ControlHandle, Notice};
-use crate::reservation_file::ReservationFile;
-use crate::reservations::{Access, Action, AllReservations, Consequences, HostId, Reservations};
+use crate::notice::{ControlHandle, Latch, Notice};
+use crate::reservations::{
+    Access, Action, AllReservations, Consequences, HostId, ReservationFile, Reservations,
+};
 use parking_lot::Mutex;
 use shadowbell_spec::log::AnaState;
 use shadowbell_spec::reservation::{
@@ -21,11 +21,10 @@ use shadowbell_spec::reservation::{
 };
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::File;
-use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
+use std::{fmt, io};
 use zerocopy::IntoBytes;
 
 /// Maximum number of ANA groups of a subsystem.

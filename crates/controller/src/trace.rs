@@ -17,12 +17,9 @@
 //! | the next multiple of 4096 | the rings, one after the other, of records of 32 bytes |
 
 mod file;
-mod layout;
-mod reader;
 mod record;
 
-pub use file::{TraceFile, TraceRing};
-pub use reader::{TraceError, read_trace};
+pub use file::{TraceError, TraceFile, TraceRing, read_trace};
 pub use record::{COMPLETION_QUEUE, Kind, Queue, Record};
 
 #[cfg(test)]

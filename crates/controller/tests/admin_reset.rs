@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{BASE, Host, TIMEOUT, create_cq, create_sq};
+use common::{BASE, Host, LIMIT, create_cq, create_sq};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use shadowbell_controller::Polling;
@@ -77,7 +77,7 @@ fn run(host: &mut Host, places: &Places, round: &Round) {
     // Event requests stay, and so may an abort's command that was meant for one.
     let stay = round.commands.iter().filter(|kind| **kind == 2).count();
     let wait_for = round.wait_for.min(round.commands.len() - stay);
-    let until = Instant::now() + TIMEOUT;
+    let until = Instant::now() + LIMIT;
     while completions(host).len() < wait_for {
         assert!(Instant::now() < until, "{:?} of {round:?}", completions(host));
         std::thread::yield_now();
@@ -86,7 +86,7 @@ fn run(host: &mut Host, places: &Places, round: &Round) {
     if round.function_level {
         let (sent, reset) = std::sync::mpsc::channel();
         host.controller.reset(move || sent.send(()).unwrap());
-        reset.recv_timeout(TIMEOUT).unwrap();
+        reset.recv_timeout(LIMIT).unwrap();
     } else {
         let cc = Cc::from_bits(host.read32(regs::CC));
         host.write32(regs::CC, cc.with_en(false).into_bits());
@@ -113,6 +113,7 @@ fn each_command_completes_once_at_most_whenever_the_host_resets() {
         let outcome = runner.run(&round(), |round| {
             let mut host = host.borrow_mut();
             run(&mut host, &places, &round);
+            // Nothing is to be written in this time.
             let until = Instant::now() + Duration::from_micros(200);
             while Instant::now() < until {}
             let untouched = host.peek(BASE, 64 << 10).iter().all(|byte| *byte == 0xa5);

@@ -18,13 +18,11 @@ use shadowbell_spec::lba_status::atype;
 use shadowbell_spec::log::{AnaLog, AnaState, SupportedLogPages, lid};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_state::Descriptors;
+use shadowbell_testing::wait::{self, LIMIT};
 use shared::{ADAPTIVE, One, hosts, mem, pool};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
 use zerocopy::FromBytes;
-
-const SOON: Duration = Duration::from_secs(20);
 
 /// Begins a change.
 fn begin(host: &Host, group: u32, state: AnaState) -> Receiver<()> {
@@ -37,7 +35,7 @@ fn begin(host: &Host, group: u32, state: AnaState) -> Receiver<()> {
 
 /// Changes a state, and waits for what was under way.
 fn set(host: &Host, group: u32, state: AnaState) {
-    begin(host, group, state).recv_timeout(SOON).unwrap();
+    begin(host, group, state).recv_timeout(LIMIT).unwrap();
 }
 
 fn get_page(bytes: u32, lpo: u64, lsp: u8) -> GetLogPage {
@@ -128,9 +126,14 @@ fn what_is_under_way_ends_as_it_would_have_and_the_change_waits_for_it() {
     let end = begin(&one.host, 1, AnaState::Inaccessible);
     let late = loop {
         let sqe = write(&one, 4, 6);
+        let seen = held.seen().len();
         one.host.submit(&mut one.queue, &sqe);
-        std::thread::sleep(Duration::from_millis(2));
-        if let Some(end) = one.host.reap(&mut one.queue) {
+        let mut end = None;
+        wait::until("its end, or its beginning", || {
+            end = one.host.reap(&mut one.queue);
+            end.is_some() || held.seen().len() > seen
+        });
+        if let Some(end) = end {
             break end;
         }
     };
@@ -147,7 +150,7 @@ fn what_is_under_way_ends_as_it_would_have_and_the_change_waits_for_it() {
             break;
         }
     }
-    end.recv_timeout(SOON).unwrap();
+    end.recv_timeout(LIMIT).unwrap();
     // The same again is no change, and waits for nothing.
     let changes = log(&mut one.host).changes;
     set(&one.host, 1, AnaState::Inaccessible);
@@ -297,7 +300,7 @@ fn another_process_goes_on_with_the_count_and_tells_of_what_has_changed_in_betwe
     let controller = one.host.controller.clone();
     let (rested, rests) = channel();
     controller.freeze(move || rested.send(()).unwrap());
-    rests.recv_timeout(SOON).unwrap();
+    rests.recv_timeout(LIMIT).unwrap();
     let saved_fds = &mut Descriptors::default();
     let saved = controller.save(saved_fds).unwrap();
     // It begins as somebody has asked for it meanwhile.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Host, TIMEOUT, slow_host};
+use common::{Host, LIMIT, slow_host};
 use shadowbell_backend::DiskError;
 use shadowbell_controller::Polling;
 use shadowbell_spec::admin::{DeviceSelfTest, GetLogPage, SetFeatures};
@@ -14,6 +14,7 @@ use shadowbell_spec::log::persistent_event::{
 use shadowbell_spec::log::{SelfTestLog, TelemetryHeader, lid, stc};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait::{self};
 use std::time::{Duration, Instant};
 use zerocopy::FromBytes;
 
@@ -41,8 +42,8 @@ fn until_over(host: &mut Host) -> SelfTestLog {
         if log.operation == stc::NONE {
             return log;
         }
-        assert!(began.elapsed() < TIMEOUT, "{} percent", log.completion);
-        std::thread::sleep(Duration::from_millis(2));
+        assert!(began.elapsed() < LIMIT, "{} percent", log.completion);
+        wait::pause();
     }
 }
 
@@ -75,7 +76,7 @@ fn a_piece_that_can_not_be_read_is_told_of() {
     for nth in 0..32 {
         let began = Instant::now();
         while self_test_log(&mut host).completion != (nth * 100 / 32) as u8 || gate.waiting() != 1 {
-            assert!(began.elapsed() < TIMEOUT, "piece {nth} never comes");
+            assert!(began.elapsed() < LIMIT, "piece {nth} never comes");
         }
         gate.end(if nth == 1 { Err(DiskError::Io(5)) } else { Ok(()) });
     }

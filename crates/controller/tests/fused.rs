@@ -13,6 +13,7 @@ use shadowbell_controller::{
 use shadowbell_spec::admin::Abort;
 use shadowbell_spec::identify::IdentifyController;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait;
 use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::FromBytes;
@@ -157,7 +158,7 @@ fn an_abort_and_a_reset_while_the_disk_does_it() {
         host.until("the disk is asked", || held.seen().len() == seen + 2);
         let mut admin = std::mem::replace(&mut host.admin, Queue::none());
         host.submit(&mut admin, &Sqe::abort(Abort { sqid: 1, cid }, 99));
-        std::thread::sleep(Duration::from_millis(5));
+        wait::moment();
         held.order(|orders| orders.hold_both = false);
         // It was too late.
         let (_, status, dw0) = host.wait(&mut admin);
@@ -249,7 +250,7 @@ fn both_wait_for_room_for_both() {
     host.until("two completions", || posted(&host) == 2);
     // The submission queue has been read.
     submit_both(&mut host, &mut queue, &first, &second);
-    std::thread::sleep(Duration::from_millis(20));
+    wait::moment();
     assert_eq!(posted(&host), 2);
     let _ = (host.wait(&mut queue), host.wait(&mut queue));
     assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
@@ -326,7 +327,7 @@ fn nothing_else_is_under_way_meanwhile() {
     }
     let (first, second) = (compare(7, 1).with_prps(expected, 0), write(7, 2).with_prps(b, 0));
     submit_both(&mut host, &mut queue, &first, &second);
-    std::thread::sleep(Duration::from_millis(10));
+    wait::moment();
     assert_eq!(held.seen().len(), 1, "the write has not ended");
     held.order(|orders| orders.hold = false);
     assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
@@ -337,7 +338,7 @@ fn nothing_else_is_under_way_meanwhile() {
     submit_both(&mut host, &mut queue, &first, &second);
     host.until("the Compare", || held.seen().len() == 4);
     host.submit(&mut other, &Sqe::write(1, 31, 0, 8).with_prps(a, 0));
-    std::thread::sleep(Duration::from_millis(10));
+    wait::moment();
     let is_compare = held.seen().last().is_some_and(|request| request.op == Op::Compare);
     assert!(is_compare && held.seen().len() == 4);
     held.order(|orders| orders.hold = false);
@@ -357,9 +358,14 @@ fn an_abort_a_deletion_and_a_reset_end_both() {
     let wait_behind_a_read = |host: &mut Host, queue: &mut Queue, other: &mut Queue, seen| {
         host.submit(other, &Sqe::read(1, 0, 0, 9).with_prps(at, 0));
         host.until("the read", || held.seen().len() == seen);
+        let fetched = |host: &Host| {
+            let queues = host.controller.stats().submission_queues;
+            queues.iter().find(|queue| queue.qid == 1).expect("the queue").commands
+        };
+        let before = fetched(host);
         submit_both(host, queue, &first, &second);
-        // It has been fetched, and waits.
-        std::thread::sleep(Duration::from_millis(10));
+        // They wait then.
+        host.until("both to be fetched", || fetched(host) == before + 2);
     };
     for (cid, expected, seen) in [
         (1, [Status::ABORT_REQUESTED, Status::FUSED_FAILED], 1),
@@ -367,7 +373,6 @@ fn an_abort_a_deletion_and_a_reset_end_both() {
     ] {
         held.order(|orders| orders.hold = true);
         wait_behind_a_read(&mut host, &mut queue, &mut other, seen);
-        std::thread::sleep(Duration::from_millis(5));
         assert_eq!(host.must(Sqe::abort(Abort { sqid: 1, cid }, 0)), 0, "it was aborted");
         assert_eq!(ends(&mut host, &mut queue).map(Status::code), expected);
         held.order(|orders| orders.hold = false);
@@ -384,7 +389,6 @@ fn an_abort_a_deletion_and_a_reset_end_both() {
     host.must(Sqe::delete_io_cq(1, 0));
     let mut queue = host.create(1, 16, false);
     wait_behind_a_read(&mut host, &mut queue, &mut other, 4);
-    std::thread::sleep(Duration::from_millis(5));
     let cc = host.read32(0x14);
     host.write32(0x14, cc & !1);
     held.order(|orders| orders.hold = false);
@@ -450,7 +454,7 @@ fn a_rest_and_another_worker_do_not_come_between() {
         let (sent, rested) = std::sync::mpsc::channel();
         host.controller.freeze(move || sent.send(()).unwrap_or_default());
         if round % 3 == 0 {
-            rested.recv_timeout(common::TIMEOUT).unwrap();
+            rested.recv_timeout(common::LIMIT).unwrap();
         }
         host.controller.resume();
         for queue in &mut queues {

@@ -5,6 +5,7 @@ mod common;
 use common::Host;
 use shadowbell_controller::Polling;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -33,18 +34,20 @@ fn a_host_that_goes_silent_is_taken_for_dead() {
     let mut queue = host.create(1, 16, false);
     let command = read(&mut host);
     assert_eq!(host.must(granted()), 0);
-    host.must(timer(900));
-    assert_eq!(host.must(granted()), 1000, "in units of a second");
-    // Other commands are no sign of life (no Traffic Based Keep Alive); these are.
+    host.must(timer(4900));
+    assert_eq!(host.must(granted()), 5000, "in units of a second");
+    // Other commands are no sign of life (no Traffic Based Keep Alive); these are. Together they
+    // take longer than the timer, and each by far not as long.
     for _ in 0..4 {
-        sleep(Duration::from_millis(400));
+        // A part of the timer.
+        sleep(Duration::from_millis(1500));
         assert_eq!(host.admin(Sqe::new(0x18, 0, 0)).0, Status::SUCCESS);
     }
     assert_eq!(host.run(&mut queue, command).0, Status::SUCCESS);
     assert!(!host.csts().cfs());
     host.until("a fatal status", || host.csts().cfs());
     host.submit(&mut queue, &command);
-    sleep(Duration::from_millis(100));
+    wait::moment();
     assert_eq!(host.reap(&mut queue), None, "no command is carried out");
     // Another host comes, or the same one.
     host.disable();
@@ -66,14 +69,16 @@ fn a_host_that_goes_silent_is_taken_for_dead() {
 fn without_a_timer_it_may_be_silent_for_ever() {
     let mut host = host();
     assert_eq!(host.admin(Sqe::new(0x18, 0, 0)).0, Status::SUCCESS);
-    host.must(timer(1000));
+    host.must(timer(3000));
     host.must(timer(0));
-    sleep(Duration::from_millis(1300));
+    // Longer than the timer that counts no more.
+    sleep(Duration::from_millis(3300));
     assert!(!host.csts().cfs());
     // Nor does one count that is being shut down.
-    host.must(timer(1000));
+    host.must(timer(3000));
     let cc = host.read32(shadowbell_spec::regs::CC);
     host.write32(shadowbell_spec::regs::CC, cc | 1 << 14);
-    sleep(Duration::from_millis(1300));
+    // Longer than the timer.
+    sleep(Duration::from_millis(3300));
     assert!(!host.csts().cfs());
 }

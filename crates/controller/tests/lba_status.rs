@@ -17,6 +17,7 @@ use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList, atype};
 use shadowbell_spec::log::{CommandsSupportedEffects, lid};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -200,7 +201,7 @@ fn what_can_not_be_asked_for_is_refused() {
         (0..3).map(|_| -> Arc<dyn Disk> { Arc::new(MemDisk::new(2048, 512).unwrap()) }).collect();
     let mut host = Host::with(over(disks), ADAPTIVE);
     host.controller.remove_namespace(2, |outcome| outcome.unwrap()).unwrap();
-    let until = std::time::Instant::now() + common::TIMEOUT;
+    let until = std::time::Instant::now() + common::LIMIT;
     while status(&mut host, 2, ask(0, 0, 4096)) != Err(FIELD) {
         assert!(std::time::Instant::now() < until);
     }
@@ -388,7 +389,7 @@ fn so_many_are_under_way_and_the_rest_waits() {
         host.put(&mut admin, &Sqe::get_lba_status(1, ask(0, 0, 4096), cid).with_prps(at, 0));
     }
     host.ring(&admin, old);
-    std::thread::sleep(Duration::from_millis(30));
+    wait::moment();
     assert_eq!(host.reap(&mut admin), None);
     gate.stall(false);
     let mut cids: Vec<_> = (900..930).map(|_| host.wait(&mut admin)).collect();
@@ -427,10 +428,10 @@ fn a_namespace_that_is_removed_meanwhile_is_let_go_of_first() {
     assert!(host.run(&mut admin, identify).0.is_success());
     let (sender, removed) = std::sync::mpsc::channel();
     host.controller.remove_namespace(1, move |outcome| sender.send(outcome).unwrap()).unwrap();
-    std::thread::sleep(Duration::from_millis(30));
+    wait::moment();
     assert!(removed.try_recv().is_err(), "the disk is in use");
     gate.stall(false);
-    removed.recv_timeout(common::TIMEOUT).unwrap().unwrap();
+    removed.recv_timeout(common::LIMIT).unwrap().unwrap();
     let told = gate.told.load(Ordering::SeqCst);
     drop(gate);
     assert_eq!(weak.strong_count(), 0, "nobody has the disk");
@@ -455,7 +456,7 @@ fn memory_that_is_taken_away_meanwhile_is_not_touched() {
     let (sender, gone) = std::sync::mpsc::channel();
     let done = move || sender.send(()).unwrap();
     host.controller.unmap_dma(at, 4096, done).unwrap();
-    gone.recv_timeout(common::TIMEOUT).unwrap();
+    gone.recv_timeout(common::LIMIT).unwrap();
     last.fill(0, 4096, 0xee).unwrap();
     gate.stall(false);
     let (cid, ended, _) = host.wait(&mut admin);

@@ -2,11 +2,12 @@
 
 mod common;
 
-use common::{Host, Queue, TIMEOUT, slow_host};
+use common::{Host, LIMIT, Queue, slow_host};
 use shadowbell_backend::DiskError;
 use shadowbell_controller::{Carrier, Controller, Event, Polling};
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait::{self};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
@@ -184,9 +185,9 @@ fn a_reset_waits_for_what_is_in_flight_and_writes_nothing_after() {
     host.until("four requests", || gate.waiting() == 4);
     let cc = Cc::from_bits(host.read32(regs::CC));
     host.write32(regs::CC, cc.with_en(false).into_bits());
-    std::thread::sleep(Duration::from_millis(20));
+    host.until("the disk to be asked to stop", || gate.cancelled.lock().unwrap().len() >= 4);
+    wait::moment();
     assert!(host.csts().rdy(), "the disk still writes to the host's memory");
-    assert!(gate.cancelled.lock().unwrap().len() >= 4, "and was asked to stop");
     // Enabling early counts when the reset is over.
     host.write32(regs::CC, cc.into_bits());
     for _ in 0..4 {
@@ -220,11 +221,12 @@ fn unmapping_waits_for_what_is_in_flight_since_an_earlier_map() {
     let _ = host.controller.stats();
     let (sent, unmapped) = mpsc::channel();
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
-    assert!(unmapped.recv_timeout(Duration::from_millis(50)).is_err(), "still in flight");
+    wait::moment();
+    assert!(unmapped.try_recv().is_err(), "still in flight");
     assert_eq!(other.read::<u8>(0), Some(0));
     gate.end(Ok(()));
     assert_eq!(host.wait(&mut queue).1, Status::SUCCESS);
-    unmapped.recv_timeout(TIMEOUT).unwrap();
+    unmapped.recv_timeout(LIMIT).unwrap();
     assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
 }
 
@@ -239,12 +241,13 @@ fn unmapping_waits_for_what_is_in_flight() {
     host.until("the request", || gate.waiting() == 1);
     let (sent, unmapped) = mpsc::channel();
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
-    assert!(unmapped.recv_timeout(Duration::from_millis(50)).is_err(), "still in flight");
+    wait::moment();
+    assert!(unmapped.try_recv().is_err(), "still in flight");
     // New commands do not reach it any more.
     let (status, _) = host.run(&mut queue, Sqe::write(1, 0, 0, 2).with_prps(iova, 0));
     assert_eq!(status, Status::DATA_XFER_ERROR);
     gate.end(Ok(()));
-    unmapped.recv_timeout(TIMEOUT).unwrap();
+    unmapped.recv_timeout(LIMIT).unwrap();
     assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
     assert_eq!(host.wait(&mut queue).0, 1);
     assert!(host.controller.unmap_dma(iova, 4096, || ()).is_err());
@@ -381,7 +384,7 @@ fn a_shutdown_of_a_disabled_controller_flushes() {
         // Nobody holds on to the host's memory for that.
         let (sent, gone) = mpsc::channel();
         host.controller.unmap_all(move || sent.send(()).unwrap());
-        gone.recv_timeout(TIMEOUT).unwrap();
+        gone.recv_timeout(LIMIT).unwrap();
         host.controller.map_dma(common::BASE, common::MEMORY, &host.memory).unwrap();
         host.write32(regs::CC, cc.with_shn(regs::SHN_NONE).into_bits());
         host.enable();
@@ -440,7 +443,7 @@ fn a_host_that_leaves_takes_everything_with_it() {
         let memory = Arc::downgrade(host.memory.mapping());
         let (sent, gone) = mpsc::channel();
         controller.disconnect(move || sent.send(()).unwrap());
-        gone.recv_timeout(TIMEOUT).unwrap();
+        gone.recv_timeout(LIMIT).unwrap();
         drop(host);
         assert_eq!(memory.strong_count(), 0, "nobody holds the host's memory any more");
     }
@@ -537,7 +540,7 @@ fn the_admin_queue_goes_on_when_its_memory_comes_back() {
         gone
     };
     let back = |host: &Host, gone: mpsc::Receiver<()>| {
-        gone.recv_timeout(TIMEOUT).unwrap();
+        gone.recv_timeout(LIMIT).unwrap();
         host.controller.map_dma(common::BASE, common::MEMORY, &host.memory).unwrap();
     };
     // A command that came meanwhile.

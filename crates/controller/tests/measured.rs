@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Host, Queue, TIMEOUT, config, meanwhile};
+use common::{Host, LIMIT, Queue, config, meanwhile};
 use shadowbell_controller::latency_stats::NamespaceLatency;
 use shadowbell_controller::trace::{Kind, TraceFile, read_trace};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Turns};
@@ -34,6 +34,7 @@ fn commands_are_counted_by_namespace_while_that_is_on() {
     let mut run = |host: &mut Host, turns: &mut Turns, sqe: Sqe| {
         let sqe = sqe.with_prps(buffer, 0).with_cid(host.next_cid());
         host.submit(&mut queue, &sqe);
+        // So that the command has waited for a time that can be measured.
         std::thread::sleep(Duration::from_micros(50));
         while turns.turn() {}
         host.reap(&mut queue).expect("these disks are memory").1
@@ -118,7 +119,7 @@ fn every_command_counts_once_beside_a_trace() {
             completed += 1;
         }
         std::thread::yield_now();
-        assert!(since.elapsed() < TIMEOUT, "{completed} of {submitted}");
+        assert!(since.elapsed() < LIMIT, "{completed} of {submitted}");
     }
     host.until("all that is counted", || {
         let measured = host.controller.stats().measured;

@@ -143,6 +143,7 @@ fn as_many_requests_are_under_way_as_may_be_and_the_others_follow() {
 fn is_asleep(host: &Host) -> bool {
     let awake = || host.controller.stats().workers[0].awake_ns;
     let before = awake();
+    // The worker is asleep if it is not awake for any of this time.
     std::thread::sleep(Duration::from_millis(1));
     awake() == before
 }

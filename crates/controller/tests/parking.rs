@@ -4,7 +4,7 @@
 mod common;
 
 use common::slow::{Gate, Slow};
-use common::{Host, Queue, TIMEOUT, config, meanwhile};
+use common::{Host, LIMIT, Queue, config, meanwhile};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Stats, Turns};
 use shadowbell_spec::{Sqe, regs};
 use std::sync::{Arc, mpsc};
@@ -53,7 +53,7 @@ fn boot(host: &mut Host, kind: DoorbellKind) -> Queue {
 fn sleep(turns: &mut Turns) -> bool {
     let (awake, asleep) = mpsc::channel::<()>();
     std::thread::spawn(move || {
-        if asleep.recv_timeout(TIMEOUT) == Err(mpsc::RecvTimeoutError::Timeout) {
+        if asleep.recv_timeout(LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
             eprintln!("a sleep does not end: whoever rang was not noticed");
             std::process::exit(101);
         }
@@ -315,7 +315,7 @@ fn what_the_control_plane_does_finds_the_parked() {
             move || {
                 let (sent, done) = mpsc::channel();
                 controller.unmap_dma(1 << 40, 1 << 20, move || sent.send(()).unwrap()).unwrap();
-                done.recv_timeout(TIMEOUT).unwrap();
+                done.recv_timeout(LIMIT).unwrap();
             }
         });
         assert_eq!(gone.strong_count(), 0, "{kind:?}: nobody holds it any more");
@@ -407,7 +407,7 @@ fn nobody_rings_for_a_worker_that_always_polls() {
             assert!(looks > 2, "it is visited: {looks}");
             break;
         }
-        assert!(started.elapsed() < TIMEOUT, "{looks} looks in 1000 passes");
+        assert!(started.elapsed() < LIMIT, "{looks} looks in 1000 passes");
     }
     let rings = |pool: &PoolOfHosts| pool.hosts.iter().map(|(host, ..)| host.rings).sum::<u64>();
     let before = rings(&pool);
@@ -431,6 +431,7 @@ fn mapped_doorbells_are_found_by_every_worker() {
         let buffer = host.alloc(4096);
         for mut queue in [first, second] {
             for _ in 0..20 {
+                // The worker goes to sleep, as a rule.
                 std::thread::sleep(Duration::from_millis(1));
                 let read = Sqe::read(1, 0, 7, 0).with_prps(buffer, 0);
                 assert!(host.run(&mut queue, read).0.is_success());
@@ -470,6 +471,7 @@ fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
     let (mut host, mut queue) = attach(controller, kind);
     let buffer = host.alloc(4096);
     let (mut done, mut next) = (0, 2);
+    // The length of the load.
     let end = Instant::now() + Duration::from_millis(1500);
     while Instant::now() < end {
         match random.below(40) {

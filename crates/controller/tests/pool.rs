@@ -24,6 +24,7 @@ use shadowbell_spec::identify::{
 use shadowbell_spec::log::{SanitizeLog, lid, sos};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait;
 use std::collections::BTreeMap;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex};
@@ -516,7 +517,7 @@ fn a_format_gives_other_blocks_and_nothing_of_before() {
     ours.begin(Sqe::format_nvm(nsid, fields, 900));
     let start = std::time::Instant::now();
     while ours.read(&mut queue, nsid, 9) == Ok(7) {
-        assert!(start.elapsed() < common::TIMEOUT);
+        assert!(start.elapsed() < common::LIMIT);
     }
     assert_eq!(ours.read(&mut queue, nsid, 9), Err(Status::FORMAT_IN_PROGRESS));
     assert_eq!(ours.write(&mut queue, nsid, 9, 8), Status::FORMAT_IN_PROGRESS);
@@ -569,7 +570,7 @@ fn commands_under_way_end_before_a_format() {
     ours.host.until("the disk to have it", || held.seen().len() == 1);
     ours.begin(Sqe::format_nvm(nsid, FormatNvm { lbaf: 1, ..FormatNvm::default() }, 900));
     ours.host.until("the namespace to go", || held.cancelled() == 1);
-    std::thread::sleep(Duration::from_millis(20));
+    wait::moment();
     let block_size = pool.change(|state| state.get(nsid).unwrap().block_size);
     assert_eq!(block_size, 512, "nobody erases below a write that is under way");
     held.order(|orders| orders.hold = false);
@@ -617,7 +618,7 @@ fn a_sanitize_operation_keeps_everybody_out_until_it_has_ended() {
     });
     let start = std::time::Instant::now();
     while ours.read(&mut queue, nsid, 3) == Err(Status::SANITIZE_IN_PROGRESS) {
-        assert!(start.elapsed() < common::TIMEOUT);
+        assert!(start.elapsed() < common::LIMIT);
     }
     assert_eq!(ours.read(&mut queue, nsid, 3), Err(Status::SANITIZE_FAILED));
     assert_eq!(ours.host.run(&mut queue, Sqe::flush(NSID_ALL, 0)).0, Status::SUCCESS);
@@ -651,7 +652,7 @@ fn a_sanitize_operation_keeps_everybody_out_until_it_has_ended() {
     });
     let start = std::time::Instant::now();
     while ours.read(&mut queue, nsid, 3).is_err() {
-        assert!(start.elapsed() < common::TIMEOUT);
+        assert!(start.elapsed() < common::LIMIT);
     }
 }
 

@@ -13,6 +13,7 @@ use shadowbell_controller::{
 };
 use shadowbell_memory::{DmaTable, Segments};
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -159,7 +160,7 @@ fn what_is_under_way_ends_before_and_what_comes_then_waits() {
     let unmapped = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&unmapped);
     host.controller.unmap_dma(1 << 40, 4096, move || flag.store(true, Ordering::SeqCst)).unwrap();
-    std::thread::sleep(Duration::from_millis(20));
+    wait::moment();
     assert!(!unmapped.load(Ordering::SeqCst));
     assert_eq!(held.seen().len(), 1);
     held.order(|orders| orders.hold = false);
@@ -221,6 +222,7 @@ fn anything_may_come_in_the_middle() {
         let when = random() % 400;
         let controller = host.controller.clone();
         let mover = std::thread::spawn(move || {
+            // Any moment will do.
             std::thread::sleep(Duration::from_micros(u64::from(when)));
             if workers > 1 && when % 2 == 0 {
                 controller.pin_to(workers - 1).unwrap();
@@ -286,6 +288,7 @@ impl Disk for Sluggish {
 
 impl shadowbell_backend::Queue for SluggishQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        // The time of a slow disk.
         std::thread::sleep(Duration::from_millis(5));
         self.0.submit(tag, request, data)
     }

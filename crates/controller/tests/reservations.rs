@@ -20,10 +20,10 @@ use shadowbell_spec::log::persistent_event::{
 use shadowbell_spec::reservation::ReservationNotification;
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_state::Descriptors;
+use shadowbell_testing::wait;
 use shared::{ADAPTIVE, One, config, hosts, mem, pool};
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Duration;
 use zerocopy::FromBytes;
 
 #[test]
@@ -174,9 +174,14 @@ fn preempting_waits_for_what_is_under_way_and_aborts_it_if_asked_to() {
         // What comes from now on is refused, and the preemption is not over.
         let late = loop {
             let sqe = Sqe::write(1, 4, 0, 6).with_prps(other.data, 0);
+            let seen = held.seen().len();
             other.host.submit(&mut other.queue, &sqe);
-            std::thread::sleep(Duration::from_millis(5));
-            if let Some(end) = other.host.reap(&mut other.queue) {
+            let mut end = None;
+            wait::until("its end, or its beginning", || {
+                end = other.host.reap(&mut other.queue);
+                end.is_some() || held.seen().len() > seen
+            });
+            if let Some(end) = end {
                 break end;
             }
         };
@@ -274,7 +279,7 @@ fn what_persists_is_a_feature_and_survives_a_start_and_all_a_handover() {
     let controller = other.host.controller.clone();
     let (rested, rests) = std::sync::mpsc::channel();
     controller.freeze(move || rested.send(()).unwrap());
-    rests.recv_timeout(Duration::from_secs(20)).unwrap();
+    rests.recv_timeout(wait::LIMIT).unwrap();
     let mut fds = Descriptors::default();
     let saved = controller.save(&mut fds).unwrap();
     let subsystem = Subsystem::new(Some(state())).unwrap();

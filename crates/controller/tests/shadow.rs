@@ -2,12 +2,13 @@
 
 mod common;
 
-use common::{Host, Queue, TIMEOUT};
+use common::{Host, LIMIT, Queue};
 use shadowbell_controller::{Carrier, Config, Controller, Polling};
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::log::{ErrorLogEntry, lid};
 use shadowbell_spec::regs::{self, Cc};
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use zerocopy::FromBytes;
@@ -39,7 +40,7 @@ fn stream(host: &mut Host, queue: &mut Queue, depth: u32, total: u64) {
         // The other side may have to share our processor with others.
         std::thread::yield_now();
         assert!(
-            progress.elapsed() < TIMEOUT,
+            progress.elapsed() < LIMIT,
             "stuck: {submitted} submitted, {completed} completed, shadow {:?}, {:#?}",
             host.shadow.map(|(s, e)| [s + 8, s + 12, e + 8, e + 12].map(|at| host.peek32(at))),
             host.controller.stats(),
@@ -236,15 +237,15 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
         }
         host.ring(&queue, old);
         queue.entries = 4; // from here on it is the completion side that wraps
+        let blocked = || host.controller.stats().submission_queues[1].blocked;
+        host.until("a full completion queue", || blocked() > 0);
         let mut seen = Vec::new();
         for _ in 0..10 {
-            // Long enough for the worker to have gone to sleep blocked.
-            std::thread::sleep(Duration::from_millis(2));
+            // The worker goes to sleep blocked, as a rule.
+            wait::pause();
             seen.push(host.wait(&mut queue).0);
         }
         assert_eq!(seen, (0..10).collect::<Vec<_>>());
-        let stats = host.controller.stats();
-        assert!(stats.submission_queues[1].blocked > 0);
     }
 }
 
@@ -380,13 +381,13 @@ fn shadow_pages_that_are_unmapped_and_mapped_again_go_on() {
         let (sent, unmapped) = std::sync::mpsc::channel();
         let done = move || sent.send(()).unwrap();
         host.controller.unmap_dma(common::BASE, common::MEMORY, done).unwrap();
-        unmapped.recv_timeout(TIMEOUT).unwrap();
+        unmapped.recv_timeout(LIMIT).unwrap();
         // What the host does meanwhile is found when the memory is back.
         let old = queue.tail;
         let at = common::BASE + common::MEMORY - 4096;
         host.put(&mut queue, &Sqe::read(1, 0, 0, 500).with_prps(at, 0));
         host.ring(&queue, old);
-        std::thread::sleep(Duration::from_millis(1));
+        wait::moment();
         assert_eq!(host.reap(&mut queue), None);
         let memory = host.memory.clone();
         host.controller.map_dma(common::BASE, common::MEMORY, &memory).unwrap();
@@ -417,7 +418,7 @@ fn after_a_shutdown_the_pages_are_the_hosts_own() {
         for _ in 0..2 {
             let (gone, is_gone) = channel();
             host.controller.disable_dma(move || gone.send(()).unwrap());
-            is_gone.recv_timeout(TIMEOUT).unwrap();
+            is_gone.recv_timeout(LIMIT).unwrap();
             host.controller.enable_dma();
         }
         for page in [shadow, event_idx] {

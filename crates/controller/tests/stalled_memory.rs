@@ -2,14 +2,15 @@
 
 mod common;
 
-use common::{Host, Queue, TIMEOUT, config};
+use common::{Host, LIMIT, Queue, config};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_spec::regs::{self, Cc};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_testing::stalled::{self, Mount};
+use shadowbell_testing::wait::{self};
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{TryRecvError, channel};
 use std::time::Duration;
 
 #[test]
@@ -48,7 +49,7 @@ fn soon<T: Send + 'static>(
 ) -> T {
     let (done, is_done) = channel();
     std::thread::spawn(move || done.send(work()));
-    is_done.recv_timeout(TIMEOUT).unwrap_or_else(|_| {
+    is_done.recv_timeout(LIMIT).unwrap_or_else(|_| {
         // Or the end of this process would wait, too.
         mount.end();
         panic!("held up: {what}")
@@ -61,7 +62,7 @@ fn stall(host: &mut Host, memory: &SharedBytes) -> Queue {
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &identify(STALLED).with_cid(7));
     // The next one is not begun before this one has ended.
-    std::thread::sleep(Duration::from_millis(50));
+    wait::moment();
     assert_eq!(host.reap(&mut admin), None);
     admin
 }
@@ -94,7 +95,7 @@ fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
         other.controller.map_dma(STALLED, 4096, &more).unwrap();
         let (sent, unmapped) = channel();
         other.controller.unmap_dma(STALLED, 4096, move || sent.send(()).unwrap()).unwrap();
-        unmapped.recv_timeout(TIMEOUT).unwrap();
+        unmapped.recv_timeout(LIMIT).unwrap();
         other.disable();
         other.enable();
         other
@@ -133,11 +134,12 @@ fn a_reset_waits_for_memory_that_stalls_and_nothing_is_written_after() {
     soon(&mut mount, "the beginning of an unmap", move || {
         controller.unmap_dma(STALLED, 4096, move || sent.send(()).unwrap()).unwrap();
     });
-    assert_eq!(unmapped.recv_timeout(Duration::from_millis(50)), Err(RecvTimeoutError::Timeout));
+    wait::moment();
+    assert_eq!(unmapped.try_recv(), Err(TryRecvError::Empty));
     assert!(host.csts().rdy(), "the guest's memory is in use");
     let before = host.peek(admin.cq, 512);
     mount.end();
-    unmapped.recv_timeout(TIMEOUT).unwrap();
+    unmapped.recv_timeout(LIMIT).unwrap();
     host.until("the end of the reset", || !host.csts().rdy());
     assert_eq!(host.peek(admin.cq, 512), before, "a completion after the reset began");
     host.admin = admin;
@@ -157,7 +159,7 @@ fn a_reset_and_the_end_of_the_others_is_not_held_up() {
     soon(&mut mount, "another controller that leaves", move || {
         let (sent, left) = channel();
         other.controller.disconnect(move || sent.send(()).unwrap());
-        left.recv_timeout(TIMEOUT).unwrap();
+        left.recv_timeout(LIMIT).unwrap();
     });
     let stats = {
         let controller = one.controller.clone();
@@ -180,7 +182,7 @@ fn statistics_do_not_wait_for_a_worker() {
     assert!(host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(page, 0)).0.is_success());
     host.controller.map_dma(STALLED, 4096, &memory).unwrap();
     host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(STALLED, 0).with_cid(7));
-    std::thread::sleep(Duration::from_millis(50));
+    wait::moment();
     assert_eq!(host.reap(&mut queue), None);
     let controller = host.controller.clone();
     let stats = soon(&mut mount, "statistics", move || controller.stats());

@@ -18,6 +18,7 @@ use shadowbell_spec::feature::fid;
 use shadowbell_spec::log::{ErrorLogEntry, lid};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_state::{Descriptors, Parcel};
+use shadowbell_testing::wait;
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::channel;
@@ -26,7 +27,6 @@ use std::time::Duration;
 use zerocopy::FromBytes;
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
-const SHORT: Duration = Duration::from_millis(30);
 
 fn pool(workers: usize, polling: Polling) -> Pool {
     Pool::start(&PoolOptions { workers, polling, pin: Vec::new() }).unwrap()
@@ -78,7 +78,7 @@ impl Lab {
     fn freeze(&self) {
         let (done, frozen) = channel();
         self.host.controller.freeze(move || done.send(()).unwrap());
-        frozen.recv_timeout(common::TIMEOUT).expect("it comes to rest");
+        frozen.recv_timeout(common::LIMIT).expect("it comes to rest");
     }
 
     /// Has another controller go on with the host, which does `meanwhile` while neither serves it.
@@ -293,7 +293,7 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
             let began = std::time::Instant::now();
             while !model.reap(&mut lab.host, queue, data) {
                 assert!(
-                    began.elapsed() < common::TIMEOUT,
+                    began.elapsed() < common::LIMIT,
                     "queue {}: {:?} {:#?}",
                     queue.qid,
                     model.under_way,
@@ -342,20 +342,21 @@ fn what_a_disk_has_in_hand_ends_first_and_nothing_more_is_begun() {
     lab.host.until("the first", || held.seen().len() == 1);
     let (done, frozen) = channel();
     lab.host.controller.freeze(move || done.send(()).unwrap());
-    assert!(frozen.recv_timeout(SHORT).is_err());
+    wait::moment();
+    assert!(frozen.try_recv().is_err());
     assert!(matches!(
         lab.host.controller.save(Parcel::new().descriptors()),
         Err(SaveError::AtWork)
     ));
     assert!(matches!(lab.host.controller.isolate(), Err(RelocateError::Frozen)));
     held.order(|orders| orders.hold = false);
-    frozen.recv_timeout(common::TIMEOUT).unwrap();
+    frozen.recv_timeout(common::LIMIT).unwrap();
     // It ended, and the host was told.
     assert_eq!(lab.host.wait(&mut queue).0, 1);
     for cid in 2..9 {
         lab.host.submit(&mut queue, &Sqe::read(1, cid.into(), 0, cid).with_prps(page, 0));
     }
-    std::thread::sleep(SHORT);
+    wait::moment();
     assert_eq!(held.seen().len(), 1);
     assert_eq!(lab.host.reap(&mut queue), None);
     lab.replace(pool(2, Polling::Never), |_| ());
@@ -377,7 +378,8 @@ fn a_rest_that_takes_too_long_is_called_off() {
         let (done, frozen) = channel::<()>();
         lab.host.controller.freeze(move || done.send(()).unwrap());
         if round % 2 == 0 {
-            assert!(frozen.recv_timeout(Duration::from_millis(2)).is_err());
+            wait::pause();
+            assert!(frozen.try_recv().is_err());
         }
         lab.host.controller.resume();
         assert!(frozen.recv().is_err(), "it is dropped and not called");
@@ -405,12 +407,13 @@ fn admin_commands_under_way_end_first_and_waiting_ones_wait() {
     lab.host.until("the deletion", || held.cancelled() == 1);
     let (done, frozen) = channel();
     lab.host.controller.freeze(move || done.send(()).unwrap());
-    assert!(frozen.recv_timeout(SHORT).is_err());
+    wait::moment();
+    assert!(frozen.try_recv().is_err());
     lab.host.submit(&mut admin, &identify(71).with_prps(page, 0));
     held.order(|orders| orders.hold = false);
     assert_eq!(lab.host.wait(&mut admin).0, 70);
-    frozen.recv_timeout(common::TIMEOUT).unwrap();
-    std::thread::sleep(SHORT);
+    frozen.recv_timeout(common::LIMIT).unwrap();
+    wait::moment();
     assert_eq!(lab.host.reap(&mut admin), None);
     lab.host.admin = admin;
     lab.replace(pool(1, Polling::Never), |_| ());
@@ -468,7 +471,7 @@ fn each_vector_is_raised_once_for_what_was_not_announced() {
     });
     let event = queue.irq.as_ref().unwrap().try_clone().unwrap();
     lab.replace(pool(1, Polling::Never), |_| ());
-    assert!(event.wait(Some(common::TIMEOUT)).unwrap());
+    assert!(event.wait(Some(common::LIMIT)).unwrap());
     assert_eq!(lab.host.reap(&mut queue).unwrap().0, 5);
 }
 
@@ -526,7 +529,7 @@ fn memory_that_was_away_comes_back_to_the_successor() {
     lab.host.controller = successor;
     lab.host.controller.restore(&saved, fds).unwrap();
     lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 3).with_prps(page, 0));
-    std::thread::sleep(SHORT);
+    wait::moment();
     assert_eq!(lab.host.reap(&mut queue), None);
     lab.host.controller.map_dma(BASE, MEMORY, &lab.host.memory).unwrap();
     assert_eq!(lab.host.wait(&mut queue).0, 3);
@@ -589,7 +592,7 @@ fn a_state_with_any_number_changed_is_refused_or_taken_and_never_panics() {
                 }
                 let (done, gone) = channel();
                 successor.disconnect(move || done.send(()).unwrap());
-                gone.recv_timeout(common::TIMEOUT).expect("it can be reset");
+                gone.recv_timeout(common::LIMIT).expect("it can be reset");
             }
         }
     }

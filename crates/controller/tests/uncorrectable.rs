@@ -177,7 +177,7 @@ fn there_is_a_limit_for_each_and_a_quota_for_all() {
     // A namespace that goes takes its own with it.
     let (sent, removed) = std::sync::mpsc::channel();
     host.controller.remove_namespace(1, move |_| sent.send(()).unwrap()).unwrap();
-    removed.recv_timeout(common::TIMEOUT).unwrap();
+    removed.recv_timeout(common::LIMIT).unwrap();
     assert_eq!(log(&mut host).0.nlslne, 0);
 }
 

@@ -14,12 +14,13 @@ use shadowbell_driver::{
 use shadowbell_spec::feature::{Select, fid};
 use shadowbell_spec::nvm::{CopyRange, DsmRange};
 use shadowbell_spec::{Sqe, Status, identify::cns};
+use shadowbell_testing::wait::{self, LIMIT};
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 fn emulated(disk: Arc<dyn Disk>, polling: Polling, mapped_doorbells: bool) -> Emulated {
     let pool = Pool::start(&PoolOptions { workers: 1, polling, pin: Vec::new() }).unwrap();
@@ -53,9 +54,15 @@ fn block_on<F: Future>(future: F) -> F::Output {
         if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
             return output;
         }
-        assert!(began.elapsed() < Duration::from_secs(60), "a lost wakeup");
-        std::thread::park_timeout(Duration::from_secs(61));
+        assert!(began.elapsed() < LIMIT, "a lost wakeup");
+        std::thread::park_timeout(LIMIT);
     }
+}
+
+/// Waits until there is a completion.
+#[track_caller]
+fn wait_for_one(queue: &mut QueuePair) {
+    wait::until("a completion", || queue.wait(Some(wait::deadline())).unwrap());
 }
 
 /// A block's bytes say which block and which version it is; version 0 was never written.
@@ -111,7 +118,7 @@ fn exercise(controller: &Controller, queue: &mut QueuePair, depth: usize, ops: u
             expected[token.index()] = Some((lba | blocks << 32 | u64::from(offset) << 48, check));
             submitted += 1;
         }
-        assert!(queue.wait(Some(Instant::now() + Duration::from_secs(20))).unwrap(), "lost");
+        wait_for_one(queue);
         while let Some(completion) = queue.pop() {
             assert!(completion.status.is_success(), "{}", completion.status);
             let (request, check) = expected[completion.token.index()].take().unwrap();
@@ -171,7 +178,7 @@ fn attach_and_leave_again_and_again() {
         let mut queues: Vec<_> = std::iter::from_fn(|| controller.take_queue_pair()).collect();
         for queue in &mut queues {
             queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
-            assert!(queue.wait(Some(Instant::now() + Duration::from_secs(10))).unwrap());
+            wait_for_one(queue);
             assert!(queue.pop().unwrap().status.is_success());
         }
         if round % 2 == 0 {
@@ -218,7 +225,7 @@ fn shadow_doorbells_save_nearly_every_mmio_of_a_busy_queue() {
         queue.submit(namespace.read(0, 8).unwrap(), Some(buffer)).unwrap();
     }
     while completed < 60_000 {
-        assert!(queue.wait(Some(Instant::now() + Duration::from_secs(10))).unwrap());
+        wait_for_one(&mut queue);
         while let Some(completion) = queue.pop() {
             completed += 1;
             let command = namespace.read(completed % 1000, 8).unwrap();
@@ -260,7 +267,7 @@ fn the_control_plane_of_a_real_controller() {
         shadowbell_spec::admin::CreateIoCq { qid: 9, qsize0: 7, pc: true, ..Default::default() };
     let sqe = Sqe::create_io_cq(queues, 0, 0);
     let data = shadowbell_driver::AdminData::None;
-    let result = admin.execute(sqe, data, Duration::from_secs(5)).unwrap();
+    let result = admin.execute(sqe, data, LIMIT).unwrap();
     assert!(!result.status.is_success());
     controller.detach().unwrap();
 }

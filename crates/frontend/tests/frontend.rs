@@ -8,6 +8,7 @@ use shadowbell_frontend::vfio_user::ClientEvent;
 use shadowbell_frontend::{ControllerDevice, InProcess};
 use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::{Status, regs};
+use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::client::{Options, Share};
 use shadowbell_vfio_user::device::region;
 use shadowbell_vfio_user::server::Handle;
@@ -16,9 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-
-const TIMEOUT: Duration = Duration::from_secs(20);
+use std::time::Instant;
 
 fn controller(mapped_doorbells: bool) -> Controller {
     let disk = Arc::new(MemDisk::new(8192, 512).unwrap());
@@ -56,7 +55,7 @@ impl Server {
 
     #[track_caller]
     fn expect(&self, event: ClientEvent) {
-        assert_eq!(self.events.recv_timeout(TIMEOUT), Ok(event));
+        assert_eq!(self.events.recv_timeout(LIMIT), Ok(event));
     }
 }
 
@@ -76,7 +75,7 @@ fn block_comes_back(transport: Arc<dyn Transport>, doorbells: Doorbells) {
     let mut queue = controller.take_queue_pair().unwrap();
     let mut run = |command, buffer| {
         queue.submit(command, Some(buffer)).unwrap();
-        let deadline = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + LIMIT;
         while !queue.wait(Some(deadline)).unwrap() {
             assert!(Instant::now() < deadline, "nothing completes");
         }
@@ -100,7 +99,7 @@ fn a_block_comes_back_over_a_socket() {
     for (mapped, doorbells) in [(false, Doorbells::Shadow), (true, Doorbells::Mapped)] {
         let server = Server::start(controller(mapped));
         for _ in 0..2 {
-            let transport = VfioUser::connect(server.socket(), TIMEOUT).unwrap();
+            let transport = VfioUser::connect(server.socket(), LIMIT).unwrap();
             server.expect(ClientEvent::Attached);
             block_comes_back(Arc::new(transport), doorbells);
             server.expect(ClientEvent::Detached);

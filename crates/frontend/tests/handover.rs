@@ -9,6 +9,7 @@ use shadowbell_frontend::vfio_user::MSIX_BAR;
 use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::{Status, regs};
 use shadowbell_state::{Descriptors, Parcel};
+use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::client::{Options, Share};
 use shadowbell_vfio_user::device::{DmaUnmap, irq, region};
 use shadowbell_vfio_user::server::{Ended, SavedPort};
@@ -17,9 +18,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-const TIMEOUT: Duration = Duration::from_secs(20);
 const PAGE: u64 = 4096;
 
 fn controller() -> Controller {
@@ -168,7 +168,7 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
         for (vector, event) in [0, 1, 3].into_iter().zip(&events) {
             assert_eq!(event.drain(), 0);
             server.controller.trigger_interrupt(vector);
-            assert!(event.wait(Some(TIMEOUT)).unwrap());
+            assert!(event.wait(Some(LIMIT)).unwrap());
             assert_eq!(event.drain(), 1);
         }
     }
@@ -185,14 +185,14 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
 #[test]
 fn a_driver_uses_a_controller_that_has_replaced_the_one_it_connected_to() {
     let mut server = Server::start();
-    let transport = VfioUser::connect(server.directory.path(), TIMEOUT).unwrap();
+    let transport = VfioUser::connect(server.directory.path(), LIMIT).unwrap();
     server.replace();
     let mut driver = Driver::attach(Arc::new(transport), &AttachOptions::default()).unwrap();
     let namespace = driver.namespace(1).unwrap().clone();
     let buffers = driver.buffers(1, 512).unwrap();
     let mut queue = driver.take_queue_pair().unwrap();
     queue.submit(namespace.read(0, 1).unwrap(), Some(buffers.take().unwrap())).unwrap();
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + LIMIT;
     while !queue.wait(Some(deadline)).unwrap() {
         assert!(Instant::now() < deadline, "nothing completes");
     }
@@ -216,7 +216,7 @@ fn a_successor_uses_the_memory_as_its_predecessor_might() {
     write(regs::ASQ, &0_u64.to_le_bytes());
     write(regs::ACQ, &PAGE.to_le_bytes());
     write(regs::CC, &0x0046_0001_u32.to_le_bytes());
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + LIMIT;
     let mut status = [0; 4];
     while status[0] & 1 == 0 {
         client.region_read(region::BAR0, regs::CSTS, &mut status).unwrap();

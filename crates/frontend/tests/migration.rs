@@ -8,6 +8,7 @@ use shadowbell_memory::Mapping;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::{Sqe, regs};
 use shadowbell_testing::guest::{Guest, MEMORY};
+use shadowbell_testing::wait;
 use shadowbell_vfio_user::client::{ClientError, Options, Share};
 use shadowbell_vfio_user::device::region;
 use shadowbell_vfio_user::migration::MigrationState;
@@ -15,7 +16,6 @@ use shadowbell_vfio_user::server::Ended;
 use shadowbell_vfio_user::{Client, Errno, Listener, Reactor};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 /// A controller behind a socket.
 struct Server {
@@ -330,11 +330,8 @@ fn a_stream_that_another_release_has_sent_is_read() {
         client.set_migration_state(MigrationState::Running).unwrap();
         let doorbell = (head as u32 + 1) % 32;
         client.region_write(region::BAR0, regs::DOORBELLS, &doorbell.to_le_bytes()).unwrap();
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while bytes.read::<u16>(4096 + tail * 16 + 12) != Some(77) {
-            assert!(Instant::now() < deadline, "no completion");
-            std::thread::yield_now();
-        }
+        let cid = || bytes.read::<u16>(4096 + tail * 16 + 12);
+        wait::until("a completion", || cid() == Some(77));
         let mut serial = [0; 5];
         bytes.read_into((1 << 20) + 4, &mut serial).unwrap();
         assert_eq!(&serial, b"MOVED");

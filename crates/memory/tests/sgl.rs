@@ -6,7 +6,8 @@ use common::{Access, BASE, GRANULE, Peer, Stretch, check, stretches};
 use proptest::prelude::*;
 use shadowbell_memory::{DataPointerError, Segments};
 use shadowbell_spec::status::Status;
-use std::time::{Duration, Instant};
+use shadowbell_testing::wait::LIMIT;
+use std::time::Instant;
 
 const GRANULES: usize = 256;
 const WINDOW: u64 = (GRANULES * GRANULE) as u64;
@@ -251,7 +252,7 @@ proptest! {
         }
         let since = Instant::now();
         agree(&peer, *first.get(&all), len, write)?;
-        prop_assert!(since.elapsed() < Duration::from_secs(5));
+        prop_assert!(since.elapsed() < LIMIT);
     }
 
     /// No structure at all.
@@ -431,5 +432,5 @@ fn a_list_without_end_ends() {
     let list = |count: usize| Descriptor::new(LAST_SEGMENT, BASE, count * 16);
     assert_eq!(status(list(MOST - 1), (MOST - 1) * 16), Ok(()));
     assert_eq!(status(list(MOST), MOST * 16), Err(too_many));
-    assert!(since.elapsed() < Duration::from_secs(2));
+    assert!(since.elapsed() < LIMIT);
 }

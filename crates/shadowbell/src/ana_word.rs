@@ -1,4 +1,4 @@
-//! What a controller makes of a group of namespaces, as a person says it.
+//! ANA states in options, configuration and JSON, and the ANA groups of a subsystem.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::MAX_ANA_GROUPS;
@@ -6,22 +6,22 @@ use shadowbell_spec::log::AnaState;
 use std::fmt;
 use utoipa::ToSchema;
 
-/// The state of an ANA group for a controller.
+/// ANA state of a group for a controller.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize, ToSchema,
 )]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum AnaWord {
-    /// It is one of the ways that are best
+    /// Optimized path: preferred by hosts
     #[default]
     Optimized,
-    /// It works, and a host takes it if there is none that is better
+    /// Working path that hosts use only if no optimized one is available
     NonOptimized,
-    /// It does not work for now
+    /// Path that does not work at present
     Inaccessible,
-    /// It does not work, and never will
+    /// Path that does not work and never will
     PersistentLoss,
-    /// Another state is about to come, within a minute
+    /// Transition to another state, which follows within a minute
     Change,
 }
 
@@ -55,19 +55,19 @@ impl fmt::Display for AnaWord {
     }
 }
 
-/// The ANA groups of a subsystem's namespaces, and what they are for one of its controllers.
+/// ANA groups of a subsystem's namespaces, with their states for one of its controllers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AnaGroups {
-    /// The NSIDs of groups 1, 2 and so on. What is in none of them is in the first.
+    /// NSIDs of groups 1, 2 and so on. Namespaces that are not listed belong to group 1.
     #[serde(default)]
     pub(crate) nsids: Vec<Vec<u32>>,
-    /// The states of groups 1, 2 and so on; those that are missing are optimized.
+    /// States of groups 1, 2 and so on; missing ones are optimized.
     #[serde(default)]
     pub(crate) states: Vec<AnaWord>,
 }
 
 impl AnaGroups {
-    /// What is wrong with groups of these namespaces, in a sentence.
+    /// Validates groups of the namespaces `all`. The error is a sentence.
     pub(crate) fn check(nsids: &[Vec<u32>], all: &[u32]) -> Result<(), String> {
         if nsids.len() > MAX_ANA_GROUPS as usize {
             return Err(format!("`ana-groups` has {MAX_ANA_GROUPS} groups at most"));
@@ -85,18 +85,18 @@ impl AnaGroups {
         Ok(())
     }
 
-    /// How many there are.
+    /// Number of groups, at least 1.
     pub(crate) fn count(&self) -> u32 {
         self.nsids.len().max(1) as u32
     }
 
-    /// The state of a group.
+    /// State of a group.
     pub(crate) fn state(&self, group: u32) -> AnaWord {
         let at = (group as usize).checked_sub(1);
         at.and_then(|at| self.states.get(at)).copied().unwrap_or_default()
     }
 
-    /// Has a group have this state. Those at the end that are optimized are not written.
+    /// Sets the state of a group. Trailing optimized states are not stored.
     pub(crate) fn set(&mut self, group: u32, state: AnaWord) {
         let Some(at) = (group as usize).checked_sub(1) else { return };
         let room = self.states.len().max(at + 1);
@@ -109,18 +109,18 @@ impl AnaGroups {
         }
     }
 
-    /// The group of each namespace that is not in the first.
+    /// Pairs of NSID and group for all listed namespaces.
     pub(crate) fn by_nsid(&self) -> impl Iterator<Item = (u32, u32)> {
         let groups = (1..).zip(&self.nsids);
         groups.flat_map(|(group, nsids)| nsids.iter().map(move |nsid| (*nsid, group)))
     }
 
-    /// The states by group.
+    /// Pairs of group and state for all stored states.
     pub(crate) fn by_group(&self) -> impl Iterator<Item = (u32, AnaState)> {
         (1..).zip(&self.states).map(|(group, state)| (group, (*state).into()))
     }
 
-    /// The states, for a person: `optimized, inaccessible`. `None` if all are optimized.
+    /// States of all groups as text: `optimized, inaccessible`. `None` if all are optimized.
     pub(crate) fn text(&self) -> Option<String> {
         let states = (1..=self.count()).map(|group| self.state(group).to_string());
         let is_plain = self.by_group().all(|(_, state)| state == AnaState::Optimized);

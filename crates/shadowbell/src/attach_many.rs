@@ -1,5 +1,5 @@
-//! `attach-many`: many controllers attached at once, idle or with a little to do. It shows what a
-//! server's memory and processor time come to by their number.
+//! `attach-many`: attaches many controllers at once, idle or with a light load, to measure a
+//! server's memory and CPU time by number of controllers.
 
 use crate::descriptor_limit;
 use crate::latency::{Latency, histogram};
@@ -12,60 +12,60 @@ use std::io::{self, Read, Write};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// How long one I/O may take before the controller is given up.
+/// Time limit of a read.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Attach to many controllers and keep them, with a light load if asked for
+/// Attach many controllers and hold them, optionally under a light load
 ///
-/// Prints one line of JSON when all are attached, and one when the load is over. Ends with its
-/// standard input.
+/// Prints one line of JSON when all are attached, and another when the load has ended. Ends at the
+/// end of its standard input.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct Args {
-    /// The controllers
+    /// Controllers to attach
     #[arg(value_name = "TARGET", required = true)]
     targets: Vec<Target>,
-    /// Queue pairs of each
+    /// Queue pairs per controller
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     queues: u16,
-    /// Read so many times a second from each, one after the other
+    /// Reads per second and controller, one at a time
     #[arg(long, value_name = "N", requires = "ios", value_parser = clap::value_parser!(u32).range(1..))]
     rate_iops: Option<u32>,
-    /// So many times in all
+    /// Number of reads in total
     #[arg(long, value_name = "N", requires = "rate_iops")]
     ios: Option<u64>,
 }
 
-/// What attaching came to: one line of JSON.
+/// Result of attaching: the first line of JSON.
 #[derive(Debug, Serialize)]
 struct Attached {
     attached: usize,
     queue_pairs: u32,
-    /// From connecting to the last queue pair.
+    /// Time from connecting to the last queue pair.
     attach_ns: Latency,
 }
 
-/// What the light load came to: another.
+/// Result of the load: the second line of JSON.
 #[derive(Debug, Serialize)]
 struct Loaded {
     commands: u64,
     seconds: f64,
-    /// From when each was due.
+    /// Time from when a read was due to its completion.
     latency_ns: Option<Latency>,
 }
 
-/// A controller with something to do on it.
+/// Attached controller with its queues.
 struct Attachment {
     session: Session,
     queues: Vec<QueuePair>,
     buffer: Option<Buffer>,
 }
 
-/// Runs the verb: attaches, prints a line of JSON, reads if that is asked for, prints another, and
-/// waits for the end of standard input.
+/// Runs the verb: attaches, prints a line of JSON, runs the load if requested, prints a second
+/// line, and waits for the end of standard input.
 ///
 /// # Errors
-/// A controller that can not be attached, or does not do what it is asked for.
+/// A controller cannot be attached, or a read fails.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     descriptor_limit::raise();
     let options = AttachOptions {
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let (Some(rate), Some(ios)) = (args.rate_iops, args.ios) {
         print(&light_load(&mut attachments, rate, ios)?)?;
     }
-    // Nothing is said there; it ends when whoever started us has seen enough.
+    // Standard input carries no data; the caller closes it to end the program.
     io::stdin().lock().read_to_end(&mut Vec::new())?;
     for Attachment { session, queues, buffer } in attachments {
         drop((queues, buffer));
@@ -112,7 +112,7 @@ fn print(what: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One read at a time, from each controller in turn, at even distances.
+/// Reads once from each controller in turn, at equal intervals.
 fn light_load(attachments: &mut [Attachment], rate: u32, ios: u64) -> anyhow::Result<Loaded> {
     for Attachment { session, buffer, .. } in &mut *attachments {
         let size = session.namespace()?.block_size() as usize;

@@ -1,13 +1,13 @@
-//! What a person wants to know of a controller that was attached.
+//! Description of an attached controller for the log.
 
 use crate::queue_options::doorbells_name;
 use shadowbell_driver::{BlockMetadata, Controller, QueueMap, Steered};
 use shadowbell_spec::protection::GuardKind;
 use shadowbell_spec::regs::Vs;
 
-/// A few lines: what it is, what it can do, what was asked of it and what it gave, which processors
-/// are to use which queue pair, its namespaces. `asked` is how many queue pairs were wanted, and
-/// `steered` what came of the interrupts that are the kernel's to send.
+/// Lines about a controller: identity, capabilities, requested and granted queue pairs, assignment
+/// of CPUs to queue pairs, namespaces. `asked` is the requested number of queue pairs, `steered`
+/// the result of setting the affinity of kernel interrupts.
 #[must_use]
 pub(crate) fn banner(
     controller: &Controller,
@@ -61,7 +61,7 @@ pub(crate) fn banner(
     lines
 }
 
-/// What blocks have beside their data.
+/// Description of a block's metadata.
 fn metadata(metadata: &BlockMetadata) -> String {
     let place = if metadata.is_extended() { ", at the end of each" } else { "" };
     let bytes = format!(" and {} of metadata{place}", metadata.size());
@@ -74,7 +74,7 @@ fn metadata(metadata: &BlockMetadata) -> String {
     }
 }
 
-/// Where the interrupts go, if anybody can say.
+/// Description of the interrupt affinity.
 fn interrupts(steered: Option<&Steered>) -> String {
     match steered {
         None | Some(Steered::All(0)) => String::new(),
@@ -86,7 +86,7 @@ fn interrupts(steered: Option<&Steered>) -> String {
     }
 }
 
-/// `1.4`, `1.3.1`.
+/// Version as text: `1.4`, `1.3.1`.
 fn version(version: Vs) -> String {
     match version.ter() {
         0 => format!("{}.{}", version.mjr(), version.mnr()),

@@ -1,10 +1,10 @@
-//! What a worker has its supervisor hold for the time after its death: items, each with a key, a
-//! body and descriptors; and how they travel in packets.
+//! Checkpoint of a server process: items that the supervisor stores for the next server process,
+//! each with a key, a body and descriptors; and their packet format.
 //!
-//! A worker changes items in transactions, which take effect as a whole: with the last packet of
-//! one. A packet is made of pieces, and its descriptors belong to them in their order. A body that
-//! is too long for a packet is in a memfd, the first descriptor of its item. Who keeps items reads
-//! keys and lengths, and never a body.
+//! A server process changes items in transactions, which are applied atomically with their last
+//! packet. A packet consists of pieces, and its descriptors belong to the pieces in order. A body
+//! that is too long for a packet is stored in a memfd, which is the first descriptor of its item.
+//! The supervisor reads keys and lengths, but never a body.
 
 use crate::late_close;
 use crate::supervisor::protocol::{MOST, MOST_FDS};
@@ -16,52 +16,53 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// The item without which the others are of no use: it comes last.
+/// Key of the item that marks a complete checkpoint, sent last. Without it, the other items are
+/// unusable.
 pub(crate) const COMPLETE: &str = "served";
 
-/// What comes before the keys of a process that has handed over a part of what it had, and has died
-/// before the rest: the other one's items are called as ever, and count first.
+/// Prefix for the keys of an old process that died in an upgrade after a part of its controllers
+/// had moved to the new process. The items of the new process have no prefix and take precedence.
 const OLDER: &str = "older/";
 
-/// The longest body that travels in a packet.
+/// Longest body that is sent inside a packet.
 const MOST_BODY: usize = MOST - 1024;
-/// The longest key.
+/// Longest key.
 const MOST_KEY: usize = 256;
 
-/// A packet begins a transaction: what came of another one is of no use.
+/// Flag: the packet begins a transaction; an unfinished one is discarded.
 const FIRST: u8 = 1;
-/// A packet ends a transaction.
+/// Flag: the packet ends a transaction.
 const LAST: u8 = 2;
 
-/// An item whose body is in the piece.
+/// Kind of piece: item with its body in the piece.
 const PUT: u8 = b'p';
-/// An item whose body is in the first of its descriptors.
+/// Kind of piece: item with its body in the first descriptor.
 const PUT_MEMORY: u8 = b'm';
-/// More descriptors of the item before.
+/// Kind of piece: more descriptors of the previous item.
 const MORE: u8 = b'a';
-/// An item that is to go.
+/// Kind of piece: key of an item to remove.
 const DELETE: u8 = b'd';
 
-/// A change.
+/// Change of an item.
 pub(crate) enum Change<'a> {
-    /// An item that takes the place of the one with its key.
+    /// Adds an item, or replaces the one with this key.
     Put { key: &'a str, body: &'a [u8], fds: &'a [BorrowedFd<'a>] },
-    /// There is to be no item with this key.
+    /// Removes the item with this key, if there is one.
     Delete { key: &'a str },
 }
 
-/// An item that somebody keeps.
+/// Stored item.
 #[derive(Debug)]
 pub(crate) struct Item {
     pub(crate) body: Body,
     pub(crate) fds: Vec<OwnedFd>,
 }
 
-/// What belongs to a key.
+/// Body of an item.
 #[derive(Debug)]
 pub(crate) enum Body {
     Here(Vec<u8>),
-    /// In a memfd.
+    /// Body in a memfd.
     There(OwnedFd),
 }
 
@@ -72,10 +73,10 @@ impl Default for Body {
 }
 
 impl Item {
-    /// Its body and its descriptors.
+    /// Returns the body and the descriptors.
     ///
     /// # Errors
-    /// The system's.
+    /// The memfd cannot be read.
     pub(crate) fn read(mut self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let body = match std::mem::take(&mut self.body) {
             Body::Here(body) => body,
@@ -91,23 +92,23 @@ impl Item {
     }
 }
 
-/// What a client has sent is not closed by who has more to do.
+/// Closes the descriptors on another thread, because closing a file that a client sent may block.
 impl Drop for Item {
     fn drop(&mut self) {
         late_close::close(self.fds.drain(..));
     }
 }
 
-/// A packet of a transaction, to be sent with its descriptors.
+/// Packet of a transaction with its descriptors.
 pub(crate) struct Packet<'a> {
     pub(crate) bytes: Vec<u8>,
     pub(crate) fds: Vec<BorrowedFd<'a>>,
 }
 
-/// The packets of a transaction of these changes. `memory` gets the bodies that are too long.
+/// Encodes a transaction as packets. `memory` receives the memfds of long bodies.
 ///
 /// # Errors
-/// The system's; or a key is too long.
+/// A memfd cannot be created, or a key is too long.
 pub(crate) fn packets<'a>(
     changes: &'a [Change<'a>],
     memory: &'a mut Vec<Option<OwnedFd>>,
@@ -141,7 +142,7 @@ fn memory_of(body: &[u8]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Writes packets.
+/// Writer of packets.
 #[derive(Default)]
 struct Writer<'a>(Vec<Packet<'a>>);
 
@@ -179,7 +180,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// The packet that has room for so many bytes more, and for a descriptor if there are some.
+    /// Packet with room for `bytes` more bytes, and for a descriptor if `fds` is set.
     fn packet(&mut self, bytes: usize, fds: bool) -> &mut Packet<'a> {
         let has_room = self.0.last().is_some_and(|last| {
             last.bytes.len() + bytes < MOST && (!fds || last.fds.len() < MOST_FDS)
@@ -199,40 +200,40 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// The bytes of a piece without its key and its body: kind, descriptors, their lengths.
+/// Bytes of a piece's header: kind, number of descriptors, lengths of key and body.
 const PIECE: usize = 1 + 2 + 2 + 4;
 
-/// Why what came is not kept.
+/// Error of a received packet.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Unreadable {
-    /// The packet has another form.
+    /// Malformed packet.
     #[error("a packet has another form")]
     Form,
-    /// Descriptors are missing: this process may not have as many.
+    /// Missing descriptors: the limit of open files (RLIMIT_NOFILE) was reached.
     #[error("descriptors are missing: raise this process's limit of open files (ulimit -n)")]
     Descriptors,
 }
 
-/// A checkpoint, and a transaction that is still open.
+/// Checkpoint, and the changes of an unfinished transaction.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Checkpoint {
     pub(crate) all: BTreeMap<String, Arc<Item>>,
     pub(crate) staged: Vec<(String, Option<Arc<Item>>)>,
-    /// The last packet was not the last one of its transaction.
+    /// The last packet did not end its transaction.
     pub(crate) is_open: bool,
 }
 
 impl Checkpoint {
-    /// Takes a packet of a transaction. Whether that was its last.
+    /// Adds a packet of a transaction. True if it was the last one, which applies the transaction.
     ///
     /// # Errors
-    /// [`Unreadable`]: the items are not what they should be any more.
+    /// [`Unreadable`]: the checkpoint is no longer complete.
     pub(crate) fn take(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<bool, Unreadable> {
         let (flags, mut rest) = bytes.split_first().ok_or(Unreadable::Form)?;
         if flags & FIRST != 0 {
             self.staged.clear();
         } else if !self.is_open {
-            // Its beginning is lost.
+            // The beginning of the transaction is missing.
             return Err(Unreadable::Form);
         }
         self.is_open = flags & LAST == 0;
@@ -285,47 +286,47 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Whether this packet begins a transaction, and whether it ends one. One that does both may be
-    /// taken twice.
+    /// True for each if the packet begins a transaction, and if it ends one. Applying a packet that
+    /// does both twice is harmless.
     pub(crate) fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
         let flags = bytes.first().copied().unwrap_or_default();
         (flags & FIRST != 0, flags & LAST != 0)
     }
 
-    /// A transaction that has not come to its end has not happened.
+    /// Discards an unfinished transaction, after the connection was closed.
     pub(crate) fn close(&mut self) {
         self.staged.clear();
         self.is_open = false;
     }
 
-    /// Whether more packets belong to the last transaction.
+    /// True if more packets of the last transaction are expected.
     pub(crate) fn is_open(&self) -> bool {
         self.is_open
     }
 
-    /// Whether there is one with this key.
+    /// True if there is an item with this key.
     pub(crate) fn contains(&self, key: &str) -> bool {
         self.all.contains_key(key)
     }
 
-    /// The keys that begin so.
+    /// Keys with the prefix `begin`.
     pub(crate) fn keys(&self, begin: &str) -> Vec<String> {
         let keys = self.all.range(begin.to_owned()..).map(|(key, _)| key);
         keys.take_while(|key| key.starts_with(begin)).cloned().collect()
     }
 
-    /// Takes one out.
+    /// Removes and returns the item with this key.
     pub(crate) fn remove(&mut self, key: &str) -> Option<Item> {
         Arc::into_inner(self.all.remove(key)?)
     }
 
-    /// Adds those of the process that was about to hand over, and has handed over a part.
+    /// Adds the items of the old process of an upgrade, whose controllers have moved in part.
     pub(crate) fn add_older(&mut self, older: Self) {
         let all = older.all.into_iter();
         self.all.extend(all.map(|(key, item)| (format!("{OLDER}{key}"), item)));
     }
 
-    /// Takes out what was [added](Self::add_older).
+    /// Removes and returns the items that [`add_older`](Self::add_older) added.
     pub(crate) fn take_older(&mut self) -> Option<Self> {
         let all = std::mem::take(&mut self.all);
         let (older, own) =
@@ -336,7 +337,7 @@ impl Checkpoint {
         (!older.all.is_empty()).then_some(older)
     }
 
-    /// What has to be sent so that another process has them all.
+    /// Parts of a transaction that sends all items to another process.
     pub(crate) fn parts(&self) -> Vec<Part> {
         let mut parts: Vec<Part> = Vec::new();
         for (key, item) in &self.all {
@@ -363,7 +364,7 @@ impl Checkpoint {
     }
 }
 
-/// An item or a part of one, on its way to another process.
+/// Item, or some of its descriptors, to send to another process.
 pub(crate) struct Part {
     key: String,
     item: Option<Arc<Item>>,
@@ -372,7 +373,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// The packet.
+    /// Encodes the part as a packet.
     pub(crate) fn packet(&self) -> Packet<'_> {
         let mut bytes = vec![self.flags];
         let Some(item) = &self.item else { return Packet { bytes, fds: Vec::new() } };
@@ -381,7 +382,7 @@ impl Part {
             Body::Here(body) => (PUT, body),
             Body::There(_) => (PUT_MEMORY, &[]),
         };
-        // The body's memory is the first of them, if there is one.
+        // The memfd of a long body precedes the other descriptors.
         let memory = match &item.body {
             Body::There(memory) => Some(memory),
             Body::Here(_) => None,
@@ -406,7 +407,7 @@ struct Piece<'a> {
 }
 
 impl<'a> Piece<'a> {
-    /// The first one, and what follows.
+    /// Decodes the first piece of `bytes`. Returns it and the rest.
     fn first_of(bytes: &'a [u8]) -> Option<(Self, &'a [u8])> {
         let (head, rest) = bytes.split_first_chunk::<PIECE>()?;
         let [kind, f0, f1, k0, k1, b0, b1, b2, b3] = *head;
@@ -432,7 +433,7 @@ mod tests {
         (0..count).map(|_| pipe()).collect()
     }
 
-    /// What arrives of these changes.
+    /// Sends these changes to `items`. Returns the number of packets.
     fn change(items: &mut Checkpoint, changes: &[Change<'_>]) -> usize {
         let mut memory = Vec::new();
         let packets = packets(changes, &mut memory).unwrap();
@@ -492,7 +493,7 @@ mod tests {
             ],
         );
         assert_eq!(sent, 4, "all those descriptors need as many packets");
-        // To the next one, who changes something, and to the one after that.
+        // Sends all items to a second process, which changes one, then to a third.
         for _ in 0..2 {
             let mut next = Checkpoint::default();
             let parts = items.parts();
@@ -536,7 +537,7 @@ mod tests {
         };
         assert_eq!(items.take(&packets[0].bytes, own(&packets[0])), Ok(false));
         assert!(!items.contains("b"));
-        // Whoever could not send the rest begins anew.
+        // A sender that could not send the rest begins a new transaction.
         change(&mut items, &[Change::Put { key: "c", body: b"", fds: &[] }]);
         assert!(!items.contains("b") && items.contains("c"));
         assert_eq!(read(&mut items, "a").0, b"old");

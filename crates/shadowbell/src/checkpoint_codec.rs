@@ -6,16 +6,16 @@ use shadowbell_state::{Bytes, Descriptors, FdRef, StateError};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// The descriptors that go with what is written down, in their order.
+/// Descriptors that the serialized state refers to, in order.
 pub(crate) type Fds<'a> = Vec<BorrowedFd<'a>>;
 
-/// Has a descriptor go along.
+/// Adds a descriptor and returns its reference for the serialized state.
 pub(crate) fn add<'a>(fds: &mut Fds<'a>, fd: BorrowedFd<'a>) -> FdRef {
     fds.push(fd);
     FdRef::at(fds.len() - 1)
 }
 
-/// Serialized checkpoint, and a transaction that is still open.
+/// Serialized checkpoint, with the changes of an unfinished transaction.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct SavedCheckpoint {
     all: Vec<(String, SavedItem)>,
@@ -56,7 +56,7 @@ impl Item {
 }
 
 impl Checkpoint {
-    /// Writes them down.
+    /// Serializes the checkpoint.
     pub(crate) fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedCheckpoint {
         SavedCheckpoint {
             all: self.all.iter().map(|(key, item)| (key.clone(), item.save(fds))).collect(),
@@ -69,7 +69,7 @@ impl Checkpoint {
         }
     }
 
-    /// The other way round.
+    /// Deserializes a checkpoint.
     ///
     /// # Errors
     /// A descriptor is missing.

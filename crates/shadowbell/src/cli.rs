@@ -1,4 +1,4 @@
-//! The command line: the verbs, and the options that all of them have.
+//! Command line: verbs and global options.
 
 use crate::plain_words::plain;
 use crate::{
@@ -10,7 +10,7 @@ use clap::{Parser, Subcommand};
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
-/// NVMe for virtual machines and user-space programs, with doorbells that almost never ring.
+/// NVMe for virtual machines and user-space programs, with few doorbell traps.
 #[derive(Debug, Parser)]
 #[command(name = "shadowbell", version, after_help = exit::HELP, max_term_width = 100)]
 #[command(propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
@@ -21,7 +21,7 @@ struct Cli {
     verb: Verb,
 }
 
-/// One line each, in the order of the help; what a verb takes and does is in its module.
+/// Verbs in the order of the help. Most have their help text and options in their own modules.
 #[derive(Debug, Subcommand)]
 enum Verb {
     Serve(Box<serve::Args>),
@@ -29,31 +29,31 @@ enum Verb {
     Bench(bench::Args),
     Verify(verify::Args),
     List(inspect::ListArgs),
-    /// Show what a controller says of itself
+    /// Show the Identify Controller data of a controller
     IdCtrl(inspect::Args),
-    /// Show what a controller says of a namespace
+    /// Show the Identify Namespace data of a namespace
     IdNs(inspect::Args),
-    /// Show the health of a controller
+    /// Show the SMART / health log of a controller
     SmartLog(inspect::Args),
     ErrorLog(inspect::ErrorLogArgs),
     GetFeature(inspect::FeatureArgs),
     DeviceSelfTest(inspect::SelfTestArgs),
-    /// Show the self-tests of a controller
+    /// Show the self-test results of a controller
     SelfTestLog(inspect::Args),
     TelemetryLog(inspect::TelemetryArgs),
-    /// Show what has happened to a controller
+    /// Show the persistent event log of a controller
     PersistentEventLog(inspect::Args),
     CreateNs(manage::CreateArgs),
     DeleteNs(manage::DeleteArgs),
-    /// Have controllers have a namespace of a pool
+    /// Attach a namespace of a pool to controllers
     AttachNs(manage::AttachArgs),
-    /// Have controllers have a namespace of a pool no more
+    /// Detach a namespace of a pool from controllers
     DetachNs(manage::AttachArgs),
     Format(manage::FormatArgs),
     Sanitize(manage::SanitizeArgs),
-    /// Show how far a sanitize operation is
+    /// Show the progress or result of a sanitize operation
     SanitizeLog(inspect::Args),
-    /// Show which namespaces a controller is a good way to (Asymmetric Namespace Access)
+    /// Show the ANA log of a controller (Asymmetric Namespace Access)
     AnaLog(inspect::Args),
     WriteUncor(manage::UncorrectableArgs),
     Read(transfer::ReadArgs),
@@ -72,7 +72,7 @@ enum Verb {
 }
 
 impl Verb {
-    /// Whether it runs until somebody ends it, and its log is read later.
+    /// True for verbs that run until they are stopped, so that their log lines need timestamps.
     fn is_service(&self) -> bool {
         matches!(self, Self::Serve(_) | Self::Export(_))
     }
@@ -118,12 +118,12 @@ impl Verb {
     }
 }
 
-/// The program: reads the command line, does what it says and reports what went wrong.
+/// Runs the program: parses the command line, runs the verb and reports errors.
 #[must_use]
 pub fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
     if supervisor::is_asked_for(&arguments) {
-        // Before anything takes memory that it has no use for.
+        // Before any other initialization, to keep the memory use of the supervisor low.
         return supervisor::run(arguments);
     }
     if arguments.len() == 2 && arguments[1] == supervisor::CHECK {
@@ -134,7 +134,7 @@ pub fn main() -> ExitCode {
         Err(error) => return refuse(&error),
     };
     logging::start(&cli.logging, cli.verb.is_service());
-    // A server begins by itself: before that it has one thread.
+    // `serve` starts the logging thread itself, because it must be single-threaded before that.
     if !matches!(cli.verb, Verb::Serve(_)) {
         logging::begin();
     }
@@ -143,7 +143,7 @@ pub fn main() -> ExitCode {
     status
 }
 
-/// Says what is wrong with the command line, or what was asked of it.
+/// Prints an error of the command line, or the requested help, and ends the program.
 fn refuse(error: &clap::Error) -> ExitCode {
     if error.kind() != ErrorKind::ValueValidation {
         error.exit();

@@ -1,8 +1,8 @@
-//! Content that shows whether it is the right one, at the right place and in one piece.
+//! Verifiable block content: detects corrupt, misplaced, torn and stale blocks.
 //!
-//! Every 512 bytes of a block, the smallest that a disk may tear a write into, are a cell of their
-//! own: a CRC-32C of the rest, the byte of the namespace that it was written to, the sequence
-//! number of the write, the seed of the run, and random bytes that follow from all of these.
+//! Every 512 bytes of a block, the smallest unit that a disk writes atomically, are a cell: CRC-32C
+//! of the rest, byte offset in the namespace, sequence number of the write, seed of the run, and
+//! pseudo-random bytes generated from offset, sequence number and seed.
 
 use crate::rng::Rng;
 use shadowbell_spec::Status;
@@ -10,7 +10,7 @@ use std::fmt;
 
 /// Bytes of a cell: the smallest logical block.
 pub(super) const CELL: usize = 512;
-/// `SBVF` in the order of the bytes.
+/// `SBVF` in byte order of memory.
 const MAGIC: u32 = u32::from_le_bytes(*b"SBVF");
 const MAGIC_AT: usize = 0;
 const CRC_AT: usize = 4;
@@ -19,29 +19,29 @@ const SEQUENCE_AT: usize = 16;
 const SEED_AT: usize = 20;
 const RANDOM_AT: usize = 24;
 
-/// What is wrong with a block.
+/// Fault of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// It was never written by a run like this.
+    /// Not written by a verifying run.
     Foreign,
-    /// It is from a run with another seed.
+    /// Written by a run with another seed.
     OtherRun,
-    /// The checksum does not match.
+    /// Checksum mismatch.
     Corrupt,
-    /// It was written to this byte of the namespace, not here.
+    /// Written to this other byte offset of the namespace.
     Misplaced(u64),
-    /// Its beginning is of one write and this is of another.
+    /// Cells of different writes in one block.
     Torn { beginning: u32, here: u32 },
-    /// It is of an earlier write than the last that completed (or of one that never was).
+    /// Content of another write than the last one that completed.
     Stale { expected: u32, found: u32 },
-    /// It is not what its protection information says.
+    /// Protection information check failed.
     Protection(Status),
 }
 
-/// A block that is not what it has to be.
+/// Block with wrong content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadBlock {
-    /// The byte of the namespace at which the first bad cell begins.
+    /// Byte offset of the first bad cell in the namespace.
     pub(crate) offset: u64,
     pub(crate) fault: Fault,
 }
@@ -79,8 +79,7 @@ fn store<const N: usize>(cell: &mut [u8], at: usize, bytes: [u8; N]) {
     }
 }
 
-/// Fills `block`, which is to be written to byte `offset`, for write number `sequence` of the
-/// block.
+/// Fills `block` with the content of its write number `sequence` at byte `offset`.
 pub(crate) fn fill(block: &mut [u8], offset: u64, sequence: u32, seed: u32) {
     for (n, cell) in block.chunks_exact_mut(CELL).enumerate() {
         let offset = offset + (n * CELL) as u64;
@@ -98,8 +97,8 @@ pub(crate) fn fill(block: &mut [u8], offset: u64, sequence: u32, seed: u32) {
     }
 }
 
-/// Whether `block`, read from byte `offset`, is in one piece, at its place, and of write number
-/// `expected` of the block, if that is known.
+/// Checks `block`, which was read from byte `offset`. `expected` is the sequence number of the
+/// block's last write, if known.
 pub(crate) fn check(
     block: &[u8],
     offset: u64,
@@ -117,7 +116,7 @@ pub(crate) fn check(
         if read_u32(cell, CRC_AT) != Some(crc) {
             return bad(Fault::Corrupt);
         }
-        // From here on the cell is as it was written, so its fields can be believed.
+        // The checksum matches, so the other fields are valid.
         let low = read_u32(cell, OFFSET_AT).unwrap_or_default();
         let high = read_u32(cell, OFFSET_AT + 4).unwrap_or_default();
         let written = u64::from(low) | u64::from(high) << 32;
@@ -180,7 +179,7 @@ mod tests {
         let bad = fault(&block(4096, 5));
         assert_eq!(bad, BadBlock { offset: OFFSET, fault: Fault::Misplaced(4096) });
         assert!(bad.to_string().contains("written to byte 4096"), "{bad}");
-        // Also if it is only a part of it.
+        // A single misplaced cell is detected as well.
         let mut mixed = block(OFFSET, 5);
         mixed[1024..1536].copy_from_slice(&block(OFFSET, 5)[512..1024]);
         let bad = fault(&mixed);
@@ -193,7 +192,7 @@ mod tests {
         torn[2048..].copy_from_slice(&block(OFFSET, 4)[2048..]);
         let torn_fault = Fault::Torn { beginning: 5, here: 4 };
         assert_eq!(fault(&torn), BadBlock { offset: OFFSET + 2048, fault: torn_fault });
-        // Torn the other way round, the beginning is what is wrong.
+        // With an old beginning and a new end, the beginning is reported.
         let mut torn = block(OFFSET, 4);
         torn[2048..].copy_from_slice(&block(OFFSET, 5)[2048..]);
         assert_eq!(fault(&torn).fault, Fault::Stale { expected: 5, found: 4 });

@@ -1,4 +1,5 @@
-//! A controller as a person asks for it, and the configuration that it comes to.
+//! Controller as requested by the user, and its conversion to a configuration of the controller
+//! crate.
 
 use crate::disk_spec::{self, DiskSpecError};
 use crate::exit;
@@ -15,64 +16,66 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A controller as a person asked for it. `None` stands for a default that depends on others.
+/// Controller as requested by the user. `None` means a default that depends on other settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ControllerConfig {
-    /// The disks, as [`crate::disk_spec::open`] takes them, in the order of their namespaces.
+    /// Disks in the order of the namespaces, in the syntax of [`crate::disk_spec::open`].
     pub disks: Vec<DiskConfig>,
     /// Serial number.
     pub serial: Option<String>,
     /// Model number.
     pub model: Option<String>,
-    /// Most I/O queue pairs.
+    /// Maximum number of I/O queue pairs.
     pub queues: Option<u16>,
-    /// Most entries of a queue.
+    /// Maximum queue size in entries.
     pub queue_entries: Option<u32>,
-    /// The largest transfer in bytes.
+    /// Maximum transfer size of a command in bytes.
     pub max_transfer: Option<u64>,
-    /// How doorbells come.
+    /// Doorbell mechanism.
     pub doorbells: OfferedDoorbells,
-    /// No namespace takes writes, whatever its disk allows.
+    /// Refuse writes to all namespaces, whatever their disks allow.
     pub read_only: bool,
-    /// What its host may make namespaces from. Those that are attached are among the disks.
+    /// Pool for namespaces that the host creates. Attached namespaces of the pool are in `disks`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolSpec>,
-    /// It is one of several with the same namespaces.
+    /// Subsystem of several controllers with the same namespaces.
     #[serde(default)]
     pub subsystem: Option<Place>,
 }
 
-/// A namespace as a person asked for it.
+/// Namespace as requested by the user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DiskConfig {
-    /// The disk, as [`crate::disk_spec::open`] takes it.
+    /// Disk, in the syntax of [`crate::disk_spec::open`].
     pub disk: String,
-    /// Its UUID; if there is none, one that stays the same as long as the names do.
+    /// UUID of the namespace; `None` derives a stable one from the serial number and the disk's
+    /// name.
     pub uuid: Option<[u8; 16]>,
-    /// Its NSID; if there is none, the one after that of the disk before.
+    /// NSID; `None` is the NSID after that of the previous disk.
     #[serde(default)]
     pub nsid: Option<u32>,
 }
 
 impl DiskConfig {
-    /// A disk of which nothing else is said, but perhaps its UUID, as an option.
+    /// Namespace of a disk, whose options may contain the UUID.
     #[must_use]
     pub(crate) fn of(disk: impl Into<String>) -> Self {
         Self::with(disk.into(), None, None)
     }
 
-    /// The same, with what else is said. An option `uuid=` of the disk counts if `uuid` is none.
+    /// Namespace of a disk with UUID and NSID. `uuid` overrides the disk's option `uuid=`.
     #[must_use]
     pub(crate) fn with(disk: String, uuid: Option<[u8; 16]>, nsid: Option<u32>) -> Self {
         let (rest, option) = disk_spec::take_option(&disk, "uuid");
-        // What is no UUID stays there, and is refused when the disk is opened.
+        // An invalid UUID stays among the options and is refused when the disk is opened.
         match option.and_then(|text| parse_uuid(&text)) {
             Some(option) => Self { disk: rest, uuid: uuid.or(Some(option)), nsid },
             None => Self { disk, uuid, nsid },
         }
     }
 
-    /// What nobody else can have meanwhile, if it is a file or a device: its path from the root.
+    /// Disk without options, a file or device by its absolute path: the resource that only one
+    /// namespace can use at a time.
     #[must_use]
     pub(crate) fn takes(&self) -> String {
         let disk = disk_spec::from_root(&self.disk);
@@ -80,7 +83,7 @@ impl DiskConfig {
     }
 }
 
-/// The NSIDs of these disks.
+/// NSIDs of these disks.
 pub(crate) fn nsids(disks: &[DiskConfig]) -> impl Iterator<Item = u32> {
     disks.iter().scan(0, |last: &mut u32, disk| {
         *last = disk.nsid.unwrap_or(last.saturating_add(1));
@@ -88,34 +91,35 @@ pub(crate) fn nsids(disks: &[DiskConfig]) -> impl Iterator<Item = u32> {
     })
 }
 
-/// Why there can be no such controller.
+/// Error in the request for a controller.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConfigureError {
-    /// A disk can not be opened.
+    /// A disk cannot be opened.
     #[error(transparent)]
     Disk(#[from] DiskSpecError),
-    /// The disk was asked to be writable and not to be.
+    /// Contradiction between the disk's `read-only=off` and the controller's read-only option.
     #[error(
         "the disk `{0}` is asked to be writable by its own `read-only=off`, and read-only by the \
          controller's option: leave one of them out"
     )]
     Writable(String),
-    /// It can not be one of its subsystem.
+    /// The controller cannot join its subsystem.
     #[error("{0}")]
     Subsystem(String),
-    /// The largest transfer is not one that MDTS can express.
+    /// Maximum transfer size that MDTS cannot express.
     #[error("the largest transfer is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
     MaxTransfer(u64),
-    /// The index of its pool can not be read.
+    /// The index of the pool cannot be read.
     #[error("the index of the pool can not be read: {0}")]
     Pool(std::io::Error),
-    /// The controller is impossible.
+    /// Invalid configuration of the controller.
     #[error(transparent)]
     Controller(#[from] ConfigError),
 }
 
 impl ConfigureError {
-    /// As an error for `main`: with exit status [`exit::BAD_INPUT`], unless the system is to blame.
+    /// Converts to an error for `main`, with exit status [`exit::BAD_INPUT`] unless a disk's error
+    /// has another one.
     #[must_use]
     pub(crate) fn into_error(self) -> anyhow::Error {
         match self {
@@ -126,27 +130,27 @@ impl ConfigureError {
 }
 
 impl ControllerConfig {
-    /// A controller with these disks, and defaults for everything else.
+    /// Controller with these disks and defaults for all other settings.
     #[cfg(test)]
     pub(crate) fn of(disks: &[&str]) -> Self {
         let disks = disks.iter().map(|disk| DiskConfig::of(*disk));
         Self { disks: disks.collect(), ..Self::default() }
     }
 
-    /// As [`open_by`](Self::open_by), with disks that nobody else has.
+    /// As [`open_by`](Self::open_by), with disks that no other controller shares.
     #[cfg(test)]
     pub(crate) fn open(&self, location: &str) -> Result<Config, ConfigureError> {
         self.open_by(location, |_, spec| crate::disk_spec::open(spec))
     }
 
-    /// Opens the disks, each by the index of its namespace and its specification, which takes their
-    /// locks, and checks everything. Creates nothing.
+    /// Opens and locks the disks, calling `open` with the index and specification of each, and
+    /// validates the configuration. Creates no files.
     ///
-    /// `location` names this controller and no other, such as the path of its socket; the serial
-    /// number is made from it if none was asked for.
+    /// `location` identifies this controller, such as the path of its socket; the default serial
+    /// number is derived from it.
     ///
     /// # Errors
-    /// [`ConfigureError`], in a sentence for the person who asked.
+    /// [`ConfigureError`], as a sentence for the user.
     pub(crate) fn open_by(
         &self,
         location: &str,
@@ -162,7 +166,7 @@ impl ControllerConfig {
         self.configure(location, disks.collect::<Result<_, _>>()?)
     }
 
-    /// Whether both are the same but for their disks.
+    /// True if both differ in nothing but their disks.
     #[must_use]
     pub(crate) fn is_same_but_disks(&self, other: &Self) -> bool {
         let bare = |config: &Self| {
@@ -175,7 +179,7 @@ impl ControllerConfig {
         bare(self) == bare(other)
     }
 
-    /// Whether both are the same. What one of them leaves open, the other may say.
+    /// True if both are equal. An unset UUID equals any UUID.
     #[must_use]
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         let is_same_disk = |(one, other): (&DiskConfig, &DiskConfig)| {
@@ -187,14 +191,14 @@ impl ControllerConfig {
             && self.disks.iter().zip(&other.disks).all(is_same_disk)
     }
 
-    /// The UUID of a disk that is added to a controller of this serial number, which has namespaces
-    /// with the UUIDs of `taken`.
+    /// UUID of a disk that is added to the controller with this serial number, different from the
+    /// UUIDs in `taken`.
     #[must_use]
     pub(crate) fn uuid_of(serial: &str, disk: &dyn Disk, taken: HashSet<[u8; 16]>) -> [u8; 16] {
         Uuids { serial, taken }.of(disk, None)
     }
 
-    /// Checks everything, over disks that are open: `self.disks` only gives their UUIDs.
+    /// Validates the configuration with open disks. `self.disks` only provides UUIDs and NSIDs.
     ///
     /// # Errors
     /// As [`open_by`](Self::open_by).
@@ -208,7 +212,7 @@ impl ControllerConfig {
             None => default.mdts,
             Some(bytes) => mdts(bytes).ok_or(ConfigureError::MaxTransfer(bytes))?,
         };
-        // All controllers of a subsystem have its serial number.
+        // All controllers of a subsystem have the same serial number.
         let shared = self.subsystem.as_ref().map(|place| {
             let own = || serial_from(&self_as_is::absolute(&place.state).to_string_lossy());
             place.serial.clone().unwrap_or_else(own)
@@ -238,7 +242,8 @@ impl ControllerConfig {
             io_queues: self.queues.unwrap_or(default.io_queues),
             max_queue_entries: self.queue_entries.unwrap_or(default.max_queue_entries),
             mdts,
-            // A page that is mapped can not ring either: what would be gained is lost in naps.
+            // Not with mapped doorbells: they do not notify the controller either, so its I/O
+            // thread polls with short sleeps, and shadow doorbells would gain nothing.
             shadow_doorbells: self.doorbells == OfferedDoorbells::Shadow,
             member,
             ..Config::default()
@@ -248,7 +253,7 @@ impl ControllerConfig {
     }
 }
 
-/// Makes the UUIDs of a controller's namespaces.
+/// Generator of the UUIDs of a controller's namespaces.
 struct Uuids<'a> {
     serial: &'a str,
     taken: HashSet<[u8; 16]>,
@@ -259,11 +264,11 @@ impl<'a> Uuids<'a> {
         Self { serial, taken: HashSet::new() }
     }
 
-    /// The one that is given, or one made of the serial number and the name of the disk.
+    /// UUID of a disk: `given`, or one derived from the serial number and the name of the disk.
     fn of(&mut self, disk: &dyn Disk, given: Option<[u8; 16]>) -> [u8; 16] {
         let uuid = given.unwrap_or_else(|| {
             let name = identity(disk);
-            // Two disks in memory have the same name; their order distinguishes them.
+            // Disks in memory may have the same name; then their order distinguishes them.
             (0u32..)
                 .map(|n| match n {
                     0 => uuid_from(&format!("{}/{name}", self.serial)),
@@ -277,7 +282,7 @@ impl<'a> Uuids<'a> {
     }
 }
 
-/// MDTS for a largest transfer in bytes: a power of two of pages of 4096 bytes.
+/// MDTS for a maximum transfer size in bytes, which is a power of two of 4096-byte pages.
 fn mdts(bytes: u64) -> Option<u8> {
     let mdts = bytes.checked_ilog2()?.checked_sub(12)? as u8;
     let possible =
@@ -285,7 +290,7 @@ fn mdts(bytes: u64) -> Option<u8> {
     possible.then_some(mdts)
 }
 
-/// Opens a disk of a controller that takes no writes, if it is `read_only`.
+/// Opens a disk, with `read-only=on` for a read-only controller.
 ///
 /// # Errors
 /// [`ConfigureError`].
@@ -308,8 +313,8 @@ pub(crate) fn open_disk(
     Ok(disk)
 }
 
-/// What a disk is known by: for a file its path from the root, so that it does not matter from
-/// where the program is started.
+/// Identity of a disk: for a file its canonical path, so that the working directory does not
+/// matter.
 fn identity(disk: &dyn Disk) -> String {
     let name = disk.name();
     match std::fs::canonicalize(self_as_is::absolute(Path::new(&name))) {
@@ -318,9 +323,9 @@ fn identity(disk: &dyn Disk) -> String {
     }
 }
 
-/// A serial number that is always the same for the same location, and another for another.
+/// Serial number derived from a location: stable, and different for each location.
 fn serial_from(location: &str) -> String {
-    // The last seven bytes have no fixed bits; with two letters it fits the field.
+    // The last seven bytes of a UUID have no fixed bits, and fit the field with two letters.
     let uuid = uuid_from(location);
     let digits: String = uuid.iter().skip(9).take(7).map(|byte| format!("{byte:02X}")).collect();
     format!("SB{digits}")
@@ -351,12 +356,12 @@ mod tests {
         let disk = DiskConfig::of(format!("mem:1MiB?uuid={UUID}&block-size=4096"));
         assert_eq!((&disk.disk[..], disk.uuid), ("mem:1MiB?block-size=4096", parse_uuid(UUID)));
         let config = ControllerConfig { disks: vec![disk], ..ControllerConfig::default() };
-        // Wherever the controller is.
+        // The UUID does not depend on the location of the controller.
         for location in ["a", "b"] {
             let namespaces = config.open(location).unwrap().namespaces;
             assert_eq!(Some(namespaces[0].uuid), parse_uuid(UUID));
         }
-        // What is said beside the disk counts more, and what is no UUID stays to be refused.
+        // An explicit UUID overrides the option. An invalid option is kept, to be refused later.
         let other = parse_uuid(&UUID.replace('9', "8"));
         assert_eq!(DiskConfig::with(format!("x?uuid={UUID}"), other, Some(3)).uuid, other);
         assert_eq!(DiskConfig::of("x?uuid=7").disk, "x?uuid=7");

@@ -1,18 +1,18 @@
-//! Processors as people name them.
+//! Parser of CPU lists.
 
 use rustix::thread::CpuSet;
 
-/// The most processors that can be named: as many as there can be workers.
+/// Largest number of CPUs in a list: the largest number of I/O threads.
 const MAX_CPUS: usize = shadowbell_controller::MAX_WORKERS;
 
-/// Processors, in the order in which they were named.
+/// CPUs in the order of the list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CpuList(pub Vec<usize>);
 
-/// Reads `2,3` or `4-7` or both.
+/// Parses `2,3`, `4-7` or a combination.
 ///
 /// # Errors
-/// A sentence about what can not be understood, or about a processor that this process has not.
+/// A sentence about a syntax error, or about a CPU that this process may not use.
 pub(crate) fn parse(text: &str) -> Result<CpuList, String> {
     let number = |text: &str| {
         let number = text.trim().parse::<usize>();
@@ -34,7 +34,7 @@ pub(crate) fn parse(text: &str) -> Result<CpuList, String> {
     Ok(CpuList(list))
 }
 
-/// Reads one processor.
+/// Parses one CPU number.
 ///
 /// # Errors
 /// As [`parse`].
@@ -44,10 +44,10 @@ pub(crate) fn parse_one(text: &str) -> Result<usize, String> {
     check(&[cpu]).map(|()| cpu)
 }
 
-/// Whether this process may use these processors, each once.
+/// Checks that this process may use these CPUs, and that each is listed once.
 ///
 /// # Errors
-/// A sentence about the first that is wrong.
+/// A sentence about the first invalid CPU.
 pub(crate) fn check(list: &[usize]) -> Result<(), String> {
     if list.len() > MAX_CPUS {
         return Err(format!("more than {MAX_CPUS} processors"));

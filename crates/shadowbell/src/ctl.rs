@@ -1,4 +1,4 @@
-//! `shadowbell ctl`: looks at a running server and changes it, by its control socket.
+//! `shadowbell ctl`: queries and changes a running server over its control socket.
 
 use crate::control::api::{
     Apply, Configuration, Controller, ControllerSpec, ControllerState, DiskSpec, LimitGroup,
@@ -30,15 +30,15 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Look at a running server and change it
+/// Query and change a running server
 ///
-/// A server has a control socket, at /run/shadowbell/NAME/control.sock if it was told nothing else.
-/// It answers the user that the server runs as, and root.
+/// By default, the control socket of a server is /run/shadowbell/NAME/control.sock. It accepts
+/// connections of root and of the user that the server runs as.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {
-    /// The server: its name, the path of its control socket, or the path of a socket at which it
-    /// serves [default: the only one that runs]
+    /// Server: its name, the path of its control socket, or the path of a controller's socket
+    /// [default: the only running server]
     #[arg(short, long, global = true, value_name = "NAME|PATH", help_heading = COMMON)]
     server: Option<String>,
     #[command(flatten)]
@@ -61,78 +61,81 @@ Exit status:
 
 #[derive(Clone, Debug, Subcommand)]
 enum What {
-    /// Show what the server is, and how much it has to do
+    /// Show the state of the server
     Status,
     /// List the controllers
     #[command(alias = "ls")]
     Controllers {
-        /// Only the controller with this id, or at this socket
+        /// Only the controller with this id or socket
         id: Option<String>,
     },
-    /// Serve another controller, or one no more
+    /// Add or remove a controller
     #[command(subcommand)]
     Controller(Change),
-    /// Have the controllers be those of a configuration file: what is missing comes, what is too
-    /// much goes, what differs in its namespaces or limits alone changes under its guest, what is
-    /// the same stays untouched
+    /// Apply a configuration file: add, remove and change controllers
+    ///
+    /// Controllers that differ only in their namespaces or limits are changed while their guests
+    /// stay connected. Equal controllers are not touched.
     Apply {
-        /// The file, as `serve --config` takes it; relative paths in it are the server's
+        /// Configuration file, as for `serve --config`; relative paths in it are the server's
         #[arg(value_name = "FILE")]
         file: PathBuf,
-        /// Say what would be done and what is otherwise then, and do nothing
+        /// Show the changes without applying them
         #[arg(long)]
         dry_run: bool,
-        /// Take controllers and namespaces away though they have clients
+        /// Remove controllers and namespaces even if they have clients
         #[arg(long)]
         force: bool,
     },
-    /// Write the configuration file that comes to what is served now, for `serve --config`
+    /// Write the current configuration to a file, for `serve --config`
     SaveConfig {
-        /// The file, which is replaced; `-` for standard output
+        /// File to create or replace; `-` for standard output
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
     /// List the namespaces
     Namespaces,
-    /// Add, remove or change a namespace, while its guest goes on. A command again changes nothing
+    /// Add, remove or change a namespace while its guest runs
     #[command(subcommand)]
     Namespace(NamespaceVerb),
-    /// Limit how much a namespace takes in a second, or a group of namespaces, or show the groups.
-    /// What is not given is not limited; requests that come too early wait
+    /// Set rate limits of a namespace or limit group, or show the limit groups
+    ///
+    /// Limits that are not given are removed. Requests beyond a limit wait.
     Limit(LimitArgs),
-    /// Show which controllers of a subsystem are good ways to which groups of namespaces
-    /// (Asymmetric Namespace Access), or change what a group is for one of them. What is under way
-    /// ends first
+    /// Show or change the ANA states of a subsystem (Asymmetric Namespace Access)
+    ///
+    /// After a change, the command waits for commands in flight to end.
     Ana(AnaArgs),
-    /// Show all counters, as `serve --stats-json` writes them
+    /// Show all statistics, in JSON as in `serve --stats-json`
     Stats,
-    /// Record every decision about a doorbell, for `shadowbell trace`, or show whether that is so
+    /// Record every decision about a doorbell for `shadowbell trace`, or show the state of this
     Trace {
         #[command(subcommand)]
         verb: Option<TraceVerb>,
     },
-    /// Measure how long commands take, by namespace, for `top` and metrics, or show whether that is
-    /// so. It costs each command a little
+    /// Measure command latency per namespace, for `top` and metrics, or show whether it is measured
+    ///
+    /// The measurement has a small cost per command.
     Measure {
-        /// From now on, or no more
+        /// Start or stop the measurement
         #[arg(value_enum)]
         switch: Option<Switch>,
     },
-    /// Show what is logged, or change it
+    /// Show or change the log filter
     LogLevel {
-        /// error, warn, info, debug, trace; or a list, info,shadowbell_vfio_user=debug
+        /// Level (error, warn, info, debug, trace) or list: info,shadowbell_vfio_user=debug
         filter: Option<String>,
     },
-    /// Have the server go on in a new process, as `shadowbell upgrade` does
+    /// Restart the server for an upgrade, as `shadowbell upgrade` does
     Upgrade {
-        /// The program of the new process [default: what is now at the path of the running one]
+        /// New program [default: the one that is now at the path of the running program]
         #[arg(long, value_name = "PATH")]
         binary: Option<PathBuf>,
         /// Do not wait until the new process serves
         #[arg(long)]
         no_wait: bool,
     },
-    /// End the server, as SIGTERM does
+    /// Stop the server, as SIGTERM does
     Shutdown,
 }
 
@@ -142,40 +145,40 @@ enum NamespaceVerb {
     Add {
         #[command(flatten)]
         which: Which,
-        /// Its disk, as `serve` takes it
+        /// Disk, as for `serve`
         disk: String,
-        /// Its UUID [default: made from the names]
+        /// UUID [default: derived from the serial number and the disk's name]
         #[arg(long)]
         uuid: Option<String>,
-        /// Take no writes
+        /// Refuse writes
         #[arg(long)]
         read_only: bool,
     },
-    /// Remove a namespace; what was written to it is flushed
+    /// Remove a namespace after a flush
     Remove {
         #[command(flatten)]
         which: Which,
     },
-    /// Have a namespace be as large as its file is now, or of this size
+    /// Resize a namespace (default: to the size of its file)
     Resize {
         #[command(flatten)]
         which: Which,
-        /// The size, as in 16GiB; a file has to have as many bytes
+        /// New size: 16GiB; a file must have at least this size
         #[arg(value_parser = parse::size)]
         size: Option<u64>,
     },
-    /// Put another disk in the place of a namespace's
+    /// Replace the disk of a namespace
     Replace {
         #[command(flatten)]
         which: Which,
-        /// The new disk, with blocks of the same length
+        /// New disk, with the same block size
         disk: String,
     },
-    /// Have a namespace take no writes, or take them
+    /// Make a namespace read-only or writable
     ReadOnly {
         #[command(flatten)]
         which: Which,
-        /// Whether it is read-only
+        /// on: read-only; off: writable
         #[arg(value_enum)]
         switch: Switch,
     },
@@ -183,44 +186,44 @@ enum NamespaceVerb {
 
 #[derive(Clone, Debug, clap::Args)]
 struct LimitArgs {
-    /// The controller: its id, or its socket
+    /// Controller: its id or socket
     #[arg(requires = "nsid", conflicts_with = "of_group")]
     controller: Option<String>,
-    /// The number of the namespace
+    /// Namespace identifier
     #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
     nsid: Option<u32>,
-    /// Not of one namespace, but of all that are in this group together
+    /// Limit group, whose namespaces share the limits, instead of a namespace
     #[arg(long, value_name = "NAME")]
     of_group: Option<String>,
-    /// Reads and writes a second; and after a colon how many may come at once: 1000:5000
+    /// Reads and writes per second, with an optional burst: 1000:5000
     #[arg(long, value_name = "N[:BURST]")]
     iops: Option<String>,
-    /// Reads a second
+    /// Reads per second
     #[arg(long, value_name = "N[:BURST]")]
     read_iops: Option<String>,
-    /// Writes a second
+    /// Writes per second
     #[arg(long, value_name = "N[:BURST]")]
     write_iops: Option<String>,
-    /// Bytes a second, read and written: 100MiB:1GiB
+    /// Bytes read and written per second: 100MiB:1GiB
     #[arg(long, value_name = "SIZE[:BURST]")]
     bandwidth: Option<String>,
-    /// Bytes a second that are read
+    /// Bytes read per second
     #[arg(long, value_name = "SIZE[:BURST]")]
     read_bandwidth: Option<String>,
-    /// Bytes a second that are written
+    /// Bytes written per second
     #[arg(long, value_name = "SIZE[:BURST]")]
     write_bandwidth: Option<String>,
-    /// Have the namespace be in this group, too
+    /// Limit group whose limits the namespace shares as well
     #[arg(long, value_name = "NAME", conflicts_with = "of_group")]
     group: Option<String>,
 }
 
-/// Which namespace.
+/// Controller and namespace.
 #[derive(Clone, Debug, clap::Args)]
 struct Which {
-    /// The controller: its id, or its socket
+    /// Controller: its id or socket
     controller: String,
-    /// The number of the namespace
+    /// Namespace identifier
     #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
     nsid: u32,
 }
@@ -233,14 +236,14 @@ enum Switch {
 
 #[derive(Clone, Debug, Subcommand)]
 enum Change {
-    /// Serve another controller. The same command again changes nothing
+    /// Add a controller; no effect if an equal one exists
     Add {
-        /// What it is to be called
+        /// Id of the controller
         id: String,
-        /// A namespace each, as `serve` takes them
+        /// Disks, one per namespace, as for `serve`
         #[arg(value_name = "DISK", required = true)]
         disks: Vec<String>,
-        /// Where it is to listen
+        /// Path of the socket to create
         #[arg(long, value_name = "PATH")]
         socket: PathBuf,
         /// Serial number
@@ -249,30 +252,30 @@ enum Change {
         /// Model number
         #[arg(long, value_name = "TEXT")]
         model: Option<String>,
-        /// Most I/O queue pairs
+        /// Maximum number of I/O queue pairs
         #[arg(long, value_name = "N")]
         queues: Option<u16>,
-        /// Most entries of a queue
+        /// Maximum queue size in entries
         #[arg(long, value_name = "N")]
         queue_entries: Option<u32>,
-        /// The largest transfer of one command
+        /// Maximum transfer size of a command
         #[arg(long, value_name = "SIZE", value_parser = parse::size)]
         max_transfer: Option<u64>,
-        /// How doorbells come to the controller
+        /// Doorbell mechanism that the controller offers
         #[arg(long, value_enum, value_name = "HOW", default_value_t)]
         doorbells: OfferedDoorbells,
-        /// Take no writes
+        /// Refuse writes
         #[arg(long)]
         read_only: bool,
-        /// A worker's number, or `own` for a thread that serves no other controller
+        /// Number of an I/O thread (worker), or `own` for a thread that serves no other controller
         #[arg(long, value_name = "WORKER")]
         worker: Option<String>,
     },
-    /// Serve a controller no more
+    /// Remove a controller
     Remove {
-        /// The controller: its id, or its socket
+        /// Controller: its id or socket
         id: String,
-        /// Take it away though it has a client
+        /// Remove it even if it has a client
         #[arg(long)]
         force: bool,
     },
@@ -281,7 +284,7 @@ enum Change {
 /// Runs the verb.
 ///
 /// # Errors
-/// There is no such server, or why it refuses.
+/// The server is not found, or refuses the request.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let client = find::server(args.server.as_deref())?;
     let json = args.output.is_json();
@@ -333,7 +336,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The path of a controller's requests. A socket that is there is known by its path from the root.
+/// Request path of a controller. The path of an existing socket is made absolute, as the server
+/// knows it.
 fn controller_path(id: &str) -> String {
     let socket = Path::new(id);
     let is_socket = std::fs::metadata(socket).is_ok_and(|about| about.file_type().is_socket());
@@ -599,7 +603,8 @@ fn upgrade(
     let binary = binary.map(|path| program("--binary", path)).transpose()?;
     let status: Status = client.get("/v1/status")?;
     if let (true, Some(pid)) = (is_waited_for, status.keeper_pid) {
-        // Its answer comes when the new process serves, and the server's own would not.
+        // The supervisor answers after the new process has begun to serve. The old process could
+        // not, because it ends before.
         let supervisor = SupervisorClient::find(Path::new(&pid.to_string()))?;
         let outcome = supervisor.upgrade(binary.as_deref());
         let said = outcome.with_context(|| format!("{} is not upgraded", status.name))?;

@@ -1,4 +1,4 @@
-//! `shadowbell ctl ana`: the ways to namespaces that several controllers have.
+//! `shadowbell ctl ana`: ANA states of the controllers of a subsystem.
 
 use crate::ana_word::AnaWord;
 use crate::control::api::{AnaGroup, AnaStateChange, Controller};
@@ -10,20 +10,20 @@ use std::io::{self, Write};
 
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct AnaArgs {
-    /// Only the controller with this id, or at this socket
+    /// Only the controller with this id or socket
     pub(crate) controller: Option<String>,
-    /// The number of a group of namespaces, from 1
+    /// ANA group identifier, from 1
     #[arg(requires = "state")]
     pub(crate) group: Option<u32>,
-    /// What it is to be for the controller
+    /// New ANA state of the group for the controller
     #[arg(value_enum)]
     pub(crate) state: Option<AnaWord>,
 }
 
-/// Runs the verb. `path` is that of the requests of the controller.
+/// Runs the verb. `path` returns the request path of a controller.
 ///
 /// # Errors
-/// Why the server refuses.
+/// The server refuses the request.
 pub(crate) fn ana(
     client: &Client,
     args: &AnaArgs,

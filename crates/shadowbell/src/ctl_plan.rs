@@ -1,12 +1,12 @@
-//! What `ctl apply` says: what comes, goes and changes, and what is otherwise then.
+//! Output of `ctl apply`: added, removed and changed controllers, and their changed settings.
 
 use crate::control::api::{Difference, Plan};
 use std::io::{self, Write};
 
-/// A plan, for people.
+/// Prints a plan as text.
 ///
 /// # Errors
-/// The output's.
+/// `out` cannot be written.
 pub(crate) fn plan_lines(out: &mut dyn Write, plan: &Plan) -> io::Result<()> {
     let all = [('+', &plan.add), ('-', &plan.remove), ('~', &plan.replace), ('*', &plan.change)];
     for (sign, ids) in all {

@@ -1,4 +1,4 @@
-//! `shadowbell ctl trace`: records what a running server decides about doorbells.
+//! `shadowbell ctl trace`: controls the doorbell trace of a running server.
 
 use crate::control::api::{Trace, TraceChange};
 use crate::control::client::Client;
@@ -17,34 +17,34 @@ use std::path::{Path, PathBuf};
 
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum TraceVerb {
-    /// Record from now on, in memory of the server
+    /// Start to record into memory of the server
     On {
-        /// How many records to keep of each worker, of 32 bytes each; older ones give way [default:
+        /// Records of 32 bytes to keep per I/O thread; newer ones replace older ones [default:
         /// 262144]
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1024..=1 << 24))]
         records: Option<u32>,
     },
-    /// Record nothing more; what was recorded is kept until it is on again
+    /// Stop to record; the recording is kept until the next start
     Off,
-    /// Write what was recorded until now to a file, for `shadowbell trace FILE`
+    /// Write the recording to a file, for `shadowbell trace FILE`
     Save {
-        /// The file, which is replaced; `-` for standard output
+        /// File to create or replace; `-` for standard output
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
 }
 
-/// What was saved.
+/// Result of `save`.
 #[derive(Serialize)]
 struct Saved<'a> {
     file: &'a Path,
     bytes: u64,
 }
 
-/// Runs the verb; without one, shows how it is.
+/// Runs the verb; without one, shows the state of the trace.
 ///
 /// # Errors
-/// Why the server refuses, or the file's.
+/// The server refuses the request, or the file cannot be written.
 pub(crate) fn trace(client: &Client, verb: Option<&TraceVerb>, json: bool) -> anyhow::Result<()> {
     let change = |on, records| client.send(&Method::PUT, "/v1/trace", &TraceChange { on, records });
     let now: Trace = match verb {

@@ -1,19 +1,18 @@
-//! How many files this process may have open.
+//! Limit of open files, and size of the kernel's descriptor table.
 
 use rustix::io::fcntl_dupfd_cloexec;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::fs::File;
 use tracing::debug;
 
-/// For so many files there is room in the system's table of this process from the beginning: half a
-/// megabyte. It doubles when it is full, and all threads that open a file then wait until every
-/// processor has noticed (RCU), which is 10 to 30 ms: for all guests, if it is the thread of their
-/// registers.
+/// Initial size of this process's descriptor table in the kernel: half a megabyte. The kernel
+/// doubles a full table, and threads that open a file meanwhile wait for an RCU grace period of 10
+/// to 30 ms. On the thread that handles registers, this would delay all guests.
 const ROOM: u64 = 1 << 16;
 
-/// Raises the limit of open files as far as the system allows, and makes room for many. A guest
-/// with many queues has a descriptor for each interrupt, and there may be many guests. Nothing here
-/// uses `select`, which is what the low limit is for.
+/// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
+/// guest with many queues needs a descriptor per interrupt. The low soft limit protects programs
+/// that use `select`, which this program does not.
 pub(crate) fn raise() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: maximum, maximum };
@@ -24,7 +23,7 @@ pub(crate) fn raise() {
     }
     let most = getrlimit(Resource::Nofile).current.unwrap_or(ROOM).min(ROOM);
     let last = i32::try_from(most.saturating_sub(1)).unwrap_or(0);
-    // The table stays as long as it was once.
+    // The kernel never shrinks the table.
     let there = File::open("/dev/null").and_then(|file| Ok(fcntl_dupfd_cloexec(file, last)?));
     if let Err(error) = there {
         debug!("no room for {most} open files: {error}");

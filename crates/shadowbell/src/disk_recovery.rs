@@ -1,7 +1,7 @@
-//! The disks of a process that has died, in the next one.
+//! Recovery of disks after the death of a server process.
 //!
-//! Each kind has its own fence: what shows that nothing of what the dead process had under way can
-//! reach the disk, or a guest's memory, any more. `docs/upgrades.md` has all of them.
+//! Each disk type has its own fence: proof that I/O of the dead process can no longer reach the
+//! disk or a guest's memory. `docs/upgrades.md` describes all of them.
 
 use crate::disk_spec::{self, DiskSpecError};
 use crate::transport;
@@ -17,13 +17,13 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a device may be missing.
+/// Time for which a controller may be unreachable before recovery fails.
 const MISSING: Duration = Duration::from_secs(10);
-/// Between two attempts to attach to one.
+/// Pause between two attempts to attach.
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// Goes on with the disk of a process that has died, as that had it kept; it has opened it by the
-/// same specification. `wait`s for what is still under way there.
+/// Recovers the disk of a dead process from its checkpoint. `spec` is the specification by which
+/// the dead process opened it. `wait` is called while I/O of the dead process may be in flight.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -66,7 +66,8 @@ fn recover_unlimited(
     Ok(shadowbell_backend::recover(spec, state, fds, wait)?)
 }
 
-/// The disk of a controller that the dead process had, when it lets us in. That resets it.
+/// Attaches the controller that the dead process had, after it is released. Attaching resets the
+/// controller, which is the fence.
 fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecError> {
     let mut missing: Option<Instant> = None;
     loop {
@@ -88,7 +89,7 @@ fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecErr
     }
 }
 
-/// One attempt, which may take its time, while it is looked whether to wait at all.
+/// Attaches once, on a thread of its own, because it may block. `wait` can end it early.
 fn attach_once(spec: &str, wait: Wait<'_>) -> anyhow::Result<NvmeDisk> {
     let (target, options) = disk_spec::device(spec).map_err(DiskSpecError::into_error)?;
     let named = spec.to_owned();

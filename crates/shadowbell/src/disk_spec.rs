@@ -1,5 +1,4 @@
-//! Disks as people write them: what a namespace keeps its bytes in, or a namespace of another
-//! controller, which the driver takes over.
+//! Disk specifications of the user: parsing, validation and opening.
 
 use crate::layers::Layers;
 use crate::self_as_is;
@@ -18,28 +17,29 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Why there is no such disk, in a sentence for the person who wrote the specification.
+/// Error of a disk specification, as a sentence for the user.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DiskSpecError {
-    /// A disk can not be opened.
+    /// A disk cannot be opened.
     #[error(transparent)]
     Disk(#[from] shadowbell_backend::OpenError),
-    /// A qcow2 image can not be opened.
+    /// A qcow2 image cannot be opened.
     #[error(transparent)]
     Qcow2(shadowbell_backend_qcow2::OpenError),
-    /// An export of an NBD server can not be had.
+    /// An export of an NBD server cannot be opened.
     #[error(transparent)]
     Nbd(#[from] shadowbell_backend_nbd::OpenError),
-    /// An image of a Ceph cluster can not be had.
+    /// An RBD image of a Ceph cluster cannot be opened.
     #[error(transparent)]
     Rbd(#[from] shadowbell_backend_rbd::OpenError),
-    /// A controller whose namespace was to be the disk can not be had.
+    /// The controller of an NVMe disk cannot be attached.
     #[error("{0:#}")]
     Device(anyhow::Error),
 }
 
 impl DiskSpecError {
-    /// As an error for `main`: with exit status [`exit::BAD_INPUT`], unless the system is to blame.
+    /// Converts to an error for `main`: with exit status [`exit::BAD_INPUT`], except for errors of
+    /// the system, of a server, or of a cluster.
     #[must_use]
     pub(crate) fn into_error(self) -> anyhow::Error {
         use shadowbell_backend::{MAX_MEMORY, OpenError};
@@ -70,31 +70,30 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
     }
 }
 
-/// Opens the disk that `spec` names: all that [`shadowbell_backend::open`] takes, and
+/// Opens the disk that `spec` names: any disk of [`shadowbell_backend::open`], and
 ///
-/// | `spec` | the disk |
+/// | `spec` | disk |
 /// |---|---|
-/// | `disk.qcow2` | a qcow2 image, whatever its name: by its first bytes |
-/// | `nbd://host:10809/export`, `nbd+unix:///export?socket=PATH` | an export of an NBD server: [`NbdSpec`] |
-/// | `rbd:pool/image`, `rbd:pool/image@snapshot` | an image of a Ceph cluster: [`RbdSpec`] |
-/// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI device, through VFIO |
+/// | `disk.qcow2` | qcow2 image, detected by its first bytes, whatever its name |
+/// | `nbd://host:10809/export`, `nbd+unix:///export?socket=PATH` | NBD export: [`NbdSpec`] |
+/// | `rbd:pool/image`, `rbd:pool/image@snapshot` | image of a Ceph cluster: [`RbdSpec`] |
+/// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI function, with VFIO |
 /// | `vfio-user:/run/ssd.sock/1` | namespace 1 of a controller behind a vfio-user socket |
 ///
-/// The last two have the options
+/// Options of the last two:
 ///
 /// | option | value | default |
 /// |---|---|---|
-/// | `read-only` | `on`, `off` | `off`; `on` for a namespace that takes no writes |
-/// | `zero-copy` | `on`: let the device reach the guest's memory where it can; `off` | `on` |
+/// | `read-only` | `on`, `off` | `off`; `on` for a write-protected namespace |
+/// | `zero-copy` | `on`: the device accesses guest memory directly if possible; `off` | `on` |
 ///
-/// Any of them has blocks with metadata, if it says so (`metadata=8&pi=1`):
-/// [`MetadataFormat`](shadowbell_backend::MetadataFormat).
+/// Options of all disks: metadata (`metadata=8&pi=1`):
+/// [`MetadataFormat`](shadowbell_backend::MetadataFormat); rate limits (`iops=1000`,
+/// `write-bandwidth=100MiB:1GiB`) and a limit group (`limit-group=db`):
+/// [`Limits::set`](shadowbell_backend::Limits::set).
 ///
-/// Memory and raw images are made of zones, if they say so (`zoned=64MiB`):
+/// Option of memory and raw images: zones (`zoned=64MiB`):
 /// [`ZoneFormat`](shadowbell_backend::ZoneFormat).
-///
-/// Any of them has limits, if it says so (`iops=1000`, `write-bandwidth=100MiB:1GiB`), and can be in
-/// a group that shares others (`limit-group=db`): [`Limits::set`](shadowbell_backend::Limits::set).
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -102,7 +101,7 @@ pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Process)
 }
 
-/// The same, so that it can be handed over to another process if its kind can.
+/// As [`open`], for a disk that a later process can recover or take over if its type supports that.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -110,8 +109,8 @@ pub(crate) fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Supervisor)
 }
 
-/// Takes over the disk that another process has handed over; it has opened it by the same
-/// specification.
+/// Takes over a disk that another process has passed on. `spec` is the specification by which that
+/// process opened it.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -124,8 +123,8 @@ pub(crate) fn adopt(
     put_around(&spec, (&layers, true), shadowbell_backend::adopt(&spec, state, fds)?)
 }
 
-/// The disk of `spec` with what is around it; whether another process has had it, whose hosts go
-/// on.
+/// Adds the layers of `spec` to an open disk. With `goes_on`, another process used the disk before,
+/// and its hosts continue.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -137,9 +136,9 @@ pub(crate) fn put_around(
     layers.put_around(disk, goes_on).map_err(|why| wrong(spec, why))
 }
 
-/// What a specification says without what is around the disk, and that.
+/// Splits a specification into the bare disk and its layers.
 pub(crate) fn split(spec: &str) -> Result<(String, Layers), DiskSpecError> {
-    // It says nothing of the disk itself.
+    // The UUID belongs to the namespace, not to the disk.
     let (spec, uuid) = take_option(spec, "uuid");
     let spec = &spec[..];
     if let Some(text) = uuid.filter(|text| parse_uuid(text).is_none()) {
@@ -151,7 +150,7 @@ pub(crate) fn split(spec: &str) -> Result<(String, Layers), DiskSpecError> {
     })
 }
 
-/// Whether `spec` makes sense, as far as that is known without opening anything.
+/// Validates `spec` as far as possible without opening anything.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -174,7 +173,7 @@ pub(crate) fn check(spec: &str) -> Result<(), DiskSpecError> {
     Ok(())
 }
 
-/// `spec` with this value of an option, in place of what it says itself.
+/// `spec` with an option set to `value`.
 #[must_use]
 pub(crate) fn with_option(spec: &str, name: &str, value: &str) -> String {
     let (disk, options) = spec.split_once('?').unwrap_or((spec, ""));
@@ -185,7 +184,7 @@ pub(crate) fn with_option(spec: &str, name: &str, value: &str) -> String {
     format!("{disk}?{}", all.join("&"))
 }
 
-/// `spec` without an option, and the value of that.
+/// `spec` without the option `name`, and the option's value.
 #[must_use]
 pub(crate) fn take_option(spec: &str, name: &str) -> (String, Option<String>) {
     let Some((disk, options)) = spec.split_once('?') else { return (spec.to_owned(), None) };
@@ -202,7 +201,8 @@ pub(crate) fn take_option(spec: &str, name: &str) -> (String, Option<String>) {
     (rest, Some(value.to_owned()))
 }
 
-/// `spec` in another size, if it says one itself: that of a file is found by opening it.
+/// `spec` with another size, if it contains one. The size of a file is determined when it is
+/// opened.
 #[must_use]
 pub(crate) fn with_size(spec: &str, bytes: u64) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
@@ -215,14 +215,14 @@ pub(crate) fn with_size(spec: &str, bytes: u64) -> String {
     }
 }
 
-/// Whether a disk is a namespace of another controller. Who serves it waits for that controller's
-/// admin queue now and then, ten seconds each time if it hangs.
+/// True if the disk is a namespace of another controller. Then the server sometimes waits for that
+/// controller's admin queue, up to ten seconds each time if it hangs.
 #[must_use]
 pub(crate) fn is_of_a_controller(spec: &str) -> bool {
     ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme))
 }
 
-/// The path of a disk that is a file or a device, as `spec` says it.
+/// Path of a file or device as written in `spec`; `None` for other disks.
 #[must_use]
 pub(crate) fn file(spec: &str) -> Option<PathBuf> {
     let (spec, _) = split(spec).ok()?;
@@ -232,7 +232,7 @@ pub(crate) fn file(spec: &str) -> Option<PathBuf> {
     Some(FileSpec::parse(&spec).ok()??.path)
 }
 
-/// Why such a disk is none for a process that may open files only that it was handed, if it is not.
+/// Reason why a sandboxed process cannot open this disk; `None` if it can.
 #[must_use]
 pub(crate) fn outside(spec: &str) -> Option<&'static str> {
     if NbdSpec::is_one(spec) {
@@ -251,14 +251,14 @@ pub(crate) fn outside(spec: &str) -> Option<&'static str> {
     options.allow_backing.then_some("may have other files, which it names itself")
 }
 
-/// How much memory a disk takes of this machine's when it is full, if it is one of memory.
+/// Size of a disk in memory: the memory that it uses when full. `None` for other disks.
 #[must_use]
 pub(crate) fn memory_of(spec: &str) -> Option<u64> {
     let name = spec.split('?').next().unwrap_or_default();
     shadowbell_backend::parse_size(name.strip_prefix("mem:")?).ok()
 }
 
-/// A disk as it is found from anywhere: a file by its path from the root.
+/// `spec` independent of the working directory: files by their absolute paths.
 #[must_use]
 pub(crate) fn from_root(spec: &str) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
@@ -266,7 +266,7 @@ pub(crate) fn from_root(spec: &str) -> String {
         kind.starts_with(|c: char| c.is_ascii_alphabetic())
             && kind.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-".contains(&b))
     };
-    // What follows `file:` is written otherwise than a path.
+    // A scheme. The path after `file:` is percent-encoded, so it is not converted.
     if disk.split_once(':').as_ref().is_some_and(is_kind) {
         return spec.to_owned();
     }
@@ -274,12 +274,12 @@ pub(crate) fn from_root(spec: &str) -> String {
     format!("{}{options}", self_as_is::absolute(Path::new(disk)).display())
 }
 
-/// How long what a disk has in memory is to be there.
+/// Lifetime of the state that a disk has in memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Lifetime {
-    /// As long as this process.
+    /// Lifetime of this process.
     Process,
-    /// As long as its supervisor, and the processes that it starts.
+    /// Lifetime of the supervisor, across the server processes that it starts.
     Supervisor,
 }
 
@@ -293,7 +293,7 @@ fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErro
     put_around(&spec, (&layers, false), disk)
 }
 
-/// `-` is what other programs call their input and output.
+/// Refuses `-`, which other programs take for standard input or output.
 fn check_name(spec: &str) -> Result<(), DiskSpecError> {
     match spec.split('?').next() {
         Some("-") => Err(wrong(
@@ -310,9 +310,9 @@ fn wrong(spec: &str, why: String) -> DiskSpecError {
     shadowbell_backend::OpenError::Spec { spec: spec.to_owned(), why }.into()
 }
 
-/// Whether a disk that `is_read_only` may be that: what is to be said of it, if it was not asked for.
+/// Checks whether a disk may be read-only. Returns a warning if that was not requested.
 fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, DiskSpecError> {
-    // Whether an image of Ceph's takes writes is in what was written.
+    // The specification of an RBD image determines whether it is read-only.
     if !is_read_only || RbdSpec::is_one(spec) {
         return Ok(None);
     }
@@ -333,7 +333,7 @@ fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, Di
     }
 }
 
-/// From now on this process opens no disk that is [none](outside) for its sandbox.
+/// Forbids disks that the sandbox does not permit ([`outside`]) from now on.
 pub(crate) fn contain() {
     IS_CONTAINED.store(true, Ordering::Relaxed);
 }
@@ -379,7 +379,7 @@ fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskS
     Ok(Arc::new(disk))
 }
 
-/// The controller that `spec` names, and how its namespace is used as a disk.
+/// Parses a disk that is a namespace of a controller: target and options.
 ///
 /// # Errors
 /// [`DiskSpecError::Device`].
@@ -391,7 +391,7 @@ pub(crate) fn device(spec: &str) -> Result<(Target, Options), DiskSpecError> {
     Ok((name.parse().map_err(wrong)?, parse(options).map_err(wrong)?))
 }
 
-/// Opens a disk that is not another controller's.
+/// Opens a file or a disk in memory, with detection of qcow2 images.
 fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let open = match lifetime {
         Lifetime::Process => shadowbell_backend::open,
@@ -399,7 +399,7 @@ fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErr
     };
     let file = FileSpec::parse(spec)?;
     let opened = match &file {
-        // The raw disk's own refusals do not fit it.
+        // Not opened as a raw disk, whose error messages would not fit.
         Some(file) if file.options.format == Some(Format::Qcow2) => None,
         _ => match open(spec) {
             Err(shadowbell_backend::OpenError::Format { format: ImageFormat::Qcow2, .. }) => None,
@@ -420,15 +420,15 @@ fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErr
             Ok(Arc::new(disk))
         }
         (Some(disk), _) => Ok(disk),
-        // What is not a file is no image of another format.
+        // Only files can have another format.
         (None, None) => Ok(open(spec)?),
     }
 }
 
-/// The namespace that `target` names, of the controller at the other end of `transport`.
+/// Attaches the controller at the other end of `transport` and opens its namespace `target`.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] if something else was to be named.
+/// With exit status [`exit::BAD_INPUT`] if the namespace cannot be used as a disk.
 pub(crate) fn attach(
     transport: Arc<dyn Transport>,
     target: &Target,
@@ -439,7 +439,7 @@ pub(crate) fn attach(
         OpenError::Attach(_) | OpenError::System(_) => {
             anyhow::Error::new(error).context(target.to_string())
         }
-        // Something else was to be named.
+        // The user has to name another namespace.
         error => exit::bad_input(error).context(target.to_string()),
     })
 }

@@ -1,4 +1,4 @@
-//! What the exit status of the program means.
+//! Exit statuses of the program, and output of errors.
 
 use crate::logging;
 use crate::plain_words::without_numbers;
@@ -6,19 +6,19 @@ use std::fmt;
 use std::io;
 use std::process::ExitCode;
 
-/// What was asked for was done.
+/// Success.
 pub(crate) const FINE: u8 = 0;
-/// It could be asked for, but something went wrong while it was done.
+/// Failure during execution.
 pub(crate) const FAILED: u8 = 1;
-/// It can not be asked for like that: the command line, a configuration file, a disk or a path
-/// that it names. The parser of the command line ends with this status too.
+/// Unusable input: the command line, a configuration file, or a disk or path that they name. The
+/// parser of the command line uses this status as well.
 pub(crate) const BAD_INPUT: u8 = 2;
-/// `ctl`: there is no such server, controller or namespace.
+/// `ctl`: no such server, controller or namespace.
 pub(crate) const NOT_THERE: u8 = 3;
-/// `ctl`: it is not possible as the server is now.
+/// `ctl`: not possible in the current state of the server.
 pub(crate) const CONFLICT: u8 = 4;
 
-/// The exit statuses, for the help text.
+/// Help text about exit statuses.
 pub(crate) const HELP: &str = "\
 Exit status:
   0  what was asked for was done
@@ -29,7 +29,7 @@ they name
   4  ctl: it is not possible as the server is now
 A fault of the program itself ends it by SIGABRT (134 to a shell), so that it can be started again";
 
-/// An error with the exit status that it means.
+/// Error with its exit status.
 #[derive(Debug)]
 struct WithStatus(u8, anyhow::Error);
 
@@ -45,23 +45,23 @@ impl std::error::Error for WithStatus {
     }
 }
 
-/// Makes an error one of what the person asked for: the program ends with [`BAD_INPUT`] if it gets
-/// as far as `main`, whatever context is added on the way.
+/// Marks an error as one of the user's input: if it reaches `main`, with whatever context is added,
+/// the exit status is [`BAD_INPUT`].
 pub(crate) fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(WithStatus(BAD_INPUT, error.into()))
 }
 
-/// The same for [`NOT_THERE`].
+/// Marks an error with the exit status [`NOT_THERE`].
 pub(crate) fn not_there(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(WithStatus(NOT_THERE, error.into()))
 }
 
-/// The same for [`CONFLICT`].
+/// Marks an error with the exit status [`CONFLICT`].
 pub(crate) fn conflict(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(WithStatus(CONFLICT, error.into()))
 }
 
-/// The exit status for an error that got as far as `main`.
+/// Exit status of an error that has reached `main`.
 #[must_use]
 pub(crate) fn status(error: &anyhow::Error) -> u8 {
     if is_broken_pipe(error) {
@@ -71,15 +71,15 @@ pub(crate) fn status(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// Whoever reads our output wants no more of it (`shadowbell trace FILE | head`), which is no
-/// failure. A pipe that breaks further down (the socket of a server that died) is one: only an
-/// error that began as one of output counts.
+/// True if the reader of this program's output has closed it (`shadowbell trace FILE | head`),
+/// which is not a failure. Only an error whose outermost layer is an I/O error counts: a broken
+/// pipe as the cause of another error, such as the socket of a dead server, is a failure.
 #[must_use]
 pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
-/// Says what went wrong, on standard error, and gives the exit status.
+/// Prints an error on standard error and returns the exit status.
 #[must_use]
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     if !is_broken_pipe(error) {
@@ -88,7 +88,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     ExitCode::from(status(error))
 }
 
-/// An error with its causes. Many already say what their source says.
+/// Error with its causes, except for causes whose text is already included.
 #[must_use]
 pub(crate) fn line(error: &anyhow::Error) -> String {
     let mut line = error.to_string();
@@ -105,11 +105,11 @@ pub(crate) fn line(error: &anyhow::Error) -> String {
     without_numbers(&line).into_owned()
 }
 
-/// What to do about an error of the system that says nothing of it.
+/// Advice for errors of the system whose text does not suggest a remedy.
 fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     let error = error.downcast_ref::<io::Error>()?;
     match rustix::io::Errno::from_io_error(error)? {
-        // This process has raised what it may itself.
+        // The soft limit was raised already, by `descriptor_limit`.
         rustix::io::Errno::MFILE => Some(
             "raise the hard limit of open files: `ulimit -Hn`, or LimitNOFILE= of the service's \
              unit",

@@ -1,5 +1,5 @@
-//! Lets a server in a sandbox have images: its supervisor opens those that it was started with, and
-//! those that somebody else than the server itself asks for.
+//! Access to images for a sandboxed server: its supervisor opens images that were named at the
+//! start, and images that `ctl` grants. The server process itself cannot grant any.
 
 use crate::control::api::Status;
 use crate::control::client::Client;
@@ -7,8 +7,8 @@ use crate::disk_spec;
 use crate::supervisor::client::SupervisorClient;
 use std::path::{Path, PathBuf};
 
-/// Has the supervisor of this server, if there is one, let it have these disks. What can not be
-/// granted is refused by the server, if it has to be.
+/// Asks the supervisor of a server, if there is one, to grant access to these disks. Failures are
+/// ignored, because the server then refuses the request itself if it has to.
 pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     let files: Vec<_> = disks.filter_map(disk_spec::file).collect();
     if files.is_empty() {
@@ -18,7 +18,7 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
         return;
     };
     let Ok(supervisor) = SupervisorClient::find(Path::new(&pid.to_string())) else { return };
-    // A relative path is the server's.
+    // Relative paths refer to the working directory of the server.
     let from = PathBuf::from(format!("/proc/{pid}/cwd"));
     for file in files {
         if let Ok(file) = from.join(file).canonicalize()
@@ -29,7 +29,7 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     }
 }
 
-/// The disks that a configuration file names.
+/// Disks that a configuration file names.
 pub(crate) fn disks_of(toml: &str) -> Vec<String> {
     let Ok(file) = toml.parse::<toml::Table>() else { return Vec::new() };
     let controllers = file.get("controller").and_then(toml::Value::as_array);

@@ -1,9 +1,9 @@
-//! Descriptors that a client has sent are closed by a thread of their own, in a process that must
-//! not be held up.
+//! Deferred close: descriptors that a client has sent are closed by a separate thread, in a process
+//! whose main thread must not block.
 //!
-//! Who closes the last descriptor of a memory file gives back all of its pages, which takes a
-//! second for some GiB, and other files may take as long as somebody else likes. In a supervisor
-//! that would be time in which it hears none of its workers, whichever guest they serve.
+//! Closing the last descriptor of a memfd frees all of its pages, which takes a second for some
+//! GiB. Closing other files may take even longer. A supervisor would not respond to any of its
+//! server processes during that time.
 
 use rustix::process::Signal;
 use shadowbell_memory::process::{block_signals, unblock_signals};
@@ -13,32 +13,33 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// So many may wait to be closed. Memory takes longer to fill than to give back, so nobody gets
-/// there in earnest; beyond it they are closed at once, as descriptors are scarce as well.
+/// Largest number of descriptors that wait to be closed. Further ones are closed by the caller,
+/// because descriptors are a limited resource, too. Not reached in practice, because memory is
+/// freed faster than clients can fill it.
 const MOST: usize = 1024;
 
-/// Signals are the main thread's.
+/// Signals that only the main thread handles.
 const SIGNALS: [Signal; 6] =
     [Signal::INT, Signal::TERM, Signal::HUP, Signal::USR1, Signal::USR2, Signal::CHILD];
 
-/// That of this process, if it has one.
+/// Closer of this process, if enabled.
 static CLOSER: OnceLock<Closer> = OnceLock::new();
 
-/// The way to a thread that closes.
+/// Handle of the closing thread.
 #[derive(Default)]
 struct Closer {
-    /// How many wait, or are being closed.
+    /// Number of descriptors that wait or are being closed.
     waiting: Arc<AtomicUsize>,
-    /// The thread is started when there is something to close.
+    /// Queue of the thread, which is started with the first descriptor.
     thread: OnceLock<Option<Mutex<Sender<OwnedFd>>>>,
 }
 
-/// From now on this process closes what it has of clients by another thread.
+/// Enables deferred close in this process.
 pub(crate) fn enable() {
     CLOSER.get_or_init(Closer::default);
 }
 
-/// Closes them, in a process that has [asked for it](enable) by another thread.
+/// Closes descriptors: deferred if [enabled](enable), otherwise at once.
 pub(crate) fn close(fds: impl IntoIterator<Item = OwnedFd>) {
     match CLOSER.get() {
         Some(closer) => fds.into_iter().for_each(|fd| closer.close(fd)),
@@ -86,7 +87,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::time::{Duration, Instant};
 
-    /// A descriptor that takes five seconds to close: nobody reads what was written to it.
+    /// Socket whose close takes five seconds (SO_LINGER), because the peer does not read.
     fn slow() -> (OwnedFd, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut writer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -106,7 +107,7 @@ mod tests {
         closer.close(slow);
         assert!(began.elapsed() < Duration::from_secs(3), "it was closed here");
         assert_eq!(closer.waiting.load(Ordering::Acquire), 1);
-        // It is closed by then, or soon.
+        // Lets the pending close finish.
         drop(reader);
         while closer.waiting.load(Ordering::Acquire) != 0 {
             assert!(began.elapsed() < Duration::from_secs(60));

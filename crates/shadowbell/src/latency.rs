@@ -1,31 +1,31 @@
-//! Latencies: how they are collected, and the figures that they come to.
+//! Latency histograms and their summaries.
 
 use anyhow::Context;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-/// The longest latency that differs from longer ones in a histogram, in nanoseconds.
+/// Largest latency that a histogram distinguishes, in nanoseconds.
 const LONGEST: u64 = 60_000_000_000;
 
-/// A distribution of latencies, in nanoseconds.
+/// Summary of latencies, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Latency {
-    /// The mean.
+    /// Mean.
     pub mean: f64,
-    /// The median.
+    /// Median.
     pub p50: u64,
-    /// 99 of 100 are not above it.
+    /// 99th percentile.
     pub p99: u64,
-    /// 999 of 1000 are not above it.
+    /// 99.9th percentile.
     pub p999: u64,
-    /// The largest.
+    /// Maximum.
     pub max: u64,
-    /// How many I/Os were timed.
+    /// Number of measured I/Os.
     pub samples: u64,
 }
 
 impl Latency {
-    /// The figures of a histogram in nanoseconds; nothing of an empty one.
+    /// Summary of a histogram in nanoseconds; `None` if it is empty.
     pub fn of(latencies: &Histogram<u64>) -> Option<Self> {
         (!latencies.is_empty()).then(|| Self {
             mean: latencies.mean(),
@@ -38,7 +38,7 @@ impl Latency {
     }
 }
 
-/// An empty histogram of nanoseconds, to three digits.
+/// Empty histogram of nanoseconds with three significant digits.
 pub(crate) fn histogram() -> anyhow::Result<Histogram<u64>> {
     Histogram::new_with_bounds(1, LONGEST, 3).context("no histogram of the latencies")
 }

@@ -1,10 +1,10 @@
-//! What a specification puts around a disk: metadata or zones, and limits around these.
+//! Layers around a disk in a specification: metadata or zones, then rate limits.
 
 use crate::limits::DiskLimits;
 use shadowbell_backend::{Disk, MetadataDisk, MetadataFormat, ZoneFormat, ZonedDisk};
 use std::sync::Arc;
 
-/// What is around a disk.
+/// Layers around a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layers {
     pub(crate) metadata: Option<MetadataFormat>,
@@ -13,10 +13,10 @@ pub(crate) struct Layers {
 }
 
 impl Layers {
-    /// Splits what `spec` says of them from the rest.
+    /// Splits `spec` into the options of layers and the rest.
     ///
     /// # Errors
-    /// What is wrong with it, in a sentence.
+    /// A sentence about an invalid option.
     pub(crate) fn split(spec: &str) -> Result<(String, Self), String> {
         let (spec, limits) = DiskLimits::split(spec)?;
         let Some((disk, options)) = spec.split_once('?') else {
@@ -39,12 +39,12 @@ impl Layers {
         Ok((rest, Self { metadata, zoned, limits }))
     }
 
-    /// `disk` with what is around it. Limits count what a host does, and not the metadata of it, so
-    /// they are not below these. With `goes_on` another process has had the disk, and its host goes
-    /// on.
+    /// Puts the layers around `disk`. Limits are outermost, because they count the I/O of the host
+    /// without I/O for metadata. With `goes_on`, another process used the disk before, and its host
+    /// continues.
     ///
     /// # Errors
-    /// Why that can not be, in a sentence.
+    /// A sentence about a layer that the disk does not support.
     pub(crate) fn put_around(
         &self,
         disk: Arc<dyn Disk>,

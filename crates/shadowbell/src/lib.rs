@@ -1,64 +1,67 @@
-//! The shadowbell program. It is a library only so that its tests and the fuzz targets can use
-//! parts of it ([`testing`]); what an integrator embeds is in the crate `shadowbell-frontend`.
+//! The shadowbell program. It is a library only for its tests and the fuzz targets ([`testing`]).
+//! The crate for integration into other programs is `shadowbell-frontend`.
 //!
 //! # Architecture
 //!
-//! `cli` is the command line. Each verb has a module with `Args` (what may follow the verb) and
-//! `run` (what it does). Verbs do not use each other: what they have in common is in the modules
-//! below them.
+//! `cli` is the command line. Each verb has a module with `Args` (its options) and `run`. Verbs do
+//! not use each other: shared code is in the modules of the second table.
 //!
-//! | verbs | what they do |
+//! | verbs | function |
 //! |---|---|
-//! | `serve` | controllers behind vfio-user sockets |
-//! | `demo` | the tables of shadow doorbells, measured |
-//! | `bench` | what a controller can do |
-//! | `verify` | whether a controller keeps what it is given |
-//! | `inspect` | `list`, `id-ctrl` and the other verbs of nvme-cli |
+//! | `serve` | serve controllers over vfio-user sockets |
+//! | `demo` | measure the benefit of shadow doorbells |
+//! | `bench` | measure the performance of a controller |
+//! | `verify` | verify the data integrity of a controller |
+//! | `inspect` | `list`, `id-ctrl` and other query verbs of nvme-cli |
+//! | `manage` | namespace management, format, sanitize |
 //! | `transfer` | `read`, `write`, `copy` |
-//! | `export` | a disk for everyone who can not use the driver |
-//! | `bind` | `bind`, `unbind`: who has a PCI device |
-//! | `upgrade` | a running `serve` goes on in a new process |
-//! | `ctl` | look at a running `serve`, and change it |
-//! | `top` | what the controllers of a running `serve` do |
-//! | `trace` | what `serve --trace` recorded, for a person |
-//! | `attach_many` | many controllers attached at once |
-//! | `manual` | manual pages and completions, for packages |
+//! | `export` | export a disk by NBD, FUSE, ublk or vhost-user-blk |
+//! | `bind` | `bind`, `unbind`: bind a PCI function to vfio-pci or to its kernel driver |
+//! | `upgrade` | restart a running `serve` for an upgrade |
+//! | `ctl`, `ctl_ana`, `ctl_plan`, `ctl_trace` | query and change a running `serve` |
+//! | `top` | show live statistics of running servers |
+//! | `trace` | print a recording of `serve --trace` |
+//! | `attach_many` | attach many controllers at once |
+//! | `manual` | generate manual pages and shell completions, for packages |
 //!
-//! | shared | what it is |
+//! | shared | contents |
 //! |---|---|
-//! | `load` | a load on a controller, and what it measures |
-//! | `session` | an attached controller, with the namespace that a TARGET names |
-//! | `overwrite` | whether somebody means to overwrite what a disk holds |
-//! | `banner` | what was attached, for a person |
-//! | `local` | a controller in this process, as the driver reaches it |
-//! | `controller_config` | a controller as a person asks for it, and its configuration |
-//! | `ana_word` | what a controller makes of a group of namespaces |
-//! | `offered_doorbells` | how doorbells come to a controller |
-//! | `disk_spec` | disks as people write them |
-//! | `disk_recovery` | the disks of a process that has died, in the next one |
-//! | `transport` | the way to a controller outside of this process |
-//! | `target` | TARGETs: namespaces as people write them |
-//! | `supervisor` | the process that starts and restarts the server process, unless `--no-keeper` |
+//! | `load` | load generator and measurement |
+//! | `session` | attached controller with the namespace of a TARGET |
+//! | `overwrite` | confirmation before a disk is overwritten |
+//! | `banner` | description of an attached controller |
+//! | `local` | in-process controller for the driver |
+//! | `controller_config` | controller as requested by the user, and its configuration |
+//! | `ana_word` | ANA states and groups |
+//! | `offered_doorbells` | doorbell mechanisms of a controller |
+//! | `disk_spec`, `layers`, `limits` | disk specifications: parsing, opening, layers, rate limits |
+//! | `disk_recovery` | recovery of disks after the death of a server process |
+//! | `pool`, `pool_disks` | pools of namespaces that hosts create |
+//! | `transport` | connection of the driver to a controller |
+//! | `target` | TARGET arguments: controllers and namespaces |
+//! | `supervisor` | process that starts and restarts the server process, unless `--no-keeper` |
 //! | `checkpoint` | checkpoint of a server process, for recovery, and its packets |
 //! | `checkpoint_codec` | serialization of a checkpoint for the next supervisor |
 //! | `path_broker` | protocol for sockets and files that the supervisor creates |
-//! | `grant` | lets a server in a sandbox have images |
-//! | `control` | what a server and those who control it say to each other |
-//! | `notify` | what a service manager is told |
-//! | `live_stats` | what a server and `top` say to each other |
-//! | `queue_options` | how doorbells are rung and completions found |
-//! | `content`, `rng` | blocks that show whether they are the right ones; random numbers |
-//! | `report`, `latency` | measurements, for machines |
-//! | `page` | measurements as a page with diagrams |
-//! | `table`, `units` | tables and numbers, for people |
-//! | `plain_words` | what libraries say in Rust's words, in a person's |
-//! | `parse`, `cpu_list` | sizes, times and processors as people write them |
-//! | `subsystems` | what several controllers of a process share |
-//! | `shell`, `paste` | words of a command line that a person pastes; how they are printed |
-//! | `signals`, `descriptor_limit` | what the program asks of the system |
-//! | `log_thread` | lines of the log, until they are written |
-//! | `late_close` | descriptors that take their time to close |
-//! | `logging`, `exit` | lines on standard error; what the exit status means |
+//! | `grant` | access to images for a sandboxed server |
+//! | `control` | control interface: types, client, discovery |
+//! | `notify` | notifications to the service manager |
+//! | `live_stats` | statistics protocol of `serve` and `top` |
+//! | `queue_options` | doorbell and completion modes of the driver |
+//! | `content`, `rng` | verifiable block content; random number generator |
+//! | `report`, `latency` | results of measurements as JSON; latency histograms |
+//! | `page` | HTML reports of measurements |
+//! | `table`, `units`, `output` | tables, numbers with units, output formats |
+//! | `plain_words` | error texts of libraries without Rust terms |
+//! | `parse`, `cpu_list`, `uuid_text` | parsers of sizes, times, CPU lists and UUIDs |
+//! | `subsystems` | NVM subsystems of several controllers |
+//! | `shell`, `paste` | quoting of arguments for a shell |
+//! | `replace`, `whole_file` | atomic replacement of files |
+//! | `self_as_is` | start-up attributes of this process |
+//! | `signals`, `descriptor_limit` | signal handling; limit of open files |
+//! | `log_thread` | asynchronous log output |
+//! | `late_close` | deferred close of descriptors |
+//! | `logging`, `exit` | log setup; exit statuses |
 #![forbid(unsafe_code)]
 
 mod ana_word;
@@ -132,7 +135,7 @@ mod whole_file;
 
 pub use cli::main;
 
-/// What the tests and the fuzz targets of this workspace use. Nothing else may.
+/// Items for the tests and fuzz targets of this workspace only.
 #[doc(hidden)]
 pub mod testing {
     pub use crate::bench::Args as BenchArgs;
@@ -142,10 +145,10 @@ pub mod testing {
     pub use crate::target::Target;
     pub use crate::verify::{Args as VerifyArgs, verify};
 
-    /// Reads a file as `serve --config` does, and forgets it.
+    /// Parses and validates a file as `serve --config` does.
     ///
     /// # Errors
-    /// All that is wrong with it.
+    /// All errors of the file.
     pub fn check_config_file(path: &std::path::Path) -> anyhow::Result<()> {
         crate::serve::read_config_file(path).map(drop)
     }

@@ -1,7 +1,7 @@
-//! Limits of disks as people write them: options of a disk, and groups that several share.
+//! Rate limits in disk specifications, and limit groups that several disks share.
 //!
-//! Groups are of the process: whatever disk names one has it, and it can be changed while disks have
-//! it.
+//! Groups exist once per process. A group is created by the first disk that names it, and its
+//! limits can be changed while disks use it.
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -10,17 +10,17 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-/// The option that names a group.
+/// Option that names a group.
 pub(crate) const GROUP: &str = "limit-group";
 
-/// A group and its limits.
+/// Limit group with its limits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Group {
     pub(crate) name: String,
     pub(crate) limits: Limits,
 }
 
-/// What a disk says of limits.
+/// Rate limits and limit group of a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DiskLimits {
     pub(crate) own: Limits,
@@ -29,7 +29,7 @@ pub(crate) struct DiskLimits {
 
 static GROUPS: Mutex<BTreeMap<String, Arc<Limiter>>> = Mutex::new(BTreeMap::new());
 
-/// The group of this name, which has no limits if nobody has given it any.
+/// Group with this name; created without limits if it does not exist.
 pub(crate) fn group(name: &str) -> Arc<Limiter> {
     let mut groups = GROUPS.lock();
     let group = groups.entry(name.to_owned()).or_insert_with(|| Limiter::new(Limits::default()));
@@ -46,15 +46,15 @@ pub(crate) fn groups() -> Vec<Group> {
     groups.iter().map(group).collect()
 }
 
-/// The groups have these limits from here on.
+/// Sets the limits of these groups.
 pub(crate) fn set_groups(groups: &[Group]) {
     groups.iter().for_each(|wanted| group(&wanted.name).set(wanted.limits));
 }
 
-/// The name of a group is a word.
+/// Validates the name of a group.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A sentence about an invalid name.
 pub(crate) fn check_name(name: &str) -> Result<(), String> {
     let is_fine = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
     match (1..=64).contains(&name.len()) && name.bytes().all(is_fine) {
@@ -66,10 +66,10 @@ pub(crate) fn check_name(name: &str) -> Result<(), String> {
 }
 
 impl DiskLimits {
-    /// Splits what `spec` says of limits from the rest.
+    /// Splits `spec` into the options of limits and the rest.
     ///
     /// # Errors
-    /// What is wrong with it, in a sentence.
+    /// A sentence about an invalid option.
     pub(crate) fn split(spec: &str) -> Result<(String, Self), String> {
         let Some((disk, options)) = spec.split_once('?') else {
             return Ok((spec.to_owned(), Self::default()));
@@ -89,7 +89,7 @@ impl DiskLimits {
         Ok((rest, limits))
     }
 
-    /// `spec` with these limits, and none of its own.
+    /// `spec` with these limits instead of its own.
     #[must_use]
     pub(crate) fn joined(&self, spec: &str) -> String {
         let bare = Self::split(spec).map_or_else(|_| spec.to_owned(), |(bare, _)| bare);
@@ -103,13 +103,13 @@ impl DiskLimits {
         }
     }
 
-    /// Whether nothing is limited.
+    /// True if there are no limits and no group.
     #[must_use]
     pub(crate) fn is_none(&self) -> bool {
         *self == Self::default()
     }
 
-    /// `disk` with these limits: itself if there are none.
+    /// Puts these limits around `disk`; returns `disk` itself if there are none.
     #[must_use]
     pub(crate) fn limit(&self, disk: Arc<dyn Disk>) -> Arc<dyn Disk> {
         if self.is_none() {
@@ -120,7 +120,7 @@ impl DiskLimits {
     }
 }
 
-/// As people see them: `iops=1000, as db`.
+/// Text for users: `iops=1000, as db`.
 impl fmt::Display for DiskLimits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.group {

@@ -1,70 +1,72 @@
-//! What a running server and `shadowbell top` say to each other: a line asks, and a line of JSON, a
-//! [`Snapshot`], answers.
+//! Statistics protocol between a running server and `shadowbell top`: the request is a line, the
+//! answer is a [`Snapshot`] as a line of JSON.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::latency_stats::{Distribution, NamespaceLatency};
 use shadowbell_controller::{Controller, Stats};
 use utoipa::ToSchema;
 
-/// The version of the form of a snapshot.
+/// Version of the snapshot's format.
 pub(crate) const VERSION: u32 = 1;
-/// All controllers at one moment.
+/// Statistics of all controllers at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Snapshot {
-    /// [`VERSION`].
+    /// Version of the snapshot format.
     pub version: u32,
-    /// When: nanoseconds since the server began.
+    /// Time in nanoseconds since the server began.
     pub at_ns: u64,
-    /// In the order in which they were asked for.
+    /// Controllers in the order of the configuration.
     pub controllers: Vec<Row>,
 }
 
-/// A controller's counters, of its I/O queues: since the server began, over resets and guests.
+/// Statistics of a controller's I/O queues since the server began, across resets and guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Row {
-    /// The path of its socket.
+    /// Path of the controller's socket.
     pub socket: String,
-    /// I/O submission queues that its guest has now.
+    /// Number of I/O submission queues at present.
     pub queues: usize,
-    /// The workers that serve them.
+    /// Numbers of the I/O threads that serve these queues.
     pub workers: Vec<usize>,
-    /// Whether all of them leave it out until it rings.
+    /// True if all of these I/O threads have parked the controller: they do not poll its queues
+    /// until a doorbell is written.
     pub parked: bool,
     /// Commands fetched.
     pub commands: u64,
-    /// Bytes that were read.
+    /// Bytes read.
     pub bytes_read: u64,
-    /// Bytes that were written or copied.
+    /// Bytes written or copied.
     pub bytes_written: u64,
-    /// New doorbell values that were found, however they came.
+    /// New doorbell values found, by any mechanism.
     pub updates: u64,
-    /// Doorbell writes that trapped, and doorbells rung by a descriptor.
+    /// Doorbell writes that trapped or were signalled by an eventfd.
     pub rings: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Commands that ended in an error.
+    /// Commands that ended with an error.
     pub errors: u64,
-    /// Its namespaces, if commands are measured or were.
+    /// Statistics of the namespaces, if latency is or was measured.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub namespaces: Vec<NamespaceRow>,
 }
 
-/// What was measured of a namespace since this process began, while that was on.
+/// Statistics of a namespace since this process began, while the measurement was on.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct NamespaceRow {
-    /// Its number.
+    /// Namespace identifier.
     pub nsid: u32,
-    /// What it keeps its bytes in.
+    /// Disk that stores the namespace.
     pub disk: String,
-    /// Commands that ended.
+    /// Commands completed.
     pub commands: u64,
-    /// Bytes that were read.
+    /// Bytes read.
     pub bytes_read: u64,
-    /// Bytes that were written.
+    /// Bytes written.
     pub bytes_written: u64,
-    /// Commands that ended in an error.
+    /// Commands that ended with an error.
     pub errors: u64,
-    /// How many commands took how long: eight counts for each doubling of a time, from 1.024 us on.
+    /// Latency histogram: counts of commands in buckets, eight for each doubling of the latency
+    /// from 1.024 us on.
     pub latency: Vec<u64>,
 }
 
@@ -87,12 +89,12 @@ impl NamespaceRow {
 }
 
 impl Row {
-    /// The row of a controller that is served at `socket`, as it is now.
+    /// Current statistics of the controller at `socket`.
     pub(crate) fn of(socket: &str, controller: &Controller) -> Self {
         let stats = controller.stats();
         let mut row = Self::of_stats(socket, &stats);
         if !stats.measured.is_empty() {
-            // What is not there any more has no line.
+            // Removed namespaces have no row.
             row.namespaces = controller
                 .namespaces()
                 .into_iter()

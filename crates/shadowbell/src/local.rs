@@ -1,4 +1,4 @@
-//! A controller in this very process: what `local:` in front of a disk means.
+//! In-process controller: target `local:` and plain disk names.
 
 use crate::controller_config::{ConfigureError, ControllerConfig, OfferedDoorbells};
 use shadowbell_backend::Disk;
@@ -6,10 +6,11 @@ use shadowbell_controller::{Carrier, PoolOptions};
 use shadowbell_frontend::InProcess;
 use std::sync::Arc;
 
-/// The way to a controller in this process over `disk`; with `mapped`, its doorbells are memory.
+/// Starts a controller over `disk` in this process. With `mapped`, its doorbells are memory that
+/// the controller polls.
 ///
 /// # Errors
-/// The disk is not possible, or the system has no more threads.
+/// The disk cannot be used for a namespace, or no thread can be started.
 pub fn connect(disk: Arc<dyn Disk>, mapped: bool) -> anyhow::Result<Arc<InProcess>> {
     let doorbells = if mapped { OfferedDoorbells::Mapped } else { OfferedDoorbells::Shadow };
     let asked = ControllerConfig { doorbells, ..ControllerConfig::default() };

@@ -1,16 +1,15 @@
-//! The thread that writes the log, and the lines that wait for it.
+//! Asynchronous log output: a bounded queue of lines and the thread that writes them.
 //!
-//! Whoever reads the log may stand still: a terminal that is held, a pipe that nobody empties. A
-//! thread that serves guests must not wait for that. So a line is left in memory, and one thread
-//! writes. Where the memory for lines is used up they are dropped and counted, and the count is
-//! logged as soon as there is room.
+//! The reader of the log may block: a stopped terminal, or a pipe that is not read. Threads that
+//! serve guests must not wait for it. So lines are queued in memory, and one thread writes them. If
+//! the queue is full, lines are dropped and counted, and the count is logged as soon as there is
+//! room.
 //!
-//! The thread also sets the pace. A guest can cause lines as fast as it likes; what is written per
-//! second is limited, and the rest is dropped by the same rule.
+//! The thread also limits the rate. A guest can cause log lines at any rate. The number of bytes
+//! written per second is limited, and the rest is dropped in the same way.
 //!
-//! `tracing-appender` has such a thread, too. It bounds the lines in memory by their number (of any
-//! length), has no pace, and only keeps the count of what was dropped for a program to ask for. All
-//! three would have to be built around it, and are all that there is to build.
+//! `tracing-appender` has no rate limit, bounds the number of lines instead of their bytes, and
+//! does not log the number of dropped lines.
 
 use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
@@ -19,28 +18,28 @@ use std::sync::Arc;
 use std::thread::{ThreadId, current};
 use std::time::{Duration, Instant};
 
-/// How much may wait, and how fast it is written.
+/// Size of the queue and rate limit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// Bytes that may wait.
+    /// Size of the queue in bytes.
     pub(crate) waiting: usize,
-    /// The pace; nothing for a log that is written as fast as it is read.
+    /// Rate limit; `None` writes as fast as the log is read.
     pub(crate) pace: Option<Pace>,
 }
 
-/// A second has `burst` and `per_second` bytes at most.
+/// Rate limit (token bucket): at most `burst` plus `per_second` bytes in a second.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
     pub(crate) per_second: usize,
     pub(crate) burst: usize,
 }
 
-/// What a line takes beside its bytes.
+/// Memory overhead of a line in bytes.
 const OVERHEAD: usize = 64;
-/// The most that is written in one call, but for a line that is longer.
+/// Largest number of bytes per write, except for a longer line.
 const BATCH: usize = 4096;
 
-/// Where lines are left; clones lead to the same thread.
+/// Handle of the log thread; clones share it.
 #[derive(Clone)]
 pub(crate) struct LogThread {
     shared: Arc<Shared>,
@@ -48,12 +47,12 @@ pub(crate) struct LogThread {
 }
 
 struct Shared {
-    /// Who has started the log, which is no thread that guests cause to say anything.
+    /// Thread that created the log. It has a reserve, because guests cannot make it log.
     starter: ThreadId,
     lines: Mutex<Lines>,
-    /// For the thread: a line has come, or the end.
+    /// Signalled to the log thread for a new line or the end.
     came: Condvar,
-    /// For who waits in [`LogThread::finish`]: everything is written.
+    /// Signalled to [`LogThread::finish`] when all lines are written.
     written: Condvar,
 }
 
@@ -62,9 +61,9 @@ struct Lines {
     bytes: usize,
     limit: usize,
     dropped: u64,
-    /// The thread has lines that it has not written yet.
+    /// The thread has taken lines that are not written yet.
     writing: bool,
-    /// Someone waits for the end: the pace does not count any more.
+    /// A thread waits in `finish`, so the rate limit is suspended.
     hurried: bool,
 }
 
@@ -74,8 +73,8 @@ impl Lines {
         self.waiting.push_back(line);
     }
 
-    /// Takes a line if there is room. Once one was dropped, there is room when half is free: the
-    /// count of those dropped is a line as well.
+    /// Queues a line if there is room, or counts it as dropped. After a drop, half of the queue
+    /// must be free first, so that the counts themselves do not fill the log.
     fn offer(&mut self, line: &[u8], reserve: bool) -> bool {
         let room = match (reserve, self.dropped) {
             (true, _) => self.limit * 2,
@@ -91,7 +90,7 @@ impl Lines {
         true
     }
 
-    /// Says how many were dropped, if any.
+    /// Queues a line with the number of dropped lines, if there are any.
     fn push_count(&mut self) {
         let dropped = std::mem::take(&mut self.dropped);
         if dropped != 0 {
@@ -106,7 +105,7 @@ impl Lines {
         }
     }
 
-    /// The next lines: as many as `allowed` bytes hold, one at least.
+    /// Takes the next lines, up to `allowed` bytes but at least one line.
     fn take(&mut self, allowed: usize) -> Vec<u8> {
         let mut batch = Vec::new();
         while let Some(line) = self.waiting.front() {
@@ -121,7 +120,7 @@ impl Lines {
 }
 
 impl LogThread {
-    /// Takes lines. They wait for the thread to be [started](Self::start).
+    /// Log that queues lines until the thread is [started](Self::start).
     pub(crate) fn new(limits: Limits) -> Self {
         let lines = Lines {
             waiting: VecDeque::new(),
@@ -143,7 +142,7 @@ impl LogThread {
     /// Starts the thread, which writes to `sink`.
     ///
     /// # Errors
-    /// The system has no more threads.
+    /// The thread cannot be started.
     pub(crate) fn start(&self, sink: impl Write + Send + 'static) -> io::Result<()> {
         let thread = std::thread::Builder::new().name("sb-log".into());
         let (ours, pace) = (Arc::clone(&self.shared), self.pace);
@@ -151,8 +150,9 @@ impl LogThread {
         Ok(())
     }
 
-    /// Leaves a line, or counts it. Never waits for whoever reads the log. The thread that has
-    /// started this has as much room again for itself: an end that is logged should be there.
+    /// Queues a line, or counts it as dropped. Never waits for the reader of the log. The thread
+    /// that created the log has an additional reserve of the same size, so that its messages about
+    /// the end of the program are not lost.
     pub(crate) fn line(&self, line: &[u8]) {
         let reserve = current().id() == self.shared.starter;
         if self.shared.lines.lock().offer(line, reserve) {
@@ -160,7 +160,7 @@ impl LogThread {
         }
     }
 
-    /// Leaves a line for which there is always room: one of the last, of which there are few.
+    /// Queues a line even if the queue is full. Only for the few last lines of the program.
     pub(crate) fn last_words(&self, line: &[u8]) {
         let mut lines = self.shared.lines.lock();
         lines.push_count();
@@ -169,8 +169,7 @@ impl LogThread {
         self.shared.came.notify_one();
     }
 
-    /// Waits until everything that was left before is written, but no longer than `most`. Whether
-    /// it is.
+    /// Waits until all queued lines are written, at most for `most`. Returns false on timeout.
     pub(crate) fn finish(&self, most: Duration) -> bool {
         let until = Instant::now() + most;
         let mut lines = self.shared.lines.lock();
@@ -185,7 +184,7 @@ impl LogThread {
     }
 }
 
-/// A writer for a formatter, which gives it a line at a time.
+/// Writer for a formatter that writes one line per call.
 impl Write for LogThread {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.line(line);
@@ -198,7 +197,7 @@ impl Write for LogThread {
 }
 
 impl Shared {
-    /// What the thread does, as long as the process lives.
+    /// Main loop of the thread; never returns.
     fn write_all(&self, mut sink: impl Write, pace: Option<Pace>) {
         let mut allowance = pace.map(Allowance::new);
         let mut lines = self.lines.lock();
@@ -225,7 +224,7 @@ impl Shared {
             let batch = lines.take(allowed);
             lines.writing = true;
             drop(lines);
-            // Nothing can be said of it if this fails.
+            // Errors are ignored, because there is no other place to report them.
             let _ = sink.write_all(&batch).and_then(|()| sink.flush());
             if let Some(allowance) = &mut allowance {
                 allowance.spend(batch.len());
@@ -235,7 +234,7 @@ impl Shared {
     }
 }
 
-/// Bytes that may be written now: they come back with time, up to the burst.
+/// Token bucket: bytes that may be written now.
 struct Allowance {
     pace: Pace,
     bytes: f64,
@@ -247,8 +246,9 @@ impl Allowance {
         Self { pace, bytes: pace.burst as f64, since: Instant::now() }
     }
 
-    /// How many bytes may be written if a line of `wanted` is next; or when it may be. One that is
-    /// longer than the burst takes a whole burst, and what follows waits for the rest.
+    /// Returns the number of bytes that may be written if the next line has `wanted` bytes, or the
+    /// time at which it may be written. A line longer than the burst uses a whole burst, and its
+    /// excess is charged to the following lines.
     fn of(&mut self, wanted: usize, now: Instant) -> Result<usize, Instant> {
         let passed = now.saturating_duration_since(self.since);
         self.since = now;
@@ -258,7 +258,7 @@ impl Allowance {
         if self.bytes >= wanted {
             return Ok(self.bytes as usize);
         }
-        // Not for every line anew.
+        // Waits for 10 ms worth of bytes at least, to avoid a wake-up per line.
         let missing = (wanted - self.bytes).max(rate / 100.0);
         Err(now + Duration::from_secs_f64(missing / rate))
     }
@@ -284,8 +284,8 @@ mod tests {
         let (reader, writer) = io::pipe().unwrap();
         let log = LogThread::new(free(256 * 1024));
         log.start(writer).unwrap();
-        // Far more than the pipe and the log's memory hold. If one of these waited, this would
-        // never end.
+        // Much more than the pipe and the queue hold. If a line waited for the reader, the test
+        // would hang.
         let line = [b'x'; 1023];
         let lines = 4096;
         for _ in 0..lines {
@@ -316,7 +316,7 @@ mod tests {
         let (reader, writer) = io::pipe().unwrap();
         let log = LogThread::new(free(1000));
         log.start(writer).unwrap();
-        // With the lock held nothing is taken.
+        // The thread cannot take lines while the lock is held.
         let mut lines = log.shared.lines.lock();
         assert!(lines.offer(&[b'a'; 500], false));
         assert!(!lines.offer(&[b'b'; 500], false));
@@ -352,7 +352,7 @@ mod tests {
             }
         }
         assert!((9_900..=10_500).contains(&spent), "{spent}");
-        // A line longer than any burst comes through, too, and has its price.
+        // A line longer than the burst is written, and charged in full.
         let later = end + Duration::from_secs(1);
         assert!(allowance.of(5000, later).is_ok());
         allowance.spend(5000);

@@ -1,4 +1,4 @@
-//! The log: lines on standard error, for a person.
+//! Log setup: lines on standard error for users.
 
 use crate::log_thread::{Limits, LogThread, Pace};
 use crate::plain_words::without_numbers;
@@ -20,48 +20,48 @@ use tracing_subscriber::registry::{LookupSpan, Registry};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, reload};
 
-/// A second of the log has 96 KiB at most, whatever guests do. An honest server says some hundred
-/// bytes for each guest that comes.
+/// Rate limit: at most 96 KiB in a second, whatever guests do. Normal operation logs a few hundred
+/// bytes per connecting guest.
 const PACE: Pace = Pace { per_second: 64 << 10, burst: 32 << 10 };
-/// What may wait to be written: more than a server with a thousand controllers says at its start.
+/// Size of the queue: more than a server with a thousand controllers logs at start-up.
 const WAITING: usize = 256 << 10;
-/// As much, for whoever asks for everything (-v): there is no pace then.
+/// Size of the queue with `-v`, which has no rate limit.
 const WAITING_VERBOSE: usize = 16 << 20;
-/// How long the end of the program waits for whoever reads the log.
+/// Longest time for which the end of the program waits for the reader of the log.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// Whether the thread was started.
+/// The log thread was started.
 static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
-/// What is to be written, from [`start`] on.
+/// Log of this process, set by [`start`].
 static LOG: OnceLock<LogThread> = OnceLock::new();
-/// What is logged, from [`start`] on.
+/// Filter of this process, set by [`start`].
 static FILTER: OnceLock<Filter> = OnceLock::new();
 
-/// What is logged, and how to change it.
+/// Current filter, and the function that replaces it.
 struct Filter {
-    /// As it was written, and whether it was changed.
+    /// Text of the filter, and true if [`set_filter`] has set it.
     now: Mutex<(String, bool)>,
     replace: Box<dyn Fn(Targets) -> Result<(), String> + Send + Sync>,
 }
 
-/// What is logged, as [`start`] or [`set_filter`] was told.
+/// Current filter, set by [`start`] or [`set_filter`].
 #[must_use]
 pub(crate) fn filter() -> String {
     FILTER.get().map(|filter| filter.now.lock().0.clone()).unwrap_or_default()
 }
 
-/// The same, if [`set_filter`] was told.
+/// Current filter if [`set_filter`] has set it.
 #[must_use]
 pub(crate) fn changed_filter() -> Option<String> {
     let now = FILTER.get()?.now.lock();
     now.1.then(|| now.0.clone())
 }
 
-/// Changes what is logged: a level, or directives as `RUST_LOG` takes them. The pace of the log
-/// stays what it was.
+/// Sets the filter: a level, or directives in the syntax of `RUST_LOG`. The rate limit is not
+/// changed.
 ///
 /// # Errors
-/// A sentence that says what is wrong with them.
+/// A sentence about invalid directives.
 pub(crate) fn set_filter(directives: &str) -> Result<(), String> {
     let is_empty = directives.trim().is_empty();
     let new = directives.parse::<Targets>();
@@ -78,16 +78,16 @@ pub(crate) fn set_filter(directives: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Where the help has options that many verbs share: between those of a verb they would hide them.
+/// Help heading of options that many verbs share, to keep them apart from the options of a verb.
 pub(crate) const COMMON: &str = "Common options";
 
-/// How much is logged.
+/// Verbosity options.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub(crate) struct Args {
-    /// Tell more: -v what happens on the control plane, -vv everything
+    /// Log more: -v control-plane events, -vv everything
     #[arg(short, long, action = clap::ArgAction::Count, global = true, help_heading = COMMON)]
     verbose: u8,
-    /// Tell less: -q warnings and errors only, -qq errors only
+    /// Log less: -q warnings and errors only, -qq errors only
     #[arg(short, long, action = clap::ArgAction::Count, global = true, help_heading = COMMON)]
     #[arg(conflicts_with = "verbose")]
     quiet: u8,
@@ -105,15 +105,15 @@ impl Args {
     }
 }
 
-/// Whether the log says what goes well: without `--quiet`.
+/// True if informational messages are logged, that is, without `--quiet`.
 #[must_use]
 pub(crate) fn is_talkative() -> bool {
     tracing::enabled!(Level::INFO)
 }
 
-/// Takes what is logged, which is written from [`begin`] on. `RUST_LOG` says what that is, if it is
-/// set; it takes what [`Targets`] takes, such as `shadowbell_vfio_user=trace`. `timed`: lines
-/// begin with the time, as those of a service have to.
+/// Sets up the log, which is written from [`begin`] on. If `RUST_LOG` is set, it overrides the
+/// verbosity options, in the syntax of [`Targets`], such as `shadowbell_vfio_user=trace`. With
+/// `timed`, lines have timestamps, as services need.
 pub(crate) fn start(args: &Args, timed: bool) {
     let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.is_empty());
     let asked = asked.and_then(|text| text.parse::<Targets>().ok().map(|filter| (text, filter)));
@@ -130,7 +130,7 @@ pub(crate) fn start(args: &Args, timed: bool) {
     };
     let log = LogThread::new(limits);
     let writer = log.clone();
-    // Fails only where a subscriber is there already: in a test, which wants its own.
+    // Fails only if a subscriber is set already, which happens in tests.
     let (filter, handle) = reload::Layer::new(filter);
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(move || Plain(writer.clone()))
@@ -145,30 +145,30 @@ pub(crate) fn start(args: &Args, timed: bool) {
     }
 }
 
-/// Starts to write what is logged, and what was logged before. Until then this has no thread.
+/// Starts the log thread, which also writes the lines queued before.
 pub(crate) fn begin() {
     if let Some(log) = LOG.get()
         && !HAS_BEGUN.swap(true, Ordering::Relaxed)
     {
-        // Without a thread there is none to serve with either, and that will be said.
+        // If no thread can be started, no server can run either, and its error is reported.
         let _ = log.start(std::io::stderr());
     }
 }
 
-/// Says something of the program's own on standard error, after what was logged before. Whoever
-/// reads it may stand still: that holds up the end of the program for a moment, and nothing else.
+/// Writes a message on standard error after all queued lines. A blocked reader delays this for
+/// [`LAST_WORDS`] at most.
 pub(crate) fn last_words(text: &str) {
     match LOG.get() {
         Some(log) => {
             log.last_words(text.as_bytes());
             finish();
         }
-        // Nothing can be done if this fails.
+        // Errors are ignored, because there is no other place to report them.
         None => drop(io::stderr().write_all(text.as_bytes())),
     }
 }
 
-/// Waits until what was logged is written, for a moment at most.
+/// Waits until all queued lines are written, for [`LAST_WORDS`] at most.
 pub(crate) fn finish() {
     begin();
     if let Some(log) = LOG.get() {
@@ -176,8 +176,9 @@ pub(crate) fn finish() {
     }
 }
 
-/// A thread has panicked. What it served is served by nobody then, and whoever waits for it would
-/// wait for ever. So the process ends, and whoever started it can start it again.
+/// Panic hook: aborts the process. The work of the panicked thread would not be done by any other
+/// thread, and threads that depend on it would wait forever. A supervisor or service manager can
+/// restart the process.
 fn die(panic: &PanicHookInfo<'_>) {
     if shadowbell_memory::is_panic_contained() {
         return;
@@ -197,7 +198,7 @@ fn die(panic: &PanicHookInfo<'_>) {
     std::process::abort();
 }
 
-/// The log, for lines of which libraries have written a part.
+/// Log writer that removes error numbers from texts of libraries.
 struct Plain(LogThread);
 
 impl Write for Plain {
@@ -214,23 +215,23 @@ impl Write for Plain {
     }
 }
 
-/// `warning: what happened key=value`, of a service with the time in front; with -v, the time and
-/// the module.
+/// Format of a line: `warning: message key=value`; for services with the time in front; with `-v`,
+/// with time and module.
 struct Lines {
     detailed: bool,
     timed: bool,
 }
 
-/// The time now, as lines of the log begin with it, in UTC.
+/// Current time in the format of log lines, in UTC.
 #[must_use]
 pub(crate) fn now() -> String {
     let mut text = String::new();
-    // Writing to a string does not fail.
+    // Cannot fail: writes to a string.
     let _ = SystemTime.format_time(&mut Writer::new(&mut text));
     text
 }
 
-/// Whether standard error goes to systemd's journal, which has the time itself.
+/// True if standard error is connected to systemd's journal, which adds timestamps itself.
 #[must_use]
 pub(crate) fn is_journal() -> bool {
     let journal = std::env::var("JOURNAL_STREAM").ok();
@@ -287,7 +288,7 @@ mod tests {
 
     const CHILD: &str = "LOGGING_TEST_CHILD";
 
-    /// A program that logs to `log`, one of whose threads panics: how it ends.
+    /// Runs a child that logs to `log` and in which a thread panics. Returns its status.
     fn panics(log: PipeWriter) -> ExitStatus {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "logging::tests::a_thread_that_panics_ends_the_process"])
@@ -310,7 +311,7 @@ mod tests {
         }
     }
 
-    /// A pipe that takes nothing any more.
+    /// Pipe that is full.
     fn full_pipe() -> (PipeReader, PipeWriter) {
         let (reader, writer) = io::pipe().unwrap();
         let flags = fcntl_getfl(&writer).unwrap();
@@ -341,7 +342,7 @@ mod tests {
         assert!(why.starts_with("thread sb-reactor has panicked at crates/"), "{said}");
         assert!(why.contains("there is no such queue; "), "{said}");
 
-        // Nobody reads what it says: it ends all the same.
+        // The process ends even if its log is not read.
         let (_reader, writer) = full_pipe();
         let status = panics(writer);
         assert_eq!(status.signal(), Some(6), "{status:?}");

@@ -1,8 +1,7 @@
-//! What changes the namespaces of a controller: nvme-cli's verbs, under its names.
+//! Verbs that change the namespaces of a controller, with the names of nvme-cli.
 //!
-//! `create-ns`, `delete-ns`, `attach-ns`, `detach-ns`, `format` and `sanitize` are for controllers
-//! that can do that, and `write-uncor` marks blocks. The driver is the controller's host for as
-//! long as that takes. What destroys data wants `--force`.
+//! `create-ns`, `delete-ns`, `attach-ns`, `detach-ns`, `format`, `sanitize` and `write-uncor`
+//! attach the driver, send the command, and detach. Verbs that destroy data require `--force`.
 
 use crate::exit::bad_input;
 use crate::parse;
@@ -16,158 +15,158 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use zerocopy::FromBytes;
 
-/// How long a command on blocks may take.
+/// Time limit of an I/O command.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Make a namespace: `attach-ns` is what makes it usable
+/// Create a namespace (`attach-ns` makes it usable)
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct CreateArgs {
-    /// Whose namespace it is to be
+    /// Controller that creates the namespace
     #[arg(value_name = "TARGET")]
     target: Target,
-    /// Its size in logical blocks, or in bytes with a unit (1GiB)
+    /// Size in logical blocks, or in bytes with a unit (1GiB)
     #[arg(short = 's', long, value_name = "SIZE")]
     nsze: String,
-    /// Taken as nvme-cli takes it: the same as the size
+    /// Capacity, for compatibility with nvme-cli; must be equal to the size
     #[arg(short = 'c', long, value_name = "SIZE")]
     ncap: Option<String>,
-    /// The index of its LBA format
+    /// Index of the LBA format
     #[arg(short, long, value_name = "INDEX", value_parser = clap::value_parser!(u8).range(0..64), conflicts_with = "block_size")]
     flbas: Option<u8>,
-    /// Bytes of its logical blocks [default: those of LBA format 0]
+    /// Logical block size in bytes [default: that of LBA format 0]
     #[arg(short, long, value_name = "BYTES")]
     block_size: Option<u64>,
 }
 
-/// Delete a namespace, with what it holds
+/// Delete a namespace and its data
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct DeleteArgs {
-    /// The controller
+    /// Controller
     #[arg(value_name = "TARGET")]
     target: Target,
-    /// The namespace
+    /// Namespace to delete
     #[arg(short, long, value_name = "NSID")]
     namespace_id: u32,
     #[command(flatten)]
     force: Force,
 }
 
-/// What `attach-ns` and `detach-ns` take.
+/// Options of `attach-ns` and `detach-ns`.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct AttachArgs {
-    /// The controller
+    /// Controller that executes the command
     #[arg(value_name = "TARGET")]
     target: Target,
-    /// The namespace
+    /// Namespace to attach or detach
     #[arg(short, long, value_name = "NSID")]
     namespace_id: u32,
-    /// The identifiers of the controllers [default: that of the target]
+    /// Identifiers of the controllers [default: that of the target]
     #[arg(short, long, value_name = "CNTLID", value_delimiter = ',')]
     controllers: Vec<u16>,
 }
 
-/// Erase a namespace, and give it another block size
+/// Format a namespace: erase it and set its LBA format
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct FormatArgs {
-    /// The namespace
+    /// Namespace to format
     #[arg(value_name = "TARGET")]
     target: Target,
     /// Another namespace of this controller; 0xffffffff for all of them
     #[arg(short, long, value_name = "NSID", value_parser = number)]
     namespace_id: Option<u32>,
-    /// The index of its LBA format [default: the one that it has]
+    /// Index of the LBA format [default: the current one]
     #[arg(short, long, value_name = "INDEX", value_parser = clap::value_parser!(u8).range(0..64), conflicts_with = "block_size")]
     lbaf: Option<u8>,
-    /// Bytes of its logical blocks
+    /// Logical block size in bytes, instead of an LBA format
     #[arg(short, long, value_name = "BYTES")]
     block_size: Option<u64>,
-    /// 0 for no secure erase, 1 for user data erase
+    /// Secure Erase Settings: 0 for none, 1 for user data erase
     #[arg(short, long, value_name = "0|1", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..8))]
     ses: u8,
-    /// Type of protection information, 1 to 3; 0 for none. The format has to have metadata
+    /// Protection information type, 1 to 3; 0 for none. Requires an LBA format with metadata
     #[arg(short = 'i', long, value_name = "TYPE", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..4))]
     pi: u8,
-    /// It is the first bytes of the metadata, not the last
+    /// Protection information in the first bytes of the metadata instead of the last
     #[arg(short, long)]
     pil: bool,
-    /// Metadata are transferred at the end of each block, not in a buffer of their own
+    /// Metadata at the end of each block (extended LBA) instead of in a separate buffer
     #[arg(short, long)]
     mset: bool,
     #[command(flatten)]
     force: Force,
 }
 
-/// Erase all namespaces of a controller for good
+/// Sanitize a controller: erase all of its namespaces
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct SanitizeArgs {
-    /// The controller
+    /// Controller to sanitize
     #[arg(value_name = "TARGET")]
     target: Target,
-    /// What is done
+    /// Sanitize action
     #[arg(short = 'a', long, value_enum, value_name = "ACTION")]
     sanact: Action,
-    /// Let a failure be left without another operation
+    /// Allow Unrestricted Sanitize Exit: a failure can be left without another operation
     #[arg(short = 'u', long)]
     ause: bool,
-    /// Passes of an overwrite, 1 to 16
+    /// Number of overwrite passes, 1 to 16
     #[arg(short = 'n', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     owpass: u8,
     /// Invert the pattern between two passes
     #[arg(short = 'i', long)]
     oipbp: bool,
-    /// Do not deallocate the blocks
+    /// Do not deallocate the blocks after the operation
     #[arg(short = 'd', long)]
     no_dealloc: bool,
-    /// The pattern of an overwrite
+    /// Pattern of an overwrite
     #[arg(short = 'p', long, value_name = "PATTERN", default_value_t = 0, value_parser = number)]
     ovrpat: u32,
     #[command(flatten)]
     force: Force,
 }
 
-/// What a Sanitize command does.
+/// Sanitize Action field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Action {
-    /// Leave a failed operation behind
+    /// Exit failure mode
     #[value(alias = "1", alias = "0x01")]
     ExitFailure,
-    /// Erase all blocks
+    /// Block erase
     #[value(alias = "2", alias = "0x02", alias = "start-block-erase")]
     BlockErase,
-    /// Overwrite all blocks
+    /// Overwrite
     #[value(alias = "3", alias = "0x03", alias = "start-overwrite")]
     Overwrite,
-    /// Forget the key
+    /// Crypto erase
     #[value(alias = "4", alias = "0x04", alias = "start-crypto-erase")]
     CryptoErase,
 }
 
-/// Have blocks be unreadable until they are written again
+/// Mark blocks as unreadable until they are written again
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct UncorrectableArgs {
-    /// The namespace
+    /// Namespace
     #[arg(value_name = "TARGET")]
     target: Target,
-    /// The first block
+    /// First block
     #[arg(short, long, value_name = "LBA")]
     start_block: u64,
-    /// How many blocks, less one
+    /// Number of blocks minus one
     #[arg(short = 'c', long, value_name = "N", default_value_t = 0)]
     block_count: u16,
     #[command(flatten)]
     force: Force,
 }
 
-/// The option of what destroys data.
+/// Confirmation option of verbs that destroy data.
 #[derive(Clone, Copy, Debug, clap::Args)]
 struct Force {
-    /// Do it, though it destroys data
+    /// Confirm that data is destroyed
     #[arg(long)]
     force: bool,
 }
@@ -196,7 +195,7 @@ fn attach_to(target: &Target) -> anyhow::Result<Session> {
     Session::attach(target, &options)
 }
 
-/// What the controller refuses is for whoever asked.
+/// Adds the target to an error. A status of the controller is an error of the user's input.
 fn told<T>(target: &Target, outcome: Result<T, CommandError>) -> anyhow::Result<T> {
     outcome.map_err(|error| {
         let is_refused = error.status().is_some();
@@ -205,7 +204,7 @@ fn told<T>(target: &Target, outcome: Result<T, CommandError>) -> anyhow::Result<
     })
 }
 
-/// What Identify says of a namespace, attached or not; of FFFFFFFFh, what all have in common.
+/// Identify data of a namespace, attached or not; for FFFFFFFFh, of the common capabilities.
 fn identify(session: &Session, nsid: u32) -> anyhow::Result<IdentifyNamespace> {
     let cns = if nsid == u32::MAX { cns::NAMESPACE } else { cns::ALLOCATED_NAMESPACE };
     let fields = Identify { cns, ..Identify::default() };
@@ -213,7 +212,7 @@ fn identify(session: &Session, nsid: u32) -> anyhow::Result<IdentifyNamespace> {
     IdentifyNamespace::read_from_bytes(&page).map_err(|_| anyhow!("Identify gave too little"))
 }
 
-/// The index of the format with blocks of this size, and no metadata.
+/// Index of the LBA format with this block size and without metadata.
 fn format_of(identity: &IdentifyNamespace, block_size: u64) -> anyhow::Result<u8> {
     let formats = identity.lbaf.iter().take(usize::from(identity.nlbaf) + 1);
     let mut numbered = (0..).zip(formats);
@@ -225,7 +224,7 @@ fn format_of(identity: &IdentifyNamespace, block_size: u64) -> anyhow::Result<u8
 /// Runs `create-ns`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver or the controller.
 pub(crate) fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
     let session = attach_to(&args.target)?;
     let common = told(&args.target, session.controller.admin().identify_namespace(u32::MAX));
@@ -249,7 +248,7 @@ pub(crate) fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A number of blocks; or of bytes, if it has a unit.
+/// Parses a number of blocks, or of bytes if it has a unit.
 fn blocks_of(text: &str, block_size: u64) -> anyhow::Result<u64> {
     if let Ok(blocks) = text.parse() {
         return Ok(blocks);
@@ -264,7 +263,7 @@ fn blocks_of(text: &str, block_size: u64) -> anyhow::Result<u64> {
 /// Runs `delete-ns`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver or the controller.
 pub(crate) fn delete(args: &DeleteArgs) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id;
     args.force.check(&format!("namespace {nsid} of {}", args.target))?;
@@ -275,10 +274,10 @@ pub(crate) fn delete(args: &DeleteArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs `attach-ns`, or `detach-ns`.
+/// Runs `attach-ns` or `detach-ns`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver or the controller.
 pub(crate) fn attach(args: &AttachArgs, attached: bool) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id;
     let session = attach_to(&args.target)?;
@@ -293,7 +292,7 @@ pub(crate) fn attach(args: &AttachArgs, attached: bool) -> anyhow::Result<ExitCo
 /// Runs `format`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver or the controller.
 pub(crate) fn format(args: &FormatArgs) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id.unwrap_or_else(|| args.target.nsid());
     args.force.check(&format!("what namespace {nsid} of {} holds", args.target))?;
@@ -314,7 +313,7 @@ pub(crate) fn format(args: &FormatArgs) -> anyhow::Result<ExitCode> {
 /// Runs `sanitize`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver or the controller.
 pub(crate) fn sanitize(args: &SanitizeArgs) -> anyhow::Result<ExitCode> {
     let sanact = match args.sanact {
         Action::ExitFailure => Sanitize::EXIT_FAILURE,
@@ -344,7 +343,7 @@ pub(crate) fn sanitize(args: &SanitizeArgs) -> anyhow::Result<ExitCode> {
 /// Runs `write-uncor`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver or the controller.
 pub(crate) fn write_uncorrectable(args: &UncorrectableArgs) -> anyhow::Result<ExitCode> {
     let blocks = u32::from(args.block_count) + 1;
     args.force.check(&format!("{blocks} blocks of {}", args.target))?;

@@ -1,4 +1,4 @@
-//! `shadowbell manual`: manual pages and completions, for whoever packages the program.
+//! `shadowbell manual`: generates manual pages and shell completions, for packagers.
 
 use anyhow::Context;
 use clap_complete::Shell;
@@ -8,25 +8,25 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// The shells that are completed for.
+/// Shells for which completions are generated.
 const SHELLS: [Shell; 3] = [Shell::Bash, Shell::Zsh, Shell::Fish];
 
-/// What fits beside the margin of a page.
+/// Text width of a page without its margin.
 const WIDTH: usize = 73;
 
-/// Write the manual pages and the completions of shells to a directory
+/// Write manual pages and shell completions to a directory
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Gets `man/shadowbell*.1`, a page for each verb, and `completions/` for bash, zsh and fish
+    /// Output directory, for `man/shadowbell*.1` and `completions/` (bash, zsh, fish)
     directory: PathBuf,
 }
 
 /// Runs the verb for `command`, the program's command line.
 ///
 /// # Errors
-/// The files can not be written.
+/// A file cannot be written.
 pub(crate) fn run(args: &Args, mut command: clap::Command) -> anyhow::Result<ExitCode> {
-    // Names and usages of the verbs are complete then.
+    // Fills in the names and usages of all subcommands.
     command.build();
     let directory = |name: &str| {
         let path = args.directory.join(name);
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &Args, mut command: clap::Command) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// The page of a command, and those of the commands below it.
+/// Writes the page of a command and of its subcommands.
 fn pages(command: &clap::Command, directory: &Path) -> anyhow::Result<()> {
     let shown = |below: &&clap::Command| !below.is_hide_set() && below.get_name() != "help";
     command.get_subcommands().filter(shown).try_for_each(|below| pages(below, directory))?;
@@ -70,7 +70,8 @@ fn page(command: clap::Command) -> io::Result<Vec<u8>> {
     if let Some(notes) = notes {
         writeln!(page, ".SH NOTES\n.nf")?;
         for line in notes.lines() {
-            // A paragraph is one long line; the others are those of files, tables and commands.
+            // A paragraph is one long line. Shorter lines belong to files, tables and commands, and
+            // are not filled.
             let is_paragraph = line.len() > WIDTH && !line.starts_with(' ');
             let line = literal(line);
             if is_paragraph {
@@ -84,7 +85,7 @@ fn page(command: clap::Command) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// A line that looks on a page as it does here.
+/// Escapes a line for roff.
 fn literal(line: &str) -> String {
     let line = line.replace('\\', "\\e").replace('-', "\\-");
     if line.starts_with(['.', '\'']) { format!("\\&{line}") } else { line }

@@ -1,5 +1,5 @@
-//! What a service manager is told: `sd_notify`. The protocol is one datagram to the socket that
-//! `NOTIFY_SOCKET` names, so it needs no library.
+//! Notifications to the service manager: the protocol of `sd_notify`, which is one datagram to the
+//! socket that `NOTIFY_SOCKET` names.
 
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
@@ -13,19 +13,19 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
-/// The service works.
+/// Start-up or reload has finished.
 pub(crate) const READY: &str = "READY=1";
-/// It ends.
+/// Shutdown has begun.
 pub(crate) const STOPPING: &str = "STOPPING=1";
-/// It is alive.
+/// Keep-alive of the watchdog.
 pub(crate) const WATCHDOG: &str = "WATCHDOG=1";
 
-/// Tells the service manager, if there is one that wants to be told. A failure is its own.
+/// Sends a notification, if there is a service manager. Failures are ignored.
 pub(crate) fn tell(state: &str) {
     tell_with(state, SendFlags::NOSIGNAL);
 }
 
-/// The same, from a thread that waits for nobody: a service manager that does not listen misses it.
+/// Sends a notification without blocking: it is lost if the service manager's queue is full.
 pub(crate) fn tell_now(state: &str) {
     tell_with(state, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
@@ -36,42 +36,43 @@ fn tell_with(state: &str, flags: SendFlags) {
     }
 }
 
-/// The service works, and does this.
+/// Notification that start-up has finished, with a status text.
 pub(crate) fn ready(status: &str) -> String {
     format!("{READY}\n{}", self::status(status))
 }
 
-/// What it does, in a sentence; of that, the first line.
+/// Notification of a status text: the first line of `text`.
 pub(crate) fn status(text: &str) -> String {
     format!("STATUS={}", text.lines().next().unwrap_or_default())
 }
 
-/// It reads its configuration, and says [`READY`] when it has.
+/// Notification that a reload has begun. [`READY`] ends it.
 pub(crate) fn reloading() -> String {
     let now = clock_gettime(ClockId::Monotonic);
     let now = Duration::try_from(now).unwrap_or_default().as_micros();
     format!("RELOADING=1\nMONOTONIC_USEC={now}")
 }
 
-/// How often this process is to say that it is [alive](WATCHDOG), if it is.
+/// Interval of [`WATCHDOG`] notifications; `None` if the service manager does not require them.
 pub(crate) fn watchdog() -> Option<Duration> {
     let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
     let pid = number("WATCHDOG_PID").unwrap_or_else(|| std::process::id().into());
     interval(number("WATCHDOG_USEC")?, pid, std::process::id())
 }
 
-/// Half of the time that the service manager waits, as it advises. `us`: that time; `pid`: whom
-/// it waits for.
+/// Half of the watchdog timeout `us`, as systemd recommends, if the watchdog is for this process
+/// (`pid` is `own`).
 fn interval(us: u64, pid: u64, own: u32) -> Option<Duration> {
-    // Less is no time in which a thread has to come to a processor.
+    // Shorter timeouts cannot be met, because of scheduling delays.
     let fits = pid == u64::from(own) && us >= 1000;
     fits.then(|| Duration::from_micros(us / 2))
 }
 
-/// Gives the service manager a descriptor to keep, as `state` says.
+/// Sends a descriptor for the service manager's fd store; `state` has its name and options.
 ///
 /// # Errors
-/// It can not be sent. That the service manager does not keep it is not known.
+/// The message cannot be sent. The service manager does not report whether it stores the
+/// descriptor.
 pub(crate) fn keep(state: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
     let socket = std::env::var_os("NOTIFY_SOCKET").ok_or(io::ErrorKind::NotFound)?;
     let (ours, address) = socket_to(&socket)?;

@@ -1,16 +1,16 @@
-//! How doorbells come to a controller, as a person asks for it.
+//! Doorbell mechanism of a controller as an option.
 
 use serde::{Deserialize, Serialize};
 
-/// How the doorbells of a controller come to it.
+/// Doorbell mechanism that a controller offers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum OfferedDoorbells {
-    /// Offer shadow doorbells (Doorbell Buffer Config); a guest that does not use them traps
+    /// Shadow doorbells (Doorbell Buffer Config); guests without support for them trap
     #[default]
     Shadow,
-    /// Do not offer them: every doorbell traps
+    /// MMIO only: every doorbell write traps
     Mmio,
-    /// Let the client map the doorbells: none traps, and the controller polls
+    /// Doorbells mapped into the client: no doorbell write traps, and the controller polls
     Mapped,
 }

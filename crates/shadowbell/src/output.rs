@@ -1,71 +1,71 @@
-//! How a verb says what it found: to people, or to machines.
+//! Output formats of the verbs: text and JSON.
 
 use crate::logging::COMMON;
 use clap::ValueEnum;
 use serde::Serialize;
 use std::io::{self, Write};
 
-/// The options of all verbs that have JSON: `--json`, and nvme-cli's and fio's name for it.
+/// Output options of verbs that support JSON: `--json`, and the option of nvme-cli and fio.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct Output {
-    /// JSON, for machines
+    /// Output in JSON
     #[arg(long, global = true, conflicts_with = "output_format", help_heading = COMMON)]
     json: bool,
-    /// How to say it
+    /// Output format
     #[arg(short, long, global = true, value_enum, value_name = "FORMAT", help_heading = COMMON)]
     output_format: Option<Format>,
 }
 
-/// For whom.
+/// Output format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// For people
+    /// Text
     Normal,
-    /// For machines, as --json
+    /// JSON, as with --json
     Json,
 }
 
 impl Output {
-    /// Whether machines read it.
+    /// True for JSON.
     #[must_use]
     pub fn is_json(self) -> bool {
         self.json || self.output_format == Some(Format::Json)
     }
 }
 
-/// The options of `bench`, where fio's option asks for what fio would print.
+/// Output options of `bench`, whose `--output-format json` is the format of fio.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct BenchOutput {
-    /// End with one line of JSON, for machines: a row of figures, under the names of other verbs'
+    /// End with one line of JSON: a row with the same names as other measuring verbs use
     #[arg(long, conflicts_with = "output_format")]
     json: bool,
-    /// How to say it: `json` has the names and units of fio's JSON
+    /// Output format; `json` is the format of fio
     #[arg(short, long, alias = "output_format", value_enum, value_name = "FORMAT")]
     output_format: Option<BenchFormat>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum BenchFormat {
-    /// For people
+    /// Text
     Normal,
-    /// For machines that read fio's
+    /// JSON with the names and units of fio
     #[value(alias = "json+")]
     Json,
 }
 
-/// What `bench` prints.
+/// Output format of `bench`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
-    /// Sentences.
+    /// Text.
     Normal,
-    /// A row, as the other measuring verbs.
+    /// JSON row, as of the other measuring verbs.
     Rows,
-    /// fio's.
+    /// JSON in the format of fio.
     Fio,
 }
 
 impl BenchOutput {
-    /// What was asked for.
+    /// Requested format.
     #[must_use]
     pub fn shape(self) -> Shape {
         match self.output_format {
@@ -76,10 +76,10 @@ impl BenchOutput {
     }
 }
 
-/// Shows an answer: as JSON, or in lines.
+/// Prints an answer: as JSON, or as text with `lines`.
 ///
 /// # Errors
-/// Standard output's.
+/// Standard output cannot be written.
 pub(crate) fn show<T: Serialize>(
     answer: &T,
     json: bool,

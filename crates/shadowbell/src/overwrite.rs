@@ -1,4 +1,4 @@
-//! Whether somebody means to overwrite what a disk holds.
+//! Confirmation before a disk with content is overwritten.
 
 use crate::exit::bad_input;
 use crate::session::Session;
@@ -8,26 +8,26 @@ use shadowbell_driver::{AttachOptions, Buffer, Namespace, QueuePair};
 use shadowbell_signature::{Found, SPAN, find};
 use std::time::{Duration, Instant};
 
-/// Who waits longer for a block gives up looking, and lets the run find out.
+/// Time limit for reading a block. On timeout, the check is skipped with a warning.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The option of the verbs that overwrite their target.
+/// Confirmation option of verbs that overwrite their target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::Args)]
 pub(crate) struct Overwrite {
-    /// Overwrite the target though it holds a file system or a partition table
+    /// Overwrite the target even if it holds a file system or a partition table
     #[arg(long)]
     pub(crate) force: bool,
 }
 
 impl Overwrite {
-    /// Refuses a target that holds something that somebody has made, unless that is to be
-    /// overwritten. Attaches for that, and detaches: to the run nothing has happened.
+    /// Refuses a target with a file system or a partition table, unless `--force` is given. Uses a
+    /// session of its own, which ends before the verb attaches.
     ///
     /// # Errors
-    /// With exit status [`exit::BAD_INPUT`](crate::exit::BAD_INPUT) what the target holds; and
-    /// those of [`Session::attach`].
+    /// With exit status [`exit::BAD_INPUT`](crate::exit::BAD_INPUT) if the target has content;
+    /// errors of [`Session::attach`].
     pub(crate) fn check(self, target: &Target) -> anyhow::Result<()> {
-        // What this process has just made holds nothing.
+        // New disks in memory are empty.
         let is_new = |disk: &str| ["mem:", "null:"].iter().any(|kind| disk.starts_with(kind));
         if self.force || matches!(target, Target::Local { disk } if is_new(disk)) {
             return Ok(());
@@ -50,7 +50,7 @@ impl Overwrite {
     }
 }
 
-/// What the namespace holds.
+/// Detects a file system or partition table in the namespace.
 fn look(session: &mut Session) -> anyhow::Result<Option<Found>> {
     let namespace = session.namespace()?.clone();
     let Some(queue) = session.controller.take_queue_pair() else {
@@ -74,7 +74,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// `len` bytes from byte `offset` on, both whole blocks.
+    /// Reads `len` bytes from byte `offset` on, both multiples of the block size.
     fn read(&mut self, mut offset: u64, len: u64) -> anyhow::Result<Vec<u8>> {
         let mut bytes = Vec::new();
         let end = offset + len;

@@ -1,18 +1,18 @@
-//! Sizes and times as people write them in options.
+//! Parsers of sizes and times in options.
 
 use std::time::Duration;
 
-/// A size in bytes, more than nothing: binary units, as fio has them.
+/// Parses a size in bytes above zero, with binary units as in fio.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     shadowbell_backend::parse_size(text)
 }
 
-/// A number of bytes that may be zero, as an offset is.
+/// Parses a number of bytes that may be zero, such as an offset.
 pub(crate) fn offset(text: &str) -> Result<u64, String> {
     if text.bytes().all(|b| b == b'0') && !text.is_empty() { Ok(0) } else { size(text) }
 }
 
-/// A time: seconds, or with a unit.
+/// Parses a time in seconds, or with a unit.
 pub(crate) fn time(text: &str) -> Result<Duration, String> {
     let bad = || format!("`{text}` is no time; write for example `10`, `500ms` or `2m`");
     let unit = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');

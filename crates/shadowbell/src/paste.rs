@@ -1,12 +1,12 @@
-//! Text to paste, printed by a program that serves.
+//! Output of commands to paste, by a program that serves.
 
 use std::io::Write;
 
-/// Prints `text` on standard output, by a thread of its own: whoever reads that may stand still,
-/// and this thread has signals to wait for.
+/// Prints `text` on standard output from a separate thread, because the reader of the output may
+/// block and the calling thread has to wait for signals.
 pub(crate) fn print(text: String) {
-    // Whoever closed our output does not want it, which is no reason not to serve.
+    // Errors are ignored: if standard output is closed, the program serves all the same.
     let print = move || drop(std::io::stdout().lock().write_all(text.as_bytes()));
-    // Nor is it one that there is no thread for it.
+    // Likewise if no thread can be started.
     let _ = std::thread::Builder::new().name("sb-paste".into()).spawn(print);
 }

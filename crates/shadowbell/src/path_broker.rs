@@ -1,6 +1,8 @@
-//! What a worker asks its supervisor for that has to do with paths: sockets, the counters, a trace.
-//! The supervisor does it as the worker's user, and does what was named before the worker was in
-//! its sandbox.
+//! Protocol of the path broker: a sandboxed server process asks its supervisor to create sockets
+//! and files.
+//!
+//! The supervisor acts with the credentials of the server process, and only on paths that were
+//! named before the server process entered its sandbox.
 
 use crate::serve::socket_access::SocketAccess;
 use serde::{Deserialize, Serialize};
@@ -12,51 +14,51 @@ use std::net::SocketAddr;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// What may be asked for: [`PathPermissions`], in the memory that comes with it.
+/// Request: register the permitted paths ([`PathPermissions`] in the attached memory).
 pub(crate) const PLACES: u8 = b'p';
-/// A socket that listens: a [`Kind`] and a path. [`Made`] comes with it.
+/// Request: create a listening socket ([`Kind`] and path). The answer has [`Made`].
 pub(crate) const LISTEN: u8 = b'l';
-/// Remove the file of such a socket, which is not served any more: [`Made`].
+/// Request: remove the file of a socket that is no longer served ([`Made`]).
 pub(crate) const REMOVE: u8 = b'r';
-/// The same, without an answer.
+/// Request: as [`REMOVE`], without an answer.
 pub(crate) const REMOVE_UNANSWERED: u8 = b'q';
-/// Remove the directory of a control socket, if it is empty: its path.
+/// Request: remove the directory of a control socket (path), if it is empty.
 pub(crate) const REMOVE_DIRECTORY: u8 = b'd';
-/// Write the counters, which are in the memory that comes with it.
+/// Request: write the statistics file from the attached memory.
 pub(crate) const COUNTERS: u8 = b'c';
-/// A new file for a trace. With [`KEEP`] the one before is kept beside it.
+/// Request: create a trace file. With [`KEEP`], the previous file is renamed and kept.
 pub(crate) const TRACE: u8 = b't';
-/// See [`TRACE`].
+/// Argument of [`TRACE`].
 pub(crate) const KEEP: &str = "k";
-/// The socket for metrics, by TCP. Its address comes with it.
+/// Request: create the TCP socket for metrics. The answer has its address.
 pub(crate) const METRICS: u8 = b'm';
-/// The two ends of a socket for packets.
+/// Request: create a connected pair of packet sockets.
 pub(crate) const PAIR: u8 = b's';
 
-/// It was done.
+/// Answer: done.
 pub(crate) const DONE: u8 = b'y';
-/// An error of the system's, a number.
+/// Answer: error number of the system.
 pub(crate) const ERRNO: u8 = b'e';
-/// It is not to be had: why.
+/// Answer: not permitted, with the reason.
 pub(crate) const REFUSED: u8 = b'n';
-/// There is no such socket to be had: [`NoSocket`].
+/// Answer: the socket cannot be created ([`NoSocket`]).
 pub(crate) const NO_SOCKET: u8 = b'b';
 
-/// The most bytes of memory that are read.
+/// Largest size of attached memory, in bytes.
 pub(crate) const MOST: u64 = 256 << 20;
 
-/// What a worker may ask for.
+/// Paths and resources that a server process may request.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct PathPermissions {
-    /// As whom the supervisor does it: user, group, and further groups.
+    /// Credentials for the operations: user, group, and supplementary groups.
     pub(crate) user: Option<(u32, u32, Vec<u32>)>,
-    /// Sockets come and go in these, and below them. Without symbolic links.
+    /// Directories in and below which sockets may be created and removed, without symbolic links.
     pub(crate) directories: Vec<Bytes>,
-    /// In this one each server has a directory for its control socket. Without symbolic links.
+    /// Parent directory of the servers' control directories, without symbolic links.
     pub(crate) control: Option<Bytes>,
-    /// The sockets of controllers are for these.
+    /// File mode of the controllers' sockets. `group` is their group.
     pub(crate) mode: Option<u32>,
-    /// See `mode`.
+    /// Group of the controllers' sockets.
     pub(crate) group: Option<String>,
     pub(crate) counters: Option<Bytes>,
     pub(crate) trace: Option<Bytes>,
@@ -69,14 +71,14 @@ impl PathPermissions {
     }
 }
 
-/// For whom a socket is.
+/// Access rights of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// For those who may reach a controller, as that was asked for.
+    /// Controller socket: the configured mode and group.
     Controller,
-    /// As the system makes it.
+    /// Default mode of the system (umask).
     Plain,
-    /// For its user.
+    /// Private to the user.
     Private,
 }
 
@@ -84,14 +86,14 @@ impl Kind {
     const ALL: [(Self, u8); 3] =
         [(Self::Controller, b'c'), (Self::Plain, b'p'), (Self::Private, b'u')];
 
-    /// A question for a socket.
+    /// Encodes the argument of [`LISTEN`].
     pub(crate) fn question(self, path: &Path) -> OsString {
         let letter = Self::ALL.iter().find(|(kind, _)| *kind == self).map(|(_, letter)| *letter);
         let path = path.as_os_str().as_bytes().iter().copied();
         OsString::from_vec(letter.into_iter().chain(path).collect())
     }
 
-    /// The other way round.
+    /// Decodes the argument of [`LISTEN`].
     pub(crate) fn parse(question: &[u8]) -> Option<(Self, PathBuf)> {
         let (letter, path) = question.split_first()?;
         let (kind, _) = Self::ALL.iter().find(|(_, other)| other == letter)?;
@@ -99,27 +101,27 @@ impl Kind {
     }
 }
 
-/// A socket that was made, or is to go.
+/// Socket that was created, or is to be removed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Made {
-    /// From the root.
+    /// Absolute path.
     pub(crate) path: Bytes,
     /// Device and inode number.
     pub(crate) file: Option<(u64, u64)>,
 }
 
-/// Why there is no socket.
+/// Reason why a socket cannot be created.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum NoSocket {
     TooLong(usize),
     NoDirectory(Bytes),
     InUse,
     NotASocket,
-    /// What could not be done with it, and an error of the system's.
+    /// Operation that failed, and its error number.
     System(String, i32),
 }
 
-/// What can not be done with a socket, as [`BindError`] says it.
+/// Operations of [`BindError::System`], as static strings for the conversion back.
 const STEPS: [&str; 8] = [
     "used",
     "listened on",
@@ -145,7 +147,7 @@ impl NoSocket {
         }
     }
 
-    /// The other way round.
+    /// Converts back to a [`BindError`] for `path`.
     pub(crate) fn into_error(self, path: &Path) -> BindError {
         let path = path.to_owned();
         match self {

@@ -1,8 +1,8 @@
-//! What libraries say in Rust's words, in those of whoever wrote the command line or the file.
+//! Error texts of libraries without Rust terms.
 
 use std::borrow::Cow;
 
-/// Phrases of the standard library, clap and serde, and what a person is told.
+/// Phrases of the standard library, clap and serde, and their replacements.
 const PHRASES: [(&str, &str); 17] = [
     ("invalid digit found in string", "it is no whole number"),
     ("cannot parse integer from empty string", "it is no number"),
@@ -23,7 +23,7 @@ const PHRASES: [(&str, &str); 17] = [
     ("invalid value: integer", "it is"),
 ];
 
-/// `text` with these phrases replaced.
+/// Replaces these phrases in `text`.
 #[must_use]
 pub(crate) fn plain(text: &str) -> String {
     let mut plain = text.to_owned();
@@ -35,7 +35,7 @@ pub(crate) fn plain(text: &str) -> String {
     plain
 }
 
-/// `text` without the numbers that Rust adds to what the system says: ` (os error 13)`.
+/// Removes the error numbers that Rust adds to texts of the system: ` (os error 13)`.
 #[must_use]
 pub(crate) fn without_numbers(text: &str) -> Cow<'_, str> {
     const BEGIN: &str = " (os error ";

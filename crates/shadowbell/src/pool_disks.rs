@@ -1,4 +1,4 @@
-//! The namespaces of a [pool](crate::pool) as disks of its controller.
+//! Disks of the namespaces of a [pool](crate::pool).
 
 use crate::controller_config::{DiskConfig, nsids};
 use crate::exit::bad_input;
@@ -8,8 +8,8 @@ use anyhow::anyhow;
 use shadowbell_controller::NamespacePool;
 use std::path::Path;
 
-/// The disk that a namespace keeps its bytes in. That it is raw has to be said: its first bytes
-/// are its host's.
+/// Disk of a namespace. `format=raw` is explicit, because the first bytes are controlled by the
+/// host and must not be taken for another image format.
 pub(crate) fn disk(pool: &HostPool, entry: &Entry) -> DiskConfig {
     let Entry { nsid, uuid, block_size, metadata, .. } = *entry;
     let file = pool.file(nsid);
@@ -18,11 +18,11 @@ pub(crate) fn disk(pool: &HostPool, entry: &Entry) -> DiskConfig {
     DiskConfig { disk, uuid: Some(uuid), nsid: Some(nsid) }
 }
 
-/// The disks of a controller: those that it is `given`, and those of the pool that are attached,
-/// in the order of their NSIDs.
+/// Disks of a controller: the `given` ones and those of attached namespaces of the pool, sorted by
+/// NSID.
 ///
 /// # Errors
-/// The pool is not one that was opened when the server began; or two namespaces have one number.
+/// The pool was not opened at start-up, or two namespaces have the same NSID.
 pub(crate) fn with_attached(
     spec: &PoolSpec,
     given: &[DiskConfig],
@@ -53,7 +53,7 @@ pub(crate) fn with_attached(
     Ok(all)
 }
 
-/// Whether a disk is a namespace of the pool.
+/// True if a disk is a namespace of the pool.
 pub(crate) fn is_of(spec: &PoolSpec, disk: &DiskConfig) -> bool {
     let path = disk.disk.split('?').next().unwrap_or_default();
     Path::new(path).parent() == Some(&spec.directory)

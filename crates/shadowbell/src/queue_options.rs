@@ -1,19 +1,19 @@
-//! How the queues of a measurement work: how doorbells are rung and completions found.
+//! Doorbell and completion modes of the driver.
 
 use clap::ValueEnum;
 use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy};
 
-/// How doorbells are rung.
+/// Doorbell mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum DoorbellMode {
-    /// The best that the controller has: shadow, else mapped, else mmio
+    /// Best mode that the controller supports: shadow, else mapped, else mmio
     #[default]
     Auto,
-    /// Shadow doorbells: a store in shared memory, an MMIO write only if the controller asks
+    /// Shadow doorbells: a store in shared memory, and an MMIO write only if the controller asks
     Shadow,
-    /// An MMIO write each time, which the other end traps
+    /// MMIO write each time, which the server traps
     Mmio,
-    /// A store into a page that the controller polls
+    /// Store into a page that the controller polls
     Mapped,
 }
 
@@ -28,7 +28,7 @@ impl From<DoorbellMode> for Doorbells {
     }
 }
 
-/// What reports call a way to ring.
+/// Name of a doorbell mode in reports.
 #[must_use]
 pub(crate) fn doorbells_name(doorbells: Doorbells) -> &'static str {
     match doorbells {
@@ -40,15 +40,15 @@ pub(crate) fn doorbells_name(doorbells: Doorbells) -> &'static str {
     }
 }
 
-/// How completions are found.
+/// Completion mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum CompletionMode {
-    /// By looking all the time: a processor for each thread
+    /// Poll all the time, which uses a CPU per thread
     #[default]
     Poll,
-    /// By sleeping until the interrupt
+    /// Sleep until the interrupt
     Interrupt,
-    /// By looking for up to 100 us (`bench --poll-max`) as long as that pays, then sleeping
+    /// Poll for up to 100 us (`bench --poll-max`) while that is worthwhile, then sleep
     Adaptive,
 }
 
@@ -62,8 +62,8 @@ impl CompletionMode {
     }
 }
 
-/// How to attach for `queue_pairs` queue pairs with `iodepth` commands in flight in each, and
-/// `min_depth` entries at least.
+/// Options for attaching with `queue_pairs` queue pairs of `iodepth` commands in flight, and at
+/// least `min_depth` entries.
 #[must_use]
 pub(crate) fn attach_options(
     queue_pairs: u16,
@@ -74,7 +74,7 @@ pub(crate) fn attach_options(
 ) -> AttachOptions {
     AttachOptions {
         queue_pairs,
-        // One entry of a ring stays empty.
+        // A queue of N entries holds N - 1 commands.
         queue_depth: (iodepth + 1).next_power_of_two().clamp(min_depth, 65_536),
         doorbells,
         interrupts: completion != CompletionMode::Poll,

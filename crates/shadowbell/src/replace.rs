@@ -1,4 +1,4 @@
-//! Writing a file as a whole or not at all.
+//! Atomic replacement of a file.
 
 use crate::exit::bad_input;
 use anyhow::Context;
@@ -6,10 +6,10 @@ use std::fs::{File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-/// Has `write` write another file, which then takes the place of `file` and has its mode.
+/// Calls `write` on a temporary file, then renames it to `file`, whose mode it takes over.
 ///
 /// # Errors
-/// What `write` says, and the system's, with the file's name.
+/// Errors of `write`; errors of the file system, with the file's name.
 pub(crate) fn replace<T>(
     file: &Path,
     write: impl FnOnce(&mut File) -> anyhow::Result<T>,

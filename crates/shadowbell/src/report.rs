@@ -1,87 +1,86 @@
-//! What was measured, for machines: rows, and the line of JSON that they make.
+//! Results of measurements as JSON.
 
 use crate::latency::Latency;
 use serde::Serialize;
 use std::io::{self, Write};
 
-/// One measurement. The names of the fields are what scripts rely on: they only ever grow.
+/// Result of a measurement. Scripts rely on the names of the fields: later versions only add some.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Row {
-    /// Which table it belongs to: `S0`, `S1`, `S3`, or `bench` for one of its own.
+    /// Name of the table: `S0`, `S1`, `S3`; `bench` outside of `demo`.
     pub table: String,
-    /// What was measured: `shadowbell`, or the model number of somebody else's controller.
+    /// Device: `shadowbell`, or the model number of another controller.
     pub device: String,
-    /// How the doorbells were rung: `shadow`, `mmio` or `mapped`.
+    /// Doorbell mode: `shadow`, `mmio` or `mapped`.
     pub doorbells: String,
-    /// How completions were found: `poll`, `interrupt` or `adaptive`.
+    /// Completion mode: `poll`, `interrupt` or `adaptive`.
     pub completion: String,
-    /// What was done, in fio's words: `randread`.
+    /// Workload in fio's terms: `randread`.
     pub rw: String,
-    /// Bytes that each I/O moved.
+    /// Bytes per I/O.
     pub bs: u32,
-    /// I/Os that each job had in flight.
+    /// I/Os in flight per job.
     pub iodepth: u32,
-    /// Jobs, each with a queue pair of its own.
+    /// Number of jobs, each with its own queue pair.
     pub numjobs: u32,
-    /// Threads that the jobs were spread over.
+    /// Number of threads, which share the jobs.
     pub threads: u32,
-    /// I/Os for which a doorbell was rung at once, at most; 0 if as many as there were, and nothing
-    /// if the driver chose.
+    /// Largest number of I/Os per doorbell write; 0 for no limit; absent if the driver chose.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iodepth_batch: Option<u32>,
-    /// I/Os a second.
+    /// I/Os per second.
     pub iops: f64,
-    /// Bytes a second.
+    /// Bytes per second.
     pub bandwidth_bytes: f64,
-    /// From submission to completion.
+    /// Latency from submission to completion, or from the due time with a fixed rate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub latency_ns: Option<Latency>,
-    /// I/O commands completed in the time that was measured.
+    /// I/O commands completed during the measurement.
     pub commands: u64,
-    /// Doorbell registers that the driver wrote, of I/O queues: each is a message or a trap.
+    /// Doorbell register writes of the driver for I/O queues. Each is a message or a trap.
     pub doorbell_mmio_writes: u64,
-    /// Doorbell registers that the driver wrote, for each I/O.
+    /// Doorbell register writes of the driver per I/O.
     pub mmio_per_io: f64,
-    /// Doorbell writes that the controller received from attaching the queues to deleting them,
-    /// where the controller's own counters are within reach.
+    /// Doorbell writes that the controller received between creation and deletion of the queues, if
+    /// its counters are accessible.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub controller_mmio_writes: Option<u64>,
-    /// Doorbell writes that the driver counted in the same time: the two must agree.
+    /// Doorbell writes that the driver counted in the same period. Both counts must agree.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub driver_mmio_writes: Option<u64>,
-    /// Interrupts that woke a job, for each I/O.
+    /// Interrupts that woke a job, per I/O.
     pub interrupts_per_io: f64,
-    /// Processor time of the driver's threads for each I/O, the generating of the load included;
-    /// but not what a paced load that sleeps spends on waiting for the time of its next I/O.
+    /// CPU time of the driver's threads per I/O, including load generation, but without the time in
+    /// which a paced job spins until its next I/O is due.
     pub cpu_ns_per_io: f64,
-    /// Processor time of the driver's threads, in percent of one processor.
+    /// CPU time of the driver's threads, in percent of one CPU.
     pub cpu_percent: f64,
-    /// Processor time of the process that serves, for each I/O, where it is known which that is.
+    /// CPU time of the server process per I/O, if the process is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub controller_cpu_ns_per_io: Option<f64>,
-    /// Processor time of the process that serves, in percent of one processor.
+    /// CPU time of the server process, in percent of one CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub controller_cpu_percent: Option<f64>,
-    /// I/Os that each job was to start in a second, if that was given.
+    /// Requested I/Os per second and job, if a rate was given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rate_iops: Option<u64>,
-    /// System calls of the driver's threads for each I/O, where they could be counted.
+    /// System calls of the driver's threads per I/O, if they could be counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub syscalls_per_io: Option<f64>,
-    /// Blocks whose content was checked, if it was.
+    /// Blocks whose content was verified, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verified_blocks: Option<u64>,
-    /// Blocks that did not hold what they had to, if it was checked.
+    /// Blocks with wrong content, if verified.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify_errors: Option<u64>,
-    /// How long it was measured.
+    /// Duration of the measurement.
     pub seconds: f64,
 }
 
-/// Writes the rows as one line of JSON: the last thing that a measuring verb prints with `--json`.
+/// Writes the rows as one line of JSON, the last output of a measuring verb with `--json`.
 ///
 /// # Errors
-/// Those of `out`.
+/// `out` cannot be written.
 pub(crate) fn write_json(out: &mut impl Write, rows: &[Row]) -> io::Result<()> {
     #[derive(Serialize)]
     struct Report<'a> {
@@ -145,7 +144,7 @@ mod tests {
         for name in ["mean", "p50", "p99", "p999"] {
             assert!(row["latency_ns"][name].is_number(), "{name}: {row}");
         }
-        // What was not measured is left out, not made up.
+        // Fields without a value are absent.
         for name in ["syscalls_per_io", "controller_mmio_writes", "verify_errors"] {
             assert!(row.get(name).is_none(), "{name}: {row}");
         }

@@ -1,21 +1,20 @@
-//! Random numbers for workloads: fast, and the same for the same seed.
+//! Deterministic random number generator for workloads.
 
-/// A xorshift64* generator: a few instructions a number, and good enough to spread I/Os.
+/// xorshift64* generator: a few instructions per number, and random enough to spread I/Os.
 #[derive(Clone, Debug)]
 pub(crate) struct Rng(u64);
 
 impl Rng {
-    /// Any seed will do; each gives another sequence.
+    /// Generator with any seed; each seed gives another sequence.
     pub(crate) fn new(seed: u64) -> Self {
-        // The steps of splitmix64: seeds that differ in a bit end up far apart. A state of zero
-        // would stay zero.
+        // splitmix64, so that similar seeds give unrelated states. A state of zero would stay zero.
         let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
         z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
         Self((z ^ z >> 31).max(1))
     }
 
-    /// The next number.
+    /// Next number.
     #[inline]
     pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
@@ -24,7 +23,7 @@ impl Rng {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// A number below `bound`, without a division.
+    /// Number below `bound`, computed without a division.
     #[inline]
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64

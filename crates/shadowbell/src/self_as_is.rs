@@ -1,4 +1,5 @@
-//! What this process is and stays. It is read once: a process in a sandbox does not ask the system.
+//! Start-up attributes of this process (user, working directory), cached because the sandbox
+//! forbids the system calls.
 
 use rustix::process::{Uid, geteuid};
 use std::path::{Path, PathBuf};
@@ -7,19 +8,19 @@ use std::sync::LazyLock;
 static USER: LazyLock<Uid> = LazyLock::new(geteuid);
 static DIRECTORY: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::current_dir().ok());
 
-/// Reads it all. Before the sandbox begins, and after the process has become the user that it
-/// stays.
+/// Caches the attributes. Must be called before the process enters its sandbox, and after it has
+/// changed its user.
 pub(crate) fn settle() {
     LazyLock::force(&USER);
     LazyLock::force(&DIRECTORY);
 }
 
-/// Whose process this is.
+/// Effective user ID of this process.
 pub(crate) fn user() -> Uid {
     *USER
 }
 
-/// The path from the root.
+/// Makes a path absolute.
 pub(crate) fn absolute(path: &Path) -> PathBuf {
     let path = match &*DIRECTORY {
         Some(directory) if !path.as_os_str().is_empty() => directory.join(path),

@@ -1,4 +1,4 @@
-//! An attached controller, with the namespace that a TARGET names.
+//! Attached controller with the namespace that a TARGET names.
 
 use crate::disk_spec::{self, DiskSpecError};
 use crate::target::Target;
@@ -11,17 +11,17 @@ use shadowbell_driver::{
 use std::path::Path;
 use std::sync::Arc;
 
-/// An attached controller, with the namespace that was asked for.
+/// Attached controller with the requested namespace.
 #[derive(Debug)]
 pub struct Session {
     target: Target,
-    /// Queue pairs that were asked for.
+    /// Requested number of queue pairs.
     asked: u16,
-    /// What came of its interrupts, if they are the kernel's to send.
+    /// Result of setting the affinity of kernel interrupts, for PCI functions.
     steered: Option<Steered>,
-    /// The other end, if it is in this process, and its disk.
+    /// In-process controller and its disk, for a local target.
     local: Option<(shadowbell_controller::Controller, Arc<dyn Disk>)>,
-    /// The controller.
+    /// Driver of the controller.
     pub controller: Controller,
 }
 
@@ -29,8 +29,8 @@ impl Session {
     /// Attaches the driver to the controller that `target` names.
     ///
     /// # Errors
-    /// With exit status [`exit::BAD_INPUT`] if nobody serves there or there is no such disk, and
-    /// otherwise the driver's.
+    /// With exit status [`exit::BAD_INPUT`] if there is no such server or disk; otherwise errors of
+    /// the driver.
     pub fn attach(target: &Target, options: &AttachOptions) -> anyhow::Result<Self> {
         let mut local = None;
         let transport = match target {
@@ -58,22 +58,22 @@ impl Session {
         Ok(Self { local, ..Self::over(target.clone(), transport, options)? })
     }
 
-    /// The controller at the other end, if it is in this process.
+    /// In-process controller, for a local target.
     #[must_use]
     pub fn local(&self) -> Option<&shadowbell_controller::Controller> {
         self.local.as_ref().map(|(controller, _)| controller)
     }
 
-    /// The disk of that controller.
+    /// Disk of the in-process controller, for a local target.
     #[must_use]
     pub fn local_disk(&self) -> Option<&Arc<dyn Disk>> {
         self.local.as_ref().map(|(_, disk)| disk)
     }
 
-    /// Attaches to the controller at the other end of `transport`, which is that of `target`.
+    /// Attaches the controller at the other end of `transport`. `target` names it in messages.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn over(
         target: Target,
         transport: Arc<dyn Transport>,
@@ -96,22 +96,22 @@ impl Session {
         Ok(session)
     }
 
-    /// Lines for a person about what was attached.
+    /// Description of the controller, as lines for the log.
     #[must_use]
     pub fn banner(&self) -> Vec<String> {
         banner::banner(&self.controller, self.asked, self.steered.as_ref())
     }
 
-    /// What was asked for.
+    /// Requested target.
     #[must_use]
     pub fn target(&self) -> &Target {
         &self.target
     }
 
-    /// The namespace that was asked for.
+    /// Requested namespace.
     ///
     /// # Errors
-    /// With exit status [`exit::BAD_INPUT`], if it is not there or can not be read and written.
+    /// With exit status [`exit::BAD_INPUT`] if it does not exist or cannot be read and written.
     pub fn namespace(&self) -> anyhow::Result<&Namespace> {
         let namespace = self.any_namespace()?;
         match namespace.unusable() {
@@ -123,7 +123,7 @@ impl Session {
         }
     }
 
-    /// The same, if it can be read and written by commands with metadata.
+    /// Requested namespace, if it supports commands with metadata.
     ///
     /// # Errors
     /// As [`namespace`](Self::namespace).
@@ -152,23 +152,23 @@ impl Session {
         Ok(namespace)
     }
 
-    /// What a report calls the device: `shadowbell`, or the model number of another's controller.
+    /// Device name in reports: `shadowbell`, or the model number of another controller.
     #[must_use]
     pub fn device(&self) -> String {
         let model = self.controller.identity().model().to_string();
         if model.starts_with("Shadowbell") { "shadowbell".to_owned() } else { model }
     }
 
-    /// Leaves the controller as a good driver does.
+    /// Shuts the controller down in order.
     ///
     /// # Errors
-    /// The driver's, if the controller did not shut down in order.
+    /// The controller did not shut down normally.
     pub fn detach(self) -> anyhow::Result<()> {
         self.controller.detach().with_context(|| self.target.to_string())
     }
 }
 
-/// What to say of a TARGET that is no more than a path where nothing is.
+/// Error text for a TARGET that is the path of a missing file.
 fn nothing_at(path: &str) -> String {
     let looks_like_socket =
         Path::new(path).extension().is_some_and(|end| end == "sock" || end == "socket");

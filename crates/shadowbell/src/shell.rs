@@ -1,6 +1,6 @@
-//! Words of a command line that a person pastes into a shell.
+//! Quoting of shell words in commands that users paste.
 
-/// `text` as one word of a shell, quoted if it has to be.
+/// `text` as one shell word, quoted if necessary.
 pub(crate) fn word(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/:._-+=@,".contains(c);
     if !text.is_empty() && text.chars().all(plain) {

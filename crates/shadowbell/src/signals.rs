@@ -1,4 +1,4 @@
-//! The signals that end the program: the first in order, the second at once.
+//! Handling of termination signals: the first one ends the program in order, the second at once.
 
 use crate::exit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tracing::debug;
 
-/// A flag that SIGINT and SIGTERM set, for a run that looks at it now and then. The second of them
-/// ends the program at once.
+/// Flag that SIGINT and SIGTERM set, for loops that check it. A second signal exits the process
+/// immediately.
 pub(crate) fn stop_flag() -> io::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
@@ -21,7 +21,7 @@ pub(crate) fn stop_flag() -> io::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// Registers `flag`: the signal sets it; if it is set already, the signal ends the program.
+/// Registers `flag` for a signal. If the flag is set already, the signal exits the process.
 fn set_or_exit(signal: i32, flag: &Arc<AtomicBool>) -> io::Result<()> {
     let status = i32::from(exit::FAILED);
     signal_hook::flag::register_conditional_shutdown(signal, status, Arc::clone(flag))?;
@@ -29,17 +29,18 @@ fn set_or_exit(signal: i32, flag: &Arc<AtomicBool>) -> io::Result<()> {
     Ok(())
 }
 
-/// Signals that are caught, to be waited for beside other things: readable when there are some.
+/// Caught signals with a descriptor that is readable when there are some, to poll it together with
+/// others.
 ///
-/// By a flag for each and one pipe, and not by the crate's iterator, which has a socket: a process
-/// in a sandbox has no system call for it.
+/// Implemented by a flag per signal and one pipe. The iterator of `signal-hook` uses a socket,
+/// whose system calls the sandbox forbids.
 pub(crate) struct Caught {
     flags: Vec<(i32, Arc<AtomicBool>)>,
     read: PipeReader,
     close: Close,
 }
 
-/// Says that no more signals are waited for.
+/// Handle that ends the wait for signals.
 #[derive(Clone)]
 pub(crate) struct Close {
     is_closed: Arc<AtomicBool>,
@@ -47,10 +48,10 @@ pub(crate) struct Close {
 }
 
 impl Close {
-    /// Whoever waits wakes up, and no more waits.
+    /// Wakes the waiting thread and ends its wait.
     pub(crate) fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
-        // A pipe that is full wakes, too.
+        // The write fails if the pipe is full, but then the thread is awake already.
         let _ = rustix::io::write(&*self.write, b"X");
     }
 
@@ -60,10 +61,10 @@ impl Close {
 }
 
 impl Caught {
-    /// From now on these signals are caught.
+    /// Catches these signals from now on.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(crate) fn catch(signals: &[i32]) -> io::Result<Self> {
         let (read, write) = io::pipe()?;
         for end in [read.as_fd(), write.as_fd()] {
@@ -71,7 +72,7 @@ impl Caught {
         }
         let flags = signals.iter().map(|signal| {
             let flag = Arc::new(AtomicBool::new(false));
-            // In this order: whoever the pipe wakes finds the flag.
+            // The flag is registered first, so that it is set before the pipe wakes the thread.
             signal_hook::flag::register(*signal, Arc::clone(&flag))?;
             signal_hook::low_level::pipe::register(*signal, write.try_clone()?)?;
             Ok((*signal, flag))
@@ -81,7 +82,7 @@ impl Caught {
         Ok(Self { flags, read, close })
     }
 
-    /// One that has come. Does not wait.
+    /// Returns a signal that has arrived, without waiting.
     pub(crate) fn next(&mut self) -> Option<i32> {
         while matches!(rustix::io::read(&self.read, &mut [0; 64]), Ok(1..) | Err(Errno::INTR)) {}
         let mut flags = self.flags.iter();
@@ -95,17 +96,17 @@ impl AsFd for Caught {
     }
 }
 
-/// What a service does for signals, but those that whoever started us has set to be ignored.
+/// Meaning of signals for a service. Signals that were ignored at start-up are left out.
 #[derive(Clone, Debug)]
 pub(crate) struct Meanings {
-    /// They end it.
+    /// Signals that end the service.
     pub(crate) ends: Vec<i32>,
-    /// They are something else to it.
+    /// Signals with another meaning.
     pub(crate) others: Vec<i32>,
 }
 
 impl Meanings {
-    /// SIGINT, SIGTERM and SIGHUP end it, unless they are among `others`.
+    /// SIGINT, SIGTERM and SIGHUP end the service, unless they are among `others`.
     pub(crate) fn new(others: &[i32]) -> Self {
         let is_taken = |signal: &i32| !is_ignored(*signal);
         let ends = [SIGINT, SIGTERM, SIGHUP].into_iter();
@@ -113,26 +114,26 @@ impl Meanings {
         Self { ends, others: others.iter().copied().filter(is_taken).collect() }
     }
 
-    /// All of them.
+    /// All signals.
     pub(crate) fn all(&self) -> Vec<i32> {
         [&self.ends[..], &self.others[..]].concat()
     }
 }
 
-/// What a service waits for.
+/// Reason of a wake-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wake {
-    /// A signal that ends it, or its [`handle`](EndSignals::handle) was closed.
+    /// A signal that ends the service, or its [`handle`](EndSignals::handle) was closed.
     End,
     /// Another signal.
     Signal(i32),
-    /// The descriptor that was given is readable.
+    /// The additional descriptor is readable.
     Readable,
-    /// The time has come.
+    /// The deadline has passed.
     Time,
 }
 
-/// Waits for a signal that ends a service, and for others on the way ([`Meanings`]).
+/// Waits for the signals that end a service, and for other signals ([`Meanings`]).
 pub(crate) struct EndSignals {
     signals: Caught,
     ends: Vec<i32>,
@@ -140,11 +141,11 @@ pub(crate) struct EndSignals {
 }
 
 impl EndSignals {
-    /// From now on the signals that end a service are caught, and so are those of `others`. A
-    /// signal that whoever started us has set to be ignored stays ignored.
+    /// Catches the signals that end a service, and `others`. Signals that were ignored at start-up
+    /// stay ignored.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(crate) fn catch(others: &[i32]) -> io::Result<Self> {
         let meanings = Meanings::new(others);
         let signals = Caught::catch(&meanings.all())?;
@@ -153,30 +154,30 @@ impl EndSignals {
         for signal in &ends {
             set_or_exit(*signal, &ending)?;
         }
-        // A limit on the size of files (`ulimit -f`) is a full disk to the guest, no reason to end.
+        // A write beyond `ulimit -f` must fail like one on a full disk, not end the process.
         signal_hook::flag::register(SIGXFSZ, Arc::default())?;
         Ok(Self { signals, ends, ending })
     }
 
-    /// Closing it ends the wait, too.
+    /// Handle that ends the wait as well.
     pub(crate) fn handle(&self) -> Close {
         self.signals.close.clone()
     }
 
-    /// Waits for the end.
+    /// Waits for the end of the service.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(crate) fn wait(&mut self) -> io::Result<()> {
         while self.wait_beside(None, None)? != Wake::End {}
         Ok(())
     }
 
-    /// Waits for the end, for one of `others`, the argument of [`catch`](Self::catch), for
-    /// `beside`, and for a time.
+    /// Waits for the end of the service, for a signal among the `others` of [`catch`](Self::catch),
+    /// for the descriptor `beside`, and until a deadline.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(crate) fn wait_beside(
         &mut self,
         beside: Option<BorrowedFd<'_>>,
@@ -189,7 +190,7 @@ impl EndSignals {
             }
             match self.signals.next() {
                 Some(signal) if self.ends.contains(&signal) => {
-                    // Its handler has set `ending`, or will: it may still run, on another thread.
+                    // The handler sets `ending`, perhaps later, as it may run on another thread.
                     debug!(signal, "ending");
                     return Ok(Wake::End);
                 }
@@ -218,8 +219,8 @@ impl EndSignals {
     }
 }
 
-/// Whether whoever started us has set this signal to be ignored (`nohup`, a job in the background
-/// of a script).
+/// True if the signal was set to be ignored at start-up (by `nohup`, or by a shell for a background
+/// job of a script).
 fn is_ignored(signal: i32) -> bool {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return false };
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -235,9 +236,9 @@ mod tests {
 
     const CHILD: &str = "SIGNALS_TEST_CHILD";
 
-    /// The thread that takes the signal is not the one that waits for it, which goes on while the
-    /// signal's handler still runs. That handler took the end for one that was asked for already,
-    /// and ended the process without a word.
+    /// Regression test for a race: the handler runs on another thread than the wait, which
+    /// continues meanwhile. The handler must not take the end requested by its own signal for an
+    /// earlier one and exit the process.
     #[test]
     fn one_signal_is_not_taken_for_two() {
         if std::env::var_os(CHILD).is_some() {

@@ -1,7 +1,7 @@
-//! Subsystems of several controllers, and what these share: their file and their disks.
+//! NVM subsystems of several controllers, with their reservation files and shared disks.
 //!
-//! They are of the process, like the groups of limits. Their files are opened at its start, before
-//! it enters its sandbox, and so there is no other time at which one can come.
+//! Subsystems exist once per process. Their files are opened at start-up, before the process enters
+//! its sandbox, so no subsystem can be added later.
 
 use crate::ana_word::AnaGroups;
 use crate::disk_spec::DiskSpecError;
@@ -16,38 +16,39 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
-/// A controller's place in a subsystem, as a person asked for it.
+/// Membership of a controller in a subsystem, as requested by the user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Place {
-    /// The subsystem's name.
+    /// Name of the subsystem.
     pub(crate) name: String,
-    /// Where it keeps what has been reserved.
+    /// File for persistent reservations.
     pub(crate) state: PathBuf,
-    /// The serial number of all of its controllers.
+    /// Serial number of all controllers of the subsystem.
     pub(crate) serial: Option<String>,
-    /// The controller's identifier.
+    /// Controller identifier (CNTLID).
     pub(crate) cntlid: u16,
-    /// The groups of the namespaces, and their states for the controller.
+    /// ANA groups of the namespaces, and their states for the controller.
     #[serde(default)]
     pub(crate) ana: AnaGroups,
 }
 
-/// A subsystem of this process.
+/// Open subsystem of this process.
 struct Open {
-    /// Until it is made of it: it has a thread, and there is none before the sandbox is entered.
+    /// File, until the subsystem is created from it. That starts a thread, which is not possible
+    /// before the process enters its sandbox.
     file: Option<File>,
     subsystem: Option<Subsystem>,
-    /// By their place among those of a controller, and by what they are asked for as: each is
-    /// opened once.
+    /// Open disks by their index in a controller and their specification. Controllers of the
+    /// subsystem share them.
     disks: HashMap<(usize, String), Weak<dyn Disk>>,
 }
 
 static OPEN: Mutex<Option<HashMap<String, Open>>> = Mutex::new(None);
 
-/// Opens the files of these, each once.
+/// Opens the files of these subsystems, each once.
 ///
 /// # Errors
-/// One can not be opened.
+/// A file cannot be opened.
 pub(crate) fn open<'a>(places: impl Iterator<Item = &'a Place>) -> anyhow::Result<()> {
     let mut open = OPEN.lock();
     let open = open.get_or_insert_default();
@@ -64,10 +65,10 @@ pub(crate) fn open<'a>(places: impl Iterator<Item = &'a Place>) -> anyhow::Resul
     Ok(())
 }
 
-/// The place of a controller.
+/// Adds a controller to its subsystem.
 ///
 /// # Errors
-/// There is no such subsystem, or somebody has the place.
+/// There is no such subsystem, or the controller identifier is in use.
 pub(crate) fn join(place: &Place) -> anyhow::Result<Arc<Member>> {
     let mut open = OPEN.lock();
     let found = open.as_mut().and_then(|open| open.get_mut(&place.name)).ok_or_else(|| {
@@ -87,10 +88,10 @@ pub(crate) fn join(place: &Place) -> anyhow::Result<Arc<Member>> {
     Ok(joined?.with_ana(place.ana.by_nsid(), place.ana.by_group()))
 }
 
-/// The disk that another controller of the subsystem has at this place, or that `open` opens.
+/// Disk that another controller of the subsystem has opened, or else a new one from `open`.
 ///
 /// # Errors
-/// Those of `open`.
+/// Errors of `open`.
 pub(crate) fn disk(
     place: &Place,
     index: usize,

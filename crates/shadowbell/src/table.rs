@@ -1,21 +1,21 @@
-//! Tables of text, for people.
+//! Text tables.
 
 use std::fmt;
 
-/// Columns of text, as wide as what is in them. Columns of figures are set to the right, but never
-/// the first.
+/// Table of text with columns as wide as their content. Columns of numbers are right-aligned,
+/// except the first.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    /// A table with these headings.
+    /// Table with these headings.
     pub(crate) fn new<S: Into<String>>(headings: impl IntoIterator<Item = S>) -> Self {
         Self { rows: vec![headings.into_iter().map(Into::into).collect()] }
     }
 
-    /// Adds a line.
+    /// Adds a row.
     pub(crate) fn line<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
         self.rows.push(cells.into_iter().map(Into::into).collect());
     }

@@ -1,4 +1,4 @@
-//! TARGETs: namespaces as people write them.
+//! TARGET arguments: namespaces of controllers.
 
 use shadowbell_driver::PciAddress;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// What a TARGET is, for the help text of the verbs that take one.
+/// Explanation of TARGET in the help of verbs.
 pub(crate) const HELP: &str = "\
 A TARGET is one of
   vfio-user:/run/vm0.sock  a controller behind a vfio-user socket, namespace 1;
@@ -22,27 +22,26 @@ A TARGET is one of
   nvme://0000:01:00.0/1    a PCI device through VFIO, namespace 1; hand the device
                            over first with `shadowbell bind 0000:01:00.0`";
 
-/// A namespace as a person names it. See `HELP`.
+/// Namespace as named by the user. See `HELP`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// Behind a vfio-user socket.
+    /// Controller behind a vfio-user socket.
     VfioUser {
-        /// The socket, or a directory with `cntrl` in it.
+        /// Path of the socket, or of a directory that contains the socket `cntrl`.
         socket: PathBuf,
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
     },
-    /// A PCI device, through VFIO.
+    /// PCI function, accessed with VFIO.
     Vfio {
-        /// Where it is.
+        /// PCI address.
         address: PciAddress,
-        /// The namespace.
+        /// Namespace identifier.
         nsid: u32,
     },
-    /// On a controller in this process, over the disk that this names (see
-    /// `disk_spec::open`).
+    /// Controller in this process over a disk, in the syntax of `disk_spec::open`.
     Local {
-        /// The disk.
+        /// Disk specification.
         disk: String,
     },
 }
@@ -77,7 +76,7 @@ impl FromStr for Target {
     }
 }
 
-/// The socket of which `text` is the path, if there is one, and the namespace that may follow it.
+/// Splits `text` into the path of an existing socket and an optional namespace identifier.
 fn socket_in(text: &str) -> Option<(&str, u32)> {
     if is_socket(Path::new(text)) {
         return Some((text, 1));
@@ -89,7 +88,7 @@ fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|about| about.file_type().is_socket())
 }
 
-/// What to write instead of `path`, which is to be a disk, if it leads to a socket.
+/// Error text with a correction if `path`, which is used as a disk, is a socket.
 pub(crate) fn not_a_disk(path: &str) -> Option<String> {
     let (socket, nsid) = socket_in(path)?;
     Some(if socket == path {
@@ -102,14 +101,14 @@ pub(crate) fn not_a_disk(path: &str) -> Option<String> {
     })
 }
 
-/// Takes a namespace identifier off the end: `/run/vm0.sock/2`.
+/// Splits off a namespace identifier: `/run/vm0.sock/2`.
 fn split_nsid(text: &str) -> Result<(&str, u32), String> {
     match text.rsplit_once('/') {
         Some((socket, digits))
             if !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()) =>
         {
             match digits.parse() {
-                // FFFFFFFFh stands for all namespaces, and is none.
+                // FFFFFFFFh is the broadcast value.
                 Ok(nsid) if nsid != 0 && nsid != u32::MAX => Ok((socket, nsid)),
                 _ => Err(format!("`{digits}` is no namespace; they count from 1")),
             }
@@ -129,7 +128,7 @@ impl fmt::Display for Target {
 }
 
 impl Target {
-    /// The namespace on its controller.
+    /// Namespace identifier on the controller.
     #[must_use]
     pub fn nsid(&self) -> u32 {
         match self {
@@ -138,7 +137,7 @@ impl Target {
         }
     }
 
-    /// Another namespace of this controller.
+    /// The same controller with another namespace.
     #[must_use]
     pub fn with_nsid(&self, nsid: u32) -> Self {
         match self {

@@ -1,4 +1,4 @@
-//! `shadowbell top`: what the controllers of running servers do, as it happens.
+//! `shadowbell top`: live statistics of the controllers of running servers.
 
 mod rates;
 mod screen;
@@ -21,34 +21,36 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// The longest answer that is read: of more controllers than a process can have.
+/// Longest answer that is read, in bytes: room for more controllers than a process can have.
 const MAX_ANSWER: u64 = 64 << 20;
-/// What a control socket is asked.
+/// Path of the statistics on a control socket.
 const SNAPSHOT: &str = "/v1/snapshot";
-/// What is asked: a line. Long enough to be nonsense at once to a server of something else.
+/// Request on a statistics socket. A server of another protocol recognizes this line as invalid at
+/// once.
 const QUESTION: &[u8] = b"shadowbell top asks\n";
-/// How long a server may take for its answer: a second for each controller that it has to wait for.
+/// Time limit of an answer. The server waits up to a second for each busy controller.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Show what the controllers of running servers do, and go on showing it
+/// Show live statistics of the controllers of running servers
 ///
-/// A line for each controller: whether its guest is busy, idle, or so quiet that the workers leave
-/// it out (parked); the workers that serve it and its I/O queues; commands and bytes a second;
-/// doorbells that rang for each command; of the new doorbell values, how many came without ringing;
-/// interrupts for each command; commands that failed. While commands are measured (`shadowbell ctl
-/// measure on`, `serve --measure`), each namespace has a line, and there are latencies: what half
-/// of the commands did not exceed, and 99 in 100. On a terminal the picture is renewed: `q` ends it,
-/// the arrows move in it, `d` shows the doorbells. Elsewhere lines are added.
+/// Each controller has a line: its state (busy; idle; parked: so quiet that the I/O threads no
+/// longer poll it; off: no I/O queues), its I/O threads (workers) and I/O queues, commands and
+/// bytes per second, doorbell writes per command, the share of new doorbell values that needed no
+/// doorbell write, interrupts per command, and failed commands. While latency is measured
+/// (`shadowbell ctl measure on`, `serve --measure`), each namespace has a line, and the median and
+/// 99th percentile of the latency are shown. On a terminal, the display is updated in place: `q`
+/// quits, the arrow keys scroll, `d` shows the doorbells. Otherwise, lines are appended.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
-    /// A server: its name, a socket at which it serves, its control socket, or that of `shadowbell
-    /// serve --stats-socket` [default: all that have their control socket in the usual directory]
+    /// Server: its name, the socket of a controller, its control socket, or the socket of
+    /// `shadowbell serve --stats-socket` [default: all servers with a control socket in the usual
+    /// directory]
     #[arg(value_name = "SERVER")]
     pub server: Option<String>,
-    /// The time between two looks: 1, 500ms
+    /// Update interval: 1, 500ms
     #[arg(long, default_value = "1", value_parser = parse_interval, value_name = "TIME")]
     pub interval: Duration,
-    /// End after so many [default: when the server ends]
+    /// Number of updates [default: until the server ends]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
     #[command(flatten)]
@@ -81,7 +83,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     print(args, source)
 }
 
-/// Shows it on a terminal, until a key ends it.
+/// Updates the display on a terminal until a key ends it.
 fn watch(
     args: &Args,
     mut source: Source,
@@ -103,7 +105,7 @@ fn watch(
     Ok(())
 }
 
-/// Adds lines.
+/// Appends lines to standard output.
 fn print(args: &Args, mut source: Source) -> anyhow::Result<ExitCode> {
     let mut before = source.look()?;
     let mut shown = 0;
@@ -132,21 +134,21 @@ fn print(args: &Args, mut source: Source) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What all controllers did between two looks.
+/// Rates of all controllers between two snapshots of each server.
 fn all_between(before: &Looks, now: &Looks) -> Vec<Rates> {
     now.iter().flat_map(|(name, now)| between(before.get(name), now)).collect()
 }
 
-/// What each server says, by its name.
+/// Snapshot of each server, by server name.
 type Looks = BTreeMap<String, Snapshot>;
 
-/// Who is asked.
+/// Source of snapshots.
 enum Source {
-    /// A socket of counters.
+    /// Statistics socket (`serve --stats-socket`).
     Counters(Server),
-    /// A control socket.
+    /// Control socket.
     Control(Client),
-    /// Each server of the directory.
+    /// Control sockets of all servers in a directory.
     Directory(PathBuf),
 }
 
@@ -181,7 +183,7 @@ impl Source {
             Self::Control(client) => Ok(Looks::from([(String::new(), client.get(SNAPSHOT)?)])),
             Self::Directory(directory) => {
                 let servers = find::running(directory).into_iter();
-                // One may have ended since it was found.
+                // A server that has ended since the directory was read is skipped.
                 let looks: Looks = servers
                     .filter_map(|(name, socket)| {
                         Some((name, Client::new(&socket).get(SNAPSHOT).ok()?))
@@ -220,7 +222,8 @@ impl Server {
     }
 
     fn ask(&mut self) -> anyhow::Result<Snapshot> {
-        // As a sentence: a pipe that breaks here is not that of our own output (see `exit`).
+        // Only the text of the error is kept: a broken pipe in its source would be taken for one
+        // of this program's output (see `exit`).
         let line = self.exchange().map_err(|error| anyhow!("{error}"))?;
         let snapshot: Snapshot = serde_json::from_str(&line)?;
         if snapshot.version != VERSION {

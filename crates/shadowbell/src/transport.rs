@@ -1,4 +1,4 @@
-//! The way to a controller outside of this process.
+//! Connection to a controller outside of this process.
 
 use crate::control::find;
 use crate::exit;
@@ -13,13 +13,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a server may take to let us in: it serves one client at a time.
+/// Time limit for connecting to a server, which serves one client at a time.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The way to the controller that `target` names, which is a PCI device or behind a socket.
+/// Connects to the controller that `target` names: a PCI function, or one behind a socket.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] if there is no such controller, or it can not be had.
+/// With exit status [`exit::BAD_INPUT`] if there is no such controller or it is in use.
 pub(crate) fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
     match target {
         Target::VfioUser { socket, .. } => {
@@ -37,7 +37,7 @@ pub(crate) fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
     }
 }
 
-/// Whether somebody else had the controller for as long as it was tried: who tries again may get it.
+/// True if the controller was in use by another client, so that a retry may succeed.
 #[must_use]
 pub(crate) fn is_in_use(error: &anyhow::Error) -> bool {
     error.chain().any(|error| {
@@ -46,8 +46,8 @@ pub(crate) fn is_in_use(error: &anyhow::Error) -> bool {
     })
 }
 
-/// The way to a controller that a process had which is dead, with the reason as it is
-/// ([`is_in_use`]) if it is not to be had.
+/// Connects to the controller of a dead process again. Keeps the type of the error for
+/// [`is_in_use`].
 ///
 /// # Errors
 /// As [`to`].
@@ -60,7 +60,7 @@ pub(crate) fn again(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
     }
 }
 
-/// That somebody else has the controller at a path, as its server says.
+/// Error text if the server reports that another client is connected.
 fn who_has(path: &Path) -> Option<String> {
     let (_, controller) = find::owner(path)?;
     controller.client.then(|| {
@@ -70,7 +70,7 @@ fn who_has(path: &Path) -> Option<String> {
     })
 }
 
-/// Why nobody answers at a path, and what to do about it, if it is one of the plain reasons.
+/// Error text with a remedy if no server listens at a path.
 fn nobody_at(path: &Path) -> Option<String> {
     let path = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
     let serve = format!("`shadowbell serve DISK --socket {}`", path.display());

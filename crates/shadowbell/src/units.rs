@@ -1,6 +1,6 @@
-//! Numbers with their units, short, for people.
+//! Numbers with units, in short form.
 
-/// A number of things in a second or of things at all, short: `987`, `43.9 K`, `1.24 M`.
+/// Number with three digits: `987`, `43.9 K`, `1.24 M`.
 #[must_use]
 pub(crate) fn count(value: f64) -> String {
     let units = [(1e9, " G"), (1e6, " M"), (1e3, " K")];
@@ -12,7 +12,7 @@ pub(crate) fn count(value: f64) -> String {
     format!("{value:.0}")
 }
 
-/// Bytes a second: `171 MiB/s`.
+/// Bytes per second: `171 MiB/s`.
 #[must_use]
 pub(crate) fn bandwidth(bytes: f64) -> String {
     let units = [(30, "GiB/s"), (20, "MiB/s"), (10, "KiB/s")];
@@ -25,7 +25,7 @@ pub(crate) fn bandwidth(bytes: f64) -> String {
     format!("{bytes:.0} B/s")
 }
 
-/// Bytes: `4 KiB`, `1 MiB`; `512 bytes` if it is no multiple.
+/// Bytes: `4 KiB`, `1 MiB`; `512 bytes` if no unit divides the number.
 #[must_use]
 pub(crate) fn bytes(bytes: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
@@ -36,7 +36,7 @@ pub(crate) fn bytes(bytes: u64) -> String {
     )
 }
 
-/// A time in nanoseconds, for people: `740 ns`, `12.3 us`.
+/// Time in nanoseconds: `740 ns`, `12.3 us`.
 #[must_use]
 pub(crate) fn nanoseconds(ns: f64) -> String {
     let units = [(1e9, "s"), (1e6, "ms"), (1e3, "us")];
@@ -48,7 +48,7 @@ pub(crate) fn nanoseconds(ns: f64) -> String {
     format!("{ns:.0} ns")
 }
 
-/// Events for each I/O: to a hundredth, and to more if that were zero but is not.
+/// Events per I/O: two decimals, or four if the number is below 0.01.
 #[must_use]
 pub(crate) fn per_io(value: f64) -> String {
     if value == 0.0 {
@@ -62,7 +62,7 @@ pub(crate) fn per_io(value: f64) -> String {
     }
 }
 
-/// Three digits, of a value from 1 up.
+/// Value from 1 up with three significant digits.
 fn significant(value: f64) -> String {
     let digits = if value >= 99.95 {
         0

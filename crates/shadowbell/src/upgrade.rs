@@ -1,5 +1,4 @@
-//! `shadowbell upgrade`: has a running server go on in a new process, without its clients losing
-//! anything. The server's supervisor does it; this finds the supervisor and asks.
+//! `shadowbell upgrade`: restarts a running server for an upgrade, by a request to its supervisor.
 
 use crate::control::api::Status;
 use crate::control::find;
@@ -8,22 +7,21 @@ use anyhow::Context;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Have a running server go on in a new process, by another program if that was replaced
+/// Replace the process of a running server, without interruption for its clients
 ///
-/// The server has to run under a supervisor, as it does without `--no-keeper`. The new process is
-/// started and prepared, the old one comes to rest and hands over its clients, disks and state, and
-/// ends. No socket closes; a guest sees a pause of some milliseconds. If anything fails on the way,
-/// the old process goes on, and this says why. Then the supervisor becomes that program, too, as
-/// the same process; or this says why it does not.
+/// The server must run under a supervisor (without `--no-keeper`). The supervisor starts and
+/// prepares a new process. Then the old process quiesces, passes its clients, disks and state on,
+/// and ends. No socket is closed; guests see a pause of some milliseconds. If a step fails, the old
+/// process continues, and the error is shown. Finally the supervisor replaces its own program, too,
+/// with the same process ID.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {
-    /// The server: the process number of its supervisor or of its worker, or the path of a socket
-    /// at which it serves
+    /// Server: process ID of its supervisor or server process, or path of a controller's socket
     #[arg(value_name = "PID|SOCKET")]
     server: PathBuf,
 
-    /// The program of the new process [default: what is now at the path of the running one]
+    /// New program [default: the one that is now at the path of the running program]
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
 }
@@ -40,7 +38,7 @@ Exit status:
 /// Runs the verb.
 ///
 /// # Errors
-/// No such server, or why the upgrade has failed.
+/// There is no such server, or the upgrade has failed.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let program = args.binary.as_deref();
     let program = program.map(|path| client::program("--binary", path)).transpose()?;
@@ -50,8 +48,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The supervisor of the server that is named. It knows the sockets with which that began; of
-/// others the server is asked.
+/// Finds the supervisor of a server. It knows only the sockets of its start, so for other sockets
+/// the servers are asked.
 fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     SupervisorClient::find(server).or_else(|error| {
         let asked = find::owner(server).and_then(|(client, _)| {

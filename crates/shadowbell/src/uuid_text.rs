@@ -1,6 +1,6 @@
-//! UUIDs as people write them.
+//! Text form of UUIDs.
 
-/// A UUID in its five groups (RFC 9562, 4).
+/// Formats a UUID in five groups (RFC 9562, section 4).
 #[must_use]
 pub(crate) fn uuid_text(bytes: &[u8; 16]) -> String {
     let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -8,7 +8,8 @@ pub(crate) fn uuid_text(bytes: &[u8; 16]) -> String {
     groups.map(|group| digits.get(group).unwrap_or_default()).join("-")
 }
 
-/// A UUID of 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12 (RFC 9562, 4).
+/// Parses a UUID of 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12 (RFC 9562, section 4). The
+/// nil UUID is refused.
 pub(crate) fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let groups: Vec<_> = text.split('-').collect();
     if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12])
@@ -20,7 +21,7 @@ pub(crate) fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     (value != 0).then(|| value.to_be_bytes())
 }
 
-/// That this is none, in a sentence.
+/// Error text for an invalid UUID.
 #[must_use]
 pub(crate) fn no_uuid(text: &str) -> String {
     format!(

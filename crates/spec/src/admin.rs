@@ -1,9 +1,8 @@
-//! What the admin commands put in their dwords: decoded from an SQE, and encoded into one.
+//! Admin command dwords: decoded from an SQE, and encoded into one.
 //!
-//! Every `decode` takes any entry at all: a field is what its bits say, whether or not the opcode
-//! is the one it belongs to and whether or not the value makes sense. Judging it is the
-//! controller's work. `encode` writes the command's own dwords (10 to 15) and leaves the rest of
-//! the entry alone; bits that do not fit a field are dropped.
+//! Every `decode` accepts any entry: fields are extracted whether or not the opcode matches and the
+//! values are valid. Validation is the controller's task. `encode` writes the command's own dwords
+//! (10 to 15) and leaves the rest of the entry unchanged; bits that do not fit a field are dropped.
 
 use crate::Sqe;
 pub use crate::admin_namespaces::{NamespaceAttachment, NamespaceManagement, Sanitize};
@@ -27,7 +26,7 @@ pub struct CreateIoCq {
 }
 
 impl CreateIoCq {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             qid: sqe.cdw10 as u16,
@@ -38,7 +37,7 @@ impl CreateIoCq {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.qid as u32 | (self.qsize0 as u32) << 16;
@@ -67,7 +66,7 @@ pub struct CreateIoSq {
 }
 
 impl CreateIoSq {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             qid: sqe.cdw10 as u16,
@@ -79,7 +78,7 @@ impl CreateIoSq {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.qid as u32 | (self.qsize0 as u32) << 16;
@@ -97,12 +96,12 @@ pub struct DeleteIoQueue {
 }
 
 impl DeleteIoQueue {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self { qid: sqe.cdw10 as u16 }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.qid as u32;
@@ -123,12 +122,12 @@ impl Abort {
     /// Completion queue entry dword 0: the command was not aborted.
     pub const NOT_ABORTED: u32 = 1;
 
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self { sqid: sqe.cdw10 as u16, cid: (sqe.cdw10 >> 16) as u16 }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.sqid as u32 | (self.cid as u32) << 16;
@@ -160,7 +159,7 @@ pub struct GetLogPage {
 }
 
 impl GetLogPage {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             lid: sqe.cdw10 as u8,
@@ -175,7 +174,7 @@ impl GetLogPage {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.lid as u32
@@ -189,7 +188,7 @@ impl GetLogPage {
         sqe
     }
 
-    /// How many bytes the host asks for: from 4 to 16 GiB.
+    /// Number of bytes that the host requests: 4 to 16 GiB.
     pub const fn length(&self) -> u64 {
         (self.numd0 as u64 + 1) * 4
     }
@@ -211,7 +210,7 @@ pub struct Identify {
 }
 
 impl Identify {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             cns: sqe.cdw10 as u8,
@@ -222,7 +221,7 @@ impl Identify {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.cns as u32 | (self.cntid as u32) << 16;
@@ -246,7 +245,7 @@ pub struct GetFeatures {
 }
 
 impl GetFeatures {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             fid: sqe.cdw10 as u8,
@@ -256,7 +255,7 @@ impl GetFeatures {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.fid as u32 | (self.sel as u32 & 7) << 8;
@@ -286,7 +285,7 @@ pub struct SetFeatures {
 }
 
 impl SetFeatures {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             fid: sqe.cdw10 as u8,
@@ -299,7 +298,7 @@ impl SetFeatures {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.fid as u32 | (self.sv as u32) << 31;
@@ -312,8 +311,8 @@ impl SetFeatures {
     }
 }
 
-/// Device Self-test. Base 2.1, 5.1.5 "Device Self-test command". Its NSID says what is tested: 0
-/// the controller alone, FFFFFFFFh all namespaces.
+/// Device Self-test. Base 2.1, 5.1.5 "Device Self-test command". NSID selects what is tested: 0 the
+/// controller alone, FFFFFFFFh all namespaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceSelfTest {
     /// Self-test Code, CDW10 3:0; see [`crate::log::stc`].
@@ -321,12 +320,12 @@ pub struct DeviceSelfTest {
 }
 
 impl DeviceSelfTest {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self { stc: bits(sqe.cdw10, 3, 0) as u8 }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.stc as u32 & 0xf;
@@ -348,7 +347,7 @@ pub struct GetLbaStatus {
 }
 
 impl GetLbaStatus {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             slba: sqe.cdw10 as u64 | (sqe.cdw11 as u64) << 32,
@@ -358,7 +357,7 @@ impl GetLbaStatus {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.slba as u32;
@@ -368,29 +367,29 @@ impl GetLbaStatus {
         sqe
     }
 
-    /// How many bytes the host has room for: from 4 to 16 GiB.
+    /// Size of the host's buffer in bytes: 4 to 16 GiB.
     pub const fn length(&self) -> u64 {
         (self.mndw0 as u64 + 1) * 4
     }
 }
 
-/// Doorbell Buffer Config: both pages are one memory page in size and aligned to it. Base 2.1,
-/// 5.2.5 "Doorbell Buffer Config command". See [`crate::dbbuf`] for what is in them.
+/// Doorbell Buffer Config: both buffers have the size and alignment of a memory page. Base 2.1,
+/// 5.2.5 "Doorbell Buffer Config command". See [`crate::dbbuf`] for their layout.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DoorbellBufferConfig {
-    /// PRP1: the Shadow Doorbell buffer, which the host writes.
+    /// PRP1: Shadow Doorbell buffer, which the host writes.
     pub shadow: u64,
-    /// PRP2: the EventIdx buffer, which the controller writes.
+    /// PRP2: EventIdx buffer, which the controller writes.
     pub event_idx: u64,
 }
 
 impl DoorbellBufferConfig {
-    /// From the command's data pointer.
+    /// Decodes the command's data pointer.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self { shadow: sqe.prp1(), event_idx: sqe.prp2() }
     }
 
-    /// Into the command's data pointer.
+    /// Encodes the fields into the data pointer of `sqe`.
     #[must_use]
     pub const fn encode(self, sqe: Sqe) -> Sqe {
         sqe.with_prps(self.shadow, self.event_idx)
@@ -413,7 +412,7 @@ pub struct FormatNvm {
 }
 
 impl FormatNvm {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             lbaf: (bits(sqe.cdw10, 3, 0) | bits(sqe.cdw10, 13, 12) << 4) as u8,
@@ -424,7 +423,7 @@ impl FormatNvm {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.lbaf as u32 & 0xf
@@ -449,7 +448,7 @@ pub struct FirmwareCommit {
 }
 
 impl FirmwareCommit {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             fs: bits(sqe.cdw10, 2, 0) as u8,
@@ -458,7 +457,7 @@ impl FirmwareCommit {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.fs as u32 & 7 | (self.ca as u32 & 7) << 3 | (self.bpid as u32) << 31;
@@ -476,12 +475,12 @@ pub struct FirmwareImageDownload {
 }
 
 impl FirmwareImageDownload {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self { numd0: sqe.cdw10, ofst: sqe.cdw11 }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.numd0;
@@ -489,7 +488,7 @@ impl FirmwareImageDownload {
         sqe
     }
 
-    /// How many bytes this part of the image has.
+    /// Length of this part of the image in bytes.
     pub const fn length(&self) -> u64 {
         (self.numd0 as u64 + 1) * 4
     }

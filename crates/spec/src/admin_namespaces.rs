@@ -1,4 +1,4 @@
-//! Admin commands by which namespaces come and go, and are sanitized, decoded.
+//! Namespace Management, Namespace Attachment and Sanitize command dwords.
 
 use crate::Sqe;
 use crate::layout::bits;
@@ -13,17 +13,17 @@ pub struct NamespaceManagement {
 }
 
 impl NamespaceManagement {
-    /// The host gives a [`NamespaceToCreate`](crate::identify::NamespaceToCreate).
+    /// Create: the data are a [`NamespaceToCreate`](crate::identify::NamespaceToCreate).
     pub const CREATE: u8 = 0;
-    /// The namespace goes, or all of them (FFFFFFFFh).
+    /// Delete the namespace, or all namespaces (FFFFFFFFh).
     pub const DELETE: u8 = 1;
 
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self { sel: bits(sqe.cdw10, 3, 0) as u8, csi: bits(sqe.cdw11, 31, 24) as u8 }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.sel as u32 & 0xf;
@@ -41,17 +41,17 @@ pub struct NamespaceAttachment {
 }
 
 impl NamespaceAttachment {
-    /// The controllers of the list have the namespace from here on.
+    /// Attach the namespace to the controllers of the list.
     pub const ATTACH: u8 = 0;
-    /// They have it no more.
+    /// Detach the namespace from the controllers of the list.
     pub const DETACH: u8 = 1;
 
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self { sel: bits(sqe.cdw10, 3, 0) as u8 }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.sel as u32 & 0xf;
@@ -62,7 +62,7 @@ impl NamespaceAttachment {
 /// Sanitize. Base 2.1, 5.1.22 "Sanitize command".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sanitize {
-    /// Sanitize Action, CDW10 2:0: one of the constants here.
+    /// Sanitize Action, CDW10 2:0: one of the constants of this type.
     pub sanact: u8,
     /// Allow Unrestricted Sanitize Exit, CDW10 bit 3.
     pub ause: bool,
@@ -88,12 +88,12 @@ impl Sanitize {
     /// Start a crypto erase.
     pub const CRYPTO_ERASE: u8 = 4;
 
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self::from_dwords(sqe.cdw10, sqe.cdw11)
     }
 
-    /// From CDW10, as the Sanitize Status log page has it as well, and CDW11.
+    /// Decodes CDW10, which the Sanitize Status log page contains as well, and CDW11.
     pub const fn from_dwords(cdw10: u32, cdw11: u32) -> Self {
         Self {
             sanact: bits(cdw10, 2, 0) as u8,
@@ -106,7 +106,7 @@ impl Sanitize {
         }
     }
 
-    /// CDW10.
+    /// Encodes CDW10.
     pub const fn dword10(self) -> u32 {
         self.sanact as u32 & 7
             | (self.ause as u32) << 3
@@ -116,12 +116,12 @@ impl Sanitize {
             | (self.emvs as u32) << 10
     }
 
-    /// How many passes an overwrite has: 1 to 16.
+    /// Number of passes of an overwrite: 1 to 16.
     pub const fn passes(self) -> u8 {
         if self.owpass == 0 { 16 } else { self.owpass }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.dword10();

@@ -1,8 +1,8 @@
-//! Whole commands, as a host builds them: `Sqe::read`, `Sqe::create_io_cq` and so on.
+//! Complete commands, for the host side: `Sqe::read`, `Sqe::create_io_cq` and so on.
 //!
-//! None of them has a data pointer yet, except where the pointer is the command: add it with
-//! [`Sqe::with_prps`] or [`Sqe::with_sgl`]. Sizes and counts that end in `0` are 0's based, as on
-//! the wire.
+//! The data pointer is not set, except where it is a field of the command: add it with
+//! [`Sqe::with_prps`] or [`Sqe::with_sgl`]. Sizes and counts whose names end in `0` are 0's based,
+//! as in the specification.
 
 use crate::Sqe;
 use crate::admin::{
@@ -60,12 +60,12 @@ impl Sqe {
         Self::rw(NvmOpcode::WriteUncorrectable, cid, nsid, slba, nlb0)
     }
 
-    /// Any command with the frame of Read and Write, with all its fields.
+    /// Any command with the frame of Read and Write, and all fields of the frame.
     pub const fn with_rw(opcode: NvmOpcode, nsid: u32, fields: RwFields, cid: u16) -> Self {
         fields.encode(Self::new(opcode as u8, cid, nsid))
     }
 
-    /// The same command with Force Unit Access (commands of the Read and Write frame, and Copy).
+    /// Sets Force Unit Access (commands of the Read and Write frame, and Copy).
     #[must_use]
     pub const fn with_fua(mut self) -> Self {
         self.cdw12 |= 1 << 30;
@@ -147,7 +147,7 @@ impl Sqe {
         Self::admin(AdminOpcode::KeepAlive, cid, 0)
     }
 
-    /// Doorbell Buffer Config with both pages.
+    /// Doorbell Buffer Config with both buffers.
     pub const fn dbbuf_config(fields: DoorbellBufferConfig, cid: u16) -> Self {
         fields.encode(Self::admin(AdminOpcode::DoorbellBufferConfig, cid, 0))
     }

@@ -1,12 +1,12 @@
-//! The completion queue entry: 16 bytes. Base 2.1, 4.2.1.
+//! Completion queue entry: 16 bytes. Base 2.1, 4.2.1.
 
 use crate::Status;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// A completion queue entry, as it lies in memory.
+/// Completion queue entry, in memory layout.
 ///
-/// The last two bytes carry the phase tag, so whoever posts one into a ring that a peer polls must
-/// make them visible last.
+/// The last two bytes contain the phase tag. So an entry that is posted to a queue which a host
+/// polls must make these two bytes visible last.
 #[repr(C, align(4))]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -27,28 +27,28 @@ pub struct Cqe {
 }
 
 impl Cqe {
-    /// The size of an entry: CC.IOCQES is 4 for `1 << 4`.
+    /// Size of an entry in bytes: CC.IOCQES is 4 for `1 << 4`.
     pub const SIZE: usize = 16;
 
-    /// A completion; the phase tag is zero until [`with_phase`](Self::with_phase) sets it.
+    /// Creates a completion. The phase tag is 0 until [`with_phase`](Self::with_phase) sets it.
     #[inline]
     pub const fn new(cid: u16, sq_id: u16, sq_head: u16, status: Status, dw0: u32) -> Self {
         Self { dw0, dw1: 0, sq_head, sq_id, cid, status: status.bits() << 1 }
     }
 
-    /// The phase tag. Base 2.1, 4.2.4 "Phase Tag": flips with every pass through the queue, and is
-    /// one in the entries of the first pass.
+    /// Phase tag. Base 2.1, 4.2.4 "Phase Tag": inverted with every pass through the queue, and 1 in
+    /// the entries of the first pass.
     #[inline]
     pub const fn phase(&self) -> bool {
         self.status & 1 != 0
     }
 
-    /// The status without the phase tag.
+    /// Status without the phase tag.
     pub const fn status(&self) -> Status {
         Status::from_bits(self.status >> 1)
     }
 
-    /// The same entry with this phase tag.
+    /// Sets the phase tag.
     #[inline]
     #[must_use]
     pub const fn with_phase(mut self, phase: bool) -> Self {
@@ -56,7 +56,7 @@ impl Cqe {
         self
     }
 
-    /// The same entry with this status; the phase tag stays.
+    /// Sets the status; the phase tag is unchanged.
     #[must_use]
     pub const fn with_status(mut self, status: Status) -> Self {
         self.status = status.bits() << 1 | self.status & 1;

@@ -1,4 +1,4 @@
-//! The Shadow Doorbell and EventIdx buffers: where a queue's entry is.
+//! Shadow Doorbell and EventIdx buffers: offset of a queue's entry.
 //!
 //! Base 2.1, 5.2.5 "Doorbell Buffer Config command". Each buffer is one memory page, laid out as
 //! the doorbell registers are: submission queue tail and completion queue head of queue 0, then of
@@ -9,17 +9,17 @@ use crate::regs::{
     Doorbell, DoorbellKind, cq_doorbell_offset, doorbell_stride, sq_doorbell_offset,
 };
 
-/// Offset in either buffer of the entry of submission queue `qid`.
+/// Offset of the entry of submission queue `qid` in each buffer.
 pub const fn sq_entry_offset(qid: u16, dstrd: u8) -> u64 {
     sq_doorbell_offset(qid, dstrd) - crate::regs::DOORBELLS
 }
 
-/// Offset in either buffer of the entry of completion queue `qid`.
+/// Offset of the entry of completion queue `qid` in each buffer.
 pub const fn cq_entry_offset(qid: u16, dstrd: u8) -> u64 {
     cq_doorbell_offset(qid, dstrd) - crate::regs::DOORBELLS
 }
 
-/// Offset in either buffer of the entry that shadows `doorbell`.
+/// Offset of the entry of `doorbell` in each buffer.
 pub const fn entry_offset(doorbell: Doorbell, dstrd: u8) -> u64 {
     match doorbell.kind {
         DoorbellKind::Sq => sq_entry_offset(doorbell.qid, dstrd),
@@ -27,12 +27,11 @@ pub const fn entry_offset(doorbell: Doorbell, dstrd: u8) -> u64 {
     }
 }
 
-/// How many queue pairs, the admin queue with them, have both entries inside a page of `page_size`
-/// bytes. Queues past that have no shadow and use their doorbells.
+/// Number of queue pairs, including the admin queue, whose entries fit into a page of `page_size`
+/// bytes. Queues beyond that number have no shadow doorbells and use their doorbell registers.
 ///
-/// A controller should not allocate more. The inequality that 5.2.5 asks it to keep, with one
-/// stride for each queue number, admits twice as many as the two strides of the layout leave room
-/// for.
+/// A controller should not allocate more queues. The inequality in 5.2.5 has one stride per queue
+/// number, and allows twice as many queues as the layout, which has two strides per queue pair.
 pub const fn queue_pairs_in_page(page_size: u64, dstrd: u8) -> u64 {
     page_size / (2 * doorbell_stride(dstrd))
 }

@@ -1,16 +1,16 @@
-//! Asynchronous events: what completes an Asynchronous Event Request. Base 2.1, 5.1.2
+//! Asynchronous events, which complete an Asynchronous Event Request. Base 2.1, 5.1.2
 //! "Asynchronous Event Request command".
 
 use crate::log::lid;
 
-/// What happened, and which log page has more: dword 0 of the completion.
+/// Asynchronous event: dword 0 of the completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AsyncEvent {
     /// Asynchronous Event Type, 3 bits: one of the `TYPE_` constants.
     pub kind: u8,
-    /// Asynchronous Event Information: what happened, by type.
+    /// Asynchronous Event Information: the event within its type.
     pub info: u8,
-    /// Log Page Identifier: the page to read. Reading it (without RAE) clears the event.
+    /// Log Page Identifier of the log page with details. Reading it (without RAE) clears the event.
     pub lid: u8,
 }
 
@@ -37,10 +37,10 @@ macro_rules! events {
                 pub const $name: Self = Self { kind: $kind, info: $info, lid: lid::$lid };
             )*
 
-            /// Every event named here.
+            /// All events with a name.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
-            /// The specification's name, by type and information, if this crate knows it.
+            /// Name in the specification, by type and information; `None` for an unknown event.
             pub const fn name(&self) -> Option<&'static str> {
                 match (self.kind, self.info) {
                     $(($kind, $info) => Some($text),)*
@@ -85,12 +85,12 @@ events! {
 }
 
 impl AsyncEvent {
-    /// From dword 0 of a completion.
+    /// Decodes dword 0 of a completion.
     pub const fn from_dw0(dw0: u32) -> Self {
         Self { kind: (dw0 & 7) as u8, info: (dw0 >> 8) as u8, lid: (dw0 >> 16) as u8 }
     }
 
-    /// As dword 0 of a completion: type in bits 2:0, information in 15:8, log page in 23:16.
+    /// Encodes dword 0 of a completion: type in bits 2:0, information in 15:8, log page in 23:16.
     pub const fn dw0(self) -> u32 {
         self.kind as u32 & 7 | (self.info as u32) << 8 | (self.lid as u32) << 16
     }

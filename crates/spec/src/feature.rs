@@ -1,8 +1,8 @@
-//! Features: what Get Features and Set Features move. Base 2.1, 5.1.25.1 "Feature Specific
+//! Features: values of Get Features and Set Features. Base 2.1, 5.1.25.1 "Feature Specific
 //! Information".
 //!
 //! Most values are one dword: CDW11 of Set Features, dword 0 of the completion of Get Features. The
-//! rest are data structures.
+//! others are data structures.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;
@@ -17,7 +17,7 @@ pub mod fid {
                 pub const $name: u8 = $fid;
             )*
 
-            /// The specification's name, or `None` if this crate has none.
+            /// Name in the specification; `None` for an unknown feature.
             pub const fn name(fid: u8) -> Option<&'static str> {
                 match fid {
                     $($name => Some($text),)*
@@ -62,22 +62,22 @@ pub mod fid {
     }
 }
 
-/// Select: which value of a feature Get Features returns. Base 2.1, 5.1.11.
+/// Select: the value of a feature that Get Features returns. Base 2.1, 5.1.11.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Select {
-    /// 000b: the value in use.
+    /// 000b: current value.
     Current = 0,
-    /// 001b: the value that the controller came with.
+    /// 001b: default value.
     Default = 1,
-    /// 010b: the value that is in use after a reset.
+    /// 010b: saved value, which is current after a reset.
     Saved = 2,
-    /// 011b: no value but [`Capabilities`].
+    /// 011b: [`Capabilities`] instead of a value.
     SupportedCapabilities = 3,
 }
 
 impl Select {
-    /// From the three bits of the field, or `None` for a reserved value.
+    /// Decodes the three bits of the field; `None` for a reserved value.
     pub const fn from_bits(sel: u8) -> Option<Self> {
         Some(match sel {
             0 => Self::Current,
@@ -89,16 +89,16 @@ impl Select {
     }
 }
 
-/// What may be done with a feature: completion dword 0 of Get Features with
+/// Capabilities of a feature: completion dword 0 of Get Features with
 /// [`Select::SupportedCapabilities`]. Base 2.1, 5.1.11.
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct Capabilities {
-    /// The value can be saved.
+    /// Saveable: the value can be saved.
     pub saveable: bool,
-    /// The value is of a namespace, not of the controller.
+    /// Namespace Specific: each namespace has its own value.
     pub namespace_specific: bool,
-    /// Set Features can change it.
+    /// Changeable by Set Features.
     pub changeable: bool,
     #[bits(29)]
     __: u32,
@@ -154,7 +154,7 @@ pub struct TemperatureThreshold {
     __: u8,
 }
 
-/// Error Recovery, 05h; of a namespace. NVM 1.1, "Error Recovery".
+/// Error Recovery, 05h, per namespace. NVM 1.1, "Error Recovery".
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct ErrorRecovery {
@@ -176,8 +176,8 @@ pub struct VolatileWriteCache {
     __: u32,
 }
 
-/// Number of Queues, 07h: what the host asks for, and what the controller allocated. It is set
-/// once, before the first I/O queue is created.
+/// Number of Queues, 07h: the number that the host requests, and the number that the controller has
+/// allocated. Set once, before the first I/O queue is created.
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct NumberOfQueues {
@@ -214,13 +214,13 @@ pub struct InterruptVectorConfiguration {
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct WriteAtomicity {
-    /// Disable Normal: AWUN and NAWUN do not matter to the host, only AWUPF and NAWUPF.
+    /// Disable Normal: the host relies on AWUPF and NAWUPF only, and not on AWUN and NAWUN.
     pub dn: bool,
     #[bits(31)]
     __: u32,
 }
 
-/// Asynchronous Event Configuration, 0Bh: which events the host wants.
+/// Asynchronous Event Configuration, 0Bh: events that the host enables.
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct AsyncEventConfig {
@@ -265,18 +265,18 @@ pub struct AsyncEventConfig {
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct IoCommandSetProfile {
-    /// I/O Command Set Combination Index, into [`IoCommandSets`](crate::identify::IoCommandSets).
+    /// I/O Command Set Combination Index in [`IoCommandSets`](crate::identify::IoCommandSets).
     #[bits(9)]
     pub iocsci: u16,
     #[bits(23)]
     __: u32,
 }
 
-/// Namespace Write Protection Config, 84h; of a namespace.
+/// Namespace Write Protection Config, 84h, per namespace.
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct NamespaceWriteProtection {
-    /// Write Protection State: 0 none, 1 write protected, 2 until power cycle, 3 for ever.
+    /// Write Protection State: 0 none, 1 write protected, 2 until power cycle, 3 permanent.
     #[bits(3)]
     pub wps: u8,
     #[bits(29)]
@@ -290,7 +290,7 @@ pub struct Timestamp {
     /// Milliseconds since midnight, 1 January 1970, UTC; or since the controller was reset.
     #[bits(48)]
     pub millis: u64,
-    /// Synch (Get Features): the clock stopped for a while.
+    /// Synch (Get Features): the clock was stopped temporarily.
     pub synch: bool,
     /// Timestamp Origin (Get Features): 0 cleared by a reset, 1 set by Set Features.
     #[bits(3)]
@@ -303,7 +303,7 @@ pub struct Timestamp {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct HostBehaviorSupport {
-    /// Advanced Command Retry Enable: 1 if the host knows Command Interrupted and retry delays.
+    /// Advanced Command Retry Enable: 1 if the host supports Command Interrupted and retry delays.
     pub acre: u8,
     /// Extended Telemetry Data Area 4 Supported.
     pub etdas: u8,
@@ -317,7 +317,7 @@ pub struct HostBehaviorSupport {
     pub reserved6: [u8; 506],
 }
 
-/// An entry of LBA Range Type, 03h: 64 bytes, of which the data have up to 64. NVM 1.1, "LBA Range
+/// Entry of LBA Range Type, 03h: 64 bytes; the data have up to 64 entries. NVM 1.1, "LBA Range
 /// Type".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]

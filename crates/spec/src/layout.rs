@@ -1,4 +1,4 @@
-//! Support for the structures of this crate: all-zero defaults, and byte-exact layout tests.
+//! Macros for the structures of this crate: all-zero defaults, and byte-exact layout tests.
 
 /// `Default` as all zeroes, for structures whose arrays are too long for the derive.
 macro_rules! zero_default {
@@ -12,10 +12,9 @@ macro_rules! zero_default {
 }
 pub(crate) use zero_default;
 
-/// Asserts the size of a structure and the offset of every one of its fields.
+/// Asserts the size of a structure and the offset of each field.
 ///
-/// The pattern that it matches names each field and has no `..`, so a field without a figure does
-/// not compile.
+/// The pattern names each field and has no `..`, so a missing field does not compile.
 #[cfg(test)]
 macro_rules! assert_layout {
     ($type:ident, $size:literal, { $($field:ident: $offset:literal),* $(,)? }) => {

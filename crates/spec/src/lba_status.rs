@@ -1,24 +1,24 @@
-//! What Get LBA Status returns: NVM 1.1, 4.2.1 "Get LBA Status command"; and the log page LBA
-//! Status Information, 4.1.4.5.
+//! Data of Get LBA Status (NVM 1.1, 4.2.1 "Get LBA Status command"), and the log page LBA Status
+//! Information (4.1.4.5).
 //!
-//! The command: an [`LbaStatusList`] and then its descriptors, in the order of their blocks. The
-//! page: an [`LbaStatusLog`], and for each namespace an [`LbaStatusElement`] and then its
+//! The command returns an [`LbaStatusList`] and its descriptors, in the order of their blocks. The
+//! log page is an [`LbaStatusLog`], and for each namespace an [`LbaStatusElement`] with its
 //! [`LbaRange`]s.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Action Types of Get LBA Status: which blocks are told of.
+/// Action Types of Get LBA Status, which select the reported blocks.
 pub mod atype {
-    /// Return the allocated LBAs. A controller that does says so in AOCS
+    /// Report the allocated LBAs. The controller announces support in AOCS
     /// ([`IdentifyNvmController::REPORTS_ALLOCATED`](crate::identify::IdentifyNvmController)).
     pub const ALLOCATED: u8 = 0x02;
-    /// Scan for potentially unrecoverable LBAs, and return those that were known before, too.
+    /// Scan for potentially unrecoverable LBAs, and report them with those already known.
     pub const SCAN_UNRECOVERABLE: u8 = 0x10;
-    /// Return the potentially unrecoverable LBAs that are known.
+    /// Report the known potentially unrecoverable LBAs.
     pub const UNRECOVERABLE: u8 = 0x11;
 }
 
-/// The head of an LBA Status Descriptor List.
+/// Head of an LBA Status Descriptor List.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -33,15 +33,15 @@ pub struct LbaStatusList {
 }
 
 impl LbaStatusList {
-    /// CMPC: it is not said whether there is more.
+    /// CMPC: the list may be complete or incomplete.
     pub const NO_INDICATION: u8 = 0;
-    /// CMPC: there is no room for more, and there may be more.
+    /// CMPC: the buffer is full, and there may be more.
     pub const INCOMPLETE: u8 = 1;
-    /// CMPC: there is no more in the range.
+    /// CMPC: the list covers the whole range.
     pub const COMPLETE: u8 = 2;
 }
 
-/// An LBA Status Descriptor: a range of blocks.
+/// LBA Status Descriptor: a range of blocks.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -66,17 +66,17 @@ impl LbaStatusDescriptor {
     pub const WRITE_UNCORRECTABLE: u8 = 1 << 1;
 }
 
-/// The head of the log page LBA Status Information, 0Eh.
+/// Head of the log page LBA Status Information, 0Eh.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct LbaStatusLog {
-    /// LBA Status Log Page Length in bytes, this head included.
+    /// LBA Status Log Page Length in bytes, including this head.
     pub lslplen: u32,
     /// Number of LBA Status Log Namespace Elements that follow.
     pub nlslne: u32,
-    /// Estimate of Unrecoverable Logical Blocks in all of them.
+    /// Estimate of Unrecoverable Logical Blocks in all elements.
     pub estulb: u32,
     /// Reserved.
     pub reserved12: [u8; 2],
@@ -84,7 +84,7 @@ pub struct LbaStatusLog {
     pub lsgc: u16,
 }
 
-/// The head of an LBA Status Log Namespace Element.
+/// Head of an LBA Status Log Namespace Element.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -94,13 +94,13 @@ pub struct LbaStatusElement {
     pub neid: u32,
     /// Number of LBA Range Descriptors that follow.
     pub nlrd: u32,
-    /// Recommended Action Type, of [`atype`].
+    /// Recommended Action Type, one of [`atype`].
     pub ratype: u8,
     /// Reserved.
     pub reserved9: [u8; 7],
 }
 
-/// An LBA Range Descriptor.
+/// LBA Range Descriptor.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,

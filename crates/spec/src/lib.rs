@@ -1,40 +1,40 @@
-//! NVMe on the wire: registers, commands, completions, Identify data, log pages, status codes.
+//! NVMe data structures: registers, commands, completions, Identify data, log pages, status codes.
 //!
-//! Plain data and nothing else: no I/O, no allocation, no unsafe code. Every structure has the size
-//! and the field offsets that the specification gives it (the tests check each one), may be made
-//! from any bytes (`zerocopy::FromBytes`) and has no padding (`zerocopy::IntoBytes`), so that a
-//! peer can neither make it invalid nor see memory of ours through it.
+//! Plain data: no I/O, no allocation, no unsafe code. Every structure has the size and the field
+//! offsets of the specification (each one is tested), can be made from any bytes
+//! (`zerocopy::FromBytes`), and has no padding (`zerocopy::IntoBytes`). So a peer can neither make
+//! a structure invalid nor read uninitialized memory through one.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
 //! | [`regs`] | controller properties and doorbell offsets |
 //! | [`sqe`], [`cqe`] | submission and completion queue entries |
 //! | [`opcode`], [`status`] | command opcodes; status codes with the specification's names |
-//! | [`admin`], [`nvm`] | command dwords, decoded, and back |
-//! | [`build`] | whole commands, for the host side |
+//! | [`admin`], [`nvm`] | command dwords, decoded and encoded |
+//! | [`build`] | complete commands, for the host side |
 //! | [`sgl`] | scatter gather list descriptors |
-//! | [`identify`], [`log`], [`feature`] | the data of Identify, Get Log Page, Get and Set Features |
+//! | [`identify`], [`log`], [`feature`] | data of Identify, Get Log Page, Get and Set Features |
 //! | [`event`] | asynchronous events |
-//! | [`dbbuf`] | where a queue's shadow doorbell and EventIdx are |
-//! | [`zns`] | the Zoned Namespace command set: commands, zone reports, Identify |
-//! | [`pci`] | what NVMe fixes of PCI: class code, MSI-X |
+//! | [`dbbuf`] | offsets in the Shadow Doorbell and EventIdx buffers |
+//! | [`zns`] | Zoned Namespace command set: commands, zone reports, Identify |
+//! | [`pci`] | PCI constants of NVMe: class code, capabilities, MSI-X |
 //!
-//! # Which documents
+//! # Specifications
 //!
-//! Citations are short: *Base* is the NVM Express Base Specification (2.1 unless said otherwise),
+//! Citations are short: *Base* is the NVM Express Base Specification (2.1 unless stated otherwise),
 //! *NVM* the NVM Command Set Specification 1.1, *PCIe* the NVMe over PCIe Transport Specification
-//! 1.1. Where a clause number moved between revisions, the clause is cited by its title.
+//! 1.1. A clause whose number differs between revisions is cited by its title.
 //!
 //! # Bit fields
 //!
-//! A `with_` or `set_` function panics if the value does not fit its field: they are for values of
-//! our own, and have `_checked` forms for others. What a peer sent goes in whole, through
-//! `from_bits`, and every pattern of bits is valid there.
+//! `with_` and `set_` functions panic if the value does not fit the field: they are for values of
+//! the caller's own code, and have `_checked` variants for other values. Values of a peer are
+//! converted by `from_bits`, which accepts every bit pattern.
 //!
 //! # Byte order
 //!
-//! NVMe is little-endian. The structures use native integers, so the crate refuses to build for a
-//! big-endian target rather than being wrong there.
+//! NVMe is little-endian. The structures use native integers, so the crate does not compile for
+//! big-endian targets.
 #![forbid(unsafe_code)]
 
 #[cfg(not(target_endian = "little"))]
@@ -69,5 +69,5 @@ pub mod zns;
 pub use cqe::Cqe;
 pub use sqe::Sqe;
 pub use status::Status;
-/// Its traits make a structure from bytes and bytes from a structure.
+/// Traits for converting structures from and to bytes.
 pub use zerocopy;

@@ -1,21 +1,20 @@
-//! What the I/O commands of the NVM command set put in their dwords. NVM 1.1, 3.3 "NVM Command Set
-//! Commands".
+//! Dwords of the I/O commands of the NVM command set. NVM 1.1, 3.3 "NVM Command Set Commands".
 //!
-//! As in [`crate::admin`]: every `decode` takes any entry, `encode` drops what does not fit.
+//! As in [`crate::admin`]: every `decode` accepts any entry, and `encode` drops bits that do not
+//! fit.
 
 use crate::Sqe;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Read, Write, Compare, Verify, Write Zeroes and Write Uncorrectable: they share one frame. Which
-/// fields a command has is in its own clause; those that it has not are reserved in it.
+/// Read, Write, Compare, Verify, Write Zeroes and Write Uncorrectable, which share one frame. Each
+/// command's clause defines the fields that it uses; the others are reserved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RwFields {
     /// Starting LBA, CDW11 and CDW10.
     pub slba: u64,
     /// Number of Logical Blocks, 0's based, CDW12 15:0.
     pub nlb0: u16,
-    /// Directive Type, CDW12 23:20 (Write). In Write Zeroes the highest of these bits is Namespace
-    /// Zeroes.
+    /// Directive Type, CDW12 23:20 (Write). In Write Zeroes, bit 23 is Namespace Zeroes.
     pub dtype: u8,
     /// Storage Tag Check, CDW12 bit 24.
     pub stc: bool,
@@ -35,12 +34,12 @@ pub struct RwFields {
     pub reftag: u32,
     /// Expected or Logical Block Application Tag, CDW15 15:0.
     pub apptag: u16,
-    /// Its mask, CDW15 31:16.
+    /// Mask of the application tag, CDW15 31:16.
     pub apptag_mask: u16,
 }
 
 impl RwFields {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     #[inline]
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
@@ -60,7 +59,7 @@ impl RwFields {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.slba as u32;
@@ -78,13 +77,13 @@ impl RwFields {
         sqe
     }
 
-    /// How many logical blocks: 1 to 65536.
+    /// Number of logical blocks: 1 to 65536.
     #[inline]
     pub const fn blocks(&self) -> u32 {
         self.nlb0 as u32 + 1
     }
 
-    /// The LBA after the last one, or `None` past the end of 64 bits (LBA Out of Range).
+    /// LBA after the last one; `None` if it exceeds 64 bits (LBA Out of Range).
     #[inline]
     pub const fn end(&self) -> Option<u64> {
         self.slba.checked_add(self.blocks() as u64)
@@ -109,12 +108,12 @@ pub struct DatasetManagement {
     pub idr: bool,
     /// Attribute Integral Dataset for Write, CDW11 bit 1.
     pub idw: bool,
-    /// Attribute Deallocate, CDW11 bit 2: what others call discard, trim or unmap.
+    /// Attribute Deallocate, CDW11 bit 2: discard (trim, unmap).
     pub ad: bool,
 }
 
 impl DatasetManagement {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     #[inline]
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
@@ -125,7 +124,7 @@ impl DatasetManagement {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.nr0 as u32;
@@ -133,16 +132,16 @@ impl DatasetManagement {
         sqe
     }
 
-    /// How many ranges: 1 to 256.
+    /// Number of ranges: 1 to 256.
     pub const fn ranges(&self) -> usize {
         self.nr0 as usize + 1
     }
 }
 
-/// The most ranges of one Dataset Management command.
+/// Maximum number of ranges of a Dataset Management command.
 pub const DSM_MAX_RANGES: usize = 256;
 
-/// A range of a Dataset Management command: 16 bytes. NVM 1.1, "Dataset Management - Range
+/// Range of a Dataset Management command: 16 bytes. NVM 1.1, "Dataset Management - Range
 /// Definition".
 #[repr(C)]
 #[derive(
@@ -151,7 +150,7 @@ pub const DSM_MAX_RANGES: usize = 256;
 pub struct DsmRange {
     /// Context attributes: hints.
     pub attributes: u32,
-    /// Length in logical blocks; not 0's based, so zero is an empty range.
+    /// Length in logical blocks, not 0's based: 0 is an empty range.
     pub blocks: u32,
     /// Starting LBA.
     pub slba: u64,
@@ -186,12 +185,12 @@ pub struct CopyFields {
     pub reftag: u32,
     /// Logical Block Application Tag of the writes, CDW15 15:0.
     pub apptag: u16,
-    /// Its mask, CDW15 31:16.
+    /// Mask of the application tag, CDW15 31:16.
     pub apptag_mask: u16,
 }
 
 impl CopyFields {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     #[inline]
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
@@ -212,7 +211,7 @@ impl CopyFields {
         }
     }
 
-    /// Into the command's dwords.
+    /// Encodes the fields into the dwords of `sqe`.
     #[must_use]
     pub const fn encode(self, mut sqe: Sqe) -> Sqe {
         sqe.cdw10 = self.sdlba as u32;
@@ -232,13 +231,13 @@ impl CopyFields {
         sqe
     }
 
-    /// How many source ranges: 1 to 256.
+    /// Number of source ranges: 1 to 256.
     pub const fn ranges(&self) -> usize {
         self.nr0 as usize + 1
     }
 }
 
-/// A source range of a Copy command, descriptor formats 1h and 3h: 40 bytes. NVM 1.1, "Copy - Source
+/// Source range of a Copy command, descriptor formats 1h and 3h: 40 bytes. NVM 1.1, "Copy - Source
 /// Range Entries Copy Descriptor Format 1h and Format 3h".
 #[repr(C)]
 #[derive(
@@ -263,11 +262,11 @@ pub struct LongCopyRange {
     pub elbt: [u8; 10],
     /// Expected Logical Block Application Tag.
     pub apptag: u16,
-    /// Its mask.
+    /// Mask of the application tag.
     pub apptag_mask: u16,
 }
 
-/// A source range of a Copy command, descriptor formats 0h and 2h: 32 bytes. NVM 1.1, "Copy - Source
+/// Source range of a Copy command, descriptor formats 0h and 2h: 32 bytes. NVM 1.1, "Copy - Source
 /// Range Entries Copy Descriptor Format 0h and Format 2h".
 #[repr(C)]
 #[derive(
@@ -290,7 +289,7 @@ pub struct CopyRange {
     pub reftag: u32,
     /// Expected Logical Block Application Tag.
     pub apptag: u16,
-    /// Its mask.
+    /// Mask of the application tag.
     pub apptag_mask: u16,
 }
 

@@ -1,13 +1,13 @@
-//! Command opcodes, and their names for people.
+//! Command opcodes and their names.
 
 use thiserror::Error;
 
-/// An opcode that this crate has no name for: Invalid Command Opcode (see [`crate::status`]).
+/// Opcode without a name in this crate: Invalid Command Opcode (see [`crate::status`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("unknown opcode {0:02X}h")]
 pub struct UnknownOpcode(pub u8);
 
-/// Where a command's data goes: the two low bits of every standard opcode. Base 2.1, 5 and 7 (the
+/// Direction of a command's data: the two low bits of every standard opcode. Base 2.1, 5 and 7 (the
 /// opcode tables).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataTransfer {
@@ -17,11 +17,11 @@ pub enum DataTransfer {
     ToController,
     /// 10b: controller to host.
     ToHost,
-    /// 11b: both ways.
+    /// 11b: both directions.
     Bidirectional,
 }
 
-/// The data transfer direction that the two low bits of `opcode` give.
+/// Data transfer direction of `opcode`, from its two low bits.
 pub const fn data_transfer(opcode: u8) -> DataTransfer {
     match opcode & 0b11 {
         0b00 => DataTransfer::None,
@@ -41,15 +41,15 @@ macro_rules! opcodes {
         }
 
         impl $name {
-            /// Every opcode named here, in the order of its value.
+            /// All opcodes with a name, in ascending order.
             pub const ALL: &[Self] = &[$(Self::$variant),*];
 
-            /// The specification's name.
+            /// Name in the specification.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $text,)* }
             }
 
-            /// Where the data goes.
+            /// Direction of the data.
             pub const fn data_transfer(self) -> DataTransfer {
                 data_transfer(self as u8)
             }
@@ -136,7 +136,7 @@ opcodes! {
         Cancel = 0x18, "Cancel";
         Copy = 0x19, "Copy";
         IoManagementSend = 0x1d, "I/O Management Send";
-        /// Of the Zoned Namespace command set, as the two below.
+        /// Zone commands belong to the Zoned Namespace command set.
         ZoneManagementSend = 0x79, "Zone Management Send";
         ZoneManagementReceive = 0x7a, "Zone Management Receive";
         ZoneAppend = 0x7d, "Zone Append";

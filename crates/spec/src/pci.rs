@@ -1,4 +1,4 @@
-//! What NVMe fixes of PCI: class code, BARs, the MSI-X table. PCIe 1.1, "PCI Header" and
+//! PCI constants of NVMe: class code, BARs, capabilities, MSI-X table. PCIe 1.1, "PCI Header" and
 //! "PCI Express capabilities"; PCI Local Bus 3.0, 6.8.2 for MSI-X.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -11,10 +11,10 @@ pub const SUBCLASS_NVM: u8 = 0x08;
 pub const PROG_IF_NVME: u8 = 0x02;
 /// Programming interface: NVM Express administrative controller.
 pub const PROG_IF_NVME_ADMIN: u8 = 0x03;
-/// The class code of an NVMe I/O controller as 24 bits: class, subclass, programming interface.
+/// Class code of an NVMe I/O controller as 24 bits: class, subclass, programming interface.
 pub const CLASS_CODE: u32 = 0x01_08_02;
 
-/// The BAR of the controller properties and doorbells (64 bits wide: it takes BAR1 as well).
+/// BAR of the controller properties and doorbells (64 bits wide, so it takes BAR1 as well).
 pub const PROPERTIES_BAR: u8 = 0;
 
 /// Capability identifier: Power Management Interface.
@@ -26,7 +26,7 @@ pub const CAP_ID_EXPRESS: u8 = 0x10;
 /// Capability identifier: MSI-X.
 pub const CAP_ID_MSIX: u8 = 0x11;
 
-/// An MSI-X table entry, as it lies in its BAR.
+/// MSI-X table entry, in memory layout.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -42,11 +42,11 @@ pub struct MsixEntry {
     pub control: u32,
 }
 
-/// [`MsixEntry::control`] bit: this vector is masked. Set after reset.
+/// [`MsixEntry::control`] bit: the vector is masked. Set after a reset.
 pub const MSIX_MASKED: u32 = 1;
-/// The size of an MSI-X table entry.
+/// Size of an MSI-X table entry in bytes.
 pub const MSIX_ENTRY_SIZE: usize = 16;
-/// The most vectors that an MSI-X table has.
+/// Maximum number of vectors of an MSI-X table.
 pub const MSIX_MAX_VECTORS: u16 = 2048;
 /// Message Control bit 15: MSI-X Enable.
 pub const MSIX_ENABLE: u16 = 1 << 15;
@@ -55,7 +55,7 @@ pub const MSIX_FUNCTION_MASK: u16 = 1 << 14;
 /// Message Control bits 10:0: Table Size, 0's based.
 pub const MSIX_TABLE_SIZE: u16 = 0x7ff;
 
-/// Bytes of an MSI-X pending bit array for so many vectors: a bit each, in whole 8-byte words.
+/// Size in bytes of the MSI-X pending bit array for `vectors`: one bit each, in 8-byte words.
 pub const fn msix_pba_size(vectors: u16) -> u64 {
     (vectors as u64).div_ceil(64) * 8
 }

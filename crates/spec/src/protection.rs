@@ -1,21 +1,20 @@
-//! Protection information: what a logical block's metadata say of its data. NVM 1.1, 5.2
-//! "End-to-end Data Protection".
+//! Protection information in a logical block's metadata. NVM 1.1, 5.2 "End-to-end Data Protection".
 
 use crate::status::Status;
 use crc_fast::{CrcAlgorithm, Digest, checksum};
 
-/// What a guard is. NVM 1.1, "Protection Information Formats".
+/// Guard type. NVM 1.1, "Protection Information Formats".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GuardKind {
-    /// 16 bits, the CRC of T10 DIF; a reference tag of 32 bits. 8 bytes.
+    /// 16-bit guard: CRC of T10 DIF. 32-bit reference tag; 8 bytes in total.
     #[default]
     Crc16,
-    /// 64 bits, the CRC of NVMe; a reference tag of 48 bits, without a storage tag. 16 bytes.
+    /// 64-bit guard: CRC of NVMe. 48-bit reference tag, no storage tag; 16 bytes in total.
     Crc64,
 }
 
 impl GuardKind {
-    /// Bytes of protection information.
+    /// Size of the protection information in bytes.
     #[inline]
     pub const fn size(self) -> usize {
         match self {
@@ -24,7 +23,7 @@ impl GuardKind {
         }
     }
 
-    /// The bits of a reference tag.
+    /// Mask of the reference tag.
     #[inline]
     pub const fn ref_mask(self) -> u64 {
         match self {
@@ -33,7 +32,7 @@ impl GuardKind {
         }
     }
 
-    /// Protection Information Format, as in an extended LBA format.
+    /// Protection Information Format, as encoded in an extended LBA format.
     pub const fn code(self) -> u32 {
         match self {
             Self::Crc16 => 0,
@@ -41,7 +40,7 @@ impl GuardKind {
         }
     }
 
-    /// The guard of these data, of which `more` are the end.
+    /// Guard of `data` followed by `more`.
     #[inline]
     pub fn guard(self, data: &[u8], more: &[u8]) -> u64 {
         let algorithm = match self {
@@ -58,7 +57,7 @@ impl GuardKind {
     }
 }
 
-/// The protection information of a logical block.
+/// Protection information of a logical block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProtectionInfo {
     /// Guard.
@@ -69,16 +68,16 @@ pub struct ProtectionInfo {
     pub ref_tag: u64,
 }
 
-/// The bytes of `from` as a number, the highest first.
+/// Decodes a big-endian number.
 fn number(from: &[u8]) -> u64 {
     from.iter().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
 impl ProtectionInfo {
-    /// An application tag that has a block not checked.
+    /// Application tag that disables the checks of a block.
     pub const ESCAPE: u16 = 0xffff;
 
-    /// From the first bytes of `bytes`; all zeroes if these are too few.
+    /// Decodes the first bytes of `bytes`; all zeroes if they are too few.
     pub fn decode(kind: GuardKind, bytes: &[u8]) -> Self {
         let guard = kind.size() - kind.ref_mask().count_ones() as usize / 8 - 2;
         let Some((guard, rest)) = bytes.get(..kind.size()).and_then(|b| b.split_at_checked(guard))
@@ -89,7 +88,7 @@ impl ProtectionInfo {
         Self { guard: number(guard), app_tag: number(app_tag) as u16, ref_tag: number(ref_tag) }
     }
 
-    /// The first [`GuardKind::size`] bytes.
+    /// Encodes the fields into the first [`GuardKind::size`] bytes.
     pub fn encode(&self, kind: GuardKind) -> [u8; 16] {
         let Self { guard, app_tag, ref_tag } = *self;
         let all = match kind {
@@ -107,36 +106,36 @@ impl ProtectionInfo {
         all.to_be_bytes()
     }
 
-    /// Whether nothing of a block is checked that has this.
+    /// True if this disables the checks of its block.
     #[inline]
     pub const fn is_escape(&self, pi_type: u8, kind: GuardKind) -> bool {
         self.app_tag == Self::ESCAPE && (pi_type != 3 || self.ref_tag == kind.ref_mask())
     }
 }
 
-/// What a command says of protection information.
+/// Protection information fields of a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProtectionFields {
-    /// PRCHK and PRACT, as [`RwFields::prinfo`](crate::nvm::RwFields::prinfo) has them.
+    /// PRCHK and PRACT, encoded as in [`RwFields::prinfo`](crate::nvm::RwFields::prinfo).
     pub prinfo: u8,
-    /// Application tag, to be written or expected.
+    /// Application tag, written or expected.
     pub app_tag: u16,
-    /// Which bits of an application tag are compared.
+    /// Mask of the application tag's compared bits.
     pub app_mask: u16,
     /// Reference tag of the first block.
     pub ref_tag: u64,
 }
 
 impl ProtectionFields {
-    /// The reference tag of the block after `nth` others.
+    /// Reference tag of block number `nth`, counted from 0.
     #[inline]
     pub const fn ref_tag_of(&self, pi_type: u8, kind: GuardKind, nth: u64) -> u64 {
-        // Type 3 has the same in all of them.
+        // With type 3, all blocks have the same tag.
         let nth = if pi_type == 3 { 0 } else { nth };
         self.ref_tag.wrapping_add(nth) & kind.ref_mask()
     }
 
-    /// Whether a command may say this, whose first block is `slba`.
+    /// Checks the fields of a command whose first block is `slba`.
     ///
     /// # Errors
     /// Invalid Protection Information.
@@ -160,7 +159,7 @@ mod tests {
     use crate::nvm::PRINFO_REFTAG;
     use proptest::prelude::*;
 
-    /// Bit by bit.
+    /// Reference implementation, bit by bit.
     fn crc(data: &[u8], bits: u32, polynomial: u64, reflected: bool) -> u64 {
         let top = 1u64 << (bits - 1);
         let mask = top | (top - 1);
@@ -183,7 +182,7 @@ mod tests {
 
     #[test]
     fn guards_are_those_of_the_standards() {
-        // The check values of the catalogue of CRCs, and of NVM 1.1, "64b CRC Test Cases".
+        // Check values of the catalogue of CRCs, and of NVM 1.1, "64b CRC Test Cases".
         assert_eq!(GuardKind::Crc16.guard(b"123456789", b""), 0xd0db);
         assert_eq!(GuardKind::Crc64.guard(b"123456789", b""), 0xae8b_1486_0a79_9888);
         assert_eq!(GuardKind::Crc64.guard(&[0; 4096], b""), 0x6482_d367_eb22_b64e);

@@ -60,10 +60,10 @@ pub const PMRSWTP: u64 = 0xe10;
 pub const PMRMSCL: u64 = 0xe14;
 /// Persistent Memory Region Memory Space Control, upper half, 4 bytes.
 pub const PMRMSCU: u64 = 0xe18;
-/// The first doorbell: submission queue 0 tail. PCIe 1.1, "Submission Queue y Tail Doorbell".
+/// First doorbell: submission queue 0 tail. PCIe 1.1, "Submission Queue y Tail Doorbell".
 pub const DOORBELLS: u64 = 0x1000;
 
-/// What a host writes to [`NSSR`] to reset the NVM subsystem: "NVMe". Base 2.1, 3.1.4.7.
+/// Value of [`NSSR`] that resets the NVM subsystem: "NVMe". Base 2.1, 3.1.4.7.
 pub const NSSR_MAGIC: u32 = 0x4e56_4d65;
 
 /// Controller Capabilities. Base 2.1, 3.1.4.1.
@@ -80,7 +80,7 @@ pub struct Cap {
     pub ams_vendor: bool,
     #[bits(5)]
     __: u8,
-    /// Timeout, in units of 500 ms: the longest that a host waits for CSTS.RDY to follow CC.EN.
+    /// Timeout, in units of 500 ms: maximum time for CSTS.RDY to follow CC.EN.
     pub to: u8,
     /// Doorbell Stride: doorbells are `4 << dstrd` bytes apart.
     #[bits(4)]
@@ -88,7 +88,7 @@ pub struct Cap {
     /// NVM Subsystem Reset Supported.
     pub nssrs: bool,
     /// Command Sets Supported: bit 0 the NVM command set, bit 6 one or more I/O command sets
-    /// (Identify names them), bit 7 no I/O command set. See [`CAP_CSS_NVM`].
+    /// (listed by Identify), bit 7 no I/O command set. See [`CAP_CSS_NVM`].
     pub css: u8,
     /// Boot Partition Support.
     pub bps: bool,
@@ -119,7 +119,7 @@ pub struct Cap {
 
 /// [`Cap::css`] bit: the NVM command set.
 pub const CAP_CSS_NVM: u8 = 1 << 0;
-/// [`Cap::css`] bit: one or more I/O command sets, named by Identify (CNS 1Ch).
+/// [`Cap::css`] bit: one or more I/O command sets, listed by Identify (CNS 1Ch).
 pub const CAP_CSS_IO_COMMAND_SETS: u8 = 1 << 6;
 /// [`Cap::css`] bit: no I/O command set, only the admin queue.
 pub const CAP_CSS_NO_IO: u8 = 1 << 7;
@@ -137,7 +137,7 @@ pub struct Vs {
 }
 
 impl Vs {
-    /// 1.3, the version that brought Doorbell Buffer Config.
+    /// 1.3, the first version with Doorbell Buffer Config.
     pub const V1_3: Self = Self::of(1, 3, 0);
     /// 1.4.
     pub const V1_4: Self = Self::of(1, 4, 0);
@@ -146,14 +146,13 @@ impl Vs {
     /// 2.1.
     pub const V2_1: Self = Self::of(2, 1, 0);
 
-    /// The version `major.minor.tertiary`.
+    /// Version `major.minor.tertiary`.
     pub const fn of(major: u16, minor: u8, tertiary: u8) -> Self {
         Self::new().with_mjr(major).with_mnr(minor).with_ter(tertiary)
     }
 }
 
-/// Controller Configuration.
-/// Base 2.1, 3.1.4.5.
+/// Controller Configuration. Base 2.1, 3.1.4.5.
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct Cc {
@@ -219,7 +218,7 @@ pub struct Csts {
     __: u32,
 }
 
-/// [`Csts::shst`]: no shutdown was asked for.
+/// [`Csts::shst`]: no shutdown was requested.
 pub const SHST_NORMAL: u8 = 0b00;
 /// [`Csts::shst`]: shutdown in progress.
 pub const SHST_OCCURRING: u8 = 0b01;
@@ -252,7 +251,7 @@ pub struct Crto {
     pub crimt: u16,
 }
 
-/// Which of a queue pair's two doorbells.
+/// Type of a doorbell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DoorbellKind {
     /// Submission queue tail.
@@ -261,7 +260,7 @@ pub enum DoorbellKind {
     Cq,
 }
 
-/// A doorbell, named by what it belongs to.
+/// Doorbell of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Doorbell {
     /// Queue identifier; 0 is the admin queue.
@@ -270,7 +269,7 @@ pub struct Doorbell {
     pub kind: DoorbellKind,
 }
 
-/// Bytes from one doorbell to the next: `4 << dstrd`. Only the low four bits of `dstrd` count, as
+/// Distance of two doorbells in bytes: `4 << dstrd`. Only the low four bits of `dstrd` are used, as
 /// in [`Cap::dstrd`].
 pub const fn doorbell_stride(dstrd: u8) -> u64 {
     4 << (dstrd & 0xf)
@@ -286,8 +285,8 @@ pub const fn cq_doorbell_offset(qid: u16, dstrd: u8) -> u64 {
     DOORBELLS + (2 * qid as u64 + 1) * doorbell_stride(dstrd)
 }
 
-/// The doorbell at BAR0 offset `offset`, or `None` if none starts there (below [`DOORBELLS`],
-/// between two doorbells, or beyond those of queue 65535).
+/// Doorbell at BAR0 offset `offset`; `None` if no doorbell starts at the offset (below
+/// [`DOORBELLS`], between two doorbells, or beyond those of queue 65535).
 pub const fn decode_doorbell(offset: u64, dstrd: u8) -> Option<Doorbell> {
     let Some(from_first) = offset.checked_sub(DOORBELLS) else { return None };
     let stride = doorbell_stride(dstrd);

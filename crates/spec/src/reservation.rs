@@ -1,4 +1,4 @@
-//! Reservations of a namespace: their commands, what these carry, and the log page of notices.
+//! Reservations of a namespace: commands, data structures, and the log page of notifications.
 //! Base 2.1, 7.5 to 7.8 and 8.1.22.
 
 use crate::Sqe;
@@ -10,25 +10,25 @@ pub const RESCAP_ALL: u8 = 0xff;
 /// Reservation Capabilities: Persist Through Power Loss.
 pub const RESCAP_PTPL: u8 = 1 << 0;
 
-/// What a reservation keeps from whom.
+/// Reservation Type: the access that a reservation restricts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ReservationType {
-    /// Only the holder writes.
+    /// Only the holder may write.
     WriteExclusive = 1,
-    /// Only the holder reads and writes.
+    /// Only the holder may read and write.
     ExclusiveAccess = 2,
-    /// Only registrants write, and one of them is the holder.
+    /// Only registrants may write; one registrant is the holder.
     WriteExclusiveRegistrantsOnly = 3,
-    /// Only registrants read and write, and one of them is the holder.
+    /// Only registrants may read and write; one registrant is the holder.
     ExclusiveAccessRegistrantsOnly = 4,
-    /// Only registrants write, and all of them are holders.
+    /// Only registrants may write; all registrants are holders.
     WriteExclusiveAllRegistrants = 5,
-    /// Only registrants read and write, and all of them are holders.
+    /// Only registrants may read and write; all registrants are holders.
     ExclusiveAccessAllRegistrants = 6,
 }
 
 impl ReservationType {
-    /// All of them.
+    /// All types.
     pub const ALL: [Self; 6] = [
         Self::WriteExclusive,
         Self::ExclusiveAccess,
@@ -38,22 +38,22 @@ impl ReservationType {
         Self::ExclusiveAccessAllRegistrants,
     ];
 
-    /// Of RTYPE; `None` if it is reserved.
+    /// Decodes RTYPE; `None` for a reserved value.
     pub fn from_bits(rtype: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| *kind as u8 == rtype)
     }
 
-    /// All registrants are holders.
+    /// True if all registrants are holders.
     pub fn is_of_all_registrants(self) -> bool {
         matches!(self, Self::WriteExclusiveAllRegistrants | Self::ExclusiveAccessAllRegistrants)
     }
 
-    /// It is one of the two that keep all others away, registrants too.
+    /// True if the type restricts all hosts but the holder, including other registrants.
     pub fn is_of_the_holder_alone(self) -> bool {
         matches!(self, Self::WriteExclusive | Self::ExclusiveAccess)
     }
 
-    /// It also keeps others from reading.
+    /// True if the type restricts reads, too.
     pub fn is_exclusive_access(self) -> bool {
         (self as u8).is_multiple_of(2)
     }
@@ -66,7 +66,7 @@ pub struct ReservationRegister {
     pub rrega: u8,
     /// Ignore Existing Key.
     pub iekey: bool,
-    /// Change Persist Through Power Loss State: 0 no change, 2 to 0, 3 to 1.
+    /// Change Persist Through Power Loss State: 0 no change, 2 clear, 3 set.
     pub cptpl: u8,
 }
 
@@ -78,7 +78,7 @@ impl ReservationRegister {
     /// RREGA: replace the key.
     pub const REPLACE: u8 = 2;
 
-    /// Of an entry.
+    /// Decodes the command's dwords.
     pub fn decode(sqe: &Sqe) -> Self {
         let dword = sqe.cdw10;
         Self { rrega: dword as u8 & 7, iekey: dword & 1 << 3 != 0, cptpl: (dword >> 30) as u8 }
@@ -88,7 +88,7 @@ impl ReservationRegister {
 /// Reservation Acquire and Reservation Release, dword 10.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReservationAction {
-    /// RACQA or RRELA.
+    /// RACQA (Acquire) or RRELA (Release).
     pub action: u8,
     /// Ignore Existing Key.
     pub iekey: bool,
@@ -101,14 +101,14 @@ impl ReservationAction {
     pub const ACQUIRE: u8 = 0;
     /// RACQA: preempt.
     pub const PREEMPT: u8 = 1;
-    /// RACQA: preempt, and abort what is under way.
+    /// RACQA: preempt, and abort commands in flight.
     pub const PREEMPT_AND_ABORT: u8 = 2;
     /// RRELA: release.
     pub const RELEASE: u8 = 0;
     /// RRELA: clear.
     pub const CLEAR: u8 = 1;
 
-    /// Of an entry.
+    /// Decodes the command's dwords.
     pub fn decode(sqe: &Sqe) -> Self {
         let dword = sqe.cdw10;
         Self { action: dword as u8 & 7, iekey: dword & 1 << 3 != 0, rtype: (dword >> 8) as u8 }
@@ -125,18 +125,18 @@ pub struct ReservationReport {
 }
 
 impl ReservationReport {
-    /// Of an entry.
+    /// Decodes the command's dwords.
     pub fn decode(sqe: &Sqe) -> Self {
         Self { numd: sqe.cdw10, eds: sqe.cdw11 & 1 != 0 }
     }
 
-    /// How many bytes the host has room for.
+    /// Size of the host's buffer in bytes.
     pub fn length(&self) -> u64 {
         (u64::from(self.numd) + 1) * 4
     }
 }
 
-/// The head of the Reservation Status data structure. In the extended one, 40 reserved bytes
+/// Head of the Reservation Status data structure. In the extended structure, 40 reserved bytes
 /// follow.
 #[repr(C)]
 #[derive(
@@ -157,18 +157,18 @@ pub struct ReservationStatus {
     pub reserved10: [u8; 14],
 }
 
-/// Bytes from the head of the extended structure to its first controller.
+/// Offset of the first controller in the extended structure.
 pub const EXTENDED_STATUS_HEAD: usize = 64;
 
-/// A Registered Controller data structure.
+/// Registered Controller data structure.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct RegisteredController {
-    /// Controller Identifier; [`Self::UNKNOWN`] if no controller is the host's at the moment.
+    /// Controller Identifier; [`Self::UNKNOWN`] if the host has no controller at the moment.
     pub cntlid: u16,
-    /// Reservation Status: bit 0, the host holds the reservation.
+    /// Reservation Status: bit 0 is set if the host holds the reservation.
     pub rcsts: u8,
     /// Reserved.
     pub reserved3: [u8; 5],
@@ -183,13 +183,13 @@ impl RegisteredController {
     pub const UNKNOWN: u16 = 0xffff;
 }
 
-/// A Registered Controller Extended data structure.
+/// Registered Controller Extended data structure.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct RegisteredControllerExtended {
-    /// As of [`RegisteredController`].
+    /// Controller Identifier, as in [`RegisteredController`].
     pub cntlid: u16,
-    /// As of [`RegisteredController`].
+    /// Reservation Status, as in [`RegisteredController`].
     pub rcsts: u8,
     /// Reserved.
     pub reserved3: [u8; 5],
@@ -201,15 +201,15 @@ pub struct RegisteredControllerExtended {
     pub reserved32: [u8; 32],
 }
 
-/// The log page Reservation Notification, 80h.
+/// Log page Reservation Notification, 80h.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ReservationNotification {
-    /// Log Page Count: 0 if there is no notice.
+    /// Log Page Count: 0 without a notification.
     pub lpcount: u64,
     /// Reservation Notification Log Page Type.
     pub kind: u8,
-    /// Number of Available Log Pages: 255 stands for as many or more.
+    /// Number of Available Log Pages: 255 for 255 or more.
     pub available: u8,
     /// Reserved.
     pub reserved10: [u8; 2],
@@ -220,13 +220,13 @@ pub struct ReservationNotification {
 }
 
 impl ReservationNotification {
-    /// Type: there is none.
+    /// Type: empty log page.
     pub const EMPTY: u8 = 0;
-    /// Type: the host's registration was taken away.
+    /// Type: the host's registration was preempted.
     pub const REGISTRATION_PREEMPTED: u8 = 1;
     /// Type: the reservation was released.
     pub const RESERVATION_RELEASED: u8 = 2;
-    /// Type: the reservation was taken away with all registrations.
+    /// Type: the reservation was preempted with all registrations.
     pub const RESERVATION_PREEMPTED: u8 = 3;
 }
 

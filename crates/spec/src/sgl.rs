@@ -2,18 +2,18 @@
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// An SGL descriptor, as it lies in memory: 16 bytes, the last of which says what it is.
+/// SGL descriptor, in memory layout: 16 bytes, with the type in the last byte.
 ///
-/// `address` and `length` have this meaning for data blocks and (last) segments. A bit bucket has
-/// no address; keyed descriptors, which only RDMA uses, pack a three-byte length and a key instead.
+/// `address` and `length` have their meanings in data blocks and (last) segments. A bit bucket has
+/// no address. Keyed descriptors, which only RDMA uses, have a three-byte length and a key instead.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct SglDescriptor {
-    /// Where the data block or the segment starts.
+    /// Address of the data block or segment.
     pub address: u64,
-    /// Bytes of data, or of the segment (a multiple of 16).
+    /// Length of the data or of the segment (a multiple of 16) in bytes.
     pub length: u32,
     /// Reserved.
     pub reserved: [u8; 3],
@@ -21,17 +21,17 @@ pub struct SglDescriptor {
     pub id: u8,
 }
 
-/// Type 0h: a data block.
+/// Type 0h: data block.
 pub const TYPE_DATA_BLOCK: u8 = 0x0;
-/// Type 1h: data that is read from the medium and thrown away.
+/// Type 1h: bit bucket, for data that are read from the medium and discarded.
 pub const TYPE_BIT_BUCKET: u8 = 0x1;
-/// Type 2h: a further segment of descriptors, whose last one is again a segment.
+/// Type 2h: segment of descriptors, whose last descriptor is again a segment.
 pub const TYPE_SEGMENT: u8 = 0x2;
-/// Type 3h: the last segment.
+/// Type 3h: last segment.
 pub const TYPE_LAST_SEGMENT: u8 = 0x3;
-/// Type 4h: a data block with a key, of RDMA.
+/// Type 4h: data block with a key (RDMA).
 pub const TYPE_KEYED_DATA_BLOCK: u8 = 0x4;
-/// Type 5h: a data block of the message transports.
+/// Type 5h: data block of message-based transports.
 pub const TYPE_TRANSPORT_DATA_BLOCK: u8 = 0x5;
 /// Type Fh: vendor specific.
 pub const TYPE_VENDOR: u8 = 0xf;
@@ -42,45 +42,45 @@ pub const SUBTYPE_ADDRESS: u8 = 0x0;
 pub const SUBTYPE_OFFSET: u8 = 0x1;
 
 impl SglDescriptor {
-    /// The size of a descriptor.
+    /// Size of a descriptor in bytes.
     pub const SIZE: usize = 16;
 
-    /// A descriptor of this type, subtype "address".
+    /// Creates a descriptor of this type, with subtype "address".
     const fn of(kind: u8, address: u64, length: u32) -> Self {
         Self { address, length, reserved: [0; 3], id: kind << 4 | SUBTYPE_ADDRESS }
     }
 
-    /// `length` bytes at `address`.
+    /// Data block of `length` bytes at `address`.
     pub const fn data_block(address: u64, length: u32) -> Self {
         Self::of(TYPE_DATA_BLOCK, address, length)
     }
 
-    /// `length` bytes that nobody wants.
+    /// Bit bucket for `length` bytes.
     pub const fn bit_bucket(length: u32) -> Self {
         Self::of(TYPE_BIT_BUCKET, 0, length)
     }
 
-    /// A segment of `length` bytes of descriptors at `address`, not the last one.
+    /// Segment with `length` bytes of descriptors at `address`, not the last one.
     pub const fn segment(address: u64, length: u32) -> Self {
         Self::of(TYPE_SEGMENT, address, length)
     }
 
-    /// The last segment: `length` bytes of descriptors at `address`.
+    /// Last segment, with `length` bytes of descriptors at `address`.
     pub const fn last_segment(address: u64, length: u32) -> Self {
         Self::of(TYPE_LAST_SEGMENT, address, length)
     }
 
-    /// The type, 0 to 15: one of the `TYPE_` constants, or reserved.
+    /// Type, 0 to 15: one of the `TYPE_` constants, or reserved.
     pub const fn kind(&self) -> u8 {
         self.id >> 4
     }
 
-    /// The subtype, 0 to 15.
+    /// Subtype, 0 to 15.
     pub const fn subtype(&self) -> u8 {
         self.id & 0xf
     }
 
-    /// From a command's data pointer.
+    /// Decodes a command's data pointer.
     pub const fn from_dptr(dptr: [u8; 16]) -> Self {
         let raw = u128::from_le_bytes(dptr);
         Self {
@@ -91,7 +91,7 @@ impl SglDescriptor {
         }
     }
 
-    /// As a command's data pointer.
+    /// Encodes a command's data pointer.
     pub const fn to_dptr(self) -> [u8; 16] {
         let [r0, r1, r2] = self.reserved;
         let high = u32::from_le_bytes([r0, r1, r2, self.id]);

@@ -1,13 +1,13 @@
-//! The submission queue entry: 64 bytes, the same frame for every command.
+//! Submission queue entry: 64 bytes, with a common frame for all commands.
 //!
-//! Base 2.1, 4.1.1 "Admin Command and I/O Command Common SQE". What a command puts in its dwords is
-//! in [`crate::admin`] and [`crate::nvm`]; whole commands for the host side are in
+//! Base 2.1, 4.1.1 "Admin Command and I/O Command Common SQE". The dwords of the commands are in
+//! [`crate::admin`] and [`crate::nvm`]; complete commands for the host side are in
 //! [`crate::build`].
 
 use crate::sgl::SglDescriptor;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// A submission queue entry, as it lies in memory.
+/// Submission queue entry, in memory layout.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -18,9 +18,9 @@ pub struct Sqe {
     /// CDW0 bits 15:8: FUSE in bits 1:0, PSDT in bits 7:6.
     pub flags: u8,
     /// Command Identifier, unique among the outstanding commands of its queue. FFFFh should not be
-    /// used (the Error Information log page gives it another meaning).
+    /// used, because it means "no command" in the Error Information log page.
     pub cid: u16,
-    /// Namespace Identifier; [`NSID_ALL`] for every namespace.
+    /// Namespace Identifier; [`NSID_ALL`] for all namespaces.
     pub nsid: u32,
     /// Command dword 2.
     pub cdw2: u32,
@@ -44,10 +44,10 @@ pub struct Sqe {
     pub cdw15: u32,
 }
 
-/// The namespace identifier that means every namespace (where a command allows it).
+/// Namespace identifier of all namespaces (where a command allows it).
 pub const NSID_ALL: u32 = 0xffff_ffff;
 
-/// FUSE: whether a command is half of a fused pair.
+/// FUSE: position of a command in a fused operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fuse {
     /// 00b, a normal command.
@@ -60,7 +60,7 @@ pub enum Fuse {
     Reserved,
 }
 
-/// PSDT: what the data and metadata pointers are.
+/// PSDT: types of the data and metadata pointers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Psdt {
     /// 00b: PRPs; metadata is one contiguous buffer.
@@ -74,10 +74,10 @@ pub enum Psdt {
 }
 
 impl Sqe {
-    /// The size of an entry: CC.IOSQES is 6 for `1 << 6`.
+    /// Size of an entry in bytes: CC.IOSQES is 6 for `1 << 6`.
     pub const SIZE: usize = 64;
 
-    /// A command with only an opcode, a command identifier and a namespace.
+    /// Creates a command with only an opcode, a command identifier and a namespace.
     #[inline]
     pub const fn new(opcode: u8, cid: u16, nsid: u32) -> Self {
         Self {
@@ -123,7 +123,7 @@ impl Sqe {
     /// PRP Entry 1: DPTR bytes 0 to 7.
     #[inline]
     pub const fn prp1(&self) -> u64 {
-        // A u128 load and a shift is one move on a little-endian machine, and cannot go wrong.
+        // A u128 load and a shift compile to one move on a little-endian machine, and cannot panic.
         u128::from_le_bytes(self.dptr) as u64
     }
 
@@ -138,13 +138,13 @@ impl Sqe {
         SglDescriptor::from_dptr(self.dptr)
     }
 
-    /// The 64-bit value in CDW10 (low half) and CDW11 (high half).
+    /// 64-bit value in CDW10 (low half) and CDW11 (high half).
     #[inline]
     pub const fn cdw10_11(&self) -> u64 {
         self.cdw10 as u64 | (self.cdw11 as u64) << 32
     }
 
-    /// The same command with another command identifier.
+    /// Sets the command identifier.
     #[inline]
     #[must_use]
     pub const fn with_cid(mut self, cid: u16) -> Self {
@@ -152,7 +152,7 @@ impl Sqe {
         self
     }
 
-    /// The same command with PRPs as its data pointer.
+    /// Sets PRPs as the data pointer.
     #[inline]
     #[must_use]
     pub const fn with_prps(mut self, prp1: u64, prp2: u64) -> Self {
@@ -161,7 +161,7 @@ impl Sqe {
         self
     }
 
-    /// The same command with an SGL as its data pointer, and a contiguous metadata buffer if any.
+    /// Sets an SGL as the data pointer, with a contiguous metadata buffer if any.
     #[must_use]
     pub const fn with_sgl(mut self, sgl1: SglDescriptor) -> Self {
         self.flags = self.flags & 0b0011_1111 | 0b0100_0000;
@@ -169,7 +169,7 @@ impl Sqe {
         self
     }
 
-    /// The same command with FUSE set.
+    /// Sets FUSE.
     #[must_use]
     pub const fn with_fuse(mut self, fuse: Fuse) -> Self {
         let bits = match fuse {

@@ -1,9 +1,9 @@
-//! The status field of a completion. Base 2.1, 4.2.3 "Status Field Definition"; NVM 1.1, "Status
-//! Codes" for those of I/O commands (80h to BFh).
+//! Status field of a completion. Base 2.1, 4.2.3 "Status Field Definition"; NVM 1.1, "Status Codes"
+//! for those of I/O commands (80h to BFh).
 
 use core::fmt;
 
-/// A completion's status: 15 bits, the status word of a [`Cqe`](crate::Cqe) without its phase tag.
+/// Status of a completion: 15 bits, the status word of a [`Cqe`](crate::Cqe) without its phase tag.
 ///
 /// | bits | field |
 /// |---|---|
@@ -13,8 +13,8 @@ use core::fmt;
 /// | 13 | M, more information in the Error Information log page |
 /// | 14 | DNR, do not retry |
 ///
-/// The named constants have CRD, M and DNR clear; compare with [`code`](Self::code) when a peer may
-/// have set them.
+/// The named constants have CRD, M and DNR clear: to compare a peer's status with them, apply
+/// [`code`](Self::code) first.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Status(u16);
 
@@ -44,17 +44,17 @@ const MORE: u16 = 1 << 13;
 const DNR: u16 = 1 << 14;
 
 impl Status {
-    /// The status with this type and code. `sct` is three bits; the rest of it is ignored.
+    /// Creates the status with this type and code. Only three bits of `sct` are used.
     pub const fn new(sct: u8, sc: u8) -> Self {
         Self((sct as u16 & 7) << 8 | sc as u16)
     }
 
-    /// From the 15 bits; bit 15 is ignored.
+    /// Decodes the 15 bits; bit 15 is ignored.
     pub const fn from_bits(bits: u16) -> Self {
         Self(bits & 0x7fff)
     }
 
-    /// The 15 bits.
+    /// Encodes the 15 bits.
     pub const fn bits(self) -> u16 {
         self.0
     }
@@ -69,7 +69,7 @@ impl Status {
         (self.0 >> 8 & 7) as u8
     }
 
-    /// SCT by name.
+    /// SCT, the status code type.
     pub const fn code_type(self) -> StatusCodeType {
         match self.sct() {
             0 => StatusCodeType::Generic,
@@ -83,58 +83,58 @@ impl Status {
         }
     }
 
-    /// SCT and SC alone: comparable with the named constants.
+    /// Status with only SCT and SC, comparable with the named constants.
     #[must_use]
     pub const fn code(self) -> Self {
         Self(self.0 & 0x7ff)
     }
 
-    /// CRD: 0 retry at once, 1 to 3 after the delay in Identify Controller's CRDT1 to CRDT3.
+    /// CRD: 0 retry at once, 1 to 3 after the delay CRDT1 to CRDT3 of Identify Controller.
     pub const fn crd(self) -> u8 {
         (self.0 >> 11 & 3) as u8
     }
 
-    /// M: the Error Information log page says more.
+    /// M: the Error Information log page has details.
     pub const fn more(self) -> bool {
         self.0 & MORE != 0
     }
 
-    /// DNR: the same command would fail again.
+    /// DNR: a retry of the command would fail again.
     pub const fn dnr(self) -> bool {
         self.0 & DNR != 0
     }
 
-    /// The same status with DNR set.
+    /// Sets DNR.
     #[must_use]
     pub const fn with_dnr(self) -> Self {
         Self(self.0 | DNR)
     }
 
-    /// The same status with M set.
+    /// Sets M.
     #[must_use]
     pub const fn with_more(self) -> Self {
         Self(self.0 | MORE)
     }
 
-    /// The same status with this command retry delay (two bits).
+    /// Sets the command retry delay (two bits).
     #[must_use]
     pub const fn with_crd(self, crd: u8) -> Self {
         Self(self.0 & !(3 << 11) | (crd as u16 & 3) << 11)
     }
 
-    /// Whether the command succeeded: SCT and SC are zero.
+    /// True if the command succeeded: SCT and SC are zero.
     pub const fn is_success(self) -> bool {
         self.code().0 == 0
     }
 
-    /// `Ok` if the command succeeded, else the status as the error.
+    /// `Ok` if the command succeeded, otherwise the status as the error.
     pub const fn into_result(self) -> Result<(), Self> {
         if self.is_success() { Ok(()) } else { Err(self) }
     }
 }
 
-/// The specification's name and the status code in hexadecimal, such as `Invalid Field in Command
-/// (SCT 0h, SC 02h, DNR)`.
+/// Name in the specification and the status code in hexadecimal, for example `Invalid Field in
+/// Command (SCT 0h, SC 02h, DNR)`.
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = self.name().unwrap_or(match self.code_type() {
@@ -175,10 +175,10 @@ macro_rules! statuses {
                 pub const $name: Self = Self::new($sct, $sc);
             )*
 
-            /// Every status named here, in the order of type and code.
+            /// All statuses with a name, in the order of type and code.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
-            /// The specification's name, if this crate knows it. CRD, M and DNR do not matter.
+            /// Name in the specification; `None` for an unknown status. CRD, M and DNR are ignored.
             pub const fn name(self) -> Option<&'static str> {
                 match self.code() {
                     $(Self::$name => Some($text),)*
@@ -341,7 +341,7 @@ mod tests {
     fn success_is_the_code_alone() {
         assert!(Status::SUCCESS.with_more().with_dnr().is_success());
         assert!(!Status::INVALID_OPCODE.is_success());
-        // SC 00h of another type is an error.
+        // SC 00h of another type than Generic is an error.
         assert!(!Status::CQ_INVALID.is_success());
         assert_eq!(Status::CQ_INVALID.into_result(), Err(Status::CQ_INVALID));
         assert_eq!(Status::SUCCESS.into_result(), Ok(()));

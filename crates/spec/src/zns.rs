@@ -1,35 +1,34 @@
-//! The Zoned Namespace command set: its commands' dwords, Identify structures and zone reports.
+//! Zoned Namespace command set: command dwords, Identify structures and zone reports.
 //!
-//! Citations of *ZNS* are of the NVM Express Zoned Namespace Command Set Specification 1.1.
+//! *ZNS* is the NVM Express Zoned Namespace Command Set Specification 1.1.
 
 use crate::layout::zero_default;
 use crate::opcode::NvmOpcode;
 use crate::sqe::Sqe;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Zone State, as a zone descriptor has it in the upper half of its byte. ZNS, "Zone State
-/// Machine".
+/// Zone State, as encoded in the upper half of a zone descriptor's byte. ZNS, "Zone State Machine".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ZoneState {
-    /// Nothing was written.
+    /// Empty: nothing was written.
     Empty = 0x1,
-    /// A write has opened it.
+    /// Opened by a write.
     ImplicitlyOpen = 0x2,
-    /// A command has opened it.
+    /// Opened by a command.
     ExplicitlyOpen = 0x3,
-    /// Something was written, and it is not open.
+    /// Partly written, and not open.
     Closed = 0x4,
-    /// It can only be read.
+    /// Can only be read.
     ReadOnly = 0xd,
-    /// Nothing more is written.
+    /// Cannot be written before a reset.
     Full = 0xe,
-    /// It can not even be read.
+    /// Can neither be read nor written.
     Offline = 0xf,
 }
 
 impl ZoneState {
-    /// All of them, in the order of their values.
+    /// All states, in ascending order.
     pub const ALL: [Self; 7] = [
         Self::Empty,
         Self::ImplicitlyOpen,
@@ -40,27 +39,27 @@ impl ZoneState {
         Self::Offline,
     ];
 
-    /// The state of this value.
+    /// Decodes the field; `None` for a reserved value.
     pub fn from_bits(bits: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|state| *state as u8 == bits)
     }
 
-    /// Whether it counts for Maximum Open Resources.
+    /// True if the zone counts for Maximum Open Resources.
     pub const fn is_open(self) -> bool {
         matches!(self, Self::ImplicitlyOpen | Self::ExplicitlyOpen)
     }
 
-    /// Whether it counts for Maximum Active Resources.
+    /// True if the zone counts for Maximum Active Resources.
     pub const fn is_active(self) -> bool {
         self.is_open() || matches!(self, Self::Closed)
     }
 
-    /// Whether its write pointer says something.
+    /// True if the write pointer is valid.
     pub const fn has_write_pointer(self) -> bool {
         self.is_active() || matches!(self, Self::Empty)
     }
 
-    /// The name that nvme-cli has for it.
+    /// Name in nvme-cli.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Empty => "EMPTY",
@@ -93,11 +92,11 @@ pub enum ZoneAction {
 }
 
 impl ZoneAction {
-    /// All of them.
+    /// All actions.
     pub const ALL: [Self; 6] =
         [Self::Close, Self::Finish, Self::Open, Self::Reset, Self::Offline, Self::SetExtension];
 
-    /// The action of this value.
+    /// Decodes the field; `None` for a reserved value.
     pub fn from_bits(bits: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|action| *action as u8 == bits)
     }
@@ -117,7 +116,7 @@ pub struct ZoneManagementSend {
 }
 
 impl ZoneManagementSend {
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             slba: sqe.cdw10_11(),
@@ -127,7 +126,7 @@ impl ZoneManagementSend {
         }
     }
 
-    /// A command for this namespace.
+    /// Encodes the fields into a command.
     pub const fn encode(self, nsid: u32, cid: u16) -> Sqe {
         let mut sqe = Sqe::new(NvmOpcode::ZoneManagementSend as u8, cid, nsid);
         sqe.cdw10 = self.slba as u32;
@@ -140,13 +139,13 @@ impl ZoneManagementSend {
 /// Zone Management Receive. ZNS, "Zone Management Receive command".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZoneManagementReceive {
-    /// An LBA of the first zone, CDW11 and CDW10.
+    /// LBA in the first zone of the report, CDW11 and CDW10.
     pub slba: u64,
     /// Number of dwords, 0's based, CDW12.
     pub nd0: u32,
     /// Zone Receive Action, CDW13 7:0.
     pub zra: u8,
-    /// Zone Receive Action Specific Field, CDW13 15:8: which zones.
+    /// Zone Receive Action Specific Field, CDW13 15:8: the reported zones.
     pub zrasf: u8,
     /// Partial Report, CDW13 bit 16.
     pub partial: bool,
@@ -158,7 +157,7 @@ impl ZoneManagementReceive {
     /// [`zra`](Self::zra): Extended Report Zones.
     pub const EXTENDED_REPORT: u8 = 1;
 
-    /// From the command's dwords.
+    /// Decodes the command's dwords.
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             slba: sqe.cdw10_11(),
@@ -169,7 +168,7 @@ impl ZoneManagementReceive {
         }
     }
 
-    /// A command for this namespace.
+    /// Encodes the fields into a command.
     pub const fn encode(self, nsid: u32, cid: u16) -> Sqe {
         let mut sqe = Sqe::new(NvmOpcode::ZoneManagementReceive as u8, cid, nsid);
         sqe.cdw10 = self.slba as u32;
@@ -179,13 +178,12 @@ impl ZoneManagementReceive {
         sqe
     }
 
-    /// Bytes of the data.
+    /// Length of the data in bytes.
     pub const fn length(&self) -> u64 {
         (self.nd0 as u64 + 1) * 4
     }
 
-    /// The state of the zones that are reported: `Some(None)` for all of them, `None` if there is
-    /// no such option.
+    /// State of the reported zones: `Some(None)` for all zones, `None` for a reserved value.
     pub const fn which(&self) -> Option<Option<ZoneState>> {
         Some(match self.zrasf {
             0 => None,
@@ -201,7 +199,7 @@ impl ZoneManagementReceive {
     }
 }
 
-/// What a zone report begins with. ZNS, "Report Zones Data Structure".
+/// Head of a zone report. ZNS, "Report Zones Data Structure".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ZoneReportHeader {
@@ -287,7 +285,7 @@ pub struct IdentifyZonedNamespace {
     pub zrwacap: u8,
     /// Reserved.
     pub reserved53: [u8; 2763],
-    /// One for each LBA format.
+    /// LBA Format Extensions, one per LBA format.
     pub lbafe: [ZonedLbaFormat; 64],
     /// Vendor specific.
     pub vendor: [u8; 256],

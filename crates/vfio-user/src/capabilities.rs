@@ -1,67 +1,67 @@
-//! What the two ends tell each other about themselves in the VERSION exchange, as JSON.
+//! Capabilities that client and server exchange as JSON in VERSION.
 
 use serde::{Deserialize, Serialize};
 
 use crate::migration::LOG_PAGE;
 
-/// How many descriptors an end takes with one message if it does not say.
+/// Default of [`Capabilities::max_msg_fds`].
 pub const DEFAULT_MAX_MSG_FDS: u32 = 1;
 
-/// How many bytes an end takes in one data transfer if it does not say.
+/// Default of [`Capabilities::max_data_xfer_size`].
 pub const DEFAULT_MAX_DATA_XFER_SIZE: u64 = 1 << 20;
 
-/// How many ranges of memory may be shared at once if a server does not say, and the most that QEMU
-/// lets one say.
+/// Default of [`Capabilities::max_dma_maps`], and the maximum that QEMU accepts from a server.
 pub const DEFAULT_MAX_DMA_MAPS: u32 = 65_535;
 
-/// The capabilities of one end. What the other end sends and this crate has no use for
-/// (`pgsizes`, `twin_socket`) is passed over.
+/// Capabilities of a client or a server. Received members that this crate does not use (`pgsizes`,
+/// `twin_socket`) are ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Capabilities {
-    /// How many descriptors the sender takes with one message.
+    /// Maximum number of descriptors per message that the sender accepts.
     ///
-    /// QEMU refuses a server that says more than 16.
+    /// QEMU refuses a server with more than 16.
     pub max_msg_fds: u32,
-    /// How many bytes the sender takes in one data transfer, in either direction.
+    /// Maximum number of bytes per data transfer, in either direction.
     pub max_data_xfer_size: u64,
-    /// How many ranges of memory may be shared (DMA_MAP) at once.
+    /// Maximum number of memory ranges that can be mapped (DMA_MAP) at the same time.
     pub max_dma_maps: u32,
-    /// REGION_WRITE_MULTI is understood.
+    /// True if REGION_WRITE_MULTI is supported.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub write_multiple: bool,
-    /// Migration is understood. Later texts of the specification do without it, and have whoever
-    /// wants to know ask for the feature: so nothing depends on it here.
+    /// Migration parameters, if migration is supported. Later versions of the specification have no
+    /// such capability: a client queries the feature instead. Therefore this crate does not depend
+    /// on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub migration: Option<MigrationCapability>,
 }
 
-/// What an end says of migration.
+/// Migration parameters of a client or a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MigrationCapability {
-    /// The page of its log of pages that were written, in bytes.
+    /// Page size of the log of written pages, in bytes.
     pub pgsize: u64,
-    /// The longest bitmap of such pages, in bytes.
+    /// Maximum length of a bitmap of written pages, in bytes.
     pub max_bitmap_size: u64,
 }
 
 impl MigrationCapability {
-    /// What a server says that transfers so many bytes at once.
+    /// Migration parameters of a server with this maximum transfer size.
     pub(crate) fn of_server(max_data_xfer_size: u64) -> Self {
         Self { pgsize: LOG_PAGE, max_bitmap_size: max_data_xfer_size }
     }
 }
 
 impl Default for MigrationCapability {
-    /// What an end has that names it, and nothing in it.
+    /// Values of an empty migration capability.
     fn default() -> Self {
         Self { pgsize: LOG_PAGE, max_bitmap_size: 256 << 20 }
     }
 }
 
 impl Default for Capabilities {
-    /// What an end has that says nothing.
+    /// Values of a peer that sends no capabilities.
     fn default() -> Self {
         Self {
             max_msg_fds: DEFAULT_MAX_MSG_FDS,
@@ -80,7 +80,7 @@ struct VersionData {
 }
 
 impl Capabilities {
-    /// The version data that follows [`Version`](crate::wire::Version), with its NUL.
+    /// Encodes the version data that follows [`Version`](crate::wire::Version), with the final NUL.
     pub fn to_version_data(&self) -> Vec<u8> {
         // Numbers and booleans in a flat structure: serializing them cannot fail.
         let mut json = serde_json::to_vec(&VersionData { capabilities: *self }).unwrap_or_default();
@@ -88,14 +88,14 @@ impl Capabilities {
         json
     }
 
-    /// Reads the version data of the other end.
+    /// Parses the version data of the peer.
     ///
-    /// None at all, or an empty string, means the defaults (SPDK sends none). A missing NUL is
-    /// forgiven, and whatever follows one is not looked at.
+    /// Missing or empty data stand for the defaults (SPDK sends none). A missing NUL is accepted;
+    /// bytes after a NUL are ignored.
     ///
     /// # Errors
     ///
-    /// Text that is not JSON, or whose members have the wrong type.
+    /// The data are not JSON, or a member has the wrong type.
     pub fn from_version_data(data: &[u8]) -> Result<Self, serde_json::Error> {
         let json = data.split(|byte| *byte == 0).next().unwrap_or_default();
         if json.is_empty() {

@@ -1,8 +1,8 @@
-//! Bytes and descriptors in, whole messages out, and back; without a socket.
+//! Decoder and send queue of a connection, without its socket.
 //!
-//! A stream of bytes has no message boundaries, and descriptors arrive beside it. [`Decoder`] puts
-//! both together again, in bounded memory, whatever a peer sends. [`SendQueue`] holds what is to be
-//! sent until the socket has taken it.
+//! A byte stream has no message boundaries, and descriptors are received beside it. [`Decoder`]
+//! restores messages with their descriptors, in bounded memory whatever the peer sends.
+//! [`SendQueue`] holds messages until the socket has accepted them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,83 +17,83 @@ use crate::Errno;
 use crate::descriptor::{Closer, Descriptor, SavedDescriptor};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
-/// How many descriptors one message may bring without an end of the connection. More than was
-/// agreed on is refused: see [`MAX_MSG_FDS`](crate::server::MAX_MSG_FDS).
+/// Maximum number of descriptors in one message; more end the connection. Messages with more than
+/// was negotiated ([`MAX_MSG_FDS`](crate::server::MAX_MSG_FDS)) are refused.
 pub const MAX_MESSAGE_FDS: usize = 32;
 
-/// What a message may have besides the data of a transfer: headers, and the JSON of VERSION.
+/// Maximum size of a message without the data of its transfer: headers, and the JSON of VERSION.
 pub const MESSAGE_OVERHEAD: usize = 4096;
 
-/// Room for a batch of messages that a single receive brings. What is larger gets a larger buffer
-/// for as long as it lasts.
+/// Size of the receive buffer, for a batch of messages per receive. A larger message gets a larger
+/// buffer until it is decoded.
 const BUFFER_LEN: usize = 16 * 1024;
 
-/// A stream that cannot be understood any further. The connection is of no use after it.
+/// Error of an undecodable stream, after which the connection is unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// The size in a header is less than that of the header.
+    /// The size in a header is less than the header's own size.
     #[error("a message of {size} bytes is shorter than its own header")]
     TooShort {
-        /// Size that the header states.
+        /// Size in the header.
         size: u32,
     },
-    /// The size in a header is more than was agreed.
-    #[error("a message of {size} bytes is longer than the {max} that are allowed")]
+    /// The size in a header exceeds the negotiated maximum.
+    #[error("a message of {size} bytes exceeds the limit of {max} bytes")]
     TooLong {
-        /// Size that the header states.
+        /// Size in the header.
         size: u32,
-        /// Largest size.
+        /// Maximum size.
         max: usize,
     },
     /// The type bits in a header are neither those of a command nor of a reply.
     #[error("message flags {flags:#x} are neither those of a command nor of a reply")]
     UnknownType {
-        /// The flags that the header states.
+        /// Flags in the header.
         flags: u32,
     },
-    /// One message brought too many descriptors.
-    #[error("a message came with more than {MAX_MESSAGE_FDS} descriptors")]
+    /// A message has more than [`MAX_MESSAGE_FDS`] descriptors.
+    #[error("a message has more than {MAX_MESSAGE_FDS} descriptors")]
     TooManyFds,
 }
 
-/// One whole message.
+/// Decoded message.
 #[derive(Debug)]
 pub struct Message<'a> {
-    /// Its header.
+    /// Header.
     pub header: Header,
-    /// What follows the header.
+    /// Bytes after the header.
     pub payload: &'a [u8],
-    /// The descriptors that came with it; those that are not taken out are closed with it.
+    /// Received descriptors. Dropping the message closes those that were not taken.
     pub fds: Vec<Descriptor>,
 }
 
-/// Descriptors, and how far the stream had come when they arrived.
+/// Descriptors of one receive, and the position in the stream after its bytes.
 #[derive(Debug)]
 struct Batch {
     end: u64,
     fds: Vec<Descriptor>,
 }
 
-/// What a [`Decoder`] has taken in and not handed out, on its way to another process.
+/// Serialized [`Decoder`]: received data that are not decoded.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct SavedDecoder {
     bytes: Bytes,
-    /// Descriptors, and how many of `bytes` had come when they arrived.
+    /// Descriptors, and the number of `bytes` received up to them.
     #[serde(default)]
     fds: Vec<(u64, Vec<SavedDescriptor>)>,
 }
 
-/// What a [`SendQueue`] holds, on its way to another process.
+/// Serialized [`SendQueue`].
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct SavedQueue {
     bytes: Bytes,
-    /// Descriptors, and the offset in `bytes` of the message that they go with.
+    /// Descriptors, and the offset of their message in `bytes`.
     #[serde(default)]
     fds: Vec<(usize, FdRef)>,
 }
 
-/// Puts messages together from what a socket delivers.
+/// Decoder of messages from the bytes and descriptors that a socket receives.
 #[derive(Debug)]
 pub struct Decoder {
     buffer: Vec<u8>,
@@ -108,7 +108,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// A decoder for messages that transfer at most `max_data_xfer_size` bytes.
+    /// Creates a decoder for messages that transfer at most `max_data_xfer_size` bytes.
     pub fn new(max_data_xfer_size: usize) -> Self {
         Self {
             buffer: vec![0; BUFFER_LEN],
@@ -122,8 +122,8 @@ impl Decoder {
         }
     }
 
-    /// Where to put the next bytes. Never empty, if [`decode`](Self::decode) was called until it
-    /// had no more; then follows [`advance`](Self::advance).
+    /// Buffer for the next receive, whose result is passed to [`advance`](Self::advance). Never
+    /// empty if [`decode`](Self::decode) was called before until it returned `None`.
     pub fn space(&mut self) -> &mut [u8] {
         let held = self.end - self.start;
         if held == 0 {
@@ -149,17 +149,16 @@ impl Decoder {
         self.buffer.get_mut(self.end..).unwrap_or_default()
     }
 
-    /// Says that `len` bytes were put into [`space`](Self::space), and that `fds` arrived with
-    /// them.
+    /// Adds the result of a receive: `len` bytes in [`space`](Self::space), and `fds`.
     ///
-    /// Call it once per receive: the descriptors of one receive belong to the message that its last
-    /// byte belongs to, because the kernel ends a receive after data that has descriptors.
+    /// To be called once per receive. The descriptors of one receive belong to the message of its
+    /// last byte, because the kernel ends a receive after data that have descriptors.
     pub fn advance(&mut self, len: usize, fds: Vec<Descriptor>) {
         self.end = self.end.saturating_add(len).min(self.buffer.len());
         if fds.is_empty() {
             return;
         }
-        // If the message that is awaited ends before, these are not its own.
+        // If the current message ends before the new bytes, the descriptors belong to a later one.
         let held = self.end - self.start;
         let is_next = self.header().is_some_and(|header| (header.size as usize) < held);
         let before = if is_next { 0 } else { self.pending_fds };
@@ -172,11 +171,11 @@ impl Decoder {
         self.batches.push_back(Batch { end, fds });
     }
 
-    /// The next message, if all of it has arrived.
+    /// Returns the next message if it is complete.
     ///
     /// # Errors
     ///
-    /// The stream makes no sense. The error stays: every further call returns it.
+    /// The stream is undecodable. Every later call returns the same error.
     pub fn decode(&mut self) -> Result<Option<Message<'_>>, DecodeError> {
         if let Some(error) = self.failed {
             return Err(error);
@@ -204,8 +203,8 @@ impl Decoder {
         Ok(Some(Message { header, payload, fds }))
     }
 
-    /// The message that [`decode`](Self::decode) would return, if there is one and it has no
-    /// descriptors: its header and its payload.
+    /// Header and payload of the message that [`decode`](Self::decode) would return, if it is
+    /// complete and no descriptors are pending.
     pub fn peek(&self) -> Option<(Header, &[u8])> {
         let header = self.header()?;
         let payload = self.buffer.get(self.start..self.end)?.get(HEADER_LEN..header.size as usize);
@@ -216,24 +215,24 @@ impl Decoder {
         Some((header, payload?)).filter(|_| is_sound)
     }
 
-    /// A message has begun and is not complete (or [`decode`](Self::decode) was not asked yet).
+    /// True if bytes are buffered: an incomplete message, unless [`decode`](Self::decode) has to be
+    /// called.
     pub fn is_partial(&self) -> bool {
         self.start != self.end
     }
 
-    /// How many bytes of the stream have been handed out as messages.
+    /// Number of bytes that were decoded.
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// The last `len` bytes that were handed out as messages. Only right after
-    /// [`decode`](Self::decode).
+    /// Last `len` bytes that were decoded. Valid only right after [`decode`](Self::decode).
     pub(crate) fn handed_out(&self, len: usize) -> &[u8] {
         let begin = self.start.saturating_sub(len);
         self.buffer.get(begin..self.start).unwrap_or_default()
     }
 
-    /// As [`space`](Self::space), with room for `room` bytes at least.
+    /// [`space`](Self::space) with at least `room` bytes.
     pub(crate) fn space_of(&mut self, room: usize) -> &mut [u8] {
         let _ = self.space();
         let held = self.held();
@@ -247,12 +246,12 @@ impl Decoder {
         self.buffer.get_mut(self.end..).unwrap_or_default()
     }
 
-    /// How many bytes were taken in and not handed out.
+    /// Number of bytes that were received and not decoded.
     pub(crate) fn held(&self) -> usize {
         self.end - self.start
     }
 
-    /// What was taken in and not handed out. (A stream that makes no sense is not to be saved.)
+    /// Serializes the received data that are not decoded. The stream must not have failed.
     pub(crate) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedDecoder> {
         let bytes = self.buffer.get(self.start..self.end).unwrap_or_default().to_vec();
         let mut batches = Vec::new();
@@ -263,7 +262,7 @@ impl Decoder {
         Ok(SavedDecoder { bytes: Bytes(bytes), fds: batches })
     }
 
-    /// The other side of [`save`](Self::save).
+    /// Restores a decoder of [`save`](Self::save).
     pub(crate) fn restore(
         saved: SavedDecoder,
         max_data_xfer_size: usize,
@@ -292,8 +291,8 @@ impl Decoder {
         Header::read_from_prefix(held).ok().map(|(header, _)| header)
     }
 
-    /// The descriptors that arrived with bytes before the current position. A batch that ends
-    /// inside a later message is that message's.
+    /// Takes the descriptors that were received up to the current position. Descriptors received
+    /// with a part of a later message belong to that message.
     fn take_fds(&mut self) -> Vec<Descriptor> {
         let mut fds = Vec::new();
         while self.batches.front().is_some_and(|batch| batch.end <= self.position) {
@@ -316,27 +315,27 @@ impl Decoder {
     }
 }
 
-/// What waits to be sent, with the descriptors that go along.
+/// Queue of messages to send, with their descriptors.
 #[derive(Debug, Default)]
 pub struct SendQueue {
     bytes: Vec<u8>,
     sent: usize,
-    /// Descriptors, and the offset in `bytes` of the message that they go with.
+    /// Descriptors, and the offset of their message in `bytes`.
     fds: VecDeque<(usize, OwnedFd)>,
 }
 
 impl SendQueue {
-    /// Nothing waits.
+    /// True if no bytes are queued.
     pub fn is_empty(&self) -> bool {
         self.sent == self.bytes.len()
     }
 
-    /// How many bytes wait.
+    /// Number of queued bytes.
     pub fn len(&self) -> usize {
         self.bytes.len() - self.sent
     }
 
-    /// Adds a message. The size in `header` is filled in.
+    /// Queues a message. The size in `header` is filled in.
     pub fn put(&mut self, mut header: Header, payload: &[&[u8]]) {
         let len = HEADER_LEN + payload.iter().map(|part| part.len()).sum::<usize>();
         header.size = u32::try_from(len).unwrap_or(u32::MAX);
@@ -346,14 +345,14 @@ impl SendQueue {
         }
     }
 
-    /// Adds the reply to `to`, unless its sender wants none.
+    /// Queues the reply to `to`, unless NO_REPLY is set.
     pub fn put_reply(&mut self, to: &Header, payload: &[&[u8]]) {
         if !to.no_reply() {
             self.put(reply_header(to), payload);
         }
     }
 
-    /// Adds the reply to `to`, with descriptors, unless its sender wants none.
+    /// Queues the reply to `to` with descriptors, unless NO_REPLY is set.
     pub fn put_reply_with_fds(
         &mut self,
         to: &Header,
@@ -367,8 +366,8 @@ impl SendQueue {
         }
     }
 
-    /// Adds a reply to `to` whose payload is `head` and then `len` bytes that `fill` provides in
-    /// place. If it cannot, an error reply takes its place.
+    /// Queues a reply to `to` whose payload is `head` and `len` bytes that `fill` writes in place.
+    /// If `fill` fails, an error reply is queued instead.
     pub fn put_reply_filled(
         &mut self,
         to: &Header,
@@ -392,8 +391,8 @@ impl SendQueue {
         }
     }
 
-    /// Adds an error reply to `to`, unless its sender wants none. The number is never 0, which
-    /// QEMU would take for success: an [`Errno`] cannot be.
+    /// Queues an error reply to `to`, unless NO_REPLY is set. An [`Errno`] is never 0, which QEMU
+    /// would treat as success.
     pub fn put_error(&mut self, to: &Header, errno: Errno) {
         if to.no_reply() {
             return;
@@ -404,21 +403,21 @@ impl SendQueue {
         self.put(header, &[]);
     }
 
-    /// What waits to be sent.
+    /// Serializes the queue.
     pub(crate) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedQueue> {
         let bytes = Bytes(self.bytes.get(self.sent..).unwrap_or_default().to_vec());
         let add = |(at, fd): &(usize, OwnedFd)| Ok((*at - self.sent, fds.add(fd.try_clone()?)));
         Ok(SavedQueue { bytes, fds: self.fds.iter().map(add).collect::<io::Result<_>>()? })
     }
 
-    /// The other side of [`save`](Self::save).
+    /// Restores a queue of [`save`](Self::save).
     pub(crate) fn restore(saved: SavedQueue, fds: &mut Descriptors) -> Result<Self, StateError> {
         let SavedQueue { bytes: Bytes(bytes), fds: with } = saved;
         let take = |(at, fd)| fds.take(fd).map(|fd| (at, fd));
         Ok(Self { bytes, sent: 0, fds: with.into_iter().map(take).collect::<Result<_, _>>()? })
     }
 
-    /// What to send next: bytes, and the descriptors that go with the first of them.
+    /// Next bytes to send, and the descriptors to send with the first of them.
     pub fn front(&self) -> (&[u8], impl Iterator<Item = &OwnedFd>) {
         let next = self.fds.iter().map(|(at, _)| *at).find(|at| *at > self.sent);
         let end = next.unwrap_or(self.bytes.len());
@@ -426,7 +425,7 @@ impl SendQueue {
         (self.bytes.get(self.sent..end).unwrap_or_default(), with)
     }
 
-    /// Says that `len` bytes of [`front`](Self::front) are on their way, and the descriptors too.
+    /// Removes `len` bytes of [`front`](Self::front) and its descriptors, which were sent.
     pub fn sent(&mut self, len: usize) {
         if len == 0 {
             return;
@@ -440,7 +439,8 @@ impl SendQueue {
             self.bytes.shrink_to(BUFFER_LEN);
             self.sent = 0;
         } else if self.sent >= BUFFER_LEN && self.sent >= self.bytes.len() / 2 {
-            // A peer that is always a little behind must not make what it has read pile up.
+            // Sent bytes are discarded even if the peer never empties the queue, so the queue
+            // stays bounded.
             self.bytes.drain(..self.sent);
             for (at, _) in &mut self.fds {
                 *at -= self.sent;

@@ -1,34 +1,34 @@
-//! The end of something that takes time.
+//! Completion callback of an asynchronous request.
 
 use std::fmt;
 
 use crate::Errno;
 
-/// Says that something which took time is over. Usable from any thread, once.
+/// Completion callback of an asynchronous request. Can be completed on any thread, once.
 ///
-/// The reply to the request goes out then, and the next message of that client is looked at then
-/// and not before. Dropping it without a word counts as [`Errno::IO`]: a request is never left
-/// without an answer.
+/// The reply is sent on completion; until then no other message of this client is handled.
+/// Dropping the callback completes it with [`Errno::IO`], so no request remains without a reply.
 #[must_use = "dropping it fails the request with EIO"]
 pub struct Done(Option<Then>);
 
 type Then = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 
 impl Done {
-    /// A handle that runs `then` with the outcome, on the thread that completes it. The server
-    /// makes these; a test or an in-process user of a [`Device`](crate::Device) makes its own.
+    /// Creates a callback that runs `then` with the result on the completing thread. The server
+    /// creates callbacks itself; tests and in-process users of a [`Device`](crate::Device) create
+    /// their own.
     pub fn new(then: impl FnOnce(Result<(), Errno>) + Send + 'static) -> Self {
         Self(Some(Box::new(then)))
     }
 
-    /// It is over, with this outcome.
+    /// Completes the request with `outcome`.
     pub fn complete(mut self, outcome: Result<(), Errno>) {
         if let Some(then) = self.0.take() {
             then(outcome);
         }
     }
 
-    /// It is over, and all went well.
+    /// Completes the request successfully.
     pub fn ok(self) {
         self.complete(Ok(()));
     }

@@ -1,49 +1,49 @@
-//! Why a client can not be handed over to another server, or not be taken over.
+//! Errors of transferring a client to another server process.
 //!
-//! How it is done is described in [`server`](crate::server).
+//! The transfer is described in [`server`](crate::server).
 
 use std::io;
 
 use shadowbell_state::StateError;
 
-/// Why something can not be handed over. Nothing has changed then: whoever has it goes on.
+/// Error of saving a client. The current server process continues to serve it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
-    /// The reactor is at work.
-    #[error("the server has to be frozen before its clients are handed over")]
+    /// The reactor is not frozen.
+    #[error("the server has to be frozen before its clients move to another process")]
     NotFrozen,
-    /// The device says why.
-    #[error("this client can not be handed over because {0}")]
+    /// This client cannot be transferred, for the given reason.
+    #[error("this client cannot move to another process: {0}")]
     Client(String),
-    /// There is no way to do it, whoever the client is.
-    #[error("a device of this kind can not be handed over")]
+    /// This device type does not support the transfer.
+    #[error("this device type cannot move to another process")]
     Device,
-    /// A descriptor could not be duplicated.
-    #[error("a descriptor can not be handed over: {0}")]
+    /// A descriptor cannot be duplicated.
+    #[error("a descriptor cannot be duplicated for another process: {0}")]
     Io(#[from] io::Error),
-    /// It can not be written down.
-    #[error("the state of a device can not be written: {0}")]
+    /// The state cannot be serialized.
+    #[error("the state of the device cannot be serialized: {0}")]
     Json(#[from] serde_json::Error),
 }
 
-/// Why something can not be taken over. Whoever had it goes on.
+/// Error of restoring a client. The process that saved it can continue to serve it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RestoreError {
-    /// The device says why.
-    #[error("this client can not be taken over because {0}")]
+    /// This client cannot be restored, for the given reason.
+    #[error("this client cannot be restored: {0}")]
     Client(String),
-    /// There is no way to do it, whoever the client is.
-    #[error("a device of this kind can not be taken over")]
+    /// This device type does not support the transfer.
+    #[error("this device type cannot be restored")]
     Device,
-    /// The system refuses.
-    #[error("a socket can not be taken over: {0}")]
+    /// A system call failed.
+    #[error("a socket cannot be restored: {0}")]
     Io(#[from] io::Error),
-    /// What was saved does not have the form that it should have.
-    #[error("the saved state of a device can not be read: {0}")]
+    /// The saved state cannot be parsed.
+    #[error("the saved state of the device is invalid: {0}")]
     Json(#[from] serde_json::Error),
-    /// A descriptor is missing.
+    /// A descriptor is missing, or the state is invalid.
     #[error(transparent)]
     State(#[from] StateError),
 }

@@ -1,27 +1,27 @@
-//! The vfio-user protocol: a PCI device that lives in one process and is used from another, over
-//! a UNIX socket that carries its registers, its interrupts and the memory it may reach.
+//! vfio-user protocol: a PCI device in one process, used by another process over a UNIX socket
+//! that carries register accesses, interrupts and shared memory.
 //!
-//! The protocol is the one that QEMU documents in `docs/interop/vfio-user.rst`. This crate knows
-//! nothing of NVMe or of any other device.
+//! The protocol is specified by QEMU in `docs/interop/vfio-user.rst`. This crate is independent of
+//! NVMe and of any other device type.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`wire`] | the header and the payload of every command, as they lie in memory |
-//! | [`capabilities`] | the JSON that version negotiation exchanges |
-//! | [`codec`] | bytes and descriptors in, whole messages out; no sockets |
-//! | [`descriptor`] | what a descriptor is that a peer sent, and closing what nobody should wait for |
-//! | [`handover`] | why a client can not be handed over to another server, or not be taken over |
-//! | [`device`] | the [`Device`] trait: what a server asks of the device it serves |
+//! | [`wire`] | header and payload of every message, in memory layout |
+//! | [`capabilities`] | JSON of the version negotiation |
+//! | [`codec`] | bytes and descriptors to messages and back, without sockets |
+//! | [`descriptor`] | type check of received descriptors, and closing them without blocking |
+//! | [`handover`] | errors of transferring a client to another server process |
+//! | [`device`] | trait [`Device`]: the callbacks of a device |
 //! | [`server`] | listening sockets and a reactor, one thread for any number of devices |
-//! | [`client`] | the other end: a blocking client that any number of threads may share |
-//! | [`migration`] | moving a device to another server: messages, states, what a device does |
-//! | [`pci`] | the configuration space of a PCI Express endpoint |
+//! | [`client`] | blocking client, shared by any number of threads |
+//! | [`migration`] | device migration: messages, states, and callbacks of a device |
+//! | [`pci`] | configuration space of a PCI Express endpoint |
 //!
 //! # Example
 //!
-//! A server and its client; usually they are different processes.
+//! A server and its client; usually in different processes.
 //!
 //! ```no_run
 //! use shadowbell_vfio_user::{Client, Device, Listener, Reactor};
@@ -41,10 +41,11 @@
 //! }
 //! ```
 //!
-//! # What it does not implement
+//! # Not implemented
 //!
-//! The optional states of migration (P2P, PRE_COPY), twin sockets, and DMA by message (DMA_READ, DMA_WRITE): a server hands a map without a descriptor
-//! to its device, and the device decides. Commands that are not implemented get EOPNOTSUPP.
+//! The optional migration states (P2P, PRE_COPY), twin sockets, and DMA by message (DMA_READ,
+//! DMA_WRITE): the server passes a map without a descriptor to the device, which accepts or refuses
+//! it. Commands that are not implemented are refused with EOPNOTSUPP.
 #![deny(unsafe_code)]
 
 #[cfg(doctest)]

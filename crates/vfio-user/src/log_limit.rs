@@ -1,4 +1,4 @@
-//! Lines of the log that a client can cause.
+//! Rate limit of log messages that a client can cause.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -6,21 +6,21 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tracing::warn;
 
-/// Lines that may come at once.
+/// Messages that may be logged at once.
 const BURST: u32 = 16;
 
-/// Another line comes after this time.
+/// Interval in which one more message is allowed.
 const EACH: Duration = Duration::from_secs(10);
 
-/// Lets some of the lines through that a client causes, and counts the others. For all clients of a
-/// device, one after the other: one that comes again is not a new one.
+/// Rate limit of log messages that a client can cause. All clients of a device share one limit, so
+/// a client cannot evade it by connecting again.
 #[derive(Debug)]
 pub struct LogLimit(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
     left: u32,
-    /// When a line was added to those that are left.
+    /// Time of the last increase of `left`.
     added: Option<Instant>,
     suppressed: u64,
 }
@@ -32,16 +32,17 @@ impl Default for LogLimit {
 }
 
 impl LogLimit {
-    /// Logs a warning, if there may be another. It says how many were left out before it.
+    /// Logs a warning if the limit allows it, with the number of messages suppressed before it.
     pub fn warn(&self, line: impl fmt::Display) {
         match self.allow(Instant::now()) {
             Some(0) => warn!("{line}"),
-            Some(suppressed) => warn!("{line} ({suppressed} lines of this client were left out)"),
+            Some(suppressed) => warn!("{line} ({suppressed} lines of this client were suppressed)"),
             None => {}
         }
     }
 
-    /// Whether there may be a line now, and how many were left out since the last one.
+    /// Returns the number of messages suppressed since the last allowed one, or `None` if no
+    /// message is allowed at the time `now`.
     pub fn allow(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock();
         let added = *state.added.get_or_insert(now);
@@ -77,7 +78,7 @@ mod tests {
         assert_eq!((at(10), at(19)), (Some(1000), None));
         assert_eq!((at(40), at(40), at(41)), (Some(1), Some(0), Some(0)));
         assert_eq!(at(49), None);
-        // A clock that another thread has read earlier is no reason for another line.
+        // An earlier time, which another thread has read, allows no further message.
         assert_eq!(at(0), None);
     }
 }

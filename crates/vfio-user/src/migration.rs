@@ -1,88 +1,87 @@
-//! Migration: what its messages carry, the states that a device goes through, and what a device
-//! does on the way.
+//! Device migration: messages, states, and the callbacks of a device.
 //!
-//! The protocol's migration is version 2 of `<linux/vfio.h>`'s, with messages in place of a
-//! descriptor: DEVICE_FEATURE changes the state and starts, stops and reads the log of pages that
-//! the device has written, MIG_DATA_READ and MIG_DATA_WRITE carry the stream. Of the optional
-//! states there are none (P2P, PRE_COPY).
+//! The protocol uses version 2 of `<linux/vfio.h>`'s migration, with messages instead of a
+//! descriptor: DEVICE_FEATURE changes the state and controls the log of written pages, and
+//! MIG_DATA_READ and MIG_DATA_WRITE transfer the stream. The optional states P2P and PRE_COPY are
+//! not supported.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::Errno;
 use crate::done::Done;
 
-/// The most bytes of a stream: so many are taken in before it is looked at. What is made of them
-/// may take thirty times as many for a moment.
+/// Maximum length of a migration stream in bytes. The stream is received completely before it is
+/// parsed, which may temporarily take thirty times as much memory.
 pub const MAX_STREAM: usize = 1 << 20;
 
-/// The most ranges that a client may have logged. (`<linux/vfio.h>` has 256 as the least.)
+/// Maximum number of ranges in DMA_LOGGING_START. (`<linux/vfio.h>` requires at least 256.)
 pub const MAX_LOGGED_RANGES: u32 = 4096;
 
-/// The page of the log, in bytes. A client may ask for reports in other units.
+/// Page size of the log of written pages, in bytes. Reports may use another size.
 pub const LOG_PAGE: u64 = 4096;
 
-/// Indexes of features.
+/// Feature indexes of DEVICE_FEATURE.
 pub mod feature {
-    /// Which states there are.
+    /// Supported migration states.
     pub const MIGRATION: u32 = 1;
-    /// The state.
+    /// Migration state.
     pub const MIG_DEVICE_STATE: u32 = 2;
-    /// Pages that the device writes are logged from here on.
+    /// Starts logging the pages that the device writes.
     pub const DMA_LOGGING_START: u32 = 6;
-    /// They are not any more.
+    /// Stops logging.
     pub const DMA_LOGGING_STOP: u32 = 7;
-    /// Which pages it has written since that was last asked.
+    /// Reads and clears the log of written pages.
     pub const DMA_LOGGING_REPORT: u32 = 8;
 }
 
 /// Bits of [`DeviceFeature::flags`].
 pub mod feature_flags {
-    /// The bits that hold the index, see [`feature`](super::feature).
+    /// Mask of the feature index, see [`feature`](super::feature).
     pub const INDEX: u32 = 0xffff;
-    /// Read it.
+    /// Reads the feature.
     pub const GET: u32 = 1 << 16;
-    /// Write it.
+    /// Writes the feature.
     pub const SET: u32 = 1 << 17;
-    /// Only say whether the other bits that are set would work.
+    /// Only checks that the feature and the requested GET and SET are supported.
     pub const PROBE: u32 = 1 << 18;
 }
 
-/// `VFIO_MIGRATION_STOP_COPY`: STOP, STOP_COPY and RESUMING are there.
+/// `VFIO_MIGRATION_STOP_COPY`: STOP, STOP_COPY and RESUMING are supported.
 pub const MIGRATION_STOP_COPY: u64 = 1 << 0;
 
-/// DEVICE_FEATURE, command and reply; what belongs to the feature follows.
+/// DEVICE_FEATURE, command and reply; the data of the feature follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DeviceFeature {
-    /// Largest payload of the reply; in the reply, the size of all of it.
+    /// Maximum payload of the reply; in the reply, its full size.
     pub argsz: u32,
     /// See [`feature_flags`].
     pub flags: u32,
 }
 
-/// The data of [`feature::MIG_DEVICE_STATE`].
+/// Data of [`feature::MIG_DEVICE_STATE`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DeviceState {
-    /// A [`MigrationState`].
+    /// Number of a [`MigrationState`].
     pub state: u32,
-    /// Of no use here: messages carry the stream.
+    /// Unused: messages transfer the stream.
     pub data_fd: u32,
 }
 
-/// The data of [`feature::DMA_LOGGING_START`]; the ranges follow.
+/// Data of [`feature::DMA_LOGGING_START`]; the ranges follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct LoggingControl {
-    /// The page that is wanted; in the reply, that of the log.
+    /// Requested page size; in the reply, the page size of the log.
     pub page_size: u64,
-    /// How many ranges follow; 0 for everything.
+    /// Number of ranges that follow; 0 for all memory.
     pub num_ranges: u32,
-    /// Not looked at.
+    /// Ignored.
     pub reserved: u32,
 }
 
-/// A range of bus addresses.
+/// Range of bus addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct LoggingRange {
@@ -92,8 +91,8 @@ pub struct LoggingRange {
     pub length: u64,
 }
 
-/// The data of [`feature::DMA_LOGGING_REPORT`]; in the reply the bitmap follows, one bit for each
-/// `page_size` bytes from `iova` on, the first one the lowest of the first 64.
+/// Data of [`feature::DMA_LOGGING_REPORT`]. In the reply a bitmap follows, with one bit for each
+/// `page_size` bytes from `iova` on, in 64-bit words from the lowest bit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct LoggingReport {
@@ -101,46 +100,46 @@ pub struct LoggingReport {
     pub iova: u64,
     /// Length in bytes.
     pub length: u64,
-    /// What a bit stands for: a power of two.
+    /// Number of bytes per bit: a power of two.
     pub page_size: u64,
 }
 
-/// MIG_DATA_READ and MIG_DATA_WRITE, command and reply; data follows where there is any.
+/// MIG_DATA_READ and MIG_DATA_WRITE, command and reply; the data follow, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct MigData {
-    /// Largest payload of the reply; in the reply, the size of all of it.
+    /// Maximum payload of the reply; in the reply, its full size.
     pub argsz: u32,
     /// Length of the data in bytes.
     pub size: u32,
 }
 
-/// `enum vfio_device_mig_state`, without the optional ones.
+/// `enum vfio_device_mig_state`, without the optional states.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum MigrationState {
-    /// Of no use until it is reset.
+    /// Failed: unusable until a reset.
     Error = 0,
-    /// It changes nothing, neither of its own nor of the client's memory.
+    /// Stopped: neither the device state nor the client's memory changes.
     Stop = 1,
-    /// At work.
+    /// Running.
     #[default]
     Running = 2,
-    /// As STOP, and its state can be read.
+    /// Stopped, and the state can be read.
     StopCopy = 3,
-    /// As STOP, and it takes the state of another one.
+    /// Stopped, and a state can be loaded.
     Resuming = 4,
 }
 
 impl MigrationState {
-    /// The state of this number, if there is one here.
+    /// State with this number, if it is supported.
     pub fn from_wire(number: u32) -> Option<Self> {
         [Self::Error, Self::Stop, Self::Running, Self::StopCopy, Self::Resuming]
             .into_iter()
             .find(|state| *state as u32 == number)
     }
 
-    /// The first step on the shortest way from here to `to`. `None`: there is no way, or none is
-    /// needed.
+    /// First step on the shortest path from this state to `to`; `None` if there is no path, or both
+    /// are equal.
     pub fn next(self, to: Self) -> Option<Self> {
         match (self, to) {
             (Self::Error, _) | (_, Self::Error) => None,
@@ -151,61 +150,61 @@ impl MigrationState {
     }
 }
 
-/// What a device does when it is migrated. The server sees to the order of all this, and answers
-/// for the state meanwhile. As for [`Device`](crate::Device): nothing blocks, and while a [`Done`]
-/// is outstanding nothing else is called.
+/// Migration callbacks of a device. The server calls them in a valid order and reports the state.
+/// As for [`Device`](crate::Device), no method may block, and none is called while a [`Done`] is
+/// outstanding.
 ///
-/// What belongs to the client's connection is not in the stream: the client of the destination
-/// shares its memory and connects its interrupts before it has the device run.
+/// The stream does not contain the state of the client's connection: the client at the destination
+/// maps its memory and connects its interrupts before it changes the device's state to RUNNING.
 pub trait Migration {
-    /// RUNNING to STOP: what is in flight ends, and nothing new is begun. If that fails, the device
-    /// runs.
+    /// RUNNING to STOP: starts no new work, and completes `done` when no work is in flight. If this
+    /// fails, the device keeps running.
     fn stop(&mut self, done: Done);
 
     /// STOP to RUNNING.
     ///
     /// # Errors
-    /// It can not go on; it is in STOP still.
+    /// The device cannot run, and stays in STOP.
     fn run(&mut self) -> Result<(), Errno>;
 
-    /// STOP to STOP_COPY: its state, for a device of the same kind.
+    /// STOP to STOP_COPY: serializes the state for a device of the same type.
     ///
     /// # Errors
-    /// It can not be had.
+    /// The state cannot be serialized.
     fn save_state(&mut self) -> Result<Vec<u8>, Errno>;
 
-    /// STOP to RESUMING: another state will come. The one that it has is forgotten, but for what is
-    /// the client's.
+    /// STOP to RESUMING: discards the state, except for what belongs to the client, before another
+    /// state is loaded.
     fn forget_state(&mut self, done: Done);
 
-    /// RESUMING to STOP: the stream, which is whatever a client has sent.
+    /// RESUMING to STOP: loads `stream`, which comes from an untrusted client.
     ///
     /// # Errors
-    /// It is no state of such a device. Only a reset makes the device good for anything then.
+    /// The stream is not a state of such a device. The device is unusable until a reset.
     fn load_state(&mut self, stream: &[u8]) -> Result<(), Errno>;
 
-    /// Logs the pages that the device writes, in these ranges at least. None: in all.
-    /// [`settle_log`](Self::settle_log) follows: what is written after that is logged.
+    /// Starts to log the pages that the device writes, at least in `ranges`, or everywhere if it is
+    /// empty. [`settle_log`](Self::settle_log) follows; all writes after its completion are logged.
     ///
     /// # Errors
-    /// They are logged already ([`Errno::BUSY`]), or can not be.
+    /// Logging is active ([`Errno::BUSY`]), or not possible.
     fn start_logging(&mut self, ranges: &[LoggingRange]) -> Result<(), Errno>;
 
-    /// Logs them no more.
+    /// Stops logging.
     ///
     /// # Errors
-    /// They are not logged.
+    /// Logging is not active.
     fn stop_logging(&mut self) -> Result<(), Errno>;
 
-    /// What was written until now is about to be asked for: `done` when it is known.
+    /// Completes `done` when the log contains all writes until now. A report follows.
     fn settle_log(&mut self, done: Done);
 
-    /// Sets a bit in `bitmap`, which has as many as are needed, for each unit of the range in which
-    /// something was written, and forgets that it was. The range was checked: it does not overflow,
-    /// is not empty, and its unit is a power of two.
+    /// Sets a bit in `bitmap` for each unit of the report's range that was written, and clears the
+    /// log of the range. The bitmap has the required size. The range was checked: it does not
+    /// overflow, is not empty, and its unit is a power of two.
     ///
     /// # Errors
-    /// They are not logged.
+    /// Logging is not active.
     fn take_log(&mut self, report: &LoggingReport, bitmap: &mut [u64]) -> Result<(), Errno>;
 }
 

@@ -1,22 +1,22 @@
-//! A client's socket that a thread other than the server's may poll as well: what a
-//! [`Device`](crate::Device) is given by [`share_socket`](crate::Device::share_socket).
+//! Socket of a client that a second thread polls beside the reactor, passed to a
+//! [`Device`](crate::Device) by [`share_socket`](crate::Device::share_socket).
 //!
-//! How the two of them get along is described in `server/attachment.rs`.
+//! The protocol between reactor and polling thread is described in `server/attachment.rs`.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// What a call of [`SharedSocket::poll_writes`] did.
+/// Result of [`SharedSocket::poll_writes`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PolledWrites {
-    /// Writes that were taken.
+    /// Number of writes that were handled.
     pub writes: u32,
-    /// There was no more. Otherwise the server's thread handles what is left.
+    /// True if all received data were handled. Otherwise the reactor handles the rest.
     pub all: bool,
 }
 
-/// The server's side of a [`SharedSocket`].
+/// Server side of a [`SharedSocket`].
 pub(crate) trait SocketOwner: Send + Sync {
     /// See [`SharedSocket::watch`].
     fn watch(&self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()>;
@@ -24,15 +24,16 @@ pub(crate) trait SocketOwner: Send + Sync {
     /// See [`SharedSocket::poll_writes`].
     fn poll_writes(&self, write: &mut dyn FnMut(u32, u64, &[u8]) -> bool) -> PolledWrites;
 
-    /// The [`SharedSocket`] was dropped.
+    /// Called when the [`SharedSocket`] is dropped.
     fn give_back(&self);
 }
 
-/// The socket of a connection: lets a thread that sleeps in an epoll instance of its own wake up
-/// at the client's messages, and take those that are only meant to wake it. A device gets one by
-/// [`share_socket`](crate::Device::share_socket).
+/// Socket of a client that a second thread polls beside the reactor. The client's messages wake
+/// that thread from its own epoll instance, and it handles writes that are only meant to wake it.
+/// A device gets the socket by [`share_socket`](crate::Device::share_socket).
 ///
-/// Dropping it gives it back. It is of no use any more when the client has left.
+/// Dropping the value returns the socket to the reactor. It is useless after the client has
+/// disconnected.
 pub struct SharedSocket(Arc<dyn SocketOwner>);
 
 impl SharedSocket {
@@ -40,18 +41,18 @@ impl SharedSocket {
         Self(owner)
     }
 
-    /// Reports messages to `epoll` as `token` from now on, edge-triggered. To be called once.
+    /// Adds the socket to `epoll` with `token`, edge-triggered. To be called once.
     ///
     /// # Errors
     ///
-    /// The system's; or the server has something to do at the connection just now.
+    /// The system call failed, or the reactor is using the connection at the moment.
     pub fn watch(&self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         self.0.watch(epoll, token)
     }
 
-    /// To be called for each such report: offers `write` a few of the writes that have come, by
-    /// region, offset and data. It carries one out and returns true, or leaves it alone and returns
-    /// false: that one, and all that follows, is then handled by the server's thread.
+    /// Handles received writes after such an event: passes some of them to `write` by region,
+    /// offset and data. `write` executes the write and returns true; if it returns false, the
+    /// reactor handles this write and all later messages.
     pub fn poll_writes(&self, write: &mut dyn FnMut(u32, u64, &[u8]) -> bool) -> PolledWrites {
         self.0.poll_writes(write)
     }

@@ -1,4 +1,4 @@
-//! Sending and receiving bytes with descriptors beside them.
+//! Sending and receiving bytes with file descriptors (`SCM_RIGHTS`).
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,44 +15,44 @@ use crate::Errno;
 use crate::codec::Decoder;
 use crate::descriptor::{Closer, Inspector, PeerFd, sys};
 
-/// The most descriptors that Linux passes in one message (`SCM_MAX_FD`).
+/// Maximum number of descriptors that Linux passes in one message (`SCM_MAX_FD`).
 pub(crate) const SCM_MAX_FD: usize = 253;
 
-/// What a receive came to.
+/// Result of a receive into a decoder.
 pub(crate) enum Received {
-    /// The decoder got more.
+    /// Bytes were added to the decoder.
     Bytes {
-        /// The socket had no more than that.
+        /// True if the socket was emptied.
         drained: bool,
     },
-    /// The other end is gone.
+    /// The peer has closed the connection.
     Closed,
-    /// Descriptors were lost: this process has too many open.
+    /// Descriptors were lost, because this process has too many open files.
     FdsLost,
 }
 
-/// What one call has received.
+/// Result of one receive call.
 #[derive(Debug)]
 pub(crate) struct Arrival {
     pub(crate) bytes: usize,
-    /// There was room for more.
+    /// True if the buffer was not filled.
     pub(crate) is_short: bool,
-    /// Nobody has looked at them.
+    /// Descriptors, not inspected.
     pub(crate) fds: Vec<PeerFd>,
-    /// Others were lost: this process has too many open.
+    /// True if descriptors were lost, because this process has too many open files.
     pub(crate) fds_lost: bool,
 }
 
 impl Arrival {
-    /// It is bytes and nothing else.
+    /// True if bytes were received without descriptors.
     pub(crate) fn is_plain(&self) -> bool {
         self.bytes != 0 && self.fds.is_empty() && !self.fds_lost
     }
 }
 
-/// Receives some bytes, and the descriptors that came with them; no bytes are the end.
+/// Receives bytes and the descriptors with them; 0 bytes mean the end of the stream.
 ///
-/// The only place in which descriptors of peers come in. From here on they are in [`PeerFd`]s.
+/// All descriptors of peers enter the process by this function, which wraps them in [`PeerFd`].
 pub(crate) fn receive_some(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
@@ -61,8 +61,8 @@ pub(crate) fn receive_some(
     receive_how(socket, into, closer, RecvFlags::empty())
 }
 
-/// As [`receive_some`], and leaves everything where it is. The next call brings what comes after
-/// that: see [`peek_from`].
+/// [`receive_some`] without consuming the data. The next call returns the data after them: see
+/// [`peek_from`].
 pub(crate) fn peek_some(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
@@ -71,13 +71,13 @@ pub(crate) fn peek_some(
     receive_how(socket, into, closer, RecvFlags::PEEK)
 }
 
-/// [`peek_some`] begins so many bytes after what was received, and goes on from there
-/// (SO_PEEK_OFF). The kernel counts that for the socket, whoever has it.
+/// Sets the offset of the next [`peek_some`], from the first unread byte; later calls continue from
+/// there (SO_PEEK_OFF). The offset is a property of the socket, shared by all processes.
 pub(crate) fn peek_from(socket: BorrowedFd<'_>, offset: usize) -> Result<(), Errno> {
     sys::set_peek_offset(socket, i32::try_from(offset).unwrap_or(i32::MAX))
 }
 
-/// Takes `len` bytes out of the socket that were [peeked](peek_some) at. How many were there.
+/// Consumes `len` bytes that were [peeked](peek_some). Returns the number of consumed bytes.
 pub(crate) fn discard(
     socket: BorrowedFd<'_>,
     len: usize,
@@ -91,7 +91,7 @@ pub(crate) fn discard(
             Ok(Arrival { bytes: 0, .. }) | Err(Errno::AGAIN) => break,
             Ok(arrival) => {
                 left -= arrival.bytes;
-                // They come again, and are closed like all others.
+                // Second copies of descriptors that were peeked before.
                 drop(inspector.inspect(arrival.fds));
             }
             Err(errno) => return Err(errno),
@@ -106,7 +106,7 @@ fn receive_how(
     closer: &Arc<Closer>,
     how: RecvFlags,
 ) -> Result<Arrival, Errno> {
-    // Room for all that the kernel lets through at once: what it has to leave out, it closes here.
+    // Room for the kernel's maximum: descriptors that do not fit would be closed on this thread.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let room = into.len();
@@ -127,7 +127,7 @@ fn receive_how(
     Ok(Arrival { bytes: received.bytes, is_short: received.bytes < room, fds, fds_lost })
 }
 
-/// Receives whatever is there into `decoder`, descriptors by way of `inspector`.
+/// Receives available data into `decoder`; descriptors are checked by `inspector`.
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     decoder: &mut Decoder,
@@ -137,7 +137,7 @@ pub(crate) fn receive(
     Ok(take_in(arrival, decoder, inspector))
 }
 
-/// Takes in what was received into the decoder's space.
+/// Adds the result of a receive into the decoder's buffer.
 pub(crate) fn take_in(arrival: Arrival, decoder: &mut Decoder, inspector: &Inspector) -> Received {
     let fds = inspector.inspect(arrival.fds);
     if arrival.fds_lost {
@@ -146,14 +146,14 @@ pub(crate) fn take_in(arrival: Arrival, decoder: &mut Decoder, inspector: &Inspe
     if arrival.bytes == 0 {
         return Received::Closed;
     }
-    // With descriptors, the kernel stops at their message whatever there is behind it.
+    // A receive ends at a message with descriptors, even if the socket has more data.
     let drained = arrival.is_short && fds.is_empty();
     decoder.advance(arrival.bytes, fds);
     Received::Bytes { drained }
 }
 
-/// Sends some of `bytes`, with `fds` beside the first of them; returns how many. At most as many
-/// descriptors as Linux passes in one message.
+/// Sends some of `bytes`, with `fds` (at most [`SCM_MAX_FD`]) beside the first byte. Returns the
+/// number of sent bytes.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     bytes: &[&[u8]],
@@ -179,7 +179,7 @@ pub(crate) fn send(
     }
 }
 
-/// As [`send`], for descriptors that are owned.
+/// [`send`] for owned descriptors.
 pub(crate) fn send_owned<'a>(
     socket: BorrowedFd<'_>,
     bytes: &[u8],

@@ -1,27 +1,27 @@
-//! The header and the payloads of vfio-user messages, as they lie in memory.
+//! Header and payloads of vfio-user messages, in memory layout.
 //!
-//! All fields are in the byte order of the host, as the protocol demands. Names are those of the
-//! specification (`docs/interop/vfio-user.rst`), and of `<linux/vfio.h>` where it refers to that.
+//! All fields are in host byte order, as the protocol requires. Names are those of the
+//! specification (`docs/interop/vfio-user.rst`), or of `<linux/vfio.h>` where it refers to that.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::Errno;
 
-/// The protocol version that this crate speaks: major and minor.
+/// Protocol version that this crate implements: major and minor.
 pub const VERSION: (u16, u16) = (0, 1);
 
 /// Size of the header of every message, in bytes.
 pub const HEADER_LEN: usize = size_of::<Header>();
 
-/// Size of a structure of the protocol in bytes, as its `argsz` fields have it.
+/// Size of a protocol structure in bytes, as used in `argsz` fields.
 pub(crate) const fn wire_size<T>() -> u32 {
     size_of::<T>() as u32
 }
 
-/// The structure that a payload begins with, and what follows it.
+/// Splits a payload into the structure at its start and the rest.
 ///
 /// # Errors
-/// The payload is shorter.
+/// The payload is too short.
 pub(crate) fn split<T: FromBytes + KnownLayout + Immutable>(
     payload: &[u8],
 ) -> Result<(T, &[u8]), Errno> {
@@ -30,44 +30,44 @@ pub(crate) fn split<T: FromBytes + KnownLayout + Immutable>(
 
 /// Commands.
 pub mod command {
-    /// Agree on a version and on capabilities; the first message of a connection.
+    /// Negotiates version and capabilities; the first message of a connection.
     pub const VERSION: u16 = 1;
-    /// The server may reach this memory.
+    /// Shares a memory range with the server.
     pub const DMA_MAP: u16 = 2;
-    /// The server may no longer reach this memory.
+    /// Removes shared memory.
     pub const DMA_UNMAP: u16 = 3;
-    /// Ask about the device.
+    /// Queries the device.
     pub const DEVICE_GET_INFO: u16 = 4;
-    /// Ask about a region.
+    /// Queries a region.
     pub const DEVICE_GET_REGION_INFO: u16 = 5;
-    /// Ask for descriptors that stand for writes to parts of a region.
+    /// Queries the descriptors that replace writes to parts of a region.
     pub const DEVICE_GET_REGION_IO_FDS: u16 = 6;
-    /// Ask about a kind of interrupt.
+    /// Queries an interrupt index.
     pub const DEVICE_GET_IRQ_INFO: u16 = 7;
-    /// Set up, mask or raise interrupts.
+    /// Sets up, masks or raises interrupts.
     pub const DEVICE_SET_IRQS: u16 = 8;
-    /// Read from a region.
+    /// Reads from a region.
     pub const REGION_READ: u16 = 9;
-    /// Write to a region.
+    /// Writes to a region.
     pub const REGION_WRITE: u16 = 10;
-    /// Server to client: read from memory that was mapped without a descriptor.
+    /// Server to client: reads memory that was mapped without a descriptor.
     pub const DMA_READ: u16 = 11;
-    /// Server to client: write to memory that was mapped without a descriptor.
+    /// Server to client: writes memory that was mapped without a descriptor.
     pub const DMA_WRITE: u16 = 12;
-    /// Reset the device.
+    /// Resets the device.
     pub const DEVICE_RESET: u16 = 13;
-    /// Dirty page tracking; gone from the specification, still sent by old clients.
+    /// Dirty page tracking: removed from the specification, but old clients send it.
     pub const DIRTY_PAGES: u16 = 14;
-    /// Several short writes to regions.
+    /// Writes several short values to regions.
     pub const REGION_WRITE_MULTI: u16 = 15;
-    /// Get, set or probe a feature of the device (migration).
+    /// Gets, sets or probes a feature of the device (migration).
     pub const DEVICE_FEATURE: u16 = 16;
-    /// Read migration data.
+    /// Reads migration data.
     pub const MIG_DATA_READ: u16 = 17;
-    /// Write migration data.
+    /// Writes migration data.
     pub const MIG_DATA_WRITE: u16 = 18;
 
-    /// The specification's name of a command, for logs.
+    /// Name of a command in the specification, for logs.
     pub fn name(command: u16) -> &'static str {
         match command {
             VERSION => "VERSION",
@@ -95,19 +95,19 @@ pub mod command {
 
 /// Bits of [`Header::flags`].
 pub mod header_flags {
-    /// The bits that hold the type.
+    /// Mask of the message type.
     pub const TYPE_MASK: u32 = 0xf;
     /// Type: a command.
     pub const COMMAND: u32 = 0;
     /// Type: the reply to a command.
     pub const REPLY: u32 = 1;
-    /// In a command: no reply is wanted.
+    /// In a command: the sender expects no reply.
     pub const NO_REPLY: u32 = 1 << 4;
-    /// In a reply: the command failed, and [`Header::error`](super::Header::error) says why.
+    /// In a reply: the command failed with [`Header::error`](super::Header::error).
     pub const ERROR: u32 = 1 << 5;
 }
 
-/// What every message begins with.
+/// Message header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Header {
@@ -124,12 +124,12 @@ pub struct Header {
 }
 
 impl Header {
-    /// This is the reply to a command.
+    /// True for the reply to a command.
     pub fn is_reply(&self) -> bool {
         self.flags & header_flags::TYPE_MASK == header_flags::REPLY
     }
 
-    /// The sender of this command wants no reply.
+    /// True if the sender of this command expects no reply.
     pub fn no_reply(&self) -> bool {
         self.flags & header_flags::NO_REPLY != 0
     }
@@ -139,21 +139,21 @@ impl Header {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Version {
-    /// Must be the same at both ends.
+    /// Major version, equal at client and server.
     pub major: u16,
-    /// The lower of the two counts.
+    /// Minor version: the lower one of client and server is used.
     pub minor: u16,
 }
 
 /// Bits of [`DmaMap::flags`].
 pub mod dma_map_flags {
-    /// The device may read.
+    /// The device may read the range.
     pub const READ: u32 = 1 << 0;
-    /// The device may write.
+    /// The device may write the range.
     pub const WRITE: u32 = 1 << 1;
 }
 
-/// DMA_MAP; the reply has no payload. A descriptor comes along if the memory can be mapped.
+/// DMA_MAP; the reply has no payload. A descriptor is attached if the memory can be mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DmaMap {
@@ -161,7 +161,7 @@ pub struct DmaMap {
     pub argsz: u32,
     /// See [`dma_map_flags`].
     pub flags: u32,
-    /// Offset in the file behind the descriptor.
+    /// Offset of the range in the descriptor's file.
     pub offset: u64,
     /// First bus address.
     pub address: u64,
@@ -171,17 +171,17 @@ pub struct DmaMap {
 
 /// Bits of [`DmaUnmap::flags`], from `<linux/vfio.h>`.
 pub mod dma_unmap_flags {
-    /// The reply should carry a bitmap of pages that were written.
+    /// The reply should contain a bitmap of written pages.
     pub const GET_DIRTY_BITMAP: u32 = 1 << 0;
-    /// Unmap everything; address and size are 0.
+    /// Unmaps everything; address and size are 0.
     pub const ALL: u32 = 1 << 1;
 }
 
-/// DMA_UNMAP; the reply repeats it.
+/// DMA_UNMAP; the reply has the same payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DmaUnmap {
-    /// Largest payload of the reply.
+    /// Maximum payload of the reply.
     pub argsz: u32,
     /// See [`dma_unmap_flags`].
     pub flags: u32,
@@ -193,9 +193,9 @@ pub struct DmaUnmap {
 
 /// Bits of [`DeviceInfo::flags`].
 pub mod device_flags {
-    /// DEVICE_RESET works.
+    /// DEVICE_RESET is supported.
     pub const RESET: u32 = 1 << 0;
-    /// It is a PCI device.
+    /// PCI device.
     pub const PCI: u32 = 1 << 1;
 }
 
@@ -203,13 +203,13 @@ pub mod device_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DeviceInfo {
-    /// Largest payload of the reply; in the reply, the size that all of it needs.
+    /// Maximum payload of the reply; in the reply, its full size.
     pub argsz: u32,
     /// See [`device_flags`].
     pub flags: u32,
     /// Number of regions.
     pub num_regions: u32,
-    /// Number of interrupt kinds.
+    /// Number of interrupt indexes.
     pub num_irqs: u32,
 }
 
@@ -219,39 +219,39 @@ pub mod region_flags {
     pub const READ: u32 = 1 << 0;
     /// The region can be written.
     pub const WRITE: u32 = 1 << 1;
-    /// The region can be mapped, and a descriptor comes along.
+    /// The region can be mapped; a descriptor is attached.
     pub const MMAP: u32 = 1 << 2;
     /// Capabilities follow.
     pub const CAPS: u32 = 1 << 3;
 }
 
-/// DEVICE_GET_REGION_INFO, command and reply; in the reply a chain of capabilities may follow.
+/// DEVICE_GET_REGION_INFO, command and reply; in the reply a list of capabilities may follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct RegionInfo {
-    /// Largest payload of the reply; in the reply, the size that all of it needs.
+    /// Maximum payload of the reply; in the reply, its full size.
     pub argsz: u32,
     /// See [`region_flags`].
     pub flags: u32,
-    /// Which region.
+    /// Region index.
     pub index: u32,
-    /// Where the first capability is, from the start of this structure; 0 for none.
+    /// Offset of the first capability from the start of this structure; 0 if there is none.
     pub cap_offset: u32,
     /// Size of the region in bytes.
     pub size: u64,
-    /// Where the region begins in the file behind the descriptor.
+    /// Offset of the region in the descriptor's file.
     pub offset: u64,
 }
 
-/// DEVICE_GET_REGION_IO_FDS, command and reply; in the reply `count` times [`IoFd`] follow.
+/// DEVICE_GET_REGION_IO_FDS, command and reply; in the reply `count` [`IoFd`] entries follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct RegionIoFds {
-    /// Largest payload of the reply; in the reply, the size that all of it needs.
+    /// Maximum payload of the reply; in the reply, its full size.
     pub argsz: u32,
     /// Always 0.
     pub flags: u32,
-    /// Which region.
+    /// Region index.
     pub index: u32,
     /// In the reply, the number of sub-regions.
     pub count: u32,
@@ -260,15 +260,15 @@ pub struct RegionIoFds {
 /// [`IoFd::kind`]: an eventfd.
 pub const IO_FD_EVENT: u32 = 0;
 
-/// A part of a region, and the descriptor that stands for accesses to it.
+/// Part of a region, and the descriptor that replaces accesses to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct IoFd {
-    /// Where it begins in the region.
+    /// Offset in the region.
     pub offset: u64,
-    /// How long it is; 0 if the size of an access does not matter.
+    /// Length; 0 if accesses of any size match.
     pub size: u64,
-    /// Which of the descriptors that came along.
+    /// Index among the attached descriptors.
     pub fd_index: u32,
     /// See [`IO_FD_EVENT`].
     pub kind: u32,
@@ -276,26 +276,26 @@ pub struct IoFd {
     pub flags: u32,
     /// Padding.
     pub padding: u32,
-    /// The only value that counts, if `flags` says so.
+    /// Only matching value, if `flags` has `KVM_IOEVENTFD_FLAG_DATAMATCH`.
     pub datamatch: u64,
 }
 
-/// [`CapabilityHeader::id`] of the list of areas that can be mapped.
+/// [`CapabilityHeader::id`] of the list of mappable areas.
 pub const CAPABILITY_SPARSE_MMAP: u16 = 1;
 
-/// What a capability of a region begins with (`vfio_info_cap_header`).
+/// Header of a region capability (`vfio_info_cap_header`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct CapabilityHeader {
-    /// Which capability.
+    /// Capability identifier.
     pub id: u16,
-    /// Version of its layout.
+    /// Version of the capability's layout.
     pub version: u16,
-    /// Where the next one is, from the start of [`RegionInfo`]; 0 at the end.
+    /// Offset of the next capability from the start of [`RegionInfo`]; 0 for the last one.
     pub next: u32,
 }
 
-/// What follows the header of a sparse mmap capability, and is followed by the areas.
+/// Sparse mmap capability, after its header; the areas follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct SparseMmap {
@@ -305,25 +305,25 @@ pub struct SparseMmap {
     pub reserved: u32,
 }
 
-/// An area that can be mapped, from the start of the region.
+/// Mappable area of a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct SparseArea {
-    /// Where it begins.
+    /// Offset in the region.
     pub offset: u64,
-    /// How long it is.
+    /// Length.
     pub size: u64,
 }
 
 /// Bits of [`IrqInfo::flags`].
 pub mod irq_info_flags {
-    /// Eventfds can be signalled.
+    /// Interrupts can be signalled through eventfds.
     pub const EVENTFD: u32 = 1 << 0;
-    /// Masking works.
+    /// Interrupts can be masked.
     pub const MASKABLE: u32 = 1 << 1;
-    /// An interrupt masks itself when it fires.
+    /// An interrupt masks itself when it is signalled.
     pub const AUTOMASKED: u32 = 1 << 2;
-    /// Interrupts are set up as a whole.
+    /// The number of interrupts can only be changed by disabling all of them first.
     pub const NORESIZE: u32 = 1 << 3;
 }
 
@@ -331,13 +331,13 @@ pub mod irq_info_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct IrqInfo {
-    /// Largest payload of the reply; in the reply, the size that all of it needs.
+    /// Maximum payload of the reply; in the reply, its full size.
     pub argsz: u32,
     /// See [`irq_info_flags`].
     pub flags: u32,
-    /// Which kind of interrupt.
+    /// Interrupt index.
     pub index: u32,
-    /// How many there are.
+    /// Number of interrupts.
     pub count: u32,
 }
 
@@ -347,13 +347,13 @@ pub mod set_irqs_flags {
     pub const DATA_NONE: u32 = 1 << 0;
     /// One byte per interrupt follows.
     pub const DATA_BOOL: u32 = 1 << 1;
-    /// Eventfds come along.
+    /// Eventfds are attached.
     pub const DATA_EVENTFD: u32 = 1 << 2;
-    /// Mask.
+    /// Masks interrupts.
     pub const ACTION_MASK: u32 = 1 << 3;
-    /// Unmask.
+    /// Unmasks interrupts.
     pub const ACTION_UNMASK: u32 = 1 << 4;
-    /// Trigger.
+    /// Raises interrupts, or sets their eventfds.
     pub const ACTION_TRIGGER: u32 = 1 << 5;
     /// All data bits.
     pub const DATA_MASK: u32 = DATA_NONE | DATA_BOOL | DATA_EVENTFD;
@@ -365,11 +365,11 @@ pub mod set_irqs_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct SetIrqs {
-    /// Size of this structure and of what follows it.
+    /// Size of this structure and of the data after it.
     pub argsz: u32,
     /// See [`set_irqs_flags`].
     pub flags: u32,
-    /// Which kind of interrupt.
+    /// Interrupt index.
     pub index: u32,
     /// First interrupt of the range.
     pub start: u32,
@@ -377,19 +377,19 @@ pub struct SetIrqs {
     pub count: u32,
 }
 
-/// REGION_READ and REGION_WRITE, command and reply; data follows where there is any.
+/// REGION_READ and REGION_WRITE, command and reply; the data follow, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct RegionAccess {
     /// Offset in the region.
     pub offset: u64,
-    /// Which region.
+    /// Region index.
     pub region: u32,
     /// Length of the data in bytes.
     pub count: u32,
 }
 
-/// DMA_READ and DMA_WRITE, command and reply; data follows where there is any.
+/// DMA_READ and DMA_WRITE, command and reply; the data follow, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DmaAccess {
@@ -399,7 +399,7 @@ pub struct DmaAccess {
     pub count: u64,
 }
 
-/// REGION_WRITE_MULTI, command and reply; in the command, the writes follow.
+/// REGION_WRITE_MULTI, command and reply; in the command, [`MultiEntry`] entries follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct WriteMulti {
@@ -413,11 +413,11 @@ pub struct WriteMulti {
 pub struct MultiEntry {
     /// Offset in the region.
     pub offset: u64,
-    /// Which region.
+    /// Region index.
     pub region: u32,
-    /// How many bytes of `data` count; at most 8.
+    /// Number of valid bytes in `data`; at most 8.
     pub count: u32,
-    /// The data, from its first byte on.
+    /// Data, left-aligned.
     pub data: [u8; 8],
 }
 

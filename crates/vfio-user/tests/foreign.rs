@@ -4,7 +4,6 @@ mod common;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use common::*;
 use shadowbell_testing::stalled::{self, Mount};
@@ -12,9 +11,6 @@ use shadowbell_vfio_user::Client;
 use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
 use zerocopy::IntoBytes;
-
-/// Long enough for whatever does not wait for the daemon.
-const SOON: Duration = Duration::from_secs(3);
 
 #[test]
 fn the_daemon() {
@@ -28,7 +24,6 @@ fn mount() -> Option<Mount> {
 /// The reactor looks after another client.
 fn assert_served(path: &Path) {
     let mut raw = Raw::connect(path);
-    raw.stream.set_read_timeout(Some(SOON)).unwrap();
     raw.negotiate();
     raw.write(3, &[42]).ok();
     assert_eq!(raw.read(3, 1).ok()[16..], [42]);
@@ -55,10 +50,8 @@ fn a_file_of_a_clients_own_file_system_stalls_nobody() {
     // Ends before the server: a reactor that is stalled after all is let go then.
     let Some(mount) = mount() else { return };
     let file = trap(&mount);
-    let begun = Instant::now();
     // With every command, among them those that take descriptors and those that drop them.
     let mut raw = Raw::attach(&path);
-    raw.stream.set_read_timeout(Some(SOON)).unwrap();
     assert_eq!(dma_map(&mut raw, 0, &[file]).errno(), rustix::io::Errno::INVAL);
     assert_served(&other);
     for command in [command::DEVICE_SET_IRQS, command::DEVICE_RESET, command::DMA_UNMAP, 77] {
@@ -80,7 +73,6 @@ fn a_file_of_a_clients_own_file_system_stalls_nobody() {
     assert_served(&other);
     drop(raw);
     assert_served(&path);
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -89,7 +81,6 @@ fn who_brings_more_than_can_be_closed_waits_outside_and_alone() {
     let (other, ..) = server.add("other");
     let Some(mut mount) = mount() else { return };
     let file = trap(&mount);
-    let begun = Instant::now();
     let mut raw = Raw::attach(&path);
     assert_eq!(dma_map(&mut raw, 0, &[file; 10]).errno(), rustix::io::Errno::INVAL);
     raw.write(0, &[1]).ok();
@@ -103,7 +94,6 @@ fn who_brings_more_than_can_be_closed_waits_outside_and_alone() {
         assert_served(&other);
     }
     again.assert_silent();
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
     // The daemon gives in.
     mount.end();
     again.negotiate();
@@ -132,9 +122,7 @@ fn what_nobody_has_received_stalls_nobody() {
     }
     raw.assert_closed();
     assert_served(&other);
-    let begun = Instant::now();
     server.stop();
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
     drop((raw, waiting));
 }
 
@@ -177,7 +165,6 @@ fn a_client_does_not_wait_for_a_daemon_either() {
     use shadowbell_vfio_user::client::{ClientError, Options};
     let Some(mount) = mount() else { return };
     let file = trap(&mount);
-    let begun = Instant::now();
     for count in [1, 40] {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let mut server = Raw::new(theirs);
@@ -209,5 +196,4 @@ fn a_client_does_not_wait_for_a_daemon_either() {
         drop(client);
         server.join().unwrap();
     }
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }

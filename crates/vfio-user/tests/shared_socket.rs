@@ -295,7 +295,6 @@ fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
     drop(other_raw);
     for path in [&other, &path] {
         let mut raw = Raw::connect(path);
-        raw.stream.set_read_timeout(Some(std::time::Duration::from_secs(5))).unwrap();
         raw.negotiate();
         raw.write(3, &[42]).ok();
     }
@@ -342,7 +341,6 @@ fn a_poller_that_is_held_up_holds_up_no_other_client() {
     let bytes = raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[77]]);
     raw.send(&bytes);
     go_on.send(()).unwrap();
-    other_raw.stream.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
     other_raw.write(3, &[42]).ok();
     drop(release);
     poller.join().unwrap();

@@ -2,6 +2,7 @@
 
 mod common;
 
+use shadowbell_testing::wait;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -124,7 +125,7 @@ fn the_device_is_told_that_its_client_left_only_when_its_request_is_finished() {
     let mut next = Raw::connect(&path);
     let hello = next.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
     next.send(&hello);
-    std::thread::sleep(Duration::from_millis(20));
+    wait::moment();
     assert_eq!(shared.log()[1..], ["reset"]);
     done.ok();
     shared.wait_log("disconnected");
@@ -151,7 +152,7 @@ fn last_words_do_not_hide_that_their_speaker_left() {
     let last = raw.message(command::REGION_WRITE, posted, &[last.as_bytes(), &[1]]);
     raw.send(&last);
     drop(raw);
-    std::thread::sleep(Duration::from_millis(20));
+    wait::moment();
     done.ok();
     shared.wait_log("disconnected");
 }
@@ -207,10 +208,11 @@ fn removing_a_device_takes_its_client_its_socket_and_itself() {
     let gone = server.handle.remove(port);
     raw.assert_closed();
     let done = shared.wait_held();
-    assert!(gone.recv_timeout(Duration::from_millis(30)).is_err(), "it is still letting go");
+    wait::moment();
+    assert!(gone.try_recv().is_err(), "it is still letting go");
     assert!(!path.exists());
     done.ok();
-    gone.recv_timeout(Duration::from_secs(10)).unwrap();
+    gone.recv_timeout(wait::LIMIT).unwrap();
     assert_eq!(std::sync::Arc::strong_count(&shared), 1);
     assert!(server.handle.remove(port).recv().is_err(), "it is gone");
 
@@ -234,12 +236,13 @@ fn a_device_that_is_removed_finishes_its_request_before_it_lets_go() {
     assert_eq!(shared.log()[1..], ["reset"]);
     done.ok();
     shared.wait_held().ok();
-    gone.recv_timeout(Duration::from_secs(10)).unwrap();
+    gone.recv_timeout(wait::LIMIT).unwrap();
     assert_eq!(shared.log()[1..], ["reset", "disconnected"]);
 }
 
 #[test]
 fn a_stop_does_not_wait_forever() {
+    // It is to be exceeded.
     let limits = Limits { stop: Duration::from_millis(50), ..Limits::default() };
     let (mut server, path, shared) = Server::with_toy(limits);
     let raw = Raw::attach(&path);

@@ -8,6 +8,7 @@ use shadowbell_nbd::wire::{
     MAGIC, OPTION_MAGIC, Reader, Request, answer, command, flag, handshake, info, option,
     put_answer, transmission,
 };
+use shadowbell_testing::wait::LIMIT;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -121,8 +122,7 @@ impl Fake {
     pub(crate) fn wait(&self, holds: impl Fn(&BTreeMap<u16, u64>) -> bool) {
         let mut store = self.state.store.lock();
         while !holds(&store.counts) {
-            let timeout = std::time::Duration::from_secs(60);
-            assert!(!self.state.changed.wait_for(&mut store, timeout).timed_out());
+            assert!(!self.state.changed.wait_for(&mut store, LIMIT).timed_out());
         }
     }
 

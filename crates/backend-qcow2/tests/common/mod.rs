@@ -1,13 +1,13 @@
 //! What the tests share: images, a host's memory, and a way to run a batch of requests to its end.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_backend::{Disk, DiskError, FileOptions, FileSpec, Op, Queue, Request, Submitted};
 use shadowbell_backend_qcow2::{OpenError, Qcow2Disk};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use shadowbell_testing::wait;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// A directory for images, on the file system that the build uses: unlike that of `/tmp`, one that
 /// most likely can do direct I/O.
@@ -26,10 +26,10 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> Option<std::process::Output> {
             Ok(output) => {
                 let said = String::from_utf8_lossy(&output.stderr);
                 let is_locked = said.contains("Failed to lock") || said.contains("Failed to get");
-                if !is_locked || begin.elapsed() > Duration::from_secs(20) {
+                if !is_locked || begin.elapsed() > wait::LIMIT {
                     return Some(output);
                 }
-                std::thread::sleep(Duration::from_millis(10));
+                wait::pause();
             }
             Err(error) => {
                 eprintln!(
@@ -142,10 +142,7 @@ pub(crate) fn content(disk: &dyn Disk) -> Vec<u8> {
 /// Waits for the wake descriptor.
 pub(crate) fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().expect("what leaves requests pending has a wake descriptor");
-    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-    let timeout = Timespec { tv_sec: 60, tv_nsec: 0 };
-    let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
-    assert_eq!(ready, 1, "the wake descriptor stays silent");
+    wait::readable("a signal of the wake descriptor", fd);
 }
 
 /// Numbers without order, the same for the same seed.

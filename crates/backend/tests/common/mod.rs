@@ -2,13 +2,12 @@
 //! batch of requests to its end.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_backend::{self as disk, Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{DmaSpace, Mapping, Segments, SharedBytes, View};
+use shadowbell_testing::wait;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Memory of a host, mapped at IOVA 0, with room behind it for SGLs.
 pub(crate) struct Host {
@@ -99,11 +98,7 @@ pub(crate) fn run_one(
 /// Waits for the wake descriptor.
 pub(crate) fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().expect("what leaves requests pending has a wake descriptor");
-    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-    let timeout = Timespec { tv_sec: 60, tv_nsec: 0 };
-    let since = Instant::now();
-    let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
-    assert!(ready == 1 && since.elapsed().as_secs() < 50, "the wake descriptor stays silent");
+    wait::readable("a signal of the wake descriptor", fd);
 }
 
 /// A directory for images, on the file system that the build uses: unlike that of `/tmp`, one that

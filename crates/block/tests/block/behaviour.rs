@@ -8,6 +8,7 @@ use shadowbell_block::{
 use shadowbell_driver::{AsyncQueue, AttachOptions};
 use shadowbell_spec::Status;
 use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_testing::wait;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -91,9 +92,10 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
     let backing = TestDisk::new(64, 512);
     let (_controller, disk) = open(&backing, &BlockOptions::default());
     backing.order(|orders| orders.hold = true);
+    // Nothing is to end in this time.
     assert!(block_on_for(disk.flush(), Duration::from_millis(5)).is_none());
     backing.order(|orders| orders.hold = false);
-    assert!(matches!(block_on_for(disk.flush(), Duration::from_secs(10)), Some(Ok(()))));
+    assert!(matches!(block_on_for(disk.flush(), wait::LIMIT), Some(Ok(()))));
     backing.order(|orders| {
         orders.hold = true;
         orders.seen.clear();
@@ -109,7 +111,7 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
     let mut beside = Box::pin(other.write(2000, &[8], false));
     begin(&mut beside);
     backing.expect(2);
-    std::thread::sleep(Duration::from_millis(20));
+    wait::moment();
     let seen = backing.seen();
     assert_eq!(seen.len(), 2, "{seen:?}");
     assert_eq!((seen[1].op, seen[1].offset), (Op::Read, 1536));
@@ -139,11 +141,11 @@ fn a_write_whose_future_is_dropped_keeps_its_range_and_its_buffer() {
     let other = disk.on_queue(1);
     let mut part = Box::pin(other.write(5, &[9], false));
     begin(&mut part);
-    std::thread::sleep(Duration::from_millis(20));
+    wait::moment();
     assert_eq!(backing.seen().len(), 1, "the part waits for what was dropped");
     let mut buffer = Box::pin(disk.write(1024, &data, false));
     begin(&mut buffer);
-    std::thread::sleep(Duration::from_millis(20));
+    wait::moment();
     assert_eq!(backing.seen().len(), 1, "there is but one buffer");
     backing.order(|orders| orders.hold = false);
     block_on(async {

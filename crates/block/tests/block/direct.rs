@@ -4,6 +4,7 @@ use shadowbell_backend::{DiskError, MemDisk, Op};
 use shadowbell_block::{BlockDevice, BlockError, BlockOptions, block_on};
 use shadowbell_driver::AttachOptions;
 use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_testing::wait;
 use std::future::Future;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -117,9 +118,5 @@ fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
     drop(read);
     assert_eq!(buffers.available(), 0);
     backing.order(|orders| orders.hold = false);
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
-    while buffers.available() == 0 {
-        assert!(std::time::Instant::now() < deadline, "it never comes back");
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
+    wait::until("the buffer", || buffers.available() != 0);
 }

@@ -1,10 +1,10 @@
-//! Asynchronous events.
+//! Asynchronous events, and the rate limit of a namespace's events.
 //!
 //! A host keeps some Asynchronous Event Requests outstanding, and an event completes one of them.
 //! Further events of the same type are masked until the host has read the event's log page (Base
 //! 2.1, 5.1.2 "Asynchronous Event Request command"), which bounds the number of events.
 
-use super::limits::MAX_EVENT_REQUESTS;
+use super::MAX_EVENT_REQUESTS;
 use crate::saved::{SavedEvent, SavedEvents};
 use shadowbell_spec::Status;
 use shadowbell_spec::event::{
@@ -12,7 +12,8 @@ use shadowbell_spec::event::{
 };
 use shadowbell_spec::feature::AsyncEventConfig;
 use shadowbell_spec::log::CriticalWarning;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
 
 /// Maximum number of pending events. Larger than the number of different events.
 const MAX_PENDING: usize = 16;
@@ -145,6 +146,25 @@ impl AsyncEvents {
             AsyncEvent::ANA_CHANGE => self.config.anacn(),
             _ => true,
         }
+    }
+}
+
+/// Minimum interval of events. Without a limit, a host could cause one per failed write.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// Time of the last event by NSID.
+#[derive(Debug, Default)]
+pub(crate) struct RateLimit(BTreeMap<u32, Instant>);
+
+impl RateLimit {
+    /// Returns true if an event of `nsid` at `now` may be reported.
+    pub(crate) fn allows(&mut self, nsid: u32, now: Instant) -> bool {
+        let is_old = |at: &Instant| now.saturating_duration_since(*at) < AGAIN;
+        if self.0.get(&nsid).is_some_and(is_old) {
+            return false;
+        }
+        self.0.insert(nsid, now);
+        true
     }
 }
 
@@ -331,5 +351,16 @@ mod tests {
                 prop_assert!(events.outstanding.is_empty() || events.pending.iter().all(masked));
             }
         }
+    }
+
+    #[test]
+    fn there_is_an_event_a_minute_for_each_namespace() {
+        let (mut limit, start) = (RateLimit::default(), Instant::now());
+        let mut at = |nsid, seconds| limit.allows(nsid, start + Duration::from_secs(seconds));
+        let allowed: Vec<u64> = (0..200).filter(|second| at(1, *second)).collect();
+        assert_eq!(allowed, [0, 60, 120, 180]);
+        assert!(at(2, 199) && !at(2, 200));
+        // An earlier time, read by another thread, does not allow another event.
+        assert!(!at(1, 0));
     }
 }

@@ -1,8 +1,15 @@
-//! Get Features and Set Features. Base 2.1, 5.1.11 and 5.1.25.
+//! Get Features and Set Features, with Host Behavior Support, Host Identifier and the Keep Alive
+//! Timer. Base 2.1, 5.1.11 and 5.1.25.
+//!
+//! # Keep Alive Timer
+//!
+//! Detects a dead host. Base 2.1, 3.9 "Keep Alive".
+//!
+//! The timer is optional for PCIe controllers, and no known host enables it by default. A host that
+//! enables it sends Keep Alive commands periodically. If none arrives within the timeout, the
+//! controller adds an error log entry, enters a fatal state (CSTS.CFS) and stops.
 
-use super::host_behavior::{extended_and_copy, host_behavior};
-use super::keep_alive;
-use super::limits::WARNING_TEMPERATURE;
+use super::WARNING_TEMPERATURE;
 use crate::saved::SavedFeatures;
 use shadowbell_spec::admin::{GetFeatures, SetFeatures};
 use shadowbell_spec::feature::{
@@ -15,6 +22,7 @@ use shadowbell_spec::log::{CommandEffects, FeatureEffects};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Events that a host may enable: all critical warnings, the notices in OAES of Identify
@@ -428,7 +436,7 @@ impl Features {
             }
             fid::KEEP_ALIVE_TIMER => {
                 // Base 2.1, "Keep Alive Timer": rounded up to the granularity in KAS.
-                let rounded = value.checked_next_multiple_of(keep_alive::GRANULARITY_MS);
+                let rounded = value.checked_next_multiple_of(KEEP_ALIVE_GRANULARITY_MS);
                 self.keep_alive = rounded.ok_or(Status::KEEP_ALIVE_TIMEOUT_INVALID.with_dnr())?;
                 effect = Effect::KeepAlive(self.keep_alive);
             }
@@ -616,6 +624,80 @@ impl Clock {
 
 /// Mask of a timestamp's 48 bits.
 const MILLIS: u64 = (1 << 48) - 1;
+
+/// Supported bits of Copy Descriptor Formats Enable: formats whose ranges have a source NSID.
+const COPY_FORMATS: u16 = 1 << 2 | 1 << 3;
+
+/// LBAFEE: the host supports formats with guards of more than 16 bits. Stored in one word with the
+/// enabled descriptor formats of Copy, which use lower bits.
+pub(crate) const EXTENDED_FORMATS: u16 = 1 << 15;
+
+/// Decodes the feature: whether the host supports Advanced Command Retry, and the enabled
+/// descriptor formats of Copy, with [`EXTENDED_FORMATS`] set for 64-bit guards. Values that would
+/// enable unsupported functions (dispersed namespaces, Copy format 4, telemetry data area 4) are
+/// refused.
+fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
+    let HostBehaviorSupport { acre, etdas, lbafee, hdisns, cdfe, .. } = *wanted;
+    if acre > 1 || lbafee > 1 || (etdas, hdisns, cdfe & !COPY_FORMATS) != (0, 0, 0) {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    Ok((acre == 1, if lbafee == 1 { cdfe | EXTENDED_FORMATS } else { cdfe }))
+}
+
+/// LBAFEE and CDFE from the word that [`host_behavior`] returns.
+fn extended_and_copy(formats: u16) -> (u8, u16) {
+    (u8::from(formats & EXTENDED_FORMATS != 0), formats & !EXTENDED_FORMATS)
+}
+
+/// Dword 11: the identifier has 128 bits.
+const EXHID: u32 = 1;
+
+/// Number of bytes that a command for the feature transfers.
+pub(crate) fn host_identifier_bytes(cdw11: u32) -> usize {
+    if cdw11 & EXHID != 0 { 16 } else { 8 }
+}
+
+/// KAS of Identify Controller in milliseconds: timeouts are rounded up to multiples of it.
+pub(crate) const KEEP_ALIVE_GRANULARITY_MS: u32 = 1000;
+
+/// Keep Alive Timer.
+#[derive(Debug, Default)]
+pub(crate) struct KeepAlive {
+    /// Timeout and expiry time.
+    until: Option<(Duration, Instant)>,
+    /// Time of the next scheduled check.
+    look: Option<Instant>,
+}
+
+impl KeepAlive {
+    /// Sets the timeout; 0 disables the timer.
+    pub(crate) fn set(&mut self, milliseconds: u32, now: Instant) {
+        let timeout = Duration::from_millis(milliseconds.into());
+        self.until = (milliseconds != 0).then(|| (timeout, now + timeout));
+    }
+
+    /// Restarts the timer: the host has sent a command, or the controller could not process any.
+    pub(crate) fn restart(&mut self, now: Instant) {
+        if let Some((timeout, until)) = &mut self.until {
+            *until = now + *timeout;
+        }
+    }
+
+    /// Returns true once if the timer has expired.
+    pub(crate) fn expires(&mut self, now: Instant) -> bool {
+        self.until.take_if(|(_, until)| *until <= now).is_some()
+    }
+
+    /// Time for which the caller has to schedule a check; `None` if an earlier check suffices.
+    pub(crate) fn next_look(&mut self, now: Instant) -> Option<Instant> {
+        let (_, until) = self.until?;
+        if self.look.is_some_and(|look| now < look && look <= until) {
+            return None;
+        }
+        self.look = Some(until);
+        self.look
+    }
+}
 
 #[cfg(test)]
 mod tests;

@@ -1,14 +1,16 @@
-//! Identify. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
+//! Identify, also with a namespace pool and of zoned namespaces. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
 
-use super::ana::TRANSITION_SECONDS;
-use super::identify_zoned as zoned;
-use super::keep_alive;
-use super::limits::{
+use super::logs::TRANSITION_SECONDS;
+use super::namespace_management::{BlockFormat, add_formats, extended_formats};
+use super::{
     ABORT_LIMIT, CRITICAL_TEMPERATURE, ERROR_LOG_ENTRIES, EXTENDED_MINUTES, FIRMWARE_REVISION,
-    MAX_EVENT_REQUESTS, PELS, WARNING_TEMPERATURE,
+    MAX_EVENT_REQUESTS, PELS, WARNING_TEMPERATURE, features, sanitize,
 };
 use crate::config::{Config, PCI_VENDOR_ID};
-use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises};
+use crate::namespace::{
+    COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises, placeholder,
+};
+use crate::pool::{PoolNamespace, PoolState};
 use crate::subsystem::{MAX_ANA_GROUPS, Member};
 use crate::uncorrectable::COMMAND_BYTES;
 use shadowbell_backend::MetadataFormat;
@@ -25,8 +27,9 @@ use shadowbell_spec::regs::Vs;
 use shadowbell_spec::reservation::{RESCAP_ALL, RESCAP_PTPL};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
+use shadowbell_spec::zns::{IdentifyZonedController, IdentifyZonedNamespace, ZonedLbaFormat};
 use std::sync::Arc;
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 /// Specification version of the controller: VS and VER.
 pub(crate) const VERSION: Vs = Vs::V2_0;
@@ -110,16 +113,14 @@ impl Identity {
                 let namespace = find(nsid, namespaces)?;
                 match cmd.csi {
                     csi::NVM => Ok(page(&namespace.map(nvm_namespace).unwrap_or_default())),
-                    csi::ZONED => Ok(page(&zoned::namespace(namespace)?)),
+                    csi::ZONED => Ok(page(&zoned_namespace(namespace)?)),
                     _ => Err(Status::INVALID_IO_COMMAND_SET.with_dnr()),
                 }
             }
             cns::CSI_CONTROLLER if cmd.csi == csi::NVM => {
                 Ok(page(&nvm_controller(&namespaces.promises)))
             }
-            cns::CSI_CONTROLLER if cmd.csi == csi::ZONED => {
-                Ok(page(&zoned::controller(namespaces)))
-            }
+            cns::CSI_CONTROLLER if cmd.csi == csi::ZONED => Ok(page(&zoned_controller(namespaces))),
             cns::CSI_ACTIVE_NAMESPACES if matches!(cmd.csi, csi::NVM | csi::ZONED) => {
                 let own = namespaces.iter().filter(|namespace| namespace.csi() == cmd.csi);
                 list(nsid, own.map(Namespace::nsid))
@@ -226,7 +227,7 @@ fn controller(config: &Config) -> IdentifyController {
         // One self-test operation at a time.
         dsto: 1,
         pels: PELS,
-        kas: (keep_alive::GRANULARITY_MS / 100) as u16,
+        kas: (features::KEEP_ALIVE_GRANULARITY_MS / 100) as u16,
         sqes: EntrySizes::new().with_min(6).with_max(6),
         cqes: EntrySizes::new().with_min(4).with_max(4),
         maxcmd: u16::try_from(config.max_queue_entries).unwrap_or(u16::MAX),
@@ -272,7 +273,7 @@ fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
     }
 }
 
-pub(super) fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
+fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
     let info = namespace.info();
     let blocks = namespace.blocks();
     let mut identify = IdentifyNamespace {
@@ -335,7 +336,7 @@ fn add_metadata(identify: &mut IdentifyNamespace, metadata: &MetadataFormat) {
 }
 
 /// NVM command set structure: extended LBA format with the guard type, and no storage tag bits.
-pub(super) fn nvm_namespace(namespace: &Namespace) -> IdentifyNvmNamespace {
+fn nvm_namespace(namespace: &Namespace) -> IdentifyNvmNamespace {
     let mut identify = IdentifyNvmNamespace::default();
     if let (Some(format), Some(metadata)) = (identify.elbaf.first_mut(), &namespace.info().metadata)
     {
@@ -381,6 +382,154 @@ fn ids(namespace: &Namespace) -> NamespaceIds {
         NamespaceId::Eui64(namespace.eui64()),
         NamespaceId::Csi(namespace.csi()),
     ])
+}
+
+/// Identify structures that exist only with a pool, or differ with one. `None` if
+/// [`Identity`] has to build the structure.
+///
+/// # Errors
+/// The completion status of the command.
+pub(crate) fn with_pool(
+    cmd: &Identify,
+    nsid: u32,
+    (namespaces, state): (&Namespaces, &PoolState),
+) -> Option<Result<Page, Status>> {
+    let is_nvm = cmd.csi == csi::NVM;
+    Some(match cmd.cns {
+        // NSID FFFFFFFFh: properties that are common to all namespaces.
+        cns::NAMESPACE if nsid == NSID_ALL => Ok(page(&common())),
+        cns::CSI_NAMESPACE if nsid == NSID_ALL && is_nvm => Ok(page(&extended_formats())),
+        cns::CSI_NAMESPACE if state.get(nsid).is_some() && is_nvm => is_valid(nsid, namespaces)
+            .map(|()| match namespaces.get(nsid) {
+                Some(_) => page(&extended_formats()),
+                None => page(&IdentifyNvmNamespace::default()),
+            }),
+        cns::INDEPENDENT_NAMESPACE if nsid == NSID_ALL => {
+            Ok(page(&IdentifyIndependentNamespace::default()))
+        }
+        cns::ALLOCATED_NAMESPACES => list(nsid, allocated(namespaces, state).into_iter()),
+        cns::CSI_ALLOCATED_NAMESPACES if is_nvm => {
+            list(nsid, allocated(namespaces, state).into_iter())
+        }
+        cns::ALLOCATED_NAMESPACE => {
+            is_valid(nsid, namespaces).map(|()| page(&allocated_namespace(nsid, namespaces, state)))
+        }
+        cns::CSI_ALLOCATED_NAMESPACE if is_nvm => {
+            is_valid(nsid, namespaces).map(|()| match (state.get(nsid), namespaces.get(nsid)) {
+                (Some(_), _) => page(&extended_formats()),
+                (None, Some(given)) => page(&nvm_namespace(given)),
+                (None, None) => page(&IdentifyNvmNamespace::default()),
+            })
+        }
+        cns::NAMESPACE_CONTROLLERS if nsid != NSID_ALL => is_valid(nsid, namespaces).map(|()| {
+            let attached = namespaces.get(nsid).map(|_| CNTLID);
+            page(&ControllerList::from(cmd.cntid, attached))
+        }),
+        _ => return None,
+    })
+}
+
+fn is_valid(nsid: u32, namespaces: &Namespaces) -> Result<(), Status> {
+    let is_valid = (1..=namespaces.highest()).contains(&nsid);
+    is_valid.then_some(()).ok_or(invalid_namespace())
+}
+
+/// NSIDs of the pool's namespaces and of the controller's other namespaces.
+fn allocated(namespaces: &Namespaces, state: &PoolState) -> Vec<u32> {
+    let own = state.namespaces.iter().map(|namespace| namespace.nsid);
+    let mut all: Vec<_> = own.chain(namespaces.iter().map(Namespace::nsid)).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+fn allocated_namespace(nsid: u32, namespaces: &Namespaces, state: &PoolState) -> IdentifyNamespace {
+    let own = state.get(nsid);
+    let mut found = match (namespaces.get(nsid), own) {
+        (Some(namespace), _) => identify_namespace(namespace),
+        (None, Some(own)) => identify_namespace(&detached(own, &namespaces.promises)),
+        (None, None) => return IdentifyNamespace::default(),
+    };
+    if let Some(own) = own {
+        add_formats(&mut found, &format_of(own));
+    }
+    found
+}
+
+/// Namespace structure of a detached namespace, as it will be when attached.
+fn detached(own: &PoolNamespace, promises: &Promises) -> Namespace {
+    Namespace::new(own.nsid, &placeholder(own), promises)
+}
+
+fn format_of(own: &PoolNamespace) -> BlockFormat {
+    BlockFormat { block_size: own.block_size, metadata: own.metadata }
+}
+
+fn common() -> IdentifyNamespace {
+    let mut common = IdentifyNamespace::default();
+    add_formats(&mut common, &BlockFormat { block_size: 512, metadata: None });
+    common
+}
+
+/// Adds a pool's properties to a structure of [`Identity`].
+pub(crate) fn amend_with_pool(
+    structure: &mut [u8],
+    cmd: &Identify,
+    nsid: u32,
+    (namespaces, state): (&Namespaces, &PoolState),
+) {
+    match cmd.cns {
+        cns::CONTROLLER => {
+            let Ok(controller) = IdentifyController::mut_from_bytes(structure) else {
+                return;
+            };
+            let given = namespaces.iter().filter(|ns| state.get(ns.nsid()).is_none());
+            let given: u128 = given.map(|ns| u128::from(ns.info().bytes())).sum();
+            controller.tnvmcap = (given + u128::from(state.capacity)).into();
+            controller.unvmcap = u128::from(state.unallocated()).into();
+            controller.oacs.set_format_nvm(true);
+            controller.oacs.set_namespace_management(true);
+            controller.sanicap = sanitize::capabilities();
+        }
+        cns::NAMESPACE if namespaces.get(nsid).is_some() => {
+            let namespace = IdentifyNamespace::mut_from_bytes(structure);
+            if let (Ok(namespace), Some(own)) = (namespace, state.get(nsid)) {
+                add_formats(namespace, &format_of(own));
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Structure of a zoned namespace; all zeroes for an inactive one.
+fn zoned_namespace(namespace: Option<&Namespace>) -> Result<IdentifyZonedNamespace, Status> {
+    let Some(namespace) = namespace else {
+        return Ok(IdentifyZonedNamespace::default());
+    };
+    let format = namespace.info().zoned.as_ref().ok_or(Status::INVALID_FIELD.with_dnr())?;
+    // 0's based; all ones mean "no limit".
+    let limit = |most: u32| most.wrapping_sub(1);
+    let mut identify = IdentifyZonedNamespace {
+        ozcs: if format.read_across { IdentifyZonedNamespace::READ_ACROSS } else { 0 },
+        mar: limit(format.max_active),
+        mor: limit(format.max_open),
+        ..IdentifyZonedNamespace::default()
+    };
+    if let Some(first) = identify.lbafe.first_mut() {
+        let zsze = format.size >> namespace.block_shift();
+        *first = ZonedLbaFormat { zsze, zdes: format.extension, ..ZonedLbaFormat::default() };
+    }
+    Ok(identify)
+}
+
+/// Controller structure. ZASL is the smallest limit of all namespaces, because it applies to all.
+fn zoned_controller(namespaces: &Namespaces) -> IdentifyZonedController {
+    let limits = namespaces.iter().filter_map(|namespace| namespace.info().zoned.as_ref());
+    let shortest = limits.map(|format| format.append_limit).filter(|limit| *limit != 0).min();
+    IdentifyZonedController {
+        zasl: shortest.map_or(0, |limit| (limit / 4096).max(1).ilog2() as u8),
+        ..IdentifyZonedController::default()
+    }
 }
 
 #[cfg(test)]

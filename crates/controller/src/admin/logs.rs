@@ -1,19 +1,20 @@
-//! Get Log Page: errors, health, changes and supported commands. Base 2.1, 5.1.12.
+//! Get Log Page: errors, health, changes, supported commands, ANA states and reservation
+//! notifications. Base 2.1, 5.1.12; Asymmetric Namespace Access also 8.1.1; Reservation
+//! Notification Mask 5.1.25.
 
-use super::features;
-use super::limits::{ERROR_LOG_ENTRIES, FIRMWARE_REVISION, TEMPERATURE};
-use super::sanitize;
+use super::{ERROR_LOG_ENTRIES, FIRMWARE_REVISION, TEMPERATURE, features, sanitize};
 use crate::pool::PoolState;
-use crate::saved::SavedErrors;
+use crate::saved::{SavedAna, SavedErrors, SavedSharing};
 use crate::uncorrectable::Uncorrectable;
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::identify::csi;
 use shadowbell_spec::log::{
-    Afi, ChangedNamespaces, CommandEffects, CommandsSupportedEffects, CriticalWarning,
-    ErrorLogEntry, FeaturesSupportedEffects, FirmwareSlot, LogPageSupport, ParameterLocation,
-    SelfTestLog, SmartHealth, SupportedLogPages, TELEMETRY_BLOCK, lid,
+    Afi, AnaGroup, AnaLog, AnaState, ChangedNamespaces, CommandEffects, CommandsSupportedEffects,
+    CriticalWarning, ErrorLogEntry, FeaturesSupportedEffects, FirmwareSlot, LogPageSupport,
+    ParameterLocation, SelfTestLog, SmartHealth, SupportedLogPages, TELEMETRY_BLOCK, lid,
 };
 use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
+use shadowbell_spec::reservation::ReservationNotification;
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -470,6 +471,141 @@ fn commands(
         page.io[usize::from(u8::from(*opcode))] = supported.with_lbcc(*changes);
     }
     page
+}
+
+/// ANATT: maximum time in seconds that a group stays in the ANA Change state. States are set by
+/// management software, which has to observe the limit.
+pub(crate) const TRANSITION_SECONDS: u8 = 60;
+
+/// ANA state changes since the last Controller Level Reset.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct AnaChanges {
+    /// Change Count.
+    count: u64,
+    /// Last state of each group that the host could know, and the Change Count of its last change.
+    groups: BTreeMap<u32, (AnaState, u64)>,
+}
+
+impl AnaChanges {
+    /// Compares the current states with the known ones. Returns true if one has changed. The first
+    /// state of a group does not count as a change.
+    pub(crate) fn review(&mut self, states: impl Iterator<Item = (u32, AnaState)>) -> bool {
+        let before = self.count;
+        for (group, state) in states {
+            let (known, changes) = self.groups.entry(group).or_insert((state, 0));
+            if *known != state {
+                // After an overflow the count continues with 1, because 0 means "no change".
+                self.count = self.count.checked_add(1).unwrap_or(1);
+                (*known, *changes) = (state, self.count);
+            }
+        }
+        self.count != before
+    }
+
+    /// Log page of the given groups and their namespaces.
+    pub(crate) fn page(&self, namespaces: &BTreeMap<u32, Vec<u32>>, groups_only: bool) -> Vec<u8> {
+        let group = |(id, nsids): (&u32, &Vec<u32>)| {
+            let (state, changes) = self.groups.get(id).copied().unwrap_or_default();
+            AnaGroup { id: *id, changes, state: Some(state), nsids: nsids.clone() }
+        };
+        let groups = namespaces.iter().map(group).collect();
+        AnaLog { changes: self.count, groups }.encode(groups_only)
+    }
+
+    pub(crate) fn save(&self) -> SavedAna {
+        let groups = self.groups.iter();
+        let groups = groups.map(|(group, (state, changes))| (*group, *state as u8, *changes));
+        SavedAna { count: self.count, groups: groups.collect() }
+    }
+
+    /// Restores a snapshot of [`save`](Self::save). Groups with an undefined state are dropped.
+    pub(crate) fn restore(saved: &SavedAna) -> Self {
+        let group = |&(group, state, changes): &(u32, u8, u64)| {
+            Some((group, (AnaState::from_bits(state)?, changes)))
+        };
+        Self { count: saved.count, groups: saved.groups.iter().filter_map(group).collect() }
+    }
+}
+
+/// Maximum number of unread notifications. If exceeded, the oldest are dropped; the host sees a gap
+/// in their count.
+const MAX_NOTICES: usize = 64;
+/// Defined bits of the mask: one per notification type.
+const MASK: u32 = 0b1110;
+
+/// Reservation notifications for the host of a controller.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ReservationLog {
+    /// Masked types by NSID: bit n for type n.
+    masks: BTreeMap<u32, u32>,
+    /// Notifications (number, type and NSID), oldest first.
+    notices: VecDeque<(u64, u8, u32)>,
+    /// Number of the last notification.
+    made: u64,
+}
+
+impl ReservationLog {
+    /// Adds a notification, unless its type is masked. Returns true if an event has to be raised.
+    pub(crate) fn tell(&mut self, nsid: u32, kind: u8) -> bool {
+        if self.mask(nsid) & 1 << kind != 0 {
+            return false;
+        }
+        if self.notices.len() >= MAX_NOTICES {
+            self.notices.pop_front();
+        }
+        // After an overflow the number continues with 1, because 0 means "no notification".
+        self.made = self.made.checked_add(1).unwrap_or(1);
+        self.notices.push_back((self.made, kind, nsid));
+        true
+    }
+
+    /// Log page with the oldest notification.
+    pub(crate) fn page(&self) -> Vec<u8> {
+        let mut page = ReservationNotification::default();
+        if let Some((count, kind, nsid)) = self.notices.front() {
+            let left = self.notices.len() - 1;
+            page.lpcount = *count;
+            page.kind = *kind;
+            page.available = left.min(255) as u8;
+            page.nsid = *nsid;
+        }
+        page.as_bytes().to_vec()
+    }
+
+    /// Removes the oldest notification, after the host has read it.
+    pub(crate) fn was_read(&mut self) {
+        self.notices.pop_front();
+    }
+
+    /// Value of the Reservation Notification Mask feature.
+    pub(crate) fn mask(&self, nsid: u32) -> u32 {
+        self.masks.get(&nsid).copied().unwrap_or(0)
+    }
+
+    /// Sets the Reservation Notification Mask feature.
+    pub(crate) fn set_mask(&mut self, nsid: u32, mask: u32) {
+        self.masks.insert(nsid, mask & MASK);
+    }
+
+    /// Drops mask and notifications of namespace `nsid`, which was replaced or removed.
+    pub(crate) fn forget_namespace(&mut self, nsid: u32) {
+        self.masks.remove(&nsid);
+        self.notices.retain(|(_, _, of)| *of != nsid);
+    }
+
+    /// Snapshot, together with the Host Identifier and the ANA states.
+    pub(crate) fn save(&self, host: Vec<u8>, ana: SavedAna) -> SavedSharing {
+        let masks = self.masks.iter().map(|(nsid, mask)| (*nsid, *mask)).collect();
+        let notices = self.notices.iter().copied().collect();
+        SavedSharing { host, masks, notices, notices_made: self.made, ana }
+    }
+
+    /// Restores a snapshot of [`save`](Self::save).
+    pub(crate) fn restore(saved: &SavedSharing) -> Self {
+        let SavedSharing { masks, notices, notices_made, .. } = saved;
+        let notices = notices.iter().copied().take(MAX_NOTICES).collect();
+        Self { masks: masks.iter().copied().collect(), notices, made: *notices_made }
+    }
 }
 
 #[cfg(test)]

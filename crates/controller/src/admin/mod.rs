@@ -1,23 +1,167 @@
-//! Admin commands: decoding, checks and data structures, independent of the control plane.
+//! Admin commands: decoding, checks and data structures, independent of the control plane. This
+//! file has what they share: limits, the CPU time budget, and out-of-band commands.
 
-pub(crate) mod ana;
-pub(crate) mod budget;
 pub(crate) mod events;
 pub(crate) mod features;
-pub(crate) mod format;
-pub(crate) mod host_behavior;
-pub(crate) mod host_identifier;
 pub(crate) mod identify;
-pub(crate) mod identify_pool;
-mod identify_zoned;
-pub(crate) mod keep_alive;
-pub(crate) mod limits;
 pub(crate) mod logs;
 pub(crate) mod namespace_management;
 pub(crate) mod persistent_events;
-mod pool_formats;
-pub(crate) mod rate_limit;
-pub(crate) mod reservation_log;
 pub(crate) mod sanitize;
 pub(crate) mod self_test;
 pub(crate) mod telemetry;
+
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::{GetLogPage, Identify};
+use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
+use std::time::{Duration, Instant};
+
+/// Maximum number of concurrent Abort commands: ACL of Identify Controller, not 0's based here.
+pub(crate) const ABORT_LIMIT: u32 = 4;
+/// Maximum number of outstanding Asynchronous Event Requests: AERL of Identify Controller, not 0's
+/// based here.
+pub(crate) const MAX_EVENT_REQUESTS: usize = 4;
+/// Number of entries of the Error Information log page: ELPE + 1 of Identify Controller.
+pub(crate) const ERROR_LOG_ENTRIES: usize = 64;
+/// Maximum duration of an extended self-test in minutes: EDSTT of Identify Controller.
+pub(crate) const EXTENDED_MINUTES: u16 = 30;
+/// Maximum size of the Persistent Event log page in units of 64 KiB: PELS of Identify Controller.
+pub(crate) const PELS: u32 = 1;
+/// Composite temperature of the emulated controller in kelvins.
+pub(crate) const TEMPERATURE: u16 = 300;
+/// Warning threshold of the composite temperature in kelvins: WCTEMP of Identify Controller.
+pub(crate) const WARNING_TEMPERATURE: u16 = 343;
+/// Critical threshold of the composite temperature in kelvins: CCTEMP of Identify Controller.
+pub(crate) const CRITICAL_TEMPERATURE: u16 = 358;
+/// Firmware revision: the version of this program, truncated to the field.
+pub(crate) const FIRMWARE_REVISION: [u8; 8] = firmware_revision();
+
+/// Pads or truncates the version to an ASCII field.
+const fn firmware_revision() -> [u8; 8] {
+    let version = env!("CARGO_PKG_VERSION").as_bytes();
+    let mut field = [b' '; 8];
+    let mut at = 0;
+    while at < version.len() && at < field.len() {
+        field[at] = version[at];
+        at += 1;
+    }
+    field
+}
+
+/// Inverse of the long-term share: a fifth of a CPU.
+const SHARE: u32 = 5;
+/// Maximum CPU time at once, after a time without commands.
+const BURST: Duration = Duration::from_millis(50);
+/// CPU time that has to be refilled before a controller with an empty budget resumes.
+const REFILL: Duration = Duration::from_millis(2);
+/// Minimum interval of log messages.
+const SAY_AGAIN: Duration = Duration::from_secs(60);
+
+/// CPU time budget of a controller's admin commands. It refills at the rate of [`SHARE`], up to
+/// [`BURST`]. A host in normal operation does not exhaust it. If the budget is exhausted, commands
+/// are delayed and do not fail.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    /// Time when the budget is full again. The missing CPU time is the remaining time / `SHARE`.
+    full_at: Option<Instant>,
+    /// Time before which no command is executed.
+    resume_at: Option<Instant>,
+    said: Option<Instant>,
+}
+
+impl Budget {
+    pub(crate) const fn new() -> Self {
+        Self { full_at: None, resume_at: None, said: None }
+    }
+
+    /// Charges CPU time. Returns true if the budget is exhausted and this should be logged, which
+    /// is limited to once per [`SAY_AGAIN`].
+    pub(crate) fn spend(&mut self, used: Duration, now: Instant) -> bool {
+        let full_at = self.full_at.map_or(now, |at| at.max(now)) + used * SHARE;
+        self.full_at = Some(full_at);
+        let missing = full_at.saturating_duration_since(now);
+        if missing <= BURST * SHARE {
+            return false;
+        }
+        self.resume_at = Some(now + (missing - BURST * SHARE) + REFILL * SHARE);
+        let is_new = self.said.is_none_or(|at| now.saturating_duration_since(at) >= SAY_AGAIN);
+        if is_new {
+            self.said = Some(now);
+        }
+        is_new
+    }
+
+    /// Time when commands resume, if they have to wait at `now`.
+    pub(crate) fn wait_until(&self, now: Instant) -> Option<Instant> {
+        self.resume_at.filter(|at| *at > now)
+    }
+}
+
+/// Structure that [`Controller::out_of_band`](crate::Controller::out_of_band) reads, as an
+/// out-of-band admin command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OutOfBandCommand {
+    /// Identify data structure of 4096 bytes.
+    Identify {
+        /// CNS value; see [`shadowbell_spec::identify::cns`].
+        cns: u8,
+        /// NSID, for structures of a namespace.
+        nsid: u32,
+    },
+    /// Log page of at most 4096 bytes; see [`shadowbell_spec::log::lid`]. It is read with Retain
+    /// Asynchronous Event, so neither events nor lists of changes are cleared.
+    LogPage(u8),
+}
+
+impl OutOfBandCommand {
+    /// Equivalent admin command.
+    pub(crate) fn sqe(self) -> Sqe {
+        match self {
+            Self::Identify { cns, nsid } => {
+                Sqe::identify(nsid, Identify { cns, ..Identify::default() }, 0)
+            }
+            Self::LogPage(lid) => {
+                let bytes = match lid {
+                    lid::ERROR_INFORMATION => 64 * size_of::<ErrorLogEntry>(),
+                    lid::SMART_HEALTH => size_of::<SmartHealth>(),
+                    _ => 4096,
+                };
+                let numd0 = u32::try_from(bytes / 4).map_or(0, |dwords| dwords - 1);
+                let fields = GetLogPage { lid, rae: true, numd0, ..GetLogPage::default() };
+                Sqe::get_log_page(0, fields, 0)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_gets_a_fifth_and_an_honest_host_all_it_wants() {
+        let (mut budget, start) = (Budget::new(), Instant::now());
+        let turn = Duration::from_micros(100);
+        let (mut now, mut used, mut said) = (start, Duration::ZERO, 0);
+        while now - start < Duration::from_secs(130) {
+            if let Some(until) = budget.wait_until(now) {
+                now = until;
+            }
+            now += turn;
+            used += turn;
+            said += u32::from(budget.spend(turn, now));
+        }
+        let fifth = (now - start) / SHARE;
+        assert!(used >= fifth && used <= fifth + BURST + turn, "{used:?}");
+        assert_eq!(said, 3, "once a minute");
+
+        // A booting guest: a thousand commands of 20 us within half a second.
+        let mut budget = Budget::new();
+        for n in 0..1000 {
+            let now = start + Duration::from_micros(n * 500);
+            assert_eq!(budget.wait_until(now), None);
+            assert!(!budget.spend(Duration::from_micros(20), now));
+        }
+    }
+}

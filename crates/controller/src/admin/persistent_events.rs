@@ -5,7 +5,7 @@
 //! read one after the other are consistent. The total size of events is limited, and the oldest
 //! events are dropped first.
 
-use super::limits::{FIRMWARE_REVISION, PELS};
+use super::{FIRMWARE_REVISION, PELS};
 use crate::config::PCI_VENDOR_ID;
 use crate::saved::SavedEventLog;
 use shadowbell_spec::admin::GetLogPage;

@@ -6,11 +6,10 @@
 //! pieces in an extended one. The control plane has I/O threads verify one piece at a time, with
 //! pauses in between.
 
-use super::limits::EXTENDED_MINUTES;
+use super::EXTENDED_MINUTES;
 use crate::saved::{SavedSelfTest, SavedSelfTestRun};
-use shadowbell_spec::log::{
-    SelfTestLog, SelfTestResult, ValidDiagnostics, self_test_result as result, stc,
-};
+use shadowbell_spec::log::self_test_result as result;
+use shadowbell_spec::log::{SelfTestLog, SelfTestResult, ValidDiagnostics, stc};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;

@@ -1,6 +1,6 @@
 //! Diagnostic data for support engineers: self-tests, telemetry and persistent events.
 
-use super::reset::Lifecycle;
+use super::lifecycle_state::Lifecycle;
 use crate::admin::logs::ErrorLog;
 use crate::admin::persistent_events::EventLog;
 use crate::admin::self_test::{Medium, SelfTest};

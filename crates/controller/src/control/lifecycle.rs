@@ -1,21 +1,20 @@
-//! Controller enable, shutdown and reset.
+//! Controller enable, shutdown and reset, and expiry of the Keep Alive Timer.
 
 use super::Control;
-use super::admin::Attach;
-use super::deferred::{Callback, Deferred};
+use super::admin_port::Attach;
 use super::diagnostics::hours;
 use super::io_queues::{QueueEnvironment, ended};
-use super::quiesce_state::Step;
+use super::lifecycle_state::{Callback, Deferred, Phase, ShutdownFlush, Step, Waiter};
 use super::registers::Registers;
-use super::reset::{Phase, ShutdownFlush, Waiter};
 use crate::context::Context;
 use crate::control_thread::AdminDoorbellPoll;
 use crate::event::Event;
 use crate::notice::Operation;
 use crate::queue::admin::AdminQueue;
 use crate::trace::Kind;
-use crate::worker::message::Message;
-use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind};
+use crate::worker::mailbox::Message;
+use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind, SHST_NORMAL};
+use shadowbell_spec::status::Status;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -214,7 +213,7 @@ impl Control {
     }
 
     /// Runs a waiter's action after a reset.
-    pub(super) fn reset_is_over(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
+    fn reset_is_over(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
         match waiter {
             Waiter::Reset(done) => deferred.callbacks.push(done),
             Waiter::Disconnect(done) => {
@@ -234,7 +233,7 @@ impl Control {
         self.reset_for(cx, Waiter::Disconnect(done))
     }
 
-    pub(super) fn reset_for(&mut self, cx: &Context, waiter: Waiter) -> Deferred {
+    fn reset_for(&mut self, cx: &Context, waiter: Waiter) -> Deferred {
         let mut deferred = Deferred::default();
         if let Some(overriding) = &mut self.overriding {
             overriding.function_reset();
@@ -251,5 +250,55 @@ impl Control {
             self.begin_reset(cx, true, &mut deferred);
         }
         deferred
+    }
+}
+
+/// Expiry of the Keep Alive Timer.
+impl Control {
+    /// Checks the Keep Alive Timer. Returns true if it has expired.
+    pub(crate) fn watch_host(
+        &mut self,
+        cx: &Context,
+        now: Instant,
+        deferred: &mut Deferred,
+    ) -> bool {
+        // Base 2.1, 3.9: the timer runs while the controller is ready and not shutting down. A
+        // quiesced controller does not process Keep Alive commands, so the timer stops as well.
+        let listens = self.is_ready()
+            && self.registers.csts.shst() == SHST_NORMAL
+            && self.quiesce.step == Step::Running;
+        let timer = self.commands.keep_alive();
+        if !listens {
+            timer.restart(now);
+            return false;
+        }
+        let is_gone = timer.expires(now);
+        if is_gone {
+            self.host_is_gone(cx, deferred);
+        }
+        is_gone
+    }
+
+    /// Time of the next timer turn for Keep Alive or background work; `None` if none is needed or
+    /// one is already scheduled.
+    pub(crate) fn next_watch(&mut self, now: Instant) -> Option<Instant> {
+        let due = self.next_due();
+        self.commands.keep_alive().next_look(now).into_iter().chain(due).min()
+    }
+
+    /// Adds an error log entry, enters a fatal state and stops command execution.
+    fn host_is_gone(&mut self, cx: &Context, deferred: &mut Deferred) {
+        self.port.no_command_failed(Status::KEEP_ALIVE_TIMER_EXPIRED);
+        let why = "the Keep Alive Timer expired without a command from the host";
+        self.fail(cx, why, deferred);
+        // The queues are detached as at a reset, because only a reset can follow. The notice has
+        // the generation before this one, so it is ignored.
+        let before = self.lifecycle.generation.wrapping_sub(1);
+        let latch = cx.latch(ended(before, Operation::Reset));
+        cx.send_all(self.queues.workers(), |controller| Message::Detach {
+            controller,
+            latch: latch.clone(),
+        });
+        deferred.latches.push(latch);
     }
 }

@@ -1,6 +1,6 @@
 //! Host memory: DMA maps of the control plane.
 
-use super::deferred::Callback;
+use super::lifecycle_state::Callback;
 use shadowbell_memory::{DirtyLog, DmaError, DmaSpace, DmaTable, SharedBytes};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -4,68 +4,68 @@
 //! waits. Long operations are sent to the I/O threads as messages, and continue when the last of
 //! them drops its latch and thereby sends a notice. Guest memory is not accessed under the lock:
 //! the admin queue server (`admin_server`) accesses it, and gets [`Orders`].
+//!
+//! The type [`Control`] has its methods in four files: this one (construction, admin commands,
+//! notices from I/O threads, memory map changes, exclusive commands, background work), `lifecycle`,
+//! `namespaces` and `checkpoint`.
+//!
+//! # Exclusive commands
+//!
+//! No other command of the controller runs while an [exclusive command](crate::exec) does.
+//!
+//! The I/O threads stop fetching and let commands in flight end. Each of them then executes its
+//! waiting exclusive commands, one I/O thread after the other. Changes are checkpointed, and all
+//! I/O threads resume. The messages are sent even while the controller moves or quiesces, to all
+//! I/O threads that may have its queues, and arriving queues check
+//! `ControllerShared::is_exclusive`. A host that repeats exclusive commands is limited by its admin
+//! budget (`control_plane`).
 
-mod admin;
-mod admin_checkpoint;
-mod admin_execution;
-mod ana;
-mod background;
+mod admin_port;
+mod checkpoint;
 mod commands;
-pub(crate) mod control_override;
-mod deferred;
 mod diagnostics;
-mod dirty;
-mod exclusive;
-mod exclusive_state;
 mod io_queues;
-mod keep_alive;
 mod lifecycle;
+mod lifecycle_state;
+mod log_pages;
 mod memory;
-mod memory_changes;
-mod namespace_changes;
+mod namespace_state;
 mod namespaces;
-mod notices;
 mod pool;
-mod pool_events;
-mod quiesce;
-mod quiesce_state;
-mod recover;
-mod registers;
-mod relocation;
-mod reservations;
-mod reset;
-mod save;
+pub(crate) mod registers;
 mod shared_features;
 
-#[cfg(feature = "faults")]
-pub(crate) use admin::Executed;
-mod ana_access;
-
-pub(crate) use admin::{Attach, Data, Orders, Outcome};
-pub(crate) use deferred::{Callback, Deferred};
+pub(crate) use admin_port::{Attach, Data, Executed, Orders, Outcome};
 pub use io_queues::DoorbellEventfds;
-pub use namespace_changes::NamespaceError;
+pub(crate) use lifecycle_state::{Callback, Deferred};
+pub use namespace_state::NamespaceError;
 #[cfg(feature = "faults")]
 pub(crate) use registers::RegisterImage;
 
+use crate::admin::OutOfBandCommand;
+use crate::admin::persistent_events::{FATAL, ISOLATED, Moment, Own, RECOVERED};
 use crate::context::Context;
 use crate::event::Event;
-use crate::out_of_band::OutOfBandCommand;
-use crate::worker::message::Message;
-use admin::AdminPort;
+use crate::notice::{Latch, MissedErrors, Notice, Operation};
+use crate::queue::admin::AdminCompletion;
+use crate::trace::Kind;
+use crate::worker::mailbox::Message;
+use admin_port::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
-use control_override::ControlOverride;
-use exclusive_state::Exclusive;
-use io_queues::IoQueues;
+use diagnostics::{hours, media, summary};
+use io_queues::{IoQueues, QueueEnvironment, ended};
+use lifecycle_state::{Exclusive, Lifecycle, Phase, Quiesce, ShutdownFlush, Stage, Step};
 use memory::HostMemory;
-use namespace_changes::NamespaceChanges;
-use quiesce_state::Quiesce;
-use registers::{Effect, Registers};
-use reset::{Lifecycle, Phase};
+use namespace_state::NamespaceChanges;
+use registers::{ControlOverride, Effect, Registers, Response};
+use shadowbell_memory::{DmaError, DmaTable, SharedBytes};
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
+use shadowbell_spec::{Sqe, regs};
 use std::any::Any;
 use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Controller state for the admin queue server.
 #[derive(Clone, Copy, Debug, Default)]
@@ -249,5 +249,469 @@ impl Control {
         let mut deferred = Deferred::default();
         let (commands, mut env) = self.split(cx, &mut deferred);
         commands.out_of_band(&mut env, command)
+    }
+}
+
+/// Execution of admin commands for the admin queue server.
+impl Control {
+    /// Number of bytes that an admin command transfers from the host, read before its execution.
+    pub(crate) fn data_length(sqe: &Sqe) -> usize {
+        AdminCommands::data_length(sqe)
+    }
+
+    /// True if the admin queue server has orders.
+    pub(crate) fn has_admin_orders(&self) -> bool {
+        self.port.has_orders()
+    }
+
+    /// Takes the orders for the admin queue server. `has_fetched` is true if it fetched a command.
+    pub(crate) fn admin_orders(&mut self, has_fetched: bool) -> (Orders, Standing) {
+        let orders = self.port.take_orders(has_fetched);
+        let (ready, begins) = (self.is_ready(), self.quiesce.step == Step::Running);
+        let quiesced = self.quiesce.step == Step::Quiesced;
+        (orders, Standing { ready, begins, quiesced, page_size: self.registers.page_size() })
+    }
+
+    /// Executes an admin command that was fetched in reset generation `generation`. `data` is the
+    /// data from the host, or the error in reading it. `None` if a reset has begun since or the
+    /// controller is in a fatal state: the command is dropped.
+    pub(crate) fn execute(
+        &mut self,
+        cx: &Context,
+        generation: u64,
+        sqe: &Sqe,
+        data: Option<Result<Vec<u8>, Status>>,
+        deferred: &mut Deferred,
+    ) -> Option<Executed> {
+        if generation != self.lifecycle.generation || !self.is_ready() {
+            return None;
+        }
+        self.log_queues();
+        let (commands, mut env) = self.split(cx, deferred);
+        let executed = commands.execute(&mut env, sqe, data);
+        if !matches!(executed, Ok(Outcome::NotYet)) {
+            let entries = u32::from(self.registers.aqa.asqs()) + 1;
+            self.port.checkpoint.begin(sqe, entries, !matches!(executed, Ok(Outcome::Unplaced)));
+        }
+        if let Err(status) = &executed {
+            self.admin_failed(sqe, *status);
+        }
+        Some(executed)
+    }
+
+    /// Marks a command as completed by the admin queue server.
+    pub(crate) fn admin_ended(&mut self, generation: u64, completion: AdminCompletion) {
+        if generation == self.lifecycle.generation {
+            self.port.checkpoint.end(completion);
+        }
+    }
+
+    /// Marks completions as posted, with the completion queue's tail and phase after them.
+    pub(crate) fn admin_posted(&mut self, at: (u16, bool), cids: &[u16]) {
+        self.port.checkpoint.posted(at, cids);
+    }
+
+    /// Logs that the data of an admin command could not be written to host memory.
+    pub(crate) fn admin_data_failed(&mut self, generation: u64, sqe: &Sqe, status: Status) {
+        if generation == self.lifecycle.generation {
+            self.admin_failed(sqe, status);
+        }
+    }
+
+    fn admin_failed(&mut self, sqe: &Sqe, status: Status) {
+        tracing::debug!(opcode = sqe.opcode, nsid = sqe.nsid, %status, "admin command");
+        self.port.log_error(0, sqe.cid, status, sqe.nsid, 0);
+    }
+
+    /// Clears the event of a log page that the host has read, unless the event is retained.
+    pub(crate) fn log_was_read(&mut self, generation: u64, (lid, keeps_event): (u8, bool)) {
+        if generation == self.lifecycle.generation {
+            let completion = self.port.events.log_read(lid, keeps_event);
+            self.port.complete_event(completion);
+        }
+    }
+
+    /// Enters a fatal state, because a command cannot be completed without a completion queue.
+    pub(crate) fn lacks_admin_cq(&mut self, cx: &Context, deferred: &mut Deferred) {
+        let why = "the admin completion queue is not in memory that the host shared";
+        self.fail(cx, why, deferred);
+    }
+}
+
+/// Notices from I/O threads.
+impl Control {
+    /// Handles errors whose notices were discarded.
+    pub(crate) fn receive_missed(
+        &mut self,
+        cx: &Context,
+        missed: &MissedErrors,
+        deferred: &mut Deferred,
+    ) {
+        self.port.errors.skip(missed.count);
+        let full = missed.full.iter().map(|nsid| (*nsid, Status::CAPACITY_EXCEEDED));
+        for failed in full.chain(missed.write_fault) {
+            self.commands.command_failed(cx, failed, deferred);
+        }
+    }
+
+    /// Handles a notice from an I/O thread.
+    pub(crate) fn receive(&mut self, cx: &Context, notice: Notice, deferred: &mut Deferred) {
+        match notice {
+            Notice::InvalidDoorbell { qid } => {
+                tracing::debug!(qid, "invalid doorbell value");
+                if self.is_ready() {
+                    self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
+                }
+            }
+            Notice::CommandError { sqid, cid, status, nsid, lba } => {
+                self.port.log_error(sqid, cid, status, nsid, lba);
+                let failed = (nsid, status);
+                self.commands.command_failed(cx, failed, deferred);
+            }
+            Notice::MemoryLost => {
+                let why = "host memory was truncated while it was mapped";
+                self.fail(cx, why, deferred);
+            }
+            Notice::Condition(condition) => {
+                let ready = self.is_ready();
+                let response = self.overriding.as_mut().map(|o| o.condition(condition, ready));
+                match response.unwrap_or(Response::Nothing) {
+                    Response::Nothing => {}
+                    Response::Fail(why) => self.fail(cx, why, deferred),
+                    Response::Reset => self.begin_reset(cx, true, deferred),
+                }
+            }
+            // A reset drops the commands that wait.
+            Notice::WantsExclusive if self.is_ready() => self.exclusive.want(),
+            Notice::WantsExclusive => {}
+            Notice::AdminDoorbell => {}
+            Notice::SlowTurns { took } => self.too_slow(cx, took, deferred),
+            Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
+            Notice::Left => self.queues_left(cx, deferred),
+            Notice::Stranded => {
+                self.fail(cx, "the dedicated I/O thread could not take over the queues", deferred);
+            }
+            Notice::NamespaceChanged { nsid, status } => {
+                self.namespace_changed(cx, nsid, status, deferred);
+            }
+            Notice::PoolEnded { generation, cid, status, dw0 } => {
+                self.pool_ended(cx, (generation, cid), (status, dw0), deferred);
+            }
+            Notice::Sanitized => self.sanitized(cx, deferred),
+            Notice::Shared => self.pass_on_changes(cx, deferred),
+            Notice::ReservationEnded { ticket, status } => {
+                self.end_reservation(cx, ticket, status);
+            }
+            Notice::AnaChanged { ticket } => self.ana_changed(ticket, deferred),
+            Notice::MemoryReleased { ticket } => {
+                deferred.callbacks.extend(self.memory.released(ticket));
+            }
+            // Operations from before a reset are ignored.
+            Notice::Ended { generation, .. } if generation != self.lifecycle.generation => {}
+            Notice::Ended { operation, status, .. } => {
+                self.operation_ended(cx, operation, status, deferred);
+            }
+        }
+    }
+
+    /// Continues `operation` after all I/O threads have finished their part.
+    fn operation_ended(
+        &mut self,
+        cx: &Context,
+        operation: Operation,
+        status: Status,
+        deferred: &mut Deferred,
+    ) {
+        let (queues, port) = (&mut self.queues, &mut self.port);
+        match operation {
+            Operation::CreateCq { qid, cid } => queues.cq_created(cx, port, (qid, cid), status),
+            Operation::CreateSq { qid, cid } => {
+                queues.sq_created(cx, port, (qid, cid), status, deferred);
+            }
+            Operation::DeleteCq { qid, cid } => queues.cq_deleted(cx, port, (qid, cid)),
+            Operation::DeleteSq { qid, cid } => queues.sq_deleted(cx, port, (qid, cid)),
+            Operation::ShadowDoorbells { cid } => {
+                self.commands.shadow_configured(port, cid);
+                cx.trace(Kind::ShadowConfigured, 0, 0, 0);
+                deferred.event(Event::ShadowDoorbells);
+            }
+            Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
+            Operation::LbaStatus { cid } => self.commands.lba_status_ended(cx, port, cid),
+            // The cache is already off, so only writes from before had to be flushed.
+            Operation::Flush { cid } | Operation::Feature { cid } if status.is_success() => {
+                port.complete(cid, status, 0);
+            }
+            Operation::Flush { cid } | Operation::Feature { cid } => port.fail(cid, status, 0),
+            Operation::Pause | Operation::Exclusive => self.next_exclusive(cx, deferred),
+            Operation::Recorded => self.exclusive_recorded(cx, deferred),
+            Operation::Settled => self.exclusive_settled(cx),
+            Operation::SelfTest { run, nsid } => self.verified(cx, (run, nsid), status),
+            Operation::Shutdown => {
+                let flush = std::mem::replace(&mut self.lifecycle.flush, ShutdownFlush::None);
+                match flush {
+                    ShutdownFlush::None => {}
+                    ShutdownFlush::Again => self.shut_down(cx, deferred),
+                    ShutdownFlush::UnderWay if self.memory.shadow.is_some() => {
+                        self.end_shadow_doorbells(cx, deferred);
+                    }
+                    ShutdownFlush::UnderWay => {
+                        self.let_workers_go(cx, deferred);
+                        self.registers.csts.set_shst(regs::SHST_COMPLETE);
+                        deferred.event(Event::Shutdown);
+                    }
+                }
+            }
+            Operation::Reset => self.end_reset(cx, deferred),
+        }
+    }
+}
+
+/// Background work for diagnostics: self-test pieces, SMART / Health snapshots and persistent
+/// events.
+impl Control {
+    fn moment(&self) -> Moment {
+        self.commands.moment(&self.lifecycle)
+    }
+
+    /// Logs that the controller was enabled.
+    fn log_enabled(&mut self) {
+        let moment = self.moment();
+        self.commands.diagnostics.events.enabled(&moment);
+    }
+
+    /// Adds a vendor-specific persistent event, captures controller-initiated telemetry and raises
+    /// the telemetry event.
+    fn log_own(&mut self, cx: &Context, own: Own, text: &str) {
+        let moment = self.moment();
+        let stats = cx.shared.stats(|_| None);
+        let diagnostics = &mut self.commands.diagnostics;
+        diagnostics.events.own(&moment, own, text);
+        let (errors, events) = (&self.port.errors, diagnostics.events.len());
+        let summary = summary(&cx.config, &self.lifecycle, errors, &stats, events);
+        let reason = format!("{}: {text}", own.1);
+        diagnostics.telemetry.capture_own(&reason, &summary.unwrap_or_default());
+        self.port.raise(AsyncEvent::TELEMETRY_LOG_CHANGED);
+    }
+
+    fn log_fatal(&mut self, cx: &Context, why: &str) {
+        self.log_own(cx, FATAL, why);
+    }
+
+    fn log_recovered(&mut self, cx: &Context) {
+        self.log_own(cx, RECOVERED, "recovered by a new process after a crash");
+    }
+
+    fn log_isolated(&mut self, cx: &Context, took: Duration) {
+        let text = format!("a pass took {took:?}: moved to a dedicated I/O thread");
+        self.log_own(cx, ISOLATED, &text);
+    }
+
+    /// Does the due work: a self-test piece or a health snapshot. Returns true if any was due.
+    pub(crate) fn run_background(
+        &mut self,
+        cx: &Context,
+        now: Instant,
+        deferred: &mut Deferred,
+    ) -> bool {
+        if !self.is_ready() || self.quiesce.step != Step::Running {
+            return false;
+        }
+        let wants_snapshot = self.commands.diagnostics.events.wants_snapshot(now);
+        if wants_snapshot {
+            let (commands, env) = self.split(cx, deferred);
+            let health = commands.health_page(&env);
+            let moment = commands.moment(env.lifecycle);
+            commands.diagnostics.events.snapshot(&moment, &health, now);
+        }
+        let hours = hours(&self.lifecycle);
+        let self_test = &mut self.commands.diagnostics.self_test;
+        if self_test.next_at().is_none_or(|at| at > now) {
+            return wants_snapshot;
+        }
+        if let Some(piece) = self_test.next(&media(cx), now, hours) {
+            let operation = Operation::SelfTest { run: self_test.run(), nsid: piece.nsid };
+            let (registers, memory) = (&self.registers, &self.memory);
+            let generation = self.lifecycle.generation;
+            let env = QueueEnvironment { registers, memory, generation };
+            let overriding = self.overriding.as_ref().map(|overriding| overriding.queues());
+            self.queues.verify(cx, &env, piece, operation, overriding);
+        }
+        true
+    }
+
+    /// Time of the next due work.
+    fn next_due(&self) -> Option<Instant> {
+        let works = self.is_ready() && self.quiesce.step == Step::Running;
+        let diagnostics = &self.commands.diagnostics;
+        let due = [diagnostics.self_test.next_at(), diagnostics.events.snapshot_due()];
+        due.into_iter().flatten().min().filter(|_| works)
+    }
+
+    /// Stores the result of a verified self-test piece.
+    fn verified(&mut self, cx: &Context, (run, nsid): (u32, u32), status: Status) {
+        let shift = cx.serving().get(nsid).map_or(0, |namespace| namespace.block_shift());
+        let self_test = &mut self.commands.diagnostics.self_test;
+        self_test.verified(run, status, shift, Instant::now());
+    }
+}
+
+/// Exclusive commands: coordination of the I/O threads.
+impl Control {
+    /// True if exclusive commands are waiting or running.
+    pub(crate) fn has_exclusive(&self) -> bool {
+        !self.exclusive.is_quiet()
+    }
+
+    /// Starts a round of exclusive commands, if one is requested and none is running.
+    pub(crate) fn advance_exclusive(&mut self, cx: &Context, deferred: &mut Deferred) {
+        let quiesced = self.quiesce.step == Step::Quiesced;
+        if self.exclusive.stage != Stage::Nothing
+            || !self.exclusive.is_wanted
+            || !self.is_ready()
+            || quiesced
+        {
+            return;
+        }
+        let workers = cx.route.everywhere(self.queues.workers());
+        self.exclusive = Exclusive {
+            is_wanted: false,
+            stage: Stage::Pausing,
+            left: workers.clone(),
+            workers,
+            marks: cx.shared.uncorrectable(),
+        };
+        cx.shared.set_exclusive(true);
+        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Pause));
+        for worker in &self.exclusive.workers {
+            let (controller, latch) = (cx.shared.id, latch.clone());
+            cx.pool.send(*worker, Message::Pause { controller, latch });
+        }
+        deferred.latches.push(latch);
+    }
+
+    /// Continues after the pause or an I/O thread's turn: starts the next turn or the checkpoint.
+    fn next_exclusive(&mut self, cx: &Context, deferred: &mut Deferred) {
+        let next = self.exclusive.left.pop();
+        let (stage, operation) = match next {
+            Some(_) => (Stage::Turns, Operation::Exclusive),
+            None => (Stage::Recording, Operation::Recorded),
+        };
+        self.exclusive.stage = stage;
+        let latch = cx.latch(ended(self.lifecycle.generation, operation));
+        if let Some(worker) = next {
+            let (controller, latch) = (cx.shared.id, latch.clone());
+            cx.pool.send(worker, Message::RunExclusive { controller, latch });
+        }
+        // Deferred latches are dropped after the checkpoint, so the notice follows it.
+        deferred.latches.push(latch);
+    }
+
+    /// Continues after the checkpoint. If the marked blocks have changed, the I/O threads first
+    /// write the outcome of their commands to the journal, so that a recovery does not repeat them.
+    fn exclusive_recorded(&mut self, cx: &Context, deferred: &mut Deferred) {
+        if Arc::ptr_eq(&self.exclusive.marks, &cx.shared.uncorrectable()) {
+            return self.exclusive_settled(cx);
+        }
+        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Settled));
+        for worker in &self.exclusive.workers {
+            let (controller, latch) = (cx.shared.id, latch.clone());
+            cx.pool.send(*worker, Message::Settle { controller, latch });
+        }
+        deferred.latches.push(latch);
+    }
+
+    /// Ends the round: all I/O threads resume.
+    fn exclusive_settled(&mut self, cx: &Context) {
+        self.exclusive.marks = Arc::default();
+        self.exclusive.stage = Stage::Nothing;
+        cx.shared.set_exclusive(false);
+        // Queues that arrived at another I/O thread during the round are paused as well.
+        self.exclusive.workers.clear();
+        for worker in cx.route.everywhere(self.queues.workers()) {
+            cx.pool.send(worker, Message::EndExclusive { controller: cx.shared.id });
+        }
+    }
+
+    /// Drops the round and all requests, for a reset.
+    fn drop_exclusive(&mut self, cx: &Context) {
+        self.exclusive = Exclusive::default();
+        cx.shared.set_exclusive(false);
+    }
+}
+
+/// Changes of the host's memory map.
+impl Control {
+    /// Maps memory. The caller calls [`publish_table`](Self::publish_table) afterwards.
+    pub(crate) fn map(
+        &mut self,
+        iova: u64,
+        len: u64,
+        memory: &SharedBytes,
+    ) -> Result<(), DmaError> {
+        self.memory.map(iova, len, memory)
+    }
+
+    /// Unmaps a range. `done` is called when the range is no longer used.
+    pub(crate) fn unmap(
+        &mut self,
+        cx: &Context,
+        iova: u64,
+        len: u64,
+        done: Callback,
+    ) -> Result<Deferred, DmaError> {
+        self.memory.unmap(iova, len)?;
+        let mut deferred = Deferred::default();
+        self.release_memory(cx, done, &mut deferred);
+        Ok(deferred)
+    }
+
+    /// Unmaps all ranges. `done` is called when they are no longer used.
+    pub(crate) fn unmap_all(&mut self, cx: &Context, done: Callback, deferred: &mut Deferred) {
+        self.memory.unmap_all();
+        self.release_memory(cx, done, deferred);
+    }
+
+    /// Enables access to host memory. The caller calls [`publish_table`](Self::publish_table)
+    /// afterwards.
+    pub(crate) fn enable_memory(&mut self) {
+        self.memory.enable(true);
+    }
+
+    /// Disables access to host memory, independent of the maps. `done` is called when no memory is
+    /// used any more.
+    pub(crate) fn disable_memory(&mut self, cx: &Context, done: Callback) -> Deferred {
+        self.memory.enable(false);
+        let mut deferred = Deferred::default();
+        self.release_memory(cx, done, &mut deferred);
+        deferred
+    }
+
+    /// DMA table of all maps, even while access is disabled.
+    pub(crate) fn mapped(&self) -> &Arc<DmaTable> {
+        self.memory.all()
+    }
+
+    fn release_memory(&mut self, cx: &Context, done: Callback, deferred: &mut Deferred) {
+        let ticket = self.memory.wait(done);
+        let latch = cx.latch(Notice::MemoryReleased { ticket });
+        self.publish_table(cx, Some(&latch));
+        deferred.latches.push(latch);
+    }
+
+    /// Sends the current DMA table to the admin queue server and all I/O threads. Each drops its
+    /// clone of `latch` when it no longer uses the old table.
+    pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) {
+        let table = Arc::clone(self.memory.table());
+        // A disabled controller has no admin queue. During a reset the queue may still exist.
+        let latch_of_admin = latch.filter(|_| self.lifecycle.phase != Phase::Disabled);
+        self.port.change_table(&table, latch_of_admin);
+        // A quiesced controller's queues use no memory, and messages are kept until the quiesce
+        // ends, so the latch must not wait for them.
+        let latch = latch.filter(|_| self.quiesce.step != Step::Quiesced);
+        cx.send_all(self.queues.workers(), |controller| Message::Table {
+            controller,
+            table: Arc::clone(&table),
+            latches: latch.into_iter().cloned().collect(),
+        });
     }
 }

@@ -1,24 +1,46 @@
-//! Adding, removing and changing namespaces while the host uses the controller.
+//! Namespaces of a running controller: addition, removal, changes, ANA states, reservations and
+//! results of pool orders.
 //!
 //! A change is a message to every I/O thread that serves the controller, and ends when the last of
 //! them has dropped the old disk. If a namespace is removed or shrinks, Identify changes first, so
 //! that the host does not start commands that must fail. If a namespace is added or grows,
 //! Identify changes last, so that the host can use what it sees. The asynchronous event is raised
 //! together with the change of Identify.
+//!
+//! # Asymmetric Namespace Access
+//!
+//! Changes of ANA states, and their event. Base 2.1, 8.1.1.
+//!
+//! A change is applied in this order. The log page is updated first, so that a host whose command
+//! is refused finds the reason there. Then the event is raised, and then the I/O threads are
+//! notified. Commands in flight end normally, because all controllers share the medium. Commands
+//! fetched afterwards are refused if the new state refuses them.
+//!
+//! # Reservations
+//!
+//! Changes of the [subsystem] are forwarded to I/O threads and to the host.
+//!
+//! Changes are forwarded even while the controller moves or quiesces: they are sent to all I/O
+//! threads that may have its queues. Queues that arrive at an I/O thread read the current access
+//! rights when they open their namespaces.
 
 use super::Control;
-use super::deferred::{Callback, Deferred};
 use super::diagnostics::hours;
-use super::namespace_changes::{Change, Done, NamespaceError};
-use super::quiesce_state::Step;
-use super::reset::Phase;
+use super::lifecycle_state::{Callback, Deferred, Phase, Step};
+use super::namespace_state::{Change, Done, NamespaceError, groups};
+use crate::admin::logs::{AnaChanges, ReservationLog};
+use crate::admin::sanitize;
 use crate::config::{ConfigError, MAX_NAMESPACES, NamespaceConfig};
 use crate::context::Context;
 use crate::namespace::Namespace;
 use crate::notice::Notice;
-use crate::worker::message::Message;
+use crate::reservations::HostId;
+use crate::saved::{SavedAna, SavedSharing};
+use crate::subsystem;
+use crate::worker::mailbox::Message;
 use shadowbell_backend::Disk;
 use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::log::{AnaGroup, AnaState};
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
@@ -125,7 +147,7 @@ impl Control {
     }
 
     /// Has all I/O threads serve `namespace` as NSID `nsid`, or none.
-    pub(super) fn switch_namespace(
+    fn switch_namespace(
         &self,
         cx: &Context,
         nsid: u32,
@@ -149,12 +171,7 @@ impl Control {
     }
 
     /// Changes a namespace in Identify, or removes it, and notifies the host.
-    pub(super) fn publish_namespace(
-        &mut self,
-        cx: &Context,
-        nsid: u32,
-        namespace: Option<Namespace>,
-    ) {
+    fn publish_namespace(&mut self, cx: &Context, nsid: u32, namespace: Option<Namespace>) {
         // A barred namespace stays active for the host; only its disk is dropped.
         if namespace.is_none() && cx.serving().barred().any(|barred| barred == nsid) {
             let identified = cx.identified();
@@ -209,5 +226,179 @@ impl Control {
             done(outcome);
         });
         deferred.callbacks.push(told);
+    }
+}
+
+/// Results of pool orders and sanitize operations, and namespaces that were barred meanwhile.
+impl Control {
+    /// Completes the command whose order the pool has finished.
+    pub(super) fn pool_ended(
+        &mut self,
+        cx: &Context,
+        (generation, cid): (u64, u16),
+        (status, dw0): (Status, u32),
+        deferred: &mut Deferred,
+    ) {
+        let sanitizing = self.commands.pool.ended();
+        if let Some(command) = sanitizing.filter(|_| status.is_success()) {
+            let moment = self.commands.moment(&self.lifecycle);
+            let dwords = (command.dword10(), command.ovrpat);
+            let sanicap = sanitize::capabilities().into_bits();
+            self.commands.diagnostics.events.sanitize_started(&moment, sanicap, dwords);
+        }
+        self.review_barred(cx, deferred);
+        if generation != self.lifecycle.generation {
+            return;
+        }
+        match status.is_success() {
+            true => self.port.complete(cid, status, dw0),
+            false => self.port.fail(cid, status, 0),
+        }
+    }
+
+    /// Handles the end of a sanitize operation.
+    pub(super) fn sanitized(&mut self, cx: &Context, deferred: &mut Deferred) {
+        self.review_barred(cx, deferred);
+        if let Some(pool) = &cx.config.pool {
+            let moment = self.commands.moment(&self.lifecycle);
+            let log = sanitize::page(&pool.state().sanitize);
+            self.commands.diagnostics.events.sanitize_ended(&moment, &log);
+        }
+        self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
+    }
+
+    /// Removes the bar of namespaces. A namespace that the pool has not added again is reported to
+    /// the host as removed.
+    fn review_barred(&mut self, cx: &Context, deferred: &mut Deferred) {
+        let Some(pool) = &cx.config.pool else { return };
+        let barrier = pool.state().sanitize.barrier();
+        let barred: Vec<_> = cx.serving().barred().collect();
+        for nsid in barred {
+            cx.serve(cx.serving().barring(nsid, barrier));
+            if barrier.is_none() {
+                // An added namespace is no longer barred, so this one was not added again.
+                self.publish_namespace(cx, nsid, None);
+            }
+            self.switch_namespace(cx, nsid, None, deferred);
+        }
+    }
+}
+
+/// Asymmetric Namespace Access.
+impl Control {
+    /// Sets the ANA state of a group for this controller. `done` is called when all commands that
+    /// were in flight before the change have ended.
+    pub(crate) fn set_ana_state(
+        &mut self,
+        cx: &Context,
+        (group, state): (u32, AnaState),
+        done: Callback,
+    ) -> Deferred {
+        let mut deferred = Deferred::default();
+        let Some(member) = &cx.config.member else {
+            deferred.callbacks.push(done);
+            return deferred;
+        };
+        self.commands.ana.review(cx);
+        member.set_ana_state(group, state);
+        self.tell_ana(cx);
+        let ticket = self.commands.ana.next_ticket;
+        self.commands.ana.next_ticket += 1;
+        self.commands.ana.waiting.push((ticket, done));
+        let latch = cx.latch(Notice::AnaChanged { ticket });
+        let namespaces = cx.identified();
+        let of_group =
+            namespaces.iter().filter(|namespace| member.ana_group(namespace.nsid()) == group);
+        for uuid in of_group.map(|namespace| namespace.uuid()) {
+            for worker in cx.route.everywhere(self.queues.workers()) {
+                let (controller, latch) = (cx.shared.id, latch.clone());
+                let message = Message::ReviewAccess { controller, uuid, aborts: false, latch };
+                cx.pool.send(worker, message);
+            }
+        }
+        deferred.latches.push(latch);
+        deferred
+    }
+
+    /// Current states and namespaces of the ANA groups.
+    pub(crate) fn ana_groups(&self, cx: &Context) -> Vec<AnaGroup> {
+        let Some(member) = &cx.config.member else { return Vec::new() };
+        let group = |(id, nsids): (u32, Vec<u32>)| {
+            let state = Some(member.ana_state(id));
+            AnaGroup { id, state, nsids, ..AnaGroup::default() }
+        };
+        groups(cx, member).into_iter().map(group).collect()
+    }
+
+    /// Raises the ANA change event if a state differs from the last one that the host could know.
+    pub(super) fn tell_ana(&mut self, cx: &Context) {
+        if self.commands.ana.review(cx) && self.is_ready() {
+            self.port.raise(AsyncEvent::ANA_CHANGE);
+        }
+    }
+
+    /// Calls the callback of a change whose earlier commands have all ended.
+    pub(super) fn ana_changed(&mut self, ticket: u64, deferred: &mut Deferred) {
+        let waiting = &mut self.commands.ana.waiting;
+        if let Some(at) = waiting.iter().position(|(its, _)| *its == ticket) {
+            deferred.callbacks.push(waiting.swap_remove(at).1);
+        }
+    }
+
+    /// Restores the ANA state of another process. The caller calls [`tell_ana`](Self::tell_ana)
+    /// when the admin queue exists, because a state may have changed in the meantime.
+    fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
+        self.commands.ana.changes = AnaChanges::restore(saved);
+        if saved == &SavedAna::default() {
+            self.commands.ana.begin(cx);
+        }
+    }
+}
+
+/// Reservations: changes of the subsystem.
+impl Control {
+    /// Forwards the subsystem's pending changes and notifications.
+    pub(super) fn pass_on_changes(&mut self, cx: &Context, deferred: &mut Deferred) {
+        let Some(member) = &cx.config.member else { return };
+        for subsystem::Change { uuid, aborts, latch } in member.take_changes() {
+            for worker in cx.route.everywhere(self.queues.workers()) {
+                let (controller, latch) = (cx.shared.id, latch.clone());
+                let message = Message::ReviewAccess { controller, uuid, aborts, latch };
+                cx.pool.send(worker, message);
+            }
+            deferred.latches.push(latch);
+        }
+        for (uuid, kind) in member.take_told() {
+            let namespaces = cx.identified();
+            let found = namespaces.iter().find(|namespace| namespace.uuid() == uuid);
+            if let Some(namespace) = found
+                && self.is_ready()
+                && self.commands.reservations.tell(namespace.nsid(), kind)
+            {
+                self.port.raise(AsyncEvent::RESERVATION_LOG_PAGE);
+            }
+        }
+    }
+
+    /// Reports the end of a reservation command to the I/O threads, one of which has issued it.
+    pub(super) fn end_reservation(&self, cx: &Context, ticket: u64, status: Status) {
+        for worker in cx.route.everywhere(self.queues.workers()) {
+            let controller = cx.shared.id;
+            cx.pool.send(worker, Message::ReservationEnded { controller, ticket, status });
+        }
+    }
+
+    pub(super) fn save_sharing(&self, cx: &Context) -> SavedSharing {
+        let Some(member) = &cx.config.member else { return SavedSharing::default() };
+        let host = member.host().map(HostId::bytes).unwrap_or_default();
+        self.commands.reservations.save(host, self.commands.ana.save())
+    }
+
+    pub(super) fn restore_sharing(&mut self, cx: &Context, saved: &SavedSharing) {
+        let Some(member) = &cx.config.member else { return };
+        member.go_on();
+        member.set_host(HostId::from_bytes(&saved.host));
+        self.commands.reservations = ReservationLog::restore(saved);
+        self.restore_ana(cx, &saved.ana);
     }
 }

@@ -1,10 +1,10 @@
 //! Commands of a namespace pool: Namespace Management, Namespace Attachment, Format NVM and
 //! Sanitize. The [pool](crate::NamespacePool) executes them one at a time.
 
-use super::admin::{AdminPort, Data, Executed, Outcome};
-use super::deferred::Deferred;
-use crate::admin::identify::CNTLID;
-use crate::admin::{format, identify_pool, namespace_management, sanitize};
+use super::admin_port::{AdminPort, Data, Executed, Outcome};
+use super::lifecycle_state::Deferred;
+use crate::admin::identify::{self, CNTLID};
+use crate::admin::{namespace_management, sanitize};
 use crate::context::Context;
 use crate::pool::{PoolAct, PoolDone, PoolOrder, PoolState};
 use shadowbell_spec::Sqe;
@@ -86,13 +86,13 @@ pub(super) fn identify(
 ) -> Executed {
     let Some(pool) = &cx.config.pool else { return plain() };
     let (state, namespaces) = (pool.state(), cx.identified());
-    if let Some(found) = identify_pool::identify(command, nsid, (&namespaces, &state)) {
+    if let Some(found) = identify::with_pool(command, nsid, (&namespaces, &state)) {
         let bytes = found?.to_vec();
         return Ok(Outcome::Data(Data { len: bytes.len(), bytes, dw0: 0, log: None }));
     }
     let mut executed = plain()?;
     if let Outcome::Data(Data { bytes, .. }) = &mut executed {
-        identify_pool::amend(bytes, command, nsid, (&namespaces, &state));
+        identify::amend_with_pool(bytes, command, nsid, (&namespaces, &state));
     }
     Ok(executed)
 }
@@ -151,7 +151,9 @@ impl PoolCommands {
                 let of = (CNTLID, is_given(sqe.nsid), is_again);
                 namespace_management::attachment(sqe, data.as_deref(), &state, of)?
             }
-            AdminOpcode::FormatNvm => format::format(sqe, &state, (is_given(sqe.nsid), given))?,
+            AdminOpcode::FormatNvm => {
+                namespace_management::format(sqe, &state, (is_given(sqe.nsid), given))?
+            }
             // The dead process has already started the operation.
             _ if is_again && state.sanitize.command == decode::Sanitize::decode(sqe) => {
                 return Ok(Outcome::Done(0));

@@ -1,11 +1,11 @@
 //! Features of a controller in a subsystem: Host Identifier, Reservation Notification Mask and
 //! Reservation Persistence. Base 2.1, 5.1.25.
 
-use super::admin::{Data, Executed, Outcome};
-use super::ana_access;
+use super::admin_port::{Data, Executed, Outcome};
 use super::commands::{AdminCommands, CommandEnvironment};
 use super::io_queues::ended;
-use crate::admin::host_identifier::host_identifier_bytes;
+use super::namespace_state::check_ana_state;
+use crate::admin::features::host_identifier_bytes;
 use crate::notice::Operation;
 use crate::reservations::HostId;
 use crate::subsystem::{Job, Member};
@@ -77,7 +77,7 @@ impl AdminCommands {
         member: &Arc<Member>,
     ) -> Executed {
         let chosen = namespaces(env, sqe.nsid, true)?;
-        chosen.iter().try_for_each(|(nsid, _)| ana_access::check(env.cx, *nsid))?;
+        chosen.iter().try_for_each(|(nsid, _)| check_ana_state(env.cx, *nsid))?;
         if command.fid == fid::RESERVATION_NOTIFICATION_MASK {
             for (nsid, _) in chosen {
                 self.reservations.set_mask(nsid, command.cdw11);
@@ -137,7 +137,7 @@ impl AdminCommands {
             return Ok(Outcome::Data(Data { bytes, len, dw0: 0, log: None }));
         }
         let (nsid, uuid) = namespaces(env, sqe.nsid, false)?.pop().ok_or(INVALID)?;
-        ana_access::check(env.cx, nsid)?;
+        check_ana_state(env.cx, nsid)?;
         let value = if command.fid == fid::RESERVATION_PERSISTENCE {
             u32::from(member.is_persistent(&uuid))
         } else {

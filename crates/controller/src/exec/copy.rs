@@ -11,14 +11,11 @@
 //! requests inline, other commands get their turn in between. On an asynchronous disk, several
 //! requests of a phase are in flight at a time.
 
+use super::data_pointer::{Protection, read_list, submit_any};
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
-use super::metadata::Protection;
-use super::metadata::submit_any;
 use super::multi_step::MAX_IN_FLIGHT;
-use super::namespace::{NamespaceQueue, index_of};
+use super::namespace::{NamespaceQueue, index_of, status_of};
 use super::quota::cost;
-use super::resolve::read_list;
-use super::status::status_of;
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
 use shadowbell_backend::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes, View};

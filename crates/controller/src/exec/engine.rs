@@ -1,22 +1,22 @@
-//! I/O command execution of one controller on one I/O thread.
+//! I/O command execution of one controller on one I/O thread: start, progress, completion and abort
+//! of commands, and changes of the namespaces meanwhile.
 
-use super::appends::Appends;
-use super::copy::Copies;
-use super::draining::Draining;
+use super::copy::{Copies, CopyEnd};
 use super::exclusive_state::Exclusive;
-use super::fua_read::FuaReads;
-use super::in_flight::{InFlightTable, Kind};
-use super::multi_step::MultiStepCommands;
-use super::namespace::NamespaceQueue;
-use super::quota::{Exceeded, Quota, cost};
-use super::reservation_commands::ReservationCommands;
-use super::status::is_media_error;
-use super::touched::TouchedSpans;
+use super::in_flight::{
+    Appending, Appends, CompletedCommand, InFlight, InFlightTable, Kind, Owner, ReservationCommands,
+};
+use super::multi_step::{FuaReads, MultiStepCommands};
+use super::namespace::{Draining, NamespaceQueue, is_media_error, status_of};
+use super::quota::{Exceeded, Quota, TouchedSpans, cost};
+use crate::notice::Latch;
 use crate::queue::Permit;
 use crate::stats::{PartCounters, TransferStats};
+use shadowbell_backend::DiskError;
 use shadowbell_memory::{Segments, View, page_tables};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU16;
@@ -70,7 +70,7 @@ pub(crate) struct Engine {
     /// than the remainder.
     pub(super) budget: i64,
     /// Bit mask of [`Closed`] reasons. If it is not 0, no new command is started.
-    pub(super) closed: u8,
+    closed: u8,
     /// Memory locations of the host touched since the last check (upper bound), and their limit.
     pub(super) touched: u64,
     pub(super) may_touch: u64,
@@ -78,7 +78,7 @@ pub(crate) struct Engine {
     pub(super) spans: TouchedSpans,
     pub(super) write_through: bool,
     /// True if a disk wants prefetch hints.
-    pub(super) wants_hints: bool,
+    wants_hints: bool,
     /// True if a disk wants to know the submission queue of each request.
     pub(super) takes_turns: bool,
     /// Namespaces by NSID - 1.
@@ -402,6 +402,336 @@ pub(super) fn take_turns(namespaces: &[NamespaceQueue]) -> bool {
 }
 
 /// True if a disk wants prefetch hints.
-pub(super) fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
+fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.wants_prefetch_hints())
+}
+
+/// Maximum capacity, in pieces, of an emptied buffer that is kept for reuse, and the maximum
+/// number of kept buffers: enough for the commands of common hosts. Larger buffers are freed, so a
+/// guest that once used many pieces does not occupy memory for ever.
+const SPARE_ROOM: usize = 512;
+const SPARE: usize = 256;
+
+/// Progress and end of commands in flight.
+impl Engine {
+    /// Submits everything queued in the disks to the operating system.
+    #[inline]
+    pub(crate) fn commit(&mut self) {
+        if self.pending() != 0 {
+            self.namespaces.iter_mut().for_each(|ns| ns.queue.commit());
+            self.draining.iter_mut().for_each(|ns| ns.queue.commit());
+        }
+    }
+
+    /// Calls `ended` for every command that has ended. True if further work is possible at once,
+    /// which no disk will signal.
+    pub(crate) fn reap(&mut self, mut ended: impl FnMut(CompletedCommand)) -> bool {
+        let mut namespaces = std::mem::take(&mut self.namespaces);
+        self.reap_queues(namespaces.iter_mut(), &mut ended);
+        self.namespaces = namespaces;
+        if !self.draining.is_empty() {
+            let mut draining = std::mem::take(&mut self.draining);
+            self.reap_queues(draining.iter_mut(), &mut ended);
+            self.draining = draining;
+        }
+        let several = self.multi_step.len() + self.fua_reads.len() + self.exclusive.len();
+        let others = self.reservations.len() + self.appends.len();
+        if self.copies.is_empty() && several + others == 0 {
+            return false;
+        }
+        self.advance(&mut ended)
+    }
+
+    #[inline]
+    fn reap_queues<'a>(
+        &mut self,
+        queues: impl Iterator<Item = &'a mut NamespaceQueue>,
+        ended: &mut impl FnMut(CompletedCommand),
+    ) {
+        for namespace in queues {
+            if namespace.queue.pending() == 0 {
+                continue;
+            }
+            namespace.queue.reap(&mut |tag, outcome, data| {
+                self.recycle(data);
+                if let Some(command) = self.request_ended(tag, outcome) {
+                    ended(command);
+                }
+            });
+        }
+    }
+
+    /// Keeps an emptied buffer for reuse, within the limits.
+    fn recycle(&mut self, mut data: Segments) {
+        if data.room() <= SPARE_ROOM && self.spare.len() < SPARE {
+            data.clear();
+            self.spare.push(data);
+        }
+    }
+
+    /// Advances commands of many requests. True if further work is possible at once.
+    #[cold]
+    fn advance(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
+        let Self { copies, multi_step, fua_reads, namespaces, in_flight, .. } = self;
+        // Half of the budget; the other half is for the queues.
+        let half = (self.budget + 1) / 2;
+        let mut left = half;
+        let copied = copies.advance(namespaces, in_flight, &mut left);
+        let mut over = multi_step.advance(namespaces, in_flight, &mut left);
+        over.extend(fua_reads.advance(namespaces, in_flight, &mut left));
+        over.extend(self.reservations.take_ended());
+        self.budget -= half - left;
+        for CopyEnd { parent, status, dw0 } in copied {
+            if !status.is_success() {
+                self.in_flight.fail(parent, status);
+            }
+            self.exclusive.dw0 = dw0;
+            if let Some(end) = self.end(parent) {
+                ended(CompletedCommand { dw0, ..end });
+            }
+        }
+        for parent in over {
+            if let Some(end) = self.end(parent) {
+                ended(end);
+            }
+        }
+        for (parent, Appending { place, tag: (index, tag) }) in self.appends.take() {
+            let namespace = &mut self.namespaces[index];
+            let place = place.or_else(|| namespace.queue.appended(tag)).unwrap_or(0);
+            let lba = place >> namespace.block_shift;
+            if let Some(end) = self.end(parent) {
+                let lba = if end.status.is_success() { lba } else { 0 };
+                ended(CompletedCommand { dw0: lba as u32, dw1: (lba >> 32) as u32, ..end });
+            }
+        }
+        if self.exclusive.len() != 0 {
+            self.advance_exclusive(ended);
+        }
+        self.can_advance()
+    }
+
+    /// True if further work is possible at once, which no disk will signal.
+    pub(crate) fn can_advance(&self) -> bool {
+        self.copies.can_advance()
+            || self.multi_step.can_advance()
+            || self.fua_reads.can_advance()
+            || self.exclusive.can_advance()
+            || self.reservations.has_ended()
+            || self.appends.has_ended()
+    }
+
+    /// Handles the end of a request. Returns the command if it has ended, too.
+    fn request_ended(
+        &mut self,
+        tag: u32,
+        outcome: Result<(), DiskError>,
+    ) -> Option<CompletedCommand> {
+        if let Err(error) = outcome {
+            let reading = self.in_flight.get_mut(tag)?.kind.is_reading();
+            self.in_flight.fail(tag, status_of(error, reading));
+        }
+        self.end(tag)
+    }
+
+    /// Ends an entry. Returns the command if it has ended and its completion can be posted.
+    pub(super) fn end(&mut self, tag: u32) -> Option<CompletedCommand> {
+        let InFlight { owner, status, kind, nsid, lba, waiting, .. } =
+            self.in_flight.remove(tag)?;
+        if let (Some(latch), Status::ABORT_REQUESTED) = (&waiting, status.code()) {
+            latch.set_status(Status::ABORT_REQUESTED);
+        }
+        match owner {
+            Owner::Part { parent } => {
+                if !status.is_success() {
+                    self.in_flight.fail(parent, status);
+                }
+                self.multi_step.part_ended(parent);
+                self.fua_reads.part_ended(parent);
+                self.appends.ended(parent);
+                None
+            }
+            Owner::Dropped { parent } => {
+                self.multi_step.part_ended(parent);
+                None
+            }
+            Owner::Range { copy, range } => {
+                self.copies.range_ended(copy, range, status);
+                None
+            }
+            Owner::Internal => {
+                if !status.is_success() {
+                    tracing::warn!(%status, "an internal request of the controller has failed");
+                    if let Some(latch) = &waiting {
+                        latch.set_status(status);
+                    }
+                }
+                None
+            }
+            Owner::Exclusive { sq, cid, permit } => {
+                if status.is_success() {
+                    self.count(kind);
+                } else {
+                    self.count_error(status);
+                }
+                self.exclusive_ended((sq, cid), permit, status);
+                None
+            }
+            Owner::Command { sq, cid, permit } => {
+                if status.is_success() {
+                    self.count(kind);
+                } else {
+                    self.count_error(status);
+                }
+                Some(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0: 0, dw1: 0 })
+            }
+        }
+    }
+}
+
+/// Command abort: Abort, deletion of queues, controller reset.
+impl Engine {
+    /// Asks the disks to cancel the command (`sq`, `cid`). `latch` is released when the command has
+    /// ended; its status is Command Abort Requested if the command was aborted.
+    pub(crate) fn abort(&mut self, sq: usize, cid: u16, latch: Latch) {
+        let Some(found) = self.in_flight.find(sq, cid) else { return };
+        self.cancel_command(found);
+        if let Some(entry) = self.in_flight.get_mut(found) {
+            entry.waiting = Some(latch);
+        }
+    }
+
+    /// Asks the disks to cancel the command in entry `found` and its requests.
+    pub(super) fn cancel_command(&mut self, found: u32) {
+        let Self { in_flight, namespaces, draining, .. } = self;
+        let itself = in_flight.get(found).map(|entry| (found, entry));
+        for (tag, entry) in itself.into_iter().chain(in_flight.requests_of(found)) {
+            cancel_request(namespaces, draining, tag, entry);
+        }
+        self.copies.cancel(|copy| copy.parent == found);
+        self.multi_step.cancel(found);
+        self.fua_reads.cancel(|command| command.parent == found);
+        self.exclusive.cancel(|tag, _| tag == found, &mut self.in_flight);
+    }
+
+    /// Asks the disks to cancel all commands of submission queue `sq`, or of all queues.
+    pub(crate) fn cancel_all(&mut self, of: Option<usize>) {
+        let Self { in_flight, namespaces, draining, .. } = self;
+        match of {
+            None => in_flight.for_each(|tag, entry| {
+                cancel_request(namespaces, draining, tag, entry);
+            }),
+            Some(queue) => in_flight.of_queue(queue).for_each(|(tag, entry)| {
+                cancel_request(namespaces, draining, tag, entry);
+            }),
+        }
+        self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
+        self.fua_reads.cancel(|command| of.is_none_or(|queue| command.sq == queue));
+        self.multi_step.cancel_all(of);
+        // A reset: the control plane will not send the end of exclusive execution any more.
+        self.exclusive.is_reset |= of.is_none();
+        let which = |_, sq| of.is_none_or(|queue| sq == queue);
+        self.exclusive.cancel(which, &mut self.in_flight);
+    }
+}
+
+/// Asks the disk of a request to cancel it, if the entry is a request.
+fn cancel_request(
+    namespaces: &mut [NamespaceQueue],
+    draining: &mut Draining,
+    tag: u32,
+    entry: &InFlight,
+) {
+    let at = entry.namespace;
+    if entry.is_request
+        && let Some(namespace) = namespaces.get_mut(at).or_else(|| draining.get_mut(at))
+    {
+        namespace.queue.cancel(tag);
+    }
+}
+
+/// Attach, detach and change of namespaces while commands are in flight.
+impl Engine {
+    /// Replaces the namespace at `index` by `new`, or removes it. Returns the place of the old
+    /// queue, if there was one, for [`take_drained`](Self::take_drained).
+    ///
+    /// Requests in flight continue on the old disk; requests that a command has not submitted yet
+    /// go to the new disk. On removal, all commands of this namespace end with the status `absence`
+    /// as soon as the disk has released their requests.
+    pub(crate) fn change_namespace(
+        &mut self,
+        index: usize,
+        new: Option<NamespaceQueue>,
+        absence: Status,
+    ) -> Option<usize> {
+        let room = self.namespaces.len().max(index + 1);
+        self.namespaces.resize_with(room, NamespaceQueue::none);
+        let is_removed = new.is_none();
+        let new = new.unwrap_or_else(|| NamespaceQueue::absent(absence));
+        let old = std::mem::replace(&mut self.namespaces[index], new);
+        self.wants_hints = want_hints(&self.namespaces);
+        self.takes_turns = take_turns(&self.namespaces);
+        self.review_marks();
+        self.review_restrictions();
+        if old.is_none() {
+            return None;
+        }
+        let place = self.draining.push(old);
+        self.in_flight.for_each_mut(|_, entry| {
+            if entry.is_request && entry.namespace == index {
+                entry.namespace = place;
+            }
+        });
+        if is_removed {
+            self.cancel_namespace(index, place);
+        }
+        Some(place)
+    }
+
+    /// Aborts the commands of the removed namespace `index`, whose old queue is at `place`.
+    fn cancel_namespace(&mut self, index: usize, place: usize) {
+        let Self { in_flight, copies, multi_step, draining, .. } = self;
+        // A Flush of all namespaces continues with the remaining ones.
+        let is_of_all = |nsid: Option<u32>| nsid == Some(NSID_ALL);
+        let mut over =
+            multi_step.remove_namespace(index, |parent| is_of_all(in_flight.nsid(parent)));
+        copies.cancel(|copy| {
+            let is_there = copy.uses(index);
+            over.extend(is_there.then_some(copy.parent));
+            is_there
+        });
+        let mut dropped = Vec::new();
+        in_flight.for_each(|tag, entry| {
+            if !entry.is_request || entry.namespace != place {
+                return;
+            }
+            match entry.owner {
+                Owner::Command { .. } | Owner::Exclusive { .. } => over.push(tag),
+                Owner::Part { parent } if is_of_all(in_flight.nsid(parent)) => dropped.push(tag),
+                Owner::Part { parent } => over.push(parent),
+                Owner::Dropped { .. } | Owner::Range { .. } | Owner::Internal => {}
+            }
+            if let Some(draining) = draining.get_mut(place) {
+                draining.queue.cancel(tag);
+            }
+        });
+        let absence = self.namespaces[index].absence;
+        over.into_iter().for_each(|tag| in_flight.fail(tag, absence));
+        for tag in dropped {
+            if let Some(entry) = in_flight.get_mut(tag)
+                && let Owner::Part { parent } = entry.owner
+            {
+                entry.owner = Owner::Dropped { parent };
+            }
+        }
+    }
+
+    /// Drops all disk queues. The caller ensures that no request is in flight.
+    pub(crate) fn forget_namespaces(&mut self) {
+        self.namespaces.clear();
+    }
+
+    /// Takes the drained queue at `place`, if its disk has no request in flight.
+    pub(crate) fn take_drained(&mut self, place: usize) -> Option<NamespaceQueue> {
+        self.draining.take_idle(place)
+    }
 }

@@ -7,7 +7,7 @@
 //! three are rare, so the cost is theirs alone: an I/O thread parks such a command and notifies the
 //! control plane. The control plane stops fetching on all I/O threads, waits until nothing is in
 //! flight, and lets one thread after the other execute its parked commands, one command at a time
-//! (`control::exclusive`). Completions are held until the control plane has recorded the changes.
+//! (module `control`). Completions are held until the control plane has recorded the changes.
 //!
 //! # Crash recovery
 //!
@@ -22,14 +22,14 @@
 use super::in_flight::InFlightTable;
 use super::namespace::NamespaceQueue;
 use crate::journal::Decision;
-use crate::latch::Latch;
-use crate::notice::{ControlHandle, Notice};
+use crate::notice::{ControlHandle, Latch, Notice};
 use crate::shared::ControllerShared;
 use crate::uncorrectable::{BlockRange, Uncorrectable};
+use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;
 use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::sqe::Fuse;
 use shadowbell_spec::status::Status;
-use shadowbell_spec::{Sqe, sqe::Fuse};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ use std::sync::Arc;
 pub(super) const FUSE: u8 = 0b11;
 
 /// Progress of a fused operation on a disk with atomic compare-and-write
-/// (`exec/compare_and_write.rs`).
+/// (`exec/exclusive.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
     No,

@@ -1,10 +1,13 @@
 //! In-flight table: commands, and the disk requests that a command consists of.
+//!
+//! Beside it, the reservation commands in flight, and the Zone Append commands in flight: the
+//! written LBA is part of their completion.
 
-use crate::latch::Latch;
+use crate::notice::Latch;
 use crate::queue::Permit;
 use shadowbell_backend::Lists;
 use shadowbell_spec::status::Status;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 
 /// Command that has ended, with its completion data.
@@ -74,7 +77,7 @@ pub(super) enum Owner {
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) owner: Owner,
-    /// Index of the namespace, or of a draining queue (see `exec/draining.rs`).
+    /// Index of the namespace, or of a draining queue (see `Draining`).
     pub(super) namespace: usize,
     pub(super) status: Status,
     pub(super) kind: Kind,
@@ -367,6 +370,102 @@ impl InFlightTable {
                 with(tag, entry);
             }
         }
+    }
+}
+
+/// Zone Append command in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Appending {
+    /// Byte offset on the disk where the data are appended, if the disk has returned it already.
+    pub(super) place: Option<u64>,
+    /// Namespace index and tag of the disk request.
+    pub(super) tag: (usize, u32),
+}
+
+/// Zone Append commands of one engine, by entry.
+#[derive(Debug, Default)]
+pub(super) struct Appends {
+    list: HashMap<u32, Appending>,
+    over: Vec<u32>,
+}
+
+impl Appends {
+    pub(super) fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    pub(super) fn begin(&mut self, parent: u32, appending: Appending) {
+        self.list.insert(parent, appending);
+    }
+
+    /// Records the end of a disk request, if its command is a Zone Append.
+    pub(super) fn ended(&mut self, parent: u32) {
+        if !self.list.is_empty() && self.list.contains_key(&parent) {
+            self.over.push(parent);
+        }
+    }
+
+    /// True if a command has ended and was not [taken](Self::take) yet.
+    pub(super) fn has_ended(&self) -> bool {
+        !self.over.is_empty()
+    }
+
+    /// Takes the ended commands, with their entries.
+    pub(super) fn take(&mut self) -> Vec<(u32, Appending)> {
+        let over = std::mem::take(&mut self.over);
+        over.into_iter().filter_map(|tag| Some((tag, self.list.remove(&tag)?))).collect()
+    }
+}
+
+/// Reservation commands of one engine. Hash tables, because the host determines their number.
+#[derive(Debug, Default)]
+pub(super) struct ReservationCommands {
+    /// True if access to a namespace is restricted.
+    pub(super) is_restricted: bool,
+    /// In-flight entry of each ticket that waits for the subsystem.
+    waiting: HashMap<u64, u32>,
+    /// In-flight entries of waiting and of ended commands.
+    entries: HashSet<u32>,
+    /// In-flight entries of commands that the subsystem has executed.
+    ended: Vec<u32>,
+}
+
+impl ReservationCommands {
+    /// Number of commands, waiting or ended.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// True if an entry is a reservation command.
+    pub(super) fn is_one(&self, tag: u32) -> bool {
+        self.entries.contains(&tag)
+    }
+
+    /// Registers a command that was sent to the subsystem.
+    pub(super) fn begin(&mut self, ticket: u64, tag: u32) {
+        self.waiting.insert(ticket, tag);
+        self.entries.insert(tag);
+    }
+
+    /// Marks the command of this ticket as ended and returns its entry, if it exists.
+    pub(super) fn end(&mut self, ticket: u64) -> Option<u32> {
+        let tag = self.waiting.remove(&ticket)?;
+        self.ended.push(tag);
+        Some(tag)
+    }
+
+    /// True if a command has ended and was not [taken](Self::take_ended) yet.
+    pub(super) fn has_ended(&self) -> bool {
+        !self.ended.is_empty()
+    }
+
+    /// Takes the entries of the ended commands.
+    pub(super) fn take_ended(&mut self) -> Vec<u32> {
+        let ended = std::mem::take(&mut self.ended);
+        ended.iter().for_each(|tag| {
+            self.entries.remove(tag);
+        });
+        ended
     }
 }
 

@@ -1,4 +1,8 @@
-//! Namespace of one controller on one I/O thread, with the queue to its disk.
+//! Namespace of one controller on one I/O thread: the queue to its disk, draining queues, and disk
+//! errors.
+//!
+//! A queue of a removed or changed namespace drains while it has requests in flight. Disk errors
+//! are converted to NVMe status codes.
 
 use super::quota::cost;
 use crate::namespace::{INACTIVE, Namespace, Namespaces};
@@ -378,4 +382,81 @@ impl Queue for WriteThrough {
     fn wakes_by_edges(&self) -> bool {
         self.0.wakes_by_edges()
     }
+}
+
+/// First place number: above the index of any namespace, so that an in-flight entry can hold both.
+const FIRST: usize = 1 << 31;
+
+/// Disk queues without new requests.
+#[derive(Default)]
+pub(super) struct Draining(Vec<Option<NamespaceQueue>>);
+
+impl Draining {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Adds a queue and returns its place.
+    pub(super) fn push(&mut self, queue: NamespaceQueue) -> usize {
+        self.0.push(Some(queue));
+        FIRST + self.0.len() - 1
+    }
+
+    pub(super) fn get_mut(&mut self, place: usize) -> Option<&mut NamespaceQueue> {
+        self.0.get_mut(place.checked_sub(FIRST)?)?.as_mut()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &NamespaceQueue> {
+        self.0.iter().flatten()
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut NamespaceQueue> {
+        self.0.iter_mut().flatten()
+    }
+
+    /// Removes and returns the queue at this place, if its disk has no request in flight.
+    pub(super) fn take_idle(&mut self, place: usize) -> Option<NamespaceQueue> {
+        let kept = self.0.get_mut(place.checked_sub(FIRST)?)?;
+        let queue = kept.take_if(|queue| queue.queue.pending() == 0);
+        // Places of the other queues are referenced by in-flight entries, so they never shift.
+        if self.0.iter().all(Option::is_none) {
+            self.0.clear();
+        }
+        queue
+    }
+}
+
+/// NVMe status of a disk error; `reading` selects the status of I/O errors.
+pub(super) fn status_of(error: DiskError, reading: bool) -> Status {
+    match error {
+        DiskError::OutOfRange => Status::LBA_OUT_OF_RANGE.with_dnr(),
+        DiskError::ReadOnly => Status::NAMESPACE_WRITE_PROTECTED.with_dnr(),
+        DiskError::NoSpace => Status::CAPACITY_EXCEEDED.with_dnr(),
+        DiskError::CompareFailed => Status::COMPARE_FAILURE.with_dnr(),
+        DiskError::GuardCheck => Status::GUARD_CHECK,
+        DiskError::ApplicationTagCheck => Status::APPLICATION_TAG_CHECK,
+        DiskError::ReferenceTagCheck => Status::REFERENCE_TAG_CHECK,
+        DiskError::ZoneBoundary => Status::ZONE_BOUNDARY_ERROR.with_dnr(),
+        DiskError::ZoneFull => Status::ZONE_IS_FULL.with_dnr(),
+        DiskError::ZoneReadOnly => Status::ZONE_IS_READ_ONLY.with_dnr(),
+        DiskError::ZoneOffline => Status::ZONE_IS_OFFLINE.with_dnr(),
+        DiskError::ZoneInvalidWrite => Status::ZONE_INVALID_WRITE.with_dnr(),
+        DiskError::TooManyActiveZones => Status::TOO_MANY_ACTIVE_ZONES.with_dnr(),
+        DiskError::TooManyOpenZones => Status::TOO_MANY_OPEN_ZONES.with_dnr(),
+        DiskError::ZoneTransition => Status::INVALID_ZONE_STATE_TRANSITION.with_dnr(),
+        DiskError::InvalidZone => Status::INVALID_FIELD.with_dnr(),
+        DiskError::BadBuffer => Status::INTERNAL,
+        DiskError::Unsupported => Status::INVALID_OPCODE.with_dnr(),
+        DiskError::Cancelled => Status::ABORT_REQUESTED,
+        DiskError::Device(bits) => Status::from_bits(bits),
+        DiskError::Io(_) if reading => Status::UNRECOVERED_READ,
+        DiskError::Io(_) => Status::WRITE_FAULT,
+        _ => Status::INTERNAL,
+    }
+}
+
+/// True if the status is a media error.
+pub(super) fn is_media_error(status: Status) -> bool {
+    let code = status.code();
+    code == Status::UNRECOVERED_READ || code == Status::WRITE_FAULT
 }

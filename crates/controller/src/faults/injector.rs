@@ -1,6 +1,6 @@
 //! Fault injector: decides when each fault happens, and counts the faults.
 
-use super::model::{Fault, Faults, Rule, When};
+use super::rules::{Fault, Faults, Rule, When};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -44,20 +44,17 @@
 //! # Ok::<(), shadowbell_controller::faults::BadFaults>(())
 //! ```
 
-mod control;
 mod injector;
-mod model;
-mod parse;
-mod queues;
+mod overrides;
+mod rules;
 
 pub use injector::Injected;
-pub use model::{Fault, Faults, Rule, When};
-pub use parse::BadFaults;
+pub use rules::{BadFaults, Fault, Faults, Rule, When};
 
 use crate::control::Deferred;
 use crate::controller::Controller;
-use control::FaultyControl;
 use injector::Injector;
+use overrides::FaultyControl;
 use std::sync::Arc;
 
 impl Controller {

@@ -36,7 +36,7 @@ const BUSY: u32 = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HoldLimit {
     /// Time after the last completion.
-    pub(crate) grace: Duration,
+    grace: Duration,
     /// Time after the first completion, unless the host is busy submitting.
     pub(crate) most: Duration,
 }

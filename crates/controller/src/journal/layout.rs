@@ -1,9 +1,14 @@
-//! Layout of the journal file.
+//! Layout of the journal file, and the encoding of its words: queue positions, doorbell states and
+//! decisions about exclusive commands.
+//!
+//! A decision about an exclusive command is stored in its journal record, in two dwords of the
+//! recorded entry that no exclusive command uses.
 
-use super::decision::Decision;
 use crate::saved::Death;
+use shadowbell_doorbell::{DoorbellState, Truth};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_spec::Sqe;
+use shadowbell_spec::status::Status;
 use std::io;
 use std::os::fd::AsFd;
 
@@ -39,7 +44,7 @@ pub(super) const WAITS: u64 = 1 << 47;
 pub(super) const DECIDED: u64 = 1 << 46;
 /// Position of the crash count in the key: three bits, which a queue identifier does not need.
 const DEATHS: u32 = 40;
-pub(super) const MOST_DEATHS: u8 = 7;
+const MOST_DEATHS: u8 = 7;
 
 /// Key of a record: command number `count` of queue `sqid` after `generation` resets.
 pub(super) fn key(generation: u64, sqid: u16, count: u32) -> u64 {
@@ -100,4 +105,150 @@ pub(super) fn table_bytes(records: usize) -> usize {
 pub(super) fn map(file: &impl AsFd, offset: usize, len: usize) -> io::Result<SharedBytes> {
     let mapping = Mapping::from_fd(file, offset as u64, len as u64, Protection::ReadWrite);
     Ok(mapping.map_err(io::Error::other)?.bytes())
+}
+
+/// Position of a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Position {
+    /// Index of the entry that is fetched next (submission queue) or posted next (completion
+    /// queue).
+    pub(crate) at: u16,
+    /// The phase tag of the next completion.
+    pub(crate) phase: bool,
+    /// Number of commands fetched, modulo 2^32 (submission queue), or of completions posted,
+    /// modulo 2^45 (completion queue).
+    pub(crate) count: u64,
+    /// Source of the doorbell's value.
+    pub(crate) truth: Truth,
+}
+
+impl Position {
+    #[inline]
+    pub(super) fn pack(self) -> u64 {
+        let truth = match self.truth {
+            Truth::Register => 0,
+            Truth::Last => 1,
+            Truth::Shadow => 2,
+        };
+        u64::from(self.at) | truth << 16 | u64::from(self.phase) << 18 | self.count << 19
+    }
+
+    pub(super) fn unpack(word: u64) -> Self {
+        let truth = match word >> 16 & 3 {
+            0 => Truth::Register,
+            1 => Truth::Last,
+            _ => Truth::Shadow,
+        };
+        Self { at: word as u16, phase: word >> 18 & 1 != 0, count: word >> 19, truth }
+    }
+}
+
+/// Encodes the number of completions posted when a submission queue's position `at` was stored.
+pub(super) fn pack_covers(at: u16, completions: u64) -> u64 {
+    u64::from(at) | completions << 19
+}
+
+/// True if completion number `nth` is among them and the stored position is `at`.
+pub(super) fn covers(word: u64, at: u16, nth: u64) -> bool {
+    // Completion numbers are modulo 2^45.
+    word as u16 == at && ((word >> 19).wrapping_sub(nth) << 19) as i64 >= 0
+}
+
+/// Encodes the last value and the snapshot of a doorbell; `truth` is part of the position.
+pub(super) fn pack_doorbell(state: DoorbellState) -> u64 {
+    let snapshot = state.snapshot.map_or(0, |value| u64::from(value) | 1 << 48);
+    snapshot | u64::from(state.last) << 32
+}
+
+pub(super) fn unpack_doorbell(word: u64, truth: Truth) -> DoorbellState {
+    let snapshot = (word >> 48 & 1 != 0).then_some(word as u32);
+    DoorbellState { last: (word >> 32) as u16, truth, snapshot }
+}
+
+/// Decision about an exclusive command, made before its completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Decision {
+    /// The Write of a fused operation is executed: its Compare was equal.
+    Begin,
+    /// The fused operation, of which this is the first command, is submitted as one disk request.
+    Try,
+    /// The command has ended with this status. For the second command of a fused operation that
+    /// was one disk request, `dw0` is the status of the first command.
+    End { status: Status, dw0: u32 },
+}
+
+/// Offset of the two dwords (CDW2, CDW3) in a submission queue entry.
+pub(super) const DECISION_AT: usize = 8;
+const BEGIN: u16 = 1;
+const END: u16 = 2;
+const TRY: u16 = 3;
+
+impl Decision {
+    pub(super) fn pack(self) -> u64 {
+        match self {
+            Self::Begin => u64::from(BEGIN),
+            Self::Try => u64::from(TRY),
+            Self::End { status, dw0 } => {
+                u64::from(END) | u64::from(status.bits()) << 16 | u64::from(dw0) << 32
+            }
+        }
+    }
+
+    /// Decodes the decision from a recorded entry with the flag `DECIDED`.
+    pub(super) fn unpack(sqe: &Sqe) -> Option<Self> {
+        match sqe.cdw2 as u16 {
+            BEGIN => Some(Self::Begin),
+            TRY => Some(Self::Try),
+            END => {
+                let status = Status::from_bits((sqe.cdw2 >> 16) as u16);
+                Some(Self::End { status, dw0: sqe.cdw3 })
+            }
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zerocopy::{FromBytes, IntoBytes};
+
+    #[test]
+    fn positions_and_doorbells_come_back() {
+        for truth in [Truth::Register, Truth::Last, Truth::Shadow] {
+            for (at, phase, count) in [(0, false, 0), (65535, true, (1 << 45) - 1), (7, true, 1)] {
+                let position = Position { at, phase, count, truth };
+                assert_eq!(Position::unpack(position.pack()), position);
+            }
+            for snapshot in [None, Some(0), Some(u32::MAX)] {
+                let state = DoorbellState { last: 65535, truth, snapshot };
+                assert_eq!(unpack_doorbell(pack_doorbell(state), truth), state);
+            }
+        }
+    }
+
+    #[test]
+    fn a_position_covers_what_was_posted_before() {
+        let most = (1 << 45) - 1;
+        for count in [0, 1, 7, 1 << 44, most] {
+            let word = pack_covers(9, count);
+            assert!(covers(word, 9, count) && covers(word, 9, count.wrapping_sub(70_000)));
+            assert!(!covers(word, 9, count + 1) && !covers(word, 9, count + 70_000));
+            // The process died before it stored the position itself.
+            assert!(!covers(word, 8, count));
+        }
+    }
+
+    #[test]
+    fn it_comes_back_from_the_entry() {
+        let end = |status| Decision::End { status, dw0: 0x1234_5678 };
+        let failed = end(Status::COMPARE_FAILURE.with_dnr());
+        for decision in [Decision::Begin, Decision::Try, end(Status::SUCCESS), failed] {
+            let mut bytes = Sqe::new(1, 2, 3).as_bytes().to_vec();
+            bytes[DECISION_AT..DECISION_AT + 8].copy_from_slice(&decision.pack().to_le_bytes());
+            let sqe = Sqe::read_from_bytes(&bytes).unwrap();
+            assert_eq!((Decision::unpack(&sqe), sqe.opcode, sqe.nsid), (Some(decision), 1, 3));
+        }
+        assert_eq!(Decision::unpack(&Sqe::new(1, 2, 3)), None);
+    }
 }

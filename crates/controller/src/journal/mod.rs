@@ -46,14 +46,381 @@
 //! that burst one at a time, and [stores](JournalPart::store_trying) the number of each before it
 //! starts it. `worker::recovery` evaluates these.
 
-mod decision;
 mod layout;
-mod position;
-mod recovered;
-mod writer;
 
-pub(crate) use decision::Decision;
-pub(crate) use layout::{BURST, QUEUES, RecoveredCommand};
-pub(crate) use position::Position;
-pub(crate) use recovered::RecoveredJournal;
-pub(crate) use writer::{Journal, JournalPart, Records};
+pub(crate) use layout::{BURST, Decision, Position, QUEUES, RecoveredCommand};
+
+use crate::saved::Death;
+use layout::{
+    BEYOND_QUOTA, CQ, CQ_DOORBELL, DECIDED, DECISION_AT, LINE, POSITIONS, RECORD, SQ, SQ_COVERS,
+    SQ_DOORBELL, TRYING, VALID, WAITS, covers, key, map, pack_deaths, pack_trying, table_bytes,
+    unpack, unpack_doorbell, unpack_trying,
+};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use shadowbell_doorbell::{DoorbellState, RingSize};
+use shadowbell_memory::{FileStatus, SharedBytes};
+use shadowbell_spec::{Cqe, Sqe};
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+
+/// Journal of a controller.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    file: OwnedFd,
+    positions: SharedBytes,
+    /// Number of records of each I/O thread.
+    records: usize,
+    workers: usize,
+}
+
+impl Journal {
+    /// Creates an empty journal for up to `workers` I/O threads, each with up to `requests`
+    /// requests in flight.
+    pub(crate) fn new(workers: usize, requests: usize) -> io::Result<Self> {
+        // Twice as many: for commands in flight, and for those in flight in the previous process.
+        let records = (requests + BEYOND_QUOTA) * 2;
+        let file = memfd_create("shadowbell-journal", MemfdFlags::CLOEXEC)?;
+        // A memfd allocates no memory for pages that are never touched.
+        ftruncate(&file, (POSITIONS + workers * table_bytes(records)) as u64)?;
+        let positions = map(&file, 0, POSITIONS)?;
+        Ok(Self { file, positions, records, workers })
+    }
+
+    /// A duplicate of the file descriptor, for the supervisor.
+    pub(crate) fn file(&self) -> io::Result<OwnedFd> {
+        self.file.try_clone()
+    }
+
+    /// Number of records of each I/O thread.
+    pub(crate) fn records(&self) -> usize {
+        self.records
+    }
+
+    /// Part of the journal that the I/O thread `worker` writes, after `generation` resets.
+    pub(crate) fn part(&self, worker: usize, generation: u64) -> io::Result<JournalPart> {
+        let table = table_bytes(self.records);
+        let at = POSITIONS + worker.min(self.workers.saturating_sub(1)) * table;
+        Ok(JournalPart {
+            positions: self.positions.clone(),
+            records: Records { table: map(&self.file, at, table)?, capacity: self.records },
+            generation,
+            free: Vec::new(),
+            next: 0,
+            by_tag: Vec::new(),
+        })
+    }
+}
+
+/// Record table of one I/O thread for one controller's commands. A record has a place of its own
+/// instead of the request's tag, because a tag is reused before the completion is posted.
+#[derive(Clone, Debug)]
+pub(crate) struct Records {
+    table: SharedBytes,
+    /// Maximum number of records.
+    capacity: usize,
+}
+
+impl Records {
+    fn write(&self, place: u32, key: u64, sqe: &Sqe) {
+        let at = place as usize * RECORD;
+        // A place beyond the table has no effect; the quota prevents it.
+        if self.table.write(at + 8, sqe).is_some() {
+            let _ = self.table.store_u64_release(at, key);
+        }
+    }
+
+    /// Frees the record at `place`, after the completion of its command is posted.
+    #[inline]
+    fn free(&self, place: u32) {
+        let _ = self.table.store_u64_release(place as usize * RECORD, 0);
+    }
+
+    fn decide(&self, place: u32, decision: Decision) {
+        let at = place as usize * RECORD;
+        let key = self.table.load_u64_acquire(at).filter(|key| key & VALID != 0);
+        if let Some(key) = key
+            && self.table.store_u64_release(at + 8 + DECISION_AT, decision.pack()).is_some()
+        {
+            let _ = self.table.store_u64_release(at, key | DECIDED);
+        }
+    }
+
+    fn read(&self, place: u32) -> Option<(u64, Sqe)> {
+        let at = place as usize * RECORD;
+        let key = self.table.load_u64_acquire(at).filter(|key| key & VALID != 0)?;
+        Some((key, self.table.read(at + 8)?))
+    }
+}
+
+/// Journal part of one controller that one I/O thread writes.
+#[derive(Debug)]
+pub(crate) struct JournalPart {
+    positions: SharedBytes,
+    records: Records,
+    generation: u64,
+    /// Places that were used and are free again.
+    free: Vec<u32>,
+    /// First place that was never used.
+    next: u32,
+    /// Place of the command's record, by request tag.
+    by_tag: Vec<u32>,
+}
+
+impl JournalPart {
+    fn place(&mut self) -> u32 {
+        self.free.pop().unwrap_or_else(|| {
+            self.next += 1;
+            self.next - 1
+        })
+    }
+
+    /// Records a command whose request `tag` is in flight: number `count` of queue `sqid`.
+    #[inline]
+    pub(crate) fn record(&mut self, tag: u32, sqid: u16, count: u32, sqe: &Sqe) {
+        self.record_as(tag, key(self.generation, sqid, count), sqe);
+    }
+
+    /// [`record`](Self::record) for a command that was in flight in a previous process.
+    pub(crate) fn record_again(&mut self, tag: u32, command: &RecoveredCommand) {
+        let key = self.key_of(command);
+        self.record_as(tag, key, &command.sqe);
+    }
+
+    fn key_of(&self, command: &RecoveredCommand) -> u64 {
+        let decided = if command.decision.is_some() { DECIDED } else { 0 };
+        key(self.generation, command.sqid, command.count) | pack_deaths(command.deaths) | decided
+    }
+
+    #[inline]
+    fn record_as(&mut self, tag: u32, key: u64, sqe: &Sqe) {
+        let place = self.place();
+        self.records.write(place, key, sqe);
+        let tag = tag as usize;
+        if self.by_tag.len() <= tag {
+            self.by_tag.resize(tag + 1, 0);
+        }
+        self.by_tag[tag] = place;
+    }
+
+    /// Stores a decision about the command of request `tag`.
+    pub(crate) fn decide(&self, tag: u32, decision: Decision) {
+        self.records.decide(self.place_of(tag), decision);
+    }
+
+    /// Place of the record of the command whose request was `tag`.
+    #[inline]
+    pub(crate) fn place_of(&self, tag: u32) -> u32 {
+        self.by_tag.get(tag as usize).copied().unwrap_or(u32::MAX)
+    }
+
+    /// Frees the record at `place`, after the completion of its command is posted.
+    #[inline]
+    pub(crate) fn free(&mut self, place: u32) {
+        self.records.free(place);
+        // Spare places (see `record_spare`) are used only once.
+        if place < self.next {
+            self.free.push(place);
+        }
+    }
+
+    /// Record table of this I/O thread, for moving records to another thread.
+    pub(crate) fn records(&self) -> Records {
+        self.records.clone()
+    }
+
+    /// Moves a record of another I/O thread into this part. Returns its new place.
+    pub(crate) fn adopt(&mut self, records: &Records, place: u32) -> Option<u32> {
+        let (key, sqe) = records.read(place)?;
+        let here = self.place();
+        self.records.write(here, key, &sqe);
+        records.free(place);
+        Some(here)
+    }
+
+    /// Records the `nth` command that was in flight in a previous process. Returns its place, which
+    /// is counted from the end of the table, so that new records do not use it.
+    pub(crate) fn record_spare(&self, nth: usize, command: &RecoveredCommand) -> u32 {
+        let place = (self.records.capacity - 1).saturating_sub(nth) as u32;
+        self.records.write(place, self.key_of(command) | WAITS, &command.sqe);
+        place
+    }
+
+    /// Marks the command with the spare record at `place` as started.
+    pub(crate) fn start_spare(&self, place: u32, command: &RecoveredCommand) {
+        self.records.write(place, self.key_of(command), &command.sqe);
+    }
+
+    /// Stores that command `count` of a submission queue is started next and alone, and that
+    /// `deaths` processes have crashed with it.
+    pub(crate) fn store_trying(&self, qid: u16, count: u32, deaths: u8) {
+        self.store(qid, TRYING, pack_trying(count, deaths, false));
+    }
+
+    /// Stores that `deaths` processes have crashed with a command that is not started yet. If this
+    /// process crashes before it starts the command, another command is the cause.
+    pub(crate) fn store_suspect(&self, qid: u16, count: u32, deaths: u8) {
+        self.store(qid, TRYING, pack_trying(count, deaths, true));
+    }
+
+    /// Stores that no command of the queue is being started alone.
+    pub(crate) fn clear_trying(&self, qid: u16) {
+        self.store(qid, TRYING, 0);
+    }
+
+    /// Stores the position of a submission queue, and the number of completions posted by then.
+    #[inline]
+    pub(crate) fn store_sq(&self, qid: u16, position: Position, completions: u64) {
+        self.store(qid, SQ_COVERS, layout::pack_covers(position.at, completions));
+        self.store(qid, SQ, position.pack());
+    }
+
+    /// Stores the position of a completion queue.
+    #[inline]
+    pub(crate) fn store_cq(&self, qid: u16, position: Position) {
+        self.store(qid, CQ, position.pack());
+    }
+
+    /// Stores the doorbell state of a submission queue, when the queue was created or its doorbell
+    /// got a shadow entry.
+    pub(crate) fn store_sq_doorbell(&self, qid: u16, state: DoorbellState) {
+        self.store(qid, SQ_DOORBELL, layout::pack_doorbell(state));
+    }
+
+    /// Stores the doorbell state of a completion queue.
+    pub(crate) fn store_cq_doorbell(&self, qid: u16, state: DoorbellState) {
+        self.store(qid, CQ_DOORBELL, layout::pack_doorbell(state));
+    }
+
+    #[inline]
+    fn store(&self, qid: u16, word: usize, value: u64) {
+        let _ = self.positions.store_u64_release(usize::from(qid) * LINE + word, value);
+    }
+}
+
+/// Journal of a dead process.
+#[derive(Debug)]
+pub(crate) struct RecoveredJournal {
+    positions: SharedBytes,
+    death: Death,
+    /// Recorded commands by submission queue, oldest first.
+    commands: BTreeMap<u16, Vec<RecoveredCommand>>,
+}
+
+impl RecoveredJournal {
+    /// Reads a journal. `records` and `generation` are those of the controller that wrote it, and
+    /// `death` is the cause of death of its process.
+    pub(crate) fn read(
+        file: &OwnedFd,
+        records: usize,
+        generation: u64,
+        death: Death,
+    ) -> io::Result<Self> {
+        let len = usize::try_from(FileStatus::of(file)?.len).unwrap_or(usize::MAX);
+        let positions = map(file, 0, POSITIONS)?;
+        let mut commands: BTreeMap<u16, Vec<RecoveredCommand>> = BTreeMap::new();
+        let bytes = table_bytes(records);
+        let mut at = POSITIONS;
+        while bytes != 0 && at + bytes <= len {
+            // Most tables were never written, and reading a hole of the file would allocate it.
+            if has_data(file, at as u64, bytes as u64) {
+                let table = map(file, at, bytes)?;
+                for command in (0..records).filter_map(|nth| record(&table, nth, generation, death))
+                {
+                    commands.entry(command.sqid).or_default().push(command);
+                }
+            }
+            at += bytes;
+        }
+        Ok(Self { positions, death, commands })
+    }
+
+    fn word(&self, qid: u16, word: usize) -> u64 {
+        self.positions.load_u64_acquire(usize::from(qid) * LINE + word).unwrap_or(0)
+    }
+
+    /// Position and doorbell of a submission queue.
+    pub(crate) fn sq(&self, qid: u16) -> (Position, DoorbellState) {
+        let position = Position::unpack(self.word(qid, SQ));
+        (position, unpack_doorbell(self.word(qid, SQ_DOORBELL), position.truth))
+    }
+
+    /// Number of processes that have crashed while starting command `count` of a submission queue,
+    /// which is its next command.
+    pub(crate) fn deaths_with(&self, qid: u16, count: u32) -> u8 {
+        unpack_trying(self.word(qid, TRYING), count, self.death).unwrap_or(0)
+    }
+
+    /// True if the process crashed by a fault, of which one of its commands may be the cause.
+    pub(crate) fn is_of_a_fault(&self) -> bool {
+        self.death == Death::Fault
+    }
+
+    /// Position and doorbell of a completion queue.
+    pub(crate) fn cq(&self, qid: u16) -> (Position, DoorbellState) {
+        let position = Position::unpack(self.word(qid, CQ));
+        (position, unpack_doorbell(self.word(qid, CQ_DOORBELL), position.truth))
+    }
+
+    /// Processes a completion that the dead process has posted, number `nth` of its queue: removes
+    /// the command's record, and advances `position` of its submission queue of `size` entries.
+    pub(crate) fn posted(&mut self, cqe: &Cqe, nth: u64, size: RingSize, position: &mut Position) {
+        let word = self.word(cqe.sq_id, SQ_COVERS);
+        // The stored position may already be further than the completion's head.
+        let is_covered = covers(word, self.sq(cqe.sq_id).0.at, nth);
+        if let Some(head) = size.position(u32::from(cqe.sq_head)).filter(|_| !is_covered) {
+            let further = size.distance(position.at, head);
+            *position =
+                Position { at: head, count: position.count + u64::from(further), ..*position };
+        }
+        let Some(commands) = self.commands.get_mut(&cqe.sq_id) else { return };
+        // A host may reuse an identifier as soon as it has seen the completion. A command fetched
+        // after that has not been fetched yet at `position`, so its age is not above 0.
+        let age = |command: &RecoveredCommand| age(*position, command);
+        let is_it = |command: &&RecoveredCommand| command.sqe.cid == cqe.cid && age(command) > 0;
+        let oldest = commands.iter().filter(is_it).max_by_key(|command| age(command));
+        if let Some(count) = oldest.map(|command| command.count) {
+            commands.retain(|command| command.count != count);
+        }
+    }
+
+    /// Takes the commands of queue `sqid` to execute again, oldest first; `position` is the
+    /// queue's.
+    pub(crate) fn take(&mut self, sqid: u16, position: Position) -> Vec<RecoveredCommand> {
+        let mut commands = self.commands.remove(&sqid).unwrap_or_default();
+        // Commands behind the position are fetched again.
+        commands.retain(|command| age(position, command) > 0);
+        commands.sort_by_key(|command| std::cmp::Reverse(age(position, command)));
+        // A command whose record was being moved has two records.
+        commands.dedup_by_key(|command| command.count);
+        commands
+    }
+}
+
+/// Number of commands fetched since this one (inclusive) if the queue is at `position`; 0 or less
+/// if it is not fetched yet.
+fn age(position: Position, command: &RecoveredCommand) -> i32 {
+    (position.count as u32).wrapping_sub(command.count) as i32
+}
+
+fn has_data(file: &OwnedFd, from: u64, len: u64) -> bool {
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(from)) {
+        Ok(at) => at < from + len,
+        Err(_) => false,
+    }
+}
+
+fn record(
+    table: &SharedBytes,
+    nth: usize,
+    generation: u64,
+    death: Death,
+) -> Option<RecoveredCommand> {
+    let at = nth * RECORD;
+    let found = table.load_u64_acquire(at).filter(|found| found & VALID != 0)?;
+    // Records from before a reset are ignored.
+    let (sqid, count, deaths) = unpack(found, generation, death)?;
+    let sqe = table.read(at + 8)?;
+    let decision = if found & DECIDED != 0 { Decision::unpack(&sqe) } else { None };
+    Some(RecoveredCommand { sqid, count, deaths, sqe, decision })
+}

@@ -1,8 +1,6 @@
 //! Completion queue and its interrupt.
 
-use super::layout::QueueLayout;
-use super::saved_doorbell;
-use super::shadow::ShadowCells;
+use super::layout::{QueueLayout, ShadowCells, restore_doorbell, save_doorbell};
 use crate::interrupt::{Coalescing, Decision, HoldLimit, InterruptPolicy, IrqLine};
 use crate::journal::{JournalPart, Position, Records};
 use crate::saved::SavedCq;
@@ -124,7 +122,7 @@ impl Cq {
             vector: self.interrupt.vector(),
             tail: self.tail,
             phase: self.phase,
-            head: saved_doorbell::save(self.head.state()),
+            head: save_doorbell(self.head.state()),
             staged: self.staged.iter().map(|&[low, high]| (low, high)).collect(),
         }
     }
@@ -139,7 +137,7 @@ impl Cq {
     ) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         layout.size.position(u32::from(saved.tail))?;
-        let state = saved_doorbell::restore(saved.head);
+        let state = restore_doorbell(saved.head);
         let register = shared.register(saved.qid, DoorbellKind::Cq);
         let head = CqHead::resume(layout.size, register, state)?;
         let staged: Vec<_> = saved.staged.iter().map(|&(low, high)| [low, high]).collect();

@@ -1,7 +1,10 @@
-//! Location and size of a queue in the host's memory.
+//! Location of a queue and its shadow doorbells in the host's memory, and serialized doorbell
+//! states.
 
+use crate::saved::{SavedDoorbell, SavedTruth};
 use crate::shared::MAX_QUEUES;
-use shadowbell_doorbell::RingSize;
+use shadowbell_doorbell::{DoorbellState, RingSize, Truth};
+use shadowbell_memory::{DmaTable, SharedU32};
 
 /// Location and size of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,4 +20,45 @@ impl QueueLayout {
         let is_possible = usize::from(qid) < MAX_QUEUES;
         is_possible.then_some(Self { qid, iova, size: RingSize::new(entries)? })
     }
+}
+
+/// Cells of one doorbell: Shadow Doorbell and EventIdx entry.
+#[derive(Clone, Debug)]
+pub(crate) struct ShadowCells {
+    pub(crate) value: SharedU32,
+    pub(crate) event_idx: SharedU32,
+}
+
+impl ShadowCells {
+    /// Resolves the entries at `offset` of the two pages, if both are mapped and writable.
+    pub(crate) fn resolve(
+        table: &DmaTable,
+        (shadow, event_idx): (u64, u64),
+        offset: u64,
+    ) -> Option<Self> {
+        let cell = |page: u64| table.bytes(page.checked_add(offset)?, 4)?.cell(0);
+        Some(Self { value: cell(shadow)?, event_idx: cell(event_idx)? })
+    }
+}
+
+/// Converts a doorbell state to its serialized form.
+pub(super) fn save_doorbell(state: DoorbellState) -> SavedDoorbell {
+    let DoorbellState { last, truth, snapshot } = state;
+    let truth = match truth {
+        Truth::Register => SavedTruth::Register,
+        Truth::Last => SavedTruth::Last,
+        Truth::Shadow => SavedTruth::Shadow,
+    };
+    SavedDoorbell { last, truth, snapshot }
+}
+
+/// Converts a serialized doorbell state back.
+pub(super) fn restore_doorbell(saved: SavedDoorbell) -> DoorbellState {
+    let SavedDoorbell { last, truth, snapshot } = saved;
+    let truth = match truth {
+        SavedTruth::Register => Truth::Register,
+        SavedTruth::Last => Truth::Last,
+        SavedTruth::Shadow => Truth::Shadow,
+    };
+    DoorbellState { last, truth, snapshot }
 }

@@ -1,8 +1,6 @@
 //! Submission queue.
 
-use super::layout::QueueLayout;
-use super::saved_doorbell;
-use super::shadow::ShadowCells;
+use super::layout::{QueueLayout, ShadowCells, restore_doorbell, save_doorbell};
 use crate::journal::{JournalPart, Position};
 use crate::saved::SavedSq;
 use crate::shared::{ControllerShared, DSTRD};
@@ -86,7 +84,7 @@ impl Sq {
     /// Serializes the queue while no command is in flight. `cqid` is its completion queue.
     pub(crate) fn save(&self, cqid: u16) -> SavedSq {
         let QueueLayout { qid, iova, size } = self.layout;
-        let tail = saved_doorbell::save(self.tail.state());
+        let tail = save_doorbell(self.tail.state());
         SavedSq { qid, iova, entries: size.entries(), cqid, head: self.head, tail }
     }
 
@@ -95,7 +93,7 @@ impl Sq {
     pub(crate) fn restore(saved: &SavedSq, shared: &ControllerShared, cq: usize) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         layout.size.position(u32::from(saved.head))?;
-        let state = saved_doorbell::restore(saved.tail);
+        let state = restore_doorbell(saved.tail);
         let register = shared.register(saved.qid, DoorbellKind::Sq);
         let tail = SqTail::resume(layout.size, register, state)?;
         let (head, fetched) = (saved.head, u32::from(saved.head));

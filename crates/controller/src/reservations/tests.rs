@@ -1,6 +1,6 @@
 //! Exhaustive test: every command of every host in every reachable state of three hosts with two
 //! keys, compared with an independent model over plain arrays that follows the specification's
-//! tables.
+//! tables. Then tests of the reservation file.
 
 use super::*;
 use std::collections::{BTreeSet, VecDeque};
@@ -293,4 +293,58 @@ fn who_a_host_is() {
     for id in [HostId::Short(77), HostId::Extended([9; 16])] {
         assert_eq!(HostId::from_bytes(&id.bytes()), Some(id));
     }
+}
+
+fn with_key(key: u64) -> AllReservations {
+    let mut its = Reservations::default();
+    its.act(HostId::Short(1), Action::Register { key }).unwrap();
+    AllReservations::from([([3; 16], its)])
+}
+
+#[test]
+fn whatever_is_torn_there_is_what_was_before() {
+    let file = tempfile::tempfile().unwrap();
+    let kept = ReservationFile::new(file.try_clone().unwrap());
+    assert_eq!(kept.read().unwrap(), AllReservations::new());
+    for key in 1..=5 {
+        kept.write(&with_key(key)).unwrap();
+        assert_eq!(kept.read().unwrap(), with_key(key));
+        if key == 1 {
+            continue;
+        }
+        // Corrupt each byte of the newest version, as if its write had been lost.
+        let Newest { place, value: text, .. } = kept.newest().unwrap();
+        for byte in (0..PLACES.head() + text.len()).map(|byte| place * PLACE + byte as u64) {
+            let mut was = [0];
+            file.read_exact_at(&mut was, byte).unwrap();
+            file.write_all_at(&[!was[0]], byte).unwrap();
+            assert_eq!(kept.read().unwrap(), with_key(key - 1), "byte {byte}");
+            file.write_all_at(&was, byte).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_first_that_is_torn_is_nothing_and_another_file_is_refused() {
+    let file = tempfile::tempfile().unwrap();
+    let kept = ReservationFile::new(file.try_clone().unwrap());
+    kept.write(&with_key(1)).unwrap();
+    file.set_len(PLACES.head() as u64 + 3).unwrap();
+    assert_eq!(kept.read().unwrap(), AllReservations::new());
+    file.write_all_at(b"no such thing", 0).unwrap();
+    assert!(kept.read().is_err());
+}
+
+#[test]
+fn a_file_of_an_earlier_version_is_read_and_written_as_that_would() {
+    let file = tempfile::tempfile().unwrap();
+    let kept = ReservationFile::new(file.try_clone().unwrap());
+    kept.write(&AllReservations::new()).unwrap();
+    let mut bytes = vec![0; 64];
+    let len = file.read_at(&mut bytes, 0).unwrap();
+    let mut as_before = b"SBRESV01\x01\0\0\0\0\0\0\0\x11\0\0\0\0\0\0\0".to_vec();
+    as_before.extend_from_slice(&0x8f8654fa2ef6aa34_u64.to_le_bytes());
+    as_before.extend_from_slice(b"{\"namespaces\":[]}");
+    assert_eq!(bytes[..len], as_before);
+    assert_eq!(kept.read().unwrap(), AllReservations::new());
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::latch::tests::Notices;
+use crate::notice::tests::Notices;
 
 const UUID: Uuid = [7; 16];
 const HOST: HostId = HostId::Short(1);

@@ -1,6 +1,5 @@
-use super::layout::*;
-use super::record::RECORD_BYTES;
 use super::*;
+use crate::trace::record::{HEADER_BYTES, Layout, MAX_RINGS, RECORD_BYTES};
 use proptest::prelude::*;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;

@@ -1,22 +1,23 @@
-//! Part of one controller that one I/O thread serves.
+//! Part of one controller that one I/O thread serves: queue creation and deletion, remapping of
+//! queue memory, and departure and arrival of queues that move between I/O threads.
 
-use super::backlog::Unread;
-use super::message::QueueContext;
+use super::mailbox::{QueueContext, Unread};
 use super::observer::Observer;
-use super::queue_move::{Departure, Opening};
-use super::queue_override::QueueOverride;
-use super::queue_set::{QueueSet, SleepCell};
+use super::queue_move::{Departure, Opening, Relocated};
+use super::queue_set::{QueueOverride, QueueSet, SleepCell};
 use super::recovery::Recovery;
+use super::replay::Inheritance;
 use crate::admin::self_test::Piece;
 use crate::exec::{Closed, Exceeded, NamespaceQueue};
-use crate::latch::Latch;
+use crate::interrupt::{HoldLimit, IrqLine};
 use crate::namespace::Namespaces;
-use crate::notice::Notice;
-use crate::queue::Cq;
-use crate::shared::ControllerShared;
+use crate::notice::{Latch, Notice};
+use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
+use crate::shared::{ControllerShared, DSTRD};
 use shadowbell_doorbell::{Arming, Fenced, Sleeper};
 use shadowbell_memory::page_tables::{self, Look};
-use shadowbell_memory::{DmaTable, EventFd, ViewWatch};
+use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
+use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -46,8 +47,8 @@ pub(crate) struct ControllerQueues {
     /// end. They are released in order, because memory in one map may be in earlier ones, too.
     pub(super) draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Pending deletions, with the latches that wait for them.
-    pub(super) deleting: Vec<(Deleting, Latch)>,
-    pub(super) detaching: Option<Latch>,
+    deleting: Vec<(Deleting, Latch)>,
+    detaching: Option<Latch>,
     /// `memory::sigbus::losses` at the last check. Initially 0: memory that was lost before the
     /// first queue was created is still part of the map.
     pub(super) losses: u64,
@@ -560,4 +561,236 @@ pub(super) fn insert<T>(list: &mut Vec<Option<T>>, item: T) -> usize {
     }
     list[place] = Some(item);
     place
+}
+
+/// Queue creation, deletion and remapping of queue memory.
+impl ControllerQueues {
+    fn shadow_cells(&self, offset: u64) -> Option<ShadowCells> {
+        ShadowCells::resolve(&self.table(), self.shadow?, offset)
+    }
+
+    pub(crate) fn create_cq(&mut self, layout: QueueLayout, vector: Option<u16>, limit: HoldLimit) {
+        let shared = &self.set.shared;
+        let irq = vector.map(|v| IrqLine::new(Arc::clone(&shared.irqs), v));
+        let mut cq = Cq::new(layout, shared, irq, limit);
+        // The control plane refuses unmapped memory; if it was unmapped since, the queue waits.
+        let _ = cq.resolve(&self.table());
+        cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
+        insert(&mut self.set.cqs, cq);
+        self.write_down();
+    }
+
+    pub(crate) fn create_sq(&mut self, layout: QueueLayout, cqid: u16) -> Result<(), Status> {
+        let cq = self.set.find_cq(cqid).ok_or(Status::CQ_INVALID.with_dnr())?;
+        let mut sq = Sq::new(layout, &self.set.shared, cq);
+        let _ = sq.resolve(&self.table());
+        sq.shadow(self.shadow_cells(sq_entry_offset(layout.qid, DSTRD)));
+        insert(&mut self.set.sqs, sq);
+        self.write_down();
+        Ok(())
+    }
+
+    /// Writes the state of all queues to the journal, after a queue or doorbell location has
+    /// changed.
+    pub(super) fn write_down(&self) {
+        if let Some(journal) = &self.set.journal {
+            for sq in self.set.sqs.iter().flatten() {
+                let cq = self.set.cqs.get(sq.cq).and_then(Option::as_ref);
+                sq.write_down(journal, cq.map_or(0, Cq::posted));
+            }
+            self.set.cqs.iter().flatten().for_each(|cq| cq.write_down(journal));
+        }
+    }
+
+    pub(crate) fn delete_sq(&mut self, qid: u16, latch: Latch) {
+        let Some(index) = self.set.find_sq(qid) else { return };
+        if let Some(sq) = &mut self.set.sqs[index] {
+            sq.stopped = true;
+        }
+        self.set.engine.cancel_all(Some(index));
+        if let Some(overriding) = &mut self.overriding {
+            overriding.delete_sq(&mut self.set, index);
+        }
+        self.deleting.push((Deleting::Sq(index), latch));
+    }
+
+    pub(crate) fn delete_cq(&mut self, qid: u16) {
+        let index = self.set.find_cq(qid);
+        if let Some(cq) = index.and_then(|i| self.set.cqs[i].take()) {
+            self.set.shared.retire_cq(&cq.counters);
+        }
+    }
+
+    /// Applies Doorbell Buffer Config: every queue gets its shadow entry, even with commands in
+    /// flight. With `None`, a queue whose doorbells were in the buffer stops.
+    pub(crate) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
+        self.shadow = pages;
+        let table = self.table();
+        let cells = |offset| ShadowCells::resolve(&table, pages?, offset);
+        for sq in self.set.sqs.iter_mut().flatten() {
+            sq.shadow(cells(sq_entry_offset(sq.layout.qid, DSTRD)));
+        }
+        for cq in self.set.cqs.iter_mut().flatten() {
+            cq.shadow(cells(cq_entry_offset(cq.layout.qid, DSTRD)));
+        }
+        self.write_down();
+    }
+
+    /// Replaces the DMA map. Queues are resolved in the new map; a queue that it does not contain
+    /// stops until a later map contains it. Shadow doorbell state survives the remapping.
+    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
+        let old = self.set.engine.change_view(View::new(Arc::clone(&table)));
+        self.lost = false;
+        self.draining.push_back((old.watch(), latches));
+        drop(old);
+        let pages = self.shadow;
+        self.set.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
+        self.set.cqs.iter_mut().flatten().for_each(|cq| cq.remap(&table, pages));
+        self.write_down();
+    }
+}
+
+/// Departure and arrival of queues that move between I/O threads.
+impl ControllerQueues {
+    /// Begins a move to another I/O thread: fetching stops, and when nothing is in flight,
+    /// [`is_over`](Self::is_over) is true.
+    pub(crate) fn leave(&mut self, departure: Departure) {
+        self.set.engine.close(Closed::Leaves);
+        self.departure = Some(departure);
+    }
+
+    /// Cancels a move that has not happened yet.
+    pub(crate) fn stay(&mut self) {
+        if self.departure.take().is_some() {
+            self.set.engine.open(Closed::Leaves);
+        }
+    }
+
+    /// Aborts commands in flight, because a controller reset waits for the pending move.
+    pub(crate) fn hurry(&mut self) {
+        if self.departure.is_some() {
+            self.recovery = None;
+            self.set.engine.cancel_all(None);
+            if let Some(overriding) = &mut self.overriding {
+                overriding.reset();
+            }
+        }
+    }
+
+    /// Sends the queues to their destination, unless they are being detached. True if they were
+    /// sent.
+    pub(crate) fn depart(&mut self, worker: usize) -> bool {
+        let Some(Departure { to, latch }) = self.departure.take() else { return false };
+        if self.detaching.is_some() {
+            return false;
+        }
+        let table = self.table();
+        // A namespace change may end at the destination before `self` is dropped; until then
+        // nothing here may refer to the old disk.
+        self.set.engine.forget_namespaces();
+        // Nothing is in flight, so the dirty log is complete; a live migration may read it at once.
+        self.set.engine.view().hand_in_log();
+        // At the destination, or in another process, all commands are served normally.
+        self.recovery = None;
+        self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);
+        if let Some(journal) = &self.set.journal {
+            self.set.cqs.iter_mut().flatten().for_each(|cq| cq.leave_journal(journal));
+        }
+        let relocated = Relocated {
+            shared: Arc::clone(&self.set.shared),
+            control: self.set.control.clone(),
+            opening: self.opening.take(),
+            table,
+            counters: Arc::clone(&self.set.engine.counters),
+            shadow: self.shadow,
+            sqs: std::mem::take(&mut self.set.sqs),
+            cqs: std::mem::take(&mut self.set.cqs),
+            overriding: self.overriding.take(),
+            doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
+            losses: self.losses,
+            lost: self.lost,
+            inheritance: Inheritance::default(),
+            latch: Some(latch),
+        };
+        // A doorbell's writer reads the owner again after the write. So either the destination sees
+        // the doorbell, or the writer sees the new owner.
+        self.set.shared.change_owner(worker, to.worker);
+        to.arrivals.deliver(Box::new(relocated));
+        true
+    }
+
+    /// Receives moved queues on the calling I/O thread, which has the index `worker`. If a disk
+    /// cannot be opened, the queues are dropped.
+    pub(crate) fn arrive(
+        relocated: Relocated,
+        worker: usize,
+    ) -> Result<(Self, Option<Latch>), std::io::Error> {
+        let Relocated { shared, control, opening, table, shadow, sqs, cqs, .. } = relocated;
+        let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
+        let Relocated { counters, inheritance, .. } = relocated;
+        let journal = shared.journal_part(worker, opening.generation)?;
+        counters.set_worker(worker);
+        let mut set = QueueSet::new(shared, control, opening.open(table, counters)?, journal);
+        (set.sqs, set.cqs) = (sqs, cqs);
+        if let Some(journal) = &mut set.journal {
+            set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
+        }
+        let arrived = Self {
+            recovery: Recovery::new(inheritance, &mut set),
+            set,
+            overriding,
+            shadow,
+            doorbell_eventfds,
+            draining: VecDeque::new(),
+            deleting: Vec::new(),
+            detaching: None,
+            losses,
+            lost,
+            first: 0,
+            opening,
+            departure: None,
+            look: None,
+        };
+        arrived.write_down();
+        Ok((arrived, latch))
+    }
+
+    /// Adds moved queues to the queues of the same controller on this thread.
+    pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
+        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
+        self.set.shared.join_parts(&counters, &self.set.engine.counters);
+        // The moved queues were resolved in the DMA map of their previous thread.
+        let (table, pages) = (self.table(), self.shadow);
+        let mut places = Vec::with_capacity(cqs.len());
+        for cq in cqs {
+            let journal = self.set.journal.as_mut();
+            places.push(cq.map(|mut cq| {
+                cq.remap(&table, pages);
+                if let Some(journal) = journal {
+                    cq.join_journal(journal);
+                }
+                insert(&mut self.set.cqs, cq)
+            }));
+        }
+        let mut indices = Vec::with_capacity(sqs.len());
+        for sq in sqs {
+            indices.push(sq.and_then(|mut sq| {
+                // A submission queue has its completion queue on the same I/O thread.
+                sq.cq = places.get(sq.cq).copied().flatten()?;
+                sq.remap(&table, pages);
+                Some(insert(&mut self.set.sqs, sq))
+            }));
+        }
+        // Queues of several threads may be recovered by one.
+        let inheritance = inheritance.moved(|sq| indices.get(sq).copied().flatten());
+        if let Some(more) = Recovery::new(inheritance, &mut self.set) {
+            match &mut self.recovery {
+                Some(recovery) => recovery.join(*more),
+                None => self.recovery = Some(more),
+            }
+        }
+        self.doorbell_eventfds.extend(doorbell_eventfds);
+        self.write_down();
+        latch
+    }
 }

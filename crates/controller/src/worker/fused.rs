@@ -1,7 +1,7 @@
 //! Fetch of fused operations: the two commands start together or not at all.
 //! Base 2.1, 3.4.2 "Fused Operations".
 
-use super::errors::report_error;
+use super::observer::report_error;
 use crate::exec::Engine;
 use crate::journal::{Decision, JournalPart, RecoveredCommand};
 use crate::notice::ControlHandle;

@@ -1,16 +1,246 @@
-//! Mailbox of an I/O thread: messages and wakeups from other threads.
+//! Mailbox of an I/O thread: messages, wakeups and the backlog of unhandled messages.
+//!
+//! A thread reads its messages between two passes over its queues, so no lock is taken while
+//! commands are served.
+//!
+//! # Backlog
+//!
+//! The backlog has the messages that a thread has taken from its mailbox and not handled yet.
+//!
+//! A message takes some microseconds, and guests determine their number. So a thread handles
+//! messages for a bounded time per turn, one of each controller in rotation. A controller with many
+//! messages delays itself, not the others.
 
-use super::message::Message;
-use super::queue_move::{Arrivals, Relocated};
+use super::doorbell_sources::DoorbellSource;
+use super::queue_move::{Arrivals, Departure, Relocated};
+use super::queue_set::QueueOverride;
+use super::scheduling::BusyClock;
+use super::worker_thread::ThreadJob;
+use crate::admin::self_test::Piece;
+use crate::exec::Quota;
+use crate::namespace::Namespaces;
+use crate::notice::{ControlHandle, Latch, Visit};
+use crate::queue::QueueLayout;
+use crate::shared::ControllerShared;
 use crate::stats::SleepCounters;
-use crate::worker::utilization::BusyClock;
+use crate::trace::TraceRing;
 use parking_lot::Mutex;
 use shadowbell_doorbell::{Cell, FullFence, Waker};
 use shadowbell_memory::{DmaTable, EventFd};
-use std::collections::VecDeque;
+use shadowbell_spec::status::Status;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Context that an I/O thread needs to serve a controller's first queue.
+pub(crate) struct QueueContext {
+    pub(crate) shared: Arc<ControllerShared>,
+    pub(crate) control: ControlHandle,
+    pub(crate) table: Arc<DmaTable>,
+    pub(crate) namespaces: Arc<Namespaces>,
+    /// CC.MPS in bytes.
+    pub(crate) page_size: usize,
+    /// MDTS in bytes.
+    pub(crate) max_transfer: usize,
+    /// In-flight limits.
+    pub(crate) quota: Quota,
+    /// Number of controller resets so far.
+    pub(crate) generation: u64,
+    /// Shadow Doorbell and EventIdx buffers, if Doorbell Buffer Config is enabled.
+    pub(crate) shadow: Option<(u64, u64)>,
+    /// Override that serves the queues instead, if any.
+    pub(crate) overriding: Option<Box<dyn QueueOverride>>,
+}
+
+pub(crate) enum Message {
+    /// Doorbell write of a parked controller (see `poll_group`).
+    DoorbellWritten {
+        controller: u32,
+    },
+    /// Registration of an eventfd that signals doorbell writes of the controller.
+    DoorbellEventfd {
+        controller: u32,
+        event: EventFd,
+    },
+    /// Registration of a source from which the thread receives the host's doorbell writes itself.
+    DoorbellSource {
+        controller: u32,
+        source: Box<dyn DoorbellSource>,
+    },
+    CreateCq {
+        context: Box<QueueContext>,
+        layout: QueueLayout,
+        vector: Option<u16>,
+        latch: Latch,
+    },
+    CreateSq {
+        controller: u32,
+        layout: QueueLayout,
+        cqid: u16,
+        latch: Latch,
+    },
+    /// Stops the queue, aborts commands in flight, deletes the queue, then releases the latch.
+    DeleteSq {
+        controller: u32,
+        qid: u16,
+        latch: Latch,
+    },
+    DeleteCq {
+        controller: u32,
+        qid: u16,
+        latch: Latch,
+    },
+    /// Enables Doorbell Buffer Config, or disables it (`None`).
+    Shadow {
+        controller: u32,
+        pages: Option<(u64, u64)>,
+        latch: Latch,
+    },
+    /// Replaces the DMA map; the latches are released once nothing uses the old one.
+    Table {
+        controller: u32,
+        table: Arc<DmaTable>,
+        latches: Vec<Latch>,
+    },
+    /// Changes namespace `nsid` to the one in `namespaces`, or removes it. The latch is released
+    /// once nothing uses the old disk. If the new disk cannot be opened, nothing changes and the
+    /// latch gets a status.
+    ChangeNamespace {
+        controller: u32,
+        nsid: u32,
+        namespaces: Arc<Namespaces>,
+        latch: Latch,
+    },
+    /// Applies a change of the controller's access to a namespace. The latch is released when the
+    /// commands in flight on it have ended; they are aborted if `aborts` is true.
+    ReviewAccess {
+        controller: u32,
+        uuid: [u8; 16],
+        aborts: bool,
+        latch: Latch,
+    },
+    /// Ends a reservation command.
+    ReservationEnded {
+        controller: u32,
+        ticket: u64,
+        status: Status,
+    },
+    /// Flushes every namespace.
+    Flush {
+        context: Box<QueueContext>,
+        latch: Latch,
+    },
+    /// Verifies a piece of a namespace. The latch gets the status of an error.
+    Verify {
+        context: Box<QueueContext>,
+        piece: Piece,
+        latch: Latch,
+    },
+    /// Aborts a command. The latch gets the status Command Abort Requested if it was aborted.
+    Abort {
+        controller: u32,
+        sqid: u16,
+        cid: u16,
+        latch: Latch,
+    },
+    /// Controller reset: drops shadow pages at once, aborts commands in flight, deletes all queues,
+    /// then releases the latch.
+    Detach {
+        controller: u32,
+        latch: Latch,
+    },
+    /// Moves the controller's queues to another I/O thread once nothing is in flight. Until the
+    /// latch is released, the route holds back further messages about the controller, except
+    /// [`Stay`](Self::Stay), [`Hurry`](Self::Hurry) and those of exclusive execution.
+    Leave {
+        controller: u32,
+        departure: Departure,
+    },
+    /// Cancels a move that has not happened yet.
+    Stay {
+        controller: u32,
+    },
+    /// Stops fetching. The latch is released when nothing is in flight except commands that wait
+    /// for exclusive execution.
+    Pause {
+        controller: u32,
+        latch: Latch,
+    },
+    /// Executes parked commands exclusively, then releases the latch.
+    RunExclusive {
+        controller: u32,
+        latch: Latch,
+    },
+    /// Reports that changes are recorded. The latch is released when the journal says so.
+    Settle {
+        controller: u32,
+        latch: Latch,
+    },
+    /// Ends exclusive execution: fetching continues.
+    EndExclusive {
+        controller: u32,
+    },
+    /// Aborts the commands in flight of a controller that is about to move.
+    Hurry {
+        controller: u32,
+    },
+    /// Delivers a controller's queues from another I/O thread.
+    Arrive(Box<Relocated>),
+    /// Sets an override that serves the controller's queues from now on.
+    Override {
+        controller: u32,
+        overriding: Box<dyn QueueOverride>,
+    },
+    /// Starts recording in this ring, or stops.
+    Trace(Option<TraceRing>),
+    /// Starts or stops the measurement of command latencies.
+    Measure(bool),
+    /// Lends the thread to a job of a controller.
+    Run {
+        controller: u32,
+        job: ThreadJob,
+    },
+    /// Liveness check: the thread drops the message.
+    Visit(Visit),
+    Stop,
+}
+
+impl Message {
+    /// Number of the controller that the message is about.
+    pub(crate) fn controller(&self) -> Option<u32> {
+        match self {
+            Self::CreateCq { context, .. }
+            | Self::Flush { context, .. }
+            | Self::Verify { context, .. } => Some(context.shared.id),
+            Self::DoorbellWritten { controller }
+            | Self::DoorbellEventfd { controller, .. }
+            | Self::DoorbellSource { controller, .. }
+            | Self::CreateSq { controller, .. }
+            | Self::DeleteSq { controller, .. }
+            | Self::DeleteCq { controller, .. }
+            | Self::Shadow { controller, .. }
+            | Self::Table { controller, .. }
+            | Self::ChangeNamespace { controller, .. }
+            | Self::ReviewAccess { controller, .. }
+            | Self::ReservationEnded { controller, .. }
+            | Self::Abort { controller, .. }
+            | Self::Detach { controller, .. }
+            | Self::Pause { controller, .. }
+            | Self::RunExclusive { controller, .. }
+            | Self::Settle { controller, .. }
+            | Self::EndExclusive { controller }
+            | Self::Leave { controller, .. }
+            | Self::Hurry { controller }
+            | Self::Run { controller, .. }
+            | Self::Stay { controller }
+            | Self::Override { controller, .. } => Some(*controller),
+            Self::Arrive(relocated) => Some(relocated.id()),
+            Self::Trace(_) | Self::Measure(_) | Self::Visit(_) | Self::Stop => None,
+        }
+    }
+}
 
 /// Number of messages that are searched for an earlier DMA map of the same controller.
 const NEAR: usize = 16;
@@ -144,12 +374,107 @@ impl Arrivals for Mailbox {
     }
 }
 
+/// Maximum time per turn for which an I/O thread handles messages.
+const TURN: Duration = Duration::from_micros(50);
+
+/// Messages by controller, in order of arrival for each controller.
+#[derive(Default)]
+pub(super) struct Backlog {
+    messages: HashMap<u32, VecDeque<Message>>,
+    /// Controllers with messages, in order of their turns.
+    order: VecDeque<u32>,
+    /// Number of messages, and the maximum so far.
+    len: usize,
+    most: usize,
+}
+
+/// Key of messages without a controller; controller numbers begin at 1.
+const NOBODY: u32 = 0;
+
+impl Backlog {
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.order.is_empty()
+    }
+
+    /// Adds messages. True if one of them stops the thread.
+    pub(super) fn add(&mut self, messages: impl IntoIterator<Item = Message>) -> bool {
+        for message in messages {
+            if matches!(message, Message::Stop) {
+                return true;
+            }
+            let controller = message.controller().unwrap_or(NOBODY);
+            let waiting = self.messages.entry(controller).or_default();
+            if waiting.is_empty() {
+                self.order.push_back(controller);
+            }
+            waiting.push_back(message);
+            self.len += 1;
+        }
+        self.most = self.most.max(self.len);
+        false
+    }
+
+    /// Calls `handle` with messages for the duration of one turn.
+    pub(super) fn take_turn(&mut self, mut handle: impl FnMut(Message)) {
+        let began = Instant::now();
+        while let Some(message) = self.next() {
+            handle(message);
+            if began.elapsed() >= TURN {
+                break;
+            }
+        }
+    }
+
+    /// Takes the next message.
+    pub(super) fn next(&mut self) -> Option<Message> {
+        let controller = self.order.pop_front()?;
+        let waiting = self.messages.get_mut(&controller)?;
+        let message = waiting.pop_front();
+        self.len -= usize::from(message.is_some());
+        if waiting.is_empty() {
+            self.messages.remove(&controller);
+        } else {
+            self.order.push_back(controller);
+        }
+        message
+    }
+
+    /// Returns and resets the maximum number of waiting messages.
+    pub(super) fn take_most(&mut self) -> usize {
+        std::mem::replace(&mut self.most, self.len)
+    }
+
+    fn has_of(&self, controller: u32) -> bool {
+        self.messages.contains_key(&controller)
+    }
+}
+
+/// Query for unhandled messages of a controller, made before its commands are fetched.
+#[derive(Clone, Copy)]
+pub(crate) struct Unread<'a> {
+    pub(super) mailbox: &'a Mailbox,
+    pub(super) backlog: &'a Backlog,
+}
+
+impl Unread<'_> {
+    #[inline(always)]
+    pub(crate) fn has_of(self, controller: u32) -> bool {
+        (self.mailbox.has_messages() || !self.backlog.is_empty()) && self.find(controller)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find(self, controller: u32) -> bool {
+        self.backlog.has_of(controller) || self.mailbox.has_of(controller)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::latch::Latch;
-    use crate::latch::tests::Notices;
-    use crate::notice::Notice;
+    use crate::notice::tests::Notices;
+    use crate::notice::{Latch, Notice};
     use shadowbell_memory::{DmaSpace, Mapping};
 
     /// DMA map message with `ranges` ranges and these latches.
@@ -218,5 +543,52 @@ mod tests {
         // A map that was taken is not replaced any more.
         mailbox.send(table(1, 4, Vec::new()));
         assert_eq!(taken(&mailbox), [Some((1, 4, 0))]);
+    }
+
+    fn written(controller: u32) -> Message {
+        Message::DoorbellWritten { controller }
+    }
+
+    fn order(backlog: &mut Backlog) -> Vec<u32> {
+        std::iter::from_fn(|| backlog.next()).filter_map(|message| message.controller()).collect()
+    }
+
+    #[test]
+    fn a_controller_with_many_messages_lets_others_in_between() {
+        let mut backlog = Backlog::default();
+        assert!(!backlog.add((0..1000).map(|_| written(1)).chain([written(2), written(3)])));
+        assert!(backlog.has_of(3) && !backlog.has_of(4));
+        let order = order(&mut backlog);
+        assert_eq!(order[..3], [1, 2, 3]);
+        assert_eq!(order.len(), 1002);
+        assert!(backlog.is_empty() && !backlog.has_of(1));
+    }
+
+    #[test]
+    fn a_turn_ends_after_a_while_with_at_least_one_message_handled() {
+        let mut backlog = Backlog::default();
+        backlog.add((0..3).map(|_| written(1)));
+        let mut handled = 0;
+        backlog.take_turn(|_| {
+            handled += 1;
+            std::thread::sleep(TURN);
+        });
+        assert_eq!(handled, 1);
+        assert!(!backlog.is_empty());
+    }
+
+    #[test]
+    fn stop_does_not_wait_for_its_turn() {
+        let mut backlog = Backlog::default();
+        assert!(backlog.add((0..9).map(|_| written(1)).chain([Message::Stop])));
+    }
+
+    #[test]
+    fn messages_are_seen_in_the_mailbox_and_in_the_backlog() {
+        let (mailbox, mut backlog) = (Mailbox::new().unwrap(), Backlog::default());
+        mailbox.send(written(1));
+        backlog.add([written(2)]);
+        let unread = Unread { mailbox: &mailbox, backlog: &backlog };
+        assert_eq!([1, 2, 3].map(|id| unread.has_of(id)), [true, true, false]);
     }
 }

@@ -4,32 +4,23 @@
 //! thread touches these. The control plane communicates with it by messages only.
 
 mod adaptive_poll;
-mod backlog;
 mod controller_queues;
-mod departure_arrival;
 mod doorbell_sources;
-mod drr;
-pub(crate) mod errors;
 mod fused;
-mod isolation;
-mod mailbox;
-pub(crate) mod message;
-mod meter;
+pub(crate) mod mailbox;
 pub(crate) mod observer;
 mod poll_group;
 mod pool;
-mod queue_changes;
 pub(crate) mod queue_move;
-pub(crate) mod queue_override;
 pub(crate) mod queue_set;
 mod recovery;
 mod replay;
-pub(crate) mod trace;
-mod utilization;
+mod scheduling;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;
 mod worker_thread;
 
 pub use adaptive_poll::Polling;
+pub use doorbell_sources::{DoorbellSource, PolledDoorbells};
 pub use pool::{CLAIMABLE, MAX_WORKERS, Pool, PoolOptions, Turns};
 pub use worker_thread::{ThreadJob, WorkerThread};

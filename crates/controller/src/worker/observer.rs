@@ -1,13 +1,33 @@
-//! Observer of an I/O thread: trace and latency meter. Both disabled, they cost one branch.
+//! Observer of an I/O thread: trace, command latency and failed commands.
+//!
+//! The observer has the trace and the latency meter. Both disabled, they cost one branch.
+//!
+//! * Trace records of doorbell decisions, and command events for the latency meter.
+//! * Command latency measurement, outside of the I/O path, at the events that the trace records:
+//!   entries are read again from the queues, and the clock is read once per batch.
+//! * Reports of failed commands to the Error Information log.
 
-use super::meter::Meter;
+use crate::config::MAX_NAMESPACES;
+use crate::exec::CompletedCommand;
+use crate::latency_stats::{CommandKind, LatencyCounters};
+use crate::notice::{ControlHandle, Notice};
+use crate::queue::{Cq, Sq};
+use crate::shared::ControllerShared;
 use crate::trace::{Kind, TraceRing};
+use shadowbell_doorbell::{ControllerStats, Truth};
+use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
 
 /// Trace ring and latency meter of an I/O thread.
 #[derive(Debug, Default)]
 pub(crate) struct Observer {
     ring: Option<TraceRing>,
-    pub(super) meter: Option<Meter>,
+    meter: Option<Meter>,
 }
 
 impl Observer {
@@ -40,4 +60,208 @@ fn change(observer: &mut Option<Observer>, with: impl FnOnce(&mut Observer)) {
     if changed.ring.is_none() && changed.meter.is_none() {
         *observer = None;
     }
+}
+
+/// Records the result of a look at a tail, and the new commands; `last` and `before` are the state
+/// before the look.
+#[cold]
+pub(super) fn trace_look(
+    trace: &mut Option<Observer>,
+    shared: &ControllerShared,
+    sq: &mut Sq,
+    (last, before): (u16, ControllerStats),
+) {
+    let (now, qid, at) = (sq.tail.stats(), sq.layout.qid, u32::from(sq.tail.last()));
+    // The recheck before a sleep has a counter of its own, so the tail itself is compared.
+    if sq.tail.last() != last && sq.tail.state().truth == Truth::Shadow {
+        record(trace, Kind::ShadowNew, shared, qid, at, last.into());
+    }
+    if now.event_idx_moved != before.event_idx_moved {
+        record(trace, Kind::EventIdxMoved, shared, qid, at, 0);
+    }
+    // Commands found by a recheck before a sleep are included.
+    let Some(ring) = &sq.ring else { return };
+    let seen_at = time_of(trace);
+    while sq.traced != sq.tail.last() {
+        let sqe: Sqe = ring.read(u32::from(sq.traced));
+        record(trace, Kind::CommandSeen, shared, qid, sqe.cid.into(), sqe.opcode.into());
+        if let Some(Observer { meter: Some(meter), .. }) = trace {
+            meter.sees(shared.id, qid, &sqe, seen_at);
+        }
+        sq.traced = sq.layout.size.next(sq.traced);
+    }
+}
+
+/// Records the completions posted since the last call. Their entries are still in the queue: they
+/// are not overwritten before the thread posts again.
+#[cold]
+pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &mut Cq) {
+    let Some(ring) = &cq.ring else { return };
+    let posted_at = time_of(trace);
+    while cq.traced != cq.tail {
+        let cqe: Cqe = ring.read(u32::from(cq.traced));
+        let value = u32::from(cqe.cid) | u32::from(cqe.sq_id) << 16;
+        let status = cqe.status().bits();
+        record(trace, Kind::CompletionPosted, shared, cq.layout.qid, value, status.into());
+        if let Some(Observer { meter: Some(meter), .. }) = trace {
+            meter.posted(shared, &cqe, posted_at);
+        }
+        cq.traced = cq.layout.size.next(cq.traced);
+    }
+}
+
+/// Time of the meter; 0 without a meter.
+fn time_of(trace: &Option<Observer>) -> u64 {
+    let meter = trace.as_ref().and_then(|trace| trace.meter.as_ref());
+    meter.map_or(0, Meter::now)
+}
+
+/// Numbers of raised and of suppressed interrupts of a queue.
+pub(super) fn interrupts(cq: &Cq) -> (u64, u64) {
+    (cq.counters.interrupts.get(), cq.counters.interrupts_suppressed.get())
+}
+
+/// Records the interrupt decision since `before`.
+#[cold]
+pub(super) fn trace_interrupts(
+    trace: &mut Option<Observer>,
+    shared: &ControllerShared,
+    cq: &Cq,
+    before: (u64, u64),
+) {
+    let (qid, at, after) = (cq.layout.qid, u32::from(cq.tail), interrupts(cq));
+    if after.0 != before.0 {
+        record(trace, Kind::InterruptRaised, shared, qid, at, cq.vector().unwrap_or(0).into());
+    } else if after.1 != before.1 {
+        record(trace, Kind::InterruptSuppressed, shared, qid, at, 0);
+    }
+}
+
+#[cold]
+pub(crate) fn record(
+    trace: &mut Option<Observer>,
+    kind: Kind,
+    shared: &ControllerShared,
+    qid: u16,
+    value: u32,
+    extra: u32,
+) {
+    if let Some(trace) = trace {
+        trace.record(kind, shared.id as u16, qid, value, extra);
+    }
+}
+
+/// Associativity of the table: commands per set.
+const WAYS: usize = 4;
+/// Number of sets: the table holds more commands than are in flight, so overflows are rare.
+const SETS: usize = 8192;
+/// Maximum number of cached namespace counters; beyond that, the cache is cleared.
+const AT_HAND: usize = 4096;
+
+/// Command latency measurement of one I/O thread.
+pub(super) struct Meter {
+    /// Commands in flight, in a set-associative table by key.
+    seen: Box<[[Seen; WAYS]]>,
+    /// Counters by controller and namespace.
+    counters: HashMap<(u32, u32), Arc<LatencyCounters>>,
+    began: Instant,
+}
+
+/// Command in flight.
+#[derive(Clone, Copy)]
+struct Seen {
+    /// Controller, submission queue and command identifier.
+    key: u64,
+    /// Time of the submission in nanoseconds since the meter began; 0 for an empty slot.
+    at: u64,
+    nsid: u32,
+    blocks: u32,
+    kind: CommandKind,
+}
+
+const NONE: Seen = Seen { key: 0, at: 0, nsid: 0, blocks: 0, kind: CommandKind::Other };
+
+fn key_of(controller: u32, sqid: u16, cid: u16) -> u64 {
+    u64::from(controller) << 32 | u64::from(sqid) << 16 | u64::from(cid)
+}
+
+/// Kind of a command, and its number of blocks.
+fn kind_of(sqe: &Sqe) -> (CommandKind, u32) {
+    let blocks = (sqe.cdw12 & 0xffff) + 1;
+    match NvmOpcode::try_from(sqe.opcode) {
+        Ok(NvmOpcode::Read | NvmOpcode::Compare) => (CommandKind::Read, blocks),
+        Ok(NvmOpcode::Write) => (CommandKind::Write, blocks),
+        _ => (CommandKind::Other, 0),
+    }
+}
+
+impl Meter {
+    pub(super) fn new() -> Self {
+        let seen = vec![[NONE; WAYS]; SETS].into_boxed_slice();
+        Self { seen, counters: HashMap::new(), began: Instant::now() }
+    }
+
+    /// Current time in nanoseconds, never 0.
+    pub(super) fn now(&self) -> u64 {
+        (self.began.elapsed().as_nanos() as u64).max(1)
+    }
+
+    fn set(&mut self, key: u64) -> Option<&mut [Seen; WAYS]> {
+        // Multiplicative hash: the upper bits depend on the whole key.
+        let at = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % SETS;
+        self.seen.get_mut(at)
+    }
+
+    /// Records a command that was found in its queue at `now`.
+    pub(super) fn sees(&mut self, controller: u32, sqid: u16, sqe: &Sqe, now: u64) {
+        // Invalid and broadcast NSIDs are ignored, so a guest cannot create counters for them.
+        if sqe.nsid == 0 || sqe.nsid > MAX_NAMESPACES as u32 {
+            return;
+        }
+        let key = key_of(controller, sqid, sqe.cid);
+        let (kind, blocks) = kind_of(sqe);
+        let Some(set) = self.set(key) else { return };
+        // An entry of the same key ended without a completion. Otherwise the oldest entry of the
+        // set is replaced, which most likely has ended in the same way.
+        let same = set.iter().position(|seen| seen.at != 0 && seen.key == key);
+        let oldest = || (0..WAYS).min_by_key(|way| set[*way].at).unwrap_or(0);
+        let way = same.unwrap_or_else(oldest);
+        set[way] = Seen { key, at: now, nsid: sqe.nsid, blocks, kind };
+    }
+
+    /// Records a completion posted at `now`.
+    pub(super) fn posted(&mut self, shared: &ControllerShared, cqe: &Cqe, now: u64) {
+        let key = key_of(shared.id, cqe.sq_id, cqe.cid);
+        let Some(set) = self.set(key) else { return };
+        let Some(seen) = set.iter_mut().find(|seen| seen.at != 0 && seen.key == key) else {
+            return;
+        };
+        let Seen { at, nsid, blocks, kind, .. } = std::mem::replace(seen, NONE);
+        if self.counters.len() >= AT_HAND {
+            self.counters.clear();
+        }
+        let counters = self.counters.entry((shared.id, nsid));
+        let counters = counters.or_insert_with(|| shared.measured(nsid));
+        counters.count(kind, blocks, !cqe.status().is_success(), now.saturating_sub(at));
+    }
+}
+
+impl fmt::Debug for Meter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Meter").field("counters", &self.counters.len()).finish_non_exhaustive()
+    }
+}
+
+/// Reports a command that failed when it was fetched.
+#[cold]
+pub(crate) fn report_error(control: &ControlHandle, sqid: u16, sqe: &Sqe, status: Status) {
+    let (cid, nsid, lba) = (sqe.cid, sqe.nsid, sqe.cdw10_11());
+    control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
+}
+
+/// Reports a command that failed after it was in flight.
+#[cold]
+pub(crate) fn report_ended(control: &ControlHandle, sqid: u16, ended: &CompletedCommand) {
+    let &CompletedCommand { cid, status, nsid, lba, .. } = ended;
+    control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
 }

@@ -23,12 +23,11 @@
 //! Only a quiescent controller is parked or dormant: nothing in flight, no held interrupt, no
 //! waiting latch. Any message for it makes it active first.
 
-use super::backlog::Unread;
 use super::controller_queues::ControllerQueues;
-use super::drr::{self, Share};
-use super::isolation::SlowTurns;
+use super::mailbox::Unread;
 use super::observer::Observer;
 use super::queue_set::SleepCell;
+use super::scheduling::{self, Share, SlowTurns};
 use rustix::event::epoll;
 use shadowbell_doorbell::Sleeper;
 use std::collections::{HashMap, VecDeque};
@@ -224,7 +223,7 @@ impl PollGroup {
             && self.parked.is_empty()
             && self.dormant.is_empty()
         {
-            return only.queues.pass(drr::SOLE, unread, trace);
+            return only.queues.pass(scheduling::SOLE, unread, trace);
         }
         self.pass_by_shares(unread, trace)
     }
@@ -238,7 +237,7 @@ impl PollGroup {
         let mut busy = 0;
         for entry in &mut self.active {
             let PollEntry { queues, share, slow, .. } = &mut **entry;
-            let budget = if is_alone { drr::SOLE } else { share.begin() };
+            let budget = if is_alone { scheduling::SOLE } else { share.begin() };
             let before = slow.begin();
             let done = queues.pass(budget, unread, trace);
             if done != 0 {

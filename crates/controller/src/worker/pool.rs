@@ -1,17 +1,16 @@
 //! Pool of I/O threads, and delivery of messages to them.
 
 use super::adaptive_poll::Polling;
-use super::mailbox::Mailbox;
-use super::message::Message;
+use super::mailbox::{Mailbox, Message};
 use super::queue_move::{Arrivals, Destination};
 use super::worker::{MAPPED_POLL, Worker};
 use super::worker_thread::ThreadJob;
 use crate::control_thread::ControlThread;
 use crate::interrupt::HoldLimit;
+use crate::notice::Visit;
 use crate::shared::ControllerShared;
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceFile, TraceRing};
-use crate::visit::Visit;
 use parking_lot::Mutex;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::io;

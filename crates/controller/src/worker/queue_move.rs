@@ -1,13 +1,12 @@
 //! Queue move: the queues of one controller in transfer between two I/O threads.
 
-use super::queue_override::QueueOverride;
+use super::queue_set::QueueOverride;
 use super::replay::{DEADLY, Inheritance, Replay, SuspectQueue};
 use crate::exec::{Engine, NamespaceQueue, Quota};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::journal::{RecoveredCommand, RecoveredJournal};
-use crate::latch::Latch;
 use crate::namespace::Namespaces;
-use crate::notice::ControlHandle;
+use crate::notice::{ControlHandle, Latch};
 use crate::queue::{Cq, QueueLayout, Sq};
 use crate::saved::SavedPart;
 use crate::shared::ControllerShared;

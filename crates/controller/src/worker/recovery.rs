@@ -9,7 +9,7 @@
 //! Only crashes by a fault count ([`Death`](crate::Death)). If an administrator kills processes
 //! repeatedly, commands are in flight at each kill, often the same ones, and none is the cause.
 
-use super::backlog::Unread;
+use super::mailbox::Unread;
 use super::observer::Observer;
 use super::queue_set::{BURST, QueueSet};
 use super::replay::{Inheritance, Replay, SuspectQueue};

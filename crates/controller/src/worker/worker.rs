@@ -7,11 +7,9 @@
 //! while are excluded from passes and arming until their doorbell is written (see `poll_group`).
 
 use super::adaptive_poll::{AdaptivePoll, Next, Polling};
-use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
-use super::mailbox::Mailbox;
-use super::message::{Message, QueueContext};
+use super::mailbox::{Backlog, Mailbox, Message, QueueContext, Unread};
 use super::observer::{self, Observer};
 use super::poll_group::{PollEntry, PollGroup};
 use super::queue_move::Relocated;
@@ -181,7 +179,7 @@ impl Worker {
 
     /// [`sleep`](Self::sleep) in the caller's wait function `sleep`, which returns true if the
     /// thread's own descriptor has ended the wait.
-    pub(super) fn sleep_in(&mut self, sleep: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
+    fn sleep_in(&mut self, sleep: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
         self.sleep_by(None, |epoll, timeout, trace, signalled| {
             !sleep(timeout) || wait(epoll, Some(Duration::ZERO), trace, signalled)
         })

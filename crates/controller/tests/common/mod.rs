@@ -14,7 +14,7 @@ use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts, cq_doorbell_offset, sq_doo
 use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Lets another thread wait for the worker while this one takes its turns.
 pub fn meanwhile<T: Send + 'static>(
@@ -36,7 +36,7 @@ pub const BASE: u64 = 0x10_0000;
 /// How much memory the host has.
 pub const MEMORY: u64 = 64 << 20;
 /// How long a test waits for something that has to happen.
-pub const TIMEOUT: Duration = Duration::from_secs(20);
+pub use shadowbell_testing::wait::LIMIT;
 
 pub fn pool(polling: Polling) -> Pool {
     Pool::start(&PoolOptions { workers: 1, polling, pin: Vec::new() }).unwrap()
@@ -149,7 +149,7 @@ impl Host {
     pub fn until(&self, what: &str, mut holds: impl FnMut() -> bool) {
         let start = Instant::now();
         while !holds() {
-            assert!(start.elapsed() < TIMEOUT, "timed out waiting for {what}");
+            assert!(start.elapsed() < LIMIT, "timed out waiting for {what}");
             std::thread::yield_now();
         }
     }
@@ -280,7 +280,7 @@ impl Host {
                 return done;
             }
             assert!(
-                start.elapsed() < TIMEOUT,
+                start.elapsed() < LIMIT,
                 "no completion on queue {}: tail {} head {} csts {:?} {:?}",
                 queue.qid,
                 queue.tail,

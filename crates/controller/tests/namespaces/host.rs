@@ -23,7 +23,6 @@ use std::time::Duration;
 use zerocopy::FromBytes;
 
 pub(crate) const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
-pub(crate) const SHORT: Duration = Duration::from_millis(30);
 pub(crate) const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
 pub(crate) const INVALID: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 pub(crate) const OUTSIDE: Status = Status::LBA_OUT_OF_RANGE.with_dnr();
@@ -73,7 +72,7 @@ pub(crate) fn change(host: &Host, nsid: u32, disk: &Late) -> Outcome {
 }
 
 pub(crate) fn ends(outcome: &Outcome) -> Result<(), NamespaceError> {
-    outcome.recv_timeout(common::TIMEOUT).expect("a change comes to its end")
+    outcome.recv_timeout(common::LIMIT).expect("a change comes to its end")
 }
 
 pub(crate) fn identify<T: FromBytes>(host: &mut Host, cns: u8, nsid: u32) -> T {
@@ -155,7 +154,7 @@ pub(crate) fn get_features(nsid: u32) -> Sqe {
 pub(crate) fn replace(host: &mut Host, interrupts: &BTreeMap<usize, EventFd>) {
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());
-    frozen.recv_timeout(common::TIMEOUT).expect("it comes to rest");
+    frozen.recv_timeout(common::LIMIT).expect("it comes to rest");
     let mut parcel = Parcel::new();
     let saved = host.controller.save(parcel.descriptors()).unwrap();
     parcel.add("controller", true, &saved).unwrap();

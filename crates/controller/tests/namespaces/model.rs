@@ -282,7 +282,7 @@ impl World {
         for queue in 0..2 {
             let began = std::time::Instant::now();
             while self.under_way.keys().any(|(of, _)| *of == queue) {
-                assert!(began.elapsed() < common::TIMEOUT, "{:#?}", self.host.controller.stats());
+                assert!(began.elapsed() < common::LIMIT, "{:#?}", self.host.controller.stats());
                 if !self.reap(queue) {
                     std::thread::yield_now();
                 }

@@ -1,10 +1,11 @@
 //! A namespace that is removed while commands for it are under way.
 
-use crate::host::{INACTIVE, SHORT, active, add, ends, host, remove};
+use crate::host::{INACTIVE, active, add, ends, host, remove};
 use crate::late::{Late, Orders};
 use shadowbell_spec::nvm::{CopyFields, CopyRange};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait;
 use std::collections::BTreeMap;
 use std::sync::mpsc::TryRecvError;
 use std::sync::{Arc, Weak};
@@ -55,7 +56,7 @@ fn commands_of_a_removed_namespace_end_and_its_disk_is_let_go() {
         assert!(!ended.contains_key(&1), "the disk has it");
     }
     assert_eq!(active(&mut host), [2]);
-    std::thread::sleep(SHORT);
+    wait::moment();
     assert_eq!(outcome.try_recv().unwrap_err(), TryRecvError::Empty, "the disk has requests");
     let begun = first.seen().len();
     first.hold(false);

@@ -1,12 +1,13 @@
 //! Changes while the controller is reset, or disabled.
 
 use crate::common::{Host, config};
-use crate::host::{INACTIVE, SHORT, active, add, ends, host, pool, remove, write_and_read};
+use crate::host::{INACTIVE, active, add, ends, host, pool, remove, write_and_read};
 use crate::late::Late;
 use shadowbell_controller::{Carrier, Controller};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::regs::{self, Cc};
 use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_testing::wait;
 use std::sync::mpsc::TryRecvError;
 
 #[test]
@@ -23,7 +24,7 @@ fn a_reset_in_between() {
     // The reset waits for the disk, and so does whoever removes it meanwhile.
     let outcome = remove(&host, 1, &first);
     let added = add(&host, None, &Late::memory(9), "other").1;
-    std::thread::sleep(SHORT);
+    wait::moment();
     assert_eq!(outcome.try_recv().unwrap_err(), TryRecvError::Empty);
     assert!(host.csts().rdy());
     first.hold(false);

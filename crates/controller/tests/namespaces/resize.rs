@@ -1,11 +1,12 @@
 //! A namespace that grows and shrinks.
 
 use crate::host::{
-    OUTSIDE, SHORT, change, changed, ends, event, host, no_event, request_event, size, want_events,
+    OUTSIDE, change, changed, ends, event, host, no_event, request_event, size, want_events,
     write_and_read,
 };
 use crate::late::Late;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::wait;
 
 #[test]
 fn a_namespace_grows_and_shrinks() {
@@ -21,7 +22,7 @@ fn a_namespace_grows_and_shrinks() {
     host.until("the read", || small.seen().len() == 3);
     let large = small.of_blocks(1000);
     let outcome = change(&host, 1, &large);
-    std::thread::sleep(SHORT);
+    wait::moment();
     no_event(&mut host);
     assert_eq!(size(&mut host, 1), 64);
     small.hold(false);

@@ -41,7 +41,7 @@ fn a_successor_goes_on_with_what_has_become_of_them() {
     ends(&add(&host, Some(2), &Late::memory(9), "second").1).unwrap();
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());
-    frozen.recv_timeout(common::TIMEOUT).unwrap();
+    frozen.recv_timeout(common::LIMIT).unwrap();
     let mut parcel = Parcel::new();
     let saved = host.controller.save(parcel.descriptors()).unwrap();
     let namespaces: Vec<_> = host.controller.namespaces().into_iter().map(|(_, ns)| ns).collect();

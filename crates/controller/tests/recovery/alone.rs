@@ -8,8 +8,9 @@ use shadowbell_backend::Disk;
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
 use shadowbell_state::AbortPoint;
+use shadowbell_testing::wait;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Where a process dies, and when it has come there for how many times.
 const STEPS: &[(AbortPoint, u32)] = &[
@@ -56,7 +57,7 @@ fn until_dead(host: &mut Host) {
             host.orders.abort_at = None;
             host.kill();
         }
-        std::thread::sleep(Duration::from_micros(200));
+        wait::pause();
     }
 }
 
@@ -89,7 +90,6 @@ fn counter(host: &mut Host) -> u64 {
 fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, orders: Orders) {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::with_orders(disk, mapped, false, orders);
-    host.patience = Duration::from_secs(30);
     host.begin();
     host.until_taken();
     let mut added = 0;
@@ -161,7 +161,6 @@ fn what_another_user_has_written_is_not_taken_for_the_host_s() {
     let blocks = disk.as_ref().unwrap_err().map(512).unwrap();
     let orders = Orders { one_step: true, ..Orders::default() };
     let mut host = Host::with_orders(disk, false, false, orders);
-    host.patience = Duration::from_secs(30);
     host.begin();
     host.until_taken();
     let failed = (Status::COMPARE_FAILURE, Status::FUSED_FAILED);
@@ -198,7 +197,7 @@ fn what_another_user_has_written_is_not_taken_for_the_host_s() {
         let began = Instant::now();
         while !host.has_died() {
             assert!(began.elapsed() < host.patience, "it never comes to that step");
-            std::thread::sleep(Duration::from_micros(200));
+            wait::pause();
         }
         blocks.write(0, &other).unwrap();
         host.kill();
@@ -218,7 +217,6 @@ fn what_another_user_has_written_is_not_taken_for_the_host_s() {
 fn blocks_stay_uncorrectable_until_they_are_written() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::new(memory(), false, false);
-    host.patience = Duration::from_secs(30);
     host.begin();
     host.until_taken();
     let page = BASE + DATA;

@@ -1,8 +1,8 @@
 //! The host of a controller whose process dies.
 
 use crate::process::{
-    ADMIN_CQ, ADMIN_SQ, BASE, BLOCKS, DATA, EVENT_IDX, MEMORY, Orders, Process, QUEUES, SHADOW,
-    TIMEOUT, Task,
+    ADMIN_CQ, ADMIN_SQ, BASE, BLOCKS, DATA, EVENT_IDX, LIMIT, MEMORY, Orders, Process, QUEUES,
+    SHADOW, Task,
 };
 use shadowbell_backend::Disk;
 use shadowbell_memory::{Mapping, SharedBytes};
@@ -85,7 +85,7 @@ impl Host {
             polling,
             process: None,
             orders,
-            patience: TIMEOUT,
+            patience: LIMIT,
             record: None,
             by_fault: false,
             doorbells: None,
@@ -358,6 +358,7 @@ impl Host {
                 self.reap_io(at);
             }
             assert!(began.elapsed() < self.patience, "these never end: {:?}", self.under_way);
+            // Shorter than a pause: there are many commands.
             std::thread::sleep(Duration::from_micros(20));
             if self.has_died() {
                 self.kill();

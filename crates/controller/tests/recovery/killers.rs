@@ -5,8 +5,9 @@ use crate::process::{BLOCKS, Orders};
 use crate::{ALONE, memory};
 use shadowbell_backend::Disk;
 use shadowbell_state::AbortPoint;
+use shadowbell_testing::wait;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Any bits that make `submit_io` write.
 const WRITES: u64 = BLOCKS << 50 | 1 << 40;
@@ -16,7 +17,6 @@ fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let orders = Orders { deadly: Some(orders), ..Orders::default() };
     let mut host = Host::with_orders(disk, false, false, orders);
-    host.patience = Duration::from_secs(30);
     host.deadly = deadly.iter().copied().collect();
     host.begin();
     host.until_taken();
@@ -85,7 +85,6 @@ fn a_process_that_is_killed_from_outside_blames_no_command() {
     ];
     for (disk, [first, then]) in steps {
         let mut host = Host::new(disk, false, false);
-        host.patience = Duration::from_secs(30);
         host.begin();
         host.until_taken();
         host.orders.abort_at = Some((first, 1));
@@ -96,7 +95,7 @@ fn a_process_that_is_killed_from_outside_blames_no_command() {
             let began = Instant::now();
             while !host.has_died() {
                 assert!(began.elapsed() < host.patience, "it does not come to {step:?}");
-                std::thread::sleep(Duration::from_micros(200));
+                wait::pause();
             }
             host.orders.abort_at = step.map(|step| (step, 1));
             host.kill();

@@ -10,7 +10,7 @@ mod one_step;
 mod process;
 
 use host::Host;
-use process::{ADMIN_DATA, BASE, BLOCKS, Orders, TIMEOUT};
+use process::{ADMIN_DATA, BASE, BLOCKS, LIMIT, Orders};
 use shadowbell_backend::Disk;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{DeleteIoQueue, Identify};
@@ -78,9 +78,10 @@ fn work(host: &mut Host, random: &mut Random) {
             reaped |= host.reap_io(at);
         }
         if !reaped {
+            // Shorter than a pause: there are many commands.
             std::thread::sleep(Duration::from_micros(20));
         }
-        assert!(began.elapsed() < TIMEOUT, "it stands still: {:?}", host.under_way);
+        assert!(began.elapsed() < LIMIT, "it stands still: {:?}", host.under_way);
     }
 }
 
@@ -281,7 +282,6 @@ fn a_process_may_die_at_each_step() {
         let path = dir.path().join(format!("{mapped}.img"));
         std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
         let mut host = Host::new(Ok(path.display().to_string()), mapped, polling);
-        host.patience = Duration::from_secs(15);
         die_at_each_step(&mut host, &mut Random(0xaaaa_bbbb), OF_FILES);
         let mut host = Host::new(memory(), mapped, polling);
         die_at_each_step(&mut host, &mut Random(0xcccc_dddd), OF_MEMORY);
@@ -303,6 +303,7 @@ fn steps_in_a_wrong_order_do_not_survive() {
         let outcome = std::panic::catch_unwind(move || {
             let mut host = Host::new(Ok(disk), false, false);
             host.orders.wrong = Some(order);
+            // Too short is as good: a command that takes longer is a failure, as one is expected.
             host.patience = Duration::from_secs(10);
             die_at_each_step(&mut host, &mut Random(0xeeee_ffff), &[point; 4]);
         });
@@ -315,7 +316,6 @@ fn steps_in_a_wrong_order_do_not_survive() {
 fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::new(memory(), false, false);
-    host.patience = Duration::from_secs(10);
     for _ in 0..kills(5) {
         host.until_taken();
         host.begin();

@@ -10,6 +10,7 @@ use shadowbell_controller::{
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_state::{AbortPoint, Descriptors, FdRef, Parcel};
+use shadowbell_testing::wait;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
@@ -19,9 +20,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Long: the kernel ends what a dead process has under way by threads of its own, which need a
-/// processor, and the machine may be busy.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(150);
+pub(crate) use shadowbell_testing::wait::LIMIT;
 pub(crate) const WORKER: &str = "SHADOWBELL_TEST_RECOVERY_WORKER";
 pub(crate) const BASE: u64 = 0x10_0000;
 pub(crate) const MEMORY: u64 = 8 << 20;
@@ -81,14 +80,14 @@ pub(crate) fn open(
     match disk {
         // Locked until nothing of the dead process is under way.
         Ok(path) => {
-            let until = Instant::now() + TIMEOUT / 2;
+            let until = Instant::now() + LIMIT;
             loop {
                 match shadowbell_backend::open(path) {
                     Ok(disk) => return disk,
                     Err(error) => assert!(Instant::now() < until, "{path}: {error}"),
                 }
                 // The kernel needs a processor to end what is under way.
-                std::thread::sleep(Duration::from_millis(1));
+                wait::pause();
             }
         }
         Err(state) => {
@@ -145,7 +144,7 @@ fn worker() {
         if task.rests {
             let (sender, receiver) = std::sync::mpsc::channel();
             controller.freeze(move || sender.send(()).unwrap());
-            receiver.recv_timeout(TIMEOUT / 5).expect("it does not come to rest");
+            receiver.recv_timeout(LIMIT).expect("it does not come to rest");
             controller.resume();
         }
     } else {
@@ -280,8 +279,8 @@ impl Process {
     pub(crate) fn until_taken(&mut self) {
         let began = Instant::now();
         while !self.taken.load(Ordering::Acquire) && !self.has_died() {
-            assert!(began.elapsed() < TIMEOUT, "a process does not begin to serve");
-            std::thread::sleep(Duration::from_micros(200));
+            assert!(began.elapsed() < LIMIT, "a process does not begin to serve");
+            wait::pause();
         }
     }
 

@@ -3,8 +3,8 @@
 use shadowbell_controller::Controller as Emulated;
 use shadowbell_driver::{Transport, TransportError};
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
+use shadowbell_testing::wait::LIMIT;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
 
 /// The controller, without anything in between.
 pub(crate) struct Direct(pub(crate) Emulated);
@@ -16,7 +16,7 @@ impl Direct {
     }
 
     fn wait(doing: &'static str, done: &mpsc::Receiver<()>) -> Result<(), TransportError> {
-        done.recv_timeout(Duration::from_secs(10)).map_err(|e| Self::failed(doing, e))
+        done.recv_timeout(LIMIT).map_err(|e| Self::failed(doing, e))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Leaving a controller: in order, and when that is not to be had.
 
 use crate::fake::Fake;
-use crate::{attach, options};
+use crate::{attach, attach_with, impatient, options};
 use shadowbell_driver::{Controller, DetachError};
 use shadowbell_spec::regs;
 
@@ -45,7 +45,7 @@ fn by_dropping_the_last_handle() {
 #[test]
 fn a_shutdown_that_never_completes() {
     let fake = Fake::new();
-    let controller = attach(&fake);
+    let controller = attach_with(&fake, &impatient());
     fake.with(|state| state.endless_shutdown = true);
     let error = controller.detach().unwrap_err();
     assert!(matches!(error, DetachError::Unclean { .. }), "{error}");
@@ -56,7 +56,7 @@ fn a_shutdown_that_never_completes() {
 #[test]
 fn a_controller_that_is_not_disabled_is_reset() {
     let fake = Fake::new();
-    let controller = attach(&fake);
+    let controller = attach_with(&fake, &impatient());
     fake.with(|state| state.stuck = true);
     let error = controller.detach().unwrap_err();
     assert!(matches!(error, DetachError::Unclean { .. }), "{error}");
@@ -67,7 +67,7 @@ fn a_controller_that_is_not_disabled_is_reset() {
 #[test]
 fn memory_is_kept_when_the_controller_can_not_be_stopped() {
     let fake = Fake::new();
-    let mut controller = attach(&fake);
+    let mut controller = attach_with(&fake, &impatient());
     let mut queue = controller.take_queue_pair().unwrap();
     let pool = controller.buffers(2, 4096).unwrap();
     let command = controller.namespace(1).unwrap().read(0, 8).unwrap();
@@ -113,7 +113,7 @@ fn the_notification_is_a_normal_shutdown_while_enabled() {
     fake.with(|state| assert_eq!(state.cc.shn(), regs::SHN_NONE));
     controller.detach().unwrap();
     let fake = Fake::new();
-    let controller = attach(&fake);
+    let controller = attach_with(&fake, &impatient());
     fake.with(|state| state.ignored.insert(4)); // Delete I/O Completion Queue
     let error = controller.detach().unwrap_err();
     assert!(error.to_string().contains("did not delete queue pair 1"), "{error}");

@@ -1,18 +1,19 @@
 //! A queue that is driven by a thread that has futures on it, and waits that are too long.
 
 use crate::fake::Fake;
-use crate::options;
+use crate::{impatient, options};
 use shadowbell_driver::async_queue::Driver;
 use shadowbell_driver::{
     AsyncNamespace, AsyncQueue, AttachOptions, BufferPool, Controller, IoErrorKind, SpinPolicy,
 };
+use shadowbell_testing::wait::{self, LIMIT};
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 struct Setup {
     fake: Fake,
@@ -71,20 +72,17 @@ fn drive<F: Future>(driver: &mut Driver, future: F) -> (F::Output, Vec<ThreadId>
         }
         let woken = || note.woken.load(Ordering::SeqCst);
         while !woken() {
-            assert!(began.elapsed() < Duration::from_secs(20), "a lost wakeup");
+            assert!(began.elapsed() < LIMIT, "a lost wakeup");
             if !driver.step() && !driver.spin(woken) {
-                driver.sleep(Some(Instant::now() + Duration::from_secs(21)), woken);
+                driver.sleep(Some(wait::deadline()), woken);
             }
         }
     }
 }
 
-fn wait_for(mut what: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !what() {
-        assert!(began.elapsed() < Duration::from_secs(10), "it never happened");
-        std::thread::sleep(Duration::from_micros(200));
-    }
+#[track_caller]
+fn wait_for(what: impl FnMut() -> bool) {
+    wait::until("the state that the test waits for", what);
 }
 
 fn poll_once<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
@@ -191,7 +189,7 @@ fn futures_of_other_threads_are_driven_as_well() {
                     buffer = Some(loop {
                         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
                             Poll::Ready(outcome) => break outcome.unwrap(),
-                            Poll::Pending => std::thread::park_timeout(Duration::from_secs(20)),
+                            Poll::Pending => std::thread::park_timeout(LIMIT),
                         }
                     });
                 }
@@ -202,9 +200,9 @@ fn futures_of_other_threads_are_driven_as_well() {
         let began = Instant::now();
         let over = || left.load(Ordering::SeqCst) == 0;
         while !over() {
-            assert!(began.elapsed() < Duration::from_secs(15), "a lost wakeup");
+            assert!(began.elapsed() < LIMIT, "a lost wakeup");
             if !driver.step() && !driver.spin(over) {
-                driver.sleep(Some(Instant::now() + Duration::from_secs(16)), over);
+                driver.sleep(Some(wait::deadline()), over);
             }
         }
     });
@@ -222,7 +220,7 @@ fn who_asks_gets_the_queue_with_commands_under_way() {
         match queue.ask_to_drive() {
             Some(driver) => break driver,
             // What the own thread sleeps for comes in between.
-            None if began.elapsed() < Duration::from_secs(10) => queue.nudge(),
+            None if began.elapsed() < LIMIT => queue.nudge(),
             None => panic!("the queue's thread keeps it"),
         }
         std::thread::yield_now();
@@ -265,13 +263,13 @@ fn who_drives_a_queue_that_fails_hears_of_it() {
 fn a_future_that_waits_too_long_for_a_full_queue_fails_and_gives_the_buffer_back() {
     // Places that the device does not give back, and places that futures do not.
     for held in [true, false] {
-        let Setup { fake, disk, pool, .. } = setup();
+        let Setup { fake, disk, pool, .. } = setup_with(&impatient());
         fake.with(|state| state.hold = held);
         let mut futures: Vec<_> = (0..15).map(|lba| disk.verify(lba, 1)).collect();
         futures.iter_mut().for_each(|future| assert!(poll_once(future).is_pending()));
         if !held {
             // Done, and none of them taken.
-            std::thread::sleep(Duration::from_millis(20));
+            wait::moment();
         }
         let began = Instant::now();
         let mut waits = disk.read(0, pool.take().unwrap());
@@ -292,7 +290,8 @@ fn a_future_that_waits_too_long_for_a_full_queue_fails_and_gives_the_buffer_back
             Poll::Ready(Ok(_)) => panic!("the queue is full"),
             Poll::Pending => false,
         });
-        assert!(began.elapsed() >= Duration::from_millis(80));
+        // Not before its time.
+        assert!(began.elapsed() >= impatient().timeouts.io);
         let error = outcome.unwrap();
         assert!(matches!(error.kind, IoErrorKind::QueueFull { opcode: 2, .. }), "{error}");
         assert!(error.to_string().starts_with("Read was not submitted"), "{error}");

@@ -14,24 +14,35 @@ mod vfio_user;
 
 use fake::Fake;
 use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts};
+use shadowbell_testing::wait::LIMIT;
 use std::time::Duration;
 
-/// Options that do not make a test wait for long.
+/// Options whose limits are not exceeded on a busy machine.
 fn options() -> AttachOptions {
     AttachOptions {
         queue_depth: 16,
-        timeouts: Timeouts {
-            ready: Some(Duration::from_millis(50)),
-            admin: Duration::from_millis(400),
-            io: Duration::from_millis(80),
-            shutdown: Duration::from_millis(50),
-        },
+        timeouts: Timeouts { ready: Some(LIMIT), admin: LIMIT, io: LIMIT, shutdown: LIMIT },
         // Otherwise a fake that holds commands back would not be left alone.
         recovery: Recovery::OFF,
         ..AttachOptions::default()
     }
 }
 
+/// Options whose limits are exceeded in a test, which does not have to wait for long.
+fn impatient() -> AttachOptions {
+    let timeouts = Timeouts {
+        ready: Some(Duration::from_millis(50)),
+        admin: Duration::from_millis(400),
+        io: Duration::from_millis(80),
+        shutdown: Duration::from_millis(50),
+    };
+    AttachOptions { timeouts, ..options() }
+}
+
 fn attach(fake: &Fake) -> Controller {
-    Controller::attach(fake.transport(), &options()).unwrap()
+    attach_with(fake, &options())
+}
+
+fn attach_with(fake: &Fake, options: &AttachOptions) -> Controller {
+    Controller::attach(fake.transport(), options).unwrap()
 }

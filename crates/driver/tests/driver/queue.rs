@@ -1,12 +1,13 @@
 //! Queue pairs: the poll API.
 
 use crate::fake::{BLOCKS, Fake};
-use crate::{attach, options};
+use crate::{attach, impatient, options};
 use shadowbell_driver::{
     AttachOptions, Buffer, Command, Controller, Doorbells, QueueError, QueuePair, RequestError,
     Token,
 };
 use shadowbell_spec::{Cqe, Status};
+use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 
 /// A controller with its only queue pair.
@@ -260,6 +261,7 @@ fn a_completion_with_the_wrong_phase_is_not_seen() {
     let token = queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
     queue.ring().unwrap();
     fake.post(1, Cqe::new(token.cid(), 1, 0, Status::SUCCESS, 0), 1, Some(false));
+    // Nothing is to be seen in this time.
     let soon = Instant::now() + Duration::from_millis(5);
     assert!(!queue.wait(Some(soon)).unwrap());
     assert!(queue.pop().is_none());
@@ -337,12 +339,11 @@ fn sleeping_until_the_interrupt() {
     queue.set_spin(shadowbell_driver::SpinPolicy::SLEEP);
     fake.with(|state| state.hold = true);
     queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+    let waiter = rustix::thread::gettid();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while fake.state().held.is_empty() {
-                std::thread::yield_now();
-            }
-            std::thread::sleep(Duration::from_millis(5));
+            wait::until("a command", || !fake.state().held.is_empty());
+            wait::asleep(waiter);
             fake.complete(0);
         });
         // Rings by itself.
@@ -353,13 +354,15 @@ fn sleeping_until_the_interrupt() {
     assert_eq!((stats.sleeps, stats.wakeups), (1, 1));
     // Nothing comes: the deadline.
     let began = Instant::now();
-    assert!(!queue.wait(Some(began + Duration::from_millis(20))).unwrap());
-    assert!(began.elapsed() >= Duration::from_millis(20));
+    let soon = began + Duration::from_millis(20);
+    assert!(!queue.wait(Some(soon)).unwrap());
+    // Not before it.
+    assert!(Instant::now() >= soon);
     // And somebody else's signal.
     let waker = queue.waker().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(5));
+            wait::moment();
             waker.signal();
         });
         assert!(!queue.wait(None).unwrap());
@@ -373,11 +376,12 @@ fn waiting_without_an_interrupt() {
         one_queue(&fake, &AttachOptions { interrupts: false, ..options() });
     fake.with(|state| state.hold = true);
     queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+    // Nothing is to be seen in this time.
     let soon = Instant::now() + Duration::from_millis(10);
     assert!(!queue.wait(Some(soon)).unwrap());
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(5));
+            wait::moment();
             fake.complete(0);
         });
         assert!(queue.wait(None).unwrap());
@@ -421,7 +425,7 @@ fn dropping_a_queue_deletes_it_and_gives_its_buffers_back() {
 #[test]
 fn buffers_of_a_queue_that_is_not_deleted_are_kept() {
     let fake = Fake::new();
-    let (controller, mut queue) = one_queue(&fake, &options());
+    let (controller, mut queue) = one_queue(&fake, &impatient());
     fake.with(|state| {
         state.hold = true;
         state.ignored.insert(0); // Delete I/O Submission Queue

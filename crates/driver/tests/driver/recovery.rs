@@ -4,16 +4,24 @@
 use crate::fake::Fake;
 use crate::options;
 use shadowbell_driver::{
-    AsyncQueue, AttachOptions, Controller, IoErrorKind, QueueError, QueuePair, Recovery,
+    AsyncQueue, AttachOptions, Controller, IoErrorKind, QueueError, QueuePair, Recovery, Timeouts,
 };
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::{Cqe, Status};
+use shadowbell_testing::wait::{self, LIMIT};
 use std::time::{Duration, Instant};
 
 fn recovering() -> AttachOptions {
     let recovery = Recovery { watch: Duration::from_millis(2), ..Recovery::default() };
-    AttachOptions { recovery, ..options() }
+    // Limits that are exceeded in a test, but not by what is only slow on a busy machine.
+    let timeouts = Timeouts {
+        ready: Some(Duration::from_millis(500)),
+        admin: Duration::from_secs(2),
+        io: Duration::from_millis(400),
+        shutdown: Duration::from_millis(50),
+    };
+    AttachOptions { recovery, timeouts, ..options() }
 }
 
 fn attach(fake: &Fake) -> (Controller, QueuePair) {
@@ -22,12 +30,9 @@ fn attach(fake: &Fake) -> (Controller, QueuePair) {
     (controller, queue)
 }
 
-fn wait_for(mut what: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !what() {
-        assert!(began.elapsed() < Duration::from_secs(10), "it never happened");
-        std::thread::sleep(Duration::from_micros(200));
-    }
+#[track_caller]
+fn wait_for(what: impl FnMut() -> bool) {
+    wait::until("the state that the test waits for", what);
 }
 
 #[test]
@@ -50,7 +55,7 @@ fn what_is_wrong_is_seen_without_a_command() {
         queue.ring().unwrap();
         assert_eq!(queue.pop().unwrap().status, Status::SUCCESS);
         // And that is that.
-        std::thread::sleep(Duration::from_millis(20));
+        wait::moment();
         let stats = controller.recovery_stats();
         assert_eq!((stats.resets, stats.queues_restored), (1, 1), "{stats:?}");
         drop(queue);
@@ -63,7 +68,7 @@ fn a_subsystem_reset_that_can_not_be_cleared_is_told_once() {
     let fake = Fake::new();
     fake.with(|state| state.keeps_nssro = true);
     let (controller, mut queue) = attach(&fake);
-    std::thread::sleep(Duration::from_millis(40));
+    wait::moment();
     assert_eq!(controller.recovery_stats().resets, 0);
     queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
     queue.ring().unwrap();
@@ -113,12 +118,7 @@ fn buffers_are_kept_from_a_controller_that_can_not_be_stopped() {
         let ignored = [AdminOpcode::Abort, AdminOpcode::DeleteIoSq];
         state.ignored.extend(ignored.map(|opcode| opcode as u8));
     });
-    let error = loop {
-        match queue.wait(Some(Instant::now() + Duration::from_secs(20))) {
-            Ok(there) => assert!(there, "it never ends"),
-            Err(error) => break error,
-        }
-    };
+    let error = wait::until_some("the end", || queue.wait(Some(wait::deadline())).err());
     assert!(matches!(error, QueueError::Failed { .. }), "{error}");
     assert!(error.to_string().contains("given up"), "{error}");
     let ended = queue.pop().unwrap();
@@ -159,11 +159,12 @@ fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
             break ended;
         }
         assert!(fake.state().deleted.is_empty(), "the driver knows at once what was deleted");
-        std::thread::sleep(Duration::from_millis(1));
-        assert!(began.elapsed() < Duration::from_secs(20));
+        wait::pause();
+        assert!(began.elapsed() < LIMIT);
     };
     assert_eq!(fake.state().deleted, [1], "not before the queue is deleted");
-    assert!(began.elapsed() >= options().timeouts.io, "{:?}", began.elapsed());
+    // Not before its time.
+    assert!(began.elapsed() >= recovering().timeouts.io, "{:?}", began.elapsed());
     assert_eq!((ended.token, ended.status), (token, Status::ABORTED_BY_HOST));
     drop(ended);
     assert_eq!(pool.available(), 1);
@@ -179,10 +180,10 @@ fn what_completes_twice_does_not_end_the_repetition() {
     queue.ring().unwrap();
     // Once it is late, it is aborted.
     let abort = AdminOpcode::Abort as u8;
-    while !fake.with(|state| state.admin_log.contains(&abort)) {
+    wait_for(|| {
         assert!(queue.pop().is_none());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+        fake.with(|state| state.admin_log.contains(&abort))
+    });
     let aborted = Cqe::new(token.cid(), 1, 0, Status::ABORT_REQUESTED, 0);
     fake.post(1, aborted, 1, None);
     assert!(queue.pop().is_none(), "it is submitted again");
@@ -280,6 +281,7 @@ fn the_last_handle_shuts_the_controller_down_before_it_is_gone() {
         let (controller, queue) = attach(&fake);
         let admin = controller.admin();
         // While the watchdog looks at it every now and then.
+        // Any moment will do.
         std::thread::sleep(Duration::from_micros(500 * (round % 5)));
         drop(controller);
         drop(admin);

@@ -1,7 +1,7 @@
 //! The same controller behind a real vfio-user socket.
 
 use crate::fake::Fake;
-use crate::options;
+use crate::{impatient, options};
 use ::shadowbell_vfio_user::device::{
     Area, DeviceInfo, DmaMap, DmaUnmap, IrqData, IrqInfo, Later, Mapping as RegionMapping,
     RegionInfo, SetIrqs, irq, region,
@@ -13,10 +13,11 @@ use shadowbell_driver::{
     TransportError, VfioUser,
 };
 use shadowbell_memory::{EventFd, Mapping, Protection};
+use shadowbell_testing::wait::{self, LIMIT};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const COMMAND: u64 = 4;
 
@@ -189,7 +190,7 @@ impl Server {
 
     fn connect(&self) -> Result<VfioUser, TransportError> {
         // The directory: the client looks for `cntrl` in it.
-        VfioUser::connect(self.directory.path(), Duration::from_secs(5))
+        VfioUser::connect(self.directory.path(), LIMIT)
     }
 
     fn stop(&mut self) {
@@ -231,8 +232,7 @@ fn a_server_that_takes_no_more_memory_has_not_gone() {
     let failed = DmaError::Transport(TransportError::Failed {
         device: controller.name().to_owned(),
         doing: "sharing memory",
-        source: "the server takes 4 ranges of memory at once, and so many are shared already"
-            .into(),
+        source: "the server allows 4 ranges of mapped memory, and all are in use".into(),
     });
     assert_eq!(error.to_string(), failed.to_string());
     pools.pop().expect("one was taken");
@@ -306,7 +306,7 @@ fn a_reset_leaves_a_device_that_can_be_attached() {
     let server = Server::start(board());
     let transport = Arc::new(server.connect().unwrap());
     let reach = || Arc::clone(&transport) as Arc<dyn Transport>;
-    let controller = Controller::attach(reach(), &options()).unwrap();
+    let controller = Controller::attach(reach(), &impatient()).unwrap();
     server.fake.with(|state| state.stuck = true);
     assert!(controller.detach().is_err());
     server.fake.with(|state| state.stuck = false);
@@ -335,7 +335,7 @@ fn devices_that_are_no_controllers() {
     let server = Server::start(Board { bar0: 0x1000, ..board() });
     let error = server.connect().unwrap_err();
     assert!(error.to_string().contains("too few"), "{error}");
-    let nowhere = VfioUser::connect("/nonexistent", Duration::from_secs(1)).unwrap_err();
+    let nowhere = VfioUser::connect("/nonexistent", LIMIT).unwrap_err();
     assert!(nowhere.to_string().contains("/nonexistent"), "{nowhere}");
     let private = Mapping::anonymous(4096).unwrap();
     let server = Server::start(board());
@@ -352,12 +352,10 @@ fn a_server_that_goes_away() {
     let mut queue = controller.take_queue_pair().unwrap();
     server.stop();
     queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
-    let error = (0..100).find_map(|_| {
-        std::thread::sleep(Duration::from_millis(5));
+    let error = wait::until_some("a doorbell that cannot be rung", || {
         let _ = queue.submit(controller.namespace(1).unwrap().flush(), None);
         queue.ring().err()
     });
-    let error = error.expect("the doorbell can not be rung");
     assert!(error.to_string().contains("lost the connection"), "{error}");
     assert!(controller.registers().is_err());
     drop(queue);
@@ -418,7 +416,7 @@ fn a_server_that_takes_huge_pages_away_has_gone_and_we_live() {
     // Nobody has to ask.
     let mut queue = queue;
     let namespace = controller.namespace(1).unwrap().clone();
-    let until = Instant::now() + Duration::from_secs(20);
+    let until = wait::deadline();
     let error = loop {
         let ran = queue.submit(namespace.flush(), None).map_err(|failed| failed.reason.to_string());
         let ran = ran.and_then(|_| queue.wait(Some(until)).map_err(|error| error.to_string()));

@@ -14,6 +14,7 @@ use shadowbell_controller::{
     Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
 };
 use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
+use shadowbell_testing::wait::LIMIT;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,15 +26,15 @@ fn emulated(disk: Arc<dyn Disk>) -> Emulated {
     Emulated::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Options that do not make a test wait for long, but long enough that a controller which is not
-/// run for a while, on a busy machine, is not taken for one that does wrong.
+/// Options whose limits are exceeded in a test, but only by a controller that does wrong: one that
+/// does not run for a while, on a busy machine, does not exceed them.
 fn options() -> AttachOptions {
     AttachOptions {
         timeouts: Timeouts {
-            ready: Some(Duration::from_millis(100)),
-            admin: Duration::from_millis(500),
-            io: Duration::from_millis(160),
-            shutdown: Duration::from_secs(1),
+            ready: Some(Duration::from_secs(1)),
+            admin: Duration::from_secs(2),
+            io: Duration::from_millis(800),
+            shutdown: LIMIT,
         },
         recovery: Recovery { watch: Duration::from_millis(5), ..Recovery::default() },
         ..AttachOptions::default()

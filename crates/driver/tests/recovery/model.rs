@@ -4,14 +4,12 @@
 use crate::disk::{BLOCK, CachedDisk};
 use shadowbell_driver::{Buffer, BufferPool, Command, Completion, Namespace, QueuePair};
 use shadowbell_spec::nvm::DsmRange;
+use shadowbell_testing::wait::LIMIT;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
 /// The most blocks of a command.
 const MOST: u64 = 16;
-/// No command may take longer than this, whatever happens to it.
-const LONGEST: Duration = Duration::from_secs(30);
-
 /// What a block of this version holds; version 0 is zeroes.
 fn fill(block: u64, version: u64) -> [u8; BLOCK] {
     let mut bytes = [0; BLOCK];
@@ -207,8 +205,8 @@ impl Program {
             if over && queue.outstanding() == 0 {
                 break;
             }
-            let _ = queue.wait(Some(Instant::now() + LONGEST / 2)).unwrap();
-            assert!(last.elapsed() < LONGEST, "nothing completes: {:?}", queue.stats());
+            let _ = queue.wait(Some(Instant::now() + LIMIT / 2)).unwrap();
+            assert!(last.elapsed() < LIMIT, "nothing completes: {:?}", queue.stats());
             while let Some(completion) = queue.pop() {
                 last = Instant::now();
                 self.complete(queue, completion);
@@ -224,7 +222,7 @@ impl Program {
         let Completion { token, status, buffer, .. } = completion;
         let op = self.ops[token.index()].take().expect("a completion of a command");
         self.slowest = self.slowest.max(op.began.elapsed());
-        assert!(op.began.elapsed() < LONGEST, "it took {:?}", op.began.elapsed());
+        assert!(op.began.elapsed() < LIMIT, "it took {:?}", op.began.elapsed());
         let buffer = buffer.expect("the controller is done with the buffer");
         if !status.is_success() {
             // Done or not, nobody knows: once more, before anything else happens to these blocks.
@@ -266,7 +264,7 @@ impl Program {
             let op = Op { kind: Kind::Read, lba, blocks: MOST, began: Instant::now() };
             self.submit(queue, op, pool.take().expect("a buffer"));
             while self.ops.iter().any(Option::is_some) {
-                let _ = queue.wait(Some(Instant::now() + LONGEST)).unwrap();
+                let _ = queue.wait(Some(Instant::now() + LIMIT)).unwrap();
                 while let Some(completion) = queue.pop() {
                     self.complete(queue, completion);
                 }

@@ -8,8 +8,8 @@ use ::shadowbell_vfio_user::{Device, Done, Errno, Listener, Reactor};
 use shadowbell_controller::{BAR0_BYTES, Controller as Emulated};
 use shadowbell_driver::VfioUser;
 use shadowbell_memory::{EventFd, Mapping, Protection};
+use shadowbell_testing::wait::LIMIT;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 /// As much of a PCI function as the driver needs.
 struct Function {
@@ -120,7 +120,7 @@ impl Server {
     }
 
     pub(crate) fn connect(&self) -> VfioUser {
-        VfioUser::connect(self.directory.path(), Duration::from_secs(10)).unwrap()
+        VfioUser::connect(self.directory.path(), LIMIT).unwrap()
     }
 }
 

@@ -6,6 +6,7 @@ use crate::served::Server;
 use crate::{emulated, inject, options};
 use shadowbell_controller::faults::Fault;
 use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts, Transport};
+use shadowbell_testing::wait::LIMIT;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -28,8 +29,6 @@ const DEPTH: u32 = 128;
 
 /// How often the later steps are taken at least.
 const TAKEN: u64 = 12;
-/// After this no more faults are waited for, and the test fails for want of them.
-const LIMIT: Duration = Duration::from_secs(40);
 
 /// Until so many faults were injected.
 fn soak(faults: u64) {
@@ -41,8 +40,10 @@ fn soak(faults: u64) {
         queue_pairs: 2,
         queue_depth: DEPTH + 1,
         timeouts: Timeouts {
-            ready: Some(Duration::from_millis(60)),
-            admin: Duration::from_millis(100),
+            // A reset, which has only a few tries, has more time than a command.
+            ready: Some(Duration::from_secs(1)),
+            admin: Duration::from_millis(500),
+            // What is only slow may be aborted, too.
             io: Duration::from_millis(16),
             ..Timeouts::default()
         },

@@ -469,7 +469,7 @@ mod tests {
         assert_eq!(fds.len(), 50);
         map(&mut memory, 50);
         let error = memory.save(&mut fds).err().unwrap().to_string();
-        assert!(error.contains("can not be handed over because"), "{error}");
+        assert!(error.contains("cannot move to another process:"), "{error}");
         assert!(error.contains("ulimit -n"), "{error}");
         let (sender, unmapped) = std::sync::mpsc::channel();
         memory.unmap(50 * PAGE, PAGE, Done::new(move |outcome| sender.send(outcome).unwrap()));

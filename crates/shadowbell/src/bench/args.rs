@@ -1,4 +1,4 @@
-//! The command line of `bench`, under the names that fio has for it.
+//! Command line of `bench`. Options have the names that fio uses.
 
 use crate::load::{LoadConfig, MetadataMode, Workload, interval};
 use crate::output::BenchOutput;
@@ -11,118 +11,117 @@ use clap::ValueEnum;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Measure what a controller can do, under fio's names
+/// Measure the performance of a controller (options as in fio)
 ///
-/// Options are fio's where fio has them. Writing workloads overwrite the target.
+/// Writing workloads overwrite the target.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub struct Args {
-    /// What to measure
+    /// Namespace to measure
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// What to do
+    /// Workload
     #[arg(long, value_enum, default_value_t = Workload::RandRead)]
     pub rw: Workload,
-    /// Bytes in each I/O: 4k, 1m
+    /// Block size of an I/O: 4k, 1m
     #[arg(long, default_value = "4k", value_parser = parse::size, value_name = "BYTES")]
     pub bs: u64,
-    /// I/Os that each job keeps in flight
+    /// I/Os in flight per job
     #[arg(long, default_value_t = 32)]
     pub iodepth: u32,
-    /// Ring for so many I/Os at once, at most; 0 for as many as there are
-    /// [default: at once while the queue is short, for several while it is long]
+    /// Largest number of I/Os per doorbell write; 0 for no limit [default: one while the queue is
+    /// short, several while it is long]
     #[arg(long, alias = "iodepth_batch", value_name = "N")]
     pub iodepth_batch: Option<u32>,
-    /// Jobs: each has a queue pair and its own part of the target
+    /// Number of jobs; each has a queue pair and its own part of the target
     #[arg(long, default_value_t = 1)]
     pub numjobs: u16,
-    /// Threads to spread the jobs over [default: one for each job]
+    /// Number of threads that the jobs share [default: one per job]
     #[arg(long)]
     pub threads: Option<u16>,
-    /// How long to measure: 10, 500ms, 2m
+    /// Duration of the measurement: 10, 500ms, 2m
     #[arg(long, default_value = "10", value_parser = parse::time, value_name = "TIME")]
     pub runtime: Duration,
-    /// How long to run before measuring
+    /// Warm-up time before the measurement
     #[arg(long, alias = "ramp_time", default_value = "200ms", value_parser = parse::time)]
     #[arg(value_name = "TIME")]
     pub ramp_time: Duration,
-    /// End each job after so many I/Os, instead of after a time; measures from the first
+    /// End each job after N I/Os instead of after a time; the measurement has no warm-up
     #[arg(long, alias = "number_ios", conflicts_with_all = ["runtime", "ramp_time"])]
     #[arg(value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub number_ios: Option<u64>,
-    /// Start so many I/Os a second in each job, at even distances, and take latency from when each
-    /// was due: what waits for a place in the queue counts as late
+    /// I/Os per second and job, started at equal intervals. Latency counts from the time at which
+    /// an I/O was due, so waiting for a free queue entry counts
     #[arg(long, alias = "rate_iops", value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub rate_iops: Option<u64>,
-    /// Of a mixed workload, the percentage that reads
+    /// Percentage of reads in a mixed workload
     #[arg(long, default_value_t = 70, value_parser = clap::value_parser!(u8).range(0..=100))]
     #[arg(value_name = "PERCENT")]
     pub rwmixread: u8,
-    /// Use so much of the target [default: all from the offset on]
+    /// Bytes of the target to use [default: all from the offset on]
     #[arg(long, value_parser = parse::size, value_name = "BYTES")]
     pub size: Option<u64>,
-    /// Where to begin
+    /// Offset of the first byte to use
     #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
     pub offset: u64,
-    /// Check the content: what is written carries checksums, its place and a sequence number, and
-    /// is read back at the end. A workload that only reads checks what an earlier one with the
-    /// same --bs and --seed has written
+    /// Check the content: written blocks carry checksums, their offset and a sequence number, and
+    /// are read back at the end. A read-only workload checks the blocks of an earlier writing
+    /// workload with the same --bs and --seed
     #[arg(long, value_enum, default_value_t = Verify::Off, value_name = "METHOD")]
     pub verify: Verify,
-    /// Who makes and checks the protection information of blocks that have it
+    /// Side that generates and checks protection information, if the blocks have any
     #[arg(long, value_enum, default_value_t = MetadataMode::Pract)]
     pub metadata: MetadataMode,
     #[command(flatten)]
     pub(crate) overwrite: Overwrite,
-    /// How to ring: `auto` takes the best that the controller has
+    /// Doorbell mode of the driver; `auto` is the best that the controller supports
     #[arg(long, value_enum, default_value_t = DoorbellMode::Auto)]
     pub doorbells: DoorbellMode,
-    /// How to find completions
+    /// Completion mode
     #[arg(long, value_enum, default_value_t = CompletionMode::Poll)]
     pub completion: CompletionMode,
-    /// The longest that `--completion adaptive` looks before it sleeps, in microseconds [default:
-    /// 100]
+    /// Longest time in microseconds for which `--completion adaptive` polls before it sleeps
+    /// [default: 100]
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub poll_max: Option<u32>,
-    /// A command that is not completed after this time is aborted; then its queue is created again,
-    /// then the controller is reset
+    /// Time limit of a command. On expiry, the command is aborted; if that fails, its queue is
+    /// recreated; if that fails, the controller is reset
     #[arg(long, default_value = "30", value_parser = parse::time, value_name = "TIME")]
     pub timeout: Duration,
-    /// Processors to run the threads on: 0,2
+    /// CPUs to pin the threads to: 0,2
     #[arg(long, value_delimiter = ',', value_name = "CPU", value_parser = cpu_list::parse_one)]
     pub pin: Vec<usize>,
-    /// Take the latency of one I/O in so many [default: as many as about 20000 a second and thread]
+    /// Measure the latency of one I/O in N [default: about 20000 per second and thread]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub latency_sample: Option<u32>,
-    /// Account for the processor time of this process and its children, too: the `serve` that has
-    /// the TARGET
+    /// Also report the CPU time of this process and its children: the `serve` process of TARGET
     #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pub server_pid: Option<u32>,
-    /// Seed of everything that is random
+    /// Seed of the random number generator
     #[arg(long, alias = "randseed", default_value_t = 0x5eed)]
     pub seed: u64,
-    /// Sentences, a row, or what fio would print.
+    /// Output format.
     #[command(flatten)]
     pub output: BenchOutput,
-    /// Write a page with diagrams to this file: I/Os and latencies over time, doorbells, queues
+    /// Write an HTML report with diagrams: I/Os and latencies over time, doorbells, queues
     #[arg(long, value_name = "OUT.html")]
     pub report: Option<PathBuf>,
 }
 
-/// How content is checked.
+/// Method of content verification.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Verify {
-    /// It is not
+    /// No verification
     #[default]
     Off,
-    /// With a CRC-32C in every 512 bytes
+    /// CRC-32C in every 512 bytes
     #[value(alias = "on")]
     Crc32c,
 }
 
 impl Args {
-    /// What was asked for.
+    /// Load configuration that the options describe.
     ///
     /// # Errors
     /// With exit status [`exit::BAD_INPUT`], for options that contradict each other.

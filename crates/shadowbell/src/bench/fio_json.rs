@@ -1,10 +1,11 @@
-//! What was measured, under the names and in the units of fio's JSON, for those who read that.
+//! Output of `bench` in the format of fio's JSON, for programs that parse it.
 //!
-//! All jobs are one, as with fio's `--group_reporting`. Latencies are those that were taken
-//! (`--latency-sample`), and `N` says how many. They are taken from submission to completion, or
-//! with `--rate-iops` from when the I/O was due, and there is no submission latency besides: as
-//! fio's for an engine that has none, `slat_ns` is empty and `lat_ns` is `clat_ns`. What fio has and
-//! is not measured here is left out. The row of `--json` is beside the jobs, under `shadowbell`.
+//! All jobs are reported as one, as with fio's `--group_reporting`. `N` is the number of latency
+//! samples (`--latency-sample`). A latency is the time from submission to completion, or with
+//! `--rate-iops` from the time at which the I/O was due. Submission latency is not measured:
+//! `slat_ns` is empty and `lat_ns` has the statistics of `clat_ns`, as with a fio engine that has
+//! no submission latency. Fields of fio without a counterpart are left out. The row of `--json` is
+//! added under `shadowbell`.
 
 use crate::load::{Direction, Directions, Usage};
 use crate::report::Row;
@@ -13,13 +14,13 @@ use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::time::{Duration, SystemTime};
 
-/// The percentiles that fio prints if it is asked for no others.
+/// Default percentiles of fio.
 const PERCENTILES: [f64; 17] = [
     1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95,
     99.99,
 ];
 
-/// Writes it as one line.
+/// Writes the report as one line of JSON.
 pub(super) fn write(
     out: &mut impl Write,
     target: &str,
@@ -63,7 +64,7 @@ fn report(
     })
 }
 
-/// What was asked for, as text, as fio repeats it.
+/// Options of the job as strings, as fio repeats them.
 fn options(target: &str, row: &Row) -> Map<String, Value> {
     let mut options = vec![
         ("filename", target.to_owned()),
@@ -90,7 +91,7 @@ fn direction(direction: &Direction, row: &Row, millis: u64) -> Value {
         "iops": iops,
         "runtime": runtime,
         "total_ios": commands,
-        // A command moves all of its blocks or fails, which ends the run.
+        // Always 0: a command transfers all of its blocks, or its failure ends the run.
         "short_ios": 0,
         "drop_ios": 0,
         "slat_ns": summary(None),

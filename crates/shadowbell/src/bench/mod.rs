@@ -1,4 +1,4 @@
-//! `bench`: what a controller can do, measured from the driver's side by [`crate::load`].
+//! `bench`: measures a controller from the driver's side, with [`crate::load`].
 
 mod args;
 mod fio_json;
@@ -24,7 +24,7 @@ use std::sync::atomic::Ordering;
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let config = args.load_config()?;
     page::check(args.report.as_deref())?;
-    // The first signal ends the run, with the figures so far.
+    // The first signal ends the run; the results so far are reported.
     let stop = signals::stop_flag()?;
     if config.rw.writes() {
         args.overwrite.check(&args.target)?;
@@ -69,14 +69,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 fn progress(shown: bool) -> ProgressBar {
     let bar = if shown { ProgressBar::new(1000) } else { ProgressBar::hidden() };
-    // The template is constant; if it were wrong, the usual one would do.
+    // The template is constant and valid; an error would leave the default style.
     if let Ok(style) = ProgressStyle::with_template("{wide_bar} {percent:>3}% {msg:>14}") {
         bar.set_style(style);
     }
     bar
 }
 
-/// How it was measured.
+/// Summary of the measurement's parameters.
 fn setup(row: &Row) -> String {
     let plural = |count: u32| if count == 1 { "" } else { "s" };
     format!(

@@ -1,4 +1,4 @@
-//! Whether the kernel uses a controller's disks for something.
+//! Detection of kernel users of a controller's block devices: mounts, swap, device mapper, RAID.
 
 use super::kernel::KernelPaths;
 use rustix::fs::{Mode, OFlags};
@@ -8,7 +8,7 @@ use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// The block devices of a controller: its namespaces, and the partitions on them.
+/// Block devices of a controller: its namespaces and their partitions.
 pub(super) fn disks(paths: &KernelPaths, function: &PciFunction) -> io::Result<BTreeSet<String>> {
     let mut disks = BTreeSet::new();
     for controller in PciFunction::names_in(&function.directory().join("nvme"))? {
@@ -21,7 +21,7 @@ pub(super) fn disks(paths: &KernelPaths, function: &PciFunction) -> io::Result<B
     let mut all = disks.clone();
     for disk in disks {
         for name in PciFunction::names_in(&paths.block(&disk))? {
-            // A partition has a directory of its own in that of its disk, and its number in there.
+            // sysfs has a directory per partition below that of its disk, with a file `partition`.
             if name.starts_with(&disk) && paths.block(&disk).join(&name).join("partition").exists()
             {
                 all.insert(name);
@@ -31,8 +31,8 @@ pub(super) fn disks(paths: &KernelPaths, function: &PciFunction) -> io::Result<B
     Ok(all)
 }
 
-/// `nvme0n1`, or what a path of a multipath namespace (`nvme0c1n1`) is a path to. `None` for what
-/// is no namespace.
+/// Name of the block device for an entry of sysfs: `nvme0n1` for `nvme0n1`, and for the path
+/// `nvme0c1n1` of a multipath namespace. `None` if the entry is no namespace.
 fn disk_name(name: &str) -> Option<String> {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let (controller, namespace) = name.strip_prefix("nvme")?.rsplit_once('n')?;
@@ -44,7 +44,7 @@ fn disk_name(name: &str) -> Option<String> {
     (number(subsystem) && number(namespace)).then(|| format!("nvme{subsystem}n{namespace}"))
 }
 
-/// Sentences about what the kernel uses these block devices for; none if for nothing.
+/// Sentences about the use of these block devices by the kernel; empty if they are unused.
 pub(super) fn uses(paths: &KernelPaths, disks: &BTreeSet<String>) -> io::Result<Vec<String>> {
     let mut found = Vec::new();
     let mounts = mounts(&fs::read_to_string(paths.proc.join("self/mountinfo"))?);
@@ -69,16 +69,16 @@ pub(super) fn uses(paths: &KernelPaths, disks: &BTreeSet<String>) -> io::Result<
     Ok(found)
 }
 
-/// Takes the block devices for this program alone, so that nobody begins to use one as long as
-/// what this returns lives. The kernel refuses that for whatever is in use in a way that was not
-/// found: mounted in another mount namespace, part of a ZFS pool.
+/// Opens the block devices exclusively (`O_EXCL`), so that none can be mounted while the returned
+/// descriptors live. The kernel refuses with `EBUSY` if a device has a user that [`uses`] cannot
+/// detect: a mount in another mount namespace, or a ZFS pool.
 pub(super) fn claim(
     paths: &KernelPaths,
     disks: &BTreeSet<String>,
 ) -> io::Result<Result<Vec<OwnedFd>, String>> {
     let mut claims = Vec::new();
-    // A disk can not be claimed while somebody has a partition of it; and we, who claim the disk,
-    // could not claim its partitions any more.
+    // Only whole disks are opened: an exclusive open of a disk fails while a partition has a user,
+    // and this process could not open the partitions after their disk.
     for disk in disks.iter().filter(|disk| !paths.block(disk).join("partition").exists()) {
         let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NONBLOCK;
         match rustix::fs::open(paths.dev.join(disk), flags, Mode::empty()) {
@@ -93,16 +93,16 @@ pub(super) fn claim(
     Ok(Ok(claims))
 }
 
-/// A line of `/proc/PID/mountinfo`.
+/// Line of `/proc/PID/mountinfo`.
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
-    /// Major and minor number of the file system's device.
+    /// `MAJOR:MINOR` of the file system's device.
     numbers: String,
     mount_point: String,
     source: String,
 }
 
-/// Reads `/proc/PID/mountinfo`; see proc_pid_mountinfo(5).
+/// Parses `/proc/PID/mountinfo`; see proc_pid_mountinfo(5).
 fn mounts(text: &str) -> Vec<Mount> {
     let parse = |line: &str| {
         let (left, right) = line.split_once(" - ")?;
@@ -115,12 +115,12 @@ fn mounts(text: &str) -> Vec<Mount> {
     text.lines().filter_map(parse).collect()
 }
 
-/// Reads `/proc/swaps`: a heading, and lines that begin with a path.
+/// Parses `/proc/swaps`: a heading, then lines that begin with a path.
 fn swaps(text: &str) -> Vec<String> {
     text.lines().skip(1).filter_map(|line| line.split_whitespace().next()).map(unescape).collect()
 }
 
-/// Blanks and backslashes in paths are written as `\040`: three octal digits.
+/// Decodes paths of procfs, in which blanks and backslashes are octal escapes such as `\040`.
 fn unescape(text: &str) -> String {
     let mut bytes = Vec::new();
     let mut rest = text.as_bytes();

@@ -1,4 +1,4 @@
-//! What `bind` sees of the kernel, and what it asks of it.
+//! Interface of `bind` to the kernel: sysfs, procfs and modprobe.
 
 use crate::exit;
 use anyhow::{Context, anyhow};
@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Where the kernel shows things.
+/// Mount points of the kernel's file systems; tests use a directory of their own.
 #[derive(Debug)]
 pub(super) struct KernelPaths {
     pub(super) sys: PathBuf,
@@ -38,15 +38,15 @@ impl KernelPaths {
     }
 }
 
-/// What is asked of the kernel.
+/// Operations that change the state of the kernel.
 pub(super) trait Kernel {
-    /// Writes into a file of sysfs.
+    /// Writes to a file of sysfs.
     fn write(&self, path: &Path, text: &str) -> io::Result<()>;
-    /// Loads a module.
+    /// Loads a kernel module.
     fn load(&self, module: &str) -> io::Result<()>;
 }
 
-/// The one that runs.
+/// The running kernel.
 pub(super) struct Linux;
 
 impl Kernel for Linux {

@@ -1,8 +1,8 @@
-//! `bind` and `unbind`: who has a PCI device, a kernel driver or programs.
+//! `bind` and `unbind`: binding of PCI functions to vfio-pci or to their kernel driver.
 //!
-//! A device is handed over by its `driver_override` in sysfs: with the name of a driver in it, only
-//! that driver takes the device, and without, the usual one does. Neither verb changes anything
-//! that outlives a reboot.
+//! The driver is selected by `driver_override` in sysfs: if the file holds a driver's name, only
+//! that driver binds the function; if it is empty, the usual driver does. No change survives a
+//! reboot.
 
 mod in_use;
 mod kernel;
@@ -16,13 +16,14 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-/// The driver that hands devices to programs.
+/// Driver that gives user-space programs access to a PCI function.
 const VFIO: &str = "vfio-pci";
 
-/// Take an NVMe controller from the kernel, for `nvme://` targets
+/// Bind an NVMe controller to vfio-pci, for `nvme://` targets
 ///
-/// Binds it to vfio-pci until `shadowbell unbind` or a reboot. Refuses a controller with a mounted
-/// file system, active swap space, or another device (LVM, LUKS, RAID) on one of its namespaces.
+/// The controller stays bound until `shadowbell unbind` or a reboot. Refuses a controller with a
+/// mounted file system, active swap space, or another device (LVM, LUKS, RAID) on one of its
+/// namespaces.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct BindArgs {
     /// PCI addresses of the controllers: 0000:01:00.0
@@ -30,7 +31,7 @@ pub(crate) struct BindArgs {
     pub addresses: Vec<PciAddress>,
 }
 
-/// Give an NVMe controller back to the kernel
+/// Return an NVMe controller to its kernel driver
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct UnbindArgs {
     /// PCI addresses of the controllers: 0000:01:00.0
@@ -38,7 +39,7 @@ pub(crate) struct UnbindArgs {
     pub addresses: Vec<PciAddress>,
 }
 
-/// An address, or the TARGET that it is part of.
+/// Parses a PCI address, or a TARGET that contains one.
 fn parse_address(text: &str) -> Result<PciAddress, String> {
     let address = text.strip_prefix("nvme://").unwrap_or(text);
     address.split_once('/').map_or(address, |(address, _)| address).parse()
@@ -47,8 +48,8 @@ fn parse_address(text: &str) -> Result<PciAddress, String> {
 /// Runs `bind`.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] if there is no such controller or it is in use; and what
-/// the kernel refuses.
+/// With exit status [`exit::BAD_INPUT`] if there is no such controller or it is in use; otherwise
+/// errors of the kernel.
 pub(crate) fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
     each(&args.addresses, take)
 }
@@ -96,7 +97,7 @@ fn take(
     if !uses.is_empty() {
         return Err(exit::bad_input(anyhow!("it is in use: {}; stop that first", uses.join(", "))));
     }
-    // Kept until the kernel driver has let go of the disks.
+    // Held until the kernel driver has released the disks.
     let _claims = in_use::claim(paths, &disks)
         .context("making sure that nobody uses it")?
         .map_err(|why| exit::bad_input(anyhow!("it is in use: {why}; stop that first")))?;
@@ -117,7 +118,7 @@ fn take(
             _ => Err(anyhow!("{VFIO} did not take it; see the kernel's log (dmesg)")),
         });
     if let Err(error) = handed_over {
-        // As it was, as far as that can be had.
+        // Restores the previous driver as far as possible.
         let _ = kernel.write(&override_file, "\n");
         let _ = kernel.write(&paths.sys.join("bus/pci/drivers_probe"), &address.to_string());
         return Err(error);
@@ -134,7 +135,7 @@ fn take(
     hints(&paths.find(address)?, out)
 }
 
-/// What a person does next.
+/// Prints the next steps for the user.
 fn hints(function: &PciFunction, out: &mut dyn Write) -> anyhow::Result<()> {
     let address = function.address;
     let Some(group) = function.group else {
@@ -165,7 +166,7 @@ fn give_back(
         _ => {}
     }
     if let Some(group) = function.group.filter(|_| function.is_for_programs()) {
-        // The kernel would wait for that program, for ever if need be.
+        // Unbinding a function that a program has open would block until the program closes it.
         let path = paths.dev.join(format!("vfio/{group}"));
         if fs::OpenOptions::new().read(true).write(true).open(&path).is_err_and(|error| {
             error.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error())
@@ -179,7 +180,7 @@ fn give_back(
     let change = |path: &Path, text: &str| {
         kernel.write(path, text).with_context(|| format!("writing {}", path.display()))
     };
-    // An empty line takes the override away.
+    // An empty line clears the override.
     change(&function.directory().join("driver_override"), "\n")?;
     if let Some(old) = function.driver.as_deref() {
         change(&paths.driver(old).join("unbind"), &address.to_string())?;

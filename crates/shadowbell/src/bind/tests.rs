@@ -1,5 +1,5 @@
-//! `bind` and `unbind` in a tree that looks like the kernel's, with a kernel that does what is
-//! written to sysfs.
+//! Tests of `bind` and `unbind` with a copy of the sysfs tree, and a fake kernel that reacts to
+//! writes.
 
 use super::*;
 use std::cell::RefCell;
@@ -9,13 +9,13 @@ use tempfile::TempDir;
 
 const ADDRESS: &str = "0000:01:00.0";
 
-/// A machine with an NVMe controller, which has a namespace with two partitions.
+/// Fake machine with an NVMe controller that has one namespace with two partitions.
 struct Machine {
     _directory: TempDir,
     paths: KernelPaths,
-    /// What was written, and what was loaded.
+    /// Writes and loaded modules, in order.
     log: RefCell<Vec<String>>,
-    /// vfio-pci takes nothing.
+    /// vfio-pci binds nothing.
     stubborn: bool,
 }
 
@@ -166,7 +166,7 @@ fn a_controller_without_a_driver_is_taken_and_given() {
 fn a_mounted_file_system_keeps_its_controller() {
     for line in [
         "30 1 259:1 / /home rw - ext4 /dev/disk/by-uuid/1234 rw\n",
-        // btrfs has numbers of its own.
+        // btrfs reports anonymous device numbers instead of those of the block device.
         "30 1 0:44 /@ /home rw - btrfs /dev/nvme0n1p1 rw\n",
     ] {
         let machine = Machine::new();

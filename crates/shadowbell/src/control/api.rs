@@ -1,4 +1,5 @@
-//! The requests and answers of the control socket. Their documentation is that of the document.
+//! Types of requests and answers on the control socket. Their doc comments are the descriptions in
+//! `docs/openapi.json`.
 
 use crate::ana_word::AnaWord;
 use crate::limits::{self, DiskLimits};
@@ -8,190 +9,189 @@ use shadowbell_backend::Limits;
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
-/// What a server is, and how much it has to do.
+/// State of a server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Status {
-    /// The name of the server, by which `shadowbell ctl --server` finds it.
+    /// Name of the server, as in `shadowbell ctl --server NAME`.
     pub name: String,
-    /// The version of the program.
+    /// Version of the program.
     pub version: String,
-    /// The process that serves.
+    /// Process ID of the server process.
     pub pid: u32,
-    /// Its supervisor, unless it has none (`serve --no-keeper`).
+    /// Process ID of the supervisor; absent with `serve --no-keeper`.
     pub keeper_pid: Option<u32>,
-    /// Since this process serves. An upgrade begins it anew.
+    /// Seconds since this server process began to serve. An upgrade starts a new process.
     pub uptime_seconds: f64,
-    /// Threads that do the I/O.
+    /// Number of I/O threads.
     pub workers: usize,
-    /// Controllers that are served.
+    /// Number of controllers.
     pub controllers: usize,
-    /// How many of them have a client.
+    /// Number of controllers with a client.
     pub clients: usize,
-    /// What is logged.
+    /// Log filter.
     pub log_filter: String,
-    /// Why the last upgrade that was asked for here has failed, if it has.
+    /// Reason why the last upgrade requested over this interface failed, if it did.
     pub upgrade_error: Option<String>,
 }
 
-/// A controller and its socket.
+/// Controller and its socket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Controller {
-    /// What it is called in requests: its `id` in the configuration, or else the path of its
-    /// socket from the root.
+    /// Identifier in requests: `id` in the configuration, otherwise the absolute path of the
+    /// socket.
     pub id: String,
-    /// The path of the socket, from the root.
+    /// Absolute path of the socket.
     pub socket: String,
     /// Serial number.
     pub serial: String,
     /// Model number.
     pub model: String,
-    /// Whether a client is connected.
+    /// True if a client is connected.
     pub client: bool,
-    /// What its guest has made of it.
+    /// State of the controller registers.
     pub state: ControllerState,
-    /// Most I/O queue pairs.
+    /// Maximum number of I/O queue pairs.
     pub max_queues: u16,
-    /// Its namespaces.
+    /// Namespaces of the controller.
     pub namespaces: Vec<Namespace>,
-    /// What the groups of its namespaces are for it, if it is one of a subsystem.
+    /// ANA groups and their states, if the controller belongs to a subsystem.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ana: Vec<AnaGroup>,
 }
 
-/// A group of namespaces that several controllers have, and what it is for one of these: Asymmetric
-/// Namespace Access.
+/// ANA group (Asymmetric Namespace Access) of a subsystem, with its state for one controller.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct AnaGroup {
-    /// Its number, from 1.
+    /// ANA group identifier, from 1.
     pub group: u32,
-    /// Its state.
+    /// ANA state of the group for this controller.
     pub state: AnaWord,
-    /// The numbers of its namespaces.
+    /// Namespace identifiers of the group.
     pub namespaces: Vec<u32>,
 }
 
-/// What a group is to be.
+/// Change of the ANA state of a group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AnaStateChange {
-    /// Its state.
+    /// New ANA state.
     pub state: AnaWord,
 }
 
-/// What the registers of a controller say.
+/// State of a controller, from its registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum ControllerState {
-    /// It is not enabled.
+    /// Not enabled (CC.EN is 0).
     Disabled,
-    /// It is enabled and ready.
+    /// Enabled and ready (CSTS.RDY is 1).
     Ready,
-    /// It has been shut down by its guest.
+    /// Shut down by its guest.
     ShutDown,
-    /// It can not go on until it is reset.
+    /// Fatal error (CSTS.CFS is 1), until the guest resets the controller.
     Failed,
 }
 
-/// A disk that a guest sees.
+/// Namespace of a controller.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Namespace {
-    /// The controller's `id`.
+    /// `id` of the controller.
     pub controller: String,
-    /// Its number, from 1.
+    /// Namespace identifier, from 1.
     pub nsid: u32,
-    /// What it keeps its bytes in.
+    /// Disk that stores the namespace.
     pub disk: String,
-    /// Its size in bytes.
+    /// Capacity in bytes.
     pub bytes: u64,
-    /// Bytes of a block.
+    /// Block size in bytes.
     pub block_size: u32,
-    /// Whether writes are refused.
+    /// True if writes are refused.
     pub read_only: bool,
-    /// Its UUID.
+    /// UUID of the namespace.
     pub uuid: String,
-    /// How much it takes in a second, if that is limited.
+    /// Rate limits, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitSpec>,
-    /// What the disk counts of how it works, by name.
+    /// Counters of the disk, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counters: BTreeMap<String, u64>,
 }
 
-/// What is logged.
+/// Log filter of the server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct LogLevel {
-    /// A level (`error`, `warn`, `info`, `debug`, `trace`), or several of parts of the program, as
-    /// in `info,shadowbell_vfio_user=debug`. It lasts until the server ends, upgrades included.
+    /// Level (`error`, `warn`, `info`, `debug`, `trace`), or several with targets, as in
+    /// `info,shadowbell_vfio_user=debug`. Upgrades keep the filter; a restart does not.
     #[schema(example = "debug")]
     pub filter: String,
 }
 
-/// Whether commands are measured: how many there are and how long they take, by namespace.
+/// Measurement of command counts and latencies per namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Measure {
-    /// Whether they are.
+    /// True if the measurement is on.
     pub on: bool,
 }
 
-/// What is recorded of doorbells.
+/// State of the doorbell trace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Trace {
-    /// Whether it is recorded now.
+    /// True if doorbells are being recorded.
     pub on: bool,
-    /// How many records of each worker there is room for in what is recorded, or was recorded last;
-    /// older ones give way.
+    /// Capacity of the current or last recording, in records per I/O thread. Newer records replace
+    /// older ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub records: Option<u32>,
-    /// How long that is as a file, in bytes.
+    /// Size of the recording as a file, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
 }
 
-/// Whether doorbells are to be recorded.
+/// Start or stop of the doorbell trace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TraceChange {
     pub on: bool,
-    /// Records of each worker, from 1024 to 16777216, of 32 bytes each; the whole has 256 MiB at
-    /// most. Without it there are 262144.
+    /// Capacity in records of 32 bytes per I/O thread, from 1024 to 16777216, and at most 256 MiB
+    /// for all I/O threads. The default is 262144.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub records: Option<u32>,
 }
 
-/// Which program goes on.
+/// Restart for upgrade.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Upgrade {
-    /// The path of the program from the root; without it, what is now at the path of the running
-    /// one.
+    /// Absolute path of the new program. The default is the path of the running program, where a
+    /// newer version may be installed.
     #[serde(default)]
     pub binary: Option<String>,
 }
 
-/// Why a request was not carried out.
+/// Error response: reason why a request was not executed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Problem {
-    /// What kind of reason, for programs.
+    /// Kind of error, for programs.
     pub code: Code,
-    /// A sentence, for a person.
+    /// Explanation, for users.
     pub message: String,
 }
 
-/// The kinds of reasons why a request is not carried out.
+/// Kind of error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Code {
-    /// It makes no sense (400), or is too long (413).
+    /// Malformed (400) or too long (413) request.
     BadRequest,
-    /// There is no such thing (404).
+    /// No such object (404).
     NotFound,
-    /// There is such a thing, and this can not be done with it (405).
+    /// Method not supported by this object (405).
     MethodNotAllowed,
-    /// It is not possible as the server is now (409).
+    /// Not possible in the current state of the server (409).
     Conflict,
-    /// It went wrong while it was done (500).
+    /// Failed during execution (500).
     Failed,
 }
 
@@ -200,7 +200,7 @@ impl Problem {
         Self { code, message: message.into() }
     }
 
-    /// The status of the answer.
+    /// HTTP status code of the response, except 413 for an overlong request.
     pub(crate) fn status(&self) -> u16 {
         match self.code {
             Code::BadRequest => 400,
@@ -212,14 +212,14 @@ impl Problem {
     }
 }
 
-/// A controller to be served. The server opens what it names, by paths from the root.
+/// Controller to add. The server opens the files that it names, so paths are absolute.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ControllerSpec {
-    /// Where it is to listen.
+    /// Absolute path of the socket to create.
     #[schema(example = "/run/vm0.sock")]
     pub socket: String,
-    /// Its disks, in the order of the namespaces, as `serve` takes them.
+    /// Disks in the order of the namespaces, in the syntax of `serve`.
     #[schema(example = json!([{"disk": "/srv/vm0.img"}]))]
     pub disks: Vec<DiskSpec>,
     /// Serial number.
@@ -228,106 +228,106 @@ pub(crate) struct ControllerSpec {
     /// Model number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
-    /// Most I/O queue pairs, 1 to 64.
+    /// Maximum number of I/O queue pairs, 1 to 64.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// Most entries of a queue, 2 to 4096.
+    /// Maximum queue size in entries, 2 to 4096.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queue_entries: Option<u32>,
-    /// The largest transfer in bytes.
+    /// Maximum transfer size of a command in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_transfer: Option<u64>,
-    /// How doorbells come: `shadow`, `mmio` or `mapped`.
+    /// Doorbell mechanism: `shadow`, `mmio` or `mapped`.
     #[serde(default)]
     #[schema(value_type = String, example = "shadow")]
     pub doorbells: OfferedDoorbells,
-    /// Take no writes.
+    /// Refuse writes.
     #[serde(default)]
     pub read_only: bool,
-    /// The number of a worker, or `own` for a thread that serves no other controller.
+    /// Number of the I/O thread, or `own` for a thread that serves no other controller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, example = "own")]
     pub worker: Option<String>,
 }
 
-/// A disk of a controller.
+/// Disk of a controller.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct DiskSpec {
-    /// The disk, as `serve` takes it.
+    /// Disk, in the syntax of `serve`.
     pub disk: String,
-    /// Its UUID; without it, one that is made from the names.
+    /// UUID of the namespace. The default is derived from the serial number and the disk's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
-    /// The number of its namespace, larger than that of the disk before; without it, the next one.
+    /// Namespace identifier, larger than that of the previous disk. The default is the next one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nsid: Option<u32>,
 }
 
-/// A namespace to be added.
+/// Namespace to add.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NamespaceSpec {
-    /// The disk, as `serve` takes it; a file by its path from the root.
+    /// Disk, in the syntax of `serve`; paths are absolute.
     #[schema(example = "/srv/vm0-data.img")]
     pub disk: String,
-    /// Its UUID; without it, one that is made from the names.
+    /// UUID of the namespace. The default is derived from the serial number and the disk's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
 }
 
-/// What of a namespace is to be another: one of these.
+/// Change of a namespace: exactly one of the fields.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NamespaceChange {
-    /// Its size.
+    /// New size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<Size>,
-    /// Its disk, which has blocks of the same length. The guest is told that something has changed,
-    /// and sees the same UUID: what it remembers of the old disk's bytes is up to it.
+    /// New disk with the same block size. The guest gets a Namespace Attribute Changed event and
+    /// sees the same UUID. It has to discard cached data of the old disk itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<String>,
-    /// Whether writes are refused.
+    /// True to refuse writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_only: Option<bool>,
-    /// How much it takes in a second: all of its limits, so what is not given is not limited.
+    /// New rate limits. They replace all limits: a limit that is not given is removed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitSpec>,
 }
 
-/// Limits. Each is a number of requests a second, or a size a second, and after a colon how much may
-/// come at once after a while with less: `1000`, `1000:5000`, `100MiB:1GiB`.
+/// Rate limits, each `RATE` or `RATE:BURST`, in requests or bytes per second: `1000`, `1000:5000`,
+/// `100MiB:1GiB`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct LimitSpec {
-    /// Reads and writes a second.
+    /// Reads and writes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iops: Option<String>,
-    /// Reads a second.
+    /// Reads per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_iops: Option<String>,
-    /// Writes a second.
+    /// Writes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write_iops: Option<String>,
-    /// Bytes a second, read and written.
+    /// Bytes read and written per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<String>,
-    /// Bytes a second that are read.
+    /// Bytes read per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_bandwidth: Option<String>,
-    /// Bytes a second that are written.
+    /// Bytes written per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write_bandwidth: Option<String>,
-    /// A group that shares limits; not of a group itself.
+    /// Limit group to share; not allowed in the limits of a group.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
 }
 
 impl LimitSpec {
-    /// As limits of a disk.
+    /// Converts to the limits of a disk.
     ///
     /// # Errors
-    /// What is wrong with them, in a sentence.
+    /// A sentence about the first invalid limit.
     pub(crate) fn parse(&self) -> Result<DiskLimits, String> {
         let mut limits = DiskLimits::default();
         if let Some(group) = &self.group {
@@ -350,7 +350,7 @@ impl LimitSpec {
         Ok(limits)
     }
 
-    /// The other way.
+    /// Converts from the limits of a disk.
     pub(crate) fn of(limits: &DiskLimits) -> Self {
         let mut spec = Self { group: limits.group.clone(), ..Self::default() };
         for (name, text) in limits.own.texts() {
@@ -368,45 +368,45 @@ impl LimitSpec {
     }
 }
 
-/// A group whose disks share limits.
+/// Limit group: rate limits that several disks share.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct LimitGroup {
-    /// What disks call it (`limit-group=NAME`).
+    /// Name of the group, as in the disk option `limit-group=NAME`.
     pub name: String,
-    /// What all of them together take in a second.
+    /// Rate limits for all disks of the group together.
     pub limits: LimitSpec,
 }
 
-/// A size of a namespace.
+/// Size of a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Size {
-    /// As large as its file is now.
+    /// Current size of the file.
     Whole,
-    /// So many bytes.
+    /// Size in bytes.
     Bytes(u64),
 }
 
-/// The configuration of a server.
+/// Current configuration of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Configuration {
-    /// A file as `serve --config` takes it, which comes to what is served now.
+    /// Configuration file for `serve --config` that describes what is served now.
     pub toml: String,
 }
 
-/// A configuration that the server is to have.
+/// Configuration to apply.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Apply {
-    /// The configuration file, as `serve --config` takes it.
+    /// Configuration file, in the syntax of `serve --config`.
     pub toml: String,
-    /// What it is called where something is wrong with it.
+    /// File name for error messages.
     #[serde(default = "default_file")]
     pub file: String,
-    /// Say what would be done, and do nothing.
+    /// Return the plan without applying it.
     #[serde(default)]
     pub dry_run: bool,
-    /// Take controllers away though they have clients.
+    /// Apply even if controllers with clients are removed.
     #[serde(default)]
     pub force: bool,
 }
@@ -415,43 +415,41 @@ fn default_file() -> String {
     "configuration".to_owned()
 }
 
-/// What makes a server serve what a configuration says.
+/// Steps that change a server to a new configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Plan {
-    /// Whether it was done.
+    /// True if the steps were executed.
     pub applied: bool,
-    /// Controllers that come, by id.
+    /// Controllers to add, by id.
     pub add: Vec<String>,
-    /// Controllers that go.
+    /// Controllers to remove.
     pub remove: Vec<String>,
-    /// Controllers that go and come back as others.
+    /// Controllers to remove and add again with other properties.
     pub replace: Vec<String>,
-    /// Controllers that stay, and so do their clients, with other namespaces, or other limits of
-    /// them.
+    /// Controllers whose namespaces or limits change, while their clients stay connected.
     #[serde(default)]
     pub change: Vec<String>,
-    /// Controllers that stay what they are.
+    /// Number of controllers without changes.
     pub unchanged: usize,
-    /// Those that have a client, which would lose the controller or a namespace of it.
+    /// Controllers with a client that would lose the controller or one of its namespaces.
     pub busy: Vec<String>,
-    /// What is otherwise then of controllers that are there before and after, and of limit groups.
+    /// Changes of controllers that exist before and after, and of limit groups.
     #[serde(default)]
     pub differences: Vec<Difference>,
-    /// Whether what is not of controllers and limit groups is otherwise in the file: that counts
-    /// when the server goes on in another process, or is started again.
+    /// True if server-wide settings differ. They take effect at the next upgrade or restart.
     #[serde(default)]
     pub later: bool,
 }
 
-/// What is otherwise after a plan.
+/// Changed setting of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Difference {
-    /// The controller's id, if it is of one.
+    /// Id of the controller, for a setting of a controller.
     pub controller: Option<String>,
-    /// What: `namespace 2`, `serial`, `limit group db`.
+    /// Name of the setting: `namespace 2`, `serial`, `limit group db`.
     pub what: String,
-    /// What it is before; nothing, if it is not there or not said.
+    /// Old value, if there is one.
     pub from: Option<String>,
-    /// What it is after.
+    /// New value, if there is one.
     pub to: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! One request to a server's control socket, and its answer.
+//! HTTP client of a server's control socket.
 
 use super::api::{Code, Problem};
 use crate::exit;
@@ -15,31 +15,34 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The longest answer that is read: the counters of more controllers than a process can have.
+/// Longest answer that is accepted, in bytes: room for the statistics of more controllers than a
+/// process can have.
 const MAX_ANSWER: usize = 64 << 20;
-/// The longest reason why not.
+/// Longest error body that is read, in bytes.
 const MAX_PROBLEM: usize = 1 << 20;
-/// How long a server may take, which may have to wait for a second for each of its workers.
+/// Time limit of a request, retries included. The server may wait up to a second for each I/O
+/// thread.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// How often somebody is asked again who has closed the connection without a word, and when.
+/// Retries of a GET whose connection was closed before any byte of the answer, and the pause before
+/// each.
 const TRIES: u32 = 10;
 const PAUSE: Duration = Duration::from_millis(20);
-/// What stays as it is in a part of a path.
+/// Bytes that are percent-encoded in a path segment (all but RFC 3986's unreserved ones).
 const PART: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
-/// Takes a piece of an answer.
+/// Callback that consumes a piece of the body.
 type Take<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
 fn is_good(status: u16) -> bool {
     (200..300).contains(&status)
 }
 
-/// There is nothing of an answer.
+/// Error before any byte of the answer was received.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 struct Unanswered(hyper::Error);
 
-/// Whether the connection was closed before there was anything of an answer.
+/// True if the connection was closed before any byte of the answer.
 fn is_unanswered(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Unanswered>().is_some_and(|Unanswered(error)| {
         let cause = error.source().and_then(|cause| cause.downcast_ref::<io::Error>());
@@ -50,33 +53,33 @@ fn is_unanswered(error: &anyhow::Error) -> bool {
     })
 }
 
-/// A part of a path, such as the name of a controller.
+/// Percent-encodes a segment of a path, such as the name of a controller.
 pub(crate) fn part(text: &str) -> String {
     utf8_percent_encode(text, PART).to_string()
 }
 
-/// The way to a server.
+/// Client of one control socket. Each request makes a connection of its own.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     socket: PathBuf,
 }
 
 impl Client {
-    /// Of the server with this control socket. Nothing is asked yet.
+    /// Client for the control socket at `socket`. Does not connect yet.
     pub(crate) fn new(socket: &Path) -> Self {
         Self { socket: socket.to_owned() }
     }
 
-    /// What the server says of `path`.
+    /// Sends a GET request for `path` and parses the JSON answer.
     ///
     /// # Errors
-    /// There is no server, or why it refuses; with the exit status that fits.
+    /// The server is unreachable, or refuses the request; carries the matching exit status.
     pub(crate) fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
         let text = self.text(&Method::GET, path, None)?;
         serde_json::from_str(&text).with_context(|| self.nonsense())
     }
 
-    /// The same, with a request in JSON.
+    /// Sends a request with a JSON body and parses the JSON answer.
     ///
     /// # Errors
     /// As [`get`](Self::get).
@@ -88,7 +91,7 @@ impl Client {
     ) -> anyhow::Result<T> {
         let body = serde_json::to_vec(body)?;
         let text = self.text(method, path, Some(body))?;
-        // Nothing is what there is to say of some.
+        // Some answers have no body (`T` is `()`).
         let text = if text.is_empty() { "null" } else { &text };
         serde_json::from_str(text).with_context(|| self.nonsense())
     }
@@ -97,7 +100,7 @@ impl Client {
         format!("{}: it does not answer as a server of this version does", self.socket.display())
     }
 
-    /// What the server says of `path`, as it is.
+    /// Sends a GET request for `path` and returns the body of the answer.
     ///
     /// # Errors
     /// As [`get`](Self::get).
@@ -105,11 +108,11 @@ impl Client {
         self.answer(&Method::GET, path, None)
     }
 
-    /// Writes what the server says of `path` to a file, however long that is. How many bytes it
-    /// were.
+    /// Streams the answer to a GET request into a file. Returns the number of bytes. The answer
+    /// may be longer than [`MAX_ANSWER`].
     ///
     /// # Errors
-    /// As [`get`](Self::get), and of the file.
+    /// As [`get`](Self::get), and errors of the file.
     pub(crate) fn save(&self, path: &str, file: &mut dyn Write) -> anyhow::Result<u64> {
         let mut written = 0;
         self.exchange(&Method::GET, path, None, &mut |piece| {
@@ -124,7 +127,7 @@ impl Client {
         Ok(String::from_utf8_lossy(&body).into_owned())
     }
 
-    /// The body of the answer.
+    /// Sends a request and returns the body of the answer.
     fn answer(
         &self,
         method: &Method,
@@ -142,7 +145,7 @@ impl Client {
         Ok(answer)
     }
 
-    /// Gives the body of the answer to `take`, piece by piece.
+    /// Sends a request and passes the body of the answer to `take`, piece by piece.
     fn exchange(
         &self,
         method: &Method,
@@ -156,7 +159,8 @@ impl Client {
                 let mut tries = 0;
                 loop {
                     let answer = self.ask(method, path, body.clone(), take).await;
-                    // A server that is upgraded closes connections that it has not looked at.
+                    // During an upgrade, the server closes accepted connections from which it
+                    // has read nothing. Repeating a GET is safe.
                     let again = method == Method::GET && tries < TRIES;
                     if !(again && answer.as_ref().err().is_some_and(is_unanswered)) {
                         return answer;
@@ -223,7 +227,8 @@ impl Client {
             let why = why.map_err(|error| anyhow!(error))?.to_bytes();
             Ok((status, why.to_vec()))
         };
-        // Both on this thread; the connection has nothing to say that the answer does not.
+        // Drives the connection and the request on this thread. Errors of the connection are
+        // ignored because the request reports them.
         let connection = async {
             let _ = connection.await;
             std::future::pending::<()>().await;
@@ -261,7 +266,7 @@ mod tests {
         });
         let client = Client::new(&path);
         assert_eq!(client.bytes("/v1/status").unwrap(), b"{}");
-        // What changes something may have been done.
+        // A change is not repeated, because the server may have executed it.
         client.send::<()>(&Method::POST, "/v1/upgrade", &()).unwrap_err();
         server.join().unwrap();
     }
@@ -290,8 +295,8 @@ mod tests {
         });
         for answer in answers {
             let error = client.get::<Problem>("/v1/status").unwrap_err();
-            // Who has closed without a word is asked again, and was the last that this one
-            // answered.
+            // The connection that is closed without an answer is retried, and the retries find no
+            // listener any more.
             let expected = if answer.is_empty() { exit::NOT_THERE } else { exit::FAILED };
             assert_eq!(exit::status(&error), expected, "{answer}: {error:#}");
             assert!(error.to_string().contains("x.sock"), "{error:#}");

@@ -1,4 +1,4 @@
-//! The server that a person means.
+//! Discovery of running servers by name, control socket, or socket of a controller.
 
 use super::api::Controller;
 use super::client::Client;
@@ -9,11 +9,11 @@ use anyhow::anyhow;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// The server that `wanted` names: by its name, by its control socket, or by the socket of one of
-/// its controllers. Without it, the only one that runs.
+/// Server that `wanted` names: by its name, its control socket, or the socket of one of its
+/// controllers. Without `wanted`, the only running server.
 ///
 /// # Errors
-/// There is none, or there are several.
+/// No server is found, or several are.
 pub(crate) fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
     let directory = place::directory();
     let Some(wanted) = wanted else { return only(directory.as_deref()) };
@@ -33,8 +33,8 @@ pub(crate) fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
     Ok(owner(path).map_or_else(|| Client::new(path), |(client, _)| client))
 }
 
-/// The server that serves at `socket`, and what it says of the controller there. Only servers with
-/// a control socket in the usual directory are found.
+/// Server that serves `socket`, and its description of the controller there. Only servers with a
+/// control socket in the usual directory are found.
 pub(crate) fn owner(socket: &Path) -> Option<(Client, Controller)> {
     let socket = known_path(&std::path::absolute(socket).ok()?);
     let socket = socket.to_str()?;
@@ -48,15 +48,15 @@ pub(crate) fn owner(socket: &Path) -> Option<(Client, Controller)> {
     None
 }
 
-/// The usual directory.
+/// Usual directory of control sockets.
 ///
 /// # Errors
-/// This user has none.
+/// This user has no such directory.
 pub(crate) fn directory() -> anyhow::Result<PathBuf> {
     place::directory().ok_or_else(no_directory)
 }
 
-/// The servers in `directory` that answer.
+/// Servers in `directory` that accept connections.
 pub(crate) fn running(directory: &Path) -> Vec<(String, PathBuf)> {
     let mut servers = place::servers(directory);
     servers.retain(|(_, socket)| UnixStream::connect(socket).is_ok());

@@ -1,16 +1,15 @@
-//! What a running server and those who control it say to each other: HTTP/1.1 with JSON, over a
-//! Unix socket.
+//! Client side of the control interface: HTTP/1.1 with JSON over a Unix socket.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `api` | what is said, as types; the document (`docs/openapi.json`) is made from them |
-//! | `place` | where the sockets are |
-//! | `client` | one request to a server, and its answer |
-//! | `find` | the server that a person means |
+//! | `api` | types of requests and answers; `docs/openapi.json` is generated from them |
+//! | `place` | paths of control sockets |
+//! | `client` | HTTP client |
+//! | `find` | discovery of running servers by name, path or controller socket |
 //!
-//! The other side is `serve::control`.
+//! The server side is `serve::control`.
 
 pub(crate) mod api;
 pub(crate) mod client;

@@ -1,18 +1,18 @@
-//! Where the control sockets are: `/run/shadowbell/NAME/control.sock`, or below
-//! `$XDG_RUNTIME_DIR` for a user who is not root.
+//! Paths of control sockets: `/run/shadowbell/NAME/control.sock`, or below `$XDG_RUNTIME_DIR` for
+//! a user other than root.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// The variable that names another directory for the sockets.
+/// Environment variable that overrides the directory of the sockets.
 pub(crate) const VARIABLE: &str = "SHADOWBELL_RUN_DIR";
-/// The socket's name in the directory of its server.
+/// File name of the socket in the directory of its server.
 const SOCKET: &str = "control.sock";
-/// The longest name of a server: a socket's path has 107 bytes at most.
+/// Longest name of a server, in bytes: the path of a Unix socket has at most 107.
 const MAX_NAME: usize = 40;
 
-/// Where the control socket is to be.
+/// Location of the control socket, as given on the command line or in the configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Place {
     /// The name of the server, if one was given.
@@ -21,15 +21,16 @@ pub(crate) struct Place {
     pub(crate) path: Option<PathBuf>,
 }
 
-/// The directory, where it was settled.
+/// Result of [`settle`].
 static SETTLED: OnceLock<Option<PathBuf>> = OnceLock::new();
 
-/// The directory in which each server has one, from now on, whoever's this process becomes.
+/// Fixes the directory of control sockets for this process, so that a later change of its user
+/// has no effect. Returns it.
 pub(crate) fn settle() -> Option<PathBuf> {
     SETTLED.get_or_init(find).clone()
 }
 
-/// The directory in which each server has one. `None`: this user has no such directory.
+/// Directory with one subdirectory per server. `None` if this user has no such directory.
 pub(crate) fn directory() -> Option<PathBuf> {
     SETTLED.get().cloned().unwrap_or_else(find)
 }
@@ -49,13 +50,13 @@ fn directory_for(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -> 
     Some(PathBuf::from(variable("XDG_RUNTIME_DIR")?).join("shadowbell"))
 }
 
-/// The control socket of the server of this name, in `directory`.
+/// Path of the control socket of the server called `name`.
 pub(crate) fn socket(directory: &Path, name: &str) -> PathBuf {
     directory.join(name).join(SOCKET)
 }
 
-/// The servers that have a directory in `directory`, by name, with their sockets. Some may have
-/// ended.
+/// Names and control sockets of all servers in `directory`, sorted by name. Some of these servers
+/// may have ended.
 pub(crate) fn servers(directory: &Path) -> Vec<(String, PathBuf)> {
     let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };
     let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
@@ -70,7 +71,7 @@ pub(crate) fn servers(directory: &Path) -> Vec<(String, PathBuf)> {
     servers
 }
 
-/// A name that can be that of a directory and a word of a command line.
+/// Validates a server name, which is used as a directory name and as a command-line argument.
 pub(crate) fn check_name(name: &str) -> Result<String, String> {
     let fits = (1..=MAX_NAME).contains(&name.len());
     let is_word = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
@@ -83,11 +84,10 @@ pub(crate) fn check_name(name: &str) -> Result<String, String> {
     ))
 }
 
-/// The name of a server of which nothing but a path is known: that of its configuration file, or
-/// of its socket, without directory and ending.
+/// Default name of a server: its configuration file or socket without directory and extension.
 pub(crate) fn name_from(path: &Path) -> String {
     let named = match path.file_name() {
-        // SPDK's name for every socket.
+        // SPDK calls every socket `cntrl`, in a directory per controller.
         Some(name) if name == "cntrl" => path.parent().unwrap_or(path),
         _ => path,
     };

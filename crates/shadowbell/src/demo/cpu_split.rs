@@ -1,19 +1,19 @@
-//! Who runs where: the driver's threads and the server share the processors that there are.
+//! CPU assignment: the CPUs of this process are divided between driver threads and server.
 
 use anyhow::Context;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// The processors of this process, divided between the two ends.
+/// CPUs of this process, divided between driver and server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct CpuSplit {
-    /// Those that the driver's threads are pinned to; none if there is one for both.
+    /// CPUs to which driver threads are pinned; empty if driver and server share a single CPU.
     pub(super) driver: Vec<usize>,
-    /// Those that the server has.
+    /// CPUs of the server.
     pub(super) server: Vec<usize>,
 }
 
 impl CpuSplit {
-    /// Divides the processors that this process may use.
+    /// Divides the CPUs that this process may use.
     pub(super) fn divide() -> anyhow::Result<Self> {
         let set = sched_getaffinity(None).context("the processors of this process")?;
         Ok(Self::of((0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()))
@@ -24,18 +24,18 @@ impl CpuSplit {
         Self { driver: driver.to_vec(), server: server.to_vec() }
     }
 
-    /// Whether both ends have a processor to poll on.
+    /// True if driver and server each have a CPU to poll on.
     pub(super) fn are_enough(&self) -> bool {
         !self.driver.is_empty()
     }
 
-    /// Threads for `jobs` jobs of the driver: more that poll than there are processors would only
-    /// be in each other's way.
+    /// Number of driver threads for `jobs` jobs: at most one per CPU, because polling threads
+    /// that share a CPU delay each other.
     pub(super) fn driver_threads(&self, jobs: u16) -> u16 {
         u16::try_from(self.driver.len()).unwrap_or(u16::MAX).clamp(1, jobs)
     }
 
-    /// Calls `start`, and whatever it starts has the server's processors only.
+    /// Calls `start` with the thread's affinity set to the server's CPUs, for children to inherit.
     pub(super) fn for_server<T>(
         &self,
         start: impl FnOnce() -> anyhow::Result<T>,
@@ -46,7 +46,7 @@ impl CpuSplit {
         let before = sched_getaffinity(None).context("the processors of this process")?;
         let mut set = CpuSet::new();
         self.server.iter().for_each(|cpu| set.set(*cpu));
-        // A child begins with those of the thread that it comes from.
+        // A child process inherits the affinity of the thread that creates it.
         sched_setaffinity(None, &set).context("the server can not have its processors")?;
         let started = start();
         sched_setaffinity(None, &before).context("the driver can not have its processors")?;

@@ -1,12 +1,12 @@
-//! `demo`: what shadow doorbells are good for, measured here and now.
+//! `demo`: measures the benefit of shadow doorbells on this machine.
 //!
-//! A second process serves a disk in memory and one that keeps nothing, over a vfio-user socket as
-//! a virtual machine would have it; this one attaches the driver. Every figure is measured twice:
-//! with the doorbells of NVMe as they are, which the other end has to trap, and with shadow
-//! doorbells. Everything else is the same.
+//! A second process serves a disk in memory and a null disk over a vfio-user socket, as it would
+//! for a virtual machine. This process attaches the driver. Each row of a table is measured twice
+//! with equal parameters: with plain MMIO doorbells, which the server has to trap, and with shadow
+//! doorbells.
 //!
-//! Both count the doorbell writes. If they do not agree the demonstration says so and fails, for
-//! then one of its figures is wrong.
+//! Driver and server count the doorbell writes independently. If the counts do not agree, one of
+//! the results is wrong, so the demonstration reports an error and fails.
 
 mod cpu_split;
 mod published;
@@ -35,35 +35,34 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Show what shadow doorbells are good for, on this machine, in half a minute
+/// Show the benefit of shadow doorbells on this machine, in half a minute
 ///
 /// Serves two disks from a second process, attaches the driver, and measures with and without
-/// shadow doorbells. Needs nothing installed and leaves nothing behind.
+/// shadow doorbells. Requires no installation and leaves no files behind.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     pub output: Output,
-    /// How long each of the twelve measurements takes, in milliseconds
+    /// Duration of each of the twelve measurements, in milliseconds
     #[arg(long, default_value_t = 1500, value_name = "MS")]
     #[arg(value_parser = clap::value_parser!(u32).range(10..=60_000))]
     pub runtime: u32,
-    /// Write a page with diagrams to this file, with each measurement over time
+    /// Write an HTML report with diagrams of each measurement over time
     #[arg(long, value_name = "OUT.html")]
     pub report: Option<PathBuf>,
 }
 
-/// The disk in memory is namespace 1, the one that keeps nothing is namespace 2.
+/// Disks of the server: namespace 1 is in memory, namespace 2 is a null disk.
 const DISKS: [&str; 2] = ["mem:64MiB", "null:1TiB"];
-/// Bytes of the disk in memory, and of each I/O that fills it.
+/// Size of the disk in memory, and of each I/O that fills it, in bytes.
 const MEMORY: u64 = 64 << 20;
 const FILL: u32 = 1 << 20;
 
-/// What is measured for a table: the namespace, how many jobs, and how many I/Os each has in
-/// flight.
+/// Tables: name, namespace, number of jobs, and for each row the I/Os in flight per job.
 const TABLES: [(&str, u32, u16, &[u32]); 3] =
     [("S0", 1, 1, &[32]), ("S1", 2, 4, &[32]), ("S3", 1, 1, &[1, 2, 4, 8])];
 
-/// Of the page.
+/// Title and introduction of the HTML report.
 const TITLE: &str = "shadowbell demo: what shadow doorbells are good for";
 const LEAD: &str = "4 KiB random reads over a vfio-user socket. S0: a disk in memory, 32 in flight. \
                     S1: a disk that keeps nothing, 4 jobs. S3: a disk in memory, few in flight. Each \
@@ -73,12 +72,12 @@ const LEAD: &str = "4 KiB random reads over a vfio-user socket. S0: a disk in me
 /// Runs the verb.
 ///
 /// # Errors
-/// The server or the driver fail, or their counts do not agree.
+/// The server or the driver fails.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     page::check(args.report.as_deref())?;
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        // Ends the measurement, and with us the server.
+        // Ends the measurement; the server ends when `Server` is dropped.
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
     let cpus = CpuSplit::divide()?;
@@ -132,15 +131,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(if disagree == 0 { exit::FINE } else { exit::FAILED }))
 }
 
-/// How many rings of the driver's the controller has not counted. With shadow doorbells these are
-/// signals of a descriptor, and one that is not out yet stands for those that follow
-/// (`shadowbell_memory::Signals`): so a machine at work counts fewer.
+/// Doorbell writes that the driver counts and the controller does not. With shadow doorbells, a
+/// doorbell write is a signal of an eventfd, and signals that precede its read are merged
+/// (`shadowbell_memory::Signals`). A busy machine merges more.
 fn merged_signals(row: &Row) -> u64 {
     let counts = row.driver_mmio_writes.zip(row.controller_mmio_writes);
     counts.map_or(0, |(driver, controller)| driver.saturating_sub(controller))
 }
 
-/// Whether both ends count the same doorbell writes.
+/// True if driver and controller count the same doorbell writes, apart from merged signals.
 fn ends_agree(row: &Row) -> bool {
     let (driver, controller) = (row.driver_mmio_writes, row.controller_mmio_writes);
     if row.doorbells != "shadow" {
@@ -154,7 +153,7 @@ struct Demo {
     server: Server,
     cpus: CpuSplit,
     runtime: Duration,
-    /// What happened when is kept, for a report.
+    /// A report is wanted, so that time lines are recorded.
     keeps_time: bool,
     stop: Arc<AtomicBool>,
 }
@@ -207,8 +206,8 @@ impl Demo {
         writeln!(out)
     }
 
-    /// Writes the disk in memory once. Memory that nobody has written to is one page for all of it,
-    /// and reading that is no reading.
+    /// Writes the whole disk in memory once. Unwritten memory is backed by one shared zero page,
+    /// so reading it would not measure memory reads.
     fn fill(&self) -> anyhow::Result<()> {
         let config = LoadConfig {
             rw: Workload::Write,
@@ -236,10 +235,10 @@ impl Demo {
         let config = LoadConfig {
             rw: Workload::RandRead,
             iodepth,
-            // For each at once, as the hosts do that the seeds were measured with.
+            // One I/O per doorbell write, as the hosts of the published figures ring.
             iodepth_batch: Some(1),
             numjobs: jobs,
-            // A thread that sleeps can only do so for one queue.
+            // A thread that sleeps until an interrupt can serve only one queue.
             threads: if polls { self.cpus.driver_threads(jobs) } else { jobs },
             runtime: self.runtime,
             ramp_time: self.runtime / 8,
@@ -273,14 +272,14 @@ impl Demo {
         if self.stop.load(Ordering::Relaxed) {
             bail!("ended by a signal");
         }
-        // The doorbells of before the detaching came through the same socket, in front of it.
+        // Doorbell writes precede the detach on the same socket, so all of them are counted.
         row.controller_mmio_writes = Some(self.server.doorbell_writes()?.saturating_sub(before));
         row.table = table.to_owned();
         Ok(Measured { row, timeline })
     }
 }
 
-/// Prints a table; its rows come in pairs, without shadow doorbells and with.
+/// Prints a table from pairs of rows: without shadow doorbells, and with.
 fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
     let (what, whose) = published::title(name);
     writeln!(out, "{name}: {what}")?;

@@ -1,16 +1,16 @@
-//! The systems that showed what shadow doorbells are good for, and the figures that they published.
-//! Other machines and other years: what can be compared is the factor between two columns.
+//! Published measurements of other systems with shadow doorbells. Machines and years differ, so
+//! only the factor between the two columns is comparable.
 
-/// A pair of published figures: without shadow doorbells, and with.
+/// Pair of published figures: without shadow doorbells, and with.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Published {
-    /// Which table it belongs to.
+    /// Name of the table.
     pub(super) table: &'static str,
     /// I/Os in flight.
     pub(super) iodepth: u32,
-    /// I/Os a second.
+    /// I/Os per second.
     pub(super) iops: [f64; 2],
-    /// MMIO writes for each I/O, where they were published.
+    /// MMIO writes per I/O, if published.
     pub(super) mmio_per_io: Option<[f64; 2]>,
 }
 
@@ -23,7 +23,7 @@ const fn published(
     Published { table, iodepth, iops, mmio_per_io }
 }
 
-/// All of them.
+/// All published figures.
 pub(super) const PUBLISHED: [Published; 6] = [
     published("S0", 32, [43_900.0, 184_000.0], None),
     published("S1", 32, [200_000.0, 1_000_000.0], None),
@@ -33,7 +33,7 @@ pub(super) const PUBLISHED: [Published; 6] = [
     published("S3", 8, [24_000.0, 82_500.0], Some([1.99, 0.46])),
 ];
 
-/// What a table is about, and whose the figures beside ours are.
+/// Title of a table, and source of its published figures.
 pub(super) fn title(table: &str) -> (&'static str, &'static str) {
     match table {
         "S0" => (
@@ -51,7 +51,7 @@ pub(super) fn title(table: &str) -> (&'static str, &'static str) {
     }
 }
 
-/// The published figures beside a measurement of ours.
+/// Published figures for a row of a table.
 pub(super) fn beside(table: &str, iodepth: u32) -> Option<&'static Published> {
     PUBLISHED.iter().find(|figures| figures.table == table && figures.iodepth == iodepth)
 }

@@ -1,4 +1,4 @@
-//! `shadowbell serve` as a second process, for as long as a demonstration takes.
+//! `shadowbell serve` as a child process for the duration of the demonstration.
 
 use anyhow::{Context, anyhow, bail};
 use rustix::process::{Pid, Signal, kill_process};
@@ -13,12 +13,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// How long starting, ending or writing counters may take.
+/// Time limit for the server to start, to write counters, or to end.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// How often to look whether something has happened.
+/// Interval of checks for these events.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// A running server. It ends when this is dropped.
+/// Running server. Dropping it ends the server.
 #[derive(Debug)]
 pub(super) struct Server {
     child: Child,
@@ -26,7 +26,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Starts this very program as a server of `disks` and waits for its socket.
+    /// Starts this program as a server of `disks` and waits for its socket.
     pub(super) fn start(disks: &[&str], options: &[&str]) -> anyhow::Result<Self> {
         let program = std::env::current_exe().context("this program does not find itself")?;
         let directory = tempfile::Builder::new()
@@ -35,17 +35,18 @@ impl Server {
             .context("no temporary directory for the socket")?;
         let log = File::create(directory.path().join("log"))?;
         let mut command = Command::new(program);
-        // What it costs is to be seen at one process.
+        // Without a supervisor, all costs are those of one process.
         command.args(["serve", "--no-keeper"]).args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("socket"));
         command.arg("--stats-json").arg(directory.path().join("stats.json"));
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        // What ends us by the keyboard shall not end it first: we end it, when we are done with it.
+        // A process group of its own: Ctrl-C must end only this process, which then ends the
+        // server.
         command.process_group(0);
         let child = command.spawn().context("the server does not start")?;
         let mut server = Self { child, directory };
         let deadline = Instant::now() + TIMEOUT;
-        // The path is there a moment before somebody listens.
+        // The path exists before the server listens on it.
         while UnixStream::connect(server.socket()).is_err() {
             server.check()?;
             if Instant::now() > deadline {
@@ -56,23 +57,23 @@ impl Server {
         Ok(server)
     }
 
-    /// Its process.
+    /// Process ID of the server.
     pub(super) fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Where it listens.
+    /// Path of the server's socket.
     pub(super) fn socket(&self) -> PathBuf {
         self.directory.path().join("socket")
     }
 
-    /// The doorbells of I/O queues that rang so far, by a write or by a descriptor.
+    /// Doorbell writes of I/O queues so far, by MMIO or by eventfd.
     pub(super) fn doorbell_writes(&mut self) -> anyhow::Result<u64> {
         let path = self.directory.path().join("stats.json");
         let before = version(&path);
         self.signal(Signal::USR1).context("the server takes no signal")?;
         let deadline = Instant::now() + TIMEOUT;
-        // The file is replaced as a whole, by another one.
+        // The server replaces the file atomically, which changes its inode.
         while version(&path) == before {
             self.check()?;
             if Instant::now() > deadline {
@@ -88,7 +89,7 @@ impl Server {
             .ok_or_else(|| anyhow!("the server does not count doorbell writes"))
     }
 
-    /// An error if it has ended.
+    /// Returns an error if the server has ended.
     fn check(&mut self) -> anyhow::Result<()> {
         match self.child.try_wait().context("the server can not be waited for")? {
             None => Ok(()),
@@ -96,7 +97,7 @@ impl Server {
         }
     }
 
-    /// The end of what it said.
+    /// Last five lines of the server's log.
     fn log(&self) -> String {
         let text = fs::read(self.directory.path().join("log")).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
@@ -118,7 +119,7 @@ fn version(path: &Path) -> Option<(u64, i64, i64)> {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It has not been waited for, so its identifier is still its own.
+        // The child is not reaped, so its PID cannot belong to another process.
         if self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
             let _ = self.signal(Signal::TERM);
         }

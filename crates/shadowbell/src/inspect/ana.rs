@@ -1,4 +1,4 @@
-//! `ana-log`: which namespaces a controller is a good way to.
+//! `ana-log`: prints the log page Asymmetric Namespace Access.
 
 use super::fields::Fields;
 use super::query::{Args, show, show_json};
@@ -12,7 +12,7 @@ use std::process::ExitCode;
 /// Runs `ana-log`.
 ///
 /// # Errors
-/// The driver's; or the controller has no such log.
+/// Errors of the driver, or the controller has no such log page.
 pub(crate) fn ana_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.ana_log()?;

@@ -1,4 +1,4 @@
-//! `id-ctrl`: what Identify Controller returns.
+//! `id-ctrl`: prints the Identify Controller data structure.
 
 use super::fields::{Fields, kelvins};
 use super::query::{Args, show};
@@ -11,7 +11,7 @@ use std::process::ExitCode;
 /// Runs the verb.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver.
 pub(crate) fn id_ctrl(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let fields = fields(&subject.identify_controller()?, subject.mpsmin());
@@ -106,8 +106,8 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
     f
 }
 
-/// A power state as nvme-cli has it. `flags` is what its versions before 2.4 have for the two after
-/// it.
+/// Power state as JSON, under the names of nvme-cli. Versions before 2.4 print `flags` instead of
+/// the two fields after it.
 fn power_state(state: &PowerState) -> Value {
     json!({
         "max_power": state.mp,
@@ -144,7 +144,7 @@ mod tests {
         assert!(text.contains(": 8 (1024 KiB)\n"), "{text}");
         assert!(text.contains(": 0x20000 (2.0.0)\n"), "{text}");
         assert_eq!(fields.to_json()["sn"], "SN 1");
-        // A controller that claims more power states than there can be is not believed.
+        // NPSS beyond the 32 descriptors of the structure is clamped.
         id.npss = 255;
         let fields = super::fields(&id, 0);
         assert_eq!(fields.to_json()["psds"].as_array().map(Vec::len), Some(32));

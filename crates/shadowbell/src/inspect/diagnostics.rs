@@ -1,5 +1,5 @@
-//! `device-self-test`, `self-test-log`, `telemetry-log` and `persistent-event-log`: what a
-//! supporter asks for.
+//! `device-self-test`, `self-test-log`, `telemetry-log` and `persistent-event-log`: diagnostics for
+//! support engineers.
 
 use super::fields::Fields;
 use super::query::{Args, show_json};
@@ -27,58 +27,58 @@ use std::process::ExitCode;
 use std::time::Duration;
 use zerocopy::FromBytes;
 
-/// Have a controller test itself and its namespaces, or stop that
+/// Start or abort a self-test of a controller and its namespaces
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct SelfTestArgs {
-    /// What to look at
+    /// Controller to test
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// The namespace that is tested; 0 for the controller alone [default: all]
+    /// Namespace to test; 0 for the controller alone [default: all]
     #[arg(short, long, value_name = "NSID")]
     pub namespace_id: Option<u32>,
-    /// What is done
+    /// Self-test operation
     #[arg(short, long, value_enum, default_value_t = Code::Short, value_name = "CODE")]
     pub self_test_code: Code,
-    /// Taken as nvme-cli takes it: the verb waits for the end of a test in any case, because the
-    /// controller is reset when it leaves
+    /// Accepted for compatibility with nvme-cli. The verb always waits for the end of the test,
+    /// because detaching resets the controller
     #[arg(short, long)]
     pub wait: bool,
     #[command(flatten)]
     pub output: Output,
 }
 
-/// What a Device Self-test command does.
+/// Self-test code of the Device Self-test command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Code {
-    /// A short test, of a minute or two
+    /// Short self-test, a minute or two
     #[value(alias = "1", alias = "0x1")]
     Short,
-    /// A long one
+    /// Extended self-test
     #[value(alias = "2", alias = "0x2")]
     Extended,
-    /// The test that is under way is stopped
+    /// Abort the self-test in progress
     #[value(alias = "15", alias = "0xf")]
     Abort,
 }
 
-/// Write what a controller tells of its inner state to a file
+/// Write the telemetry log page of a controller to a file
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct TelemetryArgs {
-    /// What to look at
+    /// Controller to read from
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// Where to write the log page
+    /// File for the log page
     #[arg(short = 'O', long, value_name = "FILE")]
     pub output_file: PathBuf,
-    /// What the controller has captured by itself, when something had happened
+    /// Read the Controller-Initiated log: data that the controller captured after an event
     #[arg(short, long)]
     pub controller_init: bool,
-    /// 0: what was captured for the host before, and not what is the case now
+    /// Create new Host-Initiated data (1), or read the data that was created before (0)
     #[arg(short = 'g', long, default_value_t = 1, value_name = "0|1")]
     pub host_generate: u8,
-    /// Up to which data area
+    /// Last data area to read
     #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=3))]
     pub data_area: u8,
 }
@@ -86,7 +86,7 @@ pub(crate) struct TelemetryArgs {
 /// Runs `device-self-test`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver.
 pub(crate) fn device_self_test(args: &SelfTestArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let admin = session.controller.admin();
@@ -116,7 +116,7 @@ pub(crate) fn device_self_test(args: &SelfTestArgs) -> anyhow::Result<ExitCode> 
 /// Runs `self-test-log`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver.
 pub(crate) fn self_test_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.self_test_log()?;
@@ -175,7 +175,7 @@ fn self_test(result: &SelfTestResult) -> Fields {
 /// Runs `telemetry-log`.
 ///
 /// # Errors
-/// The driver's; the file can not be written.
+/// Errors of the driver, or the file cannot be written.
 pub(crate) fn telemetry_log(args: &TelemetryArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let which = match (args.controller_init, args.host_generate) {
@@ -193,7 +193,7 @@ pub(crate) fn telemetry_log(args: &TelemetryArgs) -> anyhow::Result<ExitCode> {
 /// Runs `persistent-event-log`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver, or the log page is malformed.
 pub(crate) fn persistent_event_log(args: &Args) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let page = session.controller.admin().persistent_events()?;
@@ -228,7 +228,7 @@ fn head_of(head: &PersistentEventLog) -> Fields {
     f
 }
 
-/// A timestamp, for people.
+/// Timestamp of the Timestamp feature's format as text.
 fn time(timestamp: u64) -> String {
     let timestamp = Timestamp::from_bits(timestamp);
     let seconds = timestamp.millis() / 1000;
@@ -243,11 +243,11 @@ fn humantime(seconds: u64) -> String {
     httpdate::fmt_http_date(at)
 }
 
-/// The events of a page, as far as it is whole.
+/// Decodes the events of a log page, up to the first truncated one.
 fn events_of(mut rest: &[u8]) -> Vec<Fields> {
     let mut all = Vec::new();
     while let Ok((head, more)) = PersistentEvent::read_from_prefix(rest) {
-        // What a later revision of the header has more is behind it.
+        // EHL covers bytes that a later revision appends to the header.
         let more_of_head = (usize::from(head.ehl) + 3).saturating_sub(size_of::<PersistentEvent>());
         let begin = more_of_head + usize::from(head.vsil.get());
         let end = more_of_head + usize::from(head.el.get());
@@ -314,7 +314,7 @@ fn event_of(head: &PersistentEvent, data: &[u8]) -> Fields {
     f
 }
 
-/// What a device says, without what a terminal would do something with.
+/// Text from the device, with control characters replaced so that it cannot control a terminal.
 fn printable(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     text.chars().map(|c| if c.is_control() { '.' } else { c }).collect()

@@ -1,4 +1,4 @@
-//! `get-feature`: the values of features.
+//! `get-feature`: prints the values of features.
 
 use super::fields::{Fields, kelvins};
 use super::query::show_json;
@@ -14,39 +14,39 @@ use shadowbell_spec::feature::{self, Capabilities, Select, fid};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-/// Show the value of a feature, or of all that the controller has
+/// Show the value of one feature, or of all supported features
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct FeatureArgs {
-    /// What to look at
+    /// Controller or namespace to query
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// The feature: 0x06 or 6 [default: all]
+    /// Feature identifier: 0x06 or 6 [default: all]
     #[arg(short, long, value_parser = parse_number::<u8>, value_name = "FID")]
     pub feature_id: Option<u8>,
-    /// Which value
+    /// Value to show
     #[arg(short, long, value_enum, default_value_t = Which::Current)]
     pub sel: Which,
-    /// Command dword 11, for features that take one (the vector of 09h, the sensor of 04h)
+    /// Command Dword 11, for features that use it (vector of 09h, sensor of 04h)
     #[arg(long, value_parser = parse_number::<u32>, default_value = "0", value_name = "VALUE")]
     pub cdw11: u32,
     #[command(flatten)]
     pub output: Output,
 }
 
-/// Which value of a feature.
+/// Select field of Get Features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Which {
-    /// The one in use
+    /// Current value
     #[value(alias = "0")]
     Current,
-    /// The one that the controller came with
+    /// Default value
     #[value(alias = "1")]
     Default,
-    /// The one that is in use after a reset
+    /// Saved value, which is current after a reset
     #[value(alias = "2")]
     Saved,
-    /// What may be done with the feature
+    /// Supported capabilities of the feature
     #[value(alias = "3")]
     Supported,
 }
@@ -71,7 +71,7 @@ fn parse_number<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
     T::try_from(number).map_err(|_| format!("{text} is too large"))
 }
 
-/// A feature's value.
+/// Value of a feature.
 struct Got {
     fid: u8,
     value: u32,
@@ -81,7 +81,7 @@ struct Got {
 /// Runs the verb.
 ///
 /// # Errors
-/// The driver's. A feature that the controller does not have is none if all were asked for.
+/// Errors of the driver. If all features were requested, unsupported ones are skipped.
 pub(crate) fn get_feature(args: &FeatureArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let admin = session.controller.admin();
@@ -92,7 +92,7 @@ pub(crate) fn get_feature(args: &FeatureArgs) -> anyhow::Result<ExitCode> {
             for fid in (0..=u8::MAX).filter(|fid| fid::name(*fid).is_some()) {
                 match get(&admin, fid, args) {
                     Ok(feature) => got.push(feature),
-                    // It has no such feature.
+                    // Unsupported features are skipped.
                     Err(error) if error.status().is_some() => {}
                     Err(error) => return Err(error.into()),
                 }
@@ -120,14 +120,14 @@ fn explain(fid: u8, error: CommandError) -> anyhow::Error {
     if refused { exit::bad_input(error) } else { error }
 }
 
-/// Bytes of data that a feature's value has beside the dword.
+/// Length in bytes of the data buffer of a feature, besides the dword in the completion.
 fn data_len(fid: u8) -> usize {
     match fid {
         fid::LBA_RANGE_TYPE => 4096,
         fid::AUTONOMOUS_POWER_STATE => 256,
         fid::TIMESTAMP => 8,
         fid::HOST_BEHAVIOR_SUPPORT => 512,
-        // The extended one, which PCIe controllers may have; the first 8 bytes are the short one.
+        // Extended format (128 bits). A controller with the 64-bit format fills the first 8 bytes.
         fid::HOST_IDENTIFIER => 16,
         _ => 0,
     }
@@ -142,8 +142,8 @@ fn get(admin: &Admin, fid: u8, args: &FeatureArgs) -> Result<Got, CommandError> 
         }
         admin.get_feature_data(fid, nsid, select, args.cdw11, len)
     };
-    // A feature is of a namespace or of the controller, and some take it ill to be asked for as the
-    // wrong one.
+    // A feature is namespace-specific or of the whole controller, and some controllers reject the
+    // wrong NSID. So a refused request is repeated without NSID.
     let (value, data) = match ask(nsid) {
         Err(error) if error.status().is_some() => ask(0).map_err(|_| error)?,
         other => other?,
@@ -187,7 +187,7 @@ fn to_json(feature: &Got, which: Which) -> Map<String, Value> {
     object
 }
 
-/// What the bits of a value are.
+/// Decodes the bit fields of a value.
 fn decode(feature: &Got, which: Which) -> Fields {
     let mut f = Fields::default();
     let Got { fid, value, data } = feature;
@@ -223,7 +223,7 @@ fn decode(feature: &Got, which: Which) -> Fields {
         }
         fid::NUMBER_OF_QUEUES => {
             let v = feature::NumberOfQueues::from_bits(value);
-            // 0's based.
+            // NCQA and NSQA are 0's based.
             f.number("ncq", u32::from(v.ncq()) + 1).number("nsq", u32::from(v.nsq()) + 1);
         }
         fid::INTERRUPT_COALESCING => {

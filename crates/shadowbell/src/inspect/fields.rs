@@ -1,23 +1,23 @@
-//! Fields of a data structure, under the names that nvme-cli has for them.
+//! Fields of NVMe data structures, under the names of nvme-cli, as text and JSON.
 
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::fmt::Write as _;
 
-/// How a field's value is shown to a person. For machines, numbers are numbers, where they fit.
+/// Value of a field and its format in text. In JSON, numbers are numbers if they fit into 64 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Shown {
     Text(String),
     Decimal(u128),
     Hexadecimal(u128),
     Flag(bool),
-    /// Several things of a kind: people get lines of their own for these.
+    /// Array, for JSON only; the text has [`Line`](Self::Line)s instead.
     List(Vec<Value>),
-    /// What machines find in a list.
+    /// Element of an array, for text only.
     Line(String),
 }
 
-/// Named values in order.
+/// Named values, in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Fields {
     list: Vec<(String, Shown, String)>,
@@ -29,27 +29,27 @@ impl Fields {
         self
     }
 
-    /// A value that is text.
+    /// Adds a text field.
     pub(super) fn text(&mut self, name: impl Into<String>, value: impl fmt::Display) -> &mut Self {
         self.add(name, Shown::Text(value.to_string()))
     }
 
-    /// A number of something.
+    /// Adds a number, decimal in text.
     pub(super) fn number(&mut self, name: impl Into<String>, value: impl Into<u128>) -> &mut Self {
         self.add(name, Shown::Decimal(value.into()))
     }
 
-    /// A number that is bits or an identifier.
+    /// Adds bits or an identifier, hexadecimal in text.
     pub(super) fn bits(&mut self, name: impl Into<String>, value: impl Into<u128>) -> &mut Self {
         self.add(name, Shown::Hexadecimal(value.into()))
     }
 
-    /// A yes or a no.
+    /// Adds a flag.
     pub(super) fn flag(&mut self, name: impl Into<String>, value: bool) -> &mut Self {
         self.add(name, Shown::Flag(value))
     }
 
-    /// Bytes that are an identifier.
+    /// Adds an identifier of several bytes as hexadecimal digits.
     pub(super) fn bytes(&mut self, name: impl Into<String>, value: &[u8]) -> &mut Self {
         let text = value.iter().fold(String::new(), |mut text, byte| {
             // Writing to a string does not fail.
@@ -59,17 +59,17 @@ impl Fields {
         self.text(name, text)
     }
 
-    /// Several things of a kind, for machines.
+    /// Adds an array, for JSON only.
     pub(super) fn list(&mut self, name: impl Into<String>, values: Vec<Value>) -> &mut Self {
         self.add(name, Shown::List(values))
     }
 
-    /// A thing of a list, for people.
+    /// Adds an element of an array, for text only.
     pub(super) fn line(&mut self, name: impl Into<String>, value: impl fmt::Display) -> &mut Self {
         self.add(name, Shown::Line(value.to_string()))
     }
 
-    /// Says what the last value means, to a person.
+    /// Adds an explanation of the last field, for text only.
     pub(super) fn meaning(&mut self, meaning: impl fmt::Display) -> &mut Self {
         if let Some((.., note)) = self.list.last_mut() {
             *note = meaning.to_string();
@@ -77,14 +77,14 @@ impl Fields {
         self
     }
 
-    /// For machines.
+    /// Object with all fields but the text-only ones.
     pub(super) fn to_json(&self) -> Map<String, Value> {
         let value = |shown: &Shown| match shown {
             Shown::Text(text) => Some(json!(text)),
             Shown::Flag(flag) => Some(json!(flag)),
             Shown::Decimal(n) | Shown::Hexadecimal(n) => Some(match u64::try_from(*n) {
                 Ok(n) => json!(n),
-                // Beyond what most readers of JSON keep exactly.
+                // JSON readers do not keep numbers beyond 64 bits exactly.
                 Err(_) => json!(n.to_string()),
             }),
             Shown::List(values) => Some(json!(values)),
@@ -119,7 +119,7 @@ impl fmt::Display for Fields {
     }
 }
 
-/// A temperature for people.
+/// Explanation of a temperature in kelvins.
 pub(super) fn kelvins(value: u16) -> String {
     if value == 0 {
         "not told".to_owned()

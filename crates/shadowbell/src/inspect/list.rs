@@ -1,4 +1,4 @@
-//! `list`: the namespaces of controllers, a line each.
+//! `list`: prints a line for each namespace of the given controllers.
 
 use super::subject::Subject;
 use crate::output::Output;
@@ -13,7 +13,7 @@ use std::process::ExitCode;
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct ListArgs {
-    /// The controllers
+    /// Controllers to list
     #[arg(value_name = "TARGET", required = true)]
     pub targets: Vec<Target>,
     #[command(flatten)]
@@ -23,7 +23,7 @@ pub(crate) struct ListArgs {
 /// Runs the verb.
 ///
 /// # Errors
-/// The first controller that can not be attached.
+/// A controller cannot be attached; the first one ends the verb.
 pub(crate) fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let mut devices = Vec::new();
     let mut table =
@@ -48,7 +48,7 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A namespace of a controller.
+/// Namespace of a controller.
 struct Row<'a> {
     target: Target,
     controller: &'a IdentifyController,
@@ -106,7 +106,7 @@ impl Row<'_> {
     }
 }
 
-/// A capacity, in the units of all that this program says.
+/// Capacity in IEC units.
 fn binary(bytes: u64) -> String {
     bytesize::ByteSize(bytes).display().iec().to_string()
 }

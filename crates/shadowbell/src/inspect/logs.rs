@@ -1,4 +1,4 @@
-//! `smart-log` and `error-log`: what happened to the controller.
+//! `smart-log` and `error-log`: prints health information and error log entries.
 
 use super::fields::{Fields, kelvins};
 use super::query::{Args, show, show_json};
@@ -14,7 +14,7 @@ use std::process::ExitCode;
 /// Runs `smart-log`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver.
 pub(crate) fn smart_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.smart_log()?;
@@ -51,7 +51,7 @@ fn health(log: &SmartHealth) -> Fields {
         ("data_units_read", log.data_units_read.get()),
         ("data_units_written", log.data_units_written.get()),
     ] {
-        // A unit is a thousand times 512 bytes.
+        // A data unit is 1000 times 512 bytes.
         let bytes = units.saturating_mul(512_000);
         let bytes = bytesize::ByteSize(u64::try_from(bytes).unwrap_or(u64::MAX));
         f.number(name, units).meaning(bytes.display().iec());
@@ -76,14 +76,14 @@ fn health(log: &SmartHealth) -> Fields {
     f
 }
 
-/// Show the errors that the controller remembers, newest first
+/// Show the error log of a controller, newest entry first
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct ErrorLogArgs {
-    /// What to look at
+    /// Controller to query
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// At most so many
+    /// Maximum number of entries
     #[arg(short = 'e', long, default_value_t = 64, value_name = "N")]
     pub log_entries: u16,
     #[command(flatten)]
@@ -93,7 +93,7 @@ pub(crate) struct ErrorLogArgs {
 /// Runs `error-log`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver.
 pub(crate) fn error_log(args: &ErrorLogArgs) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let entries = subject.error_log(args.log_entries)?;
@@ -116,7 +116,7 @@ fn entry(error: &ErrorLogEntry) -> Fields {
     let mut f = Fields::default();
     f.number("error_count", error.error_count);
     f.number("sqid", error.sqid).bits("cmdid", error.cid);
-    // As in a completion: the phase tag is below the status.
+    // As in a completion queue entry, bit 0 is the phase tag and the status is above it.
     f.bits("status_field", error.status >> 1).meaning(Status::from_bits(error.status >> 1));
     f.number("phase_tag", error.status & 1);
     f.bits("parm_error_location", error.parameter.into_bits());

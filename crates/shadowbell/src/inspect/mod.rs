@@ -1,11 +1,12 @@
-//! What a controller says of itself: nvme-cli's verbs, under its names.
+//! Verbs that query a controller, with the names of nvme-cli.
 //!
 //! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log`, `get-feature`, `device-self-test`,
 //! `self-test-log`, `telemetry-log`, `persistent-event-log`, `sanitize-log` and `ana-log` attach
-//! the driver, ask over the admin queue, and leave. A controller has one host at a time. While a
-//! virtual machine has it, its server is asked instead, by its control socket (`subject`); but
-//! those that change something, and those about it, have to wait, and so have all of them where no
-//! such socket is found.
+//! the driver, send admin commands, and detach. A controller has one host at a time. While a
+//! virtual machine is attached, most verbs query its server over the control socket instead
+//! (`subject`). `get-feature`, `device-self-test`, `telemetry-log` and `persistent-event-log`
+//! always attach, and so do all verbs if the server has no control socket in the usual directory:
+//! they fail while another client is connected.
 
 mod ana;
 mod controller;

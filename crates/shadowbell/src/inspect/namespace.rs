@@ -1,4 +1,4 @@
-//! `id-ns`: what Identify Namespace returns.
+//! `id-ns`: prints the Identify Namespace data structure.
 
 use super::fields::Fields;
 use super::query::{Args, show};
@@ -12,7 +12,7 @@ use std::process::ExitCode;
 /// Runs the verb.
 ///
 /// # Errors
-/// The driver's; or the namespace is not active.
+/// Errors of the driver, or the namespace is not active.
 pub(crate) fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let nsid = args.target.nsid();
@@ -96,7 +96,7 @@ mod tests {
         assert!(text.contains("(write protected)"), "{text}");
         let json = fields.to_json();
         assert_eq!((&json["nsze"], &json["lbafs"][0]["ds"]), (&0x1000.into(), &12.into()));
-        // Nonsense from a controller is shown as what it is.
+        // Invalid values of a controller are displayed, not rejected.
         ns.lbaf[0].lbads = 99;
         (ns.nlbaf, ns.nulbaf) = (255, 255);
         assert!(super::fields(&ns).to_string().contains("not available"));

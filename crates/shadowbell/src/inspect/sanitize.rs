@@ -1,4 +1,4 @@
-//! `sanitize-log`: how far a sanitize operation is, or how the last one has ended.
+//! `sanitize-log`: prints the progress of a sanitize operation, or the result of the last one.
 
 use super::fields::Fields;
 use super::query::{Args, show};
@@ -9,7 +9,7 @@ use std::process::ExitCode;
 /// Runs `sanitize-log`.
 ///
 /// # Errors
-/// The driver's.
+/// Errors of the driver.
 pub(crate) fn sanitize_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.sanitize_log()?;

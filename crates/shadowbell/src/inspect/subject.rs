@@ -1,5 +1,5 @@
-//! The controller that a verb looks at: attached, or, if somebody else has it, by its server's
-//! control socket.
+//! Access to the controller that a verb queries: by the driver, or by its server's control socket
+//! while another client is connected.
 
 use crate::control::api::Controller as Described;
 use crate::control::client::{Client, part};
@@ -14,17 +14,17 @@ use shadowbell_spec::log::{AnaLog, ErrorLogEntry, SanitizeLog, SelfTestLog, Smar
 use zerocopy::FromBytes;
 
 pub(super) enum Subject {
-    /// Nobody else has it.
+    /// Attached by the driver of this process.
     Attached(Box<Session>),
-    /// A client is connected to it; its server answers.
+    /// In use by another client; its server executes the commands out of band.
     Served { client: Client, controller: Box<Described> },
 }
 
 impl Subject {
-    /// The controller that `target` names.
+    /// Opens the controller that `target` names.
     ///
     /// # Errors
-    /// It can not be had.
+    /// The controller cannot be attached.
     pub(super) fn open(target: &Target) -> anyhow::Result<Self> {
         if let Target::VfioUser { socket, .. } = target
             && let Some((client, controller)) = find::owner(socket)
@@ -42,16 +42,16 @@ impl Subject {
         }
     }
 
-    /// The smallest page of memory, as a power of two of 4 KiB.
+    /// CAP.MPSMIN: the smallest memory page size is 4 KiB shifted left by this number.
     pub(super) fn mpsmin(&self) -> u8 {
         match self {
             Self::Attached(session) => session.controller.capabilities().mpsmin(),
-            // Of all that this program serves.
+            // CAP.MPSMIN of every controller of this program.
             Self::Served { .. } => 0,
         }
     }
 
-    /// The active namespaces.
+    /// Identify data of all active namespaces, with their NSIDs.
     pub(super) fn namespaces(&self) -> anyhow::Result<Vec<(u32, IdentifyNamespace)>> {
         match self {
             Self::Attached(session) => {
@@ -65,7 +65,7 @@ impl Subject {
         }
     }
 
-    /// One namespace. `None`: there is none of this number.
+    /// Identify data of a namespace. `None` if there is no namespace `nsid`.
     pub(super) fn identify_namespace(
         &self,
         nsid: u32,
@@ -90,7 +90,7 @@ impl Subject {
         self.ask(&format!("identify/{}/{nsid}", cns::NAMESPACE))
     }
 
-    /// The UUID of a namespace, if it has one.
+    /// UUID of a namespace, if it has one.
     pub(super) fn uuid(&self, nsid: u32) -> Option<[u8; 16]> {
         match self {
             Self::Attached(session) => session.controller.namespace(nsid)?.uuid(),
@@ -123,7 +123,7 @@ impl Subject {
         }
     }
 
-    /// The ways to namespaces that several controllers have; `None`: they are not reported.
+    /// ANA log page. `None` if the controller does not report ANA states.
     pub(super) fn ana_log(&self) -> anyhow::Result<Option<AnaLog>> {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().ana_log()?),
@@ -136,7 +136,7 @@ impl Subject {
         }
     }
 
-    /// The newest `count` errors.
+    /// Newest `count` entries of the error log.
     pub(super) fn error_log(&self, count: u16) -> anyhow::Result<Vec<ErrorLogEntry>> {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().error_log(count)?),
@@ -150,7 +150,7 @@ impl Subject {
         }
     }
 
-    /// Leaves the controller as it was.
+    /// Detaches the controller if it was attached.
     pub(super) fn leave(self) -> anyhow::Result<()> {
         match self {
             Self::Attached(session) => session.detach(),
@@ -158,7 +158,7 @@ impl Subject {
         }
     }
 
-    /// A structure, from the server.
+    /// Requests a data structure from the server.
     fn ask<T: FromBytes>(&self, what: &str) -> anyhow::Result<T> {
         let bytes = self.bytes(what)?;
         let bytes = bytes.get(..size_of::<T>()).and_then(|bytes| T::read_from_bytes(bytes).ok());
@@ -175,9 +175,9 @@ impl Subject {
     }
 }
 
-/// Attaches for nothing but admin commands.
+/// Attaches a controller for admin commands only.
 pub(super) fn attach(target: &Target) -> anyhow::Result<Session> {
-    // The driver creates one I/O queue at least; it stays empty and so may be small.
+    // The driver creates at least one I/O queue. It stays unused, so the smallest depth suffices.
     let options = AttachOptions { queue_depth: 2, interrupts: false, ..AttachOptions::default() };
     Session::attach(target, &options)
 }

@@ -1,4 +1,4 @@
-//! What a run does, and where.
+//! Parameters of a run.
 
 use crate::queue_options::{CompletionMode, attach_options};
 use anyhow::{anyhow, bail};
@@ -6,10 +6,10 @@ use clap::ValueEnum;
 use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy, Timeouts};
 use std::time::Duration;
 
-/// The most blocks that a run with `--verify` keeps the expected content of: 4 bytes each.
+/// Largest number of I/O-sized areas whose expected content `--verify` stores, at 4 bytes each.
 const MAX_VERIFIED: u64 = 1 << 28;
 
-/// A workload, in fio's words.
+/// Workload, under fio's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Workload {
     /// Sequential reads
@@ -31,7 +31,7 @@ pub enum Workload {
 }
 
 impl Workload {
-    /// As fio writes it.
+    /// Name in fio's syntax.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl Workload {
         matches!(self, Self::RandRead | Self::RandWrite | Self::RandRw)
     }
 
-    /// The percentage that reads, given that of a mixed workload.
+    /// Percentage of reads; `mixed` is the percentage of a mixed workload.
     pub(super) fn percent_read(self, mixed: u8) -> u8 {
         match self {
             Self::Read | Self::RandRead => 100,
@@ -62,71 +62,71 @@ impl Workload {
     }
 }
 
-/// Who makes and checks the protection information of blocks.
+/// Side that generates and checks protection information.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum MetadataMode {
-    /// The controller, which inserts, checks and strips it (PRACT)
+    /// Controller, which inserts, checks and strips it (PRACT)
     #[default]
     Pract,
-    /// This program, and the controller checks it, too
+    /// This program; the controller checks it as well
     Host,
 }
 
-/// A run, checked as far as it can be without the controller.
+/// Parameters of a run, validated as far as possible without a controller.
 #[derive(Clone, Debug)]
 pub struct LoadConfig {
-    /// What to do.
+    /// Workload.
     pub rw: Workload,
-    /// Of a mixed workload, the percentage that reads.
+    /// Percentage of reads in a mixed workload.
     pub rwmixread: u8,
-    /// Bytes in each I/O.
+    /// Bytes per I/O.
     pub bs: u32,
-    /// I/Os that each job keeps in flight.
+    /// I/Os in flight per job.
     pub iodepth: u32,
-    /// I/Os to ring for at once, at most; 0 for as many as there are.
+    /// Largest number of I/Os per doorbell write; 0 for no limit; `None` leaves it to the driver.
     pub iodepth_batch: Option<u32>,
-    /// Jobs.
+    /// Number of jobs.
     pub numjobs: u16,
-    /// Threads that the jobs are spread over.
+    /// Number of threads, which share the jobs.
     pub threads: u16,
-    /// How long to measure.
+    /// Duration of the measurement.
     pub runtime: Duration,
-    /// How long to run before that.
+    /// Warm-up time before the measurement.
     pub ramp_time: Duration,
-    /// End each job after so many I/Os instead.
+    /// Number of I/Os after which a job ends; replaces `runtime`.
     pub number_ios: Option<u64>,
-    /// Start so many I/Os a second in each job, whatever completes.
+    /// I/Os per second and job, started by the clock instead of by completions.
     pub rate_iops: Option<u64>,
-    /// How much of the namespace to use, in bytes; `None` for all.
+    /// Bytes of the namespace to use; `None` for all after `offset`.
     pub size: Option<u64>,
-    /// Where to begin, in bytes.
+    /// Offset of the first byte to use.
     pub offset: u64,
-    /// Whether to check the content.
+    /// Content is verified.
     pub verify: bool,
-    /// Who makes and checks protection information.
+    /// Side that generates and checks protection information.
     pub metadata: MetadataMode,
-    /// How to ring.
+    /// Doorbell mode of the driver.
     pub doorbells: Doorbells,
-    /// How to find completions.
+    /// Completion mode.
     pub completion: CompletionMode,
-    /// The longest that a thread that waits adaptively looks before it sleeps, if not the default.
+    /// Longest polling time of an adaptive wait; `None` for the driver's default.
     pub poll_max: Option<Duration>,
-    /// When recovery begins.
+    /// Time limit of a command, after which the driver starts recovery.
     pub timeout: Duration,
-    /// Processors to run the threads on.
+    /// CPUs to pin the threads to.
     pub pin: Vec<usize>,
-    /// Take the latency of one I/O in so many; `None` to choose by the rate.
+    /// Measure the latency of one I/O in this many; `None` to choose by the rate.
     pub latency_sample: Option<u32>,
-    /// The process whose processor time is accounted for as the controller's.
+    /// Process whose CPU time is reported as the controller's.
     pub server_pid: Option<u32>,
-    /// Seed of everything that is random.
+    /// Seed of the random number generator.
     pub seed: u64,
-    /// Keep what happens over time, in intervals of this length.
+    /// Length of the intervals of a time line; `None` records no time line.
     pub timeline: Option<Duration>,
 }
 
 impl Default for LoadConfig {
-    /// 4 KiB random reads, 32 in flight, one job, polling, for two seconds.
+    /// 4 KiB random reads, 32 in flight, one polling job, for two seconds.
     fn default() -> Self {
         Self {
             rw: Workload::RandRead,
@@ -158,7 +158,7 @@ impl Default for LoadConfig {
 }
 
 impl LoadConfig {
-    /// How to attach for this run.
+    /// Options for attaching the controller.
     #[must_use]
     pub fn attach_options(&self) -> AttachOptions {
         let iodepth = self.iodepth;
@@ -172,19 +172,19 @@ impl LoadConfig {
         }
     }
 
-    /// Whether it reads and writes.
+    /// True if the workload both reads and writes.
     pub(super) fn is_mixed(&self) -> bool {
         !matches!(self.rw.percent_read(self.rwmixread), 0 | 100)
     }
 
-    /// How long a device may complete nothing. Longer than recovery takes.
+    /// Time without any completion after which the run fails. Longer than the driver's recovery.
     pub(super) fn stall_timeout(&self) -> Duration {
         let Timeouts { io, admin, .. } = self.attach_options().timeouts;
         io.saturating_add(admin).saturating_mul(4).max(Duration::from_secs(30))
     }
 
-    /// The part of a namespace of `bytes` bytes, in blocks of `block_size`, that each job gets:
-    /// how many I/Os fit into it, and at which block the first job's begins.
+    /// Divides the namespace's `bytes` bytes among the jobs: number of I/Os per job, and first
+    /// block of the first job.
     pub(super) fn slice(&self, bytes: u64, block_size: u32) -> anyhow::Result<Slice> {
         let block = u64::from(block_size);
         let bs = u64::from(self.bs);
@@ -206,7 +206,7 @@ impl LoadConfig {
             bail!("{size} bytes have no room for {} jobs with I/Os of {bs} bytes", self.numjobs);
         }
         if self.verify && ios < u64::from(self.iodepth) {
-            // Two writes to a block at once leave there whatever they please.
+            // Concurrent writes of one block would leave unpredictable content.
             bail!(
                 "with --verify each job needs room for --iodepth ({}) I/Os of {bs} bytes, and has \
                  {ios}; give a larger --size or a smaller --iodepth",
@@ -223,19 +223,19 @@ impl LoadConfig {
     }
 }
 
-/// Each job's part of a namespace.
+/// Share of each job in the namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Slice {
-    /// I/Os that fit into it.
+    /// Number of I/Os that fit into a share.
     pub(super) ios: u64,
-    /// Logical blocks in each.
+    /// Logical blocks per I/O.
     pub(super) blocks_per_io: u32,
-    /// Where the first job's part begins; the others follow without a gap.
+    /// First block of the first job's share; the other shares follow without gaps.
     pub(super) first_block: u64,
 }
 
 impl Slice {
-    /// The block at which the part of job `job` begins.
+    /// First block of the share of `job`.
     pub(super) fn of_job(&self, job: u16) -> u64 {
         self.first_block + u64::from(job) * self.ios * u64::from(self.blocks_per_io)
     }

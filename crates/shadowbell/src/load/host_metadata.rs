@@ -1,5 +1,5 @@
-//! I/Os whose protection information this program makes and checks itself, instead of having the
-//! controller insert and strip it.
+//! I/Os whose protection information is generated and checked by this program instead of being
+//! inserted and stripped by the controller (PRACT cleared).
 
 use super::io_source::{CheckSummary, IoSource};
 use super::pattern::Io;
@@ -12,28 +12,29 @@ use shadowbell_spec::Status;
 use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_REFTAG};
 use shadowbell_spec::protection::ProtectionFields;
 
-/// What the application tag of every block is, so that something looks at it.
+/// Application tag of every block; not 0, so that its check is effective.
 const APP_TAG: u16 = 0x5bd0;
-/// The most bad blocks that are described; all are counted.
+/// Largest number of bad blocks that are described; all are counted.
 const DESCRIBED: usize = 8;
 
-/// What `inner` does, with metadata in this program's hands.
+/// Wrapper that adds host-generated protection information to the I/Os of `inner`.
 pub(super) struct HostMetadata<L> {
     inner: L,
     namespace: Namespace,
     blocks: u32,
-    /// By slot of the queue, a read under way.
+    /// Reads in flight, by slot of the queue.
     reads: Box<[Option<MetadataCommand>]>,
-    /// The data of an I/O, without metadata.
+    /// Data of one I/O, without metadata.
     scratch: Box<[u8]>,
     found: CheckSummary,
 }
 
 impl<L> HostMetadata<L> {
-    /// For I/Os of `bs` bytes.
+    /// Source for I/Os of `bs` bytes.
     ///
     /// # Errors
-    /// If the namespace has no protection information, or one command does not move as much.
+    /// The namespace has no protection information, or a command cannot transfer `bs` bytes with
+    /// metadata.
     pub(super) fn new(inner: L, namespace: &Namespace, bs: u32) -> anyhow::Result<Self> {
         let blocks = bs / namespace.block_size();
         bytes(namespace, bs)?;
@@ -47,7 +48,8 @@ impl<L> HostMetadata<L> {
         })
     }
 
-    /// What is said of an I/O from this block on, with the number of each block as reference tag.
+    /// Protection fields of an I/O that begins at `lba`. The reference tag of a block is its LBA,
+    /// except with protection type 3, which has no reference tag check.
     fn fields(&self, lba: u64) -> ProtectionFields {
         let reference = match self.namespace.metadata().map(|metadata| metadata.protection()) {
             Some(3) | None => 0,
@@ -61,26 +63,26 @@ impl<L> HostMetadata<L> {
         }
     }
 
-    /// Bytes from one block to the next, in an I/O's buffer and without metadata.
+    /// Distance of consecutive blocks in an I/O's buffer, and block size without metadata.
     fn steps(&self) -> (usize, usize) {
         let block = self.namespace.block_size() as usize;
         let extended = self.namespace.metadata().filter(|metadata| metadata.is_extended());
         (block + extended.map_or(0, |metadata| usize::from(metadata.size())), block)
     }
 
-    /// Data of a write, from one after the other to where they are transferred.
+    /// Rearranges the data of a write from contiguous blocks to blocks interleaved with metadata.
     fn spread(&mut self, buffer: &mut Buffer) {
         let (step, block) = self.steps();
         if step == block || !buffer.copy_to(0, &mut self.scratch) {
             return;
         }
         for (nth, data) in self.scratch.chunks_exact(block).enumerate() {
-            // There is room for all.
+            // Cannot fail: the buffer has room for all blocks.
             let _ = buffer.copy_from(nth * step, data);
         }
     }
 
-    /// Data of a read, from where they are transferred to one after the other.
+    /// Rearranges the data of a read from blocks interleaved with metadata to contiguous blocks.
     fn gather(&mut self, buffer: &Buffer) {
         let (step, block) = self.steps();
         if step == block {
@@ -105,7 +107,7 @@ impl<L> HostMetadata<L> {
     }
 }
 
-/// Bytes of a buffer for an I/O of `bs` bytes with its metadata.
+/// Buffer size for an I/O of `bs` bytes with its metadata.
 ///
 /// # Errors
 /// As [`HostMetadata::new`].
@@ -141,11 +143,11 @@ impl<L: IoSource> IoSource for HostMetadata<L> {
         } else {
             self.namespace.read_with_metadata(lba, blocks, fields)
         };
-        // The part of the namespace that is the job's was checked to lie inside of it.
+        // Cannot fail: the job's share was checked to be inside the namespace.
         let Ok(made) = made else { return queue.submit(command, Some(buffer)) };
         if io.write {
             self.spread(&mut buffer);
-            // The buffer has room for all of it.
+            // Cannot fail: the buffer has room for data and metadata.
             let _ = made.protect(&mut buffer);
         }
         let token = queue.submit_with_metadata(&made, Some(buffer))?;

@@ -1,23 +1,22 @@
-//! Where a job's I/Os come from, and what it does to the content of their blocks: nothing, or
-//! checks on it.
+//! Sources of a job's I/Os, without or with verification of the content.
 
 use super::pattern::{Io, Pattern};
 use crate::content::{self, BadBlock};
 use shadowbell_driver::{Buffer, Command, QueuePair, Refused, Token};
 
-/// The most bad blocks that are described; all are counted.
+/// Largest number of bad blocks that are described; all are counted.
 const DESCRIBED: usize = 8;
 
-/// A job's source of I/Os. What it does on the way is compiled into the job's loop: a source
-/// that does not look at the content costs nothing there.
+/// Source of a job's I/Os. Monomorphized into the job's loop, so that a source without
+/// verification costs nothing.
 pub(super) trait IoSource: Send {
-    /// The next I/O; nothing if there will be none until others have completed, or at all.
+    /// Returns the next I/O; `None` if there is none before other I/Os complete, or none at all.
     fn next(&mut self) -> Option<Io>;
 
     /// Fills the buffer of a write.
     fn fill(&mut self, io: Io, buffer: &mut Buffer);
 
-    /// Submits the I/O, of which this is the plain command and the first block.
+    /// Submits the I/O, given as plain command, I/O, and first block.
     #[inline(always)]
     fn submit(
         &mut self,
@@ -28,28 +27,29 @@ pub(super) trait IoSource: Send {
         queue.submit(command, Some(buffer))
     }
 
-    /// The I/O was submitted as command `slot` of its queue.
+    /// Called after the I/O was submitted in slot `slot` of its queue.
     fn submitted(&mut self, slot: usize, io: Io);
 
-    /// Command `slot` has completed with success.
+    /// Called after the command in slot `slot` completed successfully.
     fn completed(&mut self, slot: usize, buffer: Option<&Buffer>);
 
-    /// The run is over, and nothing is in flight: from now on, [`next`](Self::next) reads back
-    /// what is to be checked, once. False if nothing is.
+    /// Switches to the verification pass, in which [`next`](Self::next) reads each block to verify
+    /// once. Called after the run, with no I/O in flight. Returns false if there is no block to
+    /// verify.
     fn read_back(&mut self) -> bool;
 
-    /// What the checks came to, if there were any.
+    /// Result of the verification; `None` without verification.
     fn checks(&self) -> Option<CheckSummary>;
 }
 
-/// What checking came to.
+/// Result of a verification.
 #[derive(Clone, Debug, Default)]
 pub(super) struct CheckSummary {
     /// Blocks whose content was checked.
     pub(super) checked: u64,
-    /// How many of them were not as they had to be.
+    /// Blocks with wrong content.
     pub(super) bad: u64,
-    /// Some of those.
+    /// Descriptions of the first bad blocks.
     pub(super) described: Vec<BadBlock>,
 }
 
@@ -62,7 +62,7 @@ impl CheckSummary {
     }
 }
 
-/// Does not look at the content.
+/// Source without verification.
 pub(super) struct Unchecked {
     pattern: Pattern,
 }
@@ -97,29 +97,29 @@ impl IoSource for Unchecked {
     }
 }
 
-/// Writes content that can be checked, and checks what it reads.
+/// Source that writes verifiable content and verifies what it reads.
 pub(super) struct Checked {
     pattern: Pattern,
     last_writes: LastWrites,
-    /// By slot of the queue.
+    /// I/Os in flight, by slot of the queue.
     in_flight: Box<[Io]>,
-    /// A block's content.
+    /// Content of one I/O.
     scratch: Box<[u8]>,
-    /// Byte of the namespace at which the job's part begins.
+    /// Byte offset of the job's share in the namespace.
     start: u64,
     seed: u32,
-    /// What a block has to hold is known only where this run wrote it, and a run that writes
-    /// nothing checks what an earlier one wrote.
+    /// The run does not write, and verifies the content that an earlier run wrote. Otherwise only
+    /// blocks that this run wrote are verified.
     only_reads: bool,
-    /// The next block to read back.
+    /// Next block of the verification pass.
     back: Option<usize>,
     checks: CheckSummary,
 }
 
-/// What was last written to each block, and whether somebody is at it.
+/// Sequence number of the last write of each block (0: none), with [`BUSY`].
 struct LastWrites(Box<[u32]>);
 
-/// An I/O on the block is in flight.
+/// Flag: an I/O of the block is in flight.
 const BUSY: u32 = 1 << 31;
 
 impl LastWrites {
@@ -137,7 +137,7 @@ impl LastWrites {
         }
     }
 
-    /// The number of a block's next write: never 0, which stands for none.
+    /// Sequence number of a block's next write: never 0, which means "not written".
     fn following(&self, index: u64) -> u32 {
         match self.sequence(index) + 1 {
             BUSY => 1,
@@ -147,7 +147,7 @@ impl LastWrites {
 }
 
 impl Checked {
-    /// For a part of `ios` blocks of `bs` bytes, from byte `start` of the namespace on.
+    /// Source for `ios` blocks of `bs` bytes, from byte `start` of the namespace on.
     pub(super) fn new(
         pattern: Pattern,
         ios: u64,
@@ -175,7 +175,7 @@ impl Checked {
 
     fn check(&mut self, index: u64, buffer: &Buffer) {
         let expected = match self.last_writes.sequence(index) {
-            // Nobody knows what is there.
+            // The content of a block that this run has not written is unknown.
             0 if !self.only_reads => return,
             0 => None,
             sequence => Some(sequence),
@@ -206,8 +206,8 @@ impl IoSource for Checked {
         }
         let mut io = self.pattern.next();
         let ios = self.last_writes.0.len() as u64;
-        // Two I/Os on a block at once would leave it, or find it, in a state that nobody knows.
-        // There are at least as many blocks as I/Os in flight, so one is free.
+        // A block has at most one I/O in flight, otherwise its content would be unpredictable.
+        // There are at least as many blocks as I/Os in flight, so a free one is found.
         for _ in 0..=self.in_flight.len() {
             if !self.last_writes.is_busy(io.index) {
                 return Some(io);
@@ -221,7 +221,7 @@ impl IoSource for Checked {
         let sequence = self.last_writes.following(io.index);
         let offset = self.offset(io.index);
         content::fill(&mut self.scratch, offset, sequence, self.seed);
-        // The buffer has room for a block.
+        // Cannot fail: the buffer has room for a block.
         let _ = buffer.copy_from(0, &self.scratch);
     }
 

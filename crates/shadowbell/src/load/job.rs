@@ -1,4 +1,4 @@
-//! A job: a queue pair that is kept full.
+//! Job: a queue pair that is kept at its queue depth.
 
 use super::config::{LoadConfig, Slice};
 use super::io_source::{CheckSummary, IoSource};
@@ -10,30 +10,30 @@ use hdrhistogram::Histogram;
 use shadowbell_driver::{Buffer, Command, Completion, QueuePair, QueueStats};
 use std::time::{Duration, Instant};
 
-/// Nearer to its time than this, the next I/O of a paced job is waited for without sleeping: about
-/// what the system needs to wake a thread, and then some.
+/// A paced job spins instead of sleeping if its next I/O is due sooner than this. Somewhat longer
+/// than the wake-up latency of a thread.
 const SPIN_BEFORE_DUE: Duration = Duration::from_micros(200);
 
-/// The bit of a stamp that says that the I/O is the write of a mixed workload.
+/// Bit of a stamp: the I/O is a write of a mixed workload.
 const WRITE: u64 = 1;
 
-/// What is known of reads and writes apart.
+/// Separate results of reads and writes in a mixed workload.
 struct Mixed {
     writes: u64,
     latencies: Directions<Histogram<u64>>,
 }
 
-/// Something of reads, and of writes.
+/// Pair of values for reads and writes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Directions<T> {
-    /// Of reads.
+    /// Value for reads.
     pub read: T,
-    /// Of writes.
+    /// Value for writes.
     pub write: T,
 }
 
 impl Directions<Histogram<u64>> {
-    /// With those of others.
+    /// Merges other histograms into these.
     pub(super) fn add(&mut self, others: &Self) -> anyhow::Result<()> {
         let both = [(&mut self.read, &others.read), (&mut self.write, &others.write)];
         for (sum, of_others) in both {
@@ -43,37 +43,37 @@ impl Directions<Histogram<u64>> {
     }
 }
 
-/// A queue pair and what it works on. Nothing in here allocates or asks the system for anything
-/// once it has started, except that a doorbell may be a message.
+/// Queue pair with its workload and measurements. After the start, its loop neither allocates
+/// memory nor makes system calls, apart from doorbell writes that are messages.
 pub(super) struct Job<L> {
     queue: QueuePair,
-    /// A read and a write, of the first blocks of the namespace.
+    /// Read and write commands for the first blocks of the namespace; only the LBA varies.
     forms: Directions<Command>,
     source: L,
     first_block: u64,
     blocks_per_io: u32,
     /// Buffers that are not in flight.
     spare: Vec<Buffer>,
-    /// I/Os still to be submitted.
+    /// I/Os left to submit.
     left: u64,
-    /// How many are rung for at once; as the queue sees fit if that is not said.
+    /// I/Os per doorbell write; `None` leaves it to the driver.
     batch: Option<u32>,
-    /// I/Os that the controller may not know of.
+    /// I/Os submitted since the last doorbell write.
     unrung: u32,
     commands: u64,
-    /// By slot of the queue: when the command was submitted, in nanoseconds after `epoch`; 0 for
-    /// one that is not timed. Looking at the clock costs as much as a good part of an I/O. The
-    /// lowest bit is for a write of a mixed workload ([`WRITE`]).
+    /// Submission time of each command by slot of the queue, in nanoseconds after `epoch`, or 0 if
+    /// its latency is not measured. Only a sample is measured, because reading the clock costs a
+    /// considerable part of an I/O. The lowest bit marks a write of a mixed workload ([`WRITE`]).
     stamps: Box<[u64]>,
     epoch: Instant,
     sample_every: u32,
     until_sample: u32,
     histogram: Histogram<u64>,
-    /// Reads and writes apart, if there are both.
+    /// Separate results of reads and writes in a mixed workload.
     mixed: Option<Mixed>,
-    /// When to start I/Os; as soon as there is a buffer if `None`.
+    /// Start times of the I/Os; `None` starts an I/O as soon as a buffer is free.
     pace: Option<Pace>,
-    /// Processor time that was spent on nothing but waiting for an I/O to be due.
+    /// CPU time spent spinning until an I/O was due.
     paced: Duration,
 }
 
@@ -91,7 +91,7 @@ impl<L: IoSource> Job<L> {
         let mut rng = Rng::new(config.seed ^ u64::from(index));
         let mut random = vec![0; config.bs as usize];
         for buffer in &mut spare {
-            // A device that compresses or deduplicates shall not have it easy.
+            // Random data, so that devices cannot compress or deduplicate it.
             random.as_chunks_mut::<8>().0.iter_mut().for_each(|w| *w = rng.next().to_le_bytes());
             if !buffer.copy_from(0, &random) {
                 bail!("a buffer is shorter than an I/O");
@@ -119,7 +119,7 @@ impl<L: IoSource> Job<L> {
         })
     }
 
-    /// Submits as much as there are buffers for, and rings.
+    /// Submits an I/O for every free buffer, or every I/O that is due, and rings the doorbell.
     pub(super) fn fill(&mut self) -> anyhow::Result<()> {
         if self.pace.is_some() {
             self.issue_due()?;
@@ -129,8 +129,8 @@ impl<L: IoSource> Job<L> {
         self.ring()
     }
 
-    /// Takes the completions that there are, and if it is to `go` on, submits as many I/Os again.
-    /// How many completions there were.
+    /// Handles completions, and with `go` submits the same number of I/Os again. Returns the number
+    /// of completions.
     #[inline]
     pub(super) fn turn(&mut self, go: bool) -> anyhow::Result<u64> {
         if self.pace.is_some() {
@@ -153,7 +153,7 @@ impl<L: IoSource> Job<L> {
                 self.issue_spare()?;
             }
             match self.batch {
-                // If there are more completions by now, the next turn may make it worth it.
+                // The driver may defer the doorbell write, because the next turn may add I/Os.
                 None if go => self.ring_in_time()?,
                 _ => self.ring()?,
             }
@@ -163,7 +163,7 @@ impl<L: IoSource> Job<L> {
         Ok(found as u64)
     }
 
-    /// Takes the completions that there are, and if it is to `go` on, starts what is due.
+    /// Handles completions, and with `go` submits the I/Os that are due.
     #[cold]
     fn paced_turn(&mut self, go: bool) -> anyhow::Result<u64> {
         let mut found = 0;
@@ -181,8 +181,8 @@ impl<L: IoSource> Job<L> {
         Ok(found as u64)
     }
 
-    /// Starts the I/Os that are due, as far as there are buffers; how many. What has to wait for a
-    /// buffer is late, and its latency shows that.
+    /// Submits the I/Os that are due, as far as buffers are free. Returns their number. An I/O that
+    /// waits for a buffer is late, which counts as latency.
     fn issue_due(&mut self) -> anyhow::Result<usize> {
         let mut started = 0;
         while self.left != 0
@@ -206,7 +206,7 @@ impl<L: IoSource> Job<L> {
         Ok(started)
     }
 
-    /// How long it is until the next I/O is due; nothing for a job that is not paced.
+    /// Time until the next I/O is due; `None` for a job that is not paced.
     fn until_due(&mut self) -> Option<Duration> {
         let now = nanoseconds_since(self.epoch);
         let due = self.pace.as_mut()?.due(now);
@@ -227,7 +227,7 @@ impl<L: IoSource> Job<L> {
         Ok(self.queue.ring()?)
     }
 
-    /// Takes a completion into account, and gives its buffer back.
+    /// Accounts for a completion and returns its buffer.
     #[inline(always)]
     fn complete(&mut self, completion: Completion) -> anyhow::Result<Option<Buffer>> {
         let slot = completion.token.index();
@@ -254,7 +254,8 @@ impl<L: IoSource> Job<L> {
         Ok(completion.buffer)
     }
 
-    /// Submits an I/O, and times it if it is its turn; the buffer is spare if there is none.
+    /// Submits an I/O and stamps it if it belongs to the sample. Returns false, and keeps the
+    /// buffer as spare, if there is no I/O to submit.
     #[inline(always)]
     fn issue(&mut self, buffer: Buffer) -> anyhow::Result<bool> {
         let Some(slot) = self.start(buffer)? else { return Ok(false) };
@@ -274,8 +275,8 @@ impl<L: IoSource> Job<L> {
         Ok(true)
     }
 
-    /// Submits an I/O, and says in which slot of the queue it is; the buffer is spare if there is
-    /// none.
+    /// Submits an I/O and returns its slot in the queue. Returns `None`, and keeps the buffer as
+    /// spare, if there is no I/O to submit.
     #[inline(always)]
     fn start(&mut self, mut buffer: Buffer) -> anyhow::Result<Option<usize>> {
         if self.left == 0 {
@@ -286,7 +287,7 @@ impl<L: IoSource> Job<L> {
             self.spare.push(buffer);
             return Ok(None);
         };
-        // The part of the namespace that is the job's was checked to lie inside of it.
+        // The job's share was checked to be inside the namespace.
         let block = self.first_block + io.index * u64::from(self.blocks_per_io);
         let command = if io.write {
             self.source.fill(io, &mut buffer);
@@ -313,7 +314,7 @@ impl<L: IoSource> Job<L> {
         }
     }
 
-    /// Submits with the buffers that are spare, as far as the source goes.
+    /// Submits an I/O for each spare buffer, as far as the source has I/Os.
     fn issue_spare(&mut self) -> anyhow::Result<()> {
         while let Some(buffer) = self.spare.pop() {
             if !self.issue(buffer)? {
@@ -327,28 +328,28 @@ impl<L: IoSource> Job<L> {
         format!("queue {}", self.queue.qid())
     }
 
-    /// Whether all that was to be submitted was, and has completed.
+    /// True if all I/Os were submitted and have completed.
     pub(super) fn is_finished(&self) -> bool {
         self.left == 0 && self.is_empty()
     }
 
-    /// Whether a completion is there to be taken.
+    /// True if a completion is available.
     #[inline]
     pub(super) fn is_ready(&self) -> bool {
         self.queue.is_ready()
     }
 
-    /// Whether nothing is in flight.
+    /// True if no I/O is in flight.
     pub(super) fn is_empty(&self) -> bool {
         self.queue.outstanding() == 0
     }
 
-    /// Whether I/Os are started by the clock.
+    /// True if I/Os are started by the clock.
     pub(super) fn is_paced(&self) -> bool {
         self.pace.is_some()
     }
 
-    /// Sleeps until a completion, the time of the next I/O, or for `limit` at most.
+    /// Sleeps until a completion arrives, the next I/O is due, or `limit` has passed.
     pub(super) fn wait(&mut self, limit: Duration) -> anyhow::Result<()> {
         let may_start = self.left != 0 && !self.spare.is_empty();
         let limit = longest_wait(limit, may_start, self.until_due());
@@ -360,9 +361,9 @@ impl<L: IoSource> Job<L> {
         Ok(())
     }
 
-    /// Nothing is in flight: waits for the time alone. A timer would be late by more than the I/O
-    /// takes, so the last bit is waited for awake, as a program would be that has other things to
-    /// do. That is the load's own, and no processor time of the driver's.
+    /// Waits for the next start time with no I/O in flight. A timer would be late by more than the
+    /// duration of an I/O, so the last part is spent spinning, as in a program with other work to
+    /// do. This CPU time belongs to the load generator and is not counted as the driver's.
     fn wait_for_time(&mut self, limit: Duration) {
         let began = Instant::now();
         let slept = limit.saturating_sub(SPIN_BEFORE_DUE);
@@ -376,7 +377,7 @@ impl<L: IoSource> Job<L> {
         self.paced += awake.elapsed();
     }
 
-    /// Processor time that was spent on nothing but waiting for an I/O to be due.
+    /// CPU time spent spinning until an I/O was due.
     pub(super) fn paced(&self) -> Duration {
         self.paced
     }
@@ -386,12 +387,12 @@ impl<L: IoSource> Job<L> {
         self.commands
     }
 
-    /// What the queue pair did so far.
+    /// Statistics of the queue pair.
     pub(super) fn stats(&self) -> QueueStats {
         self.queue.stats()
     }
 
-    /// Forgets the latencies so far, and from now on times one I/O in `sample_every`.
+    /// Discards the latencies so far. `sample_every` sets a new sampling interval.
     pub(super) fn restart_latencies(&mut self, sample_every: Option<u32>) {
         self.histogram.reset();
         if let Some(mixed) = &mut self.mixed {
@@ -404,32 +405,32 @@ impl<L: IoSource> Job<L> {
         }
     }
 
-    /// The latencies so far are those of an interval that is over.
+    /// Discards the latencies of an interval that has ended.
     pub(super) fn forget_latencies(&mut self) {
         self.histogram.reset();
     }
 
-    /// The queue's identifier.
+    /// Queue identifier.
     pub(super) fn qid(&self) -> u16 {
         self.queue.qid()
     }
 
-    /// The latencies since then.
+    /// Latencies since they were discarded last.
     pub(super) fn latencies(&self) -> &Histogram<u64> {
         &self.histogram
     }
 
-    /// Of a mixed workload, those of reads and of writes.
+    /// Separate latencies of reads and writes in a mixed workload.
     pub(super) fn mixed_latencies(&self) -> Option<&Directions<Histogram<u64>>> {
         self.mixed.as_ref().map(|mixed| &mixed.latencies)
     }
 
-    /// Of a mixed workload, the writes completed so far.
+    /// Writes completed so far in a mixed workload; otherwise 0.
     pub(super) fn mixed_writes(&self) -> u64 {
         self.mixed.as_ref().map_or(0, |mixed| mixed.writes)
     }
 
-    /// Begins to read back what was written, if that is what the source is for.
+    /// Starts the verification pass. Returns false if the source has none.
     pub(super) fn read_back(&mut self) -> bool {
         self.pace = None;
         let begins = self.source.read_back();
@@ -437,7 +438,7 @@ impl<L: IoSource> Job<L> {
         begins
     }
 
-    /// What checking the content came to.
+    /// Result of the verification.
     pub(super) fn checks(&self) -> Option<CheckSummary> {
         self.source.checks()
     }
@@ -448,20 +449,21 @@ impl Mixed {
         Ok(Self { writes: 0, latencies: Directions { read: histogram()?, write: histogram()? } })
     }
 
-    /// The I/O with this stamp has taken so long.
+    /// Records the latency of an I/O with this stamp.
     fn record(&mut self, stamp: u64, latency: u64) {
         let Directions { read, write } = &mut self.latencies;
         if stamp & WRITE == 0 { read } else { write }.saturating_record(latency);
     }
 }
 
-/// How long to wait for a completion: at most `limit`, and until the next I/O is due if it may be
-/// started then. One that is overdue for want of a buffer is no reason to stay awake.
+/// Longest time to wait for a completion: `limit`, or until the next I/O is due if it may start
+/// then. An overdue I/O that waits for a buffer does not shorten the wait, because only a
+/// completion frees a buffer.
 fn longest_wait(limit: Duration, may_start: bool, due: Option<Duration>) -> Duration {
     due.filter(|_| may_start).map_or(limit, |due| due.min(limit))
 }
 
-/// At least 2, because 0 and 1 stand for an I/O that is not timed.
+/// Nanoseconds since `epoch`, at least 2, because 0 and 1 are stamps of I/Os that are not measured.
 fn nanoseconds_since(epoch: Instant) -> u64 {
     u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX).max(2)
 }

@@ -1,4 +1,4 @@
-//! The loop of a thread that has one job or several.
+//! Loop of a thread that drives one job or several.
 
 use super::io_source::{CheckSummary, IoSource};
 use super::job::{Directions, Job};
@@ -13,28 +13,27 @@ use shadowbell_memory::ThreadUsage;
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
-/// Polls for a completion in a row, with nothing in between.
+/// Consecutive polls for a completion without other work.
 const POLLS: u32 = 64;
-/// So many times that in vain, and it is time to look at the clock and leave the processor to
-/// others.
+/// Unsuccessful rounds of [`POLLS`] polls before the thread checks for a stall and yields the CPU.
 const ROUNDS: u32 = 64;
-/// The longest sleep: a job notices that it is to stop after that at the latest.
+/// Longest sleep, and so the longest time until a job notices a change of the phase.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
-/// Latencies that are taken in a second, about.
+/// Target number of latency samples per second.
 const SAMPLES: f64 = 20_000.0;
 
-/// A thread's counters at one moment.
+/// Counters of a thread at one time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Snapshot {
     pub(super) at: Instant,
-    /// Processor time of the thread.
+    /// CPU time of the thread.
     pub(super) cpu: Duration,
-    /// How much of it was spent waiting for I/Os to be due.
+    /// Part of `cpu` spent spinning until an I/O was due.
     pub(super) paced: Duration,
-    /// What the thread has used, as the system accounts for it.
+    /// Resource usage of the thread as reported by the kernel.
     pub(super) usage: ThreadUsage,
     pub(super) commands: u64,
-    /// How many of the commands were writes, of a mixed workload.
+    /// Writes among `commands`, in a mixed workload.
     pub(super) mixed_writes: u64,
     pub(super) mmio_writes: u64,
     pub(super) interrupts: u64,
@@ -57,33 +56,33 @@ impl Snapshot {
     }
 }
 
-/// What a thread measured.
+/// Results of a thread.
 pub(super) struct ThreadReport {
-    /// When measuring began and ended.
+    /// Counters at the beginning of the measurement. `end` has those at its end.
     pub(super) begin: Snapshot,
     pub(super) end: Snapshot,
     pub(super) latencies: Histogram<u64>,
-    /// Those of reads and of writes, if there were both.
+    /// Separate latencies of reads and writes in a mixed workload.
     pub(super) mixed: Option<Directions<Histogram<u64>>>,
-    /// Doorbell registers written from the creation of the queues to the end.
+    /// Doorbell register writes since the creation of the queues.
     pub(super) mmio_writes: u64,
     pub(super) checks: Option<CheckSummary>,
-    /// What each queue did over time, if that was asked for.
+    /// Time line of each queue, if requested.
     pub(super) samples: Vec<(u16, Vec<Sample>)>,
 }
 
-/// How a thread is to measure.
+/// Measuring options of a thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Measuring {
-    /// It sleeps when there is nothing to do.
+    /// Sleep when idle, instead of polling.
     pub(super) sleeps: bool,
-    /// It chooses how many I/Os to time.
+    /// Choose the sampling interval by the rate of I/Os.
     pub(super) choose_sample: bool,
-    /// It keeps a timeline.
+    /// Record a time line.
     pub(super) timeline: bool,
 }
 
-/// Has the calling thread run on processor `cpu` alone.
+/// Pins the calling thread to one CPU.
 pub(super) fn pin(cpu: usize) -> anyhow::Result<()> {
     let mut set = CpuSet::new();
     if cpu >= CpuSet::MAX_CPU {
@@ -94,8 +93,8 @@ pub(super) fn pin(cpu: usize) -> anyhow::Result<()> {
         .with_context(|| format!("a thread can not run on processor {cpu}"))
 }
 
-/// Keeps the queues of `jobs` full until the phase says to stop or all is done, then reads back
-/// what is to be checked.
+/// Drives `jobs` until the phase changes to `STOP` or all I/Os are done, then runs the verification
+/// pass.
 pub(super) fn run<L: IoSource>(
     jobs: &mut [Job<L>],
     measuring: Measuring,
@@ -222,8 +221,8 @@ fn read_back<L: IoSource>(
     Ok(())
 }
 
-/// One I/O in how many to time, given how many there were while ramping up. Odd, so that it does
-/// not keep step with the depth of the queue.
+/// Sampling interval: measure one I/O in this many, computed from the rate during warm-up. Odd, so
+/// that samples do not always hit the same position of the queue.
 fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
     let seconds = (now.at - ramp.at).as_secs_f64();
     if seconds <= 0.0 {
@@ -233,10 +232,10 @@ fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
     (rate / SAMPLES).clamp(1.0, 1024.0) as u32 | 1
 }
 
-/// What a thread does when there is nothing to do.
+/// Waiting strategy of a thread without completions.
 struct Idle {
     sleeps: bool,
-    /// Polls in a row: one only if the clock decides when there is something to do.
+    /// Polls per round. Only one if I/Os are paced, because the clock must be read in between.
     polls: u32,
     rounds: u32,
     since: Option<Instant>,
@@ -246,7 +245,7 @@ struct Idle {
 impl Idle {
     fn new(sleeps: bool, paced: bool, stall_timeout: Duration) -> Self {
         if paced && sleeps {
-            // A thread's timers may be late by 50 us otherwise, which is more than an I/O takes.
+            // The default timer slack of 50 us is longer than an I/O takes.
             let slack = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
             if let Err(errno) = slack {
                 tracing::debug!("timers stay imprecise: {errno}");
@@ -261,8 +260,8 @@ impl Idle {
         self.since = None;
     }
 
-    /// Nothing was found: polls for a while, or sleeps. True if there still is nothing, and it is
-    /// time to ask whether that will stay so.
+    /// Polls for a while, or sleeps. Returns true if there is no completion, and the caller must
+    /// check whether its jobs are finished.
     #[inline]
     fn poll<L: IoSource>(&mut self, jobs: &mut [Job<L>]) -> anyhow::Result<bool> {
         if self.sleeps {
@@ -278,7 +277,7 @@ impl Idle {
         self.rounds = self.rounds.wrapping_add(1);
         if self.rounds.is_multiple_of(ROUNDS * POLLS / self.polls) {
             self.check(jobs)?;
-            // Where the controller has no processor of its own, this is what lets it work.
+            // If the controller shares this CPU, it only runs if this thread yields.
             std::thread::yield_now();
         }
         Ok(true)

@@ -1,44 +1,44 @@
-//! A load on a controller, and what it measures: the engine of `bench` and `demo`.
+//! Load generator and measurement: the engine of `bench` and `demo`.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `config` | what a run does, and where: [`LoadConfig`] |
-//! | `run` | [`measure`]: gives the jobs to threads, and adds up |
-//! | `schedule` | when the threads measure and when they stop |
-//! | `phase` | what the schedule and the threads share |
-//! | `job_thread` | a thread's loop over its jobs |
-//! | `job` | a queue pair that is kept full, and the latencies of its I/Os |
-//! | `pace` | when the next I/O is due, for a load of so many a second |
-//! | `timeline` | what was done when, for a report |
-//! | `server_cpu` | the processor time of the process at the other end |
-//! | `io_source` | where a job's I/Os come from, and what it does to their content |
-//! | `host_metadata` | the same, with protection information made and checked here |
-//! | `pattern` | where the next I/O goes |
+//! | `config` | parameters of a run: [`LoadConfig`] |
+//! | `run` | [`measure`]: distributes jobs to threads and sums up the results |
+//! | `schedule` | times at which the threads measure and stop |
+//! | `phase` | state shared by the schedule and the threads |
+//! | `job_thread` | loop of a thread over its jobs |
+//! | `job` | queue pair that is kept at its depth, and the latencies of its I/Os |
+//! | `pace` | start times of I/Os at a fixed rate |
+//! | `timeline` | results per interval, for a report |
+//! | `server_cpu` | CPU time of the server process |
+//! | `io_source` | source of a job's I/Os, without or with verification of the content |
+//! | `host_metadata` | source with protection information that the host generates and checks |
+//! | `pattern` | sequence of offsets and directions |
 //!
-//! # What is measured
+//! # Measurements
 //!
-//! A job submits an I/O for every one that completes, so that `iodepth` are always in flight. It
-//! rings as the driver thinks best, for each I/O while the queue is short and for several while it
-//! is long; with `--iodepth-batch 1` for each at once, as Linux does. One thread drives a job, or
-//! several if there are fewer of them (`--threads`).
+//! A job submits an I/O for every one that completes, so that `iodepth` I/Os are always in flight.
+//! The driver decides when to write the doorbell: for each I/O while the queue is short, for
+//! several I/Os while it is long. With `--iodepth-batch 1`, it is written for each I/O, as Linux
+//! does. A thread drives one job, or several if there are fewer threads than jobs (`--threads`).
 //!
-//! Looking at the clock twice for every I/O would be a good part of what is measured, so latency is
-//! taken of some I/Os only: with `--latency-sample` of one in so many, otherwise of as many as make
-//! about 20000 a second and thread (of all, where there are fewer). A row says how many were timed.
+//! Reading the clock twice per I/O would distort the measurement, so latency is measured for a
+//! sample of I/Os: one in N with `--latency-sample N`, otherwise about 20000 per second and thread,
+//! or all at lower rates. The result contains the number of samples.
 //!
-//! With `--rate-iops` the load is an open loop: an I/O is due when its time has come, and its
-//! latency counts from there, however late it could be submitted. All I/Os are timed then. A job
-//! that sleeps for completions still waits awake for the time of an I/O when it is near and nothing
-//! is in flight; that is no processor time of the driver's, and taken off.
+//! With `--rate-iops` the load is an open loop: an I/O is due at a fixed time, and its latency
+//! counts from that time, even if it is submitted later. All I/Os are measured. A job that sleeps
+//! for completions still spins for the last part before a start time if no I/O is in flight; this
+//! CPU time is subtracted from the driver's.
 //!
-//! Doorbell writes are counted by the driver, where it writes the register. Interrupts are those
-//! that woke a job. Processor time is that of the threads of the jobs, load generation included.
+//! The driver counts its doorbell register writes. Only interrupts that woke a job are counted.
+//! CPU time is that of the job threads, load generation included.
 //!
-//! # What it does not do
+//! # Limitations
 //!
-//! fio's job files, mixed block sizes and trims.
+//! fio's job files, mixed block sizes and trims are not supported.
 
 mod config;
 mod host_metadata;

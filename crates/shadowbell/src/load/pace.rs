@@ -1,31 +1,31 @@
-//! When a job is to start its I/Os, whatever has become of those before.
+//! Start times of a job's I/Os at a fixed rate, independent of completions.
 
-/// So many I/Os a second, at even distances. Times are nanoseconds after an epoch of the caller's.
+/// Fixed rate of I/Os at equal intervals. Times are nanoseconds since an epoch of the caller.
 #[derive(Clone, Debug)]
 pub(super) struct Pace {
     rate: u64,
-    /// When the next I/O is due; `None` before the first.
+    /// Start time of the next I/O; `None` before the first.
     due: Option<u64>,
-    /// Nanoseconds, times the rate, by which `due` was rounded down.
+    /// Rounding error of `due`, in nanoseconds times the rate.
     rest: u64,
 }
 
-/// Nanoseconds in a second.
+/// Nanoseconds per second.
 const SECOND: u64 = 1_000_000_000;
 
 impl Pace {
-    /// `rate` I/Os a second, from 1 to a billion.
+    /// Pace of `rate` I/Os per second, from 1 to a billion.
     pub(super) fn new(rate: u64) -> Self {
         Self { rate: rate.clamp(1, SECOND), due: None, rest: 0 }
     }
 
-    /// When the next I/O is due: the first one `now`.
+    /// Start time of the next I/O. The first one is due `now`.
     #[inline]
     pub(super) fn due(&mut self, now: u64) -> u64 {
         *self.due.get_or_insert(now)
     }
 
-    /// That one was started, on time or late: the next is due at its own time all the same.
+    /// Sets the start time of the next I/O, which does not depend on a delay of the one before.
     #[inline]
     pub(super) fn advance(&mut self) {
         let Some(due) = &mut self.due else { return };

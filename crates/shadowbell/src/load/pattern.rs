@@ -1,23 +1,23 @@
-//! Where the next I/O goes, and whether it writes.
+//! Sequence of offsets and directions of I/Os.
 
 use crate::rng::Rng;
 
-/// An I/O: the how-manieth of the job's part of the target, and the direction.
+/// I/O: position in the job's share, in units of its size, and direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Io {
     pub(super) index: u64,
     pub(super) write: bool,
 }
 
-/// A sequence of I/Os without an end.
+/// Endless sequence of I/Os.
 #[derive(Clone, Debug)]
 pub(super) struct Pattern {
     rng: Rng,
-    /// How many I/Os fit into the part.
+    /// Number of I/Os that fit into the share.
     ios: u64,
     random: bool,
     next: u64,
-    /// An I/O reads if a 32-bit random number is below this.
+    /// An I/O is a read if a 32-bit random number is below this.
     reads_below: u64,
 }
 

@@ -1,20 +1,20 @@
-//! What the threads of a run and its schedule share: the part that the run is in, and counters.
+//! State shared by the threads of a run and its schedule: current phase and progress counters.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// What part of the run it is: written by the schedule, looked at by all threads.
+/// Current phase of the run: written by the schedule, read by all threads.
 #[derive(Debug)]
 pub(super) struct Phase {
     now: AtomicU32,
-    /// A device that completes nothing for so long is given up.
+    /// Time without completions after which a device is considered dead.
     pub(super) stall_timeout: Duration,
-    /// Threads that have begun to work, and those that have begun to measure.
+    /// Number of threads that have started, plus number of threads that have begun to measure.
     reached: AtomicU32,
 }
 
-/// What part of the run it is, in the low bits of a word, so that a look at one word is enough; and
-/// how many intervals of its timeline are over, in the others.
+/// Phase in the low bits, and number of intervals of the time line that have ended in the others:
+/// one word, so that the threads' loop needs one load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Now(u32);
 
@@ -42,22 +42,22 @@ impl Phase {
         Self { now: AtomicU32::new(RAMP), stall_timeout, reached: AtomicU32::new(0) }
     }
 
-    /// What comes from now on is measured.
+    /// Begins the measurement.
     pub(super) fn run(&self) {
         self.set(RUN);
     }
 
-    /// Nothing more is submitted.
+    /// Ends submission.
     pub(super) fn stop(&self) {
         self.set(STOP);
     }
 
-    /// What is in flight will never complete.
+    /// Ends the run without waiting for I/Os in flight, because the controller is gone.
     pub(super) fn abandon(&self) {
         self.set(ABANDON);
     }
 
-    /// An interval of the timeline is over. Only for the schedule, as are the three above.
+    /// Ends an interval of the time line. Only the schedule calls this and the three methods above.
     pub(super) fn end_interval(&self) {
         self.now.fetch_add(1 << PART_BITS, Ordering::Relaxed);
     }
@@ -67,13 +67,13 @@ impl Phase {
         self.now.store(intervals | part, Ordering::Relaxed);
     }
 
-    /// How often a thread has begun to work, or to measure. On a machine that has other things to
-    /// do that can be long after the phase has changed.
+    /// Number of calls of [`reach`](Self::reach). On a busy machine, threads notice a change of the
+    /// phase with a considerable delay.
     pub(super) fn reached(&self) -> usize {
         self.reached.load(Ordering::Acquire) as usize
     }
 
-    /// The calling thread has begun to work, or to measure.
+    /// Called by a thread when it has started, and when it has begun to measure.
     pub(super) fn reach(&self) {
         self.reached.fetch_add(1, Ordering::Release);
     }
@@ -84,8 +84,8 @@ impl Phase {
     }
 }
 
-/// How many I/Os a thread has completed, for the schedule. On a cache line of its own: nobody
-/// else's counter makes it wait.
+/// Number of I/Os that a thread has completed, read by the schedule. Aligned to its own cache
+/// lines, so that the threads' counters do not share one.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(super) struct Progress(AtomicU64);
@@ -95,7 +95,7 @@ impl Progress {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// The calling thread, whose progress this is, has completed `found` more.
+    /// Adds `found` completions. Only the thread that owns the counter calls it.
     pub(super) fn add(&self, found: u64) {
         self.0.store(self.get() + found, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! A run: jobs on their threads, and what they came to.
+//! Execution of a run: starts the jobs' threads and sums up their results.
 
 use super::config::{LoadConfig, MetadataMode, Slice};
 use super::host_metadata::{self, HostMetadata};
@@ -21,49 +21,49 @@ use shadowbell_driver::{Controller, Namespace};
 use std::thread;
 use std::time::Duration;
 
-/// What a run came to.
+/// Results of a run.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// The figures; whoever prints them says what table they belong to.
+    /// Results as a row; the caller sets the name of the table.
     pub row: Row,
-    /// Sentences about blocks that did not hold what they had to: a few, if there are many.
+    /// Descriptions of blocks with wrong content, only of the first few.
     pub bad_blocks: Vec<String>,
-    /// What happened when, if that was to be kept.
+    /// Time line, if requested.
     pub timeline: Timeline,
-    /// Reads and writes apart.
+    /// Separate results of reads and writes.
     pub directions: Directions<Direction>,
-    /// What the jobs' threads used.
+    /// Resource usage of the job threads.
     pub usage: Usage,
 }
 
-/// All reads of a run, or all writes.
+/// Results of all reads of a run, or of all writes.
 #[derive(Clone, Debug, Default)]
 pub struct Direction {
-    /// I/Os completed in the time that was measured.
+    /// I/Os completed during the measurement.
     pub commands: u64,
-    /// I/Os a second.
+    /// I/Os per second.
     pub iops: f64,
-    /// Latencies in nanoseconds; nothing if there were no such I/Os.
+    /// Latencies in nanoseconds; `None` if there were no such I/Os.
     pub latencies: Option<Histogram<u64>>,
 }
 
-/// What the threads of the jobs used in the time that was measured.
+/// Resource usage of the job threads during the measurement.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
-    /// Processor time in user space, in percent of the threads' time.
+    /// CPU time in user space, in percent of the threads' run time.
     pub user_percent: f64,
-    /// Processor time in the kernel, in percent of the threads' time.
+    /// CPU time in the kernel, in percent of the threads' run time.
     pub system_percent: f64,
-    /// How often one of them waited or lost its processor.
+    /// Context switches.
     pub switches: u64,
 }
 
-/// Runs `config` on the namespace of `session`, and calls `on_tick` now and then, which may end it
-/// early.
+/// Runs `config` on the namespace of `session`. `on_tick` is called periodically and may end the
+/// run early.
 ///
 /// # Errors
-/// With exit status `exit::BAD_INPUT` if the run does not fit the namespace; the driver's; or an
-/// I/O that failed. Content that is not right is none, but in the row.
+/// With exit status `exit::BAD_INPUT` if the run does not fit the namespace; errors of the driver;
+/// a failed I/O. Wrong content is not an error but counted in the row.
 pub fn measure(
     session: &mut Session,
     config: &LoadConfig,
@@ -90,7 +90,7 @@ pub fn measure(
     }
 }
 
-/// The namespace, if this run can read and write it.
+/// Namespace of the session, if this run can read and write it.
 fn namespace<'a>(session: &'a Session, config: &LoadConfig) -> anyhow::Result<&'a Namespace> {
     match config.metadata {
         MetadataMode::Pract => session.namespace(),
@@ -98,7 +98,7 @@ fn namespace<'a>(session: &'a Session, config: &LoadConfig) -> anyhow::Result<&'
     }
 }
 
-/// Runs, with metadata in whose hands they are to be.
+/// Runs with the source that the metadata mode requires.
 fn run_with<L: IoSource>(
     session: &mut Session,
     config: &LoadConfig,
@@ -116,7 +116,7 @@ fn run_with<L: IoSource>(
     }
 }
 
-/// Whether the controller and the namespace can do it.
+/// Checks that controller and namespace support the run.
 fn check(session: &Session, config: &LoadConfig) -> anyhow::Result<Slice> {
     let namespace = namespace(session, config)?;
     let slice = config.slice(namespace.bytes(), namespace.block_size())?;
@@ -158,7 +158,7 @@ fn run<L: IoSource>(
             let (read, write) = (namespace.read(0, blocks)?, namespace.write(0, blocks)?);
             (config.bs as usize, Directions { read, write })
         }
-        // Others are made for each I/O.
+        // Unused: commands with metadata are built for each I/O.
         MetadataMode::Host => {
             let none = namespace.flush();
             let bytes = host_metadata::bytes(&namespace, config.bs)?;
@@ -182,7 +182,7 @@ fn run<L: IoSource>(
     summarise(session, config, reports, server.as_ref().and_then(ServerCpu::share))
 }
 
-/// Runs each part of `threads` on a thread of its own and has them measure and stop in time.
+/// Runs each element of `threads` on its own thread, with the schedule on the calling thread.
 fn spawn<L: IoSource>(
     threads: &mut [Vec<Job<L>>],
     config: &LoadConfig,
@@ -235,7 +235,7 @@ fn spawn<L: IoSource>(
     })
 }
 
-/// Whether the controller still answers, and works.
+/// Returns an error if the controller is unreachable or has failed.
 fn is_alive(controller: &Controller) -> anyhow::Result<()> {
     let registers = controller.registers()?;
     if registers.csts.cfs() || !registers.csts.rdy() {
@@ -244,7 +244,7 @@ fn is_alive(controller: &Controller) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `server_share` is how much of a processor the other end used.
+/// Sums up the results. `server_share` is the CPU usage of the server process (1: one CPU).
 fn summarise(
     session: &Session,
     config: &LoadConfig,
@@ -328,7 +328,7 @@ fn summarise(
     Ok(Outcome { row, bad_blocks, timeline: Timeline::of(queues)?, directions, usage })
 }
 
-/// Reads and writes apart: all of one kind, or those of a mixed workload.
+/// Separates the results of reads and writes: all of one direction, or those of a mixed workload.
 fn apart(
     config: &LoadConfig,
     commands: u64,

@@ -1,4 +1,4 @@
-//! The times of a run: when its threads measure and when they stop, and whether they get anywhere.
+//! Schedule of a run: begin and end of the measurement, time line, and stall detection.
 
 use super::config::LoadConfig;
 use super::phase::Phase;
@@ -7,56 +7,56 @@ use std::ops::ControlFlow;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often [`OnTick`] is called.
+/// Interval between calls of [`OnTick`].
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
-/// How often to check whether the threads have reached the next step.
+/// Interval between checks whether the threads have reached the next step.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
-/// A run in which nothing has completed for so long may have lost its controller. A driver that
-/// polls memory does not notice that by itself.
+/// Time without completions after which the controller is checked. A driver that polls memory does
+/// not notice by itself that the controller is gone.
 const STALL_CHECK: Duration = Duration::from_secs(1);
 
-/// A run as seen from outside, now and then.
+/// Progress of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Tick {
-    /// How much of it is over, from 0 to 1.
+    /// Fraction of the run that is over, from 0 to 1.
     pub done: f64,
-    /// I/Os a second since the last tick.
+    /// I/Os per second since the last tick.
     pub iops: f64,
 }
 
-/// Called now and then during a run, and may end it.
+/// Callback during a run; `Break` ends the run.
 pub(super) type OnTick<'a> = dyn FnMut(Tick) -> ControlFlow<()> + 'a;
 
-/// The threads of a run, as the schedule sees them.
+/// Threads of a run, as the schedule accesses them.
 pub(super) struct Threads<'a> {
     pub(super) config: &'a LoadConfig,
     pub(super) phase: &'a Phase,
-    /// How many threads have ended.
+    /// Returns the number of threads that have ended.
     pub(super) ended: &'a dyn Fn() -> usize,
-    /// How many I/Os were completed.
+    /// Returns the number of completed I/Os.
     pub(super) commands: &'a dyn Fn() -> u64,
-    /// Whether there still is a controller.
+    /// Returns an error if the controller is gone.
     pub(super) is_alive: &'a dyn Fn() -> anyhow::Result<()>,
 }
 
-/// Where the run is. A thread may take its time to notice a change of the phase, on a machine that
-/// has other things to do: each step begins when all threads have got there.
+/// Step of the schedule. On a busy machine, threads notice a change of the phase with delay, so
+/// each step begins when all threads have reached it.
 #[derive(Clone, Copy)]
 enum Step {
     Starting,
     Ramp {
         since: Instant,
     },
-    /// Not all threads have begun to measure.
+    /// Waiting for all threads to begin the measurement.
     Switching,
     Measuring {
         since: Instant,
     },
-    /// Nothing more is submitted; or the threads stop by themselves.
+    /// Waiting for the threads to end, on request or after their number of I/Os.
     Ending,
 }
 
-/// Has the threads measure and stop at their times, until all have ended.
+/// Controls the phases of the run until all threads have ended.
 pub(super) fn run_schedule(
     threads: &Threads<'_>,
     on_tick: &mut OnTick<'_>,
@@ -83,7 +83,7 @@ pub(super) fn run_schedule(
         }
         let now = Instant::now();
         if ended != 0 && config.number_ios.is_none() {
-            // One that ended by itself has failed.
+            // A thread that ended before it was stopped has failed.
             step = stop(server);
         }
         let left = |since: Instant, time: Duration| time.saturating_sub(now - since);
@@ -131,11 +131,11 @@ pub(super) fn run_schedule(
     }
 }
 
-/// Counts, now and then.
+/// Rate and stall detection.
 struct Ticks {
     at: Instant,
     commands: u64,
-    /// When something was last reached to have completed, or the controller to be there.
+    /// Last time of a completion or a successful check of the controller.
     last_progress: Instant,
 }
 
@@ -145,7 +145,7 @@ impl Ticks {
         Self { at: now, commands: 0, last_progress: now }
     }
 
-    /// The rate since the last time, if it is time again.
+    /// Rate since the last tick, if the interval has passed.
     fn tick(&mut self, now: Instant, threads: &Threads<'_>) -> anyhow::Result<Option<f64>> {
         let elapsed = now.saturating_duration_since(self.at);
         if elapsed < TICK_INTERVAL {

@@ -1,11 +1,11 @@
-//! The processor time of the process at the other end.
+//! CPU time of the server process.
 
 use anyhow::{Context, anyhow};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Measures how much of a processor another process uses during a run.
+/// Meter of another process's CPU usage during a run.
 #[derive(Debug)]
 pub(super) struct ServerCpu {
     pid: u32,
@@ -14,21 +14,21 @@ pub(super) struct ServerCpu {
 }
 
 impl ServerCpu {
-    /// Of the process `pid` and its children: a supervisor, and the process that serves.
+    /// Meter for the process `pid` and its children: a supervisor and its server process.
     ///
     /// # Errors
-    /// There is no such process, or its times are not to be had.
+    /// There is no such process, or procfs does not show its CPU time.
     pub(super) fn new(pid: u32) -> anyhow::Result<Self> {
         used(pid).with_context(|| format!("the processor time of process {pid}"))?;
         Ok(Self { pid, begin: None, share: None })
     }
 
-    /// What is used from now on counts.
+    /// Begins the measurement.
     pub(super) fn begin(&mut self) {
         self.begin = used(self.pid).ok().map(|time| (Instant::now(), time));
     }
 
-    /// What was used until now counts.
+    /// Ends the measurement.
     pub(super) fn end(&mut self) {
         let Some((since, before)) = self.begin.take() else { return };
         let elapsed = since.elapsed().as_secs_f64();
@@ -39,18 +39,18 @@ impl ServerCpu {
         }
     }
 
-    /// How much of a processor it was: 1 for all of one.
+    /// CPU usage during the measurement; 1 is one whole CPU.
     pub(super) fn share(&self) -> Option<f64> {
         self.share
     }
 }
 
-/// What a process and its children have used.
+/// CPU time of a process and its children.
 fn used(pid: u32) -> anyhow::Result<Duration> {
     let tasks = |pid: &str| PathBuf::from(format!("/proc/{pid}/task"));
     let own = tasks(&pid.to_string());
     let mut sum = used_by(&own)?;
-    // Not every system has the list; and a child may end while we look.
+    // The file `children` requires CONFIG_PROC_CHILDREN. A child that ends meanwhile is skipped.
     let children = fs::read_to_string(own.join(format!("{pid}/children"))).unwrap_or_default();
     for child in children.split_whitespace() {
         sum += used_by(&tasks(child)).unwrap_or_default();
@@ -58,12 +58,12 @@ fn used(pid: u32) -> anyhow::Result<Duration> {
     Ok(sum)
 }
 
-/// What all threads of a process have used. The first field of `schedstat` is in nanoseconds, where
-/// `stat` counts in hundredths of a second.
+/// CPU time of all threads of a process. Read from `schedstat`, whose first field is in
+/// nanoseconds, because `stat` counts in hundredths of a second.
 fn used_by(tasks: &Path) -> anyhow::Result<Duration> {
     let mut sum = 0u64;
     for task in fs::read_dir(tasks)? {
-        // A thread may end while we look.
+        // A thread that ends meanwhile is skipped.
         let Ok(text) = fs::read_to_string(task?.path().join("schedstat")) else { continue };
         let time = text.split(' ').next().and_then(|word| word.parse::<u64>().ok());
         sum += time.ok_or_else(|| anyhow!("`{}` in schedstat", text.trim()))?;
@@ -85,12 +85,12 @@ mod tests {
             meter.begin();
             std::thread::sleep(Duration::from_millis(300));
             meter.end();
-            // Not by SIGKILL, which `timeout` could not pass on: its child would go on without end.
+            // SIGKILL would not be forwarded by `timeout`, and its child would continue.
             kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
             child.wait().unwrap();
             meter.share().unwrap()
         };
-        // Whatever else the machine does, a loop gets some of it, and a sleeper needs none.
+        // On any machine, a busy loop gets some CPU time, and a sleeping process needs none.
         let busy = share("while :; do :; done");
         assert!(busy > 0.01 && busy < 1.2, "{busy}");
         let (busy, idle) =

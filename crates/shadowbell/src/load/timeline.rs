@@ -1,4 +1,4 @@
-//! A run over time: what each job did in each interval of it.
+//! Time line of a run: results of each job in each interval.
 
 use super::io_source::IoSource;
 use super::job::Job;
@@ -9,40 +9,40 @@ use shadowbell_driver::QueueStats;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// The shortest interval: shorter ones would have too few latencies.
+/// Shortest interval; shorter ones would have too few latency samples.
 const SHORTEST: Duration = Duration::from_millis(10);
-/// Intervals of all jobs, at most, and of each, at least.
+/// Largest number of intervals of all jobs together, and smallest number per job.
 const MOST: u64 = 1600;
 const LEAST: u64 = 20;
 
-/// How long the intervals of a run are, so that there are up to a hundred.
+/// Length of the intervals of a run, for at most a hundred intervals.
 #[must_use]
 pub(crate) fn interval(runtime: Duration, jobs: u16) -> Duration {
     let count = (MOST / u64::from(jobs.max(1))).clamp(LEAST, 100);
     (runtime / count as u32).max(SHORTEST)
 }
 
-/// A job in one interval.
+/// Results of a job in one interval.
 #[derive(Clone, Debug)]
 pub(super) struct Sample {
-    /// Which interval of the run it was.
+    /// Number of the interval in the run.
     number: u32,
-    /// When it began, and how long it was for this job.
+    /// Beginning of the interval for this job; `time` is its length.
     at: Instant,
     time: Duration,
     commands: u64,
     doorbells: Doorbells,
     interrupts: u64,
-    /// Latencies in nanoseconds, and how many there were of each.
+    /// Histogram: latencies in nanoseconds, and their counts.
     latencies: Vec<(u64, u64)>,
 }
 
-/// What a driver did about the doorbells of its queues.
+/// Doorbell statistics of a driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Doorbells {
-    /// Registers written.
+    /// Doorbell register writes.
     pub rung: u64,
-    /// Those for which the shadow entry was enough.
+    /// Doorbell updates for which writing the shadow entry was sufficient.
     pub saved: u64,
 }
 
@@ -55,13 +55,13 @@ impl Doorbells {
         Self { rung: self.rung - before.rung, saved: self.saved - before.saved }
     }
 
-    /// With those of another queue.
+    /// Adds the statistics of another queue.
     pub(crate) fn add(&mut self, other: Self) {
         self.rung += other.rung;
         self.saved += other.saved;
     }
 
-    /// How many of a hundred were saved, if there were any.
+    /// Percentage of saved doorbell writes; `None` without any doorbell updates.
     #[must_use]
     pub fn percent_saved(self) -> Option<f64> {
         let all = self.rung + self.saved;
@@ -69,7 +69,7 @@ impl Doorbells {
     }
 }
 
-/// Where a job was when an interval began.
+/// Counters of a job at the beginning of an interval.
 struct Mark {
     at: Instant,
     commands: u64,
@@ -85,16 +85,16 @@ impl Mark {
     }
 }
 
-/// Collects the samples of a thread's jobs.
+/// Recorder of the time lines of a thread's jobs.
 pub(super) struct Recorder {
     marks: Vec<Mark>,
-    /// All latencies so far: those of a job are only the ones of its interval.
+    /// Latencies of all intervals; each job holds only those of its current interval.
     latencies: Histogram<u64>,
     samples: Vec<(u16, Vec<Sample>)>,
 }
 
 impl Recorder {
-    /// A recorder that begins now.
+    /// Recorder whose first interval begins now.
     pub(super) fn new<L: IoSource>(jobs: &[Job<L>]) -> anyhow::Result<Self> {
         let samples = jobs.iter().map(|job| (job.qid(), Vec::new())).collect();
         let mut new = Self { marks: Vec::new(), latencies: histogram()?, samples };
@@ -102,7 +102,7 @@ impl Recorder {
         Ok(new)
     }
 
-    /// What was before does not count.
+    /// Discards all samples and begins the first interval.
     pub(super) fn restart<L: IoSource>(&mut self, jobs: &[Job<L>]) {
         let now = Instant::now();
         self.marks = jobs.iter().map(|job| Mark::of(job, now)).collect();
@@ -110,7 +110,7 @@ impl Recorder {
         self.samples.iter_mut().for_each(|(_, samples)| samples.clear());
     }
 
-    /// Interval `number` is over.
+    /// Records the interval `number`, which has ended.
     pub(super) fn end_interval<L: IoSource>(
         &mut self,
         number: u32,
@@ -140,57 +140,57 @@ impl Recorder {
         Ok(())
     }
 
-    /// All latencies, and the samples of each queue.
+    /// Latencies of all intervals, and the samples of each queue.
     pub(super) fn finish(self) -> (Histogram<u64>, Vec<(u16, Vec<Sample>)>) {
         (self.latencies, self.samples)
     }
 }
 
-/// An interval of a run: all of its jobs.
+/// Results of all jobs in one interval.
 #[derive(Clone, Debug)]
 pub struct Interval {
-    /// When it began, in seconds since measuring began, and how long it was.
+    /// Beginning, in seconds since the measurement began.
     pub start: f64,
-    /// How long it was, in seconds.
+    /// Length in seconds.
     pub seconds: f64,
-    /// I/Os a second.
+    /// I/Os per second.
     pub iops: f64,
-    /// What was done about doorbells.
+    /// Doorbell statistics.
     pub doorbells: Doorbells,
-    /// The latencies, if any I/O was timed.
+    /// Latency summary, if there were samples.
     pub latency: Option<Latency>,
-    /// Latencies in nanoseconds, rising, and how many there were of each.
+    /// Histogram: latencies in nanoseconds, ascending, and their counts.
     pub latencies: Vec<(u64, u64)>,
 }
 
-/// A queue over the whole run.
+/// Results of a queue over the whole run.
 #[derive(Clone, Debug)]
 pub struct QueueSum {
-    /// Which queue.
+    /// Queue identifier.
     pub qid: u16,
-    /// I/Os a second.
+    /// I/Os per second.
     pub iops: f64,
-    /// I/Os.
+    /// Number of I/Os.
     pub commands: u64,
-    /// What was done about its doorbells.
+    /// Doorbell statistics.
     pub doorbells: Doorbells,
-    /// Interrupts that woke its job.
+    /// Interrupts that woke the job.
     pub interrupts: u64,
-    /// The latencies, if any I/O was timed.
+    /// Latency summary, if there were samples.
     pub latency: Option<Latency>,
 }
 
-/// A run over time.
+/// Time line of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Timeline {
-    /// In their order.
+    /// Intervals, in chronological order.
     pub intervals: Vec<Interval>,
-    /// By their identifier.
+    /// Queues, by identifier.
     pub queues: Vec<QueueSum>,
 }
 
 impl Timeline {
-    /// Adds up the samples of all queues.
+    /// Sums up the samples of all queues.
     pub(super) fn of(mut queues: Vec<(u16, Vec<Sample>)>) -> anyhow::Result<Self> {
         queues.sort_by_key(|(qid, _)| *qid);
         let all = || queues.iter().flat_map(|(_, samples)| samples);
@@ -203,7 +203,7 @@ impl Timeline {
         let mut intervals = Vec::new();
         for samples in numbers.values() {
             let times = || samples.iter().map(|sample| sample.time);
-            // The rest at the end of a run would be more noise than figure.
+            // A short last interval is left out, because its rates would be noise.
             if times().max().is_none_or(|time| time < longest / 4) {
                 continue;
             }
@@ -242,7 +242,7 @@ fn rate(commands: u64, time: Duration) -> f64 {
     if time.is_zero() { 0.0 } else { commands as f64 / time.as_secs_f64() }
 }
 
-/// Samples added up.
+/// Sum of samples.
 struct Sum {
     time: Duration,
     commands: u64,

@@ -1,4 +1,4 @@
-//! Diagrams, as SVG.
+//! SVG diagrams.
 
 use crate::load::Interval;
 use crate::units;
@@ -7,24 +7,24 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::ops::Range;
 
-/// How large a diagram is, before the page scales it to what there is room for.
+/// Size of a diagram in pixels, before the page scales it.
 const SIZE: (u32, u32) = (640, 300);
-/// The colours of a diagram's series, which people who do not see all colours can tell apart.
+/// Colours of the series, distinguishable with colour blindness.
 pub(super) const BLUE: RGBColor = RGBColor(0, 90, 181);
 pub(super) const ORANGE: RGBColor = RGBColor(220, 95, 0);
 pub(super) const GREEN: RGBColor = RGBColor(0, 130, 90);
 const INK: RGBColor = RGBColor(34, 34, 34);
 const AXIS: RGBColor = RGBColor(110, 110, 110);
 const GRID: RGBColor = RGBColor(225, 225, 225);
-/// Bars of a distribution in each power of ten.
+/// Bars of a distribution per power of ten.
 const BUCKETS: f64 = 16.0;
-/// How far lines of small text are apart.
+/// Line height of small text, in pixels.
 const LINE: i32 = 17;
 
-/// A diagram is drawn in memory, where nothing fails but the library itself.
+/// Result of drawing. The backend writes to memory, so only the library itself can fail.
 type Outcome<T = ()> = anyhow::Result<T>;
 
-/// Powers of ten and what is between them, for times in nanoseconds.
+/// Logarithmic axis for times in nanoseconds.
 #[derive(Clone)]
 struct Decades {
     low: i32,
@@ -32,7 +32,7 @@ struct Decades {
 }
 
 impl Decades {
-    /// The powers of ten around these values.
+    /// Smallest range of whole powers of ten that contains `values`.
     fn around(values: impl Iterator<Item = u64>) -> Self {
         let (mut least, mut most) = (u64::MAX, 0);
         for value in values.filter(|value| *value != 0) {
@@ -45,7 +45,7 @@ impl Decades {
         Self { low, high: ((most as f64).log10().ceil() as i32).max(low + 1) }
     }
 
-    /// Where a value is, in powers of ten.
+    /// Position of a value on the axis, in powers of ten.
     fn place(value: u64) -> f64 {
         (value.max(1) as f64).log10()
     }
@@ -65,7 +65,7 @@ impl Ranged for Decades {
         if hint.weight().allow_light_points() || self.high - self.low > 3 {
             return tens.collect();
         }
-        // With few powers of ten, twice and five times them as well.
+        // An axis of few powers of ten also has ticks at 2 and 5 times each.
         let between = |ten: f64| [ten, ten + 2f64.log10(), ten + 5f64.log10()];
         tens.flat_map(between).filter(|place| *place <= f64::from(self.high)).collect()
     }
@@ -83,7 +83,7 @@ impl plotters::coord::ranged1d::ValueFormatter<f64> for Decades {
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
-/// Draws, and says for those who do not see it what it is.
+/// Draws a diagram as SVG. `label` describes it for screen readers.
 fn svg(label: &str, draw: impl FnOnce(&Area<'_>) -> Outcome) -> Outcome<String> {
     let mut text = String::new();
     {
@@ -100,7 +100,7 @@ fn text(size: u32) -> TextStyle<'static> {
     ("sans-serif", size).into_font().color(&INK)
 }
 
-/// The chart builder with the margins of all diagrams.
+/// Builds a chart with the margins of all diagrams.
 macro_rules! chart {
     ($area:expr, $x:expr, $y:expr) => {
         ChartBuilder::on($area)
@@ -113,7 +113,7 @@ macro_rules! chart {
     };
 }
 
-/// Axes and grid of a diagram.
+/// Draws axes and grid of a diagram.
 macro_rules! mesh {
     ($chart:expr, $x:expr, $y:expr $(, $more:ident($($arg:expr),*))*) => {
         $chart
@@ -130,28 +130,28 @@ macro_rules! mesh {
     };
 }
 
-/// From 0 to when the last interval ends.
+/// Range of the time axis: 0 to the end of the last interval.
 fn time(intervals: &[Interval]) -> Range<f64> {
     let end = intervals.last().map_or(1.0, |last| last.start + last.seconds);
     0.0..end.max(0.001)
 }
 
 fn seconds(value: &f64) -> String {
-    // A diagram of a second or two has labels of tenths.
+    // Two decimals, for diagrams of only a second or two.
     let text = format!("{value:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// A line over time.
+/// Line of a diagram over time.
 pub(super) struct Line<'a> {
     pub(super) color: RGBColor,
-    /// For each interval.
+    /// Value of an interval; `None` leaves a gap.
     pub(super) value: &'a dyn Fn(&Interval) -> Option<f64>,
 }
 
 impl Line<'_> {
-    /// A value holds from the beginning of its interval to that of the next one: those of several
-    /// queues are not quite the same.
+    /// Corner points of the line as steps. A value lasts until the next interval begins, because
+    /// the intervals of several queues have slightly different lengths.
     fn steps(&self, intervals: &[Interval]) -> Vec<(f64, f64)> {
         let starts = intervals.iter().skip(1).map(|next| next.start);
         let ends = starts.chain(intervals.last().map(|last| last.start + last.seconds));
@@ -163,7 +163,7 @@ impl Line<'_> {
     }
 }
 
-/// Lines over time, from 0 up.
+/// Draws lines over time, on a linear axis from 0.
 pub(super) fn lines(
     label: &str,
     intervals: &[Interval],
@@ -192,7 +192,7 @@ pub(super) fn lines(
     })
 }
 
-/// Latencies over time, in powers of ten.
+/// Draws latencies over time, on a logarithmic axis.
 pub(super) fn latency_lines(
     label: &str,
     intervals: &[Interval],
@@ -211,12 +211,12 @@ pub(super) fn latency_lines(
     })
 }
 
-/// In which bar of a distribution a latency is.
+/// Index of the bar of a distribution that counts a latency.
 fn bucket(value: u64) -> i32 {
     (Decades::place(value) * BUCKETS).floor() as i32
 }
 
-/// How much of all that was counted is in each bar.
+/// Fraction of all samples in each bar.
 fn shares<'a>(latencies: impl Iterator<Item = &'a (u64, u64)>) -> Vec<(i32, f64)> {
     let (mut all, mut counts) = (0, std::collections::BTreeMap::new());
     for (value, count) in latencies {
@@ -234,7 +234,7 @@ fn all_latencies(intervals: &[Interval]) -> impl Iterator<Item = &(u64, u64)> {
     intervals.iter().flat_map(|interval| &interval.latencies)
 }
 
-/// The distribution of latencies over time: the darker, the more of an interval's I/Os.
+/// Draws a heat map of latencies over time: darker cells have a larger share of their interval.
 pub(super) fn heat(label: &str, intervals: &[Interval]) -> Outcome<String> {
     svg(label, |area| {
         let values = all_latencies(intervals).map(|(value, _)| *value);
@@ -244,7 +244,7 @@ pub(super) fn heat(label: &str, intervals: &[Interval]) -> Outcome<String> {
             let (from, to) = (interval.start, interval.start + interval.seconds);
             for (bucket, share) in shares(interval.latencies.iter()) {
                 let (low, high) = edges(bucket);
-                // A root, so that few are seen too.
+                // The exponent below 1 keeps cells with few samples visible.
                 let color = BLUE.mix(0.12 + 0.88 * share.powf(0.4));
                 let cell = Rectangle::new([(from, low), (to, high)], color.filled());
                 chart.draw_series(std::iter::once(cell))?;
@@ -254,7 +254,7 @@ pub(super) fn heat(label: &str, intervals: &[Interval]) -> Outcome<String> {
     })
 }
 
-/// The distribution of latencies over the whole run.
+/// Draws the distribution of latencies over the whole run.
 pub(super) fn distribution(label: &str, intervals: &[Interval]) -> Outcome<String> {
     svg(label, |area| {
         let values = all_latencies(intervals).map(|(value, _)| *value);
@@ -278,15 +278,15 @@ pub(super) fn distribution(label: &str, intervals: &[Interval]) -> Outcome<Strin
     })
 }
 
-/// Bars beside each other.
+/// Group of adjacent bars.
 pub(super) struct Group {
-    /// Lines of text below them.
+    /// Lines of text below the group.
     pub(super) name: Vec<String>,
-    /// A bar for each series.
+    /// Value of each bar, one per series.
     pub(super) values: Vec<f64>,
 }
 
-/// Groups of bars, with their values above them.
+/// Draws groups of bars with their values above them.
 pub(super) fn bars(
     label: &str,
     (what, unit): (&str, &str),
@@ -310,7 +310,7 @@ pub(super) fn bars(
         );
         let (middle, below) =
             (Pos::new(HPos::Center, VPos::Bottom), Pos::new(HPos::Center, VPos::Top));
-        // Where there are many, their values are in the table.
+        // Many bars leave no room for labels; the table of the page has their values.
         let labelled = groups.len() * colors.len() <= 16;
         for (n, group) in groups.iter().enumerate() {
             let width = 0.8 / colors.len() as f64;
@@ -322,7 +322,7 @@ pub(super) fn bars(
                 chart.draw_series(std::iter::once(bar))?;
                 if labelled {
                     let (x, y) = chart.backend_coord(&(left + width * 0.47, *value));
-                    // Beside another one at the same height there is no room.
+                    // A label moves up if it would overlap the label of the bar before.
                     let free = |y: &i32| last.is_none_or(|last: i32| (y - last).abs() >= LINE);
                     let y = (0..).map(|n| y - 3 - n).find(free).unwrap_or(y);
                     last = Some(y);

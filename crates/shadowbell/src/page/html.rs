@@ -1,8 +1,8 @@
-//! Pieces of a page.
+//! HTML elements of a report.
 
 use std::fmt::Write;
 
-/// Text as HTML has it.
+/// Escapes text for HTML.
 pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -17,14 +17,14 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// A figure that is large on the page: what it is, the figure, and a word about it.
+/// Card with one large figure, its name and a note.
 pub(super) struct Card {
     pub(super) name: &'static str,
     pub(super) figure: String,
     pub(super) note: String,
 }
 
-/// Figures in a row.
+/// Row of cards.
 pub(super) fn cards(cards: &[Card]) -> String {
     let mut html = String::from("<div class=\"cards\">\n");
     for Card { name, figure, note } in cards {
@@ -37,7 +37,7 @@ pub(super) fn cards(cards: &[Card]) -> String {
     html + "</div>\n"
 }
 
-/// A diagram with its title, and what its colours mean.
+/// Diagram with its title and the legend of its colours.
 pub(super) fn figure(title: &str, keys: &[(&str, plotters::style::RGBColor)], svg: &str) -> String {
     let mut html = format!("<figure><figcaption><b>{}</b>", escape(title));
     for (name, plotters::style::RGBColor(r, g, b)) in keys {
@@ -50,7 +50,7 @@ pub(super) fn figure(title: &str, keys: &[(&str, plotters::style::RGBColor)], sv
     html + "</figcaption>\n" + svg + "</figure>\n"
 }
 
-/// A table, the first column of which names its rows.
+/// Table whose first column names the rows.
 pub(super) fn table(headings: &[&str], rows: &[Vec<String>]) -> String {
     let cells = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
         let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();

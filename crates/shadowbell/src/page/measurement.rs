@@ -1,4 +1,4 @@
-//! A measurement on a page, and several beside each other.
+//! HTML of one measurement, and of several measurements in comparison.
 
 use super::chart::{self, BLUE, GREEN, Group, Line, ORANGE};
 use super::html::{Card, cards, escape, figure, table};
@@ -7,7 +7,7 @@ use crate::load::{Doorbells, Interval, QueueSum, Timeline};
 use crate::report::Row;
 use crate::units;
 
-/// A measurement: its figures, and what happened when.
+/// Measurement: its results and its time line.
 #[derive(Clone, Debug)]
 pub(crate) struct Measured {
     pub(crate) row: Row,
@@ -21,16 +21,16 @@ fn nanoseconds(latency: Option<Latency>, which: fn(&Latency) -> u64) -> String {
 fn percent(value: Option<f64>) -> String {
     match value {
         None => "-".to_owned(),
-        // Nearly all is not all.
+        // Values that would round to 100 % are shown as less than 100 %.
         Some(value) if value < 100.0 && value > 99.99 => ">99.99 %".to_owned(),
         Some(value) => format!("{value:.2} %"),
     }
 }
 
-/// The large figures of a measurement, diagrams, and a table of its queues: HTML.
+/// HTML of a measurement: cards, diagrams, and a table of its queues.
 ///
 /// # Errors
-/// A diagram can not be drawn.
+/// A diagram cannot be drawn.
 pub(crate) fn measurement(measured: &Measured) -> anyhow::Result<String> {
     let Measured { row, timeline } = measured;
     let Timeline { intervals, queues } = timeline;
@@ -96,7 +96,7 @@ pub(crate) fn measurement(measured: &Measured) -> anyhow::Result<String> {
     Ok(html)
 }
 
-/// The diagrams over time.
+/// Diagrams over time.
 fn figures(intervals: &[Interval]) -> anyhow::Result<String> {
     let latency = |which: fn(&Latency) -> u64| {
         move |interval: &Interval| interval.latency.as_ref().map(|latency| which(latency) as f64)
@@ -170,11 +170,11 @@ fn queue_table(timeline: &Timeline) -> String {
     table(&headings, &timeline.queues.iter().map(row).collect::<Vec<_>>())
 }
 
-/// Measurements in pairs, without shadow doorbells and with: diagrams that compare them, and each of
-/// them in full below. HTML.
+/// HTML of measurements in pairs, without shadow doorbells and with: diagrams that compare each
+/// pair, then each measurement in full.
 ///
 /// # Errors
-/// A diagram can not be drawn.
+/// A diagram cannot be drawn.
 pub(crate) fn overview(pairs: &[[Measured; 2]]) -> anyhow::Result<String> {
     let keys = [("trapped (MMIO)", ORANGE), ("shadow doorbells", BLUE)];
     let colors = [ORANGE, BLUE];

@@ -1,5 +1,4 @@
-//! What was measured as a page for a browser: one file with everything in it, which asks nobody for
-//! anything more.
+//! HTML reports of measurements: one self-contained file that loads nothing from elsewhere.
 
 mod chart;
 mod html;

@@ -1,4 +1,4 @@
-//! The file of a page.
+//! Output of a report to its file.
 
 use super::html::escape;
 use anyhow::Context;
@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 const STYLE: &str = include_str!("style.css");
 
-/// Which machine this is.
+/// Description of this machine: CPUs and kernel.
 fn machine() -> String {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -17,10 +17,10 @@ fn machine() -> String {
     format!("{cpus} × {model}, Linux {}", kernel.release().to_string_lossy())
 }
 
-/// Writes a page to `path`. `lead` is a sentence below the title, `body` is HTML.
+/// Writes a report to `path`. `lead` is a sentence below the title, `body` is HTML.
 ///
 /// # Errors
-/// The file's.
+/// The file cannot be written.
 pub(crate) fn write(path: &Path, title: &str, lead: &str, body: &str) -> anyhow::Result<()> {
     let (title, lead) = (escape(title), escape(lead));
     let (machine, when) = (escape(&machine()), httpdate::fmt_http_date(SystemTime::now()));
@@ -41,10 +41,10 @@ pub(crate) fn write(path: &Path, title: &str, lead: &str, body: &str) -> anyhow:
     Ok(())
 }
 
-/// Sees that a report can be written before there is something to write.
+/// Checks that a report can be written, before the measurement begins.
 ///
 /// # Errors
-/// With exit status `exit::BAD_INPUT`, if it can not be.
+/// With exit status `exit::BAD_INPUT` if the file cannot be opened for writing.
 pub(crate) fn check(path: Option<&Path>) -> anyhow::Result<()> {
     let Some(path) = path else { return Ok(()) };
     if path == Path::new("-") {
@@ -52,7 +52,7 @@ pub(crate) fn check(path: Option<&Path>) -> anyhow::Result<()> {
             "--report -: standard output has the figures; a file of that name is `./-`"
         )));
     }
-    // Not truncated: if the measurement fails, an older report stays.
+    // The file is not truncated: if the measurement fails, an older report is preserved.
     let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
     let name = path.display();
     opened.map(drop).map_err(|error| {

@@ -1,4 +1,4 @@
-//! What becomes of the file of a namespace.
+//! Erasure of namespace files: wiping, vacating and overwriting.
 
 use super::HostPool;
 use super::index::VACANT;
@@ -7,10 +7,10 @@ use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
 use std::io::{self, Seek, Write};
 
-/// How much is overwritten in one go.
+/// Bytes per write of an overwrite.
 const CHUNK: usize = 1 << 20;
 
-/// Opens the file of a namespace, of which no disk is open.
+/// Opens the file of a namespace whose disk is closed.
 fn open(pool: &HostPool, nsid: u32) -> io::Result<ImageFile> {
     ImageFile::open(&pool.file(nsid), false).map_err(|error| match error {
         OpenError::System { source, .. } => source,
@@ -18,11 +18,11 @@ fn open(pool: &HostPool, nsid: u32) -> io::Result<ImageFile> {
     })
 }
 
-/// Has the file of a namespace be so long, and hold nothing. The blocks that it had are given back
-/// to the file system.
+/// Discards the content of a namespace's file and sets its length. The file system gets the blocks
+/// back.
 ///
 /// # Errors
-/// The system's.
+/// Errors of the file system.
 pub(crate) fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     let image = open(pool, nsid)?;
     image.file().set_len(0)?;
@@ -31,24 +31,24 @@ pub(crate) fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// The file at which there is no namespace any more.
+/// Wipes the file of a deleted namespace.
 ///
 /// # Errors
-/// The system's.
+/// Errors of the file system.
 pub(crate) fn vacate(pool: &HostPool, nsid: u32) -> io::Result<()> {
     wipe(pool, nsid, VACANT)
 }
 
-/// Whether the file is as long as it is where there is no namespace.
+/// True if the file has the length that marks a namespace ID as unused.
 pub(crate) fn is_vacant(pool: &HostPool, nsid: u32) -> bool {
     std::fs::metadata(pool.file(nsid)).is_ok_and(|about| about.len() == VACANT)
 }
 
-/// Overwrites all that the file of a namespace has stored, with the pattern of this pass. `goes_on`
-/// is told of how far it is, and says whether to go on.
+/// Overwrites the allocated parts of a namespace's file with the pattern of this pass. `goes_on` is
+/// called with the current offset and may stop the overwrite.
 ///
 /// # Errors
-/// The system's. [`io::ErrorKind::Interrupted`]: it is not to go on.
+/// Errors of the file system; [`io::ErrorKind::Interrupted`] if `goes_on` returned false.
 pub(crate) fn overwrite(
     pool: &HostPool,
     nsid: u32,
@@ -78,7 +78,7 @@ pub(crate) fn overwrite(
     Ok(())
 }
 
-/// What is stored from `at` on, up to the next hole.
+/// Next allocated range from `at` on, up to the next hole.
 fn data(file: &File, at: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
     use rustix::fs::SeekFrom;
     use rustix::io::Errno;
@@ -91,7 +91,7 @@ fn data(file: &File, at: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
             Ok((from < end).then_some((from, to.max(from + 1))))
         }
         Err(Errno::NXIO) => Ok(None),
-        // Where nobody knows of holes, all may be data.
+        // Without SEEK_DATA support, the whole file may be data.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(Some((at, end))),
         Err(error) => Err(error.into()),
     }

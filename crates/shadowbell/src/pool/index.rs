@@ -1,8 +1,8 @@
-//! What a pool has written down of its namespaces: one small file of [two places](AbSlots).
+//! Index of a pool's namespaces: one small file of two slots ([`AbSlots`]).
 //!
-//! A state goes to the place of the older one, and both are there from the beginning. So nothing
-//! has to be made or renamed while the server runs, which its sandbox would not let it, and a full
-//! file system is no reason to fail.
+//! A new state overwrites the slot of the older one. Both slots are allocated when the pool is
+//! created, so an update neither creates nor renames a file, which the sandbox forbids, nor fails
+//! on a full file system.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::{MetadataDisk, MetadataFormat};
@@ -12,11 +12,11 @@ use shadowbell_state::{AbSlots, HeadOrder};
 use std::fs::File;
 use std::io;
 
-/// Namespaces that a pool may have: each has a file, which is there from the beginning.
+/// Largest number of namespaces of a pool. Each has a file, which is created with the pool.
 pub(crate) const MOST: u32 = 64;
-/// How long the file is at which there is no namespace: an empty one is no image.
+/// Length of the file of an unused namespace ID; not 0, because an empty file is no valid image.
 pub(super) const VACANT: u64 = 4096;
-/// How long a place is; with [`MOST`] namespaces a state is shorter.
+/// Size of a slot in bytes: enough for a state with [`MOST`] namespaces.
 const PLACE: u64 = 32 << 10;
 const PLACES: AbSlots = AbSlots {
     magic: b"shadowbell-pool1",
@@ -25,21 +25,21 @@ const PLACES: AbSlots = AbSlots {
     is_padded: true,
 };
 
-/// What is written down.
+/// Stored state of a pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Index {
     pub(crate) namespaces: Vec<Entry>,
-    /// The namespace that is being formatted, and the block size that it gets.
+    /// Namespace that is being formatted, and its new block size.
     #[serde(default)]
     pub(crate) formatting: Option<(u32, u32)>,
-    /// And what metadata its blocks get.
+    /// New metadata format of that namespace.
     #[serde(default)]
     pub(crate) formatting_metadata: Option<MetadataFormat>,
     #[serde(default)]
     pub(crate) sanitize: SavedSanitize,
 }
 
-/// A namespace.
+/// Namespace of a pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Entry {
     pub(crate) nsid: u32,
@@ -52,7 +52,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// How long its file is.
+    /// Length of the namespace's file.
     pub(crate) fn bytes(&self) -> u64 {
         self.checked_bytes().unwrap_or(u64::MAX)
     }
@@ -64,7 +64,7 @@ impl Entry {
         }
     }
 
-    /// As many other blocks as take no more bytes.
+    /// The namespace with another format, and with as many blocks as fit into its file.
     pub(crate) fn reformatted(
         &self,
         block_size: u32,
@@ -79,19 +79,19 @@ impl Entry {
     }
 }
 
-/// The most recent sanitize operation.
+/// Most recent sanitize operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SavedSanitize {
     pub(crate) phase: Phase,
-    /// Dwords 10 and 11 of the command.
+    /// Command Dwords 10 and 11 of the Sanitize command.
     pub(crate) command: (u32, u32),
-    /// Passes of an overwrite that are complete.
+    /// Completed passes of an overwrite.
     pub(crate) passes: u8,
-    /// The namespaces below this number are done in the pass that is under way.
+    /// Last namespace that the current pass has completed.
     pub(crate) nsid: u32,
 }
 
-/// How far that is.
+/// Phase of a sanitize operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Phase {
@@ -112,8 +112,8 @@ impl Index {
         self.namespaces.iter_mut().find(|entry| entry.nsid == nsid)
     }
 
-    /// For the controller. `parts` is how far a sanitize operation is, as far as this process knows:
-    /// it has gone at least as far as the index says.
+    /// State for the controller. `parts` is the progress of a sanitize operation in this process,
+    /// which is at least the stored progress.
     pub(crate) fn state(&self, capacity: u64, parts: u16) -> PoolState {
         let namespace = |entry: &Entry| PoolNamespace {
             nsid: entry.nsid,
@@ -141,7 +141,7 @@ impl Index {
         }
     }
 
-    /// How far an overwrite is by what is written down of it, in 65536th parts.
+    /// Stored progress of an overwrite, in 65536ths.
     fn sanitized(&self) -> u16 {
         let SavedSanitize { command: (dword10, dword11), passes, nsid, .. } = self.sanitize;
         let command = Sanitize::from_dwords(dword10, dword11);
@@ -157,7 +157,7 @@ impl Index {
         u16::try_from(done * 65535 / (all * u128::from(command.passes()))).unwrap_or(u16::MAX)
     }
 
-    /// Whether it can be what a pool was: it comes from a file, which somebody may have changed.
+    /// Validates a state that was read from the file, which may have been modified.
     fn is_possible(&self) -> bool {
         let is_format = |block_size: u32, metadata: Option<MetadataFormat>| {
             matches!(block_size, 512 | 4096) && metadata.is_none_or(|own| own.is_possible())
@@ -169,17 +169,17 @@ impl Index {
                 && entry.checked_bytes().is_some()
                 && entry.uuid != [0; 16]
         };
-        // The namespace may have been deleted after its format has failed.
+        // `formatting` may name a deleted namespace: one that was deleted after its format failed.
         self.formatting.is_none_or(|(_, size)| is_format(size, self.formatting_metadata))
             && self.namespaces.iter().all(is_possible)
             && self.namespaces.is_sorted_by(|a, b| a.nsid < b.nsid)
     }
 }
 
-/// The newest state of the file, and its number.
+/// Reads the newest state of the file and its sequence number.
 ///
 /// # Errors
-/// It can not be read; or there is none.
+/// The file cannot be read, or has no valid state.
 pub(super) fn read(file: &File) -> io::Result<(u64, Index)> {
     let newest = PLACES.read(file, |body| {
         let index: Index = serde_json::from_slice(body).ok()?;
@@ -189,10 +189,11 @@ pub(super) fn read(file: &File) -> io::Result<(u64, Index)> {
     newest.ok_or_else(|| io::Error::other("there is no state of a pool in it"))
 }
 
-/// Writes the state of this number, and has it on stable storage.
+/// Writes the state with sequence number `number` to stable storage.
 ///
 /// # Errors
-/// The system's: which of the two states counts is not known then, until it is read again.
+/// Errors of the file system. It is then unknown which of the two states is the newest valid one,
+/// until the file is read again.
 pub(super) fn write(file: &File, number: u64, index: &Index) -> io::Result<()> {
     PLACES.write(file, number % 2, number, &serde_json::to_vec(index)?)
 }
@@ -223,10 +224,10 @@ mod tests {
             write(&file, number, &index(number as u32)).unwrap();
             assert_eq!(read(&file).unwrap(), (number, index(number as u32)));
         }
-        // As many as there may be have room.
+        // A state with the largest number of namespaces fits.
         write(&file, 6, &index(MOST)).unwrap();
         assert_eq!(read(&file).unwrap().0, 6);
-        // A state that was not written to its end.
+        // A torn write of a state.
         for at in [0, 20, 30, 39, 100, 5000] {
             write(&file, 6, &index(MOST)).unwrap();
             let mut byte = [0];
@@ -261,7 +262,7 @@ mod tests {
         assert!(!change(&|of| of.namespaces[0].block_size = 4096));
         assert!(!change(&|of| of.namespaces[0].blocks = 0));
         assert!(!change(&|of| of.namespaces[0].uuid = [0; 16]));
-        // What a format makes of one.
+        // States during a format.
         assert!(change(&|of| of.formatting = Some((2, 4096))));
         assert!(change(&|of| of.formatting = Some((3, 4096))));
         assert!(!change(&|of| of.formatting = Some((2, 0))));

@@ -1,18 +1,17 @@
-//! A pool of namespaces: a directory, in which each namespace has a sparse file, and an index.
+//! Pool of namespaces: a directory with a sparse file per namespace and an index.
 //!
-//! All files are there before the process is in its sandbox: from then on one of them is made
-//! longer or shorter, and none comes or goes. The index says which are namespaces; what it says
-//! counts, and not the length of a file. The bytes of all namespaces together are never more than
-//! the capacity. They are not reserved: a file system that is full before that has writes end with
-//! Capacity Exceeded, as those of any sparse image.
+//! All files are created before the process enters its sandbox. Afterwards files only grow or
+//! shrink. The index, not the length of a file, defines which namespaces exist. The sum of all
+//! namespace sizes never exceeds the capacity. Space is not reserved: if the file system is full
+//! earlier, writes fail with Capacity Exceeded, as with any sparse image.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `spec` | how a person names a pool |
-//! | `index` | what is written down |
-//! | `erase` | what becomes of the files |
+//! | `spec` | parser of `DIR?capacity=SIZE` |
+//! | `index` | stored state |
+//! | `erase` | erasure of files |
 //!
-//! Which disks that makes is in `pool_disks.rs`, and who carries out what hosts order in
+//! The disks of a pool are in `pool_disks.rs`; requests of hosts are executed in
 //! `serve/namespace_requests.rs`.
 
 pub(crate) mod erase;
@@ -36,38 +35,38 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
 
-/// The name of the index.
+/// File name of the index.
 const INDEX: &str = "index";
 
-/// The pools of this process.
+/// Open pools of this process, by directory.
 static POOLS: Mutex<BTreeMap<PathBuf, Arc<HostPool>>> = Mutex::new(BTreeMap::new());
 
-/// A pool.
+/// Pool of namespaces in a directory.
 #[derive(Debug)]
 pub(crate) struct HostPool {
     spec: PoolSpec,
-    /// The index, to be read by a process that has not the lock yet.
+    /// Index file, for reading before this process has the lock.
     reader: File,
     kept: Mutex<Kept>,
-    /// How far a sanitize operation is, in 65536th parts.
+    /// Progress of a sanitize operation, in 65536ths.
     parts: AtomicU16,
     port: OnceLock<PoolPort>,
     orders: Sender<(PoolOrder, PoolDone)>,
-    /// For the thread that carries them out.
+    /// Receiver of `orders`, until the thread that executes them takes it.
     waiting: Mutex<Option<Receiver<(PoolOrder, PoolDone)>>>,
 }
 
 #[derive(Debug)]
 struct Kept {
-    /// The index, locked; not as long as another process has it.
+    /// Locked index file; `None` while another process has the lock.
     file: Option<ImageFile>,
     number: u64,
     index: Index,
 }
 
 impl HostPool {
-    /// Opens a pool, and makes what is missing of it. With `locked` nobody else may have it; else
-    /// it is [locked](Self::lock) later, when the process before has let go of it.
+    /// Opens a pool and creates its missing files. Without `locked`, the pool is
+    /// [locked](Self::lock) later, after the previous process has released it.
     fn open(spec: &PoolSpec, locked: bool) -> anyhow::Result<Self> {
         make(&spec.directory)?;
         let path = spec.directory.join(INDEX);
@@ -88,17 +87,17 @@ impl HostPool {
         Ok(own)
     }
 
-    /// The file of a namespace.
+    /// Path of a namespace's file.
     pub(crate) fn file(&self, nsid: u32) -> PathBuf {
         file_of(&self.spec.directory, nsid)
     }
 
-    /// What is written down.
+    /// Current state of the index.
     pub(crate) fn index(&self) -> Index {
         self.kept.lock().index.clone()
     }
 
-    /// Reads what the process before has written down, as long as this one has not the lock.
+    /// Reads the index again, while another process has the lock and may change it.
     pub(crate) fn refresh(&self) -> io::Result<()> {
         let mut kept = self.kept.lock();
         if kept.file.is_none() {
@@ -107,10 +106,10 @@ impl HostPool {
         Ok(())
     }
 
-    /// Has the pool, if nobody else has it.
+    /// Locks the pool for this process. No effect if it is locked already.
     ///
     /// # Errors
-    /// Somebody has it, or it can not be read.
+    /// Another process has the lock, or the index cannot be read.
     pub(crate) fn lock(&self) -> anyhow::Result<()> {
         if self.kept.lock().file.is_some() {
             return Ok(());
@@ -121,11 +120,11 @@ impl HostPool {
         Ok(())
     }
 
-    /// Changes what is written down; nothing changes if that can not be. Only the thread that
-    /// carries out orders does that.
+    /// Changes the index in the file, then in memory. Called only by the thread that executes
+    /// requests.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the file system; the state in memory is unchanged then.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Index)) -> io::Result<()> {
         let mut kept = self.kept.lock();
         let mut after = kept.index.clone();
@@ -135,7 +134,7 @@ impl HostPool {
             return Err(io::Error::other("another process has the pool"));
         };
         let number = kept.number + 1;
-        // Nobody who asks for the state waits for the storage.
+        // Readers of the state must not wait for the storage.
         drop(kept);
         let written = index::write(file.file(), number, &after);
         let mut kept = self.kept.lock();
@@ -146,27 +145,27 @@ impl HostPool {
         written
     }
 
-    /// A sanitize operation is so far.
+    /// Sets the progress of a sanitize operation.
     pub(crate) fn set_parts(&self, parts: u16) {
         self.parts.store(parts, Ordering::Relaxed);
     }
 
-    /// How much the namespaces may have together, in bytes.
+    /// Capacity in bytes: the limit for the sum of all namespace sizes.
     pub(crate) fn capacity(&self) -> u64 {
         self.spec.capacity
     }
 
-    /// Where it is.
+    /// Directory of the pool.
     pub(crate) fn directory(&self) -> &Path {
         &self.spec.directory
     }
 
-    /// The way to the controller.
+    /// Connection to the controller, once there is one.
     pub(crate) fn port(&self) -> Option<&PoolPort> {
         self.port.get()
     }
 
-    /// What is ordered, for whoever carries it out: the first one gets it.
+    /// Receiver of requests, for the thread that executes them. `None` after the first call.
     pub(crate) fn take_orders(&self) -> Option<Receiver<(PoolOrder, PoolDone)>> {
         self.waiting.lock().take()
     }
@@ -183,7 +182,7 @@ impl NamespacePool for HostPool {
     }
 
     fn order(&self, order: PoolOrder, done: PoolDone) {
-        // If nobody carries anything out, it ends as it is dropped.
+        // Without a receiver, dropping `done` ends the request.
         let _ = self.orders.send((order, done));
     }
 }
@@ -192,7 +191,7 @@ fn file_of(directory: &Path, nsid: u32) -> PathBuf {
     directory.join(format!("namespace-{nsid:03}"))
 }
 
-/// Makes what is missing of a pool: the directory, the index, and a file for each namespace.
+/// Creates what is missing of a pool: the directory, the index, and a file for each namespace.
 fn make(directory: &Path) -> anyhow::Result<()> {
     let here = || format!("the pool {}", directory.display());
     if !directory.exists() {
@@ -206,7 +205,7 @@ fn make(directory: &Path) -> anyhow::Result<()> {
     if !path.exists() {
         let new = directory.join("index.new");
         let file = create(&new).map_err(bad_input)?;
-        // Both places have their storage from here on.
+        // Writing both slots allocates their storage.
         for number in 0..2 {
             index::write(&file, number, &Index::default())?;
         }
@@ -223,16 +222,15 @@ fn make(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The pool in this directory, if this process has it.
+/// Open pool of this process in the directory of `spec`.
 pub(crate) fn opened(spec: &PoolSpec) -> Option<Arc<HostPool>> {
     POOLS.lock().get(&spec.directory).cloned()
 }
 
-/// Opens the pools of the controllers of a server that begins. Before the process is in its
-/// sandbox.
+/// Opens the pools of all controllers at start-up, before the process enters its sandbox.
 ///
 /// # Errors
-/// One of them can not be had.
+/// A pool cannot be opened or locked, or is named twice.
 pub(crate) fn open_all<'a>(
     specs: impl Iterator<Item = &'a PoolSpec>,
     locked: bool,

@@ -1,16 +1,16 @@
-//! A pool as a person names it: `DIR?capacity=1TiB`.
+//! Specification of a pool: `DIR?capacity=1TiB`.
 
 use crate::self_as_is;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::parse_size;
 use std::path::{Path, PathBuf};
 
-/// Where a pool is, and how much its namespaces may have together.
+/// Directory and capacity of a pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PoolSpec {
-    /// Its directory, from the root.
+    /// Absolute path of the directory.
     pub(crate) directory: PathBuf,
-    /// In bytes.
+    /// Limit for the sum of all namespace sizes, in bytes.
     pub(crate) capacity: u64,
 }
 

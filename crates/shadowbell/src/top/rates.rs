@@ -1,11 +1,11 @@
-//! What a controller and its namespaces did between two looks.
+//! Rates of controllers and namespaces between two snapshots.
 
 use crate::live_stats::{NamespaceRow, Row, Snapshot};
 use crate::units::{bandwidth, count, nanoseconds, per_io};
 use serde_json::json;
 use shadowbell_controller::latency_stats::Distribution;
 
-/// The headings of [`Rates::lines`].
+/// Headings of [`Rates::lines`].
 pub(super) const HEADINGS: [&str; 13] = [
     "Controller",
     "State",
@@ -22,9 +22,9 @@ pub(super) const HEADINGS: [&str; 13] = [
     "p99",
 ];
 
-/// What the controllers of a server did between two looks.
+/// Rates of a server's controllers between two snapshots.
 pub(super) fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
-    // One that was not there before has done nothing that could be said.
+    // The counters of a new controller cover an unknown time, so its rates are zero at first.
     let start = |now: &Row| {
         let mut rows = before.iter().flat_map(|before| &before.controllers);
         rows.find(|before| before.socket == now.socket).unwrap_or(now).clone()
@@ -34,7 +34,7 @@ pub(super) fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
     now.controllers.iter().map(|now| Rates::between(&start(now), now, seconds)).collect()
 }
 
-/// What a controller did in some time.
+/// Rates of a controller over an interval.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Rates {
     pub(super) socket: String,
@@ -44,21 +44,21 @@ pub(super) struct Rates {
     pub(super) iops: f64,
     pub(super) read: f64,
     pub(super) written: f64,
-    /// For each command, where there were any.
+    /// Doorbell writes per command; `None` without commands. Likewise `interrupts`.
     pub(super) rings: Option<f64>,
     pub(super) interrupts: Option<f64>,
-    /// The part of the new doorbell values that came without ringing, where there were any.
+    /// Fraction of new doorbell values without a doorbell write; `None` without new values.
     pub(super) saved: Option<f64>,
     pub(super) errors: u64,
-    /// Half of the commands took no longer, in nanoseconds; where they are measured.
+    /// Median latency in nanoseconds; `None` if latency is not measured. Likewise `p99`.
     pub(super) p50: Option<u64>,
-    /// The same of 99 in 100.
+    /// 99th percentile of the latency in nanoseconds.
     pub(super) p99: Option<u64>,
-    /// Where commands are measured.
+    /// Rates of the namespaces; empty if latency is not measured.
     pub(super) namespaces: Vec<NamespaceRates>,
 }
 
-/// What a namespace did in some time.
+/// Rates of a namespace over an interval.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct NamespaceRates {
     pub(super) nsid: u32,
@@ -113,7 +113,7 @@ impl Rates {
         }
     }
 
-    /// A line, and one for each namespace.
+    /// Line of the controller, then a line for each namespace.
     pub(super) fn lines(&self) -> Vec<[String; 13]> {
         let workers: Vec<_> = self.workers.iter().map(ToString::to_string).collect();
         let line = [
@@ -197,7 +197,7 @@ impl NamespaceRates {
         (rates, latency)
     }
 
-    /// What it is called in a table.
+    /// Title of the namespace's line.
     pub(super) fn title(&self) -> String {
         format!("  {} {}", self.nsid, self.disk)
     }
@@ -247,7 +247,7 @@ mod tests {
         assert_eq!((rates.state, rates.iops, rates.read), ("busy", 100.0, 4096.0));
         assert_eq!((rates.rings, rates.interrupts), (Some(0.025), Some(0.1)));
         assert_eq!((rates.saved, rates.p50), (Some(0.9), None));
-        // Nothing happened, or less than before, or in no time.
+        // Equal counters, decreased counters, and an interval of length zero.
         for (before, now, seconds) in [(&now, &now, 1.0), (&now, &before, 1.0), (&now, &now, 0.0)] {
             let rates = Rates::between(before, now, seconds);
             assert_eq!((rates.state, rates.iops, rates.rings), ("idle", 0.0, None));
@@ -275,7 +275,7 @@ mod tests {
         let rates = Rates::between(&before, &now, 2.0);
         let [one, two] = &rates.namespaces[..] else { panic!("{rates:?}") };
         assert_eq!((one.iops, one.read, one.p50, one.p99), (50.0, 4096.0, Some(1280), Some(1280)));
-        // It was not there before.
+        // The second namespace is not in the first snapshot.
         assert_eq!((two.iops, two.read, two.p50), (0.0, 0.0, None));
         assert_eq!((rates.p50, rates.p99), (Some(1280), Some(1280)));
         let lines = rates.lines();

@@ -1,4 +1,4 @@
-//! What is seen on a terminal: a table that fits 80 columns, and keys.
+//! Display of `top` on a terminal: a table that fits 80 columns, and key bindings.
 
 use super::rates::{NamespaceRates, Rates, or_none, percent, time};
 use crate::units::{bandwidth, count, per_io};
@@ -11,7 +11,7 @@ use ratatui::widgets::{Row, Table, TableState};
 use std::io;
 use std::time::Instant;
 
-/// Columns besides the first, with their headings: of what a guest does.
+/// Headings and widths of the columns after the first one in the view of the workload.
 const WORK: [(&str, u16); 7] = [
     ("State", 6),
     ("IOPS", 7),
@@ -21,7 +21,7 @@ const WORK: [(&str, u16); 7] = [
     ("p99", 8),
     ("Errors", 6),
 ];
-/// The same, of how it is told of it.
+/// Headings and widths of the columns after the first one in the view of doorbells.
 const DOORBELLS: [(&str, u16); 7] = [
     ("State", 6),
     ("Workers", 7),
@@ -32,7 +32,7 @@ const DOORBELLS: [(&str, u16); 7] = [
     ("Intr/IO", 8),
 ];
 
-/// What is shown, and where of it.
+/// State of the display: data, selected line, and view.
 #[derive(Debug, Default)]
 pub(super) struct Screen {
     rates: Vec<Rates>,
@@ -40,17 +40,17 @@ pub(super) struct Screen {
     shows_doorbells: bool,
 }
 
-/// What a key has asked for.
+/// Request of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
-    /// To go on.
+    /// Continue.
     Nothing,
-    /// To end.
+    /// End the program.
     End,
 }
 
 impl Screen {
-    /// Shows these from now on; what is selected stays so.
+    /// Replaces the data. The selected line stays selected.
     pub(super) fn set(&mut self, rates: Vec<Rates>) {
         self.rates = rates;
         self.select(self.state.selected().unwrap_or(0));
@@ -64,10 +64,10 @@ impl Screen {
         self.state.select(self.lines().checked_sub(1).map(|last| line.min(last)));
     }
 
-    /// Takes keys until `until`, and shows what they change.
+    /// Handles keys until `until` and redraws after each of them.
     ///
     /// # Errors
-    /// The terminal's.
+    /// The terminal fails.
     pub(super) fn wait(
         &mut self,
         until: Instant,
@@ -113,7 +113,7 @@ impl Screen {
         let areas = Layout::vertical([Constraint::Min(1), Constraint::Length(1)]);
         let [above, below] = areas.areas(frame.area());
         let columns = if self.shows_doorbells { DOORBELLS } else { WORK };
-        // A gap of one column each.
+        // Each column is followed by a gap of one character.
         let others: u16 = columns.iter().map(|(_, width)| width + 1).sum();
         let first = frame.area().width.saturating_sub(others);
         let mut rows = Vec::new();
@@ -153,12 +153,12 @@ impl Screen {
     }
 }
 
-/// How far a page goes.
+/// Lines of a page, for the keys Page Up and Page Down.
 const PAGE: usize = 20;
 
 fn row(title: String, cells: [String; 7], columns: &[(&str, u16); 7]) -> Row<'static> {
     let cells = cells.into_iter().zip(columns).map(|(cell, (heading, width))| {
-        // Figures end where their heading does.
+        // Numbers are right-aligned, as their headings are.
         let is_word = *heading == "State";
         let width = usize::from(*width);
         if is_word { cell } else { format!("{cell:>width$}") }
@@ -166,7 +166,7 @@ fn row(title: String, cells: [String; 7], columns: &[(&str, u16); 7]) -> Row<'st
     Row::new(std::iter::once(title).chain(cells))
 }
 
-/// The end of a path that is too long is what tells it from others.
+/// End of a path that is longer than `width`, because the end distinguishes it from other paths.
 fn end_of(path: &str, width: u16) -> String {
     let width = usize::from(width);
     let count = path.chars().count();
@@ -246,7 +246,7 @@ mod tests {
         Rates::between(&before, &now, 1.0)
     }
 
-    /// The lines of a screen of this size.
+    /// Lines of the display at this terminal size.
     fn lines(screen: &mut Screen, width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         terminal.draw(|frame| screen.draw(frame)).unwrap();
@@ -284,7 +284,7 @@ mod tests {
         let shown = lines(&mut screen, 80, 24);
         assert!(shown[0].ends_with("IOPS Rings/IO   Saved  Intr/IO"), "{shown:#?}");
         assert!(shown[1].ends_with("1.23 M  <0.0001 100.0 %     0.03"), "{shown:#?}");
-        // A very small one is no reason to end.
+        // A tiny terminal must not cause a panic.
         lines(&mut screen, 10, 2);
     }
 
@@ -301,7 +301,7 @@ mod tests {
         assert!(shown[8].starts_with("/run/vm10.sock"), "{shown:#?}");
         press(&mut screen, KeyCode::End);
         assert!(lines(&mut screen, 80, 10)[8].contains("/disk1.img"));
-        // Fewer than were there: the last one is selected.
+        // If lines disappear, the selection moves to the last line.
         screen.set(vec![rates("/run/vm0.sock", 0)]);
         assert!(lines(&mut screen, 80, 10)[1].starts_with("/run/vm0.sock"));
         press(&mut screen, KeyCode::Up);

@@ -1,12 +1,12 @@
-//! A trace as lines of JSON, for tools.
+//! Output of a trace as JSON Lines.
 
 use super::option_name::option_name;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use shadowbell_controller::trace::{Queue, Record};
 use std::io::{self, Write};
 
-/// A record as an object: `time_ns` and `kind` always; `worker`, `controller`, and `sq` or `cq`
-/// where it is about one; and what its kind has besides. Names only ever come to it.
+/// Record as an object: `time_ns` and `kind` always; `worker`, `controller`, and `sq` or `cq` if
+/// the record concerns one; then the fields of its kind. Later versions only add names.
 struct Line<'a>(&'a Record);
 
 impl Serialize for Line<'_> {
@@ -33,10 +33,10 @@ impl Serialize for Line<'_> {
     }
 }
 
-/// Writes an object a line.
+/// Writes one object per line.
 ///
 /// # Errors
-/// Those of `out`.
+/// `out` cannot be written.
 pub(super) fn write(records: &[Record], out: &mut impl Write) -> io::Result<()> {
     for record in records {
         serde_json::to_writer(&mut *out, &Line(record))?;

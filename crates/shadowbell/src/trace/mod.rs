@@ -1,5 +1,5 @@
-//! `shadowbell trace`: what `serve --trace` recorded, as a person reads it, as a picture, or as lines
-//! of JSON.
+//! `shadowbell trace`: prints a recording of `serve --trace` as text, as JSON Lines, or for
+//! Perfetto.
 
 mod json;
 mod option_name;
@@ -16,7 +16,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Print what `serve --trace FILE` recorded: every decision about a doorbell
+/// Print a recording of `serve --trace FILE`: every decision about a doorbell
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = "\
 A trace can be read while it is being written, and what was recorded survives a crash. Times are in \
@@ -28,35 +28,35 @@ completions and from doorbells that rang to the worker that they woke. With --js
 object on a line of its own: time_ns and kind, then worker, controller, and sq or cq where it is \
 about one, and what the kind has besides.")]
 pub(crate) struct Args {
-    /// The trace
+    /// Trace file
     #[arg(value_name = "FILE")]
     file: PathBuf,
 
-    /// Only these queues: 1,2 or 1-4; 0 is the admin queue. Leaves out what is about no queue
+    /// Only records of these queues: 1,2 or 1-4; 0 is the admin queue
     #[arg(long, value_name = "QUEUES", value_parser = queues)]
     queue: Option<Queues>,
 
-    /// Only these kinds; see --kind help
+    /// Only records of these kinds; `--kind help` lists them
     #[arg(long, value_name = "KIND,...", value_delimiter = ',', value_parser = kind)]
     kind: Vec<Kind>,
 
-    /// Only this controller, counted from 1
+    /// Only records of this controller, counted from 1
     #[arg(long, value_name = "N")]
     controller: Option<u16>,
 
-    /// Only this worker, counted from 0
+    /// Only records of this I/O thread (worker), counted from 0
     #[arg(long, value_name = "N")]
     worker: Option<u16>,
 
-    /// Only the last N of them
+    /// Only the last N of the selected records
     #[arg(long, value_name = "N")]
     last: Option<usize>,
 
-    /// Only the sums at the end
+    /// Only the totals
     #[arg(long, conflicts_with_all = ["json", "output_format", "perfetto"])]
     summary: bool,
 
-    /// Write a picture of it to OUT, for Perfetto's viewer; - for standard output
+    /// Write a time line for Perfetto's viewer to OUT; - for standard output
     #[arg(long, value_name = "OUT", conflicts_with_all = ["json", "output_format"])]
     perfetto: Option<PathBuf>,
 
@@ -101,10 +101,10 @@ impl Args {
     }
 }
 
-/// Prints a trace.
+/// Runs the verb.
 ///
 /// # Errors
-/// The file is no trace or can not be read; or whoever reads the output wants no more.
+/// The file is not a readable trace, or the output cannot be written.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let records = read_trace(&args.file).map_err(|error| {
         let name = args.file.display();
@@ -136,7 +136,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Writes a picture of `records` to the file at `path`.
+/// Writes a Perfetto time line of `records` to the file at `path`.
 fn draw(records: &[Record], path: &Path) -> anyhow::Result<()> {
     if path == Path::new("-") {
         let mut out = BufWriter::new(io::stdout().lock());
@@ -154,7 +154,7 @@ fn draw(records: &[Record], path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Which queue the sums are of, and of which controller.
+/// Key of the totals: controller number (0: none) and queue.
 type QueueKey = (u16, Option<Queue>);
 
 fn summarise(records: &[Record], out: &mut impl Write) -> io::Result<()> {

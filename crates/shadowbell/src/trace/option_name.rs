@@ -1,8 +1,8 @@
-//! How a kind of record is written in options, and in what is for machines.
+//! Names of record kinds in options and JSON.
 
 use shadowbell_controller::trace::Kind;
 
-/// `EventIdx armed` is `eventidx-armed`.
+/// Name of a kind in lower case with hyphens: `EventIdx armed` is `eventidx-armed`.
 pub(super) fn option_name(kind: Kind) -> String {
     kind.name().to_lowercase().replace(' ', "-")
 }

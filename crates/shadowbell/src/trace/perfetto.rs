@@ -1,13 +1,13 @@
-//! A trace as a picture: Chrome's trace event format, which Perfetto's viewer and
+//! Output of a trace in Chrome's trace event format, which Perfetto's viewer and
 //! `chrome://tracing` open.
 //!
-//! A worker is a thread of the process "workers". A controller is a process, and has for each of
-//! its queues a track with what is in the queue and one with its doorbell, and a track for each
-//! interrupt vector. Arrows go from a command to its completion, from completions to their
-//! interrupt, and from a doorbell that rang while its worker slept to the end of that sleep.
+//! An I/O thread is a thread of the process "workers". A controller is a process with two tracks
+//! for each of its queues (commands and doorbell) and a track for each interrupt vector. Arrows
+//! connect a command to its completion, completions to their interrupt, and a doorbell write that
+//! ended the sleep of an I/O thread to the end of that sleep.
 //!
-//! What the format asks for: on one track, slices do not overlap, and an arrow's end lies on the
-//! slice that began last there. A viewer takes events of the same time in the order of the file.
+//! Requirements of the format: slices of a track do not overlap, and an arrow ends at the slice of
+//! its track that began last. Viewers process events with equal times in the order of the file.
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -16,22 +16,22 @@ use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 
-/// The process of the workers, and of what the control plane did.
+/// Process ID of the I/O threads and the control plane.
 const WORKERS: u32 = 1;
-/// The thread of the control plane there; the workers come after it.
+/// Thread ID of the control plane in that process; the I/O threads follow.
 const CONTROL: u32 = 1;
-/// A controller's tracks are numbered from its number times this on.
+/// Track numbers per controller: controller N has the thread IDs from N times this.
 const TRACKS: u32 = 4096;
-/// Of these, the interrupt vectors are numbered from here on.
+/// Offset of the interrupt vectors among the track numbers of a controller.
 const VECTORS: u32 = 1024;
 
-/// An event, by the names of the format.
+/// Event, with the field names of the format.
 #[derive(Debug, Serialize)]
 struct Event {
     name: String,
     cat: &'static str,
     ph: char,
-    /// Microseconds.
+    /// Time in microseconds.
     ts: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     dur: Option<f64>,
@@ -39,21 +39,21 @@ struct Event {
     tid: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
-    /// An arrow ends on the slice that it points at, not on the next one.
+    /// Binding point: `e` binds the end of an arrow to the enclosing slice instead of the next one.
     #[serde(skip_serializing_if = "Option::is_none")]
     bp: Option<char>,
-    /// An instant is one of its track.
+    /// Scope of an instant event: `t` is its track.
     #[serde(skip_serializing_if = "Option::is_none")]
     s: Option<char>,
     #[serde(skip_serializing_if = "Map::is_empty")]
     args: Map<String, Value>,
-    /// Its time, and its place among those of the same time: slices are there before the arrows on
-    /// them.
+    /// Sort key: time in nanoseconds, then rank. At equal times, slices precede the arrows that
+    /// bind to them.
     #[serde(skip)]
     order: (u64, u8),
 }
 
-/// A track of the picture.
+/// Track of the time line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Track {
     pid: u32,
@@ -92,7 +92,7 @@ impl Track {
     }
 }
 
-/// Commands that were seen, or completions that were posted, one after the other.
+/// Sequence of commands seen, or of completions posted, without another record of its I/O thread.
 struct Run {
     worker: Option<u16>,
     track: Track,
@@ -100,16 +100,16 @@ struct Run {
     first: u64,
     last: u64,
     count: u64,
-    /// Which commands end here: when and where each was seen.
+    /// Commands that this run completes, with the record of their submission.
     ended: Vec<(Command, Seen)>,
-    /// How many commands of which submission queues are in flight after it.
+    /// Number of commands in flight after the run, per submission queue.
     in_flight: BTreeMap<u16, usize>,
 }
 
-/// A command: controller, submission queue and identifier.
+/// Command: controller, submission queue and command identifier.
 type Command = (u16, u16, u16);
 
-/// When a command was seen, and by what name.
+/// Time and opcode of a command that was fetched.
 #[derive(Clone, Copy)]
 struct Seen {
     at: u64,
@@ -121,31 +121,31 @@ struct Picture {
     events: Vec<Event>,
     tracks: BTreeMap<Track, String>,
     arrows: u64,
-    /// What is going on at a queue.
+    /// Current run of each queue.
     runs: HashMap<(u16, Queue), Run>,
-    /// Commands that were seen and have no completion yet.
+    /// Commands in flight.
     commands: HashMap<Command, Seen>,
     in_flight: HashMap<(u16, u16), usize>,
-    /// When the last slice of a track ended.
+    /// End of the last slice of each track.
     ends: HashMap<Track, u64>,
-    /// Of a worker: when it fell asleep.
+    /// Beginning of the current sleep of each sleeping I/O thread.
     asleep: HashMap<u16, u64>,
-    /// The first doorbell that rang while a worker slept.
+    /// First doorbell write since an I/O thread fell asleep.
     rang: HashMap<u16, (u64, Track)>,
-    /// Which worker serves a queue.
+    /// I/O thread of each queue.
     owners: HashMap<(u16, Queue), u16>,
-    /// Since when a worker has looked at this queue.
+    /// Time of the first command or new shadow value of a queue since its last fetch.
     looks: HashMap<(u16, Queue), u64>,
-    /// The vector of a completion queue.
+    /// Interrupt vector of each completion queue.
     vectors: HashMap<(u16, Queue), u16>,
-    /// When completions were posted last, and what the arrow to the interrupt leaves.
+    /// Time of the last completion of each queue: the start of the arrow to the interrupt.
     posted: HashMap<(u16, Queue), u64>,
 }
 
-/// Writes the picture of `records`, which are in the order of their time.
+/// Writes the time line of `records`, which are sorted by time.
 ///
 /// # Errors
-/// Those of `out`.
+/// `out` cannot be written.
 pub(super) fn write(records: &[Record], out: &mut impl Write) -> io::Result<()> {
     let mut picture = Picture::default();
     for record in records {
@@ -171,7 +171,7 @@ fn json_line(event: &Event) -> io::Result<String> {
     Ok(serde_json::to_string(event)?)
 }
 
-/// What a track and its process are called, and where they are placed.
+/// Metadata events with names and sort positions of a track and its process.
 fn names(track: Track, name: &str) -> [String; 4] {
     let Track { pid, tid } = track;
     let process = match pid {
@@ -193,7 +193,7 @@ fn microseconds(ns: u64) -> f64 {
     ns as f64 / 1e3
 }
 
-/// What a record has beside its kind.
+/// Fields of a record, besides its kind.
 fn args(record: &Record) -> Map<String, Value> {
     record.fields().into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect()
 }
@@ -232,7 +232,8 @@ impl Picture {
         &mut self.events[last]
     }
 
-    /// A slice from `start` to `end`, as far as no other one is there. When it begins and ends.
+    /// Adds a slice and returns its start and end. The start is delayed to the end of the track's
+    /// last slice, because slices must not overlap.
     fn slice(
         &mut self,
         track: Track,
@@ -358,8 +359,8 @@ impl Picture {
         let command = (controller, qid, record.value as u16);
         let before = self.commands.insert(command, Seen { at, opcode: record.extra });
         let in_flight = self.in_flight.entry((controller, qid)).or_default();
-        // An identifier that is used again without a completion in between: the host's mistake, or
-        // its queue is a new one.
+        // If the identifier was in flight already, the host reused it too early or the queue was
+        // recreated. It is counted once.
         *in_flight += usize::from(before.is_none());
         let in_flight = *in_flight;
         self.run(record, queue, "submitted").in_flight.insert(qid, in_flight);
@@ -377,7 +378,7 @@ impl Picture {
         run.ended.extend(seen.map(|seen| (command, seen)));
     }
 
-    /// Takes a record into the run of its queue, or begins one.
+    /// Adds a record to the current run of its queue, or begins a run.
     fn run(&mut self, record: &Record, queue: (u16, Queue), what: &'static str) -> &mut Run {
         let at = record.time_ns;
         let track = self.track(Track::queue(queue.0, queue.1), || queue.1.to_string());
@@ -395,7 +396,7 @@ impl Picture {
         run
     }
 
-    /// `worker` does something, at queue `but` if at any: its runs at others are over.
+    /// Ends the runs of `worker` at all queues except `but`, because it has switched to `but`.
     fn end_runs(&mut self, worker: Option<u16>, but: Option<(u16, Queue)>) {
         let over = |(queue, run): (&(u16, Queue), &Run)| {
             (run.worker == worker && Some(*queue) != but).then_some(*queue)
@@ -454,7 +455,7 @@ impl Picture {
         }
     }
 
-    /// What is still going on goes on until the end.
+    /// Extends unfinished runs and sleeps to the end of the trace.
     fn finish(mut self, end: u64) -> Self {
         let runs: Vec<_> = self.runs.drain().collect();
         for (queue, run) in runs {
@@ -469,7 +470,7 @@ impl Picture {
     }
 }
 
-/// Whether a record is one of many of its kind in a row.
+/// True for kinds whose consecutive records are combined into one slice.
 fn is_of_run(kind: Kind) -> bool {
     matches!(kind, Kind::CommandSeen | Kind::CompletionPosted)
 }

@@ -1,4 +1,4 @@
-//! Streams of bytes from and to a namespace, with several requests in flight.
+//! Byte streams from and to a namespace, with several commands in flight.
 
 use crate::session::Session;
 use anyhow::{Context, anyhow, bail};
@@ -7,27 +7,28 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// Bytes of a request, where the controller takes as much at once.
+/// Bytes per command, if the controller's largest transfer permits.
 const CHUNK: u64 = 1 << 20;
-/// Zeroes are looked for in pieces of so many bytes: what qcow2 images and file systems allocate.
+/// Granularity of zero detection: the cluster size of qcow2 images and a multiple of file system
+/// blocks.
 const PIECE: usize = 64 << 10;
-/// Bytes of a hole that are one piece of a stream, at most.
+/// Largest hole that is one piece of a stream, in bytes.
 const HOLE: u64 = 1 << 30;
-/// Allocated ranges that are asked for at once.
+/// Allocated ranges per query.
 const RANGES: usize = 255;
-/// Requests in flight.
+/// Commands in flight.
 pub(super) const DEPTH: usize = 8;
-/// A request that takes longer is given up, and the whole with it.
+/// Time limit of a command, after which the transfer fails.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A queue pair with its buffers, on a namespace.
+/// Queue pair with its buffers, for one namespace.
 struct Port {
     queue: QueuePair,
     namespace: Namespace,
     name: String,
     chunk: u64,
     spare: Vec<Buffer>,
-    /// By slot of the queue, which of the requests that were ever made it is.
+    /// Request number of each slot of the queue. Numbers count all requests of the port.
     by_slot: Vec<u64>,
     made: u64,
 }
@@ -54,7 +55,7 @@ impl Port {
         self.namespace.block_size().into()
     }
 
-    /// The command for `len` bytes at byte `offset`, both whole blocks.
+    /// Command for `len` bytes at byte `offset`, both multiples of the block size.
     fn command(&self, write: bool, offset: u64, len: u64) -> anyhow::Result<Command> {
         let lba = self.namespace.blocks_in(offset)?;
         let blocks = u32::try_from(self.namespace.blocks_in(len)?)?;
@@ -65,7 +66,7 @@ impl Port {
         })
     }
 
-    /// Submits; the number of the request.
+    /// Submits a command and returns its request number.
     fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> anyhow::Result<u64> {
         let token = self.queue.submit(command, buffer).map_err(|e| anyhow!(e.reason))?;
         let number = self.made;
@@ -76,7 +77,7 @@ impl Port {
         Ok(number)
     }
 
-    /// Waits for the next request that ends: its number, and its buffer.
+    /// Waits for the next completion and returns its request number and buffer.
     fn wait(&mut self) -> anyhow::Result<(u64, Option<Buffer>)> {
         let deadline = Instant::now() + REQUEST_TIMEOUT;
         loop {
@@ -95,28 +96,28 @@ impl Port {
     }
 }
 
-/// A stream of the bytes of a namespace.
+/// Stream of the bytes of a namespace.
 pub(super) struct DiskReader {
     port: Port,
-    /// What is asked for next, a whole number of blocks.
+    /// Offset of the next request, a multiple of the block size.
     next: u64,
-    /// The end, in whole blocks.
+    /// End of the last request, a multiple of the block size.
     end: u64,
-    /// Requests in the order of their bytes.
+    /// Requests in the order of their offsets.
     window: VecDeque<Request>,
-    /// Bytes to leave out of the first block.
+    /// Bytes of the first block before the stream.
     skip: u64,
-    /// Bytes still to be delivered.
+    /// Bytes left to deliver.
     left: u64,
     bytes: Vec<u8>,
-    /// Tells which blocks are allocated: the others are not read.
+    /// Allocation map, for skipping deallocated blocks.
     map: Option<Map>,
 }
 
-/// What comes next of a stream.
+/// Piece of a stream.
 pub(super) enum Piece<'a> {
     Bytes(&'a [u8]),
-    /// So many bytes that read as zeroes, and were not read.
+    /// Number of bytes that read as zeroes, and were not read.
     Zeroes(u64),
 }
 
@@ -127,25 +128,25 @@ struct Request {
 }
 
 enum Data {
-    /// The number of the request.
+    /// Read in flight, with its request number.
     UnderWay(u64),
     Here(Buffer),
     Zeroes,
 }
 
-/// Which blocks of a namespace are allocated, as far as the controller was asked.
+/// Allocation map of a namespace, as far as it was queried.
 struct Map {
     admin: Admin,
     nsid: u32,
     block: u64,
-    /// What was asked for last, in bytes: the allocated ranges from somewhere on, up to there.
+    /// Allocated byte ranges of the last query, which covers the bytes up to `known`.
     ranges: VecDeque<Range<u64>>,
     known: u64,
 }
 
 impl Map {
-    /// If there is something to gain: if the controller says which blocks are allocated, and that
-    /// the others read as zeroes.
+    /// Allocation map, if the controller reports allocated blocks and deallocated ones read as
+    /// zeroes. Otherwise `None`, because all blocks have to be read.
     fn of(admin: Admin, namespace: &Namespace) -> Option<Self> {
         let reads_zeroes = namespace.identity().dlfeat.drb() == 1;
         let is_there = reads_zeroes && admin.reports_allocated().unwrap_or(false);
@@ -153,8 +154,8 @@ impl Map {
         is_there.then(|| Self { admin, nsid, block, ranges: VecDeque::new(), known: 0 })
     }
 
-    /// How many bytes from `at` on, which is less than `end`, are of one kind, and whether they have
-    /// to be read. Both are whole blocks. Nothing, if the controller does not say.
+    /// Allocation state and length of the extent at byte `at`, cut off at `end` (both multiples of
+    /// the block size). `None` if the controller cannot tell.
     fn look(&mut self, at: u64, end: u64) -> Option<(bool, u64)> {
         if at >= self.known {
             let blocks = at / self.block..end / self.block;
@@ -181,7 +182,7 @@ impl Map {
 }
 
 impl DiskReader {
-    /// `len` bytes of `namespace` from byte `offset` on, which it must have.
+    /// Stream of `len` bytes from byte `offset` on, which must be inside `namespace`.
     pub(super) fn open(
         session: &mut Session,
         namespace: Namespace,
@@ -208,12 +209,12 @@ impl DiskReader {
         })
     }
 
-    /// From now on, what is not allocated is not read, if that can be known.
+    /// Skips deallocated blocks from now on, if the controller supports it.
     pub(super) fn skip_holes(&mut self, admin: Admin) {
         self.map = Map::of(admin, &self.port.namespace);
     }
 
-    /// What comes next, in order; nothing at the end.
+    /// Next piece in order; `None` at the end.
     pub(super) fn next(&mut self) -> anyhow::Result<Option<Piece<'_>>> {
         if self.left == 0 {
             return Ok(None);
@@ -256,12 +257,12 @@ impl DiskReader {
             bail!("{}: a buffer is shorter than its request", self.port.name);
         }
         self.port.spare.push(buffer);
-        // While the caller is busy with these, the device is with the following.
+        // Read-ahead: the next requests run while the caller processes this piece.
         self.ask()?;
         Ok(Some(Piece::Bytes(&self.bytes)))
     }
 
-    /// Keeps the window full.
+    /// Submits requests until the window is full.
     fn ask(&mut self) -> anyhow::Result<()> {
         while self.next < self.end && self.window.len() < 2 * DEPTH {
             let (offset, rest) = (self.next, self.end - self.next);
@@ -275,7 +276,7 @@ impl DiskReader {
                 None => (true, rest),
             };
             if !is_read {
-                // Not too many at once: a stream may be interrupted between two pieces.
+                // Limited, because an interruption takes effect only between two pieces.
                 let len = len.min(HOLE);
                 self.window.push_back(Request { offset, len, data: Data::Zeroes });
                 self.next += len;
@@ -292,19 +293,19 @@ impl DiskReader {
     }
 }
 
-/// A stream into a namespace.
+/// Stream into a namespace.
 pub(super) struct DiskWriter {
     port: Port,
-    /// What is collected for the next request, which begins at byte `at`, a whole number of blocks.
+    /// Data of the next request, which begins at byte `at`, a multiple of the block size.
     collected: Vec<u8>,
     at: u64,
     in_flight: usize,
-    /// Requests in flight at most: there is a buffer for each.
+    /// Largest number of requests in flight, one per buffer.
     depth: usize,
 }
 
 impl DiskWriter {
-    /// Writes to `namespace` from byte `offset` on.
+    /// Stream into `namespace` from byte `offset` on.
     pub(super) fn open(
         session: &mut Session,
         namespace: Namespace,
@@ -324,7 +325,7 @@ impl DiskWriter {
         Ok(writer)
     }
 
-    /// Writes `bytes` behind what was written so far. They may still be under way afterwards.
+    /// Appends `bytes`. They may still be in flight on return.
     pub(super) fn write(&mut self, mut bytes: &[u8]) -> anyhow::Result<()> {
         let chunk = usize::try_from(self.port.chunk)?;
         while !bytes.is_empty() {
@@ -339,8 +340,8 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Has `len` bytes behind what was written so far read as zeroes, and take no room if they need
-    /// none. That may still be under way afterwards.
+    /// Appends `len` zeroes, with Write Zeroes for whole blocks, so that they need no storage. The
+    /// commands may still be in flight on return.
     pub(super) fn write_zeroes(&mut self, mut len: u64) -> anyhow::Result<()> {
         let (block, chunk) = (self.port.block(), self.port.chunk);
         let has_zeroes = self.port.namespace.optional_commands().write_zeroes();
@@ -353,7 +354,7 @@ impl DiskWriter {
                 len -= now;
                 continue;
             }
-            // Up to where blocks are whole, or to where they are sent anyway.
+            // Zeroes are buffered up to the end of the block, or of the request.
             let room = if has_zeroes { block - collected % block } else { chunk - collected };
             let now = len.min(room);
             self.collected.resize(usize::try_from(collected + now)?, 0);
@@ -366,8 +367,8 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Writes the rest, waits for everything and makes it durable. What is in the last block behind
-    /// the last byte stays.
+    /// Writes the rest, waits for all commands, and flushes. The bytes of the last block after the
+    /// stream are preserved.
     pub(super) fn finish(mut self) -> anyhow::Result<()> {
         let block = usize::try_from(self.port.block())?;
         let odd = self.collected.len() % block;
@@ -403,7 +404,7 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// How many of the first bytes are all zeroes, or all not, by pieces.
+    /// Length of the first run of pieces that are all zero or all nonzero, and which of the two.
     fn run(&self, bytes: &[u8]) -> (bool, usize) {
         if !self.port.namespace.optional_commands().write_zeroes() {
             return (false, bytes.len());
@@ -435,7 +436,7 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Zeroes whole blocks, so that what takes no room at the source takes none here.
+    /// Zeroes whole blocks with deallocation, so that holes of the source need no storage.
     fn send_zeroes(&mut self, len: u64) -> anyhow::Result<()> {
         while self.in_flight >= self.depth {
             self.reap()?;
@@ -457,7 +458,7 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// A block as it is, with nothing in flight on it.
+    /// Reads a block after all commands in flight have ended.
     fn read_block(&mut self, offset: u64) -> anyhow::Result<Vec<u8>> {
         while self.in_flight > 0 {
             self.reap()?;

@@ -1,8 +1,8 @@
-//! `read`, `write` and `copy`: bytes from, to and between namespaces.
+//! `read`, `write` and `copy`: transfer bytes from, to and between namespaces.
 //!
-//! Any byte range will do: at its ends, the rest of a block is read and written back as it was.
-//! Several requests are in flight at once, and a write is durable (flushed) when the program ends
-//! with success.
+//! Byte ranges need not be aligned: the partial blocks at both ends are read and rewritten.
+//! Several commands are in flight at once. A write ends with a flush, so the data is durable when
+//! the program ends successfully.
 
 mod disk;
 
@@ -22,20 +22,20 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Read bytes of a namespace
+/// Read bytes from a namespace
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct ReadArgs {
-    /// What to read from
+    /// Namespace to read from
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// The first byte: 4096, 1MiB
+    /// Offset of the first byte: 4096, 1MiB
     #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
     pub offset: u64,
-    /// How many bytes [default: all up to the end]
+    /// Number of bytes [default: up to the end]
     #[arg(long, value_parser = parse::offset, value_name = "BYTES")]
     pub length: Option<u64>,
-    /// Where to put them; `-` is standard output [default: standard output]
+    /// Output file; `-` is standard output [default: standard output]
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 }
@@ -44,30 +44,30 @@ pub(crate) struct ReadArgs {
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct WriteArgs {
-    /// What to write to
+    /// Namespace to write to
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// Where the first byte goes: 4096, 1MiB
+    /// Offset of the first byte: 4096, 1MiB
     #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
     pub offset: u64,
-    /// How many bytes, at most [default: all that there are]
+    /// Maximum number of bytes [default: the whole input]
     #[arg(long, value_parser = parse::offset, value_name = "BYTES")]
     pub length: Option<u64>,
-    /// Where they come from; `-` is standard input [default: standard input]
+    /// Input file; `-` is standard input [default: standard input]
     #[arg(short, long, value_name = "FILE")]
     pub input: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) overwrite: Overwrite,
 }
 
-/// Copy a namespace or disk onto another
+/// Copy a namespace or disk to another one
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub(crate) struct CopyArgs {
-    /// What to copy
+    /// Namespace or disk to copy
     #[arg(value_name = "SRC")]
     pub source: Target,
-    /// What to overwrite; a file that does not exist is created, as a qcow2 image if its name ends
+    /// Namespace or disk to overwrite; a missing file is created, as a qcow2 image if its name ends
     /// in .qcow2
     #[arg(value_name = "DST")]
     pub destination: Target,
@@ -78,8 +78,8 @@ pub(crate) struct CopyArgs {
 /// Runs `read`.
 ///
 /// # Errors
-/// The driver's, those of the output, and with exit status [`exit::BAD_INPUT`] a range that is not
-/// there.
+/// Errors of the driver or the output; with exit status [`exit::BAD_INPUT`] if the range is not
+/// inside the namespace.
 pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     let output = args.output.as_deref().filter(|path| !is_standard(path));
     if output.is_none() && io::stdout().is_terminal() {
@@ -104,7 +104,7 @@ pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
         None => (Box::new(io::stdout().lock()), "standard output".to_owned()),
     };
     let bar = progress(Some(length));
-    // Holes are not looked for, and so there are none.
+    // Without `skip_holes`, every piece has bytes.
     while let Some(Piece::Bytes(bytes)) = reader.next()? {
         out.write_all(bytes).with_context(|| name.clone())?;
         bar.inc(bytes.len() as u64);
@@ -117,18 +117,18 @@ pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether it stands for standard input or output. A file of that name is `./-`.
+/// True if `path` means standard input or output. A file of that name is `./-`.
 fn is_standard(path: &Path) -> bool {
     path == Path::new("-")
 }
 
-/// An empty file, or what it was if that is no file: a pipe, a device. Not a disk that somebody
-/// uses, which may be this program itself.
+/// Creates or truncates a file, or opens a pipe or device. Refuses a disk that is in use, possibly
+/// by this program itself.
 fn create(path: &Path) -> anyhow::Result<File> {
     let name = || path.display().to_string();
     let file = File::options().write(true).create(true).truncate(false).open(path);
     let file = file.map_err(exit::bad_input).with_context(name)?;
-    // Disks are locked. What can not be locked is none.
+    // Disks in use hold a lock. A file that does not support locks is not in use as a disk.
     let locked = fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive);
     if matches!(locked, Err(Errno::AGAIN | Errno::ACCESS)) {
         let what = "is a disk that is in use; give the path of another file";
@@ -143,7 +143,8 @@ fn create(path: &Path) -> anyhow::Result<File> {
 /// Runs `write`.
 ///
 /// # Errors
-/// The driver's, those of the input, and with exit status [`exit::BAD_INPUT`] what does not fit.
+/// Errors of the driver or the input; with exit status [`exit::BAD_INPUT`] if the input does not
+/// fit.
 pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
     let (mut input, name, length): (Box<dyn Read>, String, Option<u64>) =
         match args.input.as_deref().filter(|path| !is_standard(path)) {
@@ -155,7 +156,7 @@ pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
                 if about.is_dir() {
                     return Err(exit::bad_input(anyhow!("{name} is a directory")));
                 }
-                // Of a pipe or a device nobody knows.
+                // The length of a pipe or device is unknown.
                 let length = about.is_file().then_some(about.len());
                 (Box::new(file), name, length)
             }
@@ -212,7 +213,7 @@ pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
 /// Runs `copy`.
 ///
 /// # Errors
-/// The driver's, and with exit status [`exit::BAD_INPUT`] a destination that is too small.
+/// Errors of the driver; with exit status [`exit::BAD_INPUT`] if the destination is too small.
 pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     let CopyArgs { source, destination, overwrite } = args;
     let stop = signals::stop_flag().context("signals can not be caught")?;
@@ -220,13 +221,13 @@ pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     if source == destination {
         return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
     }
-    // What is not there yet is made further down.
+    // A missing destination file is created by `create_missing`.
     let is_new =
         matches!(destination, Target::Local { disk } if is_path(disk) && !Path::new(disk).exists());
     if !is_new {
         overwrite.check(destination)?;
     }
-    // A controller has one host at a time, so two of its namespaces are reached together.
+    // A controller has one host at a time, so two of its namespaces need one session.
     let same = match (source, destination) {
         (Target::VfioUser { socket: one, .. }, Target::VfioUser { socket: other, .. }) => {
             same_file(one, other)
@@ -261,7 +262,8 @@ pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
             to.detach()
         });
         if let (Err(_), Some(path)) = (&outcome, created) {
-            // Nobody wants it; what an error has left may be of use.
+            // After an interruption the incomplete file is removed. After an error it is kept, as
+            // its content may be useful.
             let is_removed = stop.load(Ordering::Relaxed) && fs::remove_file(&path).is_ok();
             let what = if is_removed { "was incomplete, and is removed" } else { "is incomplete" };
             tracing::warn!("{} {what}", path.display());
@@ -273,7 +275,7 @@ pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Copies all of it, unless the program is to end before.
+/// Copies `bytes` bytes, unless a signal stops it.
 fn pump(
     mut reader: DiskReader,
     mut writer: DiskWriter,
@@ -284,7 +286,7 @@ fn pump(
     let mut done = 0;
     while let Some(read) = reader.next()? {
         if stop.load(Ordering::Relaxed) {
-            // What is under way counts among these.
+            // Commands in flight count as done, so they are completed.
             writer.finish()?;
             bail!("interrupted: {destination} has the first {done} of {bytes} bytes");
         }
@@ -307,7 +309,7 @@ fn pump(
 }
 
 fn attach(target: &Target, queue_pairs: u16) -> anyhow::Result<Session> {
-    // One entry of a queue stays empty.
+    // A queue of N entries holds N - 1 commands.
     let queue_depth = (DEPTH as u32 + 1).next_power_of_two();
     Session::attach(target, &AttachOptions { queue_pairs, queue_depth, ..AttachOptions::default() })
 }
@@ -348,8 +350,8 @@ fn same_file(one: &Path, other: &Path) -> bool {
     real(one) == real(other)
 }
 
-/// Makes the image that the destination names, of `bytes` bytes, if it is a path where nothing is:
-/// a qcow2 image if it is called so, else a raw one.
+/// Creates the destination with `bytes` bytes if it is the path of a missing file: a qcow2 image if
+/// the name ends in `.qcow2`, otherwise a raw image.
 fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<PathBuf>> {
     let Target::Local { disk } = destination else { return Ok(None) };
     let path = Path::new(disk);
@@ -365,8 +367,7 @@ fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<Pat
     Ok(Some(path.to_owned()))
 }
 
-/// Whether what a disk is called is a path: `mem:1GiB` is none, and what follows a `?` is no part
-/// of one.
+/// True if the name of a disk is a plain path: not `mem:1GiB`, and without options after a `?`.
 fn is_path(disk: &str) -> bool {
     let is_kind = disk.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
     !is_kind && !disk.contains('?')
@@ -383,7 +384,7 @@ fn progress(bytes: Option<u64>) -> ProgressBar {
         ),
         None => (ProgressBar::new_spinner(), "{spinner} {bytes} {binary_bytes_per_sec}"),
     };
-    // The templates are constant; if one were wrong, the usual one would do.
+    // The templates are constant and valid; an error would leave the default style.
     match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,

@@ -1,4 +1,4 @@
-//! The command line of `verify`.
+//! Command line of `verify`.
 
 use super::job::JobLimits;
 use crate::output::Output;
@@ -9,66 +9,66 @@ use crate::target::{self, Target};
 use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
 use std::time::Duration;
 
-/// Verify that a controller keeps what it is given: everything at once, every byte checked
+/// Verify the data integrity of a controller: mixed commands, every byte checked
 ///
-/// Overwrites the target. Ends with status 1 if a block did not hold what it had to, or a command
-/// was lost or failed.
+/// Overwrites the target. The exit status is 1 if a block has wrong content, or if a command was
+/// lost or failed.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub struct Args {
-    /// What to verify
+    /// Namespace to verify
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// How long: 10, 500ms, 2m
+    /// Duration: 10, 500ms, 2m
     #[arg(long, default_value = "10", value_parser = parse::time, value_name = "TIME")]
     pub runtime: Duration,
-    /// End each job after so many commands, instead of after a time
+    /// End each job after N commands instead of after a time
     #[arg(long, alias = "number_ios", conflicts_with = "runtime", value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     pub number_ios: Option<u64>,
-    /// Commands that each job keeps in flight
+    /// Commands in flight per job
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
     pub iodepth: u16,
-    /// Jobs: each has a thread, a queue pair and its own part of the target
+    /// Number of jobs; each has a thread, a queue pair and its own part of the target
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub numjobs: u16,
-    /// Bytes of the longest command; the shortest is one block
+    /// Size of the largest command; the smallest is one block
     #[arg(long, default_value = "64k", value_parser = parse::size, value_name = "BYTES")]
     pub max_bs: u64,
-    /// The percentage of reads and compares
+    /// Percentage of reads and compares
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub rwmixread: u8,
-    /// Use so much of the target [default: 256 MiB, or what there is]
+    /// Bytes of the target to use [default: 256 MiB, or all if it is smaller]
     #[arg(long, value_parser = parse::size, value_name = "BYTES")]
     pub size: Option<u64>,
-    /// Where to begin
+    /// Offset of the first byte to use
     #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
     pub offset: u64,
     #[command(flatten)]
     pub(crate) overwrite: Overwrite,
-    /// How to ring: `auto` takes the best that the controller has
+    /// Doorbell mode of the driver; `auto` is the best that the controller supports
     #[arg(long, value_enum, default_value_t = DoorbellMode::Auto)]
     pub doorbells: DoorbellMode,
-    /// How to find completions
+    /// Completion mode
     #[arg(long, value_enum, default_value_t = CompletionMode::Adaptive)]
     pub completion: CompletionMode,
-    /// A command that is not completed after this time is aborted; then its queue is created again,
-    /// then the controller is reset
+    /// Time limit of a command. On expiry, the command is aborted; if that fails, its queue is
+    /// recreated; if that fails, the controller is reset
     #[arg(long, default_value = "30", value_parser = parse::time, value_name = "TIME")]
     pub timeout: Duration,
-    /// The same for an administrative command
+    /// Time limit of an admin command
     #[arg(long, default_value = "10", value_parser = parse::time, value_name = "TIME")]
     pub admin_timeout: Duration,
-    /// How often the driver submits a command again that recovery took back
+    /// Number of times that the driver repeats a command after recovery
     #[arg(long, default_value_t = 3, value_name = "N")]
     pub repeats: u8,
-    /// How often a command that ended with an error is submitted again
+    /// Number of times that a failed command is submitted again
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub retries: u32,
-    /// Seed of everything that is random
+    /// Seed of the random number generator
     #[arg(long, alias = "randseed", default_value_t = 0x5eed)]
     pub seed: u64,
-    /// Sentences, or JSON.
+    /// Output format.
     #[command(flatten)]
     pub output: Output,
 }
@@ -93,8 +93,8 @@ impl Args {
             depth: self.iodepth.into(),
             commands: self.number_ios,
             retries: self.retries,
-            // Recovery ends what it can not save, and takes its time: this is for what it does not
-            // see.
+            // Backstop behind the driver's recovery, which bounds the time of every command. So it
+            // is much longer than recovery takes.
             stall_timeout: (self.timeout + self.admin_timeout)
                 .saturating_mul(8 * (u32::from(self.repeats) + 1))
                 .max(Duration::from_secs(60)),

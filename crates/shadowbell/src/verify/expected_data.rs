@@ -1,22 +1,21 @@
-//! What every block of a part of the namespace has to hold, and which blocks commands are in flight
-//! on.
+//! Expected content of every block of a part of the namespace, and blocks with commands in flight.
 
 use crate::content;
 use crate::rng::Rng;
 use shadowbell_driver::Buffer;
 
-/// The most bad blocks that are described; all are counted.
+/// Largest number of bad blocks that are described; all are counted.
 pub(super) const DESCRIBED: usize = 8;
 
-/// A command on the block is in flight.
+/// Flag of an entry: a command on the block is in flight.
 const BUSY: u32 = 1 << 31;
-/// Nobody knows: what was there before, or what a failed command has left.
+/// Entry of a block with unknown content: not written yet, or changed by a failed command.
 const UNKNOWN: u32 = 0;
 const ZEROES: u32 = 1;
-/// The number of the first write; a block holds the number of the write that it is from.
+/// Sequence number of the first write. The entry of a written block is the number of its write.
 const FIRST: u32 = 2;
 
-/// What is done to blocks.
+/// Kind of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Read,
@@ -47,27 +46,27 @@ impl Kind {
     }
 }
 
-/// A command: blocks are counted from the start of the part.
+/// Command. Blocks are counted from the start of the part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Op {
     pub(super) kind: Kind,
     pub(super) first: u64,
     pub(super) blocks: u32,
-    /// Of a write.
+    /// Sequence number of a write.
     sequence: u32,
 }
 
-/// What may be done, and to what.
+/// Part of the namespace, and the commands that it is verified with.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
-    /// Byte of the namespace at which the part begins.
+    /// Byte offset of the part in the namespace.
     pub(super) start: u64,
     /// Blocks of the part.
     pub(super) blocks: u64,
     pub(super) block_size: u32,
-    /// Blocks of the longest command.
+    /// Blocks of the largest command.
     pub(super) most: u32,
-    /// The percentage that only looks.
+    /// Percentage of reads and compares.
     pub(super) percent_read: u8,
     pub(super) write_zeroes: bool,
     pub(super) deallocate: bool,
@@ -75,20 +74,20 @@ pub(super) struct Shape {
     pub(super) seed: u64,
 }
 
-/// The expected content of a part.
+/// Expected content of a part, with a generator of commands.
 pub(super) struct ExpectedData {
     shape: Shape,
     entries: Box<[u32]>,
     sequence: u32,
     rng: Rng,
-    /// The next block to read back.
+    /// Next block of the verification pass.
     back: u64,
     scratch: Box<[u8]>,
-    /// Blocks whose content was known and looked at.
+    /// Blocks whose content was known and compared.
     pub(super) checked: u64,
-    /// How many of them did not hold what they had to.
+    /// Blocks with wrong content.
     pub(super) bad: u64,
-    /// Some of those.
+    /// Descriptions of the first bad blocks.
     pub(super) described: Vec<String>,
 }
 
@@ -97,7 +96,7 @@ impl ExpectedData {
         Self {
             entries: vec![UNKNOWN; usize::try_from(shape.blocks).unwrap_or(0)].into(),
             sequence: FIRST,
-            // Parts differ in where they begin.
+            // The start of the part makes the sequences of the jobs different.
             rng: Rng::new(shape.seed ^ shape.start.rotate_left(20)),
             back: 0,
             scratch: vec![0; shape.block_size as usize].into(),
@@ -114,8 +113,7 @@ impl ExpectedData {
         self.entries.get_mut(first..end).unwrap_or_default()
     }
 
-    /// A random command on blocks that no other command is in flight on; nothing if it fell on
-    /// others
+    /// Draws a random command. `None` if it would overlap a command in flight.
     pub(super) fn draw(&mut self) -> Option<Op> {
         let sizes = u64::from(self.shape.most.ilog2()) + 1;
         let blocks = 1u32 << self.rng.below(sizes);
@@ -140,14 +138,14 @@ impl ExpectedData {
         }
     }
 
-    /// Takes add_bad of a command's beginning.
+    /// Records the start of a command. `None` if it would overlap a command in flight.
     fn begin(&mut self, kind: Kind, first: u64, blocks: u32) -> Option<Op> {
         let sequence = self.sequence;
         let entries = self.range(first, blocks);
         if entries.iter().any(|entry| entry & BUSY != 0) {
             return None;
         }
-        // With what nobody knows there is nothing to compare.
+        // A Compare needs known content; otherwise it becomes a read.
         let unknown = entries.contains(&UNKNOWN);
         let kind = if kind == Kind::Compare && unknown { Kind::Read } else { kind };
         for entry in entries {
@@ -164,8 +162,8 @@ impl ExpectedData {
         Some(Op { kind, first, blocks, sequence })
     }
 
-    /// The next command of those that read all that is known once more, in their order; nothing
-    /// after the last. Nothing else may be in flight.
+    /// Next read of the verification pass, which reads all blocks with known content in order.
+    /// `None` after the last. No other command may be in flight.
     pub(super) fn read_back(&mut self) -> Option<Op> {
         let known = |entries: &[u32]| entries.iter().any(|entry| entry & !BUSY != UNKNOWN);
         while self.back < self.shape.blocks {
@@ -179,7 +177,7 @@ impl ExpectedData {
         None
     }
 
-    /// What block `index` of a command has to hold, if anybody knows, and where it is.
+    /// Entry of block `index` of a command, and the block's byte offset.
     fn expected(&mut self, op: Op, index: u32) -> (u32, u64) {
         let block = op.first + u64::from(index);
         let offset = self.shape.start + block * u64::from(self.shape.block_size);
@@ -187,7 +185,7 @@ impl ExpectedData {
         (entry & !BUSY, offset)
     }
 
-    /// Puts into `buffer` what the command writes or compares with. False if it has no room.
+    /// Fills `buffer` with the data of a write or compare. False if the buffer is too short.
     pub(super) fn fill(&mut self, op: Op, buffer: &mut Buffer) -> bool {
         let size = self.shape.block_size as usize;
         let seed = self.shape.seed as u32;
@@ -202,7 +200,7 @@ impl ExpectedData {
         })
     }
 
-    /// A command has completed with success; checks what it has read.
+    /// Handles the success of a command and checks the data of a read.
     pub(super) fn succeeded(&mut self, op: Op, buffer: Option<&Buffer>) {
         if op.kind == Kind::Compare {
             self.checked += u64::from(op.blocks);
@@ -242,7 +240,7 @@ impl ExpectedData {
         Some(format!("byte {}: {holds}", offset + at as u64))
     }
 
-    /// A Compare says that the blocks hold something else.
+    /// Handles a Compare that found other content.
     pub(super) fn differed(&mut self, op: Op) {
         let (_, offset) = self.expected(op, 0);
         self.checked += u64::from(op.blocks);
@@ -260,7 +258,7 @@ impl ExpectedData {
         }
     }
 
-    /// A command has failed for good: what it should have changed is anything now.
+    /// Handles the final failure of a command. Blocks that it would have changed become unknown.
     pub(super) fn failed(&mut self, op: Op) {
         let changes = op.kind.changes();
         for entry in self.range(op.first, op.blocks) {
@@ -305,7 +303,7 @@ mod tests {
             }
             busy.fill(false);
         }
-        // Nothing is ever known here, so nothing is compared.
+        // All blocks are unknown, so no Compare is drawn.
         assert_eq!(kinds.len(), Kind::ALL.len() - 1);
         assert!(expected.entries.iter().all(|entry| *entry == UNKNOWN));
     }
@@ -321,7 +319,7 @@ mod tests {
         let back = expected.read_back().unwrap();
         assert_eq!((back.kind, back.first, back.blocks), (Kind::Read, 16, 16));
         assert_eq!(expected.read_back(), None);
-        // Nothing was read, which is as bad as anything else: four blocks should have been.
+        // A read without data counts as four bad blocks.
         expected.succeeded(back, None);
         assert_eq!((expected.checked, expected.bad), (4, 4));
     }

@@ -1,5 +1,5 @@
-//! A queue pair that is kept full of commands on a part of the namespace, until it is enough; then
-//! everything that is known of the part is read once more.
+//! Job: a queue pair that is kept full of commands on its part of the namespace, then reads all
+//! blocks with known content once more.
 
 use super::expected_data::{DESCRIBED, ExpectedData, Kind, Op};
 use anyhow::{anyhow, bail};
@@ -11,20 +11,20 @@ use shadowbell_spec::nvm::DsmRange;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// How many commands are drawn until one is on blocks that no other is in flight on.
+/// Number of attempts to draw a command that does not overlap one in flight.
 const DRAWS: usize = 64;
-/// The longest sleep: a job notices that it is to stop after that at the latest.
+/// Longest sleep, and so the longest time until a job notices that it has to stop.
 const LONGEST_SLEEP: Duration = Duration::from_millis(200);
 
-/// What is the same for all jobs.
+/// Limits of all jobs.
 #[derive(Clone, Copy)]
 pub(super) struct JobLimits {
     pub(super) depth: usize,
-    /// Commands of each job.
+    /// Number of commands per job.
     pub(super) commands: Option<u64>,
-    /// How often a command that ended with an error is submitted again.
+    /// Number of times that a failed command is submitted again.
     pub(super) retries: u32,
-    /// A device that completes nothing for so long has lost what was in flight.
+    /// Time without completions after which commands in flight are considered lost.
     pub(super) stall_timeout: Duration,
 }
 
@@ -34,25 +34,25 @@ struct InFlight {
     tries: u32,
 }
 
-/// What a job has found.
+/// Results of a job.
 #[derive(Default)]
 pub(super) struct JobResult {
-    /// By [`Kind::ALL`].
+    /// Number of commands, indexed as [`Kind::ALL`].
     pub(super) commands: [u64; Kind::ALL.len()],
-    /// Commands that ended with an error and were submitted again.
+    /// Failed commands that were submitted again.
     pub(super) retried: u64,
-    /// Commands that failed for good.
+    /// Commands that failed finally.
     pub(super) failed: u64,
     pub(super) checked: u64,
     pub(super) bad: u64,
-    /// Some of what was bad or failed.
+    /// Descriptions of the first bad blocks and failed commands.
     pub(super) described: Vec<String>,
     pub(super) slowest: Duration,
     pub(super) queue: QueueStats,
 }
 
 impl JobResult {
-    /// Adds what another job has found.
+    /// Adds the results of another job.
     pub(super) fn add(&mut self, other: Self) {
         for (sum, count) in self.commands.iter_mut().zip(other.commands) {
             *sum += count;
@@ -74,12 +74,12 @@ impl JobResult {
 pub(super) struct Job {
     queue: QueuePair,
     namespace: Namespace,
-    /// The block of the namespace at which the part begins.
+    /// First block of the part in the namespace.
     first_block: u64,
     expected: ExpectedData,
     pool: BufferPool,
     limits: JobLimits,
-    /// By slot of the queue.
+    /// Commands in flight with their submission times, by slot of the queue.
     in_flight: Box<[Option<(InFlight, Instant)>]>,
     submitted: u64,
     found: JobResult,
@@ -109,8 +109,8 @@ impl Job {
         }
     }
 
-    /// Works until `enough` or until there were commands enough, and reads back what is known.
-    /// What was found is there whatever went wrong.
+    /// Runs until `enough` returns true or the number of commands is reached, then the verification
+    /// pass. The results are returned even after an error.
     pub(super) fn run(mut self, enough: &dyn Fn() -> bool) -> (JobResult, anyhow::Result<()>) {
         let outcome = self.work(enough).and_then(|()| self.check_all());
         let Self { mut found, expected, queue, .. } = self;
@@ -134,7 +134,7 @@ impl Job {
         self.keep_full(&mut |job| job.expected.read_back().map_or(Next::Nothing, Next::Command))
     }
 
-    /// Keeps the queue full of what there is, until there is nothing and nothing is in flight.
+    /// Keeps the queue full of commands from `next`, until there are none left or in flight.
     fn keep_full(&mut self, next: &mut dyn FnMut(&mut Self) -> Next) -> anyhow::Result<()> {
         let mut last = Instant::now();
         loop {
@@ -159,8 +159,8 @@ impl Job {
                 return self.is_empty();
             }
             let _ = self.queue.wait(Some(Instant::now() + LONGEST_SLEEP))?;
-            // At most as many as were in flight: one that is submitted again waits for the next
-            // turn.
+            // Bounded by the number of slots: the completion of a resubmitted command is handled in
+            // the next turn.
             for _ in 0..self.in_flight.len() {
                 let Some(completion) = self.queue.pop() else { break };
                 last = Instant::now();
@@ -177,7 +177,7 @@ impl Job {
         }
     }
 
-    /// Nothing in flight, as far as the queue knows: then it must be so.
+    /// Checks that no command is recorded as in flight after the queue has reported that all ended.
     fn is_empty(&self) -> anyhow::Result<()> {
         let lost = self.in_flight.iter().filter(|entry| entry.is_some()).count();
         if lost != 0 || self.pool.available() != self.pool.count() {
@@ -191,7 +191,7 @@ impl Job {
         let (lba, namespace) = (self.first_block + first, &self.namespace);
         let command: Command = match kind {
             Kind::Read => {
-                // What is left there from before must not pass for what was read.
+                // Overwrites older content of the buffer, which could pass for the data read.
                 buffer.fill(0x5a);
                 namespace.read(lba, blocks)?
             }
@@ -248,8 +248,8 @@ impl Job {
         if it.tries < self.limits.retries
             && let Some(buffer) = buffer.or_else(|| self.pool.take())
         {
-            // Carried out or not, nobody knows: once more, before anything else happens to these
-            // blocks.
+            // The state of the blocks is unknown, so the command is repeated before any other
+            // command on them.
             self.found.retried += 1;
             return self.submit(InFlight { tries: it.tries + 1, op }, buffer);
         }
@@ -266,10 +266,10 @@ impl Job {
     }
 }
 
-/// What there is to do.
+/// Next step of a job.
 enum Next {
     Command(Op),
-    /// Something, once others have completed.
+    /// A command can be drawn after others have completed.
     Later,
     Nothing,
 }

@@ -1,30 +1,30 @@
-//! `verify`: whether a controller keeps what it is given, under a load of everything at once.
+//! `verify`: checks the data integrity of a controller under a mixed load.
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | `args` | the command line |
-//! | `expected_data` | what every block has to hold |
-//! | `job` | a queue pair that is kept full of commands, and what they came to |
-//! | `report` | what a run came to, for people and machines |
+//! | `args` | command line |
+//! | `expected_data` | expected content of every block |
+//! | `job` | queue pair that is kept full of commands, and their results |
+//! | `report` | results of a run as text and JSON |
 //!
-//! # What is verified
+//! # Verification
 //!
 //! Each job has a queue pair and its own part of the namespace, and keeps `--iodepth` commands in
-//! flight: reads, writes, flushes, and what the controller has of Write Zeroes, Dataset Management
-//! (where deallocated blocks read as zeroes) and Compare, of one block up to `--max-bs` bytes, at
-//! any block. No two that are in flight name the same block, so what a block has to hold is known:
-//! every read is compared with the last write that completed, byte by byte, in the end of all
-//! blocks once more. Every command must complete, and complete once.
+//! flight: reads, writes, flushes, and if the controller supports them Write Zeroes, Dataset
+//! Management (if deallocated blocks read as zeroes) and Compare, of one block up to `--max-bs`
+//! bytes, at any block. Commands in flight never overlap, so the expected content of each block is
+//! known: every read is compared byte by byte with the last completed write, and at the end all
+//! blocks are read once more. Every command must complete exactly once.
 //!
-//! A command that the driver could not bring to its end (see `shadowbell_driver::recovery`) or that
-//! ended with an error is submitted again `--retries` times, before anything else happens to its
-//! blocks. One that fails for good is reported, and so is what recovery has done meanwhile.
+//! A command that the driver could not complete (see `shadowbell_driver::recovery`) or that ended
+//! with an error is submitted again up to `--retries` times, before any other command on its
+//! blocks. Commands that fail finally, and the actions of recovery, are reported.
 //!
-//! # What it does not do
+//! # Limitations
 //!
-//! Cut the power: what a flush has made durable is read back from the controller that still has it.
+//! Power loss is not tested: flushed data is read back from the controller that received it.
 
 mod args;
 mod expected_data;
@@ -47,18 +47,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// The most blocks that a run keeps the expected content of: 4 bytes each.
+/// Largest number of blocks whose expected content is stored, at 4 bytes each.
 const MOST_BLOCKS: u64 = 1 << 28;
-/// Used if nothing is said: enough not to fit a cache, and little enough to be written often.
+/// Default of `--size`: larger than a cache, and small enough that blocks are written often.
 const USUAL_SIZE: u64 = 256 << 20;
 
-/// A job's part of the namespace.
+/// Part of the namespace that belongs to a job.
 struct Part {
     first_block: u64,
     shape: Shape,
 }
 
-/// What each job gets.
+/// Divides the namespace among the jobs.
 fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
     let (namespace, controller) = (session.namespace()?, &session.controller);
     let (size, jobs) = (u64::from(namespace.block_size()), u64::from(args.numjobs));
@@ -109,7 +109,7 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
         most: u32::try_from(longest).unwrap_or(u32::MAX),
         percent_read: args.rwmixread,
         write_zeroes: has.write_zeroes(),
-        // 1: they read as zeroes.
+        // DRB 1: deallocated blocks read as zeroes.
         deallocate: has.dataset_management() && deallocated.drb() == 1,
         compare: namespace.compares(),
         seed: args.seed,
@@ -125,10 +125,10 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
 /// Runs the verb.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] what the target or the controller does not have room for,
-/// and the driver's.
+/// With exit status [`exit::BAD_INPUT`] if target or controller do not fit the options; errors of
+/// the driver.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    // The first signal ends the run, and reads back what was written.
+    // The first signal ends the load; the verification pass still runs.
     let stop = signals::stop_flag()?;
     args.overwrite.check(&args.target)?;
     let mut session = Session::attach(&args.target, &args.attach_options())?;
@@ -152,11 +152,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(if fine { exit::FINE } else { exit::FAILED }))
 }
 
-/// Verifies the namespace of `session` as `args` say, until `stop` at most.
+/// Verifies the namespace of `session` with the options `args`. `stop` ends the load early.
 ///
 /// # Errors
-/// With exit status `exit::BAD_INPUT` what the controller does not have room for, and the
-/// driver's as long as nothing was submitted.
+/// With exit status `exit::BAD_INPUT` if the controller does not fit the options; errors of the
+/// driver before the first command. Later errors are in the report.
 pub fn verify(
     session: &mut Session,
     args: &Args,
@@ -193,7 +193,7 @@ fn jobs(args: &Args, session: &mut Session, parts: Vec<Part>) -> anyhow::Result<
     Ok(jobs)
 }
 
-/// Runs every job on a thread of its own. One that has failed ends the others as well.
+/// Runs each job on its own thread. The failure of a job ends the others.
 fn work(
     jobs: Vec<Job>,
     enough: &(dyn Fn() -> bool + Sync),

@@ -1,4 +1,4 @@
-//! What a run of `verify` came to, for people and for machines.
+//! Results of `verify` as text and JSON.
 
 use super::args::Args;
 use super::expected_data::Kind;
@@ -8,31 +8,31 @@ use serde_json::{Value, json};
 use shadowbell_driver::RecoveryStats;
 use std::io::{self, Write};
 
-/// What a run came to.
+/// Results of a run.
 pub struct VerifyReport {
     pub(super) seconds: f64,
     pub(super) recovery: RecoveryStats,
     pub(super) doorbells: &'static str,
     pub(super) device: String,
     pub(super) found: JobResult,
-    /// Why it ended early, if it did.
+    /// Error that ended the run early.
     pub(super) outcome: anyhow::Result<()>,
 }
 
 impl VerifyReport {
-    /// What was wrong, in words: some of it, if there was a lot.
+    /// Descriptions of bad blocks and failed commands, only of the first few.
     #[must_use]
     pub fn described(&self) -> &[String] {
         &self.found.described
     }
 
-    /// Blocks that did not hold what they had to.
+    /// Number of blocks with wrong content.
     #[must_use]
     pub fn bad_blocks(&self) -> u64 {
         self.found.bad
     }
 
-    /// What recovery did, by name.
+    /// Counters of the driver's recovery, by name.
     fn recovery(&self) -> [(&'static str, u64); 11] {
         let r = &self.recovery;
         [
@@ -54,7 +54,7 @@ impl VerifyReport {
         self.found.commands.iter().sum()
     }
 
-    /// For machines: names that only ever grow.
+    /// Results as JSON. Later versions only add names.
     #[must_use]
     pub fn json(&self, args: &Args) -> Value {
         let found = &self.found;

@@ -125,8 +125,10 @@ fn every_page_is_in_the_summary_once() {
     let listed: Vec<_> = book().into_iter().map(|page| page.path).collect();
     let unique: BTreeSet<_> = listed.iter().cloned().collect();
     assert_eq!(unique.len(), listed.len(), "twice in the summary");
-    let there = std::fs::read_dir(root().join("docs")).unwrap();
-    let there = there.map(|entry| Path::new("docs").join(entry.unwrap().file_name()));
+    let there = ["docs", "docs/internals"].into_iter().flat_map(|directory| {
+        let entries = std::fs::read_dir(root().join(directory)).unwrap();
+        entries.map(move |entry| Path::new(directory).join(entry.unwrap().file_name()))
+    });
     let pages = there.filter(|path| path.extension().is_some_and(|e| e == "md"));
     let pages: BTreeSet<_> = pages.filter(|path| !path.ends_with("SUMMARY.md")).collect();
     assert_eq!(pages, unique);

@@ -297,7 +297,7 @@ fn a_server_without_controllers_gets_them_later() {
     let add = ["controller", "add", "vm1", "mem:1MiB", "--socket", socket.to_str().unwrap()];
     let (code, _, errors) = ctl(&server, &add);
     if server.stderr().contains("; file access") {
-        assert!(code == Some(1) && errors.contains("`serve --allow DIRECTORY`"), "{errors}");
+        assert!(code == Some(1) && errors.contains("`--allow DIRECTORY`"), "{errors}");
     }
     let options = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
     let mut guest = attach(&server.directory().join("vm0.sock"), &options);

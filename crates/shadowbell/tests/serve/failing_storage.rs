@@ -42,7 +42,7 @@ fn an_image_that_shrinks() {
     drop(server.attach());
     // It is in the log, too.
     assert_eq!(server.stop().code(), Some(1));
-    assert!(server.stderr().contains("disk.img can not be flushed"), "{}", server.stderr());
+    assert!(server.stderr().contains("cannot flush disk.img"), "{}", server.stderr());
 }
 
 /// Attaches to a server whose storage takes the first half of the disk at most.

@@ -68,7 +68,7 @@ fn raw(device: &LateDevice) -> String {
 #[test]
 fn a_late_write_of_a_dead_process_does_not_overwrite_a_newer_one() {
     let Some(late) = Late::start(&[]) else { return };
-    late.server.says("waits for what the dead process has under way");
+    late.server.says("waiting for I/O of the dead process");
     assert!(!late.writing.is_finished(), "it is carried out again too early");
     late.release();
 }
@@ -102,7 +102,7 @@ fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {
     let disk = format!("vfio-user:{}/1", below.socket().display());
     let (late, pid) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
     until("its end", || has_ended(pid));
-    late.server.says("waits for what the dead process has under way at vfio-user:");
+    late.server.says("waiting for I/O of the dead process at vfio-user:");
     moment();
     assert!(!late.writing.is_finished(), "it is carried out again too early");
     late.release();
@@ -131,7 +131,7 @@ fn a_late_write_at_an_nbd_server_has_settled_before_it_is_repeated() {
     let disk = below.uri("&settle=2s");
     let (late, pid) = Late::start_on(device, &[&disk, "--sandbox", "off"], &[]);
     until("its end", || has_ended(pid));
-    late.server.says("waits for what the dead process has under way at nbd+unix:");
+    late.server.says("waiting for I/O of the dead process at nbd+unix:");
     moment();
     assert!(!late.writing.is_finished(), "it is carried out again too early");
     late.release();

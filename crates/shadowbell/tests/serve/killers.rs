@@ -21,7 +21,7 @@ fn a_command_that_has_killed_three_processes_is_given_up() {
     }
     let log = server.stderr();
     assert_eq!(log.matches("was ended by signal").count(), 6, "{log}");
-    assert_eq!(log.matches("completed with an Internal Error").count(), 2, "{log}");
+    assert_eq!(log.matches("is completed with Internal Error").count(), 2, "{log}");
     assert!(!log.contains("have lost"), "{log}");
     assert_eq!(client.read(1, 0), 2);
     load.lost_nothing();

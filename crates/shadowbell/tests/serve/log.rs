@@ -101,7 +101,7 @@ fn what_a_client_causes_is_a_few_lines() {
     assert!(server.stop().success());
     let said = server.stderr();
     assert!(said.ends_with("ended\n"), "{said}");
-    // Sixteen at once, and then one in ten seconds, which says how many were left out.
+    // Sixteen at once, and then one in ten seconds, which says how many were suppressed.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     let lines = said.lines().filter(|line| line.contains(REFUSED)).count();
     assert!((16..=most).contains(&lines), "{lines} lines, of {most}");

@@ -102,7 +102,7 @@ fn either_process_may_die_while_both_serve() {
         let (status, _, errors) = asking.join().unwrap();
         assert_eq!(status, Some(1), "{dies}: {errors}");
         // What the old one has under way at the device is waited for.
-        server.says("waits for what the dead process has under way");
+        server.says("waiting for I/O of the dead process");
         device.release();
         let mut other = writing.join().unwrap();
         assert_eq!(other.read(1, 0), 2, "{dies}");

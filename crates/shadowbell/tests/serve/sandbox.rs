@@ -118,8 +118,8 @@ fn everything_goes_on_in_the_sandbox() {
     };
     let wanted = |disk: &str| json!({ "disk": disk }).to_string();
     for (disk, words) in [
-        (path("c.img"), "`serve --allow"),
-        ("/etc/passwd".to_owned(), "`serve --allow /etc`"),
+        (path("c.img"), "`--allow"),
+        ("/etc/passwd".to_owned(), "`--allow /etc`"),
         ("nbd://127.0.0.1:1/x".to_owned(), "--sandbox off"),
         ("vfio-user:/run/x.sock/1".to_owned(), "--sandbox off"),
     ] {
@@ -264,7 +264,7 @@ fn a_supervisor_makes_sockets_and_writes_files() {
     ];
     let mut server = Server::start_in(directory, &["disk.img"], &options.concat());
     let has = |text: &str| {
-        let (_, rest) = text.split_once("the sandbox has ").unwrap();
+        let (_, rest) = text.split_once("sandbox on: ").unwrap();
         rest.split_once(" system calls").unwrap().0.parse::<u32>().unwrap()
     };
     let for_tests = if cfg!(feature = "faults") { 2 } else { 0 };
@@ -335,7 +335,7 @@ fn a_supervisor_makes_sockets_and_writes_files() {
         let other = elsewhere.path().join("three.sock");
         let add = ["controller", "add", "three", "mem:1MiB", "--socket", other.to_str().unwrap()];
         let (status, _, errors) = ctl(&server, &add);
-        assert!(status != Some(0) && errors.contains("`serve --allow DIRECTORY`"), "{errors}");
+        assert!(status != Some(0) && errors.contains("`--allow DIRECTORY`"), "{errors}");
         assert!(!other.exists());
         // What is there and no socket of a dead server stays.
         let (status, _, errors) = ctl(

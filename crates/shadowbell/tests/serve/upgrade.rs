@@ -295,7 +295,7 @@ fn a_new_program_that_fails_changes_nothing() {
     for (script, why) in [
         ("exit 3".to_owned(), "ended with exit status 3 before it could take over"),
         ("kill -9 $$".to_owned(), "was ended by signal 9 before it could take over"),
-        (fakes("7 9,ends"), "reads states of the versions 7 to 9, and this one writes version"),
+        (fakes("7 9,ends"), "reads state versions 7 to 9, but this one writes version"),
         (fakes("nothing,ends"), "the new process reads no state"),
         (fakes("1 1,hangs"), "did not take over within 200 ms"),
         (fakes("1 1,ends"), " before it "),

@@ -1,16 +1,16 @@
-//! Which structure Identify returns, and how long each is.
+//! CNS values and Command Set Identifiers of Identify.
 
-/// The size of every structure that Identify returns.
+/// Size of every Identify data structure in bytes.
 pub const IDENTIFY_SIZE: usize = 4096;
 
-/// Controller or Namespace Structure: which structure Identify returns. Base 2.1, 5.1.13,
+/// Controller or Namespace Structure: the data structure that Identify returns. Base 2.1, 5.1.13,
 /// "CNS Values".
 pub mod cns {
-    /// Namespace, of a command set that has this format (NVM).
+    /// Namespace, for command sets with this format (NVM).
     pub const NAMESPACE: u8 = 0x00;
     /// Controller.
     pub const CONTROLLER: u8 = 0x01;
-    /// Active namespace identifiers above NSID.
+    /// Active namespace identifiers greater than NSID.
     pub const ACTIVE_NAMESPACES: u8 = 0x02;
     /// Namespace identification descriptors.
     pub const NAMESPACE_IDS: u8 = 0x03;
@@ -20,7 +20,7 @@ pub mod cns {
     pub const CSI_NAMESPACE: u8 = 0x05;
     /// I/O command set specific controller.
     pub const CSI_CONTROLLER: u8 = 0x06;
-    /// Active namespace identifiers above NSID, of one I/O command set.
+    /// Active namespace identifiers greater than NSID, of one I/O command set.
     pub const CSI_ACTIVE_NAMESPACES: u8 = 0x07;
     /// I/O command set independent namespace.
     pub const INDEPENDENT_NAMESPACE: u8 = 0x08;
@@ -28,9 +28,9 @@ pub mod cns {
     pub const FORMAT_NAMESPACE: u8 = 0x09;
     /// I/O command set specific namespace of a user data format.
     pub const CSI_FORMAT_NAMESPACE: u8 = 0x0a;
-    /// Allocated namespace identifiers above NSID.
+    /// Allocated namespace identifiers greater than NSID.
     pub const ALLOCATED_NAMESPACES: u8 = 0x10;
-    /// Namespace, allocated and perhaps not attached.
+    /// Allocated namespace, attached or not.
     pub const ALLOCATED_NAMESPACE: u8 = 0x11;
     /// Controllers that a namespace is attached to.
     pub const NAMESPACE_CONTROLLERS: u8 = 0x12;
@@ -48,9 +48,9 @@ pub mod cns {
     pub const DOMAINS: u8 = 0x18;
     /// Endurance groups.
     pub const ENDURANCE_GROUPS: u8 = 0x19;
-    /// Allocated namespace identifiers above NSID, of one I/O command set.
+    /// Allocated namespace identifiers greater than NSID, of one I/O command set.
     pub const CSI_ALLOCATED_NAMESPACES: u8 = 0x1a;
-    /// I/O command set specific namespace, allocated and perhaps not attached.
+    /// I/O command set specific allocated namespace, attached or not.
     pub const CSI_ALLOCATED_NAMESPACE: u8 = 0x1b;
     /// I/O command set combinations.
     pub const IO_COMMAND_SETS: u8 = 0x1c;

@@ -1,4 +1,4 @@
-//! What Identify reports of a controller.
+//! Identify Controller data structures.
 
 use super::{
     Cmic, Ctratt, EntrySizes, Fna, Frmw, Lpa, Oacs, Oaes, Oncs, PowerState, Sanicap, Sgls, Text,
@@ -8,7 +8,7 @@ use crate::layout::zero_default;
 use zerocopy::little_endian::U128;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// The Identify Controller data structure, CNS 01h. Base 2.1, 5.1.13.2.1.
+/// Identify Controller data structure, CNS 01h. Base 2.1, 5.1.13.2.1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IdentifyController {
@@ -34,9 +34,9 @@ pub struct IdentifyController {
     pub cntlid: u16,
     /// Version, as in the VS property ([`crate::regs::Vs`]).
     pub ver: u32,
-    /// RTD3 Resume Latency in microseconds; 0 not reported.
+    /// RTD3 Resume Latency in microseconds; 0 if not reported.
     pub rtd3r: u32,
-    /// RTD3 Entry Latency in microseconds: how long a normal shutdown may take; 0 not reported.
+    /// RTD3 Entry Latency in microseconds: maximum time of a normal shutdown; 0 if not reported.
     pub rtd3e: u32,
     /// Optional Asynchronous Events Supported.
     pub oaes: Oaes,
@@ -185,7 +185,7 @@ pub struct IdentifyController {
     /// I/O Command Set Vendor Specific Command Configuration.
     pub icsvscc: u8,
     /// Namespace Write Protection Capabilities: bit 0 write protect, bit 1 until power cycle, bit 2
-    /// for ever.
+    /// permanent.
     pub nwpc: u8,
     /// Atomic Compare and Write Unit in logical blocks, 0's based.
     pub acwu: u16,
@@ -249,13 +249,13 @@ pub struct IdentifyController {
     pub dctype: u8,
     /// Reserved.
     pub reserved1807: [u8; 241],
-    /// Power State Descriptors; the first `npss + 1` hold.
+    /// Power State Descriptors; the first `npss + 1` are valid.
     pub psd: [PowerState; 32],
     /// Vendor Specific.
     pub vs: [u8; 1024],
 }
 
-/// The I/O command set specific Identify Controller data structure of the NVM command set, CNS 06h.
+/// I/O command set specific Identify Controller data structure of the NVM command set, CNS 06h.
 /// NVM 1.1, "Identify Controller Data Structure, NVM Command Set Specific (CNS 06h, CSI 00h)".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -266,7 +266,7 @@ pub struct IdentifyNvmController {
     pub wzsl: u8,
     /// Write Uncorrectable Size Limit: `1 << wusl` pages of CAP.MPSMIN; 0 for no limit.
     pub wusl: u8,
-    /// Dataset Management Ranges Limit: the most ranges of a command; 0 for no limit.
+    /// Dataset Management Ranges Limit: maximum number of ranges per command; 0 for no limit.
     pub dmrl: u8,
     /// Dataset Management Range Size Limit in logical blocks; 0 for no limit.
     pub dmrsl: u32,
@@ -289,33 +289,33 @@ pub struct IdentifyNvmController {
 zero_default!(IdentifyController, IdentifyNvmController);
 
 impl IdentifyNvmController {
-    /// AOCS, Reporting Allocated LBA Supported: Get LBA Status tells which blocks are allocated.
+    /// AOCS, Reporting Allocated LBA Supported: Get LBA Status reports allocated blocks.
     pub const REPORTS_ALLOCATED: u16 = 1 << 0;
 }
 
 impl IdentifyController {
-    /// Serial Number, for people.
+    /// Serial Number as text.
     pub fn serial(&self) -> Text<'_> {
         Text::new(&self.sn)
     }
 
-    /// Model Number, for people.
+    /// Model Number as text.
     pub fn model(&self) -> Text<'_> {
         Text::new(&self.mn)
     }
 
-    /// Firmware Revision, for people.
+    /// Firmware Revision as text.
     pub fn firmware(&self) -> Text<'_> {
         Text::new(&self.fr)
     }
 
-    /// NVM Subsystem NVMe Qualified Name, for people.
+    /// NVM Subsystem NVMe Qualified Name as text.
     pub fn qualified_name(&self) -> Text<'_> {
         Text::new(&self.subnqn)
     }
 
-    /// The longest data transfer of a command in bytes, with pages of `1 << (12 + mpsmin)` bytes,
-    /// or `None` for no limit (or one that 64 bits cannot hold).
+    /// Maximum data transfer of a command in bytes, with pages of `1 << (12 + mpsmin)` bytes;
+    /// `None` for no limit (or one that exceeds 64 bits).
     pub fn max_transfer(&self, mpsmin: u8) -> Option<u64> {
         if self.mdts == 0 {
             return None;

@@ -1,5 +1,4 @@
-//! The bit fields of Identify Controller. Base 2.1, 5.1.13.2.1 "Identify Controller data
-//! structure".
+//! Bit fields of Identify Controller. Base 2.1, 5.1.13.2.1 "Identify Controller data structure".
 
 use bitfield_struct::bitfield;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -12,7 +11,7 @@ pub struct Cmic {
     pub mports: bool,
     /// The NVM subsystem may have more than one controller.
     pub mctrs: bool,
-    /// The controller is of an SR-IOV virtual function.
+    /// The controller is associated with an SR-IOV virtual function.
     pub ft: bool,
     /// Asymmetric Namespace Access Reporting.
     pub anars: bool,
@@ -185,7 +184,7 @@ pub struct Lpa {
     pub ts: bool,
     /// Persistent Event log page.
     pub pes: bool,
-    /// Miscellaneous Log Page Support: Supported Log Pages, and the effects of features and of
+    /// Miscellaneous Log Page Support: Supported Log Pages, and the effects logs of features and
     /// NVMe-MI commands.
     pub mlps: bool,
     /// Data Area 4 of telemetry.
@@ -218,11 +217,11 @@ pub struct Oncs {
     pub dataset_management: bool,
     /// Write Zeroes.
     pub write_zeroes: bool,
-    /// The Save field of Set Features, and the Select field of Get Features.
+    /// Save field of Set Features, and Select field of Get Features.
     pub save_and_select: bool,
     /// Reservations.
     pub reservations: bool,
-    /// The Timestamp feature.
+    /// Timestamp feature.
     pub timestamp: bool,
     /// Verify.
     pub verify: bool,
@@ -232,7 +231,7 @@ pub struct Oncs {
     pub copy_atomicity: bool,
     /// All Fast Copy.
     pub all_fast_copy: bool,
-    /// Maximum Write Zeroes With Deallocate: WZDSL holds.
+    /// Maximum Write Zeroes With Deallocate: WZDSL is valid.
     pub max_write_zeroes_deallocate: bool,
     /// Namespace Zeroes: the Namespace Zeroes bit of Write Zeroes.
     pub namespace_zeroes: bool,
@@ -244,9 +243,9 @@ pub struct Oncs {
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Fna {
-    /// A format is of all namespaces at once.
+    /// Format NVM applies to all namespaces.
     pub fns: bool,
-    /// A secure erase is of all namespaces at once.
+    /// Secure erase applies to all namespaces.
     pub sens: bool,
     /// Cryptographic erase is supported.
     pub cryes: bool,
@@ -270,10 +269,10 @@ pub struct Sanicap {
     pub vers: bool,
     #[bits(25)]
     __: u32,
-    /// No-Deallocate Inhibited: blocks are deallocated by a sanitize operation, whatever the host
-    /// asks for.
+    /// No-Deallocate Inhibited: a sanitize operation deallocates blocks even if the host requests
+    /// No-Deallocate.
     pub ndi: bool,
-    /// No-Deallocate Modifies Media After Sanitize: 1 it does not, 2 it does.
+    /// No-Deallocate Modifies Media After Sanitize: 1 no, 2 yes.
     #[bits(2)]
     pub nodmmas: u8,
 }
@@ -282,9 +281,9 @@ pub struct Sanicap {
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Vwc {
-    /// Present: Flush matters, and the Volatile Write Cache feature exists.
+    /// Present: data may be in a volatile cache until a Flush, and the feature exists.
     pub vwcp: bool,
-    /// Flush with NSID FFFFFFFFh: 00b not reported (older than 1.4), 10b no, 11b yes.
+    /// Flush with NSID FFFFFFFFh: 00b not reported (before 1.4), 10b not supported, 11b supported.
     #[bits(2)]
     pub fb: u8,
     #[bits(5)]
@@ -302,11 +301,11 @@ pub struct Sgls {
     pub keyed: bool,
     #[bits(5)]
     __: u8,
-    /// SGL Descriptor Threshold: the recommended most descriptors of a command; 0 not reported.
+    /// SGL Descriptor Threshold: recommended maximum of descriptors per command; 0 if not reported.
     pub threshold: u8,
     /// SGL Bit Bucket descriptors.
     pub bit_bucket: bool,
-    /// A byte aligned contiguous metadata buffer.
+    /// Byte-aligned contiguous metadata buffer.
     pub metadata_byte_aligned: bool,
     /// An SGL may be longer than the data.
     pub longer_than_data: bool,
@@ -324,7 +323,7 @@ pub struct Sgls {
 mod tests {
     use super::*;
 
-    /// Each flag alone is the bit that the specification numbers.
+    /// Asserts that each flag has the bit number of the specification.
     macro_rules! assert_bits {
         ($type:ident { $($with:ident = $bit:literal),* $(,)? }) => {
             $(assert_eq!(

@@ -1,12 +1,12 @@
-//! What a host says of a namespace that is to be created.
+//! Data of Namespace Management (Create).
 
 use super::{Dps, Flbas, Nmic};
 use crate::layout::zero_default;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// The data of Namespace Management (Create), of the NVM command set: the fields of
-/// [`IdentifyNamespace`](super::IdentifyNamespace) that a host can choose, at the same places. Base
-/// 2.1, 5.1.21, "Namespace Management - Host Software Specified Fields"; NVM 1.1, 4.1.6.
+/// Data of Namespace Management (Create) of the NVM command set: the fields of
+/// [`IdentifyNamespace`](super::IdentifyNamespace) that a host can set, at equal offsets. Base 2.1,
+/// 5.1.21, "Namespace Management - Host Software Specified Fields"; NVM 1.1, 4.1.6.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct NamespaceToCreate {
@@ -26,19 +26,19 @@ pub struct NamespaceToCreate {
     pub nmic: Nmic,
     /// Reserved.
     pub reserved31: [u8; 61],
-    /// ANA Group Identifier; 0 leaves it to the controller.
+    /// ANA Group Identifier; 0 to let the controller choose.
     pub anagrpid: u32,
     /// Reserved.
     pub reserved96: [u8; 4],
-    /// NVM Set Identifier; 0 leaves it to the controller.
+    /// NVM Set Identifier; 0 to let the controller choose.
     pub nvmsetid: u16,
-    /// Endurance Group Identifier; 0 leaves it to the controller.
+    /// Endurance Group Identifier; 0 to let the controller choose.
     pub endgid: u16,
     /// Reserved.
     pub reserved104: [u8; 280],
     /// Logical Block Storage Tag Mask.
     pub lbstm: [u8; 8],
-    /// Number of Placement Handles, and what else is of use with those.
+    /// Number of Placement Handles, and the other fields of Flexible Data Placement.
     pub placement: [u8; 120],
     /// Reserved, and Vendor Specific from byte 1024 on.
     pub reserved512: [u8; 3584],

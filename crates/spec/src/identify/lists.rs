@@ -1,10 +1,10 @@
-//! Lists of identifiers that Identify returns.
+//! Identifier lists of Identify.
 
 use crate::layout::zero_default;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// A namespace list: up to 1024 identifiers in ascending order, zeroes after the last. Base 2.1,
-/// 4.6.2 "Namespace List".
+/// Namespace list: up to 1024 identifiers in ascending order, then zeroes. Base 2.1, 4.6.2
+/// "Namespace List".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct NamespaceList {
@@ -13,8 +13,8 @@ pub struct NamespaceList {
 }
 
 impl NamespaceList {
-    /// The list that answers CNS 02h (and its kin) for `above`: of the ascending `nsids`, the first
-    /// 1024 that are greater.
+    /// Creates the list for CNS 02h, 07h, 10h or 1Ah with NSID `above`: the first 1024 of the
+    /// ascending `nsids` that are greater.
     pub fn above(above: u32, nsids: impl IntoIterator<Item = u32>) -> Self {
         let mut list = Self::default();
         for (entry, nsid) in
@@ -25,25 +25,25 @@ impl NamespaceList {
         list
     }
 
-    /// The identifiers up to the first zero.
+    /// Identifiers up to the first zero.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.nsids.iter().copied().take_while(|&nsid| nsid != 0)
     }
 }
 
-/// A controller list: up to 2047 identifiers in ascending order. Base 2.1, 4.6.1 "Controller List".
+/// Controller list: up to 2047 identifiers in ascending order. Base 2.1, 4.6.1 "Controller List".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ControllerList {
-    /// How many identifiers follow; a peer may say more than there is room for.
+    /// Number of identifiers; the value of a peer may exceed the array.
     pub count: u16,
     /// The identifiers.
     pub cntlids: [u16; 2047],
 }
 
 impl ControllerList {
-    /// The list that answers CNS 12h and 13h for `from`: of the ascending `cntlids`, the first 2047
-    /// that are greater or equal.
+    /// Creates the list for CNS 12h or 13h with CNTID `from`: the first 2047 of the ascending
+    /// `cntlids` that are greater or equal.
     pub fn from(from: u16, cntlids: impl IntoIterator<Item = u16>) -> Self {
         let mut list = Self::default();
         for (entry, cntlid) in
@@ -55,18 +55,18 @@ impl ControllerList {
         list
     }
 
-    /// The identifiers, at most as many as there is room for.
+    /// Identifiers, bounded by the array.
     pub fn iter(&self) -> impl Iterator<Item = u16> + '_ {
         self.cntlids.iter().copied().take(self.count.into())
     }
 }
 
-/// The I/O command set combinations that a controller supports: a vector of bits each, bit n for
-/// command set identifier n. Base 2.1, 5.1.13, "Identify I/O Command Set data structure (CNS 1Ch)".
+/// I/O command set combinations of a controller: a bit vector each, with bit n for Command Set
+/// Identifier n. Base 2.1, 5.1.13, "Identify I/O Command Set data structure (CNS 1Ch)".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IoCommandSets {
-    /// The combinations, in the order that the I/O Command Set Profile feature indexes.
+    /// Combinations, indexed by the I/O Command Set Profile feature.
     pub vectors: [u64; 512],
 }
 

@@ -1,4 +1,4 @@
-//! What the Identify command returns: 4096 bytes each time. Base 2.1, 5.1.13 "Identify command".
+//! Data structures of the Identify command: 4096 bytes each. Base 2.1, 5.1.13 "Identify command".
 //!
 //! | CNS | structure |
 //! |---|---|

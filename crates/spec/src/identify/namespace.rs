@@ -1,4 +1,4 @@
-//! What Identify reports of a namespace.
+//! Identify Namespace data structures.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;
@@ -11,20 +11,20 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub struct Nsfeat {
     /// Thin Provisioning: `ncap` may be less than `nsze`.
     pub thinp: bool,
-    /// Namespace Atomic Parameters: `nawun`, `nawupf` and `nacwu` hold.
+    /// Namespace Atomic Parameters: `nawun`, `nawupf` and `nacwu` are valid.
     pub nsabp: bool,
     /// Deallocated or Unwritten Logical Block Error is supported.
     pub dae: bool,
-    /// UID Reuse: `nguid` and `eui64` are never used again.
+    /// UID Reuse: `nguid` and `eui64` are never reused.
     pub uidreuse: bool,
-    /// Optimal Performance: 01b `npwg`, `npwa`, `npdg`, `npda` and `nows` hold; 10b the large
-    /// deallocate fields in place of `npdg` and `npda`; 11b all of them. (Before NVM 1.1: bit 4
-    /// alone.)
+    /// Optimal Performance: 01b `npwg`, `npwa`, `npdg`, `npda` and `nows` are valid; 10b the large
+    /// deallocate fields are valid instead of `npdg` and `npda`; 11b all of these fields. (Before
+    /// NVM 1.1: bit 4 alone.)
     #[bits(2)]
     pub optperf: u8,
     /// Multiple Atomicity Mode.
     pub mam: bool,
-    /// Optional Read Performance: `nprg`, `npra` and `nors` hold.
+    /// Optional Read Performance: `nprg`, `npra` and `nors` are valid.
     pub optrperf: bool,
 }
 
@@ -35,7 +35,7 @@ pub struct Flbas {
     /// Format Index, bits 3:0.
     #[bits(4)]
     pub low: u8,
-    /// Metadata is at the end of each logical block, not in a buffer of its own.
+    /// Metadata is at the end of each logical block, instead of in a separate buffer.
     pub extended: bool,
     /// Format Index, bits 5:4.
     #[bits(2)]
@@ -45,7 +45,7 @@ pub struct Flbas {
 }
 
 impl Flbas {
-    /// The index of the format in use, 0 to 63.
+    /// Index of the current format, 0 to 63.
     pub const fn index(&self) -> u8 {
         self.low() | self.high() << 4
     }
@@ -57,7 +57,7 @@ impl Flbas {
 pub struct Mc {
     /// Metadata may be part of an extended logical block.
     pub extended: bool,
-    /// Metadata may have a buffer of its own.
+    /// Metadata may be in a separate buffer.
     pub separate: bool,
     #[bits(6)]
     __: u8,
@@ -98,7 +98,7 @@ pub struct Dps {
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Nmic {
-    /// Shared Namespace: it may be attached to several controllers.
+    /// Shared Namespace: attachable to several controllers.
     pub shrns: bool,
     /// Dispersed Namespace.
     pub disns: bool,
@@ -110,18 +110,18 @@ pub struct Nmic {
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Dlfeat {
-    /// What a deallocated block reads as: 0 not reported, 1 zeroes, 2 bytes of FFh.
+    /// Content of a deallocated block: 0 not reported, 1 zeroes, 2 bytes of FFh.
     #[bits(3)]
     pub drb: u8,
     /// The Deallocate bit of Write Zeroes is supported.
     pub wzds: bool,
-    /// The guard of a deallocated block is the CRC of what it reads as, not FFFFh.
+    /// The guard of a deallocated block is the CRC of its content, not FFFFh.
     pub gds: bool,
     #[bits(3)]
     __: u8,
 }
 
-/// An LBA format: 4 bytes. NVM 1.1, "LBA Format Data Structure, NVM Command Set Specific".
+/// LBA format: 4 bytes. NVM 1.1, "LBA Format Data Structure, NVM Command Set Specific".
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -136,21 +136,21 @@ pub struct LbaFormat {
 }
 
 impl LbaFormat {
-    /// Bytes of data in a logical block, or `None` if that is no format (below 512, or beyond what
-    /// 64 bits hold).
+    /// Data size of a logical block in bytes; `None` for an unavailable format (less than 512, or
+    /// more than 64 bits hold).
     pub const fn block_size(&self) -> Option<u64> {
         if self.lbads >= 9 && self.lbads < 64 { Some(1 << self.lbads) } else { None }
     }
 }
 
-/// The Identify Namespace data structure of the NVM command set, CNS 00h and 11h. NVM 1.1, "NVM
-/// Command Set Identify Namespace Data Structure (CNS 00h)". All zeroes for an inactive namespace.
+/// Identify Namespace data structure of the NVM command set, CNS 00h and 11h. NVM 1.1, "NVM Command
+/// Set Identify Namespace Data Structure (CNS 00h)". All zeroes for an inactive namespace.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IdentifyNamespace {
     /// Namespace Size in logical blocks: LBAs 0 to `nsze - 1`.
     pub nsze: u64,
-    /// Namespace Capacity in logical blocks: how many may be allocated at once.
+    /// Namespace Capacity in logical blocks: maximum number of allocated blocks.
     pub ncap: u64,
     /// Namespace Utilization in logical blocks.
     pub nuse: u64,
@@ -158,7 +158,7 @@ pub struct IdentifyNamespace {
     pub nsfeat: Nsfeat,
     /// Number of LBA Formats, 0's based.
     pub nlbaf: u8,
-    /// Formatted LBA Size: which format is in use.
+    /// Formatted LBA Size: the current format.
     pub flbas: Flbas,
     /// Metadata Capabilities.
     pub mc: Mc,
@@ -170,7 +170,7 @@ pub struct IdentifyNamespace {
     pub nmic: Nmic,
     /// Reservation Capabilities.
     pub rescap: u8,
-    /// Format Progress Indicator: bit 7 supported, bits 6:0 percent that remain.
+    /// Format Progress Indicator: bit 7 supported, bits 6:0 remaining percentage.
     pub fpi: u8,
     /// Deallocate Logical Block Features.
     pub dlfeat: Dlfeat,
@@ -220,7 +220,7 @@ pub struct IdentifyNamespace {
     pub anagrpid: u32,
     /// Reserved.
     pub reserved96: [u8; 3],
-    /// Namespace Attributes: bit 0 write protected now.
+    /// Namespace Attributes: bit 0 currently write protected.
     pub nsattr: u8,
     /// NVM Set Identifier.
     pub nvmsetid: u16,
@@ -230,27 +230,27 @@ pub struct IdentifyNamespace {
     pub nguid: [u8; 16],
     /// IEEE Extended Unique Identifier, big-endian; 0 if there is none.
     pub eui64: [u8; 8],
-    /// LBA formats; the first `nlbaf + 1` hold.
+    /// LBA formats; the first `nlbaf + 1` are valid.
     pub lbaf: [LbaFormat; 64],
     /// Vendor Specific.
     pub vs: [u8; 3712],
 }
 
-/// The I/O command set independent Identify Namespace data structure, CNS 08h. Base 2.1, 5.1.13.
+/// I/O command set independent Identify Namespace data structure, CNS 08h. Base 2.1, 5.1.13.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IdentifyIndependentNamespace {
-    /// Common Namespace Features: the bits of [`Nsfeat`] that all command sets have.
+    /// Common Namespace Features: the bits of [`Nsfeat`] that are common to all command sets.
     pub nsfeat: u8,
     /// Namespace Multi-path I/O and Namespace Sharing Capabilities.
     pub nmic: Nmic,
     /// Reservation Capabilities.
     pub rescap: u8,
-    /// Format Progress Indicator: bit 7 supported, bits 6:0 percent that remain.
+    /// Format Progress Indicator: bit 7 supported, bits 6:0 remaining percentage.
     pub fpi: u8,
     /// ANA Group Identifier.
     pub anagrpid: u32,
-    /// Namespace Attributes: bit 0 write protected now.
+    /// Namespace Attributes: bit 0 currently write protected.
     pub nsattr: u8,
     /// Reserved.
     pub reserved9: u8,
@@ -272,8 +272,8 @@ pub struct IdentifyIndependentNamespace {
     pub reserved24: [u8; 4072],
 }
 
-/// The I/O command set specific Identify Namespace data structure of the NVM command set, CNS 05h.
-/// NVM 1.1, "I/O Command Set Specific Identify Namespace Data Structure (CNS 05h, CSI 00h)".
+/// I/O command set specific Identify Namespace data structure of the NVM command set, CNS 05h. NVM
+/// 1.1, "I/O Command Set Specific Identify Namespace Data Structure (CNS 05h, CSI 00h)".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IdentifyNvmNamespace {
@@ -309,10 +309,10 @@ pub struct IdentifyNvmNamespace {
 zero_default!(IdentifyNamespace, IdentifyIndependentNamespace, IdentifyNvmNamespace);
 
 impl IdentifyNamespace {
-    /// The format in use, or `None` if the index is past the last format.
+    /// Current format; `None` if the index exceeds the last format.
     pub fn format(&self) -> Option<LbaFormat> {
         let index = self.flbas.index();
-        // NULBAF extends the list; the sum is at most 510, and `get` bounds it again.
+        // NULBAF extends the list. The sum is at most 510, and `get` checks the index again.
         let last = u16::from(self.nlbaf) + u16::from(self.nulbaf);
         if u16::from(index) > last {
             return None;

@@ -1,5 +1,5 @@
-//! Namespace identification descriptors: what a namespace is called, for ever and everywhere.
-//! Base 2.1, 5.1.13, "Namespace Identification Descriptor list (CNS 03h)".
+//! Namespace identification descriptors: permanent identifiers of a namespace. Base 2.1, 5.1.13,
+//! "Namespace Identification Descriptor list (CNS 03h)".
 
 use super::codes::IDENTIFY_SIZE;
 use crate::layout::zero_default;
@@ -11,7 +11,7 @@ const TYPE_UUID: u8 = 3;
 const TYPE_CSI: u8 = 4;
 const HEADER: usize = 4;
 
-/// One identifier of a namespace.
+/// Identifier of a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NamespaceId<'a> {
     /// NIDT 1h: IEEE Extended Unique Identifier, big-endian.
@@ -20,9 +20,9 @@ pub enum NamespaceId<'a> {
     Nguid([u8; 16]),
     /// NIDT 3h: Namespace UUID, big-endian.
     Uuid([u8; 16]),
-    /// NIDT 4h: Command Set Identifier; every namespace has it.
+    /// NIDT 4h: Command Set Identifier; required for every namespace.
     Csi(u8),
-    /// Another type, or one of the above with a length that it must not have.
+    /// Unknown type, or a known type with a wrong length.
     Other {
         /// Namespace Identifier Type.
         nidt: u8,
@@ -31,19 +31,19 @@ pub enum NamespaceId<'a> {
     },
 }
 
-/// The descriptor list, as it lies in memory. A descriptor with length 0 ends it.
+/// Descriptor list, in memory layout. A descriptor of length 0 ends the list.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct NamespaceIds {
-    /// The descriptors: NIDT, NIDL, two reserved bytes, and NIDL bytes of identifier each.
+    /// Descriptors: each has NIDT, NIDL, two reserved bytes, and NIDL bytes of identifier.
     pub bytes: [u8; IDENTIFY_SIZE],
 }
 
 zero_default!(NamespaceIds);
 
 impl NamespaceIds {
-    /// A list of these, in order. Those that have no room are left out, which does not happen with
-    /// one of each type.
+    /// Creates a list of these identifiers, in order. Identifiers that do not fit are left out; one
+    /// of each type always fits.
     pub fn new<'a>(ids: impl IntoIterator<Item = NamespaceId<'a>>) -> Self {
         let mut list = Self::default();
         let mut at = 0;
@@ -73,7 +73,7 @@ impl NamespaceIds {
         list
     }
 
-    /// The descriptors, up to the one that ends the list or does not fit in it.
+    /// Descriptors up to the end of the list, or up to one that exceeds the list.
     pub fn iter(&self) -> impl Iterator<Item = NamespaceId<'_>> {
         let mut rest = &self.bytes[..];
         core::iter::from_fn(move || {

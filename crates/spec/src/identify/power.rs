@@ -3,25 +3,25 @@
 use bitfield_struct::bitfield;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// What a power state is: byte 3 of its descriptor.
+/// Flags of a power state: byte 3 of the descriptor.
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct PowerFlags {
     /// Max Power Scale: [`PowerState::mp`] is in units of 0.0001 W instead of 0.01 W.
     pub mxps: bool,
-    /// Non-Operational State: no I/O commands are processed in it.
+    /// Non-Operational State: the controller processes no I/O commands.
     pub nops: bool,
     #[bits(6)]
     __: u8,
 }
 
-/// A power state descriptor: 32 bytes.
+/// Power state descriptor: 32 bytes.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct PowerState {
-    /// Maximum Power, in the unit that the flags give.
+    /// Maximum Power, in the unit of [`PowerFlags::mxps`].
     pub mp: u16,
     /// Reserved.
     pub reserved2: u8,
@@ -39,13 +39,13 @@ pub struct PowerState {
     pub rwt: u8,
     /// Relative Write Latency, 5 bits; 0 is best.
     pub rwl: u8,
-    /// Idle Power, in the unit that `ips` gives.
+    /// Idle Power, in the unit of `ips`.
     pub idlp: u16,
     /// Idle Power Scale in bits 7:6: 0 not reported, 1 0.0001 W, 2 0.01 W.
     pub ips: u8,
     /// Reserved.
     pub reserved19: u8,
-    /// Active Power, in the unit that `apws` gives.
+    /// Active Power, in the unit of `apws`.
     pub actp: u16,
     /// Active Power Workload in bits 2:0, Active Power Scale in bits 7:6.
     pub apws: u8,
@@ -55,7 +55,7 @@ pub struct PowerState {
     pub fqvt: u8,
     /// Emergency Power Fail Vault Time.
     pub epfvt: u8,
-    /// The scales of the former two: forced quiescence in bits 7:4, recovery in bits 3:0.
+    /// Time scales of `fqvt` in bits 7:4, and of `epfrt` in bits 3:0.
     pub epfr_fqv_ts: u8,
     /// Emergency Power Fail Vault Time Scale in bits 3:0.
     pub epfvts: u8,

@@ -1,10 +1,10 @@
-//! The text fields of Identify structures: fixed size, padded, and untrusted when a peer sent them.
+//! Text fields of Identify structures: fixed size, padded, and untrusted if received.
 
 use core::fmt::{self, Write};
 
-/// `text` as a field of `N` bytes: left justified and padded with spaces, as serial number, model
-/// number and firmware revision are. What does not fit is cut off; a character outside 20h to 7Eh,
-/// which such a field must not have, becomes `?`. Base 2.1, "ASCII strings".
+/// Encodes `text` as a field of `N` bytes: left justified and padded with spaces, like serial
+/// number, model number and firmware revision. Excess characters are cut off, and characters
+/// outside 20h to 7Eh, which are invalid, become `?`. Base 2.1, "ASCII strings".
 pub fn ascii_field<const N: usize>(text: &str) -> [u8; N] {
     let mut field = [b' '; N];
     for (byte, c) in field.iter_mut().zip(text.chars()) {
@@ -13,8 +13,8 @@ pub fn ascii_field<const N: usize>(text: &str) -> [u8; N] {
     field
 }
 
-/// `nqn` as the SUBNQN field, padded with zeroes, or `None` if it has more than the 223 bytes that
-/// a qualified name may have, or a zero inside. Base 2.1, 4.7 "NVMe Qualified Names".
+/// Encodes `nqn` as the SUBNQN field, padded with zeroes; `None` if it has more than 223 bytes (the
+/// maximum of a qualified name), or contains a NUL. Base 2.1, 4.7 "NVMe Qualified Names".
 pub fn nqn_field(nqn: &str) -> Option<[u8; 256]> {
     if nqn.len() > 223 || nqn.contains('\0') {
         return None;
@@ -24,19 +24,19 @@ pub fn nqn_field(nqn: &str) -> Option<[u8; 256]> {
     Some(field)
 }
 
-/// A text field for people: up to the first zero byte, without the spaces at its end, and with
-/// every byte that could upset a terminal as `?`.
+/// Text field for display: up to the first NUL, without trailing spaces, and with `?` for every
+/// non-printable byte.
 #[derive(Clone, Copy)]
 pub struct Text<'a>(&'a [u8]);
 
 impl<'a> Text<'a> {
-    /// Over the bytes of a field.
+    /// Wraps the bytes of a field.
     pub fn new(field: &'a [u8]) -> Self {
         let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
         Self(field.get(..end).unwrap_or(field).trim_ascii_end())
     }
 
-    /// Whether nothing is in the field.
+    /// True if the field is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

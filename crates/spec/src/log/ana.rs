@@ -1,34 +1,34 @@
-//! Asymmetric Namespace Access: the states of ANA groups, and the log page of them. Base 2.1,
-//! 5.1.12.1, "Asymmetric Namespace Access", and 8.1.1.
+//! Asymmetric Namespace Access: states of ANA groups, and their log page. Base 2.1, 5.1.12.1,
+//! "Asymmetric Namespace Access", and 8.1.1.
 
 use crate::status::Status;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Identify Controller, ANACAP: all five states can be reported.
 pub const ANACAP_ALL_STATES: u8 = 0b1_1111;
-/// Identify Controller, ANACAP: ANAGRPID of a namespace does not change while it is attached.
+/// Identify Controller, ANACAP: the ANAGRPID of a namespace does not change while it is attached.
 pub const ANACAP_FIXED_GROUPS: u8 = 1 << 6;
 /// Get Log Page, Log Specific Parameter: Return Groups Only, without the namespaces of each.
 pub const RETURN_GROUPS_ONLY: u8 = 1 << 0;
 
-/// What a controller makes of a group of namespaces.
+/// ANA state of a group of namespaces at a controller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum AnaState {
-    /// It is one of the ways that are best.
+    /// Accessible, with optimal performance.
     #[default]
     Optimized = 0x01,
-    /// It works, and another way may work better.
+    /// Accessible; another controller may be faster.
     NonOptimized = 0x02,
-    /// It does not work now.
+    /// Currently inaccessible.
     Inaccessible = 0x03,
-    /// It does not work, and never will.
+    /// Permanently inaccessible.
     PersistentLoss = 0x04,
-    /// Another state is about to come.
+    /// In transition to another state.
     Change = 0x0f,
 }
 
 impl AnaState {
-    /// All of them.
+    /// All states.
     pub const ALL: [Self; 5] = [
         Self::Optimized,
         Self::NonOptimized,
@@ -37,12 +37,12 @@ impl AnaState {
         Self::Change,
     ];
 
-    /// Of the field; `None` if it is reserved.
+    /// Decodes the field; `None` for a reserved value.
     pub fn from_bits(bits: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|state| *state as u8 == bits & 0xf)
     }
 
-    /// How commands for the namespaces end; `None`: they are carried out.
+    /// Status of commands for the namespaces; `None` if the commands are executed.
     pub fn refusal(self) -> Option<Status> {
         match self {
             Self::Optimized | Self::NonOptimized => None,
@@ -52,7 +52,7 @@ impl AnaState {
         }
     }
 
-    /// As people write it.
+    /// Name for configuration and output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Optimized => "optimized",
@@ -63,14 +63,13 @@ impl AnaState {
         }
     }
 
-    /// Of its [name](Self::name).
+    /// Parses a [name](Self::name).
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|state| state.name() == name)
     }
 }
 
-/// The head of the log page. As many [descriptors](AnaGroupDescriptor) follow, each with its
-/// namespaces.
+/// Head of the log page; [descriptors](AnaGroupDescriptor) follow, each with its namespaces.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -84,7 +83,7 @@ pub struct AnaLogHeader {
     pub reserved10: [u8; 6],
 }
 
-/// The head of an ANA Group Descriptor. As many NSIDs follow, of 4 bytes each.
+/// Head of an ANA Group Descriptor; NSIDs of 4 bytes each follow.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -102,30 +101,30 @@ pub struct AnaGroupDescriptor {
     pub reserved17: [u8; 15],
 }
 
-/// An ANA group, as a log page has it.
+/// ANA group of the log page.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AnaGroup {
     /// ANA Group ID.
     pub id: u32,
-    /// When its state changed last, by the count of changes.
+    /// Change Count of the group's last change.
     pub changes: u64,
-    /// Its state; `None` if that is none that there is.
+    /// State; `None` for a reserved value.
     pub state: Option<AnaState>,
-    /// Its namespaces, unless these were left out.
+    /// Namespaces; empty with Return Groups Only.
     pub nsids: Vec<u32>,
 }
 
-/// The log page as a whole.
+/// Complete log page.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AnaLog {
     /// Change Count.
     pub changes: u64,
-    /// In ascending order.
+    /// Groups, in ascending order.
     pub groups: Vec<AnaGroup>,
 }
 
 impl AnaLog {
-    /// The page, with the namespaces of each group unless only groups are asked for.
+    /// Encodes the page, without namespaces if `groups_only`.
     pub fn encode(&self, groups_only: bool) -> Vec<u8> {
         let nagd = u16::try_from(self.groups.len()).unwrap_or(u16::MAX);
         let head = AnaLogHeader { chgcnt: self.changes, nagd, reserved10: [0; 6] };
@@ -145,7 +144,7 @@ impl AnaLog {
         page
     }
 
-    /// The other way; `None` if the page is too short for what it says it has.
+    /// Decodes a page; `None` if the page is shorter than its counts require.
     pub fn decode(page: &[u8]) -> Option<Self> {
         let (head, mut rest) = AnaLogHeader::read_from_prefix(page).ok()?;
         let mut groups = Vec::new();
@@ -191,7 +190,7 @@ mod tests {
         let heads = log.encode(true);
         assert_eq!(heads.len(), 16 + 64);
         assert!(AnaLog::decode(&heads).unwrap().groups.iter().all(|group| group.nsids.is_empty()));
-        // A number that no page could have.
+        // A count that exceeds any page.
         let mut page = page;
         page[20..24].fill(0xff);
         assert_eq!(AnaLog::decode(&page), None);

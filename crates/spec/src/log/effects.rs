@@ -1,10 +1,10 @@
-//! The log pages that say what a controller supports: log pages, commands and features.
+//! Log pages of supported log pages, commands and features, with their effects.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// LID Supported and Effects: what is supported of one log page. Base 2.1, 5.1.12.1.1.
+/// LID Supported and Effects: support of a log page. Base 2.1, 5.1.12.1.1.
 #[bitfield(u32)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct LogPageSupport {
@@ -22,12 +22,11 @@ pub struct LogPageSupport {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct SupportedLogPages {
-    /// One for each log page identifier.
+    /// Support, indexed by log page identifier.
     pub lids: [LogPageSupport; 256],
 }
 
-/// Commands Supported and Effects: what is supported of one command, and what else it may change.
-/// Base 2.1, 5.1.12.1.6.
+/// Commands Supported and Effects: support of a command, and its effects. Base 2.1, 5.1.12.1.6.
 #[bitfield(u32)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct CommandEffects {
@@ -70,8 +69,8 @@ pub struct CommandsSupportedEffects {
     pub reserved2048: [u8; 2048],
 }
 
-/// FID Supported and Effects: what is supported of one feature, and what else it may change. Base
-/// 2.1, 5.1.12.1, "Feature Identifiers Supported and Effects".
+/// FID Supported and Effects: support of a feature, and its effects. Base 2.1, 5.1.12.1, "Feature
+/// Identifiers Supported and Effects".
 #[bitfield(u32)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct FeatureEffects {
@@ -98,16 +97,16 @@ pub struct FeatureEffects {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct FeaturesSupportedEffects {
-    /// One for each feature identifier.
+    /// Support, indexed by feature identifier.
     pub fids: [FeatureEffects; 256],
 }
 
 impl CommandEffects {
-    /// One namespace.
+    /// Command Scope: one namespace.
     pub const SCOPE_NAMESPACE: u16 = 1 << 0;
-    /// One controller.
+    /// Command Scope: one controller.
     pub const SCOPE_CONTROLLER: u16 = 1 << 1;
-    /// The NVM subsystem.
+    /// Command Scope: the NVM subsystem.
     pub const SCOPE_SUBSYSTEM: u16 = 1 << 5;
 }
 

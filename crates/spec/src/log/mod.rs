@@ -86,7 +86,7 @@ pub mod lid {
     /// Changed Zone List.
     pub const CHANGED_ZONES: u8 = 0xbf;
 
-    /// The specification's name, or `None` if this crate has none.
+    /// Name in the specification; `None` for an unknown log page.
     pub const fn name(lid: u8) -> Option<&'static str> {
         Some(match lid {
             SUPPORTED_LOG_PAGES => "Supported Log Pages",

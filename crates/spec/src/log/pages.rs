@@ -1,11 +1,11 @@
-//! The log pages that say what happened: errors, health, firmware, changed namespaces.
+//! Log pages of errors, health, firmware and changed namespaces.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;
 use zerocopy::little_endian::{U16, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Parameter Error Location: which bit of the command was wrong. Base 2.1, 5.1.12.1.2.
+/// Parameter Error Location: position of the error in the command. Base 2.1, 5.1.12.1.2.
 #[bitfield(u16)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ParameterLocation {
@@ -19,32 +19,32 @@ pub struct ParameterLocation {
 }
 
 impl ParameterLocation {
-    /// The error is not of a parameter.
+    /// Error that is not specific to a parameter.
     pub const NONE: Self = Self::from_bits(0xffff);
 }
 
-/// An entry of the Error Information log page, 01h: 64 bytes, all zero if there was no such error.
-/// Base 2.1, 5.1.12.1.2.
+/// Entry of the Error Information log page, 01h: 64 bytes, all zero if unused. Base 2.1,
+/// 5.1.12.1.2.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ErrorLogEntry {
-    /// Error Count: which error this is, counted from 1; 0 for an empty entry.
+    /// Error Count: unique number of the error, from 1; 0 for an unused entry.
     pub error_count: u64,
-    /// Submission Queue ID; FFFFh if the error is of no command.
+    /// Submission Queue ID; FFFFh if the error is not specific to a command.
     pub sqid: u16,
-    /// Command ID; FFFFh if the error is of no command.
+    /// Command ID; FFFFh if the error is not specific to a command.
     pub cid: u16,
-    /// Status Info: as the status word of a completion queue entry, phase tag included.
+    /// Status Info: status word of a completion queue entry, including the phase tag.
     pub status: u16,
     /// Parameter Error Location.
     pub parameter: ParameterLocation,
-    /// The first LBA with the error.
+    /// First LBA with the error.
     pub lba: u64,
     /// Namespace.
     pub nsid: u32,
     /// Vendor Specific Information Available: a log page identifier, or 0.
     pub vendor_lid: u8,
-    /// Transport Type; 0 if the error is not of the transport.
+    /// Transport Type; 0 if the error is not related to the transport.
     pub trtype: u8,
     /// Command Set Indicator, if `version` is 1.
     pub csi: u8,
@@ -56,7 +56,7 @@ pub struct ErrorLogEntry {
     pub transport_specific: u16,
     /// Reserved.
     pub reserved42: [u8; 21],
-    /// Log Page Version: 1 if `csi` and `opcode` hold.
+    /// Log Page Version: 1 if `csi` and `opcode` are valid.
     pub version: u8,
 }
 
@@ -72,7 +72,7 @@ pub struct CriticalWarning {
     pub reliability: bool,
     /// All of the media is read only.
     pub read_only: bool,
-    /// The backup of volatile memory failed.
+    /// The backup of volatile memory has failed.
     pub volatile_backup: bool,
     /// The Persistent Memory Region is read only or unreliable.
     pub persistent_memory: bool,
@@ -82,7 +82,7 @@ pub struct CriticalWarning {
 
 /// SMART / Health Information, log page 02h. Base 2.1, 5.1.12.1.3.
 ///
-/// Counts are of the life of the controller and are kept over power cycles.
+/// Counters cover the lifetime of the controller and are retained across power cycles.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct SmartHealth {
@@ -94,7 +94,7 @@ pub struct SmartHealth {
     pub available_spare: u8,
     /// Available Spare Threshold in percent.
     pub available_spare_threshold: u8,
-    /// Percentage Used; it may be more than 100.
+    /// Percentage Used; may exceed 100.
     pub percentage_used: u8,
     /// Endurance Group Critical Warning Summary.
     pub endurance_group_warning: u8,
@@ -104,9 +104,9 @@ pub struct SmartHealth {
     pub data_units_read: U128,
     /// Data Units Written: 1000 units of 512 bytes, rounded up.
     pub data_units_written: U128,
-    /// Host Read Commands: completed Read, Compare and Verify commands and their kin.
+    /// Host Read Commands: number of completed Read, Compare, Verify and similar commands.
     pub host_read_commands: U128,
-    /// Host Write Commands: completed Write commands and their kin.
+    /// Host Write Commands: number of completed Write and similar commands.
     pub host_write_commands: U128,
     /// Controller Busy Time in minutes.
     pub controller_busy_time: U128,
@@ -142,12 +142,12 @@ pub struct SmartHealth {
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Afi {
-    /// The slot that the running firmware came from, 1 to 7.
+    /// Slot of the running firmware, 1 to 7.
     #[bits(3)]
     pub active: u8,
     #[bits(1)]
     __: u8,
-    /// The slot that the next Controller Level Reset activates; 0 not reported.
+    /// Slot that the next Controller Level Reset activates; 0 if not reported.
     #[bits(3)]
     pub next: u8,
     #[bits(1)]
@@ -168,18 +168,18 @@ pub struct FirmwareSlot {
     pub reserved64: [u8; 448],
 }
 
-/// Changed Attached Namespace List, log page 04h: what changed since the page was last read. Base
-/// 2.1, 5.1.12.1.5.
+/// Changed Attached Namespace List, log page 04h: namespaces changed since the page was last read.
+/// Base 2.1, 5.1.12.1.5.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ChangedNamespaces {
-    /// Namespace identifiers in ascending order, zeroes after the last; or FFFFFFFFh and zeroes if
-    /// more than 1024 changed.
+    /// Namespace identifiers in ascending order, then zeroes; or FFFFFFFFh and zeroes if more than
+    /// 1024 have changed.
     pub nsids: [u32; 1024],
 }
 
 impl ChangedNamespaces {
-    /// The page for these identifiers, which must be in ascending order.
+    /// Creates the page for these identifiers, which must be in ascending order.
     pub fn new(changed: impl IntoIterator<Item = u32>) -> Self {
         let mut page = Self::default();
         let mut changed = changed.into_iter();
@@ -193,12 +193,12 @@ impl ChangedNamespaces {
         page
     }
 
-    /// Whether more than 1024 namespaces changed, so that the page cannot name them.
+    /// True if more than 1024 namespaces have changed, so that the page does not list them.
     pub const fn overflowed(&self) -> bool {
         self.nsids[0] == crate::sqe::NSID_ALL
     }
 
-    /// The identifiers up to the first zero; none if it [`overflowed`](Self::overflowed).
+    /// Identifiers up to the first zero; none if it [`overflowed`](Self::overflowed).
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.nsids.iter().copied().take_while(|&nsid| nsid != 0 && nsid != crate::sqe::NSID_ALL)
     }

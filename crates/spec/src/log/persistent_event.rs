@@ -1,15 +1,15 @@
-//! The log page Persistent Event, 0Dh. Base 2.1, 5.1.12.1.14.
+//! Log page Persistent Event, 0Dh. Base 2.1, 5.1.12.1.14.
 //!
-//! A [`PersistentEventLog`], and then events: each a [`PersistentEvent`] and its data.
+//! The page is a [`PersistentEventLog`] and events, each a [`PersistentEvent`] with its data.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;
 use zerocopy::little_endian::{U16, U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Actions of the Log Specific Parameter, in its bits 1:0.
+/// Actions in the Log Specific Parameter, bits 1:0.
 pub mod action {
-    /// Read Log Data, of the context that was established.
+    /// Read Log Data of the established context.
     pub const READ: u8 = 0;
     /// Establish Context and Read Log Data.
     pub const ESTABLISH: u8 = 1;
@@ -21,13 +21,13 @@ pub mod action {
 
 /// Event Types.
 pub mod event_type {
-    /// SMART / Health Log Snapshot: the log page.
+    /// SMART / Health Log Snapshot: data are the log page.
     pub const SMART: u8 = 0x01;
     /// Firmware Commit.
     pub const FIRMWARE_COMMIT: u8 = 0x02;
     /// Timestamp Change: [`TimestampChange`](super::TimestampChange).
     pub const TIMESTAMP_CHANGE: u8 = 0x03;
-    /// Power-on or Reset: the firmware revision (8 bytes), and
+    /// Power-on or Reset: firmware revision (8 bytes), and
     /// [`ResetInformation`](super::ResetInformation).
     pub const POWER_ON_OR_RESET: u8 = 0x04;
     /// NVM Subsystem Hardware Error.
@@ -36,12 +36,12 @@ pub mod event_type {
     pub const SANITIZE_START: u8 = 0x09;
     /// Sanitize Completion: [`SanitizeCompletion`](super::SanitizeCompletion).
     pub const SANITIZE_COMPLETION: u8 = 0x0a;
-    /// Telemetry Log Created: the first 512 bytes of the log page.
+    /// Telemetry Log Created: first 512 bytes of the log page.
     pub const TELEMETRY_CREATED: u8 = 0x0c;
-    /// Vendor Specific Event: [`VendorEvent`](super::VendorEvent)s, each with its data.
+    /// Vendor Specific Event: [`VendorEvent`](super::VendorEvent)s, each with data.
     pub const VENDOR: u8 = 0xde;
 
-    /// The specification's name.
+    /// Name in the specification; `None` for an unknown event type.
     pub const fn name(event: u8) -> Option<&'static str> {
         Some(match event {
             SMART => "SMART / Health Log Snapshot",
@@ -64,7 +64,7 @@ pub mod event_type {
 pub struct ReportingContext {
     /// Reporting Context Port Identifier.
     pub port: u16,
-    /// Reporting Context Port Identifier Type: 0 if there is no port.
+    /// Reporting Context Port Identifier Type: 0 for no port.
     #[bits(2)]
     pub port_type: u8,
     /// Reporting Context Exists.
@@ -73,7 +73,7 @@ pub struct ReportingContext {
     __: u16,
 }
 
-/// The header of the page.
+/// Header of the page.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct PersistentEventLog {
@@ -83,15 +83,15 @@ pub struct PersistentEventLog {
     pub reserved1: [u8; 3],
     /// Total Number of Events.
     pub tnev: U32,
-    /// Total Log Length in bytes, with this header.
+    /// Total Log Length in bytes, including this header.
     pub tll: U64,
     /// Log Revision.
     pub lrev: u8,
     /// Reserved.
     pub reserved17: u8,
-    /// Log Header Length: bytes of this header that follow on this field.
+    /// Log Header Length: bytes of this header after this field.
     pub lhl: U16,
-    /// Timestamp of when the context was established, as the feature Timestamp has it.
+    /// Timestamp of the context's establishment, encoded as in the feature Timestamp.
     pub timestamp: U64,
     /// Power on Hours.
     pub poh: U128,
@@ -107,7 +107,7 @@ pub struct PersistentEventLog {
     pub mn: [u8; 40],
     /// NVM Subsystem NVMe Qualified Name.
     pub subnqn: [u8; 256],
-    /// Generation Number: of the context.
+    /// Generation Number of the context.
     pub generation: U16,
     /// Reporting Context Information.
     pub rci: [u8; 4],
@@ -122,7 +122,7 @@ zero_default!(PersistentEventLog);
 impl PersistentEventLog {
     /// Log Revision of Base 2.0 and later.
     pub const REVISION: u8 = 3;
-    /// LHL: what follows on it.
+    /// LHL: length of the header after the field.
     pub const LHL: u16 = 512 - 20;
 
     /// Reporting Context Information.
@@ -131,7 +131,7 @@ impl PersistentEventLog {
     }
 }
 
-/// The header of an event.
+/// Header of an event.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct PersistentEvent {
@@ -139,28 +139,28 @@ pub struct PersistentEvent {
     pub event: u8,
     /// Event Type Revision.
     pub revision: u8,
-    /// Event Header Length: bytes of this header that follow on this field.
+    /// Event Header Length: bytes of this header after this field.
     pub ehl: u8,
-    /// Event Header Additional Information: 0 if no port is told of.
+    /// Event Header Additional Information: 0 for no port.
     pub ehai: u8,
     /// Controller Identifier.
     pub cntlid: U16,
-    /// Event Timestamp, as the feature Timestamp has it.
+    /// Event Timestamp, encoded as in the feature Timestamp.
     pub timestamp: U64,
     /// Port Identifier.
     pub port: U16,
     /// Reserved.
     pub reserved16: [u8; 4],
-    /// Vendor Specific Information Length, of what follows on this header first.
+    /// Vendor Specific Information Length: bytes directly after this header.
     pub vsil: U16,
-    /// Event Length: bytes that follow on this header.
+    /// Event Length: all bytes after this header.
     pub el: U16,
 }
 
 zero_default!(PersistentEvent);
 
 impl PersistentEvent {
-    /// EHL: what follows on it.
+    /// EHL: length of the header after the field.
     pub const EHL: u8 = 24 - 3;
 }
 
@@ -170,7 +170,7 @@ impl PersistentEvent {
 pub struct ResetInformation {
     /// Controller Identifier.
     pub cntlid: U16,
-    /// Firmware Activation: 1 if it came with the reset.
+    /// Firmware Activation: 1 if the reset has activated firmware.
     pub fa: u8,
     /// Operation in Progress.
     pub oip: u8,
@@ -186,7 +186,7 @@ pub struct ResetInformation {
 
 zero_default!(ResetInformation);
 
-/// The data of a Timestamp Change Event.
+/// Data of a Timestamp Change Event.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct TimestampChange {
@@ -198,11 +198,11 @@ pub struct TimestampChange {
 
 zero_default!(TimestampChange);
 
-/// The data of a Sanitize Start Event.
+/// Data of a Sanitize Start Event.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct SanitizeStart {
-    /// Sanitize Capabilities, as Identify Controller has them.
+    /// Sanitize Capabilities, as in Identify Controller.
     pub sanicap: U32,
     /// Dword 10 of the command.
     pub cdw10: U32,
@@ -212,15 +212,15 @@ pub struct SanitizeStart {
 
 zero_default!(SanitizeStart);
 
-/// The data of a Sanitize Completion Event.
+/// Data of a Sanitize Completion Event.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct SanitizeCompletion {
-    /// Sanitize Progress, as the log page Sanitize Status has it.
+    /// Sanitize Progress, as in the log page Sanitize Status.
     pub sprog: U16,
-    /// Sanitize Status, as that has it.
+    /// Sanitize Status, as in the log page Sanitize Status.
     pub sstat: U16,
-    /// Completion Information: for a failure, what the vendor has to say.
+    /// Completion Information: vendor specific information about a failure.
     pub information: U16,
     /// Reserved.
     pub reserved6: [u8; 2],
@@ -228,13 +228,13 @@ pub struct SanitizeCompletion {
 
 zero_default!(SanitizeCompletion);
 
-/// The head of a Vendor Specific Event Descriptor.
+/// Head of a Vendor Specific Event Descriptor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct VendorEvent {
     /// Vendor Specific Event Code.
     pub code: U16,
-    /// Vendor Specific Event Data Type: one of [`VendorEvent::NAME`] and others.
+    /// Vendor Specific Event Data Type, for example [`VendorEvent::NAME`].
     pub data_type: u8,
     /// UUID Index; 0 for none.
     pub uuid: u8,
@@ -245,13 +245,13 @@ pub struct VendorEvent {
 zero_default!(VendorEvent);
 
 impl VendorEvent {
-    /// Data type: the name of the event, in ASCII.
+    /// Data type: name of the event, in ASCII.
     pub const NAME: u8 = 1;
     /// Data type: ASCII.
     pub const ASCII: u8 = 2;
     /// Data type: bytes.
     pub const BINARY: u8 = 3;
-    /// Data type: a signed integer.
+    /// Data type: signed integer.
     pub const INTEGER: u8 = 4;
 }
 

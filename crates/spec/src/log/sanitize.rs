@@ -1,23 +1,23 @@
-//! The log page Sanitize Status, 81h. Base 2.1, 5.1.12.1.33.
+//! Log page Sanitize Status, 81h. Base 2.1, 5.1.12.1.33.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Sanitize Operation Status: what became of the most recent operation.
+/// Sanitize Operation Status: state of the most recent operation.
 pub mod sos {
-    /// There was none.
+    /// No operation so far.
     pub const NEVER: u8 = 0;
-    /// It was successful.
+    /// Successful.
     pub const SUCCESSFUL: u8 = 1;
-    /// It is under way.
+    /// In progress.
     pub const IN_PROGRESS: u8 = 2;
-    /// It has failed.
+    /// Failed.
     pub const FAILED: u8 = 3;
-    /// It was successful, and blocks were deallocated although they were not to be.
+    /// Successful, but blocks were deallocated despite No-Deallocate.
     pub const DEALLOCATED: u8 = 4;
 
-    /// In words.
+    /// Description; `None` for a reserved value.
     pub const fn name(sos: u8) -> Option<&'static str> {
         Some(match sos {
             NEVER => "never sanitized",
@@ -40,21 +40,21 @@ pub struct SanitizeState {
     /// Overwrite Passes Completed.
     #[bits(5)]
     pub opc: u8,
-    /// Global Data Erased: nothing was written since the last successful operation, or ever.
+    /// Global Data Erased: no user data were written since the last successful operation, or ever.
     pub gde: bool,
     #[bits(7)]
     __: u8,
 }
 
-/// The log page.
+/// Log page Sanitize Status.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct SanitizeLog {
-    /// Sanitize Progress: how many 65536th parts are done; FFFFh when none is under way.
+    /// Sanitize Progress in 65536ths; FFFFh if no operation is in progress.
     pub sprog: u16,
     /// Sanitize Status.
     pub sstat: SanitizeState,
-    /// Sanitize Command Dword 10 Information: CDW10 of the command that has begun the operation.
+    /// Sanitize Command Dword 10 Information: CDW10 of the command that has started the operation.
     pub scdw10: u32,
     /// Estimated Time For Overwrite in seconds; FFFFFFFFh not reported.
     pub eto: u32,
@@ -77,9 +77,9 @@ pub struct SanitizeLog {
 }
 
 impl SanitizeLog {
-    /// SPROG when no operation is under way.
+    /// SPROG without an operation in progress.
     pub const NO_PROGRESS: u16 = 0xffff;
-    /// A time that is not reported.
+    /// Estimated time that is not reported.
     pub const NO_ESTIMATE: u32 = 0xffff_ffff;
 }
 

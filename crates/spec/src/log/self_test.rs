@@ -1,26 +1,26 @@
-//! The log page Device Self-test, 06h. Base 2.1, 5.1.12.1.7.
+//! Log page Device Self-test, 06h. Base 2.1, 5.1.12.1.7.
 
 use bitfield_struct::bitfield;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Self-test Codes: what a Device Self-test command begins, and what an operation is.
+/// Self-test Codes: action of a Device Self-test command, and type of an operation.
 pub mod stc {
-    /// No operation is under way.
+    /// No operation in progress.
     pub const NONE: u8 = 0x0;
-    /// A short operation.
+    /// Short operation.
     pub const SHORT: u8 = 0x1;
-    /// An extended operation.
+    /// Extended operation.
     pub const EXTENDED: u8 = 0x2;
-    /// An operation of the vendor's.
+    /// Vendor specific operation.
     pub const VENDOR: u8 = 0xe;
-    /// The operation under way is aborted.
+    /// Abort the operation in progress.
     pub const ABORT: u8 = 0xf;
 }
 
-/// Device Self-test Results: how an operation has ended.
+/// Device Self-test Results.
 pub mod self_test_result {
-    /// Without an error.
+    /// Completed without an error.
     pub const PASSED: u8 = 0x0;
     /// Aborted by a Device Self-test command.
     pub const ABORTED_BY_COMMAND: u8 = 0x1;
@@ -30,20 +30,20 @@ pub mod self_test_result {
     pub const ABORTED_BY_REMOVAL: u8 = 0x3;
     /// Aborted by a Format NVM command.
     pub const ABORTED_BY_FORMAT: u8 = 0x4;
-    /// A fatal error, or one that is not known: the operation did not come to its end.
+    /// Fatal or unknown error: the operation did not complete.
     pub const FATAL: u8 = 0x5;
-    /// A segment has failed, and it is not known which.
+    /// An unknown segment has failed.
     pub const UNKNOWN_SEGMENT_FAILED: u8 = 0x6;
-    /// Segments have failed, of which the first is in Segment Number.
+    /// Segments have failed; Segment Number is the first one.
     pub const SEGMENT_FAILED: u8 = 0x7;
     /// Aborted for an unknown reason.
     pub const ABORTED: u8 = 0x8;
     /// Aborted by a sanitize operation.
     pub const ABORTED_BY_SANITIZE: u8 = 0x9;
-    /// There is no such result.
+    /// Unused entry.
     pub const UNUSED: u8 = 0xf;
 
-    /// In words.
+    /// Description; `None` for an unused entry or a reserved value.
     pub const fn name(result: u8) -> Option<&'static str> {
         Some(match result {
             PASSED => "passed",
@@ -61,7 +61,7 @@ pub mod self_test_result {
     }
 }
 
-/// Valid Diagnostic Information: which fields of a result hold.
+/// Valid Diagnostic Information: the valid fields of a result.
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ValidDiagnostics {
@@ -89,7 +89,7 @@ pub struct SelfTestResult {
     pub valid: ValidDiagnostics,
     /// Reserved.
     pub reserved3: u8,
-    /// Power On Hours at its end.
+    /// Power On Hours at the end of the operation.
     pub poh: U64,
     /// Namespace Identifier.
     pub nsid: U32,
@@ -104,7 +104,7 @@ pub struct SelfTestResult {
 }
 
 impl SelfTestResult {
-    /// The place of a result that there is not.
+    /// Unused entry.
     pub const UNUSED: Self = Self {
         dsts: self_test_result::UNUSED,
         segment: 0,
@@ -118,18 +118,18 @@ impl SelfTestResult {
         vendor: [0; 2],
     };
 
-    /// How it has ended: one of [`self_test_result`].
+    /// Result: one of [`self_test_result`].
     pub const fn result(&self) -> u8 {
         self.dsts & 0xf
     }
 
-    /// What it was: one of [`stc`].
+    /// Self-test Code: one of [`stc`].
     pub const fn code(&self) -> u8 {
         self.dsts >> 4
     }
 }
 
-/// The log page.
+/// Log page Device Self-test.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct SelfTestLog {
@@ -139,12 +139,12 @@ pub struct SelfTestLog {
     pub completion: u8,
     /// Reserved.
     pub reserved2: [u8; 2],
-    /// The newest first.
+    /// Results, newest first.
     pub results: [SelfTestResult; SelfTestLog::RESULTS],
 }
 
 impl SelfTestLog {
-    /// How many results there are at most.
+    /// Number of results.
     pub const RESULTS: usize = 20;
 }
 

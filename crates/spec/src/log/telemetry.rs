@@ -1,14 +1,14 @@
-//! The log pages Telemetry Host-Initiated, 07h, and Controller-Initiated, 08h. Base 2.1,
+//! Log pages Telemetry Host-Initiated, 07h, and Telemetry Controller-Initiated, 08h. Base 2.1,
 //! 5.1.12.1.8 and 5.1.12.1.9.
 
 use crate::layout::zero_default;
 use zerocopy::little_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Bytes of the header, and of each data block.
+/// Size of the header and of each data block in bytes.
 pub const TELEMETRY_BLOCK: usize = 512;
 
-/// The header. Data blocks follow, counted from 1; each area begins with the first.
+/// Header of both log pages. Data blocks follow, counted from 1; each area starts at block 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct TelemetryHeader {
@@ -18,18 +18,18 @@ pub struct TelemetryHeader {
     pub reserved1: [u8; 4],
     /// IEEE OUI Identifier; 0 for none.
     pub ieee: [u8; 3],
-    /// The last blocks of Data Areas 1 to 3; 0 if an area has none.
+    /// Last blocks of Data Areas 1 to 3; 0 for an empty area.
     pub last_blocks: [U16; 3],
     /// Reserved.
     pub reserved14: [u8; 2],
-    /// The last block of Data Area 4.
+    /// Last block of Data Area 4.
     pub last_block_4: U32,
     /// Reserved.
     pub reserved20: [u8; 360],
-    /// Scope of the page Host-Initiated: 1 for the controller, 2 for the subsystem. Reserved in the
-    /// other one.
+    /// Scope in the page Host-Initiated: 1 for the controller, 2 for the subsystem. Reserved in the
+    /// page Controller-Initiated.
     pub host_scope: u8,
-    /// In the page Host-Initiated its Data Generation Number, in the other one its scope.
+    /// Data Generation Number in the page Host-Initiated; scope in the page Controller-Initiated.
     pub host_generation: u8,
     /// Controller-Initiated Data Available.
     pub controller_available: u8,
@@ -42,10 +42,10 @@ pub struct TelemetryHeader {
 zero_default!(TelemetryHeader);
 
 impl TelemetryHeader {
-    /// Scope: of the controller.
+    /// Scope: the controller.
     pub const CONTROLLER: u8 = 1;
 
-    /// The last block of Data Area 3, which has those before.
+    /// Last block of Data Area 3, which contains Data Areas 1 and 2.
     pub fn blocks(&self) -> usize {
         usize::from(self.last_blocks[2].get())
     }

@@ -1,4 +1,4 @@
-//! One socket, and the exchange of one request for one reply over it.
+//! Connection of a client: a socket, and the exchange of one request and reply at a time.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,18 +18,18 @@ use crate::descriptor::{Descriptor, Inspector};
 use crate::socket::{Received, receive, send};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
-/// Commands of the server that are refused while waiting for one reply, before it is taken for a
-/// flood.
+/// Maximum number of server commands that are refused during one request; more are an error,
+/// because the server floods the client.
 const MAX_STRAY: u32 = 1024;
 
-/// The payload of a good reply, and what came with it.
+/// Payload of a successful reply, and its descriptors.
 pub(super) struct Reply<'a> {
     pub(super) payload: &'a [u8],
     pub(super) fds: Vec<Descriptor>,
 }
 
 impl Reply<'_> {
-    /// The structure that the payload begins with, and what follows it.
+    /// Splits the payload into the structure at its start and the rest.
     pub(super) fn split<T>(&self) -> Result<(T, &[u8]), String>
     where
         T: FromBytes + KnownLayout + Immutable,
@@ -39,7 +39,7 @@ impl Reply<'_> {
     }
 }
 
-/// A socket with a server at the other end.
+/// Connection to a server.
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: Arc<OwnedFd>,
@@ -47,9 +47,9 @@ pub(super) struct Connection {
     decoder: Decoder,
     next_id: u16,
     timeout: Option<Duration>,
-    /// First addresses of the ranges of memory that are shared.
+    /// First addresses of the mapped memory ranges.
     pub(super) maps: BTreeSet<u64>,
-    /// Set while an exchange is under way, and left set if it did not end well.
+    /// True during an exchange, and after a failed one.
     broken: bool,
 }
 
@@ -57,7 +57,7 @@ pub(super) struct Connection {
 pub(super) fn connect(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, Errno> {
     let address = SocketAddrUnix::new(path)?;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    // A connect waits while the backlog is full.
+    // A connect blocks while the server's backlog is full.
     set_socket_timeout(&socket, Timeout::Send, limit(timeout))?;
     rustix::net::connect(&socket, &address)?;
     Ok(socket)
@@ -88,7 +88,7 @@ impl Connection {
         Arc::clone(&self.socket)
     }
 
-    /// Sends a command, waits for its reply, and lets `read` make sense of that.
+    /// Sends a command, waits for the reply, and parses it with `read`.
     pub(super) fn request<T>(
         &mut self,
         command: u16,
@@ -102,7 +102,7 @@ impl Connection {
         outcome
     }
 
-    /// Sends a command that wants no reply.
+    /// Sends a command without a reply.
     pub(super) fn post(&mut self, command: u16, payload: &[&[u8]]) -> Result<(), ClientError> {
         let started = self.begin()?;
         let outcome = self.send(command, header_flags::NO_REPLY, payload, &[], started);
@@ -120,7 +120,7 @@ impl Connection {
         Ok(Instant::now())
     }
 
-    /// Tells the server at once if the connection is of no use any more.
+    /// Shuts a broken connection down, so that the server notices at once.
     fn finish(&self) {
         if self.broken {
             let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
@@ -139,7 +139,7 @@ impl Connection {
         let bad = |why: String| ClientError::BadReply { command, why };
         let mut strays = 0;
         loop {
-            // The lock is held: what comes is the reply, or a command of the server.
+            // The caller has exclusive access: a message is the reply or a command of the server.
             let Some(message) = self.decoder.decode().map_err(|error| bad(error.to_string()))?
             else {
                 self.receive(command, started, strays != 0)?;
@@ -149,7 +149,7 @@ impl Connection {
             if !header.is_reply() {
                 strays += 1;
                 if strays > MAX_STRAY {
-                    return Err(bad("it floods us with commands".into()));
+                    return Err(bad("the server floods the client with commands".into()));
                 }
                 drop(fds);
                 refuse(&self.socket, &header)?;
@@ -157,7 +157,7 @@ impl Connection {
             }
             if header.id != id || header.command != command {
                 let Header { id: got, command: to, .. } = header;
-                return Err(bad(format!("it answers message {got}, command {to} instead of {id}")));
+                return Err(bad(format!("it is for message {got}, command {to}, instead of {id}")));
             }
             if header.flags & header_flags::ERROR != 0 {
                 let errno = match i32::try_from(header.error) {
@@ -206,7 +206,7 @@ impl Connection {
                 Err(Errno::AGAIN) => return Err(self.timed_out(command)),
                 Err(errno) => return Err(ClientError::Socket(errno.into())),
             };
-            // The descriptors are with the first byte.
+            // The descriptors were sent with the first byte.
             fds = &[];
             left = left.saturating_sub(sent);
             if left == 0 {
@@ -230,8 +230,8 @@ impl Connection {
         if (is_partial || strayed)
             && let Some(limit) = self.timeout
         {
-            // The socket's own timeout starts anew with each receive; a server that sends byte by
-            // byte, or one thing after the other that is no reply, must not get around it.
+            // The socket's timeout starts anew with each receive. A server that sends single bytes,
+            // or messages other than the reply, must not evade the limit.
             let end = if is_partial { limit.saturating_mul(2) } else { limit };
             let left = end.saturating_sub(started.elapsed());
             let time = Timespec {
@@ -247,7 +247,7 @@ impl Connection {
         }
         let received = receive(self.socket.as_fd(), &mut self.decoder, &self.inspector);
         if self.inspector.closer().is_overloaded() {
-            let why = "it keeps sending descriptors that take their time to be closed".to_owned();
+            let why = "too many descriptors of the server wait to be closed".to_owned();
             return Err(ClientError::BadReply { command, why });
         }
         match received {
@@ -264,12 +264,12 @@ impl Connection {
     }
 }
 
-/// As the socket wants it: there, zero would mean forever.
+/// Timeout for the socket, at least 1 µs: 0 would disable it.
 fn limit(timeout: Option<Duration>) -> Option<Duration> {
     timeout.map(|time| time.max(Duration::from_micros(1)))
 }
 
-/// Says to the server that its commands (DMA by message) are not supported here.
+/// Refuses a command of the server (DMA by message), which this client does not support.
 fn refuse(socket: &OwnedFd, to: &Header) -> Result<(), ClientError> {
     let mut out = SendQueue::default();
     out.put_error(to, Errno::OPNOTSUPP);
@@ -282,7 +282,7 @@ fn refuse(socket: &OwnedFd, to: &Header) -> Result<(), ClientError> {
     Ok(())
 }
 
-/// Drops the first `len` bytes of `parts`.
+/// Removes the first `len` bytes of `parts`.
 fn skip(parts: &mut [&[u8]], mut len: usize) {
     for part in parts {
         let here = len.min(part.len());

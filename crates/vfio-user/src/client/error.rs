@@ -1,4 +1,4 @@
-//! Why a request fails.
+//! Errors of requests.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,61 +7,60 @@ use std::time::Duration;
 use crate::Errno;
 use crate::wire::command;
 
-/// Why a request failed.
+/// Error of a request.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// Nobody serves at that path.
+    /// No server listens at the path.
     #[error("cannot connect to {}: {source}", path.display())]
     Connect {
         /// The path of the socket.
         path: PathBuf,
-        /// Why not.
+        /// The system's error.
         source: io::Error,
     },
-    /// The server said no. The connection goes on.
+    /// The server has refused the request. The connection remains usable.
     #[error("the server refused {}: {errno}", command::name(*.command))]
     Refused {
         /// The command.
         command: u16,
-        /// The server's reason.
+        /// Error number of the reply.
         errno: Errno,
     },
-    /// The request exceeds what was agreed, or makes no sense. Nothing was sent.
+    /// The request exceeds a negotiated limit, or is invalid. Nothing was sent.
     #[error("{} cannot be sent: {why}", command::name(*.command))]
     Unsendable {
         /// The command.
         command: u16,
-        /// What is wrong with it.
+        /// The mistake.
         why: &'static str,
     },
-    /// So many ranges of memory are shared already, and more the server does not take. Nothing was
-    /// sent.
-    #[error("the server takes {max} ranges of memory at once, and so many are shared already")]
+    /// The server's limit of mapped memory ranges is reached. Nothing was sent.
+    #[error("the server allows {max} ranges of mapped memory, and all are in use")]
     TooManyMaps {
-        /// How many it takes.
+        /// Limit of the server.
         max: u32,
     },
-    /// No reply came in time. The connection has ended.
+    /// No reply was received in time. The connection has ended.
     #[error("no reply to {} within {limit:?}", command::name(*.command))]
     Timeout {
         /// The command.
         command: u16,
-        /// How long was waited.
+        /// Timeout of the client.
         limit: Duration,
     },
-    /// The server's answer makes no sense. The connection has ended.
-    #[error("the server's reply to {} makes no sense: {why}", command::name(*.command))]
+    /// The server's reply is invalid. The connection has ended.
+    #[error("the server's reply to {} is invalid: {why}", command::name(*.command))]
     BadReply {
         /// The command.
         command: u16,
-        /// What is wrong with it.
+        /// The mistake.
         why: String,
     },
-    /// The server is gone, or the socket failed. The connection has ended.
+    /// The server has disconnected, or the socket has failed. The connection has ended.
     #[error("the connection failed: {0}")]
     Socket(#[from] io::Error),
-    /// The connection had ended before.
+    /// The connection has ended with an earlier error.
     #[error("the connection has ended after an earlier failure")]
     Broken,
 }

@@ -1,4 +1,4 @@
-//! Descriptors that stand for writes to a region, taken apart and checked.
+//! Parser and checks of DEVICE_GET_REGION_IO_FDS replies.
 
 use std::sync::Arc;
 
@@ -10,23 +10,23 @@ use crate::descriptor::{Descriptor, PeerFd};
 use crate::device::Area;
 use crate::wire::{self, command, wire_size};
 
-/// Room for sub-regions at the first asking.
+/// Maximum reply size of the first query.
 const FIRST_SIZE: u32 = 8192;
 
-/// The most that they may take.
+/// Maximum reply size of the second query.
 const MAX_SIZE: u32 = 1 << 20;
 
-/// What a server has for writes to a region: eventfds, a signal of which stands for a write to some
-/// part of a region whose value does not matter.
+/// Eventfds of a server that replace writes to parts of a region. Signalling the eventfd is
+/// equivalent to a write, because the written value is irrelevant.
 #[derive(Debug, Default)]
 pub struct ClientIoFds {
     /// The eventfds.
     pub events: Vec<Arc<PeerFd>>,
-    /// Parts of the region, and the index of the eventfd of each.
+    /// Parts of the region, and the index of the eventfd of each part.
     pub areas: Vec<(Area, usize)>,
 }
 
-/// Asks about the region `index`, once more if the answer turns out to be long.
+/// Queries the region `index`, a second time if the reply does not fit.
 pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientIoFds, ClientError> {
     let mut argsz = FIRST_SIZE;
     loop {
@@ -46,32 +46,32 @@ pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientIoFds
 
 enum Answer {
     Fds(ClientIoFds),
-    /// Nothing yet: the server needs this much room.
+    /// The reply needs this size.
     Needs(u32),
 }
 
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
     let events = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
         Descriptor::Event(fd) => Ok(Arc::new(fd)),
-        _ => Err("a descriptor is no eventfd".to_owned()),
+        _ => Err("a descriptor is not an eventfd".to_owned()),
     });
     let events = events.collect::<Result<Vec<Arc<PeerFd>>, _>>()?;
     let (info, list) = reply.split::<wire::RegionIoFds>()?;
     if info.index != index {
-        return Err(format!("it is about region {}", info.index));
+        return Err(format!("it describes region {}", info.index));
     }
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
             true => Ok(Answer::Needs(info.argsz)),
-            // Too many; or more than it needed when it was asked before.
+            // More than allowed, or more than the first reply announced.
             false => Err(format!("it needs {} bytes to list descriptors", info.argsz)),
         };
     }
-    // A region without any, from a server that does not refuse then.
+    // A region without eventfds; other servers refuse the query.
     if info.count == 0 {
         return Ok(Answer::Fds(ClientIoFds { events, areas: Vec::new() }));
     }
-    // The specification leaves room for longer entries than are known today.
+    // The specification allows entries longer than today's.
     let room = info.argsz.saturating_sub(wire_size::<wire::RegionIoFds>());
     let each = room.checked_div(info.count).unwrap_or_default();
     if each < wire_size::<wire::IoFd>() {
@@ -82,12 +82,12 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         let entry = usize::try_from(at * u64::from(each)).ok().and_then(|at| list.get(at..));
         let (entry, _) = entry
             .and_then(|entry| wire::IoFd::read_from_prefix(entry).ok())
-            .ok_or_else(|| format!("sub-region {at} is not all there"))?;
+            .ok_or_else(|| format!("sub-region {at} is incomplete"))?;
         let event = usize::try_from(entry.fd_index).unwrap_or(usize::MAX);
         if event >= events.len() {
             return Err(format!("sub-region {at} has descriptor {event} of {}", events.len()));
         }
-        // Other kinds, and those that want a certain value, are for others than us.
+        // Other types, and eventfds for certain values only, are not supported.
         if entry.kind == wire::IO_FD_EVENT && entry.flags == 0 {
             areas.push((Area { offset: entry.offset, len: entry.size }, event));
         }

@@ -1,4 +1,4 @@
-//! Moving a device: its state, the stream, and the log of what it has written.
+//! Client requests for device migration: state, stream, and log of written pages.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -11,42 +11,42 @@ use crate::migration::{
 use crate::wire::command;
 
 impl Client {
-    /// Whether the device can be moved, as it says itself.
+    /// Migration states that the device supports.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a device that can not be moved refuses with
-    /// [`Errno::NOTTY`](crate::Errno::NOTTY), or a server that knows nothing of this with
+    /// See [`ClientError`]; a device without migration refuses with
+    /// [`Errno::NOTTY`](crate::Errno::NOTTY), and a server without this command with
     /// [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
     pub fn migration_flags(&self) -> Result<u64, ClientError> {
         self.feature(feature_flags::GET | feature::MIGRATION, &[], |reply| value(reply))
     }
 
-    /// The state of the device.
+    /// Migration state of the device.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a state that this crate does not know is a bad reply.
+    /// See [`ClientError`]; an unknown state is a bad reply.
     pub fn migration_state(&self) -> Result<MigrationState, ClientError> {
         self.feature(feature_flags::GET | feature::MIG_DEVICE_STATE, &[], |reply| {
             let DeviceState { state, .. } = value(reply)?;
-            MigrationState::from_wire(state).ok_or_else(|| format!("it is in state {state}"))
+            MigrationState::from_wire(state).ok_or_else(|| format!("the state {state} is unknown"))
         })
     }
 
-    /// Has the device go to another state, and waits until it is there.
+    /// Changes the migration state, and waits for completion.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]. After a refusal [`migration_state`](Self::migration_state) says where
-    /// it is.
+    /// See [`ClientError`]. After a refusal, [`migration_state`](Self::migration_state) returns the
+    /// resulting state.
     pub fn set_migration_state(&self, state: MigrationState) -> Result<(), ClientError> {
         let data = DeviceState { state: state as u32, data_fd: u32::MAX };
         let index = feature_flags::SET | feature::MIG_DEVICE_STATE;
         self.feature(index, &[data.as_bytes()], |_| Ok(()))
     }
 
-    /// The stream of a device in STOP_COPY, from where it was read last: to its end.
+    /// Reads the rest of the stream of a device in STOP_COPY.
     ///
     /// # Errors
     ///
@@ -72,7 +72,7 @@ impl Client {
         }
     }
 
-    /// Gives a device in RESUMING more of its stream.
+    /// Writes more of the stream of a device in RESUMING.
     ///
     /// # Errors
     ///
@@ -88,8 +88,8 @@ impl Client {
         Ok(())
     }
 
-    /// Has the device log the pages that it writes, in these ranges; in none, all. The size of a
-    /// page of its log.
+    /// Starts logging the pages that the device writes in these ranges, or everywhere if there are
+    /// none. Returns the page size of the log.
     ///
     /// # Errors
     ///
@@ -104,7 +104,7 @@ impl Client {
         })
     }
 
-    /// Has it log no more.
+    /// Stops logging.
     ///
     /// # Errors
     ///
@@ -113,13 +113,13 @@ impl Client {
         self.feature(feature_flags::SET | feature::DMA_LOGGING_STOP, &[], |_| Ok(()))
     }
 
-    /// The pages of `page_size` bytes, counted from `iova` on, that were written since this was
-    /// asked last. A range whose bitmap is longer than the server's `max_data_xfer_size` is for
-    /// the caller to split.
+    /// Reads and clears the log: numbers of the pages of `page_size` bytes, counted from `iova`,
+    /// that were written since the previous call. The caller has to split a range whose bitmap is
+    /// longer than the server's `max_data_xfer_size`.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]. All has to be taken for written then.
+    /// See [`ClientError`]. All pages must be considered written then.
     pub fn dirty_pages(
         &self,
         iova: u64,
@@ -144,7 +144,7 @@ impl Client {
         })
     }
 
-    /// How much of the stream travels at once.
+    /// Maximum size of a stream transfer.
     fn piece(&self) -> u32 {
         let most = self.server.max_data_xfer_size.min(MAX_DATA_XFER_SIZE.into());
         u32::try_from(most.max(1)).unwrap_or(MAX_DATA_XFER_SIZE)
@@ -163,7 +163,7 @@ impl Client {
     }
 }
 
-/// What follows the head of a DEVICE_FEATURE.
+/// Data of a DEVICE_FEATURE reply, after its head.
 fn value<T: FromBytes + KnownLayout + Immutable>(reply: &Reply<'_>) -> Result<T, String> {
     let (_, data) = reply.split::<DeviceFeature>()?;
     T::read_from_prefix(data).map(|(value, _)| value).map_err(|_| "it is too short".to_owned())

@@ -1,18 +1,18 @@
-//! The client: blocking, one request at a time, shared by as many threads as like.
+//! vfio-user client: blocking, one request at a time, shared by any number of threads.
 //!
 //! # Architecture
 //!
-//! A [`Client`] is a connection behind a lock. A request takes the lock, sends, waits for its reply
-//! and checks it; a posted write takes the lock and sends. That suits what is left to messages
-//! once queues and doorbells are in shared memory: the control plane, and doorbells of a device
-//! that knows no better.
+//! A [`Client`] is a connection behind a lock. A request takes the lock, sends, waits for the reply
+//! and checks it; a posted write takes the lock and sends. That is sufficient because queues and
+//! doorbells are in shared memory: only the control plane uses messages, and doorbells of devices
+//! without shared ones.
 //!
-//! # When the server fails
+//! # Failed requests
 //!
-//! A request that the server refuses fails with [`ClientError::Refused`], and the connection goes
-//! on. Everything else (a deadline that passes, a reply that makes no sense, a server that is gone)
-//! ends the connection: later requests fail at once with [`ClientError::Broken`], because nobody
-//! could say which reply belongs to which request any more.
+//! A request that the server refuses fails with [`ClientError::Refused`], and the connection
+//! remains usable. Every other failure (a timeout, an invalid reply, a lost connection) ends the
+//! connection, because later replies could not be assigned to their requests: later requests fail
+//! at once with [`ClientError::Broken`].
 
 mod connection;
 mod error;
@@ -37,17 +37,17 @@ pub use error::ClientError;
 pub use io_fds::ClientIoFds;
 pub use region::{ClientRegion, MappableArea};
 
-/// Descriptors that this client takes with one reply.
+/// Maximum number of descriptors per reply.
 const MAX_REPLY_FDS: u32 = 16;
 
-/// Bytes that this client takes in one data transfer.
+/// Maximum number of bytes per data transfer.
 const MAX_DATA_XFER_SIZE: u32 = 1 << 20;
 
-/// How a client behaves.
+/// Options of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Longest time for a request from its sending to its reply; `None` waits forever. A reply
-    /// that has begun to arrive may take that time once more.
+    /// Maximum time from sending a request to its reply; `None` waits forever. A reply that has
+    /// begun to arrive may take twice the time.
     pub timeout: Option<Duration>,
 }
 
@@ -60,50 +60,50 @@ impl Default for Options {
 /// One write of [`Client::region_write_multi`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShortWrite<'a> {
-    /// Which region.
+    /// Region index.
     pub region: u32,
-    /// Offset in it.
+    /// Offset in the region.
     pub offset: u64,
-    /// At most 8 bytes.
+    /// Data, at most 8 bytes.
     pub data: &'a [u8],
 }
 
-/// Memory to share with the device, see [`Client::dma_map`].
+/// Memory range to map for the device, see [`Client::dma_map`].
 #[derive(Debug, Clone, Copy)]
 pub struct Share<'a> {
-    /// First bus address under which the device shall find it.
+    /// First bus address for the device.
     pub iova: u64,
     /// Length in bytes.
     pub len: u64,
-    /// The device may read it.
+    /// True if the device may read the range.
     pub readable: bool,
-    /// The device may write it.
+    /// True if the device may write the range.
     pub writable: bool,
-    /// The file that holds it; without one the device could only reach it by messages.
+    /// File of the memory; without a file, the device can access the range only by messages.
     pub fd: Option<BorrowedFd<'a>>,
-    /// Where in the file it begins, in bytes.
+    /// Offset of the range in the file, in bytes.
     pub fd_offset: u64,
 }
 
-/// A connection to a server.
+/// Connection to a server.
 #[derive(Debug)]
 pub struct Client {
-    /// One that a panic left halfway marks itself as broken.
+    /// A connection that a panic has left during a request is marked as broken.
     connection: Mutex<Connection>,
-    /// The same socket, to be watched without the lock.
+    /// Socket of the connection, usable without the lock to watch for a hang-up.
     socket: Arc<OwnedFd>,
     server: Capabilities,
 }
 
 impl Client {
-    /// Connects to the server at `path`, or if that is a directory, at `cntrl` in there, and agrees
-    /// on a version.
+    /// Connects to the server at `path` (or at `cntrl` in it, if it is a directory), and negotiates
+    /// the version.
     ///
-    /// If the server has another client, this waits until the timeout for it to leave.
+    /// If the server has another client, this waits for the end of that client until the timeout.
     ///
     /// # Errors
     ///
-    /// Nobody serves there, or whoever does speaks another protocol.
+    /// No server listens at the path, or the server uses another protocol.
     pub fn connect(path: impl AsRef<Path>, options: Options) -> Result<Self, ClientError> {
         let path = crate::address::resolve(path.as_ref());
         let stream = connection::connect(&path, options.timeout)
@@ -111,18 +111,19 @@ impl Client {
         Self::from_stream(stream, options)
     }
 
-    /// Agrees on a version with the server at the other end of `stream`, a connected UNIX socket.
+    /// Negotiates the version with the server at the other end of `stream`, a connected UNIX
+    /// socket.
     ///
     /// # Errors
     ///
-    /// Whoever is there speaks another protocol.
+    /// The server uses another protocol.
     pub fn from_stream(stream: OwnedFd, options: Options) -> Result<Self, ClientError> {
         let mut connection = Connection::new(stream, options.timeout, MAX_DATA_XFER_SIZE)?;
         let ours = Capabilities {
             max_msg_fds: MAX_REPLY_FDS,
             max_data_xfer_size: MAX_DATA_XFER_SIZE.into(),
             write_multiple: true,
-            // Of ours there are none.
+            // A client has no migration capability.
             ..Capabilities::default()
         };
         let version = wire::Version { major: wire::VERSION.0, minor: wire::VERSION.1 };
@@ -130,30 +131,30 @@ impl Client {
         let server = connection.request(command::VERSION, &payload, &[], |reply| {
             let (theirs, data) = reply.split::<wire::Version>()?;
             if theirs.major != version.major || theirs.minor > version.minor {
-                return Err(format!("it speaks version {}.{}", theirs.major, theirs.minor));
+                return Err(format!("it has protocol version {}.{}", theirs.major, theirs.minor));
             }
             Capabilities::from_version_data(data).map_err(|error| error.to_string())
         })?;
         Ok(Self { socket: connection.socket(), connection: Mutex::new(connection), server })
     }
 
-    /// What the server said of itself.
+    /// Capabilities of the server.
     pub fn server(&self) -> Capabilities {
         self.server
     }
 
-    /// Asks about the device.
+    /// Queries the device.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a device that is not a PCI one is a bad reply.
+    /// See [`ClientError`]; a device other than a PCI device is a bad reply.
     pub fn device_info(&self) -> Result<DeviceInfo, ClientError> {
         let size = wire_size::<wire::DeviceInfo>();
         let ask = wire::DeviceInfo { argsz: size, flags: 0, num_regions: 0, num_irqs: 0 };
         self.connection.lock().request(command::DEVICE_GET_INFO, &[ask.as_bytes()], &[], |reply| {
             let (info, _) = reply.split::<wire::DeviceInfo>()?;
             if info.flags & wire::device_flags::PCI == 0 {
-                return Err("it is not a PCI device".into());
+                return Err("the device is not a PCI device".into());
             }
             Ok(DeviceInfo {
                 resettable: info.flags & wire::device_flags::RESET != 0,
@@ -163,27 +164,27 @@ impl Client {
         })
     }
 
-    /// Asks about a region.
+    /// Queries a region.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; areas outside of the region, or without a descriptor to map, are a bad
+    /// See [`ClientError`]; a mappable area outside of the region or without a descriptor is a bad
     /// reply.
     pub fn region_info(&self, index: u32) -> Result<ClientRegion, ClientError> {
         region::ask(&mut self.connection.lock(), index)
     }
 
-    /// Asks for eventfds that stand for writes to parts of a region.
+    /// Queries the eventfds that replace writes to parts of a region.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a server that has none refuses with
+    /// See [`ClientError`]; a server without eventfds refuses with
     /// [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
     pub fn region_io_fds(&self, index: u32) -> Result<ClientIoFds, ClientError> {
         io_fds::ask(&mut self.connection.lock(), index)
     }
 
-    /// Asks about a kind of interrupt, see [`irq`](crate::device::irq).
+    /// Queries an interrupt index, see [`irq`](crate::device::irq).
     ///
     /// # Errors
     ///
@@ -199,7 +200,7 @@ impl Client {
             |reply| {
                 let (info, _) = reply.split::<wire::IrqInfo>()?;
                 if info.index != index {
-                    return Err(format!("it is about interrupt kind {}", info.index));
+                    return Err(format!("it describes interrupt index {}", info.index));
                 }
                 Ok(IrqInfo {
                     count: info.count,
@@ -234,7 +235,7 @@ impl Client {
         })
     }
 
-    /// Writes to a region, and waits until it is done.
+    /// Writes to a region, and waits for the reply.
     ///
     /// # Errors
     ///
@@ -251,12 +252,12 @@ impl Client {
         })
     }
 
-    /// Writes to a region, and does not wait. Requests that follow are handled after it. Nobody
-    /// says so if it fails.
+    /// Writes to a region without waiting. Later requests are handled after the write. An error of
+    /// the device is not reported.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; it could not be sent.
+    /// See [`ClientError`]: the write was not sent.
     pub fn region_write_posted(
         &self,
         region: u32,
@@ -267,12 +268,12 @@ impl Client {
         self.connection.lock().post(command::REGION_WRITE, &[access.as_bytes(), data])
     }
 
-    /// Writes several times, in this order, with one message if the server can. With `posted`, does
-    /// not wait.
+    /// Writes several values in order, with one message if the server supports it. If `posted`,
+    /// does not wait.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]. After a refusal, an unknown number of them was carried out.
+    /// See [`ClientError`]. After a refusal, an unknown number of the writes was executed.
     pub fn region_write_multi(
         &self,
         writes: &[ShortWrite<'_>],
@@ -313,7 +314,7 @@ impl Client {
         })
     }
 
-    /// Lets the device reach memory.
+    /// Maps memory for the device.
     ///
     /// # Errors
     ///
@@ -339,11 +340,11 @@ impl Client {
         Ok(())
     }
 
-    /// Takes memory back. When this returns, the device does not touch it any more.
+    /// Unmaps memory. When this returns, the device does not access the memory any more.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]. The device may still touch the memory after any of them.
+    /// See [`ClientError`]. After any error the device may still access the memory.
     pub fn dma_unmap(&self, range: DmaUnmap) -> Result<(), ClientError> {
         let (flags, address, size) = match range {
             DmaUnmap::Range { iova, len } => (0, iova, len),
@@ -366,8 +367,8 @@ impl Client {
         Ok(())
     }
 
-    /// Has interrupts `start..start + eventfds.len()` of a kind signalled through eventfds. More
-    /// than the server takes at once go in several messages.
+    /// Sets the eventfds of interrupts `start..start + eventfds.len()` of an index. Sends several
+    /// messages if the server's maximum of descriptors requires it.
     ///
     /// # Errors
     ///
@@ -391,7 +392,7 @@ impl Client {
         Ok(())
     }
 
-    /// Takes the eventfds of interrupts `start..start + count` away.
+    /// Removes the eventfds of interrupts `start..start + count`.
     ///
     /// # Errors
     ///
@@ -407,7 +408,7 @@ impl Client {
         self.set_irqs(set, index, start, count, &[], &[])
     }
 
-    /// Disables all interrupts of a kind.
+    /// Disables all interrupts of an index.
     ///
     /// # Errors
     ///
@@ -416,7 +417,7 @@ impl Client {
         self.act_on_irqs(index, 0, 0, IrqAction::Trigger)
     }
 
-    /// Masks, unmasks or raises interrupts `start..start + count` of a kind.
+    /// Masks, unmasks or raises interrupts `start..start + count` of an index.
     ///
     /// # Errors
     ///
@@ -432,7 +433,7 @@ impl Client {
         self.set_irqs(flags, index, start, count, &[], &[])
     }
 
-    /// Masks, unmasks or raises those of the interrupts from `start` on whose flag is set.
+    /// Masks, unmasks or raises the interrupts from `start` on whose flag in `chosen` is set.
     ///
     /// # Errors
     ///
@@ -497,8 +498,8 @@ impl Client {
 }
 
 impl AsFd for Client {
-    /// The socket, to notice that the server is gone (`POLLHUP`) while no request is under way.
-    /// Whoever reads from it or writes to it breaks the connection.
+    /// Socket, to watch for a hang-up of the server (`POLLHUP`) while no request is in flight.
+    /// Reading or writing it would break the connection.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

@@ -1,4 +1,4 @@
-//! What a server tells of a region, taken apart and checked.
+//! Parser and checks of DEVICE_GET_REGION_INFO replies.
 
 use std::sync::Arc;
 
@@ -10,39 +10,39 @@ use crate::descriptor::{Descriptor, PeerFd};
 use crate::device::Area;
 use crate::wire::{self, command, region_flags, wire_size};
 
-/// Room for the capabilities of a region at the first asking.
+/// Maximum reply size of the first query.
 const FIRST_SIZE: u32 = 4096;
 
-/// The most that a region's description may take.
+/// Maximum reply size of the second query.
 const MAX_SIZE: u32 = 64 * 1024;
 
-/// A region of the device.
+/// Region of the device.
 #[derive(Debug)]
 pub struct ClientRegion {
-    /// Size in bytes; 0 if the device does not have it.
+    /// Size in bytes; 0 for an absent region.
     pub size: u64,
-    /// It can be read.
+    /// True if the region can be read.
     pub readable: bool,
-    /// It can be written.
+    /// True if the region can be written.
     pub writable: bool,
-    /// The parts that can be mapped.
+    /// Mappable areas.
     pub areas: Vec<MappableArea>,
 }
 
-/// A part of a region that can be mapped.
+/// Mappable area of a region.
 #[derive(Debug)]
 pub struct MappableArea {
-    /// Where it begins in the region, in bytes.
+    /// Offset in the region, in bytes.
     pub offset: u64,
-    /// How long it is; never 0, and inside of the region.
+    /// Length; never 0, and the area is inside of the region.
     pub len: u64,
-    /// The file to map.
+    /// File to map.
     pub fd: Arc<PeerFd>,
-    /// Where it begins in the file.
+    /// Offset of the area in the file.
     pub fd_offset: u64,
 }
 
-/// Asks about the region `index`, once more if the answer turns out to be long.
+/// Queries the region `index`, a second time if the reply does not fit.
 pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientRegion, ClientError> {
     let mut argsz = FIRST_SIZE;
     loop {
@@ -62,24 +62,24 @@ pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientRegio
 
 enum Answer {
     Region(ClientRegion),
-    /// Nothing yet: the server needs this much room.
+    /// The reply needs this size.
     Needs(u32),
 }
 
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
     let fds = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
         Descriptor::Memory(file) => Ok(Arc::new(file)),
-        _ => Err("a descriptor is of no memory and no local file".to_owned()),
+        _ => Err("a descriptor is neither memory nor a local file".to_owned()),
     });
     let fds = fds.collect::<Result<Vec<_>, _>>()?;
     let (info, _) = reply.split::<wire::RegionInfo>()?;
     if info.index != index {
-        return Err(format!("it is about region {}", info.index));
+        return Err(format!("it describes region {}", info.index));
     }
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
             true => Ok(Answer::Needs(info.argsz)),
-            // Too many; or more than it needed when it was asked before.
+            // More than allowed, or more than the first reply announced.
             false => Err(format!("it needs {} bytes to describe a region", info.argsz)),
         };
     }
@@ -97,7 +97,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         _ => sparse_areas(reply.payload, info.cap_offset)?,
     };
     let areas = areas.unwrap_or_else(|| vec![Area { offset: 0, len: info.size }]);
-    // One descriptor for all, or one for each.
+    // One descriptor for all areas, or one for each area.
     let each = fds.len() == areas.len();
     if areas.is_empty() || !(each || fds.len() == 1) {
         return Err(format!("{} areas came with {} descriptors", areas.len(), fds.len()));
@@ -118,12 +118,12 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
     Ok(Answer::Region(region))
 }
 
-/// The areas that can be mapped; `None` if the chain of capabilities does not restrict them.
+/// Mappable areas; `None` if no capability restricts the mappable range.
 fn sparse_areas(payload: &[u8], first: u32) -> Result<Option<Vec<Area>>, String> {
     let mut at = first;
     let mut least = wire_size::<wire::RegionInfo>();
     while at != 0 {
-        // Forward only: a chain that bends back would have no end.
+        // Offsets must increase, otherwise the list could be endless.
         if at < least {
             return Err(format!("a capability at {at} lies before {least}"));
         }

@@ -14,7 +14,7 @@ fn message(id: u16, flags: u32, payload: &[u8]) -> Vec<u8> {
     out.bytes
 }
 
-/// Puts `bytes` in, as a receive would.
+/// Adds `bytes` as receives would, and the descriptors with the last one.
 fn feed(decoder: &mut Decoder, mut bytes: &[u8], fds: Vec<OwnedFd>) {
     let mut fds = Some(fds);
     while !bytes.is_empty() {
@@ -81,7 +81,8 @@ fn descriptors_go_to_the_message_that_the_receive_ended_with() {
     let numbers = fd_numbers(&[one.try_clone().unwrap()]);
     assert!(!numbers.is_empty());
     let expected = [one.as_raw_fd(), two.as_raw_fd(), three.as_raw_fd()];
-    // Two messages without and one with, in one receive; then its rest, with another one.
+    // One receive: two messages without descriptors, and the start of one with two. Then its rest,
+    // with a third descriptor.
     let with = message(3, 0, b"payload");
     let mut stream = message(1, 0, b"x");
     stream.extend(message(2, 0, b"y"));
@@ -135,8 +136,8 @@ fn a_hoard_of_descriptors_is_an_error() {
     assert!(decoder.batches.is_empty(), "they are closed, not kept");
 }
 
-/// As many as a message may bring, before its end, which comes together with the next message and
-/// what that brings.
+/// A message has the maximum number of descriptors before its last bytes, which arrive in the same
+/// receive as the start of the next message and its descriptors.
 #[test]
 fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
     let mut decoder = Decoder::new(4096);
@@ -149,7 +150,7 @@ fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
     assert!(decoder.decode().unwrap().is_none());
     feed(&mut decoder, &two[60..], many(1));
     assert_eq!(decoder.decode().unwrap().unwrap().fds.len(), 3);
-    // Still that many for each of them.
+    // The limit applies to each message.
     feed(&mut decoder, &one[..50], many(MAX_MESSAGE_FDS));
     assert!(decoder.decode().unwrap().is_none());
     feed(&mut decoder, &one[50..], many(1));
@@ -245,7 +246,7 @@ fn a_peer_that_is_always_behind_does_not_make_the_send_queue_grow() {
 }
 
 proptest! {
-    /// However the stream is cut, the same messages come out.
+    /// The decoded messages do not depend on the sizes of the receives.
     #[test]
     fn where_the_stream_is_cut_does_not_matter(
         payloads in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..3000), 1..20),
@@ -275,7 +276,7 @@ proptest! {
         prop_assert_eq!(seen, payloads.len());
     }
 
-    /// Whatever arrives, nothing panics, and nothing comes out that did not go in.
+    /// Arbitrary input does not panic, and never yields more bytes than were received.
     #[test]
     fn garbage_ends_in_an_error_or_in_waiting(
         chunks in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..200), 0..50),
@@ -285,7 +286,7 @@ proptest! {
         let (mut fed, mut out) = (0, 0);
         for mut chunk in chunks {
             if small && chunk.len() >= 12 {
-                // Make sizes and types likely that are none the worse.
+                // Valid sizes and types become likely.
                 chunk[5..8].fill(0);
                 chunk[8] &= 0xf1;
             }

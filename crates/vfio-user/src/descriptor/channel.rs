@@ -1,4 +1,4 @@
-//! A socket of a peer that speaks another protocol.
+//! Socket of a peer that uses another protocol than vfio-user.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use super::closer::{Closer, Stream};
 use super::inspector::{Descriptor, Inspector};
 use crate::socket::receive_some;
 
-/// A connected socket whose descriptors are looked at as they arrive, for a protocol other than
-/// vfio-user. Closing it waits for nobody, whatever its peer has sent.
+/// Connected socket whose received descriptors are inspected, for protocols other than vfio-user.
+/// Closing it never blocks, whatever the peer has sent.
 #[derive(Debug)]
 pub struct Channel {
     socket: Stream,
@@ -18,7 +18,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Receives from `socket`; what is not to be waited for is left to `closer`.
+    /// Creates a channel on `socket`; descriptors that may block on close are left to `closer`.
     pub fn new(socket: OwnedFd, closer: Arc<Closer>) -> Self {
         Self {
             socket: Stream::new(socket, Arc::clone(&closer)),
@@ -26,11 +26,12 @@ impl Channel {
         }
     }
 
-    /// Receives some bytes, and the descriptors that came with them; no bytes are the end.
+    /// Receives bytes and the descriptors with them; 0 bytes mean the end of the stream.
     ///
     /// # Errors
     ///
-    /// The socket's. `EMFILE` if descriptors were lost because this process has too many open.
+    /// The error of the socket. `EMFILE` if descriptors were lost, because this process has too
+    /// many open files.
     pub fn receive(&mut self, into: &mut [u8]) -> Result<(usize, Vec<Descriptor>), Errno> {
         let arrival = receive_some(self.socket.as_fd(), into, self.inspector.closer())?;
         let fds = self.inspector.inspect_files(arrival.fds);

@@ -1,26 +1,26 @@
-//! Closing what may take forever to be closed.
+//! Threads that close descriptors and mappings whose close may block.
 //!
-//! `close` gives the number of the descriptor back at once, and then waits for whoever has to
-//! answer it (FUSE's FLUSH). Of memory and eventfds it waits for the kernel alone, but not shortly
-//! if the peer so wishes: for the pages of a file that nobody else has any more, for a million file
-//! locks, for each epoll instance that the eventfd was in. So it happens on threads that come and
-//! go with the need for them.
+//! `close` frees the descriptor number at once, and then may wait for a user-space file system
+//! (FUSE's FLUSH). For memory and eventfds it waits only for the kernel, but a peer can make that
+//! slow: it frees the pages of a file without other users, a million file locks, or each epoll
+//! instance that contains the eventfd. So descriptors are closed on threads that are started on
+//! demand.
 //!
-//! # Who waits for whom
+//! # Isolation
 //!
-//! Each device that is served has a closer of its own, so what one peer has sent holds up nobody
-//! else's. Within it there are three threads at most, by what they wait for ([`Lane`]): a file
-//! whose daemon never answers holds up others of its kind, and not the memory of the client that
-//! comes next. A thread for each descriptor would do as well, but a thread costs more than a
-//! descriptor.
+//! Each served device has its own closer, so a peer cannot delay the closes of other devices. A
+//! closer has at most three threads, one per [`Lane`]: a file whose FUSE daemon never answers
+//! delays other foreign descriptors, but not the memory of the next client. (A thread for each
+//! descriptor would also work, but costs more than a descriptor.)
 //!
-//! # How many there are
+//! # Limits
 //!
-//! With more than [`MAX_FOREIGN`] that could wait for somebody, the client is dropped, and no other
-//! is let in at that socket until there are fewer. With more than [`MAX_CLOSING`] others, nothing
-//! is read from the client until there are fewer. Thus a client's descriptors cost the process no
-//! more than these, and those of one more message. Memory counts for what it takes of the address
-//! space until it is given back.
+//! If more than [`MAX_FOREIGN`] foreign descriptors wait to be closed, the client is dropped, and
+//! the next client of the device has to wait until there are fewer. If more than [`MAX_CLOSING`]
+//! others wait, nothing is received from the client until there are fewer. So a client's
+//! descriptors never cost the process more than these limits and the descriptors of one more
+//! message. Mapped memory is limited by its address space, which is accounted until the memory is
+//! unmapped.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -33,30 +33,30 @@ use parking_lot::{Condvar, Mutex};
 use rustix::net::{Shutdown, shutdown};
 use tracing::warn;
 
-/// So many descriptors of a device's clients that nobody answers for may wait to be closed.
+/// Maximum number of foreign descriptors of a device's clients that may wait to be closed.
 const MAX_FOREIGN: usize = 16;
 
-/// So many descriptors of memory and eventfds.
+/// Maximum number of memory and eventfd descriptors that may wait to be closed.
 const MAX_CLOSING: usize = 64;
 
-/// How long a thread waits for more before it ends.
+/// Time without work after which a thread ends.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// What it takes to be rid of something.
+/// Class of closes, by what they may wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lane {
-    /// A descriptor that could make us wait for whoever.
+    /// Descriptors whose close may block indefinitely.
     Foreign,
-    /// A descriptor of memory, or an eventfd.
+    /// Descriptors of memory, and eventfds.
     Known,
-    /// Memory that is mapped, and what else takes time and ends.
+    /// Mapped memory, and other objects whose drop takes long but ends.
     Memory,
 }
 
-/// Closes descriptors, and drops whatever else takes its time, without its user waiting for it.
+/// Closes descriptors, and drops other objects whose drop may block, on its own threads.
 #[derive(Default)]
 pub struct Closer {
-    /// There are no threads: all is closed where it is found.
+    /// True if there are no threads: objects are closed by the caller.
     at_once: bool,
     foreign: Mutex<Queue>,
     known: Mutex<Queue>,
@@ -67,11 +67,11 @@ pub struct Closer {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Box<dyn Any + Send>>,
-    /// A thread is at it.
+    /// True while the lane's thread exists.
     at_work: bool,
-    /// It is closing one, or waits for that.
+    /// True while the thread closes an object.
     closing: bool,
-    /// To be called when there are few enough.
+    /// Callback to run when the number is within the limit.
     room: Option<Box<dyn FnOnce() + Send>>,
 }
 
@@ -82,12 +82,12 @@ impl Queue {
 }
 
 impl Closer {
-    /// One with threads, or one that closes everything where it is found.
+    /// Creates a closer with threads, or, if `at_once`, one that closes on the caller's thread.
     pub(crate) fn new(at_once: bool) -> Self {
         Self { at_once, ..Self::default() }
     }
 
-    /// Drops `what` some time, which may take a while, but ends: memory that is mapped.
+    /// Drops `what` on a thread. The drop may take long, but must end (mapped memory).
     pub fn drop_later(self: &Arc<Self>, what: Box<dyn Any + Send>) {
         self.add(Lane::Memory, what);
     }
@@ -96,16 +96,15 @@ impl Closer {
         self.add(lane, Box::new(fd));
     }
 
-    /// Whether more of those that nobody answers for wait than is allowed: then the next client
-    /// has to wait, too.
+    /// True if too many foreign descriptors wait to be closed. The next client has to wait then.
     pub fn is_overloaded(self: &Arc<Self>) -> bool {
         let mut queue = self.foreign.lock();
         self.start(Lane::Foreign, &mut queue);
         queue.count() > MAX_FOREIGN
     }
 
-    /// Whether so many wait that nothing is to be received before there are fewer; `room` is called
-    /// then, on another thread.
+    /// True if too many memory and eventfd descriptors wait to be closed: nothing may be received
+    /// until there are fewer. Then `room` is called, on another thread.
     pub(crate) fn is_full(self: &Arc<Self>, room: impl FnOnce() + Send + 'static) -> bool {
         let mut queue = self.known.lock();
         if queue.count() <= MAX_CLOSING {
@@ -144,8 +143,8 @@ impl Closer {
         let thread = std::thread::Builder::new().name("closer".into());
         match thread.spawn(move || closer.work(lane)) {
             Ok(_) => queue.at_work = true,
-            // They count, and somebody will come and try again.
-            Err(error) => warn!("no thread to close a peer's descriptors: {error}"),
+            // The waiting objects count for the limits, and the next call tries again.
+            Err(error) => warn!("no thread for closing a peer's descriptors: {error}"),
         }
     }
 
@@ -186,26 +185,26 @@ impl fmt::Debug for Closer {
     }
 }
 
-/// A connected socket. Closing one closes what its peer has sent and nobody has received, which may
-/// be descriptors: if there is anything of that kind, it is left to a [`Closer`].
+/// Connected socket. Closing a socket closes its unreceived data, which may contain descriptors: if
+/// there are unreceived data, a [`Closer`] closes the socket.
 #[derive(Debug)]
 pub(crate) struct Stream {
-    /// There until it is dropped.
+    /// `Some` until the drop.
     socket: Option<OwnedFd>,
     closer: Arc<Closer>,
-    /// Another process serves the peer by the same socket: dropping this must not end it.
+    /// True if another process serves the peer on the same socket: the drop must not shut it down.
     is_lent: bool,
 }
 
 impl Stream {
     pub(crate) fn new(socket: OwnedFd, closer: Arc<Closer>) -> Self {
-        // What is sent out of band would be thrown away by the receive that passes over it,
-        // descriptors and all. In line it is received like everything else.
+        // The kernel would discard out-of-band data during a receive, with their descriptors.
+        // Inline they are received like other data.
         let _ = rustix::net::sockopt::set_socket_oobinline(&socket, true);
         Self { socket: Some(socket), closer, is_lent: false }
     }
 
-    /// Says whether another process has the socket too, and goes on if this one does not.
+    /// Sets whether another process has the socket too, and serves the peer if this one does not.
     pub(crate) fn set_lent(&mut self, is_lent: bool) {
         self.is_lent = is_lent;
     }
@@ -221,10 +220,10 @@ impl Drop for Stream {
     fn drop(&mut self) {
         let Some(socket) = self.socket.take() else { return };
         if self.is_lent {
-            // The other process may be gone meanwhile, and this be the last descriptor.
+            // The other process may have ended: then this is the last descriptor of the socket.
             return self.closer.close(Lane::Foreign, socket);
         }
-        // Nothing more can come now, and the peer knows that it is over, whenever it is closed.
+        // No more data can arrive, and the peer sees the end before the socket is closed.
         let _ = shutdown(&socket, Shutdown::Both);
         match rustix::io::ioctl_fionread(&socket) {
             Ok(0) => drop(socket),

@@ -1,4 +1,4 @@
-//! What a descriptor that a peer sent is good for.
+//! Classification of received descriptors.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -12,18 +12,18 @@ use super::kind::{Kind, kind};
 use super::peer_fd::PeerFd;
 use crate::log_limit::LogLimit;
 
-/// A descriptor that a peer sent.
+/// Descriptor that a peer has sent.
 #[derive(Debug)]
 pub enum Descriptor {
     /// An eventfd.
     Event(PeerFd),
-    /// A file that answers: memory, or a file on a local disk.
+    /// Memory, or a file on a local disk: accesses cannot block indefinitely.
     Memory(PeerFd),
-    /// Something else. It is being closed already.
+    /// Any other descriptor; it was passed to the closer.
     Foreign,
 }
 
-/// A [`Descriptor`] on its way to a successor.
+/// Serialized [`Descriptor`].
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(crate) enum SavedDescriptor {
     Event(FdRef),
@@ -55,10 +55,10 @@ impl Descriptor {
     }
 }
 
-/// Of so many descriptors that come at once, each is looked at. With more the connection ends.
+/// Maximum number of descriptors inspected per receive. More in a message end the connection.
 const LOOKED_AT: usize = 32;
 
-/// Looks at what one peer sends.
+/// Inspector of the descriptors of one peer.
 #[derive(Debug)]
 pub(crate) struct Inspector {
     closer: Arc<Closer>,
@@ -74,14 +74,15 @@ impl Inspector {
         &self.closer
     }
 
-    /// Looks at descriptors that came together, of which at most one may be a file on a disk.
+    /// Inspects descriptors of one receive. At most one may be a file on a disk; others are
+    /// foreign.
     pub(crate) fn inspect(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
-        // Looking for a mount takes its time where there are thousands; no request has two files.
+        // The search for a mount is slow if there are thousands, and no request has two files.
         self.look_at(fds, false)
     }
 
-    /// Looks at descriptors that came together, any number of which may be files on disks: for a
-    /// thread that serves nobody else.
+    /// Inspects descriptors of one receive, any number of which may be files on disks. For threads
+    /// that serve only one peer.
     pub(super) fn inspect_files(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
         self.look_at(fds, true)
     }
@@ -100,8 +101,8 @@ impl Inspector {
                 }
                 Err(what) => {
                     self.log.warn(format_args!(
-                        "the peer sent {what}, which is refused: what it shares has to be a memfd, \
-                         or a file of tmpfs, hugetlbfs or a local disk"
+                        "the peer sent {what}, which is refused: share a memfd, or a file on \
+                         tmpfs, hugetlbfs or a local disk"
                     ));
                     Descriptor::Foreign
                 }

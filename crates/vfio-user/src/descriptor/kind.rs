@@ -1,4 +1,4 @@
-//! Telling one kind of descriptor from the other.
+//! Detection of a descriptor's type.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -6,15 +6,15 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use super::sys::has_size;
 
-/// What a descriptor that answers is good for.
+/// Type of a usable descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Event,
     Memory,
 }
 
-/// File systems in this kernel's memory or on its own disks. No network, no daemon, and nothing
-/// that lies above other file systems.
+/// File systems in memory or on local disks: no network, no user-space daemon, and no layers above
+/// other file systems.
 const LOCAL: [&str; 12] = [
     "tmpfs",
     "devtmpfs",
@@ -30,25 +30,25 @@ const LOCAL: [&str; 12] = [
     "zfs",
 ];
 
-/// Longest line of `fdinfo` and `mountinfo` that is looked at, in bytes.
+/// Maximum length of a line in `fdinfo` and `mountinfo`, in bytes.
 const LONGEST: u64 = 64 * 1024;
 
-/// What `fd` is, or in words what it is that can not be used. Looks for the mount of a file if it
-/// `may_search`, and does so once.
+/// Type of `fd`, or a description of an unusable descriptor. Looks up the mount of a file if
+/// `may_search` is true, and clears it.
 pub(super) fn kind(fd: BorrowedFd<'_>, may_search: &mut bool) -> Result<Kind, String> {
-    // The kernel has seals for its own memory only, and tells them from there.
+    // Only memory files have seals, and the kernel reads them without calling a file system.
     if rustix::fs::fcntl_get_seals(fd).is_ok() {
         return Ok(Kind::Memory);
     }
     let number = fd.as_raw_fd();
     let link = std::fs::read_link(format!("/proc/self/fd/{number}"))
-        .map_err(|error| format!("a descriptor of which /proc tells nothing ({error})"))?;
+        .map_err(|error| format!("a descriptor that cannot be found in /proc ({error})"))?;
     let link = link.to_string_lossy();
     if link == "anon_inode:[eventfd]" {
         return Ok(Kind::Event);
     }
-    // From here on it has to be a file. The order counts: `fdinfo` of what is none can make us wait
-    // (that of an epoll instance takes its lock, under which a peer may be waiting for its daemon).
+    // Only files are looked up in `fdinfo`: for other types it may block (an epoll instance's takes
+    // a lock, under which a peer may wait for its FUSE daemon).
     if !link.starts_with('/') || !has_size(fd) {
         return Err(format!("a descriptor of {link:?}"));
     }
@@ -67,14 +67,14 @@ pub(super) fn kind(fd: BorrowedFd<'_>, may_search: &mut bool) -> Result<Kind, St
     }
 }
 
-/// The mount that `fdinfo` names.
+/// Mount identifier in `fdinfo`.
 fn mount_of(info: impl Read) -> Option<u64> {
     let lines = BufReader::new(info).lines().map_while(Result::ok);
     let mut found = lines.filter_map(|line| Some(line.strip_prefix("mnt_id:")?.trim().parse()));
     found.next()?.ok()
 }
 
-/// The type of file system that is mounted as `mount`, by `mountinfo`.
+/// File system type of `mount` in `mountinfo`.
 fn type_of(mount: u64, mut mounts: impl BufRead) -> Option<String> {
     // "36 35 98:0 /root /mount/point options optional... - type source options"
     let mut line = Vec::new();
@@ -86,7 +86,7 @@ fn type_of(mount: u64, mut mounts: impl BufRead) -> Option<String> {
         let text = String::from_utf8_lossy(&line);
         let (id, rest) = text.split_once(' ')?;
         if id.parse() == Ok(mount) {
-            // Blanks in names are escaped, so the first lone dash is the separator.
+            // Blanks in names are escaped, so the first separate dash is the separator.
             let (_, rest) = rest.split_once(" - ")?;
             return rest.split_whitespace().next().map(str::to_owned);
         }
@@ -108,7 +108,7 @@ mod tests {
         open(path, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o600)).unwrap()
     }
 
-    /// Not in a plain chroot, as a build daemon has: its files are on a mount above the root.
+    /// False in a plain chroot (build daemons), whose files are on a mount above the root.
     fn is_visible(file: &File) -> bool {
         let info = format!("/proc/self/fdinfo/{}", file.as_raw_fd());
         let mount = mount_of(File::open(info).unwrap()).unwrap();
@@ -119,13 +119,13 @@ mod tests {
     fn memory_and_events_pass() {
         let huge = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
         for flags in [MemfdFlags::empty(), MemfdFlags::ALLOW_SEALING, huge] {
-            // A name that would like to be another.
+            // The name imitates an eventfd.
             let fd = memfd_create("anon_inode:[eventfd]", flags).unwrap();
             assert_eq!(kind_of(fd), Ok(Kind::Memory));
         }
         let flags = rustix::event::EventfdFlags::empty();
         assert_eq!(kind_of(rustix::event::eventfd(0, flags).unwrap()), Ok(Kind::Event));
-        // A plain chroot has a directory of that name.
+        // A plain chroot may have an ordinary directory of this name.
         if let Ok(file) = tempfile::NamedTempFile::new_in("/dev/shm")
             && is_visible(file.as_file())
         {

@@ -1,28 +1,28 @@
-//! What the descriptors are that a peer sends, found out without asking whoever is behind them.
+//! Classification of received descriptors, without calls that may block.
 //!
-//! A peer can serve a file system of its own (FUSE), or sit on a slow one of somebody else's. A
-//! descriptor from there turns nearly every system call into a question that its daemon answers
-//! when it likes: mapping the file and touching the pages, `fstat`, and `close` itself. Whoever
-//! asks waits, and so does every other peer that is served by the same thread.
+//! A peer can serve its own file system (FUSE), or use a slow one. A descriptor of such a file
+//! makes most system calls depend on a daemon that may never answer: accesses to a mapping,
+//! `fstat`, and `close` itself. A blocked call would block the thread, and with it all other peers
+//! of that thread.
 //!
-//! So each descriptor is looked at as it arrives, and only with calls that the kernel answers from
-//! what it holds: `F_GET_SEALS`, `FIOQSIZE`, and the links and tables of `/proc/self`. What passes:
+//! Therefore each descriptor is inspected when it is received, only with calls that the kernel
+//! answers itself: `F_GET_SEALS`, `FIOQSIZE`, and the links and tables of `/proc/self`. Accepted
+//! are:
 //!
-//! | what | how it is known |
+//! | descriptor | criterion |
 //! |---|---|
-//! | memory: a memfd, a file of tmpfs (`/dev/shm`) or hugetlbfs, in whatever mount namespace | it has seals |
-//! | an eventfd | its link in `/proc/self/fd` |
-//! | a file on a local disk | it is a regular file, on a mount that this process sees, of one of a few types |
+//! | memory: memfd, file of tmpfs (`/dev/shm`) or hugetlbfs, in any mount namespace | has seals |
+//! | eventfd | link in `/proc/self/fd` |
+//! | file on a local disk | regular file on a mount of a known type, visible to this process |
 //!
-//! From the moment in which it is received, a descriptor is in a [`PeerFd`], which never closes it
-//! on the thread that drops it. (A descriptor that passes is not closed in no time either: see
-//! [`Closer`].)
+//! A received descriptor is immediately wrapped in a [`PeerFd`], which never closes it on the
+//! dropping thread. (Closing an accepted descriptor may take long, too: see [`Closer`].)
 //!
-//! Everything else is [`Descriptor::Foreign`], and closed by somebody who has time: sockets (which
-//! may hold descriptors themselves), pipes, devices, epoll, io_uring and userfaultfd instances, DMA
-//! buffers, secret memory, a guest's private memory, and files of FUSE, network file systems,
-//! overlays (whose layers may be of those) and mounts of other namespaces. Without `/proc`, only
-//! memory passes, so that no interrupts can be set up.
+//! Every other descriptor is [`Descriptor::Foreign`] and closed by the [`Closer`]: sockets (which
+//! may contain descriptors themselves), pipes, devices, epoll, io_uring and userfaultfd instances,
+//! DMA buffers, secret memory, a guest's private memory, and files of FUSE, network file systems,
+//! overlays (whose layers may be such files) and mounts of other namespaces. Without `/proc` only
+//! memory is accepted, so interrupts cannot be set up.
 
 mod channel;
 mod closer;

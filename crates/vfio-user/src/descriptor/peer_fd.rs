@@ -1,4 +1,4 @@
-//! The one way to hold a descriptor that a peer sent.
+//! Owner of a received descriptor.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -6,39 +6,39 @@ use std::sync::Arc;
 
 use super::closer::{Closer, Lane};
 
-/// A descriptor that a peer sent. Dropping it waits for nobody: a [`Closer`] closes it.
+/// Descriptor that a peer has sent. Dropping it never blocks: a [`Closer`] closes it.
 ///
-/// There is no way to the `OwnedFd` in it, so nobody can close it by mistake. What has to outlive
-/// it shares it (`Arc<PeerFd>`).
+/// The `OwnedFd` in it is not accessible, so it cannot be closed elsewhere by mistake. Users that
+/// outlive the owner share it (`Arc<PeerFd>`).
 pub struct PeerFd {
-    /// There until it is dropped.
+    /// `Some` until the drop.
     fd: Option<OwnedFd>,
     closer: Arc<Closer>,
     lane: Lane,
 }
 
 impl PeerFd {
-    /// Holds a descriptor from the moment in which it was received. (What this crate receives, it
-    /// holds so already.)
+    /// Wraps a descriptor immediately after it was received. (Descriptors that this crate receives
+    /// are wrapped already.)
     #[must_use]
     pub fn new(fd: OwnedFd, closer: &Arc<Closer>) -> Self {
         Self { fd: Some(fd), closer: Arc::clone(closer), lane: Lane::Foreign }
     }
 
-    /// Holds a descriptor that a predecessor of ours has received and found to be memory or an
-    /// eventfd.
+    /// Wraps a descriptor that the previous server process has received and accepted as memory or
+    /// an eventfd.
     #[must_use]
     pub fn of_predecessor(fd: OwnedFd, closer: &Arc<Closer>) -> Self {
         Self::new(fd, closer).known()
     }
 
-    /// It is memory or an eventfd: closing it waits for the kernel alone.
+    /// Marks the descriptor as memory or an eventfd: closing it waits only for the kernel.
     pub(super) fn known(mut self) -> Self {
         self.lane = Lane::Known;
         self
     }
 
-    /// Who closes it, and may be given what else came of it.
+    /// Closer of the descriptor, usable for objects that were made from it.
     #[must_use]
     pub fn closer(&self) -> &Arc<Closer> {
         &self.closer

@@ -1,10 +1,10 @@
-//! A reply and the end of its request, in one step.
+//! Sending of a reply and removal of its request from the socket, in one system call.
 //!
-//! A message that is recorded stays in its socket until it was carried out. Then its reply is sent,
-//! and it is taken out. A process that is killed between these two has done one of them, and the
-//! next one can not find out which: it would send the reply twice, or never. So one system call does
-//! both: io_uring carries out what it is handed before the call returns, if that need not wait, and
-//! nothing ends a process inside of it.
+//! With checkpoints, a message stays in the socket until it is executed. Then the reply is sent,
+//! and the message is removed. If the process were killed between the two, the next process could
+//! not find out which has happened, and would send the reply twice or never. So one system call
+//! does both: io_uring executes submitted operations that do not block before the call returns, and
+//! a kill does not interrupt that.
 
 mod sys;
 
@@ -15,35 +15,37 @@ use std::sync::Arc;
 use crate::Errno;
 use crate::descriptor::{Closer, PeerFd};
 
-/// Sends and takes out together.
+/// Ring that sends a reply and removes its request together.
 #[derive(Debug)]
 pub(crate) struct Exchange {
     ring: sys::Ring,
-    /// Where what is taken out goes: nobody looks at it.
+    /// Buffer for the removed bytes, which are not used.
     scratch: Vec<u8>,
 }
 
-/// What one step came to.
+/// Result of one exchange.
 #[derive(Debug)]
 pub(crate) struct Exchanged {
-    /// How many bytes of the reply were sent.
+    /// Number of sent bytes of the reply.
     pub(crate) sent: Result<usize, Errno>,
-    /// How many bytes were taken out.
+    /// Number of removed bytes.
     pub(crate) taken: Result<usize, Errno>,
-    /// The descriptors that were with them, once more.
+    /// Second copies of the descriptors of the removed bytes.
     pub(crate) fds: Vec<PeerFd>,
 }
 
 impl Exchange {
+    /// Creates the ring.
+    ///
     /// # Errors
     ///
-    /// The system does not let this process have a ring, or not now.
+    /// io_uring is not permitted or not available, or memory or descriptors are exhausted.
     pub(crate) fn new() -> io::Result<Self> {
         Ok(Self { ring: sys::Ring::new()?, scratch: Vec::new() })
     }
 
-    /// Sends as much of `reply` as the socket takes, with `fds`, and takes `len` bytes out of it,
-    /// which are there. `None` if the system had no memory for it: then neither was done.
+    /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received
+    /// bytes, which must be in the socket. `None` if the kernel lacked memory: neither was done.
     pub(crate) fn answer_and_take<'a>(
         &mut self,
         socket: BorrowedFd<'_>,

@@ -1,4 +1,4 @@
-//! The ring, and the two messages that it is handed.
+//! The io_uring instance, and the `msghdr` structures of an exchange.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -10,18 +10,18 @@ use io_uring::{IoUring, opcode, types};
 use crate::Errno;
 use crate::socket::SCM_MAX_FD;
 
-/// How often the kernel is asked in a row to take what was prepared.
+/// Maximum number of submit calls in a row.
 const TRIES: u32 = 8;
 const SEND: u64 = 1;
 const TAKE: u64 = 2;
 
-/// The header of what a message has besides its bytes, and its place among them.
+/// Size of a control message header.
 const HEAD: usize = size_of::<libc::cmsghdr>();
-/// Room for all descriptors that Linux passes with a message, in words, so that it is aligned.
+/// Size of a control buffer for the kernel's maximum of descriptors, in words, so it is aligned.
 const WORDS: usize = (HEAD + SCM_MAX_FD * size_of::<i32>()).div_ceil(size_of::<u64>());
 
 pub(super) struct Ring {
-    /// None after the kernel did not take what was prepared: nobody is to hand that over later.
+    /// `None` after a failed submit: the prepared operations must not be submitted later.
     uring: Option<IoUring>,
 }
 
@@ -42,7 +42,7 @@ impl Ring {
         Ok(Self { uring: Some(IoUring::new(2)?) })
     }
 
-    /// Sends and receives, without waiting, in one system call. `None`: the kernel did not take it.
+    /// Sends and receives without blocking, in one system call. `None` if it was not submitted.
     pub(super) fn both(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -53,7 +53,7 @@ impl Ring {
         let mut rights = [0; WORDS];
         let rights_len = put_rights(&mut rights, fds)?;
         let mut reply = [libc::iovec {
-            // It is only read.
+            // Only read by the kernel.
             iov_base: reply.as_ptr().cast_mut().cast(),
             iov_len: reply.len(),
         }];
@@ -69,9 +69,9 @@ impl Ring {
         let taking = opcode::RecvMsg::new(fd, &raw mut take).flags(flags).build();
         let entries = [send.user_data(SEND), taking.user_data(TAKE)];
         let uring = self.uring.as_mut()?;
-        // SAFETY: the headers, and what they point to, are there until this call ends. None of it
-        // is used later: calls that are not to wait (MSG_DONTWAIT) have ended when they were taken,
-        // what was not taken goes with the ring, and that both have ended is checked below.
+        // SAFETY: the headers and their buffers live until this call ends, and no operation uses
+        // them later: operations that do not wait (MSG_DONTWAIT) have completed when the submit
+        // returns, which is checked below; operations that were not submitted end with the ring.
         if unsafe { uring.submission().push_multiple(&entries) }.is_err() {
             self.uring = None;
             return None;
@@ -96,7 +96,7 @@ impl Ring {
                 }
             }
             if usize::from(sent.is_some()) + usize::from(taken.is_some()) + missing < 2 {
-                // It does not come to that: see above. To go on would free what is in use.
+                // Never needed, see above. But the buffers must not be freed while in use.
                 let _ = uring.submit_and_wait(1);
             }
         }
@@ -118,7 +118,7 @@ fn header(
     control: &mut [u64; WORDS],
     control_len: usize,
 ) -> libc::msghdr {
-    // SAFETY: all zeroes are a header that names nothing.
+    // SAFETY: an all-zero `msghdr` is valid and refers to nothing.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = bytes.as_mut_ptr();
     header.msg_iovlen = bytes.len();
@@ -129,7 +129,7 @@ fn header(
     header
 }
 
-/// Has `fds` go along (`SCM_RIGHTS`). How many bytes that takes; `None` if they are too many.
+/// Adds `fds` to the control buffer (`SCM_RIGHTS`). Returns its length; `None` if they do not fit.
 fn put_rights(control: &mut [u64; WORDS], fds: &[BorrowedFd<'_>]) -> Option<usize> {
     if fds.is_empty() {
         return Some(0);
@@ -149,7 +149,7 @@ fn put_rights(control: &mut [u64; WORDS], fds: &[BorrowedFd<'_>]) -> Option<usiz
     Some(bytes.len())
 }
 
-/// The descriptors that came along.
+/// Takes the received descriptors out of a control buffer.
 fn take_rights(control: &[u64; WORDS], len: usize) -> Vec<OwnedFd> {
     let bytes: Vec<u8> = control.iter().flat_map(|word| word.to_ne_bytes()).take(len).collect();
     let mut rest = bytes.as_slice();
@@ -160,7 +160,7 @@ fn take_rights(control: &[u64; WORDS], len: usize) -> Vec<OwnedFd> {
         let Some(body) = rest.get(HEAD..size) else { break };
         if kind == [libc::SOL_SOCKET.to_ne_bytes(), libc::SCM_RIGHTS.to_ne_bytes()].as_flattened() {
             for fd in body.as_chunks().0 {
-                // SAFETY: the kernel has just opened it for this process, and names it once.
+                // SAFETY: the kernel has opened it for this process, and reports it once.
                 fds.push(unsafe { OwnedFd::from_raw_fd(i32::from_ne_bytes(*fd)) });
             }
         }

@@ -20,7 +20,7 @@ fn answer(
     exchange.answer_and_take(ours.as_fd(), reply, fds.iter(), len, &Arc::default()).unwrap()
 }
 
-/// What is in the socket: bytes, and the number of descriptors.
+/// Received bytes, and the number of descriptors.
 fn read(socket: &UnixStream) -> (Vec<u8>, usize) {
     let mut bytes = vec![0; 1 << 20];
     match receive_some(socket.as_fd(), &mut bytes, &Arc::default()) {
@@ -39,7 +39,7 @@ fn a_reply_goes_and_its_request_with_it() {
         let done = answer(&mut exchange, &ours, &[n + 1; 100], &[], 48);
         assert_eq!((done.sent, done.taken, done.fds.len()), (Ok(100), Ok(48), 0));
         assert_eq!(read(&theirs), (vec![n + 1; 100], 0));
-        // What comes next stays.
+        // The next message stays in the socket.
         assert_eq!(read(&ours), (vec![n; 7], 0));
     }
 }

@@ -1,4 +1,4 @@
-//! Where the registers are, what they hold after power-on, and which bits can be written.
+//! Registers of the configuration space: offsets, power-on values, and writable bits.
 
 /// Size of the configuration space in bytes (PCI Express Base Specification, 7.2).
 pub const CONFIG_SIZE: usize = 4096;
@@ -30,9 +30,9 @@ pub(super) mod command {
     pub(in super::super) const INTX_DISABLE: u16 = 1 << 10;
 }
 
-/// Status: an interrupt would be asserted at the pin (7.5.1.1.4).
+/// Status: an interrupt is pending at the pin (7.5.1.1.4).
 pub(super) const INTERRUPT_STATUS: u16 = 1 << 3;
-/// Status: there is a list of capabilities.
+/// Status: a capability list is present.
 const CAPABILITIES_LIST: u16 = 1 << 4;
 
 /// Power Management (7.5.2).
@@ -41,7 +41,7 @@ pub(super) mod pm_cap {
     pub(in super::super) const ID: u8 = 0x01;
     pub(in super::super) const CAPABILITIES: usize = AT + 2;
     pub(in super::super) const CONTROL: usize = AT + 4;
-    /// Version 3; neither D1, D2 nor power management events.
+    /// Version 3; no D1, D2 or power management events.
     pub(in super::super) const VERSION: u16 = 3;
     pub(in super::super) const POWER_STATE: u16 = 0b11;
     pub(in super::super) const NO_SOFT_RESET: u16 = 1 << 3;
@@ -72,7 +72,7 @@ pub(super) mod pcie_cap {
     pub(in super::super) const DEVICE_CONTROL_2: usize = AT + 0x28;
     pub(in super::super) const LINK_CAPABILITIES_2: usize = AT + 0x2c;
     pub(in super::super) const LINK_CONTROL_2: usize = AT + 0x30;
-    /// Version 2, an endpoint, no slot, interrupt message 0.
+    /// Version 2, endpoint, no slot, interrupt message 0.
     pub(in super::super) const VERSION_ENDPOINT: u16 = 2;
     /// Payloads of 512 bytes.
     pub(in super::super) const MAX_PAYLOAD_512: u32 = 2;
@@ -81,11 +81,11 @@ pub(super) mod pcie_cap {
     pub(in super::super) const FLR_CAPABLE: u32 = 1 << 28;
     pub(in super::super) const INITIATE_FLR: u16 = 1 << 15;
     /// Error enables, relaxed ordering, payload size, extended tags, no snoop, request size, and
-    /// Initiate Function Level Reset; not phantom functions nor auxiliary power.
+    /// Initiate Function Level Reset. Phantom functions and auxiliary power are not writable.
     pub(in super::super) const DEVICE_CONTROL_BITS: u16 = 0xf9ff;
     /// After power-on: relaxed ordering, no snoop, requests of 512 bytes.
     pub(in super::super) const DEVICE_CONTROL_DEFAULT: u16 = 1 << 4 | 1 << 11 | 0b010 << 12;
-    /// 8 GT/s and four lanes: what a plain SSD has.
+    /// 8 GT/s and four lanes, like a typical SSD.
     pub(in super::super) const SPEED_AND_WIDTH: u16 = 3 | 4 << 4;
     /// ASPM control, read completion boundary, common clock, extended synch.
     pub(in super::super) const LINK_CONTROL_BITS: u16 = 0b11 | 1 << 3 | 1 << 6 | 1 << 7;
@@ -104,7 +104,7 @@ const SERIAL_NUMBER: u32 = 0x0003 | 1 << 16;
 const BAR_MEMORY_64: u32 = 0b100;
 const BAR_PREFETCHABLE: u32 = 1 << 3;
 
-/// What a function is.
+/// Identity and structures of a PCI function.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Function {
     /// Vendor identifier.
@@ -117,37 +117,37 @@ pub struct Function {
     pub subsystem: u16,
     /// Revision.
     pub revision: u8,
-    /// Class, subclass and programming interface: 24 bits, such as 010802h.
+    /// Class, subclass and programming interface: 24 bits, for example 010802h.
     pub class: u32,
     /// Base address registers.
     pub bars: Vec<Bar>,
-    /// MSI-X, if it has that.
+    /// MSI-X structures, if present.
     pub msix: Option<Msix>,
-    /// It has an interrupt pin (INTA).
+    /// True if the function has an interrupt pin (INTA).
     pub interrupt_pin: bool,
-    /// Serial number, if it has one (EUI-64).
+    /// Serial number (EUI-64), if present.
     pub serial: Option<u64>,
 }
 
-/// A base address register for 64-bit memory; it takes two of the six.
+/// Base address register for 64-bit memory, which takes two of the six registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bar {
-    /// 0, 2 or 4.
+    /// Index: 0, 2 or 4.
     pub index: u8,
     /// Size in bytes: a power of two, at least 4096.
     pub size: u64,
-    /// Reads have no side effects.
+    /// True if reads have no side effects.
     pub prefetchable: bool,
 }
 
-/// Where the MSI-X structures are.
+/// Position of the MSI-X structures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Msix {
     /// Number of vectors: 1 to 2048.
     pub vectors: u16,
-    /// Base address register of the table, and offset in it: a multiple of 8.
+    /// Table: base address register, and offset in its region, a multiple of 8.
     pub table: (u8, u32),
-    /// Base address register of the pending bits, and offset in it: a multiple of 8.
+    /// Pending bits: base address register, and offset in its region, a multiple of 8.
     pub pba: (u8, u32),
 }
 
@@ -157,26 +157,26 @@ impl Msix {
         u64::from(self.vectors) * 16
     }
 
-    /// Size of the pending bits in bytes; whole quadwords.
+    /// Size of the pending bits in bytes, in whole quadwords.
     pub fn pba_len(&self) -> u64 {
         u64::from(self.vectors).div_ceil(64) * 8
     }
 }
 
-/// Why a [`Function`] is impossible.
+/// Error of an invalid [`Function`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FunctionError {
-    /// A base address register is not where a 64-bit one can be, or is there twice.
-    #[error("base address register {0} is not one of 0, 2 and 4, or there twice")]
+    /// A base address register has an index that 64-bit registers cannot have, or is a duplicate.
+    #[error("base address register {0} is not 0, 2 or 4, or is a duplicate")]
     BarIndex(u8),
-    /// A base address register has an impossible size.
+    /// A base address register has an invalid size.
     #[error("base address register {0} has a size that is not a power of two of at least 4096")]
     BarSize(u8),
-    /// The number of vectors is impossible.
+    /// The number of vectors is invalid.
     #[error("{0} MSI-X vectors are not between 1 and 2048")]
     Vectors(u16),
-    /// The MSI-X structures are misplaced.
+    /// The MSI-X structures are misaligned, outside of their region, or overlap.
     #[error(
         "the MSI-X table or its pending bits are not aligned, not inside of their region, or overlap"
     )]
@@ -188,7 +188,7 @@ pub enum FunctionError {
 
 type Bytes = Box<[u8; CONFIG_SIZE]>;
 
-/// The registers after power-on, and the bits that can be written.
+/// Builds the power-on values and the writable bits.
 pub(super) fn build(function: &Function) -> Result<(Bytes, Bytes), FunctionError> {
     check(function)?;
     let mut build = Builder { bytes: Box::new([0; CONFIG_SIZE]), mask: Box::new([0; CONFIG_SIZE]) };
@@ -253,7 +253,7 @@ impl Builder {
             let at = offset::BAR0 + 4 * usize::from(bar.index);
             let kind = BAR_MEMORY_64 | if bar.prefetchable { BAR_PREFETCHABLE } else { 0 };
             self.u32(at, kind, 0);
-            // Bits below the size read as zero, which is how the size is found out.
+            // Bits below the size read as 0, which is how software detects the size.
             let address = !(bar.size - 1);
             self.put(at, &u64::from(kind).to_le_bytes(), &address.to_le_bytes());
         }

@@ -2,20 +2,20 @@
 //!
 //! # Architecture
 //!
-//! [`ConfigSpace`] is 4096 bytes and, for each of them, a mask of the bits that a write may change.
-//! That is all that most registers are: a base address register sizes itself, because the bits
-//! below its size are not writable. What means more than storage is found by comparing before and
-//! after a write, and returned in [`Effects`].
+//! [`ConfigSpace`] is 4096 bytes and a mask of the bits that a write can change. Most registers
+//! need no more: software detects the size of a base address register, because the bits below the
+//! size are not writable. Registers with side effects are found by comparing before and after a
+//! write, and reported in [`Effects`].
 //!
-//! The capabilities, in the order of the list: Power Management (D0 and D3hot), MSI-X, PCI Express
-//! (endpoint, function level reset). In the extended space there is a Device Serial Number if one
-//! is given, and otherwise the empty list.
+//! The capabilities, in list order: Power Management (D0 and D3hot), MSI-X, PCI Express (endpoint,
+//! function level reset). The extended space has a Device Serial Number if one is given, and
+//! otherwise an empty list.
 //!
-//! # What it does not implement
+//! # Not implemented
 //!
-//! I/O space, 32-bit base address registers, an expansion ROM, MSI (MSI-X replaces it), power
-//! management events, error reporting, and what belongs to a slot or a bridge. A VMM stands between
-//! this and the guest, and shows those that it emulates itself.
+//! I/O space, 32-bit base address registers, expansion ROM, MSI (replaced by MSI-X), power
+//! management events, error reporting, slots and bridges. A VMM between this device and the guest
+//! emulates and shows such registers itself.
 
 mod layout;
 mod msix;
@@ -29,51 +29,51 @@ use layout::{msix_cap, offset, pcie_cap, pm_cap};
 /// Bits of the command register (PCI Express Base Specification, 7.5.1.1.3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Command {
-    /// The function answers to accesses of its base address registers.
+    /// The function responds to memory accesses.
     pub memory: bool,
-    /// The function may access memory, and send interrupt messages.
+    /// The function may access memory and send interrupt messages.
     pub bus_master: bool,
-    /// The function may not assert its interrupt pin.
+    /// The function must not assert its interrupt pin.
     pub intx_disabled: bool,
 }
 
-/// The state of MSI-X (PCI Express Base Specification, 7.7.2.2).
+/// MSI-X Message Control (PCI Express Base Specification, 7.7.2.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MsixControl {
-    /// Interrupts are messages; the pin is not used.
+    /// Interrupts are messages, and the pin is not used.
     pub enabled: bool,
-    /// All vectors are masked, whatever the table says.
+    /// All vectors are masked, independently of the table.
     pub masked: bool,
 }
 
-/// A power state of the function (PCI Express Base Specification, 7.5.2.2).
+/// Power state of the function (PCI Express Base Specification, 7.5.2.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Power {
     /// Full operation.
     #[default]
     D0,
-    /// Only the configuration space is accessible. Nothing is lost: No_Soft_Reset is set.
+    /// Only the configuration space is accessible. State is retained: No_Soft_Reset is set.
     D3Hot,
 }
 
-/// What a write has changed. `None` and `false` mean that it did not.
+/// Registers with side effects that a write has changed. `None` and `false` mean unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Effects {
-    /// The new command register.
+    /// New command register.
     pub command: Option<Command>,
-    /// The new state of MSI-X.
+    /// New MSI-X Message Control.
     pub msix: Option<MsixControl>,
-    /// The new power state.
+    /// New power state.
     pub power: Option<Power>,
-    /// A base address register has a new value.
+    /// A base address register was changed.
     pub bars: bool,
     /// Initiate Function Level Reset was written (PCI Express Base Specification, 6.6.2). The
-    /// configuration space is reset already, which the other members show; the rest of the
-    /// function is left to do.
+    /// configuration space is already reset, as the other members show; the caller has to reset the
+    /// rest of the function.
     pub function_level_reset: bool,
 }
 
-/// The configuration space of one function.
+/// Configuration space of a function.
 #[derive(Clone)]
 pub struct ConfigSpace {
     bytes: Box<[u8; CONFIG_SIZE]>,
@@ -83,33 +83,32 @@ pub struct ConfigSpace {
 }
 
 impl ConfigSpace {
-    /// The configuration space of `function`, as after power-on.
+    /// Creates the configuration space of `function`, with power-on values.
     ///
     /// # Errors
     ///
-    /// `function` is impossible.
+    /// `function` is invalid.
     pub fn new(function: &Function) -> Result<Self, FunctionError> {
         let (bytes, writable) = layout::build(function)?;
         Ok(Self { power_on: bytes.clone(), bytes, writable, has_msix: function.msix.is_some() })
     }
 
-    /// Reads `data.len()` bytes from `offset`; any size, any alignment.
+    /// Reads `data.len()` bytes from `offset`, with any size and alignment.
     ///
     /// # Errors
     ///
-    /// [`Errno::INVAL`] if they are not all inside.
+    /// [`Errno::INVAL`] if the range exceeds the configuration space.
     pub fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
         let range = range(offset, data.len())?;
         data.copy_from_slice(self.bytes.get(range).ok_or(Errno::INVAL)?);
         Ok(())
     }
 
-    /// Writes `data` at `offset`; any size, any alignment. Bits that cannot be written keep their
-    /// value.
+    /// Writes `data` at `offset`, with any size and alignment. Read-only bits keep their values.
     ///
     /// # Errors
     ///
-    /// [`Errno::INVAL`] if it is not all inside.
+    /// [`Errno::INVAL`] if the range exceeds the configuration space.
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Result<Effects, Errno> {
         let range = range(offset, data.len())?;
         let before = self.state();
@@ -120,7 +119,7 @@ impl ConfigSpace {
         for ((byte, mask), new) in bytes.iter_mut().zip(masks).zip(data) {
             *byte = *byte & !mask | new & mask;
         }
-        // D1 and D2 are not supported: such a write has no effect (7.5.2.2, PowerState).
+        // D1 and D2 are not supported: writing them has no effect (7.5.2.2, PowerState).
         if matches!(self.u16(pm_cap::CONTROL) & pm_cap::POWER_STATE, 1 | 2) {
             self.set_u16(pm_cap::CONTROL, old_power);
         }
@@ -139,12 +138,12 @@ impl ConfigSpace {
         })
     }
 
-    /// As after power-on.
+    /// Restores the power-on values.
     pub fn reset(&mut self) {
         self.bytes.copy_from_slice(&*self.power_on);
     }
 
-    /// The command register.
+    /// Command register.
     pub fn command(&self) -> Command {
         let command = self.u16(offset::COMMAND);
         Command {
@@ -154,7 +153,7 @@ impl ConfigSpace {
         }
     }
 
-    /// The state of MSI-X; all off without that capability.
+    /// MSI-X Message Control; all bits off without the capability.
     pub fn msix(&self) -> MsixControl {
         if !self.has_msix {
             return MsixControl::default();
@@ -166,7 +165,7 @@ impl ConfigSpace {
         }
     }
 
-    /// The power state.
+    /// Power state.
     pub fn power(&self) -> Power {
         match self.u16(pm_cap::CONTROL) & pm_cap::POWER_STATE {
             3 => Power::D3Hot,
@@ -174,7 +173,7 @@ impl ConfigSpace {
         }
     }
 
-    /// The address in base address register pair `index` (0, 2 or 4).
+    /// Address in base address register pair `index` (0, 2 or 4).
     pub fn bar(&self, index: u8) -> u64 {
         let at = offset::BAR0 + 4 * usize::from(index.min(4) & !1);
         let mut value = [0; 8];
@@ -184,19 +183,19 @@ impl ConfigSpace {
         u64::from_le_bytes(value) & !0xf
     }
 
-    /// Shows in the status register whether the interrupt pin would be asserted.
+    /// Sets the bit Interrupt Status, which shows a pending interrupt of the pin.
     pub fn set_interrupt_status(&mut self, pending: bool) {
         let status = self.u16(offset::STATUS) & !layout::INTERRUPT_STATUS;
         let bit = if pending { layout::INTERRUPT_STATUS } else { 0 };
         self.set_u16(offset::STATUS, status | bit);
     }
 
-    /// All of it, to be kept for [`restore`](Self::restore).
+    /// All registers, for a later [`restore`](Self::restore).
     pub fn bytes(&self) -> &[u8; CONFIG_SIZE] {
         &self.bytes
     }
 
-    /// Gives the writable bits the values that they have in `bytes`; the rest stays.
+    /// Sets the writable bits to their values in `bytes`; read-only bits are unchanged.
     pub fn restore(&mut self, bytes: &[u8; CONFIG_SIZE]) {
         for ((byte, mask), new) in self.bytes.iter_mut().zip(self.writable.iter()).zip(bytes) {
             *byte = *byte & !mask | new & mask;

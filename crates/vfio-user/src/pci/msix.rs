@@ -1,22 +1,22 @@
-//! The MSI-X table and its pending bits, as a client sees them in a region.
+//! MSI-X table and pending bits, as a client accesses them in a region.
 //!
-//! A VMM keeps the table that counts and takes interrupts through eventfds. This one is for what
-//! is left: reads that give back what was written, and vectors that are masked after a reset.
+//! A VMM has its own table, which determines the interrupts, and gets interrupts through eventfds.
+//! This table only returns what was written, and masks all vectors after a reset.
 
 use crate::Errno;
 
 /// Size of an entry in bytes (PCI Express Base Specification, 7.7.2.5).
 const ENTRY: usize = 16;
 
-/// What can be written in an entry: the address but for its two lowest bits, the data, and the mask
-/// bit of vector control.
+/// Writable bits of an entry: the address except for its two lowest bits, the data, and the mask
+/// bit of Vector Control.
 const WRITABLE: [u8; ENTRY] =
     [0xfc, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 0, 0, 0];
 
-/// Vector control: the vector is masked.
+/// Vector Control: mask bit.
 const MASKED: u8 = 1;
 
-/// The MSI-X table and the pending bits of a function.
+/// MSI-X table and pending bits of a function.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MsixTable {
     table: Vec<u8>,
@@ -24,7 +24,7 @@ pub struct MsixTable {
 }
 
 impl MsixTable {
-    /// A table for `vectors`, all masked.
+    /// Creates a table for `vectors`, all masked.
     pub fn new(vectors: u16) -> Self {
         let vectors = usize::from(vectors);
         let mut table =
@@ -42,12 +42,13 @@ impl MsixTable {
         }
     }
 
-    /// The table and the pending bits, to be kept for [`restore`](Self::restore).
+    /// Table and pending bits, for a later [`restore`](Self::restore).
     pub fn bytes(&self) -> (&[u8], &[u8]) {
         (&self.table, &self.pending)
     }
 
-    /// As they were. False, and nothing is done, if they are those of another number of vectors.
+    /// Restores table and pending bits. Returns false, without effect, if the number of vectors
+    /// differs.
     #[must_use]
     pub fn restore(&mut self, table: &[u8], pending: &[u8]) -> bool {
         let fits = table.len() == self.table.len() && pending.len() == self.pending.len();
@@ -62,7 +63,7 @@ impl MsixTable {
     ///
     /// # Errors
     ///
-    /// [`Errno::INVAL`] if not all of it is inside.
+    /// [`Errno::INVAL`] if the range exceeds the table.
     pub fn read_table(&self, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
         copy(&self.table, offset, data)
     }
@@ -71,7 +72,7 @@ impl MsixTable {
     ///
     /// # Errors
     ///
-    /// [`Errno::INVAL`] if not all of it is inside.
+    /// [`Errno::INVAL`] if the range exceeds the table.
     pub fn write_table(&mut self, offset: u64, data: &[u8]) -> Result<(), Errno> {
         let start = usize::try_from(offset).map_err(|_| Errno::INVAL)?;
         let end = start.checked_add(data.len()).ok_or(Errno::INVAL)?;
@@ -83,22 +84,22 @@ impl MsixTable {
         Ok(())
     }
 
-    /// Reads from the pending bits. Writes to them are to be ignored.
+    /// Reads the pending bits. Writes to them have to be ignored by the caller.
     ///
     /// # Errors
     ///
-    /// [`Errno::INVAL`] if not all of it is inside.
+    /// [`Errno::INVAL`] if the range exceeds the pending bits.
     pub fn read_pending(&self, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
         copy(&self.pending, offset, data)
     }
 
-    /// The vector is masked, or does not exist.
+    /// True if the vector is masked, or does not exist.
     pub fn is_masked(&self, vector: u16) -> bool {
         let control = self.table.get(usize::from(vector) * ENTRY + 12);
         control.is_none_or(|control| control & MASKED != 0)
     }
 
-    /// Says whether an interrupt of `vector` waits to be unmasked.
+    /// Sets the pending bit of `vector`: an interrupt waits until the vector is unmasked.
     pub fn set_pending(&mut self, vector: u16, pending: bool) {
         if let Some(byte) = self.pending.get_mut(usize::from(vector / 8)) {
             let bit = 1 << (vector % 8);

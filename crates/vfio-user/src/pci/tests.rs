@@ -105,14 +105,14 @@ fn a_base_address_register_tells_its_size_and_keeps_its_address() {
     assert_eq!(read(&space, 0x10), 0xffff_ffff_ffff_c004u64.to_le_bytes());
     space.write(0x20, &[0xff; 8]).unwrap();
     assert_eq!(read(&space, 0x20), 0xffff_ffff_ffff_800cu64.to_le_bytes());
-    // A pair that is not there reads as zero whatever is written.
+    // An absent pair reads as 0 after any write.
     assert_eq!(space.write(0x18, &[0xff; 8]).unwrap(), Effects::default());
     assert_eq!(read(&space, 0x18), [0; 8]);
 
     assert!(space.write(0x10, &0x12_3456_8000u64.to_le_bytes()).unwrap().bars);
     assert_eq!(read(&space, 0x10), 0x12_3456_8004u64.to_le_bytes());
     assert_eq!(space.bar(0), 0x12_3456_8000);
-    // The expansion ROM, which is not there, has no size.
+    // The absent expansion ROM has no size.
     space.write(0x30, &[0xff; 4]).unwrap();
     assert_eq!(read(&space, 0x30), [0; 4]);
 }
@@ -134,7 +134,7 @@ fn the_command_register_takes_what_it_has_in_any_size() {
     let all = Command { memory: true, bus_master: true, intx_disabled: true };
     assert_eq!(effects, Effects { command: Some(all), ..Effects::default() });
     assert_eq!(read(&space, 4), 0x0546u16.to_le_bytes());
-    // The status register next to it: nothing there can be written.
+    // The status register in the upper half has no writable bits.
     assert_eq!(read(&space, 6), 0x0010u16.to_le_bytes());
     assert_eq!(space.write(4, &[0xff; 4]).unwrap(), Effects::default());
     assert_eq!(read(&space, 6), 0x0010u16.to_le_bytes());
@@ -189,7 +189,7 @@ fn a_function_level_reset_is_told_and_clears_what_was_set() {
         }
     );
     assert_eq!(space.bytes(), super::ConfigSpace::new(&nvme()).unwrap().bytes());
-    // The bit in the upper byte alone does it too; the lower byte alone does not.
+    // A write to the upper byte resets the function; a write to the lower byte does not.
     assert!(!space.write(0x68, &[0xff]).unwrap().function_level_reset);
     assert!(space.write(0x69, &[0xff]).unwrap().function_level_reset);
     assert!(!space.write(0x69, &[0x7f]).unwrap().function_level_reset);
@@ -269,7 +269,7 @@ fn the_msix_table_keeps_what_can_be_kept() {
 }
 
 proptest! {
-    /// Any sequence of writes leaves the read-only bits alone, and a restore brings the rest back.
+    /// Writes never change read-only bits, and a restore reproduces the writable ones.
     #[test]
     fn writes_change_only_what_can_be_written(
         writes in prop::collection::vec((0u64..4200, prop::collection::vec(any::<u8>(), 0..9)), 0..40)

@@ -1,57 +1,58 @@
-//! An attached client, whose socket another thread may poll as well.
+//! Attached client, whose socket a second thread may poll beside the reactor.
 //!
-//! # Why
+//! # Purpose
 //!
-//! A guest that wakes a sleeping queue writes a doorbell, which comes as a message. If only the
-//! reactor polled the socket, two threads would have to be woken one after the other for each such
-//! write: the reactor to read the message, and the thread that sleeps. So a device can ask for the
-//! [`SharedSocket`] of a connection and give it to that thread, which reads the message by itself.
+//! A guest that wakes a sleeping queue writes a doorbell, which arrives as a message. If only the
+//! reactor polled the socket, each such write would wake two threads one after the other: the
+//! reactor to read the message, and the thread of the queue. Therefore a device can take the
+//! [`SharedSocket`] of a connection and pass it to that second thread, which reads the message
+//! itself.
 //!
-//! # Who is woken
+//! # Wake-up
 //!
-//! Both have the socket in their epoll instances, with `EPOLLEXCLUSIVE`, the other thread first.
-//! The kernel goes through them in that order and stops at the first in which somebody sleeps:
+//! Both threads have the socket in their epoll instances, with `EPOLLEXCLUSIVE`, the second
+//! thread's first. The kernel wakes the first instance in this order that has a sleeping thread:
 //!
-//! * the other thread sleeps: it alone is woken;
-//! * it is awake, busy or stuck: the reactor is woken, as if nothing was shared.
+//! * if the second thread sleeps, only the second thread is woken;
+//! * if the second thread is awake, busy or stuck, the reactor is woken, as without sharing.
 //!
-//! So nothing is handed over, and the other thread never delays a message that it does not wait
-//! for. It is what makes this cheap, and not relied on for more: either or both may be woken, at
-//! any time, and without a reason.
+//! So the threads need no explicit hand-over, and the second thread never delays a message that it
+//! does not wait for. Correctness does not depend on this order: either or both threads may be
+//! woken at any time, also without a message.
 //!
-//! # Who reads
+//! # Reading
 //!
-//! The session lies in the slot of its [`Share`] while the connection is idle: nothing is half
-//! received, half sent or awaited. The reactor takes it out for its turns. The other thread does
-//! not: it works on it where it lies, under the slot's lock, on a few messages at a time, and only
-//! on writes that it knows to be doorbells. What is something else, has descriptors, is not there
-//! as a whole or makes no sense stays as it is, and the reactor's next turn begins with it. So
-//! messages count in their order, and the other thread calls no device, maps, opens and closes
-//! nothing, and waits for nobody: where the lock is taken or the slot empty, the reactor is at work
-//! on it.
+//! While the connection is idle (nothing is partly received or partly sent, no completion is
+//! outstanding), the session is in the slot of its [`Share`]. The reactor takes the session out for
+//! its turns. The second thread works on the session in the slot, under the slot's lock, on a few
+//! messages at a time, and only on writes that it recognizes as doorbells. All other messages
+//! (other commands, and messages that have descriptors, are incomplete or are invalid) stay where
+//! they are, and the reactor's next turn starts with them. So messages are handled in order. The
+//! second thread calls no method of the device, maps, opens and closes nothing, and never blocks:
+//! if the lock is taken or the slot is empty, the reactor is using the session.
 //!
-//! If the session is recorded, for a process that goes on should this one die, messages leave the
-//! socket only when what they have brought about outlives this process. Doorbells do by
-//! themselves: they are written to memory that the next process has as well. So that is so for the
-//! other thread, too. But a reply has to be sent in one step with that, by the reactor; so the other
-//! thread takes posted writes only, which have none.
+//! With checkpoints, a message leaves the socket only when its effects survive a crash of this
+//! process. The effects of doorbells do: they are written to memory that the next server process
+//! has, too. So the second thread may handle doorbells also with checkpoints. But a reply has to be
+//! sent in one step with the removal of its message, by the reactor; therefore the second thread
+//! handles only posted writes, which have no reply.
 //!
-//! # Why no message is lost
+//! # No lost messages
 //!
-//! A message that arrives wakes one who sleeps, and is reported by the next wait of each who is
-//! awake unless it has been read until then. Whoever it is reported to does one of these:
+//! An arriving message wakes a sleeping thread, and is reported by the next wait of each awake
+//! thread unless it has been read until then. The thread that gets the report does one of these:
 //!
-//! * the reactor takes the session and reads until there is no more;
-//! * the other thread, if the session is in the slot, reads until there is no more, or asks the
-//!   reactor for a turn ([`Request::Turn`]);
-//! * if the session is not in the slot, or the lock taken, it asks for a turn as well: the reactor
-//!   may have read all that there was before the message came, and be about to put the session
-//!   back;
-//! * one that no longer polls has asked for a turn *after* it marked the share as ended. The
-//!   reactor looks at the mark in the turn that follows, takes the other's epoll instance off the
-//!   socket, and has its own watch it again for bytes, which reports those that are there already.
+//! * The reactor takes the session and reads until the socket is empty.
+//! * The second thread, if the session is in the slot, reads until the socket is empty, or requests
+//!   a turn of the reactor ([`Request::Turn`]).
+//! * If the session is not in the slot, or the lock is taken, the second thread requests a turn as
+//!   well: the reactor may have emptied the socket before the message arrived, and be about to put
+//!   the session back.
+//! * A second thread that stops polling requests a turn *after* it has marked the share as ended.
+//!   In that turn the reactor reads the mark, removes the other epoll instance from the socket, and
+//!   has its own instance report input again, which includes data that are already in the socket.
 //!
-//! A request reaches a reactor that sleeps or is about to (see the inbox).
+//! A request for a turn also reaches a reactor that sleeps or is about to sleep (see `inbox`).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -67,24 +68,24 @@ use crate::Errno;
 use crate::device::Device;
 use crate::shared_socket::{PolledWrites, SharedSocket, SocketOwner};
 
-/// What two wait for, of whom one is to be woken.
+/// Events of a socket that is in two epoll instances, one of which is to be woken.
 const SHARED_WATCH: EventFlags = EventFlags::IN.union(EventFlags::ET).union(EventFlags::EXCLUSIVE);
 
-/// A connection, and with whom it is shared.
+/// Connection of the reactor, and its share with a second thread.
 pub(super) struct Attachment {
     port: PortId,
     epoll: Arc<OwnedFd>,
-    /// Here, or else in the share's slot.
+    /// Session; `None` while it is in the share's slot.
     session: Option<Box<Session>>,
     share: Option<Arc<Share>>,
-    /// The reactor waits for bytes as the second of two.
+    /// True if the reactor waits for input as the second of two epoll instances.
     is_second: bool,
-    /// What it waits for at the socket itself.
+    /// Events for which the reactor watches the socket.
     watch: EventFlags,
 }
 
 impl Attachment {
-    /// Begins to watch a connection.
+    /// Starts to watch a connection.
     pub(super) fn new(port: PortId, epoll: &Arc<OwnedFd>, session: Session) -> Result<Self, Errno> {
         let watch = watch(false, false);
         epoll::add(epoll, session.socket(), token(port), watch)?;
@@ -92,8 +93,8 @@ impl Attachment {
         Ok(Self { port, epoll, session, share: None, is_second: false, watch })
     }
 
-    /// The session, which nobody else touches from here on. If somebody does now, there is a turn
-    /// when they have let go of it.
+    /// Takes the session out of the slot, for exclusive use by the reactor. If the second thread is
+    /// using it, returns `None`, and the reactor gets a turn afterwards.
     pub(super) fn take_session(&mut self) -> Option<&mut Session> {
         if self.session.is_none() {
             self.session = self.share.as_ref()?.take_session();
@@ -101,21 +102,21 @@ impl Attachment {
         self.session.as_deref_mut()
     }
 
-    /// Nobody but the reactor reaches the session from here on, until it is shared again.
+    /// Ends the share: the reactor alone uses the session, until it is shared again.
     pub(super) fn take_back(&mut self) {
         self.end_share();
     }
 
-    /// The session, unless it lies where others reach it: then it is idle.
+    /// Session, unless it is in the slot, where it is idle.
     pub(super) fn busy_session(&mut self) -> Option<&mut Session> {
         self.session.as_deref_mut()
     }
 
-    /// After a turn: waits for what matters now.
+    /// Updates the watched events after a turn.
     ///
     /// # Errors
     ///
-    /// The system's. The connection is of no use then.
+    /// A system call failed. The connection is unusable.
     pub(super) fn watch(&mut self) -> Result<(), Errno> {
         if let Some(share) = &self.share {
             if share.ended.load(Ordering::Acquire) {
@@ -136,8 +137,8 @@ impl Attachment {
         Ok(())
     }
 
-    /// After a turn that left nothing to do: puts the session where the other thread reaches it, if
-    /// there is one or the device wants one.
+    /// After a turn that left the session idle: puts the session into the slot for the second
+    /// thread, if there is one, or if the device requests one.
     pub(super) fn share_if_idle(&mut self, device: &mut dyn Device, inbox: &Arc<Inbox>) {
         let Some(session) = self.session.take_if(|session| session.is_idle()) else { return };
         if let Some(share) = &self.share {
@@ -160,23 +161,24 @@ impl Attachment {
         }
     }
 
-    /// The end of it: the session, which nobody watches any more.
+    /// Stops to watch the connection, and returns the session.
     pub(super) fn close(mut self) -> Option<Box<Session>> {
         self.end_share();
         let session = self.session.take()?;
-        // Closing it may take its time, and no events of it are wanted meanwhile.
+        // Closing may happen later, on another thread: no events must be reported until then.
         let _ = epoll::delete(&self.epoll, session.socket());
         Some(session)
     }
 
-    /// From here on, the reactor alone polls the connection once it watches it.
+    /// Ends the share. The reactor alone polls the connection after the next
+    /// [`watch`](Self::watch).
     fn end_share(&mut self) {
         self.is_second = false;
         let Some(share) = self.share.take() else { return };
         share.ended.store(true, Ordering::Release);
         let Slot { session, socket, first } = std::mem::take(&mut *share.slot.lock());
         if let Some(socket) = socket {
-            // Closing it would not do: it is not the only descriptor of that socket.
+            // Closing would not remove the events: there are other descriptors of the socket.
             for epoll in first.iter().chain([&self.epoll]) {
                 let _ = epoll::delete(epoll, &socket);
             }
@@ -191,13 +193,14 @@ impl Drop for Attachment {
     }
 }
 
-/// What the reactor and the other thread both touch.
+/// State that reactor and second thread share.
 struct Share {
     slot: Mutex<Slot>,
-    /// The other thread no longer polls, or the connection is over.
+    /// True if the second thread has stopped polling, or the connection has ended.
     ended: AtomicBool,
-    /// The reactor has come while the other thread had the session, and did not wait: that one may
-    /// have lost its processor meanwhile, and the other clients wait for the reactor.
+    /// True if the reactor has needed the session while the second thread was using it. The reactor
+    /// does not wait for the second thread, which may have been preempted, because of the other
+    /// clients.
     wanted: AtomicBool,
     inbox: Arc<Inbox>,
     port: PortId,
@@ -205,17 +208,17 @@ struct Share {
 
 #[derive(Default)]
 struct Slot {
-    /// While it is idle.
+    /// Session, while it is idle.
     session: Option<Box<Session>>,
-    /// A duplicate: an epoll instance takes a descriptor once, and the reactor waits for two kinds
-    /// of things, in two ways. Gone when the share has ended.
+    /// Duplicate of the socket, because an epoll instance accepts a descriptor once, and the
+    /// reactor has two kinds of watches. `None` after the end of the share.
     socket: Option<OwnedFd>,
-    /// The other's epoll instance, which the kernel asks first.
+    /// Epoll instance of the second thread, the first in the kernel's order.
     first: Option<Arc<OwnedFd>>,
 }
 
 impl Share {
-    /// Whether the other thread polls: then it is before us in the kernel's order.
+    /// True if the second thread polls, so that it precedes the reactor in the kernel's order.
     fn is_watched(&self) -> bool {
         self.slot.lock().first.is_some()
     }
@@ -226,18 +229,18 @@ impl Share {
         added.is_some_and(|added| added.is_ok())
     }
 
-    /// The session, for the reactor.
+    /// Takes the session out of the slot, for the reactor.
     fn take_session(&self) -> Option<Box<Session>> {
         if let Some(mut slot) = self.slot.try_lock() {
             return slot.session.take();
         }
         self.wanted.store(true, Ordering::Relaxed);
-        // Either the other thread sees that from here on, or the lock is free by now.
+        // Either the second thread sees `wanted` after its use, or the lock is free by now.
         fence(Ordering::SeqCst);
         self.slot.try_lock()?.session.take()
     }
 
-    /// The other thread has let go of the session.
+    /// Requests a turn after the second thread's use of the session, if the reactor has needed it.
     fn is_free(&self) {
         fence(Ordering::SeqCst);
         if self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed) {
@@ -250,7 +253,7 @@ impl Share {
     }
 }
 
-/// The other thread's way in: it never waits for the slot.
+/// Interface of the second thread, which never waits for the slot's lock.
 impl SocketOwner for Share {
     fn watch(&self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let busy = || io::Error::from(io::ErrorKind::ResourceBusy);
@@ -259,8 +262,8 @@ impl SocketOwner for Share {
         epoll::add(epoll, socket, EventData::new_u64(token), SHARED_WATCH)?;
         slot.first = Some(Arc::clone(epoll));
         drop(slot);
-        // So that the reactor steps back. By itself it would only with a message that it is quick
-        // enough to find, and be woken for all those that it is not.
+        // In its turn the reactor becomes the second instance. Without a turn it would do so only
+        // after a message that it reads itself, and would be woken for all other messages.
         self.request_turn();
         Ok(())
     }
@@ -289,11 +292,12 @@ fn token(port: PortId) -> EventData {
     EventData::new_u64(port.0 << 1 | 1)
 }
 
-/// What a reactor waits for at the socket itself.
+/// Events for which a reactor watches the socket's own descriptor.
 fn watch(full: bool, is_second: bool) -> EventFlags {
     let mut watch = EventFlags::RDHUP | EventFlags::ET;
     watch.set(EventFlags::IN, !is_second);
-    // Watched only when it matters: otherwise each reply that is read would wake us.
+    // Writability is watched only if the socket is full, otherwise each read reply would wake the
+    // reactor.
     watch.set(EventFlags::OUT, full);
     watch
 }

@@ -1,30 +1,30 @@
-//! Every order in which the steps of a shared connection can happen.
+//! Exhaustive model of a shared connection: every order of the steps of reactor and second thread.
 //!
-//! The kernel's part is two epoll items on one socket: an arriving message marks the other thread's
-//! item, and wakes it if it sleeps; if not, it marks the reactor's. A wait reports a marked item
-//! only if there is something to read by then. The rest is `attachment.rs`, step by step. In the
-//! end, when nobody can go on, every message must have been read. With one of the defects, some
-//! order must be found in which one is not.
+//! The kernel is modelled as two epoll items on one socket. An arriving message marks the second
+//! thread's item, and wakes that thread if it sleeps; otherwise it marks the reactor's item. A wait
+//! reports a marked item only if the socket has data. The other steps are those of `attachment.rs`.
+//! In every state without a possible step, all messages must have been read. With a [`Defect`],
+//! some order must leave a message unread.
 
 use std::collections::HashSet;
 
-/// Something that is done wrong.
+/// Deliberate error in the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Defect {
     None,
-    /// No request for a turn if the session is not in the slot.
+    /// The second thread requests no turn if the session is not in the slot.
     NoRequestIfTaken,
-    /// No request for what is not for the other thread.
+    /// The second thread requests no turn for messages that it does not handle.
     NoRequestForRest,
-    /// None when it no longer polls.
+    /// The second thread requests no turn when it stops polling.
     NoRequestOnLeaving,
-    /// A request, but before the mark.
+    /// The second thread requests the turn before it marks the share as ended.
     RequestBeforeMark,
-    /// The reactor takes a turn without reading.
+    /// The reactor does not read in a requested turn.
     TurnWithoutReading,
-    /// The reactor goes on waiting as the second of two.
+    /// The reactor does not watch for input again after the end of the share.
     EndWithoutWatching,
-    /// The reactor puts up with being second before the other has begun.
+    /// The reactor becomes the second instance before the first one is added.
     SecondBeforeFirst,
 }
 
@@ -33,26 +33,26 @@ enum Reactor {
     Waits,
     Takes,
     Reads,
-    /// Looks at the mark.
+    /// Reads the mark `ended`.
     Marks,
-    /// Has taken the other's item away, not yet watched again.
+    /// Has removed the other item, and does not watch for input yet.
     Watches,
     PutsBack,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Other {
-    /// Has not begun.
+    /// Has not started to poll.
     Out,
     Waits,
     Busy,
     Tries,
-    /// Has the lock.
+    /// Holds the lock.
     Reads,
     Requests,
-    /// Two halves of leaving.
+    /// Has marked the share or requested the turn, but not both.
     Leaves,
-    /// Sleeps in the same epoll instance, and does not poll.
+    /// Sleeps in the same epoll instance, without reading the socket.
     Stopped,
 }
 
@@ -60,9 +60,9 @@ enum Other {
 struct State {
     to_send: u8,
     in_socket: u8,
-    /// Read by the other thread and left for the reactor.
+    /// Messages that the second thread has read and left for the reactor.
     left: u8,
-    /// Items, and whether they are marked.
+    /// Epoll items, and their marks.
     first: bool,
     first_marked: bool,
     second: bool,
@@ -100,7 +100,7 @@ impl State {
     fn sends(mut self) -> Option<Self> {
         self.to_send = self.to_send.checked_sub(1)?;
         self.in_socket += 1;
-        // The exclusive ones in their order; who sleeps keeps it for itself.
+        // Exclusive items are tried in order; a sleeping thread consumes the wake-up.
         let mut kept = false;
         if self.first {
             self.first_marked = true;
@@ -123,7 +123,7 @@ impl State {
                 self.reads = event || defect != Defect::TurnWithoutReading;
                 self.reactor = Reactor::Takes;
             }
-            // The lock is the other's while it reads.
+            // The second thread holds the lock while it reads.
             Reactor::Takes if self.other == Other::Reads => return None,
             Reactor::Takes => {
                 self.in_slot = false;
@@ -172,7 +172,7 @@ impl State {
                 let next = if self.in_socket != 0 { Other::Tries } else { Other::Waits };
                 vec![Self { first_marked: false, ..to(next) }]
             }
-            // It may be woken by anything else.
+            // Any other event may wake it.
             Other::Waits => vec![to(Other::Busy)],
             Other::Busy if defect == Defect::RequestBeforeMark => {
                 vec![to(Other::Waits), requesting(Other::Leaves)]
@@ -200,7 +200,7 @@ impl State {
     }
 }
 
-/// A state in which nobody but one who may leave can go on, and a message was not read.
+/// Finds a state in which a message is unread, and no step is possible except the end of polling.
 fn lost(defect: Defect) -> Option<State> {
     let mut seen = HashSet::new();
     let mut left = vec![State::start(defect, 3)];
@@ -211,7 +211,7 @@ fn lost(defect: Defect) -> Option<State> {
         let sent = state.sends();
         let reacted = state.reactor_steps(defect);
         let done = sent.is_none() && reacted.is_none();
-        // Whoever is asleep, or will be for ever, does not read it.
+        // A thread that sleeps without an event, or for ever, does not read the message.
         let sleeps = match state.other {
             Other::Waits => !state.first_marked || state.in_socket == 0,
             other => other == Other::Stopped,
@@ -244,6 +244,6 @@ fn every_defect_loses_one() {
     ] {
         assert!(lost(defect).is_some(), "{defect:?}");
     }
-    // It only costs: whoever is woken first, the message is read.
+    // This defect costs only wake-ups: the message is read.
     assert_eq!(lost(Defect::SecondBeforeFirst), None);
 }

@@ -1,4 +1,4 @@
-//! From the payload of a request to what the device is asked for.
+//! Parser of request payloads to the arguments of device methods.
 
 use super::saved::Agreed;
 use crate::Errno;
@@ -6,7 +6,7 @@ use crate::descriptor::Descriptor;
 use crate::device::{DmaMap, DmaUnmap, IrqAction, IrqData, SetIrqs};
 use crate::wire::{self, split};
 
-/// The most interrupts of a kind that a PCI function has.
+/// Maximum number of interrupts of an index of a PCI function.
 pub(super) const MAX_VECTORS: usize = 2048;
 
 pub(super) fn dma_map(payload: &[u8], mut fds: Vec<Descriptor>) -> Result<DmaMap, Errno> {
@@ -68,7 +68,7 @@ pub(super) fn set_irqs(
     let count = usize::try_from(set.count).map_err(|_| Errno::INVAL)?;
     let data = match set.flags & flags::DATA_MASK {
         flags::DATA_NONE => IrqData::None,
-        // No function has more vectors.
+        // No index has more interrupts.
         flags::DATA_BOOL if count <= MAX_VECTORS => {
             let bytes = rest.get(..count).ok_or(Errno::INVAL)?;
             IrqData::Bools(bytes.iter().map(|byte| *byte != 0).collect())

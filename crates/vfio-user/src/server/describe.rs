@@ -1,4 +1,4 @@
-//! What a client is told of the connection and of the device: versions, regions, descriptors.
+//! Requests that describe the connection and the device: VERSION, region info, region I/O fds.
 
 use super::decode::flag;
 use super::limits::MAX_MSG_FDS;
@@ -13,8 +13,8 @@ use crate::wire::{self, Header, split, wire_size};
 use tracing::debug;
 use zerocopy::IntoBytes;
 
-/// Regions beyond those that a device has, about which a client may ask in vain without being
-/// refused. SPDK's client gives up if any of ten cannot be described.
+/// Region indexes below this limit are described as absent if the device does not have them,
+/// instead of an error reply. SPDK's client gives up if any of ten cannot be described.
 const ASKABLE_REGIONS: u32 = 16;
 
 impl Link {
@@ -42,8 +42,8 @@ impl Link {
             max_msg_fds: MAX_MSG_FDS,
             max_data_xfer_size: context.limits.max_data_xfer_size.into(),
             max_dma_maps: device.max_dma_maps(),
-            // Only what was proposed may be agreed to. A message of several writes of one doorbell
-            // can not be carried out twice, as may become necessary.
+            // Only a proposed capability may be accepted. With checkpoints it is not: a recovery
+            // may execute a message twice, and several writes to one doorbell cannot be repeated.
             write_multiple: proposed.write_multiple && !context.is_recorded,
             migration: proposed
                 .migration
@@ -112,8 +112,8 @@ impl Link {
                 capabilities.extend_from_slice(area.as_bytes());
             }
             info.argsz += u32::try_from(capabilities.len()).map_err(|_| Errno::OVERFLOW)?;
-            // Stated even if they do not fit and are left out: QEMU takes a capability flag with
-            // an offset of 0 for an error, rather than for an invitation to ask again.
+            // Set even if the capabilities do not fit and are left out: QEMU treats the flag with
+            // offset 0 as an error, and not as a request to ask again.
             info.flags |= wire::region_flags::CAPS;
             info.cap_offset = fixed;
         }
@@ -136,7 +136,7 @@ impl Link {
             return Err(Errno::INVAL);
         }
         let IoFds { mut events, areas } = device.region_io_fds(asked.index)?;
-        // What does not travel with one message is left out: a write does as well.
+        // Eventfds that exceed the message limit are left out: the client writes instead.
         events.truncate(usize::try_from(agreed.max_fds).unwrap_or(usize::MAX));
         let mut list = Vec::new();
         let mut count = 0;
@@ -160,7 +160,7 @@ impl Link {
         let argsz = u32::try_from(size).map_err(|_| Errno::OVERFLOW)?;
         let info = wire::RegionIoFds { argsz, flags: 0, index: asked.index, count };
         if asked.argsz < argsz {
-            // The client learns how much room it takes, and asks again.
+            // The client reads the required size and repeats the query.
             self.out.put_reply(header, &[info.as_bytes()]);
         } else {
             self.out.put_reply_with_fds(header, &[info.as_bytes(), &list], events);

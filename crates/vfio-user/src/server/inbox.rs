@@ -1,4 +1,4 @@
-//! What other threads want of a reactor, and how they wake it.
+//! Inbox of a reactor: requests of other threads, and the wake-up of the reactor.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use super::recorder::PortRecorder;
 use crate::Errno;
 use crate::device::{Device, Done};
 
-/// Names a device that a reactor serves. Never used twice by one reactor.
+/// Identifier of a device that a reactor serves. Unique in the lifetime of the reactor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PortId(pub(super) u64);
 
-/// Where clients of a device come from.
+/// Source of a device's clients.
 pub(super) enum Source {
-    /// One after the other from a listening socket.
+    /// Listening socket: one client after the other.
     Listener(Listener),
-    /// There is one, and it is here.
+    /// Connected socket of the only client.
     Stream(OwnedFd),
 }
 
-/// What is asked of a reactor.
+/// Request to a reactor.
 pub(super) enum Request {
     Add {
         port: PortId,
@@ -40,14 +40,14 @@ pub(super) enum Request {
     Stop,
     Freeze,
     Thaw,
-    /// This is to be called.
+    /// Runs the closure.
     Visit(Box<dyn FnOnce() + Send>),
     Completed {
         port: PortId,
         sequence: u64,
         outcome: Result<(), Errno>,
     },
-    /// There is, or was, something to be read from the client.
+    /// Reads and handles the client's messages; there may be none.
     Turn {
         port: PortId,
     },
@@ -55,11 +55,11 @@ pub(super) enum Request {
 
 struct RequestQueue {
     waiting: Vec<Request>,
-    /// The reactor sleeps, or is about to, and has to be woken.
+    /// True if the reactor sleeps or is about to, and has to be woken.
     sleeping: bool,
 }
 
-/// Shared between a reactor and all that ask something of it.
+/// Queue of requests, shared by a reactor and its requesters.
 pub(super) struct Inbox {
     queue: Mutex<RequestQueue>,
     wake: OwnedFd,
@@ -75,7 +75,7 @@ impl Inbox {
         })
     }
 
-    /// Becomes readable when the reactor is needed.
+    /// Eventfd that is readable when the reactor has to wake up.
     pub(super) fn wake_fd(&self) -> &OwnedFd {
         &self.wake
     }
@@ -88,43 +88,43 @@ impl Inbox {
         let mut queue = self.queue.lock();
         queue.waiting.push(request);
         if std::mem::take(&mut queue.sleeping) {
-            // It can only fail when the counter is full, and then the reactor is awake.
+            // A write fails only if the counter is at its maximum: then the reactor is awake.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
 
-    /// Moves what waits into `into`.
+    /// Moves all requests to `into`.
     pub(super) fn take(&self, into: &mut Vec<Request>) {
         let mut queue = self.queue.lock();
         queue.sleeping = false;
         into.append(&mut queue.waiting);
     }
 
-    /// From now on whoever pushes has to wake the reactor; false if something waits already.
+    /// True if there are no requests: from now on a new request wakes the reactor.
     pub(super) fn may_sleep(&self) -> bool {
         let mut queue = self.queue.lock();
         queue.sleeping = queue.waiting.is_empty();
         queue.sleeping
     }
 
-    /// Takes the signal back.
+    /// Clears the wake-up event.
     pub(super) fn woken(&self) {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }
 }
 
-/// A [`Done`] that reports to the reactor behind `inbox`.
+/// Creates a [`Done`] that reports its completion to the reactor.
 pub(super) fn done(inbox: &Arc<Inbox>, port: PortId, sequence: u64) -> Done {
     let inbox = Arc::clone(inbox);
     Done::new(move |outcome| inbox.push(Request::Completed { port, sequence, outcome }))
 }
 
-/// Reaches a [`Reactor`](super::Reactor) from any thread.
+/// Handle for controlling a [`Reactor`](super::Reactor) from any thread.
 #[derive(Clone)]
 pub struct Handle(pub(super) Arc<Inbox>);
 
 impl Handle {
-    /// Serves `device` at `listener` from now on.
+    /// Serves `device` on `listener` from now on.
     pub fn add(&self, listener: Listener, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
         let source = Source::Listener(listener);
@@ -132,7 +132,7 @@ impl Handle {
         port
     }
 
-    /// As [`add`](Self::add), and has `recorder` keep what comes of it
+    /// [`add`](Self::add) with checkpoints, which `recorder` stores
     /// ([`Reactor::record_with`](super::Reactor::record_with)).
     pub fn add_recorded(
         &self,
@@ -146,8 +146,8 @@ impl Handle {
         port
     }
 
-    /// Serves `device` to the one client at the other end of `stream`, a connected UNIX socket.
-    /// When it leaves, the device is dropped.
+    /// Serves `device` to the only client at the other end of `stream`, a connected UNIX socket.
+    /// The device is dropped when the client disconnects.
     pub fn add_stream(&self, stream: OwnedFd, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
         let source = Source::Stream(stream);
@@ -155,39 +155,38 @@ impl Handle {
         port
     }
 
-    /// Ends the service of a device: its client is dropped, the device lets go of it, the socket's
-    /// file is removed and the device dropped. The channel gets a message, or is closed, when that
-    /// has happened; do not wait for it on the reactor's own thread.
+    /// Stops serving a device: its client is disconnected and released by the device, the socket
+    /// file is removed, and the device is dropped. Then the channel gets a message, or is closed.
+    /// Waiting for it on the reactor's thread would deadlock.
     pub fn remove(&self, port: PortId) -> Receiver<()> {
         let (gone, receiver) = sync_channel(1);
         self.0.push(Request::Remove { port, gone });
         receiver
     }
 
-    /// Makes the reactor come to rest: sockets that are polled by others too are taken back, what
-    /// was begun of a client's messages is finished, a [`Done`] that is outstanding is waited for,
-    /// and a client that leaves is let go. No other message is begun, and nobody is let in.
-    /// Then [`run`](super::Reactor::run) returns [`Ended::Frozen`](super::Ended::Frozen).
+    /// Quiesces the reactor: sockets shared with other threads are taken back, started messages are
+    /// finished, outstanding [`Done`]s are awaited, and the devices release clients that have
+    /// disconnected. No new message is started, and no client is accepted. When quiesced,
+    /// [`run`](super::Reactor::run) returns [`Ended::Frozen`](super::Ended::Frozen).
     ///
-    /// How long that takes is up to the devices; [`thaw`](Self::thaw) ends it.
+    /// The duration depends on the devices; [`thaw`](Self::thaw) cancels it.
     pub fn freeze(&self) {
         self.0.push(Request::Freeze);
     }
 
-    /// Takes a [`freeze`](Self::freeze) back that is not complete: all goes on. One that is
-    /// complete ends with the next [`run`](super::Reactor::run), and this does nothing then.
+    /// Cancels an incomplete [`freeze`](Self::freeze). A complete one ends with the next
+    /// [`run`](super::Reactor::run), and this has no effect on it.
     pub fn thaw(&self) {
         self.0.push(Request::Thaw);
     }
 
-    /// Runs `visitor` on the reactor's thread when that comes to what it is asked, for whoever
-    /// wants to know whether it still does. It may not wait for anything.
+    /// Runs `visitor` on the reactor's thread, for a liveness check. It must not block.
     pub fn visit(&self, visitor: impl FnOnce() + Send + 'static) {
         self.0.push(Request::Visit(Box::new(visitor)));
     }
 
-    /// Makes [`run`](super::Reactor::run) return: all clients are dropped, their devices let go of
-    /// them, all devices and listeners are dropped.
+    /// Makes [`run`](super::Reactor::run) return: all clients are disconnected and released by
+    /// their devices, and all devices and listeners are dropped.
     pub fn stop(&self) {
         self.0.push(Request::Stop);
     }

@@ -1,4 +1,4 @@
-//! A socket that clients connect to, from its creation to the removal of its file.
+//! Listening socket of a device, and its file in the file system.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -23,17 +23,17 @@ use crate::descriptor::Stream;
 use crate::handover::RestoreError;
 use crate::{Errno, address};
 
-/// Clients that may wait while one is attached.
+/// Maximum number of clients that wait in the backlog.
 const BACKLOG: i32 = 16;
 
-/// How long to wait for another process that is creating a socket in the same directory.
+/// Maximum time to wait for another process that creates a socket in the same directory.
 const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
 
-/// Why no socket could be made.
+/// Error of creating a listening socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
-    /// The path does not fit into a socket address.
+    /// The path exceeds the length of a socket address.
     #[error(
         "socket path {} has {len} bytes and a UNIX socket allows {}: choose a shorter one, for example in /run",
         path.display(), address::MAX_PATH
@@ -41,10 +41,10 @@ pub enum BindError {
     TooLong {
         /// The path.
         path: PathBuf,
-        /// Its length in bytes.
+        /// Length in bytes.
         len: usize,
     },
-    /// There is no directory for it.
+    /// The directory of the path does not exist.
     #[error(
         "socket path {} is in no directory: create {} first, or choose another path",
         path.display(), directory.display()
@@ -52,10 +52,10 @@ pub enum BindError {
     NoDirectory {
         /// The path.
         path: PathBuf,
-        /// The directory that does not exist, or is none.
+        /// Path that does not exist, or is not a directory.
         directory: PathBuf,
     },
-    /// Another server listens there.
+    /// Another server listens at the path.
     #[error(
         "socket path {} is in use by a running server: stop that one, or choose another path",
         path.display()
@@ -64,7 +64,7 @@ pub enum BindError {
         /// The path.
         path: PathBuf,
     },
-    /// Something that is no socket is there.
+    /// The path exists and is not a socket.
     #[error(
         "socket path {} exists and is not a socket: remove it if it is not needed, or choose another path",
         path.display()
@@ -73,62 +73,62 @@ pub enum BindError {
         /// The path.
         path: PathBuf,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("socket path {} cannot be {what}: {source}", path.display())]
     System {
         /// The path.
         path: PathBuf,
-        /// What was to be done with it.
+        /// The failed operation, as a participle.
         what: &'static str,
-        /// Why not.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// A listening UNIX socket. Its file is removed when this is dropped, unless another one has taken
-/// its place meanwhile.
+/// Listening UNIX socket. Dropping it removes the socket file, unless the path is another file by
+/// now.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
     path: PathBuf,
-    /// Device and inode number of the file, if there is one to remove.
+    /// Device and inode number of the file, if it has to be removed.
     file: Option<(u64, u64)>,
-    /// Another process accepts clients at the same socket: dropping this must not end it.
+    /// True if another process accepts clients on the same socket: the drop must not end it.
     is_lent: bool,
 }
 
-/// What a [`Listener`] is made of, for whoever makes it in one process and has it in another.
+/// Parts of a [`Listener`], for passing it to another process.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ListenerParts {
-    /// It listens.
+    /// Listening socket.
     pub socket: OwnedFd,
-    /// Where, from the root.
+    /// Absolute path.
     pub path: PathBuf,
-    /// Device and inode number of the file, if there is one to remove.
+    /// Device and inode number of the file, if it has to be removed.
     pub file: Option<(u64, u64)>,
 }
 
 impl ListenerParts {
-    /// Of these.
+    /// Combines the parts.
     #[must_use]
     pub fn new(socket: OwnedFd, path: PathBuf, file: Option<(u64, u64)>) -> Self {
         Self { socket, path, file }
     }
 }
 
-/// Removes the file of a socket: its path, and its device and inode number.
+/// Callback that removes a socket file: its path, and its device and inode number.
 type Remover = Box<dyn Fn(&Path, (u64, u64)) + Send + Sync>;
 
 static REMOVER: OnceLock<Remover> = OnceLock::new();
 
-/// From now on the files of this process's listeners are removed by this, which has
-/// [`remove_socket`] called where that is possible. The first one counts.
+/// Sets the callback that removes socket files of this process's listeners, by calling
+/// [`remove_socket`] in a process with access to the directory. Only the first call has an effect.
 pub fn remove_sockets_by(remover: impl Fn(&Path, (u64, u64)) + Send + Sync + 'static) {
     let _ = REMOVER.set(Box::new(remover));
 }
 
-/// Removes the file of a socket, unless another one has taken its place.
+/// Removes a socket file, unless the path is another file by now.
 pub fn remove_socket(path: &Path, file: (u64, u64)) {
     let there = fs::symlink_metadata(path);
     let is_it =
@@ -138,7 +138,7 @@ pub fn remove_socket(path: &Path, file: (u64, u64)) {
     }
 }
 
-/// A [`Listener`] on its way to another process.
+/// Serialized [`Listener`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SavedListener {
     socket: FdRef,
@@ -147,7 +147,7 @@ pub struct SavedListener {
 }
 
 impl SavedListener {
-    /// Where it listens.
+    /// Path of the socket.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         PathBuf::from(OsStr::from_bytes(&self.path.0))
@@ -155,16 +155,15 @@ impl SavedListener {
 }
 
 impl Listener {
-    /// Listens at `path`, or if that is a directory, at `cntrl` in there, where SPDK's client
-    /// looks.
+    /// Listens at `path`, or, if it is a directory, at `cntrl` in it, which SPDK's client expects.
     ///
-    /// A file that a dead server has left is replaced. Whoever sees the file can connect: the
-    /// socket listens before it gets its name. (Until then it is called `.NAME.PID`, and so it is
-    /// in lists of sockets.)
+    /// A socket file of a dead server is replaced. As soon as the file exists, clients can connect:
+    /// the socket listens before it gets its final name. (Until then its name is `.NAME.PID`, which
+    /// remains in lists of sockets.)
     ///
     /// # Errors
     ///
-    /// One sentence that says what is wrong with which path, and what to do about it.
+    /// [`BindError`]: the message says what is wrong with the path, and what to do.
     pub fn bind(path: impl AsRef<Path>) -> Result<Self, BindError> {
         let path = address::resolve(path.as_ref());
         let system = |what| {
@@ -183,8 +182,8 @@ impl Listener {
             return Err(BindError::NoDirectory { path, directory });
         }
         let address = SocketAddrUnix::new(&path).map_err(system("used"))?;
-        // Whoever finds a stale file removes it. Without the lock, two servers that start at the
-        // same time could each remove the other's fresh one.
+        // Stale files are removed under a lock, otherwise two servers that start at the same time
+        // could each remove the new file of the other.
         let _lock = lock_directory(&directory);
         remove_stale(&path, &address)?;
         let socket = new_socket().map_err(system("listened on"))?;
@@ -192,18 +191,17 @@ impl Listener {
             Errno::ADDRINUSE | Errno::EXIST => BindError::InUse { path: path.clone() },
             other => system("created")(other),
         };
-        // Until it listens, a connect fails.
+        // The socket gets a hidden name first, because a connect fails until it listens.
         let hidden = hidden_name(&path);
         let hidden_address = hidden.as_ref().and_then(|name| SocketAddrUnix::new(name).ok());
         let first = match (&hidden, &hidden_address) {
             (Some(name), Some(_)) => name,
-            // A long name leaves no room for a longer one: then whoever comes too early tries
-            // again.
+            // A long name leaves no room for the hidden one: an early client has to try again.
             _ => &path,
         };
         bind(&socket, hidden_address.as_ref().unwrap_or(&address)).map_err(in_use)?;
         let file = fs::symlink_metadata(first).ok().map(|file| (file.dev(), file.ino()));
-        // Whatever fails from here on removes it.
+        // Later errors drop the listener, which removes the file.
         let mut listener = Self { socket, path: first.clone(), file, is_lent: false };
         listen(&listener.socket, BACKLOG).map_err(system("listened on"))?;
         if *first != path {
@@ -213,22 +211,22 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Takes over a socket that listens already (from a service manager, or from a predecessor).
-    /// Its file is left alone.
+    /// Wraps a listening socket (of a service manager, or of the previous server process). Its file
+    /// is not removed.
     ///
     /// # Errors
     ///
-    /// The descriptor could not be made non-blocking.
+    /// The descriptor cannot be made non-blocking.
     pub fn from_fd(socket: OwnedFd, path: impl Into<PathBuf>) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, true)?;
         Ok(Self { socket, path: path.into(), file: None, is_lent: false })
     }
 
-    /// Takes it to pieces. Its file is not removed.
+    /// Splits the listener into parts. Its file is not removed.
     ///
     /// # Errors
     ///
-    /// The system has no more descriptors.
+    /// The process has too many open files.
     pub fn into_parts(mut self) -> io::Result<ListenerParts> {
         let socket = self.socket.try_clone()?;
         let path = std::path::absolute(&self.path)?;
@@ -237,25 +235,25 @@ impl Listener {
         Ok(ListenerParts { socket, path, file })
     }
 
-    /// Puts it together again.
+    /// Combines the parts to a listener.
     #[must_use]
     pub fn from_parts(parts: ListenerParts) -> Self {
         let ListenerParts { socket, path, file } = parts;
         Self { socket, path, file, is_lent: false }
     }
 
-    /// Where it listens.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What a successor needs to go on with it.
+    /// Serializes the listener for the next server process.
     ///
     /// # Errors
     ///
-    /// The system has no more descriptors.
+    /// The process has too many open files.
     pub fn save(&self, fds: &mut Descriptors) -> io::Result<SavedListener> {
-        // The successor may be started somewhere else.
+        // The next process may have another working directory.
         let path = std::path::absolute(&self.path)?;
         Ok(SavedListener {
             socket: fds.add(self.socket.try_clone()?),
@@ -264,7 +262,8 @@ impl Listener {
         })
     }
 
-    /// The other side of [`save`](Self::save): [lent](Self::set_lent) for now.
+    /// Restores a listener of [`save`](Self::save). The previous process still has the socket, as
+    /// after [`set_lent(true)`](Self::set_lent).
     ///
     /// # Errors
     ///
@@ -274,19 +273,19 @@ impl Listener {
         Ok(Self { socket, path: saved.path(), file: saved.file, is_lent: true })
     }
 
-    /// Says whether another process has the socket too, and goes on if this one does not: then
-    /// dropping this does nothing to the socket or to its file.
+    /// Sets whether another process has the socket too, and accepts clients if this one does not:
+    /// then dropping the listener affects neither the socket nor its file.
     pub fn set_lent(&mut self, is_lent: bool) {
         self.is_lent = is_lent;
     }
 
-    /// The next client that waits, if one does.
+    /// Accepts the next waiting client, if any.
     pub(super) fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
         loop {
             match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(stream) => return Ok(Some(stream)),
                 Err(Errno::AGAIN) => return Ok(None),
-                // The client is gone already; another one may wait behind it.
+                // The client has disconnected; another one may wait behind it.
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(errno) => return Err(errno),
             }
@@ -310,8 +309,8 @@ impl Drop for Listener {
             Some(remove) => remove(&self.path, ours),
             None => remove_socket(&self.path, ours),
         }
-        // Who still waits may have sent something already, even descriptors, and closing the socket
-        // would close that.
+        // Waiting clients may have sent data, even descriptors, which closing the listening socket
+        // would close on this thread.
         let _ = shutdown(&self.socket, Shutdown::Both);
         let closer = std::sync::Arc::default();
         while let Ok(Some(stream)) = self.accept() {
@@ -320,8 +319,7 @@ impl Drop for Listener {
     }
 }
 
-/// A name in the directory of `path` that nobody looks for, if there is room for one in a socket's
-/// address.
+/// Hidden name in the directory of `path`, if it fits into a socket address.
 fn hidden_name(path: &Path) -> Option<PathBuf> {
     let mut name = std::ffi::OsString::from(".");
     name.push(path.file_name()?);
@@ -330,7 +328,7 @@ fn hidden_name(path: &Path) -> Option<PathBuf> {
     if address::len(&hidden) > address::MAX_PATH {
         return None;
     }
-    // Left by a process that had our number, and died between two system calls.
+    // Left by a crashed process that had the same number.
     let left = fs::symlink_metadata(&hidden).is_ok_and(|file| file.file_type().is_socket());
     if left {
         let _ = fs::remove_file(&hidden);
@@ -338,10 +336,10 @@ fn hidden_name(path: &Path) -> Option<PathBuf> {
     Some(hidden)
 }
 
-/// Gives `from` the name `to`, which must not be there.
+/// Renames `from` to `to`, which must not exist.
 fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // Not every file system has it.
+        // Some file systems do not support RENAME_NOREPLACE.
         Err(Errno::INVAL | Errno::NOSYS) => {
             rustix::fs::link(from, to)?;
             rustix::fs::unlink(from)
@@ -355,7 +353,7 @@ fn new_socket() -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
 }
 
-/// Best effort: a file system without locks must not keep anybody from listening.
+/// Locks a directory, best effort: a file system without locks must not prevent listening.
 fn lock_directory(directory: &Path) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = openat(CWD, directory, flags, Mode::empty()).ok()?;
@@ -371,7 +369,7 @@ fn lock_directory(directory: &Path) -> Option<OwnedFd> {
     }
 }
 
-/// Removes what a dead server has left at `path`.
+/// Removes the socket file of a dead server at `path`.
 fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), BindError> {
     let path = path.to_owned();
     let Ok(file) = fs::symlink_metadata(&path) else { return Ok(()) };
@@ -384,7 +382,7 @@ fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), BindError> 
         source: errno.into(),
     })?;
     match connect(&probe, address) {
-        // EAGAIN is a full backlog: somebody listens.
+        // EAGAIN is a full backlog: a server listens.
         Ok(()) | Err(Errno::AGAIN) => Err(BindError::InUse { path }),
         Err(Errno::CONNREFUSED) => fs::remove_file(&path).map_err(|source| BindError::System {
             path,

@@ -1,4 +1,4 @@
-//! How far a client has brought the migration of its device.
+//! Migration state of a device, and its requests.
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -11,33 +11,33 @@ use crate::migration::{
 };
 use crate::wire::split;
 
-/// The state of a device as its client has set it, and the stream on its way.
+/// Migration state that the client has set, and the stream that it reads or writes.
 #[derive(Default)]
 pub(super) struct Migrating {
     state: MigrationState,
-    /// What is read in STOP_COPY, or was written in RESUMING.
+    /// Stream that is read in STOP_COPY, or was written in RESUMING.
     stream: Vec<u8>,
-    /// How much of it was read.
+    /// Number of bytes that were read.
     read: usize,
 }
 
-/// What a DEVICE_FEATURE comes to.
+/// Result of a DEVICE_FEATURE request.
 pub(super) enum Asked {
-    /// This is the reply.
+    /// Payload of the reply.
     Reply(Vec<u8>),
-    /// The state is to change; and the flags of the reply.
+    /// State change, and the flags of its reply.
     State { to: MigrationState, flags: u32 },
-    /// This is the reply, once the log is settled.
+    /// Payload of the reply, to be sent when the log is settled.
     Logs(Vec<u8>),
-    /// The log is to be read.
+    /// Report of the log, to be sent when the log is settled.
     Log { report: LoggingReport, flags: u32 },
 }
 
-/// What comes of a step towards another state.
+/// Result of a step towards another state.
 pub(super) enum Progress {
-    /// It is there.
+    /// The state is reached.
     Arrived,
-    /// It has been asked to.
+    /// The device has started an asynchronous step.
     Waits,
 }
 
@@ -46,19 +46,19 @@ impl Migrating {
         self.state == MigrationState::Running
     }
 
-    /// Whether a DEVICE_FEATURE changes the state.
+    /// True if the DEVICE_FEATURE request changes the state.
     pub(super) fn changes(payload: &[u8]) -> bool {
         let what = feature_flags::SET | feature_flags::INDEX;
         let state = feature_flags::SET | feature::MIG_DEVICE_STATE;
         split::<DeviceFeature>(payload).is_ok_and(|(asked, _)| asked.flags & what == state)
     }
 
-    /// The device was reset.
+    /// Resets the state with the device.
     pub(super) fn reset(&mut self) {
         *self = Self::default();
     }
 
-    /// Reads a DEVICE_FEATURE, and answers it if that takes no time.
+    /// Parses a DEVICE_FEATURE request, and executes it unless it has to wait.
     pub(super) fn feature(
         &self,
         payload: &[u8],
@@ -67,7 +67,7 @@ impl Migrating {
     ) -> Result<Asked, Errno> {
         use feature_flags::{GET, INDEX, PROBE, SET};
         let (asked, data) = split::<DeviceFeature>(payload)?;
-        // A device that is not to be migrated has no features, as a kernel says it.
+        // The kernel's VFIO returns the same error for a device without features.
         let device = device.migration().ok_or(Errno::NOTTY)?;
         let index = asked.flags & INDEX;
         let methods = match index {
@@ -111,18 +111,18 @@ impl Migrating {
             (feature::DMA_LOGGING_REPORT, GET) => {
                 let (report, _) = split::<LoggingReport>(data)?;
                 let bytes = bitmap_len(&report)?.checked_mul(8).ok_or(Errno::INVAL)?;
-                // A client asks for a large range in pieces.
+                // The client has to split a large range.
                 if bytes > max_xfer as usize {
                     return Err(Errno::TOOBIG);
                 }
                 Ok(Asked::Log { report, flags: asked.flags })
             }
-            // Neither, or both.
+            // Neither GET nor SET, or both.
             _ => Err(Errno::INVAL),
         }
     }
 
-    /// The reply to a report, when the log is known.
+    /// Reply to DMA_LOGGING_REPORT, after the log was settled.
     pub(super) fn report(
         report: &LoggingReport,
         flags: u32,
@@ -133,14 +133,16 @@ impl Migrating {
         Ok(reply(flags, &[report.as_bytes(), bitmap.as_bytes()]))
     }
 
-    /// The reply to a change of the state, when it is this.
+    /// Reply to a state change, after `state` was reached.
     pub(super) fn state_reply(state: MigrationState, flags: u32) -> Vec<u8> {
         let state = DeviceState { state: state as u32, data_fd: u32::MAX };
         reply(flags, &[state.as_bytes()])
     }
 
-    /// Goes as far towards `to` as it takes no time. With [`Progress::Waits`], the handle that
-    /// `done` makes was given away, and what follows goes to [`stepped`](Self::stepped).
+    /// Changes the state towards `to`, as far as possible without waiting. With
+    /// [`Progress::Waits`], the device has the callback of `done`, whose success has to be passed
+    /// to
+    /// [`stepped`](Self::stepped), and whose failure to [`failed`](Self::failed).
     pub(super) fn go_to(
         &mut self,
         to: MigrationState,
@@ -175,7 +177,7 @@ impl Migrating {
                     (self.stream, self.read) = (stream, 0);
                 }
                 (_, Running) => device.run()?,
-                // The end of STOP_COPY.
+                // STOP_COPY to STOP.
                 _ => drop(self.take_stream()),
             }
             self.state = next;
@@ -183,19 +185,19 @@ impl Migrating {
         Ok(Progress::Arrived)
     }
 
-    /// What was waited for on the way to `to` has come to its end, as it should.
+    /// Completes an asynchronous step towards `to`.
     pub(super) fn stepped(&mut self, to: MigrationState) {
         self.state = self.state.next(to).unwrap_or(self.state);
     }
 
-    /// It has not. What was to be forgotten for another state is in no state any more.
+    /// Handles a failed step towards `to`. A device that failed to discard its state is unusable.
     pub(super) fn failed(&mut self, to: MigrationState) {
         if self.state.next(to) == Some(MigrationState::Resuming) {
             self.state = MigrationState::Error;
         }
     }
 
-    /// MIG_DATA_READ: the reply.
+    /// Reply to MIG_DATA_READ.
     pub(super) fn read(&mut self, payload: &[u8], max_xfer: u32) -> Result<Vec<u8>, Errno> {
         let (asked, _) = split::<MigData>(payload)?;
         if self.state != MigrationState::StopCopy || asked.size > max_xfer {
@@ -210,7 +212,7 @@ impl Migrating {
         Ok(reply)
     }
 
-    /// MIG_DATA_WRITE.
+    /// Executes MIG_DATA_WRITE.
     pub(super) fn write(&mut self, payload: &[u8], max_xfer: u32) -> Result<(), Errno> {
         let (asked, data) = split::<MigData>(payload)?;
         if self.state != MigrationState::Resuming || asked.size > max_xfer {
@@ -230,14 +232,14 @@ impl Migrating {
     }
 }
 
-/// The payload of a reply.
+/// Payload of a DEVICE_FEATURE reply.
 fn reply(flags: u32, parts: &[&[u8]]) -> Vec<u8> {
     let data = parts.concat();
     let argsz = u32::try_from(size_of::<DeviceFeature>() + data.len()).unwrap_or(u32::MAX);
     [DeviceFeature { argsz, flags }.as_bytes(), &data].concat()
 }
 
-/// The ranges of a DMA_LOGGING_START.
+/// Parses the ranges of a DMA_LOGGING_START.
 fn ranges(control: &LoggingControl, bytes: &[u8]) -> Result<Vec<LoggingRange>, Errno> {
     if control.num_ranges > MAX_LOGGED_RANGES {
         return Err(Errno::TOOBIG);
@@ -254,7 +256,7 @@ fn ranges(control: &LoggingControl, bytes: &[u8]) -> Result<Vec<LoggingRange>, E
     if ranges.iter().all(is_range) { Ok(ranges) } else { Err(Errno::INVAL) }
 }
 
-/// How many words the bitmap of a report has.
+/// Number of 64-bit words in the bitmap of a report.
 fn bitmap_len(report: &LoggingReport) -> Result<usize, Errno> {
     let LoggingReport { iova, length, page_size } = *report;
     if length == 0 || iova.checked_add(length).is_none() || !page_size.is_power_of_two() {

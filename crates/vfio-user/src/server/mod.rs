@@ -1,56 +1,54 @@
-//! The server: listening sockets, and a reactor that serves a device behind each of them.
+//! vfio-user server: listening sockets, and a reactor that serves a device behind each of them.
 //!
 //! # Architecture
 //!
-//! A [`Reactor`] is one thread, the caller's, in one `epoll_wait`. Behind each [`Listener`] there
-//! is one [`Device`](crate::Device), and one client of it at a time. Nothing ticks: a reactor whose
-//! clients are silent sleeps until one of them is not. A deadline exists only while something
-//! is expected of a client: its first message, the end of a message, or that it reads its replies.
+//! A [`Reactor`] runs on one thread, the caller's, in one `epoll_wait`. Each [`Listener`] has one
+//! [`Device`](crate::Device), and one client at a time. There is no periodic timer: a reactor with
+//! idle clients sleeps. A deadline exists only while a client has to act: to send its first
+//! message, to complete a message, or to read its replies.
 //!
-//! # Who comes second
+//! # Second client
 //!
-//! A client that connects while another one is attached is left in the socket's backlog: its
-//! connect succeeds and its first message waits. It is served as soon as the device is free, which
-//! is when the first one is gone and nothing of the device touches its memory any more. A client
-//! that leaves and comes back at once (SPDK's does, and so does a VMM that restarts) thus never
-//! sees a refusal that depends on who was faster. Refusing it would need the same accept, and would
-//! make such a client retry in a loop.
+//! A client that connects while another one is attached stays in the socket's backlog: its connect
+//! succeeds, and its first message waits. It is served as soon as the first client has disconnected
+//! and the device does not access the memory of the first client any more. So a client that
+//! disconnects and connects again at once (SPDK's, or a restarting VMM) is never refused because of
+//! a race. Refusing the second client would need the same accept, and would make such clients retry
+//! in a loop.
 //!
-//! # Bad peers
+//! # Misbehaving clients
 //!
-//! A request that makes no sense gets an error reply. A stream that makes no sense, a peer that
-//! leaves a message unfinished or does not read its replies, is dropped: its device learns it by
-//! [`Device::disconnected`](crate::Device::disconnected), and the next one is accepted. While
-//! replies wait to be read, no further requests of that peer are looked at, so what is kept for it
-//! is bounded.
+//! An invalid request gets an error reply. An undecodable stream, an incomplete message, or unread
+//! replies end the connection after their deadline: the device is notified by
+//! [`Device::disconnected`](crate::Device::disconnected), and the next client is accepted. While
+//! replies wait to be sent, no further requests of the client are handled, so the memory for a
+//! client is bounded.
 //!
-//! A request with a descriptor that could make us wait for somebody (see
-//! [`descriptor`](crate::descriptor)) is refused with EINVAL and a line in the log. Nothing here
-//! ever maps such a descriptor, asks it for anything or closes it: a thread of that device's own
-//! does the closing. A client that brings more of them than that thread gets rid of is dropped, and
-//! the next one is let in at that socket when most of them are gone.
-
+//! A request with a descriptor that may block (see [`descriptor`](crate::descriptor)) is refused
+//! with EINVAL and a log message. Such a descriptor is never mapped or queried, and only closed on
+//! separate threads of its device. A client that sends more such descriptors than are closed is
+//! dropped, and the next client of that socket is accepted when most of them are closed.
 //!
-//! # When a server is replaced
+//! # Transfer to another server process
 //!
-//! A client has no way to come back: QEMU gives a device up when its socket closes. So the socket
-//! is handed to the successor, connected as it is.
+//! A client cannot connect again: QEMU gives a device up when the socket closes. Therefore the
+//! connected socket is passed to the next server process.
 //!
-//! 1. [`Handle::freeze`]: the reactor comes to rest. It takes back what another thread polls as well,
-//!    finishes the message in hand of each client (an outstanding [`Done`](crate::Done) is waited
-//!    for) and lets go of clients that are leaving. It begins no message and lets nobody in. What
-//!    comes meanwhile waits in the sockets, and no deadline runs.
-//! 2. [`Reactor::save`]: of each device its listening socket, with the file that is to be removed in
-//!    the end; of its client the socket, what was agreed on, the bytes and descriptors that were
-//!    received and not looked at, those that were not sent yet; and what
-//!    [`Device::save`](crate::Device::save) adds. Descriptors are duplicates.
-//! 3. [`Reactor::restore`], in the successor: the same, with a device that is as new. Nothing is read,
-//!    sent or accepted, and dropping this reactor does nothing to a socket or its file.
-//! 4. The successor [runs](Reactor::run), and the predecessor ends with [`Reactor::hand_over`]. Or
-//!    something has failed until here: the predecessor runs again, as if nothing had been.
+//! 1. [`Handle::freeze`] quiesces the reactor: it takes back sockets that are shared with other
+//!    threads, finishes started messages (and awaits an outstanding [`Done`](crate::Done)), and has
+//!    devices release clients that have disconnected. It starts no message and accepts no client.
+//!    Data that arrive meanwhile stay in the sockets, and no deadline runs.
+//! 2. [`Reactor::save`] serializes, for each device, the listening socket with its file; the
+//!    client's socket, negotiated limits, received but undecoded bytes and descriptors, and unsent
+//!    ones; and the state of [`Device::save`](crate::Device::save). Descriptors are duplicates.
+//! 3. [`Reactor::restore`] in the next process restores all that, with a new device. It reads,
+//!    sends and accepts nothing, and dropping this reactor affects neither sockets nor their files.
+//! 4. The next process calls [`run`](Reactor::run), and the previous one ends with
+//!    [`Reactor::hand_over`]. If a step has failed, the previous process calls `run` again and
+//!    continues.
 //!
-//! So at each moment one of the two serves a client, and it is never none. A [`SavedPort`] that was
-//! run by one is of no use to another any more.
+//! So a client is served by exactly one of the two processes. A [`SavedPort`] is useless after a
+//! process has run with it.
 
 mod attachment;
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! One thread that serves any number of devices.
+//! Reactor: one thread that serves any number of devices.
 
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -30,60 +30,60 @@ use crate::exchange::Exchange;
 use crate::handover::{RestoreError, SaveError};
 use crate::log_limit::LogLimit;
 
-/// How long to wait after a client could not be accepted for want of descriptors or memory.
+/// Delay after a client could not be accepted, because descriptors or memory are exhausted.
 const RETRY_ACCEPT: Duration = Duration::from_secs(1);
 
-/// How long to wait after one was not to be accepted, because too many descriptors that an earlier
-/// one sent are still being closed. That takes microseconds, unless it takes for ever.
+/// Delay while the next client is not accepted, because too many descriptors of an earlier client
+/// are being closed. Closing usually takes microseconds, or for ever.
 const RETRY_CLOSED: Duration = Duration::from_millis(50);
 
-/// Clients of a device that may come one after the other without a pause, and how long each of
-/// those that follow has to wait for its turn. A virtual machine that starts over and over takes
-/// longer; and each client costs a reset of the device, and a few lines of the log.
+/// Rate limit of a device's clients: number that is accepted without a pause, and the interval in
+/// which one more is accepted. A virtual machine that restarts in a loop takes longer. Each client
+/// costs a reset of the device and a few log messages.
 const CLIENTS_AT_ONCE: u32 = 256;
 const NEXT_CLIENT: Duration = Duration::from_millis(50);
 
-/// Epoll events that one wait fetches.
+/// Maximum number of epoll events per wait.
 const EVENTS: usize = 64;
 
-/// The token of the inbox's eventfd; ports count from 1.
+/// Epoll token of the inbox's eventfd; the numbers of ports start at 1.
 const WAKE: u64 = 0;
 
-/// Why [`Reactor::run`] returned.
+/// Reason why [`Reactor::run`] has returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// [`Handle::stop`]: nothing is served any more.
+    /// After [`Handle::stop`]: all devices are dropped.
     Stopped,
-    /// [`Handle::freeze`]: everything is at rest.
+    /// After [`Handle::freeze`]: the reactor is quiesced.
     Frozen,
 }
 
-/// A device, where its clients come from, and the one that is there.
+/// Device, the source of its clients, and the current client.
 struct Port {
     device: Box<dyn Device>,
     listener: Option<Listener>,
     state: State,
-    /// Somebody may wait in the backlog.
+    /// True if a client may wait in the backlog.
     has_backlog: bool,
-    /// Waits for its turn.
+    /// True if the port is in the reactor's queue `ready`.
     queued: bool,
-    /// No more clients; and who wants to know when it is over.
+    /// True if no more clients are accepted; `gone` is notified at the end.
     closing: bool,
     gone: Vec<SyncSender<()>>,
-    /// Counts the completion handles given out.
+    /// Number of completion callbacks so far.
     sequence: u64,
-    /// Closes what clients bring that may take its time.
+    /// Closer of the clients' descriptors.
     closer: Arc<Closer>,
-    /// Warnings that clients cause.
+    /// Rate limit of warnings that clients cause.
     log: Arc<LogLimit>,
     admissions: Admissions,
-    /// When to try again to let somebody in.
+    /// Time of the next attempt to accept a client.
     retry: Option<Instant>,
-    /// The entry in the reactor's timers.
+    /// Entry in the reactor's timers.
     timer: Option<Instant>,
-    /// Who keeps what this is, in case that this process dies.
+    /// Checkpoint sink, for crash recovery.
     recorder: Option<Box<dyn PortRecorder>>,
-    /// A process that has died had a client, of which the device is to let go.
+    /// True if a dead process had a client that has disconnected: the device has to release it.
     leaving: bool,
 }
 
@@ -108,7 +108,7 @@ impl Port {
         }
     }
 
-    /// Records what it is, with `client` if there is one.
+    /// Stores a checkpoint of the port and its client.
     fn record(&mut self) {
         let Some(recorder) = &mut self.recorder else { return };
         let mut fds = Descriptors::default();
@@ -124,7 +124,7 @@ impl Port {
                     described.map(|(session, device)| (Some(session), device))
                 } else {
                     Err(SaveError::Client(
-                        "it was in the middle of a message when this process took over".to_owned(),
+                        "a part of a message was received before this process took over".to_owned(),
                     ))
                 }
             }
@@ -134,7 +134,7 @@ impl Port {
         record(&mut **recorder, listener, log, leaving, described, fds);
     }
 
-    /// Nothing of a client's is half done.
+    /// True if no request of a client is partly executed.
     fn is_at_rest(&mut self) -> bool {
         match &mut self.state {
             State::Free => true,
@@ -176,7 +176,7 @@ impl Port {
     }
 }
 
-/// Has `recorder` keep what a port is.
+/// Stores a checkpoint of a port. If its state cannot be saved, the checkpoint has no client.
 fn record(
     recorder: &mut dyn PortRecorder,
     listener: Option<&Listener>,
@@ -188,24 +188,24 @@ fn record(
     let (session, device, leaving) = match described {
         Ok((session, device)) => (session, device, leaving),
         Err(error) => {
-            log.warn(format_args!(
-                "should this process die, this client has lost its device: {error}"
-            ));
+            log.warn(format_args!("this client will not survive a crash of this server: {error}"));
             fds = Descriptors::default();
             (None, serde_json::Value::Null, true)
         }
     };
     let listener = match listener.map(|listener| listener.save(&mut fds)).transpose() {
         Ok(listener) => listener,
-        Err(error) => return log.warn(format_args!("a socket could not be recorded: {error}")),
+        Err(error) => {
+            return log.warn(format_args!("the checkpoint of a socket has failed: {error}"));
+        }
     };
     recorder.record(&SavedPort { listener, session, device, leaving }, fds);
 }
 
-/// How many clients may come at the moment.
+/// Rate limit of a device's clients.
 struct Admissions {
     left: u32,
-    /// When one was last added to them.
+    /// Time of the last increase of `left`.
     added: Instant,
 }
 
@@ -214,7 +214,7 @@ impl Admissions {
         Self { left: CLIENTS_AT_ONCE, added: Instant::now() }
     }
 
-    /// Until when the next one has to wait, if it has to.
+    /// Time until which the next client has to wait, if any.
     fn wait(&mut self, now: Instant) -> Option<Instant> {
         let periods =
             now.saturating_duration_since(self.added).as_millis() / NEXT_CLIENT.as_millis();
@@ -234,33 +234,33 @@ impl Admissions {
 enum State {
     /// No client.
     Free,
-    /// There is one.
+    /// A client is connected.
     Attached(Box<Attachment>),
-    /// It is gone, but a request of it is not finished.
+    /// The client has disconnected while a request is outstanding at the device.
     Unfinished { sequence: u64 },
-    /// It is gone, and the device is letting go of it.
+    /// The client has disconnected, and the device is releasing it.
     Leaving { sequence: u64 },
 }
 
-/// Serves devices to their clients, on the thread that calls [`run`](Self::run).
+/// Server of any number of devices, on the thread that calls [`run`](Self::run).
 ///
-/// Dropping it drops all devices without a [`Device::disconnected`]; [`Handle::stop`] does better.
+/// Dropping it drops all devices without [`Device::disconnected`]; prefer [`Handle::stop`].
 pub struct Reactor {
     epoll: Arc<OwnedFd>,
     inbox: Arc<Inbox>,
     limits: Limits,
     ports: BTreeMap<PortId, Port>,
-    /// Ports whose connection may have something to do.
+    /// Ports whose connection may have work.
     ready: VecDeque<PortId>,
     timers: BTreeSet<(Instant, PortId)>,
     requests: Vec<Request>,
-    /// Set by a stop: until when the devices have time to let go of their clients.
+    /// After a stop: deadline for the devices to release their clients.
     stop: Option<Instant>,
-    /// Asked to come to rest.
+    /// True during a freeze that is not complete.
     freezing: bool,
-    /// At rest, until it runs again.
+    /// True if quiesced, until the next run.
     frozen: bool,
-    /// There as soon as a client is recorded, unless the system has none.
+    /// Created for the first client with checkpoints; `None` if io_uring is unavailable.
     exchange: OnceCell<Option<Exchange>>,
 }
 
@@ -269,19 +269,19 @@ fn make_exchange() -> Option<Exchange> {
     if let Err(error) = &exchange {
         warn!(
             %error,
-            "io_uring can not be used: if this process is killed just as it answers a client, that \
-             client may wait for its answer for ever"
+            "io_uring is unavailable: if this process is killed while it answers a client, the \
+             client may wait for the reply for ever"
         );
     }
     exchange.ok()
 }
 
 impl Reactor {
-    /// A reactor that serves nothing yet.
+    /// Creates a reactor without devices.
     ///
     /// # Errors
     ///
-    /// The system has no more descriptors or memory.
+    /// Descriptors or memory are exhausted.
     pub fn new(limits: Limits) -> io::Result<Self> {
         let epoll = Arc::new(epoll::create(CreateFlags::CLOEXEC)?);
         let inbox = Arc::new(Inbox::new()?);
@@ -301,51 +301,50 @@ impl Reactor {
         })
     }
 
-    /// Reaches this reactor from other threads.
+    /// Handle for other threads.
     pub fn handle(&self) -> Handle {
         Handle(Arc::clone(&self.inbox))
     }
 
-    /// Serves `device` at `listener`.
+    /// Serves `device` on `listener`.
     ///
     /// # Errors
     ///
-    /// The system refuses to watch another socket.
+    /// The socket cannot be added to the epoll instance.
     pub fn add(&mut self, listener: Listener, device: Box<dyn Device>) -> io::Result<PortId> {
         let port = self.inbox.new_port();
         self.insert(port, Source::Listener(listener), device)?;
         Ok(port)
     }
 
-    /// Serves `device` to the one client at the other end of `stream`, a connected UNIX socket.
-    /// When it leaves, the device is dropped.
+    /// Serves `device` to the only client at the other end of `stream`, a connected UNIX socket.
+    /// The device is dropped when the client disconnects.
     ///
     /// # Errors
     ///
-    /// The system refuses to watch another socket.
+    /// The socket cannot be added to the epoll instance.
     pub fn add_stream(&mut self, stream: OwnedFd, device: Box<dyn Device>) -> io::Result<PortId> {
         let port = self.inbox.new_port();
         self.insert(port, Source::Stream(stream), device)?;
         Ok(port)
     }
 
-    /// Serves until [`Handle::stop`] or [`Handle::freeze`]. After a freeze it goes on where it was.
+    /// Serves until [`Handle::stop`] or [`Handle::freeze`]. A call after a freeze resumes.
     ///
     /// # Errors
     ///
-    /// Waiting for events failed, which leaves nothing that could go on.
+    /// Waiting for events failed. The reactor cannot continue.
     pub fn run(&mut self) -> io::Result<Ended> {
         while self.poll_once(None)? {}
         Ok(if self.frozen { Ended::Frozen } else { Ended::Stopped })
     }
 
-    /// What a successor has to know, device by device in the order in which they were added, of a
-    /// reactor that is [frozen](Ended::Frozen). It may go on afterwards.
+    /// Serializes all devices, in the order of their addition, for the next server process. The
+    /// reactor must be [frozen](Ended::Frozen), and may resume afterwards.
     ///
     /// # Errors
     ///
-    /// [`SaveError`]: it is not frozen, or one of the devices or of their clients can not be handed
-    /// over.
+    /// [`SaveError`]: the reactor is not frozen, or a device or client cannot be transferred.
     pub fn save(&mut self, fds: &mut Descriptors) -> Result<Vec<SavedPort>, SaveError> {
         if !self.frozen {
             return Err(SaveError::NotFrozen);
@@ -353,7 +352,7 @@ impl Reactor {
         self.ports.values_mut().map(|port| port.save(fds)).collect()
     }
 
-    /// The same of one port; `None` if there is no such port any more.
+    /// [`save`](Self::save) for one port; `None` if the port does not exist.
     ///
     /// # Errors
     ///
@@ -369,9 +368,9 @@ impl Reactor {
         self.ports.get_mut(&port).map(|port| port.save(fds)).transpose()
     }
 
-    /// Takes over what a predecessor has [saved](Self::save), with a device that is as new. Nothing
-    /// is done at the sockets before this reactor [runs](Self::run): until then it may be dropped,
-    /// and no client will notice.
+    /// Restores a port that the previous server process has [saved](Self::save), with a new device.
+    /// The sockets are not used before this reactor [runs](Self::run): until then it may be
+    /// dropped, and no client notices.
     ///
     /// # Errors
     ///
@@ -385,12 +384,12 @@ impl Reactor {
         let SavedPort { listener, session, device: saved_device, leaving } = saved;
         let id = self.inbox.new_port();
         let mut port = Port::new(device, &self.limits);
-        // Of a client that could not be recorded there is nothing.
+        // Null: the checkpoint of a client whose state could not be saved.
         if !saved_device.is_null() {
             port.device.restore(saved_device, fds, &port.closer)?;
         }
         port.leaving = leaving;
-        // There is one client, or none any more.
+        // A port without a listener has its only client, or has ended.
         port.closing = listener.is_none();
         if let Some(saved) = listener {
             let listener = Listener::restore(&saved, fds)?;
@@ -408,9 +407,9 @@ impl Reactor {
         Ok(id)
     }
 
-    /// Has `recorder` keep what a port is, from now on, in case that this process dies. To be
-    /// called before the reactor [runs](Self::run). Messages of a client stay in its socket then
-    /// until what they have brought about is recorded. Another thread takes posted writes only.
+    /// Stores checkpoints of a port in `recorder` from now on, for crash recovery. To be called
+    /// before the reactor [runs](Self::run). With checkpoints, messages of a client stay in its
+    /// socket until their effects are stored, and a second thread handles only posted writes.
     pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
         if let Some(port) = self.ports.get_mut(&port) {
             port.recorder = Some(recorder);
@@ -419,15 +418,15 @@ impl Reactor {
         }
     }
 
-    /// The end of a reactor that is [frozen](Ended::Frozen), and whose successor has taken over: no
-    /// client and no device learns of it, and sockets keep their files.
+    /// Drops a [frozen](Ended::Frozen) reactor after the next server process has restored it:
+    /// clients and devices are not notified, and sockets keep their files.
     pub fn hand_over(mut self) {
         self.ports.values_mut().for_each(|port| port.set_lent(true));
     }
 
-    /// As [`hand_over`](Self::hand_over), of one port: its successor has taken over, and this
-    /// reactor may go on with the others. The device is given back, and not told anything. What it
-    /// knows may be a lot, so it is for the caller to say where it is dropped.
+    /// [`hand_over`](Self::hand_over) for one port, after the next server process has restored it;
+    /// this reactor may continue with the others. Returns the device, which is not notified. The
+    /// caller chooses the thread that drops it, because that may take long.
     #[must_use = "dropping a device may take its time"]
     pub fn hand_over_port(&mut self, port: PortId) -> Option<Box<dyn Device>> {
         let mut taken = self.ports.remove(&port)?;
@@ -435,7 +434,7 @@ impl Reactor {
         if let Some(timer) = taken.timer.take() {
             self.timers.remove(&(timer, port));
         }
-        // The successor has the same sockets open: closing ours would not end the watch.
+        // Closing would not remove the events: the next process has the same sockets open.
         if let Some(listener) = &taken.listener {
             let _ = epoll::delete(&self.epoll, listener);
         }
@@ -445,8 +444,8 @@ impl Reactor {
         Some(taken.device)
     }
 
-    /// Waits for something to do, at most for `timeout`, and does it. False once a stop or a freeze
-    /// is complete.
+    /// Waits for work, at most for `timeout`, and does it. Returns false when a stop or a freeze is
+    /// complete.
     ///
     /// # Errors
     ///
@@ -470,12 +469,12 @@ impl Reactor {
         Ok(!self.stopped() && !self.frozen)
     }
 
-    /// Begins to come to rest.
+    /// Starts to quiesce.
     fn freeze(&mut self) {
         if self.stop.is_some() || std::mem::replace(&mut self.freezing, true) {
             return;
         }
-        // Nobody gets more time, or less, than from the end of it on.
+        // Deadlines start anew after the freeze.
         self.timers.clear();
         let all: Vec<_> = self.ports.keys().copied().collect();
         for id in all {
@@ -488,8 +487,8 @@ impl Reactor {
         }
     }
 
-    /// After a rest: looks at everything, as events may have been missed, and from now on it is
-    /// this reactor's alone.
+    /// Resumes after a freeze: checks all sockets, because events may have been missed. From now on
+    /// this reactor owns the sockets.
     fn go_on(&mut self) {
         let all: Vec<_> = self.ports.keys().copied().collect();
         for id in all {
@@ -512,7 +511,7 @@ impl Reactor {
     }
 
     fn watch_listener(&self, id: PortId, listener: &Listener) -> Result<(), Errno> {
-        // Reported once for each new client: one that has to wait must not keep the reactor busy.
+        // Edge-triggered: a waiting client must not keep the reactor awake.
         let watch = EventFlags::IN | EventFlags::ET;
         epoll::add(&self.epoll, listener, EventData::new_u64(id.0 << 1), watch)
     }
@@ -538,7 +537,7 @@ impl Reactor {
         }
     }
 
-    /// The time until the next deadline, but not more than `timeout`.
+    /// Time until the next deadline, at most `timeout`.
     fn time_left(&self, timeout: Option<Duration>) -> Option<Duration> {
         let next = self.timers.first().map(|(until, _)| *until);
         let next = match (next, self.stop) {
@@ -564,7 +563,7 @@ impl Reactor {
             if matches!(port.state, State::Free) {
                 self.accept(id);
             } else {
-                debug!(port = id.0, "a client waits until the one that is attached has left");
+                debug!(port = id.0, "a client waits until the attached client has disconnected");
             }
         } else if let State::Attached(attachment) = &mut port.state
             && let Some(session) = attachment.take_session()
@@ -578,7 +577,7 @@ impl Reactor {
         }
     }
 
-    /// Does what other threads have asked for.
+    /// Executes the requests of other threads.
     fn handle_requests(&mut self) {
         let mut requests = std::mem::take(&mut self.requests);
         self.inbox.take(&mut requests);
@@ -608,7 +607,7 @@ impl Reactor {
                     self.completed(port, sequence, outcome);
                 }
                 Request::Visit(visitor) => visitor(),
-                // As if its socket had reported it.
+                // Handled like an event of the socket.
                 Request::Turn { port } => self.notify(port.0 << 1 | 1, EventFlags::IN),
             }
         }
@@ -636,7 +635,7 @@ impl Reactor {
         Ok(())
     }
 
-    /// Lets the next client in.
+    /// Accepts the next client.
     fn accept(&mut self, id: PortId) {
         if self.freezing {
             return;
@@ -654,7 +653,7 @@ impl Reactor {
                 return self.set_timer(id);
             }
             if let Some(until) = port.admissions.wait(Instant::now()) {
-                debug!(port = id.0, "clients come and go too fast, so the next one waits");
+                debug!(port = id.0, "clients connect too often, so the next one waits");
                 port.retry = Some(until);
                 return self.set_timer(id);
             }
@@ -700,7 +699,7 @@ impl Reactor {
         }
     }
 
-    /// Lets a connection do what it can.
+    /// Handles a connection until it waits, or its time slice is over.
     fn turn(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.queued = false;
@@ -708,7 +707,7 @@ impl Reactor {
         let Some(session) = attachment.take_session() else { return };
         let limits = self.limits.of_recorded(port.recorder.is_some());
         if port.recorder.is_some() {
-            // On the thread that uses it: the end of a ring interrupts the thread that made it.
+            // Created on the reactor's thread: closing a ring interrupts the thread that made it.
             self.exchange.get_or_init(make_exchange);
         }
         let mut context = Context {
@@ -749,7 +748,7 @@ impl Reactor {
         }
     }
 
-    /// A completion handle has been used.
+    /// Handles the completion of a [`Done`](crate::Done).
     fn completed(&mut self, id: PortId, sequence: u64, outcome: Result<(), Errno>) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         match &mut port.state {
@@ -764,7 +763,7 @@ impl Reactor {
             State::Unfinished { sequence: awaited } if *awaited == sequence => self.leave(id),
             State::Leaving { sequence: awaited } if *awaited == sequence => {
                 if let Err(errno) = outcome {
-                    warn!(port = id.0, "the device did not let go of its client: {errno}");
+                    warn!(port = id.0, "the device has failed to release its client: {errno}");
                 }
                 self.free(id);
             }
@@ -781,7 +780,7 @@ impl Reactor {
         let Some(session) = attachment.close() else { return };
         match why {
             EndReason::Left | EndReason::Dropped => {
-                debug!(port = id.0, "the client is gone: {why}")
+                debug!(port = id.0, "the client has disconnected: {why}")
             }
             _ => port.log.warn(format_args!("the client of device {} is dropped: {why}", id.0)),
         }
@@ -799,7 +798,7 @@ impl Reactor {
         }
     }
 
-    /// Makes the device let go of the client that is gone.
+    /// Makes the device release the client that has disconnected.
     fn leave(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         let mut context = Context {
@@ -818,7 +817,7 @@ impl Reactor {
         self.set_timer(id);
     }
 
-    /// Nobody has the device now.
+    /// Makes the device free for the next client.
     fn free(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.state = State::Free;
@@ -844,11 +843,11 @@ impl Reactor {
         }
     }
 
-    /// Ends the service of a port.
+    /// Stops serving a port.
     fn close(&mut self, id: PortId, gone: Option<SyncSender<()>>) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.closing = true;
-        // From here on a connect fails at once, rather than to wait for what will not come.
+        // From now on a connect fails at once, instead of waiting in vain.
         port.listener = None;
         port.gone.extend(gone);
         match port.state {
@@ -899,7 +898,10 @@ impl Reactor {
             }
         }
         if self.stop.is_some_and(|until| until <= now) && !self.ports.is_empty() {
-            warn!(devices = self.ports.len(), "stopping although not all let go of their clients");
+            warn!(
+                devices = self.ports.len(),
+                "stopping although some devices have not released their clients"
+            );
             self.ports.clear();
             self.timers.clear();
         }

@@ -1,15 +1,15 @@
-//! Whoever keeps what a port is, in case that this process dies.
+//! Checkpoint sink of a port, for crash recovery.
 
 use shadowbell_state::Descriptors;
 
 use super::saved::SavedPort;
 
-/// Keeps what a device and its client are while they are served, in case that this process dies:
-/// another process goes on from what was recorded last
-/// ([`Reactor::restore`](super::Reactor::restore)).
+/// Checkpoint sink of a device and its client: after a crash of this process, the next one
+/// continues from the last checkpoint ([`Reactor::restore`](super::Reactor::restore)).
 pub trait PortRecorder: Send {
-    /// The port is this, as of now; `fds` are the descriptors that `state` names. The client gets
-    /// no answer to what has changed before this returns. It is called on the reactor's thread, for
-    /// what happens seldom (not for reads, nor for writes behind the first region).
+    /// Stores a checkpoint, which replaces the previous one; `fds` are the descriptors that `state`
+    /// refers to. Replies that depend on the change are sent after this returns. Called on the
+    /// reactor's thread, for infrequent changes (not for reads, nor for writes to the first
+    /// region).
     fn record(&mut self, state: &SavedPort, fds: Descriptors);
 }

@@ -1,4 +1,4 @@
-//! From a message to a call of the device, and from its answer to the reply.
+//! Dispatch of messages to the device, and their replies.
 
 use std::io;
 
@@ -19,116 +19,116 @@ use crate::device::{Device, Later};
 use crate::migration::{LoggingReport, MigrationState};
 use crate::wire::{self, Header, command, split, wire_size};
 
-/// A request whose answer depends on a [`Done`].
+/// Request that waits for a [`Done`].
 pub(super) struct Waiting {
     sequence: u64,
     header: Header,
     then: Then,
 }
 
-/// What to do when the [`Done`] has come, and it was good.
+/// Continuation of a request after its [`Done`] has succeeded.
 pub(super) enum Then {
-    /// Repeat the request.
+    /// Reply with the request's payload.
     Unmapped(wire::DmaUnmap),
     /// Reply to a write.
     Written(wire::RegionAccess),
-    /// Go on with what is left.
+    /// Continue with the remaining work.
     Next(Rest),
-    /// The device was reset: it runs, whatever it did before.
+    /// Reply to a reset, after which the migration state is RUNNING.
     Reset,
 }
 
-/// The protocol's side of a connection: what has been agreed, what is to be sent, what is awaited.
+/// Protocol state of a connection: negotiated limits, unsent replies, outstanding requests.
 #[derive(Default)]
 pub(super) struct Link {
     pub(super) out: SendQueue,
     pub(super) agreed: Option<Agreed>,
     pub(super) waiting: Option<Waiting>,
-    /// Writes that came as one, of which some are left for the next turn, or the like.
+    /// Request whose remaining work is left for the next turn.
     pub(super) unfinished: Option<Unfinished>,
     pub(super) migrating: Migrating,
-    /// Something has happened that a successor has to know.
+    /// True if a message has changed state that belongs in a checkpoint.
     pub(super) changed: bool,
 }
 
-/// A request that is carried out in parts.
+/// Request that is executed in parts.
 pub(super) struct Unfinished {
     header: Header,
     rest: Rest,
 }
 
-/// What is left of it.
+/// Remaining work of a request.
 pub(super) enum Rest {
-    /// These writes, of so many.
+    /// Writes that are left of `count`.
     Writes { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
-    /// The device is on its way to another state.
+    /// Steps to another migration state.
     State { to: MigrationState, flags: u32 },
-    /// To send this.
+    /// Payload of a reply to send.
     Reply(Vec<u8>),
-    /// The log is known, and to be read.
+    /// Report of the settled log.
     Log { report: LoggingReport, flags: u32 },
 }
 
-/// The connection cannot go on.
+/// Protocol violation that ends the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Violation {
     #[error("its first message was {} and not VERSION", command::name(*.0))]
     NotVersion(u16),
     #[error("its VERSION could not be agreed to: {0}")]
     Disagreed(Errno),
-    #[error("it sent a reply that nobody asked for")]
+    #[error("it sent an unexpected reply")]
     UnexpectedReply,
 }
 
 impl Link {
-    /// Version negotiation is over, and the device knows of the client.
+    /// True if version negotiation is complete, and the device has been notified of the client.
     pub(super) fn is_agreed(&self) -> bool {
         self.agreed.is_some()
     }
 
-    /// The number of the [`Done`] that has to come before anything else happens.
+    /// Number of the outstanding [`Done`], which has to complete before the next request.
     pub(super) fn awaits(&self) -> Option<u64> {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
     }
 
-    /// Nothing is to be sent or awaited, and what comes are requests.
+    /// True if negotiated, and nothing is unsent, outstanding or partly executed.
     pub(super) fn is_idle(&self) -> bool {
         let waits = self.waiting.is_some() || self.unfinished.is_some();
         self.agreed.is_some() && !waits && self.out.is_empty()
     }
 
-    /// Whether something has happened that a successor has to know, since this was last asked.
+    /// Returns and clears `changed`.
     pub(super) fn take_changed(&mut self) -> bool {
         std::mem::take(&mut self.changed)
     }
 
-    /// No request is half carried out.
+    /// True if no request is partly executed.
     pub(super) fn is_at_rest(&self) -> bool {
         self.waiting.is_none() && self.unfinished.is_none()
     }
 
-    /// What was agreed and what is to be sent, of a link [at rest](Self::is_at_rest).
+    /// Serializes a link without a partly executed request.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedLink> {
         Ok(SavedLink { out: self.out.save(fds)?, agreed: self.agreed })
     }
 
-    /// The other side of [`save`](Self::save).
+    /// Restores a link of [`save`](Self::save).
     pub(super) fn restore(saved: SavedLink, fds: &mut Descriptors) -> Result<Self, StateError> {
         let SavedLink { out, agreed } = saved;
         Ok(Self { out: SendQueue::restore(out, fds)?, agreed, ..Self::default() })
     }
 
-    /// The most bytes in one data transfer, once that is agreed.
+    /// Negotiated maximum of bytes per data transfer.
     pub(super) fn max_xfer(&self) -> Option<u32> {
         self.agreed.map(|agreed| agreed.max_xfer)
     }
 
-    /// A request was carried out in part only, so that others get their turn.
+    /// True if a request is partly executed, so that other clients get their turn.
     pub(super) fn is_unfinished(&self) -> bool {
         self.unfinished.is_some()
     }
 
-    /// Goes on with what was carried out in part only.
+    /// Continues the partly executed request.
     pub(super) fn go_on(&mut self, device: &mut dyn Device, context: &mut Context<'_>) {
         let Some(Unfinished { header, rest }) = self.unfinished.take() else { return };
         let outcome = match (self.agreed, rest) {
@@ -151,7 +151,7 @@ impl Link {
         }
     }
 
-    /// Handles one message. Afterwards there may be something to send, or to wait for.
+    /// Handles one message. Afterwards replies may have to be sent, or a [`Done`] be awaited.
     pub(super) fn handle(
         &mut self,
         message: Message<'_>,
@@ -185,8 +185,8 @@ impl Link {
         Ok(())
     }
 
-    /// Handles a message that is a write which `write` takes; false if it is not, and nothing is
-    /// done.
+    /// Handles a message that is a write accepted by `write`. Returns false, without effect, for
+    /// other messages.
     pub(super) fn handle_write(
         &mut self,
         header: &Header,
@@ -206,7 +206,7 @@ impl Link {
         taken
     }
 
-    /// The [`Done`] that was awaited has come.
+    /// Handles the completion of the awaited [`Done`].
     pub(super) fn completed(&mut self, outcome: Result<(), Errno>) {
         let Some(Waiting { header, then, .. }) = self.waiting.take() else { return };
         match (outcome, then) {
@@ -251,7 +251,7 @@ impl Link {
     ) -> Result<(), Errno> {
         self.changed |= changes(header.command, payload);
         match header.command {
-            // The two that a busy guest sends.
+            // Most frequent requests of a busy guest.
             command::REGION_WRITE => self.write(agreed, header, payload, device, context),
             command::REGION_READ => self.read(agreed, header, payload, device),
             command::REGION_WRITE_MULTI => {
@@ -272,7 +272,7 @@ impl Link {
                 Ok(())
             }
             command::DMA_UNMAP => {
-                // A descriptor may come along; it is of no use, and closed.
+                // A descriptor may be attached; it is ignored and closed.
                 let (unmap, _) = split::<wire::DmaUnmap>(payload)?;
                 let range = dma_unmap(&unmap)?;
                 let (sequence, done) = context.done();
@@ -353,13 +353,13 @@ impl Link {
                 self.out.put_reply(header, &[]);
                 Ok(())
             }
-            // There is one version for one connection.
+            // Only one version negotiation per connection.
             command::VERSION => Err(Errno::INVAL),
             _ => Err(Errno::OPNOTSUPP),
         }
     }
 
-    /// Has the device go to another state, as far as it takes no time.
+    /// Changes the migration state, as far as possible without waiting.
     fn change_state(
         &mut self,
         header: &Header,
@@ -385,7 +385,7 @@ impl Link {
         Ok(())
     }
 
-    /// Goes on with `rest` when all is in the log that was written until now.
+    /// Continues with `rest` when the log contains all writes until now.
     fn settle_log(
         &mut self,
         header: &Header,
@@ -472,7 +472,7 @@ impl Link {
         Ok(())
     }
 
-    /// The registers of a device that does not run stay as they are: they are in the stream.
+    /// Refuses writes to the registers of a stopped device, whose values are in the stream.
     fn check_write(&self, access: &wire::RegionAccess) -> Result<(), Errno> {
         let is_register = access.region == crate::device::region::BAR0;
         if is_register && !self.migrating.is_running() { Err(Errno::BUSY) } else { Ok(()) }
@@ -480,7 +480,7 @@ impl Link {
 }
 
 impl Agreed {
-    /// Checks what does not take the device to check, and returns the length.
+    /// Checks an access as far as possible without the device, and returns the length.
     fn check(&self, access: &wire::RegionAccess) -> Result<usize, Errno> {
         if access.region >= self.info.regions
             || access.count > self.max_xfer
@@ -492,13 +492,13 @@ impl Agreed {
     }
 }
 
-/// Whether a request changes what [`Device::save`] and the connection's own state say. What the
-/// device keeps by itself, which is behind its first region, does not count.
+/// True if a request changes the state of a checkpoint: that of [`Device::save`] or of the link.
+/// The first region does not count, because the device stores its own checkpoints of its registers.
 fn changes(number: u16, payload: &[u8]) -> bool {
     match number {
         command::REGION_WRITE => split::<wire::RegionAccess>(payload)
             .is_ok_and(|(access, _)| access.region != crate::device::region::BAR0),
-        // A device that does not run is not one that a successor has run.
+        // The checkpoint of a stopped device must not be one of a running device.
         command::DEVICE_FEATURE => Migrating::changes(payload),
         command::REGION_WRITE_MULTI
         | command::DMA_MAP
@@ -509,7 +509,7 @@ fn changes(number: u16, payload: &[u8]) -> bool {
     }
 }
 
-/// The number of the [`Done`] that the write waits for, if it does.
+/// Writes to a region. Returns the number of the [`Done`] that the device has taken, if any.
 fn region_write(
     access: &wire::RegionAccess,
     data: &[u8],

@@ -1,4 +1,4 @@
-//! One connection: reads, handles, writes, and knows what its peer has to do until when.
+//! Session of a connected client: receives, handles messages, sends, and keeps a deadline.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,22 +23,22 @@ use crate::socket::{
     Arrival, Received, discard, peek_from, peek_some, receive, receive_some, send_owned, take_in,
 };
 
-/// Messages and receives of one connection before the others get their turn.
+/// Maximum number of messages and receives of one connection per turn.
 const TURN: u32 = 64;
 
-/// Messages and receives that one call of [`Session::poll_writes`] handles.
+/// Maximum number of messages and receives per call of [`Session::poll_writes`].
 const POLL: u32 = 16;
 
-/// No requests are looked at while more than this waits to be sent, so that the queue never holds
-/// more than this and one reply.
+/// Number of unsent bytes above which no requests are handled. So the send queue never exceeds this
+/// size and one reply.
 const HIGH_WATER: usize = 64 * 1024;
 
-/// Why a connection ended.
+/// Reason why a connection has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum EndReason {
-    #[error("it left")]
+    #[error("it closed the connection")]
     Left,
-    #[error("it left in the middle of a message")]
+    #[error("it closed the connection in the middle of a message")]
     LeftHalfway,
     #[error("{0}")]
     Garbage(#[from] DecodeError),
@@ -46,7 +46,7 @@ pub(super) enum EndReason {
     Violation(#[from] Violation),
     #[error("its descriptors could not be received: too many are open in this process")]
     FdsLost,
-    #[error("it keeps sending descriptors that take their time to be closed")]
+    #[error("too many of its descriptors wait to be closed")]
     FdsStuck,
     #[error("its socket failed: {0}")]
     Socket(#[from] Errno),
@@ -56,66 +56,66 @@ pub(super) enum EndReason {
     MessageOverdue,
     #[error("it did not read its replies in time")]
     RepliesUnread,
-    #[error("the server lets go of it")]
+    #[error("the server ends the connection")]
     Dropped,
 }
 
-/// What to do with a connection after its turn.
+/// Action after a connection's turn.
 pub(super) enum Turn {
-    /// Nothing, until its socket or its device reports something.
+    /// Wait until the socket or the device reports an event.
     Wait,
-    /// Give it another one soon.
+    /// Schedule another turn.
     Again,
-    /// Close it.
+    /// Close the connection.
     End(EndReason),
 }
 
-/// What a peer has to do next. The same expectation again does not get a new deadline.
+/// Action that a deadline requires of the client. An unchanged action keeps its deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Expected {
     Version,
-    /// The rest of the message at this position of the stream.
+    /// Send the rest of the message at this position of the stream.
     Message(u64),
-    /// To read on from this position of what was sent.
+    /// Read replies from this position of the sent stream on.
     Reading(u64),
 }
 
-/// A connection.
+/// Session of a connected client.
 pub(super) struct Session {
     socket: Stream,
     inspector: Inspector,
     decoder: Decoder,
-    /// What [`Session::poll_writes`] received and leaves to the next turn.
+    /// Received data that [`Session::poll_writes`] leaves to the next turn.
     arrival: Option<Arrival>,
     pub(super) link: Link,
     readable: bool,
     hung_up: bool,
-    /// The socket is full. The reactor watches for it to drain while this is so.
+    /// True if the socket is full, so that the reactor has to watch for writability.
     pub(super) full: bool,
     sent: u64,
     expected: Option<(Expected, Instant)>,
-    /// What the peer does is recorded.
+    /// `Some` with checkpoints.
     intake: Option<Intake>,
 }
 
-/// How a session that is recorded takes in messages: they stay in the socket until what they have
-/// brought about is recorded. So what a process that dies has not recorded is still there.
+/// State of a session with checkpoints: messages stay in the socket until their effects are stored
+/// in a checkpoint. So after a crash, all other messages are still in the socket.
 #[derive(Debug)]
 struct Intake {
-    /// The decoder's position up to which the socket was emptied.
+    /// Decoder position up to which messages were removed from the socket.
     consumed: u64,
-    /// A process that is dead has carried out what it is in the socket's next bytes, if these are
-    /// them; what it had to send is in the link's queue then.
+    /// Message that is executed and stored in the checkpoint. If a dead process has not removed it,
+    /// it is at the start of the socket's data, and its reply is in the link's queue.
     pending: Option<Handled>,
 }
 
-/// Records a session and the device's state, with the descriptors that both name.
+/// Callback that stores a checkpoint of session and device, with their descriptors.
 pub(super) type Record<'a> =
     &'a mut dyn FnMut(Result<(SavedSession, serde_json::Value), SaveError>, Descriptors);
 
 impl Session {
-    /// The other side of [`save`](Self::save): [lent](Self::set_lent) for now. `make` puts the
-    /// socket in a [`Stream`].
+    /// Restores a session of [`save`](Self::save). The previous process still has the socket, as
+    /// after [`set_lent(true)`](Self::set_lent). `make` wraps the socket in a [`Stream`].
     pub(super) fn restore(
         saved: SavedSession,
         fds: &mut Descriptors,
@@ -126,7 +126,7 @@ impl Session {
         let link = Link::restore(link, fds)?;
         let (mut socket, inspector) = make(fds.take(socket)?);
         socket.set_lent(true);
-        // What was agreed holds, whatever the limits are here.
+        // Negotiated limits remain valid, whatever the limits of this process are.
         let max_data_xfer_size = link.max_xfer().unwrap_or(limits.max_data_xfer_size);
         let mut session = Self::new(socket, inspector, &Limits { max_data_xfer_size, ..*limits });
         let max = usize::try_from(max_data_xfer_size).unwrap_or(usize::MAX);
@@ -137,12 +137,12 @@ impl Session {
         Ok(session)
     }
 
-    /// What a successor has to know, of a session at rest.
+    /// Serializes a session that is quiesced, for the next server process.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedSession> {
         Ok(SavedSession {
             socket: fds.add(self.socket.as_fd().try_clone_to_owned()?),
             received: match &self.intake {
-                // It is in the socket, too.
+                // The data are still in the socket.
                 Some(_) => SavedDecoder::default(),
                 None => self.decoder.save(fds)?,
             },
@@ -152,8 +152,8 @@ impl Session {
         })
     }
 
-    /// From now on, what the peer does is recorded; not if a part of a message is here already, and
-    /// not in the socket any more.
+    /// Starts checkpoints. Returns false if that is impossible because a part of a message has
+    /// already been removed from the socket.
     pub(super) fn begin_recording(&mut self) -> bool {
         let consumed = self.decoder.position();
         if self.intake.is_none()
@@ -165,13 +165,13 @@ impl Session {
         self.intake.is_some()
     }
 
-    /// Whether it [is recorded](Self::begin_recording).
+    /// True after [`begin_recording`](Self::begin_recording).
     pub(super) fn is_recorded(&self) -> bool {
         self.intake.is_some()
     }
 
-    /// Records what the message in hand has brought about, takes it out of the socket, and sends
-    /// the reply to it.
+    /// Stores a checkpoint with the effects of the current message, removes the message from the
+    /// socket, and sends its reply.
     fn commit(
         &mut self,
         device: &mut dyn Device,
@@ -197,15 +197,15 @@ impl Session {
         }
         self.answer_and_take(len, exchange)?;
         if len != 0 && !self.link.out.is_empty() {
-            // The peer does not read what it gets. So what it has not got is recorded.
+            // The socket is full, so the unsent rest of the reply is stored in a checkpoint.
             let mut fds = Descriptors::default();
             record(self.describe(device, &mut fds), fds);
         }
         Ok(())
     }
 
-    /// Sends the reply and takes its request out of the socket, in one step if that can be: a
-    /// process that dies in between would leave its successor with no way to know which was done.
+    /// Sends the reply and removes its request from the socket, in one step if possible: if this
+    /// process died between the two, the next one could not find out which was done.
     fn answer_and_take(
         &mut self,
         len: usize,
@@ -219,7 +219,7 @@ impl Session {
         });
         let mut left = len;
         if let Some(Exchanged { sent, taken, fds }) = both {
-            // They come again, and are closed like all others.
+            // Second copies of descriptors that were received before.
             drop(self.inspector.inspect(fds));
             left -= taken.unwrap_or(0);
             self.note_sent(sent)?;
@@ -229,7 +229,7 @@ impl Session {
         Ok(())
     }
 
-    /// What is recorded.
+    /// State for a checkpoint.
     pub(super) fn describe(
         &self,
         device: &mut dyn Device,
@@ -238,8 +238,8 @@ impl Session {
         Ok((self.save(fds)?, device.record(fds)?))
     }
 
-    /// Where a process that has died was with this peer: what it has carried out is taken out of
-    /// the socket, if it had not come to that, and then its replies are sent.
+    /// Completes the last message of a dead process: if the message is still in the socket, removes
+    /// it and sends its reply.
     fn catch_up(&mut self, exchange: Option<&mut Exchange>) -> Result<(), EndReason> {
         let Some(Handled { len, hash }) = self.intake.as_mut().and_then(|i| i.pending.take())
         else {
@@ -252,31 +252,31 @@ impl Session {
         if is_there {
             self.answer_and_take(bytes.len(), exchange)?;
         } else {
-            // It came to the replies as well.
+            // The reply was sent together with the removal.
             self.link.out = SendQueue::default();
         }
         peek_from(self.socket.as_fd(), 0)?;
         Ok(())
     }
 
-    /// Says whether another process serves the same peer, and goes on if this one does not: then
-    /// dropping this does nothing to the peer.
+    /// Sets whether another process serves the same client if this one does not: then dropping the
+    /// session does not affect the client.
     pub(super) fn set_lent(&mut self, is_lent: bool) {
         self.socket.set_lent(is_lent);
     }
 
-    /// Goes on after a rest, during which nobody counted the time or looked at the socket.
+    /// Resumes after a freeze, during which no deadline ran and the socket was not read.
     pub(super) fn wake(&mut self) {
         self.readable = true;
         self.full = false;
         self.expected = None;
         if self.is_recorded() {
-            // Another process may have looked at the socket, too, and come to nothing.
+            // Another process may have peeked at the socket without executing anything.
             let _ = peek_from(self.socket.as_fd(), self.decoder.held());
         }
     }
 
-    /// Finishes the message in hand, if there is one, and begins no other.
+    /// Quiesces: finishes the current message, if any, and starts no other.
     pub(super) fn rest(
         &mut self,
         device: &mut dyn Device,
@@ -286,7 +286,7 @@ impl Session {
         self.come_to_rest(device, context, record).unwrap_or_else(Turn::End)
     }
 
-    /// Nothing is half carried out.
+    /// True if no request is partly executed, and no received data wait for a turn.
     pub(super) fn is_at_rest(&self) -> bool {
         self.link.is_at_rest() && self.arrival.is_none()
     }
@@ -303,7 +303,7 @@ impl Session {
             device.settle();
             self.commit(device, record, context.exchange.as_deref_mut())?;
         }
-        // What another thread has received and nobody has looked at is not to be handed on.
+        // Data that a second thread has received must be inspected before a transfer.
         self.look_again()?;
         match self.arrival.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
             Some(Received::Closed) => return Err(EndReason::Left),
@@ -322,7 +322,7 @@ impl Session {
             decoder: Decoder::new(max),
             arrival: None,
             link: Link::default(),
-            // Its first message may well be there already.
+            // The first message may have arrived already.
             readable: true,
             hung_up: false,
             full: false,
@@ -336,7 +336,7 @@ impl Session {
         self.socket.as_fd()
     }
 
-    /// The socket reported something.
+    /// Records events of the socket.
     pub(super) fn notify(&mut self, readable: bool, writable: bool, hung_up: bool) {
         self.readable |= readable || hung_up;
         self.hung_up |= hung_up;
@@ -345,12 +345,12 @@ impl Session {
         }
     }
 
-    /// When the peer's time is up, if something is expected of it.
+    /// Deadline of the client, if any.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.expected.map(|(_, until)| until)
     }
 
-    /// Why the connection ends now that the time is up.
+    /// Reason for the end of the connection after the deadline.
     pub(super) fn overdue(&self) -> EndReason {
         match self.expected {
             Some((Expected::Message(_), _)) => EndReason::MessageOverdue,
@@ -359,7 +359,7 @@ impl Session {
         }
     }
 
-    /// Does what there is to do, up to a limit.
+    /// Receives, handles and sends messages, up to a limit.
     pub(super) fn turn(
         &mut self,
         device: &mut dyn Device,
@@ -385,7 +385,7 @@ impl Session {
         self.catch_up(context.exchange.as_deref_mut())?;
         self.look_again()?;
         loop {
-            // One after the other, if each is recorded, and not before the last was answered.
+            // With checkpoints, one message at a time, and only after the previous reply was sent.
             let is_recorded = self.is_recorded();
             let outcome = if is_recorded && !self.link.out.is_empty() {
                 Ok(false)
@@ -399,7 +399,7 @@ impl Session {
             };
             device.settle();
             self.commit(device, record, context.exchange.as_deref_mut())?;
-            // Also an error reply is worth sending before the end.
+            // An error reply is sent even if the connection ends.
             self.flush()?;
             let emptied = outcome?;
             let most = if is_recorded { 0 } else { HIGH_WATER };
@@ -431,7 +431,7 @@ impl Session {
                 return Err(EndReason::FdsStuck);
             }
             match received {
-                // A hang-up is announced only once: then read on until it shows.
+                // A hang-up is reported only once, so reads continue until they return it.
                 Ok(Received::Bytes { drained }) => {
                     abort_point(AbortPoint::MessageRead);
                     self.readable = !drained || self.hung_up;
@@ -448,7 +448,7 @@ impl Session {
         }
     }
 
-    /// Nothing is half received, half sent or awaited.
+    /// True if nothing is partly received, partly sent or outstanding.
     pub(super) fn is_idle(&self) -> bool {
         if self.intake.as_ref().is_some_and(|intake| {
             intake.pending.is_some() || intake.consumed != self.decoder.position()
@@ -459,19 +459,19 @@ impl Session {
         !moving && self.expected.is_none() && self.link.is_idle() && !self.decoder.is_partial()
     }
 
-    /// Takes what comes in as far as it is nothing but writes that `write` takes, on a thread that
-    /// is not the reactor's. What else there is stays, for a [turn](Self::turn).
+    /// Receives and handles writes that `write` accepts, on a second thread. All other data are
+    /// left for a [turn](Self::turn) of the reactor.
     ///
-    /// If the session is recorded, there is nothing to record of such writes: what they bring about
-    /// outlives the process by itself, and it may be brought about twice. So they leave the socket
-    /// when `write` has taken them. A reply has to be sent together with that, which is the
-    /// reactor's: so it is posted writes only.
+    /// Such writes need no checkpoint: their effects survive a crash, and they may be repeated. So
+    /// they are removed from the socket as soon as `write` has accepted them. With checkpoints only
+    /// posted writes are handled, because only the reactor can send a reply together with the
+    /// removal of its message.
     pub(super) fn poll_writes(
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
     ) -> PolledWrites {
         if self.arrival.is_some() {
-            // What an earlier call has left to the reactor comes first.
+            // Data that an earlier call has left to the reactor come first.
             return PolledWrites { writes: 0, all: false };
         }
         let is_recorded = self.is_recorded();
@@ -484,7 +484,7 @@ impl Session {
                     break;
                 }
                 writes += 1;
-                // It is that one, and good.
+                // Skips the peeked message, which is valid.
                 let _ = self.decoder.decode();
             } else if self.decoder.is_partial() || drained {
                 break;
@@ -507,15 +507,15 @@ impl Session {
                 }
             }
         }
-        // Whatever these come to, they come to it again in a turn.
+        // Errors occur again in the reactor's turn.
         let taken = self.take_writes().is_ok();
         let sent = self.flush().is_ok() && self.link.out.is_empty();
         let all = drained && taken && sent && self.arrival.is_none() && !self.decoder.is_partial();
         PolledWrites { writes, all }
     }
 
-    /// What another thread has only looked at is there still, and the reactor looks at it in its
-    /// own way: at descriptors together with all that they came with.
+    /// Discards data that a second thread has only peeked at. The reactor peeks again, so that it
+    /// inspects descriptors together with all their bytes.
     fn look_again(&mut self) -> Result<(), Errno> {
         if self.is_recorded()
             && let Some(arrival) = self.arrival.take()
@@ -526,7 +526,7 @@ impl Session {
         Ok(())
     }
 
-    /// Takes the writes out of the socket that [were carried out](Self::poll_writes).
+    /// Removes the [executed writes](Self::poll_writes) from the socket.
     fn take_writes(&mut self) -> Result<(), Errno> {
         let Some(intake) = &mut self.intake else { return Ok(()) };
         let len = (self.decoder.position() - intake.consumed) as usize;
@@ -540,7 +540,7 @@ impl Session {
         Ok(())
     }
 
-    /// Handles messages; true if no whole one is left.
+    /// Handles messages; returns true if no complete message is left.
     fn handle_all(
         &mut self,
         left: &mut u32,
@@ -574,7 +574,7 @@ impl Session {
         Ok(())
     }
 
-    /// So much of what waits was sent.
+    /// Updates the send queue with the result of a send.
     fn note_sent(&mut self, sent: Result<usize, Errno>) -> Result<(), EndReason> {
         match sent {
             Ok(len) => {
@@ -605,7 +605,7 @@ impl Session {
     }
 }
 
-/// Looks at what comes next in the socket.
+/// Peeks at the next data in the socket.
 fn peek(
     socket: BorrowedFd<'_>,
     decoder: &mut Decoder,
@@ -615,12 +615,12 @@ fn peek(
     if arrival.fds.is_empty() || arrival.is_short {
         return Ok(arrival);
     }
-    // There may be more of what the descriptors came with, and a look at the rest would bring them
-    // again: so all of it at once.
+    // More bytes may belong to the descriptors, and a peek at the rest would return the descriptors
+    // again: so all bytes are peeked at once.
     drop(inspector.inspect(arrival.fds));
     peek_from(socket, decoder.held())?;
     peek_some(socket, decoder.space_of(WHOLE), inspector.closer())
 }
 
-/// More than a socket holds of what was sent in one piece.
+/// Size above the capacity of a socket for one send.
 const WHOLE: usize = 256 << 10;

@@ -1,4 +1,4 @@
-//! What a request needs to know of its surroundings, and how long a client's turn is.
+//! Context of a request, and time slice of a client.
 
 use super::inbox::{self, Inbox, PortId};
 use super::limits::Limits;
@@ -7,26 +7,26 @@ use crate::exchange::Exchange;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What a request needs to know of its surroundings.
+/// Context of a request.
 pub(super) struct Context<'a> {
     pub(super) inbox: &'a Arc<Inbox>,
     pub(super) port: PortId,
     pub(super) limits: &'a Limits,
-    /// Counts the [`Done`]s of this port, so that one that comes late is known as such.
+    /// Counter of this port's [`Done`]s, by which an outdated completion is recognized.
     pub(super) sequence: &'a mut u64,
-    /// When others are to have their turn.
+    /// Time slice of the client's turn.
     pub(super) slice: Slice,
-    /// What a client does is recorded, in case that this process dies.
+    /// True if the port has checkpoints.
     pub(super) is_recorded: bool,
-    /// Answers those that are recorded.
+    /// Sends replies for a port with checkpoints.
     pub(super) exchange: Option<&'a mut Exchange>,
 }
 
-/// How long the requests of one client are handled before the others get their turn. (It is
-/// looked at between two requests, or two of those writes that come as one.)
+/// Maximum duration of a client's turn. (Checked between two requests, or between two writes of one
+/// REGION_WRITE_MULTI.)
 const SLICE: Duration = Duration::from_micros(100);
 
-/// A client's turn.
+/// Time slice of a client's turn.
 pub(super) struct Slice(Instant);
 
 impl Slice {
@@ -40,7 +40,7 @@ impl Slice {
 }
 
 impl Context<'_> {
-    /// A handle, and the number under which its completion arrives.
+    /// Creates a [`Done`] and its number, by which the completion is assigned.
     pub(super) fn done(&mut self) -> (u64, Done) {
         *self.sequence += 1;
         (*self.sequence, inbox::done(self.inbox, self.port, *self.sequence))

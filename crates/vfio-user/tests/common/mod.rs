@@ -1,6 +1,7 @@
 //! A device in memory that writes down what is asked of it, and a peer that may say anything.
 #![allow(dead_code)]
 
+use shadowbell_testing::wait;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_state::{Bytes, Descriptors, Parcel};
@@ -481,7 +482,7 @@ impl Raw {
     }
 
     pub(crate) fn new(stream: UnixStream) -> Self {
-        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        stream.set_read_timeout(Some(wait::LIMIT)).unwrap();
         Self { stream, decoder: Decoder::new(2 << 20), next_id: 100 }
     }
 
@@ -568,10 +569,11 @@ impl Raw {
 
     /// Nothing arrives for a while.
     pub(crate) fn assert_silent(&mut self) {
+        // Nothing is to come in this time.
         self.stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         let error = self.stream.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
-        self.stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        self.stream.set_read_timeout(Some(wait::LIMIT)).unwrap();
     }
 
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Reply {
@@ -590,12 +592,9 @@ pub(crate) fn access(region: u32, offset: u64, len: usize) -> wire::RegionAccess
 }
 
 /// Waits until something is so.
-pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(10);
-    while !so() {
-        assert!(Instant::now() < until, "it never came to pass that {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+#[track_caller]
+pub(crate) fn eventually(what: &str, so: impl FnMut() -> bool) {
+    wait::until(what, so);
 }
 
 /// The calling thread, as the kernel calls it.
@@ -622,12 +621,15 @@ pub(crate) fn memfd(len: u64) -> OwnedFd {
     fd
 }
 
-/// Limits under which a test need not wait long.
+/// Time of each of the limits of [`impatient`].
+pub(crate) const IMPATIENT: Duration = Duration::from_secs(2); // Not exceeded by a busy machine.
+
+/// Limits that a test exceeds.
 pub(crate) fn impatient() -> Limits {
     Limits {
-        negotiation: Duration::from_millis(100),
-        message: Duration::from_millis(100),
-        unread_replies: Duration::from_millis(100),
+        negotiation: IMPATIENT,
+        message: IMPATIENT,
+        unread_replies: IMPATIENT,
         ..Limits::default()
     }
 }

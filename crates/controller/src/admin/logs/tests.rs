@@ -241,3 +241,51 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_change_counts_once_and_survives() {
+    let mut changes = AnaChanges::default();
+    let see = |changes: &mut AnaChanges, states: [AnaState; 2]| changes.review((1..).zip(states));
+    let (good, bad) = (AnaState::Optimized, AnaState::Inaccessible);
+    assert!(!see(&mut changes, [good, bad]), "the first look");
+    assert!(see(&mut changes, [bad, bad]) && !see(&mut changes, [bad, bad]));
+    assert!(see(&mut changes, [good, good]));
+    let namespaces = BTreeMap::from([(1, vec![1, 3]), (2, vec![2])]);
+    let log = AnaLog::decode(&changes.page(&namespaces, false)).unwrap();
+    assert_eq!(log.changes, 3);
+    assert_eq!(log.groups.iter().map(|group| group.changes).collect::<Vec<_>>(), [2, 3]);
+    assert_eq!(log.groups[0].nsids, [1, 3]);
+    let mut restored = AnaChanges::restore(&changes.save());
+    assert_eq!(restored, changes);
+    // A change between snapshot and restore counts as well.
+    assert!(see(&mut restored, [good, bad]));
+}
+
+fn read(log: &ReservationLog) -> (u64, u8, u8, u32) {
+    let page = ReservationNotification::read_from_bytes(&log.page()).unwrap();
+    (page.lpcount, page.kind, page.available, page.nsid)
+}
+
+#[test]
+fn notices_are_read_one_by_one_the_oldest_first() {
+    let mut log = ReservationLog::default();
+    assert_eq!(read(&log), (0, 0, 0, 0));
+    log.set_mask(2, u32::MAX);
+    assert_eq!(log.mask(2), 0b1110);
+    assert!(log.tell(1, 1) && !log.tell(2, 1) && log.tell(1, 3));
+    assert_eq!(read(&log), (1, 1, 1, 1));
+    assert_eq!(ReservationLog::restore(&log.save(Vec::new(), SavedAna::default())), log);
+    log.was_read();
+    assert_eq!(read(&log), (2, 3, 0, 1));
+    log.was_read();
+    assert_eq!(read(&log), (0, 0, 0, 0));
+}
+
+#[test]
+fn a_log_that_nobody_reads_has_an_end() {
+    let mut log = ReservationLog::default();
+    (0..1000).for_each(|_| assert!(log.tell(1, 2)));
+    assert_eq!(read(&log), (937, 2, 63, 1));
+    log.forget_namespace(1);
+    assert_eq!(read(&log), (0, 0, 0, 0));
+}

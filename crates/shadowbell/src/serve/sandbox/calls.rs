@@ -158,7 +158,7 @@ mod tests {
         let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/sandbox.md");
         let page = std::fs::read_to_string(page).unwrap();
         let listed = page.split_once("## System calls").unwrap().1;
-        for (by_itself, words) in [(false, "with a supervisor has"), (true, "without one has")] {
+        for (by_itself, words) in [(false, "with a supervisor has"), (true, "one without has")] {
             let names = super::all(by_itself).map(|call| Sysno::new(call as usize).unwrap().name());
             let names: Vec<_> = names.filter(|name| !["kill", "rename"].contains(name)).collect();
             for name in &names {

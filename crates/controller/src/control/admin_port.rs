@@ -1,0 +1,381 @@
+//! Control plane's side of the admin queue: completions, events and the error log. The admin queue
+//! server (`admin_server`) owns the queue and gets its orders from this module.
+//!
+//! # Checkpoint
+//!
+//! Admin queue positions for checkpoints, as of the control plane's last action. Positions and
+//! control plane state of a checkpoint thus belong together. The queue itself is owned by the admin
+//! queue server, which may be further ahead.
+
+use crate::admin::events::{AsyncEvents, Completion};
+use crate::admin::logs::{ErrorLog, ErrorRecord};
+use crate::notice::Latch;
+use crate::queue::admin::{AdminCompletion, AdminQueue};
+use crate::saved::{SavedAdminQueue, SavedCq, SavedDoorbell, SavedSq, SavedTruth};
+use shadowbell_memory::DmaTable;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::regs::Aqa;
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
+use shadowbell_state::Bytes;
+use std::sync::Arc;
+use zerocopy::{IntoBytes, transmute};
+
+/// SQID and CID of an error that no command caused.
+const NO_COMMAND: u16 = 0xffff;
+
+/// Outcome of an admin command.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// Complete, with this dword 0.
+    Done(u32),
+    /// Complete when these data are in host memory.
+    Data(Data),
+    /// Completes later, by [`AdminPort::complete`].
+    Later,
+    /// Completes with an event, or never. No completion queue entry is reserved for it.
+    Unplaced,
+    /// Cannot start before another command has ended.
+    NotYet,
+}
+
+/// Data of a command for its host.
+#[derive(Debug)]
+pub(crate) struct Data {
+    pub(crate) bytes: Vec<u8>,
+    /// Transfer length of the command, which may be larger.
+    pub(crate) len: usize,
+    /// Dword 0 of the completion.
+    pub(crate) dw0: u32,
+    /// Log page that the host has then read, and true if it retains the event (RAE).
+    pub(crate) log: Option<(u8, bool)>,
+}
+
+/// Result of executing an admin command.
+pub(crate) type Executed = Result<Outcome, Status>;
+
+/// Admin queue for the admin queue server.
+pub(crate) struct Attach {
+    pub(crate) queue: AdminQueue,
+    pub(crate) table: Arc<DmaTable>,
+    /// Number of resets so far.
+    pub(crate) generation: u64,
+    /// Pages of Doorbell Buffer Config, if the queue was already used with them.
+    pub(crate) shadow: Option<(u64, u64)>,
+}
+
+/// Orders for the admin queue server, executed in the order of the fields.
+#[derive(Default)]
+pub(crate) struct Orders {
+    /// Detach the queue for a reset, and then drop the latch.
+    pub(crate) detach: Option<Latch>,
+    /// Attach the queue of the enabled controller.
+    pub(crate) attach: Option<Attach>,
+    /// Use another DMA table.
+    pub(crate) table: Option<Arc<DmaTable>>,
+    /// Latches to drop when the old DMA table is no longer used.
+    pub(crate) latches: Vec<Latch>,
+    /// Use other Shadow Doorbell and EventIdx pages, or none.
+    pub(crate) shadow: Option<Option<(u64, u64)>>,
+    /// Move the completion queue to another address.
+    pub(crate) acq: Option<u64>,
+    /// Complete these commands.
+    pub(crate) completions: Vec<AdminCompletion>,
+    /// Write these data to host memory, and complete their commands.
+    pub(crate) answers: Vec<(Sqe, Data)>,
+}
+
+impl Orders {
+    pub(crate) fn is_empty(&self) -> bool {
+        let Self { detach, attach, table, latches, shadow, acq, completions, answers } = self;
+        detach.is_none()
+            && attach.is_none()
+            && table.is_none()
+            && latches.is_empty()
+            && shadow.is_none()
+            && acq.is_none()
+            && completions.is_empty()
+            && answers.is_empty()
+    }
+}
+
+/// Control plane's side of the admin queue.
+#[derive(Default)]
+pub(super) struct AdminPort {
+    /// True if an admin queue exists: the controller is enabled, and no reset has begun.
+    open: bool,
+    /// True if a command was fetched.
+    used: bool,
+    orders: Orders,
+    pub(super) checkpoint: AdminCheckpoint,
+    pub(super) errors: ErrorLog,
+    pub(super) events: AsyncEvents,
+}
+
+impl AdminPort {
+    /// Opens the admin queue of a controller that was enabled.
+    pub(super) fn open(&mut self, attach: Attach) {
+        (self.open, self.used) = (true, false);
+        self.checkpoint = AdminCheckpoint::default();
+        self.orders.attach = Some(attach);
+    }
+
+    /// Closes the queue for a reset, and drops pending completions. `latch` is dropped when the
+    /// queue is no longer accessed.
+    pub(super) fn close(&mut self, latch: Latch) {
+        self.open = false;
+        let latches = std::mem::take(&mut self.orders.latches);
+        self.orders = Orders { detach: Some(latch), latches, ..Orders::default() };
+    }
+
+    /// Queue that the admin queue server has not attached yet.
+    pub(super) fn unserved(&self) -> Option<&AdminQueue> {
+        self.orders.attach.as_ref().map(|attach| &attach.queue)
+    }
+
+    /// Opens the queue of a restored controller. `used` is true if a command was fetched before.
+    pub(super) fn reopen(&mut self, attach: Attach, used: bool) {
+        (self.open, self.used) = (true, used);
+        self.orders.attach = Some(attach);
+    }
+
+    /// True if a command was fetched since the controller was enabled.
+    pub(super) fn is_used(&self) -> bool {
+        self.used
+    }
+
+    /// True if the admin queue server has orders.
+    pub(super) fn has_orders(&self) -> bool {
+        !self.orders.is_empty()
+    }
+
+    /// Takes the orders for the admin queue server. `has_fetched` is true if it fetched a command.
+    pub(super) fn take_orders(&mut self, has_fetched: bool) -> Orders {
+        self.used |= has_fetched;
+        std::mem::take(&mut self.orders)
+    }
+
+    /// Sets another DMA table. `latch` is dropped when the old table is no longer used.
+    pub(super) fn change_table(&mut self, table: &Arc<DmaTable>, latch: Option<&Latch>) {
+        if self.open {
+            self.orders.table = Some(Arc::clone(table));
+        }
+        self.orders.latches.extend(latch.cloned());
+    }
+
+    /// Sets or removes the pages of Doorbell Buffer Config.
+    pub(super) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
+        self.orders.shadow = Some(pages);
+    }
+
+    /// Has `latch` dropped when all orders so far are executed.
+    pub(super) fn when_followed(&mut self, latch: &Latch) {
+        self.orders.latches.push(latch.clone());
+    }
+
+    /// Moves the completion queue to another address, unless a command was already fetched. Returns
+    /// true if it is moved.
+    ///
+    /// ACQ has to be written before CC.EN. QEMU's `nvme://` driver writes it afterwards, because
+    /// the compiler reorders its register writes, and works with controllers that do not use the
+    /// completion queue before the first command.
+    pub(super) fn place_cq(&mut self, acq: u64) -> bool {
+        let is_possible = self.open && !self.used;
+        if is_possible {
+            self.orders.acq = Some(acq);
+        }
+        is_possible
+    }
+
+    /// Completes an admin command with a reserved completion queue entry.
+    pub(super) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
+        self.push(AdminCompletion { cid, status, dw0, placed: true });
+    }
+
+    /// Writes data to host memory and completes a command with a reserved completion queue entry.
+    pub(super) fn answer(&mut self, sqe: Sqe, data: Data) {
+        if self.open {
+            self.orders.answers.push((sqe, data));
+        }
+    }
+
+    /// Completes an Asynchronous Event Request.
+    pub(super) fn complete_unplaced(&mut self, cid: u16, status: Status, dw0: u32) {
+        self.push(AdminCompletion { cid, status, dw0, placed: false });
+    }
+
+    fn push(&mut self, completion: AdminCompletion) {
+        if self.open {
+            self.checkpoint.end(completion);
+            self.orders.completions.push(completion);
+        }
+    }
+
+    /// Completes an admin command with an error, and adds the error to the error log.
+    pub(super) fn fail(&mut self, cid: u16, status: Status, nsid: u32) {
+        self.log_error(0, cid, status, nsid, 0);
+        self.complete(cid, status, 0);
+    }
+
+    /// Completes an Asynchronous Event Request, if `event` has one.
+    pub(super) fn complete_event(&mut self, event: Option<Completion>) {
+        if let Some(Completion { cid, dw0 }) = event {
+            self.complete_unplaced(cid, Status::SUCCESS, dw0);
+        }
+    }
+
+    /// Raises an asynchronous event.
+    pub(super) fn raise(&mut self, event: AsyncEvent) {
+        let completion = self.events.raise(event);
+        self.complete_event(completion);
+    }
+
+    /// Reports a write to a doorbell register without a queue, or an invalid value. The event
+    /// refers to the error log, so an entry is added: without a command, and with the closest
+    /// status (Base 2.1, 5.1.2, "Error Status", and 5.1.12.1.2, "Error Information").
+    pub(super) fn doorbell_error(&mut self, event: AsyncEvent) {
+        let status = if event == AsyncEvent::INVALID_DOORBELL_REGISTER {
+            Status::INVALID_QID
+        } else {
+            Status::INVALID_FIELD
+        };
+        self.no_command_failed(status);
+        self.raise(event);
+    }
+
+    /// Adds an error that no command caused to the error log.
+    pub(super) fn no_command_failed(&mut self, status: Status) {
+        self.log_error(NO_COMMAND, NO_COMMAND, status, 0, 0);
+    }
+
+    pub(super) fn log_error(&mut self, sqid: u16, cid: u16, status: Status, nsid: u32, lba: u64) {
+        self.errors.push(ErrorRecord { sqid, cid, status, nsid, lba });
+    }
+}
+
+/// Admin queue positions and commands for checkpoints.
+#[derive(Debug)]
+pub(super) struct AdminCheckpoint {
+    /// Submission queue position after the last started command.
+    head: u16,
+    /// Commands in flight, without Asynchronous Event Requests, which are stored elsewhere.
+    under_way: Vec<Sqe>,
+    /// Completed commands that are not known to be posted.
+    ended: Vec<AdminCompletion>,
+    /// Completion queue position after the last post.
+    tail: u16,
+    phase: bool,
+    /// Number of commands from the previous process that have to be replayed. They are no longer
+    /// in the submission queue.
+    replays: usize,
+}
+
+impl Default for AdminCheckpoint {
+    fn default() -> Self {
+        let (under_way, ended) = (Vec::new(), Vec::new());
+        Self { head: 0, under_way, ended, tail: 0, phase: true, replays: 0 }
+    }
+}
+
+impl AdminCheckpoint {
+    /// Adds a started command of a queue with `entries` entries. If `stays` is true, the command
+    /// is in flight until it [ends](Self::end).
+    pub(super) fn begin(&mut self, sqe: &Sqe, entries: u32, stays: bool) {
+        if self.replays != 0 {
+            // A replayed command is already in the list.
+            self.replays -= 1;
+            if !stays {
+                self.under_way.retain(|other| other.cid != sqe.cid);
+            }
+            return;
+        }
+        self.head = ((u32::from(self.head) + 1) % entries.max(1)) as u16;
+        if stays {
+            self.under_way.push(*sqe);
+        }
+    }
+
+    /// True if the next command to start is a replay of a command of the previous process.
+    pub(super) fn is_replayed(&self) -> bool {
+        self.replays != 0
+    }
+
+    pub(super) fn end(&mut self, completion: AdminCompletion) {
+        if let Some(at) = self.under_way.iter().position(|sqe| sqe.cid == completion.cid) {
+            self.under_way.remove(at);
+        }
+        self.ended.push(completion);
+    }
+
+    /// Removes posted completions and stores the completion queue position after them.
+    pub(super) fn posted(&mut self, (tail, phase): (u16, bool), cids: &[u16]) {
+        (self.tail, self.phase) = (tail, phase);
+        for cid in cids {
+            if let Some(at) = self.ended.iter().position(|ended| ended.cid == *cid) {
+                self.ended.remove(at);
+            }
+        }
+    }
+
+    pub(super) fn save(&self, (aqa, asq, acq): (Aqa, u64, u64), used: bool) -> SavedAdminQueue {
+        // Doorbell values are in the journal.
+        let doorbell = SavedDoorbell { last: 0, truth: SavedTruth::Register, snapshot: None };
+        let entries = |zero_based: u16| u32::from(zero_based) + 1;
+        let staged = |completion: &AdminCompletion| {
+            let &AdminCompletion { cid, status, dw0, .. } = completion;
+            let [low, high]: [u64; 2] = transmute!(Cqe::new(cid, 0, self.head, status, dw0));
+            (low, high)
+        };
+        SavedAdminQueue {
+            sq: SavedSq {
+                qid: 0,
+                iova: asq,
+                entries: entries(aqa.asqs()),
+                cqid: 0,
+                head: self.head,
+                tail: doorbell,
+            },
+            cq: SavedCq {
+                qid: 0,
+                iova: acq,
+                entries: entries(aqa.acqs()),
+                vector: Some(0),
+                tail: self.tail,
+                phase: self.phase,
+                head: doorbell,
+                staged: self.ended.iter().map(staged).collect(),
+            },
+            used,
+            lacks_cq: !used,
+            under_way: self.under_way.iter().map(|sqe| Bytes(sqe.as_bytes().to_vec())).collect(),
+        }
+    }
+
+    /// Recovers the state of another process. That process may have posted completions after its
+    /// last checkpoint, so position and remaining completions (`to_post`) come from the queue.
+    pub(super) fn recover(
+        saved: &SavedAdminQueue,
+        ((tail, phase), to_post): ((u16, bool), impl Iterator<Item = u16>),
+    ) -> Self {
+        use zerocopy::FromBytes;
+        let under_way: Vec<_> = saved
+            .under_way
+            .iter()
+            .filter_map(|bytes| Sqe::read_from_bytes(&bytes.0).ok())
+            .collect();
+        let ended = |&(low, high): &(u64, u64)| {
+            let cqe: Cqe = transmute!([low, high]);
+            AdminCompletion { cid: cqe.cid, status: cqe.status(), dw0: cqe.dw0, placed: false }
+        };
+        // Completions are posted in order, so the remaining ones are the last.
+        let posted = saved.cq.staged.len().saturating_sub(to_post.count());
+        Self {
+            head: saved.sq.head,
+            replays: under_way.len(),
+            under_way,
+            ended: saved.cq.staged.iter().skip(posted).map(ended).collect(),
+            tail,
+            phase,
+        }
+    }
+}

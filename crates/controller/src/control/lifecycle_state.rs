@@ -1,0 +1,168 @@
+//! State of a controller's lifecycle, quiesce and exclusive commands, and deferred work.
+//!
+//! # Quiesce
+//!
+//! Precedes the transfer of a controller to another process.
+//!
+//! The controller first waits until no admin command is in flight and no other operation is
+//! pending; I/O continues meanwhile. Then its queues leave their I/O threads: no further command
+//! is fetched, and requests in flight at the disks end. When quiesced, the callbacks are called,
+//! and the controller can be saved. A quiesce can be cancelled in every step.
+
+use crate::event::Event;
+use crate::notice::Latch;
+use crate::uncorrectable::Uncorrectable;
+use std::sync::Arc;
+use std::time::Instant;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// CSTS.RDY is 0.
+    Disabled,
+    /// CSTS.RDY is 1.
+    Ready,
+    /// CC.EN was cleared, and commands in flight are ending.
+    Resetting,
+}
+
+/// State of a shutdown's flush.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ShutdownFlush {
+    None,
+    UnderWay,
+    /// A flush is running, and the host has requested another shutdown since.
+    Again,
+}
+
+/// Waiter for the end of a reset.
+pub(super) enum Waiter {
+    /// Callback of a reset request.
+    Reset(Callback),
+    /// Callback of a disconnect, called after memory maps and interrupts are dropped as well.
+    Disconnect(Callback),
+}
+
+/// Lifecycle state of a controller.
+pub(super) struct Lifecycle {
+    pub(super) phase: Phase,
+    /// Number of resets. Operations from before a reset are ignored.
+    pub(super) generation: u64,
+    /// Waiters for the end of the reset in progress.
+    pub(super) waiting: Vec<Waiter>,
+    /// True if the registers get their power-on values at the end of the reset in progress.
+    pub(super) full_reset: bool,
+    pub(super) flush: ShutdownFlush,
+    pub(super) power_cycles: u64,
+    pub(super) unsafe_shutdowns: u64,
+    pub(super) since: Instant,
+    /// Time of the last reset.
+    pub(super) reset_at: Instant,
+}
+
+impl Lifecycle {
+    /// State at power on.
+    pub(super) fn new() -> Self {
+        Self {
+            phase: Phase::Disabled,
+            generation: 0,
+            waiting: Vec::new(),
+            full_reset: false,
+            flush: ShutdownFlush::None,
+            power_cycles: 1,
+            unsafe_shutdowns: 0,
+            since: Instant::now(),
+            reset_at: Instant::now(),
+        }
+    }
+
+    /// True if no reset or shutdown is in progress.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.phase != Phase::Resetting
+            && self.flush == ShutdownFlush::None
+            && self.waiting.is_empty()
+    }
+}
+
+/// Step of quiesce.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Running.
+    Running,
+    /// Quiesce requested: no admin command is started, and those in flight end.
+    Requested,
+    /// Queues are leaving their I/O threads.
+    Leaving,
+    /// Quiesced.
+    Quiesced,
+    /// Cancelled while queues were leaving: those that have left return.
+    Returning,
+}
+
+/// Quiesce state and waiting callbacks.
+pub(super) struct Quiesce {
+    pub(super) step: Step,
+    /// Callbacks, called when the controller is quiesced, or dropped when the quiesce is cancelled.
+    pub(super) waiting: Vec<Callback>,
+}
+
+impl Quiesce {
+    pub(super) fn new() -> Self {
+        Self { step: Step::Running, waiting: Vec::new() }
+    }
+}
+
+/// Stage of a round of exclusive commands.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) enum Stage {
+    #[default]
+    Nothing,
+    /// I/O threads are finishing commands in flight.
+    Pausing,
+    /// An I/O thread is executing its exclusive commands; those in `left` follow.
+    Turns,
+    /// Changes are being checkpointed, and then outcomes written to the journal.
+    Recording,
+}
+
+/// State of exclusive command execution.
+#[derive(Debug, Default)]
+pub(super) struct Exclusive {
+    pub(super) is_wanted: bool,
+    pub(super) stage: Stage,
+    /// I/O threads that may have queues of the controller.
+    pub(super) workers: Vec<usize>,
+    pub(super) left: Vec<usize>,
+    /// Blocks marked as uncorrectable before the round.
+    pub(super) marks: Arc<Uncorrectable>,
+}
+
+impl Exclusive {
+    /// True if no exclusive command is waiting or running.
+    pub(super) fn is_quiet(&self) -> bool {
+        !self.is_wanted && self.stage == Stage::Nothing
+    }
+
+    /// Requests a round, because an I/O thread has an exclusive command.
+    pub(super) fn want(&mut self) {
+        self.is_wanted = true;
+    }
+}
+
+/// Callback of an external caller, run on any thread without the lock.
+pub(crate) type Callback = Box<dyn FnOnce() + Send>;
+
+/// Work that is deferred until the control plane's lock is released.
+#[derive(Default)]
+#[must_use = "pass it to ControllerInner::run"]
+pub(crate) struct Deferred {
+    pub(crate) events: Vec<Event>,
+    /// Latches to drop. The last drop sends a notice, which may take the lock.
+    pub(crate) latches: Vec<Latch>,
+    pub(crate) callbacks: Vec<Callback>,
+}
+
+impl Deferred {
+    pub(crate) fn event(&mut self, event: Event) {
+        self.events.push(event);
+    }
+}

@@ -1,0 +1,732 @@
+//! Public interface of a controller.
+//!
+//! * Creation, placement and statistics.
+//! * Register accesses, doorbells and interrupts.
+//! * DMA maps of host memory, and dirty page logging.
+//! * Adding, removing and changing namespaces while the host uses the controller.
+//! * Quiesce, restore, migration and crash recovery.
+
+use crate::admin::OutOfBandCommand;
+use crate::config::{Config, ConfigError, MAX_NAMESPACES, NamespaceConfig};
+use crate::context::Context;
+use crate::control::{Callback, Deferred, DoorbellEventfds, NamespaceError};
+use crate::control_plane::ControllerInner;
+use crate::event::Listener;
+use crate::migration_state::MigrationState;
+use crate::namespace::{Namespaces, Promises};
+use crate::notice::{ControlHandle, ControlPlane};
+use crate::restore_error::{RestoreError, SaveError};
+use crate::route::RelocateError;
+use crate::saved::{Death, Recorder, SavedController, SavedPromises};
+use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
+use crate::stats::Stats;
+use crate::trace::{COMPLETION_QUEUE, Kind};
+use crate::worker::mailbox::Message;
+use crate::worker::{DoorbellSource, Pool, ThreadJob};
+use shadowbell_backend::Disk;
+use shadowbell_memory::{DirtyLog, DmaError, DmaTable, EventFd, SharedBytes};
+use shadowbell_spec::Status;
+use shadowbell_spec::log::{AnaGroup, AnaState};
+use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
+use shadowbell_state::Descriptors;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::{Arc, Weak};
+use std::{fmt, io};
+
+/// Size of BAR0: a page of registers and a page of doorbells.
+pub const BAR0_BYTES: u64 = DOORBELLS + DOORBELL_BYTES;
+
+/// Error in creating a controller.
+#[derive(Debug, thiserror::Error)]
+pub enum NewError {
+    /// The configuration is invalid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The doorbell page could not be allocated.
+    #[error(transparent)]
+    Memory(#[from] shadowbell_memory::MapError),
+}
+
+/// Properties of the carrier, which connects a controller to its host.
+#[derive(Default)]
+pub struct Carrier {
+    /// True if the host maps the doorbell page and writes it directly. Writes then do not trap, and
+    /// I/O threads poll the doorbells at least every millisecond.
+    pub mapped_doorbells: bool,
+    /// Callback for events. Called on the thread that causes the event.
+    pub listener: Option<Listener>,
+}
+
+impl fmt::Debug for Carrier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Carrier").field("mapped_doorbells", &self.mapped_doorbells).finish()
+    }
+}
+
+/// NVMe controller without a transport. The carrier, which is a vfio-user server or a driver in the
+/// same process, reads and writes its registers and maps host memory.
+///
+/// A clone is another handle of the same controller. All methods may be called from any thread, and
+/// none waits for I/O.
+#[derive(Clone)]
+pub struct Controller(Arc<ControllerInner>);
+
+/// Interrupt vectors to raise when a migrated controller [runs](Controller::run_migrated).
+#[derive(Debug, Default)]
+pub struct Announcement(Vec<u16>);
+
+static NEXT_ID: AtomicU32 = AtomicU32::new(1);
+
+impl Controller {
+    /// Creates a disabled controller that `pool` serves.
+    ///
+    /// # Errors
+    /// [`NewError`] if the configuration is invalid or memory is exhausted.
+    pub fn new(config: Config, pool: Pool, carrier: Carrier) -> Result<Self, NewError> {
+        config.validate()?;
+        let namespaces = Namespaces::new(&config);
+        if let Some(member) = &config.member {
+            member.power_on();
+        }
+        Ok(Self::with_doorbells(config, namespaces, pool, carrier, None)?)
+    }
+
+    /// Creates a controller that continues a [quiesced](Self::freeze) one of this process or of a
+    /// process that is about to end. `config` and `carrier` must be the same from the host's view.
+    ///
+    /// The new controller uses the doorbell page of the old one, and is disabled until
+    /// [`restore`](Self::restore). Before that, host memory has to be mapped and interrupts
+    /// connected as for the old one.
+    ///
+    /// # Errors
+    /// [`RestoreError`].
+    pub fn successor(
+        config: Config,
+        pool: Pool,
+        carrier: Carrier,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<Self, RestoreError> {
+        config.validate_from(0)?;
+        let doorbells = fds.take(saved.doorbells)?;
+        let namespaces = match saved.shape.told {
+            None => Namespaces::new(&config),
+            Some(SavedPromises { highest_nsid, volatile_cache, zeroes }) => {
+                let promises = Promises { volatile_cache, zeroes };
+                Namespaces::going_on(&config, promises, highest_nsid.min(MAX_NAMESPACES as u32))
+            }
+        };
+        let controller = Self::with_doorbells(config, namespaces, pool, carrier, Some(doorbells))?;
+        match saved.shape.difference(&controller.0.context.shape()) {
+            Some(what) => Err(RestoreError::Shape(what)),
+            None => Ok(controller),
+        }
+    }
+
+    fn with_doorbells(
+        config: Config,
+        namespaces: Namespaces,
+        pool: Pool,
+        carrier: Carrier,
+        doorbells: Option<OwnedFd>,
+    ) -> Result<Self, shadowbell_memory::MapError> {
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        let shared =
+            Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.most(), doorbells)?);
+        Ok(Self(Arc::new_cyclic(|inner: &Weak<ControllerInner>| {
+            let plane: Weak<dyn ControlPlane> = inner.clone();
+            let control = ControlHandle::new(plane);
+            if let Some(member) = &config.member {
+                member.attach(control.clone());
+            }
+            let listener = carrier.listener;
+            let context = Context::new(config, namespaces, shared, pool, control, listener);
+            ControllerInner::new(context, inner.clone())
+        })))
+    }
+
+    /// Moves the controller to a dedicated I/O thread, for the rest of its lifetime. Commands in
+    /// flight end first; others wait in their queues, and the host does not notice the move. It is
+    /// useful for a guest that is less trusted than others, or that has paid for it. A guest that
+    /// delays other guests is moved automatically ([`Event::Isolated`](crate::Event::Isolated)).
+    ///
+    /// # Errors
+    /// [`RelocateError`].
+    /// [`RelocateError`].
+    pub fn isolate(&self) -> Result<(), RelocateError> {
+        self.0.relocate(|control, cx| control.isolate(cx))
+    }
+
+    /// Moves the controller to I/O thread `worker` of its pool, for the rest of its lifetime, like
+    /// [`isolate`](Self::isolate).
+    ///
+    /// # Errors
+    /// [`RelocateError`].
+    pub fn pin_to(&self, worker: usize) -> Result<(), RelocateError> {
+        self.0.relocate(|control, cx| control.pin_to(cx, worker))
+    }
+
+    /// Runs `job` on the I/O thread that serves submission queue `sqid`, as a
+    /// [`WorkerThread`](crate::WorkerThread).
+    ///
+    /// # Errors
+    /// The job, if the queue does not exist, or its I/O thread has another job or is not a thread
+    /// of the pool.
+    pub fn lend_thread(&self, sqid: u16, job: ThreadJob) -> Result<(), ThreadJob> {
+        self.0.lend_thread(sqid, job)
+    }
+
+    /// Shared interior of the controller, for fault injection.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
+    pub(crate) fn inner(&self) -> &Arc<ControllerInner> {
+        &self.0
+    }
+
+    /// Configuration of the controller, without namespaces; see
+    /// [`namespaces`](Self::namespaces).
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.0.context.config
+    }
+
+    /// Resets the controller, for a function level reset or a reset of the transport. Registers get
+    /// their power-on values; DMA maps and interrupt vectors stay. `done` runs, on any thread, when
+    /// no command is in flight. It is dropped instead if the last handle of the controller is
+    /// dropped earlier.
+    pub fn reset(&self, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, cx| control.reset(cx, Box::new(done)));
+    }
+
+    /// Handles a disconnected host: resets the controller, then drops DMA maps and interrupts.
+    /// `done` runs, on any thread, when the host's memory is no longer accessed.
+    pub fn disconnect(&self, done: impl FnOnce() + Send + 'static) {
+        // The callback keeps the controller alive until then, even if all handles are dropped.
+        let inner = Arc::clone(&self.0);
+        let done: Callback = Box::new(move || {
+            done();
+            drop(inner);
+        });
+        self.0.with(|control, cx| control.disconnect(cx, done));
+    }
+
+    /// Executes an out-of-band Identify or Get Log Page. No queue is needed, and the controller's
+    /// state is not changed, so the method can be called at any time.
+    ///
+    /// # Errors
+    /// The completion status of the command.
+    pub fn out_of_band(&self, command: OutOfBandCommand) -> Result<Vec<u8>, Status> {
+        self.0.control().out_of_band(&self.0.context, command)
+    }
+
+    /// Returns and resets the maximum number of pending notices. Used by the fuzz targets of this
+    /// workspace, which check that it is bounded.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn most_notices(&self) -> usize {
+        self.0.most_notices()
+    }
+
+    /// Statistics of the controller. The counters are read directly, without a message to an I/O
+    /// thread, so a blocked I/O thread does not block the call. An event is counted before the host
+    /// can observe it. Values of a busy controller are not from one instant.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let Context { shared, pool, .. } = &self.0.context;
+        shared.stats(|worker| pool.sleep_stats(worker))
+    }
+}
+
+impl fmt::Debug for Controller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Controller")
+            .field("id", &self.0.context.shared.id)
+            .field("serial", &self.0.context.config.serial)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Register accesses, doorbells and interrupts.
+impl Controller {
+    /// Reads BAR0. Registers are little-endian. Any length and alignment inside
+    /// [`BAR0_BYTES`] is valid, and bytes beyond are zero.
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        // Doorbells read as zero: their read value is vendor specific (PCIe 1.1, 3.1.2.1).
+        if offset < DOORBELLS {
+            self.0.control().read(offset, data);
+        }
+    }
+
+    /// Writes BAR0. Registers accept aligned accesses of 4 bytes, or of 8 bytes for 8-byte
+    /// registers. Other accesses are undefined by the specification and are ignored.
+    pub fn write(&self, offset: u64, data: &[u8]) {
+        if offset >= DOORBELLS {
+            if let Ok(value) = data.try_into().map(u32::from_le_bytes) {
+                self.write_doorbell(offset, value);
+            }
+            return;
+        }
+        self.0.with(|control, cx| control.write(cx, offset, data));
+    }
+
+    /// Delivers a trapped doorbell write at `offset` in BAR0. Returns the I/O thread that was
+    /// woken, if any.
+    pub fn write_doorbell(&self, offset: u64, value: u32) -> Option<usize> {
+        let Context { shared, pool, .. } = &self.0.context;
+        let doorbell = decode_doorbell(offset, DSTRD);
+        let Some(doorbell) = doorbell.filter(|d| usize::from(d.qid) < MAX_QUEUES) else {
+            self.invalid_doorbell_register();
+            return None;
+        };
+        let worker = shared.trap(doorbell.qid, doorbell.kind);
+        let side = if doorbell.kind == DoorbellKind::Cq { COMPLETION_QUEUE } else { 0 };
+        self.0.context.trace(Kind::MmioWrite, doorbell.qid | side, value, 0);
+        let register = shared.register(doorbell.qid, doorbell.kind);
+        if doorbell.qid == 0 {
+            shadowbell_doorbell::Cell::store_release(&register, value);
+            self.0.schedule();
+            return None;
+        }
+        let Some(worker) = worker else {
+            self.invalid_doorbell_register();
+            return None;
+        };
+        let ring = |worker| match doorbell.kind {
+            DoorbellKind::Sq => pool.write_doorbell(worker, shared, &register, value),
+            DoorbellKind::Cq => {
+                shadowbell_doorbell::Cell::store_release(&register, value);
+                // Pairs with the sleeper's fence, which follows its `want_head`: either the
+                // sleeper sees the head in its recheck, or this thread sees that it has to wake it.
+                fence(Ordering::SeqCst);
+                shared.is_head_wanted(doorbell.qid)
+                    && pool.write_doorbell(worker, shared, &register, value)
+            }
+        };
+        let woken = ring(worker);
+        // The queue may have moved to another I/O thread, which read the register before the
+        // write. The doorbell is then delivered there as well.
+        match shared.owner(doorbell.qid, doorbell.kind) {
+            Some(now) if now != worker => ring(now).then_some(now),
+            _ => woken.then_some(worker),
+        }
+    }
+
+    /// Doorbell page (BAR0 from 1000h on), backed by a memfd. A host may map it only if the
+    /// controller was created with
+    /// [`Carrier::mapped_doorbells`](crate::Carrier::mapped_doorbells).
+    #[must_use]
+    pub fn doorbells(&self) -> &SharedBytes {
+        self.0.context.shared.doorbells()
+    }
+
+    /// True if the controller expects its doorbells to be mapped.
+    #[must_use]
+    pub fn has_mapped_doorbells(&self) -> bool {
+        self.0.context.shared.mapped
+    }
+
+    fn invalid_doorbell_register(&self) {
+        self.0.with(|control, _| {
+            control.invalid_doorbell_register();
+            Deferred::default()
+        });
+    }
+
+    /// Eventfds that replace doorbell writes of the existing I/O queues; empty unless Doorbell
+    /// Buffer Config is in use. A host may signal the eventfd instead of writing the doorbell,
+    /// after it has stored the value in its shadow doorbell page.
+    ///
+    /// An eventfd has no effect after its queue is deleted or the controller is reset.
+    ///
+    /// # Errors
+    /// The error of the system if it has no more descriptors.
+    pub fn doorbell_eventfds(&self) -> io::Result<DoorbellEventfds> {
+        let events = self.0.control().doorbell_eventfds(&self.0.context);
+        self.0.note_change();
+        self.0.record();
+        events
+    }
+
+    /// Has I/O thread `worker`, as returned by [`write_doorbell`](Self::write_doorbell), receive
+    /// doorbell writes of its I/O queues from `source` while it sleeps. The I/O thread drops the
+    /// source when the controller is reset, when another source is added, or after several wakeups
+    /// in a row without a doorbell write.
+    pub fn add_doorbell_source(&self, worker: usize, source: Box<dyn DoorbellSource>) {
+        let Context { shared, pool, .. } = &self.0.context;
+        pool.send(worker, Message::DoorbellSource { controller: shared.id, source });
+    }
+
+    /// Number of interrupt vectors.
+    #[must_use]
+    pub fn vectors(&self) -> usize {
+        self.0.context.shared.irqs.len()
+    }
+
+    /// Connects an interrupt vector to an eventfd, or disconnects it. An interrupt that was raised
+    /// while no eventfd was connected is delivered immediately. Returns false if the vector does
+    /// not exist.
+    pub fn set_interrupt(&self, vector: usize, event: Option<EventFd>) -> bool {
+        self.0.context.shared.irqs.set(vector, event)
+    }
+
+    /// Eventfd of an interrupt vector, if connected.
+    #[must_use]
+    pub fn interrupt(&self, vector: usize) -> Option<Arc<EventFd>> {
+        self.0.context.shared.irqs.event(vector)
+    }
+
+    /// Raises an interrupt vector. Returns false if the vector does not exist.
+    pub fn trigger_interrupt(&self, vector: usize) -> bool {
+        self.0.context.shared.irqs.trigger(vector)
+    }
+}
+
+/// DMA maps of host memory, and dirty page logging.
+impl Controller {
+    /// Maps `len` bytes of `memory` at `iova` for the controller.
+    ///
+    /// # Errors
+    /// [`DmaError`] if the range is invalid or in use.
+    pub fn map_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
+        let mut control = self.0.control();
+        control.map(iova, len, memory)?;
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
+        Ok(())
+    }
+
+    /// Maps one of several ranges, like [`map_dma`](Self::map_dma). The range is accessible at the
+    /// latest after [`settle_dma`](Self::settle_dma), so that I/O threads switch to a new DMA table
+    /// once and not once per range.
+    ///
+    /// # Errors
+    /// [`DmaError`] if the range is invalid or in use.
+    pub fn add_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
+        let mut control = self.0.control();
+        let outcome = control.map(iova, len, memory);
+        self.0.release(control, Deferred::default());
+        outcome
+    }
+
+    /// Makes ranges of [`add_dma`](Self::add_dma) accessible.
+    pub fn settle_dma(&self) {
+        let mut control = self.0.control();
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
+    }
+
+    /// Enables access to the mapped memory, which is the initial state. The cost does not depend on
+    /// the size of the memory.
+    pub fn enable_dma(&self) {
+        let mut control = self.0.control();
+        control.enable_memory();
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
+    }
+
+    /// Disables access to memory until [`enable_dma`](Self::enable_dma), for current and later
+    /// maps. `done` is as for [`unmap_dma`](Self::unmap_dma).
+    pub fn disable_dma(&self, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, cx| control.disable_memory(cx, Box::new(done)));
+    }
+
+    /// DMA table of all maps. Dropping its last reference unmaps the memory.
+    #[must_use]
+    pub fn dma_table(&self) -> Arc<DmaTable> {
+        Arc::clone(self.0.control().mapped())
+    }
+
+    /// Enables or disables dirty page logging of the controller's writes. `done` is as for
+    /// [`renew_views`](Self::renew_views): all later writes are logged. Returns false, and drops
+    /// `done`, if the state is unchanged.
+    ///
+    /// Completion queues and EventIdx count as dirty whenever the log is read.
+    pub fn log_writes(&self, log: bool, done: impl FnOnce() + Send + 'static) -> bool {
+        let mut control = self.0.control();
+        let Some(deferred) = control.set_logged(&self.0.context, log, Box::new(done)) else {
+            return false;
+        };
+        self.0.release(control, deferred);
+        true
+    }
+
+    /// Completes the [dirty page log](Self::dirty_log) for all writes up to now: `done` runs, on
+    /// any thread, when all commands that are now in flight have ended. As for
+    /// [`unmap_dma`](Self::unmap_dma), it may be dropped instead.
+    pub fn renew_views(&self, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, cx| control.renew_views(cx, Box::new(done)));
+    }
+
+    /// Dirty page log, if [enabled](Self::log_writes).
+    #[must_use]
+    pub fn dirty_log(&self) -> Option<Arc<DirtyLog>> {
+        self.0.control().dirty_log()
+    }
+
+    /// Unmaps a range. `done` runs, on any thread, when no command in flight can access the range,
+    /// possibly before this method returns. It is dropped instead if the last handle of the
+    /// controller is dropped earlier.
+    ///
+    /// # Errors
+    /// [`DmaError`] if the range is not mapped, or a map would be split; `done` does not run in
+    /// that case.
+    pub fn unmap_dma(
+        &self,
+        iova: u64,
+        len: u64,
+        done: impl FnOnce() + Send + 'static,
+    ) -> Result<(), DmaError> {
+        let mut control = self.0.control();
+        let deferred = control.unmap(&self.0.context, iova, len, Box::new(done))?;
+        self.0.release(control, deferred);
+        Ok(())
+    }
+
+    /// Unmaps all ranges. `done` is as for [`unmap_dma`](Self::unmap_dma).
+    pub fn unmap_all(&self, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, cx| {
+            let mut deferred = Deferred::default();
+            control.unmap_all(cx, Box::new(done), &mut deferred);
+            deferred
+        });
+    }
+}
+
+/// Adding, removing and changing namespaces while the host uses the controller.
+impl Controller {
+    /// Current namespaces in ascending order of NSID.
+    #[must_use]
+    pub fn namespaces(&self) -> Vec<(u32, NamespaceConfig)> {
+        self.0.context.serving().iter().map(|ns| (ns.nsid(), ns.config())).collect()
+    }
+
+    /// Adds a namespace while the host uses the controller, with this NSID or with the lowest free
+    /// one. Returns its NSID. When every I/O thread serves the namespace, it appears in Identify,
+    /// the host gets the event Namespace Attribute Changed, and `done` runs, on any thread and
+    /// possibly before this method returns. If an I/O thread cannot open the disk, the namespace is
+    /// not added, and `done` gets the error. `done` is dropped instead if the last handle of the
+    /// controller is dropped earlier.
+    ///
+    /// A host that was told that no volatile write cache is present does not flush. Every write to
+    /// a namespace with a cache is then forced to the medium.
+    ///
+    /// # Errors
+    /// [`NamespaceError`]; `done` does not run in that case.
+    pub fn add_namespace(
+        &self,
+        nsid: Option<u32>,
+        namespace: &NamespaceConfig,
+        done: impl FnOnce(Result<(), NamespaceError>) + Send + 'static,
+    ) -> Result<u32, NamespaceError> {
+        let mut control = self.0.control();
+        let added = control.add_namespace(&self.0.context, nsid, namespace, Box::new(done));
+        let (nsid, deferred) = added?;
+        self.0.note_change();
+        self.0.release(control, deferred);
+        Ok(nsid)
+    }
+
+    /// Sets the state of an ANA group, from 1, for this controller, which must belong to a
+    /// [`Subsystem`](crate::Subsystem). The host gets the event Asymmetric Namespace Access Change
+    /// if it is enabled. Later commands for the group's namespaces are executed or refused
+    /// according to the state; commands in flight end normally. `done` runs when these have ended,
+    /// and is dropped if the controller is dropped earlier.
+    pub fn set_ana_state(&self, group: u32, state: AnaState, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, cx| control.set_ana_state(cx, (group, state), Box::new(done)));
+    }
+
+    /// ANA groups of the controller's namespaces with states and NSIDs; empty if the controller
+    /// does not belong to a [`Subsystem`](crate::Subsystem).
+    #[must_use]
+    pub fn ana_groups(&self) -> Vec<AnaGroup> {
+        self.0.control().ana_groups(&self.0.context)
+    }
+
+    /// Removes a namespace while the host uses the controller. The host gets the event Namespace
+    /// Attribute Changed immediately. Commands for the namespace, including those in flight, end
+    /// with Invalid Field in Command, as for any inactive NSID. `done` runs, as for
+    /// [`add_namespace`](Self::add_namespace), when the disk is unused and the controller has
+    /// dropped it.
+    ///
+    /// # Errors
+    /// [`NamespaceError`]; `done` does not run in that case.
+    pub fn remove_namespace(
+        &self,
+        nsid: u32,
+        done: impl FnOnce(Result<(), NamespaceError>) + Send + 'static,
+    ) -> Result<(), NamespaceError> {
+        let mut control = self.0.control();
+        let deferred = control.remove_namespace(&self.0.context, nsid, Box::new(done))?;
+        self.0.note_change();
+        self.0.release(control, deferred);
+        Ok(())
+    }
+
+    /// Replaces the disk of a namespace by `disk` with the same contents, usually in another size
+    /// ([`Disk::resized`]) or read-only. Commands in flight end on the old disk. The host gets the
+    /// event Namespace Attribute Changed: immediately for a smaller disk, and when every I/O thread
+    /// serves the new disk for a larger one. `done` runs, as for
+    /// [`add_namespace`](Self::add_namespace), when the old disk is unused.
+    ///
+    /// # Errors
+    /// [`NamespaceError`]; `done` does not run in that case.
+    pub fn change_disk(
+        &self,
+        nsid: u32,
+        disk: Arc<dyn Disk>,
+        done: impl FnOnce(Result<(), NamespaceError>) + Send + 'static,
+    ) -> Result<(), NamespaceError> {
+        let mut control = self.0.control();
+        let deferred = control.change_disk(&self.0.context, nsid, disk, Box::new(done))?;
+        self.0.note_change();
+        self.0.release(control, deferred);
+        Ok(())
+    }
+
+    /// Raises the event Namespace Attribute Changed again after a recovery, because the dead
+    /// process may have crashed between a change and its event.
+    pub fn announce_namespace(&self, nsid: u32) {
+        self.0.with(|control, _| {
+            control.announce_namespace(nsid);
+            Deferred::default()
+        });
+        self.0.schedule();
+    }
+}
+
+/// Quiesce, restore, migration and crash recovery.
+impl Controller {
+    /// Quiesces the controller, so that another process can continue it: admin commands in flight
+    /// end and no new one starts, then no I/O command is fetched and those in flight end. Commands
+    /// that the host submits meanwhile wait in its queues. `done` runs, on any thread, when the
+    /// controller is quiesced. It is dropped instead if [`resume`](Self::resume) is called earlier,
+    /// or the last handle of the controller is dropped.
+    ///
+    /// The quiesce waits for pending operations of the carrier, such as a reset or an unmap. The
+    /// carrier should not start new operations: they would run after `resume`, or never.
+    pub fn freeze(&self, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, _| control.begin_quiesce(Box::new(done)));
+        self.0.schedule();
+    }
+
+    /// Ends the quiesce of [`freeze`](Self::freeze), or cancels it if it is not complete. The
+    /// controller continues as before.
+    pub fn resume(&self) {
+        let dropped = self.0.control().end_quiesce(&self.0.context);
+        drop(dropped);
+        self.0.schedule();
+    }
+
+    /// Snapshot of the quiesced controller for another process. The controller is not changed. Host
+    /// memory and interrupts are not included: the carrier has to transfer them.
+    ///
+    /// # Errors
+    /// [`SaveError`].
+    /// [`SaveError`].
+    pub fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
+        self.0.save(fds)
+    }
+
+    /// Restores a snapshot and runs the controller. It must be the last step, because commands are
+    /// fetched immediately. This controller was created by [`successor`](Self::successor), and the
+    /// saved one must not be [resumed](Self::resume).
+    ///
+    /// Each interrupt vector in use is raised once, because the saved controller may have delayed
+    /// an interrupt.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is then unusable, and has not accessed host memory.
+    pub fn restore(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<(), RestoreError> {
+        self.restore_quiesced(saved, fds)?;
+        self.resume();
+        Ok(())
+    }
+
+    /// Restores a snapshot like [`restore`](Self::restore), but leaves the controller quiesced:
+    /// no command is fetched before [`resume`](Self::resume).
+    ///
+    /// # Errors
+    /// As for `restore`.
+    pub fn restore_quiesced(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<(), RestoreError> {
+        self.0.restore(saved, fds)
+    }
+
+    /// Snapshot of the [quiesced](Self::freeze) controller for an equal controller on another
+    /// machine, whose namespaces must be on the same disks. As for [`save`](Self::save), memory and
+    /// interrupts are not included, and the controller is not changed.
+    ///
+    /// # Errors
+    /// [`SaveError`].
+    pub fn save_for_migration(&self) -> Result<MigrationState, SaveError> {
+        self.0.save_for_migration()
+    }
+
+    /// Loads a migrated state into this controller, which must be disabled, for example by a
+    /// [`reset`](Self::reset), and leaves it quiesced. The state is validated, because its sender
+    /// is not trusted. [`run_migrated`](Self::run_migrated) must follow, with the returned value.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller must then be reset, and has not accessed host memory.
+    pub fn load_migrated(&self, migrated: MigrationState) -> Result<Announcement, RestoreError> {
+        self.0.load(migrated).map(Announcement)
+    }
+
+    /// Runs a controller after [`load_migrated`](Self::load_migrated), when all host memory has its
+    /// final contents. Each interrupt vector in use is raised once, because the source may have
+    /// delayed an interrupt.
+    pub fn run_migrated(&self, announcement: Announcement) {
+        // A new DMA table makes the queues rewrite their fields in host memory.
+        self.settle_dma();
+        self.resume();
+        self.0.raise(&announcement.0);
+    }
+
+    /// Starts checkpointing the controller to `recorder`, for crash recovery. Called before the
+    /// controller is enabled, [restored](Self::restore) or [recovered](Self::recover). State that
+    /// changes with every command is not checkpointed: it is in a memory file (the journal), which
+    /// is one of the checkpoint's descriptors.
+    ///
+    /// # Errors
+    /// The memory file could not be created.
+    pub fn record_with(&self, recorder: Arc<dyn Recorder>) -> io::Result<()> {
+        self.0.record_with(recorder)
+    }
+
+    /// Recovers the controller of a dead process from its [checkpoint](Self::record_with). All
+    /// threads of the process must have ended, and none of its requests may still reach a disk or
+    /// host memory. This controller was created by [`successor`](Self::successor) and is
+    /// checkpointed itself. It is quiesced until [`resume`](Self::resume); the new checkpoint is
+    /// then complete, and the old one no longer needed. Afterwards the host has to be
+    /// [interrupted](Self::announce_recovery).
+    ///
+    /// Commands in flight at the time of death are executed again; their number is returned. A
+    /// command with which three processes in a row have crashed is completed with Internal Error
+    /// instead, and logged: `death` is the cause of the last death.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is then unusable, and has not accessed host memory.
+    pub fn recover(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+        death: Death,
+    ) -> Result<usize, RestoreError> {
+        self.0.recover(saved, fds, death)
+    }
+
+    /// Raises each interrupt vector of a [recovered](Self::recover) controller once, because the
+    /// interrupts that the dead process raised are unknown. Called after [`resume`](Self::resume),
+    /// when all controllers are served, because it takes some microseconds per vector.
+    pub fn announce_recovery(&self, saved: &SavedController) {
+        self.0.announce(saved);
+    }
+}

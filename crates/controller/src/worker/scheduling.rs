@@ -1,0 +1,265 @@
+//! Scheduling of an I/O thread's time: deficit round robin, isolation of slow controllers,
+//! utilization.
+//!
+//! # Deficit round robin
+//!
+//! The share of the thread's time for each controller.
+//!
+//! In each turn of the thread, each active controller gets the same time quantum, and commands are
+//! fetched while some of it is left. The last command may overdraw the quantum; the deficit is
+//! taken from the following turns. So fewer commands are fetched of a controller with long
+//! commands, and no controller can prolong a turn by more than its quantum and one command.
+//!
+//! The cost of a command is estimated before its execution (`exec::quota::cost`), and the time of
+//! a pass is measured afterwards. A thread with only one controller measures no time.
+//!
+//! # Isolation of slow controllers
+//!
+//! Detects controllers whose turns take too long.
+//!
+//! Most work of a turn is bounded (see above and `exec::quota`), but some depends on a peer: a
+//! page fault in memory shared by a client waits while the client punches holes, and a disk may
+//! execute long requests inline. A controller that takes long repeatedly is detected here, and
+//! moves to an I/O thread of its own.
+//!
+//! A turn also takes long if the kernel preempts the thread, which is not the controller's fault.
+//! So the first long turn only starts to watch the controller. A second long turn in which the
+//! thread itself used that much CPU time, or blocked, is reported.
+
+use shadowbell_memory::ThreadUsage;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+/// Time quantum per turn, in nanoseconds: about ten reads of 4 KiB.
+const QUANTUM: i64 = 5_000;
+/// Maximum deficit.
+const DEBT: i64 = 40 * QUANTUM;
+/// Budget of a pass of the only active controller of a thread, in nanoseconds. It bounds the delay
+/// of a controller that becomes active.
+pub(crate) const SOLE: i64 = 100_000;
+
+/// Remaining share of a controller.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Share {
+    left: i64,
+}
+
+impl Share {
+    /// Begins a turn. Returns the budget, which may be 0 or negative.
+    pub(super) fn begin(&mut self) -> i64 {
+        self.left = (self.left + QUANTUM).min(QUANTUM);
+        self.left
+    }
+
+    /// Deducts the time of a pass.
+    pub(super) fn spend(&mut self, time: Duration) {
+        let time = time.as_nanos().min(DEBT as u128) as i64;
+        self.left = (self.left - time).max(-DEBT);
+    }
+
+    /// Clears the deficit.
+    pub(super) fn forgive(&mut self) {
+        self.left = self.left.max(0);
+    }
+}
+
+/// Minimum duration of a long turn of one controller.
+const LONG: Duration = Duration::from_millis(1);
+/// Duration of the watch after a long turn.
+const WATCHED: Duration = Duration::from_secs(10);
+
+/// Detection of long turns of one controller.
+#[derive(Debug, Default)]
+pub(super) struct SlowTurns {
+    watched_until: Option<Instant>,
+    reported: bool,
+}
+
+impl SlowTurns {
+    /// Begins a turn. Returns the resource usage of the thread so far, if the controller is
+    /// watched.
+    #[inline]
+    pub(super) fn begin(&self) -> Option<ThreadUsage> {
+        if self.watched_until.is_none() { None } else { self.measure() }
+    }
+
+    #[cold]
+    fn measure(&self) -> Option<ThreadUsage> {
+        (!self.reported).then(ThreadUsage::now)
+    }
+
+    /// Ends a turn at `now`, after `took`. True, once, if the controller is too slow to share the
+    /// thread.
+    #[inline]
+    pub(super) fn end(
+        &mut self,
+        before: Option<ThreadUsage>,
+        now: Instant,
+        took: Duration,
+    ) -> bool {
+        (took >= LONG || before.is_some()) && self.review(before, now, took)
+    }
+
+    #[cold]
+    fn review(&mut self, before: Option<ThreadUsage>, now: Instant, took: Duration) -> bool {
+        if self.reported {
+            return false;
+        }
+        if took < LONG {
+            self.watched_until = self.watched_until.filter(|until| now < *until);
+            return false;
+        }
+        self.watched_until = Some(now + WATCHED);
+        let Some(before) = before else { return false };
+        let after = ThreadUsage::now();
+        let worked = after.processor.saturating_sub(before.processor) >= LONG;
+        self.reported = worked || after.waits != before.waits;
+        self.reported
+    }
+}
+
+/// Clock of the time that an I/O thread has been awake. The thread writes it when it goes to sleep
+/// and when it wakes up; any thread may read it.
+#[derive(Debug)]
+pub(crate) struct BusyClock {
+    started: Instant,
+    /// While the thread sleeps: (nanoseconds awake << 1) | 1. While it is awake: nanoseconds
+    /// asleep << 1.
+    state: AtomicU64,
+}
+
+impl BusyClock {
+    pub(crate) fn new() -> Self {
+        Self { started: Instant::now(), state: AtomicU64::new(0) }
+    }
+
+    /// Records that the thread goes to sleep at `now`.
+    pub(crate) fn sleeps(&self, now: Instant) {
+        let awake = nanos(now.saturating_duration_since(self.started)).saturating_sub(self.get());
+        self.state.store(awake << 1 | 1, Relaxed);
+    }
+
+    /// Records that the thread is awake again.
+    pub(crate) fn wakes(&self) {
+        let now = nanos(self.started.elapsed());
+        self.state.store(now.saturating_sub(self.get()) << 1, Relaxed);
+    }
+
+    /// Time that the thread has been awake.
+    pub(crate) fn awake(&self) -> Duration {
+        let state = self.state.load(Relaxed);
+        let nanoseconds = if state & 1 == 1 {
+            state >> 1
+        } else {
+            nanos(self.started.elapsed()).saturating_sub(state >> 1)
+        };
+        Duration::from_nanos(nanoseconds)
+    }
+
+    fn get(&self) -> u64 {
+        self.state.load(Relaxed) >> 1
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    duration.as_nanos().min(u128::from(u64::MAX >> 1)) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_takes_more_waits_for_as_long() {
+        let mut share = Share::default();
+        let mut turns = 0;
+        for _ in 0..1000 {
+            if share.begin() > 0 {
+                turns += 1;
+                share.spend(Duration::from_nanos(4 * QUANTUM as u64));
+            }
+        }
+        assert!((249..=251).contains(&turns), "{turns}");
+    }
+
+    #[test]
+    fn nothing_is_saved_up_and_no_debt_lasts() {
+        let mut share = Share::default();
+        (0..1000).for_each(|_| {
+            share.begin();
+        });
+        assert_eq!(share.begin(), QUANTUM);
+        share.spend(Duration::from_secs(1000));
+        share.spend(Duration::from_secs(1000));
+        let turns = (0..).take_while(|_| share.begin() <= 0).count();
+        assert_eq!(turns as i64, DEBT / QUANTUM);
+    }
+
+    /// Makes a turn that executes `work`.
+    fn turn(slow: &mut SlowTurns, work: impl FnOnce()) -> bool {
+        let (before, began) = (slow.begin(), Instant::now());
+        work();
+        let now = Instant::now();
+        slow.end(before, now, now.duration_since(began))
+    }
+
+    fn compute() {
+        let began = ThreadUsage::now().processor;
+        while ThreadUsage::now().processor - began < 3 * LONG {
+            std::hint::spin_loop();
+        }
+    }
+
+    #[test]
+    fn the_second_long_turn_is_one_too_many() {
+        for work in [compute as fn(), || std::thread::sleep(2 * LONG)] {
+            let mut slow = SlowTurns::default();
+            assert!(!turn(&mut slow, work));
+            assert!(turn(&mut slow, work));
+            // The controller is reported only once.
+            assert!(!turn(&mut slow, work));
+        }
+    }
+
+    #[test]
+    fn short_turns_are_not_watched_for_ever() {
+        let mut slow = SlowTurns::default();
+        let (now, long) = (Instant::now(), 2 * LONG);
+        assert!(!slow.end(None, now, long));
+        let before = slow.begin();
+        assert!(before.is_some());
+        assert!(!slow.end(before, now + WATCHED, LONG / 2));
+        assert!(slow.begin().is_none());
+    }
+
+    #[test]
+    fn a_thread_without_a_processor_is_not_to_blame() {
+        let mut slow = SlowTurns::default();
+        let now = Instant::now();
+        for _ in 0..10 {
+            // Time has passed, but the thread has neither used CPU time nor blocked.
+            let mut before = slow.begin();
+            if let Some(before) = &mut before {
+                *before = ThreadUsage::now();
+            }
+            assert!(!slow.end(before, now, 5 * LONG));
+        }
+    }
+
+    #[test]
+    fn time_asleep_does_not_count() {
+        let before = Instant::now();
+        let clock = BusyClock::new();
+        while clock.awake() < Duration::from_millis(2) {}
+        let asleep = Instant::now();
+        clock.sleeps(asleep);
+        let awake = clock.awake();
+        assert!(awake >= Duration::from_millis(2));
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(clock.awake(), awake);
+        clock.wakes();
+        assert!(clock.awake() >= awake);
+        assert!(clock.awake() + Duration::from_millis(19) < before.elapsed());
+    }
+}
