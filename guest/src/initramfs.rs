@@ -57,7 +57,7 @@ pub struct Extra<'a> {
     pub init: Option<&'a str>,
 }
 
-/// Packs an uncompressed archive: QEMU copies it into the guest faster than the guest could unpack.
+/// Packs an uncompressed archive, because the emulated guest would unpack it slowly.
 ///
 /// `programs` are paths of the tools root.
 pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8>> {
@@ -114,7 +114,7 @@ pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8
     Ok(archive.finish())
 }
 
-/// The shared libraries of `programs`, as the root's own loader finds them.
+/// Shared libraries of `programs`, according to the loader of the root.
 fn libraries(roots: &Roots, binds: &[(&Path, &str)], programs: &[&str]) -> Result<Vec<String>> {
     let output = roots.command(binds, "ldd")?.args(programs).output().context("ldd")?;
     if !output.status.success() {
@@ -123,7 +123,7 @@ fn libraries(roots: &Roots, binds: &[(&Path, &str)], programs: &[&str]) -> Resul
     parse_ldd(&String::from_utf8_lossy(&output.stdout))
 }
 
-/// Reads the output of ldd: each path once, in order.
+/// Parses the output of ldd: each path once, in order.
 fn parse_ldd(text: &str) -> Result<Vec<String>> {
     let mut paths: Vec<String> = Vec::new();
     for line in text.lines().filter(|line| line.starts_with(char::is_whitespace)) {
@@ -139,7 +139,7 @@ fn parse_ldd(text: &str) -> Result<Vec<String>> {
     Ok(paths)
 }
 
-/// A path below the root with the links into `/usr` resolved.
+/// Path below the root with the links into `/usr` resolved.
 fn merged(path: &str) -> String {
     let path = path.trim_start_matches('/');
     match path.split_once('/') {

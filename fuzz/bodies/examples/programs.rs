@@ -1,6 +1,6 @@
-//! One body, on any toolchain, without libFuzzer and sanitizers: programs that are changed from
-//! those of a corpus, and new ones. It is not led by what of the code a program reaches, and takes
-//! some ten times as many steps. `cargo xtask fuzz --plain` runs it.
+//! Runs one body on any toolchain, without libFuzzer and sanitizers: with random changes of the
+//! programs of a corpus, and with new programs. Without coverage feedback it executes about ten
+//! times as many steps. `cargo xtask fuzz --plain` uses it.
 
 use clap::Parser;
 use rustix::io::pwrite;
@@ -14,29 +14,29 @@ use std::time::{Duration, Instant};
 
 #[derive(Parser)]
 struct Arguments {
-    /// Which body.
+    /// Name of the body
     target: String,
-    /// Programs to begin with, a file each.
+    /// Directory of the corpus, one file per program
     #[arg(long)]
     corpus: PathBuf,
-    /// Where a program is left that fails.
+    /// Directory for failing programs
     #[arg(long)]
     artifacts: PathBuf,
-    /// For how long.
+    /// Duration
     #[arg(long, default_value_t = 60)]
     seconds: u64,
-    /// Chooses the programs.
+    /// Seed of the random programs
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Run the programs of the corpus as they are, one after the other and again.
+    /// Run the programs of the corpus without changes, repeatedly
     #[arg(long)]
     unchanged: bool,
-    /// The longest programs, in bytes.
+    /// Maximum size of a program in bytes
     #[arg(long, default_value_t = 4096)]
     longest: usize,
 }
 
-/// After so long without another program, one hangs.
+/// Time after which a program counts as hung.
 const HUNG: Duration = Duration::from_secs(100);
 
 /// Xorshift64*.
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
     std::fs::create_dir_all(&arguments.artifacts).expect("a directory for what fails");
     let corpus = programs(&arguments.corpus);
     let mut random = Random(arguments.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-    // What a process that is ended from outside was at.
+    // Current program, for the case that the process is killed.
     let now = arguments.artifacts.join(format!("now-{}", std::process::id()));
     let file: OwnedFd = std::fs::File::create(&now).expect("a file for the program").into();
     static PROGRAMS: AtomicU64 = AtomicU64::new(0);
@@ -118,7 +118,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// What is in a directory.
+/// Contents of the files of a directory.
 fn programs(directory: &Path) -> Vec<Vec<u8>> {
     let files = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let programs: Vec<_> = files.filter_map(|file| std::fs::read(file.path()).ok()).collect();
@@ -126,7 +126,7 @@ fn programs(directory: &Path) -> Vec<Vec<u8>> {
     programs
 }
 
-/// A program of the corpus, or a new one.
+/// Program of the corpus, or a new one.
 fn begin(corpus: &[Vec<u8>], random: &mut Random, longest: usize) -> Vec<u8> {
     match corpus.get(random.below(corpus.len() + 1 + corpus.len() / 4)) {
         Some(program) => program.clone(),
@@ -137,7 +137,7 @@ fn begin(corpus: &[Vec<u8>], random: &mut Random, longest: usize) -> Vec<u8> {
     }
 }
 
-/// Changes something.
+/// Changes the program at random.
 fn change(program: &mut Vec<u8>, corpus: &[Vec<u8>], random: &mut Random) {
     let at = random.below(program.len() + 1);
     let len = 1 + random.below(16);
@@ -165,7 +165,7 @@ fn change(program: &mut Vec<u8>, corpus: &[Vec<u8>], random: &mut Random) {
             program.splice(again..again, piece);
         }
         _ => {
-            // The end of another one.
+            // Replaces the end by that of another program.
             if let Some(other) = corpus.get(random.below(corpus.len())) {
                 let from = random.below(other.len() + 1);
                 program.truncate(at);
@@ -175,7 +175,7 @@ fn change(program: &mut Vec<u8>, corpus: &[Vec<u8>], random: &mut Random) {
     }
 }
 
-/// Ends the process if a program does not come to its end.
+/// Ends the process if a program hangs.
 fn watch(programs: &'static AtomicU64, now: PathBuf) {
     std::thread::spawn(move || {
         let (mut last, mut since) = (0, Instant::now());
@@ -192,7 +192,7 @@ fn watch(programs: &'static AtomicU64, now: PathBuf) {
     });
 }
 
-/// What the threads of this process do.
+/// Names, states, context switches and system calls of the threads of this process.
 fn threads() -> String {
     let read = |path: PathBuf| std::fs::read_to_string(path).unwrap_or_default();
     let mut text = String::new();

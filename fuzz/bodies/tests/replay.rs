@@ -1,12 +1,12 @@
-//! The bodies on any toolchain: what is in `seeds`, and some thousand programs of pseudo-random
-//! bytes. It finds less than libFuzzer does, and keeps the bodies from rotting.
+//! Replay of the bodies on any toolchain: the seeds, and some thousand pseudo-random programs. It
+//! finds less than libFuzzer, but detects bodies that do not work any more.
 
 use shadowbell_fuzz_bodies as bodies;
 use std::path::Path;
 use std::sync::{PoisonError, RwLock};
 use std::time::Instant;
 
-/// Xorshift64*: the same programs on every machine.
+/// Xorshift64*: identical programs on every machine.
 struct Random(u64);
 
 impl Random {
@@ -18,11 +18,12 @@ impl Random {
     }
 }
 
-/// Targets that count this process's descriptors, which no other may change meanwhile.
+/// Targets that count the descriptors of this process, which no other target may change
+/// meanwhile.
 const ALONE: [&str; 2] = ["session", "shared"];
 static OTHERS: RwLock<()> = RwLock::new(());
 
-/// Runs the seeds of `target`, and `programs` others of up to `len` bytes.
+/// Runs the seeds of `target`, and `programs` pseudo-random programs of up to `len` bytes.
 fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
     let _alone =
         ALONE.contains(&target).then(|| OTHERS.write().unwrap_or_else(PoisonError::into_inner));
@@ -33,19 +34,19 @@ fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
         println!("{}", seed.path().display());
         run(&std::fs::read(seed.path()).expect("a seed"));
     }
-    // To try many more: BODIES_FROM=1000000 BODIES_TIMES=100.
+    // For more programs: BODIES_FROM=1000000 BODIES_TIMES=100.
     let (since, steps) = (Instant::now(), bodies::steps());
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let first = number("BODIES_FROM").unwrap_or(0);
     for program in first..first + programs * number("BODIES_TIMES").unwrap_or(1) {
-        // What was printed last is the one that failed.
+        // The last printed program is the failing one.
         println!("{target} {program}");
         let mut random = Random((program + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let len = random.next() % len;
         let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
         run(&bytes);
     }
-    // Of all targets that run at the same time: to measure one, run it alone.
+    // Steps of all concurrent targets; to measure one, run it alone.
     let (steps, took) = (bodies::steps() - steps, since.elapsed());
     println!("{target}: {steps} steps in {took:?}");
 }
@@ -59,7 +60,7 @@ macro_rules! targets {
     };
 }
 
-// So many that all of them together take some seconds.
+// Numbers of programs: all of them together take some seconds.
 targets! {
     session: 500 of 2000;
     shared: 1000 of 1000;
