@@ -1,12 +1,12 @@
 //! Reservation file: stores the reservations of a subsystem.
 //!
-//! Writes alternate between [two places](TwoPlaces), so one valid version survives a power loss at
+//! Writes alternate between [two places](AbSlots), so one valid version survives a power loss at
 //! any time.
 
 use crate::reservations::{AllReservations, Reservations};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shadowbell_state::{HeadOrder, Newest, TwoPlaces};
+use shadowbell_state::{AbSlots, HeadOrder, Newest};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -14,8 +14,8 @@ use std::os::unix::fs::FileExt;
 const MAGIC: [u8; 8] = *b"SBRESV01";
 /// Bytes of a place. Large enough for the maximum: 128 registrants in each of 256 namespaces.
 const PLACE: u64 = 8 << 20;
-const PLACES: TwoPlaces =
-    TwoPlaces { magic: &MAGIC, order: HeadOrder::LengthFirst, place: PLACE, is_padded: false };
+const PLACES: AbSlots =
+    AbSlots { magic: &MAGIC, order: HeadOrder::LengthFirst, place: PLACE, is_padded: false };
 
 /// File that stores reservations.
 #[derive(Debug)]

@@ -105,7 +105,7 @@ impl DataMemory {
                 Ok(buffers) => Pool::There(buffers),
                 Err(error) => {
                     tracing::debug!(
-                        "data are copied once more than they would have to be: {error}"
+                        "data is copied, for lack of memory shared with the controller: {error}"
                     );
                     Pool::None
                 }

@@ -181,7 +181,9 @@ impl<F: Future> IoThread<F> {
         let fds = [Some(completions), hang_up].into_iter().flatten();
         let mut added = fds.map(|(fd, number, flags)| self.add_fd(fd, number, flags));
         if let Some(error) = added.find_map(Result::err) {
-            tracing::debug!("a queue can not be waited for, so its own thread drives it: {error}");
+            tracing::debug!(
+                "the queue thread drives a queue that cannot be added to the epoll set: {error}"
+            );
             drop(added);
             self.stop_driving();
         }
@@ -245,7 +247,7 @@ impl<F: Future> IoThread<F> {
         if let Some(until) = self.sleep_until()
             && let Err(errno) = self.timer.set(&self.epoll, until)
         {
-            tracing::debug!("the deadlines of commands are not kept: {errno}");
+            tracing::debug!("the timer for command timeouts cannot be set: {errno}");
         }
         true
     }

@@ -45,7 +45,7 @@ pub fn is_panic_contained() -> bool {
 /// serving thread of these crates therefore creates this guard when it starts. A panic hook of
 /// the program still runs first.
 #[derive(Debug)]
-#[must_use = "it guards as long as it lives"]
+#[must_use = "the guard works until it is dropped"]
 pub struct AbortOnPanic(());
 
 impl AbortOnPanic {
@@ -70,8 +70,7 @@ impl Drop for AbortOnPanic {
         let (printed, outcome) = mpsc::channel();
         let print = move || {
             eprintln!(
-                "thread {name}, which serves others, has panicked: the process ends, so that it can be \
-                 started again"
+                "thread {name} has panicked: the process aborts, so that it can be restarted"
             );
             let _ = printed.send(());
         };

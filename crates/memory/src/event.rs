@@ -1,8 +1,8 @@
 //! Eventfd for wakeups between threads and processes.
 
 use crate::epoll::epoll_wait;
+use crate::eventfd_signal::{PeerDescriptor, PeerEvent, Signals};
 use crate::notifier::{self, raise};
-use crate::signals::{PeerDescriptor, PeerEvent, Signals};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{Errno, ReadWriteFlags, preadv2, read};
 use std::io::{self, IoSliceMut, Read as _};

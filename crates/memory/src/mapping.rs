@@ -1,7 +1,7 @@
 //! Owned `mmap` of a file, of a memfd, or of anonymous memory.
 
+use crate::eventfd_signal::PeerDescriptor;
 use crate::sigbus;
-use crate::signals::PeerDescriptor;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -38,7 +38,7 @@ pub enum Protection {
 pub enum MapError {
     /// A length of 0, a length that exceeds the address space, or an offset that is not a
     /// multiple of the page size.
-    #[error("{len:#x} bytes at offset {offset:#x} can not be mapped: {why}")]
+    #[error("{len:#x} bytes at offset {offset:#x} cannot be mapped: {why}")]
     Shape {
         /// Requested length in bytes.
         len: u64,
@@ -435,7 +435,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        crate::losses::mapping_goes(self.len);
+        crate::reclaim::mapping_goes(self.len);
         if let (Some(end), Some(held)) = (self.end.take(), self.held.take()) {
             end.drop_later(Box::new(held));
         }

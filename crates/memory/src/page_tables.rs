@@ -22,8 +22,8 @@
 //!   such memory.
 
 use crate::file_status::FileStatus;
-use crate::losses::{self, SMALL};
 use crate::mapping::Mapping;
+use crate::reclaim::{self, SMALL};
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
@@ -113,7 +113,7 @@ pub fn ask() -> Option<Look> {
 /// mapping. Memory that was touched before the change may have no page table any more.
 #[must_use]
 pub fn epoch() -> u64 {
-    losses::count()
+    reclaim::count()
 }
 
 /// Minor page faults of this process since its start, including those of kernel accesses on its
@@ -256,7 +256,7 @@ fn trim(now: u64) -> u64 {
     if now <= honest.saturating_add(ALLOWED) {
         return honest;
     }
-    losses::tables_gone();
+    reclaim::tables_gone();
     for mapping in &mappings {
         mapping.drop_page_tables();
     }
@@ -331,7 +331,7 @@ mod tests {
                 if let Some(look) = ask() {
                     waits += 1;
                     while !look.is_over() {
-                        assert!(std::time::Instant::now() < until, "nobody looks");
+                        assert!(std::time::Instant::now() < until, "no checks run");
                         std::thread::yield_now();
                     }
                 }
@@ -379,7 +379,7 @@ mod tests {
         // No checks run while no thread is awake; they continue when one is.
         drop(awake);
         while !WAITS.load(SeqCst) {
-            assert!(std::time::Instant::now() < until, "it goes on looking");
+            assert!(std::time::Instant::now() < until, "checks continue");
             std::thread::sleep(LATE);
         }
         let _awake = Awake::new();

@@ -1,6 +1,6 @@
 //! Scatter Gather Lists (Base 2.1, "Scatter Gather List (SGL)").
 
-use crate::bucket::bucket;
+use crate::bit_bucket::bucket;
 use crate::dma::View;
 use crate::error::{DataPointerError, Fault};
 use crate::segments::Segments;

@@ -100,7 +100,7 @@ impl Line {
             }
             None => self.number(number),
         }
-        self.add(", which this process has made: it ends now (SIGSYS)\n");
+        self.add(": this process ends now (SIGSYS)\n");
     }
 
     fn add(&mut self, text: &str) {
@@ -143,12 +143,11 @@ mod tests {
         };
         assert_eq!(
             say(Some("execve"), 59),
-            "error: the sandbox forbids the system call execve (59), which this process has made: \
-             it ends now (SIGSYS)\n"
+            "error: the sandbox forbids the system call execve (59): this process ends now (SIGSYS)\n"
         );
-        assert!(say(None, 0).contains("call 0, which"));
-        assert!(say(None, i32::MAX).contains("call 2147483647, which"));
-        assert!(say(None, i32::MIN).contains("call -2147483648, which"));
+        assert!(say(None, 0).contains("call 0: this"));
+        assert!(say(None, i32::MAX).contains("call 2147483647: this"));
+        assert!(say(None, i32::MIN).contains("call -2147483648: this"));
         assert_eq!(say(Some(&"x".repeat(LINE)), 1).len(), LINE);
     }
 }

@@ -130,7 +130,7 @@ impl Chunk {
 
 /// Error for a reply with an unknown magic number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a reply begins with {magic:#010x}, as no reply does")]
+#[error("invalid reply: unknown magic number {magic:#010x}")]
 pub struct BadReply {
     /// Received magic number.
     pub magic: u32,

@@ -26,9 +26,9 @@ impl fmt::Display for Found {
 #[non_exhaustive]
 pub enum FindError {
     /// libblkid cannot be loaded.
-    #[error("libblkid can not be loaded: {0}")]
+    #[error("libblkid cannot be loaded: {0}")]
     Library(String),
     /// A system call failed.
-    #[error("looking for signatures: {0}")]
+    #[error("searching for signatures failed: {0}")]
     System(#[from] io::Error),
 }

@@ -97,7 +97,7 @@ pub(crate) fn probe(image: &OwnedFd) -> Result<Option<Found>, FindError> {
         AMBIVALENT => {
             Ok(Some(Found { is_table: false, name: "signatures of several kinds".to_owned() }))
         }
-        _ => Err(io::Error::other("libblkid can not look at it").into()),
+        _ => Err(io::Error::other("libblkid cannot probe the disk").into()),
     }
 }
 

@@ -10,12 +10,12 @@ pub enum StateError {
     #[error("the state could not be passed on: {0}")]
     Io(#[from] io::Error),
     /// The received bytes are no state.
-    #[error("what came is no state of a server: {0}")]
+    #[error("the received data is no server state: {0}")]
     NotAState(&'static str),
     /// The version of the state is not supported.
     #[error(
         "the state has version {0}, and this program reads versions {first} to {last}: \
-         use a program of a release next to the one that runs",
+         use a release next to the running one",
         first = READABLE.start(), last = READABLE.end()
     )]
     Version(u32),
@@ -23,7 +23,7 @@ pub enum StateError {
     #[error("the state is too large: {0} bytes or descriptors")]
     TooLarge(u64),
     /// A section does not have the expected form.
-    #[error("section {name} of the state can not be read: {source}")]
+    #[error("section {name} of the state cannot be read: {source}")]
     Section {
         /// Name of the section.
         name: String,
@@ -31,15 +31,14 @@ pub enum StateError {
         source: serde_json::Error,
     },
     /// A section name occurs twice.
-    #[error("section {0} of the state is there twice")]
+    #[error("section {0} of the state occurs twice")]
     Twice(String),
     /// A mandatory section is unknown.
     #[error(
-        "this program does not know section {0} of the state, without which nothing can go on: \
-         use a newer program"
+        "this program does not support the mandatory section {0} of the state: use a newer program"
     )]
     Unknown(String),
     /// A descriptor reference is invalid, or the descriptor was already taken.
-    #[error("the state names descriptor {0}, which is not there")]
+    #[error("the state refers to descriptor {0}, which does not exist")]
     NoDescriptor(u32),
 }

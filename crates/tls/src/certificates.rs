@@ -28,7 +28,7 @@ const MAX_FILE: u64 = 16 << 20;
 #[non_exhaustive]
 pub enum CertificateError {
     /// A file is missing or unreadable.
-    #[error("{} can not be read: {source}; the directory holds {}", .path.display(), .needed)]
+    #[error("{} cannot be read: {source}; the directory must contain {}", .path.display(), .needed)]
     Read {
         /// Path of the file.
         path: PathBuf,
@@ -38,7 +38,7 @@ pub enum CertificateError {
         needed: &'static str,
     },
     /// A file does not contain an object of the expected kind.
-    #[error("{} holds no {what} in PEM form", .path.display())]
+    #[error("{} contains no {what} in PEM format", .path.display())]
     Empty {
         /// Path of the file.
         path: PathBuf,
@@ -54,7 +54,7 @@ pub enum CertificateError {
         why: String,
     },
     /// A certificate and a key do not match, or are of an unsupported kind.
-    #[error("{} and its key can not be used: {why}", .path.display())]
+    #[error("{} and its key cannot be used: {why}", .path.display())]
     Pair {
         /// Path of the certificate.
         path: PathBuf,
@@ -62,7 +62,7 @@ pub enum CertificateError {
         why: String,
     },
     /// The certificate of the CA cannot be used.
-    #[error("{} can not be used: {why}", .path.display())]
+    #[error("{} cannot be used: {why}", .path.display())]
     Authority {
         /// Path of the CA's certificate.
         path: PathBuf,
@@ -72,7 +72,7 @@ pub enum CertificateError {
 }
 
 const CLIENT_NEEDS: &str =
-    "ca-cert.pem, and client-cert.pem with client-key.pem if the server wants to know its clients";
+    "ca-cert.pem, and client-cert.pem with client-key.pem if the server requires a certificate";
 const SERVER_NEEDS: &str = "ca-cert.pem, server-cert.pem and server-key.pem";
 const ANY_CLIENT_NEEDS: &str = "server-cert.pem and server-key.pem";
 
@@ -147,7 +147,7 @@ impl Directory<'_> {
 
     fn unusable(&self, name: &str, why: &rustls::Error) -> CertificateError {
         let why = match why {
-            rustls::Error::InconsistentKeys(_) => "they do not belong together".to_owned(),
+            rustls::Error::InconsistentKeys(_) => "they do not match".to_owned(),
             other => other.to_string(),
         };
         CertificateError::Pair { path: self.path.join(name), why }

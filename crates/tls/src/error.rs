@@ -28,25 +28,25 @@ pub enum SessionError {
     #[error("the certificate of the other end was revoked")]
     Revoked,
     /// The peer's certificate is for another purpose.
-    #[error("the certificate of the other end is not one for this purpose (client or server)")]
+    #[error("the certificate of the other end is for another purpose (client or server)")]
     Purpose,
     /// The peer's certificate cannot be used for another reason.
-    #[error("the certificate of the other end can not be used: {0}")]
+    #[error("the certificate of the other end cannot be used: {0}")]
     Certificate(String),
     /// The peer has sent no certificate, although one is required.
-    #[error("the other end has shown no certificate")]
+    #[error("the other end has sent no certificate")]
     None,
     /// The peer requires a certificate.
-    #[error("the other end wants a certificate, and was shown none")]
+    #[error("the other end requires a certificate, and got none")]
     Wanted,
     /// The peer has refused the certificate of this side.
-    #[error("the other end refuses the certificate that it was shown: {0}")]
+    #[error("the other end refuses this end's certificate: {0}")]
     Refused(&'static str),
     /// The peer has ended the session with an alert.
-    #[error("the other end has ended it: {0}")]
+    #[error("the other end has ended the TLS session: {0}")]
     Alert(String),
     /// The received bytes are no TLS records.
-    #[error("what the other end sends is no TLS")]
+    #[error("the other end does not send TLS")]
     NoTls,
     /// Another error of the TLS library.
     #[error("{0}")]
@@ -101,10 +101,10 @@ impl SessionError {
             Alert::BadCertificate
             | Alert::UnsupportedCertificate
             | Alert::CertificateUnknown
-            | Alert::AccessDenied => Self::Refused("it can not be used there"),
+            | Alert::AccessDenied => Self::Refused("it cannot be used there"),
             // Sent by a TLS 1.2 server if a client has no certificate.
             Alert::HandshakeFailure => {
-                Self::Alert("there is no agreement; it may want a certificate".to_owned())
+                Self::Alert("the ends do not agree; it may require a certificate".to_owned())
             }
             other => Self::Alert(format!("{other:?}")),
         }

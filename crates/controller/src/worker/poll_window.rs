@@ -1,7 +1,7 @@
 //! Adaptive polling: time that an idle I/O thread polls before it sleeps.
 
 use crate::interrupt::HoldLimit;
-use shadowbell_memory::GiveWay;
+use shadowbell_memory::YieldBackoff;
 use std::time::{Duration, Instant};
 
 /// Polling mode of an idle I/O thread.
@@ -137,7 +137,7 @@ pub(super) struct PollWindow {
     ended: u64,
     /// Start of the idle passes, to within [`PASSES`].
     since: Instant,
-    others: GiveWay,
+    others: YieldBackoff,
     /// True if another thread wanted the CPU during this wait for a disk.
     crowded: bool,
 }
@@ -157,7 +157,7 @@ impl PollWindow {
             pending: false,
             ended: 0,
             since,
-            others: GiveWay::new(),
+            others: YieldBackoff::new(),
             crowded: false,
         }
     }
@@ -219,7 +219,7 @@ impl PollWindow {
         let waited = now.duration_since(self.since);
         if waited >= width {
             Next::Sleep
-        } else if self.pending && waited >= GiveWay::AFTER || self.idle >= POLITE_AFTER {
+        } else if self.pending && waited >= YieldBackoff::AFTER || self.idle >= POLITE_AFTER {
             Next::Yield
         } else {
             Next::Look
@@ -228,7 +228,7 @@ impl PollWindow {
 
     /// Yields the CPU to other threads. Returns the next action.
     pub(super) fn give_way(&mut self) -> Next {
-        let crowded = self.others.give_way(GiveWay::AFTER);
+        let crowded = self.others.backoff(YieldBackoff::AFTER);
         self.gave_way(crowded)
     }
 

@@ -1,6 +1,6 @@
 //! Adaptive polling before a sleep.
 
-use shadowbell_memory::GiveWay;
+use shadowbell_memory::YieldBackoff;
 use std::time::Duration;
 
 /// Polling policy: maximum time that a thread polls for completions before it sleeps until an
@@ -40,7 +40,7 @@ pub(crate) struct SpinWindow {
     /// Number of sleeps until the next trial, and its start value after the last trial.
     until_try: u32,
     between: u32,
-    others: GiveWay,
+    others: YieldBackoff,
 }
 
 /// Smallest useful window.
@@ -55,7 +55,7 @@ impl SpinWindow {
     pub(crate) fn new(policy: SpinPolicy) -> Self {
         let between = *BETWEEN.start();
         let window = policy.max;
-        Self { policy, window, missed: 0, until_try: between, between, others: GiveWay::new() }
+        Self { policy, window, missed: 0, until_try: between, between, others: YieldBackoff::new() }
     }
 
     /// Time to poll now.
@@ -67,7 +67,7 @@ impl SpinWindow {
     /// afterwards: a yielding thread does not delay the controller, and notices completions sooner
     /// than a sleeping thread.
     pub(crate) fn give_way(&mut self, waited: Duration) {
-        self.others.give_way(waited);
+        self.others.backoff(waited);
     }
 
     fn is_trying(&self) -> bool {

@@ -58,13 +58,16 @@ const BACKGROUND: u16 = 256;
 #[non_exhaustive]
 pub enum MountError {
     /// The path exists and is no regular file.
-    #[error("{} is not a file: name an empty file, or one that is not there yet", .0.display())]
+    #[error(
+        "{} is not a regular file: name an empty file, or a path that does not exist",
+        .0.display()
+    )]
     NotAFile(PathBuf),
     /// The path still is the mount of a file system whose server has died.
     #[error("{path} is the mount of a server that died: `umount {path}` first", path = .0.display())]
     Dead(PathBuf),
     /// The file cannot be created or opened.
-    #[error("{} can not be used: {source}", path.display())]
+    #[error("{} cannot be used: {source}", path.display())]
     File {
         /// Path of the file.
         path: PathBuf,
@@ -72,7 +75,7 @@ pub enum MountError {
         source: io::Error,
     },
     /// The system has no FUSE, or the process may not mount.
-    #[error("{} can not be mounted over: {source}; that takes /dev/fuse, and root or fusermount3",
+    #[error("{} cannot be mounted over: {source}; this needs /dev/fuse, and root or fusermount3",
         path.display())]
     Mount {
         /// Path of the file.
@@ -81,7 +84,7 @@ pub enum MountError {
         source: io::Error,
     },
     /// A thread or descriptor cannot be created.
-    #[error("the mount can not be served: {0}")]
+    #[error("the mount cannot be served: {0}")]
     System(io::Error),
 }
 
@@ -198,7 +201,8 @@ impl Drop for Mounted {
                 Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
                 Err(Errno::BUSY) => {
                     tracing::warn!(
-                        "{} is in use, and is waited for; a program that opens it now finds it empty",
+                        "{} is in use, waiting for its users; a program that opens it now \
+                         finds an empty file",
                         self.path.display()
                     );
                     let _ = unmount(&self.path, UnmountFlags::DETACH);
@@ -210,7 +214,7 @@ impl Drop for Mounted {
                         .arg(&self.path)
                         .output();
                     if !helper.is_ok_and(|helper| helper.status.success()) {
-                        tracing::warn!("{} is not unmounted: {errno}", self.path.display());
+                        tracing::warn!("cannot unmount {}: {errno}", self.path.display());
                     }
                 }
             }
@@ -290,7 +294,7 @@ fn serve(session: Session<Agreement>, threads: Threads, over: &AtomicBool, on_en
         let thread = std::thread::Builder::new().name("fuse-helper".into());
         match thread.spawn(helper) {
             Ok(thread) => running.push(thread),
-            Err(error) => tracing::debug!("the mount has a thread less: {error}"),
+            Err(error) => tracing::debug!("the mount runs with one thread less: {error}"),
         }
     }
     let outcome = first();
@@ -300,7 +304,7 @@ fn serve(session: Session<Agreement>, threads: Threads, over: &AtomicBool, on_en
     }
     match outcome {
         Ok(()) => tracing::debug!("unmounted"),
-        Err(error) => tracing::warn!("the mount came to an end: {error}"),
+        Err(error) => tracing::warn!("the mount has ended: {error}"),
     }
     // Dropping the device fails the requests that are not answered.
     drop((shared, session));

@@ -12,11 +12,11 @@
 //! interleaved with another reply: such a read waits until no other request is in flight, and
 //! later requests wait for the read.
 
-use super::answers::{Answer, Answers, Sent};
-use super::clients::NewClient;
-use super::gather::Gather;
+use super::admission::NewClient;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
+use super::replies::{Replies, Reply, Sent};
+use super::reply_coalescing::ReplyCoalescing;
 use super::request::{Action, Checked, Completed, EXTENTS, Job, carry_out, check, number};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT, INPUT};
@@ -104,11 +104,11 @@ struct Connection<F> {
     arriving: Option<PartialWrite>,
     /// Request that waits for a slot or for memory.
     stalled: Option<Request>,
-    answers: Answers,
+    replies: Replies,
     held: usize,
     memory: DataMemory,
     depth: Depth,
-    gather: Gather,
+    coalescing: ReplyCoalescing,
     /// True if the last request was a long write.
     writes_long: bool,
     /// True while a read whose reply must not be interleaved is executed in pieces: no other
@@ -134,7 +134,7 @@ pub(super) fn serve(
     let mut socket = ClientSocket::new(socket, &io)?;
     let _registered = shared.register(io.waker()?);
     let outcome = negotiate(&mut socket, &mut io, shared, new.peer)?;
-    let Some((agreed, _place)) = outcome else { return Ok(()) };
+    let Some((agreed, _admission)) = outcome else { return Ok(()) };
     drop(new);
     let connection = Connection {
         socket,
@@ -145,11 +145,11 @@ pub(super) fn serve(
         pending: vec![Pending::default(); SLOTS],
         arriving: None,
         stalled: None,
-        answers: Answers::with_capacity(SLOTS),
+        replies: Replies::with_capacity(SLOTS),
         held: 0,
         memory: DataMemory::new(SLOTS),
         depth: Depth::default(),
-        gather: Gather::default(),
+        coalescing: ReplyCoalescing::default(),
         writes_long: false,
         alone: false,
         broken: false,
@@ -209,11 +209,11 @@ impl<F: Future<Output = Completed>> Connection<F> {
         let mut drain_deadline = None;
         loop {
             self.take_requests(make)?;
-            if self.depth.wants_to_move(|| self.shared.agreed.count() == 1) {
+            if self.depth.wants_to_move(|| self.shared.admitted.count() == 1) {
                 return Ok(Stop::Move);
             }
             let busy = self.collect(server.as_deref_mut());
-            if server.is_some() && self.holds_answers() {
+            if server.is_some() && self.holds_replies() {
                 // While polling, the socket is not in the epoll wait, so only a read tells
                 // whether the client has sent something.
                 self.socket.readable = true;
@@ -221,7 +221,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 continue;
             }
             let freed = self.send(make)?;
-            let is_sent = self.answers.is_empty() && !self.socket.has_pending();
+            let is_sent = self.replies.is_empty() && !self.socket.has_pending();
             if self.broken && is_sent {
                 return Err(ConnectionError::Broken);
             }
@@ -235,7 +235,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if self.last || self.hung_up {
                 // A partially received request was never started, so it is dropped.
                 let arriving = usize::from(self.arriving.is_some());
-                if in_flight <= arriving && (is_sent || self.hung_up && self.answers.is_empty()) {
+                if in_flight <= arriving && (is_sent || self.hung_up && self.replies.is_empty()) {
                     return Ok(Stop::Over);
                 }
             }
@@ -279,14 +279,14 @@ impl<F: Future<Output = Completed>> Connection<F> {
     }
 
     /// True if pending replies are held back for the client's next requests.
-    fn holds_answers(&mut self) -> bool {
+    fn holds_replies(&mut self) -> bool {
         let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
         // Replies to reads are not held back, since their data takes the most time.
         takes
             && !self.socket.blocked
             && !self.shared.is_ending()
-            && self.answers.have_no_data()
-            && self.gather.holds(self.answers.len())
+            && self.replies.have_no_data()
+            && self.coalescing.holds(self.replies.len())
     }
 
     /// Receives available bytes: first the rest of a write's data, then further requests. Returns
@@ -348,7 +348,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                     };
                     let request = Request::decode(head).ok_or_else(|| {
                         ConnectionError::Protocol(
-                            "the client sent something that is no request".into(),
+                            "the client sent an invalid request (wrong magic number)".into(),
                         )
                     })?;
                     self.socket.input.consume(Request::SIZE);
@@ -432,7 +432,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             Err((error, text)) => {
                 let head = self.refusal(request.cookie, error, text);
-                self.answers.push(Answer { slot, head, data, len: 0, more: false });
+                self.replies.push(Reply { slot, head, data, len: 0, more: false });
             }
         }
     }
@@ -447,7 +447,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
 
     /// Submits the started requests and takes completions. Returns true if there was any work.
     fn collect(&mut self, server: Option<&mut (dyn QueueServer + '_)>) -> bool {
-        let Self { io, pending, answers, agreed, shared, broken, .. } = self;
+        let Self { io, pending, replies, agreed, shared, broken, .. } = self;
         io.run_once(server, |slot, Completed { outcome, data, extents }| {
             let pending = pending.get(slot).copied().unwrap_or_default();
             if let Err(error) = &outcome {
@@ -458,11 +458,11 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 // A reply that has started can only continue or break off.
                 *broken |= outcome.is_err();
                 let len = pending.piece().filter(|_| outcome.is_ok()).map_or(0, |piece| piece.len);
-                answers.push(Answer { slot, head: Head::none(), data, len: len as usize, more });
+                replies.push(Reply { slot, head: Head::none(), data, len: len as usize, more });
                 return;
             }
-            let (head, len) = answer(&pending, *agreed, &outcome, extents);
-            answers.push(Answer { slot, head, data, len, more });
+            let (head, len) = reply(&pending, *agreed, &outcome, extents);
+            replies.push(Reply { slot, head, data, len, more });
         })
     }
 
@@ -472,25 +472,25 @@ impl<F: Future<Output = Completed>> Connection<F> {
         if self.socket.blocked {
             return Ok(false);
         }
-        let Self { socket, io, answers, pending, held, memory, alone, disk, .. } = self;
+        let Self { socket, io, replies, pending, held, memory, alone, disk, .. } = self;
         let mut freed = false;
-        let sent = answers.send(socket, |answer, is_sent| {
-            if answer.more
+        let sent = replies.send(socket, |reply, is_sent| {
+            if reply.more
                 && is_sent
-                && let Some(pending) = pending.get_mut(answer.slot)
+                && let Some(pending) = pending.get_mut(reply.slot)
             {
                 pending.done += PIECE;
                 if let Some(request) = pending.piece() {
-                    let job = Job { request, data: answer.data };
-                    io.tasks().start(answer.slot, make(disk.clone(), job));
+                    let job = Job { request, data: reply.data };
+                    io.tasks().start(reply.slot, make(disk.clone(), job));
                     return;
                 }
             }
             *alone = false;
-            let pending = pending.get_mut(answer.slot).map(std::mem::take).unwrap_or_default();
+            let pending = pending.get_mut(reply.slot).map(std::mem::take).unwrap_or_default();
             *held = held.saturating_sub(pending.held);
-            io.tasks().release(answer.slot);
-            memory.give_back(answer.data);
+            io.tasks().release(reply.slot);
+            memory.give_back(reply.data);
             freed = true;
         });
         match sent.map_err(|errno| socket.error(errno))? {
@@ -504,7 +504,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
 }
 
 /// Reply to a completed request or to its next piece, and the length of its data.
-fn answer(
+fn reply(
     pending: &Pending,
     agreed: Agreed,
     outcome: &Result<(), BlockError>,

@@ -133,7 +133,8 @@ impl Handshake {
         let flags = reader.u32()?;
         let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
         if flags & !known != 0 {
-            let why = format!("the client wants what was not offered (flags {flags:#x})");
+            let why =
+                format!("the client requests features that were not offered (flags {flags:#x})");
             return Some(Step::Over(Some(why)));
         }
         self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
@@ -169,10 +170,12 @@ impl Handshake {
                 option::STARTTLS | option::ABORT => {}
                 // EXPORT_NAME has no error reply, so the session ends.
                 option::EXPORT_NAME => {
-                    return Step::Over(Some("the client wants to do without TLS".into()));
+                    return Step::Over(Some(
+                        "the client does not use TLS, which is required".into(),
+                    ));
                 }
                 _ => {
-                    put_answer(out, option, answer::ERR_TLS_REQD, b"this server wants TLS first");
+                    put_answer(out, option, answer::ERR_TLS_REQD, b"this server requires TLS");
                     return Step::More;
                 }
             }
@@ -215,7 +218,7 @@ impl Handshake {
                     None => put_answer(out, option, answer::ACK, b""),
                 }
             }
-            _ => put_answer(out, option, answer::ERR_UNSUP, b"the option is not known here"),
+            _ => put_answer(out, option, answer::ERR_UNSUP, b"the option is not supported"),
         }
         Step::More
     }
@@ -224,7 +227,7 @@ impl Handshake {
         let refusal: (u32, &[u8]) = match self.security {
             _ if !data.is_empty() => (answer::ERR_INVALID, b"the option takes no data"),
             Security::None => (answer::ERR_POLICY, b"this server has no TLS"),
-            Security::Begun => (answer::ERR_INVALID, b"TLS has begun already"),
+            Security::Begun => (answer::ERR_INVALID, b"TLS has already started"),
             Security::Required => {
                 self.security = Security::Begun;
                 // Options before TLS may be injected by a man in the middle, so they are
@@ -250,7 +253,7 @@ impl Handshake {
     fn export_name(&self, name: &[u8], out: &mut Vec<u8>) -> Step {
         // EXPORT_NAME has no error reply, so the session ends.
         let Some(name) = std::str::from_utf8(name).ok().filter(|name| self.is_ours(name)) else {
-            return Step::Over(Some("the client wants an export that is not here".into()));
+            return Step::Over(Some("the client requests an export that does not exist".into()));
         };
         tracing::debug!(name, "chosen by name");
         out.extend(self.export.size.to_be_bytes());
@@ -262,7 +265,7 @@ impl Handshake {
     }
 
     fn info(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Result<(), (u32, String)> {
-        let invalid = || (answer::ERR_INVALID, "the option is not whole".to_owned());
+        let invalid = || (answer::ERR_INVALID, "the option is incomplete".to_owned());
         let mut reader = Reader(data);
         let name = reader.string().ok_or_else(invalid)?;
         let count = reader.u16().ok_or_else(invalid)?;
@@ -270,7 +273,7 @@ impl Handshake {
             return Err(invalid());
         }
         if !self.is_ours(name) {
-            return Err((answer::ERR_UNKNOWN, format!("there is no export named {name:?} here")));
+            return Err((answer::ERR_UNKNOWN, format!("there is no export named {name:?}")));
         }
         let mut about = info::EXPORT.to_be_bytes().to_vec();
         about.extend(self.export.size.to_be_bytes());
@@ -310,7 +313,10 @@ impl Handshake {
             self.agreed.allocation = false;
         }
         if !self.agreed.structured {
-            return Some((answer::ERR_INVALID, "structured replies come first".into()));
+            return Some((
+                answer::ERR_INVALID,
+                "structured replies must be negotiated first".into(),
+            ));
         }
         let mut reader = Reader(data);
         let mut parse = || {
@@ -325,10 +331,10 @@ impl Handshake {
             reader.0.is_empty().then_some((name, wanted))
         };
         let Some((name, wanted)) = parse() else {
-            return Some((answer::ERR_INVALID, "the option is not whole".into()));
+            return Some((answer::ERR_INVALID, "the option is incomplete".into()));
         };
         if !self.is_ours(name) {
-            return Some((answer::ERR_UNKNOWN, format!("there is no export named {name:?} here")));
+            return Some((answer::ERR_UNKNOWN, format!("there is no export named {name:?}")));
         }
         if wanted {
             let mut context = ALLOCATION_CONTEXT.to_be_bytes().to_vec();

@@ -7,8 +7,8 @@
 //! | [`handshake`] | server side of the handshake, without a socket |
 //! | `request` | validation and execution of a request |
 //! | `connection` | one client: a thread and its requests |
-//! | `negotiate`, `socket`, `answers` | the handshake over a socket; receiving and sending |
-//! | `gather` | coalescing of replies |
+//! | `negotiate`, `socket`, `replies` | the handshake over a socket; receiving and sending |
+//! | `reply_coalescing` | coalescing of replies |
 //! | `sys` | system calls for the data of requests |
 //! | `shared` | state that a server and its connections share |
 //! | [`Server`] | the listening socket and its clients |
@@ -41,13 +41,13 @@
 //! Extended headers.
 
 mod address;
-mod answers;
-mod clients;
+mod admission;
 mod connection;
-mod gather;
 pub mod handshake;
 mod negotiate;
 mod options;
+mod replies;
+mod reply_coalescing;
 mod request;
 mod server;
 mod shared;

@@ -1,6 +1,6 @@
 //! Handshake with a client over its socket.
 
-use super::clients::{Peer, Place};
+use super::admission::{Admission, Peer};
 use super::handshake::{Agreed, Handshake, Security, Step};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, NEGOTIATION_TIMEOUT};
@@ -18,13 +18,13 @@ pub(super) fn negotiate<F: Future>(
     io: &mut IoThread<F>,
     shared: &ServerShared,
     peer: Peer,
-) -> Result<Option<(Agreed, Place)>, ConnectionError> {
+) -> Result<Option<(Agreed, Admission)>, ConnectionError> {
     let deadline = Instant::now() + NEGOTIATION_TIMEOUT;
     let security = if shared.tls.is_some() { Security::Required } else { Security::None };
     let mut handshake = Handshake::new(Arc::clone(&shared.export), security);
     let mut out = Handshake::greeting();
     let mut over: Option<Step> = None;
-    let mut place = None;
+    let mut admission = None;
     loop {
         if !out.is_empty() && !socket.blocked {
             match socket.send(&[Part::of(&out)]) {
@@ -49,7 +49,9 @@ pub(super) fn negotiate<F: Future>(
         if out.is_empty() {
             match over.take() {
                 Some(Step::BeginTls) => begin_tls(socket, shared)?,
-                Some(Step::Transmission(agreed)) => return Ok(place.map(|place| (agreed, place))),
+                Some(Step::Transmission(agreed)) => {
+                    return Ok(admission.map(|admission| (agreed, admission)));
+                }
                 Some(Step::Over(None)) => {
                     socket.close();
                     return Ok(None);
@@ -65,7 +67,8 @@ pub(super) fn negotiate<F: Future>(
                 step => {
                     // Admission precedes the positive reply.
                     if matches!(step, Step::Transmission(_)) {
-                        place = Some(shared.agreed.take(peer).ok_or(ConnectionError::TooMany)?);
+                        admission =
+                            Some(shared.admitted.take(peer).ok_or(ConnectionError::TooMany)?);
                     }
                     over = Some(step);
                     continue;
@@ -99,7 +102,7 @@ fn begin_tls(socket: &mut ClientSocket, shared: &ServerShared) -> Result<(), Con
     // Plaintext after STARTTLS may be injected by a man in the middle, and must not count as sent
     // in TLS.
     if !socket.input.rest().is_empty() {
-        let why = "the client, or somebody in between, sent something before TLS began";
+        let why = "the client, or a man in the middle, sent data before TLS started";
         return Err(ConnectionError::Protocol(why.into()));
     }
     if let Some(tls) = &shared.tls {

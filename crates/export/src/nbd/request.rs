@@ -59,11 +59,11 @@ pub(super) fn check(
         command::BLOCK_STATUS => {
             (Action::BlockStatus { one: flags & flag::REQ_ONE != 0 }, flag::REQ_ONE)
         }
-        _ => return Err((NbdError::Inval, "there is no such command")),
+        _ => return Err((NbdError::Inval, "unknown command")),
     };
     // Once FUA is negotiated, the flag is allowed on every request.
     if flags & !(allowed | flag::FUA) != 0 {
-        return Err((NbdError::Inval, "the command has no such flag"));
+        return Err((NbdError::Inval, "unknown flag for this command"));
     }
     let changes = matches!(action, Action::Write { .. } | Action::Trim | Action::WriteZeroes(_));
     if changes && geometry.read_only {
@@ -72,13 +72,13 @@ pub(super) fn check(
     match action {
         Action::Flush => return Ok(Checked { action, fua, offset: 0, len: 0 }),
         Action::Trim if !geometry.discard => {
-            return Err((NbdError::NotSup, "the disk can not discard"));
+            return Err((NbdError::NotSup, "the disk cannot discard"));
         }
         Action::BlockStatus { .. } if !agreed.allocation => {
-            return Err((NbdError::Inval, "no metadata context was chosen"));
+            return Err((NbdError::Inval, "no metadata context was selected"));
         }
         Action::BlockStatus { .. } if len == 0 => {
-            return Err((NbdError::Inval, "nothing is asked about"));
+            return Err((NbdError::Inval, "the length is 0"));
         }
         Action::Read if len > MAX_PAYLOAD => {
             return Err((NbdError::Inval, "the request is longer than 32 MiB"));
@@ -90,7 +90,7 @@ pub(super) fn check(
             Action::Write { .. } | Action::WriteZeroes(_) => NbdError::NoSpc,
             _ => NbdError::Inval,
         };
-        return Err((error, "the request reaches past the end"));
+        return Err((error, "the request exceeds the end of the export"));
     }
     Ok(Checked { action, fua, offset, len })
 }

@@ -1,7 +1,7 @@
 //! NBD server: the listening socket, and the threads of its clients.
 
 use super::address::Address;
-use super::clients::{Clients, NewClient, Peer};
+use super::admission::{Clients, NewClient, Peer};
 use super::connection;
 use super::handshake::Export;
 use super::options::Options;
@@ -34,7 +34,7 @@ pub enum StartError {
     #[error("{0} is a directory: add the name of a socket to it")]
     Directory(std::path::PathBuf),
     /// The TCP port cannot be bound.
-    #[error("{address} can not be listened on: {source}")]
+    #[error("cannot listen on {address}: {source}")]
     Tcp {
         /// Listen address.
         address: SocketAddr,
@@ -48,7 +48,7 @@ pub enum StartError {
         len: usize,
     },
     /// A thread or descriptor cannot be created.
-    #[error("the server can not be started: {0}")]
+    #[error("the server cannot be started: {0}")]
     System(io::Error),
 }
 
@@ -201,7 +201,7 @@ impl Accept {
                 Ok(socket) => self.admit(socket),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => {
-                    tracing::warn!("a client could not be let in: {errno}");
+                    tracing::warn!("a client could not be accepted: {errno}");
                     // The listener stays readable, so the thread pauses until descriptors may be
                     // free again.
                     let _ = self.event.wait(Some(ACCEPT_RETRY));
@@ -217,15 +217,15 @@ impl Accept {
 
     fn admit(&mut self, socket: OwnedFd) {
         let peer = Peer::of(socket.as_fd());
-        if self.shared.agreed.is_full(peer) {
-            self.shared.log.warn("as many clients are here as may be, and no more are let in");
+        if self.shared.admitted.is_full(peer) {
+            self.shared.log.warn("too many clients: further connections are refused");
             return;
         }
         self.clients.make_room();
         let again = match rustix::io::fcntl_dupfd_cloexec(&socket, 0) {
             Ok(again) => again,
             Err(errno) => {
-                self.shared.log.warn(format_args!("a client could not be let in: {errno}"));
+                self.shared.log.warn(format_args!("a client could not be accepted: {errno}"));
                 return;
             }
         };
@@ -249,7 +249,7 @@ impl Accept {
             })
         });
         if let Err(error) = added {
-            self.shared.log.warn(format_args!("a client could not be let in: {error}"));
+            self.shared.log.warn(format_args!("a client could not be accepted: {error}"));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! State that a server and its connections share.
 
-use super::clients::Agreed;
+use super::admission::Admitted;
 use super::handshake::Export;
 use super::options::Options;
 use crate::failures::FailureCount;
@@ -23,7 +23,7 @@ pub(super) struct ServerShared {
     wakers: Mutex<BTreeMap<u64, EventFd>>,
     next: AtomicU64,
     pub(super) failures: FailureCount,
-    pub(super) agreed: Arc<Agreed>,
+    pub(super) admitted: Arc<Admitted>,
     /// I/O threads that serve the disk's queues and may also serve a client.
     pub(super) lender: Option<Arc<dyn QueueThreads>>,
     /// Rate limit of warnings that clients can trigger.
@@ -52,7 +52,7 @@ impl ServerShared {
             wakers: Mutex::default(),
             next: AtomicU64::new(0),
             failures: FailureCount::default(),
-            agreed: Agreed::new(options.max_clients),
+            admitted: Admitted::new(options.max_clients),
             lender: options.lender.clone(),
             log: LogLimit::default(),
         }

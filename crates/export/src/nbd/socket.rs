@@ -33,17 +33,17 @@ pub(super) enum ConnectionError {
     Protocol(String),
     #[error("the connection broke: {0}")]
     Socket(Errno),
-    #[error("no TLS with the client: {0}")]
+    #[error("TLS with the client failed: {0}")]
     Tls(SessionError),
-    #[error("the client did not say what it wants within {} s", NEGOTIATION_TIMEOUT.as_secs())]
+    #[error("the client did not complete the handshake within {} s", NEGOTIATION_TIMEOUT.as_secs())]
     Slow,
-    #[error("as many clients are here as may be")]
+    #[error("too many clients")]
     TooMany,
-    #[error("the client did not take its answers within {} s", DRAIN_TIMEOUT.as_secs())]
+    #[error("the client did not receive its replies within {} s", DRAIN_TIMEOUT.as_secs())]
     Stuck,
-    #[error("the disk failed in the middle of an answer that the client had asked for whole")]
+    #[error("the disk failed in the middle of a reply that must not be split")]
     Broken,
-    #[error("the system has no event descriptor left: {0}")]
+    #[error("cannot create or watch an event: {0}")]
     Event(#[from] std::io::Error),
 }
 

@@ -1,6 +1,6 @@
 //! Lifecycle of a ublk device.
 
-use super::acquire::{add, find, header, take_over, was_never_started};
+use super::add_device::{add, find, header, take_over, was_never_started};
 use super::error::UblkError;
 use super::parameters::{LARGEST_BLOCK, aligned, parameters};
 use super::serve::{QueueStatus, Work, serve};
@@ -48,19 +48,19 @@ pub struct Options {
 #[non_exhaustive]
 pub enum WhyCopied {
     /// Zero copy is disabled by an option.
-    #[error("that is asked for")]
+    #[error("an option requests it")]
     Asked,
     /// The disk has no suitable file.
     #[error(
-        "the disk is not the bytes of a raw image or a block device that this program reads and \
-         writes past the page cache, by io_uring and without limits"
+        "the disk is not a raw image or a block device that this program accesses past the page \
+         cache, by io_uring and without limits"
     )]
     NoFile,
     /// The kernel does not support zero copy.
-    #[error("the kernel's driver has no UBLK_F_AUTO_BUF_REG as it is since Linux 6.17")]
+    #[error("the kernel's driver lacks UBLK_F_AUTO_BUF_REG in the form of Linux 6.17")]
     Kernel,
     /// The device that is taken over was created without zero copy.
-    #[error("the device was made for that by the process before this one")]
+    #[error("the device that was taken over was created without zero copy")]
     Device,
 }
 
@@ -70,7 +70,7 @@ pub enum WhyCopied {
 /// (CAP_SYS_RESOURCE), it has no effect.
 pub fn promise_progress() {
     if let Err(errno) = rustix::process::configure_io_flusher_behavior(true) {
-        tracing::debug!("not marked as a process that writes for the kernel: {errno}");
+        tracing::debug!("cannot mark the process as an I/O flusher: {errno}");
     }
 }
 
@@ -161,7 +161,7 @@ impl Ublk {
         let mut parameters = parameters(disk.geometry());
         let mut file = file_of(local, disk.geometry());
         let mut why_copied = why_copied(options.copy, file.is_some(), || {
-            control.features().is_ok_and(feature::is_straight)
+            control.features().is_ok_and(feature::is_zero_copy)
         });
         if let (Some((file, _)), None) = (&file, why_copied) {
             parameters = aligned(parameters, file.alignment().memory);
@@ -175,7 +175,7 @@ impl Ublk {
                 if !was_never_started(&mut control, id, &info, options.recover)? =>
             {
                 take_over(&mut control, id, &info, &parameters, options.recover)?;
-                if info.flags & feature::STRAIGHT == 0 {
+                if info.flags & feature::ZERO_COPY == 0 {
                     why_copied.get_or_insert(WhyCopied::Device);
                 }
                 (id, true)
@@ -289,9 +289,9 @@ impl Ublk {
 
     /// Number of completed zero-copy requests, and of other requests with data.
     #[must_use]
-    pub fn straight_and_copied(&self) -> (u64, u64) {
-        let QueueStatus { straight, copied, .. } = &self.shared.status;
-        (straight.load(Ordering::Relaxed), copied.load(Ordering::Relaxed))
+    pub fn zero_copy_counts(&self) -> (u64, u64) {
+        let QueueStatus { zero_copy, copied, .. } = &self.shared.status;
+        (zero_copy.load(Ordering::Relaxed), copied.load(Ordering::Relaxed))
     }
 
     /// Removes the device when it is no longer in use: a program that has it mounted or open may
@@ -301,15 +301,13 @@ impl Ublk {
         // The callback is for a stop by another process only.
         drop(self.shared.take_on_end());
         self.wait_until_unused();
-        let (shared, is_straight) = (Arc::clone(&self.shared), self.file.is_some());
+        let (shared, is_zero_copy) = (Arc::clone(&self.shared), self.file.is_some());
         drop(self);
-        if is_straight {
-            let QueueStatus { straight, copied, .. } = &shared.status;
-            let (straight, copied) =
-                (straight.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
-            tracing::info!(
-                "the data of {straight} requests were not copied, of {copied} they were"
-            );
+        if is_zero_copy {
+            let QueueStatus { zero_copy, copied, .. } = &shared.status;
+            let (zero_copy, copied) =
+                (zero_copy.load(Ordering::Relaxed), copied.load(Ordering::Relaxed));
+            tracing::info!("zero-copy for {zero_copy} requests, and copies for {copied}");
         }
         shared.status.failures.count()
     }
@@ -330,8 +328,8 @@ impl Ublk {
             }
             if !warned {
                 tracing::warn!(
-                    "{} is in use, and is waited for; once more ends this program at once, and \
-                     leaves the device to --recover",
+                    "{} is in use, waiting for its users; a second signal ends this program \
+                     at once and leaves the device to --recover",
                     self.path.display()
                 );
                 warned = true;
@@ -346,7 +344,10 @@ impl Ublk {
         match rustix::fs::open(&self.path, flags, Mode::empty()) {
             Ok(file) => {
                 if let Err(errno) = rustix::fs::fsync(&file) {
-                    tracing::warn!("{}: not all of it is written: {errno}", self.path.display());
+                    tracing::warn!(
+                        "{}: writing back the cache failed: {errno}",
+                        self.path.display()
+                    );
                 }
             }
             Err(Errno::BUSY) => return false,
@@ -368,7 +369,7 @@ impl UblkShared {
     /// Records the end of a thread. The last one calls `on_end`.
     fn thread_ended(&self, queue: u16, outcome: io::Result<()>) {
         if let Err(error) = &outcome {
-            tracing::error!(queue, "requests are not taken any more: {error}");
+            tracing::error!(queue, "the queue takes no more requests: {error}");
             self.broken.store(true, Ordering::Release);
         }
         let last = self.left.fetch_sub(1, Ordering::AcqRel) == 1;
@@ -403,7 +404,7 @@ impl Drop for Ublk {
             Ok(()) => {}
             // Another process has removed the device.
             Err(error) if error.raw_os_error() == Some(Errno::NODEV.raw_os_error()) => {}
-            Err(error) => tracing::warn!("{} is not removed: {error}", self.path.display()),
+            Err(error) => tracing::warn!("cannot remove {}: {error}", self.path.display()),
         }
     }
 }
@@ -416,7 +417,7 @@ mod tests {
     #[test]
     fn a_kernel_that_can_not_leave_data_where_they_are_has_them_copied() {
         // Features of Linux 6.1, 6.12 and 7.2.
-        let on = |features: u64| why_copied(false, true, || feature::is_straight(features));
+        let on = |features: u64| why_copied(false, true, || feature::is_zero_copy(features));
         assert_eq!(on(0x1f), Some(WhyCopied::Kernel));
         assert_eq!(on(0x3ff), Some(WhyCopied::Kernel));
         assert_eq!(on(0xf_ffff), None);
@@ -432,7 +433,7 @@ mod tests {
         let Ok(mut control) = Control::new(file) else {
             return eprintln!("skipped: there is no io_uring here");
         };
-        assert!(!control.features().is_ok_and(feature::is_straight));
+        assert!(!control.features().is_ok_and(feature::is_zero_copy));
     }
 
     #[test]

@@ -8,35 +8,33 @@ use std::io;
 pub enum UblkError {
     /// The driver is not loaded.
     #[error(
-        "there is no /dev/ublk-control: `modprobe ublk_drv` (a kernel without that module can \
-        have the disk by --fuse and a loop device)"
+        "there is no /dev/ublk-control: `modprobe ublk_drv` (without that module, use --fuse and a \
+         loop device)"
     )]
     NoDriver,
     /// The kernel is too old.
     #[error(
-        "Linux {release} is too old for --ublk, which takes 6.4 or later; --fuse and a loop \
-        device make a block device of the disk, too"
+        "Linux {release} is too old for --ublk, which needs 6.4 or later; use --fuse and a loop \
+         device instead"
     )]
     TooOld {
         /// Release of the kernel.
         release: String,
     },
     /// The process lacks the privilege.
-    #[error("block devices are made by root (CAP_SYS_ADMIN): /dev/ublk-control: {0}")]
+    #[error("--ublk needs root (CAP_SYS_ADMIN): /dev/ublk-control: {0}")]
     Denied(io::Error),
     /// The process may not use io_uring.
-    #[error("the system lets this program have no io_uring, which ublk works through: {0}")]
+    #[error("io_uring, which ublk needs, is not available: {0}")]
     NoRing(io::Error),
     /// A device with this number already exists.
-    #[error("/dev/ublkb{id} is there already: choose another --ublk-id")]
+    #[error("/dev/ublkb{id} already exists: choose another --ublk-id")]
     Taken {
         /// Device number.
         id: u32,
     },
     /// The device exists, and its server has died.
-    #[error(
-        "/dev/ublkb{id} is there already, and waits for a server: add --recover to go on with it"
-    )]
+    #[error("/dev/ublkb{id} already exists and waits for a server: add --recover to take it over")]
     Orphan {
         /// Device number.
         id: u32,
@@ -50,7 +48,7 @@ pub enum UblkError {
         pid: i32,
     },
     /// The device cannot be taken over.
-    #[error("/dev/ublkb{id} can not be taken over: {why}")]
+    #[error("/dev/ublkb{id} cannot be taken over: {why}")]
     Different {
         /// Device number.
         id: u32,
@@ -66,7 +64,7 @@ pub enum UblkError {
         source: io::Error,
     },
     /// A thread cannot be created.
-    #[error("the device can not be served: {0}")]
+    #[error("the device cannot be served: {0}")]
     System(io::Error),
 }
 

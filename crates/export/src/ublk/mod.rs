@@ -6,11 +6,11 @@
 //! | module | content |
 //! |---|---|
 //! | [`Ublk`] | lifecycle of a device |
-//! | `acquire` | adding a device, or taking over one of a dead server |
+//! | `add_device` | adding a device, or taking over one of a dead server |
 //! | `parameters` | the device parameters of the disk |
 //! | `serve` | the thread of one queue |
 //! | `request` | validation and execution of a request |
-//! | `straight` | zero-copy execution on the disk's own file |
+//! | `zero_copy` | zero-copy execution on the disk's own file |
 //! | `wire` | structures and constants of the driver |
 //! | `sys` | the driver's commands, which use io_uring: the only `unsafe` code here |
 //!
@@ -39,13 +39,13 @@
 //!
 //! Zones, integrity data, devices of users other than root, and resizing.
 
-mod acquire;
+mod add_device;
 mod device;
 mod error;
 mod parameters;
 mod request;
 mod serve;
-mod straight;
+mod zero_copy;
 // The commands of the kernel's driver access memory of this process.
 #[allow(unsafe_code)]
 mod sys;

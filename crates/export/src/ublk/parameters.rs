@@ -69,9 +69,7 @@ pub(super) fn difference(there: &Parameters, wanted: &Parameters) -> Option<Stri
         ));
     }
     (there.attributes != wanted.attributes).then(|| {
-        "it can be written, or has a volatile cache, where this disk is or has not, or the other \
-         way round"
-            .to_owned()
+        "it differs from this disk in write protection or in the volatile cache".to_owned()
     })
 }
 
@@ -126,7 +124,7 @@ mod tests {
         for (other, words) in [
             (Geometry { bytes: 1 << 20, ..GEOMETRY }, "1048576"),
             (Geometry { block_size: 4096, ..GEOMETRY }, "blocks of 512 bytes"),
-            (Geometry { read_only: true, ..GEOMETRY }, "can be written"),
+            (Geometry { read_only: true, ..GEOMETRY }, "write protection"),
         ] {
             let why = difference(&there, &parameters(&other)).unwrap();
             assert!(why.contains(words), "{why}");

@@ -2,13 +2,13 @@
 //!
 //! The thread also drives the disk's queue, if the driver permits it, and sleeps in the system
 //! call that submits its answers: requests that arrive together are submitted together, and
-//! completions that arrive together are answered together. For [zero-copy](super::straight)
+//! completions that arrive together are answered together. For [zero-copy](super::zero_copy)
 //! requests, the same call submits the operations on the image's file.
 
 use super::request::{Action, Completed, Job, carry_out, parse};
-use super::straight::{Next, Straight, errno};
 use super::sys::{Device, Event, Queue};
 use super::wire::{Descriptor, operation};
+use super::zero_copy::{Next, ZeroCopy, errno};
 use crate::failures::FailureCount;
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
@@ -35,7 +35,7 @@ pub(super) struct QueueStatus {
     /// Requests that failed because of the disk.
     pub(super) failures: FailureCount,
     /// Zero-copy requests, and other requests with data.
-    pub(super) straight: AtomicU64,
+    pub(super) zero_copy: AtomicU64,
     pub(super) copied: AtomicU64,
     /// True if the threads are to end, even with requests in flight.
     pub(super) quit: AtomicBool,
@@ -62,14 +62,15 @@ pub(super) fn serve(
 ) -> io::Result<()> {
     let Work { device, queue, disk, file } = work;
     let depth = usize::from(device.info().depth);
-    let straight = file.map(|(file, timeout)| Straight::new(file, disk.geometry(), timeout, depth));
-    let image = straight.as_ref().map(|straight| straight.file().as_fd());
+    let zero_copy =
+        file.map(|(file, timeout)| ZeroCopy::new(file, disk.geometry(), timeout, depth));
+    let image = zero_copy.as_ref().map(|zero_copy| zero_copy.file().as_fd());
     let begun = Queue::open(device, queue, image).and_then(|queue| {
         let mut server = Server {
             queue,
             io: IoThread::new(&disk, depth)?,
             disk,
-            straight,
+            zero_copy,
             tags: vec![0; depth],
             left: depth,
             refused: None,
@@ -99,11 +100,11 @@ pub(super) fn serve(
 }
 
 struct Server<'a, F> {
-    /// Declared before `straight`, whose file must outlive the calls of the queue.
+    /// Declared before `zero_copy`, whose file must outlive the calls of the queue.
     queue: Queue,
     io: IoThread<F>,
     disk: BlockDevice,
-    straight: Option<Straight>,
+    zero_copy: Option<ZeroCopy>,
     /// Tag of the request in each slot.
     tags: Vec<u16>,
     /// Number of tags with which requests may still come.
@@ -149,7 +150,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             }
             if !self.io.spin() && self.io.prepare_timed_sleep() {
                 self.queue.arm(self.io.as_fd());
-                if self.straight.as_ref().is_some_and(|straight| straight.pending() > 0) {
+                if self.zero_copy.as_ref().is_some_and(|zero_copy| zero_copy.pending() > 0) {
                     self.queue.tick();
                 }
                 self.count();
@@ -171,7 +172,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 }
                 Event::Called { tag, result } => {
                     if let Some(next) =
-                        self.straight.as_mut().and_then(|straight| straight.ended(tag, result))
+                        self.zero_copy.as_mut().and_then(|zero_copy| zero_copy.ended(tag, result))
                     {
                         self.go_on(tag, next, Vec::new(), make)?;
                     }
@@ -179,7 +180,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 Event::TagDone { tag, error } => {
                     self.left = self.left.saturating_sub(1);
                     if let Some(error) = error {
-                        tracing::debug!(tag, "not taken: {error}");
+                        tracing::debug!(tag, "tag refused: {error}");
                         self.refused.get_or_insert(error);
                     }
                 }
@@ -204,8 +205,8 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             Err(errno) => return self.queue.commit(tag, -errno.raw_os_error(), buffer),
         };
         let is_registered = descriptor.op_flags & operation::NOT_REGISTERED == 0;
-        let next = match &mut self.straight {
-            Some(straight) if is_registered => straight.begin(tag, action, offset),
+        let next = match &mut self.zero_copy {
+            Some(zero_copy) if is_registered => zero_copy.begin(tag, action, offset),
             _ => Next::Disk(action, offset),
         };
         self.go_on(tag, next, buffer, make)
@@ -280,8 +281,8 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
     }
 
     fn cancel_late(&mut self) {
-        let Self { straight: Some(straight), queue, .. } = self else { return };
-        for tag in straight.cancel_late(Instant::now()) {
+        let Self { zero_copy: Some(zero_copy), queue, .. } = self else { return };
+        for tag in zero_copy.cancel_late(Instant::now()) {
             tracing::debug!(tag, "a request takes too long");
             queue.cancel(tag);
         }
@@ -301,7 +302,10 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
             if !queue.device().copies() {
                 let from = buffer.get(..read).unwrap_or_default();
                 if let Err(errno) = queue.device().copy_to(queue.number(), tag, from) {
-                    tracing::debug!(tag, "what was read is not taken: {errno}");
+                    tracing::debug!(
+                        tag,
+                        "the data of a read cannot be copied to the kernel: {errno}"
+                    );
                     result = -errno.raw_os_error();
                 }
                 if !buffer.is_empty() && buffers.len() < BATCH {
@@ -318,8 +322,8 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
 
     /// Adds the counted requests to the shared status.
     fn count(&mut self) {
-        let (straight, copied) = std::mem::take(&mut self.counts);
-        for (count, of) in [(straight, &self.status.straight), (copied, &self.status.copied)] {
+        let (zero_copy, copied) = std::mem::take(&mut self.counts);
+        for (count, of) in [(zero_copy, &self.status.zero_copy), (copied, &self.status.copied)] {
             if count > 0 {
                 of.fetch_add(count, Ordering::Relaxed);
             }
@@ -329,8 +333,8 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
 
 impl<F> Drop for Server<'_, F> {
     fn drop(&mut self) {
-        let (straight, copied) = self.counts;
-        self.status.straight.fetch_add(straight, Ordering::Relaxed);
+        let (zero_copy, copied) = self.counts;
+        self.status.zero_copy.fetch_add(zero_copy, Ordering::Relaxed);
         self.status.copied.fetch_add(copied, Ordering::Relaxed);
     }
 }

@@ -148,7 +148,7 @@ impl Device {
 
     /// True if the driver copies data from and to the buffers of the tags.
     pub(super) fn copies(&self) -> bool {
-        self.info.flags & feature::STRAIGHT == 0
+        self.info.flags & feature::ZERO_COPY == 0
     }
 
     /// Copies the data of a write into `to`, if the driver does not copy.

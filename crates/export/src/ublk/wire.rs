@@ -65,19 +65,19 @@ pub(super) mod feature {
     /// memory before the next server gets the request.
     pub(in super::super) const BUF_REG_OFF_DAEMON: u64 = 1 << 14;
     /// Zero copy, with copies by the server for requests without registered memory.
-    pub(in super::super) const STRAIGHT: u64 = USER_COPY | AUTO_BUF_REG;
+    pub(in super::super) const ZERO_COPY: u64 = USER_COPY | AUTO_BUF_REG;
     /// Unsupported: other transfers of data (manual registration, fetch on demand, batches,
     /// shared memory), zones, integrity data, and devices of unprivileged users.
     const FOREIGN: u64 = 1 | 1 << 2 | 1 << 5 | 1 << 8 | 1 << 15 | 1 << 16 | 1 << 19;
 
     /// True if a device with these flags transfers requests in a way that is not supported.
     pub(in super::super) fn is_foreign(flags: u64) -> bool {
-        flags & FOREIGN != 0 || !matches!(flags & STRAIGHT, 0 | STRAIGHT)
+        flags & FOREIGN != 0 || !matches!(flags & ZERO_COPY, 0 | ZERO_COPY)
     }
 
     /// True if a kernel with these features supports zero copy.
-    pub(in super::super) fn is_straight(features: u64) -> bool {
-        const NEEDED: u64 = STRAIGHT | BUF_REG_OFF_DAEMON;
+    pub(in super::super) fn is_zero_copy(features: u64) -> bool {
+        const NEEDED: u64 = ZERO_COPY | BUF_REG_OFF_DAEMON;
         features & NEEDED == NEEDED
     }
 }
@@ -289,14 +289,14 @@ mod tests {
     fn data_stay_where_they_are_only_if_all_of_it_is_there() {
         // Features that Linux 6.1, 6.12, 6.16 and 7.2 report.
         for (features, has) in [(0x1f, false), (0x3ff, false), (0x3fff, false), (0xf_ffff, true)] {
-            assert_eq!(feature::is_straight(features), has, "{features:x}");
+            assert_eq!(feature::is_zero_copy(features), has, "{features:x}");
         }
         for (flags, foreign) in [
             (feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE, false),
-            (feature::USER_RECOVERY | feature::STRAIGHT | feature::BUF_REG_OFF_DAEMON, false),
+            (feature::USER_RECOVERY | feature::ZERO_COPY | feature::BUF_REG_OFF_DAEMON, false),
             (feature::USER_RECOVERY | feature::USER_COPY, true),
             (feature::USER_RECOVERY | feature::AUTO_BUF_REG, true),
-            (feature::STRAIGHT | 1, true),
+            (feature::ZERO_COPY | 1, true),
             (1 << 8, true),
         ] {
             assert_eq!(feature::is_foreign(flags), foreign, "{flags:x}");

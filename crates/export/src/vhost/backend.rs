@@ -1,14 +1,14 @@
 //! virtio-blk device, as a backend of rust-vmm.
 
 use super::config;
-use super::guarded::Guarded;
+use super::guest_region::Guarded;
 use super::inflight::Kept;
 use super::memory::{Current, guard, lengths};
+use super::page_table_quota::PageTableQuota;
 use super::queue::{BlkQueue, Direct};
 use super::request::QUEUE_SIZE;
 use super::ring::Ring;
 use super::shared::DeviceShared;
-use super::touches::Touches;
 use crate::failures::FailureCount;
 use crate::local_disk::LocalDisk;
 use ::shadowbell_memory::EventFd;
@@ -56,7 +56,7 @@ impl Device {
                 geometry: *disk.geometry(),
                 id: id.as_bytes().to_vec(),
                 memory: RwLock::default(),
-                touches: Touches::new(count),
+                page_table_quota: PageTableQuota::new(count),
                 acked: AtomicU64::new(0),
                 inflight: Arc::default(),
                 failures,
@@ -152,9 +152,9 @@ impl VhostUserBackend for Device {
 
     fn update_memory(&self, memory: Current) -> io::Result<()> {
         let outcome = guard(&memory).inspect_err(|error| {
-            tracing::warn!("the guest's memory can not be had: {error}");
+            tracing::warn!("the guest's memory cannot be mapped: {error}");
         });
-        self.shared.touches.memory_changed(lengths(&memory).into_iter());
+        self.shared.page_table_quota.memory_changed(lengths(&memory).into_iter());
         *self.shared.memory.write() = Some(memory);
         self.changed();
         outcome

@@ -37,9 +37,9 @@ pub(super) enum Bad {
          there are {have} queues of up to {most} entries, which need {needed} bytes"
     )]
     Shape { queues: u16, entries: u16, len: u64, have: usize, most: usize, needed: u64 },
-    #[error("the memory for requests in flight can not be had: {0}")]
+    #[error("the memory for requests in flight cannot be mapped: {0}")]
     Map(#[from] MapError),
-    #[error("memory for requests in flight can not be made: {0}")]
+    #[error("memory for requests in flight cannot be created: {0}")]
     Make(#[from] std::io::Error),
 }
 

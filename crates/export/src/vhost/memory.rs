@@ -5,7 +5,7 @@
 //! mapping, which then reads as zeroes and reports the loss ([`Mapping::is_poisoned`]). A thread
 //! that needs the memory waits for the replacement.
 
-use super::guarded::Guarded;
+use super::guest_region::Guarded;
 use super::sys;
 use ::shadowbell_memory::{Mapping, Protection, page_tables};
 use std::io;

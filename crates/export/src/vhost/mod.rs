@@ -25,10 +25,11 @@ mod backend;
 mod config;
 mod direct;
 mod fd_filter;
-mod guarded;
+mod guest_region;
 mod inflight;
 mod inflight_messages;
 mod memory;
+mod page_table_quota;
 mod queue;
 mod request;
 mod resubmit;
@@ -38,7 +39,6 @@ mod shared;
 mod sys;
 #[doc(hidden)]
 pub mod testing;
-mod touches;
 
 pub use crate::local_disk::LocalDisk;
 
@@ -80,7 +80,7 @@ pub enum StartError {
     #[error("{} is a directory: add the name of a socket to it", .0.display())]
     Directory(PathBuf),
     /// A thread or descriptor cannot be created.
-    #[error("the device can not be served: {0}")]
+    #[error("the device cannot be served: {0}")]
     System(#[from] io::Error),
 }
 
@@ -207,14 +207,14 @@ fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: 
             Ok(None) => continue,
             Ok(Some(session)) => session,
             Err(error) => {
-                tracing::warn!("a frontend can not be accepted, trying again: {error}");
+                tracing::warn!("a frontend cannot be accepted, trying again: {error}");
                 let _ = shared.event.wait(Some(RETRY));
                 continue;
             }
         };
         match session.serve(shared) {
-            Ok(()) => tracing::debug!("the frontend is gone"),
-            Err(error) => tracing::warn!("a frontend was sent away: {error}"),
+            Ok(()) => tracing::debug!("the frontend has disconnected"),
+            Err(error) => tracing::warn!("a frontend was disconnected: {error}"),
         }
     }
 }
@@ -243,7 +243,7 @@ impl Daemon {
             while let Err(error) =
                 handler.register_listener(event, EventSet::IN, device.event_number())
             {
-                tracing::warn!("a queue can not be waited for, trying again: {error}");
+                tracing::warn!("the event of a queue cannot be registered, trying again: {error}");
                 let _ = shared.event.wait(Some(RETRY));
             }
         }

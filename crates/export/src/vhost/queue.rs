@@ -134,8 +134,7 @@ impl BlkQueue {
                 self.tracker = None;
                 tracing::warn!(
                     queue = self.index,
-                    "the frontend is sent away: the memory with its requests in flight makes no \
-                     sense: {error}"
+                    "the frontend is disconnected: its in-flight tracking memory is invalid: {error}"
                 );
                 device.hang_up();
                 return false;
@@ -157,7 +156,11 @@ impl BlkQueue {
         vring.set_queue_next_avail(found.available);
         if !found.heads.is_empty() {
             let (queue, requests) = (self.index, found.heads.len());
-            tracing::info!(queue, requests, "requests of a process before are carried out again");
+            tracing::info!(
+                queue,
+                requests,
+                "requests in flight of a dead process are executed again"
+            );
         }
         // The dead process may not have notified the guest of its last answers.
         let _ = vring.signal_used_queue();
@@ -179,8 +182,8 @@ impl BlkQueue {
                 let queue = self.index;
                 tracing::warn!(
                     queue,
-                    "the frontend is sent away: requests of a process before can not be carried \
-                     out: {error}"
+                    "the frontend is disconnected: requests in flight of a dead process cannot be \
+                     executed: {error}"
                 );
                 device.hang_up();
                 return false;
@@ -257,7 +260,10 @@ impl BlkQueue {
                 Direct::Served
             }
             Err(error) => {
-                tracing::warn!(queue = index, "a queue is not served from the disk: {error}");
+                tracing::warn!(
+                    queue = index,
+                    "a queue cannot be served directly on the disk: {error}"
+                );
                 Direct::Impossible
             }
         }
@@ -301,7 +307,7 @@ impl BlkQueue {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let queue = self.index;
-                tracing::warn!(queue, "requests of a queue that is stopped do not end");
+                tracing::warn!(queue, "requests of a stopped queue do not complete");
                 // The guest's memory may be gone when these requests complete, so they are not
                 // answered.
                 self.pending.iter_mut().for_each(|pending| *pending = None);
@@ -357,7 +363,7 @@ impl BlkQueue {
             // Without a request in flight, no completion wakes this thread for the stalled
             // request.
             let is_stuck = self.stalled.is_some() && self.held.pieces == 0;
-            if is_stuck || device.touches.must_wait() {
+            if is_stuck || device.page_table_quota.must_wait() {
                 if self.io.prepare_sleep() {
                     self.io.wait(Some(Instant::now() + LOOK), |_| {});
                 }
@@ -384,7 +390,7 @@ impl BlkQueue {
     /// Takes requests from the queue, if it runs and as long as there are slots. Returns true if
     /// any was taken.
     fn take(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
-        if device.touches.must_wait() {
+        if device.page_table_quota.must_wait() {
             return false;
         }
         let memory = vring.memory();
@@ -421,13 +427,13 @@ impl BlkQueue {
         let size = measure(&chain);
         let Size { bytes, pieces } = self.held;
         let is_full = bytes + size.bytes > MAX_HELD
-            || pieces.saturating_add(size.pieces) > device.touches.most_in_flight();
-        if pieces > 0 && is_full || device.touches.must_wait() {
+            || pieces.saturating_add(size.pieces) > device.page_table_quota.most_in_flight();
+        if pieces > 0 && is_full || device.page_table_quota.must_wait() {
             return Some(chain);
         }
         let Some(slot) = self.io.tasks().reserve() else { return Some(chain) };
         let parsed = parse(&chain, &device.rules(), &device.id, size);
-        device.touches.add(size.pieces);
+        device.page_table_quota.add(size.pieces);
         match parsed {
             Ok(job) => {
                 self.held.bytes += size.bytes;
@@ -471,7 +477,7 @@ impl BlkQueue {
             let data = if for_guest && outcome.is_ok() { data.as_slice() } else { &[] };
             let len = put(&pending.chain, data, status);
             answer(vring, tracker.as_mut(), &pending.chain, len);
-            device.touches.add(pending.size.pieces);
+            device.page_table_quota.add(pending.size.pieces);
         });
         *answered |= !done.is_empty();
         done.drain(..).for_each(|slot| io.tasks().release(slot));
@@ -505,9 +511,9 @@ impl BlkQueue {
 
 fn complain(complained: &mut bool, queue: usize, error: &virtio_queue::Error) {
     if std::mem::replace(complained, true) {
-        tracing::debug!(queue, "the guest's queue makes no sense: {error}");
+        tracing::debug!(queue, "the guest's queue is invalid: {error}");
     } else {
-        tracing::warn!(queue, "the guest's queue makes no sense: {error}");
+        tracing::warn!(queue, "the guest's queue is invalid: {error}");
     }
 }
 

@@ -27,7 +27,8 @@ pub(super) fn chains(queue: &Queue, memory: &Snapshot, heads: &[u16]) -> io::Res
     if heads.is_empty() {
         return Ok(Vec::new());
     }
-    let at = gap(memory).ok_or_else(|| io::Error::other("it has no room for a ring"))?;
+    let at = gap(memory)
+        .ok_or_else(|| io::Error::other("the guest's memory leaves no address range for a ring"))?;
     let ours = MmapRegion::new(ROOM as usize).map_err(io::Error::other)?;
     let ours = GuestRegionMmap::new(ours, at).ok_or(io::ErrorKind::InvalidInput)?;
     let theirs = memory.iter().map(|region| {

@@ -128,7 +128,7 @@ fn take(event: &RwLock<Option<EventFd>>, file: Option<File>) -> Option<File> {
     let taken = file.and_then(|file| {
         let event = file.try_clone().and_then(|copy| EventFd::from_fd(copy.into()));
         event
-            .inspect_err(|error| tracing::warn!("a frontend's eventfd can not be used: {error}"))
+            .inspect_err(|error| tracing::warn!("a frontend's eventfd cannot be used: {error}"))
             .ok()
             .map(|event| (event, file))
     });

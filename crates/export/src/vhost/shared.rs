@@ -3,8 +3,8 @@
 use super::config::feature;
 use super::inflight::Kept;
 use super::memory::{Current, is_poisoned};
+use super::page_table_quota::PageTableQuota;
 use super::request::Rules;
-use super::touches::Touches;
 use crate::failures::FailureCount;
 use crate::local_disk::LocalDisk;
 use parking_lot::RwLock;
@@ -20,7 +20,7 @@ pub(super) struct DeviceShared {
     /// Serial number of the device, for `VIRTIO_BLK_T_GET_ID`.
     pub(super) id: Vec<u8>,
     pub(super) memory: RwLock<Option<Current>>,
-    pub(super) touches: Touches,
+    pub(super) page_table_quota: PageTableQuota,
     /// Features that the guest's driver has accepted.
     pub(super) acked: AtomicU64,
     /// In-flight tracking memory of the queues.
@@ -76,8 +76,8 @@ impl DeviceShared {
             || self.inflight.get().is_some_and(|region| region.is_poisoned());
         if lost {
             tracing::error!(
-                "memory of the guest is gone (its file was truncated, or there are no huge pages for \
-                 it), so its frontend is sent away"
+                "guest memory was lost (its file was truncated, or no huge pages are left), so the \
+                 frontend is disconnected"
             );
             self.hang_up();
         }

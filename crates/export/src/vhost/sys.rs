@@ -1,6 +1,6 @@
 //! Guest memory region of rust-vmm on a guarded mapping.
 
-use super::guarded::Guarded;
+use super::guest_region::Guarded;
 use ::shadowbell_memory::Mapping;
 use std::sync::Arc;
 use vm_memory::MmapRegion;

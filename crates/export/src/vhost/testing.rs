@@ -3,11 +3,11 @@
 use super::config::feature;
 use super::inflight::{Region as InflightRegion, Shape};
 use super::memory::{Current, Memory, guard, is_poisoned};
+use super::page_table_quota::PageTableQuota;
 use super::queue::{BlkQueue, Direct};
 use super::request::QUEUE_SIZE;
 use super::ring::Ring;
 use super::shared::DeviceShared;
-use super::touches::Touches;
 use crate::local_disk::LocalDisk;
 use ::shadowbell_memory::EventFd;
 use parking_lot::RwLock;
@@ -77,7 +77,7 @@ impl Queue {
             geometry: *disk.geometry(),
             id: id.as_bytes().to_vec(),
             memory: RwLock::new(Some(memory.clone())),
-            touches: Touches::new(1),
+            page_table_quota: PageTableQuota::new(1),
             acked: AtomicU64::new(feature::FLUSH),
             inflight: Arc::default(),
             failures: Arc::default(),

@@ -703,7 +703,7 @@ fn a_port_that_is_taken_is_refused() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = Address::Tcp(taken.local_addr().unwrap());
     let error = refused(&rig, &address);
-    assert!(error.to_string().contains("can not be listened on"), "{error}");
+    assert!(error.to_string().contains("cannot listen on"), "{error}");
     let server = start(&rig, &"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
     let Address::Tcp(address) = server.address() else { panic!("not TCP") };
     assert_ne!(address.port(), 0);

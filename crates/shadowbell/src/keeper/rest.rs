@@ -20,7 +20,7 @@ impl Rest {
     pub(super) fn look(&mut self, now: Instant) {
         if self.at.take().is_some_and(|at| at <= now) {
             // An error only costs memory.
-            let _ = shadowbell_memory::let_go_of_program();
+            let _ = shadowbell_memory::trim_program_pages();
         } else if held().is_some_and(|bytes| bytes > LITTLE) {
             self.at = Some(now + QUIET);
         }

@@ -1,4 +1,4 @@
-//! What a pool has written down of its namespaces: one small file of [two places](TwoPlaces).
+//! What a pool has written down of its namespaces: one small file of [two places](AbSlots).
 //!
 //! A state goes to the place of the older one, and both are there from the beginning. So nothing
 //! has to be made or renamed while the server runs, which its sandbox would not let it, and a full
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use shadowbell_backend::{MetadataDisk, MetadataFormat};
 use shadowbell_controller::{PoolNamespace, PoolState, SanitizePhase, SanitizeStatus};
 use shadowbell_spec::admin::Sanitize;
-use shadowbell_state::{HeadOrder, TwoPlaces};
+use shadowbell_state::{AbSlots, HeadOrder};
 use std::fs::File;
 use std::io;
 
@@ -18,7 +18,7 @@ pub(crate) const MOST: u32 = 64;
 pub(super) const VACANT: u64 = 4096;
 /// How long a place is; with [`MOST`] namespaces a state is shorter.
 const PLACE: u64 = 32 << 10;
-const PLACES: TwoPlaces = TwoPlaces {
+const PLACES: AbSlots = AbSlots {
     magic: b"shadowbell-pool1",
     order: HeadOrder::ChecksumFirst,
     place: PLACE,

@@ -239,7 +239,7 @@ fn what_can_not_be_exported_is_refused_with_the_reason() {
     refused(&["vfio-user:DIR/none", "--nbd", "unix:DIR/nbd"], "no controller behind");
     refused(&["vfio-user:DIR/none/7", "--nbd", "unix:DIR/nbd"], "no controller behind");
     refused(&["mem:1MiB", "--nbd", "unix:DIR/nbd", "--queues=0"], "0 is not in the range 1 to 64");
-    refused(&["mem:1MiB", "--fuse", "DIR"], "is not a file");
+    refused(&["mem:1MiB", "--fuse", "DIR"], "is not a regular file");
     refused(&["mem:1MiB", "--vhost-user-blk", "DIR"], "is a directory");
 }
 

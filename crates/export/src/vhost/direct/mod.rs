@@ -20,7 +20,7 @@ mod split_ring;
 pub(super) use queue::{Context, DirectQueue};
 pub(super) use split_ring::SplitRing;
 
-use super::guarded::Guarded;
+use super::guest_region::Guarded;
 use super::memory::{Current, look};
 use super::request::SECTOR;
 use crate::local_disk::LocalDisk;

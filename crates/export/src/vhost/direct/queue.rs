@@ -340,17 +340,17 @@ impl<'a> DirectQueue<'a> {
     /// Starts a request. Returns false if there is no slot or no memory for it.
     #[inline]
     fn begin(&mut self, head: u16) -> bool {
-        let touches = &self.context.device.touches;
-        if self.free.is_empty() || touches.must_wait() {
+        let quota = &self.context.device.page_table_quota;
+        if self.free.is_empty() || quota.must_wait() {
             return false;
         }
         self.chain.read(&self.ring, &self.view, head);
         let pieces = self.chain.pieces();
-        let most = touches.most_in_flight();
+        let most = quota.most_in_flight();
         if self.pieces > 0 && self.pieces.saturating_add(pieces) > most {
             return false;
         }
-        touches.add(pieces);
+        quota.add(pieces);
         match self.chain.parse(&self.view, &self.rules) {
             // An invalid head is not put into the used ring.
             Err(Bad::NoRoom) if head >= self.ring.size() => {}
@@ -471,7 +471,7 @@ impl<'a> DirectQueue<'a> {
         self.free.push(index);
         self.pieces -= pieces;
         self.end(head, at, len, status);
-        self.context.device.touches.add(pieces);
+        self.context.device.page_table_quota.add(pieces);
     }
 
     /// Answers a request, with `len` bytes of data in the guest's memory.
@@ -544,7 +544,7 @@ impl<'a> DirectQueue<'a> {
                 }
                 if !is_cancelled {
                     let queue = self.context.index;
-                    tracing::warn!(queue, "requests of a queue that is stopped do not end");
+                    tracing::warn!(queue, "requests of a stopped queue do not complete");
                 }
                 for (slot, index) in self.slots.iter().zip(0..) {
                     if slot.since.is_some() {

@@ -6,7 +6,7 @@ use shadowbell_state::{AbortPoint, WrongOrder, abort_point, is_wrong};
 /// Reason for which the tracking memory of a queue is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in super::super) enum Senseless {
-    #[error("it has features, {0:#x}, or version {1}, and only version 1 without any is known")]
+    #[error("features {0:#x} with version {1} are not supported, only version 1 without features")]
     Version(u64, u16),
     #[error("it is for {0} descriptors, and was shared as one for {1}")]
     Entries(u16, u16),
@@ -14,9 +14,9 @@ pub(in super::super) enum Senseless {
     Room(u16, u16),
     #[error("it names descriptor {0}, which the queue does not have")]
     Head(u16),
-    #[error("it has requests in flight, and is not of the queue whose used ring is at {0}")]
+    #[error("it has requests in flight, and does not match the used ring index {0}")]
     Used(u16),
-    #[error("there is none for this queue")]
+    #[error("it has no part for this queue")]
     None,
 }
 

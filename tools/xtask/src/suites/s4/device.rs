@@ -154,7 +154,7 @@ fn unprivileged(guest: &mut Guest) -> Result<()> {
         guest.sh(&format!("{change} /dev/ublk-control"), MINUTE)?;
         let output = guest.run("su other -c 'shadowbell export mem:16MiB --ublk'", MINUTE)?;
         let (code, text) = (output.code, output.text);
-        ensure!(code == 2 && text.contains("made by root"), "{change}: {code}: {text}");
+        ensure!(code == 2 && text.contains("needs root"), "{change}: {code}: {text}");
     }
     guest.sh("chmod 600 /dev/ublk-control", MINUTE).map(drop)
 }
@@ -279,7 +279,7 @@ fn in_use(guest: &mut Guest, controller: &Controller) -> Result<()> {
          cat /tmp/export0; [ -d /proc/$(cat /tmp/pid0) ] && echo more >/mnt/file && sync",
         MINUTE,
     )?;
-    ensure!(said.contains("is in use, and is waited for"), "{said}");
+    ensure!(said.contains("is in use, waiting for its users"), "{said}");
     guest.sh("umount /mnt", MINUTE)?;
     let said = export.ended(guest)?;
     ensure!(said.contains("ended"), "{said}");

@@ -22,16 +22,16 @@ pub(super) fn header(dev_id: u32, data: u64) -> ControlCommand {
     ControlCommand { dev_id, queue_id: u16::MAX, data, ..ControlCommand::default() }
 }
 
-/// Adds a device without a server and returns its number. With `straight`, its data is not copied
+/// Adds a device without a server and returns its number. With `zero_copy`, its data is not copied
 /// by the driver.
 pub(super) fn add(
     control: &mut Control,
     id: Option<u32>,
     queues: usize,
-    straight: bool,
+    zero_copy: bool,
 ) -> Result<u32, UblkError> {
     let dev_id = id.unwrap_or(u32::MAX);
-    let data = if straight { feature::STRAIGHT } else { 0 };
+    let data = if zero_copy { feature::ZERO_COPY } else { 0 };
     let mut info = DeviceInfo {
         queues: u16::try_from(queues).unwrap_or(u16::MAX).clamp(1, 4096),
         depth: DEPTH,
@@ -79,7 +79,9 @@ pub(super) fn was_never_started(
         });
     }
     let removed = control.command(control::DEL_DEV, header(id, 0), &mut []);
-    removed.map_err(|error| UblkError::of_command("removing what is left of it", error))?;
+    removed.map_err(|error| {
+        UblkError::of_command("removing the device that was never started", error)
+    })?;
     Ok(true)
 }
 
@@ -94,7 +96,7 @@ pub(super) fn take_over(
     let different = |why: String| UblkError::Different { id, why };
     if info.server_flags != SERVER_FLAGS || feature::is_foreign(info.flags) {
         return Err(if recover {
-            different("another program made it".into())
+            different("another program created it".into())
         } else {
             UblkError::Taken { id }
         });
@@ -107,7 +109,7 @@ pub(super) fn take_over(
         return Err(if dead { UblkError::Taken { id } } else { UblkError::Orphan { id } });
     }
     if info.flags & feature::USER_RECOVERY == 0 {
-        return Err(different("this kernel lets no device outlive its server".into()));
+        return Err(different("it has no user recovery, so it does not outlive its server".into()));
     }
     let mut there = Parameters { len: wanted.len, ..Parameters::default() };
     let read = control.command(control::GET_PARAMS, header(id, 0), there.as_mut_bytes());

@@ -21,7 +21,7 @@ pub enum HeadOrder {
 /// Layout of a file with two slots. A slot consists of the magic bytes, three words (the sequence
 /// number first), and the body.
 #[derive(Clone, Copy, Debug)]
-pub struct TwoPlaces {
+pub struct AbSlots {
     /// Magic bytes at the start of a slot.
     pub magic: &'static [u8],
     /// Order of the words behind the sequence number.
@@ -50,7 +50,7 @@ fn checksum(number: u64, body: &[u8]) -> u64 {
     })
 }
 
-impl TwoPlaces {
+impl AbSlots {
     /// Size of the header in bytes.
     #[must_use]
     pub const fn head(&self) -> usize {
@@ -145,14 +145,14 @@ fn write_at(file: &File, mut bytes: &[u8], mut at: u64) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    const LAYOUTS: [TwoPlaces; 2] = [
-        TwoPlaces {
+    const LAYOUTS: [AbSlots; 2] = [
+        AbSlots {
             magic: b"8 bytes!",
             order: HeadOrder::LengthFirst,
             place: 1 << 20,
             is_padded: false,
         },
-        TwoPlaces {
+        AbSlots {
             magic: b"a longer name of",
             order: HeadOrder::ChecksumFirst,
             place: 4096,

@@ -17,7 +17,7 @@ const IN_FLIGHT: usize = 4096;
 
 /// Counter of the places that the queues of a device touch.
 #[derive(Debug)]
-pub(super) struct Touches {
+pub(super) struct PageTableQuota {
     /// Largest number of memory pieces in flight per queue; the largest value if nothing is
     /// counted.
     in_flight: AtomicUsize,
@@ -29,7 +29,7 @@ pub(super) struct Touches {
     waits: AtomicBool,
 }
 
-impl Touches {
+impl PageTableQuota {
     pub(super) fn new(queues: usize) -> Self {
         Self {
             in_flight: AtomicUsize::new(usize::MAX),

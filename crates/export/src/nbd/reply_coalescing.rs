@@ -25,7 +25,7 @@ const MISSES: u32 = 16;
 
 /// State of the reply coalescing of a client.
 #[derive(Debug)]
-pub(super) struct Gather {
+pub(super) struct ReplyCoalescing {
     /// Number of replies that are sent together.
     most: usize,
     is_probing: bool,
@@ -37,38 +37,38 @@ pub(super) struct Gather {
     misses: u32,
 }
 
-impl Default for Gather {
+impl Default for ReplyCoalescing {
     fn default() -> Self {
         Self { most: 1, is_probing: false, left: FIRST, waiting: 0, tries: 0, misses: 0 }
     }
 }
 
-impl Gather {
+impl ReplyCoalescing {
     /// True if the given number of pending replies is to be held back while the caller tries to
     /// receive more requests.
-    pub(super) fn holds(&mut self, answers: usize) -> bool {
-        if answers == 0 {
+    pub(super) fn holds(&mut self, replies: usize) -> bool {
+        if replies == 0 {
             return false;
         }
-        if self.waiting != answers {
+        if self.waiting != replies {
             // Attempts are counted per number of replies, so that a client that sends single
             // bytes, which are no request, does not prolong the wait.
-            (self.waiting, self.tries) = (answers, 0);
+            (self.waiting, self.tries) = (replies, 0);
         }
         let (most, tries) = if self.is_probing { (PROBE, PROBE_TRIES) } else { (self.most, TRIES) };
-        if answers < most && self.tries < tries {
+        if replies < most && self.tries < tries {
             self.tries += 1;
             return true;
         }
         if self.is_probing {
             // Half of the requests are on their way while the other half is answered.
-            self.most = (answers / 2).clamp(1, MOST);
+            self.most = (replies / 2).clamp(1, MOST);
             (self.is_probing, self.left, self.misses) = (false, PERIOD, 0);
-        } else if answers < most {
+        } else if replies < most {
             self.misses += 1;
         }
         (self.waiting, self.tries) = (0, 0);
-        self.left = self.left.saturating_sub(answers as u32);
+        self.left = self.left.saturating_sub(replies as u32);
         if self.left == 0 || self.misses == MISSES {
             self.is_probing = true;
         }
@@ -82,14 +82,19 @@ mod tests {
 
     /// Serves a client that keeps `depth` writes in flight and sends one every `tries` attempts.
     /// Returns the sizes of the reply batches for `requests` requests.
-    fn serve(gather: &mut Gather, depth: usize, tries: u32, requests: usize) -> Vec<usize> {
+    fn serve(
+        coalescing: &mut ReplyCoalescing,
+        depth: usize,
+        tries: u32,
+        requests: usize,
+    ) -> Vec<usize> {
         let (mut sent, mut total, mut waiting, mut since) = (Vec::new(), 0, 0, 0);
         while total < requests {
             if waiting < depth && since >= tries {
                 (waiting, since) = (waiting + 1, 0);
             }
             since += 1;
-            if waiting != 0 && !gather.holds(waiting) {
+            if waiting != 0 && !coalescing.holds(waiting) {
                 sent.push(waiting);
                 total += waiting;
                 waiting = 0;
@@ -102,31 +107,31 @@ mod tests {
     #[test]
     fn the_answers_of_a_deep_client_go_together_and_those_of_others_do_not_wait() {
         for (depth, most) in [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4), (32, 4), (1000, 4)] {
-            let mut gather = Gather::default();
-            serve(&mut gather, depth, 2, 200);
-            assert_eq!(gather.most, most, "{depth}");
-            let sent = serve(&mut gather, depth, 2, 700);
+            let mut coalescing = ReplyCoalescing::default();
+            serve(&mut coalescing, depth, 2, 200);
+            assert_eq!(coalescing.most, most, "{depth}");
+            let sent = serve(&mut coalescing, depth, 2, 700);
             assert!(sent.iter().all(|count| *count == most), "{depth}: {sent:?}");
         }
     }
 
     #[test]
     fn a_client_that_changes_is_seen() {
-        let mut gather = Gather::default();
-        serve(&mut gather, 32, 2, 2000);
-        assert_eq!(gather.most, 4);
+        let mut coalescing = ReplyCoalescing::default();
+        serve(&mut coalescing, 32, 2, 2000);
+        assert_eq!(coalescing.most, 4);
         // The client now waits for each reply, which is detected long before the end of the
         // period.
-        serve(&mut gather, 1, 2, 64);
-        assert_eq!(gather.most, 1);
-        serve(&mut gather, 32, 2, 2 * PERIOD as usize);
-        assert_eq!(gather.most, 4);
+        serve(&mut coalescing, 1, 2, 64);
+        assert_eq!(coalescing.most, 1);
+        serve(&mut coalescing, 32, 2, 2 * PERIOD as usize);
+        assert_eq!(coalescing.most, 4);
     }
 
     #[test]
     fn a_client_that_is_slow_is_not_waited_for() {
-        let mut gather = Gather::default();
-        serve(&mut gather, 32, 1000, 4 * PERIOD as usize);
-        assert_eq!(gather.most, 1);
+        let mut coalescing = ReplyCoalescing::default();
+        serve(&mut coalescing, 32, 1000, 4 * PERIOD as usize);
+        assert_eq!(coalescing.most, 1);
     }
 }

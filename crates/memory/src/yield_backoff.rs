@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// gets its share of the processor anyway, so the poller yields to it for a small part of the
 /// time only.
 #[derive(Clone, Copy, Debug)]
-pub struct GiveWay {
+pub struct YieldBackoff {
     /// Time before which the thread does not yield again.
     next: Instant,
 }
@@ -28,7 +28,7 @@ const SLICE: Duration = Duration::from_micros(500);
 /// Pause after a yield to a compute-bound thread, as a multiple of that yield's duration.
 const PAUSE: u32 = 16;
 
-impl GiveWay {
+impl YieldBackoff {
     /// Shortest wait before the first yield, so that faster events do not find the thread in a
     /// system call.
     pub const AFTER: Duration = Duration::from_micros(2);
@@ -42,11 +42,11 @@ impl GiveWay {
     /// Yields if the thread has polled in vain for `waited`, long enough. Returns true if another
     /// thread used the processor for a short time.
     #[cold]
-    pub fn give_way(&mut self, waited: Duration) -> bool {
-        self.give_way_by(waited, Instant::now, std::thread::yield_now)
+    pub fn backoff(&mut self, waited: Duration) -> bool {
+        self.backoff_by(waited, Instant::now, std::thread::yield_now)
     }
 
-    fn give_way_by(
+    fn backoff_by(
         &mut self,
         waited: Duration,
         clock: impl Fn() -> Instant,
@@ -68,7 +68,7 @@ impl GiveWay {
     }
 }
 
-impl Default for GiveWay {
+impl Default for YieldBackoff {
     fn default() -> Self {
         Self::new()
     }
@@ -81,14 +81,14 @@ mod tests {
 
     /// Polling thread in virtual time.
     struct Poller {
-        way: GiveWay,
+        way: YieldBackoff,
         now: Cell<Instant>,
         yields: u32,
     }
 
     impl Poller {
         fn new() -> Self {
-            let way = GiveWay::new();
+            let way = YieldBackoff::new();
             Self { now: Cell::new(way.next), way, yields: 0 }
         }
 
@@ -99,7 +99,7 @@ mod tests {
                 *yields += 1;
                 now.set(now.get() + Duration::from_micros(others));
             };
-            way.give_way_by(Duration::from_micros(waited), || now.get(), runs)
+            way.backoff_by(Duration::from_micros(waited), || now.get(), runs)
         }
 
         fn computes(&mut self, micros: u64) {

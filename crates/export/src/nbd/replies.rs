@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 const BATCH: usize = MOST / 2;
 
 /// Reply to the request in `slot`.
-pub(super) struct Answer {
+pub(super) struct Reply {
     pub(super) slot: usize,
     pub(super) head: Head,
     pub(super) data: Data,
@@ -22,7 +22,7 @@ pub(super) struct Answer {
     pub(super) more: bool,
 }
 
-impl Answer {
+impl Reply {
     fn total(&self) -> usize {
         self.head.bytes().len() + self.len
     }
@@ -39,19 +39,19 @@ pub(super) enum Sent {
 }
 
 /// Replies in the order of sending.
-pub(super) struct Answers {
-    queue: VecDeque<Answer>,
+pub(super) struct Replies {
+    queue: VecDeque<Reply>,
     /// Bytes of the first reply that are sent.
     sent: usize,
 }
 
-impl Answers {
+impl Replies {
     pub(super) fn with_capacity(count: usize) -> Self {
         Self { queue: VecDeque::with_capacity(count), sent: 0 }
     }
 
-    pub(super) fn push(&mut self, answer: Answer) {
-        self.queue.push_back(answer);
+    pub(super) fn push(&mut self, reply: Reply) {
+        self.queue.push_back(reply);
     }
 
     pub(super) fn len(&self) -> usize {
@@ -60,7 +60,7 @@ impl Answers {
 
     /// True if no reply has data.
     pub(super) fn have_no_data(&self) -> bool {
-        self.queue.iter().all(|answer| answer.len == 0)
+        self.queue.iter().all(|reply| reply.len == 0)
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -72,19 +72,19 @@ impl Answers {
     pub(super) fn send(
         &mut self,
         socket: &mut ClientSocket,
-        mut done: impl FnMut(Answer, bool),
+        mut done: impl FnMut(Reply, bool),
     ) -> Result<Sent, Errno> {
         while !self.queue.is_empty() {
             let mut skip = self.sent;
             let mut parts = [Part::NONE; MOST];
             let mut used = 0;
-            for answer in self.queue.iter().take(BATCH) {
-                let head = answer.head.bytes();
+            for reply in self.queue.iter().take(BATCH) {
+                let head = reply.head.bytes();
                 let of_head = skip.min(head.len());
-                let of_data = (skip - of_head).min(answer.len);
+                let of_data = (skip - of_head).min(reply.len);
                 skip -= of_head + of_data;
                 let head = Part::of(head.get(of_head..).unwrap_or_default());
-                for part in [head, answer.data.part(of_data, answer.len)] {
+                for part in [head, reply.data.part(of_data, reply.len)] {
                     if part.len() > 0
                         && let Some(place) = parts.get_mut(used)
                     {
@@ -99,7 +99,7 @@ impl Answers {
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => return Ok(Sent::Blocked),
                 Err(Errno::PIPE | Errno::CONNRESET) => {
-                    self.queue.drain(..).for_each(|answer| done(answer, false));
+                    self.queue.drain(..).for_each(|reply| done(reply, false));
                     self.sent = 0;
                     return Ok(Sent::Gone);
                 }
@@ -107,10 +107,10 @@ impl Answers {
             }
             while let Some(first) = self.queue.front()
                 && self.sent >= first.total()
-                && let Some(answer) = self.queue.pop_front()
+                && let Some(reply) = self.queue.pop_front()
             {
-                self.sent -= answer.total();
-                done(answer, true);
+                self.sent -= reply.total();
+                done(reply, true);
             }
         }
         match socket.flush() {

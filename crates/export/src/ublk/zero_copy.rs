@@ -12,7 +12,7 @@ use shadowbell_block::Geometry;
 use std::time::{Duration, Instant};
 
 /// File of the disk, and the requests in flight on it.
-pub(super) struct Straight {
+pub(super) struct ZeroCopy {
     file: RawFile,
     timeout: Duration,
     read_only: bool,
@@ -39,7 +39,7 @@ pub(super) enum Next {
     Disk(Action, u64),
 }
 
-impl Straight {
+impl ZeroCopy {
     /// Creates the state for `depth` requests to a disk that `file` backs completely. Each
     /// request may take as long as `timeout`.
     pub(super) fn new(file: RawFile, geometry: &Geometry, timeout: Duration, depth: usize) -> Self {
@@ -139,7 +139,7 @@ mod tests {
     const WRITE: Action = Action::Write { len: 4096, fua: true };
 
     /// `None` if the file system does not support direct I/O.
-    fn straight(geometry: &Geometry) -> Option<(tempfile::NamedTempFile, Straight)> {
+    fn zero_copy(geometry: &Geometry) -> Option<(tempfile::NamedTempFile, ZeroCopy)> {
         let image = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         File::options().write(true).open(image.path()).unwrap().set_len(1 << 20).unwrap();
         let mut options = FileOptions::default();
@@ -148,53 +148,53 @@ mod tests {
         if file.is_none() {
             eprintln!("skipped: there is no direct I/O here");
         }
-        Some((image, Straight::new(file?, geometry, Duration::from_secs(1), 4)))
+        Some((image, ZeroCopy::new(file?, geometry, Duration::from_secs(1), 4)))
     }
 
     #[test]
     fn reads_and_writes_are_calls_and_the_rest_is_the_disks() {
-        let Some((_image, mut straight)) = straight(&GEOMETRY) else { return };
+        let Some((_image, mut zero_copy)) = zero_copy(&GEOMETRY) else { return };
         for action in [Action::Flush, Action::Discard { len: 4096 }] {
-            assert_eq!(straight.begin(0, action, 0), Next::Disk(action, 0));
+            assert_eq!(zero_copy.begin(0, action, 0), Next::Disk(action, 0));
         }
         let call = RawCall { writes: true, dsync: true, skip: 0, offset: 8192, len: 4096 };
-        assert_eq!(straight.begin(3, WRITE, 8192), Next::Call(call));
-        assert_eq!(straight.pending(), 1);
+        assert_eq!(zero_copy.begin(3, WRITE, 8192), Next::Call(call));
+        assert_eq!(zero_copy.pending(), 1);
         // A tag has one request at a time, and the number of tags is limited.
-        assert_eq!(straight.begin(3, READ, 0), Next::Disk(READ, 0));
-        assert_eq!(straight.begin(4, READ, 0), Next::Disk(READ, 0));
-        assert_eq!(straight.ended(3, 4096), Some(Next::Answer(Ok(4096))));
-        assert_eq!((straight.ended(3, 4096), straight.pending()), (None, 0));
+        assert_eq!(zero_copy.begin(3, READ, 0), Next::Disk(READ, 0));
+        assert_eq!(zero_copy.begin(4, READ, 0), Next::Disk(READ, 0));
+        assert_eq!(zero_copy.ended(3, 4096), Some(Next::Answer(Ok(4096))));
+        assert_eq!((zero_copy.ended(3, 4096), zero_copy.pending()), (None, 0));
         // Beyond the end of the disk, no call is made.
         let beyond = Next::Answer(Err(DiskError::OutOfRange));
-        assert_eq!(straight.begin(0, READ, 1 << 20), beyond);
-        assert_eq!(straight.pending(), 0);
+        assert_eq!(zero_copy.begin(0, READ, 1 << 20), beyond);
+        assert_eq!(zero_copy.pending(), 0);
     }
 
     #[test]
     fn memory_that_the_storage_refuses_goes_by_the_disk() {
-        let Some((_image, mut straight)) = straight(&GEOMETRY) else { return };
-        assert!(matches!(straight.begin(1, READ, 512), Next::Call(_)));
-        assert_eq!(straight.ended(1, -libc::EINVAL), Some(Next::Disk(READ, 512)));
-        assert_eq!(straight.pending(), 0);
-        assert!(matches!(straight.begin(1, READ, 512), Next::Call(_)));
+        let Some((_image, mut zero_copy)) = zero_copy(&GEOMETRY) else { return };
+        assert!(matches!(zero_copy.begin(1, READ, 512), Next::Call(_)));
+        assert_eq!(zero_copy.ended(1, -libc::EINVAL), Some(Next::Disk(READ, 512)));
+        assert_eq!(zero_copy.pending(), 0);
+        assert!(matches!(zero_copy.begin(1, READ, 512), Next::Call(_)));
         let failed = Next::Answer(Err(DiskError::Io(libc::EIO)));
-        assert_eq!(straight.ended(1, -libc::EIO), Some(failed));
+        assert_eq!(zero_copy.ended(1, -libc::EIO), Some(failed));
         let read_only = Geometry { read_only: true, ..GEOMETRY };
-        straight.read_only = read_only.read_only;
-        assert_eq!(straight.begin(0, WRITE, 0), Next::Disk(WRITE, 0), "which says that it is");
+        zero_copy.read_only = read_only.read_only;
+        assert_eq!(zero_copy.begin(0, WRITE, 0), Next::Disk(WRITE, 0), "which says that it is");
     }
 
     #[test]
     fn what_takes_too_long_is_given_up() {
-        let Some((_image, mut straight)) = straight(&GEOMETRY) else { return };
-        assert!(matches!(straight.begin(2, READ, 0), Next::Call(_)));
+        let Some((_image, mut zero_copy)) = zero_copy(&GEOMETRY) else { return };
+        assert!(matches!(zero_copy.begin(2, READ, 0), Next::Call(_)));
         let now = Instant::now();
-        assert_eq!(straight.cancel_late(now).count(), 0);
-        let late: Vec<u16> = straight.cancel_late(now + Duration::from_secs(3)).collect();
+        assert_eq!(zero_copy.cancel_late(now).count(), 0);
+        let late: Vec<u16> = zero_copy.cancel_late(now + Duration::from_secs(3)).collect();
         assert_eq!(late, [2]);
         let cancelled = Some(Next::Answer(Err(DiskError::Cancelled)));
-        assert_eq!(straight.ended(2, -libc::ECANCELED), cancelled);
+        assert_eq!(zero_copy.ended(2, -libc::ECANCELED), cancelled);
     }
 
     #[test]

@@ -115,7 +115,7 @@ impl Parcel {
             bytes.split_first_chunk().ok_or(StateError::NotAState("it is too short"))?;
         let head = Head::of(head)?;
         if head.bytes != body.len() as u64 {
-            return Err(StateError::NotAState("it has another length than announced"));
+            return Err(StateError::NotAState("its length differs from its header"));
         }
         if !fds.is_empty() && head.fds != fds.len() as u64 {
             return Err(StateError::NotAState("a descriptor is missing"));
@@ -140,7 +140,7 @@ impl Parcel {
     pub fn send(&self, socket: &UnixStream) -> Result<(), StateError> {
         let fds: Vec<_> = self.descriptors.iter().collect();
         if fds.len() != self.descriptors.len() {
-            return Err(StateError::NotAState("a descriptor of it was taken"));
+            return Err(StateError::NotAState("a descriptor was already taken"));
         }
         let bytes = self.encode(fds.len())?;
         let (head, body) = bytes.split_at(HEAD);
@@ -176,7 +176,7 @@ impl Head {
         let word =
             |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         if head[..8] != MAGIC {
-            return Err(StateError::NotAState("it begins with other bytes"));
+            return Err(StateError::NotAState("its magic number is wrong"));
         }
         if !READABLE.contains(&word(8)) {
             return Err(StateError::Version(word(8)));
@@ -239,7 +239,7 @@ mod tests {
         let mut parcel = Parcel::new();
         parcel.add("future", true, &1).unwrap();
         let error = travel(parcel).unwrap().finish().unwrap_err().to_string();
-        assert!(error.contains("does not know section future"), "{error}");
+        assert!(error.contains("does not support the mandatory section future"), "{error}");
         let mut parcel = Parcel::new();
         parcel.add("number", true, &1).unwrap();
         assert!(matches!(parcel.add("number", true, &2), Err(StateError::Twice(_))));
@@ -276,7 +276,7 @@ mod tests {
             Parcel::receive(&theirs).unwrap_err().to_string()
         };
         assert!(refuse(b"").contains("could not be passed on"));
-        assert!(refuse(&[7; 64]).contains("begins with other bytes"));
+        assert!(refuse(&[7; 64]).contains("magic number is wrong"));
         let head = |version: u32, fds: u32, len: u64| {
             let mut bytes = MAGIC.to_vec();
             bytes.extend(version.to_le_bytes());
@@ -291,7 +291,7 @@ mod tests {
         // The header announces a descriptor, and the bytes come without one.
         let mut bytes = head(VERSION, 1, 2);
         bytes.extend(b"\0[]");
-        assert!(refuse(&bytes).contains("no state"), "{}", refuse(&bytes));
+        assert!(refuse(&bytes).contains("no server state"), "{}", refuse(&bytes));
         let mut bytes = head(VERSION, 0, 3);
         bytes.extend(b"[1]");
         assert!(refuse(&bytes).contains("section list"));

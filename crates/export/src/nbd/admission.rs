@@ -39,18 +39,18 @@ impl Peer {
 }
 
 /// Admitted clients, which have completed the handshake.
-pub(super) struct Agreed {
+pub(super) struct Admitted {
     most: usize,
     by_peer: Mutex<HashMap<Peer, usize>>,
 }
 
 /// Admission of a client, until dropped.
-pub(super) struct Place {
-    agreed: Arc<Agreed>,
+pub(super) struct Admission {
+    admitted: Arc<Admitted>,
     peer: Peer,
 }
 
-impl Agreed {
+impl Admitted {
     pub(super) fn new(most: usize) -> Arc<Self> {
         Arc::new(Self { most: most.max(1), by_peer: Mutex::default() })
     }
@@ -66,7 +66,7 @@ impl Agreed {
     }
 
     /// Admits a client of `peer`, if the limits permit it.
-    pub(super) fn take(self: &Arc<Self>, peer: Peer) -> Option<Place> {
+    pub(super) fn take(self: &Arc<Self>, peer: Peer) -> Option<Admission> {
         let mut by_peer = self.by_peer.lock();
         if by_peer.values().sum::<usize>() >= self.most {
             return None;
@@ -76,7 +76,7 @@ impl Agreed {
             return None;
         }
         *count += 1;
-        Some(Place { agreed: Arc::clone(self), peer })
+        Some(Admission { admitted: Arc::clone(self), peer })
     }
 
     /// True if a client of `peer` would not be admitted.
@@ -87,9 +87,9 @@ impl Agreed {
     }
 }
 
-impl Drop for Place {
+impl Drop for Admission {
     fn drop(&mut self) {
-        let mut by_peer = self.agreed.by_peer.lock();
+        let mut by_peer = self.admitted.by_peer.lock();
         if let Some(count) = by_peer.get_mut(&self.peer) {
             *count -= 1;
             if *count == 0 {
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn a_peer_leaves_places_for_others() {
-        let agreed = Agreed::new(8);
+        let agreed = Admitted::new(8);
         let mut places: Vec<_> =
             std::iter::from_fn(|| agreed.take(Peer::User(1))).take(100).collect();
         assert_eq!(places.len(), 6);
@@ -197,6 +197,6 @@ mod tests {
         assert!(agreed.take(Peer::User(1)).is_some());
         drop((places, others));
         assert!(agreed.by_peer.lock().is_empty());
-        assert!(Agreed::new(1).take(Peer::Unknown).is_some());
+        assert!(Admitted::new(1).take(Peer::Unknown).is_some());
     }
 }

@@ -23,7 +23,7 @@ struct Part {
 ///
 /// # Errors
 /// The error of the system call. Pages that were dropped before the error stay so.
-pub fn let_go_of_program() -> io::Result<()> {
+pub fn trim_program_pages() -> io::Result<()> {
     for part in unwritten(&std::fs::read_to_string("/proc/self/smaps")?) {
         let start = std::ptr::with_exposed_provenance_mut::<c_void>(part.start);
         // SAFETY: the range belongs to a file of a loaded object that is never unloaded (it
@@ -116,7 +116,7 @@ a000-b000 r-xp 00000000 fe:00 9 /bin/x
         let words: Vec<String> = (0..1000).map(|n| format!("{n}")).collect();
         let (before, mut least) = (held(), u64::MAX);
         for _ in 0..20 {
-            let_go_of_program().unwrap();
+            trim_program_pages().unwrap();
             least = least.min(held());
         }
         assert!(least < before, "{before} KiB before, {least} after");
