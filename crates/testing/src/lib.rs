@@ -3,7 +3,6 @@
 //!
 //! | module | feature | what it is |
 //! |---|---|---|
-//! | `block_device` | `block-device` | a driver on an emulated controller, over a disk that does as it is ordered |
 //! | `certificates` | `certificates` | directories of certificates, right ones and wrong ones |
 //! | `disks` | `disks` | a host of a disk: requests in batches, and a model |
 //! | `guest` | `guest` | a guest over a vfio-user socket, that can be moved to another |
@@ -11,11 +10,10 @@
 //! | `outside` | | disks that somebody outside of the tests has made |
 //! | `process_group` | | child processes that end with the test |
 //! | `stalled` | `stalled` | a FUSE file system that does not answer |
+//! | `test_disk` | `test-disk` | disk in memory that holds, fails and records requests as ordered |
 //! | `wait` | | waits for events, with one limit for all tests |
 #![forbid(unsafe_code)]
 
-#[cfg(feature = "block-device")]
-pub mod block_device;
 #[cfg(feature = "certificates")]
 pub mod certificates;
 #[cfg(feature = "disks")]
@@ -28,4 +26,6 @@ pub mod outside;
 pub mod process_group;
 #[cfg(feature = "stalled")]
 pub mod stalled;
+#[cfg(feature = "test-disk")]
+pub mod test_disk;
 pub mod wait;

@@ -1,43 +1,12 @@
-//! Both ends in one process: a driver on an emulated controller, over a disk of the test's.
+//! Disk in memory that holds, fails and records requests as a test orders.
 
+use crate::wait;
 use parking_lot::Mutex;
 use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
-use shadowbell_controller::{
-    Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
-};
-use shadowbell_driver::{AttachOptions, Controller};
-use shadowbell_frontend::InProcess;
 use shadowbell_memory::{EventFd, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-
-use crate::wait;
-
-/// A driver on a controller of its own over `disk`.
-///
-/// # Panics
-/// If it can not be attached.
-#[must_use]
-pub fn attach(disk: Arc<dyn Disk>, options: &AttachOptions) -> Controller {
-    attach_to(disk, options).0
-}
-
-/// A driver on a controller of its own over `disk`, and that controller.
-///
-/// # Panics
-/// If it can not be attached.
-#[must_use]
-pub fn attach_to(disk: Arc<dyn Disk>, options: &AttachOptions) -> (Controller, Emulated) {
-    let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
-    let uuid = shadowbell_controller::config::uuid_from("a test");
-    let namespaces = vec![NamespaceConfig { disk, uuid }];
-    let config = Config { namespaces, io_queues: 4, ..Config::default() };
-    let emulated = Emulated::new(config, pool, Carrier::default()).unwrap();
-    let transport = InProcess::new(emulated.clone(), "test".into());
-    let controller = Controller::attach(Arc::new(transport), options).unwrap();
-    (controller, emulated)
-}
 
 /// What a [`TestDisk`] has to do, and what it saw.
 #[derive(Debug, Default)]
