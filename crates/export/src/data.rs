@@ -7,8 +7,7 @@
 //! cryptography needs ordinary memory.
 
 use crate::vectors::{Part, Room};
-use shadowbell_block::BlockDevice;
-use shadowbell_driver::{Buffer, BufferPool};
+use shadowbell_block::{BlockQueue, Buffer, BufferPool};
 
 /// Size in bytes and number of the shared buffers of a connection. They are allocated on demand.
 const SIZES: [(usize, usize); 3] = [(4 << 10, 128), (64 << 10, 32), (256 << 10, 8)];
@@ -50,7 +49,10 @@ impl Data {
     pub(crate) fn room(&mut self, from: usize, to: usize) -> Room<'_> {
         match self {
             Self::Own(bytes) => Room::of(bytes.get_mut(from..to).unwrap_or_default()),
-            Self::Shared(buffer) => Room::shared(buffer.bytes(), from, to),
+            Self::Shared(buffer) => match buffer.bytes() {
+                Some(bytes) => Room::shared(bytes, from, to),
+                None => Room::of(&mut []),
+            },
         }
     }
 
@@ -58,7 +60,10 @@ impl Data {
     pub(crate) fn part(&self, from: usize, to: usize) -> Part<'_> {
         match self {
             Self::Own(bytes) => Part::of(bytes.get(from..to).unwrap_or_default()),
-            Self::Shared(buffer) => Part::shared(buffer.bytes(), from, to),
+            Self::Shared(buffer) => match buffer.bytes() {
+                Some(bytes) => Part::shared(bytes, from, to),
+                None => Part::NONE,
+            },
         }
     }
 }
@@ -97,7 +102,7 @@ impl DataMemory {
     }
 
     /// Takes memory of at least `len` bytes that is shared with the controller, if available.
-    pub(crate) fn shared(&mut self, disk: &BlockDevice, len: usize) -> Option<Data> {
+    pub(crate) fn shared(&mut self, disk: &BlockQueue, len: usize) -> Option<Data> {
         let mut sizes = SIZES.iter().zip(&mut self.pools);
         let (&(size, count), pool) = sizes.find(|((size, _), _)| *size >= len)?;
         if matches!(pool, Pool::Unneeded) {

@@ -1,4 +1,4 @@
-//! Adaptive polling time of a queue's thread before it sleeps.
+//! Adaptive polling time of a thread before it sleeps.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ const FIRST: Duration = Duration::from_micros(8);
 /// Polling time that grows while work arrives soon after the start of a sleep, and shrinks
 /// otherwise.
 #[derive(Debug)]
-pub(super) struct PollWindow {
+pub(crate) struct PollWindow {
     most: Duration,
     window: Duration,
     passes: u32,
@@ -22,19 +22,19 @@ pub(super) struct PollWindow {
 
 impl PollWindow {
     /// Creates the state with the longest polling time `most`.
-    pub(super) fn new(most: Duration) -> Self {
+    pub(crate) fn new(most: Duration) -> Self {
         Self { most, window: FIRST.min(most), passes: 0, since: Instant::now() }
     }
 
     /// Records that a pass found work.
     #[inline]
-    pub(super) fn found(&mut self) {
+    pub(crate) fn found(&mut self) {
         self.passes = 0;
     }
 
     /// True if the thread should poll again before a sleep, after a pass without work.
     #[inline]
-    pub(super) fn looks_again(&mut self) -> bool {
+    pub(crate) fn looks_again(&mut self) -> bool {
         if self.window.is_zero() {
             return false;
         }
@@ -63,7 +63,7 @@ impl PollWindow {
     }
 
     /// Adapts the polling time to the duration of a sleep.
-    pub(super) fn slept(&mut self, time: Duration) {
+    pub(crate) fn slept(&mut self, time: Duration) {
         self.passes = 0;
         self.window = if time < self.most {
             (self.window * 2).max(FIRST).min(self.most)
