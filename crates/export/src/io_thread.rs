@@ -157,6 +157,12 @@ impl<F: Future> IoThread<F> {
         self.tasks.start_now(slot, future)
     }
 
+    /// Records that a round found work that [`run_once`](Self::run_once) did not see.
+    #[cfg(feature = "vhost")]
+    pub(crate) fn found(&mut self) {
+        self.window.found();
+    }
+
     /// True if the thread should look for work again before it sleeps, after a round without work.
     pub(crate) fn looks_again(&mut self) -> bool {
         self.window.looks_again()

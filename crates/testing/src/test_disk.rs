@@ -17,6 +17,8 @@ pub struct Orders {
     pub hold_at: Option<u64>,
     /// Requests that are neither reads nor flushes fail, or all of them.
     pub fail: Option<DiskError>,
+    /// Every request fails, as on a disk that was removed.
+    pub unavailable: bool,
     /// Only so many of them.
     pub failures: Option<u32>,
     /// Reads that begin at this byte or beyond it fail.
@@ -124,6 +126,9 @@ struct TestQueue {
 
 impl TestQueue {
     fn run(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Result<(), DiskError> {
+        if self.disk.orders.lock().unavailable {
+            return Err(DiskError::Io(19));
+        }
         if !matches!(request.op, Op::Read | Op::Flush) {
             let mut orders = self.disk.orders.lock();
             let left = orders.failures;

@@ -2,7 +2,7 @@
 
 use super::add_device::{add, find, header, take_over, was_never_started};
 use super::error::UblkError;
-use super::parameters::{LARGEST_BLOCK, aligned, parameters};
+use super::parameters::{aligned, parameters};
 use super::serve::{QueueStatus, Work, serve};
 use super::sys::{Control, Device};
 use super::wire::{Parameters, control, feature};

@@ -1,4 +1,4 @@
-//! Exports of a block device on the emulated controller, both ends in one process.
+//! Exports of a disk to clients of every kind.
 
 mod client;
 mod fuse;
@@ -7,7 +7,7 @@ mod nbd;
 mod tls;
 mod tools;
 mod vhost;
-mod vhost_direct;
+mod vhost_queue;
 mod vhost_hostile;
 mod vhost_inflight;
 mod vhost_same;

@@ -1,175 +1,191 @@
-//! Thread that serves one virtio queue directly on one queue of the disk.
+//! Serving of one virtio queue: requests are taken from the guest's rings, executed on the thread's
+//! queue on the disk, and answered.
+//!
+//! The disk transfers the data from and to the guest's memory, without a copy in between, if a
+//! request consists of whole blocks. The thread polls the available ring for a while before it
+//! sleeps, and suppresses notifications meanwhile.
 
-use super::super::inflight::Tracker;
-use super::super::request::{MAX_DATA, QUEUE_SIZE, Rules, SECTOR, Status, identifier};
-use super::super::ring::Ring;
-use super::super::shared::DeviceShared;
-use super::poll_window::PollWindow;
-use super::request::{Bad, Chain, Job, Piece, Request, part};
-use super::sleep::Sleep;
+use super::chain::{Bad, Chain, Job as Parsed, Piece, Request, part};
+use super::inflight::Tracker;
+use super::request::{MAX_DATA, QUEUE_SIZE, Rules, Status, identifier};
+use super::ring::Ring;
+use super::shared::DeviceShared;
 use super::split_ring::SplitRing;
-use crate::local_disk::LocalDisk;
+use crate::io_thread::{FIRST, IoThread};
 use ::shadowbell_memory::page_tables::Awake;
 use ::shadowbell_memory::{DmaTable, EventFd, Segments, SharedBytes, View};
-use shadowbell_backend::{DiskError, Op, Queue, Request as DiskRequest, Submitted};
+use rustix::event::epoll::EventFlags;
+use rustix::io::Errno;
+use shadowbell_backend::Op;
+use shadowbell_block::{BlockDevice, BlockError, BlockQueue, Zeroes};
 use std::collections::VecDeque;
+use std::future::Future;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use virtio_queue::Error;
 
 /// Largest number of requests in flight.
 const SLOTS: usize = 128;
-/// Largest part of a request with data, in bytes, which every disk supports.
-const PART: u64 = 1 << 20;
-/// Largest part of a request without data, in bytes, unless the disk has a lower limit.
-const LONG_PART: u64 = 1 << 30;
+/// Largest number of bytes that the disk is asked to prefetch for a request.
+const PREFETCH: u64 = 1 << 20;
 /// Time limit for the requests in flight of a queue that is left, until they are cancelled; and
 /// the time limit after that.
 const FINISH: Duration = Duration::from_secs(60);
 const CANCELLED: Duration = Duration::from_secs(5);
 /// Polling interval while a page table check is awaited.
 const LOOK: Duration = Duration::from_millis(1);
-/// Interval of the timeout checks.
-const TIMES: Duration = Duration::from_secs(1);
-/// Number of passes of a busy queue between two timeout checks.
-const PASSES: u32 = 1 << 14;
 
-/// Request in flight.
-struct Slot {
-    head: u16,
-    status: u64,
+/// Disk operation with its data, in the guest's memory.
+pub(super) struct Job {
     op: Op,
     offset: u64,
     len: u64,
-    /// Completed bytes, and length of the part in flight.
-    done: u64,
-    part: u64,
-    /// Guest memory of the data.
-    data: Vec<Piece>,
-    segments: Segments,
-    /// Number of memory pieces of the whole request.
-    pieces: usize,
-    /// Time of submission, while the disk has the request.
-    since: Option<Instant>,
+    data: Segments,
 }
 
-impl Slot {
-    fn new() -> Self {
-        Self {
-            head: 0,
-            status: 0,
-            op: Op::Flush,
-            offset: 0,
-            len: 0,
-            done: 0,
-            part: 0,
-            data: Vec::new(),
-            segments: Segments::new(),
-            pieces: 0,
-            since: None,
+/// Result of a job, which returns its list of segments.
+pub(super) struct Completed {
+    outcome: Result<(), BlockError>,
+    data: Segments,
+}
+
+/// Executes a job.
+pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
+    let Job { op, offset, len, data } = job;
+    let moved = match op {
+        Op::Read => disk.read_to(offset, data).await,
+        Op::Write { fua } => disk.write_from(offset, data, fua).await,
+        Op::Flush => disk.flush().await.map(|()| data),
+        Op::Discard => disk.discard(offset, len).await.map(|()| data),
+        Op::WriteZeroes { deallocate, fua } => {
+            let how = Zeroes { deallocate, fua, fast_only: false };
+            disk.write_zeroes(offset, len, how).await.map(|()| data)
         }
+        _ => Err(BlockError::Unsupported { operation: "the request" }),
+    };
+    match moved {
+        Ok(data) => Completed { outcome: Ok(()), data },
+        Err(error) => Completed { outcome: Err(error), data: Segments::new() },
     }
 }
 
-/// State of a queue that does not depend on the way in which it is served.
-pub(in super::super) struct Context<'a> {
-    pub(in super::super) index: usize,
-    pub(in super::super) device: &'a DeviceShared,
-    pub(in super::super) vring: &'a Ring,
-    pub(in super::super) local: &'a LocalDisk,
-    pub(in super::super) tracker: &'a mut Option<Tracker<SharedBytes>>,
-    /// Heads of the requests in flight of a dead process, which are executed again.
-    pub(in super::super) again: &'a mut VecDeque<u16>,
-    /// Event that ends the thread's sleep.
-    pub(in super::super) waker: &'a EventFd,
-    /// Change counters of the queue and the device when they were looked up.
-    pub(in super::super) seen: (u64, u64),
-    pub(in super::super) faults: u64,
+/// Request in flight.
+#[derive(Clone, Copy, Default)]
+struct Pending {
+    head: u16,
+    status: u64,
+    /// Number of bytes in the guest's memory that a read fills.
+    len: u32,
+    /// Number of memory pieces.
+    pieces: usize,
 }
 
-/// virtio queue while it is served directly.
-pub(in super::super) struct DirectQueue<'a> {
+/// State of a queue that remains when the queue is left.
+pub(super) struct Context<'a> {
+    pub(super) index: usize,
+    pub(super) device: &'a DeviceShared,
+    pub(super) vring: &'a Ring,
+    pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
+    /// Heads of the requests in flight of a dead process, which are executed again.
+    pub(super) again: &'a mut VecDeque<u16>,
+    /// Event that ends the thread's sleep.
+    pub(super) waker: &'a EventFd,
+    /// Change counters of the queue and the device when they were looked up.
+    pub(super) seen: (u64, u64),
+    pub(super) faults: u64,
+}
+
+/// virtio queue while it is served.
+pub(super) struct ServedQueue<'a, F> {
     context: Context<'a>,
     rules: Rules,
     ring: SplitRing,
     /// Positions of the rings at the start.
     began: (u16, u16),
     view: View,
-    disk: Box<dyn Queue>,
-    takes_turns: bool,
+    io: IoThread<F>,
+    disk: BlockQueue,
+    make: fn(BlockQueue, Job) -> F,
+    kick: Option<EventFd>,
     /// Requests that are delayed until two later ones are known, so that the disk's memory is
     /// prefetched by then. `None` if the disk needs no prefetch.
-    ready: Option<VecDeque<usize>>,
-    longest: u64,
-    slots: Vec<Slot>,
-    free: Vec<usize>,
-    /// Slots whose next part is to be started.
-    unfinished: VecDeque<usize>,
-    /// Number of requests at the disk, and memory pieces of these and the unfinished ones.
-    pending: usize,
+    ready: Option<VecDeque<(usize, Job)>>,
+    /// Requests in flight, by slot.
+    requests: Vec<Pending>,
+    /// Memory pieces of the requests in flight.
     pieces: usize,
     /// Request that waits for a slot.
     stalled: Option<u16>,
     chain: Chain,
     part: Vec<Piece>,
-    reaped: Vec<(u32, Result<(), DiskError>, Segments)>,
-    sleep: Sleep,
-    window: PollWindow,
-    passes: u32,
+    /// Unused lists of segments, kept for their capacity.
+    spare: Vec<Segments>,
+    /// Completed requests; empty between uses, kept for its capacity.
+    done: Vec<(usize, Completed)>,
 }
 
-impl<'a> DirectQueue<'a> {
+impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     /// Creates the state for a queue in its current configuration, with the current guest memory.
+    /// `make` is [`carry_out`], whose future has no name.
     ///
     /// # Errors
     /// The error of the system call if the resources of the disk's queue are exhausted.
-    pub(in super::super) fn new(
+    pub(super) fn new(
         context: Context<'a>,
         ring: SplitRing,
         table: &Arc<DmaTable>,
+        disk: &BlockDevice,
+        make: fn(BlockQueue, Job) -> F,
     ) -> io::Result<Self> {
-        let mut disk = context.local.disk.queue()?;
+        let mut io = IoThread::new(SLOTS, context.waker.try_clone()?)?;
+        let disk = io.open(disk)?;
         disk.memory_changed(table);
-        disk.may_wait();
-        let events = [context.vring.changed(), context.waker];
-        let sleep = Sleep::on(context.vring.kick(), events, &*disk)?;
+        let kick = context.vring.kick();
+        for event in kick.iter().chain([context.vring.changed()]) {
+            io.add_fd(event.as_fd(), FIRST, EventFlags::IN)?;
+        }
         Ok(Self {
             rules: context.device.rules(),
             began: ring.places(),
             ring,
             view: View::new(Arc::clone(table)),
-            takes_turns: disk.takes_turns(),
             ready: disk.wants_prefetch_hints().then(|| VecDeque::with_capacity(SLOTS)),
-            longest: (disk.longest_inline() / SECTOR * SECTOR).clamp(SECTOR, LONG_PART),
+            io,
             disk,
-            slots: (0..SLOTS).map(|_| Slot::new()).collect(),
-            free: (0..SLOTS).rev().collect(),
-            unfinished: VecDeque::with_capacity(SLOTS),
-            pending: 0,
+            make,
+            kick,
+            requests: vec![Pending::default(); SLOTS],
             pieces: 0,
             stalled: None,
             chain: Chain::default(),
             part: Vec::new(),
-            reaped: Vec::with_capacity(SLOTS),
-            sleep,
-            window: PollWindow::new(context.local.poll),
-            passes: 0,
+            spare: Vec::new(),
+            done: Vec::with_capacity(SLOTS),
             context,
         })
     }
 
     /// Serves the queue until something changes, and completes the requests in flight. `complain`
     /// is called if the queue is invalid.
-    pub(in super::super) fn serve(mut self, complain: &mut dyn FnMut(&Error)) {
+    pub(super) fn serve(mut self, complain: &mut dyn FnMut(&Error)) {
         while self.poll(complain) {
-            let began = Instant::now();
-            self.sleep.wait(self.limit());
-            self.window.slept(began.elapsed());
-            self.cancel_late();
+            // A request that waits for memory is not woken.
+            self.sleep(self.stalled.map(|_| Instant::now() + LOOK));
         }
         let _touches_memory = Awake::new();
         self.leave();
+    }
+
+    fn sleep(&mut self, until: Option<Instant>) {
+        if !self.io.prepare_sleep() {
+            return;
+        }
+        self.io.wait(until, |_| {});
+        if let Some(kick) = &self.kick {
+            kick.drain();
+        }
     }
 
     /// Serves the queue until there is no work and polling does not pay. Returns false if the
@@ -179,8 +195,7 @@ impl<'a> DirectQueue<'a> {
         while !self.must_leave() {
             match self.pass(true) {
                 Ok(true) => {
-                    self.window.found();
-                    self.look_at_times();
+                    self.io.found();
                     continue;
                 }
                 Ok(false) => {}
@@ -190,7 +205,7 @@ impl<'a> DirectQueue<'a> {
                     return true;
                 }
             }
-            if self.window.looks_again() {
+            if self.io.looks_again() {
                 continue;
             }
             // While a request waits for a slot, a notification would be useless.
@@ -203,7 +218,7 @@ impl<'a> DirectQueue<'a> {
 
     /// Executes the requests of the queue, including those that arrive meanwhile, until there is
     /// none left.
-    pub(in super::super) fn run_dry(mut self, complain: &mut dyn FnMut(&Error)) {
+    pub(super) fn run_dry(mut self, complain: &mut dyn FnMut(&Error)) {
         loop {
             match self.pass(true) {
                 Ok(true) if !self.must_leave() => {}
@@ -213,14 +228,6 @@ impl<'a> DirectQueue<'a> {
                     return self.leave();
                 }
             }
-        }
-    }
-
-    /// Longest time for which the thread may sleep.
-    fn limit(&self) -> Option<Duration> {
-        match self.stalled {
-            Some(_) => Some(LOOK),
-            None => (self.pending > 0).then_some(TIMES),
         }
     }
 
@@ -252,22 +259,8 @@ impl<'a> DirectQueue<'a> {
     /// true if there was any work.
     #[inline]
     fn pass(&mut self, takes: bool) -> Result<bool, Error> {
-        let mut any = false;
-        if self.takes_turns {
-            self.disk.begin_turn(self.context.index as u32);
-        }
-        if self.pending > 0 {
-            any |= self.reap();
-        }
-        for _ in 0..self.unfinished.len() {
-            let Some(slot) = self.unfinished.pop_front() else { break };
-            self.advance(slot);
-            any = true;
-        }
         let outcome = self.take(takes);
-        if self.pending > 0 {
-            self.disk.commit();
-        }
+        let any = self.collect();
         self.ring.publish();
         if self.ring.wants_notification() {
             self.context.vring.signal();
@@ -315,25 +308,34 @@ impl<'a> DirectQueue<'a> {
 
     /// Starts a request when the two requests behind it are known, or by `begin_rest`.
     #[inline]
-    fn begin_soon(&mut self, slot: usize) {
-        let Some(ready) = &mut self.ready else { return self.advance(slot) };
-        for (index, distance) in [(Some(slot), 2), (ready.back().copied(), 1)] {
-            if let Some(Slot { op, offset, len, .. }) = index.and_then(|at| self.slots.get(at)) {
-                self.disk.prefetch_hint(*op, *offset, (*len).min(PART) as usize, distance);
+    fn begin_soon(&mut self, slot: usize, job: Job) {
+        let Some(ready) = &mut self.ready else { return self.start(slot, job) };
+        let others = ready.back().map(|(_, job)| job);
+        for (job, distance) in [(Some(&job), 2), (others, 1)] {
+            if let Some(Job { op, offset, len, .. }) = job {
+                self.disk.prefetch_hint(*op, *offset, (*len).min(PREFETCH) as usize, distance);
             }
         }
-        ready.push_back(slot);
+        ready.push_back((slot, job));
         if ready.len() > 2
-            && let Some(first) = ready.pop_front()
+            && let Some((slot, job)) = ready.pop_front()
         {
-            self.advance(first);
+            self.start(slot, job);
         }
     }
 
     #[inline]
     fn begin_rest(&mut self) {
-        while let Some(slot) = self.ready.as_mut().and_then(VecDeque::pop_front) {
-            self.advance(slot);
+        while let Some((slot, job)) = self.ready.as_mut().and_then(VecDeque::pop_front) {
+            self.start(slot, job);
+        }
+    }
+
+    #[inline]
+    fn start(&mut self, slot: usize, job: Job) {
+        let future = (self.make)(self.disk.clone(), job);
+        if let Some(completed) = self.io.start_now(slot, future) {
+            self.finish(slot, completed);
         }
     }
 
@@ -341,7 +343,7 @@ impl<'a> DirectQueue<'a> {
     #[inline]
     fn begin(&mut self, head: u16) -> bool {
         let quota = &self.context.device.page_table_quota;
-        if self.free.is_empty() || quota.must_wait() {
+        if self.io.tasks().reserved() == SLOTS || quota.must_wait() {
             return false;
         }
         self.chain.read(&self.ring, &self.view, head);
@@ -356,28 +358,34 @@ impl<'a> DirectQueue<'a> {
             Err(Bad::NoRoom) if head >= self.ring.size() => {}
             Err(Bad::NoRoom) => self.answer(head, 0),
             Err(Bad::Status(status, at)) => self.end(head, at, 0, status),
-            Ok(Request { job: Job::Identify { room }, status }) => {
+            Ok(Request { job: Parsed::Identify { room }, status }) => {
                 let id = identifier(&self.context.device.id, room);
                 let given = self.put_data(&id);
                 let (len, outcome) =
                     if given { (id.len() as u32, Status::Ok) } else { (0, Status::IoError) };
                 self.end(head, status, len, outcome);
             }
-            Ok(Request { job: Job::Disk { op, len: 0, .. }, status }) if op != Op::Flush => {
+            Ok(Request { job: Parsed::Disk { op, len: 0, .. }, status }) if op != Op::Flush => {
                 self.end(head, status, 0, Status::Ok);
             }
-            Ok(Request { job: Job::Disk { op, offset, len }, status }) => {
-                let Some(slot) = self.free.pop() else { return false };
-                let Some(there) = self.slots.get_mut(slot) else { return false };
-                let data = match op {
-                    Op::Read => &mut self.chain.write,
-                    _ => &mut self.chain.read,
+            Ok(Request { job: Parsed::Disk { op, offset, len }, status }) => {
+                let (ranges, write) = match op {
+                    Op::Read => (&self.chain.write, true),
+                    Op::Write { .. } => (&self.chain.read, false),
+                    _ => (const { &Vec::new() }, false),
                 };
-                std::mem::swap(&mut there.data, data);
-                (there.head, there.status, there.op) = (head, status, op);
-                (there.offset, there.len, there.done, there.pieces) = (offset, len, 0, pieces);
+                let mut data = self.spare.pop().unwrap_or_default();
+                if data.resolve_ranges(&self.view, ranges, write).is_err() {
+                    self.end(head, status, 0, Status::IoError);
+                    return true;
+                }
+                let Some(slot) = self.io.tasks().reserve() else { return false };
+                let filled = if write { len.min(MAX_DATA as u64) as u32 } else { 0 };
+                if let Some(request) = self.requests.get_mut(slot) {
+                    *request = Pending { head, status, len: filled, pieces };
+                }
                 self.pieces += pieces;
-                self.begin_soon(slot);
+                self.begin_soon(slot, Job { op, offset, len, data });
             }
         }
         true
@@ -391,87 +399,37 @@ impl<'a> DirectQueue<'a> {
             && data.write_from(0, bytes).is_some()
     }
 
-    /// Starts the next part of a request.
+    /// Submits the started requests, and answers completed ones. Returns true if there was any
+    /// work.
     #[inline]
-    fn advance(&mut self, index: usize) {
-        let Some(slot) = self.slots.get_mut(index) else { return };
-        let has_data = matches!(slot.op, Op::Read | Op::Write { .. });
-        let most = if has_data { PART } else { self.longest };
-        slot.part = (slot.len - slot.done).min(most);
-        if has_data {
-            let data = if slot.part == slot.len {
-                &slot.data
-            } else {
-                part(&slot.data, slot.done, slot.part, &mut self.part);
-                &self.part
-            };
-            let write = slot.op == Op::Read;
-            if slot.segments.resolve_ranges(&self.view, data, write).is_err() {
-                self.finish(index, Status::IoError);
-                return;
-            }
+    fn collect(&mut self) -> bool {
+        let mut done = std::mem::take(&mut self.done);
+        let busy = self.io.run_once(|slot, completed| done.push((slot, completed)));
+        for (slot, completed) in done.drain(..) {
+            self.finish(slot, completed);
         }
-        let request = DiskRequest { op: slot.op, offset: slot.offset + slot.done, len: slot.part };
-        match self.disk.submit(index as u32, &request, &mut slot.segments) {
-            Submitted::Done(outcome) => self.ended(index, outcome),
-            Submitted::Pending => {
-                slot.since = Some(Instant::now());
-                self.pending += 1;
-            }
-        }
+        self.done = done;
+        busy
     }
 
-    /// Takes completions of the disk. Returns true if there was any.
-    fn reap(&mut self) -> bool {
-        let mut reaped = std::mem::take(&mut self.reaped);
-        self.disk.reap(&mut |tag, outcome, segments| reaped.push((tag, outcome, segments)));
-        let any = !reaped.is_empty();
-        for (tag, outcome, segments) in reaped.drain(..) {
-            let index = tag as usize;
-            let Some(slot) = self.slots.get_mut(index) else { continue };
-            if slot.since.take().is_none() {
-                continue;
-            }
-            slot.segments = segments;
-            self.pending -= 1;
-            self.ended(index, outcome);
-        }
-        self.reaped = reaped;
-        any
-    }
-
-    /// Processes the end of a part of a request.
+    /// Answers a completed request.
     #[inline]
-    fn ended(&mut self, index: usize, outcome: Result<(), DiskError>) {
-        let Some(slot) = self.slots.get_mut(index) else { return };
-        match outcome {
-            Ok(()) => {
-                slot.done += slot.part;
-                if slot.done < slot.len {
-                    self.unfinished.push_back(index);
-                } else {
-                    self.finish(index, Status::Ok);
-                }
-            }
-            Err(DiskError::Unsupported) => self.finish(index, Status::Unsupported),
+    fn finish(&mut self, slot: usize, Completed { outcome, mut data }: Completed) {
+        self.io.tasks().release(slot);
+        let request = self.requests.get(slot).copied().unwrap_or_default();
+        let (len, status) = match outcome {
+            Ok(()) => (request.len, Status::Ok),
+            Err(error) if error.errno() == Errno::NOTSUP => (0, Status::Unsupported),
             Err(error) => {
-                self.context.device.failures.record_disk(&error);
-                self.finish(index, Status::IoError);
+                self.context.device.failures.record(&error);
+                (0, Status::IoError)
             }
-        }
-    }
-
-    /// Processes the end of a request.
-    #[inline]
-    fn finish(&mut self, index: usize, status: Status) {
-        let Some(slot) = self.slots.get_mut(index) else { return };
-        let (head, at, pieces) = (slot.head, slot.status, slot.pieces);
-        let is_read = slot.op == Op::Read && status == Status::Ok;
-        let len = if is_read { slot.len.min(MAX_DATA as u64) as u32 } else { 0 };
-        self.free.push(index);
-        self.pieces -= pieces;
-        self.end(head, at, len, status);
-        self.context.device.page_table_quota.add(pieces);
+        };
+        data.rewind();
+        self.spare.push(data);
+        self.pieces -= request.pieces;
+        self.end(request.head, request.status, len, status);
+        self.context.device.page_table_quota.add(request.pieces);
     }
 
     /// Answers a request, with `len` bytes of data in the guest's memory.
@@ -494,28 +452,6 @@ impl<'a> DirectQueue<'a> {
         tracker.answered(head, self.ring.places().1);
     }
 
-    /// Checks the timeouts of requests once per `PASSES` passes.
-    #[inline]
-    fn look_at_times(&mut self) {
-        self.passes = self.passes.wrapping_add(1);
-        if self.passes.is_multiple_of(PASSES) {
-            self.cancel_late();
-        }
-    }
-
-    fn cancel_late(&mut self) {
-        if self.pending == 0 {
-            return;
-        }
-        let (now, timeout) = (Instant::now(), self.context.local.timeout);
-        for (slot, index) in self.slots.iter().zip(0..) {
-            if slot.since.is_some_and(|since| now.saturating_duration_since(since) > timeout) {
-                tracing::debug!(queue = self.context.index, "a request takes too long");
-                self.disk.cancel(index);
-            }
-        }
-    }
-
     /// Completes the requests in flight, and stores the positions of the rings.
     fn leave(mut self) {
         let device = self.context.device;
@@ -527,8 +463,7 @@ impl<'a> DirectQueue<'a> {
         let mut is_cancelled = false;
         loop {
             let any = self.pass(false).unwrap_or(false);
-            let is_done = self.pending == 0
-                && self.unfinished.is_empty()
+            let is_done = self.io.tasks().reserved() == 0
                 && self.stalled.is_none()
                 && self.context.again.is_empty();
             if is_done {
@@ -546,16 +481,12 @@ impl<'a> DirectQueue<'a> {
                     let queue = self.context.index;
                     tracing::warn!(queue, "requests of a stopped queue do not complete");
                 }
-                for (slot, index) in self.slots.iter().zip(0..) {
-                    if slot.since.is_some() {
-                        self.disk.cancel(index);
-                    }
-                }
+                self.disk.cancel_all();
                 (is_cancelled, deadline) = (true, now + CANCELLED);
             }
             if !any {
-                let left = deadline.saturating_duration_since(now);
-                self.sleep.wait(Some(self.limit().unwrap_or(LOOK).min(left)));
+                let soon = self.stalled.map_or(deadline, |_| deadline.min(now + LOOK));
+                self.sleep(Some(soon));
             }
         }
         self.context.again.clear();
