@@ -86,7 +86,7 @@ pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use successor::{RestoreError, SaveError};
 pub use worker::{
-    CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, ThreadJob, Turns, WorkerThread,
+    CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, Turns,
 };
 
 #[cfg(doctest)]

@@ -169,7 +169,7 @@ impl Session {
 }
 
 /// What to say of a TARGET that is no more than a path where nothing is.
-fn nothing_at(path: &str) -> String {
+pub(crate) fn nothing_at(path: &str) -> String {
     let looks_like_socket =
         Path::new(path).extension().is_some_and(|end| end == "sock" || end == "socket");
     let make = if looks_like_socket {

@@ -19,7 +19,7 @@ use crate::saved::{SavedController, SavedPromises};
 use crate::shared::{ControllerShared, DOORBELL_BYTES};
 use crate::stats::Stats;
 use crate::successor::RestoreError;
-use crate::worker::{Pool, ThreadJob};
+use crate::worker::Pool;
 use shadowbell_spec::Status;
 use shadowbell_spec::regs::DOORBELLS;
 use shadowbell_state::Descriptors;
@@ -159,16 +159,6 @@ impl Controller {
     /// [`RelocateError`].
     pub fn pin_to(&self, worker: usize) -> Result<(), RelocateError> {
         self.0.relocate(|control, cx| control.pin_to(cx, worker))
-    }
-
-    /// Runs `job` on the I/O thread that serves submission queue `sqid`, as a
-    /// [`WorkerThread`](crate::WorkerThread).
-    ///
-    /// # Errors
-    /// The job, if the queue does not exist, or its I/O thread has another job or is not a thread
-    /// of the pool.
-    pub fn lend_thread(&self, sqid: u16, job: ThreadJob) -> Result<(), ThreadJob> {
-        self.0.lend_thread(sqid, job)
     }
 
     /// Shared interior of the controller, for fault injection.

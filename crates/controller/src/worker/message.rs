@@ -3,7 +3,6 @@
 
 use super::queue_override::QueueOverride;
 use super::relocation::{Departure, Relocated};
-use super::worker_thread::ThreadJob;
 use crate::admin::self_test::Piece;
 use crate::doorbell_source::DoorbellSource;
 use crate::exec::Quota;
@@ -181,11 +180,6 @@ pub(crate) enum Message {
     Trace(Option<TraceRing>),
     /// Starts or stops the measurement of command latencies.
     Measure(bool),
-    /// Lends the thread to a job of a controller.
-    Run {
-        controller: u32,
-        job: ThreadJob,
-    },
     /// Liveness check: the thread drops the message.
     Visit(Visit),
     Stop,
@@ -217,7 +211,6 @@ impl Message {
             | Self::GoOn { controller }
             | Self::Leave { controller, .. }
             | Self::Hurry { controller }
-            | Self::Run { controller, .. }
             | Self::Stay { controller }
             | Self::Override { controller, .. } => Some(*controller),
             Self::Arrive(relocated) => Some(relocated.id()),

@@ -28,8 +28,6 @@ mod slow;
 pub(crate) mod trace;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;
-mod worker_thread;
 
 pub use poll_window::Polling;
 pub use pool::{CLAIMABLE, MAX_WORKERS, Pool, PoolOptions, Turns};
-pub use worker_thread::{ThreadJob, WorkerThread};

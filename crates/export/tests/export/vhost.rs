@@ -50,6 +50,12 @@ pub(crate) fn each_block_size(test: impl Fn()) {
     }
 }
 
+/// Runs a test on disks with blocks of a sector.
+pub(crate) fn short_blocks(test: impl Fn()) {
+    BLOCK.set(512);
+    test();
+}
+
 /// Whether a block is a sector.
 pub(crate) fn has_short_blocks() -> bool {
     BLOCK.get() == 512
@@ -402,7 +408,7 @@ fn segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
 
 #[test]
 fn a_guest_finds_its_disk_and_uses_it() {
-    each_block_size(|| {
+    short_blocks(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 2, 0);
         assert_eq!(guest.config[..8], 16384u64.to_le_bytes());
@@ -544,7 +550,7 @@ fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
 
 #[test]
 fn a_guest_that_does_not_flush_has_durable_writes() {
-    each_block_size(|| {
+    short_blocks(|| {
         let mut rig = Rig::new(false);
         drop(rig.device.take());
         rig.backing.cache = true;
@@ -586,7 +592,7 @@ fn a_disk_that_takes_no_writes_or_fails() {
 
 #[test]
 fn a_queue_is_stopped_when_what_it_took_is_answered() {
-    each_block_size(|| {
+    short_blocks(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         rig.backing.order(|orders| orders.hold = true);

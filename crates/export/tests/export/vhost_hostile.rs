@@ -1,6 +1,8 @@
 //! Frontends that mean no good, and those that come after them or stand next to them.
 
-use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE, each_block_size};
+use crate::vhost::{
+    EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE, each_block_size, short_blocks,
+};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_testing::stalled::{self, Mount};
@@ -167,7 +169,7 @@ fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
 /// What is touched where a file has been cut off kills a process that does not look out.
 #[test]
 fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
-    each_block_size(|| {
+    short_blocks(|| {
         let (rig, other) = (Rig::new(false), Rig::new(false));
         let mut neighbour = Guest::connect(&other, 1, 0);
         // Data of a request, its rings, all of it before there is a queue.

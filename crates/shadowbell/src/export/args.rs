@@ -67,14 +67,14 @@ pub(crate) struct Args {
     /// The export's name, and the disk's serial number in a VM
     #[arg(long, default_value = "", value_name = "NAME", hide_default_value = true)]
     pub name: String,
-    /// How many of the controller's queue pairs to use [default: one per processor, up to 4]
+    /// Number of queues of the device for --ublk and --vhost-user-blk, and of a remote controller's
+    /// queue pairs [default: one per processor, up to 4]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub queues: Option<u16>,
-    /// For how many microseconds to look for completions, at most, before sleeping [default: 50, or
-    /// 0 with up to two processors; 100 for a VM's requests that go to the disk at once]
+    /// Longest time in microseconds for which a thread polls before it sleeps [default: 50]
     #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub poll_max: Option<u32>,
-    /// How many seconds a command may take until it has failed
+    /// Time in seconds after which a request is cancelled
     #[arg(long, default_value_t = 30, value_name = "SECONDS",
         value_parser = clap::value_parser!(u16).range(1..=3600))]
     pub timeout: u16,
