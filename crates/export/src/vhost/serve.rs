@@ -199,10 +199,11 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                     continue;
                 }
                 Ok(false) => {}
-                // After the next notification, the queue may be valid again.
+                // After the next notification, the queue may be valid again, unless its memory is
+                // gone.
                 Err(error) => {
                     complain(&error);
-                    return true;
+                    return !self.must_leave();
                 }
             }
             if self.io.looks_again() {

@@ -192,7 +192,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
             }
             rig.backing.order(|orders| orders.seen.clear());
             let frontend = guest.frontend.clone();
-            soon("a frontend without memory", move || {
+            soon(&format!("a frontend with {left} bytes of memory"), move || {
                 while frontend.get_features().is_ok() {
                     std::thread::sleep(Duration::from_millis(5));
                 }
