@@ -38,13 +38,7 @@ pub struct Options {
 impl Default for Options {
     /// Eight queue pairs of 256 entries, zero-copy where possible.
     fn default() -> Self {
-        Self {
-            read_only: false,
-            queue_pairs: 8,
-            queue_depth: 256,
-            zero_copy: true,
-            timeout: None,
-        }
+        Self { read_only: false, queue_pairs: 8, queue_depth: 256, zero_copy: true, timeout: None }
     }
 }
 

@@ -36,7 +36,12 @@ impl CopyOrder {
     }
 }
 
-pub(crate) async fn copy(queue: &BlockQueue, from: u64, to: u64, len: u64) -> Result<(), BlockError> {
+pub(crate) async fn copy(
+    queue: &BlockQueue,
+    from: u64,
+    to: u64,
+    len: u64,
+) -> Result<(), BlockError> {
     queue.range(from, len)?;
     let range = queue.range_to_change(to, len)?;
     if from == to {
@@ -75,7 +80,8 @@ async fn copy_blocks(
     guard: &Arc<RangeGuard>,
 ) -> Result<(), BlockError> {
     // A piece is the amount that can be in flight at once. A piece is read before it is written.
-    let piece = queue.large().buffer_size().saturating_mul(queue.device().options.window.max(1)) as u64;
+    let piece =
+        queue.large().buffer_size().saturating_mul(queue.device().options.window.max(1)) as u64;
     let mut memory = vec![0; usize::try_from(piece.min(order.len)).unwrap_or(0)];
     let mut done = 0;
     while done < order.len {
@@ -96,9 +102,7 @@ mod tests {
 
     #[test]
     fn what_overlaps_is_copied_in_the_order_that_reads_before_it_writes() {
-        let order = |from, to, len| {
-            CopyOrder::of(from, to, len).backward
-        };
+        let order = |from, to, len| CopyOrder::of(from, to, len).backward;
         assert_eq!(order(0, 1000, 1000), false);
         assert_eq!(order(1000, 0, 1000), false);
         assert_eq!(order(0, 999, 1000), true);

@@ -136,11 +136,7 @@ impl Engine {
             started: Instant::now(),
             timeout: u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX),
         };
-        Self {
-            core: RefCell::new(Some(core)),
-            pending: Cell::new(0),
-            must_look: Cell::new(false),
-        }
+        Self { core: RefCell::new(Some(core)), pending: Cell::new(0), must_look: Cell::new(false) }
     }
 
     /// Calls `with` with the disk's queue.
@@ -168,8 +164,7 @@ impl Engine {
         waker: &Waker,
     ) -> Begun {
         let mut core = self.core.borrow_mut();
-        let ended =
-            |outcome, data, guard| Begun::Done(Ended { outcome, data: Some(data), guard });
+        let ended = |outcome, data, guard| Begun::Done(Ended { outcome, data: Some(data), guard });
         let Some(core) = core.as_mut() else {
             return ended(Err(DiskError::BadBuffer), data, guard);
         };

@@ -1,8 +1,8 @@
 //! Blocking execution of futures on a thread that drives its queues meanwhile.
 
 use crate::queue::BlockQueue;
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 use shadowbell_memory::EventFd;
 use std::future::Future;

@@ -85,9 +85,7 @@ pub use saved::{Death, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use successor::{RestoreError, SaveError};
-pub use worker::{
-    CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, Turns,
-};
+pub use worker::{CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, Turns};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

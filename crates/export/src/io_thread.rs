@@ -153,6 +153,7 @@ impl<F: Future> IoThread<F> {
 
     /// Starts a future in a reserved slot, and polls it at once. Returns the result if it is ready;
     /// the slot stays reserved.
+    #[cfg(feature = "vhost")]
     pub(crate) fn start_now(&mut self, slot: usize, future: F) -> Option<F::Output> {
         self.tasks.start_now(slot, future)
     }
@@ -164,11 +165,19 @@ impl<F: Future> IoThread<F> {
     }
 
     /// True if the thread should look for work again before it sleeps, after a round without work.
+    #[cfg(feature = "vhost")]
     pub(crate) fn looks_again(&mut self) -> bool {
         self.window.looks_again()
     }
 
+    /// As [`looks_again`](Self::looks_again), for a thread that looks for work by a system call.
+    #[cfg(any(feature = "nbd", feature = "fuse"))]
+    pub(crate) fn looks_again_by_call(&mut self) -> bool {
+        self.window.looks_again_by_call()
+    }
+
     /// As [`looks_again`](Self::looks_again), for a thread that looks only for completions.
+    #[cfg(feature = "ublk")]
     pub(crate) fn spin(&mut self) -> bool {
         self.queue.as_ref().is_some_and(|queue| queue.pending() > 0) && self.window.looks_again()
     }

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 /// Number of vain passes between two clock reads.
 const PASSES: u32 = 64;
-/// Number of vain passes after which the thread yields the processor: some microseconds, in which
-/// a guest that polls as well would have sent more requests.
-const POLITE_AFTER: u32 = 16 * PASSES;
+/// Vain polling after which the thread yields the processor: in this time, a client that polls as
+/// well would have sent more requests.
+const POLITE_AFTER: Duration = Duration::from_micros(5);
 /// First polling time after a sleep that was shorter than the limit.
 const FIRST: Duration = Duration::from_micros(8);
 
@@ -46,6 +46,17 @@ impl PollWindow {
         self.look_at_clock()
     }
 
+    /// As [`looks_again`](Self::looks_again), for a pass that makes a system call: the clock is read
+    /// after each one.
+    #[cfg(any(feature = "nbd", feature = "fuse"))]
+    pub(crate) fn looks_again_by_call(&mut self) -> bool {
+        if self.window.is_zero() {
+            return false;
+        }
+        self.passes += 1;
+        self.look_at_clock()
+    }
+
     #[cold]
     fn look_at_clock(&mut self) -> bool {
         let now = Instant::now();
@@ -53,10 +64,11 @@ impl PollWindow {
             self.since = now;
             return true;
         }
-        if now.saturating_duration_since(self.since) >= self.window {
+        let waited = now.saturating_duration_since(self.since);
+        if waited >= self.window {
             return false;
         }
-        if self.passes > POLITE_AFTER {
+        if waited > POLITE_AFTER {
             std::thread::yield_now();
         }
         true

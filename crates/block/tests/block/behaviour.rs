@@ -76,7 +76,8 @@ fn a_disk_that_takes_no_writes_says_so() {
 #[test]
 fn a_disk_of_zones_is_refused_with_the_reason() {
     let format = ZoneFormat::parse([("zoned", "1MiB")].into_iter()).unwrap().unwrap();
-    let zoned = ZonedDisk::new(Arc::new(MemDisk::new(1 << 14, 512).unwrap()), format, false).unwrap();
+    let zoned =
+        ZonedDisk::new(Arc::new(MemDisk::new(1 << 14, 512).unwrap()), format, false).unwrap();
     let error = BlockDevice::new(Arc::new(zoned), &BlockOptions::default()).unwrap_err();
     assert!(matches!(error, OpenError::Zoned { .. }), "{error}");
     assert!(error.to_string().contains("zoned"), "{error}");

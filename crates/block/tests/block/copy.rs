@@ -73,9 +73,7 @@ fn copies_within_a_block_or_two() {
 #[test]
 fn what_overlaps_is_what_it_was() {
     let mut rig = Rig::new(12);
-    for distance in
-        [512, 4096, 256 << 10, 700 << 10, 3 * MIB + 512, MIB - 512, 77, MIB + 77]
-    {
+    for distance in [512, 4096, 256 << 10, 700 << 10, 3 * MIB + 512, MIB - 512, 77, MIB + 77] {
         for (from, to) in [(MIB, MIB + distance), (MIB + distance, MIB)] {
             // Without parts of blocks, and with.
             for (off, len) in [(0, 5 * MIB), (300, 5 * MIB + 3)] {
@@ -98,7 +96,7 @@ fn limits_of_the_block_layer_are_kept() {
         rig.copy(MIB, 0, 8 * MIB);
         rig.copy(0, 100 << 10, 2 * MIB);
         rig.copy(1, 9 * MIB, 300_000);
-        }
+    }
 }
 
 #[test]
@@ -136,7 +134,10 @@ fn errors_of_the_medium_are_told() {
     let error = rig.disk.block_on(rig.disk.copy(0, 4 * MIB, 3 * MIB)).unwrap_err();
     assert_eq!(error.errno(), Errno::NOSPC, "{error}");
     rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
-    assert_eq!(rig.disk.block_on(rig.disk.copy(1, 4 * MIB, 3 * MIB)).unwrap_err().errno(), Errno::IO);
+    assert_eq!(
+        rig.disk.block_on(rig.disk.copy(1, 4 * MIB, 3 * MIB)).unwrap_err().errno(),
+        Errno::IO
+    );
     rig.verify();
     rig.backing.order(|orders| orders.fail = None);
     let mut rig = rig;

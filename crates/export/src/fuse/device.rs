@@ -221,7 +221,7 @@ impl<F: Future<Output = Completed>> Device<F> {
             if any || busy {
                 continue;
             }
-            let again = self.io.looks_again();
+            let again = self.io.looks_again_by_call();
             // While polling, the device is not in the epoll wait, so only a read tells whether
             // there is a request.
             self.readable |= again && self.listens() && !is_over;

@@ -275,9 +275,9 @@ fn threads(
     let mut runs = Vec::new();
     for (helper, event) in parts {
         let (shared, disk) = (Arc::clone(&shared), disk.clone());
-        runs.push(Box::new(move || {
-            Device::new(shared, helper, &disk, event)?.run(&carry_out)
-        }) as Run);
+        runs.push(
+            Box::new(move || Device::new(shared, helper, &disk, event)?.run(&carry_out)) as Run
+        );
     }
     let first = runs.remove(0);
     Ok(Threads { shared, first, helpers: runs })

@@ -215,7 +215,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if busy {
                 continue;
             }
-            let again = self.io.looks_again();
+            let again = self.io.looks_again_by_call();
             if again {
                 // While polling, the socket is not in the epoll wait, so only an attempt tells
                 // whether it is readable or writable.

@@ -21,11 +21,6 @@ pub struct Options {
 impl Default for Options {
     /// Empty name, 64 clients, and no TLS.
     fn default() -> Self {
-        Self {
-            name: String::new(),
-            description: String::new(),
-            max_clients: 64,
-            tls: None,
-        }
+        Self { name: String::new(), description: String::new(), max_clients: 64, tls: None }
     }
 }

@@ -404,7 +404,9 @@ mod tests {
     #[test]
     fn a_kernel_that_can_not_leave_data_where_they_are_has_them_copied() {
         // Features of Linux 6.1, 6.12 and 7.2.
-        let on = |features: u64| why_copied(Options::default(), true, || feature::is_zero_copy(features));
+        let on = |features: u64| {
+            why_copied(Options::default(), true, || feature::is_zero_copy(features))
+        };
         assert_eq!(on(0x1f), Some(WhyCopied::Kernel));
         assert_eq!(on(0x3ff), Some(WhyCopied::Kernel));
         assert_eq!(on(0xf_ffff), None);

@@ -1,9 +1,7 @@
 //! virtio-blk request, read from the queue's descriptors, with its data left in the guest's
 //! memory.
 
-use super::request::{
-    Action, HEADER, MAX_PIECES, Rules, SEGMENT, Status, understand,
-};
+use super::request::{Action, HEADER, MAX_PIECES, Rules, SEGMENT, Status, understand};
 use super::split_ring::{DESCRIPTOR, Descriptor, SplitRing};
 use ::shadowbell_memory::View;
 use shadowbell_backend::Op;

@@ -112,12 +112,7 @@ impl BlkQueue {
     }
 
     /// Serves the queue until anything changes.
-    pub(super) fn serve(
-        &mut self,
-        device: &DeviceShared,
-        vring: &Ring,
-        waker: &EventFd,
-    ) -> Served {
+    pub(super) fn serve(&mut self, device: &DeviceShared, vring: &Ring, waker: &EventFd) -> Served {
         let (disk, index) = (self.disk.clone(), self.index);
         let mut complained = self.complained;
         let served = self.serve_by(device, vring, waker, |context, ring, table| {
