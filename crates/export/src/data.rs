@@ -1,6 +1,6 @@
 //! Buffers for the data of requests, per client.
 //!
-//! Data of whole blocks is placed in memory that is shared with the controller, so it is received
+//! Data of whole blocks is placed in buffers that the disk transfers from and to, so it is received
 //! and sent without a copy. This memory is limited and belongs to one connection, so that a slow
 //! client does not affect others. Other data is placed in ordinary memory of the program: parts
 //! of blocks, long requests, requests beyond the limit, and all data of a client with TLS, whose
@@ -19,7 +19,7 @@ const KEEP_ALL: usize = 4 << 20;
 /// Data buffer of a request.
 pub(crate) enum Data {
     Own(Vec<u8>),
-    /// Memory that is shared with the controller.
+    /// Buffer that the disk transfers from and to.
     Shared(Buffer),
 }
 
@@ -74,7 +74,7 @@ enum Pool {
     #[default]
     Unneeded,
     There(BufferPool),
-    /// The allocation failed: no more memory can be shared with the controller.
+    /// The allocation failed.
     None,
 }
 
@@ -101,7 +101,7 @@ impl DataMemory {
         Data::Own(bytes)
     }
 
-    /// Takes memory of at least `len` bytes that is shared with the controller, if available.
+    /// Takes a buffer of at least `len` bytes that the disk transfers from and to, if available.
     pub(crate) fn shared(&mut self, disk: &BlockQueue, len: usize) -> Option<Data> {
         let mut sizes = SIZES.iter().zip(&mut self.pools);
         let (&(size, count), pool) = sizes.find(|((size, _), _)| *size >= len)?;
@@ -109,9 +109,7 @@ impl DataMemory {
             *pool = match disk.buffers(count, size) {
                 Ok(buffers) => Pool::There(buffers),
                 Err(error) => {
-                    tracing::debug!(
-                        "data is copied, for lack of memory shared with the controller: {error}"
-                    );
+                    tracing::debug!("data is copied, for lack of buffers: {error}");
                     Pool::None
                 }
             };

@@ -34,6 +34,8 @@ mod io_thread;
 #[cfg(feature = "nbd")]
 pub mod nbd;
 #[cfg(any(feature = "nbd", feature = "fuse", feature = "ublk", feature = "vhost"))]
+// Some methods are used by one of the features only.
+#[cfg_attr(not(all(feature = "nbd", feature = "vhost")), allow(dead_code))]
 mod poll_window;
 #[cfg(any(feature = "nbd", feature = "fuse", feature = "ublk", feature = "vhost"))]
 mod tasks;

@@ -4,7 +4,7 @@ use crate::disk_spec::{self, DiskSpecError};
 use crate::target::Target;
 use crate::{banner, exit, local, transport};
 use anyhow::{Context, anyhow};
-use shadowbell_backend::{Disk, OpenError};
+use shadowbell_backend::OpenError;
 use shadowbell_driver::{
     AttachOptions, Controller, Doorbells, Namespace, QueueMap, Steered, Transport, steer_interrupts,
 };
@@ -19,8 +19,6 @@ pub struct Session {
     asked: u16,
     /// What came of its interrupts, if they are the kernel's to send.
     steered: Option<Steered>,
-    /// The other end, if it is in this process, and its disk.
-    local: Option<(shadowbell_controller::Controller, Arc<dyn Disk>)>,
     /// The controller.
     pub controller: Controller,
 }
@@ -32,8 +30,7 @@ impl Session {
     /// With exit status [`exit::BAD_INPUT`] if nobody serves there or there is no such disk, and
     /// otherwise the driver's.
     pub fn attach(target: &Target, options: &AttachOptions) -> anyhow::Result<Self> {
-        let mut local = None;
-        let transport = match target {
+        let transport: Arc<dyn Transport> = match target {
             Target::Local { disk } => {
                 let disk = disk_spec::open(disk).map_err(|error| match error {
                     DiskSpecError::Disk(OpenError::Missing { path }) => {
@@ -48,26 +45,11 @@ impl Session {
                         disk.name()
                     )));
                 }
-                let here =
-                    local::connect(Arc::clone(&disk), options.doorbells == Doorbells::Mapped)?;
-                local = Some((here.controller().clone(), disk));
-                here
+                local::connect(disk, options.doorbells == Doorbells::Mapped)?
             }
             remote => transport::to(remote)?,
         };
-        Ok(Self { local, ..Self::over(target.clone(), transport, options)? })
-    }
-
-    /// The controller at the other end, if it is in this process.
-    #[must_use]
-    pub fn local(&self) -> Option<&shadowbell_controller::Controller> {
-        self.local.as_ref().map(|(controller, _)| controller)
-    }
-
-    /// The disk of that controller.
-    #[must_use]
-    pub fn local_disk(&self) -> Option<&Arc<dyn Disk>> {
-        self.local.as_ref().map(|(_, disk)| disk)
+        Self::over(target.clone(), transport, options)
     }
 
     /// Attaches to the controller at the other end of `transport`, which is that of `target`.
@@ -89,7 +71,7 @@ impl Session {
             _ => None,
         };
         let asked = options.queue_pairs;
-        let session = Self { target, asked, steered, local: None, controller };
+        let session = Self { target, asked, steered, controller };
         for line in session.banner() {
             tracing::debug!("{line}");
         }

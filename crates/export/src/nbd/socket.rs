@@ -174,7 +174,7 @@ impl ClientSocket {
             }
             (Some(session), None) => (receive_tls(fd, session, fault, room), 0, space),
             (Some(session), Some((data, from, to))) => {
-                // Data of a TLS client is never in memory that is shared with the controller.
+                // Data of a TLS client is never in a buffer of the disk.
                 let Data::Own(data) = data else { return (Err(Errno::INVAL), 0, space) };
                 let data = data.get_mut(from..to).unwrap_or_default();
                 let wanted = data.len();
@@ -209,7 +209,7 @@ impl ClientSocket {
         }
         let mut own = [IoSlice::new(&[]); sys::MOST];
         for (own, part) in own.iter_mut().zip(parts) {
-            // Data of a TLS client is never in memory that is shared with the controller.
+            // Data of a TLS client is never in a buffer of the disk.
             *own = IoSlice::new(part.own().ok_or(Errno::INVAL)?);
         }
         let own = own.get(..parts.len()).unwrap_or_default();
