@@ -12,6 +12,7 @@ use shadowbell_backend::{Disk, DiskInfo, Extent, HandOverError, Queue, Tell};
 use shadowbell_driver::{AttachError, AttachOptions, Controller, Namespace, SpinPolicy, Transport};
 use shadowbell_state::Descriptors;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 use std::{fmt, io};
 use thiserror::Error;
 
@@ -30,12 +31,14 @@ pub struct Options {
     pub queue_depth: u32,
     /// Lets the SSD access guest memory directly where possible.
     pub zero_copy: bool,
+    /// Time after which a command has failed; `None` for the driver's default.
+    pub timeout: Option<Duration>,
 }
 
 impl Default for Options {
     /// Eight queue pairs of 256 entries, zero-copy where possible.
     fn default() -> Self {
-        Self { read_only: false, queue_pairs: 8, queue_depth: 256, zero_copy: true }
+        Self { read_only: false, queue_pairs: 8, queue_depth: 256, zero_copy: true, timeout: None }
     }
 }
 
@@ -94,13 +97,16 @@ impl NvmeDisk {
         name: &str,
         options: &Options,
     ) -> Result<Self, OpenError> {
-        let attach = AttachOptions {
+        let mut attach = AttachOptions {
             queue_pairs: options.queue_pairs.max(1),
             queue_depth: options.queue_depth,
             // I/O threads sleep by themselves.
             spin: SpinPolicy::SLEEP,
             ..AttachOptions::default()
         };
+        if let Some(timeout) = options.timeout {
+            attach.timeouts.io = timeout;
+        }
         let controller = Controller::attach(Arc::clone(&transport), &attach)?;
         let namespace = match controller.namespace(nsid) {
             Some(namespace) => namespace.clone(),

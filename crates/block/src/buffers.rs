@@ -1,33 +1,48 @@
-//! Buffer pool with a FIFO queue of waiting requests.
+//! Buffer pools of a queue, with a FIFO queue of waiting requests.
 
 use crate::error::BlockError;
-use parking_lot::Mutex;
-use shadowbell_driver::{Buffer, BufferPool};
+use shadowbell_memory::{MapError, Mapping, Segments, SharedBytes};
+use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
-/// A driver's buffer pool, with a FIFO queue of requests that wait for a buffer.
-pub(crate) struct Buffers {
-    pool: BufferPool,
-    state: Mutex<BuffersState>,
+/// Page size: buffers are aligned to it, as direct I/O requires.
+const PAGE: usize = 4096;
+
+/// Fixed number of buffers of one size, for the thread that created the pool. A clone is another
+/// handle to the same pool.
+///
+/// The memory is a memfd, so that a disk that is an NVMe namespace can share it with the device. The
+/// system allocates its pages on first use.
+#[derive(Clone)]
+pub struct BufferPool(Rc<Pool>);
+
+struct Pool {
+    size: usize,
+    state: RefCell<PoolState>,
 }
 
 #[derive(Default)]
-struct BuffersState {
-    free: Vec<Buffer>,
-    /// Number of leases, that is, of buffers in use.
-    leases: usize,
+struct PoolState {
+    free: Vec<Memory>,
     waiters: VecDeque<(u64, Waker)>,
     next: u64,
 }
 
-impl BuffersState {
-    /// Waker of the first waiter, if it can continue: a buffer is free, or none can become free.
+/// Memory of a buffer, and the list of segments that describes it to a disk.
+struct Memory {
+    bytes: SharedBytes,
+    segments: Segments,
+}
+
+impl PoolState {
+    /// Waker of the first waiter, if a buffer is free.
     fn next(&self) -> Option<Waker> {
-        if self.free.is_empty() && self.leases != 0 {
+        if self.free.is_empty() {
             return None;
         }
         self.waiters.front().map(|(_, waker)| waker.clone())
@@ -40,57 +55,127 @@ impl BuffersState {
     }
 }
 
-impl Buffers {
-    pub(crate) fn new(pool: BufferPool) -> Arc<Self> {
-        let free = std::iter::from_fn(|| pool.take()).collect();
-        Arc::new(Self { pool, state: Mutex::new(BuffersState { free, ..BuffersState::default() }) })
+impl BufferPool {
+    /// Allocates `count` buffers of `size` bytes, both at least one.
+    pub(crate) fn new(count: usize, size: usize) -> Result<Self, MapError> {
+        let (count, size) = (count.max(1), size.max(1));
+        let stride = size.next_multiple_of(PAGE);
+        let len = stride.saturating_mul(count) as u64;
+        let bytes = Mapping::shared("shadowbell-block", len)?.bytes();
+        // In this order, `pop` takes the first buffer first.
+        let slices = (0..count).rev().filter_map(|nth| bytes.slice(nth * stride, size));
+        let free = slices.map(|bytes| Memory { segments: Segments::from_bytes(&bytes), bytes });
+        let state = PoolState { free: free.collect(), ..PoolState::default() };
+        Ok(Self(Rc::new(Pool { size, state: RefCell::new(state) })))
     }
 
     /// Size of each buffer in bytes.
-    pub(crate) fn size(&self) -> usize {
-        self.pool.buffer_size()
+    #[must_use]
+    pub fn buffer_size(&self) -> usize {
+        self.0.size
     }
 
-    fn lease(self: &Arc<Self>, state: &mut BuffersState) -> Option<Lease> {
-        // A buffer that a timed-out command kept returns to the driver's pool, not to `free`.
-        let buffer = state.free.pop().or_else(|| self.pool.take())?;
-        state.leases += 1;
-        Some(Lease { buffers: Some(Arc::clone(self)), buffer: Some(buffer) })
+    /// Number of free buffers.
+    #[must_use]
+    pub fn available(&self) -> usize {
+        self.0.state.borrow().free.len()
     }
 
-    /// Takes a buffer, if one is free and no request waits.
-    pub(crate) fn try_take(self: &Arc<Self>) -> Option<Lease> {
-        let mut state = self.state.lock();
-        if state.waiters.is_empty() { self.lease(&mut state) } else { None }
+    fn pop(&self, state: &mut PoolState) -> Option<Buffer> {
+        let memory = state.free.pop()?;
+        Some(Buffer { pool: self.clone(), memory: Some(memory) })
+    }
+
+    /// Takes a buffer, if one is free and no request waits for one.
+    #[must_use]
+    pub fn take(&self) -> Option<Buffer> {
+        let mut state = self.0.state.borrow_mut();
+        if state.waiters.is_empty() { self.pop(&mut state) } else { None }
     }
 
     /// Waits for a buffer. The place in the FIFO queue is taken at the first poll.
-    pub(crate) fn take(self: &Arc<Self>) -> Take {
-        Take { buffers: Arc::clone(self), ticket: None }
+    pub(crate) fn wait(&self) -> Take {
+        Take { pool: self.clone(), ticket: None }
     }
 }
 
-/// Exclusive use of a buffer, until the lease is dropped.
-pub(crate) struct Lease {
-    /// Pool that the buffer returns to; `None` if the buffer belongs to the caller.
-    buffers: Option<Arc<Buffers>>,
-    /// `None` while a command owns the buffer.
-    pub(crate) buffer: Option<Buffer>,
+/// Exclusive use of a buffer, until the value is dropped.
+pub struct Buffer {
+    pool: BufferPool,
+    /// `None` only while the value is dropped.
+    memory: Option<Memory>,
 }
 
-impl Lease {
-    /// Wraps a buffer of the caller, which no request waits for.
-    pub(crate) fn of(buffer: Buffer) -> Self {
-        Self { buffers: None, buffer: Some(buffer) }
+impl Buffer {
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.pool.0.size
+    }
+
+    /// Always false: a buffer has at least one byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// Memory of the buffer.
+    ///
+    /// # Panics
+    /// Never: the memory is there until the buffer is dropped.
+    #[must_use]
+    pub fn bytes(&self) -> Option<&SharedBytes> {
+        self.memory.as_ref().map(|memory| &memory.bytes)
+    }
+
+    /// Copies `from` to byte `offset`. Returns false, without a copy, if it does not fit.
+    #[must_use]
+    pub fn copy_from(&mut self, offset: usize, from: &[u8]) -> bool {
+        self.bytes().and_then(|bytes| bytes.write_from(offset, from)).is_some()
+    }
+
+    /// Copies from byte `offset` to all of `into`. Returns false if the buffer is too short.
+    #[must_use]
+    pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> bool {
+        self.bytes().and_then(|bytes| bytes.read_into(offset, into)).is_some()
+    }
+
+    /// Sets every byte.
+    pub fn fill(&mut self, byte: u8) {
+        let len = self.len();
+        let _ = self.bytes().and_then(|bytes| bytes.fill(0, len, byte));
+    }
+
+    /// Copies the first `len` bytes.
+    #[must_use]
+    pub fn to_vec(&self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        if self.copy_to(0, &mut bytes) { bytes } else { Vec::new() }
+    }
+
+    /// Segments for a disk, which takes them while a request is in flight.
+    pub(crate) fn segments(&mut self) -> Option<&mut Segments> {
+        self.memory.as_mut().map(|memory| &mut memory.segments)
     }
 }
 
-impl Drop for Lease {
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for BufferPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (size, available) = (self.0.size, self.available());
+        f.debug_struct("BufferPool").field("size", &size).field("available", &available).finish()
+    }
+}
+
+impl Drop for Buffer {
     fn drop(&mut self) {
-        let Some(buffers) = &self.buffers else { return };
-        let mut state = buffers.state.lock();
-        state.leases -= 1;
-        state.free.extend(self.buffer.take());
+        let mut state = self.pool.0.state.borrow_mut();
+        state.free.extend(self.memory.take());
         let next = state.next();
         drop(state);
         if let Some(next) = next {
@@ -99,35 +184,29 @@ impl Drop for Lease {
     }
 }
 
-/// Future of [`Buffers::take`].
+/// Future of [`BufferPool::wait`].
 pub(crate) struct Take {
-    buffers: Arc<Buffers>,
+    pool: BufferPool,
     ticket: Option<u64>,
 }
 
 impl Future for Take {
-    type Output = Result<Lease, BlockError>;
+    type Output = Result<Buffer, BlockError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        let mut state = this.buffers.state.lock();
+        let mut state = this.pool.0.state.borrow_mut();
         let first = state.waiters.front().map(|(ticket, _)| *ticket);
-        if first.is_none() || first == this.ticket {
-            let outcome = match this.buffers.lease(&mut state) {
-                Some(lease) => Some(Ok(lease)),
-                // No buffer is in use, so none can be returned.
-                None if state.leases == 0 => Some(Err(BlockError::BuffersLost)),
-                None => None,
-            };
-            if let Some(outcome) = outcome {
-                state.leave(this.ticket.take());
-                let next = state.next();
-                drop(state);
-                if let Some(next) = next {
-                    next.wake();
-                }
-                return Poll::Ready(outcome);
+        if (first.is_none() || first == this.ticket)
+            && let Some(buffer) = this.pool.pop(&mut state)
+        {
+            state.leave(this.ticket.take());
+            let next = state.next();
+            drop(state);
+            if let Some(next) = next {
+                next.wake();
             }
+            return Poll::Ready(Ok(buffer));
         }
         let waker = context.waker().clone();
         let known = this
@@ -152,7 +231,7 @@ impl Future for Take {
 impl Drop for Take {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket else { return };
-        let mut state = self.buffers.state.lock();
+        let mut state = self.pool.0.state.borrow_mut();
         state.leave(Some(ticket));
         let next = state.next();
         drop(state);

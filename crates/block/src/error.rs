@@ -1,50 +1,24 @@
 //! Error types of block devices.
 
 use rustix::io::Errno;
-use shadowbell_driver::{CommandError, DmaError, IoErrorKind, RequestError};
+use shadowbell_backend::DiskError;
 use shadowbell_spec::Status;
-use std::io;
-use std::sync::Arc;
 use thiserror::Error;
 
 /// Failure to open a block device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The controller does not have this namespace.
-    #[error("there is no namespace {nsid} on {device}")]
-    NoNamespace {
-        /// Namespace identifier.
-        nsid: u32,
-        /// Human-readable name of the controller.
-        device: String,
+    /// The disk has zones, which take no writes of arbitrary ranges.
+    #[error("{disk}: a zoned disk is no block device; leave out `zoned`")]
+    Zoned {
+        /// Name of the disk.
+        disk: String,
     },
-    /// The format of the namespace's blocks is not supported by the driver.
-    #[error(
-        "namespace {nsid} {what}, which the driver does not support; format it with another LBA format"
-    )]
-    Unusable {
-        /// Namespace identifier.
-        nsid: u32,
-        /// Unsupported property, which completes "the namespace ...".
-        what: &'static str,
-    },
-    /// No queue pair is available.
-    #[error("{device} has no queue pair left")]
-    NoQueue {
-        /// Human-readable name of the controller.
-        device: String,
-    },
-    /// Memory could not be shared with the device.
-    #[error(transparent)]
-    Dma(#[from] DmaError),
-    /// No thread or descriptor is available for a queue.
-    #[error("a queue could not be started: {0}")]
-    Start(io::Error),
 }
 
 /// Failed request.
-#[derive(Clone, Debug, Error)]
+#[derive(Clone, Copy, Debug, Error)]
 #[non_exhaustive]
 pub enum BlockError {
     /// The request extends beyond the end of the disk.
@@ -60,65 +34,65 @@ pub enum BlockError {
     /// The disk is read-only.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// The controller does not support the command, and the request cannot be emulated.
-    #[error("the controller has no {command} command")]
+    /// The disk does not support the operation, and it cannot be emulated.
+    #[error("the disk does not support {operation}")]
     Unsupported {
-        /// Name of the command in the specification.
-        command: &'static str,
+        /// Name of the operation.
+        operation: &'static str,
     },
-    /// An I/O command failed.
-    #[error(transparent)]
-    Command(#[from] IoErrorKind),
-    /// An admin command failed.
-    #[error("{0}")]
-    Admin(Arc<CommandError>),
-    /// The device has returned none of the buffers, so no command can be submitted.
-    #[error("the device has returned no buffer; detach and attach again")]
-    BuffersLost,
-    /// A command completed without its buffer or with a too short one: a bug of this crate.
-    #[error("a buffer does not fit its command, which is a defect of the block layer")]
+    /// A request to the disk failed.
+    #[error("{}", text(*.0))]
+    Disk(DiskError),
+    /// The disk has not completed the request within the timeout.
+    #[error("the disk has not completed the request within the timeout")]
+    TimedOut,
+    /// A request completed without its buffer or with a too short one: a bug of this crate.
+    #[error("a buffer does not fit its request, which is a defect of the block layer")]
     Buffer,
 }
 
-impl From<RequestError> for BlockError {
-    fn from(error: RequestError) -> Self {
-        Self::Command(IoErrorKind::Request(error))
+/// Message about a disk error, with the name of an NVMe status.
+fn text(error: DiskError) -> String {
+    match error {
+        DiskError::Device(bits) => format!("the device failed: {}", Status::from_bits(bits)),
+        error => error.to_string(),
     }
 }
 
-impl From<CommandError> for BlockError {
-    fn from(error: CommandError) -> Self {
-        Self::Admin(Arc::new(error))
+impl From<DiskError> for BlockError {
+    fn from(error: DiskError) -> Self {
+        Self::Disk(error)
     }
 }
 
 impl BlockError {
-    /// The completion status, if the controller completed a command with an error.
+    /// The error of the disk, if the disk failed a request.
     #[must_use]
-    pub fn status(&self) -> Option<Status> {
+    pub fn disk(&self) -> Option<DiskError> {
         match self {
-            Self::Command(IoErrorKind::Status { status, .. }) => Some(*status),
-            Self::Admin(error) => error.status(),
+            Self::Disk(error) => Some(*error),
             _ => None,
         }
     }
 
     /// The error number for export protocols: `EPERM` for a read-only disk, `EINVAL` for a range
-    /// beyond the end, `ENOTSUP` for an unsupported command, `ENOSPC` for a controller without free
+    /// beyond the end, `ENOTSUP` for an unsupported operation, `ENOSPC` for storage without free
     /// capacity, and `EIO` for everything else.
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {
-            Self::ReadOnly => Errno::PERM,
+            Self::ReadOnly | Self::Disk(DiskError::ReadOnly) => Errno::PERM,
             Self::OutOfRange { .. } => Errno::INVAL,
-            Self::Unsupported { .. } => Errno::NOTSUP,
-            _ => match self.status().map(Status::code) {
-                Some(Status::NAMESPACE_WRITE_PROTECTED | Status::ATTEMPT_TO_WRITE_RO_RANGE) => {
+            Self::Unsupported { .. } | Self::Disk(DiskError::Unsupported) => Errno::NOTSUP,
+            Self::Disk(DiskError::NoSpace) => Errno::NOSPC,
+            Self::Disk(DiskError::Device(bits)) => match Status::from_bits(*bits).code() {
+                Status::NAMESPACE_WRITE_PROTECTED | Status::ATTEMPT_TO_WRITE_RO_RANGE => {
                     Errno::PERM
                 }
-                Some(Status::CAPACITY_EXCEEDED) => Errno::NOSPC,
+                Status::CAPACITY_EXCEEDED => Errno::NOSPC,
                 _ => Errno::IO,
             },
+            _ => Errno::IO,
         }
     }
 }

@@ -1,8 +1,19 @@
-//! Allocation status of byte ranges.
+//! Allocation status of byte ranges, queried on a separate thread.
+//!
+//! The query may block on the storage, which a thread that serves requests must not do. The thread
+//! of the queries exists only while there are queries.
 
-use crate::shared::Handle;
-use shadowbell_driver::AllocatedBlocks;
-use std::ops::Range;
+use crate::device::DeviceShared;
+use parking_lot::{Condvar, Mutex};
+use shadowbell_backend::Disk;
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+/// Time after which the idle thread ends.
+const IDLE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Contiguous bytes with the same allocation status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,92 +25,159 @@ pub struct Extent {
 }
 
 /// Extents of a range, which must be within the disk; at most `most`.
-pub(crate) async fn extents(handle: &Handle, offset: u64, len: u64, most: usize) -> Vec<Extent> {
+pub(crate) async fn extents(
+    device: &DeviceShared,
+    offset: u64,
+    len: u64,
+    most: usize,
+) -> Vec<Extent> {
     if len == 0 {
         return Vec::new();
     }
-    let all = vec![Extent { len, is_hole: false }];
-    let status = &handle.shared.status;
-    if !status.is_possible() {
-        return all;
-    }
-    let size = u64::from(handle.geometry().block_size);
-    let blocks = offset / size..(offset + len).div_ceil(size);
-    let Ok(namespace) = handle.namespace() else { return all };
-    let whose = (handle.shared.admin.clone(), namespace.nsid());
-    // Each allocated range can be preceded by a hole, so `most` extents need half as many ranges.
-    let found = status.ask(whose, blocks.clone(), most / 2 + 1).await;
-    match found {
-        Some(found) if found.until > blocks.start => {
-            in_bytes(&found, blocks.start, size, offset..offset + len, most.max(1))
+    let answer = Arc::<Mutex<Answer>>::default();
+    device.queries.ask(Query {
+        disk: Arc::clone(&device.disk),
+        offset,
+        len,
+        most: most.max(1),
+        answer: Arc::clone(&answer),
+    });
+    poll_fn(|context| {
+        let mut answer = answer.lock();
+        match answer.found.take() {
+            Some(found) => Poll::Ready(found),
+            None => {
+                answer.waker = Some(context.waker().clone());
+                Poll::Pending
+            }
         }
-        _ => all,
+    })
+    .await
+}
+
+/// Extents of `len` bytes of the disk, at most `most`; neighbours with the same status are merged.
+fn find(disk: &dyn Disk, offset: u64, len: u64, most: usize) -> Vec<Extent> {
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut left = len;
+    disk.extents(offset, len, &mut |found| {
+        let len = found.len.min(left);
+        left -= len;
+        let (is_hole, count) = (!found.allocated, extents.len());
+        match extents.last_mut() {
+            Some(last) if last.is_hole == is_hole => last.len += len,
+            // The last extent is complete.
+            Some(_) if count == most => return false,
+            _ if len > 0 => extents.push(Extent { len, is_hole }),
+            _ => {}
+        }
+        left > 0
+    });
+    if extents.is_empty() {
+        extents.push(Extent { len, is_hole: false });
+    }
+    extents
+}
+
+struct Query {
+    disk: Arc<dyn Disk>,
+    offset: u64,
+    len: u64,
+    most: usize,
+    answer: Arc<Mutex<Answer>>,
+}
+
+#[derive(Default)]
+struct Answer {
+    found: Option<Vec<Extent>>,
+    waker: Option<Waker>,
+}
+
+#[derive(Default)]
+struct Work {
+    queries: VecDeque<Query>,
+    has_thread: bool,
+}
+
+/// Queue of the queries, and its thread.
+#[derive(Default)]
+pub(crate) struct ExtentQueries {
+    work: Mutex<Work>,
+    came: Condvar,
+}
+
+impl ExtentQueries {
+    fn ask(self: &Arc<Self>, query: Query) {
+        let mut work = self.work.lock();
+        work.queries.push_back(query);
+        if work.has_thread {
+            self.came.notify_one();
+            return;
+        }
+        let ours = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("sb-extents".into());
+        work.has_thread = thread.spawn(move || ours.run()).is_ok();
+        if !work.has_thread {
+            let queries = std::mem::take(&mut work.queries);
+            drop(work);
+            for query in queries {
+                let all = vec![Extent { len: query.len, is_hole: false }];
+                query.end(all);
+            }
+        }
+    }
+
+    fn run(&self) {
+        let mut work = self.work.lock();
+        loop {
+            if let Some(query) = work.queries.pop_front() {
+                drop(work);
+                let Query { disk, offset, len, most, .. } = &query;
+                let found = find(&**disk, *offset, *len, *most);
+                query.end(found);
+                work = self.work.lock();
+            } else if self.came.wait_for(&mut work, IDLE_TIMEOUT).timed_out()
+                && work.queries.is_empty()
+            {
+                work.has_thread = false;
+                return;
+            }
+        }
     }
 }
 
-/// Converts the status of the blocks from `first` on to extents of the byte range `range`.
-fn in_bytes(
-    found: &AllocatedBlocks,
-    first: u64,
-    size: u64,
-    range: Range<u64>,
-    most: usize,
-) -> Vec<Extent> {
-    let mut extents: Vec<Extent> = Vec::new();
-    let mut at = range.start;
-    let mut add = |until: u64, is_hole: bool| {
-        let until = until.saturating_mul(size).min(range.end);
-        if until <= at {
-            return;
-        }
-        match extents.last_mut() {
-            Some(last) if last.is_hole == is_hole => last.len += until - at,
-            _ => extents.push(Extent { len: until - at, is_hole }),
-        }
-        at = until;
-    };
-    let mut block = first;
-    for allocated in &found.ranges {
-        if allocated.start > block {
-            add(allocated.start, true);
-        }
-        add(allocated.end, false);
-        block = allocated.end;
+impl Query {
+    fn end(self, found: Vec<Extent>) {
+        let Self { disk, answer, .. } = self;
+        // Dropped before the wakeup: the woken caller may drop all other handles, and the disk must
+        // then be closed on its thread and not on this one.
+        drop(disk);
+        let mut answer = answer.lock();
+        answer.found = Some(found);
+        let waker = answer.waker.take();
+        drop(answer);
+        waker.into_iter().for_each(Waker::wake);
     }
-    if found.until > block {
-        add(found.until, true);
-    }
-    extents.truncate(most);
-    extents
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn extents(ranges: &[(u64, u64)], until: u64, at: Range<u64>) -> Vec<(u64, bool)> {
-        let ranges = ranges.iter().map(|(first, after)| *first..*after).collect();
-        let found = AllocatedBlocks { ranges, until };
-        let extents = in_bytes(&found, at.start / 512, 512, at, 4);
-        extents.iter().map(|extent| (extent.len, extent.is_hole)).collect()
-    }
+    use shadowbell_backend::MemDisk;
 
     #[test]
-    fn blocks_become_bytes_of_the_range() {
-        let (data, hole) = (false, true);
-        assert_eq!(extents(&[], 8, 0..4096), [(4096, hole)]);
-        assert_eq!(extents(&[(0, 8)], 8, 0..4096), [(4096, data)]);
-        let some = [(2, 3), (3, 4), (6, 7)];
-        let all = [(1024, hole), (1024, data), (1024, hole), (512, data)];
-        assert_eq!(extents(&some, 8, 0..4096), all);
-        // The status of the last blocks is unknown.
-        assert_eq!(extents(&some, 7, 0..4096), all);
-        assert_eq!(extents(&some[..2], 4, 0..4096), all[..2]);
-        // The range begins and ends inside of a block.
-        assert_eq!(extents(&[(2, 7)], 8, 700..2000), [(324, hole), (976, data)]);
-        assert_eq!(
-            extents(&[(1, 2), (3, 8)], 8, 700..2000),
-            [(324, data), (512, hole), (464, data)]
-        );
+    fn neighbours_are_merged_and_the_number_is_limited() {
+        let disk = MemDisk::lasting(2048, 512).unwrap();
+        for at in [0, 256 << 10, 512 << 10] {
+            disk.bytes().write_from(at, &[1; 4096]).unwrap();
+        }
+        let found = |offset, len, most| {
+            let found = find(&disk, offset, len, most);
+            assert!(found.iter().map(|extent| extent.len).sum::<u64>() <= len);
+            found.iter().map(|extent| extent.is_hole).collect::<Vec<_>>()
+        };
+        assert_eq!(found(0, 1 << 20, 10), [false, true, false, true, false, true]);
+        assert_eq!(found(0, 1 << 20, 3), [false, true, false]);
+        assert_eq!(found(100, 5, 3), [false]);
+        assert_eq!(found((1 << 20) - 5, 5, 3), [true]);
     }
 }

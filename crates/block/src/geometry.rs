@@ -1,6 +1,6 @@
 //! Size and features of a disk.
 
-use shadowbell_driver::Namespace;
+use shadowbell_backend::DiskInfo;
 
 /// Size and features of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,28 +13,21 @@ pub struct Geometry {
     pub read_only: bool,
     /// True if a power loss before a flush can lose writes (volatile write cache).
     pub volatile_cache: bool,
-    /// True if the controller has the Write Zeroes command; otherwise zeroes are written.
+    /// True if the disk zeroes ranges by itself; otherwise zeroes are written.
     pub write_zeroes: bool,
-    /// True if blocks can be discarded (Dataset Management).
+    /// True if blocks can be discarded.
     pub discard: bool,
-    /// True if the controller has the Compare command; otherwise the data are read.
-    pub compare: bool,
-    /// True if the controller has the Copy command; otherwise the data are read and written.
-    pub copy: bool,
 }
 
 impl Geometry {
-    pub(crate) fn of(namespace: &Namespace, read_only: bool) -> Self {
-        let has = namespace.optional_commands();
+    pub(crate) fn of(info: &DiskInfo, read_only: bool) -> Self {
         Self {
-            bytes: namespace.bytes(),
-            block_size: namespace.block_size(),
-            read_only: read_only || namespace.is_read_only(),
-            volatile_cache: namespace.has_volatile_cache(),
-            write_zeroes: has.write_zeroes(),
-            discard: has.dataset_management(),
-            compare: namespace.compares(),
-            copy: namespace.copy_limits().is_some(),
+            bytes: info.bytes(),
+            block_size: info.block_size,
+            read_only: read_only || info.read_only,
+            volatile_cache: info.volatile_cache,
+            write_zeroes: true,
+            discard: info.discard,
         }
     }
 }

@@ -1,36 +1,37 @@
-//! Block device with byte granularity on the driver's queue pairs.
+//! Block device with byte granularity on the queues of a disk.
 //!
 //! # Architecture
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`BlockDevice`] | a namespace as a disk, with futures for any executor |
-//! | [`Blocking`], [`block_on`] | blocking API, for threads that only wait for their request |
+//! | [`BlockDevice`] | a disk as a block device, shared by all threads |
+//! | [`BlockQueue`] | a thread's queue, with futures for any executor of that thread |
+//! | [`block_on`] | blocking execution, for threads that only wait for their request |
+//! | `engine` | requests in flight on a queue, including those whose futures were dropped |
+//! | `in_flight` | future of one request, with retries |
 //! | `operations` | read, write, compare, write zeroes, discard, flush; partial blocks |
-//! | `copy` | copy, by the controller's Copy command where possible |
-//! | `direct` | zero-copy I/O of whole blocks with buffers of the caller |
-//! | `extents`, `status` | allocation status |
-//! | `stream` | splitting a range into commands, several of them in flight |
-//! | `shared` | state that all handles of a disk share |
-//! | `in_flight` | commands in flight, including those whose futures were dropped |
+//! | `copy` | copy, by reading and writing |
+//! | `extents` | allocation status |
+//! | `stream` | splitting a range into requests, several of them in flight |
 //! | `locks` | locks of written ranges: a partial block is changed exclusively |
-//! | `buffers` | buffer pool with waiting requests |
+//! | `buffers` | buffer pools with waiting requests |
 //! | `range` | splitting a byte range into whole and partial blocks |
 //!
-//! ```no_run
-//! use shadowbell_block::{BlockDevice, BlockOptions, block_on};
+//! ```
+//! use shadowbell_backend::MemDisk;
+//! use shadowbell_block::{BlockDevice, BlockOptions};
+//! use std::sync::Arc;
+//!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # fn attach() -> shadowbell_driver::Controller { unreachable!() }
-//! # let mut controller = attach();
-//! let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default())?;
-//! block_on(async {
-//!     disk.write(1000, b"any bytes, anywhere", false).await?;
+//! let disk = Arc::new(MemDisk::new(2048, 512)?);
+//! let device = BlockDevice::new(disk, &BlockOptions::default())?;
+//! let queue = device.queue()?;
+//! queue.block_on(async {
+//!     queue.write(1000, b"any bytes, anywhere", false).await?;
 //!     let mut back = [0; 19];
-//!     disk.read(1000, &mut back).await?;
-//!     disk.flush().await
+//!     queue.read(1000, &mut back).await?;
+//!     queue.flush().await
 //! })?;
-//! drop(disk);
-//! controller.detach()?;
 //! # Ok(())
 //! # }
 //! ```
@@ -43,23 +44,28 @@
 //! exclusively while it is read, modified and written. A flush makes durable what was completed
 //! before the flush was started, through any queue.
 //!
-//! If all buffers or queue slots are in use, requests wait in FIFO order.
+//! If all buffers are in use, requests wait in FIFO order.
 //!
 //! # Dropping a future
 //!
-//! A future can be dropped at any time. Its commands in flight are still executed, and a range that
+//! A future can be dropped at any time. Its requests in flight are still executed, and a range that
 //! they write remains locked against changes of partial blocks until they complete.
+//!
+//! # Timeouts
+//!
+//! A request that takes longer than [`BlockOptions::timeout`] is cancelled. If it does not end then,
+//! it fails with [`BlockError::TimedOut`], and its range remains locked until the disk completes it.
+//! A request with memory of the caller ([`BlockQueue::read_to`]) is waited for.
 //!
 //! # Not implemented
 //!
-//! Reservations.
+//! Zoned disks, reservations.
 #![forbid(unsafe_code)]
 
-mod blocking;
 mod buffers;
 mod copy;
 mod device;
-mod direct;
+mod engine;
 mod error;
 mod extents;
 mod geometry;
@@ -67,18 +73,20 @@ mod in_flight;
 mod locks;
 mod operations;
 mod options;
+mod queue;
 mod range;
-mod shared;
-mod status;
 mod stream;
+mod waiting;
 
-pub use blocking::{Blocking, block_on, block_on_for};
+pub use buffers::{Buffer, BufferPool};
 pub use device::BlockDevice;
 pub use error::{BlockError, OpenError};
 pub use extents::Extent;
 pub use geometry::Geometry;
 pub use operations::Zeroes;
 pub use options::BlockOptions;
+pub use queue::BlockQueue;
+pub use waiting::block_on;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

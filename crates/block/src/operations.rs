@@ -1,176 +1,220 @@
 //! Disk operations other than copy.
 
-use crate::buffers::Lease;
+use crate::buffers::Buffer;
+use crate::engine::Data;
 use crate::error::BlockError;
 use crate::locks::RangeGuard;
+use crate::queue::BlockQueue;
 use crate::range::Edge;
-use crate::shared::Handle;
-use crate::stream::{Parts, run_without_data, transfer};
-use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
-use shadowbell_spec::Status;
-use shadowbell_spec::nvm::DsmRange;
+use crate::stream::{Parts, buffer_of, run_without_data, transfer};
+use shadowbell_backend::{DiskError, Op, Request};
+use shadowbell_memory::Segments;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use zerocopy::IntoBytes;
 
 /// Number of bytes that are copied from the buffer and compared at a time.
 const COMPARE_STEP: usize = 512;
+/// Largest part of a request with segments of the caller, in bytes, which every disk supports.
+const SEGMENTS_STEP: usize = 1 << 20;
+/// Zeroes for partial blocks.
+static ZEROES: [u8; 4096] = [0; 4096];
 
 /// Options of a request to zero bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Zeroes {
-    /// The controller may deallocate the blocks.
+    /// The disk may deallocate the blocks.
     pub deallocate: bool,
     /// The zeroes are durable when the request completes (Force Unit Access).
     pub fua: bool,
-    /// Only if the controller has Write Zeroes ([`Geometry::write_zeroes`](crate::Geometry)):
-    /// otherwise the request fails with [`BlockError::Unsupported`] before anything is written.
+    /// Only if the disk can zero a range by itself
+    /// ([`Geometry::write_zeroes`](crate::Geometry)): otherwise the request fails with
+    /// [`BlockError::Unsupported`] before anything is written.
     pub fast_only: bool,
 }
 
-pub(crate) async fn read(handle: &Handle, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
-    let range = handle.range(offset, into.len() as u64)?;
-    transfer(handle, range.start, range.end, None, &mut Read { offset, into }).await
+pub(crate) async fn read(
+    queue: &BlockQueue,
+    offset: u64,
+    into: &mut [u8],
+) -> Result<(), BlockError> {
+    let range = queue.range(offset, into.len() as u64)?;
+    transfer(queue, range.start, range.end, None, &mut Read { offset, into }).await
 }
 
 pub(crate) async fn write(
-    handle: &Handle,
+    queue: &BlockQueue,
     offset: u64,
     from: &[u8],
     fua: bool,
 ) -> Result<(), BlockError> {
-    let range = handle.range_to_change(offset, from.len() as u64)?;
-    let Some(guard) = handle.lock(&range).await else { return Ok(()) };
+    let range = queue.range_to_change(offset, from.len() as u64)?;
+    let Some(guard) = queue.lock(&range).await else { return Ok(()) };
     let data = |at: u64| from.get((at - offset) as usize..).unwrap_or_default();
     for edge in range.edges() {
-        modify(handle, edge, data(edge.at), fua, &guard).await?;
+        modify(queue, edge, data(edge.at), fua, &guard).await?;
     }
     let mut parts = Write { offset, from, fua };
-    transfer(handle, range.first_whole, range.end_whole, Some(&guard), &mut parts).await
+    transfer(queue, range.first_whole, range.end_whole, Some(&guard), &mut parts).await
+}
+
+pub(crate) async fn read_to(
+    queue: &BlockQueue,
+    offset: u64,
+    mut data: Segments,
+) -> Result<Segments, BlockError> {
+    let len = data.len();
+    let range = queue.range(offset, len as u64)?;
+    if queue.is_whole(offset, len as u64) {
+        return run_with_segments(queue, Op::Read, offset, data, None).await;
+    }
+    let mut parts = ReadTo { offset, into: &mut data };
+    transfer(queue, range.start, range.end, None, &mut parts).await?;
+    Ok(data)
+}
+
+pub(crate) async fn write_from(
+    queue: &BlockQueue,
+    offset: u64,
+    data: Segments,
+    fua: bool,
+) -> Result<Segments, BlockError> {
+    let len = data.len();
+    let range = queue.range_to_change(offset, len as u64)?;
+    let Some(guard) = queue.lock(&range).await else { return Ok(data) };
+    if queue.is_whole(offset, len as u64) {
+        return run_with_segments(queue, Op::Write { fua }, offset, data, Some(guard)).await;
+    }
+    for edge in range.edges() {
+        let mut bytes = vec![0; edge.len];
+        data.read_into((edge.at - offset) as usize, &mut bytes).ok_or(BlockError::Buffer)?;
+        modify(queue, edge, &bytes, fua, &guard).await?;
+    }
+    let mut parts = WriteFrom { offset, from: &data, fua };
+    transfer(queue, range.first_whole, range.end_whole, Some(&guard), &mut parts).await?;
+    Ok(data)
+}
+
+/// Transfers whole blocks between the disk and memory of the caller, without a copy.
+async fn run_with_segments(
+    queue: &BlockQueue,
+    op: Op,
+    offset: u64,
+    data: Segments,
+    guard: Option<Arc<RangeGuard>>,
+) -> Result<Segments, BlockError> {
+    let len = data.len();
+    if len <= SEGMENTS_STEP {
+        if len == 0 {
+            return Ok(data);
+        }
+        let request = Request { op, offset, len: len as u64 };
+        return segments_of(queue.request(request, Data::Segments(data), guard).await?);
+    }
+    let mut part = Segments::new();
+    let mut done = 0;
+    while done < len {
+        let now = (len - done).min(SEGMENTS_STEP);
+        data.select((done, now), 0, 1, &mut part).ok_or(BlockError::Buffer)?;
+        let request = Request { op, offset: offset + done as u64, len: now as u64 };
+        let moved = queue.request(request, Data::Segments(part), guard.clone()).await?;
+        part = segments_of(moved)?;
+        done += now;
+    }
+    Ok(data)
+}
+
+fn segments_of(data: Data) -> Result<Segments, BlockError> {
+    match data {
+        Data::Segments(segments) => Ok(segments),
+        Data::Buffer(_) => Err(BlockError::Buffer),
+    }
 }
 
 pub(crate) async fn write_zeroes(
-    handle: &Handle,
+    queue: &BlockQueue,
     offset: u64,
     len: u64,
     how: Zeroes,
 ) -> Result<(), BlockError> {
-    let range = handle.range_to_change(offset, len)?;
-    let by_command = handle.shared.write_zeroes.load(Ordering::Relaxed);
-    if how.fast_only && !by_command {
-        return Err(BlockError::Unsupported { command: "Write Zeroes" });
+    let range = queue.range_to_change(offset, len)?;
+    let by_disk = queue.device().write_zeroes.load(Ordering::Relaxed);
+    if how.fast_only && !by_disk {
+        return Err(BlockError::Unsupported { operation: "write zeroes" });
     }
-    let Some(guard) = handle.lock(&range).await else { return Ok(()) };
-    let zeroes = [0; 4096];
+    let Some(guard) = queue.lock(&range).await else { return Ok(()) };
     for edge in range.edges() {
-        // A block may be longer than `zeroes`, so a partial block is zeroed in several steps.
+        // A block may be longer than `ZEROES`, so a partial block is zeroed in several steps.
         let mut edge = edge;
         while edge.len > 0 {
-            let now = Edge { len: edge.len.min(zeroes.len()), ..edge };
-            modify(handle, now, &zeroes, how.fua, &guard).await?;
+            let now = Edge { len: edge.len.min(ZEROES.len()), ..edge };
+            modify(queue, now, &ZEROES, how.fua, &guard).await?;
             edge = Edge { at: edge.at + now.len as u64, len: edge.len - now.len, ..edge };
         }
     }
     let (start, end) = (range.first_whole, range.end_whole);
-    if by_command {
-        let zeroed = run_without_data(handle, start, end, &guard, |namespace, lba, blocks| {
-            let command = namespace.write_zeroes(lba, blocks, how.deallocate)?;
-            Ok(if how.fua { command.with_fua() } else { command })
-        });
-        match zeroed.await {
-            Err(error) if is_refusal(&error) => {
-                handle.forget_write_zeroes();
+    if by_disk {
+        let op = Op::WriteZeroes { deallocate: how.deallocate, fua: how.fua };
+        match run_without_data(queue, op, start, end, &guard).await {
+            Err(BlockError::Disk(DiskError::Unsupported)) => {
+                queue.device().forget_write_zeroes();
                 if how.fast_only {
-                    return Err(BlockError::Unsupported { command: "Write Zeroes" });
+                    return Err(BlockError::Unsupported { operation: "write zeroes" });
                 }
             }
             outcome => return outcome,
         }
     }
-    transfer(handle, start, end, Some(&guard), &mut Fill { fua: how.fua }).await
+    transfer(queue, start, end, Some(&guard), &mut Fill { fua: how.fua }).await
 }
 
-pub(crate) async fn discard(handle: &Handle, offset: u64, len: u64) -> Result<(), BlockError> {
-    let range = handle.range_to_change(offset, len)?;
-    if !handle.geometry().discard {
-        return Err(BlockError::Unsupported { command: "Dataset Management" });
+pub(crate) async fn discard(queue: &BlockQueue, offset: u64, len: u64) -> Result<(), BlockError> {
+    let range = queue.range_to_change(offset, len)?;
+    if !queue.geometry().discard {
+        return Err(BlockError::Unsupported { operation: "discard" });
     }
-    if range.first_whole >= range.end_whole {
+    let (start, end) = (range.first_whole, range.end_whole);
+    if start >= end {
         return Ok(());
     }
-    let guard =
-        Arc::new(handle.shared.locks.acquire(range.first_whole, range.end_whole, false).await);
-    let namespace = handle.namespace()?;
-    let mut lba = namespace.blocks_in(range.first_whole)?;
-    let mut left = namespace.blocks_in(range.end_whole - range.first_whole)?;
-    while left > 0 {
-        let blocks = u32::try_from(left).unwrap_or(u32::MAX);
-        let part = DsmRange { attributes: 0, blocks, slba: lba };
-        let mut lease = handle.queue()?.small.take().await?;
-        fill_buffer(&mut lease, part.as_bytes())?;
-        let command = namespace.deallocate(1)?;
-        handle.command(command, Some(lease), Some(Arc::clone(&guard)))?.await?;
-        lba += u64::from(blocks);
-        left -= u64::from(blocks);
-    }
-    Ok(())
+    let guard = Arc::new(queue.device().locks.acquire(start, end, false).await);
+    run_without_data(queue, Op::Discard, start, end, &guard).await
 }
 
-pub(crate) async fn compare(handle: &Handle, offset: u64, with: &[u8]) -> Result<bool, BlockError> {
-    let range = handle.range(offset, with.len() as u64)?;
-    let by_command = handle.geometry().compare && range.edges().next().is_none();
-    let mut parts = Compare { offset, with, by_command, equal: true };
-    match transfer(handle, range.start, range.end, None, &mut parts).await {
-        Ok(()) => Ok(parts.equal),
-        Err(error) if error.status().map(Status::code) == Some(Status::COMPARE_FAILURE) => {
-            Ok(false)
-        }
-        Err(error) => Err(error),
-    }
+pub(crate) async fn compare(
+    queue: &BlockQueue,
+    offset: u64,
+    with: &[u8],
+) -> Result<bool, BlockError> {
+    let range = queue.range(offset, with.len() as u64)?;
+    let mut parts = Compare { offset, with, equal: true };
+    transfer(queue, range.start, range.end, None, &mut parts).await?;
+    Ok(parts.equal)
 }
 
-pub(crate) async fn flush(handle: &Handle) -> Result<(), BlockError> {
-    let command = handle.namespace()?.flush();
-    handle.command(command, None, None)?.await.map(drop)
+pub(crate) async fn flush(queue: &BlockQueue) -> Result<(), BlockError> {
+    let request = Request { op: Op::Flush, offset: 0, len: 0 };
+    queue.request(request, Data::NONE, None).await.map(drop)
 }
 
 /// Read-modify-write of a partial block, which the caller has locked exclusively.
 pub(crate) async fn modify(
-    handle: &Handle,
+    queue: &BlockQueue,
     edge: Edge,
     data: &[u8],
     fua: bool,
     guard: &Arc<RangeGuard>,
 ) -> Result<(), BlockError> {
-    let queue = handle.queue()?;
-    let namespace = queue.disk.namespace();
-    let lba = namespace.blocks_in(edge.block)?;
-    let lease = queue.small.take().await?;
-    let read = namespace.read(lba, 1)?;
-    let lease = handle.command(read, Some(lease), Some(Arc::clone(guard)))?.await?;
-    let mut lease = lease.ok_or(BlockError::Buffer)?;
-    let buffer = lease.buffer.as_mut().ok_or(BlockError::Buffer)?;
+    let len = queue.geometry().block_size.into();
+    let buffer = queue.small().wait().await?;
+    let read = Request { op: Op::Read, offset: edge.block, len };
+    let read = queue.request(read, Data::Buffer(buffer), Some(Arc::clone(guard)));
+    let mut buffer = buffer_of(read.await?)?;
     let data = data.get(..edge.len).ok_or(BlockError::Buffer)?;
     if !buffer.copy_from((edge.at - edge.block) as usize, data) {
         return Err(BlockError::Buffer);
     }
-    let write = namespace.write(lba, 1)?;
-    let write = if fua { write.with_fua() } else { write };
-    handle.command(write, Some(lease), Some(Arc::clone(guard)))?.await.map(drop)
-}
-
-/// Copies `bytes` to the beginning of the buffer.
-pub(crate) fn fill_buffer(lease: &mut Lease, bytes: &[u8]) -> Result<(), BlockError> {
-    let buffer = lease.buffer.as_mut().ok_or(BlockError::Buffer)?;
-    if buffer.copy_from(0, bytes) { Ok(()) } else { Err(BlockError::Buffer) }
-}
-
-/// True if the controller does not support the command, or not with this size.
-pub(crate) fn is_refusal(error: &BlockError) -> bool {
-    matches!(
-        error.status().map(Status::code),
-        Some(Status::INVALID_OPCODE | Status::INVALID_FIELD | Status::COMMAND_SIZE_LIMIT_EXCEEDED)
-    )
+    let write = Request { op: Op::Write { fua }, offset: edge.block, len };
+    queue.request(write, Data::Buffer(buffer), Some(Arc::clone(guard))).await.map(drop)
 }
 
 /// Intersection of the `len` bytes at `at` and the `count` bytes at `offset`: its start relative to
@@ -181,14 +225,18 @@ fn overlap(at: u64, len: usize, offset: u64, count: usize) -> (usize, usize, usi
     ((from - at) as usize, (from - offset) as usize, (to - from) as usize)
 }
 
+fn fits(fits: bool) -> Result<(), BlockError> {
+    if fits { Ok(()) } else { Err(BlockError::Buffer) }
+}
+
 struct Read<'a> {
     offset: u64,
     into: &'a mut [u8],
 }
 
 impl Parts for Read<'_> {
-    fn command(&self, ns: &Namespace, lba: u64, blocks: u32) -> Result<Command, RequestError> {
-        ns.read(lba, blocks)
+    fn op(&self) -> Op {
+        Op::Read
     }
 
     fn fill(&mut self, _: u64, _: usize, _: &mut Buffer) -> Result<(), BlockError> {
@@ -198,7 +246,29 @@ impl Parts for Read<'_> {
     fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError> {
         let (here, there, count) = overlap(at, len, self.offset, self.into.len());
         let into = self.into.get_mut(there..there + count).ok_or(BlockError::Buffer)?;
-        if buffer.copy_to(here, into) { Ok(()) } else { Err(BlockError::Buffer) }
+        fits(buffer.copy_to(here, into))
+    }
+}
+
+/// Read of partial blocks to memory that the caller has described.
+struct ReadTo<'a> {
+    offset: u64,
+    into: &'a mut Segments,
+}
+
+impl Parts for ReadTo<'_> {
+    fn op(&self) -> Op {
+        Op::Read
+    }
+
+    fn fill(&mut self, _: u64, _: usize, _: &mut Buffer) -> Result<(), BlockError> {
+        Ok(())
+    }
+
+    fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError> {
+        let (here, there, count) = overlap(at, len, self.offset, self.into.len());
+        let bytes = buffer.bytes().ok_or(BlockError::Buffer)?;
+        self.into.copy_from(there, bytes, here, count).ok_or(BlockError::Buffer)
     }
 }
 
@@ -210,15 +280,37 @@ pub(crate) struct Write<'a> {
 }
 
 impl Parts for Write<'_> {
-    fn command(&self, ns: &Namespace, lba: u64, blocks: u32) -> Result<Command, RequestError> {
-        let command = ns.write(lba, blocks)?;
-        Ok(if self.fua { command.with_fua() } else { command })
+    fn op(&self) -> Op {
+        Op::Write { fua: self.fua }
     }
 
     fn fill(&mut self, at: u64, len: usize, buffer: &mut Buffer) -> Result<(), BlockError> {
         let from = (at - self.offset) as usize;
         let data = self.from.get(from..from + len).ok_or(BlockError::Buffer)?;
-        if buffer.copy_from(0, data) { Ok(()) } else { Err(BlockError::Buffer) }
+        fits(buffer.copy_from(0, data))
+    }
+
+    fn drain(&mut self, _: u64, _: usize, _: &Buffer) -> Result<(), BlockError> {
+        Ok(())
+    }
+}
+
+/// Write of whole blocks from memory that the caller has described.
+struct WriteFrom<'a> {
+    offset: u64,
+    from: &'a Segments,
+    fua: bool,
+}
+
+impl Parts for WriteFrom<'_> {
+    fn op(&self) -> Op {
+        Op::Write { fua: self.fua }
+    }
+
+    fn fill(&mut self, at: u64, len: usize, buffer: &mut Buffer) -> Result<(), BlockError> {
+        let from = (at - self.offset) as usize;
+        let bytes = buffer.bytes().ok_or(BlockError::Buffer)?;
+        self.from.copy_to(from, bytes, 0, len).ok_or(BlockError::Buffer)
     }
 
     fn drain(&mut self, _: u64, _: usize, _: &Buffer) -> Result<(), BlockError> {
@@ -232,9 +324,8 @@ struct Fill {
 }
 
 impl Parts for Fill {
-    fn command(&self, ns: &Namespace, lba: u64, blocks: u32) -> Result<Command, RequestError> {
-        let command = ns.write(lba, blocks)?;
-        Ok(if self.fua { command.with_fua() } else { command })
+    fn op(&self) -> Op {
+        Op::Write { fua: self.fua }
     }
 
     fn fill(&mut self, _: u64, _: usize, buffer: &mut Buffer) -> Result<(), BlockError> {
@@ -250,26 +341,20 @@ impl Parts for Fill {
 struct Compare<'a> {
     offset: u64,
     with: &'a [u8],
-    by_command: bool,
     equal: bool,
 }
 
 impl Parts for Compare<'_> {
-    fn command(&self, ns: &Namespace, lba: u64, blocks: u32) -> Result<Command, RequestError> {
-        if self.by_command { ns.compare(lba, blocks) } else { ns.read(lba, blocks) }
+    fn op(&self) -> Op {
+        Op::Read
     }
 
-    fn fill(&mut self, at: u64, len: usize, buffer: &mut Buffer) -> Result<(), BlockError> {
-        if !self.by_command {
-            return Ok(());
-        }
-        let from = (at - self.offset) as usize;
-        let data = self.with.get(from..from + len).ok_or(BlockError::Buffer)?;
-        if buffer.copy_from(0, data) { Ok(()) } else { Err(BlockError::Buffer) }
+    fn fill(&mut self, _: u64, _: usize, _: &mut Buffer) -> Result<(), BlockError> {
+        Ok(())
     }
 
     fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError> {
-        if self.by_command || !self.equal {
+        if !self.equal {
             return Ok(());
         }
         let (mut here, there, count) = overlap(at, len, self.offset, self.with.len());
@@ -277,9 +362,7 @@ impl Parts for Compare<'_> {
         let mut bytes = [0; COMPARE_STEP];
         for part in with.chunks(COMPARE_STEP) {
             let bytes = bytes.get_mut(..part.len()).ok_or(BlockError::Buffer)?;
-            if !buffer.copy_to(here, bytes) {
-                return Err(BlockError::Buffer);
-            }
+            fits(buffer.copy_to(here, bytes))?;
             self.equal &= bytes == part;
             here += part.len();
         }

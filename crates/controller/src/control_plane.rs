@@ -12,7 +12,6 @@ use crate::notice::{ControlPlane, Inbox, Notice, Notices};
 use crate::restore_error::{RestoreError, SaveError};
 use crate::route::RelocateError;
 use crate::saved::{Death, Recorded, Recorder, SavedController, SavedJournal, SavedPart};
-use crate::worker::ThreadJob;
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
 use shadowbell_memory::EventFd;
@@ -177,14 +176,6 @@ impl ControllerInner {
         for vector in vectors {
             self.context.shared.irqs.trigger(usize::from(*vector));
         }
-    }
-
-    /// Runs `job` on the I/O thread that serves submission queue `sqid`. Returns the job if that
-    /// is not possible.
-    pub(crate) fn lend_thread(&self, sqid: u16, job: ThreadJob) -> Result<(), ThreadJob> {
-        let cx = &self.context;
-        let Some(placed) = self.control.lock().worker_of(sqid) else { return Err(job) };
-        cx.pool.lend(cx.shared.id, cx.route.resolve(placed), job)
     }
 
     /// Unlocks the control plane, checkpoints it and runs the deferred work.

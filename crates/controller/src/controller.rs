@@ -22,7 +22,7 @@ use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::mailbox::Message;
-use crate::worker::{DoorbellSource, Pool, ThreadJob};
+use crate::worker::{DoorbellSource, Pool};
 use shadowbell_backend::Disk;
 use shadowbell_memory::{DirtyLog, DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::Status;
@@ -165,16 +165,6 @@ impl Controller {
     /// [`RelocateError`].
     pub fn pin_to(&self, worker: usize) -> Result<(), RelocateError> {
         self.0.relocate(|control, cx| control.pin_to(cx, worker))
-    }
-
-    /// Runs `job` on the I/O thread that serves submission queue `sqid`, as a
-    /// [`WorkerThread`](crate::WorkerThread).
-    ///
-    /// # Errors
-    /// The job, if the queue does not exist, or its I/O thread has another job or is not a thread
-    /// of the pool.
-    pub fn lend_thread(&self, sqid: u16, job: ThreadJob) -> Result<(), ThreadJob> {
-        self.0.lend_thread(sqid, job)
     }
 
     /// Shared interior of the controller, for fault injection.

@@ -76,8 +76,7 @@ pub use saved::{Death, Recorder, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use subsystem::{JoinError, MAX_ANA_GROUPS, MAX_CONTROLLERS, Member, Subsystem};
 pub use worker::{
-    CLAIMABLE, DoorbellSource, MAX_WORKERS, PolledDoorbells, Polling, Pool, PoolOptions, ThreadJob,
-    Turns, WorkerThread,
+    CLAIMABLE, DoorbellSource, MAX_WORKERS, PolledDoorbells, Polling, Pool, PoolOptions, Turns,
 };
 
 #[cfg(doctest)]

@@ -1,14 +1,13 @@
 //! Buffers for the data of requests, per client.
 //!
-//! Data of whole blocks is placed in memory that is shared with the controller, so it is received
+//! Data of whole blocks is placed in buffers that the disk transfers from and to, so it is received
 //! and sent without a copy. This memory is limited and belongs to one connection, so that a slow
 //! client does not affect others. Other data is placed in ordinary memory of the program: parts
 //! of blocks, long requests, requests beyond the limit, and all data of a client with TLS, whose
 //! cryptography needs ordinary memory.
 
 use crate::vectors::{Part, Room};
-use shadowbell_block::BlockDevice;
-use shadowbell_driver::{Buffer, BufferPool};
+use shadowbell_block::{BlockQueue, Buffer, BufferPool};
 
 /// Size in bytes and number of the shared buffers of a connection. They are allocated on demand.
 const SIZES: [(usize, usize); 3] = [(4 << 10, 128), (64 << 10, 32), (256 << 10, 8)];
@@ -20,7 +19,7 @@ const KEEP_ALL: usize = 4 << 20;
 /// Data buffer of a request.
 pub(crate) enum Data {
     Own(Vec<u8>),
-    /// Memory that is shared with the controller.
+    /// Buffer that the disk transfers from and to.
     Shared(Buffer),
 }
 
@@ -50,7 +49,10 @@ impl Data {
     pub(crate) fn room(&mut self, from: usize, to: usize) -> Room<'_> {
         match self {
             Self::Own(bytes) => Room::of(bytes.get_mut(from..to).unwrap_or_default()),
-            Self::Shared(buffer) => Room::shared(buffer.bytes(), from, to),
+            Self::Shared(buffer) => match buffer.bytes() {
+                Some(bytes) => Room::shared(bytes, from, to),
+                None => Room::of(&mut []),
+            },
         }
     }
 
@@ -58,7 +60,10 @@ impl Data {
     pub(crate) fn part(&self, from: usize, to: usize) -> Part<'_> {
         match self {
             Self::Own(bytes) => Part::of(bytes.get(from..to).unwrap_or_default()),
-            Self::Shared(buffer) => Part::shared(buffer.bytes(), from, to),
+            Self::Shared(buffer) => match buffer.bytes() {
+                Some(bytes) => Part::shared(bytes, from, to),
+                None => Part::NONE,
+            },
         }
     }
 }
@@ -69,7 +74,7 @@ enum Pool {
     #[default]
     Unneeded,
     There(BufferPool),
-    /// The allocation failed: no more memory can be shared with the controller.
+    /// The allocation failed.
     None,
 }
 
@@ -96,17 +101,15 @@ impl DataMemory {
         Data::Own(bytes)
     }
 
-    /// Takes memory of at least `len` bytes that is shared with the controller, if available.
-    pub(crate) fn shared(&mut self, disk: &BlockDevice, len: usize) -> Option<Data> {
+    /// Takes a buffer of at least `len` bytes that the disk transfers from and to, if available.
+    pub(crate) fn shared(&mut self, disk: &BlockQueue, len: usize) -> Option<Data> {
         let mut sizes = SIZES.iter().zip(&mut self.pools);
         let (&(size, count), pool) = sizes.find(|((size, _), _)| *size >= len)?;
         if matches!(pool, Pool::Unneeded) {
             *pool = match disk.buffers(count, size) {
                 Ok(buffers) => Pool::There(buffers),
                 Err(error) => {
-                    tracing::debug!(
-                        "data is copied, for lack of memory shared with the controller: {error}"
-                    );
+                    tracing::debug!("data is copied, for lack of buffers: {error}");
                     Pool::None
                 }
             };

@@ -1,6 +1,5 @@
 //! Counter of requests that failed because of the disk.
 
-use shadowbell_block::BlockError;
 use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,17 +9,7 @@ pub(crate) struct FailureCount(AtomicU64);
 impl FailureCount {
     /// Counts a failure. Only the first one is logged, because a removed disk fails every
     /// request.
-    pub(crate) fn record(&self, error: &BlockError) {
-        self.record_any(error);
-    }
-
-    /// Counts a failure of a disk without a controller, like [`record`](Self::record).
-    #[cfg(any(feature = "ublk", feature = "vhost"))]
-    pub(crate) fn record_disk(&self, error: &shadowbell_backend::DiskError) {
-        self.record_any(error);
-    }
-
-    fn record_any(&self, error: &dyn Display) {
+    pub(crate) fn record(&self, error: &dyn Display) {
         if self.0.fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::error!("a request failed, and further failures are only counted: {error}");
         }

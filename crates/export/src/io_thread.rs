@@ -1,21 +1,19 @@
-//! Event loop of a thread that serves requests: the requests in flight, their queue, and an epoll
-//! set.
+//! Event loop of a thread that serves requests: the requests in flight, the thread's queue on the
+//! disk, and an epoll set.
 //!
-//! The thread drives the queue itself if the driver permits it. A round first polls the woken
-//! requests, so that all requests that arrived together are submitted with one doorbell write,
-//! and then takes all completions, so that they are answered together.
+//! A round first polls the woken requests, so that all requests that arrived together are submitted
+//! together, and then takes all completions, so that they are answered together.
 
-use crate::queue_server::QueueServer;
+use crate::poll_window::PollWindow;
 use crate::tasks::Tasks;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
+#[cfg(feature = "ublk")]
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
-use shadowbell_block::BlockDevice;
-use shadowbell_driver::AsyncQueue;
-use shadowbell_driver::async_queue::Driver;
+use shadowbell_block::{BlockDevice, BlockQueue};
 use shadowbell_memory::EventFd;
 use std::future::Future;
 use std::io;
@@ -25,12 +23,8 @@ use std::time::{Duration, Instant};
 
 /// A request was woken, the queue has completions, or the timer expired.
 const OWN_EVENT: u64 = 0;
-/// The queue's device may have disconnected.
-const HANG_UP: u64 = 1;
-/// The queues that this thread serves have pending work.
-const SERVED: u64 = 2;
 /// First number for descriptors of the caller.
-pub(crate) const FIRST: u64 = 3;
+pub(crate) const FIRST: u64 = 1;
 /// Largest number of descriptors that a wait reports.
 const EVENTS: usize = 5;
 
@@ -40,17 +34,15 @@ pub(crate) type Readiness = (u64, EventFlags);
 /// Event loop of a thread that serves requests; see the [module](self).
 pub(crate) struct IoThread<F> {
     tasks: Tasks<F>,
-    queue: Option<AsyncQueue>,
-    driver: Option<Driver>,
-    /// True while the driver is prepared for a sleep.
-    asleep: bool,
+    queue: Option<BlockQueue>,
+    window: PollWindow,
+    #[cfg(feature = "ublk")]
     timer: Timer,
-    /// True if the event of the queues that this thread serves was readable.
-    served: bool,
     epoll: OwnedFd,
 }
 
 /// Timer that ends the sleep of event loops without a timeout of their own.
+#[cfg(feature = "ublk")]
 #[derive(Default)]
 struct Timer {
     fd: Option<OwnedFd>,
@@ -58,6 +50,7 @@ struct Timer {
     at: Option<Instant>,
 }
 
+#[cfg(feature = "ublk")]
 impl Timer {
     /// Sets the timer to `until`, unless it expires earlier.
     fn set(&mut self, epoll: &OwnedFd, until: Instant) -> Result<(), Errno> {
@@ -89,37 +82,38 @@ fn timespec(time: Duration) -> Timespec {
 }
 
 impl<F: Future> IoThread<F> {
-    /// Creates the event loop for at most `slots` requests to `disk` in flight.
-    pub(crate) fn new(disk: &BlockDevice, slots: usize) -> io::Result<Self> {
-        let tasks = Tasks::new(slots)?;
+    /// Creates the event loop for at most `slots` requests in flight. `event` ends the sleep of the
+    /// thread.
+    pub(crate) fn new(slots: usize, event: EventFd) -> io::Result<Self> {
+        let tasks = Tasks::new(slots, event);
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let flags = EventFlags::IN | EventFlags::ET;
         epoll::add(&epoll, tasks.event(), EventData::new_u64(OWN_EVENT), flags)?;
-        let timer = Timer::default();
-        let queue = disk.queue().cloned();
-        Ok(Self { tasks, queue, driver: None, asleep: false, timer, served: false, epoll })
+        Ok(Self {
+            tasks,
+            queue: None,
+            window: PollWindow::new(Duration::ZERO),
+            #[cfg(feature = "ublk")]
+            timer: Timer::default(),
+            epoll,
+        })
     }
 
-    /// Registers `server`, which serves queues on this thread. Must be called before its first
-    /// turn.
-    pub(crate) fn serves(&self, server: &dyn QueueServer) -> io::Result<()> {
-        self.add_fd(server.event(), SERVED, EventFlags::IN)
-    }
-
-    /// Removes `server`, whose queues this thread does not serve any more.
-    pub(crate) fn serves_no_more(&mut self, server: &dyn QueueServer) {
-        let _ = epoll::delete(&self.epoll, server.event());
-        self.served = false;
+    /// Opens the thread's queue on `disk`.
+    pub(crate) fn open(&mut self, disk: &BlockDevice) -> io::Result<BlockQueue> {
+        let queue = disk.queue()?;
+        queue.watch(|fd, edges| {
+            let flags = if edges { EventFlags::IN | EventFlags::ET } else { EventFlags::IN };
+            epoll::add(&self.epoll, fd, EventData::new_u64(OWN_EVENT), flags)
+        })?;
+        self.window = PollWindow::new(disk.options().poll);
+        self.queue = Some(queue.clone());
+        Ok(queue)
     }
 
     /// Requests in flight.
     pub(crate) fn tasks(&mut self) -> &mut Tasks<F> {
         &mut self.tasks
-    }
-
-    /// Event that ends the thread's sleep.
-    pub(crate) fn waker(&self) -> io::Result<EventFd> {
-        self.tasks.waker()
     }
 
     /// Adds `fd` to the epoll set, edge-triggered, for `flags`. `number` identifies it and is at
@@ -143,158 +137,112 @@ impl<F: Future> IoThread<F> {
         Ok(epoll::modify(&self.epoll, fd, EventData::new_u64(number), flags | EventFlags::ET)?)
     }
 
-    /// Runs one round: starts requests, submits commands, takes completions, and passes the
-    /// results of completed futures to `done`. Returns true if there was any work.
-    ///
-    /// With a `server`, this thread also executes the commands.
-    pub(crate) fn run_once(
-        &mut self,
-        server: Option<&mut (dyn QueueServer + '_)>,
-        mut done: impl FnMut(usize, F::Output),
-    ) -> bool {
+    /// Runs one round: starts requests, submits them, takes completions, and passes the results of
+    /// completed futures to `done`. Returns true if there was any work.
+    pub(crate) fn run_once(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
         let mut busy = self.tasks.run(&mut done);
-        if self.driver.is_none() && self.tasks.reserved() > 0 {
-            self.start_driving();
-        }
-        if let Some(driver) = &mut self.driver {
-            busy |= driver.step();
-        }
-        if let Some(server) = server
-            && server.turn()
-        {
-            busy = true;
-            if let Some(driver) = &mut self.driver {
-                driver.step();
-            }
+        if let Some(queue) = &self.queue {
+            busy |= queue.turn();
         }
         busy |= self.tasks.run(done);
+        if busy {
+            self.window.found();
+        }
         busy
     }
 
-    /// Starts to drive the queue, if the driver permits it.
-    fn start_driving(&mut self) {
-        let Some(queue) = &self.queue else { return };
-        let Some(driver) = queue.ask_to_drive() else { return };
-        self.driver = Some(driver);
-        let completions = (queue.event(), OWN_EVENT, EventFlags::IN);
-        let hang_up = queue.hang_up().map(|socket| (socket, HANG_UP, EventFlags::RDHUP));
-        let fds = [Some(completions), hang_up].into_iter().flatten();
-        let mut added = fds.map(|(fd, number, flags)| self.add_fd(fd, number, flags));
-        if let Some(error) = added.find_map(Result::err) {
-            tracing::debug!(
-                "the queue thread drives a queue that cannot be added to the epoll set: {error}"
-            );
-            drop(added);
-            self.stop_driving();
-        }
+    /// Starts a future in a reserved slot, and polls it at once. Returns the result if it is ready;
+    /// the slot stays reserved.
+    #[cfg(feature = "vhost")]
+    pub(crate) fn start_now(&mut self, slot: usize, future: F) -> Option<F::Output> {
+        self.tasks.start_now(slot, future)
     }
 
-    /// Stops to drive the queue, so that another thread can do it.
-    fn stop_driving(&mut self) {
-        if self.driver.take().is_some()
-            && let Some(queue) = &self.queue
-        {
-            for fd in [Some(queue.event()), queue.hang_up()].into_iter().flatten() {
-                let _ = epoll::delete(&self.epoll, fd);
-            }
-        }
+    /// Records that a round found work that [`run_once`](Self::run_once) did not see.
+    #[cfg(feature = "vhost")]
+    pub(crate) fn found(&mut self) {
+        self.window.found();
     }
 
-    /// Polls for completions for an adaptive time, if commands are in flight. Returns true if
-    /// there is work.
+    /// True if the thread should look for work again before it sleeps, after a round without work.
+    #[cfg(feature = "vhost")]
+    pub(crate) fn looks_again(&mut self) -> bool {
+        self.window.looks_again()
+    }
+
+    /// As [`looks_again`](Self::looks_again), for a thread that looks for work by a system call.
+    #[cfg(any(feature = "nbd", feature = "fuse"))]
+    pub(crate) fn looks_again_by_call(&mut self) -> bool {
+        self.window.looks_again_by_call()
+    }
+
+    /// As [`looks_again`](Self::looks_again), for a thread that looks only for completions.
+    #[cfg(feature = "ublk")]
     pub(crate) fn spin(&mut self) -> bool {
-        match &mut self.driver {
-            Some(driver) if !driver.is_idle() => driver.spin(|| self.tasks.is_ready()),
-            _ => false,
-        }
+        self.queue.as_ref().is_some_and(|queue| queue.pending() > 0) && self.window.looks_again()
     }
 
     /// Prepares a sleep. Returns true if no work is pending, so that the thread may sleep by
     /// [`wait`](Self::wait), or in another event loop that calls
     /// [`take_events`](Self::take_events) afterwards.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
-        let may = self.prepare();
+        let may = self.tasks.prepare_sleep();
         if !may {
-            self.after_sleep(false);
+            self.tasks.after_sleep();
         }
         may
     }
 
-    fn prepare(&mut self) -> bool {
-        if let Some(driver) = &mut self.driver {
-            // Another thread's commands do not wake this one if that thread can drive the queue
-            // itself.
-            if driver.is_over() || driver.is_idle() && driver.is_wanted() {
-                self.stop_driving();
-            }
-        }
-        if !self.tasks.prepare_sleep() {
-            return false;
-        }
-        if let Some(driver) = &mut self.driver {
-            self.asleep = driver.prepare_sleep();
-            return self.asleep;
-        }
-        true
-    }
-
     /// Prepares a sleep like [`prepare_sleep`](Self::prepare_sleep), for an event loop without a
     /// timeout.
+    #[cfg(feature = "ublk")]
     pub(crate) fn prepare_timed_sleep(&mut self) -> bool {
         if !self.prepare_sleep() {
             return false;
         }
-        if let Some(until) = self.sleep_until()
+        if let Some(limit) = self.sleep_limit()
+            && let Some(until) = Instant::now().checked_add(limit)
             && let Err(errno) = self.timer.set(&self.epoll, until)
         {
-            tracing::debug!("the timer for command timeouts cannot be set: {errno}");
+            tracing::debug!("the timeouts of requests are not kept: {errno}");
         }
         true
     }
 
     /// Takes the events after a sleep in another event loop that this descriptor ended.
+    #[cfg(feature = "ublk")]
     pub(crate) fn take_events(&mut self) {
-        self.wait(Some(Instant::now()), |_| {});
+        self.poll(Some(Duration::ZERO), |_| {});
     }
 
-    /// Latest time for the end of the sleep.
-    fn sleep_until(&self) -> Option<Instant> {
-        self.driver.as_ref().and_then(Driver::sleep_until)
-    }
-
-    /// Waits like [`wait`](Self::wait), on a thread that serves queues.
-    pub(crate) fn wait_serving(
-        &mut self,
-        server: &mut dyn QueueServer,
-        until: Option<Instant>,
-        mut ready: impl FnMut(Readiness),
-    ) {
-        let slept = server.sleep(&mut |limit| {
-            let limit = limit.and_then(|limit| Instant::now().checked_add(limit));
-            let until = match (until, limit) {
-                (Some(a), Some(b)) => Some(a.min(b)),
-                (a, b) => a.or(b),
-            };
-            self.wait(until, &mut ready);
-            std::mem::take(&mut self.served)
-        });
-        if !slept {
-            self.after_sleep(false);
-        }
+    /// Longest duration of a sleep.
+    fn sleep_limit(&self) -> Option<Duration> {
+        self.queue.as_ref().and_then(BlockQueue::sleep_limit)
     }
 
     /// Waits until there is work, or until `until`. Passes the readiness of the caller's
     /// descriptors to `ready`.
-    pub(crate) fn wait(&mut self, until: Option<Instant>, mut ready: impl FnMut(Readiness)) {
-        let until = match (self.sleep_until(), until) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        };
-        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-        let left = left.map(timespec);
+    pub(crate) fn wait(&mut self, until: Option<Instant>, ready: impl FnMut(Readiness)) {
+        let began = Instant::now();
+        let until = until.map(|until| until.saturating_duration_since(began));
+        let limit = until.into_iter().chain(self.sleep_limit()).min();
+        self.poll(limit, ready);
+        self.window.slept(began.elapsed());
+    }
+
+    /// Ends the preparation, after a sleep in another event loop.
+    #[cfg(feature = "ublk")]
+    pub(crate) fn slept(&mut self, time: Duration) {
+        self.window.slept(time);
+        self.after_sleep();
+    }
+
+    fn poll(&mut self, limit: Option<Duration>, mut ready: impl FnMut(Readiness)) {
+        let limit = limit.map(timespec);
         let mut events = [const { MaybeUninit::uninit() }; EVENTS];
-        let found = match epoll::wait(&self.epoll, &mut events[..], left.as_ref()) {
+        let found = match epoll::wait(&self.epoll, &mut events[..], limit.as_ref()) {
             Ok((found, _)) => found,
+            // The kernel interrupts a sleeping thread to deliver io_uring completions.
             Err(Errno::INTR) => &mut [],
             Err(errno) => {
                 tracing::warn!("waiting for requests failed: {errno}");
@@ -302,28 +250,20 @@ impl<F: Future> IoThread<F> {
                 &mut []
             }
         };
-        let mut gone = false;
         for event in found {
             match event.data.u64() {
                 OWN_EVENT => {}
-                HANG_UP => gone = true,
-                SERVED => self.served = true,
                 number => ready((number, event.flags)),
             }
         }
-        self.after_sleep(gone);
+        self.after_sleep();
     }
 
-    /// Ends the preparation, after a sleep or instead of one.
-    pub(crate) fn after_sleep(&mut self, gone: bool) {
+    /// Ends the preparation, after a sleep.
+    fn after_sleep(&mut self) {
         self.tasks.after_sleep();
-        if let Some(driver) = &mut self.driver {
-            if std::mem::take(&mut self.asleep) {
-                driver.awake();
-            }
-            if gone {
-                driver.check_gone();
-            }
+        if let Some(queue) = &self.queue {
+            queue.after_sleep();
         }
     }
 }

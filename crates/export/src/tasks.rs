@@ -7,7 +7,6 @@
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
 use std::future::Future;
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -78,13 +77,13 @@ pub(crate) struct Tasks<F> {
 }
 
 impl<F: Future> Tasks<F> {
-    /// Creates a set of at most `most` slots.
-    pub(crate) fn new(most: usize) -> io::Result<Self> {
+    /// Creates a set of at most `most` slots. `event` ends the thread's sleep.
+    pub(crate) fn new(most: usize, event: EventFd) -> Self {
         let state = ReadyState { list: Vec::with_capacity(most), sleeping: false };
         let any = AtomicBool::new(false);
-        let ready = Arc::new(ReadyList { state: Mutex::new(state), any, event: EventFd::new()? });
+        let ready = Arc::new(ReadyList { state: Mutex::new(state), any, event });
         let (slots, free, batch) = (Vec::new(), Vec::new(), Vec::with_capacity(most));
-        Ok(Self { slots, most, free, ready, batch })
+        Self { slots, most, free, ready, batch }
     }
 
     /// Reserves a slot until it is [released](Self::release). `None` if all slots are reserved.
@@ -115,6 +114,19 @@ impl<F: Future> Tasks<F> {
             there.future.set(Some(future));
             there.waker.wake_by_ref();
         }
+    }
+
+    /// Starts a future in a reserved slot, and polls it. Returns the result if it is ready; the
+    /// slot stays reserved.
+    pub(crate) fn start_now(&mut self, slot: usize, future: F) -> Option<F::Output> {
+        let there = self.slots.get_mut(slot)?;
+        there.future.set(Some(future));
+        let future = there.future.as_mut().as_pin_mut()?;
+        let Poll::Ready(output) = future.poll(&mut Context::from_waker(&there.waker)) else {
+            return None;
+        };
+        there.future.set(None);
+        Some(output)
     }
 
     /// Number of reserved slots.
@@ -163,11 +175,6 @@ impl<F: Future> Tasks<F> {
         self.ready.state.lock().sleeping = false;
     }
 
-    /// Event that ends the thread's sleep.
-    pub(crate) fn waker(&self) -> io::Result<EventFd> {
-        self.ready.event.try_clone()
-    }
-
     /// Descriptor on which the thread sleeps.
     pub(crate) fn event(&self) -> BorrowedFd<'_> {
         self.ready.event.as_fd()
@@ -206,7 +213,7 @@ mod tests {
 
     #[test]
     fn slots_are_made_when_they_are_needed() {
-        let mut tasks = Tasks::<Cell>::new(3).unwrap();
+        let mut tasks = Tasks::<Cell>::new(3, EventFd::new().unwrap());
         assert_eq!((tasks.slots.len(), tasks.reserved()), (0, 0));
         let first = tasks.reserve().unwrap();
         tasks.release(first);
@@ -218,7 +225,7 @@ mod tests {
     #[test]
     fn every_future_is_run_to_its_end_and_no_wakeup_is_lost() {
         const COUNT: u32 = 20_000;
-        let mut tasks = Tasks::new(8).unwrap();
+        let mut tasks = Tasks::new(8, EventFd::new().unwrap());
         let (sender, receiver) = std::sync::mpsc::channel::<(u32, Cell)>();
         let other = std::thread::spawn(move || {
             let mut waiting = VecDeque::new();

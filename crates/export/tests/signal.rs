@@ -8,10 +8,9 @@ mod client;
 
 use client::Client;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use shadowbell_driver::AttachOptions;
 use shadowbell_export::nbd::wire::{command, option, put_option};
 use shadowbell_export::nbd::{Address, Options, Server};
-use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait::LIMIT;
 use signal_hook::consts::SIGPIPE;
 use std::io::Write;
@@ -32,12 +31,8 @@ fn a_client_that_hears_nothing_more_is_no_signal() {
     let signalled = Arc::new(AtomicBool::new(false));
     signal_hook::flag::register(SIGPIPE, Arc::clone(&signalled)).unwrap();
     let backing = Arc::new(TestDisk::new(4096, 512));
-    let mut controller = attach(backing, &AttachOptions::default());
-    let disk = shadowbell_block::BlockDevice::open(
-        &mut controller,
-        1,
-        &shadowbell_block::BlockOptions::default(),
-    );
+    let options = shadowbell_block::BlockOptions::default();
+    let disk = shadowbell_block::BlockDevice::new(backing, &options);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd");
     let address = Address::Unix(path.clone());
@@ -54,6 +49,5 @@ fn a_client_that_hears_nothing_more_is_no_signal() {
     client.socket.write_all(&list).unwrap();
     until_hung_up(&client.socket);
     let _ = server.stop();
-    controller.detach().unwrap();
     assert!(!signalled.load(Ordering::SeqCst));
 }

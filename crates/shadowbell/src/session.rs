@@ -4,7 +4,7 @@ use crate::disk_spec::{self, DiskSpecError};
 use crate::target::Target;
 use crate::{banner, exit, local, transport};
 use anyhow::{Context, anyhow};
-use shadowbell_backend::{Disk, OpenError};
+use shadowbell_backend::OpenError;
 use shadowbell_driver::{
     AttachOptions, Controller, Doorbells, Namespace, QueueMap, Steered, Transport, steer_interrupts,
 };
@@ -19,9 +19,7 @@ pub struct Session {
     asked: u16,
     /// Result of setting the affinity of kernel interrupts, for PCI functions.
     steered: Option<Steered>,
-    /// In-process controller and its disk, for a local target.
-    local: Option<(shadowbell_controller::Controller, Arc<dyn Disk>)>,
-    /// Driver of the controller.
+    /// The controller.
     pub controller: Controller,
 }
 
@@ -32,8 +30,7 @@ impl Session {
     /// With exit status [`exit::BAD_INPUT`] if there is no such server or disk; otherwise errors of
     /// the driver.
     pub fn attach(target: &Target, options: &AttachOptions) -> anyhow::Result<Self> {
-        let mut local = None;
-        let transport = match target {
+        let transport: Arc<dyn Transport> = match target {
             Target::Local { disk } => {
                 let disk = disk_spec::open(disk).map_err(|error| match error {
                     DiskSpecError::Disk(OpenError::Missing { path }) => {
@@ -47,26 +44,11 @@ impl Session {
                         disk.name()
                     )));
                 }
-                let here =
-                    local::connect(Arc::clone(&disk), options.doorbells == Doorbells::Mapped)?;
-                local = Some((here.controller().clone(), disk));
-                here
+                local::connect(disk, options.doorbells == Doorbells::Mapped)?
             }
             remote => transport::to(remote)?,
         };
-        Ok(Self { local, ..Self::over(target.clone(), transport, options)? })
-    }
-
-    /// In-process controller, for a local target.
-    #[must_use]
-    pub fn local(&self) -> Option<&shadowbell_controller::Controller> {
-        self.local.as_ref().map(|(controller, _)| controller)
-    }
-
-    /// Disk of the in-process controller, for a local target.
-    #[must_use]
-    pub fn local_disk(&self) -> Option<&Arc<dyn Disk>> {
-        self.local.as_ref().map(|(_, disk)| disk)
+        Self::over(target.clone(), transport, options)
     }
 
     /// Attaches the controller at the other end of `transport`. `target` names it in messages.
@@ -88,7 +70,7 @@ impl Session {
             _ => None,
         };
         let asked = options.queue_pairs;
-        let session = Self { target, asked, steered, local: None, controller };
+        let session = Self { target, asked, steered, controller };
         for line in session.banner() {
             tracing::debug!("{line}");
         }
@@ -168,7 +150,7 @@ impl Session {
 }
 
 /// Error text for a TARGET that is the path of a missing file.
-fn nothing_at(path: &str) -> String {
+pub(crate) fn nothing_at(path: &str) -> String {
     let looks_like_socket =
         Path::new(path).extension().is_some_and(|end| end == "sock" || end == "socket");
     let make = if looks_like_socket {

@@ -3,7 +3,6 @@
 //!
 //! | module | feature | contents |
 //! |---|---|---|
-//! | `block_device` | `block-device` | a driver on an emulated controller, over a test disk |
 //! | `certificates` | `certificates` | directories of certificates, valid and invalid ones |
 //! | `disks` | `disks` | host of a disk: requests in batches, and a model |
 //! | `guest` | `guest` | a guest over a vfio-user socket, with live migration |
@@ -11,11 +10,10 @@
 //! | `outside` | | disks provided from outside of the tests |
 //! | `process_group` | | child processes that end with the test |
 //! | `stalled` | `stalled` | a FUSE file system that hangs |
+//! | `test_disk` | `test-disk` | disk in memory that holds, fails and records requests as ordered |
 //! | `wait` | | waits for events, with one limit for all tests |
 #![forbid(unsafe_code)]
 
-#[cfg(feature = "block-device")]
-pub mod block_device;
 #[cfg(feature = "certificates")]
 pub mod certificates;
 #[cfg(feature = "disks")]
@@ -28,4 +26,6 @@ pub mod outside;
 pub mod process_group;
 #[cfg(feature = "stalled")]
 pub mod stalled;
+#[cfg(feature = "test-disk")]
+pub mod test_disk;
 pub mod wait;

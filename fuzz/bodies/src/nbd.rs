@@ -143,12 +143,7 @@ fn server() -> &'static PathBuf {
     static SERVER: OnceLock<(Server, tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (.., path) = SERVER.get_or_init(|| {
         let disk = shadowbell_backend::open(&format!("mem:{BYTES}")).expect("a disk");
-        let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk).expect("a controller"));
-        let options = ::shadowbell_driver::AttachOptions::default();
-        let mut controller =
-            ::shadowbell_driver::Controller::attach(ssd, &options).expect("to attach");
-        let device =
-            BlockDevice::open(&mut controller, 1, &BlockOptions::default()).expect("a disk");
+        let device = BlockDevice::new(disk, &BlockOptions::default()).expect("a disk");
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("nbd");
         let mut options = Options::default();

@@ -13,13 +13,12 @@
 use crate::limits::Limits;
 use crate::source::Source;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use shadowbell_backend::Disk;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_export::vhost::testing::{Place, Queue, Region};
 use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock};
 
 const ACTIONS: usize = 96;
 const SECTOR: usize = 512;
@@ -55,8 +54,8 @@ pub fn run(input: &[u8]) {
     let disk = disk().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut source = Source::new(input);
     let limits = Limits::begin();
-    // Requests go to a controller, or directly to the disk.
-    let mut guest = Guest::new(&disk, input.len().is_multiple_of(2));
+    // Blocks of a sector, or longer ones.
+    let mut guest = Guest::new(&disk[input.len() % 2]);
     for _ in 0..ACTIONS {
         if source.is_empty() {
             break;
@@ -66,17 +65,15 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// A disk in this process, for all programs.
-fn disk() -> &'static Mutex<(BlockDevice, Arc<dyn Disk>)> {
-    static DISK: OnceLock<Mutex<(BlockDevice, Arc<dyn Disk>)>> = OnceLock::new();
+/// Disks of both block sizes in this process, for all programs.
+fn disk() -> &'static Mutex<[BlockDevice; 2]> {
+    static DISK: OnceLock<Mutex<[BlockDevice; 2]>> = OnceLock::new();
     DISK.get_or_init(|| {
-        let disk = shadowbell_backend::open(&format!("mem:{}", SECTORS * SECTOR)).expect("a disk");
-        let ssd = shadowbell_frontend::InProcess::over(Arc::clone(&disk)).expect("a controller");
-        let options = ::shadowbell_driver::AttachOptions::default();
-        let controller = ::shadowbell_driver::Controller::attach(Arc::new(ssd), &options);
-        let mut controller = controller.expect("to attach");
-        let device = BlockDevice::open(&mut controller, 1, &BlockOptions::default());
-        Mutex::new((device.expect("a disk"), disk))
+        Mutex::new([512, 4096].map(|block| {
+            let disk = format!("mem:{}?block-size={block}", SECTORS * SECTOR);
+            let disk = shadowbell_backend::open(&disk).expect("a disk");
+            BlockDevice::new(disk, &BlockOptions::default()).expect("a disk")
+        }))
     })
 }
 
@@ -126,7 +123,7 @@ struct Guest {
 }
 
 impl Guest {
-    fn new((disk, local): &(BlockDevice, Arc<dyn Disk>), is_direct: bool) -> Self {
+    fn new(disk: &BlockDevice) -> Self {
         let files = PARTS.map(|(_, len)| {
             let file: OwnedFd = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
             ftruncate(&file, len as u64).expect("room");
@@ -136,11 +133,7 @@ impl Guest {
             let mapping = Mapping::from_fd(&files[n], 0, PARTS[n].1 as u64, Protection::ReadWrite);
             mapping.expect("memory").bytes()
         });
-        let queue = match is_direct {
-            true => Queue::new_direct(disk, Arc::clone(local), "fuzz"),
-            false => Queue::new(disk, "fuzz"),
-        };
-        let mut queue = queue.expect("a queue");
+        let mut queue = Queue::new(disk, "fuzz").expect("a queue");
         let (inflight, inflight_file) = inflight(&mut queue);
         let mut guest = Self {
             memory,

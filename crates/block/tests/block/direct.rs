@@ -1,36 +1,35 @@
 //! Whole blocks to and from buffers of the caller's own.
 
 use shadowbell_backend::{DiskError, MemDisk, Op};
-use shadowbell_block::{BlockDevice, BlockError, BlockOptions, block_on};
-use shadowbell_driver::AttachOptions;
-use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_block::{BlockDevice, BlockError, BlockOptions, BlockQueue};
+use shadowbell_memory::{Mapping, Segments};
+use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;
 use std::future::Future;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-fn open(backing: &TestDisk) -> (shadowbell_driver::Controller, BlockDevice) {
-    let mut controller = attach(Arc::new(backing.clone()), &AttachOptions::default());
-    let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
-    (controller, disk)
+fn open(backing: &TestDisk) -> BlockQueue {
+    let device = BlockDevice::new(Arc::new(backing.clone()), &BlockOptions::default()).unwrap();
+    device.queue().unwrap()
 }
 
 #[test]
 fn what_is_written_from_a_buffer_is_read_into_another() {
     let backing = TestDisk::new(4096, 512);
-    let (_controller, disk) = open(&backing);
+    let disk = open(&backing);
     let buffers = disk.buffers(2, 64 << 10).unwrap();
     for (offset, len) in [(0, 512), (512, 4096), (1536, 64 << 10)] {
         assert!(disk.is_direct(offset, len));
         let mut buffer = buffers.take().unwrap();
         let data: Vec<u8> = (0..len).map(|i| (i / 100) as u8 | 1).collect();
         assert!(buffer.copy_from(0, &data));
-        let buffer = block_on(disk.write_direct(offset, len, buffer, true)).unwrap();
+        let buffer = disk.block_on(disk.write_direct(offset, len, buffer, true)).unwrap();
         let mut back = vec![0; len];
-        block_on(disk.read(offset, &mut back)).unwrap();
+        disk.block_on(disk.read(offset, &mut back)).unwrap();
         assert!(back == data);
         drop(buffer);
-        let buffer = block_on(disk.read_direct(offset, len, buffers.take().unwrap())).unwrap();
+        let buffer = disk.block_on(disk.read_direct(offset, len, buffers.take().unwrap())).unwrap();
         assert!(buffer.to_vec(len) == data);
     }
     let seen = backing.seen();
@@ -41,18 +40,18 @@ fn what_is_written_from_a_buffer_is_read_into_another() {
 
 #[test]
 fn what_is_no_whole_blocks_or_too_much_is_refused_and_the_buffer_comes_back() {
-    let (_controller, disk) = open(&TestDisk::new(4096, 512));
+    let disk = open(&TestDisk::new(4096, 512));
     let buffers = disk.buffers(1, 4096).unwrap();
     for (offset, len) in [(0, 0), (1, 512), (0, 511), (512, 513), (0, 4 << 20)] {
         assert!(!disk.is_direct(offset, len));
-        let read = block_on(disk.read_direct(offset, len, buffers.take().unwrap()));
+        let read = disk.block_on(disk.read_direct(offset, len, buffers.take().unwrap()));
         assert!(read.is_err(), "{offset} {len}");
-        let write = block_on(disk.write_direct(offset, len, buffers.take().unwrap(), false));
+        let write = disk.block_on(disk.write_direct(offset, len, buffers.take().unwrap(), false));
         assert!(write.is_err(), "{offset} {len}");
     }
     // Longer than the buffer, and past the end.
     for (offset, len) in [(0, 8192), (4096 * 512, 512), (u64::MAX - 511, 512)] {
-        let read = block_on(disk.read_direct(offset, len, buffers.take().unwrap()));
+        let read = disk.block_on(disk.read_direct(offset, len, buffers.take().unwrap()));
         assert!(read.is_err(), "{offset} {len}");
     }
     assert_eq!(buffers.available(), 1);
@@ -61,18 +60,18 @@ fn what_is_no_whole_blocks_or_too_much_is_refused_and_the_buffer_comes_back() {
 #[test]
 fn a_disk_that_fails_or_takes_no_writes_says_so_and_the_buffer_comes_back() {
     let backing = TestDisk::new(4096, 512);
-    let (_controller, disk) = open(&backing);
+    let disk = open(&backing);
     let buffers = disk.buffers(1, 4096).unwrap();
     backing.order(|orders| orders.fail = Some(DiskError::NoSpace));
-    let write = block_on(disk.write_direct(0, 4096, buffers.take().unwrap(), false));
-    assert!(write.unwrap_err().status().is_some());
+    let write = disk.block_on(disk.write_direct(0, 4096, buffers.take().unwrap(), false));
+    assert_eq!(write.unwrap_err().disk(), Some(DiskError::NoSpace));
     assert_eq!(buffers.available(), 1);
 
     let read_only = MemDisk::new(64, 512).unwrap().with_read_only(true);
-    let mut controller = attach(Arc::new(read_only), &AttachOptions::default());
-    let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+    let device = BlockDevice::new(Arc::new(read_only), &BlockOptions::default()).unwrap();
+    let disk = device.queue().unwrap();
     let buffers = disk.buffers(1, 4096).unwrap();
-    let write = block_on(disk.write_direct(0, 512, buffers.take().unwrap(), false));
+    let write = disk.block_on(disk.write_direct(0, 512, buffers.take().unwrap(), false));
     assert!(matches!(write, Err(BlockError::ReadOnly)));
     assert_eq!(buffers.available(), 1);
 }
@@ -81,7 +80,7 @@ fn a_disk_that_fails_or_takes_no_writes_says_so_and_the_buffer_comes_back() {
 #[test]
 fn a_write_of_a_part_waits_for_a_direct_one() {
     let backing = TestDisk::new(4096, 512);
-    let (_controller, disk) = open(&backing);
+    let disk = open(&backing);
     let buffers = disk.buffers(1, 4096).unwrap();
     backing.order(|orders| orders.hold = true);
     let mut buffer = buffers.take().unwrap();
@@ -93,12 +92,12 @@ fn a_write_of_a_part_waits_for_a_direct_one() {
     assert!(part.as_mut().poll(&mut context).is_pending());
     backing.expect(1);
     backing.order(|orders| orders.hold = false);
-    block_on(async {
+    disk.block_on(async {
         whole.await.unwrap();
         part.await.unwrap();
     });
     let mut back = [0; 20];
-    block_on(disk.read(0, &mut back)).unwrap();
+    disk.block_on(disk.read(0, &mut back)).unwrap();
     assert_eq!(back[..10], [1; 10]);
     assert_eq!(back[10..15], [2; 5]);
     assert_eq!(back[15..], [1; 5]);
@@ -108,7 +107,7 @@ fn a_write_of_a_part_waits_for_a_direct_one() {
 #[test]
 fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
     let backing = TestDisk::new(4096, 512);
-    let (_controller, disk) = open(&backing);
+    let disk = open(&backing);
     let buffers = disk.buffers(1, 4096).unwrap();
     backing.order(|orders| orders.hold = true);
     let mut read = Box::pin(disk.read_direct(0, 4096, buffers.take().unwrap()));
@@ -118,5 +117,41 @@ fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
     drop(read);
     assert_eq!(buffers.available(), 0);
     backing.order(|orders| orders.hold = false);
-    wait::until("the buffer", || buffers.available() != 0);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    while buffers.available() == 0 {
+        assert!(std::time::Instant::now() < deadline, "it never comes back");
+        disk.turn();
+    }
+}
+
+/// Memory of the caller in pieces, as a guest's: whole blocks go to the disk as they are, and others
+/// through a buffer.
+#[test]
+fn segments_of_the_caller_are_transferred_whatever_their_alignment() {
+    for block in [512, 4096] {
+        let backing = TestDisk::new((8 << 20) / u64::from(block), block);
+        let disk = open(&backing);
+        let memory = Mapping::anonymous(4 << 20).unwrap().bytes();
+        let mut model = vec![0; 8 << 20];
+        for (turn, (offset, len)) in
+            [(0, 512), (512, 1024), (4096, 8192), (512, 3 << 20), (1, 5000), (1 << 20, 3 << 20)]
+                .into_iter()
+                .enumerate()
+        {
+            let data: Vec<u8> = (0..len).map(|i| (i / 7 + turn) as u8 | 1).collect();
+            memory.write_from(0, &data).unwrap();
+            let segments = || Segments::from_bytes(&memory.slice(0, len).unwrap());
+            disk.block_on(disk.write_from(offset, segments(), turn % 2 == 0)).unwrap();
+            model[offset as usize..][..len].copy_from_slice(&data);
+            memory.fill(0, len, 0).unwrap();
+            let back = disk.block_on(disk.read_to(offset, segments())).unwrap();
+            let mut bytes = vec![0; len];
+            back.read_into(0, &mut bytes).unwrap();
+            assert!(bytes == data, "{block} {offset} {len}");
+            let mut all = vec![0; 8 << 20];
+            disk.block_on(disk.read(0, &mut all)).unwrap();
+            assert!(all == model, "{block} {offset} {len}");
+        }
+        assert!(backing.seen().iter().all(|seen| seen.len <= 1 << 20));
+    }
 }

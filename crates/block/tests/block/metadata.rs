@@ -1,19 +1,14 @@
-//! Disks whose blocks have protection information, which the controller inserts and strips.
+//! Disks whose blocks have metadata, which requests without metadata generate and check.
 
 use rustix::io::Errno;
-use shadowbell_backend::{Disk, MemDisk, MetadataDisk, MetadataFormat};
-use shadowbell_block::{BlockDevice, BlockOptions, OpenError, Zeroes, block_on};
-use shadowbell_driver::{AttachOptions, Controller};
-use shadowbell_spec::Status;
-use shadowbell_testing::block_device::attach;
+use shadowbell_backend::{Disk, DiskError, MemDisk, MetadataDisk, MetadataFormat};
+use shadowbell_block::{BlockDevice, BlockOptions, Zeroes};
 use std::sync::Arc;
 
-fn over(memory: &MemDisk, format: &str) -> Controller {
+fn over(memory: &MemDisk, format: &str) -> Arc<dyn Disk> {
     let options = format.split('&').filter_map(|option| option.split_once('='));
     let format = MetadataFormat::parse(options).unwrap().unwrap();
-    let disk: Arc<dyn Disk> =
-        Arc::new(MetadataDisk::new(Arc::new(memory.clone()), format).unwrap());
-    attach(disk, &AttachOptions { queue_pairs: 2, queue_depth: 8, ..AttachOptions::default() })
+    Arc::new(MetadataDisk::new(Arc::new(memory.clone()), format).unwrap())
 }
 
 fn data(seed: u64, len: usize) -> Vec<u8> {
@@ -30,12 +25,12 @@ fn bytes_are_bytes_whatever_their_blocks_have() {
         (4096, "metadata=16&guard=64&pi=3"),
     ] {
         let memory = MemDisk::new((1 << 20) / u64::from(block), block).unwrap();
-        let mut controller = over(&memory, format);
         let mut options = BlockOptions::default();
         (options.chunks, options.chunk_bytes) = (3, 16384);
-        let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
+        let device = BlockDevice::new(over(&memory, format), &options).unwrap();
+        let disk = device.queue().unwrap();
         let size = disk.geometry().bytes as usize;
-        assert!(size < 1 << 20 && !disk.geometry().compare, "{format}");
+        assert!(size < 1 << 20, "{format}");
         let mut model = vec![0; size];
         for (turn, (at, len)) in
             [(0, size), (1, 5), (511, 100_001), (size - 70_001, 70_001), (4096, 8192)]
@@ -43,44 +38,32 @@ fn bytes_are_bytes_whatever_their_blocks_have() {
                 .enumerate()
         {
             let bytes = data(turn as u64, len);
-            block_on(disk.write(at as u64, &bytes, turn == 2)).unwrap();
+            disk.block_on(disk.write(at as u64, &bytes, turn == 2)).unwrap();
             model[at..at + len].copy_from_slice(&bytes);
-            assert!(block_on(disk.compare(at as u64, &bytes)).unwrap(), "{format}");
+            assert!(disk.block_on(disk.compare(at as u64, &bytes)).unwrap(), "{format}");
         }
         for deallocate in [false, true] {
             let how = Zeroes { deallocate, ..Zeroes::default() };
             let at = if deallocate { 300_001 } else { 200_001 };
-            block_on(disk.write_zeroes(at, 50_000, how)).unwrap();
+            disk.block_on(disk.write_zeroes(at, 50_000, how)).unwrap();
             model[at as usize..][..50_000].fill(0);
         }
-        block_on(disk.copy(0, 600_000, 40_960)).unwrap();
+        disk.block_on(disk.copy(0, 600_000, 40_960)).unwrap();
         model.copy_within(0..40_960, 600_000);
         let mut found = vec![1; size];
-        block_on(disk.read(0, &mut found)).unwrap();
+        disk.block_on(disk.read(0, &mut found)).unwrap();
         assert!(found == model, "{format}");
 
         // Changed behind its back.
         memory.bytes().write_from(8192, &[!model[8192]]).unwrap();
-        let error = block_on(disk.read(8200, &mut [0; 8])).unwrap_err();
-        assert_eq!(error.status().map(Status::code), Some(Status::GUARD_CHECK), "{format}");
-        assert!(error.to_string().contains("End-to-end Guard Check Error"), "{error}");
+        let error = disk.block_on(disk.read(8200, &mut [0; 8])).unwrap_err();
+        assert_eq!(error.disk(), Some(DiskError::GuardCheck), "{format}");
         assert_eq!(error.errno(), Errno::IO);
         // A part of it can not be written then, and all of it can.
-        let error = block_on(disk.write(8200, &[0; 8], false)).unwrap_err();
-        assert_eq!(error.status().map(Status::code), Some(Status::GUARD_CHECK), "{error}");
-        block_on(disk.write(8192, &model[8192..8192 + 4096], false)).unwrap();
-        block_on(disk.read(0, &mut found)).unwrap();
+        let error = disk.block_on(disk.write(8200, &[0; 8], false)).unwrap_err();
+        assert_eq!(error.disk(), Some(DiskError::GuardCheck), "{error}");
+        disk.block_on(disk.write(8192, &model[8192..8192 + 4096], false)).unwrap();
+        disk.block_on(disk.read(0, &mut found)).unwrap();
         assert!(found == model, "{format}");
-    }
-}
-
-#[test]
-fn other_metadata_are_no_bytes() {
-    let memory = MemDisk::new(2048, 512).unwrap();
-    for format in ["metadata=8", "metadata=64&pi=1"] {
-        let mut controller = over(&memory, format);
-        let error = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap_err();
-        assert!(matches!(error, OpenError::Unusable { .. }), "{error}");
-        assert!(error.to_string().contains("metadata"), "{error}");
     }
 }

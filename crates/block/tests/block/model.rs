@@ -1,9 +1,8 @@
 //! Random requests of several users at once, against an array of bytes.
 
 use proptest::prelude::*;
-use shadowbell_block::{BlockDevice, BlockOptions, Zeroes, block_on};
-use shadowbell_driver::AttachOptions;
-use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_block::{BlockDevice, BlockOptions, BlockQueue, Zeroes};
+use shadowbell_testing::test_disk::TestDisk;
 use std::sync::Arc;
 
 const USERS: usize = 4;
@@ -63,9 +62,9 @@ fn data(seed: u8, len: u64) -> Vec<u8> {
 
 /// One user's requests, one after the other, on bytes that are its own. The bytes as they must be
 /// in the end.
-fn user(disk: &BlockDevice, user: usize, actions: &[Action]) -> Vec<u8> {
+fn user(disk: &BlockQueue, user: usize, actions: &[Action]) -> Vec<u8> {
     let mut model = vec![0; (SLICE * SLICES) as usize];
-    block_on(async {
+    disk.block_on(async {
         for Action { step, slice, from, len, seed } in actions {
             let at = (slice * USERS as u64 + user as u64) * SLICE + from;
             let range = at as usize..(at + len) as usize;
@@ -113,27 +112,23 @@ proptest! {
     #[test]
     fn users_of_one_disk_do_not_undo_each_other(
         block in prop::sample::select(vec![512u32, 4096]),
-        queues in 1u16..=2,
         small in 1usize..6,
         work in prop::collection::vec(actions(), USERS),
     ) {
         let bytes = (SLICE * SLICES).next_multiple_of(4096);
         let backing = TestDisk::new(bytes / u64::from(block), block);
-        let options = AttachOptions { queue_pairs: queues, queue_depth: 4, ..Default::default() };
-        let mut controller = attach(Arc::new(backing.clone()), &options);
         let mut options = BlockOptions::default();
         options.small_buffers = small;
         options.chunks = 2;
         options.chunk_bytes = 8192;
-        let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
-        prop_assert_eq!(disk.queues(), usize::from(queues));
+        let device = BlockDevice::new(Arc::new(backing.clone()), &options).unwrap();
         let models: Vec<_> = std::thread::scope(|scope| {
             let users: Vec<_> = work
                 .iter()
                 .enumerate()
                 .map(|(i, actions)| {
-                    let disk = disk.on_queue(i);
-                    scope.spawn(move || user(&disk, i, actions))
+                    let device = &device;
+                    scope.spawn(move || user(&device.queue().unwrap(), i, actions))
                 })
                 .collect();
             users.into_iter().map(|user| user.join().unwrap()).collect()
@@ -144,8 +139,6 @@ proptest! {
             let owner = (at as u64 / SLICE) as usize % USERS;
             prop_assert_eq!(*byte, models[owner][at], "byte {}", at);
         }
-        drop(disk);
-        controller.detach().unwrap();
     }
 }
 
@@ -153,29 +146,26 @@ proptest! {
 #[test]
 fn long_requests_are_split_and_arrive_whole() {
     let backing = TestDisk::new(8192, 512);
-    let options =
-        AttachOptions { queue_depth: 8, max_transfer_bytes: 16384, ..AttachOptions::default() };
-    let mut controller = attach(Arc::new(backing.clone()), &options);
     let mut options = BlockOptions::default();
-    options.chunks = 3;
-    let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
+    (options.chunks, options.chunk_bytes) = (3, 16384);
+    let disk = BlockDevice::new(Arc::new(backing.clone()), &options).unwrap().queue().unwrap();
     let size = disk.geometry().bytes;
     assert_eq!(size, 8192 * 512);
     for (at, len) in [(0, size), (1, size - 2), (511, 1_000_003), (4096, 16384), (512, 16385)] {
         let bytes = data((at % 251) as u8, len);
-        block_on(disk.write(at, &bytes, false)).unwrap();
+        disk.block_on(disk.write(at, &bytes, false)).unwrap();
         let mut back = vec![0; len as usize];
-        block_on(disk.read(at, &mut back)).unwrap();
+        disk.block_on(disk.read(at, &mut back)).unwrap();
         assert!(back == bytes, "{len} at {at}");
-        assert!(block_on(disk.compare(at, &bytes)).unwrap());
+        assert!(disk.block_on(disk.compare(at, &bytes)).unwrap());
         let mut other = bytes.clone();
         other[(len / 2) as usize] ^= 1;
-        assert!(!block_on(disk.compare(at, &other)).unwrap());
+        assert!(!disk.block_on(disk.compare(at, &other)).unwrap());
     }
     assert!(backing.seen().iter().all(|request| request.len <= 16384));
-    block_on(disk.write_zeroes(1, size - 2, Zeroes::default())).unwrap();
+    disk.block_on(disk.write_zeroes(1, size - 2, Zeroes::default())).unwrap();
     let mut back = vec![0; size as usize];
-    block_on(disk.read(0, &mut back)).unwrap();
+    disk.block_on(disk.read(0, &mut back)).unwrap();
     assert_eq!(back.iter().position(|byte| *byte != 0), Some(0));
     assert_eq!(back.iter().rposition(|byte| *byte != 0), Some(back.len() - 1));
 }

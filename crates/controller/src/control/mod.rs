@@ -198,11 +198,6 @@ impl Control {
         self.queues.doorbell_eventfds(cx)
     }
 
-    /// I/O thread at which a submission queue was placed, if the queue exists.
-    pub(crate) fn worker_of(&self, sqid: u16) -> Option<usize> {
-        self.queues.worker_of(sqid)
-    }
-
     fn is_ready(&self) -> bool {
         self.lifecycle.phase == Phase::Ready && !self.registers.csts.cfs()
     }

@@ -15,7 +15,6 @@ use super::doorbell_sources::DoorbellSource;
 use super::queue_move::{Arrivals, Departure, Relocated};
 use super::queue_set::QueueOverride;
 use super::scheduling::BusyClock;
-use super::worker_thread::ThreadJob;
 use crate::admin::self_test::Piece;
 use crate::exec::Quota;
 use crate::namespace::Namespaces;
@@ -197,11 +196,6 @@ pub(crate) enum Message {
     Trace(Option<TraceRing>),
     /// Starts or stops the measurement of command latencies.
     Measure(bool),
-    /// Lends the thread to a job of a controller.
-    Run {
-        controller: u32,
-        job: ThreadJob,
-    },
     /// Liveness check: the thread drops the message.
     Visit(Visit),
     Stop,
@@ -233,7 +227,6 @@ impl Message {
             | Self::EndExclusive { controller }
             | Self::Leave { controller, .. }
             | Self::Hurry { controller }
-            | Self::Run { controller, .. }
             | Self::Stay { controller }
             | Self::Override { controller, .. } => Some(*controller),
             Self::Arrive(relocated) => Some(relocated.id()),

@@ -18,9 +18,7 @@ mod replay;
 mod scheduling;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;
-mod worker_thread;
 
 pub use adaptive_poll::Polling;
 pub use doorbell_sources::{DoorbellSource, PolledDoorbells};
 pub use pool::{CLAIMABLE, MAX_WORKERS, Pool, PoolOptions, Turns};
-pub use worker_thread::{ThreadJob, WorkerThread};

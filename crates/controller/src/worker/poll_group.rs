@@ -183,12 +183,6 @@ impl PollGroup {
         active.find(|t| t.id() == id && !t.is_detaching())
     }
 
-    /// True if the group has the controller's queues, not counting queues that are being detached.
-    pub(super) fn has(&self, id: u32) -> bool {
-        let mut others = self.active.iter().chain(&self.dormant).map(|entry| &entry.queues);
-        self.parked.contains_key(&id) || others.any(|t| t.id() == id && !t.is_detaching())
-    }
-
     /// Starts a trace.
     pub(super) fn begin_trace(&mut self) {
         let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());

@@ -4,7 +4,6 @@ use super::adaptive_poll::Polling;
 use super::mailbox::{Mailbox, Message};
 use super::queue_move::{Arrivals, Destination};
 use super::worker::{MAPPED_POLL, Worker};
-use super::worker_thread::ThreadJob;
 use crate::control_thread::ControlThread;
 use crate::interrupt::HoldLimit;
 use crate::notice::Visit;
@@ -15,7 +14,7 @@ use parking_lot::Mutex;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::io;
 use std::marker::PhantomData;
-use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -63,8 +62,6 @@ struct Handle {
     /// Number of queues on this thread, for placing the next queue.
     load: AtomicUsize,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// True if the thread is lent to a job, or about to be.
-    is_lent: Arc<AtomicBool>,
 }
 
 impl Handle {
@@ -89,12 +86,7 @@ impl Handle {
             }
         })?;
         outcome.recv().map_err(|_| io::Error::other("an I/O thread did not start"))??;
-        Ok(Self {
-            mailbox,
-            load: 0.into(),
-            thread: Mutex::new(Some(thread)),
-            is_lent: Arc::default(),
-        })
+        Ok(Self { mailbox, load: 0.into(), thread: Mutex::new(Some(thread)) })
     }
 }
 
@@ -159,9 +151,7 @@ impl Pool {
         let mailbox = Arc::new(Mailbox::new()?);
         let worker = Worker::new(0, Arc::clone(&mailbox), polling)?;
         let ours = Arc::clone(&mailbox);
-        // Marked as lent, because there is no thread to lend.
-        let is_lent = Arc::new(AtomicBool::new(true));
-        let handle = Handle { mailbox: ours, load: 0.into(), thread: Mutex::new(None), is_lent };
+        let handle = Handle { mailbox: ours, load: 0.into(), thread: Mutex::new(None) };
         let control = ControlThread::inline(move || {
             mailbox.wake();
         });
@@ -210,26 +200,6 @@ impl Pool {
     /// Returns a [claimed](Self::claim) thread. It sleeps until it is claimed again.
     pub(crate) fn give_back(&self, worker: usize) {
         self.0.spare.lock().push(worker);
-    }
-
-    /// Runs `job` of a controller on the I/O thread `worker`, unless that thread is lent already.
-    pub(crate) fn lend(
-        &self,
-        controller: u32,
-        worker: usize,
-        job: ThreadJob,
-    ) -> Result<(), ThreadJob> {
-        let Some(handle) = self.handle(worker) else { return Err(job) };
-        if handle.is_lent.swap(true, AcqRel) {
-            return Err(job);
-        }
-        let is_lent = Arc::clone(&handle.is_lent);
-        let job: ThreadJob = Box::new(move |thread| {
-            job(thread);
-            is_lent.store(false, Release);
-        });
-        handle.mailbox.send(Message::Run { controller, job });
-        Ok(())
     }
 
     fn handle(&self, worker: usize) -> Option<&Handle> {

@@ -14,7 +14,6 @@ use super::observer::{self, Observer};
 use super::poll_group::{PollEntry, PollGroup};
 use super::queue_move::Relocated;
 use super::queue_set::SleepCell;
-use super::worker_thread::{ThreadJob, WorkerThread};
 use crate::notice::Notice;
 use crate::trace::Kind;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -24,7 +23,7 @@ use shadowbell_memory::{EventFd, epoll_wait};
 use shadowbell_spec::status::Status;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -56,8 +55,6 @@ pub(super) struct Worker {
     woken: bool,
     /// Held while the thread may touch hosts' memory.
     awake: Option<Awake>,
-    /// Job that the thread is lent to next, and the controller that lends it.
-    job: Option<(u32, ThreadJob)>,
 }
 
 impl Worker {
@@ -78,7 +75,6 @@ impl Worker {
             trace: None,
             woken: false,
             awake: Some(Awake::new()),
-            job: None,
         })
     }
 
@@ -86,12 +82,6 @@ impl Worker {
         loop {
             match self.turn() {
                 Err(Stop) => return,
-                Ok(true) if self.job.is_some() => {
-                    if self.lend() {
-                        return;
-                    }
-                    continue;
-                }
                 Ok(true) => {
                     self.found();
                     continue;
@@ -130,16 +120,6 @@ impl Worker {
         window.found(|| poll_group.ended());
     }
 
-    /// Lends the thread until the job ends. True if the pool was dropped.
-    fn lend(&mut self) -> bool {
-        let Some((controller, job)) = self.job.take() else { return false };
-        let mut lent = JobThread { worker: self, controller, is_stopped: false };
-        job(&mut lent);
-        let is_stopped = lent.is_stopped;
-        self.window.restart();
-        is_stopped
-    }
-
     /// Handles messages, then passes over the queues of all active controllers. True if there was
     /// work.
     pub(super) fn turn(&mut self) -> Result<bool, Stop> {
@@ -174,23 +154,6 @@ impl Worker {
     /// Arms doorbells, rechecks, and sleeps for `limit` at most if there is no work. True if it
     /// slept.
     pub(super) fn sleep(&mut self, limit: Option<Duration>) -> bool {
-        self.sleep_by(limit, wait)
-    }
-
-    /// [`sleep`](Self::sleep) in the caller's wait function `sleep`, which returns true if the
-    /// thread's own descriptor has ended the wait.
-    fn sleep_in(&mut self, sleep: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
-        self.sleep_by(None, |epoll, timeout, trace, signalled| {
-            !sleep(timeout) || wait(epoll, Some(Duration::ZERO), trace, signalled)
-        })
-    }
-
-    /// [`sleep`](Self::sleep) with a replaceable wait function.
-    fn sleep_by(
-        &mut self,
-        limit: Option<Duration>,
-        wait: impl FnOnce(&OwnedFd, Option<Duration>, &mut Option<Observer>, &mut Vec<u64>) -> bool,
-    ) -> bool {
         self.poll_group.park_idle(&mut self.trace);
         let mut arming = self.sleeper.prepare();
         for entry in &mut self.poll_group.active {
@@ -433,7 +396,6 @@ impl Worker {
                 observer::measure(&mut self.trace, on);
                 self.poll_group.begin_trace();
             }
-            Message::Run { controller, job } => self.job = Some((controller, job)),
             Message::Visit(visit) => drop(visit),
             Message::Stop => {}
         }
@@ -493,48 +455,6 @@ impl Worker {
             }
         }
         self.queues(shared.id)
-    }
-}
-
-/// I/O thread lent to a job.
-struct JobThread<'a> {
-    worker: &'a mut Worker,
-    /// Controller that lends the thread.
-    controller: u32,
-    /// True if the pool was dropped.
-    is_stopped: bool,
-}
-
-impl WorkerThread for JobThread<'_> {
-    fn turn(&mut self) -> bool {
-        if self.is_stopped {
-            return false;
-        }
-        let turn = self.worker.turn();
-        self.is_stopped = turn.is_err();
-        let busy = turn.unwrap_or(false);
-        if busy {
-            self.worker.found();
-        }
-        busy
-    }
-
-    fn looks_again(&mut self) -> bool {
-        !self.is_stopped && self.worker.looks_again()
-    }
-
-    fn sleep(&mut self, wait: &mut dyn FnMut(Option<Duration>) -> bool) -> bool {
-        let slept = !self.is_stopped && self.worker.sleep_in(wait);
-        self.worker.window.restart();
-        slept
-    }
-
-    fn event(&self) -> BorrowedFd<'_> {
-        self.worker.epoll.as_fd()
-    }
-
-    fn serves_lender(&self) -> bool {
-        !self.is_stopped && self.worker.poll_group.has(self.controller)
     }
 }
 

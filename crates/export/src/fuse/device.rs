@@ -2,9 +2,7 @@
 //!
 //! A thread reads requests, submits them, takes completions and writes answers, and sleeps on all
 //! of these events at once ([`IoThread`]). Requests are answered in the order of their
-//! completion, so none waits for another. Requests that arrive together are submitted with one
-//! doorbell write. If the controller is in this process, its I/O thread does all of this work, so
-//! that no thread wakes another.
+//! completion, so none waits for another. Requests that arrive together are submitted together.
 //!
 //! On machines with enough processors, there are further threads. Each helper sleeps until an
 //! awake thread finds that it cannot keep up ([`Crew`]), so that a request wakes one thread, and
@@ -14,16 +12,12 @@ use super::file::{Action, DiskFile, Step};
 use super::sys;
 use super::wire::{Answer, Extent, MAX_REQUEST, Request, WRITE_HEAD};
 use crate::data::{Data, DataMemory};
-use crate::depth::Depth;
 use crate::failures::FailureCount;
 use crate::io_thread::{FIRST, IoThread};
-use crate::lent::{Serving, Stop};
-use crate::queue_server::QueueServer;
 use crate::vectors::Room;
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
-use shadowbell_block::{BlockDevice, BlockError};
-use shadowbell_driver::AsyncQueue;
+use shadowbell_block::{BlockDevice, BlockError, BlockQueue};
 use shadowbell_memory::EventFd;
 use std::future::Future;
 use std::io;
@@ -112,7 +106,7 @@ pub(super) struct Completed {
 }
 
 /// Executes a job.
-pub(super) async fn carry_out(disk: BlockDevice, Job { action, data }: Job) -> Completed {
+pub(super) async fn carry_out(disk: BlockQueue, Job { action, data }: Job) -> Completed {
     match (action, data) {
         (Action::Read(Extent { offset, len }), Data::Shared(buffer)) => {
             moved(disk.read_direct(offset, len as usize, buffer).await.map(Data::Shared))
@@ -161,12 +155,11 @@ pub(super) struct Device<F> {
     shared: Arc<Shared>,
     /// Index of the helper; `None` for the first thread, which waits for requests.
     helper: Option<usize>,
-    disk: BlockDevice,
+    disk: BlockQueue,
     io: IoThread<F>,
     pending: Vec<Option<Pending>>,
     held: usize,
     memory: DataMemory,
-    depth: Depth,
     /// True if the device may have a request.
     readable: bool,
     /// Number of requests that were taken since the device was last empty.
@@ -177,13 +170,16 @@ pub(super) struct Device<F> {
 }
 
 impl<F: Future<Output = Completed>> Device<F> {
-    /// Creates the handle of the thread of `io`, which uses one of the disk's queues.
+    /// Creates the handle of the calling thread, which opens one of the disk's queues. `event` ends
+    /// its sleep.
     pub(super) fn new(
         shared: Arc<Shared>,
         helper: Option<usize>,
-        disk: BlockDevice,
-        io: IoThread<F>,
+        disk: &BlockDevice,
+        event: EventFd,
     ) -> io::Result<Self> {
+        let mut io = IoThread::new(SLOTS, event)?;
+        let disk = io.open(disk)?;
         if helper.is_none() {
             io.add_fd(shared.device.as_fd(), DEVICE, EventFlags::IN)?;
         }
@@ -195,7 +191,6 @@ impl<F: Future<Output = Completed>> Device<F> {
             pending: vec![None; SLOTS],
             held: 0,
             memory: DataMemory::new(SLOTS),
-            depth: Depth::default(),
             readable: helper.is_none(),
             taken: 0,
             head: [0; HEAD],
@@ -204,16 +199,8 @@ impl<F: Future<Output = Completed>> Device<F> {
         })
     }
 
-    /// Creates the event loop of a thread.
-    pub(super) fn io_thread(disk: &BlockDevice) -> io::Result<IoThread<F>> {
-        IoThread::new(disk, SLOTS)
-    }
-
-    fn run_on(
-        &mut self,
-        mut server: Option<&mut (dyn QueueServer + '_)>,
-        make: &impl Fn(BlockDevice, Job) -> F,
-    ) -> io::Result<Stop> {
+    /// Serves requests until the file system is unmounted.
+    pub(super) fn run(mut self, make: &impl Fn(BlockQueue, Job) -> F) -> io::Result<()> {
         loop {
             let any = match self.take(make) {
                 Ok(any) => any,
@@ -228,32 +215,19 @@ impl<F: Future<Output = Completed>> Device<F> {
             };
             let is_over = self.shared.crew.over.load(Ordering::Acquire);
             if is_over && self.io.tasks().reserved() == 0 {
-                return Ok(Stop::Over);
+                return Ok(());
             }
-            if self.depth.wants_to_move(|| true) {
-                return Ok(Stop::Move);
-            }
-            let busy = self.collect(server.as_deref_mut());
+            let busy = self.collect();
             if any || busy {
                 continue;
             }
-            let again = match &mut server {
-                Some(server) => {
-                    let again = server.looks_again();
-                    // While polling, the device is not in the epoll wait, so only a read tells
-                    // whether there is a request.
-                    self.readable |= again && self.listens() && !is_over;
-                    again
-                }
-                None => self.io.spin(),
-            };
+            let again = self.io.looks_again_by_call();
+            // While polling, the device is not in the epoll wait, so only a read tells whether
+            // there is a request.
+            self.readable |= again && self.listens() && !is_over;
             if !again && self.io.prepare_sleep() {
                 let readable = &mut self.readable;
-                let ready = |_| *readable = true;
-                match server.as_deref_mut() {
-                    Some(server) => self.io.wait_serving(server, None, ready),
-                    None => self.io.wait(None, ready),
-                }
+                self.io.wait(None, |_| *readable = true);
                 self.readable |= self.helper.is_some() && self.listens();
             }
         }
@@ -265,7 +239,7 @@ impl<F: Future<Output = Completed>> Device<F> {
     }
 
     /// Takes the available requests and starts them. Returns true if there was any.
-    fn take(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> Result<bool, Errno> {
+    fn take(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> Result<bool, Errno> {
         let mut count = 0;
         while self.readable && count < BATCH && self.held < MAX_HELD {
             let Some(slot) = self.io.tasks().reserve() else { break };
@@ -303,7 +277,7 @@ impl<F: Future<Output = Completed>> Device<F> {
     }
 
     /// Starts a request of `len` bytes.
-    fn begin(&mut self, slot: usize, len: usize, make: &impl Fn(BlockDevice, Job) -> F) {
+    fn begin(&mut self, slot: usize, len: usize, make: &impl Fn(BlockQueue, Job) -> F) {
         let Self { shared, disk, memory, head, landing, .. } = self;
         // For requests other than writes, the rest of the fields is in the data buffer.
         if let (Some(end), Some(rest)) =
@@ -343,15 +317,14 @@ impl<F: Future<Output = Completed>> Device<F> {
         if let Some(pending) = self.pending.get_mut(slot) {
             *pending = Some(Pending { unique, action, held });
         }
-        self.depth.begun(self.io.tasks().reserved(), false);
         self.io.tasks().start(slot, make(disk.clone(), Job { action, data }));
     }
 
     /// Submits the started requests and answers completed ones. Returns true if there was any
     /// work.
-    fn collect(&mut self, server: Option<&mut (dyn QueueServer + '_)>) -> bool {
+    fn collect(&mut self) -> bool {
         let Self { io, done, .. } = self;
-        let busy = io.run_once(server, |slot, completed| done.push((slot, completed)));
+        let busy = io.run_once(|slot, completed| done.push((slot, completed)));
         let mut done = std::mem::take(&mut self.done);
         for (slot, Completed { outcome, data }) in done.drain(..) {
             self.io.tasks().release(slot);
@@ -390,8 +363,8 @@ impl<F: Future<Output = Completed>> Device<F> {
     }
 }
 
-/// Buffer for the data of a read or write: shared with the controller if that saves a copy.
-fn room(memory: &mut DataMemory, disk: &BlockDevice, offset: u64, len: usize) -> Data {
+/// Buffer for the data of a read or write: one of the disk's queue if that saves a copy.
+fn room(memory: &mut DataMemory, disk: &BlockQueue, offset: u64, len: usize) -> Data {
     let shared = disk.is_direct(offset, len).then(|| memory.shared(disk, len)).flatten();
     shared.unwrap_or_else(|| memory.own(len))
 }
@@ -407,34 +380,6 @@ fn answer(unique: u64, action: Action) -> (Answer, usize) {
             (Answer::written(unique, len), 0)
         }
         Action::Flush | Action::WriteZeroes { .. } => (Answer::done(unique), 0),
-    }
-}
-
-impl<F, M> Serving for (Device<F>, M)
-where
-    F: Future<Output = Completed> + Send + 'static,
-    M: Fn(BlockDevice, Job) -> F + Send + 'static,
-{
-    type Error = io::Error;
-
-    fn run(&mut self, mut server: Option<&mut (dyn QueueServer + '_)>) -> io::Result<Stop> {
-        let (device, make) = self;
-        if let Some(server) = &server {
-            device.io.serves(&**server)?;
-        }
-        let outcome = device.run_on(server.as_deref_mut(), make);
-        if let (Ok(Stop::Move), Some(server)) = (&outcome, server) {
-            device.io.serves_no_more(server);
-        }
-        outcome
-    }
-
-    fn depth(&mut self) -> &mut Depth {
-        &mut self.0.depth
-    }
-
-    fn qid(&self) -> u16 {
-        self.0.disk.queue().map_or(0, AsyncQueue::qid)
     }
 }
 

@@ -227,8 +227,6 @@ mod tests {
             volatile_cache: true,
             write_zeroes: true,
             discard: true,
-            compare: true,
-            copy: true,
         })
     }
 

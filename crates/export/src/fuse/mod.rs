@@ -8,8 +8,8 @@
 //! losetup --find --show --direct-io=on /run/disk
 //! ```
 //!
-//! If a program copies within the file by `copy_file_range(2)` and the controller has a Copy
-//! command, the controller copies, and the data does not pass through this process.
+//! If a program copies within the file by `copy_file_range(2)`, the data does not pass through the
+//! kernel and the program.
 //!
 //! The size of the file cannot be changed (open it without truncation: `dd conv=notrunc`), nor
 //! its owner or its mode.
@@ -30,14 +30,13 @@ mod sys;
 mod wire;
 
 use crate::failures::FailureCount;
-use crate::lent;
-use crate::queue_server::QueueThreads;
 use device::{Crew, Device, Shared, carry_out};
 use file::DiskFile;
 use fuser::{Config, Filesystem, InitFlags, KernelConfig, MountOption, Session, SessionACL};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use shadowbell_block::BlockDevice;
+use shadowbell_memory::EventFd;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
@@ -96,10 +95,6 @@ pub struct Options {
     /// cannot keep up. The default is half the number of processors, at most four. The number of
     /// the disk's queues is an upper bound in any case.
     pub threads: Option<usize>,
-    /// I/O threads that serve the disk's queues, if its controller is in this process. They serve
-    /// the file too while it is used. Otherwise, each request needs two threads that wake each
-    /// other.
-    pub lender: Option<Arc<dyn QueueThreads>>,
 }
 
 /// Disk that is mounted over a file. Dropping the value unmounts it.
@@ -266,22 +261,23 @@ fn threads(
     rustix::io::ioctl_fionbio(&device, true)?;
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let count = options.threads.unwrap_or((processors / 2).min(MOST_THREADS));
-    let count = count.clamp(1, disk.queues().max(1));
+    let count = count.clamp(1, disk.queues());
     let mut crew = Crew::default();
     let mut parts = Vec::new();
     for number in 0..count {
-        let disk = disk.on_queue(number);
-        let io = Device::io_thread(&disk)?;
-        let helper = if number == 0 { None } else { Some(crew.add(io.waker()?)) };
-        parts.push((helper, disk, io));
+        let event = EventFd::new()?;
+        let helper = if number == 0 { None } else { Some(crew.add(event.try_clone()?)) };
+        parts.push((helper, event));
     }
+    // A disk that has no queue is noticed before the kernel has a request.
+    drop(disk.queue()?);
     let shared = Arc::new(Shared { device, file: DiskFile::new(*disk.geometry()), failures, crew });
     let mut runs = Vec::new();
-    for (helper, disk, io) in parts {
-        let device = Device::new(Arc::clone(&shared), helper, disk, io)?;
-        let lender = options.lender.clone();
-        let serving = Box::new((device, carry_out));
-        runs.push(Box::new(move || lent::serve(serving, lender.as_ref())) as Run);
+    for (helper, event) in parts {
+        let (shared, disk) = (Arc::clone(&shared), disk.clone());
+        runs.push(
+            Box::new(move || Device::new(shared, helper, &disk, event)?.run(&carry_out)) as Run
+        );
     }
     let first = runs.remove(0);
     Ok(Threads { shared, first, helpers: runs })

@@ -55,11 +55,6 @@ impl Admitted {
         Arc::new(Self { most: most.max(1), by_peer: Mutex::default() })
     }
 
-    /// Number of admitted clients.
-    pub(super) fn count(&self) -> usize {
-        self.by_peer.lock().values().sum()
-    }
-
     /// Largest number of clients of one peer.
     fn most_of_one(&self) -> usize {
         self.most - self.most / 4
@@ -193,7 +188,7 @@ mod tests {
         assert_eq!(others.len(), 2);
         assert!(agreed.is_full(Peer::User(3)));
         places.pop();
-        assert_eq!(agreed.count(), 7);
+        assert_eq!(agreed.by_peer.lock().values().sum::<usize>(), 7);
         assert!(agreed.take(Peer::User(1)).is_some());
         drop((places, others));
         assert!(agreed.by_peer.lock().is_empty());

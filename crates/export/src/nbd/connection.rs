@@ -21,13 +21,10 @@ use super::request::{Action, Checked, Completed, EXTENTS, Job, carry_out, check,
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT, INPUT};
 use crate::data::{Data, DataMemory};
-use crate::depth::Depth;
 use crate::io_thread::IoThread;
-use crate::lent::{self, Serving, Stop};
-use crate::queue_server::QueueServer;
 use rustix::io::Errno;
-use shadowbell_block::{BlockDevice, BlockError};
-use shadowbell_driver::AsyncQueue;
+use shadowbell_block::{BlockDevice, BlockError, BlockQueue};
+use shadowbell_memory::EventFd;
 use shadowbell_nbd::reply::Head;
 use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
 use std::future::Future;
@@ -95,7 +92,7 @@ impl Pending {
 
 struct Connection<F> {
     socket: ClientSocket,
-    disk: BlockDevice,
+    disk: BlockQueue,
     shared: Arc<ServerShared>,
     agreed: Agreed,
     io: IoThread<F>,
@@ -107,7 +104,6 @@ struct Connection<F> {
     replies: Replies,
     held: usize,
     memory: DataMemory,
-    depth: Depth,
     coalescing: ReplyCoalescing,
     /// True if the last request was a long write.
     writes_long: bool,
@@ -130,13 +126,16 @@ pub(super) fn serve(
     disk: BlockDevice,
     shared: &Arc<ServerShared>,
 ) -> Result<(), ConnectionError> {
-    let mut io = IoThread::new(&disk, SLOTS)?;
+    let event = EventFd::new()?;
+    let _registered = shared.register(event.try_clone()?);
+    let mut io = IoThread::new(SLOTS, event)?;
     let mut socket = ClientSocket::new(socket, &io)?;
-    let _registered = shared.register(io.waker()?);
     let outcome = negotiate(&mut socket, &mut io, shared, new.peer)?;
     let Some((agreed, _admission)) = outcome else { return Ok(()) };
     drop(new);
-    let connection = Connection {
+    // A client that is not admitted takes no queue of the disk.
+    let disk = io.open(&disk).map_err(ConnectionError::Queue)?;
+    let mut connection = Connection {
         socket,
         disk,
         shared: Arc::clone(shared),
@@ -148,7 +147,6 @@ pub(super) fn serve(
         replies: Replies::with_capacity(SLOTS),
         held: 0,
         memory: DataMemory::new(SLOTS),
-        depth: Depth::default(),
         coalescing: ReplyCoalescing::default(),
         writes_long: false,
         alone: false,
@@ -156,64 +154,22 @@ pub(super) fn serve(
         last: false,
         hung_up: false,
     };
-    lent::serve(Box::new((connection, carry_out)), shared.lender.as_ref())
-}
-
-impl<F, M> Serving for (Connection<F>, M)
-where
-    F: Future<Output = Completed> + Send + 'static,
-    M: Fn(BlockDevice, Job) -> F + Send + 'static,
-{
-    type Error = ConnectionError;
-
-    fn run(
-        &mut self,
-        server: Option<&mut (dyn QueueServer + '_)>,
-    ) -> Result<Stop, ConnectionError> {
-        let (connection, make) = self;
-        connection.run(server, make)
-    }
-
-    fn depth(&mut self) -> &mut Depth {
-        &mut self.0.depth
-    }
-
-    fn qid(&self) -> u16 {
-        self.0.disk.queue().map_or(0, AsyncQueue::qid)
-    }
+    connection.run(&carry_out)
 }
 
 impl<F: Future<Output = Completed>> Connection<F> {
-    fn run(
-        &mut self,
-        mut server: Option<&mut (dyn QueueServer + '_)>,
-        make: &impl Fn(BlockDevice, Job) -> F,
-    ) -> Result<Stop, ConnectionError> {
-        if let Some(server) = &server {
-            self.io.serves(&**server)?;
-        }
-        let outcome = self.run_on(server.as_deref_mut(), make);
-        match (&outcome, server) {
-            (Ok(Stop::Move), Some(server)) => self.io.serves_no_more(server),
-            (Ok(Stop::Move), None) => {}
-            (Ok(Stop::Over) | Err(_), _) => self.socket.close(),
-        }
+    fn run(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> Result<(), ConnectionError> {
+        let outcome = self.run_on(make);
+        self.socket.close();
         outcome
     }
 
-    fn run_on(
-        &mut self,
-        mut server: Option<&mut (dyn QueueServer + '_)>,
-        make: &impl Fn(BlockDevice, Job) -> F,
-    ) -> Result<Stop, ConnectionError> {
+    fn run_on(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> Result<(), ConnectionError> {
         let mut drain_deadline = None;
         loop {
             self.take_requests(make)?;
-            if self.depth.wants_to_move(|| self.shared.admitted.count() == 1) {
-                return Ok(Stop::Move);
-            }
-            let busy = self.collect(server.as_deref_mut());
-            if server.is_some() && self.holds_replies() {
+            let busy = self.collect();
+            if self.holds_replies() {
                 // While polling, the socket is not in the epoll wait, so only a read tells
                 // whether the client has sent something.
                 self.socket.readable = true;
@@ -236,7 +192,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 // A partially received request was never started, so it is dropped.
                 let arriving = usize::from(self.arriving.is_some());
                 if in_flight <= arriving && (is_sent || self.hung_up && self.replies.is_empty()) {
-                    return Ok(Stop::Over);
+                    return Ok(());
                 }
             }
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
@@ -259,21 +215,15 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if busy {
                 continue;
             }
-            let again = match &mut server {
-                Some(server) => {
-                    let again = server.looks_again();
-                    if again {
-                        // While polling, the socket is not in the epoll wait, so only an attempt
-                        // tells whether it is readable or writable.
-                        self.socket.readable = true;
-                        self.socket.blocked = false;
-                    }
-                    again
-                }
-                None => self.io.spin(),
-            };
+            let again = self.io.looks_again_by_call();
+            if again {
+                // While polling, the socket is not in the epoll wait, so only an attempt tells
+                // whether it is readable or writable.
+                self.socket.readable = true;
+                self.socket.blocked = false;
+            }
             if !again && self.io.prepare_sleep() {
-                self.socket.wait(&mut self.io, server.as_deref_mut(), drain_deadline)?;
+                self.socket.wait(&mut self.io, drain_deadline)?;
             }
         }
     }
@@ -323,7 +273,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
     /// Starts all complete requests for which there is a slot.
     fn take_requests(
         &mut self,
-        make: &impl Fn(BlockDevice, Job) -> F,
+        make: &impl Fn(BlockQueue, Job) -> F,
     ) -> Result<(), ConnectionError> {
         while !self.last && !self.alone {
             if let Some(mut write) = self.arriving.take() {
@@ -417,7 +367,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         slot: usize,
         request: Request,
         data: Data,
-        make: &impl Fn(BlockDevice, Job) -> F,
+        make: &impl Fn(BlockQueue, Job) -> F,
     ) {
         match check(&request, self.disk.geometry(), self.agreed) {
             Ok(checked) => {
@@ -426,9 +376,6 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 self.alone = pending.is_whole && pending.has_more();
                 let request = pending.piece().unwrap_or(checked);
                 self.io.tasks().start(slot, make(self.disk.clone(), Job { request, data }));
-                let more = self.socket.readable || !self.socket.input.rest().is_empty();
-                let in_flight = self.io.tasks().reserved();
-                self.depth.begun(in_flight, more);
             }
             Err((error, text)) => {
                 let head = self.refusal(request.cookie, error, text);
@@ -446,9 +393,9 @@ impl<F: Future<Output = Completed>> Connection<F> {
     }
 
     /// Submits the started requests and takes completions. Returns true if there was any work.
-    fn collect(&mut self, server: Option<&mut (dyn QueueServer + '_)>) -> bool {
+    fn collect(&mut self) -> bool {
         let Self { io, pending, replies, agreed, shared, broken, .. } = self;
-        io.run_once(server, |slot, Completed { outcome, data, extents }| {
+        io.run_once(|slot, Completed { outcome, data, extents }| {
             let pending = pending.get(slot).copied().unwrap_or_default();
             if let Err(error) = &outcome {
                 shared.failed(error);
@@ -468,7 +415,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
 
     /// Sends as many replies as the socket accepts, and starts the next pieces of long reads.
     /// Returns true if a slot became free.
-    fn send(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> Result<bool, ConnectionError> {
+    fn send(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> Result<bool, ConnectionError> {
         if self.socket.blocked {
             return Ok(false);
         }

@@ -21,20 +21,16 @@
 //!
 //! The fixed newstyle handshake with `EXPORT_NAME`, `GO`, `INFO`, `LIST`, `ABORT`, `STARTTLS`,
 //! `STRUCTURED_REPLY` and metadata contexts (`base:allocation`); simple and structured replies;
-//! all requests except resize. Block status is the allocation that the controller reports (Get
-//! LBA Status), in several extents, or all data if the controller does not report it. A flush
-//! covers the writes that were answered on all connections (`CAN_MULTI_CONN`), since the disk has
-//! at most one write cache.
+//! all requests except resize. Block status is the allocation that the disk reports, in several
+//! extents. A flush covers the writes that were answered on all connections (`CAN_MULTI_CONN`).
 //!
 //! TLS is required for all clients or not offered at all: optional TLS could be stripped by a man
 //! in the middle. Each client's thread does its cryptography.
 //!
 //! # Threads
 //!
-//! Each client has a thread. If the controller is in this process, its I/O thread can serve a
-//! client with several requests in flight too ([`Options::lender`]): requests are then executed
-//! by the thread that receives them, and no thread wakes another. The client's own thread waits
-//! meanwhile.
+//! Each client has a thread, which opens a queue of the disk: requests are executed by the thread that
+//! receives them, and no thread wakes another.
 //!
 //! # Not implemented
 //!

@@ -93,7 +93,7 @@ pub(super) fn negotiate<F: Future>(
             continue;
         }
         if io.prepare_sleep() {
-            socket.wait(io, None, Some(deadline))?;
+            socket.wait(io, Some(deadline))?;
         }
     }
 }

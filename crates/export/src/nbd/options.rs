@@ -1,8 +1,6 @@
 //! Options of an NBD export.
 
-use crate::queue_server::QueueThreads;
 use shadowbell_tls::ServerTls;
-use std::sync::Arc;
 
 /// Options of an NBD export.
 #[derive(Clone, Debug)]
@@ -18,20 +16,11 @@ pub struct Options {
     pub max_clients: usize,
     /// TLS configuration. If it is set, clients without TLS are refused.
     pub tls: Option<ServerTls>,
-    /// I/O threads that serve the disk's queues and may also serve a client. Without them, each
-    /// request needs two threads that wake each other.
-    pub lender: Option<Arc<dyn QueueThreads>>,
 }
 
 impl Default for Options {
     /// Empty name, 64 clients, and no TLS.
     fn default() -> Self {
-        Self {
-            name: String::new(),
-            description: String::new(),
-            max_clients: 64,
-            tls: None,
-            lender: None,
-        }
+        Self { name: String::new(), description: String::new(), max_clients: 64, tls: None }
     }
 }

@@ -1,7 +1,6 @@
 //! Reply coalescing: holding back replies so that a client receives several of them at once.
 //!
-//! A thread that also serves the queue completes a write to memory before the client has sent the
-//! next one. Replies sent one by one would cost the client a wakeup and this thread a system call
+//! A write to memory completes before the client has sent the next one. Replies sent one by one would cost the client a wakeup and this thread a system call
 //! each. If a client keeps many requests in flight, the next ones arrive meanwhile, so its
 //! replies wait for them, a few at a time. To avoid waiting in vain, the number of requests that
 //! a client sends without a reply is probed periodically: a few replies are held back until no

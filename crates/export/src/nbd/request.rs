@@ -2,8 +2,7 @@
 
 use super::handshake::Agreed;
 use crate::data::Data;
-use shadowbell_block::{BlockDevice, BlockError, Extent, Geometry, Zeroes};
-use shadowbell_driver::Buffer;
+use shadowbell_block::{BlockError, BlockQueue, Buffer, Extent, Geometry, Zeroes};
 use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, allocation, command, flag};
 
 /// Disk operation of a request.
@@ -117,7 +116,7 @@ pub(super) struct Completed {
 }
 
 /// Executes a job.
-pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
+pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
     let Job { request, data } = job;
     let mut data = match data {
         Data::Own(data) => data,
@@ -134,7 +133,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
         Action::Flush => disk.flush().await,
         Action::WriteZeroes(how) => disk.write_zeroes(offset, len.into(), how).await,
         Action::Trim => match disk.discard(offset, len.into()).await {
-            // Dataset Management has no Force Unit Access, so a flush follows.
+            // A discard has no Force Unit Access, so a flush follows.
             Ok(()) if fua => disk.flush().await,
             outcome => outcome,
         },
@@ -149,7 +148,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
 }
 
 /// Reads or writes whole blocks. Only these operations have shared memory.
-async fn carry_out_direct(disk: &BlockDevice, request: Checked, buffer: Buffer) -> Completed {
+async fn carry_out_direct(disk: &BlockQueue, request: Checked, buffer: Buffer) -> Completed {
     let Checked { action, offset, len, .. } = request;
     let moved = match action {
         Action::Write { fua } => disk.write_direct(offset, len as usize, buffer, fua).await,
@@ -203,8 +202,6 @@ mod tests {
             volatile_cache: true,
             write_zeroes: true,
             discard: true,
-            compare: true,
-            copy: true,
         }
     }
 

@@ -236,7 +236,7 @@ impl Accept {
         }
         let number = self.count;
         self.count = self.count.wrapping_add(1);
-        let disk = self.disk.on_queue(number);
+        let disk = self.disk.clone();
         let shared = Arc::clone(&self.shared);
         let added = self.clients.add(new, |new| {
             let thread = std::thread::Builder::new().name(format!("nbd-{number}"));

@@ -4,7 +4,6 @@ use super::admission::Admitted;
 use super::handshake::Export;
 use super::options::Options;
 use crate::failures::FailureCount;
-use crate::queue_server::QueueThreads;
 use parking_lot::Mutex;
 use shadowbell_block::BlockError;
 use shadowbell_memory::EventFd;
@@ -24,8 +23,6 @@ pub(super) struct ServerShared {
     next: AtomicU64,
     pub(super) failures: FailureCount,
     pub(super) admitted: Arc<Admitted>,
-    /// I/O threads that serve the disk's queues and may also serve a client.
-    pub(super) lender: Option<Arc<dyn QueueThreads>>,
     /// Rate limit of warnings that clients can trigger.
     pub(super) log: LogLimit,
 }
@@ -53,7 +50,6 @@ impl ServerShared {
             next: AtomicU64::new(0),
             failures: FailureCount::default(),
             admitted: Admitted::new(options.max_clients),
-            lender: options.lender.clone(),
             log: LogLimit::default(),
         }
     }

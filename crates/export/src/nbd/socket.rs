@@ -3,7 +3,6 @@
 use super::sys;
 use crate::data::Data;
 use crate::io_thread::{FIRST, IoThread, Readiness};
-use crate::queue_server::QueueServer;
 use crate::vectors::{Part, Room};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
@@ -43,6 +42,8 @@ pub(super) enum ConnectionError {
     Stuck,
     #[error("the disk failed in the middle of a reply that must not be split")]
     Broken,
+    #[error("the disk has no queue for another client: {0}")]
+    Queue(std::io::Error),
     #[error("cannot create or watch an event: {0}")]
     Event(#[from] std::io::Error),
 }
@@ -120,20 +121,15 @@ impl ClientSocket {
     pub(super) fn wait<F: Future>(
         &mut self,
         io: &mut IoThread<F>,
-        server: Option<&mut (dyn QueueServer + '_)>,
         until: Option<Instant>,
     ) -> Result<(), ConnectionError> {
         self.review_wakes(io)?;
         let Self { readable, closing, blocked, .. } = self;
-        let ready = |(_, flags): Readiness| {
+        io.wait(until, |(_, flags): Readiness| {
             *readable |= flags.intersects(EventFlags::IN | HANG_UP);
             *closing |= flags.intersects(HANG_UP);
             *blocked &= !flags.intersects(EventFlags::OUT | HANG_UP);
-        };
-        match server {
-            Some(server) => io.wait_serving(server, until, ready),
-            None => io.wait(until, ready),
-        }
+        });
         self.review_wakes(io)
     }
 
@@ -178,7 +174,7 @@ impl ClientSocket {
             }
             (Some(session), None) => (receive_tls(fd, session, fault, room), 0, space),
             (Some(session), Some((data, from, to))) => {
-                // Data of a TLS client is never in memory that is shared with the controller.
+                // Data of a TLS client is never in a buffer of the disk.
                 let Data::Own(data) = data else { return (Err(Errno::INVAL), 0, space) };
                 let data = data.get_mut(from..to).unwrap_or_default();
                 let wanted = data.len();
@@ -213,7 +209,7 @@ impl ClientSocket {
         }
         let mut own = [IoSlice::new(&[]); sys::MOST];
         for (own, part) in own.iter_mut().zip(parts) {
-            // Data of a TLS client is never in memory that is shared with the controller.
+            // Data of a TLS client is never in a buffer of the disk.
             *own = IoSlice::new(part.own().ok_or(Errno::INVAL)?);
         }
         let own = own.get(..parts.len()).unwrap_or_default();

@@ -2,16 +2,15 @@
 
 use super::add_device::{add, find, header, take_over, was_never_started};
 use super::error::UblkError;
-use super::parameters::{LARGEST_BLOCK, aligned, parameters};
+use super::parameters::{aligned, parameters};
 use super::serve::{QueueStatus, Work, serve};
 use super::sys::{Control, Device};
 use super::wire::{Parameters, control, feature};
-use crate::local_disk::LocalDisk;
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use shadowbell_backend::RawFile;
-use shadowbell_block::{BlockDevice, Geometry};
+use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use std::fs::File;
 use std::io;
@@ -41,6 +40,9 @@ pub struct Options {
     pub recover: bool,
     /// Disables zero copy: the kernel copies the data of requests.
     pub copy: bool,
+    /// The disk has other users, whose writes of partial blocks need the locks of written ranges.
+    /// Disables zero copy, which bypasses the locks.
+    pub shared: bool,
 }
 
 /// Reason for which the data of requests is copied.
@@ -50,6 +52,9 @@ pub enum WhyCopied {
     /// Zero copy is disabled by an option.
     #[error("an option requests it")]
     Asked,
+    /// The disk has other users.
+    #[error("the disk is exported in other ways too")]
+    Shared,
     /// The disk has no suitable file.
     #[error(
         "the disk is not a raw image or a block device that this program accesses past the page \
@@ -74,20 +79,16 @@ pub fn promise_progress() {
     }
 }
 
-/// File for zero copy and the timeout of its requests, if the file backs the whole exported disk
-/// and requests consist of whole blocks.
-fn file_of(local: Option<&LocalDisk>, geometry: &Geometry) -> Option<(RawFile, Duration)> {
-    let local = local?;
-    if geometry.block_size > LARGEST_BLOCK || !local.is_all_of(geometry) {
-        return None;
-    }
-    Some((local.disk.raw_file()?, local.timeout))
-}
-
 /// Reason for copying data, if any. `kernel` is called only if its result matters.
-fn why_copied(asked: bool, has_file: bool, kernel: impl FnOnce() -> bool) -> Option<WhyCopied> {
-    if asked {
+fn why_copied(
+    options: Options,
+    has_file: bool,
+    kernel: impl FnOnce() -> bool,
+) -> Option<WhyCopied> {
+    if options.copy {
         Some(WhyCopied::Asked)
+    } else if options.shared {
+        Some(WhyCopied::Shared)
     } else if !has_file {
         Some(WhyCopied::NoFile)
     } else if !kernel() {
@@ -119,8 +120,8 @@ pub struct Ublk {
     /// Events that end the threads' sleep.
     wakers: Vec<EventFd>,
     device: Option<Arc<Device>>,
-    /// File for zero-copy requests, and their timeout.
-    file: Option<(RawFile, Duration)>,
+    /// File for zero-copy requests.
+    file: Option<RawFile>,
     why_copied: Option<WhyCopied>,
     /// True if the device is to be removed on drop.
     ours: bool,
@@ -130,6 +131,10 @@ impl Ublk {
     /// Adds a block device for `disk`, or takes one over. `on_end` is called when another process
     /// has stopped the device.
     ///
+    /// If the disk is the bytes of a file that bypasses the page cache, the data of reads and writes
+    /// is transferred directly between the file and the block layer's memory, unless there is a
+    /// [reason](Self::why_copied) against it.
+    ///
     /// # Errors
     /// [`UblkError`]. A device that was added is removed then; one that was to be taken over
     /// keeps waiting for a server.
@@ -138,32 +143,15 @@ impl Ublk {
         options: Options,
         on_end: impl FnOnce() + Send + 'static,
     ) -> Result<Self, UblkError> {
-        Self::start_on(disk, options, None, on_end)
-    }
-
-    /// Starts like [`start`](Self::start), with zero copy if possible.
-    ///
-    /// `local` backs the whole of `disk` and has no other users meanwhile. The data of reads and
-    /// writes is then transferred directly between its file and the block layer's memory, unless
-    /// there is a [reason](Self::why_copied) against it.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    pub fn start_on(
-        disk: &BlockDevice,
-        options: Options,
-        local: Option<&LocalDisk>,
-        on_end: impl FnOnce() + Send + 'static,
-    ) -> Result<Self, UblkError> {
         let file = File::options().read(true).write(true).open(CONTROL);
         let mut control =
             Control::new(file.map_err(UblkError::of_open)?).map_err(UblkError::NoRing)?;
         let mut parameters = parameters(disk.geometry());
-        let mut file = file_of(local, disk.geometry());
-        let mut why_copied = why_copied(options.copy, file.is_some(), || {
+        let mut file = disk.disk().raw_file();
+        let mut why_copied = why_copied(options, file.is_some(), || {
             control.features().is_ok_and(feature::is_zero_copy)
         });
-        if let (Some((file, _)), None) = (&file, why_copied) {
+        if let (Some(file), None) = (&file, why_copied) {
             parameters = aligned(parameters, file.alignment().memory);
         }
         let there = match options.id {
@@ -220,7 +208,7 @@ impl Ublk {
         let (sender, receiver) = sync_channel(usize::from(queues));
         for queue in 0..queues {
             let (device, shared) = (Arc::clone(&device), Arc::clone(&self.shared));
-            let (disk, sender) = (disk.on_queue(queue.into()), sender.clone());
+            let (disk, sender) = (disk.clone(), sender.clone());
             let work = Work { device, queue, disk, file: self.file.clone() };
             self.shared.left.fetch_add(1, Ordering::AcqRel);
             let run = move || {
@@ -412,18 +400,22 @@ impl Drop for Ublk {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_backend::MemDisk;
 
     #[test]
     fn a_kernel_that_can_not_leave_data_where_they_are_has_them_copied() {
         // Features of Linux 6.1, 6.12 and 7.2.
-        let on = |features: u64| why_copied(false, true, || feature::is_zero_copy(features));
+        let on = |features: u64| {
+            why_copied(Options::default(), true, || feature::is_zero_copy(features))
+        };
         assert_eq!(on(0x1f), Some(WhyCopied::Kernel));
         assert_eq!(on(0x3ff), Some(WhyCopied::Kernel));
         assert_eq!(on(0xf_ffff), None);
         let not_asked = || -> bool { panic!("the kernel is asked in vain") };
-        assert_eq!(why_copied(true, true, not_asked), Some(WhyCopied::Asked));
-        assert_eq!(why_copied(false, false, not_asked), Some(WhyCopied::NoFile));
+        let copy = Options { copy: true, ..Options::default() };
+        assert_eq!(why_copied(copy, true, not_asked), Some(WhyCopied::Asked));
+        let shared = Options { shared: true, ..Options::default() };
+        assert_eq!(why_copied(shared, true, not_asked), Some(WhyCopied::Shared));
+        assert_eq!(why_copied(Options::default(), false, not_asked), Some(WhyCopied::NoFile));
     }
 
     #[test]
@@ -434,28 +426,5 @@ mod tests {
             return eprintln!("skipped: there is no io_uring here");
         };
         assert!(!control.features().is_ok_and(feature::is_zero_copy));
-    }
-
-    #[test]
-    fn memory_and_what_is_not_there_are_no_file() {
-        let bytes = 1 << 20;
-        let geometry = Geometry {
-            bytes,
-            block_size: 512,
-            read_only: false,
-            volatile_cache: false,
-            write_zeroes: true,
-            discard: true,
-            compare: true,
-            copy: true,
-        };
-        assert!(file_of(None, &geometry).is_none());
-        let local = LocalDisk {
-            disk: Arc::new(MemDisk::new(bytes / 512, 512).unwrap()),
-            poll: Duration::ZERO,
-            timeout: Duration::MAX,
-        };
-        assert!(local.is_all_of(&geometry));
-        assert!(file_of(Some(&local), &geometry).is_none());
     }
 }

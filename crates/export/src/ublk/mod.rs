@@ -22,11 +22,10 @@
 //! * Zero copy: the driver registers the request's memory with the ring of the queue
 //!   (`UBLK_F_AUTO_BUF_REG`, in the form of Linux 6.17). If the disk is a raw image or a block
 //!   device in this process and bypasses the page cache, the thread reads and writes it by that
-//!   ring, directly from and to the registered memory. No copy is made, and no controller is
-//!   involved. Other requests go to the disk through the driver of this workspace (discards,
-//!   zeroes, flushes, and data whose address the storage refuses). So do all requests if such a
-//!   device is taken over with another kind of disk. The server then copies their data from and
-//!   to the kernel (`UBLK_F_USER_COPY`).
+//!   ring, directly from and to the registered memory, without a copy. Other requests go to the
+//!   thread's queue on the disk (discards, zeroes, flushes, and data whose address the storage
+//!   refuses). So do all requests if such a device is taken over with another kind of disk. The
+//!   server then copies their data from and to the kernel (`UBLK_F_USER_COPY`).
 //!
 //! # When the server dies
 //!
@@ -51,6 +50,5 @@ mod zero_copy;
 mod sys;
 mod wire;
 
-pub use crate::local_disk::LocalDisk;
 pub use device::{Options, Ublk, WhyCopied, promise_progress};
 pub use error::UblkError;

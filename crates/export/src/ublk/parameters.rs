@@ -84,8 +84,6 @@ mod tests {
         volatile_cache: true,
         write_zeroes: true,
         discard: false,
-        compare: false,
-        copy: false,
     };
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::wire::{Descriptor, SECTOR, operation};
 use rustix::io::Errno;
-use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
+use shadowbell_block::{BlockError, BlockQueue, Geometry, Zeroes};
 
 /// Disk operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,7 +85,7 @@ pub(super) fn parse(
 }
 
 /// Executes a job.
-pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
+pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
     let Job { action, offset, mut buffer } = job;
     let outcome = match action {
         Action::Read { len } => disk.read(offset, buffer.get_mut(..len).unwrap_or_default()).await,
@@ -118,8 +118,6 @@ mod tests {
         volatile_cache: true,
         write_zeroes: true,
         discard: true,
-        compare: true,
-        copy: true,
     };
 
     fn request(op_flags: u32, start: u64, sectors: u32) -> Result<(Action, u64), Errno> {

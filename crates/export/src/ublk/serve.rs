@@ -1,6 +1,6 @@
 //! Thread of one ublk queue: receives requests, executes them on the disk, and answers them.
 //!
-//! The thread also drives the disk's queue, if the driver permits it, and sleeps in the system
+//! The thread also drives its queue on the disk, and sleeps in the system
 //! call that submits its answers: requests that arrive together are submitted together, and
 //! completions that arrive together are answered together. For [zero-copy](super::zero_copy)
 //! requests, the same call submits the operations on the image's file.
@@ -13,7 +13,7 @@ use crate::failures::FailureCount;
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
 use shadowbell_backend::{DiskError, RawFile};
-use shadowbell_block::BlockDevice;
+use shadowbell_block::{BlockDevice, BlockQueue};
 use shadowbell_memory::EventFd;
 use std::future::Future;
 use std::io;
@@ -21,7 +21,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Largest number of prepared answers while the disk keeps the thread busy.
 const BATCH: usize = 32;
@@ -46,8 +46,8 @@ pub(super) struct Work {
     pub(super) device: Arc<Device>,
     pub(super) queue: u16,
     pub(super) disk: BlockDevice,
-    /// File for zero-copy requests, and their timeout.
-    pub(super) file: Option<(RawFile, Duration)>,
+    /// File for zero-copy requests.
+    pub(super) file: Option<RawFile>,
 }
 
 /// Serves a queue until the device is stopped. Reports on `started` when the kernel has all tags
@@ -62,13 +62,17 @@ pub(super) fn serve(
 ) -> io::Result<()> {
     let Work { device, queue, disk, file } = work;
     let depth = usize::from(device.info().depth);
-    let zero_copy =
-        file.map(|(file, timeout)| ZeroCopy::new(file, disk.geometry(), timeout, depth));
+    let timeout = disk.options().timeout;
+    let zero_copy = file.map(|file| ZeroCopy::new(file, disk.geometry(), timeout, depth));
     let image = zero_copy.as_ref().map(|zero_copy| zero_copy.file().as_fd());
     let begun = Queue::open(device, queue, image).and_then(|queue| {
+        let event = EventFd::new()?;
+        let waker = event.try_clone()?;
+        let mut io = IoThread::new(depth, event)?;
+        let disk = io.open(&disk)?;
         let mut server = Server {
             queue,
-            io: IoThread::new(&disk, depth)?,
+            io,
             disk,
             zero_copy,
             tags: vec![0; depth],
@@ -84,7 +88,7 @@ pub(super) fn serve(
         server.take(&carry_out)?;
         match server.refused.take() {
             Some(error) => Err(error),
-            None => Ok((server.io.waker()?, server)),
+            None => Ok((waker, server)),
         }
     });
     match begun {
@@ -103,7 +107,7 @@ struct Server<'a, F> {
     /// Declared before `zero_copy`, whose file must outlive the calls of the queue.
     queue: Queue,
     io: IoThread<F>,
-    disk: BlockDevice,
+    disk: BlockQueue,
     zero_copy: Option<ZeroCopy>,
     /// Tag of the request in each slot.
     tags: Vec<u16>,
@@ -123,7 +127,7 @@ struct Server<'a, F> {
 }
 
 impl<F: Future<Output = Completed>> Server<'_, F> {
-    fn run(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> io::Result<()> {
+    fn run(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> io::Result<()> {
         loop {
             let readable = self.take(make)?;
             if readable {
@@ -154,14 +158,15 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                     self.queue.tick();
                 }
                 self.count();
+                let began = Instant::now();
                 self.queue.enter(true)?;
-                self.io.after_sleep(false);
+                self.io.slept(began.elapsed());
             }
         }
     }
 
     /// Processes the events of the ring. Returns true if the thread's descriptor became readable.
-    fn take(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> io::Result<bool> {
+    fn take(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> io::Result<bool> {
         let mut readable = false;
         let mut events = std::mem::take(&mut self.events);
         self.queue.collect(|event| events.push(event));
@@ -198,7 +203,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         tag: u16,
         descriptor: &Descriptor,
         buffer: Vec<u8>,
-        make: &impl Fn(BlockDevice, Job) -> F,
+        make: &impl Fn(BlockQueue, Job) -> F,
     ) -> io::Result<()> {
         let (action, offset) = match parse(descriptor, self.disk.geometry(), self.queue.room()) {
             Ok(parsed) => parsed,
@@ -217,7 +222,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         tag: u16,
         next: Next,
         buffer: Vec<u8>,
-        make: &impl Fn(BlockDevice, Job) -> F,
+        make: &impl Fn(BlockQueue, Job) -> F,
     ) -> io::Result<()> {
         match next {
             Next::Call(call) => self.queue.call(tag, &call),
@@ -275,7 +280,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
     fn failed(&self, error: &DiskError) -> i32 {
         let errno = errno(error);
         if errno == Errno::IO {
-            self.status.failures.record_disk(error);
+            self.status.failures.record(error);
         }
         -errno.raw_os_error()
     }
@@ -292,7 +297,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
     fn answer(&mut self) -> io::Result<bool> {
         let Self { queue, io, tags, done, status, buffers, .. } = self;
         let mut outcome = Ok(());
-        let busy = io.run_once(None, |slot, completed| {
+        let busy = io.run_once(|slot, completed| {
             done.push(slot);
             let Completed { mut result, error, mut buffer, read } = completed;
             if let Some(error) = error.filter(|error| error.errno() == Errno::IO) {

@@ -132,8 +132,6 @@ mod tests {
         volatile_cache: true,
         write_zeroes: true,
         discard: true,
-        compare: true,
-        copy: true,
     };
     const READ: Action = Action::Read { len: 4096 };
     const WRITE: Action = Action::Write { len: 4096, fua: true };

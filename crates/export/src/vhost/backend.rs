@@ -5,14 +5,12 @@ use super::guest_region::Guarded;
 use super::inflight::Kept;
 use super::memory::{Current, guard, lengths};
 use super::page_table_quota::PageTableQuota;
-use super::queue::{BlkQueue, Direct};
+use super::queue::{BlkQueue, Served};
 use super::request::QUEUE_SIZE;
 use super::ring::Ring;
 use super::shared::DeviceShared;
 use crate::failures::FailureCount;
-use crate::local_disk::LocalDisk;
 use ::shadowbell_memory::EventFd;
-use ::shadowbell_memory::page_tables::Awake;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use shadowbell_block::BlockDevice;
 use std::io;
@@ -21,8 +19,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
-use vhost_user_backend::{VhostUserBackend, VringT};
-use virtio_queue::QueueT;
+use vhost_user_backend::VhostUserBackend;
 use vmm_sys_util::epoll::EventSet;
 
 /// Largest number of queues of a device.
@@ -43,15 +40,12 @@ impl Device {
         id: &str,
         failures: Arc<FailureCount>,
         (socket, ending): (UnixStream, Arc<AtomicBool>),
-        local: Option<&LocalDisk>,
     ) -> io::Result<Self> {
         let count = disk.queues().min(MAX_QUEUES);
-        let queues = (0..count).map(|queue| BlkQueue::new(disk, queue));
-        let queues = queues.collect::<io::Result<Vec<_>>>()?;
-        let wakers = queues.iter().map(|queue| queue.io.waker());
+        let wakers = (0..count).map(|_| EventFd::new()).collect::<io::Result<_>>()?;
         Ok(Self {
-            wakers: wakers.collect::<io::Result<_>>()?,
-            queues: queues.into_iter().map(Mutex::new).collect(),
+            wakers,
+            queues: (0..count).map(|index| Mutex::new(BlkQueue::new(disk, index))).collect(),
             shared: DeviceShared {
                 geometry: *disk.geometry(),
                 id: id.as_bytes().to_vec(),
@@ -64,9 +58,6 @@ impl Device {
                 over: AtomicBool::new(false),
                 ending,
                 changes: AtomicU64::new(0),
-                local: local
-                    .filter(|local| super::direct::may_serve(local, disk.geometry()))
-                    .cloned(),
             },
         })
     }
@@ -75,9 +66,9 @@ impl Device {
         Some(self.queues.get(index)?.lock())
     }
 
-    /// Descriptor that becomes readable when requests of the queue are completed.
+    /// Event that ends the sleep of the queue's thread.
     pub(super) fn event(&self, queue: usize) -> Option<i32> {
-        Some(self.queue(queue)?.io.as_fd().as_raw_fd())
+        Some(self.wakers.get(queue)?.as_fd().as_raw_fd())
     }
 
     /// Event number of the descriptors of [`event`](Self::event).
@@ -98,10 +89,12 @@ impl Device {
         self.wakers.iter().for_each(EventFd::signal);
     }
 
-    /// Stops a queue after all requests taken from it are answered, or after a minute. Returns
-    /// true if the disk has no request of the queue any more.
-    pub(super) fn stop_queue(&self, index: usize) -> bool {
-        self.queue(index).is_none_or(|mut queue| queue.stop(&self.shared))
+    /// Stops a queue after its thread has left it: all requests taken from it are answered, or the
+    /// disk does not end them.
+    pub(super) fn stop_queue(&self, index: usize) {
+        if let Some(mut queue) = self.queue(index) {
+            queue.stop();
+        }
     }
 
     /// In-flight tracking memory of the queues.
@@ -180,37 +173,16 @@ impl VhostUserBackend for Device {
         let (Some(mut queue), Some(vring)) = (self.queue(thread), vrings.first()) else {
             return Ok(());
         };
-        // Whatever event occurred, the queue is checked completely.
+        let Some(waker) = self.wakers.get(thread) else { return Ok(()) };
         if u64::from(number) == self.event_number() {
-            queue.io.take_events();
-        } else {
-            queue.io.after_sleep(false);
+            waker.drain();
         }
-        if queue.vring.is_none() {
-            queue.vring = Some(vring.clone());
-        }
-        if let Some(waker) = self.wakers.get(thread) {
-            // The thread stays in this loop while nothing changes.
-            while vring.runs() && !self.shared.is_over() {
-                match queue.serve_direct(&self.shared, vring, waker) {
-                    Direct::Served => {}
-                    Direct::Impossible => break,
-                    Direct::Refused => return self.shared.check_over(),
-                }
+        // The thread stays in this loop while nothing changes.
+        while vring.runs() && !self.shared.is_over() {
+            match queue.serve(&self.shared, vring, waker) {
+                Served::UntilChange => {}
+                Served::Impossible | Served::Refused => break,
             }
-            self.shared.check_over()?;
-        }
-        // The queue is stopped, and no request waits for an answer.
-        if !vring.runs() && queue.is_idle() {
-            return Ok(());
-        }
-        if !vring.get_ref().get_queue().ready() {
-            return Ok(());
-        }
-        let _touches_memory = Awake::new();
-        if let Err(error) = queue.serve(&self.shared, vring) {
-            // Returning the error would end the thread, and with it the queue for good.
-            queue.complain(&error);
         }
         // The end may have been signalled while the thread was awake.
         self.shared.check_over()

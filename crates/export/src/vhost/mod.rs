@@ -2,9 +2,8 @@
 //!
 //! The virtio queues and the protocol are implemented by rust-vmm's crates; this module
 //! implements the device. The socket serves one frontend at a time; when it disconnects, the next
-//! one may connect (a restarted guest). Each virtio queue has a thread and one of the disk's
-//! queues: a queue of the controller or, if the disk is in this process, of the disk itself
-//! (`direct`).
+//! one may connect (a restarted guest). Each virtio queue has a thread, which opens one of the
+//! disk's queues and has the disk transfer the data from and to the guest's memory (`serve`).
 //!
 //! # Trust
 //!
@@ -22,8 +21,8 @@
 //! Migration (dirty logging), and zoned disks.
 
 mod backend;
+mod chain;
 mod config;
-mod direct;
 mod fd_filter;
 mod guest_region;
 mod inflight;
@@ -32,15 +31,14 @@ mod memory;
 mod page_table_quota;
 mod queue;
 mod request;
-mod resubmit;
 mod ring;
+mod serve;
 mod shared;
+mod split_ring;
 #[allow(unsafe_code)]
 mod sys;
 #[doc(hidden)]
 pub mod testing;
-
-pub use crate::local_disk::LocalDisk;
 
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;
@@ -117,22 +115,6 @@ impl VhostUserBlk {
     /// # Errors
     /// [`StartError`] if the socket or the thread cannot be created.
     pub fn start(disk: BlockDevice, path: &Path, id: &str) -> Result<Self, StartError> {
-        Self::start_on(disk, path, id, None)
-    }
-
-    /// Serves `disk` like [`start`](Self::start), without the controller if possible.
-    ///
-    /// `local` backs the whole of `disk` and has no other users meanwhile. Requests are executed
-    /// on it directly if its blocks have 512 bytes, without metadata.
-    ///
-    /// # Errors
-    /// [`StartError`] if the socket or the thread cannot be created.
-    pub fn start_on(
-        disk: BlockDevice,
-        path: &Path,
-        id: &str,
-        local: Option<LocalDisk>,
-    ) -> Result<Self, StartError> {
         if path.is_dir() {
             return Err(StartError::Directory(path.to_owned()));
         }
@@ -144,7 +126,7 @@ impl VhostUserBlk {
             failures: Arc::default(),
         });
         let (ours, id) = (Arc::clone(&shared), id.to_owned());
-        let offered = Offered { disk, local, id };
+        let offered = Offered { disk, id };
         let thread = std::thread::Builder::new()
             .name("vhost-user-blk".into())
             .spawn(move || accept(&listener, &offered, &ours))?;
@@ -179,7 +161,6 @@ impl Drop for VhostUserBlk {
 /// Disk of the server, and its serial number.
 struct Offered {
     disk: BlockDevice,
-    local: Option<LocalDisk>,
     id: String,
 }
 
@@ -284,8 +265,8 @@ fn accept_one(
     let socket = UnixStream::from(frontend.as_fd().try_clone_to_owned()?);
     let failures = Arc::clone(&shared.failures);
     let ends = (socket.try_clone()?, Arc::clone(&shared.ending));
-    let Offered { disk, local, id } = offered;
-    let device = Arc::new(Device::new(disk, id, failures, ends, local.as_ref())?);
+    let Offered { disk, id } = offered;
+    let device = Arc::new(Device::new(disk, id, failures, ends)?);
     let mut daemon = Daemon::new(device)?;
     daemon.register_events(shared)?;
     let to_daemon = fd_filter::connect_daemon(listener.path(), |path| {
@@ -325,12 +306,8 @@ impl Session {
         // Requests in flight are completed, even if the guest does not wait for them. If the
         // frontend tracks them, the next session would otherwise execute them a second time
         // concurrently.
-        let is_tracked = daemon.device.inflight().get().is_some();
         for queue in 0..queues {
-            while !daemon.device.stop_queue(queue)
-                && is_tracked
-                && !shared.ending.load(Ordering::SeqCst)
-            {}
+            daemon.device.stop_queue(queue);
         }
         drop(daemon);
         passed?;

@@ -6,7 +6,6 @@ use super::memory::{Current, is_poisoned};
 use super::page_table_quota::PageTableQuota;
 use super::request::Rules;
 use crate::failures::FailureCount;
-use crate::local_disk::LocalDisk;
 use parking_lot::RwLock;
 use shadowbell_block::Geometry;
 use std::io;
@@ -34,8 +33,6 @@ pub(super) struct DeviceShared {
     pub(super) ending: Arc<AtomicBool>,
     /// Number of changes of the memory or the features.
     pub(super) changes: AtomicU64,
-    /// Disk that the queues access directly, if possible.
-    pub(super) local: Option<LocalDisk>,
 }
 
 impl DeviceShared {

@@ -2,27 +2,31 @@
 
 use crate::nbd::Rig;
 use crate::tools::{can_run, noise, run, uri};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_block::BlockOptions;
-use shadowbell_driver::AttachOptions;
 use shadowbell_export::nbd::wire::{command, flag};
 use shadowbell_export::nbd::{Address, Options, Server};
-use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_memory::Segments;
+use shadowbell_testing::test_disk::TestDisk;
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const MIB: u32 = 1 << 20;
 const DATA: u32 = 0;
 const HOLE: u32 = 3;
 
-fn sparse(mebibytes: u64, faults: &str) -> (Rig, shadowbell_controller::Controller) {
+fn sparse(mebibytes: u64) -> Rig {
     let disk = TestDisk::sparse(mebibytes << 11, 512);
-    Rig::over(disk, &BlockOptions::default(), &Options::default(), faults)
+    Rig::over(disk, &BlockOptions::default(), &Options::default())
 }
 
 #[test]
 fn what_was_written_is_data_and_the_rest_is_a_hole() {
-    let (rig, _) = sparse(64, "");
+    let rig = sparse(64);
     let mut client = rig.client();
     let mut status = |flags, offset, len| {
         let reply = client.run(command::BLOCK_STATUS, flags, offset, len, b"");
@@ -80,9 +84,9 @@ fn an_answer_has_so_many_extents_and_goes_on_where_it_ended() {
 }
 
 #[test]
-fn a_controller_that_does_not_say_has_data_everywhere() {
-    // It says that it could, and fails when it is asked.
-    let (rig, _) = sparse(4, "refuse=0x86");
+fn a_disk_that_does_not_say_has_data_everywhere() {
+    let (disk, options) = (TestDisk::new(8192, 512), BlockOptions::default());
+    let rig = Rig::over(disk, &options, &Options::default());
     let mut client = rig.client();
     for _ in 0..3 {
         let reply = client.run(command::BLOCK_STATUS, 0, 512, 4 * MIB - 512, b"");
@@ -93,7 +97,7 @@ fn a_controller_that_does_not_say_has_data_everywhere() {
 
 #[test]
 fn a_disk_that_takes_its_time_holds_up_nothing_else() {
-    let (rig, _) = sparse(4, "");
+    let rig = sparse(4);
     rig.backing.order(|orders| orders.hold_extents = true);
     let mut client = rig.client();
     let cookie = client.ask(command::BLOCK_STATUS, 0, 0, 4 * MIB, b"");
@@ -117,9 +121,64 @@ fn a_disk_that_takes_its_time_holds_up_nothing_else() {
     rig.end();
 }
 
-/// An image behind NBD, through a controller in this process.
+/// Disk that counts the bytes that are read.
+#[derive(Clone, Debug)]
+struct Counted {
+    disk: Arc<dyn Disk>,
+    read: Arc<AtomicU64>,
+}
+
+struct CountedQueue {
+    queue: Box<dyn Queue>,
+    read: Arc<AtomicU64>,
+}
+
+impl Disk for Counted {
+    fn info(&self) -> DiskInfo {
+        self.disk.info()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(CountedQueue { queue: self.disk.queue()?, read: Arc::clone(&self.read) }))
+    }
+
+    fn name(&self) -> String {
+        self.disk.name()
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Disk>> {
+        Some(&self.disk)
+    }
+}
+
+impl Queue for CountedQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if request.op == Op::Read {
+            self.read.fetch_add(request.len, Ordering::Relaxed);
+        }
+        self.queue.submit(tag, request, data)
+    }
+
+    fn commit(&mut self) {
+        self.queue.commit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        self.queue.reap(done);
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.queue.wake_fd()
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        self.queue.wakes_by_edges()
+    }
+}
+
+/// An image behind NBD.
 struct Served {
-    controller: shadowbell_driver::Controller,
+    read: Arc<AtomicU64>,
     server: Server,
     socket: std::path::PathBuf,
     _directory: tempfile::TempDir,
@@ -128,20 +187,19 @@ struct Served {
 impl Served {
     fn new(image: &Path) -> Self {
         let disk = shadowbell_backend::open(&image.display().to_string()).unwrap();
-        let options = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let mut controller = attach(Arc::clone(&disk), &options);
+        let disk = Counted { disk, read: Arc::default() };
+        let read = Arc::clone(&disk.read);
         let options = BlockOptions::default();
-        let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, &options).unwrap();
+        let disk = shadowbell_block::BlockDevice::new(Arc::new(disk), &options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("nbd");
         let server =
             Server::start(disk, &Address::Unix(socket.clone()), &Options::default()).unwrap();
-        Self { controller, server, socket, _directory: directory }
+        Self { read, server, socket, _directory: directory }
     }
 
     fn end(self) {
         let _ = self.server.stop();
-        self.controller.detach().unwrap();
     }
 }
 
@@ -192,12 +250,12 @@ fn other_peoples_clients_see_holes_and_skip_them() {
     // What they copy is the same, and as sparse; and they did not read a gigabyte.
     for (program, copy) in [("nbdcopy", path("copied")), ("qemu-img", path("converted"))] {
         let target = copy.to_str().unwrap().to_owned();
-        let before = bytes_read(&served);
+        let before = served.read.load(Ordering::Relaxed);
         match program {
             "nbdcopy" => run(program, &[&uri, &target]),
             _ => run(program, &["convert", "-f", "raw", "-O", "raw", &uri, &target]),
         };
-        let read = bytes_read(&served) - before;
+        let read = served.read.load(Ordering::Relaxed) - before;
         assert!((1 << 20..=8 << 20).contains(&read), "{program} has read {read} bytes");
         assert!(keeps_holes(&copy), "{program}");
         run("qemu-img", &["compare", "-f", "raw", "-F", "raw", &target, &uri]);
@@ -216,10 +274,4 @@ fn other_peoples_clients_see_holes_and_skip_them() {
         bytes
     };
     assert!(bytes(300 << 20) == vec![7; 65536] && bytes(64 << 20) == data[..65536]);
-}
-
-/// What the controller has read for its host, in all: Data Units Read, in thousands of 512 bytes.
-fn bytes_read(served: &Served) -> u64 {
-    let read: u128 = served.controller.admin().smart_log().unwrap().data_units_read.into();
-    u64::try_from(read).unwrap() * 512_000
 }

@@ -1,4 +1,4 @@
-//! Exports of a block device on the emulated controller, both ends in one process.
+//! Exports of a disk to clients of every kind.
 
 mod client;
 mod fuse;
@@ -7,9 +7,9 @@ mod nbd;
 mod tls;
 mod tools;
 mod vhost;
-mod vhost_direct;
 mod vhost_hostile;
 mod vhost_inflight;
+mod vhost_queue;
 mod vhost_same;
 mod vhost_stopped;
 mod whole_blocks;

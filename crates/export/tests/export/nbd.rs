@@ -3,12 +3,11 @@
 use crate::client::Client;
 use proptest::prelude::*;
 use shadowbell_backend::{DiskError, Op};
-use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_export::nbd::wire::{
     NbdError, Request, command, flag, option, put_option, transmission,
 };
 use shadowbell_export::nbd::{Address, Options, Server, StartError};
-use shadowbell_testing::block_device::{TestDisk, attach, attach_to};
+use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -21,7 +20,6 @@ use tempfile::TempDir;
 
 pub(crate) struct Rig {
     pub(crate) backing: TestDisk,
-    controller: Option<Controller>,
     server: Option<Server>,
     directory: TempDir,
 }
@@ -36,27 +34,20 @@ impl Rig {
         options: &shadowbell_block::BlockOptions,
         served: &Options,
     ) -> Self {
-        Self::over(TestDisk::new(blocks, 512), options, served, "").0
+        Self::over(TestDisk::new(blocks, 512), options, served)
     }
 
-    /// Over this disk, with faults of the controller; and that controller.
+    /// Over this disk.
     pub(crate) fn over(
         backing: TestDisk,
         options: &shadowbell_block::BlockOptions,
         served: &Options,
-        faults: &str,
-    ) -> (Self, shadowbell_controller::Controller) {
-        let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let (mut controller, emulated) = attach_to(Arc::new(backing.clone()), &attached);
-        if !faults.is_empty() {
-            emulated.inject(faults.parse::<shadowbell_controller::faults::Faults>().unwrap());
-        }
-        let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, options).unwrap();
+    ) -> Self {
+        let disk = shadowbell_block::BlockDevice::new(Arc::new(backing.clone()), options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let address = Address::Unix(directory.path().join("nbd"));
-        let server = Server::start(disk, &address, served).unwrap();
-        let (controller, server) = (Some(controller), Some(server));
-        (Self { backing, controller, server, directory }, emulated)
+        let server = Some(Server::start(disk, &address, served).unwrap());
+        Self { backing, server, directory }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -67,11 +58,10 @@ impl Rig {
         Client::connect(&self.socket(), true)
     }
 
-    /// Ends the server, and leaves the controller in order.
+    /// Ends the server.
     pub(crate) fn end(mut self) {
         let _ = self.server.take().unwrap().stop();
         assert!(!self.socket().exists(), "the socket's file is gone");
-        self.controller.take().unwrap().detach().unwrap();
     }
 
     /// Whether it serves: a client that comes now is served.
@@ -236,45 +226,6 @@ fn clients_do_not_disturb_each_other() {
         }
     });
     rig.end();
-}
-
-/// A connection drives the queue that its requests go through, until another wants to.
-#[test]
-fn a_connection_that_has_nothing_to_do_leaves_the_queue_to_others() {
-    let backing = TestDisk::new(4096, 512);
-    let mut controller = attach(Arc::new(backing), &AttachOptions::default());
-    let options = shadowbell_block::BlockOptions::default();
-    let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, &options).unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let address = Address::Unix(directory.path().join("nbd"));
-    let server = Server::start(disk.clone(), &address, &Options::default()).unwrap();
-    let mut client = Client::connect(&directory.path().join("nbd"), true);
-    let queue = disk.queue().unwrap();
-    wait::until("a connection that drives the queue", || {
-        // A read that comes while the queue's own thread drives may be served by that.
-        assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
-        // The queue's own thread releases the queue in this time.
-        wait::moment();
-        queue.try_drive().is_none()
-    });
-    let driver = wait::until_some("a queue that is released", || {
-        // The connection releases it when it has next come to an end of its work.
-        assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
-        wait::pause();
-        queue.try_drive()
-    });
-    drop(driver);
-    // Other threads' requests and its own: all are served, whichever thread drives.
-    let blocking = shadowbell_block::Blocking::new(disk.clone());
-    for round in 0..200u8 {
-        assert_eq!(client.run(command::WRITE, 0, 1024, 512, &[round; 512]).error, 0);
-        let mut back = [0; 512];
-        blocking.read_at(1024, &mut back).unwrap();
-        assert_eq!(back, [round; 512]);
-    }
-    drop((blocking, disk));
-    assert_eq!(server.stop(), 0);
-    controller.detach().unwrap();
 }
 
 fn take(
@@ -471,10 +422,10 @@ fn a_disk_that_fails_is_an_error_to_the_client_and_no_end() {
 }
 
 #[test]
-fn a_controller_that_goes_away_is_an_error_and_the_server_ends_all_the_same() {
+fn a_disk_that_is_removed_is_an_error_and_the_server_ends_all_the_same() {
     let mut rig = rig();
     let mut client = rig.client();
-    rig.controller.take().unwrap().detach().unwrap();
+    rig.backing.order(|orders| orders.unavailable = true);
     for _ in 0..300 {
         assert_eq!(client.run(command::READ, 0, 0, 100_000, b"").error, EIO);
         assert_eq!(client.run(command::WRITE, 0, 3, 4, b"data").error, EIO);
@@ -629,18 +580,9 @@ proptest! {
 }
 
 fn start(rig: &Rig, address: &Address) -> Result<Server, StartError> {
-    let queues = [shadowbell_driver::AsyncQueue::start(
-        rig.controller.as_ref().unwrap().create_queue_pair(8).unwrap(),
-    )
-    .unwrap()];
-    let controller = rig.controller.as_ref().unwrap();
-    let disk = shadowbell_block::BlockDevice::over(
-        controller,
-        &queues,
-        1,
-        &shadowbell_block::BlockOptions::default(),
-    )
-    .unwrap();
+    let options = shadowbell_block::BlockOptions::default();
+    let disk = Arc::new(rig.backing.clone());
+    let disk = shadowbell_block::BlockDevice::new(disk, &options).unwrap();
     Server::start(disk, address, &Options::default())
 }
 
@@ -651,27 +593,9 @@ fn refused(rig: &Rig, address: &Address) -> StartError {
     }
 }
 
-/// One of the controller's queue pairs is left for `start`.
-fn rig_with_a_queue_left() -> Rig {
-    let backing = TestDisk::new(64, 512);
-    let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-    let mut controller = attach(Arc::new(backing.clone()), &attached);
-    drop(controller.take_queue_pair());
-    let disk = shadowbell_block::BlockDevice::open(
-        &mut controller,
-        1,
-        &shadowbell_block::BlockOptions::default(),
-    )
-    .unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let address = Address::Unix(directory.path().join("nbd"));
-    let server = Server::start(disk, &address, &Options::default()).unwrap();
-    Rig { backing, controller: Some(controller), server: Some(server), directory }
-}
-
 #[test]
 fn a_socket_that_lives_is_left_alone_and_a_dead_one_is_replaced() {
-    let rig = rig_with_a_queue_left();
+    let rig = rig();
     let unix = |path: &Path| Address::Unix(path.to_owned());
     let error = refused(&rig, &unix(&rig.socket()));
     assert!(error.to_string().contains("in use"), "{error}");
@@ -694,7 +618,7 @@ fn a_socket_that_lives_is_left_alone_and_a_dead_one_is_replaced() {
 
 #[test]
 fn a_port_that_is_taken_is_refused() {
-    let rig = rig_with_a_queue_left();
+    let rig = rig();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = Address::Tcp(taken.local_addr().unwrap());
     let error = refused(&rig, &address);

@@ -2,10 +2,9 @@
 
 use shadowbell_backend::{DiskError, Op};
 use shadowbell_block::{BlockDevice, BlockOptions};
-use shadowbell_driver::{AttachOptions, Controller};
-use shadowbell_export::vhost::{LocalDisk, StartError, VhostUserBlk};
-use shadowbell_testing::block_device::{TestDisk, attach};
-use shadowbell_testing::wait::{self, LIMIT};
+use shadowbell_export::vhost::{StartError, VhostUserBlk};
+use shadowbell_testing::test_disk::TestDisk;
+use shadowbell_testing::wait;
 use std::cell::Cell;
 use std::fs::File;
 use std::path::PathBuf;
@@ -38,56 +37,52 @@ const FLUSH: u64 = 1 << 9;
 const MQ: u64 = 1 << 12;
 
 thread_local! {
-    /// Whether the tests of this thread have requests go to the disk, and not to a controller.
-    static DIRECT: Cell<bool> = const { Cell::new(false) };
+    /// Block size of the disks of this thread's tests.
+    static BLOCK: Cell<u32> = const { Cell::new(512) };
 }
 
-/// Runs a test on each way that requests may take.
-pub(crate) fn each_way(test: impl Fn()) {
-    for direct in [false, true] {
-        DIRECT.set(direct);
-        println!("direct: {direct}");
+/// Runs a test on disks with blocks of a sector, whose requests consist of whole blocks, and on
+/// disks with longer blocks.
+pub(crate) fn each_block_size(test: impl Fn()) {
+    for block in [512, 4096] {
+        BLOCK.set(block);
+        println!("blocks of {block} bytes");
         test();
     }
 }
 
-/// Runs a test with requests that go to the disk.
-pub(crate) fn direct(test: impl Fn()) {
-    DIRECT.set(true);
+/// Runs a test on disks with blocks of a sector.
+pub(crate) fn short_blocks(test: impl Fn()) {
+    BLOCK.set(512);
     test();
 }
 
-/// Whether requests go to the disk.
-pub(crate) fn is_direct() -> bool {
-    DIRECT.get()
-}
-
-/// The disk, if requests are to go there.
-fn local(disk: &TestDisk) -> Option<LocalDisk> {
-    let local =
-        LocalDisk { disk: Arc::new(disk.clone()), poll: Duration::from_micros(50), timeout: LIMIT };
-    DIRECT.get().then_some(local)
+/// Whether a block is a sector.
+pub(crate) fn has_short_blocks() -> bool {
+    BLOCK.get() == 512
 }
 
 pub(crate) struct Rig {
     pub(crate) backing: TestDisk,
-    controller: Option<Controller>,
     device: Option<VhostUserBlk>,
     directory: TempDir,
 }
 
+fn device(backing: &TestDisk, read_only: bool) -> BlockDevice {
+    let mut options = BlockOptions::default();
+    (options.read_only, options.queues) = (read_only, 2);
+    (options.poll, options.timeout) = (Duration::from_micros(50), Duration::from_secs(60));
+    BlockDevice::new(Arc::new(backing.clone()), &options).unwrap()
+}
+
 impl Rig {
     pub(crate) fn new(read_only: bool) -> Self {
-        let backing = TestDisk::new(16384, 512);
-        let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let mut controller = attach(Arc::new(backing.clone()), &attached);
-        let mut options = BlockOptions::default();
-        options.read_only = read_only;
-        let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
+        let block = BLOCK.get();
+        let backing = TestDisk::new((8 << 20) / u64::from(block), block);
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("vhost");
-        let device = VhostUserBlk::start_on(disk, &path, "a test", local(&backing)).unwrap();
-        Self { backing, controller: Some(controller), device: Some(device), directory }
+        let device = VhostUserBlk::start(device(&backing, read_only), &path, "a test").unwrap();
+        Self { backing, device: Some(device), directory }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -97,7 +92,6 @@ impl Rig {
     pub(crate) fn end(mut self, failures: u64) {
         assert_eq!(self.device.take().unwrap().stop(), failures);
         assert!(!self.socket().exists());
-        self.controller.take().unwrap().detach().unwrap();
     }
 }
 
@@ -416,7 +410,7 @@ fn segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
 
 #[test]
 fn a_guest_finds_its_disk_and_uses_it() {
-    each_way(|| {
+    short_blocks(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 2, 0);
         assert_eq!(guest.config[..8], 16384u64.to_le_bytes());
@@ -447,7 +441,7 @@ fn a_guest_finds_its_disk_and_uses_it() {
 
 #[test]
 fn queues_are_used_at_the_same_time_and_deeply() {
-    each_way(|| {
+    each_block_size(|| {
         for without in [0, EVENT_IDX] {
             let rig = Rig::new(false);
             let guest = Guest::connect(&rig, 2, without);
@@ -507,7 +501,7 @@ fn queues_are_used_at_the_same_time_and_deeply() {
 
 #[test]
 fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         let ring = &mut guest.rings[0];
@@ -558,17 +552,13 @@ fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
 
 #[test]
 fn a_guest_that_does_not_flush_has_durable_writes() {
-    each_way(|| {
+    short_blocks(|| {
         let mut rig = Rig::new(false);
         drop(rig.device.take());
         rig.backing.cache = true;
-        let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let mut controller = attach(Arc::new(rig.backing.clone()), &attached);
-        let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+        let disk = device(&rig.backing, false);
         assert!(disk.geometry().volatile_cache);
-        rig.device = Some(
-            VhostUserBlk::start_on(disk, &rig.socket(), "cached", local(&rig.backing)).unwrap(),
-        );
+        rig.device = Some(VhostUserBlk::start(disk, &rig.socket(), "cached").unwrap());
         for (without, fua) in [(0, false), (FLUSH, true)] {
             rig.backing.order(|orders| orders.seen.clear());
             let mut guest = Guest::connect(&rig, 1, without);
@@ -583,7 +573,7 @@ fn a_guest_that_does_not_flush_has_durable_writes() {
 
 #[test]
 fn a_disk_that_takes_no_writes_or_fails() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(true);
         let mut guest = Guest::connect(&rig, 1, 0);
         assert_ne!(guest.features & 1 << 5, 0, "VIRTIO_BLK_F_RO");
@@ -604,7 +594,7 @@ fn a_disk_that_takes_no_writes_or_fails() {
 
 #[test]
 fn a_queue_is_stopped_when_what_it_took_is_answered() {
-    each_way(|| {
+    short_blocks(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         rig.backing.order(|orders| orders.hold = true);
@@ -628,7 +618,7 @@ fn a_queue_is_stopped_when_what_it_took_is_answered() {
 
 #[test]
 fn the_next_frontend_comes_after_the_last_and_a_stop_ends_one() {
-    each_way(|| {
+    each_block_size(|| {
         let mut rig = Rig::new(false);
         for round in 0..5u8 {
             let mut guest = Guest::connect(&rig, 2, 0);
@@ -653,10 +643,9 @@ fn the_next_frontend_comes_after_the_last_and_a_stop_ends_one() {
 
 #[test]
 fn a_socket_in_use_is_refused() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
-        let mut controller = attach(Arc::new(TestDisk::new(64, 512)), &AttachOptions::default());
-        let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+        let disk = device(&TestDisk::new(64, 512), false);
         let Err(error) = VhostUserBlk::start(disk.clone(), &rig.socket(), "") else {
             panic!("two at one socket");
         };

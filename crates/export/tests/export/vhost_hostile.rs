@@ -1,6 +1,8 @@
 //! Frontends that mean no good, and those that come after them or stand next to them.
 
-use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE, each_way};
+use crate::vhost::{
+    EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE, each_block_size, short_blocks,
+};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_testing::stalled::{self, Mount};
@@ -96,7 +98,7 @@ fn assert_sent_away(mut socket: UnixStream) {
 /// A file whose every use waits for its daemon, which never answers.
 #[test]
 fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         // Ends before the rig does: what is stalled after all is let go then.
         let Some(mount) = Mount::new("vhost_hostile::the_daemon") else { return };
@@ -141,7 +143,7 @@ fn page_tables() -> u64 {
 /// A place here and there of memory that is not there: each is a page table.
 #[test]
 fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
-    each_way(|| {
+    each_block_size(|| {
         const SPAN: u64 = 2 << 20;
         const SIZE: u64 = 64 << 30;
         let rig = Rig::new(false);
@@ -167,7 +169,7 @@ fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
 /// What is touched where a file has been cut off kills a process that does not look out.
 #[test]
 fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
-    each_way(|| {
+    short_blocks(|| {
         let (rig, other) = (Rig::new(false), Rig::new(false));
         let mut neighbour = Guest::connect(&other, 1, 0);
         // Data of a request, its rings, all of it before there is a queue.
@@ -190,7 +192,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
             }
             rig.backing.order(|orders| orders.seen.clear());
             let frontend = guest.frontend.clone();
-            soon("a frontend without memory", move || {
+            soon(&format!("a frontend with {left} bytes of memory"), move || {
                 while frontend.get_features().is_ok() {
                     wait::pause();
                 }
@@ -206,7 +208,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
 /// A file of huge pages of which there are none: it can be mapped, and not touched.
 #[test]
 fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let file = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();
         ftruncate(&file, 1 << 40).unwrap();
@@ -234,7 +236,7 @@ fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
 /// A write to it waits until somebody reads, and a read until somebody writes.
 #[test]
 fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         // Notified of each answer, and not only of those that it asks for.
         let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
@@ -255,7 +257,7 @@ fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
 /// A guest can do this by itself.
 #[test]
 fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
@@ -277,7 +279,7 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
 /// The memory is shared with its owner, whether its frontend is there or not.
 #[test]
 fn a_guest_that_never_stops_keeps_nobody_out() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let file = memfd_create("endless", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, MEMORY).unwrap();
@@ -304,7 +306,7 @@ fn a_guest_that_never_stops_keeps_nobody_out() {
 /// Ten thousand frontends are a year of a guest that is started again every hour.
 #[test]
 fn frontends_that_have_gone_leave_nothing_behind() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
         let before = open();

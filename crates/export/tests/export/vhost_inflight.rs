@@ -1,6 +1,6 @@
 //! What is written down of requests in flight, and frontends that share what makes no sense.
 
-use crate::vhost::{Guest, MEMORY, QUEUE, READ, Rig, WRITE, each_way};
+use crate::vhost::{Guest, MEMORY, QUEUE, READ, Rig, WRITE, each_block_size};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -44,7 +44,7 @@ fn words(file: &File, queue: u64) -> Vec<u64> {
 /// The specification's structures, at the specification's places.
 #[test]
 fn requests_are_written_down_while_they_are_in_flight() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let mut made = None;
         let mut guest = {
@@ -129,7 +129,7 @@ fn assert_served(rig: Rig) {
 
 #[test]
 fn messages_that_make_no_sense_end_the_connection() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let file = OwnedFd::from(memory(2 * REGION));
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
@@ -170,7 +170,7 @@ fn messages_that_make_no_sense_end_the_connection() {
 
 #[test]
 fn memory_that_makes_no_sense_ends_the_connection() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let shape = VhostUserInflight::new(2 * REGION, 0, 2, QUEUE);
         let header = |version: u16, entries: u16, last: u16, used: u16| {
@@ -198,7 +198,7 @@ fn memory_that_makes_no_sense_ends_the_connection() {
 
 #[test]
 fn memory_that_is_cut_off_ends_the_connection() {
-    each_way(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let shape = VhostUserInflight::new(2 * REGION, 0, 2, QUEUE);
         let file = memory(2 * REGION);

@@ -1,4 +1,4 @@
-//! Whole blocks lie in memory that the controller can reach, parts of blocks do not: whoever mixes
+//! Whole blocks are received into buffers of the disk's queue, parts of blocks are not: a client that mixes
 //! them sees no difference.
 
 use crate::client::Client;

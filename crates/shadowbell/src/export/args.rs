@@ -65,14 +65,14 @@ pub(crate) struct Args {
     /// Name of the NBD export, and serial number of the disk in a VM
     #[arg(long, default_value = "", value_name = "NAME", hide_default_value = true)]
     pub name: String,
-    /// Number of queue pairs of the controller to use [default: one per CPU, up to 4]
+    /// Number of queues of the device for --ublk and --vhost-user-blk, and of a remote controller's
+    /// queue pairs [default: one per processor, up to 4]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub queues: Option<u16>,
-    /// Longest time in microseconds to poll for completions before sleeping [default: 50, or 0 with
-    /// up to two CPUs; 100 for requests of a VM that go directly to the disk]
+    /// Longest time in microseconds for which a thread polls before it sleeps [default: 50]
     #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub poll_max: Option<u32>,
-    /// Time limit of a command in seconds
+    /// Time in seconds after which a request is cancelled
     #[arg(long, default_value_t = 30, value_name = "SECONDS",
         value_parser = clap::value_parser!(u16).range(1..=3600))]
     pub timeout: u16,

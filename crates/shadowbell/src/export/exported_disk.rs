@@ -1,19 +1,18 @@
-//! What runs while a disk is exported.
+//! Exports of one disk: NBD, FUSE, vhost-user-blk and ublk.
 
 use super::args::Args;
-use super::lender::Lender;
-use crate::exit;
-use crate::session::Session;
+use crate::disk_spec::{self, DiskSpecError};
+use crate::session::nothing_at;
 use crate::target::Target;
-use anyhow::{Context, anyhow};
-use shadowbell_block::{BlockDevice, BlockOptions, block_on_for};
-use shadowbell_controller::Controller;
-use shadowbell_driver::{AttachOptions, SpinPolicy, Timeouts};
-use shadowbell_export::QueueThreads;
-use shadowbell_export::fuse::{self, Mounted};
+use crate::{exit, transport};
+use anyhow::anyhow;
+use shadowbell_backend::{Disk, OpenError};
+use shadowbell_backend_nvme::Options as NvmeOptions;
+use shadowbell_block::{BlockDevice, BlockOptions};
+use shadowbell_export::fuse::Mounted;
 use shadowbell_export::nbd::{self, Server};
 use shadowbell_export::ublk::{self, Ublk, WhyCopied};
-use shadowbell_export::vhost::{LocalDisk, VhostUserBlk};
+use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_tls::ServerTls;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,21 +20,19 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tracing::{info, warn};
 
-/// Commands that may be outstanding per queue, and one.
-const QUEUE_DEPTH: u32 = 128;
-/// The most queue pairs that are asked for unless somebody says how many.
+/// Default limit of the number of queues.
 const MOST_QUEUES: u16 = 4;
+/// Queue pairs for NBD, where each client uses a queue of its own.
+const NBD_QUEUES: u16 = 16;
 
-/// For how many microseconds a queue looks for completions before it sleeps.
+/// Default of the longest time for which a thread polls before it sleeps, in microseconds.
 const POLL_MAX: u32 = 50;
-/// As that, where one thread serves a queue all by itself.
-const LONGEST_POLL: u32 = 100;
-/// How much longer than any other command the last flush may take.
+/// Time by which the last flush may exceed the timeout of other requests.
 const FLUSH_EXTRA: Duration = Duration::from_secs(5);
 
-/// A disk that is exported.
+/// A disk and its exports.
 pub(super) struct ExportedDisk {
-    session: Session,
+    target: Target,
     disk: BlockDevice,
     timeout: Duration,
     nbd: Vec<Server>,
@@ -46,9 +43,28 @@ pub(super) struct ExportedDisk {
     has_tls: bool,
 }
 
+/// Opens the disk that `target` names: a disk of this process, or a namespace of a controller, with
+/// `queues` queue pairs.
+fn open(target: &Target, queues: u16, timeout: Duration) -> anyhow::Result<Arc<dyn Disk>> {
+    match target {
+        Target::Local { disk } => disk_spec::open(disk).map_err(|error| match error {
+            DiskSpecError::Disk(OpenError::Missing { path }) => {
+                exit::bad_input(anyhow!(nothing_at(&path)))
+            }
+            error => error.into_error(),
+        }),
+        remote => {
+            let mut options = NvmeOptions::default();
+            (options.queue_pairs, options.timeout) = (queues, Some(timeout));
+            let transport = transport::to(remote)?;
+            Ok(Arc::new(disk_spec::attach(transport, remote, &remote.to_string(), &options)?))
+        }
+    }
+}
+
 impl ExportedDisk {
-    /// Attaches to the controller, and serves its namespace in every way that was asked for. Calls
-    /// `unused` when nobody can come to the disk any more.
+    /// Opens the disk, and exports it in every way that `args` name. Calls `unused` when all exports
+    /// have ended by themselves.
     pub(super) fn start(
         args: &Args,
         unused: impl Fn() + Clone + Send + 'static,
@@ -58,25 +74,18 @@ impl ExportedDisk {
         }
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let queues = u16::try_from(processors).unwrap_or(MOST_QUEUES).min(MOST_QUEUES);
-        // Whoever is served, the thread that serves and the queue's are three already.
-        let poll_max = args.poll_max.unwrap_or(if processors <= 2 { 0 } else { POLL_MAX });
+        let queues = args.queues.unwrap_or(queues);
         let timeout = Duration::from_secs(args.timeout.into());
-        let options = AttachOptions {
-            queue_pairs: args.queues.unwrap_or(queues),
-            queue_depth: QUEUE_DEPTH,
-            spin: SpinPolicy { max: Duration::from_micros(poll_max.into()), adaptive: true },
-            timeouts: Timeouts { io: timeout, ..Timeouts::default() },
-            ..AttachOptions::default()
-        };
-        let mut session = Session::attach(&args.target, &options)?;
-        let nsid = session.namespace()?.nsid();
+        let pairs = if args.nbd.is_empty() { queues } else { queues.max(NBD_QUEUES) };
+        let disk = open(&args.target, pairs, timeout)?;
         let mut options = BlockOptions::default();
-        options.read_only = args.read_only;
-        let disk = BlockDevice::open(&mut session.controller, nsid, &options)
-            .with_context(|| args.target.to_string())?;
+        (options.read_only, options.queues) = (args.read_only, queues.into());
+        options.poll = Duration::from_micros(args.poll_max.unwrap_or(POLL_MAX).into());
+        options.timeout = timeout;
+        let disk = BlockDevice::new(disk, &options).map_err(exit::bad_input)?;
         let name = args.name.clone();
         let mut exported = Self {
-            session,
+            target: args.target.clone(),
             disk,
             timeout,
             nbd: Vec::new(),
@@ -105,11 +114,6 @@ impl ExportedDisk {
         let mut options = nbd::Options::default();
         options.name.clone_from(&args.name);
         options.description = args.target.to_string();
-        let lender = |controller: &Controller| -> Arc<dyn QueueThreads> {
-            Arc::new(Lender(controller.clone()))
-        };
-        let lender = self.session.local().map(lender);
-        options.lender.clone_from(&lender);
         if let Some(directory) = &args.tls_certificates {
             let tls = ServerTls::load(directory, args.tls_any_client);
             options.tls = Some(tls.map_err(exit::bad_input)?);
@@ -132,15 +136,15 @@ impl ExportedDisk {
         }
         if let Some(path) = &args.vhost_user_blk {
             let id = if args.name.is_empty() { "shadowbell" } else { &args.name };
-            let offered = VhostUserBlk::start_on(self.disk.clone(), path, id, self.direct(args));
+            let offered = VhostUserBlk::start(self.disk.clone(), path, id);
             self.vhost = Some(offered.map_err(exit::bad_input)?);
         }
-        let servers = args.nbd.len()
+        let count = args.nbd.len()
             + usize::from(args.vhost_user_blk.is_some())
             + usize::from(args.fuse.is_some())
             + usize::from(args.ublk);
         // Each server of the disk that ends by itself counts down; the last one ends the program.
-        let servers = Arc::new(AtomicUsize::new(servers));
+        let servers = Arc::new(AtomicUsize::new(count));
         let gone = |what: String| {
             let (servers, unused) = (Arc::clone(&servers), unused.clone());
             move || {
@@ -160,9 +164,9 @@ impl ExportedDisk {
             let mut options = ublk::Options::default();
             (options.id, options.recover) = (args.ublk_id, args.recover);
             options.copy = args.ublk_copy;
+            options.shared = count > 1;
             let ended = gone("the block device was removed by another program".into());
-            let local = self.ublk_local(args);
-            let device = Ublk::start_on(&self.disk, options, local.as_ref(), ended);
+            let device = Ublk::start(&self.disk, options, ended);
             let device = device.map_err(exit::bad_input)?;
             let path = device.path().display();
             if device.was_taken_over() {
@@ -178,43 +182,10 @@ impl ExportedDisk {
         }
         if let Some(path) = &args.fuse {
             let ended = gone(format!("{} was unmounted", path.display()));
-            let mut options = fuse::Options::default();
-            options.lender = lender;
-            let mounted = Mounted::start_with(self.disk.clone(), path, &options, ended);
+            let mounted = Mounted::start(self.disk.clone(), path, ended);
             self.fuse = Some(mounted.map_err(exit::bad_input)?);
         }
         Ok(())
-    }
-
-    /// The disk below, if it is in this process, and served to a VM alone.
-    fn direct(&self, args: &Args) -> Option<LocalDisk> {
-        if !args.nbd.is_empty() || args.fuse.is_some() || args.ublk {
-            return None;
-        }
-        self.local(args)
-    }
-
-    /// The same, if it is a block device and nothing else.
-    fn ublk_local(&self, args: &Args) -> Option<LocalDisk> {
-        if !args.nbd.is_empty() || args.fuse.is_some() || args.vhost_user_blk.is_some() {
-            return None;
-        }
-        self.local(args)
-    }
-
-    /// The disk below, if it is in this process.
-    fn local(&self, args: &Args) -> Option<LocalDisk> {
-        let poll = args.poll_max.unwrap_or(LONGEST_POLL);
-        let disk = self.session.local_disk()?;
-        // A request without a word of protection information has none checked.
-        if disk.info().metadata.is_some() {
-            return None;
-        }
-        Some(LocalDisk {
-            disk: Arc::clone(disk),
-            poll: Duration::from_micros(poll.into()),
-            timeout: self.timeout,
-        })
     }
 
     /// Whether NBD clients need TLS.
@@ -244,7 +215,7 @@ impl ExportedDisk {
 
     /// What is exported.
     pub(super) fn target(&self) -> &Target {
-        self.session.target()
+        &self.target
     }
 
     /// The export's name.
@@ -252,9 +223,9 @@ impl ExportedDisk {
         &self.name
     }
 
-    /// Finishes what is under way, makes everything durable and leaves the controller.
+    /// Completes the requests in flight, makes everything durable, and closes the disk.
     pub(super) fn stop(self) -> anyhow::Result<()> {
-        let Self { session, disk, timeout, nbd, fuse, vhost, ublk, .. } = self;
+        let Self { target, disk, timeout, nbd, fuse, vhost, ublk, .. } = self;
         let mut failures = 0;
         // The device and the file first: who has them open is waited for.
         failures += ublk.map_or(0, Ublk::stop);
@@ -266,21 +237,19 @@ impl ExportedDisk {
         if failures > 0 {
             warn!("{failures} requests failed");
         }
-        let target = session.target().to_string();
-        let flushed = match disk.geometry().read_only {
-            true => Ok(()),
-            // A queue that is full of commands which never end has no place for this one either.
-            false => match block_on_for(disk.flush(), timeout + FLUSH_EXTRA) {
+        if disk.geometry().read_only {
+            return Ok(());
+        }
+        let flushed = match disk.queue() {
+            Ok(queue) => match queue.block_on_for(queue.flush(), timeout + FLUSH_EXTRA) {
                 Some(flushed) => flushed.map_err(|error| error.to_string()),
                 None => Err("timeout".to_owned()),
             },
+            Err(error) => Err(error.to_string()),
         };
-        drop(disk);
-        let detached = session.detach();
         flushed.map_err(|error| {
             anyhow!("{target}: written data may not be durable: the last flush failed: {error}")
-        })?;
-        detached
+        })
     }
 }
 

@@ -1,20 +1,18 @@
-//! `shadowbell export`: a disk on the user-space driver, for everyone who can not use the driver.
+//! `shadowbell export`: a disk for other programs, by NBD, FUSE, vhost-user-blk and ublk.
 //!
 //! # Architecture
 //!
 //! | module | what it is |
 //! |---|---|
 //! | `args` | the command line |
-//! | `exported_disk` | what runs: the controller, the disk on it and the servers of it |
+//! | `exported_disk` | the disk and its exports |
 //! | `launch_hint` | the commands by which others use what is exported |
 //!
-//! The protocols are in the crate `shadowbell-export`, and what makes bytes of blocks in
-//! `shadowbell-block`.
+//! The protocols are in the crate `shadowbell-export`, byte ranges in `shadowbell-block`.
 
 mod args;
 mod exported_disk;
 mod launch_hint;
-mod lender;
 
 pub(crate) use args::Args;
 

@@ -1,6 +1,6 @@
-//! Requests that go straight to a disk of this process.
+//! A queue that its frontend changes while its guest goes on, and long requests.
 
-use crate::vhost::{EVENT_IDX, Guest, READ, Rig, Ring, WRITE, direct};
+use crate::vhost::{EVENT_IDX, Guest, READ, Rig, Ring, WRITE, each_block_size, short_blocks};
 use shadowbell_backend::Op;
 use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
@@ -38,11 +38,9 @@ fn scatter(ring: &mut Ring, kind: u32, sector: u64) {
     ring.offer(0);
 }
 
-/// A controller takes no such request as a whole either, but from memory of the driver's: what the
-/// disk has seen says which way a request took.
 #[test]
 fn long_requests_come_to_the_disk_in_parts_of_a_mebibyte() {
-    direct(|| {
+    short_blocks(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         let ring = &mut guest.rings[0];
@@ -80,7 +78,7 @@ fn long_requests_come_to_the_disk_in_parts_of_a_mebibyte() {
 #[test]
 fn a_queue_goes_on_with_another_memory_and_other_events() {
     for without in [0, EVENT_IDX] {
-        direct(|| {
+        each_block_size(|| {
             let rig = Rig::new(false);
             let mut guest = Guest::connect(&rig, 2, without);
             for round in 0..10u8 {
@@ -124,7 +122,7 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
 /// leaves it, and what the guest has asked for is carried out when it is started.
 #[test]
 fn a_queue_is_stopped_at_any_moment() {
-    direct(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         assert_eq!(guest.rings[0].run(WRITE, 3, &[3; 512], 0), 0);
@@ -156,7 +154,7 @@ fn a_queue_is_stopped_at_any_moment() {
 /// A thread that polls is not one that does nothing else.
 #[test]
 fn a_queue_without_requests_keeps_no_thread_busy() {
-    direct(|| {
+    each_block_size(|| {
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 2, 0);
         for _ in 0..50 {

@@ -1,9 +1,7 @@
 //! virtio-blk request, read from the queue's descriptors, with its data left in the guest's
 //! memory.
 
-use super::super::request::{
-    Action, HEADER, MAX_PIECES, Refusal, Rules, SEGMENT, Status, understand,
-};
+use super::request::{Action, HEADER, MAX_PIECES, Rules, SEGMENT, Status, understand};
 use super::split_ring::{DESCRIPTOR, Descriptor, SplitRing};
 use ::shadowbell_memory::View;
 use shadowbell_backend::Op;
@@ -118,10 +116,7 @@ impl Chain {
             take_first(&mut self.read, view, &mut segment).map(|()| segment)
         };
         let understood = understand(header, (given, room), rules, segment);
-        let (action, offset) = understood.map_err(|refusal| match refusal {
-            Refusal::Status(answer) => Bad::Status(answer, status),
-            Refusal::NoRoom => Bad::NoRoom,
-        })?;
+        let (action, offset) = understood.map_err(|answer| Bad::Status(answer, status))?;
         let disk = |op, len: u64| Job::Disk { op, offset, len };
         let job = match action {
             Action::Read => disk(Op::Read, room as u64),

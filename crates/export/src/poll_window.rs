@@ -1,19 +1,19 @@
-//! Adaptive polling time of a queue's thread before it sleeps.
+//! Adaptive polling time of a thread before it sleeps.
 
 use std::time::{Duration, Instant};
 
 /// Number of vain passes between two clock reads.
 const PASSES: u32 = 64;
-/// Number of vain passes after which the thread yields the processor: some microseconds, in which
-/// a guest that polls as well would have sent more requests.
-const POLITE_AFTER: u32 = 16 * PASSES;
+/// Vain polling after which the thread yields the processor: in this time, a client that polls as
+/// well would have sent more requests.
+const POLITE_AFTER: Duration = Duration::from_micros(5);
 /// First polling time after a sleep that was shorter than the limit.
 const FIRST: Duration = Duration::from_micros(8);
 
 /// Polling time that grows while work arrives soon after the start of a sleep, and shrinks
 /// otherwise.
 #[derive(Debug)]
-pub(super) struct PollWindow {
+pub(crate) struct PollWindow {
     most: Duration,
     window: Duration,
     passes: u32,
@@ -22,19 +22,19 @@ pub(super) struct PollWindow {
 
 impl PollWindow {
     /// Creates the state with the longest polling time `most`.
-    pub(super) fn new(most: Duration) -> Self {
+    pub(crate) fn new(most: Duration) -> Self {
         Self { most, window: FIRST.min(most), passes: 0, since: Instant::now() }
     }
 
     /// Records that a pass found work.
     #[inline]
-    pub(super) fn found(&mut self) {
+    pub(crate) fn found(&mut self) {
         self.passes = 0;
     }
 
     /// True if the thread should poll again before a sleep, after a pass without work.
     #[inline]
-    pub(super) fn looks_again(&mut self) -> bool {
+    pub(crate) fn looks_again(&mut self) -> bool {
         if self.window.is_zero() {
             return false;
         }
@@ -46,6 +46,17 @@ impl PollWindow {
         self.look_at_clock()
     }
 
+    /// As [`looks_again`](Self::looks_again), for a pass that makes a system call: the clock is read
+    /// after each one.
+    #[cfg(any(feature = "nbd", feature = "fuse"))]
+    pub(crate) fn looks_again_by_call(&mut self) -> bool {
+        if self.window.is_zero() {
+            return false;
+        }
+        self.passes += 1;
+        self.look_at_clock()
+    }
+
     #[cold]
     fn look_at_clock(&mut self) -> bool {
         let now = Instant::now();
@@ -53,17 +64,18 @@ impl PollWindow {
             self.since = now;
             return true;
         }
-        if now.saturating_duration_since(self.since) >= self.window {
+        let waited = now.saturating_duration_since(self.since);
+        if waited >= self.window {
             return false;
         }
-        if self.passes > POLITE_AFTER {
+        if waited > POLITE_AFTER {
             std::thread::yield_now();
         }
         true
     }
 
     /// Adapts the polling time to the duration of a sleep.
-    pub(super) fn slept(&mut self, time: Duration) {
+    pub(crate) fn slept(&mut self, time: Duration) {
         self.passes = 0;
         self.window = if time < self.most {
             (self.window * 2).max(FIRST).min(self.most)

@@ -36,7 +36,7 @@ impl Descriptor {
 }
 
 /// Split virtqueue.
-pub(in super::super) struct SplitRing {
+pub(super) struct SplitRing {
     size: u16,
     event_idx: bool,
     descriptors: SharedBytes,
@@ -57,7 +57,7 @@ pub(in super::super) struct SplitRing {
 impl SplitRing {
     /// Creates the queue in the configuration of the frontend. `None` if a part of it does not
     /// lie in one region of the guest's memory.
-    pub(in super::super) fn new(queue: &Queue, table: &DmaTable) -> Option<Self> {
+    pub(super) fn new(queue: &Queue, table: &DmaTable) -> Option<Self> {
         let (size, event_idx) = (queue.size(), queue.event_idx_enabled());
         if !size.is_power_of_two() {
             return None;

@@ -1,47 +1,14 @@
-//! Driver and emulated controller in one process, over a disk of the test.
+//! Disk in memory that holds, fails and records requests as a test orders.
 
+use crate::wait;
 use parking_lot::Mutex;
 use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
-use shadowbell_controller::{
-    Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
-};
-use shadowbell_driver::{AttachOptions, Controller};
-use shadowbell_frontend::InProcess;
 use shadowbell_memory::{EventFd, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use crate::wait;
-
-/// Attaches a driver to a new controller over `disk`.
-///
-/// # Panics
-///
-/// If it cannot be attached.
-#[must_use]
-pub fn attach(disk: Arc<dyn Disk>, options: &AttachOptions) -> Controller {
-    attach_to(disk, options).0
-}
-
-/// Attaches a driver to a new controller over `disk`; returns both.
-///
-/// # Panics
-///
-/// If it cannot be attached.
-#[must_use]
-pub fn attach_to(disk: Arc<dyn Disk>, options: &AttachOptions) -> (Controller, Emulated) {
-    let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
-    let uuid = shadowbell_controller::config::uuid_from("a test");
-    let namespaces = vec![NamespaceConfig { disk, uuid }];
-    let config = Config { namespaces, io_queues: 4, ..Config::default() };
-    let emulated = Emulated::new(config, pool, Carrier::default()).unwrap();
-    let transport = InProcess::new(emulated.clone(), "test".into());
-    let controller = Controller::attach(Arc::new(transport), options).unwrap();
-    (controller, emulated)
-}
-
-/// Instructions for a [`TestDisk`], and its requests.
+/// What a [`TestDisk`] has to do, and what it saw.
 #[derive(Debug, Default)]
 pub struct Orders {
     /// Holds all requests while set.
@@ -50,7 +17,9 @@ pub struct Orders {
     pub hold_at: Option<u64>,
     /// Injected error of requests other than reads and flushes.
     pub fail: Option<DiskError>,
-    /// Number of requests that fail; all if `None`.
+    /// Every request fails, as on a disk that was removed.
+    pub unavailable: bool,
+    /// Only so many of them.
     pub failures: Option<u32>,
     /// Reads that start at this byte or beyond it fail.
     pub fail_beyond: Option<u64>,
@@ -160,6 +129,9 @@ struct TestQueue {
 
 impl TestQueue {
     fn run(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Result<(), DiskError> {
+        if self.disk.orders.lock().unavailable {
+            return Err(DiskError::Io(19));
+        }
         if !matches!(request.op, Op::Read | Op::Flush) {
             let mut orders = self.disk.orders.lock();
             let left = orders.failures;

@@ -1,0 +1,423 @@
+//! Requests in flight on one queue of the disk, with the buffers that they use.
+//!
+//! A queue, its requests and its buffers belong to one thread. A request occupies a slot, whose
+//! number is its tag. The slot owns the data buffer and the lock of the range while the disk has the
+//! request, so both outlive a future that is dropped.
+
+use crate::buffers::Buffer;
+use crate::locks::RangeGuard;
+use shadowbell_backend::{
+    DiskError, DiskInfo, Metadata, MetadataFormat, Op, Queue, Request, Submitted,
+};
+use shadowbell_memory::Segments;
+use shadowbell_spec::nvm::{PRINFO_GUARD, PRINFO_PRACT, PRINFO_REFTAG};
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+/// Number of turns with requests in flight between two timeout checks.
+const TURNS: u32 = 1 << 14;
+/// Longest sleep while requests are in flight, so that timeouts are noticed.
+pub(crate) const TICK: Duration = Duration::from_secs(1);
+/// Interval of the looks at a queue that is closed.
+const PAUSE: Duration = Duration::from_millis(1);
+/// Time after the cancellation of a request in which the disk should complete it.
+const CANCELLED: Duration = Duration::from_secs(5);
+
+/// Data of a request.
+pub(crate) enum Data {
+    /// A buffer of this process.
+    Buffer(Buffer),
+    /// Memory that the caller has described; empty for requests without data.
+    Segments(Segments),
+}
+
+impl Data {
+    pub(crate) const NONE: Self = Self::Segments(Segments::new());
+
+    fn segments(&mut self) -> Option<&mut Segments> {
+        match self {
+            Self::Buffer(buffer) => buffer.segments(),
+            Self::Segments(segments) => Some(segments),
+        }
+    }
+}
+
+/// Request in flight: its data, and the lock of the range that it writes.
+struct InFlight {
+    data: Data,
+    guard: Option<Arc<RangeGuard>>,
+    /// Seconds since the start of the engine.
+    since: u32,
+}
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Free,
+    /// The disk has the request.
+    Pending(InFlight),
+    /// The same, but it took too long: the future has to take the error.
+    Late(InFlight),
+    /// The disk has the request, and no future waits for it.
+    Abandoned(InFlight),
+    /// The future has to take the result.
+    Done(Result<(), DiskError>, InFlight),
+}
+
+#[derive(Default)]
+struct Slot {
+    state: State,
+    waker: Option<Waker>,
+}
+
+/// Result of a request that has ended.
+pub(crate) struct Ended {
+    pub(crate) outcome: Result<(), DiskError>,
+    /// `None` if the disk may still access the data, because the request took too long.
+    pub(crate) data: Option<Data>,
+    /// Lock of the range, which a repetition of the request needs.
+    pub(crate) guard: Option<Arc<RangeGuard>>,
+}
+
+/// Result of a submission.
+pub(crate) enum Begun {
+    Done(Ended),
+    /// The request is in flight in this slot.
+    Slot(u32),
+}
+
+struct Core {
+    queue: Box<dyn Queue>,
+    /// Block size and format, if blocks have protection information.
+    protection: Option<(u64, MetadataFormat)>,
+    takes_turns: bool,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    /// Number of requests that the disk has.
+    pending: usize,
+    reaped: Vec<(u32, Result<(), DiskError>, Segments)>,
+    /// Scratch space of a turn, kept for its capacity.
+    wakers: Vec<Waker>,
+    ended: Vec<InFlight>,
+    turns: u32,
+    /// Seconds since the start, at the last look at the clock.
+    now: u32,
+    started: Instant,
+    /// Longest time of a request in seconds.
+    timeout: u32,
+}
+
+/// One queue of the disk, and its requests.
+pub(crate) struct Engine {
+    /// `None` only while the value is dropped.
+    core: RefCell<Option<Core>>,
+    pending: Cell<usize>,
+    /// True if the queue must be asked for completions, even if no request is in flight.
+    must_look: Cell<bool>,
+}
+
+impl Engine {
+    pub(crate) fn new(queue: Box<dyn Queue>, info: &DiskInfo, timeout: Duration) -> Self {
+        let protected = info.metadata.filter(|format| format.protection != 0);
+        let core = Core {
+            protection: protected.map(|format| (info.block_size.into(), format)),
+            takes_turns: queue.takes_turns(),
+            queue,
+            slots: Vec::new(),
+            free: Vec::new(),
+            pending: 0,
+            reaped: Vec::new(),
+            wakers: Vec::new(),
+            ended: Vec::new(),
+            turns: 0,
+            now: 0,
+            started: Instant::now(),
+            timeout: u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX),
+        };
+        Self { core: RefCell::new(Some(core)), pending: Cell::new(0), must_look: Cell::new(false) }
+    }
+
+    /// Calls `with` with the disk's queue.
+    pub(crate) fn with_queue<R>(&self, with: impl FnOnce(&dyn Queue) -> R) -> Option<R> {
+        Some(with(&*self.core.borrow().as_ref()?.queue))
+    }
+
+    pub(crate) fn with_queue_mut(&self, with: impl FnOnce(&mut dyn Queue)) {
+        if let Some(core) = self.core.borrow_mut().as_mut() {
+            with(&mut *core.queue);
+        }
+    }
+
+    /// Number of requests in flight.
+    pub(crate) fn pending(&self) -> usize {
+        self.pending.get()
+    }
+
+    /// Submits a request. A later [`turn`](Self::turn) commits it.
+    pub(crate) fn submit(
+        &self,
+        request: &Request,
+        mut data: Data,
+        guard: Option<Arc<RangeGuard>>,
+        waker: &Waker,
+    ) -> Begun {
+        let mut core = self.core.borrow_mut();
+        let ended = |outcome, data, guard| Begun::Done(Ended { outcome, data: Some(data), guard });
+        let Some(core) = core.as_mut() else {
+            return ended(Err(DiskError::BadBuffer), data, guard);
+        };
+        let tag = core.free.pop().unwrap_or_else(|| {
+            core.slots.push(Slot::default());
+            (core.slots.len() - 1) as u32
+        });
+        let Some(segments) = data.segments() else {
+            core.free.push(tag);
+            return ended(Err(DiskError::BadBuffer), data, guard);
+        };
+        match submit(&mut *core.queue, core.protection.as_ref(), tag, request, segments) {
+            Submitted::Done(outcome) => {
+                core.free.push(tag);
+                ended(outcome, data, guard)
+            }
+            Submitted::Pending => {
+                if core.pending == 0 {
+                    core.look_at_clock();
+                }
+                core.pending += 1;
+                self.pending.set(core.pending);
+                let since = core.now;
+                if let Some(slot) = core.slots.get_mut(tag as usize) {
+                    slot.state = State::Pending(InFlight { data, guard, since });
+                    slot.waker = Some(waker.clone());
+                }
+                Begun::Slot(tag)
+            }
+        }
+    }
+
+    /// Takes the result of the request in slot `tag`; `None` if it is in flight. `waker` is woken
+    /// when it has ended.
+    pub(crate) fn poll(&self, tag: u32, waker: &Waker) -> Option<Ended> {
+        let mut core = self.core.borrow_mut();
+        let core = core.as_mut()?;
+        let slot = core.slots.get_mut(tag as usize)?;
+        match std::mem::take(&mut slot.state) {
+            State::Done(outcome, InFlight { data, guard, .. }) => {
+                core.free.push(tag);
+                Some(Ended { outcome, data: Some(data), guard })
+            }
+            State::Late(in_flight) => {
+                slot.state = State::Abandoned(in_flight);
+                Some(Ended { outcome: Err(DiskError::Cancelled), data: None, guard: None })
+            }
+            state => {
+                slot.state = state;
+                if !slot.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {
+                    slot.waker = Some(waker.clone());
+                }
+                None
+            }
+        }
+    }
+
+    /// Leaves the request in slot `tag` to itself: its data and its lock are released when it ends.
+    pub(crate) fn abandon(&self, tag: u32) {
+        let mut core = self.core.borrow_mut();
+        let Some(all) = core.as_mut() else { return };
+        let Some(slot) = all.slots.get_mut(tag as usize) else { return };
+        slot.waker = None;
+        let ended = match std::mem::take(&mut slot.state) {
+            State::Pending(in_flight) | State::Late(in_flight) => {
+                slot.state = State::Abandoned(in_flight);
+                return;
+            }
+            State::Done(_, in_flight) => in_flight,
+            state => {
+                slot.state = state;
+                return;
+            }
+        };
+        all.free.push(tag);
+        drop(core);
+        drop(ended);
+    }
+
+    /// Commits the submitted requests and takes completions. Returns true if there were any.
+    pub(crate) fn turn(&self) -> bool {
+        if self.pending.get() == 0 && !self.must_look.get() {
+            return false;
+        }
+        self.must_look.set(false);
+        let mut core = self.core.borrow_mut();
+        let Some(all) = core.as_mut() else { return false };
+        let any = all.turn();
+        self.pending.set(all.pending);
+        let (mut wakers, mut ended) =
+            (std::mem::take(&mut all.wakers), std::mem::take(&mut all.ended));
+        drop(core);
+        // Without the borrow: both may submit other requests.
+        wakers.drain(..).for_each(Waker::wake);
+        ended.clear();
+        if let Some(core) = self.core.borrow_mut().as_mut() {
+            (core.wakers, core.ended) = (wakers, ended);
+        }
+        any
+    }
+
+    /// Processes the end of a sleep: the queue may have events, and requests may be late.
+    pub(crate) fn after_sleep(&self) {
+        self.must_look.set(true);
+        if let Some(core) = self.core.borrow_mut().as_mut()
+            && core.pending > 0
+        {
+            core.cancel_late();
+        }
+    }
+
+    /// Asks the disk to end all requests soon.
+    pub(crate) fn cancel_all(&self) {
+        if let Some(core) = self.core.borrow_mut().as_mut() {
+            core.cancel(|_| true);
+        }
+    }
+
+    /// Time until which the thread may sleep at most, if it may not sleep without a limit.
+    pub(crate) fn sleep_limit(&self) -> Option<Duration> {
+        (self.pending.get() > 0).then_some(TICK)
+    }
+}
+
+/// Submits a request. Protection information is generated and checked: guard, and reference tag
+/// where its value is defined by the block's address.
+fn submit(
+    queue: &mut dyn Queue,
+    protection: Option<&(u64, MetadataFormat)>,
+    tag: u32,
+    request: &Request,
+    data: &mut Segments,
+) -> Submitted {
+    match protection {
+        Some((block, format)) if matches!(request.op, Op::Read | Op::Write { .. }) => {
+            let mut metadata = Metadata::default();
+            let reference = if format.protection == 3 { 0 } else { PRINFO_REFTAG };
+            metadata.fields.prinfo = PRINFO_PRACT | PRINFO_GUARD | reference;
+            metadata.fields.ref_tag = request.offset / block;
+            queue.submit_with_metadata(tag, request, &metadata, data)
+        }
+        _ => queue.submit(tag, request, data),
+    }
+}
+
+impl Core {
+    fn look_at_clock(&mut self) {
+        self.now = u32::try_from(self.started.elapsed().as_secs()).unwrap_or(u32::MAX);
+    }
+
+    fn turn(&mut self) -> bool {
+        if self.takes_turns {
+            self.queue.begin_turn(0);
+        }
+        self.queue.commit();
+        let mut reaped = std::mem::take(&mut self.reaped);
+        self.queue.reap(&mut |tag, outcome, segments| reaped.push((tag, outcome, segments)));
+        let any = !reaped.is_empty();
+        for (tag, outcome, segments) in reaped.drain(..) {
+            self.ended(tag, outcome, segments);
+        }
+        self.reaped = reaped;
+        self.turns = self.turns.wrapping_add(1);
+        if self.turns.is_multiple_of(TURNS) {
+            self.cancel_late();
+        }
+        any || !self.wakers.is_empty()
+    }
+
+    fn ended(&mut self, tag: u32, outcome: Result<(), DiskError>, segments: Segments) {
+        let Some(slot) = self.slots.get_mut(tag as usize) else { return };
+        let give_back = |mut in_flight: InFlight| {
+            if let Some(place) = in_flight.data.segments() {
+                *place = segments;
+            }
+            in_flight
+        };
+        match std::mem::take(&mut slot.state) {
+            State::Pending(in_flight) | State::Late(in_flight) => {
+                slot.state = State::Done(outcome, give_back(in_flight));
+                self.wakers.extend(slot.waker.take());
+            }
+            State::Abandoned(in_flight) => {
+                self.ended.push(give_back(in_flight));
+                self.free.push(tag);
+            }
+            state => {
+                slot.state = state;
+                return;
+            }
+        }
+        self.pending = self.pending.saturating_sub(1);
+    }
+
+    /// Cancels the requests that take too long. A request with a buffer of this process that does
+    /// not end then is answered as cancelled; the slot keeps the buffer and the lock until it ends.
+    fn cancel_late(&mut self) {
+        self.look_at_clock();
+        let (now, timeout) = (self.now, self.timeout);
+        self.cancel(|since| now.saturating_sub(since) > timeout);
+        let hopeless = timeout.saturating_add(CANCELLED.as_secs() as u32);
+        for slot in &mut self.slots {
+            match std::mem::take(&mut slot.state) {
+                State::Pending(in_flight @ InFlight { data: Data::Buffer(_), .. })
+                    if now.saturating_sub(in_flight.since) > hopeless =>
+                {
+                    slot.state = State::Late(in_flight);
+                    self.wakers.extend(slot.waker.take());
+                }
+                state => slot.state = state,
+            }
+        }
+    }
+
+    /// Cancels the requests whose submission time fits.
+    fn cancel(&mut self, fits: impl Fn(u32) -> bool) {
+        for (tag, slot) in (0..).zip(&self.slots) {
+            if let State::Pending(in_flight) | State::Late(in_flight) | State::Abandoned(in_flight) =
+                &slot.state
+                && fits(in_flight.since)
+            {
+                tracing::debug!(tag, "a request takes too long and is cancelled");
+                self.queue.cancel(tag);
+            }
+        }
+    }
+}
+
+impl Drop for Engine {
+    /// Waits for the requests in flight, for a limited time. If the disk does not complete them, the
+    /// queue, the buffers and the locks of their ranges are leaked, because the disk may still
+    /// access them.
+    fn drop(&mut self) {
+        let Some(mut core) = self.core.borrow_mut().take() else { return };
+        let began = Instant::now();
+        let mut is_cancelled = false;
+        while core.pending > 0 {
+            core.turn();
+            core.wakers.clear();
+            core.ended.clear();
+            if core.pending == 0 {
+                break;
+            }
+            let waited = began.elapsed();
+            if waited > CANCELLED {
+                tracing::warn!("requests of a queue that is closed do not end");
+                std::mem::forget(core);
+                return;
+            }
+            if waited > CANCELLED / 2 && !std::mem::replace(&mut is_cancelled, true) {
+                core.cancel(|_| true);
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! A thread's queue on a block device.
+
+use crate::buffers::{Buffer, BufferPool};
+use crate::device::{BlockDevice, DeviceShared};
+use crate::engine::{Data, Engine};
+use crate::error::BlockError;
+use crate::extents::Extent;
+use crate::geometry::Geometry;
+use crate::in_flight::InFlight;
+use crate::locks::RangeGuard;
+use crate::operations::Zeroes;
+use crate::range::BlockRange;
+use crate::{copy, extents, operations};
+use shadowbell_backend::{Op, Request};
+use shadowbell_memory::{DmaTable, MapError, Segments};
+use std::fmt;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Buffers of one page, enough for the requests of a queue.
+const SMALL_BUFFERS: usize = 128;
+const SMALL: usize = 4096;
+/// Maximum number of blocks of a request without data, so that a disk for which each block is work
+/// gets the range in parts.
+const MAX_BLOCKS: u64 = 1 << 15;
+
+/// A thread's queue on a [`BlockDevice`], with futures for requests. A clone is another handle to
+/// the same queue.
+///
+/// The futures make progress while the thread that created the queue calls [`turn`](Self::turn), as
+/// [`block_on`](Self::block_on) does. A queue that is dropped waits for its requests.
+#[derive(Clone)]
+pub struct BlockQueue(Rc<QueueShared>);
+
+struct QueueShared {
+    /// Declared before `device`: the queue is closed before its disk.
+    engine: Engine,
+    small: BufferPool,
+    large: BufferPool,
+    longest: u64,
+    device: Arc<DeviceShared>,
+}
+
+impl BlockQueue {
+    pub(crate) fn open(device: &BlockDevice) -> io::Result<Self> {
+        let device = device.shared();
+        let options = &device.options;
+        let mut queue = device.disk.queue()?;
+        queue.may_wait();
+        let block = device.geometry.block_size as usize;
+        let longest = queue.longest_inline().min(MAX_BLOCKS * block as u64);
+        let longest = (longest / block as u64).max(1) * block as u64;
+        let whole = |bytes: usize| (bytes / block).max(1) * block;
+        let pool = |count, size| BufferPool::new(count, size).map_err(io::Error::other);
+        let small = match options.small_buffers {
+            0 => SMALL_BUFFERS,
+            count => count,
+        };
+        Ok(Self(Rc::new(QueueShared {
+            engine: Engine::new(queue, &device.disk.info(), options.timeout),
+            small: pool(small, whole(SMALL))?,
+            large: pool(options.chunks, whole(options.chunk_bytes))?,
+            longest,
+            device: Arc::clone(device),
+        })))
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.0.engine
+    }
+
+    pub(crate) fn device(&self) -> &DeviceShared {
+        &self.0.device
+    }
+
+    pub(crate) fn small(&self) -> &BufferPool {
+        &self.0.small
+    }
+
+    pub(crate) fn large(&self) -> &BufferPool {
+        &self.0.large
+    }
+
+    /// Size and features of the disk.
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        &self.device().geometry
+    }
+
+    /// Number of requests that the disk has.
+    #[must_use]
+    pub fn pending(&self) -> usize {
+        self.engine().pending()
+    }
+
+    /// Passes the submitted requests to the disk and takes completions. Returns true if there were
+    /// any.
+    pub fn turn(&self) -> bool {
+        self.engine().turn()
+    }
+
+    /// Calls `each` with the descriptors that are readable when [`turn`](Self::turn) has work, and
+    /// with true for those that must be watched edge-triggered.
+    ///
+    /// # Errors
+    /// The first error of `each`.
+    pub fn watch<E>(
+        &self,
+        mut each: impl FnMut(BorrowedFd<'_>, bool) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let watched = self.engine().with_queue(|queue| {
+            if let Some(fd) = queue.wake_fd() {
+                each(fd, queue.wakes_by_edges())?;
+            }
+            match queue.timer_fd() {
+                Some(fd) => each(fd, false),
+                None => Ok(()),
+            }
+        });
+        watched.unwrap_or(Ok(()))
+    }
+
+    /// Longest time for which the thread may sleep now, so that timeouts are noticed; `None` for no
+    /// limit.
+    #[must_use]
+    pub fn sleep_limit(&self) -> Option<Duration> {
+        self.engine().sleep_limit()
+    }
+
+    /// Must be called after the thread has slept on the descriptors of [`watch`](Self::watch).
+    pub fn after_sleep(&self) {
+        self.engine().after_sleep();
+    }
+
+    /// Asks the disk to end all requests in flight soon.
+    pub fn cancel_all(&self) {
+        self.engine().cancel_all();
+    }
+
+    /// Announces that requests with [segments](Self::read_to) use this memory from now on.
+    pub fn memory_changed(&self, table: &DmaTable) {
+        self.engine().with_queue_mut(|queue| queue.memory_changed(table));
+    }
+
+    /// True if the queue benefits from [`prefetch_hint`](Self::prefetch_hint).
+    #[must_use]
+    pub fn wants_prefetch_hints(&self) -> bool {
+        self.engine().with_queue(|queue| queue.wants_prefetch_hints()).unwrap_or(false)
+    }
+
+    /// Hints that a request `op` will be submitted soon: see
+    /// [`Queue::prefetch_hint`](shadowbell_backend::Queue::prefetch_hint).
+    pub fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
+        self.engine().with_queue(|queue| queue.prefetch_hint(op, offset, len, distance));
+    }
+
+    /// Reads the bytes from `offset` on into all of `into`.
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub async fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
+        operations::read(self, offset, into).await
+    }
+
+    /// Writes all of `from` to the bytes from `offset` on. With `fua`, the bytes are durable when
+    /// the write completes.
+    ///
+    /// # Errors
+    /// [`BlockError`]; some of the bytes may have been written.
+    pub async fn write(&self, offset: u64, from: &[u8], fua: bool) -> Result<(), BlockError> {
+        operations::write(self, offset, from, fua).await
+    }
+
+    /// Zeroes `len` bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`BlockError`]; some of the bytes may have been zeroed.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, how: Zeroes) -> Result<(), BlockError> {
+        operations::write_zeroes(self, offset, len, how).await
+    }
+
+    /// Discards the whole blocks within `len` bytes from `offset` on; partial blocks at the ends
+    /// remain unchanged.
+    ///
+    /// # Errors
+    /// [`BlockError::Unsupported`] if the disk cannot discard; other errors.
+    pub async fn discard(&self, offset: u64, len: u64) -> Result<(), BlockError> {
+        operations::discard(self, offset, len).await
+    }
+
+    /// True if the bytes from `offset` on are equal to `with`.
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub async fn compare(&self, offset: u64, with: &[u8]) -> Result<bool, BlockError> {
+        operations::compare(self, offset, with).await
+    }
+
+    /// Reports which of `len` bytes from `offset` on may hold data, as contiguous extents: at least
+    /// one unless the range is empty, at most `most`. They may cover only the beginning of the
+    /// range.
+    ///
+    /// Bytes that were written before the request are reported as data, unless they were discarded
+    /// or zeroed since. Concurrent changes may be reported or not. A separate thread asks the disk,
+    /// because the query may block.
+    ///
+    /// # Errors
+    /// [`BlockError::OutOfRange`].
+    pub async fn extents(
+        &self,
+        offset: u64,
+        len: u64,
+        most: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        self.range(offset, len)?;
+        Ok(extents::extents(self.device(), offset, len, most).await)
+    }
+
+    /// Makes all completed writes durable, of any queue.
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub async fn flush(&self) -> Result<(), BlockError> {
+        operations::flush(self).await
+    }
+
+    /// Copies `len` bytes from `from` to `to` by reading and writing. The ranges may overlap:
+    /// afterwards the destination has the previous content of the source.
+    ///
+    /// Concurrent writes to the source take effect before or after the copy of each block, as with
+    /// a read. For concurrent requests, the destination is written.
+    ///
+    /// # Errors
+    /// [`BlockError`]. Some of the bytes may have been copied; if source and destination overlap, a
+    /// part of the source may be overwritten.
+    pub async fn copy(&self, from: u64, to: u64, len: u64) -> Result<(), BlockError> {
+        copy::copy(self, from, to, len).await
+    }
+
+    /// Allocates `count` buffers of `size` bytes for [`read_direct`](Self::read_direct) and
+    /// [`write_direct`](Self::write_direct). The buffers belong to the caller: no other request
+    /// waits for them.
+    ///
+    /// # Errors
+    /// [`MapError`].
+    pub fn buffers(&self, count: usize, size: usize) -> Result<BufferPool, MapError> {
+        BufferPool::new(count, size)
+    }
+
+    /// True if these bytes can be transferred without a copy: whole blocks, at least one, and no
+    /// more than one request transfers.
+    #[must_use]
+    pub fn is_direct(&self, offset: u64, len: usize) -> bool {
+        (1..=self.large().buffer_size()).contains(&len) && self.is_whole(offset, len as u64)
+    }
+
+    pub(crate) fn is_whole(&self, offset: u64, len: u64) -> bool {
+        let block = u64::from(self.geometry().block_size);
+        offset.is_multiple_of(block) && len.is_multiple_of(block)
+    }
+
+    /// Reads `len` bytes from `offset` on to the beginning of `buffer`. Returns the buffer. The
+    /// range must be [direct](Self::is_direct), and the buffer have at least `len` bytes.
+    ///
+    /// # Errors
+    /// [`BlockError`]; the buffer returns to its pool.
+    pub async fn read_direct(
+        &self,
+        offset: u64,
+        len: usize,
+        buffer: Buffer,
+    ) -> Result<Buffer, BlockError> {
+        self.range(offset, len as u64)?;
+        self.transfer_direct(Op::Read, (offset, len), buffer, None).await
+    }
+
+    /// Writes the first `len` bytes of `buffer` to `offset`. Returns the buffer. The requirements
+    /// are those of [`read_direct`](Self::read_direct); `fua` is as for [`write`](Self::write).
+    ///
+    /// # Errors
+    /// [`BlockError`]; the buffer returns to its pool.
+    pub async fn write_direct(
+        &self,
+        offset: u64,
+        len: usize,
+        buffer: Buffer,
+        fua: bool,
+    ) -> Result<Buffer, BlockError> {
+        let range = self.range_to_change(offset, len as u64)?;
+        let guard = self.lock(&range).await;
+        self.transfer_direct(Op::Write { fua }, (offset, len), buffer, guard).await
+    }
+
+    async fn transfer_direct(
+        &self,
+        op: Op,
+        (offset, len): (u64, usize),
+        buffer: Buffer,
+        guard: Option<Arc<RangeGuard>>,
+    ) -> Result<Buffer, BlockError> {
+        if !self.is_direct(offset, len) || buffer.len() < len {
+            return Err(BlockError::Buffer);
+        }
+        let request = Request { op, offset, len: len as u64 };
+        match self.request(request, Data::Buffer(buffer), guard).await? {
+            Data::Buffer(buffer) => Ok(buffer),
+            Data::Segments(_) => Err(BlockError::Buffer),
+        }
+    }
+
+    /// Reads from `offset` on to all of `data`, memory that the caller has described. Returns the
+    /// segments.
+    ///
+    /// # Errors
+    /// [`BlockError`]; some of the bytes may have been read.
+    pub async fn read_to(&self, offset: u64, data: Segments) -> Result<Segments, BlockError> {
+        operations::read_to(self, offset, data).await
+    }
+
+    /// Writes all of `data`, memory that the caller has described, to the bytes from `offset` on.
+    /// Returns the segments. `fua` is as for [`write`](Self::write).
+    ///
+    /// # Errors
+    /// [`BlockError`]; some of the bytes may have been written.
+    pub async fn write_from(
+        &self,
+        offset: u64,
+        data: Segments,
+        fua: bool,
+    ) -> Result<Segments, BlockError> {
+        operations::write_from(self, offset, data, fua).await
+    }
+
+    /// Splits a range into blocks, after a check against the disk's size.
+    pub(crate) fn range(&self, offset: u64, len: u64) -> Result<BlockRange, BlockError> {
+        let geometry = self.geometry();
+        let size = geometry.bytes;
+        match offset.checked_add(len) {
+            Some(end) if end <= size => Ok(BlockRange::of(offset, end, geometry.block_size.into())),
+            _ => Err(BlockError::OutOfRange { offset, len, size }),
+        }
+    }
+
+    /// As [`range`](Self::range), for a change: fails if the disk is read-only.
+    pub(crate) fn range_to_change(&self, offset: u64, len: u64) -> Result<BlockRange, BlockError> {
+        if self.geometry().read_only { Err(BlockError::ReadOnly) } else { self.range(offset, len) }
+    }
+
+    /// Locks a range for writing: exclusively if it has partial blocks. `None` for an empty range.
+    pub(crate) async fn lock(&self, range: &BlockRange) -> Option<Arc<RangeGuard>> {
+        if range.start == range.end {
+            return None;
+        }
+        let exclusive = range.edges().next().is_some();
+        Some(Arc::new(self.device().locks.acquire(range.start, range.end, exclusive).await))
+    }
+
+    /// Creates a request. It is submitted when it is first polled.
+    pub(crate) fn request(
+        &self,
+        request: Request,
+        data: Data,
+        guard: Option<Arc<RangeGuard>>,
+    ) -> InFlight<'_> {
+        InFlight::new(self.engine(), request, data, guard)
+    }
+
+    /// Largest range of a request without data, in bytes.
+    pub(crate) fn longest_without_data(&self) -> u64 {
+        self.0.longest
+    }
+}
+
+impl fmt::Debug for BlockQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockQueue")
+            .field("geometry", self.geometry())
+            .field("pending", &self.pending())
+            .finish_non_exhaustive()
+    }
+}

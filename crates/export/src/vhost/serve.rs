@@ -1,0 +1,496 @@
+//! Serving of one virtio queue: requests are taken from the guest's rings, executed on the thread's
+//! queue on the disk, and answered.
+//!
+//! The disk transfers the data from and to the guest's memory, without a copy in between, if a
+//! request consists of whole blocks. The thread polls the available ring for a while before it
+//! sleeps, and suppresses notifications meanwhile.
+
+use super::chain::{Bad, Chain, Job as Parsed, Piece, Request, part};
+use super::inflight::Tracker;
+use super::request::{MAX_DATA, QUEUE_SIZE, Rules, Status, identifier};
+use super::ring::Ring;
+use super::shared::DeviceShared;
+use super::split_ring::SplitRing;
+use crate::io_thread::{FIRST, IoThread};
+use ::shadowbell_memory::page_tables::Awake;
+use ::shadowbell_memory::{DmaTable, EventFd, Segments, SharedBytes, View};
+use rustix::event::epoll::EventFlags;
+use rustix::io::Errno;
+use shadowbell_backend::Op;
+use shadowbell_block::{BlockDevice, BlockError, BlockQueue, Zeroes};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use virtio_queue::Error;
+
+/// Largest number of requests in flight.
+const SLOTS: usize = 128;
+/// Largest number of bytes that the disk is asked to prefetch for a request.
+const PREFETCH: u64 = 1 << 20;
+/// Time limit for the requests in flight of a queue that is left, until they are cancelled; and
+/// the time limit after that.
+const FINISH: Duration = Duration::from_secs(60);
+const CANCELLED: Duration = Duration::from_secs(5);
+/// Polling interval while a page table check is awaited.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// Disk operation with its data, in the guest's memory.
+pub(super) struct Job {
+    op: Op,
+    offset: u64,
+    len: u64,
+    data: Segments,
+}
+
+/// Result of a job, which returns its list of segments.
+pub(super) struct Completed {
+    outcome: Result<(), BlockError>,
+    data: Segments,
+}
+
+/// Executes a job.
+pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
+    let Job { op, offset, len, data } = job;
+    let moved = match op {
+        Op::Read => disk.read_to(offset, data).await,
+        Op::Write { fua } => disk.write_from(offset, data, fua).await,
+        Op::Flush => disk.flush().await.map(|()| data),
+        Op::Discard => disk.discard(offset, len).await.map(|()| data),
+        Op::WriteZeroes { deallocate, fua } => {
+            let how = Zeroes { deallocate, fua, fast_only: false };
+            disk.write_zeroes(offset, len, how).await.map(|()| data)
+        }
+        _ => Err(BlockError::Unsupported { operation: "the request" }),
+    };
+    match moved {
+        Ok(data) => Completed { outcome: Ok(()), data },
+        Err(error) => Completed { outcome: Err(error), data: Segments::new() },
+    }
+}
+
+/// Request in flight.
+#[derive(Clone, Copy, Default)]
+struct Pending {
+    head: u16,
+    status: u64,
+    /// Number of bytes in the guest's memory that a read fills.
+    len: u32,
+    /// Number of memory pieces.
+    pieces: usize,
+}
+
+/// State of a queue that remains when the queue is left.
+pub(super) struct Context<'a> {
+    pub(super) index: usize,
+    pub(super) device: &'a DeviceShared,
+    pub(super) vring: &'a Ring,
+    pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
+    /// Heads of the requests in flight of a dead process, which are executed again.
+    pub(super) again: &'a mut VecDeque<u16>,
+    /// Event that ends the thread's sleep.
+    pub(super) waker: &'a EventFd,
+    /// Change counters of the queue and the device when they were looked up.
+    pub(super) seen: (u64, u64),
+    pub(super) faults: u64,
+}
+
+/// virtio queue while it is served.
+pub(super) struct ServedQueue<'a, F> {
+    context: Context<'a>,
+    rules: Rules,
+    ring: SplitRing,
+    /// Positions of the rings at the start.
+    began: (u16, u16),
+    view: View,
+    io: IoThread<F>,
+    disk: BlockQueue,
+    make: fn(BlockQueue, Job) -> F,
+    kick: Option<EventFd>,
+    /// Requests that are delayed until two later ones are known, so that the disk's memory is
+    /// prefetched by then. `None` if the disk needs no prefetch.
+    ready: Option<VecDeque<(usize, Job)>>,
+    /// Requests in flight, by slot.
+    requests: Vec<Pending>,
+    /// Memory pieces of the requests in flight.
+    pieces: usize,
+    /// Request that waits for a slot.
+    stalled: Option<u16>,
+    chain: Chain,
+    part: Vec<Piece>,
+    /// Unused lists of segments, kept for their capacity.
+    spare: Vec<Segments>,
+    /// Completed requests; empty between uses, kept for its capacity.
+    done: Vec<(usize, Completed)>,
+}
+
+impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
+    /// Creates the state for a queue in its current configuration, with the current guest memory.
+    /// `make` is [`carry_out`], whose future has no name.
+    ///
+    /// # Errors
+    /// The error of the system call if the resources of the disk's queue are exhausted.
+    pub(super) fn new(
+        context: Context<'a>,
+        ring: SplitRing,
+        table: &Arc<DmaTable>,
+        disk: &BlockDevice,
+        make: fn(BlockQueue, Job) -> F,
+    ) -> io::Result<Self> {
+        let mut io = IoThread::new(SLOTS, context.waker.try_clone()?)?;
+        let disk = io.open(disk)?;
+        disk.memory_changed(table);
+        let kick = context.vring.kick();
+        for event in kick.iter().chain([context.vring.changed()]) {
+            io.add_fd(event.as_fd(), FIRST, EventFlags::IN)?;
+        }
+        Ok(Self {
+            rules: context.device.rules(),
+            began: ring.places(),
+            ring,
+            view: View::new(Arc::clone(table)),
+            ready: disk.wants_prefetch_hints().then(|| VecDeque::with_capacity(SLOTS)),
+            io,
+            disk,
+            make,
+            kick,
+            requests: vec![Pending::default(); SLOTS],
+            pieces: 0,
+            stalled: None,
+            chain: Chain::default(),
+            part: Vec::new(),
+            spare: Vec::new(),
+            done: Vec::with_capacity(SLOTS),
+            context,
+        })
+    }
+
+    /// Serves the queue until something changes, and completes the requests in flight. `complain`
+    /// is called if the queue is invalid.
+    pub(super) fn serve(mut self, complain: &mut dyn FnMut(&Error)) {
+        while self.poll(complain) {
+            // A request that waits for memory is not woken.
+            self.sleep(self.stalled.map(|_| Instant::now() + LOOK));
+        }
+        let _touches_memory = Awake::new();
+        self.leave();
+    }
+
+    fn sleep(&mut self, until: Option<Instant>) {
+        if !self.io.prepare_sleep() {
+            return;
+        }
+        self.io.wait(until, |_| {});
+        if let Some(kick) = &self.kick {
+            kick.drain();
+        }
+    }
+
+    /// Serves the queue until there is no work and polling does not pay. Returns false if the
+    /// queue is to be left.
+    fn poll(&mut self, complain: &mut dyn FnMut(&Error)) -> bool {
+        let _touches_memory = Awake::new();
+        while !self.must_leave() {
+            match self.pass(true) {
+                Ok(true) => {
+                    self.io.found();
+                    continue;
+                }
+                Ok(false) => {}
+                // After the next notification, the queue may be valid again, unless its memory is
+                // gone.
+                Err(error) => {
+                    complain(&error);
+                    return !self.must_leave();
+                }
+            }
+            if self.io.looks_again() {
+                continue;
+            }
+            // While a request waits for a slot, a notification would be useless.
+            if self.stalled.is_some() || !self.ring.ask_for_kicks() {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Executes the requests of the queue, including those that arrive meanwhile, until there is
+    /// none left.
+    pub(super) fn run_dry(mut self, complain: &mut dyn FnMut(&Error)) {
+        loop {
+            match self.pass(true) {
+                Ok(true) if !self.must_leave() => {}
+                Ok(_) => return self.leave(),
+                Err(error) => {
+                    complain(&error);
+                    return self.leave();
+                }
+            }
+        }
+    }
+
+    /// True if the queue is stopped, or anything else has changed.
+    #[inline]
+    fn must_leave(&mut self) -> bool {
+        if self.has_changed() {
+            return true;
+        }
+        let now = ::shadowbell_memory::sigbus::faults();
+        if now == self.context.faults {
+            return false;
+        }
+        if self.context.device.has_lost_memory() {
+            return true;
+        }
+        self.context.faults = now;
+        false
+    }
+
+    /// True if the configuration has changed, so that no more requests may be taken.
+    #[inline]
+    fn has_changed(&self) -> bool {
+        let Context { device, vring, seen, .. } = &self.context;
+        device.is_over() || (vring.changes(), device.changes()) != *seen
+    }
+
+    /// Takes new requests if `takes` is set, starts them, and answers completed ones. Returns
+    /// true if there was any work.
+    #[inline]
+    fn pass(&mut self, takes: bool) -> Result<bool, Error> {
+        let outcome = self.take(takes);
+        let any = self.collect();
+        self.ring.publish();
+        if self.ring.wants_notification() {
+            self.context.vring.signal();
+        }
+        outcome.map(|taken| any | taken)
+    }
+
+    /// Takes requests and starts them. Returns true if there was any.
+    #[inline]
+    fn take(&mut self, takes: bool) -> Result<bool, Error> {
+        let mut any = false;
+        // Bounded by the queue size, whatever the guest does to its ring meanwhile.
+        for _ in 0..QUEUE_SIZE {
+            let left = self.stalled.take().or_else(|| self.context.again.pop_front());
+            let head = match left {
+                Some(head) => head,
+                None if !takes || self.has_changed() => break,
+                None => {
+                    let head = match self.ring.take() {
+                        Ok(Some(head)) => head,
+                        Ok(None) => break,
+                        Err(error) => {
+                            self.begin_rest();
+                            return Err(error);
+                        }
+                    };
+                    if !any {
+                        self.ring.suppress_kicks();
+                    }
+                    if let Some(tracker) = self.context.tracker {
+                        tracker.taken(head);
+                    }
+                    head
+                }
+            };
+            if !self.begin(head) {
+                self.stalled = Some(head);
+                break;
+            }
+            any = true;
+        }
+        self.begin_rest();
+        Ok(any)
+    }
+
+    /// Starts a request when the two requests behind it are known, or by `begin_rest`.
+    #[inline]
+    fn begin_soon(&mut self, slot: usize, job: Job) {
+        let Some(ready) = &mut self.ready else { return self.start(slot, job) };
+        let others = ready.back().map(|(_, job)| job);
+        for (job, distance) in [(Some(&job), 2), (others, 1)] {
+            if let Some(Job { op, offset, len, .. }) = job {
+                self.disk.prefetch_hint(*op, *offset, (*len).min(PREFETCH) as usize, distance);
+            }
+        }
+        ready.push_back((slot, job));
+        if ready.len() > 2
+            && let Some((slot, job)) = ready.pop_front()
+        {
+            self.start(slot, job);
+        }
+    }
+
+    #[inline]
+    fn begin_rest(&mut self) {
+        while let Some((slot, job)) = self.ready.as_mut().and_then(VecDeque::pop_front) {
+            self.start(slot, job);
+        }
+    }
+
+    #[inline]
+    fn start(&mut self, slot: usize, job: Job) {
+        let future = (self.make)(self.disk.clone(), job);
+        if let Some(completed) = self.io.start_now(slot, future) {
+            self.finish(slot, completed);
+        }
+    }
+
+    /// Starts a request. Returns false if there is no slot or no memory for it.
+    #[inline]
+    fn begin(&mut self, head: u16) -> bool {
+        let quota = &self.context.device.page_table_quota;
+        if self.io.tasks().reserved() == SLOTS || quota.must_wait() {
+            return false;
+        }
+        self.chain.read(&self.ring, &self.view, head);
+        let pieces = self.chain.pieces();
+        let most = quota.most_in_flight();
+        if self.pieces > 0 && self.pieces.saturating_add(pieces) > most {
+            return false;
+        }
+        quota.add(pieces);
+        match self.chain.parse(&self.view, &self.rules) {
+            // An invalid head is not put into the used ring.
+            Err(Bad::NoRoom) if head >= self.ring.size() => {}
+            Err(Bad::NoRoom) => self.answer(head, 0),
+            Err(Bad::Status(status, at)) => self.end(head, at, 0, status),
+            Ok(Request { job: Parsed::Identify { room }, status }) => {
+                let id = identifier(&self.context.device.id, room);
+                let given = self.put_data(&id);
+                let (len, outcome) =
+                    if given { (id.len() as u32, Status::Ok) } else { (0, Status::IoError) };
+                self.end(head, status, len, outcome);
+            }
+            Ok(Request { job: Parsed::Disk { op, len: 0, .. }, status }) if op != Op::Flush => {
+                self.end(head, status, 0, Status::Ok);
+            }
+            Ok(Request { job: Parsed::Disk { op, offset, len }, status }) => {
+                let (ranges, write) = match op {
+                    Op::Read => (&self.chain.write, true),
+                    Op::Write { .. } => (&self.chain.read, false),
+                    _ => (const { &Vec::new() }, false),
+                };
+                let mut data = self.spare.pop().unwrap_or_default();
+                if data.resolve_ranges(&self.view, ranges, write).is_err() {
+                    self.end(head, status, 0, Status::IoError);
+                    return true;
+                }
+                let Some(slot) = self.io.tasks().reserve() else { return false };
+                let filled = if write { len.min(MAX_DATA as u64) as u32 } else { 0 };
+                if let Some(request) = self.requests.get_mut(slot) {
+                    *request = Pending { head, status, len: filled, pieces };
+                }
+                self.pieces += pieces;
+                self.begin_soon(slot, Job { op, offset, len, data });
+            }
+        }
+        true
+    }
+
+    /// Writes bytes to the request's data buffer in the guest's memory.
+    fn put_data(&mut self, bytes: &[u8]) -> bool {
+        let mut data = Segments::new();
+        part(&self.chain.write, 0, bytes.len() as u64, &mut self.part);
+        data.resolve_ranges(&self.view, &self.part, true).is_ok()
+            && data.write_from(0, bytes).is_some()
+    }
+
+    /// Submits the started requests, and answers completed ones. Returns true if there was any
+    /// work.
+    #[inline]
+    fn collect(&mut self) -> bool {
+        let mut done = std::mem::take(&mut self.done);
+        let busy = self.io.run_once(|slot, completed| done.push((slot, completed)));
+        for (slot, completed) in done.drain(..) {
+            self.finish(slot, completed);
+        }
+        self.done = done;
+        busy
+    }
+
+    /// Answers a completed request.
+    #[inline]
+    fn finish(&mut self, slot: usize, Completed { outcome, mut data }: Completed) {
+        self.io.tasks().release(slot);
+        let request = self.requests.get(slot).copied().unwrap_or_default();
+        let (len, status) = match outcome {
+            Ok(()) => (request.len, Status::Ok),
+            Err(error) if error.errno() == Errno::NOTSUP => (0, Status::Unsupported),
+            Err(error) => {
+                self.context.device.failures.record(&error);
+                (0, Status::IoError)
+            }
+        };
+        data.rewind();
+        self.spare.push(data);
+        self.pieces -= request.pieces;
+        self.end(request.head, request.status, len, status);
+        self.context.device.page_table_quota.add(request.pieces);
+    }
+
+    /// Answers a request, with `len` bytes of data in the guest's memory.
+    #[inline]
+    fn end(&mut self, head: u16, status_at: u64, len: u32, status: Status) {
+        let written = self.view.write(status_at, &[status as u8]).is_ok();
+        self.answer(head, if written { len + 1 } else { 0 });
+    }
+
+    #[inline]
+    fn answer(&mut self, head: u16, len: u32) {
+        let Some(tracker) = self.context.tracker else {
+            self.ring.put(head, len);
+            return;
+        };
+        // The tracking describes one request at a time, so each answer is published separately.
+        tracker.answering(head);
+        self.ring.put(head, len);
+        self.ring.publish();
+        tracker.answered(head, self.ring.places().1);
+    }
+
+    /// Completes the requests in flight, and stores the positions of the rings.
+    fn leave(mut self) {
+        let device = self.context.device;
+        self.ring.ask_for_kicks();
+        // From here on, no request is taken, and the frontend need not wait for the requests in
+        // flight.
+        self.context.vring.end_serving();
+        let mut deadline = Instant::now() + FINISH;
+        let mut is_cancelled = false;
+        loop {
+            let any = self.pass(false).unwrap_or(false);
+            let is_done = self.io.tasks().reserved() == 0
+                && self.stalled.is_none()
+                && self.context.again.is_empty();
+            if is_done {
+                break;
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                // If the next process executed the tracked requests too, the two executions would
+                // conflict, so they are awaited.
+                let is_waited_for = self.context.tracker.is_some() && device.is_over();
+                if is_cancelled && (device.is_ending() || !is_waited_for) {
+                    break;
+                }
+                if !is_cancelled {
+                    let queue = self.context.index;
+                    tracing::warn!(queue, "requests of a stopped queue do not complete");
+                }
+                self.disk.cancel_all();
+                (is_cancelled, deadline) = (true, now + CANCELLED);
+            }
+            if !any {
+                let soon = self.stalled.map_or(deadline, |_| deadline.min(now + LOOK));
+                self.sleep(Some(soon));
+            }
+        }
+        self.context.again.clear();
+        self.context.vring.give_back(self.began, self.ring.places());
+    }
+}
