@@ -119,10 +119,7 @@ impl Buffer {
         false
     }
 
-    /// Memory of the buffer.
-    ///
-    /// # Panics
-    /// Never: the memory is there until the buffer is dropped.
+    /// Memory of the buffer; `None` only while it is dropped.
     #[must_use]
     pub fn bytes(&self) -> Option<&SharedBytes> {
         self.memory.as_ref().map(|memory| &memory.bytes)

@@ -102,12 +102,12 @@ mod tests {
 
     #[test]
     fn what_overlaps_is_copied_in_the_order_that_reads_before_it_writes() {
-        let order = |from, to, len| CopyOrder::of(from, to, len).backward;
-        assert_eq!(order(0, 1000, 1000), false);
-        assert_eq!(order(1000, 0, 1000), false);
-        assert_eq!(order(0, 999, 1000), true);
-        assert_eq!(order(999, 0, 1000), false);
-        assert_eq!(order(0, 1, 1000), true);
+        let is_backward = |from, to, len| CopyOrder::of(from, to, len).backward;
+        assert!(!is_backward(0, 1000, 1000));
+        assert!(!is_backward(1000, 0, 1000));
+        assert!(is_backward(0, 999, 1000));
+        assert!(!is_backward(999, 0, 1000));
+        assert!(is_backward(0, 1, 1000));
     }
 
     #[test]
