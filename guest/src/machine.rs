@@ -1,5 +1,6 @@
 //! A running guest.
 
+use shadowbell_testing::wait::LIMIT;
 use std::fs::{self, File};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ use crate::rundir::RunDir;
 const KEPT: &str = "/run/shadowbell/kept";
 
 /// How long QEMU may take to come up.
-const START: Duration = Duration::from_secs(30);
+const START: Duration = LIMIT;
 /// How long a kernel may take to its first process: a few seconds alone, more beside other work.
 const BOOT: Duration = Duration::from_secs(120);
 
@@ -117,12 +118,12 @@ impl Guest {
 
     /// The kernel's log with numeric levels in front (`<4>[    1.2] ...`).
     pub fn dmesg(&mut self) -> Result<String> {
-        self.sh("dmesg -r", Duration::from_secs(30))
+        self.sh("dmesg -r", LIMIT)
     }
 
     /// Runs a command of QEMU's control socket.
     pub fn qmp(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        self.qmp.execute(command, arguments, Duration::from_secs(30))
+        self.qmp.execute(command, arguments, LIMIT)
     }
 
     /// Where QEMU writes the trace events that [`crate::trace`] counts.

@@ -274,6 +274,7 @@ mod tests {
     use super::*;
     use crate::Protection;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use shadowbell_testing::wait::{self, LIMIT};
 
     /// What a process has is what all of its tests have.
     static ALONE: Mutex<()> = Mutex::new(());
@@ -324,7 +325,7 @@ mod tests {
             assert_eq!(mappings[mapping].bytes().read::<u8>(place), Some(0));
             if (n as u64 + 1).is_multiple_of(SPEND) {
                 most = most.max(in_use().saturating_sub(before));
-                let until = std::time::Instant::now() + Duration::from_secs(20);
+                let until = std::time::Instant::now() + LIMIT;
                 if let Some(look) = ask() {
                     waits += 1;
                     while !look.is_over() {
@@ -367,21 +368,21 @@ mod tests {
             most = most.max(in_use());
         }
         // All of them would be 512 MiB. How far it gets in between depends on the machine.
-        let until = std::time::Instant::now() + Duration::from_secs(20);
+        let until = std::time::Instant::now() + LIMIT;
         while in_use() > before + 2 * ALLOWED {
             assert!(std::time::Instant::now() < until, "{} of at most {most}", in_use());
-            std::thread::sleep(LATE);
+            wait::pause();
         }
         // Nobody looks while nobody touches anything, and then somebody does again.
         drop(awake);
         while !WAITS.load(SeqCst) {
             assert!(std::time::Instant::now() < until, "it goes on looking");
-            std::thread::sleep(LATE);
+            wait::pause();
         }
         let _awake = Awake::new();
         while WAITS.load(SeqCst) {
             assert!(std::time::Instant::now() < until, "it does not come back");
-            std::thread::sleep(LATE);
+            wait::pause();
         }
         drop(mappings);
     }

@@ -205,6 +205,7 @@ mod tests {
     use super::*;
     use crate::EventFd;
     use rustix::event::epoll;
+    use shadowbell_testing::wait::LIMIT;
     use std::os::fd::OwnedFd;
 
     /// No signal is lost on the way of the other thread, and none of another peer goes there.
@@ -228,7 +229,7 @@ mod tests {
         assert!(dear.are_dear() && !cheap.are_dear());
         for _ in 0..100 {
             to_dear.signal();
-            assert!(of_dear.wait(Some(Duration::from_secs(20))).unwrap());
+            assert!(of_dear.wait(Some(LIMIT)).unwrap());
             assert!(of_dear.drain() >= 1);
         }
         assert!(THREAD.state.lock().runs);
@@ -237,7 +238,7 @@ mod tests {
         // A new descriptor of the same peer is no way out.
         let (to_dear, of_dear) = event(&dear);
         to_dear.signal();
-        assert!(of_dear.wait(Some(Duration::from_secs(20))).unwrap());
+        assert!(of_dear.wait(Some(LIMIT)).unwrap());
     }
 
     /// Waiting costs a peer nothing, and whoever signals has to wake them all.

@@ -136,6 +136,7 @@ mod tests {
         let mut handled = 0;
         backlog.take_turn(|_| {
             handled += 1;
+            // Longer than a turn.
             std::thread::sleep(TURN);
         });
         assert_eq!(handled, 1);

@@ -63,11 +63,14 @@ mod tests {
         let asleep = Instant::now();
         clock.sleeps(asleep);
         let awake = clock.awake();
+        // Not less than was waited for.
         assert!(awake >= Duration::from_millis(2));
+        // Not counted; longer is as good.
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(clock.awake(), awake);
         clock.wakes();
         assert!(clock.awake() >= awake);
+        // The time asleep is missing.
         assert!(clock.awake() + Duration::from_millis(19) < before.elapsed());
     }
 }

@@ -87,6 +87,7 @@ mod tests {
 
     #[test]
     fn the_second_long_turn_is_one_too_many() {
+        // A turn is long by its work, or by a sleep.
         for work in [compute as fn(), || std::thread::sleep(2 * LONG)] {
             let mut slow = SlowTurns::default();
             assert!(!turn(&mut slow, work));

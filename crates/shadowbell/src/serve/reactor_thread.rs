@@ -156,7 +156,6 @@ impl Shared {
 mod tests {
     use super::*;
     use shadowbell_vfio_user::server::Limits;
-    use std::time::Duration;
 
     /// Controllers that go one by one have it rest again before its thread has come to go on.
     #[test]
@@ -164,7 +163,7 @@ mod tests {
         let reactor = Reactor::new(Limits::default()).unwrap();
         let thread = ReactorThread::start(reactor, || {}).unwrap();
         for _ in 0..200 {
-            let reactor = thread.rest(Instant::now() + Duration::from_secs(20)).expect("a rest");
+            let reactor = thread.rest(shadowbell_testing::wait::deadline()).expect("a rest");
             thread.go_on(reactor);
         }
         thread.stop().unwrap().unwrap();
