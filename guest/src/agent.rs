@@ -1,5 +1,6 @@
 //! Host side of the guest's agent: sends commands, receives exit codes and output.
 
+use shadowbell_testing::wait::{self, LIMIT};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
@@ -56,7 +57,7 @@ pub(crate) fn accept(
         if Instant::now() > deadline {
             bail!("QEMU did not connect within {} s", timeout.as_secs());
         }
-        std::thread::sleep(Duration::from_millis(5));
+        wait::pause();
     }
 }
 
@@ -75,7 +76,7 @@ impl Agent {
     /// Creates an agent of a connected serial port.
     pub fn new(stream: UnixStream) -> Result<Self> {
         stream.set_read_timeout(Some(TICK))?;
-        stream.set_write_timeout(Some(Duration::from_secs(10)))?;
+        stream.set_write_timeout(Some(LIMIT))?;
         let boot_id = String::new();
         Ok(Self { stream, lines: Lines::default(), sequence: 0, boot_id, lost: false })
     }
@@ -185,8 +186,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
-
-    const SOON: Duration = Duration::from_secs(10);
+    use shadowbell_testing::process_group::ProcessGroup;
 
     fn pair() -> (Agent, BufReader<UnixStream>) {
         let (near, far) = UnixStream::pair().unwrap();
@@ -216,7 +216,7 @@ mod tests {
         answer(port, |n, _| {
             format!("[  3.1] noise\n@END {} 9 3 b2xk\n@END {n} 1 5 aGVsbG8=\n", n - 1)
         });
-        let output = agent.run("anything", SOON, &mut || Ok(())).unwrap();
+        let output = agent.run("anything", LIMIT, &mut || Ok(())).unwrap();
         assert_eq!(output, Output { code: 1, text: "hello".into() });
         assert!(output.success().unwrap_err().to_string().contains("hello"));
     }
@@ -228,21 +228,22 @@ mod tests {
             1 => "@HELLO two\n".into(),
             _ => format!("@END {n} 0 0 \n"),
         });
-        let error = agent.run("x", SOON, &mut || Ok(())).unwrap_err();
+        let error = agent.run("x", LIMIT, &mut || Ok(())).unwrap_err();
         assert!(error.to_string().contains("restarted"), "{error}");
-        assert_eq!(agent.run("x", SOON, &mut || Ok(())).unwrap().code, 0);
+        assert_eq!(agent.run("x", LIMIT, &mut || Ok(())).unwrap().code, 0);
     }
 
     #[test]
     fn silence_has_an_end_and_so_has_a_dead_machine() {
         let (mut agent, _port) = pair();
+        // It is to be exceeded.
         let error = agent.run("x", Duration::from_millis(80), &mut || Ok(())).unwrap_err();
         assert!(format!("{error:#}").contains("in time"), "{error:#}");
         let began = Instant::now();
-        assert!(agent.run("y", SOON, &mut || Ok(())).is_err(), "the guest is lost");
-        assert!(began.elapsed() < SOON);
+        assert!(agent.run("y", LIMIT, &mut || Ok(())).is_err(), "the guest is lost");
+        assert!(began.elapsed() < LIMIT);
         let (mut agent, _port) = pair();
-        let error = agent.run("x", SOON, &mut || bail!("QEMU ended")).unwrap_err();
+        let error = agent.run("x", LIMIT, &mut || bail!("QEMU ended")).unwrap_err();
         assert!(format!("{error:#}").contains("QEMU ended"), "{error:#}");
     }
 
@@ -258,21 +259,22 @@ mod tests {
             .replace("3>&-", "")
             .replace("/tmp/.agent", &directory.path().join("agent").display().to_string());
         let (near, far) = UnixStream::pair().unwrap();
-        let mut child = Command::new("sh")
+        let mut command = Command::new("sh");
+        command
             .args(["-c", &script])
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(far.try_clone().unwrap())))
-            .stdout(Stdio::from(std::os::fd::OwnedFd::from(far)))
-            .spawn()
-            .unwrap();
+            .stdout(Stdio::from(std::os::fd::OwnedFd::from(far)));
+        let mut child = ProcessGroup::spawn(&mut command).unwrap();
+        drop(command);
         let mut agent = Agent::new(near).unwrap();
-        agent.wait_hello(SOON, &mut || Ok(())).unwrap();
-        let mut run = |command: &str| agent.run(command, SOON, &mut || Ok(())).unwrap();
+        agent.wait_hello(LIMIT, &mut || Ok(())).unwrap();
+        let mut run = |command: &str| agent.run(command, LIMIT, &mut || Ok(())).unwrap();
         assert_eq!(run("echo one; echo two >&2; exit 3").text, "one\ntwo\n");
         assert_eq!(run("exit 3").code, 3);
         assert_eq!(run("printf '@END 9 9 9 '; cat /dev/null").text, "@END 9 9 9 ");
         let long = run("i=0; while [ $i -lt 3000 ]; do echo line $i; i=$((i+1)); done").text;
         assert!(long.starts_with("line 0\n") && long.ends_with("line 2999\n"));
         drop(agent);
-        child.wait().unwrap();
+        child.wait();
     }
 }

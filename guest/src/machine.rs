@@ -1,5 +1,6 @@
 //! A running guest.
 
+use shadowbell_testing::wait::LIMIT;
 use std::fs::{self, File};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ use crate::rundir::RunDir;
 const KEPT: &str = "/run/shadowbell/kept";
 
 /// Time limit of QEMU's start.
-const START: Duration = Duration::from_secs(30);
+const START: Duration = LIMIT;
 /// Time limit of the boot up to the first process: a few seconds on an idle machine, more on a
 /// busy one.
 const BOOT: Duration = Duration::from_secs(120);
@@ -119,12 +120,12 @@ impl Guest {
 
     /// Kernel log with numeric levels as prefixes (`<4>[    1.2] ...`).
     pub fn dmesg(&mut self) -> Result<String> {
-        self.sh("dmesg -r", Duration::from_secs(30))
+        self.sh("dmesg -r", LIMIT)
     }
 
     /// Runs a command of QEMU's control socket.
     pub fn qmp(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        self.qmp.execute(command, arguments, Duration::from_secs(30))
+        self.qmp.execute(command, arguments, LIMIT)
     }
 
     /// Path of QEMU's trace log, from which [`crate::trace`] counts events.

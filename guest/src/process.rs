@@ -1,12 +1,13 @@
 //! Child processes that end with this process, and waits with a deadline.
 
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus};
-use std::thread;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process};
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
 
 /// A child process in its own process group. Dropping it kills the group.
 ///
@@ -15,14 +16,14 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 /// children must be started by threads that live as long as they.
 #[derive(Debug)]
 pub struct Process {
-    child: Child,
+    child: ProcessGroup,
     name: String,
 }
 
 impl Process {
     /// Starts `command`. `name` is for messages.
     pub fn spawn(name: &str, command: &mut Command) -> Result<Self> {
-        let child = command.process_group(0).spawn().with_context(|| format!("starting {name}"))?;
+        let child = ProcessGroup::spawn(command).with_context(|| format!("starting {name}"))?;
         Ok(Self { child, name: name.to_owned() })
     }
 
@@ -51,7 +52,7 @@ impl Process {
             if Instant::now() > deadline {
                 bail!("{} did not end within {} s", self.name, timeout.as_secs());
             }
-            thread::sleep(Duration::from_millis(10));
+            wait::pause();
         }
     }
 
@@ -66,18 +67,7 @@ impl Process {
 
     /// Kills the process group, and reaps the process.
     pub fn kill(&mut self) {
-        // An error means that the group has ended already.
-        let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        if !matches!(self.child.try_wait(), Ok(Some(_))) {
-            self.kill();
-        }
+        self.child.kill();
     }
 }
 
@@ -101,10 +91,7 @@ mod tests {
         let script =
             format!("sleep 1000 & echo $! > {0}.part; mv {0}.part {0}; wait", file.display());
         let process = Process::spawn("sh", Command::new("sh").args(["-c", &script])).unwrap();
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while !file.exists() && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait::until("the number of the process", || file.exists());
         let grandchild: i32 = std::fs::read_to_string(&file).unwrap().trim().parse().unwrap();
         drop(process);
         let alive = || {
@@ -112,18 +99,16 @@ mod tests {
             std::fs::read_to_string(format!("/proc/{grandchild}/stat"))
                 .is_ok_and(|stat| !stat.contains(") Z "))
         };
-        while alive() && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(5));
-        }
         assert!(!alive());
     }
 
     #[test]
     fn waiting_has_an_end() {
         let mut process = Process::spawn("sleep", Command::new("sleep").arg("1000")).unwrap();
+        // It is to be exceeded.
         assert!(process.wait(Duration::from_millis(30)).is_err());
         process.signal(Signal::TERM).unwrap();
-        let status = process.wait(Duration::from_secs(10)).unwrap();
+        let status = process.wait(wait::LIMIT).unwrap();
         assert_eq!(describe(status), "killed by signal 15");
         assert!(process.signal(Signal::TERM).is_err());
     }

@@ -1,6 +1,7 @@
 //! QEMU's control socket (QEMU Machine Protocol): one JSON object per line, commands and answers
 //! in turn, events in between.
 
+use shadowbell_testing::wait::LIMIT;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -21,7 +22,7 @@ impl Qmp {
     pub fn new(stream: UnixStream) -> Result<Self> {
         stream.set_read_timeout(Some(Duration::from_millis(50)))?;
         let mut qmp = Self { stream: BufReader::new(stream), partial: Vec::new() };
-        let timeout = Duration::from_secs(10);
+        let timeout = LIMIT;
         let greeting = qmp.read(Instant::now() + timeout).context("the greeting of QMP")?;
         if greeting.get("QMP").is_none() {
             bail!("not a QMP greeting: {greeting}");
@@ -88,10 +89,10 @@ mod tests {
             let mut port = BufReader::new(far);
             let mut request = String::new();
             for line in lines {
-                // A line in two parts, with a pause longer than the read timeout: the parts must
-                // be joined.
+                // A line in two pieces, which must be put together.
                 let (a, b) = line.split_at(line.len() / 2);
                 port.get_mut().write_all(a.as_bytes()).unwrap();
+                // Longer than one read.
                 std::thread::sleep(Duration::from_millis(60));
                 port.get_mut().write_all(format!("{b}\n").as_bytes()).unwrap();
                 if !line.contains("event") {
@@ -112,7 +113,7 @@ mod tests {
             r#"{"error": {"class": "GenericError", "desc": "no such thing"}}"#,
         ]);
         let mut qmp = Qmp::new(stream).unwrap();
-        let timeout = Duration::from_secs(10);
+        let timeout = LIMIT;
         let status = qmp.execute("query-status", json!({}), timeout).unwrap();
         assert_eq!(status["status"], "running");
         let error = qmp.execute("nonsense", json!({"a": 1}), timeout).unwrap_err();

@@ -1,10 +1,11 @@
 //! `shadowbell serve` for a guest.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
@@ -82,7 +83,7 @@ impl Server {
         command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
         let process = Process::spawn("shadowbell serve", &mut command)?;
         let mut server = Self { process, log, stats };
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = wait::deadline();
         let has_supervisor = !serve.options.contains(&"--no-keeper");
         let mut options = serve.options.iter().skip_while(|word| **word != "--control-socket");
         let control = options.nth(1).map_or_else(|| socket.clone(), PathBuf::from);
@@ -97,7 +98,7 @@ impl Server {
             if Instant::now() > deadline {
                 bail!("shadowbell serve does not serve: {}", server.log_tail());
             }
-            std::thread::sleep(Duration::from_millis(5));
+            wait::pause();
         }
         Ok(server)
     }
@@ -123,13 +124,13 @@ impl Server {
         let inode = |path: &Path| fs::metadata(path).map(|m| (m.ino(), m.mtime_nsec())).ok();
         let before = inode(&self.stats);
         self.process.signal(Signal::USR1)?;
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = wait::deadline();
         while inode(&self.stats) == before {
             self.check()?;
             if Instant::now() > deadline {
                 bail!("shadowbell serve wrote no statistics on SIGUSR1: {}", self.log_tail());
             }
-            std::thread::sleep(Duration::from_millis(2));
+            wait::pause();
         }
         let text = fs::read(&self.stats).with_context(|| self.stats.display().to_string())?;
         serde_json::from_slice(&text).context("the statistics of shadowbell serve")
@@ -138,7 +139,7 @@ impl Server {
     /// Sends SIGTERM. The server must end soon with exit code 0.
     pub fn stop(mut self) -> Result<()> {
         self.process.signal(Signal::TERM)?;
-        let status = self.process.wait(Duration::from_secs(10))?;
+        let status = self.process.wait(wait::LIMIT)?;
         if !status.success() {
             bail!("shadowbell serve: {}: {}", describe(status), self.log_tail());
         }

@@ -286,7 +286,7 @@ impl MapFill<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
+    use shadowbell_testing::wait;
 
     const BITS: u32 = 16;
     const CLUSTER: u64 = 1 << BITS;
@@ -357,7 +357,7 @@ mod tests {
                 map.close(2 * CLUSTER, 4 * CLUSTER);
                 closed.store(true, Ordering::SeqCst);
             });
-            std::thread::sleep(Duration::from_millis(20));
+            wait::moment();
             assert!(!closed.load(Ordering::SeqCst));
             assert_eq!(map.enter(2 * CLUSTER, 512, false), None, "it is closing");
             map.leave(entered);

@@ -184,8 +184,8 @@ impl<F: Future> Tasks<F> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shadowbell_testing::wait::LIMIT;
     use std::collections::VecDeque;
-    use std::time::Duration;
 
     /// Future that completes when another thread sets its cell.
     #[derive(Clone, Default)]
@@ -257,7 +257,7 @@ mod tests {
             ended += free.len() as u32;
             free.into_iter().for_each(|slot| tasks.release(slot));
             if tasks.reserved() == 8 && tasks.prepare_sleep() {
-                let woken = tasks.ready.event.wait(Some(Duration::from_secs(10))).unwrap();
+                let woken = tasks.ready.event.wait(Some(LIMIT)).unwrap();
                 assert!(woken, "a lost wakeup after {ended}");
                 tasks.after_sleep();
                 tasks.ready.event.drain();

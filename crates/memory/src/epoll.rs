@@ -58,8 +58,9 @@ mod tests {
         assert!(epoll_wait(&epoll, &mut room, Some(Duration::ZERO)).unwrap().is_empty());
         let began = Instant::now();
         // The timeout is rounded up to milliseconds, so the wait must not end early.
-        let wait = Duration::from_micros(1500);
+        let wait = Duration::from_micros(1500); // To be exceeded.
         assert!(epoll_wait(&epoll, &mut room, Some(wait)).unwrap().is_empty());
+        // Not before its time.
         assert!(began.elapsed() >= wait);
         events[1].signal();
         let found = epoll_wait(&epoll, &mut room, None).unwrap();

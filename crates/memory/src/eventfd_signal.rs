@@ -206,6 +206,7 @@ mod tests {
     use super::*;
     use crate::EventFd;
     use rustix::event::epoll;
+    use shadowbell_testing::wait::LIMIT;
     use std::os::fd::OwnedFd;
 
     /// No signal is lost on the way through the thread, and no other peer's signals are sent by
@@ -230,7 +231,7 @@ mod tests {
         assert!(dear.are_dear() && !cheap.are_dear());
         for _ in 0..100 {
             to_dear.signal();
-            assert!(of_dear.wait(Some(Duration::from_secs(20))).unwrap());
+            assert!(of_dear.wait(Some(LIMIT)).unwrap());
             assert!(of_dear.drain() >= 1);
         }
         assert!(THREAD.state.lock().runs);
@@ -239,7 +240,7 @@ mod tests {
         // A new descriptor of the same peer does not avoid the penalty.
         let (to_dear, of_dear) = event(&dear);
         to_dear.signal();
-        assert!(of_dear.wait(Some(Duration::from_secs(20))).unwrap());
+        assert!(of_dear.wait(Some(LIMIT)).unwrap());
     }
 
     /// Waiting costs a peer nothing, but a signal has to wake all waiters.

@@ -277,6 +277,7 @@ mod tests {
     use super::*;
     use crate::Protection;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use shadowbell_testing::wait::{self, LIMIT};
 
     /// Serializes the tests: the page tables of the process are shared by all of them.
     static ALONE: Mutex<()> = Mutex::new(());
@@ -327,7 +328,7 @@ mod tests {
             assert_eq!(mappings[mapping].bytes().read::<u8>(place), Some(0));
             if (n as u64 + 1).is_multiple_of(SPEND) {
                 most = most.max(in_use().saturating_sub(before));
-                let until = std::time::Instant::now() + Duration::from_secs(20);
+                let until = std::time::Instant::now() + LIMIT;
                 if let Some(look) = ask() {
                     waits += 1;
                     while !look.is_over() {
@@ -371,21 +372,21 @@ mod tests {
         }
         // Without the limit, 512 MiB would be in use. The peak between two checks depends on the
         // machine.
-        let until = std::time::Instant::now() + Duration::from_secs(20);
+        let until = std::time::Instant::now() + LIMIT;
         while in_use() > before + 2 * ALLOWED {
             assert!(std::time::Instant::now() < until, "{} of at most {most}", in_use());
-            std::thread::sleep(LATE);
+            wait::pause();
         }
         // No checks run while no thread is awake; they continue when one is.
         drop(awake);
         while !WAITS.load(SeqCst) {
             assert!(std::time::Instant::now() < until, "checks continue");
-            std::thread::sleep(LATE);
+            wait::pause();
         }
         let _awake = Awake::new();
         while WAITS.load(SeqCst) {
             assert!(std::time::Instant::now() < until, "it does not come back");
-            std::thread::sleep(LATE);
+            wait::pause();
         }
         drop(mappings);
     }

@@ -61,10 +61,12 @@ mod tests {
     fn work_and_waits_are_seen() {
         let before = ThreadUsage::now();
         let mut sum = 0u64;
+        // Enough work to be seen.
         while ThreadUsage::now().processor - before.processor < Duration::from_millis(5) {
             sum = std::hint::black_box(sum + 1);
         }
         let worked = ThreadUsage::now();
+        // One wait; longer is as good.
         std::thread::sleep(Duration::from_millis(1));
         let slept = ThreadUsage::now();
         assert!(slept.waits > worked.waits);

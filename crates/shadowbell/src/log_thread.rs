@@ -271,9 +271,8 @@ impl Allowance {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shadowbell_testing::wait::LIMIT;
     use std::io::{BufRead, BufReader, Read};
-
-    const LONG: Duration = Duration::from_secs(20);
 
     fn free(waiting: usize) -> Limits {
         Limits { waiting, pace: None }
@@ -291,6 +290,7 @@ mod tests {
         for _ in 0..lines {
             log.line(&[line.as_slice(), b"\n"].concat());
         }
+        // Nothing is written in this time.
         assert!(!log.finish(Duration::from_millis(10)), "the pipe was read");
         log.last_words(b"the end\n");
         let mut read = 0;
@@ -308,7 +308,7 @@ mod tests {
         }
         assert!(missing > 3000, "{missing}");
         assert_eq!(read + missing, lines, "each line is there, or counted");
-        assert!(log.finish(LONG));
+        assert!(log.finish(LIMIT));
     }
 
     #[test]
@@ -323,7 +323,7 @@ mod tests {
         assert!(!lines.offer(b"b", false), "what is half full does not take one in between");
         assert!(lines.offer(b"c", true), "who has room for itself does");
         drop(lines);
-        assert!(log.finish(LONG));
+        assert!(log.finish(LIMIT));
         drop(log);
         let mut text = [0; 600];
         let mut reader = reader;
@@ -369,7 +369,7 @@ mod tests {
         for _ in 0..20 {
             log.line(b"0123456789\n");
         }
-        assert!(log.finish(LONG));
+        assert!(log.finish(LIMIT));
         let mut text = [0; 220];
         let mut reader = reader;
         reader.read_exact(&mut text).unwrap();

@@ -284,31 +284,21 @@ mod tests {
     use std::io::{PipeReader, PipeWriter, Read};
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Command, ExitStatus};
-    use std::time::Instant;
+
+    use shadowbell_testing::process_group::ProcessGroup;
 
     const CHILD: &str = "LOGGING_TEST_CHILD";
 
     /// Runs a child that logs to `log` and in which a thread panics. Returns its status.
     fn panics(log: PipeWriter) -> ExitStatus {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child
             .args(["--exact", "logging::tests::a_thread_that_panics_ends_the_process"])
             .args(["--nocapture", "--test-threads=1"])
             .env(CHILD, "1")
             .stdout(std::process::Stdio::null())
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        let until = Instant::now() + Duration::from_secs(20);
-        loop {
-            if let Some(status) = child.try_wait().unwrap() {
-                return status;
-            }
-            if Instant::now() > until {
-                child.kill().unwrap();
-                panic!("it hangs");
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
+            .stderr(log);
+        ProcessGroup::spawn(&mut child).unwrap().wait()
     }
 
     /// Pipe that is full.

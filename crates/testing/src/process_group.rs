@@ -15,6 +15,7 @@ use crate::wait;
 ///
 /// Dropping it kills every process of the group, and waits until all of them have ended: a server
 /// process outlives its supervisor for a moment, and would still hold locks and ports.
+#[derive(Debug)]
 pub struct ProcessGroup {
     child: Child,
     ended: bool,

@@ -15,12 +15,14 @@ use crate::request::{DiskError, Op, Request, Submitted};
 use crate::sys::{Call, EngineKind};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use shadowbell_memory::{DmaSpace, Mapping, Segments, SharedBytes, View};
+use shadowbell_testing::wait;
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, Write as _};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -120,15 +122,9 @@ fn read(offset: u64, len: u64) -> Request {
     Request { op: Op::Read, offset, len }
 }
 
-/// Waits for the wake descriptor; panics after some seconds without an event.
+/// Waits for the wake descriptor.
 fn wait(queue: &dyn Queue) {
-    let fd = queue.wake_fd().unwrap();
-    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-    let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
-    // A lost wake-up appears as a ready descriptor after a full timeout.
-    let since = std::time::Instant::now();
-    let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
-    assert!(ready == 1 && since.elapsed().as_secs() < 15, "the wake descriptor stays silent");
+    wait::readable("a signal of the wake descriptor", queue.wake_fd().unwrap());
 }
 
 fn reap(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
@@ -205,8 +201,8 @@ fn the_wake_descriptor_works_with_epoll() {
     epoll::add(&set, fd, epoll::EventData::new_u64(5), epoll::EventFlags::IN).unwrap();
     let mut events =
         [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }];
-    let mut ready = |millis: i64| {
-        let timeout = Timespec { tv_sec: 0, tv_nsec: millis * 1_000_000 };
+    let mut ready = |time: Duration| {
+        let timeout = Timespec::try_from(time).unwrap();
         rustix::io::retry_on_intr(|| epoll::wait(&set, &mut events, Some(&timeout))).unwrap()
     };
     for round in 0..3 {
@@ -214,16 +210,17 @@ fn the_wake_descriptor_works_with_epoll() {
         assert_eq!(queue.submit(round, &read(0, 512), &mut data), Submitted::Pending);
         queue.commit();
         assert_eq!(reap(&mut *queue), []);
-        assert_eq!(ready(10), 0, "nothing has ended");
+        assert_eq!(ready(Duration::ZERO), 0, "nothing has ended");
         let mut late = writer.try_clone().unwrap();
         let thread = std::thread::spawn(move || {
-            std::thread::sleep(std::time::Duration::from_millis(30));
+            wait::moment();
             late.write_all(&[1; 512]).unwrap();
         });
-        assert_eq!(ready(900), 1, "the sleeper is woken");
-        assert_eq!(ready(0), 1, "and again, until it has reaped");
+        let deadline = wait::deadline();
+        assert!(ready(wait::LIMIT) == 1 && Instant::now() < deadline, "the sleeper is woken");
+        assert_eq!(ready(Duration::ZERO), 1, "and again, until it has reaped");
         assert_eq!(reap(&mut *queue), [(round, Ok(()))]);
-        assert_eq!(ready(0), 0);
+        assert_eq!(ready(Duration::ZERO), 0);
         thread.join().unwrap();
     }
     writer.flush().unwrap();

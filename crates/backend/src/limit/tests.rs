@@ -6,9 +6,11 @@ use crate::mem::MemDisk;
 use crate::request::{DiskError, Op, Request, Submitted};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_memory::{DmaSpace, Mapping, Segments};
+use shadowbell_testing::wait::LIMIT;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 const READ: Op = Op::Read;
 const WRITE: Op = Op::Write { fua: false };
@@ -338,15 +340,15 @@ fn who_sleeps_is_woken() {
     let disk = LimitedDisk::new(inner, Arc::clone(&limiter), None);
     let mut load = Load::new(&disk, &[(4, READ, 512)]);
     load.pass();
-    let is_readable = |load: &Load, seconds: i64| {
+    let is_readable = |load: &Load, time: Duration| {
         let fd = load.queue.timer_fd().unwrap();
         let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-        let timeout = Timespec { tv_sec: seconds, tv_nsec: 0 };
+        let timeout = Timespec::try_from(time).unwrap();
         rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap() == 1
     };
     let mut wakes = 0;
     while load.total() < 20 {
-        assert!(is_readable(&load, 60), "no wake-up");
+        assert!(is_readable(&load, LIMIT), "no wake-up");
         load.pass();
         wakes += 1;
     }
@@ -355,10 +357,10 @@ fn who_sleeps_is_woken() {
     limiter.set(limits(&[("iops", "1:1")]));
     load.pass();
     limiter.set(Limits::default());
-    assert!(is_readable(&load, 60));
+    assert!(is_readable(&load, LIMIT));
     let mut ended = 0;
     load.queue.reap(&mut |_, _, _| ended += 1);
     assert_eq!((ended, load.queue.pending()), (4, 0));
     limiter.set(limits(&[("iops", "1:1")]));
-    assert!(!is_readable(&load, 0), "no request waits");
+    assert!(!is_readable(&load, Duration::ZERO), "no request waits");
 }

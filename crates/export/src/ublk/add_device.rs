@@ -161,9 +161,7 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = child.id() as i32;
         // Zombie: the process has ended and was not waited for.
-        while is_running(pid) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        shadowbell_testing::wait::until("its end", || !is_running(pid));
         child.wait().unwrap();
         assert!(!is_running(pid));
     }

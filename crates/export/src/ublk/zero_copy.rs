@@ -146,6 +146,7 @@ mod tests {
         if file.is_none() {
             eprintln!("skipped: there is no direct I/O here");
         }
+        // A limit for times that the tests give.
         Some((image, ZeroCopy::new(file?, geometry, Duration::from_secs(1), 4)))
     }
 

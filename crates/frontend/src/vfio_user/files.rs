@@ -272,12 +272,8 @@ mod tests {
     }
 
     /// Waits for a condition, because another thread unmaps released memory.
-    fn eventually(mut is_so: impl FnMut() -> bool) {
-        let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-        while !is_so() {
-            assert!(std::time::Instant::now() < until);
-            std::thread::yield_now();
-        }
+    fn eventually(is_so: impl FnMut() -> bool) {
+        shadowbell_testing::wait::until("an unmap by another thread", is_so);
     }
 
     #[test]

@@ -158,7 +158,6 @@ impl Shared {
 mod tests {
     use super::*;
     use shadowbell_vfio_user::server::Limits;
-    use std::time::Duration;
 
     /// Per-controller handover pauses the reactor again before the thread has resumed it.
     #[test]
@@ -166,7 +165,7 @@ mod tests {
         let reactor = Reactor::new(Limits::default()).unwrap();
         let thread = ReactorThread::start(reactor, || {}).unwrap();
         for _ in 0..200 {
-            let reactor = thread.rest(Instant::now() + Duration::from_secs(20)).expect("a rest");
+            let reactor = thread.rest(shadowbell_testing::wait::deadline()).expect("a rest");
             thread.go_on(reactor);
         }
         thread.stop().unwrap().unwrap();

@@ -47,9 +47,12 @@ mod tests {
         for moment in
             [Instant::now() + Duration::from_secs(3), Instant::now() - Duration::from_millis(700)]
         {
-            let read = Monotonic::look().read(clock.write(moment));
-            let apart = read.max(moment) - read.min(moment);
-            assert!(apart < Duration::from_millis(50), "{apart:?}");
+            // On a busy machine, a look at both clocks may be interrupted between them.
+            shadowbell_testing::wait::until("clocks that agree", || {
+                let read = Monotonic::look().read(clock.write(moment));
+                let apart = read.max(moment) - read.min(moment);
+                apart < Duration::from_millis(50)
+            });
         }
         assert!(Monotonic::look().read(u64::MAX) >= clock.now);
         assert!(Monotonic::look().read(0) <= Instant::now());
