@@ -117,11 +117,10 @@ fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
     drop(read);
     assert_eq!(buffers.available(), 0);
     backing.order(|orders| orders.hold = false);
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
-    while buffers.available() == 0 {
-        assert!(std::time::Instant::now() < deadline, "it never comes back");
+    wait::until("the return of the buffer", || {
         disk.turn();
-    }
+        buffers.available() != 0
+    });
 }
 
 /// Memory of the caller in pieces, as a guest's: whole blocks go to the disk as they are, and others

@@ -1,7 +1,7 @@
 //! Clients that keep many requests in flight, and one that sends one at a time.
 
 use super::Export;
-use shadowbell_testing::wait::{LIMIT, until};
+use shadowbell_testing::wait::LIMIT;
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
