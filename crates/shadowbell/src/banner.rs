@@ -109,7 +109,7 @@ mod tests {
         let source = std::io::ErrorKind::PermissionDenied.into();
         let refused = Steered::Refused { path: "/proc/irq/25/smp_affinity_list".into(), source };
         let text = interrupts(Some(&refused));
-        assert!(text.contains("stay") && text.contains("/proc/irq/25"), "{text}");
+        assert!(text.contains("unchanged") && text.contains("/proc/irq/25"), "{text}");
     }
 
     #[test]

@@ -329,7 +329,7 @@ mod tests {
         let mut reader = reader;
         let len = reader.read(&mut text).unwrap();
         let text = String::from_utf8_lossy(&text[500..len]).into_owned();
-        assert!(text.starts_with("warning: 2 lines are missing here"), "{text}");
+        assert!(text.starts_with("warning: 2 lines dropped"), "{text}");
     }
 
     #[test]

@@ -279,7 +279,7 @@ mod tests {
         );
         assert!(shown[2].ends_with("2.82 us  6.82 ms      0"), "{shown:#?}");
         assert!(shown[4].contains("vm1.sock busy") && shown[4].contains(" - "), "{shown:#?}");
-        assert!(shown[23].starts_with("q end"), "{shown:#?}");
+        assert!(shown[23].starts_with("q quit"), "{shown:#?}");
         assert_eq!(press(&mut screen, KeyCode::Char('d')), Asked::Nothing);
         let shown = lines(&mut screen, 80, 24);
         assert!(shown[0].ends_with("IOPS Rings/IO   Saved  Intr/IO"), "{shown:#?}");

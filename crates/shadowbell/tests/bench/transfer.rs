@@ -87,7 +87,7 @@ fn invalid_transfers_are_refused_with_the_reason() {
         (format!("write {small} -i {path}/missing"), "missing"),
         (format!("write {small} -i {path}"), "is a directory"),
         (format!("write {small}?read-only=on -i {small}"), "read-only"),
-        (format!("copy {large} {small}"), "room for 4096 only"),
+        (format!("copy {large} {small}"), "has room for only 4096"),
         (format!("copy {small} {small}"), "the source and the destination"),
         (format!("copy {path}/missing {small}"), "missing"),
         (format!("copy {small} {path}/no/new.img"), "new.img"),
