@@ -150,6 +150,18 @@ impl Pool {
         jobs.into_iter().chain(syncs).for_each(|job| job.end(Err(DiskError::Io(libc::EAGAIN))));
     }
 
+    /// Takes the first waiting job, as a thread does.
+    #[cfg(test)]
+    pub(crate) fn start_by_hand(&self) -> Option<Job> {
+        self.0.work.lock().jobs.pop_front()
+    }
+
+    /// Sets the number of threads: with [`MAX_THREADS`], no thread is started.
+    #[cfg(test)]
+    pub(crate) fn set_threads(&self, threads: usize) {
+        self.0.work.lock().threads = threads;
+    }
+
     /// Takes a job back that no thread has started.
     pub(crate) fn take_back(&self, id: u64, to: &Arc<CompletionQueue<Ended>>) -> Option<Job> {
         let mut work = self.0.work.lock();
