@@ -145,6 +145,8 @@ impl Pool {
             return;
         }
         let jobs = std::mem::take(&mut work.jobs);
+        // Flushes that nothing has executed. An executed FUA write waits here only while another
+        // thread syncs, which takes it afterwards, so `threads` is not 0 then.
         let syncs = std::mem::take(&mut work.syncs);
         drop(work);
         jobs.into_iter().chain(syncs).for_each(|job| job.end(Err(DiskError::Io(libc::EAGAIN))));
