@@ -3,10 +3,10 @@
 //! The command is sent through a connection of the queues like other requests: it waits while the
 //! server is unavailable, and after a restart of the server it is not sent before the replay.
 
-use crate::completion_queue::CompletionQueue;
 use crate::connections::Connections;
 use crate::link::Link;
 use crate::subrequest::{Owner, Subrequest};
+use crate::user::User;
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_backend::{Extent, Tell};
@@ -23,7 +23,7 @@ const RANGE: u64 = 1 << 30;
 struct Asker<'a> {
     connections: &'a Connections,
     link: &'a Mutex<Link>,
-    user: Arc<CompletionQueue>,
+    user: Arc<User>,
     number: u32,
 }
 
@@ -35,7 +35,7 @@ impl Drop for Asker<'_> {
 
 impl<'a> Asker<'a> {
     fn new(connections: &'a Connections) -> Option<Self> {
-        let user = Arc::new(CompletionQueue::new().ok()?);
+        let user = Arc::new(User::new().ok()?);
         connections.shared.users.lock().push(Arc::downgrade(&user));
         let link = connections.links.first()?;
         let number = link.lock().join(&user).ok()?;
@@ -54,7 +54,7 @@ impl<'a> Asker<'a> {
         drop(link);
         let until = Instant::now() + PATIENCE;
         loop {
-            self.user.take(&mut ended);
+            self.user.completions.take(&mut ended);
             if ended.is_empty() {
                 let mut link = self.link.lock();
                 link.receive(shared, Some((self.number, &mut ended)));

@@ -13,7 +13,7 @@
 //! | `queue`, `task` | queue of an I/O thread, and its requests split into subrequests |
 //! | `link` | a connection and its requests in flight |
 //! | `block_status` | allocation state |
-//! | `completion_queue` | completions of a queue's subrequests |
+//! | `user` | completions of a queue's subrequests, and its wake-up |
 //! | `receiver`, `coverage` | parser and checks of replies |
 //! | `subrequest` | subrequests to the server, and their cookies |
 //! | `unflushed` | answered writes that are not flushed |
@@ -81,7 +81,6 @@
 #![forbid(unsafe_code)]
 
 mod block_status;
-mod completion_queue;
 mod connect;
 mod connections;
 mod coverage;
@@ -103,6 +102,7 @@ mod tls;
 mod tls_proxy;
 mod unflushed;
 mod uri;
+mod user;
 
 pub use disk::NbdDisk;
 pub use error::OpenError;

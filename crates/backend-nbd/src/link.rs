@@ -1,13 +1,13 @@
 //! Connection to the server, with its requests in flight. The holder of the lock sends and receives
 //! for all queues of the connection, without blocking.
 
-use crate::completion_queue::{CompletionQueue, Ended};
 use crate::export::Export;
 use crate::receiver::Receiver;
 use crate::shared::Shared;
 use crate::stream::Stream;
 use crate::subrequest::{Owner, Subrequest, Subrequests};
 use crate::unflushed::{Entry, Flush};
+use crate::user::{Ended, User};
 use rustix::io::Errno;
 use shadowbell_backend::{DiskError, Lists};
 use shadowbell_nbd::wire::{self, command};
@@ -71,13 +71,13 @@ pub(crate) struct Link {
     /// Requests in flight at the server, and their data in bytes.
     in_flight: usize,
     bytes: usize,
-    users: Vec<Option<Arc<CompletionQueue>>>,
+    users: Vec<Option<Arc<User>>>,
     buffers: [Vec<Vec<u8>>; SIZES.len()],
 }
 
 impl Link {
     /// Adds a queue. Returns its number on this connection.
-    pub(crate) fn join(&mut self, user: &Arc<CompletionQueue>) -> std::io::Result<u32> {
+    pub(crate) fn join(&mut self, user: &Arc<User>) -> std::io::Result<u32> {
         if let Some(connection) = &self.connection {
             user.watch(connection.stream.as_fd())?;
         }
@@ -417,7 +417,7 @@ impl Link {
                 Some((number, into)) if *number == user => into.push(ended),
                 _ => {
                     if let Some(Some(user)) = self.users.get(user as usize) {
-                        user.push(ended);
+                        user.completions.push(ended);
                     }
                 }
             }

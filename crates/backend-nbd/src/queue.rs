@@ -1,10 +1,10 @@
 //! Queue of an I/O thread on an export. It sends and receives without blocking.
 
-use crate::completion_queue::{CompletionQueue, Ended};
 use crate::connections::Handle;
 use crate::link::Link;
 use crate::subrequest::{Owner, Subrequest};
 use crate::task::Task;
+use crate::user::{Ended, User};
 use parking_lot::Mutex;
 use shadowbell_backend::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks};
 use shadowbell_memory::Segments;
@@ -21,7 +21,7 @@ pub(crate) struct NbdQueue {
     handle: Arc<Handle>,
     /// Index of the connection.
     link: usize,
-    user: Arc<CompletionQueue>,
+    user: Arc<User>,
     /// Number of the queue on the connection.
     number: u32,
     bounds: Bounds,
@@ -37,7 +37,7 @@ pub(crate) struct NbdQueue {
 
 impl NbdQueue {
     pub(crate) fn new(handle: Arc<Handle>, info: &DiskInfo) -> io::Result<Self> {
-        let user = Arc::new(CompletionQueue::new()?);
+        let user = Arc::new(User::new()?);
         let connections = &handle.0;
         connections.shared.users.lock().push(Arc::downgrade(&user));
         // The connection with the fewest queues.
@@ -145,7 +145,7 @@ impl Queue for NbdQueue {
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         loop {
-            self.user.take(&mut self.ended);
+            self.user.completions.take(&mut self.ended);
             self.turn(true);
             // Sending may end requests if the connection breaks; they are processed now.
             if self.ended.is_empty() {
@@ -179,7 +179,7 @@ impl Queue for NbdQueue {
         self.tasks.stop_waiting(key);
         if is_over && self.tasks.end(key) {
             // The request ends in `reap`; the signal makes the caller call it.
-            self.user.signal();
+            self.user.completions.signal();
         }
     }
 

@@ -1,8 +1,8 @@
 //! State shared by all connections of a disk.
 
-use crate::completion_queue::CompletionQueue;
 use crate::export::Export;
 use crate::unflushed::{Flush, Unflushed};
+use crate::user::User;
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
 use std::sync::Weak;
@@ -26,8 +26,8 @@ pub(crate) struct Shared {
     pub(crate) wake: EventFd,
     /// Ends all waits of the reconnection thread.
     pub(crate) stop: EventFd,
-    /// Completion queues of all queues.
-    pub(crate) users: Mutex<Vec<Weak<CompletionQueue>>>,
+    /// All queues.
+    pub(crate) users: Mutex<Vec<Weak<User>>>,
     /// Callback for lost data.
     pub(crate) on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
 }
@@ -95,6 +95,6 @@ impl Shared {
     pub(crate) fn wake_users(&self) {
         let mut users = self.users.lock();
         users.retain(|user| user.strong_count() != 0);
-        users.iter().filter_map(Weak::upgrade).for_each(|user| user.signal());
+        users.iter().filter_map(Weak::upgrade).for_each(|user| user.completions.signal());
     }
 }

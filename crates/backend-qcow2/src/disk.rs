@@ -188,6 +188,63 @@ impl fmt::Debug for Qcow2Disk {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::create::create;
+    use crate::pool::{Ended, Job, MAX_THREADS};
+    use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+    use rustix::time::Timespec;
+    use shadowbell_backend::{DiskError, Op, Request, Submitted};
+    use shadowbell_memory::Segments;
+    use shadowbell_testing::wait;
+
+    /// The completion of a cancelled read must not keep an I/O thread awake, which reaps only
+    /// queues with pending requests.
+    #[test]
+    fn the_end_of_a_cancelled_read_wakes_the_owner_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.qcow2");
+        create(&path, 1 << 20).unwrap();
+        let disk = Qcow2Disk::open(&path, &FileOptions::default()).unwrap();
+        let mut queue = disk.queue().unwrap();
+        disk.pool.set_threads(MAX_THREADS);
+        let none = &mut Segments::default();
+        let request = Request { op: Op::Verify, offset: 0, len: 4096 };
+        assert_eq!(queue.submit(7, &request, none), Submitted::Pending);
+        queue.commit();
+        let job = disk.pool.start_by_hand();
+        disk.pool.set_threads(0);
+        let Job { id, buffer, to, .. } = job.unwrap();
+        queue.cancel(7);
+        let mut ended = Vec::new();
+        queue.reap(&mut |tag, result, _| ended.push((tag, result)));
+        assert_eq!((ended, queue.pending()), (vec![(7, Err(DiskError::Cancelled))], 0));
+        // As an I/O thread sleeps.
+        let epoll = epoll::create(CreateFlags::CLOEXEC).unwrap();
+        let edges = if queue.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
+        let fd = queue.wake_fd().unwrap();
+        epoll::add(&epoll, fd, EventData::new_u64(0), EventFlags::IN | edges).unwrap();
+        let wakes = || {
+            let mut events = Vec::with_capacity(1);
+            let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+            let events = rustix::buffer::spare_capacity(&mut events);
+            epoll::wait(&epoll, events, Some(&zero)).unwrap()
+        };
+        assert_eq!(wakes(), 0);
+        to.push(Ended { id, result: Ok(()), buffer });
+        assert_eq!([wakes(), wakes()], [1, 0]);
+        // The next request wakes the thread again.
+        let flush = Request { op: Op::Flush, offset: 0, len: 0 };
+        assert_eq!(queue.submit(8, &flush, none), Submitted::Pending);
+        queue.commit();
+        let mut ended = Vec::new();
+        loop {
+            queue.reap(&mut |tag, result, _| ended.push((tag, result)));
+            if queue.pending() == 0 {
+                break;
+            }
+            wait::readable("a wake-up", &epoll);
+        }
+        assert_eq!(ended, [(8, Ok(()))]);
+    }
 
     #[test]
     fn sizes_are_binary() {

@@ -16,7 +16,6 @@
 //! | `pool` | threads of the slow path, shared by all queues of a disk |
 //! | `image` | slow path: requests as calls of `imago`, which implements the format |
 //! | `storage`, `sys` | the image's file as storage of `imago` |
-//! | `completions` | completion queue of the threads |
 //! | `kept` | crash recovery |
 //! | `repair` | repair of reference counts after a crash |
 //!
@@ -70,7 +69,6 @@
 //! which all requests fail.
 #![deny(unsafe_code)]
 
-mod completions;
 mod create;
 mod disk;
 mod error;

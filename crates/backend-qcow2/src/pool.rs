@@ -1,11 +1,10 @@
 //! Threads that execute requests on the slow path. They are shared by all queues of a disk, but not
 //! with other disks, so a hung storage blocks only the threads of its own disk.
 
-use crate::completions::{Completions, Ended};
 use crate::image::Image;
 use imago::io_buffers::IoBuffer;
 use parking_lot::{Condvar, Mutex};
-use shadowbell_backend::{DiskError, Op, Request, unpin};
+use shadowbell_backend::{CompletionQueue, DiskError, Op, Request, unpin};
 use shadowbell_memory::AbortOnPanic;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,7 +22,14 @@ pub(crate) struct Job {
     pub(crate) id: u64,
     pub(crate) request: Request,
     pub(crate) buffer: Option<IoBuffer>,
-    pub(crate) to: Arc<Completions>,
+    pub(crate) to: Arc<CompletionQueue<Ended>>,
+}
+
+/// Completed job.
+pub(crate) struct Ended {
+    pub(crate) id: u64,
+    pub(crate) result: Result<(), DiskError>,
+    pub(crate) buffer: Option<IoBuffer>,
 }
 
 impl Job {
@@ -139,13 +145,27 @@ impl Pool {
             return;
         }
         let jobs = std::mem::take(&mut work.jobs);
+        // Flushes that nothing has executed. An executed FUA write waits here only while another
+        // thread syncs, which takes it afterwards, so `threads` is not 0 then.
         let syncs = std::mem::take(&mut work.syncs);
         drop(work);
         jobs.into_iter().chain(syncs).for_each(|job| job.end(Err(DiskError::Io(libc::EAGAIN))));
     }
 
+    /// Takes the first waiting job, as a thread does.
+    #[cfg(test)]
+    pub(crate) fn start_by_hand(&self) -> Option<Job> {
+        self.0.work.lock().jobs.pop_front()
+    }
+
+    /// Sets the number of threads: with [`MAX_THREADS`], no thread is started.
+    #[cfg(test)]
+    pub(crate) fn set_threads(&self, threads: usize) {
+        self.0.work.lock().threads = threads;
+    }
+
     /// Takes a job back that no thread has started.
-    pub(crate) fn take_back(&self, id: u64, to: &Arc<Completions>) -> Option<Job> {
+    pub(crate) fn take_back(&self, id: u64, to: &Arc<CompletionQueue<Ended>>) -> Option<Job> {
         let mut work = self.0.work.lock();
         let is = |job: &Job| job.id == id && Arc::ptr_eq(&job.to, to);
         // A write that waits for a sync has been executed.

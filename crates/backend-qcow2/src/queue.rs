@@ -1,15 +1,14 @@
 //! Queue of an I/O thread on an image.
 
-use crate::completions::{Completions, Ended};
 use crate::fast_path::{Back, FastPath};
 use crate::image::ALIGNMENT;
-use crate::pool::{Job, Pool};
+use crate::pool::{Ended, Job, Pool};
 use imago::io_buffers::IoBuffer;
-use shadowbell_backend::{Bounds, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Bounds, CompletionQueue, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 /// Maximum buffer size of requests in flight, in bytes; further requests wait.
@@ -24,7 +23,7 @@ pub(crate) struct QcowQueue {
     fast: Option<FastPath>,
     /// Scratch buffer for requests that have to be repeated on the slow path.
     back: Vec<Back>,
-    completions: Arc<Completions>,
+    completions: Arc<CompletionQueue<Ended>>,
     bounds: Bounds,
     /// Requests of the caller on the slow path, by job number.
     requests: HashMap<u64, Pending>,
@@ -53,9 +52,9 @@ struct Pending {
 
 impl QcowQueue {
     pub(crate) fn new(pool: Arc<Pool>) -> io::Result<Self> {
-        let completions = Completions::new()?;
+        let completions = CompletionQueue::new()?;
         let bytes = pool.image().bytes.as_ref();
-        let fast = bytes.map(|bytes| bytes.queue(completions.fd())).transpose()?;
+        let fast = bytes.map(|bytes| bytes.queue(completions.as_fd())).transpose()?;
         Ok(Self {
             bounds: pool.image().info.bounds(),
             fast: fast.map(FastPath::new),
@@ -249,7 +248,7 @@ impl Queue for QcowQueue {
         self.by_tag.remove(&tag);
         self.cancelled.push(id);
         // Wakes the owner, whose `reap` ends the request.
-        self.completions.wake();
+        self.completions.signal();
     }
 
     fn pending(&self) -> usize {
@@ -259,8 +258,13 @@ impl Queue for QcowQueue {
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.fast {
             Some(fast) => fast.wake_fd(),
-            None => Some(self.completions.fd()),
+            None => Some(self.completions.as_fd()),
         }
+    }
+
+    /// True: the job of a cancelled read may complete without a reap.
+    fn wakes_by_edges(&self) -> bool {
+        true
     }
 }
 

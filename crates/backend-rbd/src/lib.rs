@@ -10,7 +10,6 @@
 //! | `queue` | queue of an I/O thread |
 //! | `sys` | librados and librbd, loaded when the first image is opened |
 //! | `kept` | crash recovery |
-//! | `completions` | completion queue, filled by Ceph's threads |
 //! | `exit` | exit of the process while images are open |
 //!
 //! Ceph is required neither to build nor to install this crate: its libraries are loaded (`dlopen`)
@@ -47,7 +46,6 @@
 //! Ceph reports size changes ([`Disk::takes_new_size`](shadowbell_backend::Disk::takes_new_size)).
 #![deny(unsafe_code)]
 
-mod completions;
 mod disk;
 mod error;
 mod exit;

@@ -1,13 +1,14 @@
 //! Queue of an I/O thread on an image: each request is one or several calls of librbd.
 
-use crate::completions::{Completions, Ended};
 use crate::shared::Shared;
-use crate::sys::{Cache, Call};
-use shadowbell_backend::{Bounds, DiskError, Op, Queue, Request, Submitted, Tasks};
+use crate::sys::{Cache, Call, Ended};
+use shadowbell_backend::{
+    Bounds, CompletionQueue, DiskError, Op, Queue, Request, Submitted, Tasks,
+};
 use shadowbell_memory::Segments;
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -44,7 +45,8 @@ struct Subrequest {
 pub(crate) struct RbdQueue {
     shared: Shared,
     bounds: Bounds,
-    completions: Arc<Completions>,
+    /// Filled by Ceph's threads.
+    completions: Arc<CompletionQueue<Ended>>,
     /// Requests; those in the waiting list have calls to start.
     tasks: Tasks<Task>,
     /// Number of tasks so far.
@@ -68,7 +70,7 @@ impl RbdQueue {
         Ok(Self {
             bounds: shared.info.bounds(),
             shared,
-            completions: Arc::new(Completions::new()?),
+            completions: Arc::new(CompletionQueue::new()?),
             tasks: Tasks::default(),
             count: 0,
             subrequests: HashMap::new(),
@@ -295,7 +297,7 @@ impl Queue for RbdQueue {
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.completions.fd())
+        Some(self.completions.as_fd())
     }
 
     /// True: the call of a cancelled read may complete without a reap.

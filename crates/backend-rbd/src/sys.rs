@@ -1,11 +1,10 @@
 //! librados and librbd, loaded when the first image is opened, and a safe type for an image.
 
-use crate::completions::{Completions, Ended};
 use crate::error::CONNECTING;
 use crate::exit::{self, Counted};
 use crate::uri::RbdSpec;
 use libloading::Library;
-use shadowbell_backend::tell_new_size;
+use shadowbell_backend::{CompletionQueue, tell_new_size};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -191,11 +190,21 @@ unsafe impl Send for Image {}
 // SAFETY: as above.
 unsafe impl Sync for Image {}
 
+/// Completed call.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) id: u64,
+    /// Return value; negative for an error number.
+    pub(crate) value: i64,
+    /// Buffer of the call.
+    pub(crate) buffer: Vec<u8>,
+}
+
 /// State of a call in flight, owned by Ceph.
 struct Running {
     id: u64,
     buffer: Vec<u8>,
-    to: Arc<Completions>,
+    to: Arc<CompletionQueue<Ended>>,
     api: &'static Api,
     /// Offset of the difference that a comparison has found; written by Ceph.
     mismatch: u64,
@@ -439,7 +448,7 @@ impl Image {
         call: &Call,
         offset: u64,
         buffer: Vec<u8>,
-        to: &Arc<Completions>,
+        to: &Arc<CompletionQueue<Ended>>,
     ) {
         let api = self.api;
         let running = Box::new(Running { id, buffer, to: Arc::clone(to), api, mismatch: 0 });

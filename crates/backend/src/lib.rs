@@ -13,11 +13,13 @@
 //! * [`LimitedDisk`] adds rate limits to any disk;
 //! * [`MetadataDisk`] adds metadata and protection information to any disk;
 //! * [`ZonedDisk`] is a zoned disk (ZNS) in memory or in a raw image;
+//! * [`CompletionQueue`] is for disks of other crates whose requests end on other threads;
 //! * [`open`] opens a disk by its specification: `disk.img`, `mem:1GiB`, `null:1TiB`.
 #![deny(unsafe_code)]
 
 mod bounds;
 mod compare;
+mod completion_queue;
 mod disk;
 mod error;
 mod extent;
@@ -43,6 +45,7 @@ mod zoned;
 
 pub use bounds::Bounds;
 pub use compare::compare;
+pub use completion_queue::CompletionQueue;
 pub use disk::{Disk, Queue};
 pub use error::{MAX_MEMORY, OpenError};
 pub use extent::{Extent, Tell};

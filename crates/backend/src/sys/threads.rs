@@ -5,14 +5,13 @@
 use super::call::{HOLE, Kind, Prepared, Stuck};
 use super::jobs::Jobs;
 use super::passthrough::Namespace;
+use crate::completion_queue::CompletionQueue;
 use parking_lot::{Condvar, Mutex};
-use rustix::event::EventfdFlags;
 use shadowbell_memory::AbortOnPanic;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Maximum threads per queue, and so maximum calls in flight.
@@ -26,6 +25,8 @@ pub(super) struct Threads {
     shared: Arc<ThreadsShared>,
     /// Calls that are prepared but not passed to the threads.
     prepared: Vec<Job>,
+    /// Completions that are not collected.
+    ended: Vec<(u64, i32)>,
     /// Maximum number of threads.
     most: usize,
     /// No threads run: the owner of the shared state, a test, ends the calls.
@@ -55,15 +56,10 @@ pub(crate) struct ThreadsShared {
     work: Mutex<Work>,
     /// Signalled when work is available.
     work_ready: Condvar,
-    ended: Mutex<Vec<(u64, i32)>>,
-    /// Signalled when a call ends, for [`Threads::wait`].
-    call_done: Condvar,
+    /// Ids and results of calls.
+    completions: CompletionQueue<(u64, i32)>,
     /// Signalled when a thread exits.
     thread_gone: Condvar,
-    /// `ended` has entries, or the owner of the queue is to be woken.
-    signalled: AtomicBool,
-    /// Readable while `signalled` is set.
-    event: OwnedFd,
 }
 
 #[derive(Default)]
@@ -91,21 +87,18 @@ impl Threads {
     /// # Errors
     /// Like [`new`](Self::new).
     pub(super) fn of(file: Arc<File>, namespace: Option<Namespace>) -> io::Result<Self> {
-        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let shared = ThreadsShared {
             file,
             namespace,
             work: Mutex::default(),
             work_ready: Condvar::new(),
-            ended: Mutex::default(),
-            call_done: Condvar::new(),
+            completions: CompletionQueue::new()?,
             thread_gone: Condvar::new(),
-            signalled: AtomicBool::new(false),
-            event,
         };
         Ok(Self {
             shared: Arc::new(shared),
             prepared: Vec::new(),
+            ended: Vec::new(),
             most: MAX_THREADS,
             #[cfg(feature = "scripted")]
             by_hand: false,
@@ -207,31 +200,19 @@ impl Threads {
 
     /// Reports all completions: the call's id and its result.
     pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
-        // A relaxed load is enough: a thread that is about to set the flag makes the descriptor
-        // readable.
-        if !self.shared.signalled.load(Ordering::Relaxed) {
-            return;
-        }
-        let mut ended = self.shared.ended.lock();
-        self.shared.signalled.store(false, Ordering::Relaxed);
-        let mut count = [0; 8];
-        // The read does not block, and its value is not needed.
-        let _ = rustix::io::read(&self.shared.event, &mut count);
-        ended.drain(..).for_each(|(id, result)| each(id, result));
+        self.shared.completions.take(&mut self.ended);
+        self.ended.drain(..).for_each(|(id, result)| each(id, result));
     }
 
     /// Waits until a call has ended.
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
         self.enter();
-        let mut ended = self.shared.ended.lock();
-        while ended.is_empty() {
-            self.shared.call_done.wait(&mut ended);
-        }
+        self.shared.completions.wait(&mut self.ended);
         Ok(())
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.shared.event.as_fd()
+        self.shared.completions.as_fd()
     }
 }
 
@@ -321,10 +302,7 @@ impl ThreadsShared {
     }
 
     fn end(&self, id: u64, result: i32) {
-        let mut ended = self.ended.lock();
-        ended.push((id, result));
-        self.signal();
-        self.call_done.notify_one();
+        self.completions.push((id, result));
     }
 
     /// Number of waiting calls.
@@ -358,15 +336,7 @@ impl ThreadsShared {
 
     /// Makes the descriptor readable although no call has ended.
     pub(super) fn wake(&self) {
-        let _ended = self.ended.lock();
-        self.signal();
-    }
-
-    /// Sets the flag and makes the descriptor readable. `ended` must be locked.
-    fn signal(&self) {
-        if !self.signalled.swap(true, Ordering::Relaxed) {
-            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-        }
+        self.completions.signal();
     }
 }
 

@@ -1,0 +1,232 @@
+//! Completion queue of a disk queue whose requests end on other threads, with its wake-up.
+
+use parking_lot::Mutex;
+use shadowbell_memory::EventFd;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Completions that any thread [pushes](Self::push), and that the owner of a disk queue
+/// [takes](Self::take) in batches.
+///
+/// Its descriptor is the disk queue's [wake descriptor](crate::Queue::wake_fd), or a part of it. It
+/// becomes readable with the first completion after a `take`: further completions of the batch make
+/// no system call, and neither does a `take` without a signal. It ceases to be readable in `take`,
+/// so it may be watched level-triggered. Neither `push` nor `take` makes a system call under the
+/// lock.
+///
+/// A signal that has not been taken suppresses later ones. So an owner that watches the descriptor
+/// edge-triggered has to `take` after it has started a request and before it sleeps.
+///
+/// A request that ends without a completion, because it was cancelled, is reported by the owner,
+/// which [`signal`](Self::signal) wakes.
+#[derive(Debug)]
+pub struct CompletionQueue<T> {
+    completions: Mutex<Vec<T>>,
+    /// True from the start of a signal until its end in `take`. Exactly one thread makes `event`
+    /// readable in that time: the one that has set this flag.
+    is_signalled: AtomicBool,
+    event: EventFd,
+}
+
+impl<T> CompletionQueue<T> {
+    /// Creates an empty queue.
+    ///
+    /// # Errors
+    /// The process is out of file descriptors or memory.
+    pub fn new() -> io::Result<Self> {
+        let event = EventFd::new()?;
+        Ok(Self { completions: Mutex::default(), is_signalled: AtomicBool::new(false), event })
+    }
+
+    /// Adds a completion, and wakes the owner.
+    pub fn push(&self, completion: T) {
+        self.completions.lock().push(completion);
+        self.signal();
+    }
+
+    /// Wakes the owner: makes the descriptor readable, even without a completion.
+    pub fn signal(&self) {
+        if !self.is_signalled.swap(true, Ordering::AcqRel) {
+            self.event.signal();
+        }
+    }
+
+    /// Moves all completions to the end of `into`, in the order of their [`push`](Self::push).
+    ///
+    /// An empty `into` is exchanged for the list, so that a caller that passes the same vector each
+    /// time causes neither copies nor, after some batches, allocations.
+    pub fn take(&self, into: &mut Vec<T>) {
+        if !self.is_signalled.load(Ordering::Acquire) {
+            return;
+        }
+        // The flag is cleared only with the signal itself. If another thread has set it but has not
+        // made the descriptor readable yet, that comes after this call and has to be ended by the
+        // next one. Cleared before the list is read: a completion that this call misses signals.
+        if self.event.drain() != 0 {
+            self.is_signalled.swap(false, Ordering::AcqRel);
+        }
+        let mut completions = self.completions.lock();
+        if into.is_empty() {
+            std::mem::swap(&mut *completions, into);
+        } else {
+            into.append(&mut completions);
+        }
+    }
+
+    /// Waits for a completion if `into` is empty, and moves all completions to it as
+    /// [`take`](Self::take) does.
+    pub fn wait(&self, into: &mut Vec<T>) {
+        loop {
+            self.take(into);
+            if !into.is_empty() {
+                return;
+            }
+            // An error means a lack of memory, and the next attempt follows at once.
+            let _ = self.event.wait(None);
+        }
+    }
+}
+
+impl<T> AsFd for CompletionQueue<T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_testing::wait;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    fn is_readable<T>(queue: &CompletionQueue<T>) -> bool {
+        queue.event.wait(Some(Duration::ZERO)).unwrap()
+    }
+
+    fn take<T>(queue: &CompletionQueue<T>) -> Vec<T> {
+        let mut taken = Vec::new();
+        queue.take(&mut taken);
+        taken
+    }
+
+    #[test]
+    fn a_batch_has_one_signal() {
+        let queue = CompletionQueue::new().unwrap();
+        assert!(!is_readable(&queue));
+        assert!(take(&queue).is_empty());
+        for round in 0..3 {
+            (0..10).for_each(|n| queue.push(round * 10 + n));
+            assert!(is_readable(&queue));
+            assert_eq!(queue.event.count(), 1, "system calls of a batch");
+            assert!(take(&queue).into_iter().eq(round * 10..round * 10 + 10));
+            assert!(!is_readable(&queue));
+            assert!(take(&queue).is_empty());
+        }
+    }
+
+    #[test]
+    fn completions_follow_those_that_the_list_has() {
+        let queue = CompletionQueue::new().unwrap();
+        queue.push(2);
+        queue.push(3);
+        let mut taken = vec![1];
+        queue.take(&mut taken);
+        assert_eq!(taken, [1, 2, 3]);
+    }
+
+    /// The capacities of the queue's list and of the owner's alternate.
+    #[test]
+    fn batches_of_one_size_allocate_nothing() {
+        let queue = CompletionQueue::new().unwrap();
+        let mut taken = Vec::new();
+        let mut blocks = Vec::new();
+        for _ in 0..6 {
+            (0..100).for_each(|n| queue.push(n));
+            queue.take(&mut taken);
+            blocks.push(taken.as_ptr());
+            taken.clear();
+        }
+        assert_eq!(blocks[..2], blocks[2..4]);
+        assert_eq!(blocks[..2], blocks[4..]);
+    }
+
+    #[test]
+    fn a_signal_without_a_completion_wakes_once() {
+        let queue = CompletionQueue::<u32>::new().unwrap();
+        queue.signal();
+        queue.signal();
+        assert!(is_readable(&queue));
+        assert!(take(&queue).is_empty());
+        assert!(!is_readable(&queue));
+    }
+
+    #[test]
+    fn a_wait_ends_with_a_completion() {
+        let queue = Arc::new(CompletionQueue::new().unwrap());
+        queue.signal();
+        let other = Arc::clone(&queue);
+        let thread = std::thread::spawn(move || other.push(1));
+        let mut taken = Vec::new();
+        queue.wait(&mut taken);
+        assert_eq!(taken, [1]);
+        thread.join().unwrap();
+        queue.wait(&mut taken);
+        assert_eq!(taken, [1], "it does not wait for more");
+    }
+
+    /// The owner takes a completion whose thread has set the flag, and not the descriptor. That
+    /// must not stay readable: the owner would wake for ever, and find no signal.
+    #[test]
+    fn a_signal_after_its_completion_was_taken_is_ended_by_the_next_take() {
+        let queue = CompletionQueue::new().unwrap();
+        queue.completions.lock().push(1);
+        queue.is_signalled.store(true, Ordering::Release);
+        assert_eq!(take(&queue), [1]);
+        // Another thread: the first one's signal is for its completion, too.
+        queue.push(2);
+        assert!(!is_readable(&queue));
+        queue.event.signal();
+        assert!(is_readable(&queue));
+        assert_eq!(take(&queue), [2]);
+        assert!(!is_readable(&queue), "readable without a signal");
+        queue.push(3);
+        assert!(is_readable(&queue));
+        assert_eq!(take(&queue), [3]);
+    }
+
+    /// An owner that sleeps whenever it finds nothing gets each completion once, and those of a
+    /// thread in their order.
+    #[test]
+    fn no_wake_up_is_lost() {
+        const THREADS: usize = 4;
+        const EACH: usize = 20_000;
+        let queue = Arc::new(CompletionQueue::new().unwrap());
+        let push = |thread: usize| {
+            let queue = Arc::clone(&queue);
+            std::thread::spawn(move || {
+                for n in 0..EACH {
+                    queue.push((thread, n));
+                    if n % 7 == 0 {
+                        std::thread::yield_now();
+                    }
+                }
+            })
+        };
+        let threads: Vec<_> = (0..THREADS).map(push).collect();
+        let (mut next, mut taken) = ([0; THREADS], Vec::new());
+        while next != [EACH; THREADS] {
+            wait::readable("a signal", queue.as_fd());
+            queue.take(&mut taken);
+            for (thread, n) in taken.drain(..) {
+                assert_eq!(n, next[thread]);
+                next[thread] += 1;
+            }
+        }
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        // A signal that came after its completion.
+        assert!(take(&queue).is_empty());
+        assert!(!is_readable(&queue));
+    }
+}
