@@ -50,7 +50,7 @@ fn boot(host: &mut Host, kind: DoorbellKind) -> Queue {
 }
 
 /// Sleeps; a sleep that nothing ends is the end of the test.
-fn sleep(turns: &mut Turns) -> bool {
+fn fall_asleep(turns: &mut Turns) -> bool {
     let (awake, asleep) = mpsc::channel::<()>();
     std::thread::spawn(move || {
         if asleep.recv_timeout(LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
@@ -106,7 +106,7 @@ impl PoolOfHosts {
     /// A command of which the worker takes as it goes to sleep or asleep.
     fn disturb(&mut self, who: usize) {
         self.submit(who);
-        sleep(&mut self.turns);
+        fall_asleep(&mut self.turns);
         self.turns.turn();
         assert!(self.reap(who));
     }
@@ -184,7 +184,7 @@ fn who_is_parked_is_noticed_asleep_and_awake() {
             assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: it must ring");
             if round == 0 {
                 // The sleep ends, or does not begin.
-                sleep(&mut pool.turns);
+                fall_asleep(&mut pool.turns);
                 pool.turns.turn();
             } else {
                 // Nobody sleeps: the other one is busy all the time, or there is nothing to do.
@@ -218,7 +218,7 @@ fn who_is_parked_is_noticed_by_a_doorbell_source() {
         let read = Sqe::read(1, 0, 7, host.next_cid()).with_prps(*buffer, 0);
         host.put(queue, &read);
         wire.write(regs::sq_doorbell_offset(queue.qid, 0), queue.tail);
-        assert!(sleep(&mut pool.turns));
+        assert!(fall_asleep(&mut pool.turns));
         pool.turns.turn();
         assert!(pool.reap(idle));
     }
@@ -232,7 +232,7 @@ fn everybody_who_rings_is_watched() {
     let idle: Vec<_> = (0..100).map(|_| pool.add(DoorbellKind::Event)).collect();
     pool.park_all_but(busy);
     idle.iter().for_each(|who| pool.submit(*who));
-    assert!(sleep(&mut pool.turns));
+    assert!(fall_asleep(&mut pool.turns));
     for _ in 0..4 {
         pool.turns.turn();
     }
@@ -285,7 +285,7 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
         pool.park_all_but(busy);
         assert_eq!(pool.looks(idle), before, "{kind:?}: it is parked");
         assert!(pool.reap(idle));
-        sleep(&mut pool.turns);
+        fall_asleep(&mut pool.turns);
         while pool.turns.turn() {}
         for taken in 1..8 {
             assert!(pool.reap(idle), "{kind:?}: {taken}");
@@ -374,7 +374,7 @@ fn a_disk_that_works_is_waited_for() {
     pool.park_all_but(busy);
     assert_eq!(gate.waiting(), 1);
     gate.end(Ok(()));
-    sleep(&mut pool.turns);
+    fall_asleep(&mut pool.turns);
     pool.turns.turn();
     assert!(pool.reap(idle));
     pool.park_all_but(busy);

@@ -4,9 +4,10 @@ use crate::source::Source;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use shadowbell_memory::{EventFd, Mapping};
+use shadowbell_testing::wait;
 use shadowbell_vfio_user::server::Limits;
 use std::os::fd::OwnedFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Most rings that this process may have: a thread keeps up to 64 to signal peers' eventfds with,
 /// of which it makes one when it has another eventfd to signal and all are in use. Besides these
@@ -61,7 +62,7 @@ pub(crate) fn connect(listener: &OwnedFd, mut serve: impl FnMut()) -> OwnedFd {
     let name = rustix::net::getsockname(listener).expect("an address");
     let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");
     let socket = new_socket();
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = wait::deadline();
     while let Err(errno) = rustix::net::connect(&socket, &address) {
         assert!(errno == Errno::AGAIN && Instant::now() < until, "a connection: {errno}");
         serve();

@@ -1,10 +1,11 @@
 //! Other people's NBD servers and ours, as the suites about exports start them.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use shadowbell_guest::host::last_lines;
@@ -40,7 +41,7 @@ impl NbdServer {
         let mut command = command(&socket);
         command.stdout(log.try_clone()?).stderr(log);
         let mut process = Process::spawn(name, &mut command)?;
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = wait::deadline();
         while UnixStream::connect(&socket).is_err() {
             let log = || {
                 let bytes = fs::read(directory.path().join("log")).unwrap_or_default();
@@ -52,7 +53,7 @@ impl NbdServer {
             if Instant::now() > deadline {
                 bail!("{name} takes no clients: {}", log());
             }
-            std::thread::sleep(Duration::from_millis(2));
+            wait::pause();
         }
         let home = home.map(Path::to_path_buf);
         Ok(Self { process, directory, home })
@@ -98,11 +99,11 @@ impl NbdServer {
     /// `qemu-storage-daemon`'s NBD export of a qcow2 image, past the page cache.
     pub(crate) fn storage_daemon(image: &Path) -> Result<Self> {
         // A server that was just killed has the image until the system has taken its ring apart.
-        let until = Instant::now() + Duration::from_secs(5);
+        let until = wait::deadline();
         loop {
             match Self::storage_daemon_now(image) {
                 Err(error) if error.to_string().contains("Failed to") && Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(10));
+                    wait::pause();
                 }
                 outcome => return outcome,
             }

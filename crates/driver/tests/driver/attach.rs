@@ -60,6 +60,7 @@ fn a_controller_may_look_for_admin_commands_in_either_place() {
             state.polling = polling;
         });
         let mut options = options();
+        // Exceeded in the place where it does not look.
         options.timeouts.admin = Duration::from_millis(200);
         let controller = Controller::attach(fake.transport(), &options).unwrap();
         assert_eq!(controller.doorbells(), Doorbells::Shadow);

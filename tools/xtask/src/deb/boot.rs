@@ -2,6 +2,7 @@
 //!
 //! What the container writes is in memory, and gone with it.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -20,8 +21,6 @@ const PACKAGES: &str = "systemd,systemd-sysv,dbus";
 const BOOT: Duration = Duration::from_secs(120);
 /// How long one command in it may take.
 const COMMAND_SECONDS: &str = "120";
-/// How long its end may take.
-const END: Duration = Duration::from_secs(20);
 
 /// The directory of a fresh Debian, in `directory`; it is fetched once.
 pub(super) fn root(directory: &Path) -> Result<PathBuf> {
@@ -72,7 +71,7 @@ impl Machine {
                 let said = fs::read(&log).unwrap_or_default();
                 bail!("systemd does not boot here:\n{}", host::last_lines(&said, 12));
             }
-            std::thread::sleep(Duration::from_millis(200));
+            wait::pause();
         }
         Ok(machine)
     }
@@ -115,12 +114,12 @@ impl Drop for Machine {
     fn drop(&mut self) {
         // It has its container shut down.
         let _ = kill_process(Pid::from_child(&self.nspawn), Signal::TERM);
-        let until = Instant::now() + END;
+        let until = wait::deadline();
         while Instant::now() < until {
             if self.nspawn.try_wait().is_ok_and(|ended| ended.is_some()) {
                 return;
             }
-            std::thread::sleep(Duration::from_millis(50));
+            wait::pause();
         }
         let _ = self.nspawn.kill();
         let _ = self.nspawn.wait();

@@ -1,5 +1,6 @@
 //! One attack, once: a server, a victim, those who attack it, and what came of it.
 
+use shadowbell_testing::wait::LIMIT;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{scope, sleep};
@@ -12,8 +13,6 @@ use super::server::{LogReader, Server};
 use super::victim::{Seen, Victim, give_way, hurry};
 use super::watch::{Serving, Usage, usage};
 
-/// How long anybody waits for a server that was sent SIGTERM.
-const END: Duration = Duration::from_secs(15);
 /// How often the server's memory is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -57,6 +56,7 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
     let served_by = Serving::of(server.worker())?;
     // Once without counting: caches, and how long this worker polls.
+    // The length of a load that is not judged.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
     outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
 
@@ -198,8 +198,9 @@ fn end_under_attack(
         give_way();
         run(&mut field)
     });
+    // The length of a load.
     sleep(times.before_end);
-    outcome.end = server.terminate(END)?;
+    outcome.end = server.terminate(LIMIT)?;
     if outcome.end.is_none() {
         server.kill();
     }

@@ -14,6 +14,7 @@ use crate::hostile::server::LogReader;
 
 /// How long an attack takes, and the time until the next.
 const ATTACK: Duration = Duration::from_secs(2);
+// Until the next attack.
 const REST: Duration = Duration::from_millis(250);
 
 /// Attacks that need a file system of their own.

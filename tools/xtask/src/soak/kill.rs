@@ -35,6 +35,7 @@ const LINE: Duration = Duration::from_secs(10);
 /// A worker that is killed has served for so long, and longer by chance. (One that has served for
 /// 50 ms, and is killed from outside, is replaced at once, however often.)
 const SERVED: Duration = Duration::from_millis(60);
+// By chance.
 const LONGER: Duration = Duration::from_millis(140);
 /// After such a time at most, by chance, the one that goes on is killed as well.
 const TWICE: Duration = Duration::from_millis(60);
@@ -247,6 +248,7 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
         for meter in meters {
             let _ = meter.take();
         }
+        // Any moment will do.
         sleep(SERVED + LONGER.mul_f64(random.share()));
         let old = arguments.control.then(|| OldData::read(kept)).flatten();
         gaps.without.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
@@ -265,6 +267,7 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
             gaps.until_next.push(killed.elapsed());
         }
         if twice {
+            // Any moment will do.
             sleep(TWICE.mul_f64(random.share()));
             signal(worker, Signal::KILL)?;
             gaps.kills += 1;

@@ -1,5 +1,6 @@
 //! Hundreds of controllers of one server, of which some are attacked.
 
+use shadowbell_testing::wait::LIMIT;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,8 +29,6 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Bounds: the server's end after SIGTERM, and its memory and page tables for each attacker.
 const END: Duration = Duration::from_secs(5);
 const GROWTH: u64 = 64 << 20;
-/// How long anybody waits for the server's end.
-const END_PATIENCE: Duration = Duration::from_secs(15);
 /// The most descriptors that the attackers have.
 const DESCRIPTORS: u64 = 1 << 18;
 
@@ -159,7 +158,7 @@ impl Soak {
             }
             let answer = server.check().and_then(|()| honest::answers(&server.socket(0)));
             // The attacks go on.
-            let end = server.terminate(END_PATIENCE);
+            let end = server.terminate(LIMIT);
             if !matches!(end, Ok(Some(_))) {
                 server.kill();
             }
@@ -214,7 +213,7 @@ impl Soak {
         report.check("SIGTERM ends the server within 5 s, under attack", |_| match end.end? {
             Some(time) if time <= END => Ok(()),
             Some(time) => bail!("it took {time:.1?}"),
-            None => bail!("not within {END_PATIENCE:?}"),
+            None => bail!("not within {LIMIT:?}"),
         });
     }
 }

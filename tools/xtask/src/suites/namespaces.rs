@@ -5,6 +5,7 @@
 //! completion was posted, and when the guest's commands of its reaction were; and the guest says on
 //! a serial line when its block device has changed.
 
+use shadowbell_testing::wait::LIMIT;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -30,9 +31,9 @@ const LARGE: u64 = 48 << 20;
 const ROUNDS: usize = 5;
 /// What a server takes from a call to the event, on a machine that has other things to do. The
 /// figures are printed; here is a limit that only a mistake exceeds.
-const SERVER_LIMIT: Duration = Duration::from_secs(1);
+const SERVER_LIMIT: Duration = MINUTE;
 /// What a guest takes, of which QEMU interprets each instruction.
-const GUEST_LIMIT: Duration = Duration::from_secs(20);
+const GUEST_LIMIT: Duration = LIMIT;
 
 /// A call of the control socket, and what came of it.
 struct Change {
@@ -263,6 +264,7 @@ impl Watch {
             if Instant::now() > deadline {
                 bail!("the guest never said: {words}; it said: {new:?}");
             }
+            // Short: the time is measured.
             sleep(Duration::from_micros(200));
         }
     }

@@ -57,6 +57,7 @@ fn nbd_silent(field: &mut Field) -> Result<()> {
             field.done += 1;
         }
         // Those who were sent away come back.
+        // The pace of the attack.
         sleep(Duration::from_millis(5));
         streams.truncate(400);
     }
@@ -88,6 +89,7 @@ fn nbd_unread(field: &mut Field) -> Result<()> {
         for (client, sent) in &mut clients {
             field.done += u64::from(push(&client.stream, &bytes, sent)?);
         }
+        // The pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())
@@ -108,6 +110,7 @@ fn flood(field: &mut Field, clients: usize, bytes: &[u8]) -> Result<()> {
             field.done += u64::from(push(&client.stream, bytes, sent)?);
             while matches!(client.stream.read(&mut trash), Ok(1..)) {}
         }
+        // The pace of the attack.
         sleep(Duration::from_micros(200));
     }
     Ok(())
@@ -132,6 +135,7 @@ fn nbd_options(field: &mut Field) -> Result<()> {
         while !field.is_over() && push(&client.stream, &bytes, &mut sent).is_ok() {
             field.done += 1;
             while matches!(client.stream.read(&mut trash), Ok(1..)) {}
+            // The pace of the attack.
             sleep(Duration::from_micros(200));
         }
     }
@@ -149,6 +153,7 @@ fn offer(field: &mut Field, prepare: fn(&VirtioGuest) -> Result<()>, heads: &[u1
             let heads: Vec<u16> = heads.iter().copied().cycle().take(room).collect();
             guest.offer(&heads)?;
             field.done += heads.len() as u64;
+            // The pace of the attack.
             sleep(Duration::from_micros(300));
         }
     }
@@ -251,6 +256,7 @@ fn vhost_attach(field: &mut Field) -> Result<()> {
         let heads: Vec<u16> = (0..ENTRIES).map(|n| n % 4).collect();
         guest.offer(&heads)?;
         field.done += 1;
+        // The pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())

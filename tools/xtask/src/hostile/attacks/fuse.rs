@@ -156,6 +156,7 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let bell = message(command::REGION_WRITE, 0, &[access.as_bytes(), &[0; 4]]);
         for _ in 0..24 {
             guest.link.send(&bell, &[])?;
+            // The pace of the attack.
             sleep(Duration::from_micros(400));
         }
         guest.link.throw_away()?;
@@ -175,6 +176,7 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let sent = sent.and_then(|()| send_fds(guest.link.socket(), &map, &fds));
         let _ = sent.and_then(|_| end(2));
         field.done += 1;
+        // The pace of the attack.
         sleep(Duration::from_millis(2));
     }
     Ok(())
@@ -190,6 +192,7 @@ fn with_maps(field: &mut Field) -> Result<()> {
 fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest()?;
+        // The pace of the attack.
         guest.link.set_patience(Duration::from_millis(500))?;
         for _ in 0..8 {
             let file = slow.open()?;
@@ -200,6 +203,7 @@ fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
             }
             field.done += 1;
         }
+        // The pace of the attack.
         sleep(Duration::from_millis(20));
     }
     Ok(())

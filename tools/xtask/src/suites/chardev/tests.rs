@@ -1,6 +1,7 @@
 //! Tests of the crates, carried out in a guest, on namespaces by their character devices: a model
 //! of a disk, cancels and resets in mid-I/O, and storage that does not answer for a while.
 
+use shadowbell_testing::wait;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -172,6 +173,6 @@ fn until_it_ends(guest: &mut Guest, exporter: &Exporter) -> Result<String> {
             guest.sh(&format!("rm /tmp/asks/{word}"), MINUTE)?;
         }
         ensure!(Instant::now() < until, "it does not end");
-        std::thread::sleep(Duration::from_millis(20));
+        wait::pause();
     }
 }

@@ -22,6 +22,7 @@ use crate::suites::setup::{MINUTE, Setup, names};
 use shadowbell_bench::figures::count;
 use shadowbell_bench::table::Table;
 
+// The length of a measurement.
 const TIME: Duration = Duration::from_millis(2000);
 /// The beginning and the end of fio, which are a good part of a second here, and little else: what
 /// is beyond that counts.

@@ -1,14 +1,12 @@
 //! A kill.
 
-use std::time::{Duration, Instant};
+use shadowbell_testing::wait;
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::count::Count;
-
-/// How long it may take until another process is there.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Kills the process that serves, and waits until there is another one.
 pub(super) fn once(keeper: u32, count: &mut Count) -> Result<()> {
@@ -24,10 +22,10 @@ pub(crate) fn kill_worker(keeper: u32) -> Result<()> {
     kill_process(pid, Signal::KILL).context("kill -9")?;
     let began = Instant::now();
     while worker(keeper).is_none_or(|now| now == before) {
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > wait::LIMIT {
             bail!("nobody has come after process {before}");
         }
-        std::thread::sleep(Duration::from_millis(1));
+        wait::pause();
     }
     Ok(())
 }
