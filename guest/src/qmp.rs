@@ -20,6 +20,7 @@ pub struct Qmp {
 impl Qmp {
     /// Reads the greeting and enters command mode.
     pub fn new(stream: UnixStream) -> Result<Self> {
+        // A read ends soon, so that a deadline is seen.
         stream.set_read_timeout(Some(Duration::from_millis(50)))?;
         let mut qmp = Self { stream: BufReader::new(stream), partial: Vec::new() };
         let timeout = LIMIT;

@@ -173,6 +173,7 @@ fn the_server_of_a_file_system_is_killed() {
             // Any moment will do.
             let time = Duration::from_millis(20 + round * 37 % 120);
             let errors = model.load(&mut *queue, || {
+                // The server of the file system ends at a moment that differs.
                 let is_time = began.elapsed() > time;
                 if is_time {
                     mount.end();
@@ -297,6 +298,7 @@ fn a_file_system_is_shut_down() {
             let time = Duration::from_millis(20 + round * 37 % 120);
             let (began, mut is_shut) = (Instant::now(), false);
             let errors = model.load(&mut *queue, || {
+                // The server of the file system ends at a moment that differs.
                 if began.elapsed() > time && !is_shut {
                     is_shut = does("xfs_io", &["-x", "-c", "shutdown", name]).is_some();
                     assert!(is_shut, "`xfs_io` cannot shut the file system down");

@@ -50,7 +50,7 @@ fn boot(host: &mut Host, kind: DoorbellKind) -> Queue {
 }
 
 /// Sleeps; fails the test if the sleep does not end.
-fn sleep(turns: &mut Turns) -> bool {
+fn fall_asleep(turns: &mut Turns) -> bool {
     let (awake, asleep) = mpsc::channel::<()>();
     std::thread::spawn(move || {
         if asleep.recv_timeout(LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
@@ -106,7 +106,7 @@ impl PoolOfHosts {
     /// A command that the I/O thread finds going to sleep or asleep.
     fn disturb(&mut self, who: usize) {
         self.submit(who);
-        sleep(&mut self.turns);
+        fall_asleep(&mut self.turns);
         self.turns.turn();
         assert!(self.reap(who));
     }
@@ -184,7 +184,7 @@ fn a_parked_controller_is_noticed_asleep_and_awake() {
             assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: the host must ring");
             if round == 0 {
                 // The sleep ends, or does not start.
-                sleep(&mut pool.turns);
+                fall_asleep(&mut pool.turns);
                 pool.turns.turn();
             } else {
                 // The I/O thread does not sleep: the other host is busy all the time, or the thread
@@ -219,7 +219,7 @@ fn a_parked_controller_is_noticed_by_a_doorbell_source() {
         let read = Sqe::read(1, 0, 7, host.next_cid()).with_prps(*buffer, 0);
         host.put(queue, &read);
         wire.write(regs::sq_doorbell_offset(queue.qid, 0), queue.tail);
-        assert!(sleep(&mut pool.turns));
+        assert!(fall_asleep(&mut pool.turns));
         pool.turns.turn();
         assert!(pool.reap(idle));
     }
@@ -233,7 +233,7 @@ fn a_hundred_parked_controllers_are_all_noticed() {
     let idle: Vec<_> = (0..100).map(|_| pool.add(DoorbellKind::Event)).collect();
     pool.park_all_but(busy);
     idle.iter().for_each(|who| pool.submit(*who));
-    assert!(sleep(&mut pool.turns));
+    assert!(fall_asleep(&mut pool.turns));
     for _ in 0..4 {
         pool.turns.turn();
     }
@@ -286,7 +286,7 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
         pool.park_all_but(busy);
         assert_eq!(pool.looks(idle), before, "{kind:?}: the controller is parked");
         assert!(pool.reap(idle));
-        sleep(&mut pool.turns);
+        fall_asleep(&mut pool.turns);
         while pool.turns.turn() {}
         for taken in 1..8 {
             assert!(pool.reap(idle), "{kind:?}: {taken}");
@@ -375,7 +375,7 @@ fn a_parked_controllers_disk_completion_is_noticed() {
     pool.park_all_but(busy);
     assert_eq!(gate.waiting(), 1);
     gate.end(Ok(()));
-    sleep(&mut pool.turns);
+    fall_asleep(&mut pool.turns);
     pool.turns.turn();
     assert!(pool.reap(idle));
     pool.park_all_but(busy);

@@ -91,6 +91,7 @@ impl PollWindow {
 mod tests {
     use super::*;
 
+    // The length of a window.
     const MOST: Duration = Duration::from_micros(50);
 
     #[test]

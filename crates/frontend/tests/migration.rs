@@ -311,6 +311,7 @@ fn a_stream_of_another_release_is_restored() {
             // queues.
             for place in [
                 "/0/body/controller/control/powered_ms",
+                "/0/body/controller/control/reset_ms",
                 "/0/body/controller/control/features/clock/0",
                 "/0/body/controller/control/generation",
                 "/0/body/controller/parts/0/worker",

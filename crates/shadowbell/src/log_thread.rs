@@ -357,6 +357,7 @@ mod tests {
         assert!(allowance.of(5000, later).is_ok());
         allowance.spend(5000);
         let until = allowance.of(1, later).unwrap_err();
+        // The price of the long line.
         assert!(until - later > Duration::from_secs(4));
     }
 

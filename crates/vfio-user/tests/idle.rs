@@ -41,6 +41,7 @@ fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
     let mut before = cost();
     eventually("a second costs nothing", || {
         before = cost();
+        // A thread that has a timer, or polls, would run in this time.
         std::thread::sleep(Duration::from_secs(1));
         cost() == before
     });

@@ -8,6 +8,7 @@ use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketFlags,
     SocketType, sendmsg, shutdown, socketpair,
 };
+use shadowbell_testing::wait::LIMIT;
 use shadowbell_vfio_user::Client;
 use shadowbell_vfio_user::client::{Options, Share, ShortWrite};
 use shadowbell_vfio_user::device::DmaUnmap;
@@ -15,7 +16,6 @@ use shadowbell_vfio_user::wire::{self, Header, command as verb};
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
 use zerocopy::IntoBytes;
 
 const QUESTIONS: usize = 24;
@@ -35,7 +35,7 @@ pub fn run(input: &[u8]) {
     }
     // No further reply will come.
     let _ = shutdown(&ours, Shutdown::Write);
-    let options = Options { timeout: Some(Duration::from_secs(5)) };
+    let options = Options { timeout: Some(LIMIT) };
     let client = Client::from_stream(theirs, options);
     limits.step("client");
     let Ok(client) = client else { return };

@@ -12,12 +12,12 @@ use shadowbell_export::nbd::handshake::{Export, Handshake, Security, Step};
 use shadowbell_export::nbd::reply::Incoming;
 use shadowbell_export::nbd::wire::{self, Request};
 use shadowbell_export::nbd::{Address, Options, Server};
+use shadowbell_testing::wait::LIMIT;
 use std::io::Read;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 const BYTES: u64 = 1 << 20;
 const REQUESTS: usize = 32;
@@ -157,7 +157,7 @@ fn server() -> &'static PathBuf {
 /// Runs a whole connection.
 fn converse(source: &mut Source<'_>) {
     let stream = UnixStream::connect(server()).expect("to be let in");
-    let timeout = Some(Duration::from_secs(10));
+    let timeout = Some(LIMIT);
     stream.set_read_timeout(timeout).expect("a timeout");
     stream.set_write_timeout(timeout).expect("a timeout");
     // Mostly a valid handshake; then the possible replies are known.

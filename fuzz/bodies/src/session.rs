@@ -22,6 +22,7 @@ use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_frontend::ControllerDevice;
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
+use shadowbell_testing::wait;
 use shadowbell_vfio_user::migration::{
     DeviceFeature, DeviceState, MigData, feature, feature_flags,
 };
@@ -65,7 +66,7 @@ pub fn run(input: &[u8]) {
     visit.finish();
     drop(visit);
     // Descriptors that only the closer thread may close are closed a little later.
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = wait::deadline();
     while descriptors() > before {
         let now = descriptors();
         let list = || describe_descriptors();
@@ -396,9 +397,9 @@ impl Visit {
         self.pump();
         // Descriptors of the last client may still be in the closer thread, before a new one is
         // accepted.
-        let until = Instant::now() + Duration::from_secs(10);
+        let until = wait::deadline();
         while self.socket.is_some() && !self.frames.is_answered() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(1));
+            wait::pause();
             self.pump();
         }
         if self.socket.is_some() {

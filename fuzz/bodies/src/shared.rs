@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown};
+use shadowbell_testing::wait;
 use shadowbell_vfio_user::device::{
     Device, DmaMap, DmaUnmap, Done, IrqInfo, Later, RegionInfo, SetIrqs,
 };
@@ -48,7 +49,7 @@ pub fn run(input: &[u8]) {
     visit.finish();
     drop(visit);
     // Descriptors that only the closer thread may close are closed a little later.
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = wait::deadline();
     while descriptors() > before {
         let now = descriptors();
         let list = || describe_descriptors();
@@ -377,12 +378,12 @@ impl Visit {
         self.pump();
         // Descriptors of the last client may still be in the closer thread, before a new one is
         // accepted. The same holds for those of a message before writes without a reply.
-        let until = Instant::now() + Duration::from_secs(10);
+        let until = wait::deadline();
         while self.socket.is_some()
             && !(self.frames.is_answered() && self.has_seen_all())
             && Instant::now() < until
         {
-            std::thread::sleep(Duration::from_millis(1));
+            wait::pause();
             self.poll(u32::MAX);
             self.pump();
         }

@@ -24,6 +24,7 @@ use shadowbell_spec::nvm::{DatasetManagement, DsmRange};
 use shadowbell_spec::reservation::{RegisteredController, ReservationStatus};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe, regs};
+use shadowbell_testing::wait::LIMIT;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,7 +44,7 @@ const ENTRIES: u32 = 8;
 const DATA: u64 = BASE + 4 * PAGE;
 const LIST: u64 = BASE + 5 * PAGE;
 /// Time after which an operation counts as hung.
-const HUNG: Duration = Duration::from_secs(20);
+const HUNG: Duration = LIMIT;
 
 const CONFLICT: Status = Status::RESERVATION_CONFLICT;
 const INVALID: Status = Status::INVALID_FIELD;

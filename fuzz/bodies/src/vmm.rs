@@ -4,9 +4,10 @@ use crate::source::Source;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use shadowbell_memory::{EventFd, Mapping};
+use shadowbell_testing::wait;
 use shadowbell_vfio_user::server::Limits;
 use std::os::fd::OwnedFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Maximum of io_uring instances of this process: a thread keeps up to 64 to signal peers'
 /// eventfds, and creates one for another eventfd when all are in use. Those of disks come and
@@ -62,7 +63,7 @@ pub(crate) fn connect(listener: &OwnedFd, mut serve: impl FnMut()) -> OwnedFd {
     let name = rustix::net::getsockname(listener).expect("an address");
     let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");
     let socket = new_socket();
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = wait::deadline();
     while let Err(errno) = rustix::net::connect(&socket, &address) {
         assert!(errno == Errno::AGAIN && Instant::now() < until, "a connection: {errno}");
         serve();

@@ -1,10 +1,10 @@
 //! Controllers with attached clients that are idle, or nearly idle.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::io::PipeWriter;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -46,7 +46,7 @@ impl Held {
 
     /// Waits for line `index` of the process's output.
     pub(crate) fn line(&mut self, index: usize) -> Result<Value> {
-        let deadline = Instant::now() + Duration::from_secs(120);
+        let deadline = wait::deadline();
         loop {
             let text = fs::read_to_string(self.path("out"))?;
             // The part after the last line feed is an incomplete line, or empty.
@@ -63,7 +63,7 @@ impl Held {
             if Instant::now() > deadline {
                 bail!("shadowbell attach-many prints no line");
             }
-            sleep(Duration::from_millis(5));
+            wait::pause();
         }
     }
 

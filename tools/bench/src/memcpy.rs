@@ -95,6 +95,7 @@ mod tests {
             memory.disk.read_into(0, &mut bytes).unwrap();
             bytes.iter().all(|b| *b == byte)
         };
+        // The length of a measurement.
         let time = Duration::from_millis(5);
         assert!(memory.copy(cpu, 4096, 3, false, time).unwrap() > 0.0);
         assert!(all(0xa5));

@@ -1,10 +1,11 @@
 //! NBD servers of other projects and ours, for the suites about exports.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use shadowbell_guest::host::last_lines;
@@ -41,7 +42,7 @@ impl NbdServer {
         let mut command = command(&socket);
         command.stdout(log.try_clone()?).stderr(log);
         let mut process = Process::spawn(name, &mut command)?;
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = wait::deadline();
         while UnixStream::connect(&socket).is_err() {
             let log = || {
                 let bytes = fs::read(directory.path().join("log")).unwrap_or_default();
@@ -53,7 +54,7 @@ impl NbdServer {
             if Instant::now() > deadline {
                 bail!("{name} takes no clients: {}", log());
             }
-            std::thread::sleep(Duration::from_millis(2));
+            wait::pause();
         }
         let home = home.map(Path::to_path_buf);
         Ok(Self { process, directory, home })
@@ -100,11 +101,11 @@ impl NbdServer {
     pub(crate) fn storage_daemon(image: &Path) -> Result<Self> {
         // The image of a server that was just killed stays locked until the kernel has released
         // its io_uring.
-        let until = Instant::now() + Duration::from_secs(5);
+        let until = wait::deadline();
         loop {
             match Self::storage_daemon_now(image) {
                 Err(error) if error.to_string().contains("Failed to") && Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(10));
+                    wait::pause();
                 }
                 outcome => return outcome,
             }

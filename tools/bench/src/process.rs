@@ -77,6 +77,8 @@ fn schedstat(text: &str) -> Option<(u64, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shadowbell_testing::process_group::ProcessGroup;
+    use shadowbell_testing::wait::until;
 
     #[test]
     fn the_fields_of_proc_are_found() {
@@ -92,17 +94,13 @@ mod tests {
     #[test]
     fn a_process_can_be_looked_at() {
         let script = "while sleep 0.01; do :; done";
-        let mut child = std::process::Command::new("sh").args(["-c", script]).spawn().unwrap();
+        let mut command = std::process::Command::new("sh");
+        let mut child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
         let before = used(child.id()).unwrap();
         // The thread gets a CPU after each of its sleeps.
-        let deadline = std::time::Instant::now() + Duration::from_secs(20);
-        while used(child.id()).unwrap().slices <= before.slices {
-            assert!(std::time::Instant::now() < deadline);
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        until("another slice", || used(child.id()).unwrap().slices > before.slices);
         assert!(memory(child.id()).unwrap().anonymous >= 4096);
-        child.kill().unwrap();
-        child.wait().unwrap();
+        child.kill();
         assert!(memory(u32::MAX).is_err() && used(u32::MAX).is_err());
     }
 }

@@ -1,5 +1,6 @@
 //! `shadowbell serve` for one measurement.
 
+use shadowbell_testing::wait::{self, LIMIT};
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -65,14 +66,14 @@ impl Server {
         command.stdout(log.try_clone()?).stderr(log);
         let process = Process::spawn("shadowbell serve", &mut command)?;
         let mut server = Self { process, directory };
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = wait::deadline();
         // The socket exists before the server listens.
         while UnixStream::connect(server.socket(0)).is_err() {
             server.check()?;
             if Instant::now() > deadline {
                 bail!("shadowbell serve does not listen: {}", server.log());
             }
-            std::thread::sleep(Duration::from_millis(2));
+            wait::pause();
         }
         Ok(server)
     }
@@ -104,7 +105,7 @@ impl Server {
     /// Ends the server with SIGTERM. Returns its counters.
     pub(crate) fn stop(mut self) -> Result<Value> {
         self.process.signal(Signal::TERM)?;
-        let status = self.process.wait(Duration::from_secs(30))?;
+        let status = self.process.wait(LIMIT)?;
         if !status.success() {
             bail!("shadowbell serve: {}: {}", describe(status), self.log());
         }
@@ -151,11 +152,11 @@ mod tests {
 
     #[test]
     fn a_command_is_run_to_its_end_or_its_limit() {
-        let limit = Duration::from_secs(20);
-        assert_eq!(output("sh", shell("echo a; echo b >&2"), limit).unwrap(), "a\n");
-        let error = output("sh", shell("echo why >&2; exit 3"), limit).unwrap_err().to_string();
+        assert_eq!(output("sh", shell("echo a; echo b >&2"), LIMIT).unwrap(), "a\n");
+        let error = output("sh", shell("echo why >&2; exit 3"), LIMIT).unwrap_err().to_string();
         assert!(error.contains("exit code 3: why"), "{error}");
-        assert!(output("sh", shell("sleep 100"), Duration::from_millis(30)).is_err());
+        // It is to be exceeded.
+        assert!(output("sh", shell("sleep 1000"), Duration::from_millis(30)).is_err());
     }
 
     #[test]

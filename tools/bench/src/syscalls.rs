@@ -1,10 +1,10 @@
 //! System calls of the data path, counted by strace in a separate run, because strace slows down
 //! every system call.
 
+use shadowbell_testing::wait;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -51,7 +51,7 @@ fn run(settings: &Settings, load: &Load<'_>, ios: u64) -> Result<(u64, u64)> {
     output("strace shadowbell bench", command, Duration::from_secs(120))?;
     // SIGINT makes strace detach without an effect on the server.
     attached.signal(Signal::INT)?;
-    attached.wait(Duration::from_secs(20))?;
+    attached.wait(wait::LIMIT)?;
     server.stop()?;
     let read =
         |name: &str| fs::read_to_string(file(name)).with_context(|| format!("strace: {name}"));
@@ -65,14 +65,14 @@ fn attach(server: &Server, out: &Path) -> Result<Process> {
     command.args(["-f", "-Y", "-qq", "-o"]).arg(out).args(["-p", &id.to_string()]);
     command.stderr(std::process::Stdio::null());
     let mut strace = Process::spawn("strace", &mut command)?;
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = wait::deadline();
     while !is_traced(id)? {
         if strace.ended()?.is_some() || Instant::now() > deadline {
             bail!(
                 "strace cannot attach to the server: run as root, or set kernel.yama.ptrace_scope to 0"
             );
         }
-        sleep(Duration::from_millis(2));
+        wait::pause();
     }
     Ok(strace)
 }

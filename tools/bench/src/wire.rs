@@ -337,6 +337,7 @@ mod tests {
         // The rate is not checked. The data of each entry are, many times around the rings.
         for depth in [1, 3, 32, 33, 128, RING - 1] {
             for update in TailUpdate::ALL {
+                // The length of a measurement.
                 let rate = limit(processors(), depth, update, Duration::from_millis(20)).unwrap();
                 assert!(rate > 0.0, "{depth} {update:?}: {rate}");
             }
@@ -360,6 +361,7 @@ mod tests {
 
     #[test]
     fn what_can_not_be_is_refused() {
+        // The length of a measurement that is refused.
         let time = Duration::from_millis(1);
         assert!(limit(processors(), 0, TailUpdate::Each, time).is_err());
         assert!(limit(processors(), RING, TailUpdate::Each, time).is_err());

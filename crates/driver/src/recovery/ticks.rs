@@ -47,6 +47,7 @@ mod tests {
     #[test]
     fn ticks_fit_their_byte_and_the_deadline() {
         let ticks = |millis| {
+            // Only ticks are computed.
             let timeouts = Timeouts { io: Duration::from_millis(millis), ..Timeouts::default() };
             TimeoutTicks::new(Recovery::default(), &timeouts)
         };

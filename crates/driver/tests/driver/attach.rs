@@ -60,6 +60,7 @@ fn admin_doorbells_reach_register_and_shadow() {
             state.polling = polling;
         });
         let mut options = options();
+        // Exceeded in the place where it does not look.
         options.timeouts.admin = Duration::from_millis(200);
         let controller = Controller::attach(fake.transport(), &options).unwrap();
         assert_eq!(controller.doorbells(), Doorbells::Shadow);

@@ -345,6 +345,7 @@ fn an_idle_queue_sleeps() {
     // Its thread may fall asleep only then, and ticks of a timer would come more often.
     wait::until("100 ms without a wakeup", || {
         let before = disk.queue().stats().sleeps;
+        // A timer would tick in this time.
         std::thread::sleep(Duration::from_millis(100));
         disk.queue().stats().sleeps == before
     });

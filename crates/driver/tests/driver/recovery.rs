@@ -17,8 +17,8 @@ fn recovering() -> AttachOptions {
     // Limits that are exceeded in a test, but not by what is only slow on a busy machine.
     let timeouts = Timeouts {
         ready: Some(Duration::from_millis(500)),
-        admin: Duration::from_secs(2),
-        io: Duration::from_millis(400),
+        admin: Duration::from_secs(5),
+        io: Duration::from_millis(1500),
         shutdown: Duration::from_millis(50),
     };
     AttachOptions { recovery, timeouts, ..options() }

@@ -30,6 +30,7 @@ fn emulated(disk: Arc<dyn Disk>) -> Emulated {
 /// does not run for a while, on a busy machine, does not exceed them.
 fn options() -> AttachOptions {
     AttachOptions {
+        // Exceeded only by a controller that does wrong.
         timeouts: Timeouts {
             ready: Some(Duration::from_secs(1)),
             admin: Duration::from_secs(2),

@@ -475,10 +475,12 @@ mod tests {
 
     #[test]
     fn an_io_that_has_to_wait_for_a_buffer_keeps_nobody_awake() {
+        // Nothing waits: only times are computed.
         let limit = Duration::from_millis(100);
         let due = |us| Some(Duration::from_micros(us));
         assert_eq!(longest_wait(limit, false, due(0)), limit, "overdue, and no buffer");
         assert_eq!(longest_wait(limit, true, due(0)), Duration::ZERO);
+        // The same.
         assert_eq!(longest_wait(limit, true, due(20)), Duration::from_micros(20));
         assert_eq!(longest_wait(limit, true, due(1 << 30)), limit);
         assert_eq!(longest_wait(limit, true, None), limit, "not paced");

@@ -45,7 +45,11 @@ mod tests {
     fn a_moment_is_the_same_by_another_clock() {
         let clock = Monotonic::look();
         for moment in
-            [Instant::now() + Duration::from_secs(3), Instant::now() - Duration::from_millis(700)]
+            // A moment to come, and one that has passed.
+            [
+                Instant::now() + Duration::from_secs(3),
+                Instant::now() - Duration::from_millis(700),
+            ]
         {
             // On a busy machine, a look at both clocks may be interrupted between them.
             shadowbell_testing::wait::until("clocks that agree", || {

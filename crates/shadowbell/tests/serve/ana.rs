@@ -74,7 +74,7 @@ fn an_inaccessible_ana_state_survives_crashes_and_upgrades() {
     let (status, said, errors) = ctl(&server, &["apply", "wanted.toml"]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(said.contains("ana: inaccessible -> non-optimized"), "{said}");
-    assert!(said.contains("1 change, 1 stay"), "{said}");
+    assert!(said.contains("1 changed, 1 unchanged"), "{said}");
     one.write(1, 0, 50);
     assert_eq!(other.read(1, 0), 50);
     assert_eq!(log(&mut one).changes, 2);

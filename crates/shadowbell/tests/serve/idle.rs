@@ -34,6 +34,7 @@ fn is_idle(server: &Server) {
     // polls, is never idle for 2 s.
     until("2 s without a context switch", || {
         let before = all_switches(server);
+        // The time in which nothing is to run.
         std::thread::sleep(Duration::from_secs(2));
         before == all_switches(server)
     });

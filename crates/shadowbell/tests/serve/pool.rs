@@ -303,7 +303,7 @@ fn a_pool_in_the_configuration_file_keeps_its_namespaces() {
     // created since.
     let (status, said, errors) = ctl(&["apply", "vm.toml", "--dry-run"]);
     assert_eq!(status, Some(0), "{errors}");
-    assert!(said.contains("0 change, 1 stay"), "{said}");
+    assert!(said.contains("0 changed, 1 unchanged"), "{said}");
     kill(&server, Signal::KILL);
     assert_eq!(guest.read(1, 3), Ok(9));
     drop(guest);

@@ -271,7 +271,7 @@ fn tracing_is_turned_on_and_off_at_run_time() {
     let save = || {
         let (status, said, errors) = ctl(&server, &["trace", "save", name]);
         assert_eq!(status, Some(0), "{errors}");
-        assert!(said.contains(&format!("`shadowbell trace {name}` shows it")), "{said}");
+        assert!(said.contains(&format!("show it with `shadowbell trace {name}`")), "{said}");
         completed(&file)
     };
     assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));

@@ -1,9 +1,10 @@
 //! Servers that are measured by the same client in turn. The first server is shadowbell's.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
@@ -116,7 +117,7 @@ impl Peer {
         let mut command = command(&at);
         command.stdout(log.try_clone()?).stderr(log);
         let mut process = Process::spawn(name, &mut command)?;
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = wait::deadline();
         while !ready(&at) {
             let log = || last_lines(&fs::read(at.join("log")).unwrap_or_default(), 8);
             if let Some(status) = process.ended()? {
@@ -125,7 +126,7 @@ impl Peer {
             if Instant::now() > deadline {
                 bail!("{name} is not ready: {}", log());
             }
-            std::thread::sleep(Duration::from_millis(5));
+            wait::pause();
         }
         Ok(Self { process, directory })
     }
@@ -152,7 +153,7 @@ impl Drop for Peer {
     /// SIGTERM, so that the server removes its mounts.
     fn drop(&mut self) {
         if self.process.signal(Signal::TERM).is_ok() {
-            let _ = self.process.wait(Duration::from_secs(10));
+            let _ = self.process.wait(wait::LIMIT);
         }
     }
 }

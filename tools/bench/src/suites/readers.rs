@@ -4,6 +4,7 @@
 //!
 //! Layers from fio to the memory disk: ext4, loop device, FUSE, driver, vfio-user server.
 
+use shadowbell_testing::wait;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -117,7 +118,7 @@ impl Mounted {
             if this.export.ended()?.is_some() || Instant::now() > deadline {
                 bail!("shadowbell export mounts nothing");
             }
-            std::thread::sleep(Duration::from_millis(5));
+            wait::pause();
         }
         let made = this.tool("losetup", &["--find", "--show", "--direct-io=on"], Some(&file))?;
         this.device = Some(made.trim().to_owned());

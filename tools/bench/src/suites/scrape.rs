@@ -1,6 +1,7 @@
 //! The suite `scrape`: duration of `/metrics` with many controllers, and the effect of one scrape
 //! per second on a load of one of them.
 
+use shadowbell_testing::wait::LIMIT;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -211,7 +212,7 @@ fn while_scraping<T>(socket: &Path, what: impl FnOnce() -> Result<T>) -> Result<
 /// Requests all metrics over a new connection.
 fn scrape(socket: &Path) -> Result<String> {
     let mut stream = UnixStream::connect(socket).context("the control socket")?;
-    stream.set_read_timeout(Some(Duration::from_secs(30)))?;
+    stream.set_read_timeout(Some(LIMIT))?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")?;
     let mut answer = Vec::with_capacity(4 << 20);
     stream.read_to_end(&mut answer).context("/metrics")?;

@@ -3,6 +3,7 @@
 //!
 //! Changes within the container are in memory and are lost when it ends.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -22,8 +23,6 @@ const PACKAGES: &str = "systemd,systemd-sysv,dbus";
 const BOOT: Duration = Duration::from_secs(120);
 /// Time limit of one command in the container, in seconds.
 const COMMAND_SECONDS: &str = "120";
-/// Time limit of the shutdown.
-const END: Duration = Duration::from_secs(20);
 
 /// Root directory of a Debian system in `directory`, which is downloaded once.
 pub(super) fn root(directory: &Path) -> Result<PathBuf> {
@@ -74,7 +73,7 @@ impl Machine {
                 let said = fs::read(&log).unwrap_or_default();
                 bail!("systemd does not boot here:\n{}", host::last_lines(&said, 12));
             }
-            std::thread::sleep(Duration::from_millis(200));
+            wait::pause();
         }
         Ok(machine)
     }
@@ -117,12 +116,12 @@ impl Drop for Machine {
     fn drop(&mut self) {
         // systemd-nspawn shuts its container down on SIGTERM.
         let _ = kill_process(Pid::from_child(&self.nspawn), Signal::TERM);
-        let until = Instant::now() + END;
+        let until = wait::deadline();
         while Instant::now() < until {
             if self.nspawn.try_wait().is_ok_and(|ended| ended.is_some()) {
                 return;
             }
-            std::thread::sleep(Duration::from_millis(50));
+            wait::pause();
         }
         let _ = self.nspawn.kill();
         let _ = self.nspawn.wait();

@@ -1,11 +1,13 @@
 //! Test of the package in a new Debian system: installation, use, upgrade under a client,
 //! removal.
 
+use shadowbell_testing::wait;
 use std::fs;
 use std::path::Path;
 use std::process::Child;
+use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 use super::boot::{self, Machine};
 use super::tools::directory;
@@ -231,11 +233,10 @@ fn is(machine: &Machine, script: &str, words: &str) -> Result<()> {
 
 /// Waits until a script succeeds.
 fn wait(machine: &Machine, script: &str) -> Result<()> {
-    for _ in 0..100 {
-        if machine.run(script).is_ok() {
-            return Ok(());
-        }
-        std::thread::sleep(std::time::Duration::from_millis(100));
+    let deadline = wait::deadline();
+    while machine.run(script).is_err() {
+        ensure!(Instant::now() < deadline, "it does not come to pass: {script}");
+        wait::pause();
     }
-    bail!("timeout: {script}")
+    Ok(())
 }

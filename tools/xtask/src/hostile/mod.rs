@@ -147,6 +147,7 @@ fn make(
     let times = Times {
         alone: seconds / 4,
         attacked: seconds,
+        // The length of a load.
         before_end: seconds.min(Duration::from_millis(150)),
     };
     let mut table = verdict::table();

@@ -1,5 +1,6 @@
 //! One round of an attack: server, victim, attackers, and the outcome.
 
+use shadowbell_testing::wait::LIMIT;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{scope, sleep};
@@ -12,8 +13,6 @@ use super::server::{LogReader, Server};
 use super::victim::{Seen, Victim, give_way, hurry};
 use super::watch::{Serving, Usage, usage};
 
-/// Time limit of the server's end after SIGTERM.
-const END: Duration = Duration::from_secs(15);
 /// Interval at which the server's memory is measured.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -57,6 +56,7 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
     let served_by = Serving::of(server.worker())?;
     // Warm-up without measurement: caches, and the adaptive poll time of the I/O thread.
+    // The length of a load that is not judged.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
     outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
 
@@ -201,8 +201,9 @@ fn end_under_attack(
         give_way();
         run(&mut field)
     });
+    // The length of a load.
     sleep(times.before_end);
-    outcome.end = server.terminate(END)?;
+    outcome.end = server.terminate(LIMIT)?;
     if outcome.end.is_none() {
         server.kill();
     }

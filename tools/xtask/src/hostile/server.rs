@@ -1,5 +1,6 @@
 //! Server under attack.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::io::PipeReader;
 use std::os::unix::net::UnixStream;
@@ -72,7 +73,7 @@ impl Server {
 
     /// Waits for the server process: the supervisor listens before it exists.
     fn await_worker(&mut self) -> Result<u32> {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = wait::deadline();
         loop {
             let serves = |pid: &u32| has_thread(*pid, "sb-reactor");
             if let Some(pid) = children(self.id()).into_iter().find(serves) {
@@ -82,7 +83,7 @@ impl Server {
             if Instant::now() > deadline {
                 bail!("no server process was started: {}", self.log());
             }
-            std::thread::sleep(Duration::from_millis(5));
+            wait::pause();
         }
     }
 
@@ -130,12 +131,12 @@ impl Server {
 
     /// Waits until a process listens on the socket.
     pub(crate) fn await_socket(&self, path: &Path) -> Result<()> {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = wait::deadline();
         while UnixStream::connect(path).is_err() {
             if Instant::now() > deadline {
                 bail!("no server listens at {}: {}", path.display(), self.log());
             }
-            std::thread::sleep(Duration::from_millis(5));
+            wait::pause();
         }
         Ok(())
     }
@@ -190,11 +191,12 @@ impl Server {
     pub(crate) fn terminate(&mut self, limit: Duration) -> Result<Option<Duration>> {
         let began = Instant::now();
         self.process.signal(Signal::TERM)?;
+        // The time is measured, and judged elsewhere.
         while began.elapsed() < limit {
             if self.process.ended()?.is_some() {
                 return Ok(Some(began.elapsed()));
             }
-            std::thread::sleep(Duration::from_millis(2));
+            wait::pause();
         }
         Ok(None)
     }

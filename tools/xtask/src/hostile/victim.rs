@@ -21,6 +21,7 @@ const PER_SECOND: u32 = 1000;
 const REGISTER_EVERY: u64 = 8;
 /// Time for which a read is polled without pauses, and the pause of polling afterwards.
 const SPIN: Duration = Duration::from_micros(60);
+// The pause between two looks.
 const LOOK: Duration = Duration::from_micros(20);
 /// Time after which a read counts as lost and the measurement ends.
 const LOST: Duration = Duration::from_secs(6);
@@ -133,7 +134,9 @@ impl Victim {
                 seen.register = seen.register.max(took);
                 seen.served_register = seen.served_register.max(took.saturating_sub(waited));
             }
+            // A rate.
             due = (due + Duration::from_secs(1) / PER_SECOND).max(Instant::now());
+            // Until the next read is due.
             sleep(due.saturating_duration_since(Instant::now()));
         }
         seen.reads = times.len();

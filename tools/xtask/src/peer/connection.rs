@@ -151,6 +151,7 @@ impl Connection {
             self.throw_away()?;
             match send_fds(self.socket(), rest, &[]) {
                 Ok(sent) => rest = rest.get(sent..).unwrap_or_default(),
+                // Until there is room in the socket.
                 Err(Errno::AGAIN) => std::thread::sleep(Duration::from_micros(100)),
                 Err(Errno::INTR) => {}
                 Err(errno) => bail!("sending to the server: {errno}"),

@@ -14,6 +14,7 @@ use crate::hostile::server::LogReader;
 
 /// Duration of an attack, and the pause until the next.
 const ATTACK: Duration = Duration::from_secs(2);
+// Until the next attack.
 const REST: Duration = Duration::from_millis(250);
 
 /// Attacks that are left out, because they need a FUSE file system.

@@ -1,9 +1,10 @@
 //! Clients that verify their disks while the server is killed or upgraded.
 
+use shadowbell_testing::wait;
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{scope, sleep};
-use std::time::{Duration, Instant};
+use std::thread::scope;
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -110,9 +111,10 @@ pub(crate) fn settle(
             return Ok(());
         }
         kept.server.check()?;
+        // A bound of the soak.
         if began.elapsed() > 2 * STALL {
             bail!("a client has no completions; the log ends with:\n{}", kept.server.log());
         }
-        sleep(Duration::from_millis(1));
+        wait::pause();
     }
 }

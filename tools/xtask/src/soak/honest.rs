@@ -251,6 +251,7 @@ impl Honest {
             queue.ring(link)?;
             while !self.pending.is_empty() {
                 self.take(tally)?;
+                // Shorter: these are many.
                 sleep(LOOK / 4);
             }
         }

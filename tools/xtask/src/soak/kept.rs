@@ -1,9 +1,11 @@
 //! Server with a supervisor, and its disks.
 
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait::{self, LIMIT};
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -11,9 +13,6 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::places::{DISK_BYTES, Keeps};
 use crate::hostile::server::{LogReader, Server};
-
-/// Time limit of the start of a server process.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Disk type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, clap::ValueEnum)]
@@ -71,7 +70,7 @@ impl DiskKind {
     }
 
     /// Starts the server of the export or namespace, at `socket`.
-    fn below(self, binary: &Path, image: &Path, socket: &Path) -> Result<Option<Child>> {
+    fn below(self, binary: &Path, image: &Path, socket: &Path) -> Result<Option<ProcessGroup>> {
         let mut command = Command::new(binary);
         let disk = format!("{}?direct=on", image.display());
         match self {
@@ -83,13 +82,13 @@ impl DiskKind {
             _ => return Ok(None),
         };
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let child = command.spawn().context("the server below")?;
+        let child = ProcessGroup::spawn(&mut command).context("the server below")?;
         let began = Instant::now();
         while UnixStream::connect(socket).is_err() {
-            if began.elapsed() > PATIENCE {
+            if began.elapsed() > LIMIT {
                 bail!("the server below does not serve {}", socket.display());
             }
-            std::thread::sleep(Duration::from_millis(10));
+            wait::pause();
         }
         Ok(Some(child))
     }
@@ -116,16 +115,7 @@ pub(crate) struct Kept {
     pub(crate) server: Server,
     kinds: Vec<DiskKind>,
     /// Servers of the disks.
-    below: Vec<Child>,
-}
-
-impl Drop for Kept {
-    fn drop(&mut self) {
-        for child in &mut self.below {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
+    _below: Vec<ProcessGroup>,
 }
 
 impl Kept {
@@ -169,7 +159,7 @@ impl Kept {
         for n in 0..kinds.len() {
             server.await_socket(&server.socket(n))?;
         }
-        Ok(Self { server, kinds: kinds.to_vec(), below })
+        Ok(Self { server, kinds: kinds.to_vec(), _below: below })
     }
 
     /// Disk type of each controller.
@@ -211,9 +201,10 @@ impl Kept {
                 return Ok(pid);
             }
             self.server.check()?;
-            if began.elapsed() > PATIENCE {
+            if began.elapsed() > LIMIT {
                 bail!("no other worker has come after {before:?}: {}", self.server.log());
             }
+            // Short: the time is measured.
             std::thread::sleep(Duration::from_micros(200));
         }
     }

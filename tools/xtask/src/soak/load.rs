@@ -158,6 +158,7 @@ impl Load {
                     self.take(meter)?;
                 }
                 due = (due + self.rest).max(Instant::now());
+                // Until the next command is due.
                 sleep(due.saturating_duration_since(Instant::now()));
                 self.last = Instant::now();
             }
@@ -230,6 +231,7 @@ impl Load {
     /// Waits for completions and takes them.
     fn take(&mut self, meter: &Meter) -> Result<()> {
         let began = Instant::now();
+        // A bound of the soak.
         if !self.queue.wait(Some(began + STALL))? && began.elapsed() >= STALL {
             bail!(
                 "{} commands have no completion after {} s",
@@ -237,6 +239,7 @@ impl Load {
                 STALL.as_secs()
             );
         }
+        // The same.
         if began.elapsed() >= STALL {
             bail!("there was no interrupt for completions that are there");
         }

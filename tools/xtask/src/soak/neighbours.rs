@@ -1,6 +1,7 @@
 //! `cargo xtask soak neighbours`: hundreds of controllers of one server, of which some are
 //! attacked.
 
+use shadowbell_testing::wait::LIMIT;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,8 +30,6 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Bounds: time from SIGTERM to the server's end, and memory and page tables for each attacker.
 const END: Duration = Duration::from_secs(5);
 const GROWTH: u64 = 64 << 20;
-/// Time limit of the server's end.
-const END_PATIENCE: Duration = Duration::from_secs(15);
 /// Maximum number of descriptors that the attackers use.
 const DESCRIPTORS: u64 = 1 << 18;
 
@@ -160,7 +159,7 @@ impl Soak {
             }
             let answer = server.check().and_then(|()| honest::answers(&server.socket(0)));
             // The attacks continue during the server's end.
-            let end = server.terminate(END_PATIENCE);
+            let end = server.terminate(LIMIT);
             if !matches!(end, Ok(Some(_))) {
                 server.kill();
             }
@@ -217,7 +216,7 @@ impl Soak {
         report.check("SIGTERM ends the server within 5 s, under attack", |_| match end.end? {
             Some(time) if time <= END => Ok(()),
             Some(time) => bail!("it took {time:.1?}"),
-            None => bail!("not within {END_PATIENCE:?}"),
+            None => bail!("not within {LIMIT:?}"),
         });
     }
 }

@@ -1,6 +1,7 @@
 //! Asymmetric Namespace Access in a Linux guest: the path that the kernel uses, depending on the
 //! ANA states of two paths.
 
+use shadowbell_testing::wait;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::sleep;
@@ -58,6 +59,7 @@ impl Control<'_> {
     /// Number of commands that each controller executes in the time `length`.
     fn busy(&self, length: Duration) -> Result<[u64; 2]> {
         let before = self.counts()?;
+        // What is carried out in this time is counted.
         sleep(length);
         let after = self.counts()?;
         Ok([after[0] - before[0], after[1] - before[1]])
@@ -68,7 +70,7 @@ impl Control<'_> {
         let (before, until) = (self.counts()?[which], Instant::now() + MINUTE);
         while self.counts()?[which] < before + 20 {
             ensure!(Instant::now() < until, "controller {which} executes no commands");
-            sleep(Duration::from_millis(50));
+            wait::pause();
         }
         Ok(())
     }
@@ -139,6 +141,7 @@ pub(crate) fn check(
             control.set(which, "non-optimized")?;
             known(guest, &names[which], "non-optimized")?;
             // Commands in flight have ended, so the counter of the path must not change any more.
+            // The time in which nothing must come.
             let counts = control.busy(Duration::from_secs(2))?;
             ensure!(
                 counts[which] == 0 && counts[1 - which] > 50,
@@ -162,6 +165,7 @@ pub(crate) fn check(
         for round in 0..10 {
             let which = round % 2;
             control.set(which, "inaccessible")?;
+            // The time in which nothing must come.
             let counts = control.busy(Duration::from_millis(500))?;
             ensure!(counts[which] == 0, "round {round}: {counts:?}");
             control.moves(1 - which)?;
@@ -177,6 +181,7 @@ pub(crate) fn check(
         for state in ["inaccessible", "change"] {
             control.set(0, state)?;
             control.set(1, state)?;
+            // The time in which nothing must come.
             let counts = control.busy(Duration::from_secs(1))?;
             ensure!(counts == [0, 0], "{state}: {counts:?}");
             control.set(1, "optimized")?;

@@ -179,6 +179,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
     let began = Instant::now();
     let mut said = String::new();
     loop {
+        // Each look takes processor time of the guest.
         std::thread::sleep(Duration::from_secs(1));
         let now = guest.sh("grep -a @INNER /tmp/inner.log || true", MINUTE)?;
         if now.len() > said.len() {
@@ -189,6 +190,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
         if said.contains("ok end") {
             break;
         }
+        // Long enough for any machine.
         ensure!(began.elapsed() < PATIENCE, "the inner guest did not come to its end");
         guest.sh("[ -e /proc/$(cat /tmp/vmm) ]", MINUTE).context("Cloud Hypervisor has ended")?;
     }

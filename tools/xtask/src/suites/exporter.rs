@@ -1,22 +1,17 @@
 //! QEMU's NBD server on the host, as the storage of a guest's disk.
 
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
 use std::path::Path;
-use std::process::{Child, Command};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_guest::host::{in_path, install};
 
 /// `qemu-nbd` with a raw image. Killed when dropped.
-pub(crate) struct Exporter(Child);
-
-impl Drop for Exporter {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+pub(crate) struct Exporter(ProcessGroup);
 
 impl Exporter {
     pub(crate) fn start(image: &Path, socket: &Path) -> Result<Self> {
@@ -26,12 +21,8 @@ impl Exporter {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "qemu-nbd", "--persistent", "--shared=0"]);
         command.args(["--format=raw", "--discard=unmap", "--socket"]).arg(socket).arg(image);
-        let exporter = Self(command.spawn().context("qemu-nbd")?);
-        let until = Instant::now() + Duration::from_secs(10);
-        while !socket.exists() {
-            ensure!(Instant::now() < until, "qemu-nbd does not serve");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        let exporter = Self(ProcessGroup::spawn(&mut command).context("qemu-nbd")?);
+        wait::until("a socket of qemu-nbd", || socket.exists());
         Ok(exporter)
     }
 
@@ -41,10 +32,10 @@ impl Exporter {
         // The process may still send a reply, so its state in /proc is polled until it is
         // stopped.
         let stat = format!("/proc/{}/stat", self.0.id());
-        let until = Instant::now() + Duration::from_secs(10);
+        let deadline = wait::deadline();
         while !std::fs::read_to_string(&stat)?.contains(") T ") {
-            ensure!(Instant::now() < until, "qemu-nbd does not stop");
-            std::thread::sleep(Duration::from_millis(1));
+            ensure!(Instant::now() < deadline, "qemu-nbd does not stop");
+            wait::pause();
         }
         Ok(())
     }

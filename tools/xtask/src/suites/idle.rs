@@ -35,6 +35,7 @@ pub(crate) fn check(process: u32) -> Result<()> {
 
 fn idle_now(process: u32) -> Result<()> {
     let before = all_used(process)?;
+    // A thread with a timer, or one that polls, is seen in this time.
     sleep(Duration::from_secs(3));
     let after = all_used(process)?;
     let busy: Vec<String> = after
@@ -104,6 +105,8 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+    use shadowbell_testing::process_group::ProcessGroup;
+    use shadowbell_testing::wait;
 
     #[test]
     fn the_fields_of_proc_are_found() {
@@ -127,14 +130,11 @@ mod tests {
 
     #[test]
     fn a_busy_process_is_told_from_an_idle_one() {
-        for (script, idle) in [("exec sleep 100", true), ("while sleep 0.05; do :; done", false)] {
-            let mut child = Command::new("sh").args(["-c", script]).spawn().unwrap();
-            // The sleep is longer than the start of the program.
-            sleep(Duration::from_millis(500));
-            let result = idle_now(child.id());
-            child.kill().unwrap();
-            child.wait().unwrap();
-            assert_eq!(result.is_ok(), idle, "{script}: {result:?}");
+        for (script, idle) in [("exec sleep 1000", true), ("while sleep 0.05; do :; done", false)] {
+            let mut command = Command::new("sh");
+            let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
+            // It starts its program first.
+            wait::until(script, || idle_now(child.id()).is_ok() == idle);
         }
     }
 }

@@ -6,6 +6,7 @@
 //! at which the guest submitted the commands of its reaction. The guest reports changes of its
 //! block device on a serial port.
 
+use shadowbell_testing::wait::LIMIT;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -31,9 +32,9 @@ const LARGE: u64 = 48 << 20;
 const ROUNDS: usize = 5;
 /// Time limit from a request to the event, on a busy machine. The measured times are printed;
 /// only a bug exceeds the limit.
-const SERVER_LIMIT: Duration = Duration::from_secs(1);
+const SERVER_LIMIT: Duration = MINUTE;
 /// Time limit of the guest's reaction, for a guest whose instructions QEMU interprets.
-const GUEST_LIMIT: Duration = Duration::from_secs(20);
+const GUEST_LIMIT: Duration = LIMIT;
 
 /// A request to the control socket, and the guest's reaction.
 struct Change {
@@ -267,6 +268,7 @@ impl Watch {
             if Instant::now() > deadline {
                 bail!("the guest never said: {words}; it said: {new:?}");
             }
+            // Short: the time is measured.
             sleep(Duration::from_micros(200));
         }
     }

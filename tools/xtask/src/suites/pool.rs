@@ -1,6 +1,7 @@
 //! Namespace Management, Format NVM and Sanitize by nvme-cli in a Linux guest.
 
-use std::time::Duration;
+use shadowbell_testing::wait;
+use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
 use serde_json::Value;
@@ -135,14 +136,15 @@ fn zeroes(guest: &mut Guest, name: &str) -> Result<()> {
 
 /// Waits for the end of a sanitize operation.
 fn sanitized(guest: &mut Guest) -> Result<()> {
-    for _ in 0..200 {
+    let deadline = wait::deadline();
+    while Instant::now() < deadline {
         let log = nvme(guest, "sanitize-log /dev/nvme0 -o json")?;
         // The JSON layout depends on the version of nvme-cli; the progress 65535 is in all of
         // them.
         if log.contains("65535") {
             return Ok(());
         }
-        std::thread::sleep(Duration::from_millis(100));
+        wait::pause();
     }
     bail!("it does not end: {}", nvme(guest, "sanitize-log /dev/nvme0")?)
 }

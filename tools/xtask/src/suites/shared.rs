@@ -2,11 +2,12 @@
 //! change (module `ana`) or which are removed under load, and reservations by nvme-cli through
 //! one controller against the other.
 
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use shadowbell_guest::config::pci_address;
@@ -22,14 +23,7 @@ const DISK: u64 = 256 << 20;
 const CONFLICT: u16 = 0x083;
 
 /// A server with a configuration file. Killed when dropped.
-pub(crate) struct Served(Child);
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+pub(crate) struct Served(ProcessGroup);
 
 impl Served {
     /// Starts a server with two controllers of one subsystem at these sockets, on this image.
@@ -60,15 +54,15 @@ impl Served {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).arg(binary).arg("serve").arg("--config").arg(config);
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        let mut served = Self(command.spawn().context("shadowbell serve")?);
-        let until = Instant::now() + Duration::from_secs(20);
+        let mut served = Self(ProcessGroup::spawn(&mut command).context("shadowbell serve")?);
+        let until = wait::deadline();
         while !sockets.iter().all(|socket| socket.exists()) {
             if let Some(status) = served.0.try_wait()? {
                 let log = fs::read_to_string(run.file("serve-pair.log"))?;
                 bail!("the server ended ({status}): {log}");
             }
             ensure!(Instant::now() < until, "the server does not serve");
-            sleep(Duration::from_millis(5));
+            wait::pause();
         }
         Ok(served)
     }

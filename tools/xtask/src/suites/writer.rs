@@ -1,5 +1,6 @@
 //! Writer in the guest that reports every acknowledged write; see [`shadowbell_guest::ack`].
 
+use shadowbell_testing::wait;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -53,7 +54,7 @@ impl Writer {
                 let said = guest.sh("cat /tmp/writer.out", MINUTE)?;
                 bail!("no write was acknowledged within a minute; the writer said: {said}");
             }
-            std::thread::sleep(Duration::from_millis(50));
+            wait::pause();
         }
         Ok(())
     }

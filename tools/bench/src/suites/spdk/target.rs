@@ -1,9 +1,10 @@
 //! SPDK's controller: `nvmf_tgt` with a vfio-user listener.
 
+use shadowbell_testing::wait;
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
@@ -47,7 +48,7 @@ impl Target {
 
     /// The program processes its configuration before it answers RPCs.
     fn wait_until_it_listens(&mut self) -> Result<()> {
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = wait::deadline();
         let socket = self.directory.path().join("rpc.sock");
         while !(self.directory().join("cntrl").exists() && UnixStream::connect(&socket).is_ok()) {
             if let Some(status) = self.process.ended()? {
@@ -56,7 +57,7 @@ impl Target {
             if Instant::now() > deadline {
                 bail!("nvmf_tgt does not listen: {}", self.log());
             }
-            std::thread::sleep(Duration::from_millis(5));
+            wait::pause();
         }
         Ok(())
     }
@@ -80,7 +81,7 @@ impl Drop for Target {
     /// SIGTERM, so that the program releases its huge pages; SIGKILL if it does not end.
     fn drop(&mut self) {
         if self.process.signal(Signal::TERM).is_ok() {
-            let _ = self.process.wait(Duration::from_secs(20));
+            let _ = self.process.wait(wait::LIMIT);
         }
     }
 }

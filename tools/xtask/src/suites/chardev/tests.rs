@@ -1,6 +1,7 @@
 //! Tests of the crates, executed in a guest on character devices of namespaces: a disk model,
 //! cancels and resets during I/O, and hung storage.
 
+use shadowbell_testing::wait;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -173,6 +174,6 @@ fn until_it_ends(guest: &mut Guest, exporter: &Exporter) -> Result<String> {
             guest.sh(&format!("rm /tmp/asks/{word}"), MINUTE)?;
         }
         ensure!(Instant::now() < until, "it does not end");
-        std::thread::sleep(Duration::from_millis(20));
+        wait::pause();
     }
 }

@@ -21,6 +21,7 @@ use crate::suites::setup::{MINUTE, Setup, names};
 use shadowbell_bench::figures::count;
 use shadowbell_bench::table::Table;
 
+// The length of a measurement.
 const TIME: Duration = Duration::from_millis(2000);
 /// Duration of the short run, whose CPU time is subtracted. It consists mostly of the start and
 /// the end of fio, which take a good part of a second in this guest.

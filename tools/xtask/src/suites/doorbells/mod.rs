@@ -26,6 +26,7 @@ use shadowbell_bench::figures::count as short;
 use shadowbell_bench::table::Table;
 
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
+// The length of a measurement.
 const TIME: Duration = Duration::from_millis(1500);
 const DISK_BYTES: u64 = 1 << 40;
 /// Maximum poll time of the server, in microseconds.

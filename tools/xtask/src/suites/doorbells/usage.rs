@@ -81,6 +81,7 @@ fn switches(status: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shadowbell_testing::process_group::ProcessGroup;
     use std::sync::mpsc;
 
     #[test]
@@ -102,11 +103,13 @@ mod tests {
         let (to, from) = mpsc::channel::<mpsc::Sender<()>>();
         let thread = std::thread::spawn(move || {
             for _ in 0..50 {
+                // One of the sleeps that are counted.
                 std::thread::sleep(std::time::Duration::from_micros(100));
             }
             // The thread lives until it was counted.
             from.recv().unwrap().send(()).unwrap();
         });
+        // So does this thread.
         std::thread::sleep(std::time::Duration::from_millis(1));
         while Usage::of(std::process::id()).unwrap().since(before).sleeps < 50.0 {
             std::thread::yield_now();
@@ -119,11 +122,11 @@ mod tests {
 
     #[test]
     fn a_confined_process_has_one_processor() {
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut command = std::process::Command::new("sleep");
+        let mut child = ProcessGroup::spawn(command.arg("1000")).unwrap();
         confine(child.id()).unwrap();
         let set = sched_getaffinity(Pid::from_raw(child.id() as i32)).unwrap();
-        child.kill().unwrap();
-        child.wait().unwrap();
+        child.kill();
         assert_eq!(set.count(), 1);
         assert!(confine(child.id()).is_err(), "the process has ended");
     }

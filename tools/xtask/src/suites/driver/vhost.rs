@@ -3,10 +3,11 @@
 //! rows belong to the table `S2`, but are measured in another guest, which has no NVMe
 //! controller.
 
+use shadowbell_testing::wait;
 use std::fs::File;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::Signal;
@@ -103,19 +104,19 @@ fn export(program: &Path, run: &RunDir, options: &[&str]) -> Result<Process> {
     command.arg("--vhost-user-blk").arg(&socket).args(["--queues", "1"]).args(options);
     command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
     let mut process = Process::spawn("shadowbell export", &mut command)?;
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = wait::deadline();
     while !socket.exists() {
         if process.ended()?.is_some() || Instant::now() > deadline {
             bail!("no socket: {}", std::fs::read_to_string(&log).unwrap_or_default());
         }
-        std::thread::sleep(Duration::from_millis(5));
+        wait::pause();
     }
     Ok(process)
 }
 
 fn stop(mut export: Process) -> Result<()> {
     export.signal(Signal::TERM)?;
-    let status = export.wait(Duration::from_secs(20))?;
+    let status = export.wait(wait::LIMIT)?;
     ensure!(status.success(), "shadowbell export: {}", describe(status));
     Ok(())
 }

@@ -1,14 +1,12 @@
 //! `kill -9` of the server process.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
+use shadowbell_testing::wait;
 
 use super::count::Count;
-
-/// Time limit for the start of the next server process.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Kills the server process, and waits until the supervisor has started another one.
 pub(super) fn once(supervisor: u32, count: &mut Count) -> Result<()> {
@@ -26,10 +24,10 @@ pub(crate) fn kill_worker(supervisor: u32) -> Result<()> {
     kill_process(pid, Signal::KILL).context("kill -9")?;
     let began = Instant::now();
     while worker(supervisor).is_none_or(|now| now == before) {
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > wait::LIMIT {
             bail!("no server process was started after process {before}");
         }
-        std::thread::sleep(Duration::from_millis(1));
+        wait::pause();
     }
     Ok(())
 }

@@ -1,0 +1,142 @@
+//! No test depends on a time: every sleep, short limit and asserted duration of test code has its
+//! reason in a comment, on its line or directly above its statement.
+//!
+//! A test waits for an event, by `shadowbell_testing::wait` and with its one limit. A busy machine
+//! exceeds any shorter one.
+
+use std::path::{Path, PathBuf};
+
+/// Directories below which all code is test code, but for the last ones: there, only files and
+/// modules of tests are.
+const TEST_CODE: [&str; 7] = [
+    "crates/testing/src",
+    "guest/src",
+    "tools/xtask/src/deb",
+    "tools/xtask/src/hostile",
+    "tools/xtask/src/peer",
+    "tools/xtask/src/soak",
+    "tools/xtask/src/suites",
+];
+const ALL_CODE: [&str; 4] = ["crates", "fuzz/bodies", "guest", "tools"];
+/// The seconds of a limit that a busy machine does not exceed.
+const LONG: u64 = 60;
+/// Words of a line on which a duration is a limit.
+const OF_LIMITS: [&str; 13] = [
+    "Instant::now()",
+    "timeout",
+    "wait(",
+    "wait_for(",
+    "deadline",
+    "until",
+    "limit",
+    "linger",
+    "const ",
+    "io:",
+    "admin:",
+    "ready:",
+    "elapsed()",
+];
+
+fn files(directory: &Path, all: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()) {
+        if entry.is_dir() && !entry.ends_with("target") {
+            files(&entry, all);
+        } else if entry.extension().is_some_and(|extension| extension == "rs") {
+            all.push(entry);
+        }
+    }
+}
+
+/// True if a thread sleeps there, unless for a constant, whose definition has the reason.
+fn is_sleep(line: &str) -> bool {
+    line.match_indices("sleep(").any(|(at, word)| {
+        let before = line[..at].chars().next_back().is_none_or(|c| ": ({|".contains(c));
+        let constant = |c: char| c.is_ascii_uppercase() || c == '_';
+        let of = &line[at + word.len()..];
+        let is_constant = of.trim_start_matches(constant).starts_with(')') && !of.starts_with(')');
+        before && !is_constant && !line[..at].ends_with("fn ")
+    })
+}
+
+/// True if a duration stands there that is shorter than a limit may be.
+fn is_short(line: &str) -> bool {
+    let short = |word: &str, scale: u64| {
+        line.match_indices(word).any(|(at, _)| {
+            let digits =
+                line[at + word.len()..].chars().take_while(|c| c.is_ascii_digit() || *c == '_');
+            let digits: String = digits.filter(char::is_ascii_digit).collect();
+            digits.parse::<u64>().map_or(scale > 1, |number| number / scale < LONG)
+        })
+    };
+    short("Duration::from_secs(", 1)
+        || short("tv_sec: ", 1)
+        || short("Duration::from_millis(", 1000)
+        || short("Duration::from_micros(", 1_000_000)
+}
+
+fn depends_on_a_time(line: &str) -> bool {
+    let is_limit = OF_LIMITS.iter().any(|word| line.contains(word)) && is_short(line);
+    let is_limit = is_limit && !line.contains("Polling::Adaptive(");
+    let compares = [" < ", " > ", " >= "].iter().any(|sign| line.contains(sign));
+    let compares = line.contains("elapsed()") && compares;
+    if line.starts_with('"') {
+        return false;
+    }
+    is_sleep(line) || is_limit || compares && !line.contains("LIMIT") && !line.contains("patience")
+}
+
+#[test]
+fn no_test_depends_on_a_time_without_a_reason() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+    let mut all = Vec::new();
+    ALL_CODE.iter().for_each(|directory| files(&root.join(directory), &mut all));
+    let mut found = Vec::new();
+    for path in all {
+        let name = path.strip_prefix(&root).unwrap();
+        let is_test = name.components().any(|part| part.as_os_str() == "tests");
+        let is_test = is_test || name.ends_with("tests.rs");
+        let mut is_test = is_test || TEST_CODE.iter().any(|directory| name.starts_with(directory));
+        let text = std::fs::read_to_string(&path).unwrap();
+        let (mut has_reason, mut has_attribute) = (false, false);
+        for (line, number) in text.lines().map(str::trim).zip(1..) {
+            // A module of tests is the last of its file.
+            is_test |= has_attribute && line.starts_with("mod ") && line.ends_with('{');
+            has_attribute = line.starts_with("#[cfg(") && line.contains("test");
+            let code = line.split("//").next().unwrap();
+            // What is said of a function or of an item is said of no statement in it.
+            has_reason &= !line.contains("fn ") && !line.starts_with('#');
+            has_reason |= line.contains("//");
+            if is_test && !has_reason && depends_on_a_time(code) {
+                found.push(format!("{}:{number}: {line}", name.display()));
+            }
+            has_reason &= !code.is_empty() || line.starts_with("//");
+            has_reason &= !code.ends_with(';') && !code.trim_end().ends_with(';');
+        }
+    }
+    let list = found.join("\n");
+    assert!(found.is_empty(), "wait for an event, or say in a comment why not:\n{list}");
+}
+
+#[test]
+fn what_depends_on_a_time_is_found() {
+    for line in [
+        "std::thread::sleep(Duration::from_millis(5));",
+        "sleep(pause);",
+        "let until = Instant::now() + Duration::from_secs(59);",
+        "socket.set_read_timeout(Some(Duration::from_millis(59_999))).unwrap();",
+        "const SOON: Duration = Duration::from_secs(20);",
+        "assert!(began.elapsed() < SOON);",
+    ] {
+        assert!(depends_on_a_time(line), "{line}");
+    }
+    for line in [
+        "wait::moment();",
+        "turns.sleep();",
+        "std::thread::sleep(PAUSE);",
+        "let until = Instant::now() + Duration::from_secs(60);",
+        "assert!(began.elapsed() < LIMIT);",
+        "let now = now + Duration::from_micros(5);",
+    ] {
+        assert!(!depends_on_a_time(line), "{line}");
+    }
+}
