@@ -3,17 +3,17 @@
 //! # Architecture
 //!
 //! * [`host`]: prerequisites of this machine (root, `mmdebstrap`, a Debian mirror), and error
-//! messages if they are missing.
+//!   messages if they are missing.
 //! * [`roots`]: downloads kept under `target/guest/`: a Debian root with QEMU and the guest's
-//! programs, and the guest kernels.
+//!   programs, and the guest kernels.
 //! * [`cpio`], [`initramfs`]: the guest's user land, packed from that root in memory. The guest
-//! has no disks except those under test.
+//!   has no disks except those under test.
 //! * [`frame`], [`agent`]: commands to the guest, and their exit codes and output, over a serial
-//! port of their own. The console of the kernel is another port.
+//!   port of their own. The console of the kernel is another port.
 //! * [`config`], [`machine`], [`qmp`]: the QEMU command line, the running guest, QEMU's control
-//! socket.
+//!   socket.
 //! * [`rundir`], [`process`], [`server`]: files of one run, child processes that end with this
-//! one, and `shadowbell serve`.
+//!   one, and `shadowbell serve`.
 //! * [`ack`]: acknowledged writes of a guest, and the check that the disk has them.
 //! * [`tool`]: the program that runs inside the guest.
 //! * [`esp`]: a disk image for UEFI boot.

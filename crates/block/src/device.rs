@@ -1,16 +1,15 @@
 //! Block device with byte granularity on a disk.
 
 use crate::error::OpenError;
-use crate::extents::ExtentQueries;
 use crate::geometry::Geometry;
-use crate::locks::RangeLocks;
 use crate::options::BlockOptions;
 use crate::queue::BlockQueue;
+use crate::shared::DeviceShared;
 use shadowbell_backend::Disk;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 /// A disk as a block device with byte granularity. A clone is another handle to the same device.
 ///
@@ -18,28 +17,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// written ranges, so all users of a disk should use clones of one device.
 #[derive(Clone)]
 pub struct BlockDevice(Arc<DeviceShared>);
-
-pub(crate) struct DeviceShared {
-    pub(crate) disk: Arc<dyn Disk>,
-    pub(crate) geometry: Geometry,
-    pub(crate) options: BlockOptions,
-    pub(crate) locks: Arc<RangeLocks>,
-    /// True if the disk zeroes ranges and has not refused it yet.
-    pub(crate) write_zeroes: AtomicBool,
-    pub(crate) queries: Arc<ExtentQueries>,
-}
-
-impl DeviceShared {
-    /// Records that the disk refused to zero a range: later requests write zeroes.
-    pub(crate) fn forget_write_zeroes(&self) {
-        if self.write_zeroes.swap(false, Ordering::Relaxed) {
-            tracing::warn!(
-                "{}: write zeroes is not supported; zeroes are written instead",
-                self.disk.name()
-            );
-        }
-    }
-}
 
 impl BlockDevice {
     /// Creates a block device on `disk`.
@@ -60,10 +37,6 @@ impl BlockDevice {
             write_zeroes: AtomicBool::new(geometry.write_zeroes),
             queries: Arc::default(),
         })))
-    }
-
-    pub(crate) fn shared(&self) -> &Arc<DeviceShared> {
-        &self.0
     }
 
     /// The disk.
@@ -95,7 +68,7 @@ impl BlockDevice {
     /// # Errors
     /// The error of the disk or of the memory allocation.
     pub fn queue(&self) -> io::Result<BlockQueue> {
-        BlockQueue::open(self)
+        BlockQueue::open(&self.0)
     }
 }
 

@@ -3,7 +3,6 @@
 //! The query may block on the storage, which a thread that serves requests must not do. The thread
 //! of the queries exists only while there are queries.
 
-use crate::device::DeviceShared;
 use parking_lot::{Condvar, Mutex};
 use shadowbell_backend::Disk;
 use std::collections::VecDeque;
@@ -26,7 +25,8 @@ pub struct Extent {
 
 /// Extents of a range, which must be within the disk; at most `most`.
 pub(crate) async fn extents(
-    device: &DeviceShared,
+    queries: &Arc<ExtentQueries>,
+    disk: &Arc<dyn Disk>,
     offset: u64,
     len: u64,
     most: usize,
@@ -35,8 +35,8 @@ pub(crate) async fn extents(
         return Vec::new();
     }
     let answer = Arc::<Mutex<Answer>>::default();
-    device.queries.ask(Query {
-        disk: Arc::clone(&device.disk),
+    queries.ask(Query {
+        disk: Arc::clone(disk),
         offset,
         len,
         most: most.max(1),

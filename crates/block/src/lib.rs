@@ -75,6 +75,8 @@ mod operations;
 mod options;
 mod queue;
 mod range;
+mod requests;
+mod shared;
 mod stream;
 mod waiting;
 

@@ -1,18 +1,16 @@
 //! A thread's queue on a block device.
 
 use crate::buffers::{Buffer, BufferPool};
-use crate::device::{BlockDevice, DeviceShared};
 use crate::engine::{Data, Engine};
 use crate::error::BlockError;
-use crate::extents::Extent;
+use crate::extents::{self, Extent};
 use crate::geometry::Geometry;
 use crate::in_flight::InFlight;
 use crate::locks::RangeGuard;
-use crate::operations::Zeroes;
 use crate::range::BlockRange;
-use crate::{copy, extents, operations};
+use crate::shared::DeviceShared;
 use shadowbell_backend::{Op, Request};
-use shadowbell_memory::{DmaTable, MapError, Segments};
+use shadowbell_memory::{DmaTable, MapError};
 use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -27,7 +25,7 @@ const SMALL: usize = 4096;
 /// gets the range in parts.
 const MAX_BLOCKS: u64 = 1 << 15;
 
-/// A thread's queue on a [`BlockDevice`], with futures for requests. A clone is another handle to
+/// A thread's queue on a [`BlockDevice`](crate::BlockDevice), with futures for requests. A clone is another handle to
 /// the same queue.
 ///
 /// The futures make progress while the thread that created the queue calls [`turn`](Self::turn), as
@@ -45,8 +43,7 @@ struct QueueShared {
 }
 
 impl BlockQueue {
-    pub(crate) fn open(device: &BlockDevice) -> io::Result<Self> {
-        let device = device.shared();
+    pub(crate) fn open(device: &Arc<DeviceShared>) -> io::Result<Self> {
         let options = &device.options;
         let mut queue = device.disk.queue()?;
         queue.may_wait();
@@ -157,48 +154,6 @@ impl BlockQueue {
         self.engine().with_queue(|queue| queue.prefetch_hint(op, offset, len, distance));
     }
 
-    /// Reads the bytes from `offset` on into all of `into`.
-    ///
-    /// # Errors
-    /// [`BlockError`].
-    pub async fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
-        operations::read(self, offset, into).await
-    }
-
-    /// Writes all of `from` to the bytes from `offset` on. With `fua`, the bytes are durable when
-    /// the write completes.
-    ///
-    /// # Errors
-    /// [`BlockError`]; some of the bytes may have been written.
-    pub async fn write(&self, offset: u64, from: &[u8], fua: bool) -> Result<(), BlockError> {
-        operations::write(self, offset, from, fua).await
-    }
-
-    /// Zeroes `len` bytes from `offset` on.
-    ///
-    /// # Errors
-    /// [`BlockError`]; some of the bytes may have been zeroed.
-    pub async fn write_zeroes(&self, offset: u64, len: u64, how: Zeroes) -> Result<(), BlockError> {
-        operations::write_zeroes(self, offset, len, how).await
-    }
-
-    /// Discards the whole blocks within `len` bytes from `offset` on; partial blocks at the ends
-    /// remain unchanged.
-    ///
-    /// # Errors
-    /// [`BlockError::Unsupported`] if the disk cannot discard; other errors.
-    pub async fn discard(&self, offset: u64, len: u64) -> Result<(), BlockError> {
-        operations::discard(self, offset, len).await
-    }
-
-    /// True if the bytes from `offset` on are equal to `with`.
-    ///
-    /// # Errors
-    /// [`BlockError`].
-    pub async fn compare(&self, offset: u64, with: &[u8]) -> Result<bool, BlockError> {
-        operations::compare(self, offset, with).await
-    }
-
     /// Reports which of `len` bytes from `offset` on may hold data, as contiguous extents: at least
     /// one unless the range is empty, at most `most`. They may cover only the beginning of the
     /// range.
@@ -216,28 +171,8 @@ impl BlockQueue {
         most: usize,
     ) -> Result<Vec<Extent>, BlockError> {
         self.range(offset, len)?;
-        Ok(extents::extents(self.device(), offset, len, most).await)
-    }
-
-    /// Makes all completed writes durable, of any queue.
-    ///
-    /// # Errors
-    /// [`BlockError`].
-    pub async fn flush(&self) -> Result<(), BlockError> {
-        operations::flush(self).await
-    }
-
-    /// Copies `len` bytes from `from` to `to` by reading and writing. The ranges may overlap:
-    /// afterwards the destination has the previous content of the source.
-    ///
-    /// Concurrent writes to the source take effect before or after the copy of each block, as with
-    /// a read. For concurrent requests, the destination is written.
-    ///
-    /// # Errors
-    /// [`BlockError`]. Some of the bytes may have been copied; if source and destination overlap, a
-    /// part of the source may be overwritten.
-    pub async fn copy(&self, from: u64, to: u64, len: u64) -> Result<(), BlockError> {
-        copy::copy(self, from, to, len).await
+        let DeviceShared { queries, disk, .. } = self.device();
+        Ok(extents::extents(queries, disk, offset, len, most).await)
     }
 
     /// Allocates `count` buffers of `size` bytes for [`read_direct`](Self::read_direct) and
@@ -309,29 +244,6 @@ impl BlockQueue {
             Data::Buffer(buffer) => Ok(buffer),
             Data::Segments(_) => Err(BlockError::Buffer),
         }
-    }
-
-    /// Reads from `offset` on to all of `data`, memory that the caller has described. Returns the
-    /// segments.
-    ///
-    /// # Errors
-    /// [`BlockError`]; some of the bytes may have been read.
-    pub async fn read_to(&self, offset: u64, data: Segments) -> Result<Segments, BlockError> {
-        operations::read_to(self, offset, data).await
-    }
-
-    /// Writes all of `data`, memory that the caller has described, to the bytes from `offset` on.
-    /// Returns the segments. `fua` is as for [`write`](Self::write).
-    ///
-    /// # Errors
-    /// [`BlockError`]; some of the bytes may have been written.
-    pub async fn write_from(
-        &self,
-        offset: u64,
-        data: Segments,
-        fua: bool,
-    ) -> Result<Segments, BlockError> {
-        operations::write_from(self, offset, data, fua).await
     }
 
     /// Splits a range into blocks, after a check against the disk's size.

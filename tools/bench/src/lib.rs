@@ -5,17 +5,17 @@
 //! Bottom up; each module uses only modules above it.
 //!
 //! * [`workspace`] and [`table`]: the repository and cargo, and tables. The guest suites of
-//! `xtask` use them as well. [`figures`] formats numbers with units.
+//!   `xtask` use them as well. [`figures`] formats numbers with units.
 //! * `settings`: parameters of all suites.
 //! * `machine`, `process`, `server`: the machine, running processes, and `shadowbell serve`.
 //! * `load`: one measurement of the program as users run it: `shadowbell serve` in a process
-//! pinned to one CPU, `shadowbell bench` in another process on another CPU. `syscalls` counts
-//! their system calls.
+//!   pinned to one CPU, `shadowbell bench` in another process on another CPU. `syscalls` counts
+//!   their system calls.
 //! * `wire`, `memcpy`, `fio`: references for queues, memory and files.
 //! * `samples`: statistics of several rounds.
 //! * `suites`: one file per suite. A suite returns tables.
 //! * `run`: the command line. It runs the suites, prints their tables, and prints the rows as
-//! JSON.
+//!   JSON.
 //!
 //! # Rounds
 //!

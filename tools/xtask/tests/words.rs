@@ -82,7 +82,7 @@ fn is_riddle(text: &str) -> bool {
         let phrases = [format!("{noun} who"), format!("{noun}s who"), format!("{noun}, who")];
         phrases.iter().any(|phrase| has(&text, phrase, |_| true))
     };
-    RIDDLES.iter().any(|phrase| plain(phrase)) || MACHINES.iter().any(|noun| of_machine(noun))
+    RIDDLES.iter().any(|phrase| plain(phrase)) || MACHINES.iter().any(of_machine)
 }
 
 fn is_pronoun(text: &str) -> bool {

@@ -148,7 +148,7 @@ impl TraceFile {
     /// Copies the file from `offset` on, while threads may be writing: records that may have been
     /// overwritten during the copy are zeroed. `offset` and the length of `to` are multiples of
     /// 4096. All pieces in order form a trace that [`read_trace`] reads, with
-    /// the records up to the copy of the first piece.
+    ///       the records up to the copy of the first piece.
     ///
     /// # Errors
     /// An OS error; `InvalidInput` for another offset or length.

@@ -14,21 +14,21 @@
 //! attackers. The following keeps the load of the attackers out of the figures:
 //!
 //! * The threads of the server and the victim have the highest priority below the real-time
-//! classes, those of the attackers a lower one. Floods are sent in batches, with pauses.
+//!   classes, those of the attackers a lower one. Floods are sent in batches, with pauses.
 //! * The victim polls for a completion for 60 us, and then every 20 us (about 75 us with the
-//! system's timer slack), so its own wakeups are not in the figures of fast reads.
+//!   system's timer slack), so its own wakeups are not in the figures of fast reads.
 //! * Before each attack, the victim is measured alone on the same server.
 //! * Bounds apply to the latency of a read minus the time for which the victim, and the threads
-//! that serve it, were runnable without a CPU (`served`, from the schedstat of each thread before
-//! and after each read). On two CPUs the kernel lets a thread wait for 3 to 4 ms while two others
-//! run; the attack `burn`, which only computes, shows that. The table also has the unadjusted
-//! latency, and marks bounds that are kept only by the adjustment.
+//!   that serve it, were runnable without a CPU (`served`, from the schedstat of each thread before
+//!   and after each read). On two CPUs the kernel lets a thread wait for 3 to 4 ms while two others
+//!   run; the attack `burn`, which only computes, shows that. The table also has the unadjusted
+//!   latency, and marks bounds that are kept only by the adjustment.
 //! * `cpu wait` is the time for which all threads of the server were runnable without a CPU
-//! during the attack. An attack that keeps two threads of the server busy on two CPUs causes some
-//! of it, other load of the machine the rest.
+//!   during the attack. An attack that keeps two threads of the server busy on two CPUs causes some
+//!   of it, other load of the machine the rest.
 //! * A failed attack is repeated, twice at most, and the table has the number of attempts. A
-//! vulnerable server fails each time, but a busy machine does not. If the victim was delayed
-//! before the attack, by half of a bound, the attempt does not count, three times at most.
+//!   vulnerable server fails each time, but a busy machine does not. If the victim was delayed
+//!   before the attack, by half of a bound, the attempt does not count, three times at most.
 
 pub(crate) mod attack;
 pub(crate) mod attacks;

@@ -1,10 +1,10 @@
 //! Recovery of the driver through VFIO, and zero-copy of a stacked controller, in a guest.
 //!
 //! * `recovery_steps`: one load with every byte verified, on QEMU's controller, which has no
-//! faults, on shadowbell's, which injects them, and on one that is removed.
+//!   faults, on shadowbell's, which injects them, and on one that is removed.
 //! * `stacked`: a controller of shadowbell's inside the guest, whose namespace is a namespace of
-//! another controller that the driver owns. The client's memory is mapped into the IOMMU, so data
-//! are not copied.
+//!   another controller that the driver owns. The client's memory is mapped into the IOMMU, so data
+//!   are not copied.
 
 mod controllers;
 mod recovery_steps;

@@ -1,0 +1,32 @@
+//! State of a block device that all of its queues share.
+
+use crate::extents::ExtentQueries;
+use crate::geometry::Geometry;
+use crate::locks::RangeLocks;
+use crate::options::BlockOptions;
+use shadowbell_backend::Disk;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Disk, options and locks of a block device.
+pub(crate) struct DeviceShared {
+    pub(crate) disk: Arc<dyn Disk>,
+    pub(crate) geometry: Geometry,
+    pub(crate) options: BlockOptions,
+    pub(crate) locks: Arc<RangeLocks>,
+    /// True if the disk zeroes ranges and has not refused it yet.
+    pub(crate) write_zeroes: AtomicBool,
+    pub(crate) queries: Arc<ExtentQueries>,
+}
+
+impl DeviceShared {
+    /// Records that the disk refused to zero a range: later requests write zeroes.
+    pub(crate) fn forget_write_zeroes(&self) {
+        if self.write_zeroes.swap(false, Ordering::Relaxed) {
+            tracing::warn!(
+                "{}: write zeroes is not supported; zeroes are written instead",
+                self.disk.name()
+            );
+        }
+    }
+}
