@@ -1,8 +1,8 @@
 //! Requests in flight on one queue of the disk, with the buffers that they use.
 //!
 //! A queue, its requests and its buffers belong to one thread. A request occupies a slot, whose
-//! number is its tag. The slot owns the data buffer and the lock of the range while the disk has the
-//! request, so both outlive a future that is dropped.
+//! number is its tag. While the disk has the request, the slot owns the data buffer and the lock of
+//! the range, so both outlive a future that is dropped.
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
