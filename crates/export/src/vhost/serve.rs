@@ -232,7 +232,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         }
     }
 
-    /// True if the thread has to stop serving the queue, because its configuration has changed.
+    /// True if the thread has to stop serving the queue: its configuration has changed, or memory
+    /// of the guest was lost.
     #[inline]
     fn must_leave(&mut self) -> bool {
         if self.has_changed() {
