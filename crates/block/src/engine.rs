@@ -395,8 +395,8 @@ impl Core {
 }
 
 impl Drop for Engine {
-    /// Waits for the requests in flight, for a limited time. If the disk does not complete them, the
-    /// queue, the buffers and the locks of their ranges are leaked, because the disk may still
+    /// Waits for the requests in flight, for a limited time. If the disk does not complete them,
+    /// the queue, the buffers and the locks of their ranges are leaked, because the disk may still
     /// access them.
     fn drop(&mut self) {
         let Some(mut core) = self.core.borrow_mut().take() else { return };

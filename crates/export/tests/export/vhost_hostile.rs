@@ -238,7 +238,7 @@ fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
 fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
     each_block_size(|| {
         let rig = Rig::new(false);
-        // Without EVENT_IDX the device signals every completion, although the guest reads none.
+        // Without EVENT_IDX, the device signals every completion, so `call` overflows.
         let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         for event in [&guest.rings[0].call, &guest.rings[0].kick] {
