@@ -50,7 +50,7 @@ fn try_recover(
     Qcow2Disk::recover(path, &file_options("?allow-backing=on"), state, fds, &|| false)
 }
 
-/// Whether `qemu-img check` finds used clusters that are not counted.
+/// Returns true if `qemu-img check` finds corruption: used clusters that are not counted.
 fn is_corrupt(path: &Path) -> bool {
     let check = qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]);
     check.is_none_or(|output| output.status.code() == Some(2))

@@ -23,7 +23,7 @@ fn image(directory: &Path, size: u64) -> PathBuf {
     path
 }
 
-/// Whether reads, and writes, of the first bytes of a cluster take the fast path.
+/// Returns two flags: reads, and writes, of the first bytes of a cluster take the fast path.
 fn straight(disk: &Qcow2Disk, cluster: u64) -> (bool, bool) {
     let at = cluster * CLUSTER;
     (disk.goes_straight(at, 4096, false), disk.goes_straight(at, 4096, true))

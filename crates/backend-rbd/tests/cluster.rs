@@ -316,7 +316,7 @@ impl Drop for Stopped {
     }
 }
 
-/// Whether all threads of a process are stopped.
+/// Returns true if all threads of a process are stopped.
 fn is_stopped(pid: &str) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let stat = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("stat"));

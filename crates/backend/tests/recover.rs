@@ -73,7 +73,7 @@ fn die(op: &str, spec: &str) -> Left {
     Left { state, fds: std::mem::take(parcel.descriptors()), fence }
 }
 
-/// Whether the fence ends within this time.
+/// Returns true if the fence ends within this time.
 fn ends(fence: &OwnedFd, within: Duration) -> bool {
     let timeout = rustix::event::Timespec::try_from(within).unwrap();
     poll(&mut [PollFd::new(fence, PollFlags::IN)], Some(&timeout)).unwrap() == 1

@@ -16,8 +16,8 @@ const PAGE: usize = 4096;
 /// Fixed number of buffers of one size, for the thread that created the pool. A clone is another
 /// handle to the same pool.
 ///
-/// The memory is a memfd, so that a disk that is an NVMe namespace can share it with the device. The
-/// system allocates its pages on first use.
+/// The memory is a memfd, so that a disk that is an NVMe namespace can share it with the device.
+/// The system allocates its pages on first use.
 #[derive(Clone)]
 pub struct BufferPool(Rc<Pool>);
 

@@ -79,7 +79,7 @@ async fn copy_blocks(
     order: CopyOrder,
     guard: &Arc<RangeGuard>,
 ) -> Result<(), BlockError> {
-    // A piece is the amount that can be in flight at once. A piece is read before it is written.
+    // A piece is the amount that can be in flight at once, and is read as a whole before the write.
     let piece =
         queue.large().buffer_size().saturating_mul(queue.device().options.window.max(1)) as u64;
     let mut memory = vec![0; usize::try_from(piece.min(order.len)).unwrap_or(0)];
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!((part.at(0, 5), part.at(15, 5)), ((110, 1010), (125, 1025)));
         let part = CopyOrder::of(980, 1000, 50).part(1010, 1030);
         assert_eq!((part.at(0, 5), part.at(15, 5)), ((1005, 1025), (990, 1010)));
-        // No whole block between two partial blocks.
+        // A range with two partial blocks and no whole block.
         assert_eq!(CopyOrder::of(100, 1000, 5).part(1024, 1024).len, 0);
     }
 

@@ -1,8 +1,8 @@
 //! Requests in flight on one queue of the disk, with the buffers that they use.
 //!
 //! A queue, its requests and its buffers belong to one thread. A request occupies a slot, whose
-//! number is its tag. The slot owns the data buffer and the lock of the range while the disk has the
-//! request, so both outlive a future that is dropped.
+//! number is its tag. While the disk has the request, the slot owns the data buffer and the lock of
+//! the range, so both outlive a future that is dropped.
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 const TURNS: u32 = 1 << 14;
 /// Longest sleep while requests are in flight, so that timeouts are noticed.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
-/// Interval of the looks at a queue that is closed.
+/// Interval of completion checks while a queue is dropped.
 const PAUSE: Duration = Duration::from_millis(1);
 /// Time after the cancellation of a request in which the disk should complete it.
 const CANCELLED: Duration = Duration::from_secs(5);
@@ -58,7 +58,7 @@ enum State {
     Free,
     /// The disk has the request.
     Pending(InFlight),
-    /// The same, but it took too long: the future has to take the error.
+    /// The disk has the request, which has timed out. The future has to take the error.
     Late(InFlight),
     /// The disk has the request, and no future waits for it.
     Abandoned(InFlight),
@@ -102,7 +102,7 @@ struct Core {
     wakers: Vec<Waker>,
     ended: Vec<InFlight>,
     turns: u32,
-    /// Seconds since the start, at the last look at the clock.
+    /// Seconds since the start, at the last reading of the clock.
     now: u32,
     started: Instant,
     /// Longest time of a request in seconds.
@@ -222,7 +222,7 @@ impl Engine {
         }
     }
 
-    /// Leaves the request in slot `tag` to itself: its data and its lock are released when it ends.
+    /// Abandons the request in slot `tag`: its data and its lock are released when it completes.
     pub(crate) fn abandon(&self, tag: u32) {
         let mut core = self.core.borrow_mut();
         let Some(all) = core.as_mut() else { return };
@@ -257,7 +257,7 @@ impl Engine {
         let (mut wakers, mut ended) =
             (std::mem::take(&mut all.wakers), std::mem::take(&mut all.ended));
         drop(core);
-        // Without the borrow: both may submit other requests.
+        // Without the borrow: a woken task or a released lock may submit other requests.
         wakers.drain(..).for_each(Waker::wake);
         ended.clear();
         if let Some(core) = self.core.borrow_mut().as_mut() {
@@ -359,8 +359,9 @@ impl Core {
         self.pending = self.pending.saturating_sub(1);
     }
 
-    /// Cancels the requests that take too long. A request with a buffer of this process that does
-    /// not end then is answered as cancelled; the slot keeps the buffer and the lock until it ends.
+    /// Cancels requests that exceed the timeout. A request with a buffer of this process that does
+    /// not complete soon after that fails with a timeout; its slot keeps the buffer and the lock
+    /// until the disk completes it.
     fn cancel_late(&mut self) {
         self.look_at_clock();
         let (now, timeout) = (self.now, self.timeout);
@@ -379,7 +380,7 @@ impl Core {
         }
     }
 
-    /// Cancels the requests whose submission time fits.
+    /// Cancels the requests whose submission time satisfies `fits`.
     fn cancel(&mut self, fits: impl Fn(u32) -> bool) {
         for (tag, slot) in (0..).zip(&self.slots) {
             if let State::Pending(in_flight) | State::Late(in_flight) | State::Abandoned(in_flight) =
@@ -394,8 +395,8 @@ impl Core {
 }
 
 impl Drop for Engine {
-    /// Waits for the requests in flight, for a limited time. If the disk does not complete them, the
-    /// queue, the buffers and the locks of their ranges are leaked, because the disk may still
+    /// Waits for the requests in flight, for a limited time. If the disk does not complete them,
+    /// the queue, the buffers and the locks of their ranges are leaked, because the disk may still
     /// access them.
     fn drop(&mut self) {
         let Some(mut core) = self.core.borrow_mut().take() else { return };

@@ -53,9 +53,10 @@
 //!
 //! # Timeouts
 //!
-//! A request that takes longer than [`BlockOptions::timeout`] is cancelled. If it does not end then,
-//! it fails with [`BlockError::TimedOut`], and its range remains locked until the disk completes it.
-//! A request with memory of the caller ([`BlockQueue::read_to`]) is waited for.
+//! A request that takes longer than [`BlockOptions::timeout`] is cancelled. If the disk does not
+//! complete it after the cancellation, it fails with [`BlockError::TimedOut`], and its range
+//! remains locked until the disk completes it. A request with memory of the caller
+//! ([`BlockQueue::read_to`]) is waited for.
 //!
 //! # Not implemented
 //!

@@ -6,7 +6,7 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct BlockOptions {
-    /// Size of a large buffer in bytes, and thereby of the longest request. Rounded to whole blocks.
+    /// Size of a large buffer in bytes, which limits a single request. Rounded to whole blocks.
     pub chunk_bytes: usize,
     /// Number of large buffers per queue.
     pub chunks: usize,

@@ -87,7 +87,7 @@ impl BlockQueue {
         &self.device().geometry
     }
 
-    /// Number of requests that the disk has.
+    /// Number of requests in flight.
     #[must_use]
     pub fn pending(&self) -> usize {
         self.engine().pending()

@@ -35,7 +35,7 @@ type Found = Vec<(u64, u64)>;
 struct Gate {
     stalls: Mutex<bool>,
     goes_on: Condvar,
-    /// Whether a call is in progress.
+    /// True while a call is in progress.
     inside: AtomicBool,
     told: AtomicU64,
 }

@@ -103,7 +103,7 @@ impl PoolOfHosts {
         host.reap(queue).is_some_and(|(_, status, _)| status.is_success())
     }
 
-    /// A command that the I/O thread finds going to sleep or asleep.
+    /// Submits a command that the I/O thread finds while it goes to sleep or sleeps.
     fn disturb(&mut self, who: usize) {
         self.submit(who);
         fall_asleep(&mut self.turns);
@@ -111,8 +111,8 @@ impl PoolOfHosts {
         assert!(self.reap(who));
     }
 
-    /// Sleeps until all hosts but `who` are parked; and once more after enough passes for earlier
-    /// signals to be noticed.
+    /// Parks all hosts but `who`: sleeps often enough for parking, three times, with passes in
+    /// between in which earlier signals are noticed.
     fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
             (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
@@ -394,7 +394,7 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
         pool.submit(*who);
         pool.answer(*who);
     });
-    // Until idle controllers are checked occasionally instead of in every pass.
+    // Wait until idle controllers are checked occasionally instead of in every pass.
     let started = Instant::now();
     loop {
         let before = pool.looks(idle[7])[0];
@@ -432,7 +432,7 @@ fn mapped_doorbells_are_found_by_every_io_thread() {
         let buffer = host.alloc(4096);
         for mut queue in [first, second] {
             for _ in 0..20 {
-                // The worker goes to sleep, as a rule.
+                // The I/O thread usually goes to sleep in this time.
                 std::thread::sleep(Duration::from_millis(1));
                 let read = Sqe::read(1, 0, 7, 0).with_prps(buffer, 0);
                 assert!(host.run(&mut queue, read).0.is_success());
@@ -483,7 +483,7 @@ fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
                 queue = boot(&mut host, kind);
             }
             11 if next < 20 => {
-                // Another queue pair; this one is left unchanged.
+                // Create, use and delete another queue pair; the first one is unchanged.
                 let other = host.create(2, 8, false);
                 let read = Sqe::read(1, 0, 7, 0).with_prps(buffer, 0);
                 let mut other = other;

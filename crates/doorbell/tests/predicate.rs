@@ -8,7 +8,7 @@ fn ring(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// Whether `at` lies in [from, to) of the ring.
+/// Returns true if `at` lies in [from, to) of the ring.
 fn steps_over(size: RingSize, from: u16, to: u16, at: u16) -> bool {
     size.distance(from, at) < size.distance(from, to)
 }

@@ -230,7 +230,7 @@ impl<F: Future> IoThread<F> {
         self.window.slept(began.elapsed());
     }
 
-    /// Ends the preparation, after a sleep in another event loop.
+    /// Ends a prepared sleep that took `time` in another event loop.
     #[cfg(feature = "ublk")]
     pub(crate) fn slept(&mut self, time: Duration) {
         self.window.slept(time);
@@ -259,7 +259,7 @@ impl<F: Future> IoThread<F> {
         self.after_sleep();
     }
 
-    /// Ends the preparation, after a sleep.
+    /// Ends a prepared sleep.
     fn after_sleep(&mut self) {
         self.tasks.after_sleep();
         if let Some(queue) = &self.queue {

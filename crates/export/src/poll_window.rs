@@ -46,8 +46,8 @@ impl PollWindow {
         self.look_at_clock()
     }
 
-    /// As [`looks_again`](Self::looks_again), for a pass that makes a system call: the clock is read
-    /// after each one.
+    /// As [`looks_again`](Self::looks_again), for a pass that makes a system call. The clock is
+    /// read after each pass, because a system call takes longer than the clock.
     #[cfg(any(feature = "nbd", feature = "fuse"))]
     pub(crate) fn looks_again_by_call(&mut self) -> bool {
         if self.window.is_zero() {

@@ -170,7 +170,7 @@ impl<F: Future> Tasks<F> {
         state.sleeping
     }
 
-    /// Ends the preparation; called after a sleep.
+    /// Ends a prepared sleep.
     pub(crate) fn after_sleep(&mut self) {
         self.ready.state.lock().sleeping = false;
     }

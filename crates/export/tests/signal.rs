@@ -1,6 +1,6 @@
-//! A client that hangs up is no reason for a signal: not every program ignores SIGPIPE.
+//! Replies to a disconnected client without SIGPIPE, whose default action ends a program.
 //!
-//! Alone in its process, because signals are the whole process's.
+//! A test program of its own, because signal actions are per process.
 
 #[allow(dead_code)]
 #[path = "export/client.rs"]
@@ -19,7 +19,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Until the server, which has tried to answer, has closed its end.
+/// Waits until the server has tried to reply and has closed the connection.
 fn until_hung_up(socket: &UnixStream) {
     let mut fds = [PollFd::new(socket, PollFlags::empty())];
     let timeout = Timespec::try_from(LIMIT).unwrap();
@@ -41,7 +41,7 @@ fn a_client_that_hears_nothing_more_is_no_signal() {
     client.socket.shutdown(Shutdown::Read).unwrap();
     client.ask(command::READ, 0, 0, 512, b"");
     until_hung_up(&client.socket);
-    // One that has got no further than to the options.
+    // A client that disconnects during option negotiation.
     let mut client = Client::greeted(&path);
     client.socket.shutdown(Shutdown::Read).unwrap();
     let mut list = Vec::new();

@@ -4,9 +4,9 @@
 //! cargo run --release --example serve -- /tmp/nvme0.sock
 //! ```
 //!
-//! QEMU (10.1 or later) takes it as `-device '{"driver": "vfio-user-pci", "socket": {"type": "unix",
-//! "path": "/tmp/nvme0.sock"}}'`, with its memory in a file that it shares: `-object
-//! memory-backend-memfd,id=mem,size=2G,share=on -machine memory-backend=mem`.
+//! QEMU (10.1 or later) attaches the controller with `-device '{"driver": "vfio-user-pci",
+//! "socket": {"type": "unix", "path": "/tmp/nvme0.sock"}}'`. The guest's memory must be shared:
+//! `-object memory-backend-memfd,id=mem,size=2G,share=on -machine memory-backend=mem`.
 
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};

@@ -1,17 +1,18 @@
-//! A driver and a controller that take turns on one thread: what an I/O costs each of them in
-//! instructions, without any waiting, so that the figure is the same in every run.
+//! Instruction count per I/O of the driver and of the controller, which take turns on one thread.
+//! Neither of them waits, so the count is equal in every run.
 //!
 //!     cargo build --release --example step
 //!     valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*controller_side*' \
 //!         target/release/examples/step 10000 32
 //!
-//! collects what the controller does (`*driver_side*`: the driver), to be divided by the number of
-//! I/Os that the program prints.
+//! counts the instructions of the controller (`*driver_side*`: of the driver), to be divided by the
+//! number of I/Os that the program prints.
 //!
-//! More arguments say the disk, an opcode, what metadata its blocks have and the bits of PRINFO:
-//! `10000 32 mem:256MiB 2`, and `10000 32 mem:256MiB 2 'metadata=8&pi=3' 12` for reads whose guards
-//! are checked. The last figure is how many nanoseconds an I/O takes both sides. It says something
-//! of a disk that ends every request at once, as memory does; nobody waits for another.
+//! Optional arguments: disk, opcode, metadata format of the blocks, bits of PRINFO. For example
+//! `10000 32 mem:256MiB 2`, and `10000 32 mem:256MiB 2 'metadata=8&pi=3' 12` for reads with guard
+//! checks. The last printed number is the time of an I/O in nanoseconds, driver and controller
+//! together. It is meaningful for a disk that completes every request inline, as a memory disk
+//! does.
 
 use shadowbell_backend::{Disk, MetadataDisk, MetadataFormat, Op, Request, Submitted};
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
@@ -24,16 +25,16 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Bytes of an I/O.
+/// Bytes per I/O.
 const IO: u32 = 4096;
-/// Bytes of what a disk is filled by.
+/// Bytes per write when the disk is filled.
 const FILL: u64 = 1 << 20;
 
-/// What an I/O is.
+/// Form of the I/O commands.
 struct Form {
     opcode: u8,
     prinfo: u32,
-    /// Logical blocks of it, and how many such I/Os the disk has room for.
+    /// Logical blocks per I/O, and number of such I/Os that fit on the disk.
     blocks: u32,
     places: u64,
 }
@@ -60,7 +61,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (pool, mut turns) = Pool::driven(Polling::Never)?;
     let controller = Controller::new(config, pool, Carrier::default())?;
     let transport = Arc::new(InProcess::new(controller, "local:null:1TiB".into()));
-    // Whoever attaches waits for what takes turns of the worker to happen.
+    // A separate thread attaches, because attaching waits for the controller, which runs in `turn`.
     let options = AttachOptions { queue_pairs: 1, interrupts: false, ..AttachOptions::default() };
     let attaching =
         std::thread::spawn(move || shadowbell_driver::Controller::attach(transport, &options));
@@ -88,12 +89,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("{done}");
     println!("{:?}", queue.stats());
     println!("{:.1}", took.as_nanos() as f64 / done as f64);
-    // Detaching would wait for turns as well: the process ends instead.
+    // Exits without detaching, which would wait for the controller as well.
     std::process::exit(0);
 }
 
-/// Writes all of the disk, because what was never written is not checked, and is one page of zeroes
-/// in the processor's caches.
+/// Writes the whole disk. Blocks that were never written are not checked by their metadata, and are
+/// one page of zeroes in the processor's caches.
 fn fill(disk: &dyn Disk) -> Result<(), Box<dyn Error>> {
     let (mut queue, bytes) = (disk.queue()?, disk.info().bytes());
     let memory = Mapping::anonymous(FILL)?.bytes();
@@ -117,13 +118,13 @@ fn fill(disk: &dyn Disk) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// One pass of the worker.
+/// One turn of the controller's I/O thread.
 #[inline(never)]
 fn controller_side(turns: &mut Turns) {
     black_box(turns.turn());
 }
 
-/// Takes every completion and submits as many reads.
+/// Takes every completion and submits as many commands.
 #[inline(never)]
 fn driver_side(
     queue: &mut QueuePair,

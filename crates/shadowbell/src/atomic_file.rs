@@ -16,7 +16,7 @@ fn directory_of(file: &Path) -> &Path {
     }
 }
 
-/// Calls `write` on a temporary file, syncs it, then renames it to `file`, whose mode it takes over.
+/// Calls `write` on a temporary file with the mode of `file`, syncs it, and renames it to `file`.
 ///
 /// # Errors
 /// Errors of `write`; errors of the file system, with the file's name.
@@ -39,8 +39,8 @@ pub(crate) fn replace<T>(
     Ok(outcome)
 }
 
-/// Writes `bytes` to a temporary file and renames it to `path`, without a sync. A path that is not a
-/// regular file (a symbolic link, a pipe, `/dev/stdout`) is written to in place.
+/// Writes `bytes` to a temporary file and renames it to `path`, without a sync. If `path` is no
+/// regular file (a symbolic link, a pipe, `/dev/stdout`), `bytes` are written to it in place.
 ///
 /// # Errors
 /// Errors of the file system; a regular file is unchanged then.

@@ -159,7 +159,7 @@ impl Guest {
         self.memory.bytes()
     }
 
-    /// Whether CSTS.RDY is set.
+    /// True if CSTS.RDY is set.
     pub fn is_ready(&self) -> bool {
         let mut csts = [0; 4];
         self.client.region_read(region::BAR0, regs::CSTS, &mut csts).expect("CSTS");

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// What a [`TestDisk`] has to do, and what it saw.
+/// Instructions for a [`TestDisk`], and the requests that it received.
 #[derive(Debug, Default)]
 pub struct Orders {
     /// Holds all requests while set.
@@ -19,7 +19,7 @@ pub struct Orders {
     pub fail: Option<DiskError>,
     /// Every request fails, as on a disk that was removed.
     pub unavailable: bool,
-    /// Only so many of them.
+    /// Maximum number of failures by `fail`; `None` for no limit.
     pub failures: Option<u32>,
     /// Reads that start at this byte or beyond it fail.
     pub fail_beyond: Option<u64>,
@@ -35,7 +35,7 @@ pub struct Orders {
 pub struct TestDisk {
     /// Contents of the disk.
     pub mem: MemDisk,
-    /// Whether the disk reports a volatile write cache.
+    /// True if the disk reports a volatile write cache.
     pub cache: bool,
     /// Instructions, and received requests.
     pub orders: Arc<Mutex<Orders>>,

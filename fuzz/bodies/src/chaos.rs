@@ -68,7 +68,7 @@ struct Guest {
     turns: Turns,
     test_disk: TestDisk,
     memory: SharedBytes,
-    /// The same memory, mapped for reading.
+    /// `memory`, mapped for reading.
     to_read: SharedBytes,
     parts: [Part; PARTS.len()],
     /// Contents of protected memory since it became protected.

@@ -393,7 +393,7 @@ impl User {
     }
 }
 
-/// Whether the operation changes its range.
+/// True if the operation changes its range.
 fn changes(op: Op) -> bool {
     matches!(op, Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard)
 }

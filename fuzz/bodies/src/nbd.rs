@@ -49,7 +49,7 @@ fn replies(mut bytes: &[u8]) {
     }
 }
 
-/// The same bytes at once and in pieces.
+/// Handshake with the client's bytes sent at once and in pieces: the replies must be equal.
 fn handshake(source: &mut Source<'_>) {
     let bytes = options(source);
     let whole = negotiate(&[&bytes]);

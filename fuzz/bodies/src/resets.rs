@@ -99,7 +99,7 @@ struct Guest {
     test_disk: TestDisk,
     memory: SharedBytes,
     quota: usize,
-    /// Whether each command is one request at most.
+    /// True if each command causes at most one disk request.
     plain: bool,
     life: Life,
     /// The reset in progress also unmaps the memory.

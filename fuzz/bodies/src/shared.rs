@@ -366,7 +366,7 @@ impl Visit {
         }
     }
 
-    /// Whether every write has arrived, for a connection that cannot have lost any.
+    /// True if every write has arrived, for a connection that cannot have lost any.
     fn has_seen_all(&self) -> bool {
         let none = self.next & 0xffff == 0;
         self.unsure || none || !self.frames.is_sound() || self.seen.lock().next == self.next

@@ -10,7 +10,7 @@ impl<'a> Source<'a> {
         Self(Unstructured::new(input))
     }
 
-    /// Whether nothing is left.
+    /// True if the input is used up.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -101,7 +101,7 @@ impl Reserved {
         }
     }
 
-    /// Whether a host may read, and may write.
+    /// Rights of a host: to read, and to write.
     fn rights(&self, host: Option<u64>) -> (bool, bool) {
         let Some((kind, _)) = self.held else { return (true, true) };
         let is_registrant = host.is_some_and(|host| self.keys.contains_key(&host));

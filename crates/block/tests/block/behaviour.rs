@@ -1,4 +1,4 @@
-//! What a disk does when something is out of the ordinary.
+//! Block device: bounds, order, read-only disks, failures, retries, timeouts and dropped queues.
 
 use rustix::io::Errno;
 use shadowbell_backend::{DiskError, MemDisk, Op, ZoneFormat, ZonedDisk};
@@ -44,7 +44,7 @@ fn requests_past_the_end_are_refused() {
             assert_eq!(error.errno(), Errno::INVAL, "{error}");
         }
     }
-    // Nothing, right at the end.
+    // Empty requests at the end of the disk.
     disk.block_on(disk.read(size, &mut [])).unwrap();
     disk.block_on(disk.write(size, &[], true)).unwrap();
     disk.block_on(disk.write_zeroes(size, 0, Zeroes::default())).unwrap();
@@ -90,7 +90,7 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
     let device = device(&backing, &BlockOptions::default());
     let disk = device.queue().unwrap();
     backing.order(|orders| orders.hold = true);
-    // Nothing is to end in this time.
+    // The disk holds the flush, so it cannot complete in this time.
     assert!(disk.block_on_for(disk.flush(), Duration::from_millis(5)).is_none());
     backing.order(|orders| orders.hold = false);
     assert!(matches!(disk.block_on_for(disk.flush(), wait::LIMIT), Some(Ok(()))));
@@ -102,7 +102,7 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
     let mut whole = Box::pin(disk.write(0, &whole_data, false));
     begin(&mut whole);
     backing.expect(1);
-    // On the other queue, in the second block.
+    // A write of a part of the second block, on another queue.
     let other = device.queue().unwrap();
     let mut part = Box::pin(other.write(600, &[9], false));
     begin(&mut part);
@@ -240,9 +240,9 @@ fn what_may_succeed_the_next_time_is_tried_again_and_not_for_ever() {
     for (error, failures, attempts) in [
         (DiskError::Device(internal), 1, 2),
         (DiskError::Device(internal), 3, 4),
-        // Up to here it succeeds.
+        // Three retries at most, so the fourth failure is final.
         (DiskError::Device(internal), 4, 4),
-        // The storage has retried by itself.
+        // A storage error is not retried: the storage has retried already.
         (DiskError::Io(5), 1, 1),
         (DiskError::Device(path), 1, 2),
         (DiskError::Device(is_final), 1, 1),
@@ -335,8 +335,8 @@ fn a_request_is_woken_when_it_is_done_and_not_before() {
     assert!(!disk.turn() && WOKEN.load(Ordering::SeqCst) == 1);
 }
 
-/// A disk that neither completes nor cancels: the request fails, and what it may still write stays
-/// locked.
+/// A request that the disk neither completes nor cancels fails with a timeout. Its range stays
+/// locked, because the disk may still write it.
 #[test]
 fn a_request_that_does_not_end_fails_and_keeps_its_range() {
     let backing = TestDisk::new(64, 512);
@@ -357,7 +357,7 @@ fn a_request_that_does_not_end_fails_and_keeps_its_range() {
     assert_eq!(back, [1, 1, 1, 2, 1]);
 }
 
-/// A queue that is dropped completes what it has begun.
+/// Dropping a queue waits for its requests in flight.
 #[test]
 fn a_queue_that_is_dropped_waits_for_its_requests() {
     let backing = TestDisk::new(64, 512);

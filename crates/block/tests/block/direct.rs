@@ -1,4 +1,4 @@
-//! Whole blocks to and from buffers of the caller's own.
+//! Zero-copy transfers of whole blocks to and from buffers and memory of the caller.
 
 use shadowbell_backend::{DiskError, MemDisk, Op};
 use shadowbell_block::{BlockDevice, BlockError, BlockOptions, BlockQueue};
@@ -49,7 +49,7 @@ fn what_is_no_whole_blocks_or_too_much_is_refused_and_the_buffer_comes_back() {
         let write = disk.block_on(disk.write_direct(offset, len, buffers.take().unwrap(), false));
         assert!(write.is_err(), "{offset} {len}");
     }
-    // Longer than the buffer, and past the end.
+    // Longer than the buffer, beyond the end of the disk, and beyond the largest offset.
     for (offset, len) in [(0, 8192), (4096 * 512, 512), (u64::MAX - 511, 512)] {
         let read = disk.block_on(disk.read_direct(offset, len, buffers.take().unwrap()));
         assert!(read.is_err(), "{offset} {len}");
@@ -76,7 +76,7 @@ fn a_disk_that_fails_or_takes_no_writes_says_so_and_the_buffer_comes_back() {
     assert_eq!(buffers.available(), 1);
 }
 
-/// Who changes a part of a block reads it first, and so waits for who writes it.
+/// A read-modify-write of a partial block waits for a direct write of the same block.
 #[test]
 fn a_write_of_a_part_waits_for_a_direct_one() {
     let backing = TestDisk::new(4096, 512);
@@ -103,7 +103,7 @@ fn a_write_of_a_part_waits_for_a_direct_one() {
     assert_eq!(back[15..], [1; 5]);
 }
 
-/// The device may have the buffer until the command ends, and then its pool has it again.
+/// The buffer of a dropped future returns to its pool when the disk completes the request.
 #[test]
 fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
     let backing = TestDisk::new(4096, 512);
@@ -123,8 +123,8 @@ fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
     });
 }
 
-/// Memory of the caller in pieces, as a guest's: whole blocks go to the disk as they are, and others
-/// through a buffer.
+/// Segments of the caller, as in a guest's memory. Whole blocks are transferred without a copy,
+/// partial blocks through a buffer.
 #[test]
 fn segments_of_the_caller_are_transferred_whatever_their_alignment() {
     for block in [512, 4096] {

@@ -1,4 +1,4 @@
-//! The block device on the emulated controller, both ends in one process.
+//! Integration tests of the block device, on disks in memory.
 
 mod behaviour;
 mod copy;

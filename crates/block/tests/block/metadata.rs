@@ -54,12 +54,12 @@ fn bytes_are_bytes_whatever_their_blocks_have() {
         disk.block_on(disk.read(0, &mut found)).unwrap();
         assert!(found == model, "{format}");
 
-        // Changed behind its back.
+        // The data are changed without their metadata.
         memory.bytes().write_from(8192, &[!model[8192]]).unwrap();
         let error = disk.block_on(disk.read(8200, &mut [0; 8])).unwrap_err();
         assert_eq!(error.disk(), Some(DiskError::GuardCheck), "{format}");
         assert_eq!(error.errno(), Errno::IO);
-        // A part of it can not be written then, and all of it can.
+        // A partial write reads the block and fails; a write of the whole block succeeds.
         let error = disk.block_on(disk.write(8200, &[0; 8], false)).unwrap_err();
         assert_eq!(error.disk(), Some(DiskError::GuardCheck), "{error}");
         disk.block_on(disk.write(8192, &model[8192..8192 + 4096], false)).unwrap();

@@ -1,4 +1,4 @@
-//! Random requests of several users at once, against an array of bytes.
+//! Random concurrent requests of several users, compared with an array of bytes.
 
 use proptest::prelude::*;
 use shadowbell_block::{BlockDevice, BlockOptions, BlockQueue, Zeroes};
@@ -6,7 +6,7 @@ use shadowbell_testing::test_disk::TestDisk;
 use std::sync::Arc;
 
 const USERS: usize = 4;
-/// Each user has every fourth piece of this many bytes, so blocks are shared and bytes are not.
+/// Length in bytes of a slice. Slices alternate between the users, who share blocks but no bytes.
 const SLICE: u64 = 700;
 const SLICES: u64 = 220;
 
@@ -21,7 +21,7 @@ enum Step {
     Read,
     Compare,
     Flush,
-    /// From another slice of the same user's.
+    /// Copies from another slice of the same user.
     Copy {
         from: u64,
     },
@@ -60,8 +60,8 @@ fn data(seed: u8, len: u64) -> Vec<u8> {
     (0..len).map(|i| seed.wrapping_add(i as u8).wrapping_mul(31) | 1).collect()
 }
 
-/// One user's requests, one after the other, on bytes that are its own. The bytes as they must be
-/// in the end.
+/// Executes one user's requests one after the other, on the user's own slices. Returns the expected
+/// contents of these slices.
 fn user(disk: &BlockQueue, user: usize, actions: &[Action]) -> Vec<u8> {
     let mut model = vec![0; (SLICE * SLICES) as usize];
     disk.block_on(async {
@@ -93,7 +93,7 @@ fn user(disk: &BlockQueue, user: usize, actions: &[Action]) -> Vec<u8> {
                 }
                 Step::Flush => disk.flush().await.unwrap(),
                 Step::Copy { from: slice } => {
-                    // Not always as far into its slice, so that blocks do not always go to blocks.
+                    // The offset in the source slice may differ, so the copy may be misaligned.
                     let skip = if seed % 2 == 0 { *from } else { (SLICE - len).min(*seed as u64) };
                     let source = (slice * USERS as u64 + user as u64) * SLICE + skip;
                     disk.copy(source, at, *len).await.unwrap();
@@ -142,7 +142,7 @@ proptest! {
     }
 }
 
-/// One user alone with requests of any length, also such that are split many times.
+/// One user with requests of any length, including those that are split into many.
 #[test]
 fn long_requests_are_split_and_arrive_whole() {
     let backing = TestDisk::new(8192, 512);

@@ -64,7 +64,7 @@ pub struct Queue {
     pub head: u32,
     pub phase: bool,
     pub sq_head: u32,
-    /// Whether the queue's doorbells use the shadow pages.
+    /// True if the queue's doorbells use the shadow pages.
     pub shadowed: bool,
     pub irq: Option<EventFd>,
 }
@@ -78,7 +78,7 @@ pub struct Host {
     pub rings: u64,
     /// Eventfds that are signalled instead of doorbell writes, if there are any.
     pub doorbell_eventfds: shadowbell_controller::DoorbellEventfds,
-    /// Whether the host writes the mapped doorbell page.
+    /// True if the host writes the mapped doorbell page.
     pub mapped: bool,
     cid: u16,
 }
@@ -408,7 +408,7 @@ pub mod slow {
         /// Tags of pending requests, oldest first, and of cancelled ones.
         pub pending: Mutex<Vec<u32>>,
         pub cancelled: Mutex<Vec<u32>>,
-        /// Whether a cancelled request completes.
+        /// True if a cancelled request completes.
         pub heed_cancel: std::sync::atomic::AtomicBool,
         wake: Mutex<Option<EventFd>>,
     }

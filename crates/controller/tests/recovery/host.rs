@@ -41,7 +41,7 @@ pub(crate) struct Host {
     pub(crate) patience: Duration,
     /// Checkpoint for the next process.
     pub(crate) record: Option<Parcel>,
-    /// Whether the process that left the checkpoint died by a fault.
+    /// True if the process that left the checkpoint died by a fault.
     pub(crate) by_fault: bool,
     pub(crate) doorbells: Option<SharedBytes>,
     pub(crate) shadow: bool,
@@ -367,7 +367,7 @@ impl Host {
         }
     }
 
-    /// Whether the process has died at its crash point. The next one gets none.
+    /// Returns true if the process has died at its crash point. The next process gets none.
     pub(crate) fn has_died(&mut self) -> bool {
         let has_died = self.process.as_mut().is_some_and(Process::has_died);
         if has_died {

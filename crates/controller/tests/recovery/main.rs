@@ -116,8 +116,7 @@ fn an_isolated_controller_survives_kills() {
     }
 }
 
-/// Nothing is fetched while the controller quiesces, and commands of a dead process are
-/// executed.
+/// A controller that quiesces fetches no commands, but executes those of the dead process.
 #[test]
 fn a_controller_that_quiesces_after_recovery_survives_kills() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -284,7 +284,7 @@ impl Process {
         }
     }
 
-    /// Whether the process has died at its crash point.
+    /// Returns true if the process has died at its crash point.
     pub(crate) fn has_died(&mut self) -> bool {
         let Some(status) = self.child.try_wait().unwrap() else { return false };
         assert!(matches!(status.signal(), Some(6 | 9)), "{status}");

@@ -14,10 +14,10 @@ use shadowbell_memory::{Ring, SqeBatch};
 use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
-/// Submitted commands are published when they amount to 1/2 (the reciprocal of this constant) of the
-/// published outstanding ones.
+/// Reciprocal of a fraction: submitted commands are published when they amount to 1/2 of the
+/// published outstanding commands.
 const UNPUBLISHED_PART: u32 = 2;
-/// Submitted commands are published at the latest when there are this many.
+/// Number of submitted commands at which they are published at the latest.
 const UNPUBLISHED_MOST: u32 = 16;
 
 /// Bits of the command identifier (CDW0 31:16) in the first word of an entry.

@@ -10,7 +10,7 @@ use zerocopy::IntoBytes;
 
 /// Maximum of blocks in a command.
 const MOST: u64 = 16;
-/// What a block of this version holds; version 0 is zeroes.
+/// Contents of a block after `version` writes; version 0 is zeroes.
 fn fill(block: u64, version: u64) -> [u8; BLOCK] {
     let mut bytes = [0; BLOCK];
     if version != 0 {

@@ -95,7 +95,7 @@ impl Drop for Admission {
 }
 
 /// Client in the handshake, with a duplicate of its socket for eviction. Dropping the value ends
-/// that state.
+/// the handshake state and closes the duplicate.
 pub(super) struct NewClient {
     pub(super) peer: Peer,
     socket: Arc<Mutex<Option<OwnedFd>>>,

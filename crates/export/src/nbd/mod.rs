@@ -29,8 +29,8 @@
 //!
 //! # Threads
 //!
-//! Each client has a thread, which opens a queue of the disk: requests are executed by the thread that
-//! receives them, and no thread wakes another.
+//! Each client has a thread, which opens a queue of the disk. The thread that receives requests
+//! executes them, and no thread wakes another.
 //!
 //! # Not implemented
 //!

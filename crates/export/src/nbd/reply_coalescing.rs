@@ -1,10 +1,11 @@
 //! Reply coalescing: holding back replies so that a client receives several of them at once.
 //!
-//! A write to memory completes before the client has sent the next one. Replies sent one by one would cost the client a wakeup and this thread a system call
-//! each. If a client keeps many requests in flight, the next ones arrive meanwhile, so its
-//! replies wait for them, a few at a time. To avoid waiting in vain, the number of requests that
-//! a client sends without a reply is probed periodically: a few replies are held back until no
-//! more requests arrive.
+//! A write to a memory disk completes before the client has sent its next request. Replies that are
+//! sent one by one cost the client a wakeup and this thread a system call each. If a client keeps
+//! many requests in flight, further requests arrive while a reply is held back, so a few replies
+//! are held back and sent together. To avoid waiting in vain, the number of requests that a client
+//! sends without a reply is probed periodically: a few replies are held back until no more requests
+//! arrive.
 
 /// Largest number of replies that are sent together.
 const MOST: usize = 4;

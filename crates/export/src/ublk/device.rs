@@ -131,9 +131,9 @@ impl Ublk {
     /// Adds a block device for `disk`, or takes one over. `on_end` is called when another process
     /// has stopped the device.
     ///
-    /// If the disk is the bytes of a file that bypasses the page cache, the data of reads and writes
-    /// is transferred directly between the file and the block layer's memory, unless there is a
-    /// [reason](Self::why_copied) against it.
+    /// If the disk is the bytes of a file that bypasses the page cache, the data of reads and
+    /// writes is transferred directly between the file and the block layer's memory, unless there
+    /// is a [reason](Self::why_copied) against it.
     ///
     /// # Errors
     /// [`UblkError`]. A device that was added is removed then; one that was to be taken over

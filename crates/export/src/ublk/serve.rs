@@ -1,9 +1,9 @@
 //! Thread of one ublk queue: receives requests, executes them on the disk, and answers them.
 //!
-//! The thread also drives its queue on the disk, and sleeps in the system
-//! call that submits its answers: requests that arrive together are submitted together, and
-//! completions that arrive together are answered together. For [zero-copy](super::zero_copy)
-//! requests, the same call submits the operations on the image's file.
+//! The thread also drives its queue on the disk, and sleeps in the system call that submits its
+//! answers. Requests that arrive together are submitted together, and completions that arrive
+//! together are answered together. For [zero-copy](super::zero_copy) requests, the same call
+//! submits the operations on the image's file.
 
 use super::request::{Action, Completed, Job, carry_out, parse};
 use super::sys::{Device, Event, Queue};

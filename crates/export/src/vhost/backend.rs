@@ -89,8 +89,8 @@ impl Device {
         self.wakers.iter().for_each(EventFd::signal);
     }
 
-    /// Stops a queue after its thread has left it: all requests taken from it are answered, or the
-    /// disk does not end them.
+    /// Stops a queue after its thread has left it. The requests taken from the queue are answered,
+    /// or the disk does not complete them.
     pub(super) fn stop_queue(&self, index: usize) {
         if let Some(mut queue) = self.queue(index) {
             queue.stop();

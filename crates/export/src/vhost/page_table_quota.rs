@@ -1,9 +1,10 @@
 //! Limit for sparse accesses to the guest's memory.
 //!
 //! A frontend can share sparse memory, and each touched 2 MiB of it cost a page table
-//! ([`shadowbell_memory::page_tables`]). Therefore the places that the queues of a device touch
-//! are counted if the device has enough memory for the limit to matter. After a number of places,
-//! the page tables are checked, and no queue takes more requests until the check is finished.
+//! ([`shadowbell_memory::page_tables`]). Therefore the queues of a device count the page tables
+//! that they may have caused (`places`), if the device's memory is large enough for the limit to
+//! matter. After a number of places, the page tables are checked, and no queue takes more requests
+//! until the check is finished.
 
 use ::shadowbell_memory::page_tables::{self, Look, SPEND};
 use parking_lot::Mutex;
@@ -69,8 +70,8 @@ impl PageTableQuota {
         }
     }
 
-    /// True if no more requests may be taken at the moment. No event signals the end, so the
-    /// caller polls.
+    /// True while no more requests may be taken, because a check runs. No event signals the end of
+    /// the check, so the caller polls.
     pub(super) fn must_wait(&self) -> bool {
         if !self.waits.load(SeqCst) {
             return false;

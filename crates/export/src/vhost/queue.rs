@@ -21,7 +21,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 pub(super) enum Served {
     /// The queue was served, until something changed.
     UntilChange,
-    /// The queue cannot be served as it is now.
+    /// The queue cannot be served in its current configuration.
     Impossible,
     /// The frontend was disconnected.
     Refused,
@@ -99,7 +99,8 @@ impl BlkQueue {
         true
     }
 
-    /// Continues after the death of a process, or after a stop of the queue.
+    /// Restores the queue's position from the in-flight region, after the death of a process or
+    /// after a stop of the queue. The requests in flight of a dead process are executed again.
     fn go_on(&mut self, vring: &Ring, found: &Found) {
         self.again = found.heads.iter().copied().collect();
         vring.set_queue_next_avail(found.available);
@@ -181,8 +182,8 @@ impl BlkQueue {
         }
     }
 
-    /// Stops the queue, on request of the frontend or after its disconnect. Its requests have
-    /// ended, or the disk does not end them.
+    /// Stops the queue, on request of the frontend or after its disconnect. The requests in flight
+    /// have completed, or the disk does not complete them.
     pub(super) fn stop(&mut self) {
         self.has_begun = false;
         self.tracker = None;

@@ -61,9 +61,9 @@ pub(super) fn identifier(id: &[u8], room: usize) -> Vec<u8> {
     data
 }
 
-/// Decodes a request header to the operation and its offset, or returns the status of a refusal. `given` is the number of data bytes
-/// that the device reads, `segment` returns the first of them, and `room` is the number of data
-/// bytes that the device may write.
+/// Decodes a request header to the operation and its offset, or returns the status of a refusal.
+/// `given` is the number of data bytes that the device reads, `segment` returns the first of these
+/// bytes, and `room` is the number of data bytes that the device may write.
 pub(super) fn understand(
     header: [u8; HEADER],
     (given, room): (usize, usize),

@@ -82,7 +82,7 @@ struct Pending {
     pieces: usize,
 }
 
-/// State of a queue that remains when the queue is left.
+/// State of a queue that outlives a [`ServedQueue`].
 pub(super) struct Context<'a> {
     pub(super) index: usize,
     pub(super) device: &'a DeviceShared,
@@ -188,8 +188,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         }
     }
 
-    /// Serves the queue until there is no work and polling does not pay. Returns false if the
-    /// queue is to be left.
+    /// Serves the queue until the polling time has passed without work. Returns false if the thread
+    /// has to stop serving the queue.
     fn poll(&mut self, complain: &mut dyn FnMut(&Error)) -> bool {
         let _touches_memory = Awake::new();
         while !self.must_leave() {
@@ -232,7 +232,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         }
     }
 
-    /// True if the queue is stopped, or anything else has changed.
+    /// True if the thread has to stop serving the queue: its configuration has changed, or memory
+    /// of the guest was lost.
     #[inline]
     fn must_leave(&mut self) -> bool {
         if self.has_changed() {
@@ -307,7 +308,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         Ok(any)
     }
 
-    /// Starts a request when the two requests behind it are known, or by `begin_rest`.
+    /// Delays the start of a request until two later ones are known, or until `begin_rest`.
     #[inline]
     fn begin_soon(&mut self, slot: usize, job: Job) {
         let Some(ready) = &mut self.ready else { return self.start(slot, job) };
@@ -457,7 +458,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     fn leave(mut self) {
         let device = self.context.device;
         self.ring.ask_for_kicks();
-        // From here on, no request is taken, and the frontend need not wait for the requests in
+        // After this call, no request is taken, and the frontend need not wait for the requests in
         // flight.
         self.context.vring.end_serving();
         let mut deadline = Instant::now() + FINISH;

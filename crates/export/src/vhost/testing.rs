@@ -122,7 +122,7 @@ impl Queue {
     }
 
     /// Simulates the death of the process after all requests are answered, and a new process with
-    /// the queue at the same place.
+    /// the queue at the same guest addresses.
     ///
     /// # Errors
     /// The error of the system call if the process is out of descriptors.
@@ -139,7 +139,7 @@ impl Queue {
     /// Starts the queue at `place`.
     ///
     /// # Errors
-    /// If the place is invalid.
+    /// If an address is invalid.
     pub fn start(&mut self, place: Place, event_idx: bool, flush: bool) -> io::Result<()> {
         self.device.acked.store(if flush { feature::FLUSH } else { 0 }, Ordering::Relaxed);
         self.ring.set_queue_ready(false);

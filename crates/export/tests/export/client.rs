@@ -1,4 +1,4 @@
-//! An NBD client on the codec, as simple as it can be.
+//! Minimal NBD client based on the crate's codec.
 
 use shadowbell_export::nbd::handshake::Handshake;
 use shadowbell_export::nbd::reply::{Chunk, Incoming};
@@ -10,13 +10,13 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-/// What a request came to.
+/// Result of a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Reply {
     pub(crate) cookie: u64,
     pub(crate) error: u32,
     pub(crate) data: Vec<u8>,
-    /// The extents of block status: length and flags.
+    /// Block status extents: length and flags.
     pub(crate) extents: Vec<(u32, u32)>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// After the greeting, and before any option.
+    /// Connects and reads the greeting; no option is negotiated yet.
     pub(crate) fn greeted(path: &Path) -> Self {
         let socket = UnixStream::connect(path).unwrap();
         socket.set_read_timeout(Some(LIMIT)).unwrap();
@@ -41,7 +41,7 @@ impl Client {
         client
     }
 
-    /// Ready for requests.
+    /// Connects and negotiates up to the transmission phase.
     pub(crate) fn connect(path: &Path, structured: bool) -> Self {
         let mut client = Self::greeted(path);
         if structured {
@@ -67,7 +67,7 @@ impl Client {
         bytes
     }
 
-    /// Sends an option, and takes its answers up to the last.
+    /// Sends an option, and receives its replies including the final one.
     pub(crate) fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         let mut bytes = Vec::new();
         put_option(&mut bytes, option, data);
@@ -85,7 +85,7 @@ impl Client {
         }
     }
 
-    /// Sends a request; its cookie.
+    /// Sends a request; returns its cookie.
     pub(crate) fn ask(
         &mut self,
         command: u16,
@@ -104,7 +104,7 @@ impl Client {
         self.cookie
     }
 
-    /// The next reply, whichever it is.
+    /// Receives the next reply, of any request.
     pub(crate) fn reply(&mut self) -> Reply {
         let mut head = self.bytes(16);
         if Incoming::decode(&head).unwrap().is_none() {
@@ -147,7 +147,7 @@ impl Client {
         }
     }
 
-    /// The rest of a read's answer, of which this is the first chunk: nothing else is under way.
+    /// Receives a chunked read reply after its first chunk. No other request may be in flight.
     fn piece(&mut self, mut head: Chunk) -> Reply {
         let cookie = head.cookie;
         let mut reply = Reply { cookie, error: 0, data: Vec::new(), extents: Vec::new() };
@@ -176,7 +176,7 @@ impl Client {
         }
     }
 
-    /// A request and its reply.
+    /// Sends a request and receives its reply.
     pub(crate) fn run(
         &mut self,
         command: u16,
@@ -191,7 +191,7 @@ impl Client {
         reply
     }
 
-    /// Whether the server has hung up.
+    /// Returns true if the server has closed the connection.
     pub(crate) fn is_over(&mut self) -> bool {
         match self.socket.read(&mut [0; 64]) {
             Ok(0) => true,

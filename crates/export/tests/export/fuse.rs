@@ -1,4 +1,4 @@
-//! The disk as a file, by the kernel's own FUSE: needs root and /dev/fuse, or is skipped.
+//! The disk as a file by the kernel's FUSE. Skipped without root or /dev/fuse.
 
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use rustix::io::Errno;
@@ -91,7 +91,7 @@ fn a_file_reads_and_writes_the_disk() {
     let mut back = vec![0; long.len()];
     file.read_exact_at(&mut back, 12345).unwrap();
     assert!(back == long);
-    // Up to the end, and not past it.
+    // Requests at the end of the file.
     assert_eq!(file.read_at(&mut [0; 100], (8 << 20) - 10).unwrap(), 10);
     assert_eq!(file.read_at(&mut [0; 100], 8 << 20).unwrap(), 0);
     assert_eq!(file.write_at(&[0; 100], (8 << 20) - 10).unwrap(), 10);
@@ -133,7 +133,7 @@ fn holes_are_punched_and_sizes_stay() {
     rig.end();
 }
 
-/// By the kernel's own copy_file_range(2): as much as it does at once, until all is done.
+/// Copies with copy_file_range(2) until all bytes are copied.
 fn copy_within(file: &File, mut from: u64, mut to: u64, mut len: u64) -> Result<(), Errno> {
     while len > 0 {
         match copy_file_range(file, Some(&mut from), file, Some(&mut to), len as usize)? {
@@ -162,13 +162,13 @@ fn copies_within_the_file_are_copies_of_the_disk() {
         rig.backing.mem.bytes().read_into(0, &mut bytes).unwrap();
         assert!(bytes == model, "{len} bytes from {from} to {to}");
     };
-    // More than one request of the kernel's.
+    // The kernel splits this copy into several requests.
     copy(0, 80 * MIB, 70 * MIB);
-    // Parts of blocks, and what goes to other places in its blocks.
+    // Parts of blocks, with equal and with different offsets within a block.
     copy(700, 9 * MIB + 188, 3 * MIB);
     copy(701, 9 * MIB, 3 * MIB);
     copy(5, 1000, 3);
-    // At the end.
+    // The end of the file.
     copy(100, 160 * MIB - 5000, 5000);
     let at = |mut from: u64, mut to: u64, len| {
         copy_file_range(&file, Some(&mut from), &file, Some(&mut to), len)
@@ -239,7 +239,7 @@ fn many_threads_find_what_they_wrote() {
     if !is_possible() {
         return;
     }
-    // Also where one thread that takes requests calls another.
+    // With one thread that reads requests, and with two that wake each other.
     for threads in [1, 2] {
         let mut options = Options::default();
         options.threads = Some(threads);
@@ -254,7 +254,7 @@ fn write_and_read_by_many(file: &File) {
         for me in 0..8u64 {
             scope.spawn(move || {
                 for round in 0..60u64 {
-                    // Blocks are shared between threads, and bytes are not.
+                    // Threads share blocks, but no bytes.
                     let at = (round * 8 + me) * 700;
                     let data = [(round ^ me) as u8; 700];
                     file.write_all_at(&data, at).unwrap();
@@ -274,7 +274,7 @@ fn write_and_read_by_many(file: &File) {
     }
 }
 
-/// Where requests are held; a flush is at 0.
+/// Offset at which the disk holds requests; a flush has offset 0.
 const HELD_AT: u64 = 1 << 20;
 
 #[test]
@@ -282,7 +282,7 @@ fn requests_that_the_disk_holds_keep_no_other_waiting() {
     if !is_possible() {
         return;
     }
-    // More than there are threads for.
+    // More than the number of threads.
     const HELD: usize = 40;
     let rig = Rig::new(8, false);
     let file = rig.open();
@@ -354,7 +354,7 @@ fn a_file_that_is_in_use_is_waited_for() {
     let file = rig.open();
     let mounted = rig.mounted.take().unwrap();
     let stopping = std::thread::spawn(move || mounted.stop());
-    // It is not found any more.
+    // The file is unmounted from the path, but still open.
     while std::fs::metadata(rig.path()).is_ok_and(|about| about.len() != 0) {
         std::thread::yield_now();
     }
@@ -381,7 +381,7 @@ fn what_can_not_be_mounted_over_is_refused_and_left_alone() {
     assert!(matches!(error, MountError::NotAFile(_)), "{error}");
     let error = start(&rig.directory.path().join("no/such/directory"));
     assert!(matches!(error, MountError::File { .. }), "{error}");
-    // A file that is there stays there.
+    // An existing file is kept after unmounting.
     let file = rig.directory.path().join("mine");
     std::fs::write(&file, "mine").unwrap();
     let mounted = Mounted::start(disk, &file, || ()).unwrap();

@@ -1,4 +1,4 @@
-//! Block status: holes are told, and nothing that holds data is one.
+//! NBD block status: holes are reported, and data is never reported as a hole.
 
 use crate::nbd::Rig;
 use crate::tools::{can_run, noise, run, uri};
@@ -38,17 +38,17 @@ fn what_was_written_is_data_and_the_rest_is_a_hole() {
     assert_eq!(status(0, 777, 1), [(1, HOLE)]);
     assert_eq!(status(0, 63 << 20, MIB), [(MIB, HOLE)]);
     let mut writer = rig.client();
-    // In a hole: data from then on. Memory comes in huge pages, perhaps.
+    // A write into a hole makes data. With huge pages, the extent is larger than the write.
     assert_eq!(writer.run(command::WRITE, 0, (33 << 20) + 5, 3, b"abc").error, 0);
     let extents = status(0, 0, 64 * MIB);
     let [(before, HOLE), (data, DATA), (after, HOLE)] = extents[..] else { panic!("{extents:?}") };
     assert!(before <= 33 * MIB && data <= 2 * MIB && before + data > 33 * MIB + 8);
     assert_eq!(before + data + after, 64 * MIB);
-    // From its middle, and one at a time.
+    // Status from the middle of the extent, and with REQ_ONE.
     assert_eq!(status(0, (33 << 20) + 6, 2), [(2, DATA)]);
     assert_eq!(status(flag::REQ_ONE, 0, 64 * MIB), [(before, HOLE)]);
     assert_eq!(status(flag::REQ_ONE, before.into(), 64 * MIB - before), [(data, DATA)]);
-    // And given back.
+    // A trim makes a hole again.
     assert_eq!(writer.run(command::TRIM, 0, 32 << 20, 4 * MIB, b"").error, 0);
     assert_eq!(status(0, 0, 64 * MIB), [(64 * MIB, HOLE)]);
     rig.end();
@@ -59,7 +59,7 @@ fn an_answer_has_so_many_extents_and_goes_on_where_it_ended() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let size: u64 = 64 << 20;
     file.as_file().set_len(size).unwrap();
-    // A block of data in each 64 KiB.
+    // One block of data in each 64 KiB.
     for at in (0..size).step_by(64 << 10) {
         file.as_file().write_all_at(&[7; 4096], at + 8192).unwrap();
     }
@@ -71,7 +71,7 @@ fn an_answer_has_so_many_extents_and_goes_on_where_it_ended() {
         let reply = client.run(command::BLOCK_STATUS, 0, at, len, b"");
         assert!(reply.error == 0 && (1..=128).contains(&reply.extents.len()));
         for (len, state) in reply.extents {
-            // A file system may keep more than was written.
+            // The file system may allocate more than was written.
             data += u64::from(len) * u64::from(state == DATA);
             at += u64::from(len);
         }
@@ -108,9 +108,9 @@ fn a_disk_that_takes_its_time_holds_up_nothing_else() {
     rig.backing.order(|orders| orders.hold_extents = false);
     let reply = client.reply();
     assert_eq!((reply.cookie, reply.error), (cookie, 0));
-    // Written before the disk was looked at.
+    // The writes ended before the disk was asked for its extents.
     assert_eq!(reply.extents[0].1, DATA);
-    // One that is left alone meanwhile.
+    // A client that disconnects while its block status request is in flight.
     rig.backing.order(|orders| orders.hold_extents = true);
     client.ask(command::BLOCK_STATUS, 0, 0, 4 * MIB, b"");
     drop(client);
@@ -121,7 +121,7 @@ fn a_disk_that_takes_its_time_holds_up_nothing_else() {
     rig.end();
 }
 
-/// Disk that counts the bytes that are read.
+/// Disk wrapper that counts the bytes read.
 #[derive(Clone, Debug)]
 struct Counted {
     disk: Arc<dyn Disk>,
@@ -176,7 +176,7 @@ impl Queue for CountedQueue {
     }
 }
 
-/// An image behind NBD.
+/// A raw image exported by NBD.
 struct Served {
     read: Arc<AtomicU64>,
     server: Server,
@@ -203,7 +203,7 @@ impl Served {
     }
 }
 
-/// Whether the file system under `path` keeps holes.
+/// Returns true if the file system of `path` stores files sparsely.
 fn keeps_holes(path: &Path) -> bool {
     let blocks = std::fs::metadata(path).unwrap().blocks();
     if blocks * 512 > 8 << 20 {
@@ -247,7 +247,7 @@ fn other_peoples_clients_see_holes_and_skip_them() {
     assert_eq!(map.matches("\"data\": true").count(), 2, "{map}");
     assert_eq!(map.matches("\"zero\": true").count(), 3, "{map}");
 
-    // What they copy is the same, and as sparse; and they did not read a gigabyte.
+    // The copies are identical and as sparse, and the copying reads far less than 1 GiB.
     for (program, copy) in [("nbdcopy", path("copied")), ("qemu-img", path("converted"))] {
         let target = copy.to_str().unwrap().to_owned();
         let before = served.read.load(Ordering::Relaxed);
@@ -261,7 +261,7 @@ fn other_peoples_clients_see_holes_and_skip_them() {
         run("qemu-img", &["compare", "-f", "raw", "-F", "raw", &target, &uri]);
     }
 
-    // Data in a hole are data from then on.
+    // A write into a hole adds a data extent.
     run("qemu-io", &["-f", "raw", "-c", "write -P 7 300M 64k", "-c", "flush", &uri]);
     let map = run("nbdinfo", &["--map", &uri]);
     let rows: Vec<_> = map.lines().map(words).collect();

@@ -1,4 +1,4 @@
-//! Exports of a disk to clients of every kind.
+//! Exports of a disk: NBD, FUSE and vhost-user-blk.
 
 mod client;
 mod fuse;

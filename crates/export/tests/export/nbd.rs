@@ -1,4 +1,4 @@
-//! What an NBD server says to clients of every kind.
+//! NBD server: valid, slow, silent and hostile clients.
 
 use crate::client::Client;
 use proptest::prelude::*;
@@ -37,7 +37,7 @@ impl Rig {
         Self::over(TestDisk::new(blocks, 512), options, served)
     }
 
-    /// Over this disk.
+    /// Serves this disk.
     pub(crate) fn over(
         backing: TestDisk,
         options: &shadowbell_block::BlockOptions,
@@ -58,13 +58,13 @@ impl Rig {
         Client::connect(&self.socket(), true)
     }
 
-    /// Ends the server.
+    /// Stops the server.
     pub(crate) fn end(mut self) {
         let _ = self.server.take().unwrap().stop();
         assert!(!self.socket().exists(), "the socket's file is gone");
     }
 
-    /// Whether it serves: a client that comes now is served.
+    /// Checks that the server serves a new client.
     fn goes_on(&self) {
         let mut client = self.client();
         assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
@@ -73,7 +73,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // A test that failed does not wait for what it held.
+        // After a failure, the server cannot stop while the disk holds requests.
         self.backing.order(|orders| {
             (orders.hold, orders.hold_at, orders.hold_extents) = (false, None, false);
         });
@@ -149,7 +149,7 @@ fn what_can_not_be_done_is_refused_and_the_session_goes_on() {
         ] {
             assert_eq!(client.run(command, flags, offset, len, b"").error, error);
         }
-        // Its data are passed over.
+        // The server discards the data of the rejected write, and decodes the next request right.
         assert_eq!(client.run(command::WRITE, 0, size - 1, 4, b"data").error, ENOSPC);
         assert_eq!(client.run(command::READ, 0, size - 4, 4, b"").data, [0; 4]);
     }
@@ -171,7 +171,7 @@ fn requests_are_answered_as_they_complete() {
     rig.end();
 }
 
-/// Clients at the same time, each with many requests under way on bytes of its own.
+/// Concurrent clients, each with many requests in flight on bytes of its own.
 #[test]
 fn clients_do_not_disturb_each_other() {
     const CLIENTS: u64 = 4;
@@ -252,10 +252,10 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
     for _ in 0..REQUESTS {
         client.ask(command::READ, 0, 0, LEN, b"");
     }
-    // Wait until nothing happens any more.
+    // Wait until the disk gets no more requests.
     let mut seen = 0;
     loop {
-        // Nothing happens any more if nothing has happened in this time.
+        // The server has stopped reading ahead if the disk gets no request in this time.
         std::thread::sleep(Duration::from_millis(200));
         let now = rig.backing.seen().len();
         if now == seen && now > 0 {
@@ -264,7 +264,7 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
         seen = now;
     }
     let bytes: u64 = rig.backing.seen().iter().map(|seen| seen.len).sum();
-    // What the socket has room for is not held.
+    // Replies that fit into the socket's buffer are not held by the server.
     assert!(bytes <= 10 << 20, "{} MiB are held for one client", bytes >> 20);
     rig.goes_on();
     for _ in 0..REQUESTS {
@@ -273,7 +273,7 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
     rig.end();
 }
 
-/// The number of its block in each block of `bytes`.
+/// Test data: the block number in the first 8 bytes of each block.
 fn numbered(bytes: usize) -> Vec<u8> {
     let mut data = vec![0; bytes];
     for (n, block) in data.chunks_exact_mut(512).enumerate() {
@@ -293,14 +293,14 @@ fn a_long_read_is_carried_out_as_the_client_takes_its_answer() {
         let seen = rig.backing.seen();
         seen.iter().filter(|seen| seen.op == Op::Read).map(|seen| seen.len).sum()
     };
-    // In chunks, in one chunk, and without chunks.
+    // Structured reply in several chunks, structured reply in one chunk, simple reply.
     for (structured, flags) in [(true, 0), (true, flag::DF), (false, 0)] {
         let before = read();
         let mut client = Client::connect(&rig.socket(), structured);
         client.ask(command::READ, flags, 512, LEN, b"");
         let mut seen = 0;
         loop {
-            // All is read if nothing more is read in this time.
+            // The server has stopped reading ahead if the disk reads nothing in this time.
             std::thread::sleep(Duration::from_millis(100));
             let now = read();
             if now == seen && now > before {
@@ -314,7 +314,7 @@ fn a_long_read_is_carried_out_as_the_client_takes_its_answer() {
             reply.error == 0 && reply.data == data[512..512 + LEN as usize],
             "structured: {structured}"
         );
-        // Others may be asked for meanwhile.
+        // Short and long reads in flight together.
         let mut asked: Vec<u64> = Vec::new();
         for n in 0..8u64 {
             asked.push(client.ask(command::READ, flags, n * 512, 512, b""));
@@ -344,10 +344,10 @@ fn a_long_read_that_fails_in_its_middle_is_no_success() {
         if structured && flags == 0 {
             let reply = client.reply();
             assert_eq!((reply.error, reply.data.len()), (EIO, 4 << 20));
-            // And the client goes on.
+            // An error chunk leaves the connection usable.
             assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
         } else {
-            // What was announced can not be taken back: the server hangs up.
+            // The header already announced success, so the server can only close the connection.
             let head = if structured { 20 + 8 } else { 16 };
             client.bytes(head + (4 << 20));
             assert!(client.is_over());
@@ -362,7 +362,7 @@ fn more_requests_than_places_wait_and_are_all_answered() {
     let rig = rig();
     let mut client = rig.client();
     rig.backing.order(|orders| orders.hold = true);
-    // From another thread: the server does not read what it has no place for.
+    // A thread of its own writes, since the server stops reading when its request limit is reached.
     let mut cookies: Vec<_> = (1..=1000).collect();
     let mut writer = client.socket.try_clone().unwrap();
     let writing = std::thread::spawn(move || {
@@ -443,7 +443,7 @@ fn a_stop_finishes_what_was_asked_for() {
     let cookies: Vec<_> =
         (0..10).map(|i| client.ask(command::WRITE, 0, i * 512, 512, &[7; 512])).collect();
     rig.backing.expect(10);
-    // A request of which only a part has come was not asked for.
+    // A stopping server does not wait for the rest of a partial request.
     client.socket.write_all(&[0x25, 0x60, 0x95]).unwrap();
     let server = rig.server.take().unwrap();
     let stopping = std::thread::spawn(move || server.stop());
@@ -463,7 +463,7 @@ fn a_stop_finishes_what_was_asked_for() {
 
 #[test]
 fn a_stop_does_not_wait_for_those_who_say_nothing() {
-    // On a busy machine it may take a while all the same.
+    // Repeated: on a busy machine a single stop may take long for lack of CPU time.
     wait::until("a stop that does not wait", || {
         let mut rig = rig();
         let silent = UnixStream::connect(rig.socket()).unwrap();
@@ -471,7 +471,7 @@ fn a_stop_does_not_wait_for_those_who_say_nothing() {
         let mut idle = rig.client();
         let began = Instant::now();
         let _ = rig.server.take().unwrap().stop();
-        // Less than what a client that owes something gets.
+        // Less than what a stopping server grants to a client that does not take its replies.
         let is_quick = began.elapsed() < Duration::from_secs(4);
         assert!(greeted.is_over() && idle.is_over());
         drop(silent);
@@ -490,7 +490,7 @@ fn clients_that_leave_in_the_middle_leave_nothing_behind() {
         if round % 2 == 0 {
             let mut write = client.socket.try_clone().unwrap();
             client.ask(command::READ, 0, 0, 512, b"");
-            // Half of a write.
+            // The first bytes of a write request.
             write.write_all(&[0x25, 0x60, 0x95, 0x13, 0, 0, 0, 1]).unwrap();
         }
         drop(client);
@@ -499,7 +499,7 @@ fn clients_that_leave_in_the_middle_leave_nothing_behind() {
     rig.end();
 }
 
-/// Who says nothing keeps nobody out, and whoever has agreed stays.
+/// Clients that stay silent in the handshake are evicted; clients after the handshake are not.
 #[test]
 fn silent_clients_make_room() {
     let rig = rig();
@@ -571,7 +571,7 @@ proptest! {
         }
         bytes.extend(&garbage);
         bytes.truncate(bytes.len().saturating_sub(cut));
-        // The server may hang up at any point.
+        // The server may close the connection at any byte.
         let _ = client.socket.write_all(&bytes);
         drop(client);
         rig.goes_on();

@@ -1,4 +1,4 @@
-//! NBD by TLS: libnbd's tools, and clients that do it wrong.
+//! NBD over TLS: libnbd's tools, QEMU, and clients that violate the protocol.
 
 use crate::client::Client;
 use crate::nbd::Rig;
@@ -40,7 +40,7 @@ fn uri(rig: &Rig, certificates: &Path) -> String {
     )
 }
 
-/// What a tool says when it fails.
+/// Runs a tool that must fail; returns its standard error.
 fn failure(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(!output.status.success(), "{program} {arguments:?}");
@@ -73,7 +73,7 @@ fn libnbds_tools_copy_by_tls() {
     rig.end();
 }
 
-/// QEMU has TLS only over TCP or with a name for the certificate: it says `localhost` by itself.
+/// QEMU needs TCP or an explicit host name for TLS. Over TCP it expects `localhost`.
 #[test]
 fn qemu_reads_and_writes_by_tls() {
     if !can_run("qemu-io") {
@@ -110,7 +110,7 @@ fn clients_without_the_right_certificate_are_sent_away() {
     for directory in [&nobody, &stranger] {
         failure("nbdinfo", &[&uri(&rig, directory.path())]);
     }
-    // The next one is not held up.
+    // Rejected clients do not delay a valid one.
     run("nbdinfo", &["--size", &uri(&rig, certificates.directory.path())]);
     rig.end();
     let rig = certificates.rig(8, true);
@@ -126,7 +126,7 @@ fn nobody_is_served_without_tls() {
     for option in [option::LIST, option::GO, option::STRUCTURED_REPLY] {
         assert_eq!(client.option(option, b"")[0].0, answer::ERR_TLS_REQD);
     }
-    // By the old way there is no answer.
+    // EXPORT_NAME has no error reply, so the server closes the connection.
     let mut bytes = Vec::new();
     put_option(&mut bytes, option::EXPORT_NAME, b"");
     client.socket.write_all(&bytes).unwrap();
@@ -134,7 +134,7 @@ fn nobody_is_served_without_tls() {
     rig.end();
 }
 
-/// Somebody in between adds to what the client says before TLS.
+/// Plaintext injection: an attacker appends an option to the client's STARTTLS.
 #[test]
 fn what_came_before_tls_is_not_taken_for_what_comes_in_it() {
     let certificates = Certificates::new();
@@ -145,10 +145,10 @@ fn what_came_before_tls_is_not_taken_for_what_comes_in_it() {
     put_option(&mut bytes, option::LIST, b"");
     client.socket.write_all(&bytes).unwrap();
     let mut said = Vec::new();
-    // Its answer to STARTTLS may be there, and nothing follows.
+    // At most the reply to STARTTLS arrives; the injected option gets none.
     let _ = client.socket.read_to_end(&mut said);
     assert!(said.len() <= 20, "{said:?}");
-    // And one that says nothing sensible in TLS's place.
+    // A client that sends garbage instead of a TLS handshake.
     let mut client = Client::greeted(&rig.socket());
     assert_eq!(client.option(option::STARTTLS, b""), [(answer::ACK, vec![])]);
     client.socket.write_all(&[7; 4000]).unwrap();

@@ -1,4 +1,4 @@
-//! Other people's clients, if they are installed (as root, they are installed).
+//! Third-party NBD clients. Missing programs are installed if the test runs as root.
 
 use crate::nbd::Rig;
 use shadowbell_block::BlockOptions;
@@ -13,7 +13,7 @@ fn is_there(program: &str) -> bool {
     std::env::split_paths(&path).any(|directory| directory.join(program).is_file())
 }
 
-/// Whether `program` can be run. The first time that one is missing, root installs all of them.
+/// Returns true if `program` can be run. As root, installs all programs when one is missing.
 pub(crate) fn can_run(program: &str) -> bool {
     static INSTALLED: Once = Once::new();
     if !is_there(program) && rustix::process::geteuid().is_root() && is_there("apt-get") {
@@ -48,7 +48,7 @@ fn rig(mebibytes: u64) -> Rig {
     Rig::new(mebibytes << 11, &BlockOptions::default())
 }
 
-/// Bytes that are not twice the same.
+/// Pseudorandom bytes.
 pub(crate) fn noise(len: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let words = std::iter::repeat_with(|| {

@@ -1,4 +1,4 @@
-//! A guest's driver, and the frontend of a VMM, on the virtio-blk device.
+//! vhost-user-blk: a VMM's frontend and a guest's virtio-blk driver.
 
 use shadowbell_backend::{DiskError, Op};
 use shadowbell_block::{BlockDevice, BlockOptions};
@@ -19,9 +19,9 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemory
 use vmm_sys_util::eventfd::EventFd;
 
 pub(crate) const QUEUE: u16 = 64;
-/// Entries of a queue of which few descriptors are used.
+/// Number of descriptors of a queue for chains of hundreds of descriptors.
 pub(crate) const LONG_QUEUE: u16 = 1024;
-/// Requests at a time, of four descriptors each.
+/// Maximum number of requests in flight, of four descriptors each.
 const SLOTS: u16 = QUEUE / 4;
 const RINGS: u64 = 0x10000;
 const HEADERS: u64 = 0x40000;
@@ -41,8 +41,8 @@ thread_local! {
     static BLOCK: Cell<u32> = const { Cell::new(512) };
 }
 
-/// Runs a test on disks with blocks of a sector, whose requests consist of whole blocks, and on
-/// disks with longer blocks.
+/// Runs a test on disks with blocks of a sector, where each request consists of whole blocks, and
+/// on disks with longer blocks.
 pub(crate) fn each_block_size(test: impl Fn()) {
     for block in [512, 4096] {
         BLOCK.set(block);
@@ -57,7 +57,7 @@ pub(crate) fn short_blocks(test: impl Fn()) {
     test();
 }
 
-/// Whether a block is a sector.
+/// Returns true if a block is a sector.
 pub(crate) fn has_short_blocks() -> bool {
     BLOCK.get() == 512
 }
@@ -95,7 +95,7 @@ impl Rig {
     }
 }
 
-/// A virtio queue as its driver sees it.
+/// The driver's side of a virtqueue.
 pub(crate) struct Ring {
     memory: GuestMemoryMmap<()>,
     base: u64,
@@ -119,23 +119,23 @@ impl Ring {
         self.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     }
 
-    /// Bytes of the guest's memory.
+    /// Reads guest memory.
     pub(crate) fn memory_at(&self, at: u64, bytes: &mut [u8]) {
         self.memory.read_slice(bytes, GuestAddress(at)).unwrap();
     }
 
-    /// Whether there is no answer.
+    /// Returns true if the used ring has no new entry.
     pub(crate) fn has_nothing(&self) -> bool {
         u16::from_le_bytes(self.read(self.used() + 2)) == self.taken
     }
 
-    /// Tells how many answers there are, whoever uses the queue meanwhile.
+    /// Returns a function that reads the used index, for use while another thread drives the queue.
     pub(crate) fn answers(&self) -> impl Fn() -> u16 + use<> {
         let (memory, at) = (self.memory.clone(), GuestAddress(self.used() + 2));
         move || u16::from_le_bytes(memory.read_obj(at).unwrap())
     }
 
-    /// Requests so far.
+    /// Number of requests submitted so far.
     pub(crate) fn count(&self) -> u16 {
         self.submitted
     }
@@ -162,7 +162,7 @@ impl Ring {
         self.write(self.base + u64::from(index) * 16, &bytes);
     }
 
-    /// Puts a chain that begins at this descriptor into the queue, and kicks.
+    /// Makes the chain with this head available, and kicks.
     pub(crate) fn offer(&mut self, head: u16) {
         let at = self.available() + 4 + u64::from(self.submitted % QUEUE) * 2;
         self.write(at, &head.to_le_bytes());
@@ -172,19 +172,19 @@ impl Ring {
         self.kick.write(1).unwrap();
     }
 
-    /// Says that there are so many requests by now.
+    /// Sets the available index without new entries, and kicks.
     pub(crate) fn promise(&mut self, count: u16) {
         self.write(self.available() + 2, &count.to_le_bytes());
         self.kick.write(1).unwrap();
     }
 
-    /// Asks for the device's identifier again and again, more often than it is answered,
-    /// until `enough` is set.
+    /// Submits GET_ID requests faster than the device completes them, until `enough` is set. Calls
+    /// `began` when the queue has been full for some time.
     pub(crate) fn never_stop(&mut self, began: impl FnOnce(), enough: &AtomicBool) {
         let mut began = Some(began);
         let mut asked = 0;
         self.submit(0, GET_ID, 0, b"", 20);
-        // Many descriptors for it, so that it takes longer to answer than to ask.
+        // A chain of 500 descriptors, so that a request takes longer to execute than to submit.
         for index in 2..500 {
             self.descriptor(index, self.data(0), 1, 1 | 2, index + 1);
         }
@@ -207,7 +207,7 @@ impl Ring {
         }
     }
 
-    /// Submits a request with the data that `data` has, and room for `room` bytes.
+    /// Submits a request that writes `data`, or one that reads up to `room` bytes.
     pub(crate) fn submit(&mut self, slot: u16, kind: u32, sector: u64, data: &[u8], room: u32) {
         const NEXT: u16 = 1;
         const WRITE: u16 = 2;
@@ -231,7 +231,7 @@ impl Ring {
         self.offer(head);
     }
 
-    /// Submits a read of which 512 bytes go to each of these places.
+    /// Submits a read that is scattered to these guest addresses, 512 bytes each.
     pub(crate) fn read_to(&mut self, places: impl Iterator<Item = u64>) {
         const NEXT: u16 = 1;
         const WRITE: u16 = 2;
@@ -247,11 +247,11 @@ impl Ring {
         self.offer(0);
     }
 
-    /// Waits for the next request that ends: its slot, how much was written, and its status.
+    /// Waits for the next used entry; returns the slot, the number of bytes written and the status.
     pub(crate) fn take(&mut self) -> (u16, u32, u8) {
         let deadline = wait::deadline();
         loop {
-            // With EVENT_IDX: a notification for the very next one.
+            // With EVENT_IDX: requests a notification for the next used entry.
             self.write(self.available() + 4 + u64::from(QUEUE) * 2, &self.taken.to_le_bytes());
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
             let index = u16::from_le_bytes(self.read(self.used() + 2));
@@ -265,7 +265,7 @@ impl Ring {
             }
             while self.call.read().is_err() {
                 assert!(Instant::now() < deadline, "no notification comes");
-                // Shorter than a pause: there are many requests.
+                // Shorter than `wait::pause`, since this wait runs once per request.
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
@@ -299,7 +299,7 @@ impl Guest {
         Self::connect_with(rig, queues, without, file.into(), QUEUE)
     }
 
-    /// With this for memory, and so many entries of each queue.
+    /// Connects with `file` as guest memory and with `size` descriptors per queue.
     pub(crate) fn connect_with(
         rig: &Rig,
         queues: usize,
@@ -310,7 +310,7 @@ impl Guest {
         Self::connect_prepared(rig, queues, without, file, size, |_| {})
     }
 
-    /// With something that is done before the queues start.
+    /// Connects, and calls `prepare` before the queues are set up.
     pub(crate) fn connect_prepared(
         rig: &Rig,
         queues: usize,
@@ -374,7 +374,7 @@ impl Guest {
         Self { frontend, rings, features, config }
     }
 
-    /// Shares its memory once more.
+    /// Sends the memory table again.
     pub(crate) fn share_again(&mut self) {
         let regions: Vec<_> = self.rings[0]
             .memory
@@ -384,7 +384,7 @@ impl Guest {
         self.frontend.set_mem_table(&regions).unwrap();
     }
 
-    /// Whether it was not sent away.
+    /// Returns true if the device still replies to messages.
     pub(crate) fn is_served(&mut self) -> bool {
         self.frontend.get_queue_num().is_ok()
     }
@@ -456,7 +456,7 @@ fn queues_are_used_at_the_same_time_and_deeply() {
                             while submitted < 2000
                                 && let Some(slot) = free.pop()
                             {
-                                // Every second sector, so that the queues share nothing.
+                                // Every second sector: the queues' sectors are disjoint.
                                 let sector = (submitted % 500) * 2 + me;
                                 let byte = (sector as u8).wrapping_mul(7) | 1;
                                 if submitted < 500 {
@@ -472,7 +472,7 @@ fn queues_are_used_at_the_same_time_and_deeply() {
                                 }
                             }
                             if submitted == 500 {
-                                // All writes end before the first read begins.
+                                // All writes complete before the first read is submitted.
                                 while done < 500 {
                                     let (slot, _, status) = ring.take();
                                     assert_eq!(status, 0);
@@ -524,21 +524,21 @@ fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
         ] {
             assert_eq!(ring.run(kind, sector, &data, room), status, "type {kind} at {sector}");
         }
-        // A header that is too short.
+        // A truncated header.
         ring.descriptor(0, HEADERS, 8, 1, 2);
         ring.descriptor(2, ring.status(0), 1, 2, 0);
         ring.offer(0);
         assert_eq!(ring.take(), (0, 1, IOERR));
-        // Nowhere to put the status.
+        // A chain without a status descriptor.
         ring.write(ring.status(0), &[0xff]);
         ring.descriptor(0, HEADERS, 16, 0, 0);
         ring.offer(0);
         assert_eq!(ring.take(), (0, 0, 0xff));
-        // A chain that goes round and round.
+        // A cyclic chain.
         ring.descriptor(0, HEADERS, 16, 1, 0);
         ring.offer(0);
         ring.take();
-        // Data where there is no memory.
+        // Data outside of guest memory.
         ring.descriptor(0, HEADERS, 16, 1, 1);
         ring.descriptor(1, MEMORY + 4096, 512, 3, 2);
         ring.descriptor(2, ring.status(0), 1, 2, 0);
@@ -624,11 +624,11 @@ fn the_next_frontend_comes_after_the_last_and_a_stop_ends_one() {
             let mut guest = Guest::connect(&rig, 2, 0);
             assert_eq!(guest.rings[1].run(WRITE, 0, &[round; 512], 0), 0);
             if round % 2 == 0 {
-                // With a request under way.
+                // The next frontend connects with a request in flight.
                 guest.rings[0].submit(0, WRITE, 9, &[round; 512], 0);
             }
         }
-        // A client that does not speak the protocol.
+        // A client that sends garbage.
         use std::io::Write;
         let mut other = std::os::unix::net::UnixStream::connect(rig.socket()).unwrap();
         let _ = other.write_all(&[0xff; 100]);

@@ -1,4 +1,4 @@
-//! Frontends that mean no good, and those that come after them or stand next to them.
+//! Hostile frontends must not disturb later frontends or frontends of other devices.
 
 use crate::vhost::{
     EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE, each_block_size, short_blocks,
@@ -27,14 +27,14 @@ fn the_daemon() {
     stalled::be_the_daemon();
 }
 
-/// What `work` returns.
+/// Runs `work` on a thread; panics if it does not return within the limit.
 fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, is_done) = std::sync::mpsc::channel();
     std::thread::spawn(move || done.send(work()));
     is_done.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("stalled: {what}"))
 }
 
-/// Whether `work`, on a thread of `scope`, returns.
+/// Runs `work` on a thread of `scope`; returns true if it returns within the limit.
 fn soon_in<'scope>(
     scope: &'scope std::thread::Scope<'scope, '_>,
     what: &str,
@@ -52,7 +52,7 @@ fn soon_in<'scope>(
     outcome.is_ok()
 }
 
-/// The disk still serves the next frontend, and can be stopped.
+/// Checks that the device serves the next frontend and can be stopped.
 fn assert_served(rig: Rig) {
     soon("the next frontend", move || {
         let mut guest = Guest::connect(&rig, 2, 0);
@@ -65,7 +65,7 @@ fn assert_served(rig: Rig) {
     });
 }
 
-/// A message of the protocol with descriptors.
+/// Sends a vhost-user message with descriptors.
 fn send(socket: &UnixStream, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
     let mut bytes = Vec::new();
     for field in [request, 1, payload.len() as u32] {
@@ -82,7 +82,7 @@ fn send(socket: &UnixStream, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>
 fn table(len: u64) -> Vec<u8> {
     let mut payload = 1u32.to_ne_bytes().to_vec();
     payload.extend(0u32.to_ne_bytes());
-    // Guest's address, length, frontend's address, offset in the file.
+    // Guest physical address, length, frontend's virtual address, offset in the file.
     for field in [0, len, 0x1000_0000, 0] {
         payload.extend(field.to_ne_bytes());
     }
@@ -95,14 +95,14 @@ fn assert_sent_away(mut socket: UnixStream) {
     });
 }
 
-/// A file whose every use waits for its daemon, which never answers.
+/// A file of a FUSE file system whose daemon never replies, so every access to it hangs.
 #[test]
 fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
     each_block_size(|| {
         let rig = Rig::new(false);
-        // Ends before the rig does: what is stalled after all is let go then.
+        // Dropped before the rig: unmounting ends accesses that hang after all.
         let Some(mount) = Mount::new("vhost_hostile::the_daemon") else { return };
-        // Closing it would wait here, too.
+        // Closing the descriptor would hang this test, too.
         let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
         let connect = || UnixStream::connect(rig.socket()).unwrap();
         for (request, payload) in [
@@ -115,8 +115,8 @@ fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
             send(&socket, request, &payload, &[file.as_fd()]);
             assert_sent_away(socket);
         }
-        // Where it is to be ignored, in the middle of a message, and without waiting for what comes of
-        // it.
+        // REM_MEM_REG, whose descriptor the device has to ignore, from a client that does not wait
+        // for a reply. Then a descriptor in the middle of a message.
         let socket = connect();
         send(&socket, REM_MEM_REG, &table(0x10000)[8..], &[file.as_fd()]);
         drop(socket);
@@ -133,14 +133,14 @@ fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
     });
 }
 
-/// What this process has for page tables, in MiB.
+/// Memory in MiB that this process uses for page tables.
 fn page_tables() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// A place here and there of memory that is not there: each is a page table.
+/// A guest spreads reads over sparse memory, so that each segment allocates a page table.
 #[test]
 fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
     each_block_size(|| {
@@ -158,21 +158,21 @@ fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
             assert_eq!(guest.rings[0].take().2, 0);
             most = most.max(page_tables().saturating_sub(before));
         }
-        // All of them would be 128 MiB. 16 MiB are there before anything is thrown away, and what is
-        // touched between two looks.
+        // Without a quota, page tables would grow to 128 MiB. The quota allows 16 MiB, plus what is
+        // touched between two checks of the quota.
         assert!(most <= 48, "{most} MiB");
         drop(guest);
         rig.end(0);
     });
 }
 
-/// What is touched where a file has been cut off kills a process that does not look out.
+/// Access beyond the end of a truncated memory file raises SIGBUS, which must not end the process.
 #[test]
 fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
     short_blocks(|| {
         let (rig, other) = (Rig::new(false), Rig::new(false));
         let mut neighbour = Guest::connect(&other, 1, 0);
-        // Data of a request, its rings, all of it before there is a queue.
+        // Truncated away: a request's data, the rings, all of guest memory.
         for left in [1 << 20, 4096, 0] {
             let file = memfd_create("cut", MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&file, MEMORY).unwrap();
@@ -180,7 +180,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
             let mut guest = Guest::connect_with(&rig, 1, 0, theirs, 64);
             assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
             if left == 1 << 20 {
-                // The request is there; what it reads into is not. Nothing is asked of the ring here.
+                // The request's descriptors remain, and its data segment is cut off.
                 rig.backing.order(|orders| orders.hold = true);
                 guest.rings[0].submit(1, READ, 0, b"", 512);
                 rig.backing.expect(2);
@@ -205,7 +205,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
     });
 }
 
-/// A file of huge pages of which there are none: it can be mapped, and not touched.
+/// A file of huge pages that the machine does not have: it can be mapped, but access raises SIGBUS.
 #[test]
 fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
     each_block_size(|| {
@@ -215,7 +215,7 @@ fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
         let socket = UnixStream::connect(rig.socket()).unwrap();
         let payload = table(1 << 40);
         send(&socket, SET_MEM_TABLE, &payload, &[file.as_fd()]);
-        // Its first queue's rings are in there: they are looked at when it learns where they are.
+        // SET_VRING_ADDR places the first queue's rings in the file, and the device accesses them.
         let mut rings = vec![0; 8];
         for address in [0x1000_0000u64, 0x1000_3000, 0x1000_2000, 0] {
             rings.extend(address.to_ne_bytes());
@@ -233,12 +233,12 @@ fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
     let _ = std::io::Write::write_all(&mut &*socket, &bytes);
 }
 
-/// A write to it waits until somebody reads, and a read until somebody writes.
+/// Blocking eventfds: a write to a full one waits, and a read from an empty one waits.
 #[test]
 fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
     each_block_size(|| {
         let rig = Rig::new(false);
-        // Notified of each answer, and not only of those that it asks for.
+        // Without EVENT_IDX, the device signals every completion, so `call` overflows.
         let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         for event in [&guest.rings[0].call, &guest.rings[0].kick] {
@@ -254,7 +254,7 @@ fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
     });
 }
 
-/// A guest can do this by itself.
+/// An available index beyond the queue's size, which a guest can write without its VMM.
 #[test]
 fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
     each_block_size(|| {
@@ -264,7 +264,7 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
         guest.rings[0].promise(20_000);
         drop(guest);
         assert_served(rig);
-        // And one that thinks better of it goes on.
+        // A guest that corrects the index is served again.
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         guest.rings[0].promise(20_000);
@@ -276,7 +276,7 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
     });
 }
 
-/// The memory is shared with its owner, whether its frontend is there or not.
+/// A guest that shares memory submits requests even after its frontend has disconnected.
 #[test]
 fn a_guest_that_never_stops_keeps_nobody_out() {
     each_block_size(|| {
@@ -292,7 +292,7 @@ fn a_guest_that_never_stops_keeps_nobody_out() {
             scope.spawn(move || ring.never_stop(|| begin.send(()).unwrap(), enough));
             began.recv().unwrap();
             let served = soon_in(scope, "queues that are stopped", move || {
-                // It is stopped, and begins again.
+                // GET_VRING_BASE stops the queue.
                 frontend.get_vring_base(0).unwrap();
                 drop(frontend);
             });
@@ -303,7 +303,7 @@ fn a_guest_that_never_stops_keeps_nobody_out() {
     });
 }
 
-/// Ten thousand frontends are a year of a guest that is started again every hour.
+/// No descriptor leak: a guest that restarts every hour connects 10,000 frontends in a year.
 #[test]
 fn frontends_that_have_gone_leave_nothing_behind() {
     each_block_size(|| {
@@ -314,14 +314,14 @@ fn frontends_that_have_gone_leave_nothing_behind() {
             let frontend = Frontend::from_stream(UnixStream::connect(rig.socket()).unwrap(), 2);
             frontend.get_features().unwrap();
         }
-        // Others have some as well meanwhile.
+        // Other tests of this process open descriptors, too, hence the margin.
         let after = open();
         assert!(after < before + 300, "{before} descriptors, and then {after}");
         assert_served(rig);
     });
 }
 
-/// One more descriptor for it.
+/// Duplicates the descriptor of an eventfd.
 fn event_fd(event: &EventFd) -> OwnedFd {
     use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
     let this = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();

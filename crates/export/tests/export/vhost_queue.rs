@@ -1,4 +1,4 @@
-//! A queue that its frontend changes while its guest goes on, and long requests.
+//! Queues that the frontend reconfigures while the guest submits requests, and long requests.
 
 use crate::vhost::{EVENT_IDX, Guest, READ, Rig, Ring, WRITE, each_block_size, short_blocks};
 use shadowbell_backend::Op;
@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 
-/// Where a request with a table of descriptors has its header and its table.
+/// Guest addresses of a request's header and of its indirect descriptor table.
 const HEADER: u64 = 0x60_0000;
 const TABLE: u64 = 0x60_1000;
-/// Where its data are: pieces of so many bytes, each in a place of its own.
+/// Data segments of a request: guest address and length.
 const PIECES: [(u64, u32); 4] =
     [(0x10_0000, 300_001), (0x20_0003, 7), (0x30_0000, 400_000), (0x40_0100, 349_592)];
 
-/// Submits a request by a table of descriptors; of a write the data are there.
+/// Submits a request with indirect descriptors. The data of a write are in the segments already.
 fn scatter(ring: &mut Ring, kind: u32, sector: u64) {
     const NEXT: u16 = 1;
     const INDIRECT: u16 = 4;
@@ -74,7 +74,7 @@ fn long_requests_come_to_the_disk_in_parts_of_a_mebibyte() {
     });
 }
 
-/// What a frontend may change while its guest goes on.
+/// Changes of the memory table, the call eventfd and the enable flag of a running queue.
 #[test]
 fn a_queue_goes_on_with_another_memory_and_other_events() {
     for without in [0, EVENT_IDX] {
@@ -91,7 +91,7 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
                     }
                     _ => {
                         guest.frontend.set_vring_enable(1, false).unwrap();
-                        // It has come to that message.
+                        // A reply to a later message proves that SET_VRING_ENABLE was processed.
                         assert!(guest.is_served());
                         guest.rings[1].submit(2, READ, round.into(), b"", 512);
                         wait::moment();
@@ -103,7 +103,7 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
                 assert_eq!(guest.rings[1].run(READ, round.into(), b"", 512), 0);
                 assert_eq!(guest.rings[1].bytes(0, 512), [round; 512]);
             }
-            // Stopped, and started where it was.
+            // Stop the queue, and start it at the same index.
             let place = guest.frontend.get_vring_base(1).unwrap();
             let rings = &guest.rings;
             assert_eq!(place, u32::from(rings[1].count()));
@@ -118,8 +118,8 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
     }
 }
 
-/// A frontend stops a queue while its thread begins with it, again and again: each time the thread
-/// leaves it, and what the guest has asked for is carried out when it is started.
+/// A frontend stops a queue repeatedly while the queue's thread begins to poll it. The thread stops
+/// each time, and executes the guest's requests after the next start.
 #[test]
 fn a_queue_is_stopped_at_any_moment() {
     each_block_size(|| {
@@ -128,7 +128,7 @@ fn a_queue_is_stopped_at_any_moment() {
         assert_eq!(guest.rings[0].run(WRITE, 3, &[3; 512], 0), 0);
         for round in 0..300 {
             guest.rings[0].kick.write(1).unwrap();
-            // The thread has it after some microseconds.
+            // The thread begins to poll the queue a few microseconds after the kick.
             let until = Instant::now() + Duration::from_micros(round % 30);
             while Instant::now() < until {}
             if round % 2 == 0 {
@@ -151,7 +151,7 @@ fn a_queue_is_stopped_at_any_moment() {
     });
 }
 
-/// A thread that polls is not one that does nothing else.
+/// A thread that polls an idle queue sleeps after a short time.
 #[test]
 fn a_queue_without_requests_keeps_no_thread_busy() {
     each_block_size(|| {
@@ -164,12 +164,12 @@ fn a_queue_without_requests_keeps_no_thread_busy() {
             let times = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
             Duration::new(times.tv_sec as u64, times.tv_nsec as u32)
         };
-        // Other tests of this process use the processor, too: until they are over.
+        // Other tests of this process use CPU time, too: repeated until they have ended.
         wait::until("an idle process", || {
             let before = used();
             // A thread that polls would use most of this time.
             std::thread::sleep(Duration::from_millis(40));
-            // More than the threads of an idle process use.
+            // An upper bound of the CPU time of an idle process.
             used() - before < Duration::from_millis(10)
         });
         drop(guest);

@@ -1,4 +1,4 @@
-//! A queue that its frontend stops while its guest goes on.
+//! Queues that the frontend stops or disables while the guest submits requests.
 
 use crate::vhost::{Guest, LONG_QUEUE, MEMORY, READ, Rig, each_block_size};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -6,7 +6,7 @@ use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vhost::vhost_user::VhostUserFrontend;
 
-/// The guest asks faster than it is answered: there always is a request that could be taken.
+/// The guest submits faster than the device completes, so the queue always has available requests.
 #[test]
 fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() {
     each_block_size(|| {
@@ -25,7 +25,7 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
             let mut wrong = Vec::new();
             for round in 0..8 {
                 frontend.set_vring_enable(0, false).unwrap();
-                // It was carried out when the message after it is answered.
+                // A reply to a later message proves that SET_VRING_ENABLE was processed.
                 frontend.get_queue_num().unwrap();
                 let then = answers();
                 wait::moment();
@@ -35,7 +35,7 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
                     wrong.push(format!("round {round}: {more} more"));
                 }
                 frontend.set_vring_enable(0, true).unwrap();
-                // The guest thinks that it has notified the device.
+                // The guest does not kick again, so the device must poll the queue.
                 wait::until("an answer", || answers() != now);
             }
             enough.store(true, Ordering::Relaxed);
@@ -46,7 +46,7 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
     });
 }
 
-/// What was there, and not taken, is not forgotten.
+/// Requests that were available before the queue was enabled are executed afterwards.
 #[test]
 fn what_came_while_a_queue_was_not_enabled_is_answered_when_it_is() {
     each_block_size(|| {
@@ -65,7 +65,7 @@ fn what_came_while_a_queue_was_not_enabled_is_answered_when_it_is() {
     });
 }
 
-/// What the disk has then is answered though.
+/// Requests that the disk executes when the queue is disabled still complete.
 #[test]
 fn what_was_taken_before_is_answered_while_a_queue_is_not_enabled() {
     each_block_size(|| {

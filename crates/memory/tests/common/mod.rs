@@ -29,7 +29,7 @@ pub(crate) struct Stretch {
 
 pub(crate) struct Peer {
     space: DmaSpace,
-    /// The same memory, always mapped for writing, granule by granule.
+    /// The memory of `space`, always mapped for writing, by granule.
     backing: Vec<Option<SharedBytes>>,
     pub(crate) access: Vec<Access>,
 }

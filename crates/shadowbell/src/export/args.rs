@@ -78,7 +78,7 @@ pub(crate) struct Args {
     pub timeout: u16,
 }
 
-/// What the long help ends with.
+/// End of the long help: target syntax and examples.
 static LONG_HELP: LazyLock<String> = LazyLock::new(|| {
     format!(
         "{}

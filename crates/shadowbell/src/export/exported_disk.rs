@@ -63,7 +63,7 @@ fn open(target: &Target, queues: u16, timeout: Duration) -> anyhow::Result<Arc<d
 }
 
 impl ExportedDisk {
-    /// Opens the disk, and exports it in every way that `args` name. Calls `unused` when all exports
+    /// Opens the disk, and starts the exports that `args` name. Calls `unused` when all exports
     /// have ended by themselves.
     pub(super) fn start(
         args: &Args,
@@ -174,7 +174,7 @@ impl ExportedDisk {
             }
             match device.why_copied() {
                 None => info!("{path}: zero-copy I/O to the disk"),
-                // Of a disk that can do no better there is nothing to say.
+                // Expected for a disk without a local file, so only debug output.
                 Some(WhyCopied::NoFile) => tracing::debug!("{path}: {}", WhyCopied::NoFile),
                 Some(why) => info!("{path}: data is copied: {why}"),
             }
@@ -188,37 +188,37 @@ impl ExportedDisk {
         Ok(())
     }
 
-    /// Whether NBD clients need TLS.
+    /// True if NBD clients need TLS.
     pub(super) fn has_tls(&self) -> bool {
         self.has_tls
     }
 
-    /// Where NBD clients find it.
+    /// Listen addresses of the NBD servers.
     pub(super) fn nbd(&self) -> impl Iterator<Item = &nbd::Address> {
         self.nbd.iter().map(Server::address)
     }
 
-    /// The file that is the disk.
+    /// Path of the FUSE file.
     pub(super) fn fuse(&self) -> Option<&Path> {
         self.fuse.as_ref().map(Mounted::path)
     }
 
-    /// Where a VMM finds it, and how many queues there are.
+    /// Socket and number of queues of the vhost-user-blk device.
     pub(super) fn vhost(&self) -> Option<(&Path, usize)> {
         self.vhost.as_ref().map(|device| (device.path(), self.disk.queues()))
     }
 
-    /// The block device, and its number.
+    /// Path and number of the ublk device.
     pub(super) fn ublk(&self) -> Option<(&Path, u32)> {
         self.ublk.as_ref().map(|device| (device.path(), device.id()))
     }
 
-    /// What is exported.
+    /// The exported disk or namespace.
     pub(super) fn target(&self) -> &Target {
         &self.target
     }
 
-    /// The export's name.
+    /// Name of the export.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
@@ -227,7 +227,7 @@ impl ExportedDisk {
     pub(super) fn stop(self) -> anyhow::Result<()> {
         let Self { target, disk, timeout, nbd, fuse, vhost, ublk, .. } = self;
         let mut failures = 0;
-        // The device and the file first: who has them open is waited for.
+        // ublk and FUSE first: they wait until no program has the device or the file open.
         failures += ublk.map_or(0, Ublk::stop);
         if let Some(fuse) = fuse {
             failures += fuse.stop();
@@ -253,7 +253,7 @@ impl ExportedDisk {
     }
 }
 
-/// Whether what the target keeps is gone with the process that serves it.
+/// True if the disk's data are lost when the process that serves it ends.
 fn is_forgetful(target: &Target) -> bool {
     matches!(target, Target::Local { disk } if disk.starts_with("mem:"))
 }

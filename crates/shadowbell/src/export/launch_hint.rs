@@ -1,4 +1,4 @@
-//! The commands by which others use what is exported.
+//! Example commands for clients of an export, printed after the start.
 
 use super::exported_disk::ExportedDisk;
 use crate::logging;
@@ -6,7 +6,7 @@ use crate::shell_quote::{self, quote as quoted};
 use shadowbell_export::nbd::Address;
 use std::path::Path;
 
-/// Prints, on standard output, the commands to paste; nothing with `--quiet`.
+/// Prints the commands on standard output. Prints nothing with `--quiet`.
 pub(super) fn show(disk: &ExportedDisk) {
     if !logging::is_talkative() {
         return;
@@ -45,7 +45,7 @@ fn nbd(address: &Address, name: &str) -> String {
 fn nbd_by_tls(address: &Address, name: &str) -> String {
     let uri = address.uri(name).replacen("nbd", "nbds", 1);
     let separator = if uri.contains('?') { '&' } else { '?' };
-    // The shell is to fill in the directory of the client's certificates.
+    // `DIR` is a placeholder for the directory of the client's certificates.
     let uri = quoted(&format!("{uri}{separator}tls-certificates=DIR"));
     let server = match address {
         Address::Unix(path) => {

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | `args` | the command line |
 //! | `exported_disk` | the disk and its exports |
-//! | `launch_hint` | the commands by which others use what is exported |
+//! | `launch_hint` | example commands for clients of the export |
 //!
 //! The protocols are in the crate `shadowbell-export`, byte ranges in `shadowbell-block`.
 
@@ -21,14 +21,14 @@ use exported_disk::ExportedDisk;
 use std::process::ExitCode;
 use tracing::info;
 
-/// Exports until a signal ends it, or somebody else removes the file or the device, and there is no
-/// other way to the disk.
+/// Exports a disk until a signal arrives, or until all exports have ended because other programs
+/// removed the file or the device.
 ///
 /// # Errors
-/// With exit status [`BAD_INPUT`](crate::exit::BAD_INPUT) what can not be exported like that; the
-/// driver's; and at the end, that something could not be made durable.
+/// With exit status [`BAD_INPUT`](crate::exit::BAD_INPUT) if the target cannot be exported in this
+/// way. The driver's errors. At the end, an error if data could not be made durable.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    // Before there is anything that a signal would leave behind.
+    // Caught before the exports create files or devices, which a default action would leave behind.
     let mut signals = EndSignals::catch(&[])?;
     let handle = signals.handle();
     let disk = ExportedDisk::start(args, move || handle.close())?;

@@ -150,7 +150,7 @@ mod tests {
     /// A store, and the supervisor's end of its socket.
     fn store() -> (CheckpointStore, OwnedFd) {
         let (supervisor, worker) = protocol::pair().unwrap();
-        // Exceeded where nobody listens.
+        // A send times out if the supervisor does not receive.
         let timeout = Some(Duration::from_millis(20));
         set_socket_timeout(&worker, Timeout::Send, timeout).unwrap();
         (CheckpointStore::new(worker).unwrap(), supervisor)

@@ -281,7 +281,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     if link.is_none() {
         notify::tell(notify::STOPPING);
     }
-    // A disk that does not answer is not waited for if the supervisor is dead: no process would end this one.
+    // Bounds the wait for an unresponsive disk. If the supervisor is dead, no process would kill
+    // this one.
     let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
     // The endpoints remove their socket files.
     drop(answering.map(RunningEndpoints::rest));

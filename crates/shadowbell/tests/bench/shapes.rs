@@ -126,7 +126,7 @@ fn leaves(value: &Value, path: &str, found: &mut BTreeMap<String, &'static str>)
     }
 }
 
-/// Whether fio can be run. As root, a missing fio is installed.
+/// Returns true if fio can be run. As root, installs a missing fio.
 fn has_fio() -> bool {
     let is_there = || {
         let path = std::env::var_os("PATH").unwrap_or_default();

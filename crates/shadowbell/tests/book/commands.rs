@@ -29,7 +29,7 @@ fn moved(text: &str, directory: &Path) -> String {
     moved.replace("/%2Frun%2F", &format!("/{escaped}%2Frun%2F"))
 }
 
-/// Whether a command serves until it is ended.
+/// Returns true if a command serves until a signal ends it.
 fn serves(line: &str) -> bool {
     line.starts_with("shadowbell serve ") && !line.contains("--check")
 }

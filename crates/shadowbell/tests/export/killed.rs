@@ -1,5 +1,4 @@
-//! An export that is killed and started again with the same arguments, as a service manager
-//! does.
+//! An export that is killed and restarted with the same arguments, as by a service manager.
 
 use crate::Export;
 use rustix::process::Signal;
@@ -39,7 +38,7 @@ impl Service {
         self.export.as_mut().unwrap()
     }
 
-    /// Whether the export process has died.
+    /// Returns true if the export process has died.
     pub(crate) fn has_died(&mut self) -> bool {
         self.export().child.try_wait().unwrap().is_some()
     }
@@ -95,7 +94,7 @@ impl Service {
     }
 }
 
-/// Whether qemu-io can be run. As root, it is installed.
+/// Returns true if qemu-io can be run. As root, installs a missing qemu-io.
 pub(crate) fn has_qemu_io() -> bool {
     let is_there = || Command::new("qemu-io").arg("--version").output().is_ok();
     let apt = Path::new("/usr/bin/apt-get");

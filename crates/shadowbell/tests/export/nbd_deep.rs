@@ -1,4 +1,4 @@
-//! Clients that keep many requests in flight, and one that sends one at a time.
+//! NBD clients with many requests in flight, and clients with one request at a time.
 
 use super::Export;
 use shadowbell_testing::wait::LIMIT;
@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 const BLOCK: usize = 4096;
-/// Requests at a time, and in a row.
+/// Queue depth, and number of requests in a row.
 const DEEP: usize = 32;
 const MANY: usize = 1100;
 
@@ -84,8 +84,8 @@ fn fill(block: usize, salt: usize) -> u8 {
     (block * 31 + salt * 7) as u8
 }
 
-/// Deep, one at a time, deep again; beside another client of either kind; and the server ends
-/// meanwhile.
+/// A client changes between many requests in flight and one at a time, alone and with another
+/// client of either kind. At the end, the server stops while clients are connected.
 fn a_client_comes_and_goes(target: &str) {
     let export = Export::start(&[target, "--nbd", "unix:DIR/nbd"]);
     let socket = export.path("nbd");
@@ -102,7 +102,7 @@ fn a_client_comes_and_goes(target: &str) {
     client.check(0..MANY, 1, 3);
     client.write(0..2 * MANY, DEEP, 4);
     client.check(0..2 * MANY, DEEP, 4);
-    // One that hangs up in the middle leaves the disk to the next.
+    // The next client can use the disk after one disconnects with requests in flight.
     let unread = (0..DEEP).flat_map(|block| Client::request(1, block, &[fill(block, 4); BLOCK]));
     client.0.write_all(&unread.collect::<Vec<u8>>()).unwrap();
     drop((client, other));

@@ -17,7 +17,7 @@ const MIB: u64 = 1 << 20;
 /// Milliseconds between kills: arbitrary.
 const MOMENTS: [u64; 6] = [60, 5, 31, 120, 12, 77];
 
-/// A verifying load on a disk that is reached through an export.
+/// A verifying load through the NBD export.
 struct Load(ProcessGroup);
 
 impl Load {
@@ -64,7 +64,7 @@ fn kill(pid: u32, signal: Signal) {
 fn a_load_over_nbd_survives_kills_of_the_export() {
     let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
     let load = Load::start(&service.path("nbd"));
-    // Time for some load on each of the processes.
+    // Time for load before the first kill.
     std::thread::sleep(Duration::from_millis(300));
     for moment in MOMENTS {
         // The kill may come at any moment.
@@ -97,7 +97,7 @@ fn an_export_survives_kills_of_its_supervised_server() {
     let target = format!("vfio-user:{}", socket.display());
     let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd"]);
     let load = Load::start(&export.path("nbd"));
-    // Time for some load on each of the processes.
+    // Time for load before the first kill.
     std::thread::sleep(Duration::from_millis(300));
     for moment in MOMENTS {
         // The kill may come at any moment, but no process may die so soon that it is a crash loop.

@@ -21,7 +21,7 @@ impl Running {
         running
     }
 
-    /// Connects; the device process may die meanwhile while it recovers.
+    /// Connects. The device process may die during its recovery.
     fn connect(&mut self) {
         let socket = self.service.path("vm.sock");
         if let Err(error) = self.machine.connect(&socket) {

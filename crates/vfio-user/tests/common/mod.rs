@@ -306,7 +306,7 @@ impl Device for Toy {
     }
 }
 
-/// Whether all servers record checkpoints, which must make no difference to clients.
+/// Returns true if all servers record checkpoints, which must make no difference to clients.
 pub(crate) fn is_recorded() -> bool {
     std::env::var_os("SHADOWBELL_TEST_RECORDED").is_some()
 }
@@ -358,7 +358,7 @@ impl Server {
         self.thread = Some(thread.unwrap());
     }
 
-    /// Whether the reactor has ended.
+    /// Returns true if the reactor has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.thread.as_ref().unwrap().is_finished()
     }
@@ -603,7 +603,7 @@ pub(crate) fn gettid() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
 }
 
-/// Whether a thread of this process sleeps.
+/// Returns true if a thread of this process sleeps.
 pub(crate) fn sleeps(tid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat"));
     stat.is_ok_and(|stat| stat.rsplit(')').next().unwrap().starts_with(" S"))

@@ -47,7 +47,7 @@ struct Queue {
 
 pub(super) struct State {
     pub(super) script: Script,
-    /// Whether the device misbehaves. Otherwise it executes all requests of the driver.
+    /// True if the device misbehaves. Otherwise it executes all requests of the driver.
     pub(super) malicious: bool,
     pub(super) cap: Cap,
     pub(super) vectors: u32,
@@ -112,7 +112,7 @@ impl State {
         self.dma.table().bytes(iova, len as u64)
     }
 
-    /// Whether this command's data may still be written.
+    /// True if the data of this command may still be written.
     pub(super) fn is_busy(&self, qid: u16, cid: u16) -> bool {
         !self.forged.contains(&(qid, cid))
             && self.busy.iter().any(|(of, sqe)| (*of, sqe.cid) == (qid, cid))

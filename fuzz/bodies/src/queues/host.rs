@@ -118,7 +118,7 @@ pub(super) struct Host {
     shadow: bool,
     /// Kind of host: SPDK's also rings when EventIdx is the new value.
     inclusive: bool,
-    /// Whether the host shadows the admin queue as well.
+    /// True if the host also uses shadow doorbells for the admin queue.
     shadows_admin: bool,
     /// Valid commands may fail nevertheless.
     pub(super) trouble: bool,

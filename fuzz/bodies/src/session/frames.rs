@@ -100,7 +100,7 @@ impl Frames {
         assert!(may, "the server drops a client that kept to the protocol");
     }
 
-    /// Whether the client has kept to the protocol.
+    /// True if the client has kept to the protocol.
     pub(crate) fn is_sound(&self) -> bool {
         !self.forfeit && !self.broken
     }
