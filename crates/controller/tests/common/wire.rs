@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 pub struct Wire {
     event: EventFd,
     writes: Mutex<VecDeque<(u64, u32)>>,
-    /// Whether an I/O thread polls the source.
+    /// True while an I/O thread polls the other end.
     pub watched: AtomicBool,
 }
 
