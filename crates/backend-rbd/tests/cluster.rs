@@ -144,7 +144,8 @@ fn an_unequal_block_is_not_written() {
     let mut taken = snapshot.queue().unwrap();
     assert!(!taken.compares_and_writes());
     assert_eq!(swap(&mut *taken, 0, 5, 6), Err(DiskError::ReadOnly));
-    // On a recoverable disk, compare-and-write is durable like any write.
+    // `keep` makes the disk recoverable: from now on, a write is durable before it completes.
+    // Compare-and-write succeeds in that mode, too.
     disk.keep(&mut Descriptors::default()).unwrap();
     assert_eq!(swap(&mut *queue, 0, 5, 6), Ok(()));
 }

@@ -18,7 +18,8 @@ const BLOCKS: [usize; 7] = [0, 1, 1, 1, 0, 1, 0];
 const DEATHS: u8 = 3;
 const NONE: u8 = u8::MAX;
 
-/// Steps that are left out, or done in another order.
+/// Deliberate errors in the model, to prove that the search finds them: a step is left out, or
+/// done in another order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     FreedBeforePosted,

@@ -206,7 +206,8 @@ impl Command {
         self
     }
 
-    /// Sets the number of transferred bytes, less than [`MOST_BYTES`], and keeps the marks.
+    /// Sets the number of transferred bytes, which the caller keeps below [`MOST_BYTES`]. The tag
+    /// bits above it are retained.
     pub(crate) const fn set_transfer(&mut self, bytes: u32) {
         self.transfer = self.transfer & !BYTES | bytes & BYTES;
     }

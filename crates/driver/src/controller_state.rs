@@ -77,7 +77,8 @@ impl ControllerState {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// Decodes the state. Acquires, so writes before the change of the epoch are visible.
+    /// Decodes the state. The epoch is loaded with acquire ordering, so that everything is visible
+    /// that the thread which changed the state has written before.
     pub(crate) fn condition(&self) -> Condition {
         match (self.phase(), self.over.get()) {
             (Phase::Live, _) => Condition::Live,

@@ -249,8 +249,9 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
             }
         }
     }
-    // The fault is outside the guarded ranges: the previous handler gets it. `get` is only a load
-    // once the cell is filled; the cell may be empty only between `sigaction` and its return.
+    // The fault is outside the guarded ranges, so the previous handler gets it. `OnceLock::get`
+    // only loads, and so is safe in a signal handler. A fault between `sigaction` and the filling
+    // of the cell finds no previous handler: the default action is restored then.
     // SAFETY: the kernel returned the previous action. For the default and ignore actions, the
     // default action is restored, so that the repeated access ends the process.
     unsafe {

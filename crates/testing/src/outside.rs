@@ -28,11 +28,11 @@ pub fn namespaces() -> Vec<String> {
 pub struct Storage(PathBuf);
 
 impl Storage {
-    /// The storage that the environment names.
+    /// Storage that is controlled by requests in a directory, which an environment variable names.
     ///
     /// # Panics
     ///
-    /// If it names none.
+    /// If the variable is not set.
     #[must_use]
     pub fn new() -> Self {
         Self(std::env::var_os(ASKS).map(PathBuf::from).expect("a directory to ask by"))

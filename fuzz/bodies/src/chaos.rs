@@ -71,7 +71,8 @@ struct Guest {
     /// `memory`, mapped for reading.
     to_read: SharedBytes,
     parts: [Part; PARTS.len()],
-    /// Contents of protected memory since it became protected.
+    /// Expected contents of all memory: recorded by `remember`, plus the guest's own writes since
+    /// then. `check` compares the parts that the controller must not write.
     image: Vec<u8>,
     /// Buffer of the same length, for reading all memory.
     spare: Cell<Vec<u8>>,

@@ -1,9 +1,10 @@
-//! A client socket that two threads read: the server's, and one that takes its doorbell writes.
+//! A client socket with two readers: the server's reactor, and a second thread that takes the
+//! client's doorbell writes.
 //!
-//! Both take turns on one thread in any order. The client sends numbered writes between
-//! messages of other kinds, with descriptors, complete or in parts. It is checked that each
-//! write is executed once and in order, whichever thread takes it; that each message that wants
-//! a reply gets one; and that no descriptor of a disconnected client is left.
+//! One thread runs both, in an order that the input chooses. The client sends numbered writes
+//! between messages of other kinds, with descriptors, complete or in parts. It is checked that
+//! each write is executed once and in order, whichever reader takes it; that each message that
+//! wants a reply gets one; and that no descriptor of a disconnected client is left.
 
 use crate::limits::Limits;
 use crate::session::frames::Frames;

@@ -60,7 +60,8 @@ impl RawFile {
         let is_plain = shared.engine == EngineKind::Uring
             && shared.namespace.is_none()
             && shared.ranges.is_none()
-            // The kernel accepts an atomic write only from one piece of this process's memory.
+            // The kernel accepts an atomic write only from one contiguous buffer, to which a queue
+            // copies the data of a request in several segments.
             && shared.atom != WriteAtomicity::Asked;
         let align = shared.direct.filter(|_| is_plain)?;
         Some(Self { shared: Arc::clone(shared), align })

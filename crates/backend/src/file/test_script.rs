@@ -1,4 +1,5 @@
-//! Test script that ends the calls on a file, in place of threads. Only for fuzz targets.
+//! Completion of the calls on a file by a fuzz target, in any order and with any result. In normal
+//! operation, threads complete them.
 
 use super::flusher::Flusher;
 use crate::sys::{End, Ring, ThreadsShared};

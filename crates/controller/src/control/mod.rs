@@ -249,7 +249,8 @@ impl Control {
 
 /// Execution of admin commands for the admin queue server.
 impl Control {
-    /// Number of bytes that an admin command transfers from the host, read before its execution.
+    /// Length of the data that an admin command takes from the host. The data are read before the
+    /// command is executed.
     pub(crate) fn data_length(sqe: &Sqe) -> usize {
         AdminCommands::data_length(sqe)
     }

@@ -168,7 +168,8 @@ impl Engine {
         self.spans.resize(bytes);
     }
 
-    /// True if touches of the host's memory are counted, because the host shares a lot of it.
+    /// True if the host's memory map has sparse ranges. Accesses are counted then, so that page
+    /// tables are reclaimed at a limit.
     #[inline]
     pub(crate) fn is_sparse(&self) -> bool {
         self.may_touch != u64::MAX
@@ -634,7 +635,7 @@ impl Engine {
     }
 }
 
-/// Asks the disk of a request to cancel it, if the entry is a request.
+/// Cancels the disk request of an in-flight entry. Does nothing if the entry is no disk request.
 fn cancel_request(
     namespaces: &mut [NamespaceQueue],
     draining: &mut Draining,

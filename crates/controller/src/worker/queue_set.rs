@@ -464,8 +464,9 @@ impl QueueSet {
         }
     }
 
-    /// Rechecks the doorbells before a sleep (second phase). Returns the deadline of held
-    /// interrupts.
+    /// Second phase before a sleep, after [`arm`](Self::arm) and a fence: reads the doorbells
+    /// again, and notes work that must prevent the sleep. Returns the earliest deadline of
+    /// interrupts that are held back for coalescing.
     pub(crate) fn recheck(
         &mut self,
         fenced: &mut Fenced<'_, SleepCell>,

@@ -145,7 +145,9 @@ impl Host {
         self.doorbells = self.doorbells.take().or(records.doorbells);
         self.completed = 0;
         self.start();
-        // Doorbell writes to a dead process are still in a socket, and the next process reads them.
+        // With a real client, unread doorbell writes stay in its socket for the next process. Each
+        // process of this test has its own socket, so the last value of each doorbell is sent
+        // again.
         let rung: Vec<_> = self.rung.iter().map(|(offset, value)| (*offset, *value)).collect();
         for (offset, value) in rung {
             self.write_doorbell(offset, value);

@@ -305,7 +305,7 @@ fn steps_in_a_wrong_order_do_not_survive() {
         let outcome = std::panic::catch_unwind(move || {
             let mut host = Host::new(Ok(disk), false, false);
             host.orders.wrong = Some(order);
-            // Too short is as good: a command that takes longer is a failure, as one is expected.
+            // Shorter than elsewhere: this test expects a failure, and a timeout counts as one.
             host.patience = Duration::from_secs(10);
             die_at_each_step(&mut host, &mut Random(0xeeee_ffff), &[point; 4]);
         });

@@ -164,7 +164,8 @@ impl Changes {
         })
     }
 
-    /// Like [`remove_namespace`](Self::remove_namespace), for a caller that holds the lock.
+    /// Removes a namespace for a caller that holds the lock of changes. Unlike
+    /// [`remove_namespace`](Self::remove_namespace), does not check whether it is of a pool.
     ///
     /// # Errors
     /// As for [`remove_namespace`](Self::remove_namespace).

@@ -60,7 +60,7 @@ pub(super) fn disk(controller: usize, index: usize) -> String {
     format!("disk/{controller}.{index}")
 }
 
-/// Properties of a controller that must match in both processes.
+/// Properties of a controller that must be the same in the old and the new server process.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Served {
     socket: String,

@@ -369,9 +369,10 @@ mod tests {
         Packet { letter: b'I', body: text.into(), fds: vec![pipe().unwrap().0.into()] }
     }
 
-    /// Content that is found after two supervisors in a row were killed during the move, each
-    /// after a packet was queued in the new socket and with or without its removal from the old
-    /// one.
+    /// Snapshot value and changes that the last supervisor finds. Up to three supervisors before
+    /// it were killed while they moved packets to a new socket: each had queued one packet there.
+    /// The first and the third had also removed the packet from the old socket, the second had
+    /// not.
     fn found(fd_store: FdStore) -> Option<(u32, Vec<String>)> {
         let (mut pairs, mut count) = (vec![(1, fd_store.write, fd_store.read)], 0);
         loop {

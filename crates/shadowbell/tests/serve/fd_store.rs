@@ -293,7 +293,8 @@ fn a_supervisor_may_be_killed_at_any_moment() {
                 // The kill may come at any moment of the upgrade.
                 std::thread::sleep(Duration::from_millis(n * 2));
             }
-            // A stopped supervisor receives nothing.
+            // SIGSTOP: the supervisor no longer reads, so messages about this client are unread
+            // when it is killed.
             2 => {
                 signal(service.pid(), Signal::STOP);
                 let mut other = Client::attach(&service.socket(2));

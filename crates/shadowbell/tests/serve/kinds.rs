@@ -18,7 +18,8 @@ const DEPTH: u64 = 64;
 const RESETS: u64 = 12;
 const MOST_RESETS: u64 = 1000;
 
-/// Serves the disk, and runs the whole test.
+/// Serves `disk`, verifies every byte under mixed I/O, resets the controller during I/O, and
+/// checks that the server stops without an error.
 pub(crate) fn passes(disk: &str) {
     let mut server = supervisor(disk);
     everything_at_once(&server);

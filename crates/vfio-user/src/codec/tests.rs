@@ -136,8 +136,9 @@ fn a_hoard_of_descriptors_is_an_error() {
     assert!(decoder.batches.is_empty(), "they are closed, not kept");
 }
 
-/// A message has the maximum number of descriptors before its last bytes, which arrive in the same
-/// receive as the start of the next message and its descriptors.
+/// The first half of a message already brings the maximum number of descriptors. One receive
+/// brings its second half and the start of the next message, whose descriptors must not count for
+/// the first.
 #[test]
 fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
     let mut decoder = Decoder::new(4096);

@@ -253,7 +253,8 @@ impl Share {
     }
 }
 
-/// Interface of the second thread, which never waits for the slot's lock.
+/// Interface of the second thread. It never blocks: if the lock of the slot is taken, the call
+/// fails as busy or the reactor gets a turn.
 impl SocketOwner for Share {
     fn watch(&self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let busy = || io::Error::from(io::ErrorKind::ResourceBusy);

@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use super::tree::{DiskKind, MEMORY_BYTES, NQN, Tree};
 use crate::server::child;
 
-/// MiB of huge pages for its pools and its memory disk.
+/// `--mem-size` of SPDK's target in MiB: huge pages for its buffer pools and its memory disk.
 const MEMORY: u32 = 640;
 
 /// A running target. Its reactor polls all the time, so it is never left running.
