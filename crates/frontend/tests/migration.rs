@@ -311,13 +311,15 @@ fn a_stream_of_another_release_is_restored() {
             // queues.
             for place in [
                 "/0/body/controller/control/powered_ms",
-                "/0/body/controller/control/reset_ms",
                 "/0/body/controller/control/features/clock/0",
                 "/0/body/controller/control/generation",
                 "/0/body/controller/parts/0/worker",
             ] {
                 *state.pointer_mut(place).unwrap() = 0.into();
             }
+            // Left out of the stream if it is zero.
+            let control = state.pointer_mut("/0/body/controller/control").unwrap();
+            control.as_object_mut().unwrap().remove("reset_ms");
             state
         };
         let (before, after) = (state(stream), state(&again));
