@@ -111,7 +111,8 @@ fn reference_counts_are_repaired_after_a_crash() {
             drop((queue, disk));
             check(&path);
             assert!(is_corrupt(&copy), "this test is about nothing");
-            // Recovery and a plain open repair the counts.
+            // The reference counts in `copy` are wrong. They are repaired by an ordinary open
+            // (first check) and by a recovery (second check).
             let fresh = killed(&copy);
             drop(open(&fresh, ""));
             check(&fresh);

@@ -582,7 +582,7 @@ fn images_of_other_formats_need_format_raw() {
         let raw = open(&path, "?format=raw");
         assert_eq!(raw.info().bytes(), 1 << 20);
         drop(raw);
-        // The file was closed again, with its lock.
+        // Opening succeeds only if the drop has closed the file and so released its lock.
         open(&path, "?format=raw&direct=off");
     }
 }

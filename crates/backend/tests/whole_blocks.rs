@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const BLOCK: usize = 4096;
-/// Number of contended blocks: few for collisions, and more than one at a time.
+/// Number of blocks that all queues access: small, so that requests often collide, but
+/// more than one, so that collisions at several blocks overlap.
 const BLOCKS: u64 = 2;
 /// Requests in flight of a queue.
 const DEPTH: usize = 4;

@@ -5,8 +5,9 @@
 //!     valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*measured*' \
 //!         target/release/examples/doubling reset 500
 //!
-//! Everything counted runs on one thread, so repeated runs execute the same instructions, except
-//! for a turn more or less where the subsystem's thread is waited for.
+//! All counted code runs on one thread, so repeated runs execute the same instructions.
+//! The exceptions are `preempt` and `register`: they wait for the subsystem's own
+//! thread, so the number of calls of `Turns::turn` may differ by about one.
 
 #[path = "../tests/common/mod.rs"]
 mod common;

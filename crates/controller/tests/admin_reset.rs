@@ -92,7 +92,8 @@ fn run(host: &mut Host, places: &Places, round: &Round) {
         host.write32(regs::CC, cc.with_en(false).into_bits());
         host.until("CSTS.RDY to clear", || !host.csts().rdy());
     }
-    // From here on the controller must not write to the memory.
+    // The reset has ended, so the controller must not write to the host's memory any more.
+    // The caller checks that the pattern filled in below stays unchanged.
     let all = completions(host);
     let once: BTreeSet<_> = all.iter().copied().collect();
     assert_eq!(once.len(), all.len(), "{all:?} of {round:?}");

@@ -65,8 +65,11 @@ fn a_polling_controller_is_not_rung_ring_wraps_included() {
     let mut host = Host::new(&["null:1GiB"], Polling::Always);
     assert!(host.configure_shadow(|_, _| 0).is_success());
     let mut queue = host.create(1, 256, false);
-    // A batch of at most an eighth of the ring, for which the protocol promises no doorbell writes.
-    // The first update of each doorbell rings: until the entry changes, EventIdx follows it.
+    // Updates of at most an eighth of the ring (here 16 of 256 entries): a polling
+    // controller keeps EventIdx away from these, so the host writes no register. That
+    // begins after the first update of each doorbell, which does ring: until the shadow
+    // entry has changed once, EventIdx is the last position that the controller has seen.
+    // So the first 256 reads are not part of the check.
     stream(&mut host, &mut queue, 16, 256);
     let before = host.rings;
     stream(&mut host, &mut queue, 16, 256 * 500);

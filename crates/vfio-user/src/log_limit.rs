@@ -78,7 +78,8 @@ mod tests {
         assert_eq!((at(10), at(19)), (Some(1000), None));
         assert_eq!((at(40), at(40), at(41)), (Some(1), Some(0), Some(0)));
         assert_eq!(at(49), None);
-        // An earlier time, which another thread has read, allows no further message.
+        // A time before that of the last call occurs if another thread reads the clock first
+        // and gets the lock later. It allows no further message.
         assert_eq!(at(0), None);
     }
 }

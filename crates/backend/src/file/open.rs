@@ -153,8 +153,8 @@ pub(super) fn waits(file: &File) -> bool {
     rustix::io::preadv2(file, into, 0, ReadWriteFlags::NOWAIT) == Err(Errno::OPNOTSUPP)
 }
 
-/// Tests whether the file system can punch holes, beyond the end of the file, where there are no
-/// data.
+/// True if the file system can punch holes. The test punches one beyond the end of the
+/// file, where there are no data to lose.
 fn punches(file: &File, size: u64) -> bool {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::io::retry_on_intr(|| {

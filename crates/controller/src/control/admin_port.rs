@@ -187,7 +187,8 @@ impl AdminPort {
         is_possible
     }
 
-    /// Completes an admin command with a reserved completion queue entry.
+    /// Completes an admin command that still has the completion queue entry that was
+    /// reserved when it was fetched.
     pub(super) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
         self.push(AdminCompletion { cid, status, dw0, placed: true });
     }

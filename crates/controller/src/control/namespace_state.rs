@@ -1,5 +1,6 @@
-//! State of namespace changes in progress, and of ANA states that the host may know. Base 2.1,
-//! 8.1.1.
+//! State of namespace changes in progress. Also the ANA states that the host may
+//! already have read: a difference from them is a change to be reported (Base 2.1,
+//! 8.1.1).
 
 use super::lifecycle_state::Callback;
 use crate::admin::logs::AnaChanges;

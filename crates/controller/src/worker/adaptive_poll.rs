@@ -294,7 +294,7 @@ fn adapt(window: Duration, slept: Duration, most: Duration) -> Duration {
 mod tests {
     use super::*;
 
-    // The length of a window.
+    /// Maximum length of the polling window.
     const MOST: Duration = Duration::from_micros(100);
     /// Duration of an idle pass.
     const PASS: Duration = Duration::from_nanos(50);

@@ -293,8 +293,9 @@ fn invalid_queue_heads_are_ignored() {
     assert_eq!(queue.stats().bad_sq_heads, 4);
 }
 
-/// Commands that are reaped and resubmitted before the head is published may go once around the
-/// queue.
+/// Commands are reaped and resubmitted, so SQHD may advance by more than a queue length
+/// before the driver publishes the completion queue head. The driver must not count
+/// such an SQHD as impossible.
 #[test]
 fn heads_are_correct_for_any_batch_between_two_rings() {
     let fake = Fake::new();

@@ -60,8 +60,9 @@ impl Rig {
         self.controller.recovery_stats()
     }
 
-    /// Writes and reads back sixteen ranges at depth; `once` forbids repetition. Returns the number
-    /// of writes that ended with Command Aborted By Host.
+    /// Writes sixteen ranges, with all writes in flight at once, and reads them back.
+    /// `once` forbids the driver to submit a write a second time. Returns the number of
+    /// writes that ended with Command Aborted By Host.
     fn exercise(&mut self, once: bool) -> usize {
         let mut tokens = Vec::new();
         for i in 0..16 {

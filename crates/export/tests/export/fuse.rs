@@ -354,7 +354,7 @@ fn a_file_that_is_in_use_is_waited_for() {
     let file = rig.open();
     let mounted = rig.mounted.take().unwrap();
     let stopping = std::thread::spawn(move || mounted.stop());
-    // The file is unmounted from the path, but still open.
+    // Waits until the file is unmounted from the path. `file` is still open after that.
     while std::fs::metadata(rig.path()).is_ok_and(|about| about.len() != 0) {
         std::thread::yield_now();
     }

@@ -100,7 +100,7 @@ fn text(size: u32) -> TextStyle<'static> {
     ("sans-serif", size).into_font().color(&INK)
 }
 
-/// Builds a chart with the margins of all diagrams.
+/// Builds a chart with the margins that all diagrams share.
 macro_rules! chart {
     ($area:expr, $x:expr, $y:expr) => {
         ChartBuilder::on($area)

@@ -48,7 +48,8 @@ impl CheckpointStore {
         Ok(Self(Arc::new(Shared { link, old, state: Mutex::default() })))
     }
 
-    /// Sends the first items: `fence`, which has no body, and the item for [`is_old`].
+    /// Sends the first two items, which have descriptors and no body: [`OLD`], by which
+    /// [`is_old`] recognizes an outdated checkpoint, and `fence`, a key and its descriptor.
     ///
     /// # Errors
     /// As [`put`](Self::put).

@@ -95,7 +95,7 @@ struct SavedHeld {
     journal: Option<(FdRef, FdRef, SavedFdStore)>,
     /// Requester of an upgrade, who receives its result.
     asker: Option<FdRef>,
-    /// Result of that upgrade.
+    /// Result of the upgrade that preceded this exec. `asker` receives it after the exec.
     outcome: String,
 }
 

@@ -33,7 +33,7 @@ enum Reactor {
     Waits,
     Takes,
     Reads,
-    /// Reads the mark `ended`.
+    /// Reads `State::ended`, and adds or removes epoll items accordingly.
     Marks,
     /// Has removed the other item, and does not watch for input yet.
     Watches,

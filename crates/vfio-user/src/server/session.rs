@@ -303,7 +303,9 @@ impl Session {
             device.settle();
             self.commit(device, record, context.exchange.as_deref_mut())?;
         }
-        // Data that a second thread has received must be inspected before a transfer.
+        // Data that a second thread has received (`arrival`) are not saved with the session. So
+        // before another process takes the session over, they are discarded if they are still
+        // in the socket; otherwise their descriptors are inspected and they go to the decoder.
         self.look_again()?;
         match self.arrival.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
             Some(Received::Closed) => return Err(EndReason::Left),

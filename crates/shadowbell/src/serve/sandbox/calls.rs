@@ -41,7 +41,8 @@ static CALLS: &[&[c_long]] = &[
         #[cfg(not(target_arch = "x86_64"))]
         libc::SYS_readlinkat,
     ],
-    // Clients, the control socket, the supervisor, the next process at an upgrade.
+    // Sockets: connections to clients, `ctl`, the supervisor, and at an upgrade the next
+    // process.
     &[
         libc::SYS_accept4,
         libc::SYS_sendmsg,
