@@ -99,9 +99,6 @@ enum Suite {
 
 /// Runs the suites and prints their tables.
 pub fn run(arguments: Arguments) -> Result<()> {
-    if !arguments.quick {
-        workspace::run_optimised()?;
-    }
     let suites = match arguments.suites.as_slice() {
         [] => Suite::value_variants().to_vec(),
         named => named.to_vec(),
@@ -126,8 +123,16 @@ pub fn run(arguments: Arguments) -> Result<()> {
         None => None,
     };
     let needs_program = suites.iter().any(|s| !matches!(s, Suite::Wire | Suite::Instructions));
-    let binary = match arguments.shadowbell {
-        Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
+    let given = match arguments.shadowbell {
+        Some(path) => Some(path.canonicalize().with_context(|| path.display().to_string())?),
+        None => None,
+    };
+    // All arguments are checked by now: what follows may take a build.
+    if !arguments.quick {
+        workspace::run_optimised()?;
+    }
+    let binary = match given {
+        Some(path) => path,
         None if needs_program => workspace::build_shadowbell()?,
         None => PathBuf::new(),
     };
