@@ -213,6 +213,7 @@ mod tests {
 
     #[test]
     fn the_second_long_turn_is_one_too_many() {
+        // A turn is long by its work, or by a sleep.
         for work in [compute as fn(), || std::thread::sleep(2 * LONG)] {
             let mut slow = SlowTurns::default();
             assert!(!turn(&mut slow, work));
@@ -256,10 +257,12 @@ mod tests {
         clock.sleeps(asleep);
         let awake = clock.awake();
         assert!(awake >= Duration::from_millis(2));
+        // Not counted; a longer sleep is as good.
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(clock.awake(), awake);
         clock.wakes();
         assert!(clock.awake() >= awake);
+        // Lower bound: the time asleep is missing.
         assert!(clock.awake() + Duration::from_millis(19) < before.elapsed());
     }
 }

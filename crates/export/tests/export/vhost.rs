@@ -71,7 +71,8 @@ pub(crate) struct Rig {
 fn device(backing: &TestDisk, read_only: bool) -> BlockDevice {
     let mut options = BlockOptions::default();
     (options.read_only, options.queues) = (read_only, 2);
-    (options.poll, options.timeout) = (Duration::from_micros(50), Duration::from_secs(60));
+    // The thread polls for a moment before it sleeps; no request reaches the timeout.
+    (options.poll, options.timeout) = (Duration::from_micros(50), wait::LIMIT);
     BlockDevice::new(Arc::new(backing.clone()), &options).unwrap()
 }
 
