@@ -221,7 +221,7 @@ fn each_write_that_has_ended_outlives_its_process() {
             ended.insert(at, number);
             seen += 1;
             if seen == stop {
-                // Any moment will do.
+                // Random moment: any is good.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
                 child.kill();
             }

@@ -78,7 +78,7 @@ fn cancelled_in_mid_io(disk: &str) {
         queue.commit();
         // The first round fills the disk.
         if round > 0 {
-            // Any moment will do.
+            // Random moment: any is good.
             std::thread::sleep(Duration::from_millis(round * 3));
             (0..PAGES as u32).for_each(|tag| queue.cancel(tag));
         }
@@ -110,11 +110,11 @@ fn cancelled_in_mid_io(disk: &str) {
         // All of this is over for the host: what comes later would be seen in its memory, or on the
         // disk with what is in its memory now.
         host.bytes.write_from(0, &vec![NOBODYS; PAGES * PAGE]).unwrap();
-        // In this time.
+        // Time for a late read into the memory.
         std::thread::sleep(LATER);
         assert!(host.content().iter().all(|byte| *byte == NOBODYS), "a read after its end");
         pages.read_all(&mut *queue, &host);
-        // The same.
+        // Time for a late write to the disk.
         std::thread::sleep(LATER);
         pages.read_all(&mut *queue, &host);
     }

@@ -58,7 +58,7 @@ mod tests {
         // Not a moment too early: it is rounded up.
         let wait = Duration::from_micros(1500); // To be exceeded.
         assert!(epoll_wait(&epoll, &mut room, Some(wait)).unwrap().is_empty());
-        // Not before its time.
+        // Lower bound: the limit does not expire early.
         assert!(began.elapsed() >= wait);
         events[1].signal();
         let found = epoll_wait(&epoll, &mut room, None).unwrap();

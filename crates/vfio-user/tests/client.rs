@@ -216,7 +216,7 @@ fn a_deadline_ends_the_connection_and_says_so() {
 fn a_client_behind_another_one_gives_up_in_time_or_is_served() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let first = Client::connect(&path, Options::default()).unwrap();
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let options = Options { timeout: Some(Duration::from_millis(50)) };
     let error = Client::connect(&path, options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { command: command::VERSION, .. }), "{error}");
@@ -251,12 +251,12 @@ fn a_backlog_that_is_full_is_not_waited_for_forever() {
     bind(&busy, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     listen(&busy, 0).unwrap();
     let _in_the_way = UnixStream::connect(&path).unwrap();
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let options = Options { timeout: Some(Duration::from_millis(50)) };
     let started = Instant::now();
     let error = Client::connect(&path, options).unwrap_err();
     assert!(matches!(error, ClientError::Connect { .. }), "{error}");
-    // Not before its time.
+    // Lower bound: the limit does not expire early.
     assert!(started.elapsed() >= Duration::from_millis(50));
 }
 

@@ -100,7 +100,7 @@ fn a_server_that_is_silent_slow_or_gone_is_not_waited_for() {
     let info = |client: &Client| client.device_info();
     assert!(matches!(fails(|_, _| Vec::new(), info), ClientError::Socket(_)));
     let (ours, theirs) = UnixStream::pair().unwrap();
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
@@ -117,7 +117,7 @@ fn a_server_that_is_silent_slow_or_gone_is_not_waited_for() {
             pause();
         }
     });
-    // It is to be exceeded, although something comes all the time.
+    // Short limit: it expires although bytes arrive all the time.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
@@ -406,7 +406,7 @@ fn a_server_that_talks_of_other_things_is_not_waited_for() {
         }
         said
     });
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");

@@ -242,7 +242,7 @@ fn a_device_that_is_removed_finishes_its_request_before_it_lets_go() {
 
 #[test]
 fn a_stop_does_not_wait_forever() {
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let limits = Limits { stop: Duration::from_millis(50), ..Limits::default() };
     let (mut server, path, shared) = Server::with_toy(limits);
     let raw = Raw::attach(&path);

@@ -63,7 +63,7 @@ mod tests {
         let asleep = Instant::now();
         clock.sleeps(asleep);
         let awake = clock.awake();
-        // Not less than was waited for.
+        // Lower bound: the loop has waited for it.
         assert!(awake >= Duration::from_millis(2));
         // Not counted; longer is as good.
         std::thread::sleep(Duration::from_millis(20));

@@ -290,7 +290,7 @@ fn a_future_that_waits_too_long_for_a_full_queue_fails_and_gives_the_buffer_back
             Poll::Ready(Ok(_)) => panic!("the queue is full"),
             Poll::Pending => false,
         });
-        // Not before its time.
+        // Lower bound: the limit does not expire early.
         assert!(began.elapsed() >= impatient().timeouts.io);
         let error = outcome.unwrap();
         assert!(matches!(error.kind, IoErrorKind::QueueFull { opcode: 2, .. }), "{error}");

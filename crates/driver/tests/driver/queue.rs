@@ -356,7 +356,7 @@ fn sleeping_until_the_interrupt() {
     let began = Instant::now();
     let soon = began + Duration::from_millis(20);
     assert!(!queue.wait(Some(soon)).unwrap());
-    // Not before it.
+    // Lower bound: the wait does not end early.
     assert!(Instant::now() >= soon);
     // And somebody else's signal.
     let waker = queue.waker().unwrap();

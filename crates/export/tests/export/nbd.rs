@@ -512,7 +512,7 @@ fn a_stop_finishes_what_was_asked_for() {
 
 #[test]
 fn a_stop_does_not_wait_for_those_who_say_nothing() {
-    // On a busy machine it may take a while all the same.
+    // A busy machine may need several tries.
     wait::until("a stop that does not wait", || {
         let mut rig = rig();
         let silent = UnixStream::connect(rig.socket()).unwrap();

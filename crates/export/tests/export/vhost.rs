@@ -65,7 +65,7 @@ pub(crate) fn is_direct() -> bool {
 /// The disk, if requests are to go there.
 fn local(disk: &TestDisk) -> Option<LocalDisk> {
     let local =
-        // It polls for a moment before it sleeps.
+        // The thread polls for this time before it sleeps.
         LocalDisk { disk: Arc::new(disk.clone()), poll: Duration::from_micros(50), timeout: LIMIT };
     DIRECT.get().then_some(local)
 }

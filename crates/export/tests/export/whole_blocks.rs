@@ -166,7 +166,7 @@ fn what_came_together_with_a_long_read_is_answered_after_it() {
         client.bytes(left);
         assert_eq!(client.bytes(16)[8..], 2u64.to_be_bytes());
         client.bytes(512);
-        // Less than that second.
+        // Less than the second until another wakeup.
         quick += u32::from(began.elapsed() < std::time::Duration::from_millis(700));
         quick == 4
     });

@@ -150,7 +150,7 @@ mod tests {
     /// A store, and the keeper's end.
     fn store() -> (Store, OwnedFd) {
         let (keeper, worker) = keeper_link::pair().unwrap();
-        // Exceeded where nobody listens.
+        // Expires if the other end does not read.
         let timeout = Some(Duration::from_millis(20));
         set_socket_timeout(&worker, Timeout::Send, timeout).unwrap();
         (Store::new(worker).unwrap(), keeper)

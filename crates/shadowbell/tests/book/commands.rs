@@ -130,7 +130,7 @@ fn run(page: &Page) -> Result<(), String> {
         }
         wait::pause();
     };
-    // With all that it has left in the background.
+    // Servers in the background end, too.
     child.kill();
     let read = |name: &str| std::fs::read_to_string(directory.join(name)).unwrap_or_default();
     let (page, out, log) = (page.path.display(), read("out"), read("server.log"));

@@ -294,7 +294,7 @@ fn a_controller_that_dies_is_an_error_to_clients_and_a_failure_at_the_end() {
     let server = ProcessGroup::spawn(&mut server).unwrap();
     until("a server", || UnixStream::connect(&socket).is_ok());
     let target = format!("vfio-user:{}", socket.display());
-    // Its end may be seen only when a command takes longer than this limit.
+    // The server's end may be seen only when a command exceeds this limit.
     let mut export =
         Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--timeout=2", "--queues=1"]);
     assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);

@@ -64,10 +64,10 @@ fn kill(pid: u32, signal: Signal) {
 fn a_disk_behind_an_export_that_is_killed_goes_on() {
     let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
     let load = Load::start(&service.path("nbd"));
-    // Some load for each of the processes.
+    // Load time of each server process.
     std::thread::sleep(Duration::from_millis(300));
     for moment in MOMENTS {
-        // Any moment will do.
+        // Random moment: any is good.
         std::thread::sleep(Duration::from_millis(moment));
         service.kill();
         service.again(&[]);
@@ -97,10 +97,10 @@ fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
     let target = format!("vfio-user:{}", socket.display());
     let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd"]);
     let load = Load::start(&export.path("nbd"));
-    // Some load for each of the processes.
+    // Load time of each server process.
     std::thread::sleep(Duration::from_millis(300));
     for moment in MOMENTS {
-        // Any moment will do, but that no process dies so soon as to be a crash loop.
+        // Random moment, late enough that the death does not count towards a crash loop.
         std::thread::sleep(Duration::from_millis(100 + moment));
         let before = worker().unwrap();
         kill(before, Signal::KILL);
@@ -156,7 +156,7 @@ fn qemus_client_goes_on_with_an_export_that_was_killed() {
             image.read_exact_at(&mut found, place(first)).unwrap();
             found == [byte(first)] || output.is_finished()
         });
-        // Any moment will do.
+        // Random moment: any is good.
         std::thread::sleep(Duration::from_millis(moment / 4));
         service.kill();
         service.again(&[]);

@@ -142,7 +142,7 @@ fn it_may_be_killed_at_any_moment() {
         running.run(20 + 13 * moment).unwrap();
         // Whatever it is doing now.
         running.machine.ask();
-        // Any moment will do.
+        // Random moment: any is good.
         std::thread::sleep(Duration::from_micros(37 * moment));
         running.service.kill();
         running.again(&[]);

@@ -97,7 +97,7 @@ fn a_namespace_follows_the_size_of_its_image() {
     let mut resizing = Command::new("rbd");
     resizing.args(["-c", &conf, "resize", "--no-progress", "follows", "--size", "40M"]);
     let mut resizing = ProcessGroup::spawn(&mut resizing).unwrap();
-    // Most of the time it has resized then.
+    // As a rule, the image is resized after this time.
     std::thread::sleep(std::time::Duration::from_secs(1));
     stopped("-KILL");
     assert!(resizing.wait().success());

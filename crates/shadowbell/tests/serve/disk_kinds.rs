@@ -49,7 +49,7 @@ pub(crate) fn survive(server: &mut Server, kills: u64) {
     let load = Load::at(&server.socket(), 1);
     until("the load's queue", || server.stderr().contains("I/O queue"));
     for n in 0..kills {
-        // Any moment will do, but that no process dies so soon as to be a crash loop.
+        // Random moment, late enough that the death does not count towards a crash loop.
         std::thread::sleep(Duration::from_millis(60 + n * 37 % 90));
         kill(server, Signal::KILL);
     }

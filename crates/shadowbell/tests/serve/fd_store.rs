@@ -77,7 +77,7 @@ struct Service {
     directory: TempDir,
     kept: Arc<Mutex<Kept>>,
     child: ProcessGroup,
-    /// Those that were killed. Their server processes may serve still, until the end of the test.
+    /// Killed supervisors. Their server processes may run until the end of the test.
     dead: Vec<ProcessGroup>,
 }
 
@@ -243,7 +243,7 @@ fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
     let loads = [(0, 1), (1, 2)].map(|(n, nsid)| Load::at(&service.socket(n), nsid));
     until("the loads' clients", || service.log().matches("a client is attached").count() >= 3);
     for n in 0..20_u8 {
-        // Any moment will do, but that no process dies so soon as to be a crash loop.
+        // Random moment, late enough that the death does not count towards a crash loop.
         std::thread::sleep(Duration::from_millis(60 + u64::from(n)));
         let workers = service.kill(n % 2 == 0);
         service.again();
@@ -288,7 +288,7 @@ fn a_keeper_may_be_killed_at_any_moment() {
             // Another process takes over, and then another program.
             0 | 1 => {
                 signal(service.pid(), Signal::USR2);
-                // Any moment of the upgrade will do.
+                // Random moment of the upgrade.
                 std::thread::sleep(Duration::from_millis(n * 2));
             }
             // It hears nothing.
@@ -304,7 +304,7 @@ fn a_keeper_may_be_killed_at_any_moment() {
         service.again();
         // On its way back, and not as often as to be a crash loop.
         if n % 2 == 1 {
-            // Any moment before it is ready will do.
+            // Random moment before READY=1.
             std::thread::sleep(Duration::from_millis(n / 2));
             if !service.is_ready() {
                 service.kill(n % 3 == 1);

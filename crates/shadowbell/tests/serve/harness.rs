@@ -188,7 +188,7 @@ impl Server {
     }
 }
 
-// Only something is printed after this time.
+// After this time, only a report is printed.
 const SLOW: Duration = Duration::from_secs(4);
 
 impl Drop for Server {

@@ -91,7 +91,7 @@ fn resets(server: &Server) {
             let in_vain = |n| n < MOST_RESETS && ended_by_reset.load(Ordering::Relaxed) == 0;
             for n in (0..).take_while(|n| *n < RESETS || in_vain(*n)) {
                 let pause = if n < RESETS { 10_000 + n * 7_000 % 23_000 } else { 500 + n * 7 % 97 };
-                // Any moment will do.
+                // Random moment: any is good.
                 std::thread::sleep(Duration::from_micros(pause));
                 controller.reset().unwrap();
                 resets.fetch_add(1, Ordering::Relaxed);

@@ -41,7 +41,7 @@ fn a_verifying_load_goes_on_through_twenty_kills() {
     let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
     until("the loads' clients", || said(&server, "a client is attached") >= 4);
     for n in 0..20_u8 {
-        // Some load for each of the processes.
+        // Load time of each server process.
         std::thread::sleep(Duration::from_millis(100));
         kill(&server, Signal::KILL);
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
@@ -169,7 +169,7 @@ fn who_goes_on_may_be_killed_on_the_way() {
         signal(before, Signal::KILL);
         until("the next one", || children(server.pid()).iter().any(|pid| *pid != before));
         let next = worker(&server);
-        // Any moment before it continues will do.
+        // Random moment of the recovery.
         std::thread::sleep(Duration::from_millis(wait));
         if said(&server, "goes on with the clients") == deaths && !has_ended(next) {
             signal(next, Signal::KILL);
@@ -263,7 +263,7 @@ fn each_request_is_answered_once_whenever_the_worker_is_killed() {
             })
             .collect();
         for n in 0..40 {
-            // Any moment will do, but that no process dies so soon as to be a crash loop.
+            // Random moment, late enough that the death does not count towards a crash loop.
             std::thread::sleep(Duration::from_millis(60 + n % 7));
             if peers.iter().any(std::thread::ScopedJoinHandle::is_finished) {
                 break;

@@ -203,7 +203,7 @@ fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
             until("the old one's end", || {
                 !children(server.pid()).contains(&before) || upgrading.is_finished()
             });
-            // Any moment will do.
+            // Random moment: any is good.
             std::thread::sleep(Duration::from_millis(2 * n));
             if let Some(next) = next
                 && children(server.pid()).contains(&next)

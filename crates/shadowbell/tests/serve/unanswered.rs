@@ -209,7 +209,7 @@ fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
     // The limits of the guest, which are to expire, but for that of an admin command if there is to
     // be no reset.
     let admin = if is_reset { Duration::from_secs(2) } else { LIMIT };
-    // To be exceeded.
+    // Short limits: their expiry is tested.
     let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
     // While nothing answers, each of its tries may end one repetition.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };

@@ -207,7 +207,7 @@ fn a_verifying_load_goes_on_through_twenty_upgrades() {
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
-        // Some load for each of the processes.
+        // Load time of each server process.
         std::thread::sleep(Duration::from_millis(50));
     }
     loads.into_iter().for_each(Load::lost_nothing);
@@ -361,7 +361,7 @@ fn an_end_during_an_upgrade_is_an_end() {
         let mut client = Client::attach(&socket(&server, 0));
         client.write(1, 0, 1);
         server.signal(Signal::USR2);
-        // Any moment of the upgrade will do.
+        // Random moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         let all = children(server.pid());
         server.signal(Signal::TERM);
@@ -380,7 +380,7 @@ fn a_keeper_that_is_killed_during_an_upgrade_leaves_nothing() {
     for wait in [0, 10, 30, 60] {
         let mut server = server(2, &[]);
         server.signal(Signal::USR2);
-        // Any moment of the upgrade will do.
+        // Random moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         let all = children(server.pid());
         server.signal(Signal::KILL);
@@ -395,7 +395,7 @@ fn a_worker_that_is_killed_during_an_upgrade_is_started_again() {
         let mut server = server(2, &[]);
         let before = worker(&server);
         server.signal(Signal::USR2);
-        // Any moment of the upgrade will do.
+        // Random moment of the upgrade.
         std::thread::sleep(Duration::from_millis(wait));
         if !has_ended(before) {
             signal(before, Signal::KILL);
@@ -411,7 +411,7 @@ fn a_worker_that_is_killed_during_an_upgrade_is_started_again() {
             };
             let all = children(server.pid());
             let found = worker(&all) && serves();
-            // It stays if it is there after this time, too.
+            // A server process that is still there after this time stays.
             std::thread::sleep(Duration::from_millis(300));
             found && children(server.pid()) == all && serves()
         });
