@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn silence_has_an_end_and_so_has_a_dead_machine() {
         let (mut agent, _port) = pair();
-        // It is to be exceeded.
+        // Short limit: its expiry is tested.
         let error = agent.run("x", Duration::from_millis(80), &mut || Ok(())).unwrap_err();
         assert!(format!("{error:#}").contains("in time"), "{error:#}");
         let began = Instant::now();

@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn waiting_has_an_end() {
         let mut process = Process::spawn("sleep", Command::new("sleep").arg("1000")).unwrap();
-        // It is to be exceeded.
+        // Short limit: its expiry is tested.
         assert!(process.wait(Duration::from_millis(30)).is_err());
         process.signal(Signal::TERM).unwrap();
         let status = process.wait(wait::LIMIT).unwrap();

@@ -37,7 +37,7 @@ fn a_disk_with_settle_is_recovered() {
     let flushes = fake.count(command::FLUSH);
     let since = Instant::now();
     let next = recover(&fake, "settle=200ms", &state).unwrap();
-    // Not before its time.
+    // Lower bound: the limit does not expire early.
     assert!(since.elapsed() >= Duration::from_millis(200));
     assert_eq!(
         fake.count(command::FLUSH),

@@ -170,7 +170,7 @@ fn the_server_of_a_file_system_is_killed() {
             let disk = open(&mount.path(), options);
             let mut queue = disk.queue().unwrap();
             let (began, mut mount) = (Instant::now(), mount);
-            // Any moment will do.
+            // Random moment: any is good.
             let time = Duration::from_millis(20 + round * 37 % 120);
             let errors = model.load(&mut *queue, || {
                 // The server of the file system ends at a moment that differs.
@@ -294,7 +294,7 @@ fn a_file_system_is_shut_down() {
             let disk = open_soon(&path, options);
             model.compare(&disk, &context);
             let mut queue = disk.queue().unwrap();
-            // Any moment will do.
+            // Random moment: any is good.
             let time = Duration::from_millis(20 + round * 37 % 120);
             let (began, mut is_shut) = (Instant::now(), false);
             let errors = model.load(&mut *queue, || {

@@ -223,7 +223,7 @@ fn each_completed_write_survives_a_kill() {
             ended.insert(at, number);
             seen += 1;
             if seen == stop {
-                // Any moment will do.
+                // Random moment: any is good.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
                 child.kill();
             }

@@ -229,7 +229,7 @@ fn one_image_has_one_writer() {
     drop(disk);
     assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "a queue still uses the file");
     drop(queue);
-    // On a busy machine it may take a while all the same.
+    // A busy machine may need several tries.
     wait::until("an image that is free at once", || {
         drop(open(&path, "").queue().unwrap());
         let since = Instant::now();
@@ -243,7 +243,7 @@ fn one_image_has_one_writer() {
 fn opening_waits_for_the_lock_of_an_ending_server() {
     let directory = directory();
     let path = image(directory.path(), MIB);
-    // On a busy machine it may go away when it is waited for no longer.
+    // A busy machine may need several tries: the wait has a limit of its own.
     wait::until("an image that was waited for", || {
         let old = open(&path, "");
         std::thread::scope(|threads| {

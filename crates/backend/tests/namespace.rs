@@ -79,7 +79,7 @@ fn cancelled_in_mid_io(disk: &str) {
         queue.commit();
         // The first round fills the disk.
         if round > 0 {
-            // Any moment will do.
+            // Random moment: any is good.
             std::thread::sleep(Duration::from_millis(round * 3));
             (0..PAGES as u32).for_each(|tag| queue.cancel(tag));
         }
@@ -111,11 +111,11 @@ fn cancelled_in_mid_io(disk: &str) {
         // All requests have ended: a late access would show in the memory, or on the disk with this
         // pattern.
         host.bytes.write_from(0, &vec![NOBODYS; PAGES * PAGE]).unwrap();
-        // In this time.
+        // Time for a late read into the memory.
         std::thread::sleep(LATER);
         assert!(host.content().iter().all(|byte| *byte == NOBODYS), "a read after its end");
         pages.read_all(&mut *queue, &host);
-        // The same.
+        // Time for a late write to the disk.
         std::thread::sleep(LATER);
         pages.read_all(&mut *queue, &host);
     }

@@ -649,7 +649,7 @@ mod tests {
         let stuck = counting(1, 1, &said, Some(gate));
         ask(&thread, &stuck);
         assert_eq!(turns.recv_timeout(LIMIT), Ok(1));
-        // The turn ends never.
+        // The turn never ends.
         thread.stop();
     }
 

@@ -364,7 +364,7 @@ fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
         };
         let before = fetched(host);
         submit_both(host, queue, &first, &second);
-        // They wait then.
+        // Fetched commands wait for the read.
         host.until("both to be fetched", || fetched(host) == before + 2);
     };
     for (cid, expected, seen) in [

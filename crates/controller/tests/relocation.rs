@@ -222,7 +222,7 @@ fn any_operation_may_come_during_a_move() {
         let when = random() % 400;
         let controller = host.controller.clone();
         let mover = std::thread::spawn(move || {
-            // Any moment will do.
+            // Random moment: any is good.
             std::thread::sleep(Duration::from_micros(u64::from(when)));
             if workers > 1 && when % 2 == 0 {
                 controller.pin_to(workers - 1).unwrap();

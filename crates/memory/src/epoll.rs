@@ -60,7 +60,7 @@ mod tests {
         // The timeout is rounded up to milliseconds, so the wait must not end early.
         let wait = Duration::from_micros(1500); // To be exceeded.
         assert!(epoll_wait(&epoll, &mut room, Some(wait)).unwrap().is_empty());
-        // Not before its time.
+        // Lower bound: the limit does not expire early.
         assert!(began.elapsed() >= wait);
         events[1].signal();
         let found = epoll_wait(&epoll, &mut room, None).unwrap();

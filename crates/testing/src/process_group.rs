@@ -153,7 +153,7 @@ mod tests {
         let mut output = group.stdout.take().unwrap();
         assert!(has_members(group.pid()));
         drop(group);
-        // Each of them has the pipe open.
+        // Every process of the group has the pipe open.
         assert_eq!(output.read_to_end(&mut Vec::new()).unwrap(), 0);
     }
 

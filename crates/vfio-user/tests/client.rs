@@ -216,7 +216,7 @@ fn a_timeout_ends_the_connection() {
 fn a_waiting_client_times_out_or_is_served() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let first = Client::connect(&path, Options::default()).unwrap();
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let options = Options { timeout: Some(Duration::from_millis(50)) };
     let error = Client::connect(&path, options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { command: command::VERSION, .. }), "{error}");
@@ -251,12 +251,12 @@ fn a_full_backlog_times_out() {
     bind(&busy, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     listen(&busy, 0).unwrap();
     let _in_the_way = UnixStream::connect(&path).unwrap();
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let options = Options { timeout: Some(Duration::from_millis(50)) };
     let started = Instant::now();
     let error = Client::connect(&path, options).unwrap_err();
     assert!(matches!(error, ClientError::Connect { .. }), "{error}");
-    // Not before its time.
+    // Lower bound: the limit does not expire early.
     assert!(started.elapsed() >= Duration::from_millis(50));
 }
 

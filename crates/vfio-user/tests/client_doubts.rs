@@ -109,7 +109,7 @@ fn a_silent_slow_or_dead_server_is_an_error() {
     let info = |client: &Client| client.device_info();
     assert!(matches!(fails(|_, _| Vec::new(), info), ClientError::Socket(_)));
     let (ours, theirs) = UnixStream::pair().unwrap();
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
@@ -126,7 +126,7 @@ fn a_silent_slow_or_dead_server_is_an_error() {
             pause();
         }
     });
-    // It is to be exceeded, although something comes all the time.
+    // Short limit: it expires although bytes arrive all the time.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
@@ -416,7 +416,7 @@ fn a_server_that_only_sends_commands_times_out() {
         }
         said
     });
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");

@@ -37,7 +37,7 @@ fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
     }
     // A client that waits for another one to leave.
     let _waiting = Raw::connect(&ports[0].0);
-    // What was begun ends first.
+    // Earlier work ends first.
     let mut before = cost();
     eventually("a second costs nothing", || {
         before = cost();

@@ -243,7 +243,7 @@ fn a_removed_device_finishes_its_request() {
 
 #[test]
 fn a_stop_has_a_timeout() {
-    // It is to be exceeded.
+    // Short limit: its expiry is tested.
     let limits = Limits { stop: Duration::from_millis(50), ..Limits::default() };
     let (mut server, path, shared) = Server::with_toy(limits);
     let raw = Raw::attach(&path);

@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(output("sh", shell("echo a; echo b >&2"), LIMIT).unwrap(), "a\n");
         let error = output("sh", shell("echo why >&2; exit 3"), LIMIT).unwrap_err().to_string();
         assert!(error.contains("exit code 3: why"), "{error}");
-        // It is to be exceeded.
+        // Short limit: its expiry is tested.
         assert!(output("sh", shell("sleep 1000"), Duration::from_millis(30)).is_err());
     }
 

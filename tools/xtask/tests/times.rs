@@ -103,7 +103,7 @@ fn no_test_depends_on_a_time_without_a_reason() {
             is_test |= has_attribute && line.starts_with("mod ") && line.ends_with('{');
             has_attribute = line.starts_with("#[cfg(") && line.contains("test");
             let code = line.split("//").next().unwrap();
-            // What is said of a function or of an item is said of no statement in it.
+            // A comment on a function or an item is no reason for a statement in it.
             has_reason &= !line.contains("fn ") && !line.starts_with('#');
             has_reason |= line.contains("//");
             if is_test && !has_reason && depends_on_a_time(code) {

@@ -59,11 +59,11 @@ fn any_command_has_data_and_a_deadline() {
 
     fake.with(|state| state.ignored.insert(0xc1));
     let began = Instant::now();
-    // Nothing ends the command before.
+    // Short limit: nothing else ends the command.
     let limit = Duration::from_millis(50);
     let error = admin.execute(vendor, AdminData::FromController(4096), limit).unwrap_err();
     assert!(matches!(error, CommandError::Timeout { .. }), "{error}");
-    // Not before its time.
+    // Lower bound: the limit does not expire early.
     assert!(began.elapsed() >= limit);
     // The queue continues, and a late completion is assigned to no other command.
     for _ in 0..100 {
@@ -83,7 +83,7 @@ fn hung_commands_fill_the_queue_only() {
     let controller = attach_with(&fake, &impatient());
     let admin = controller.admin();
     fake.with(|state| state.ignored.insert(0xc1));
-    // All of them are to exceed it.
+    // Short limit: each command exceeds it.
     let limit = Duration::from_millis(1);
     for _ in 0..80 {
         let error = admin.execute(Sqe::new(0xc1, 0, 0), AdminData::None, limit).unwrap_err();

@@ -60,7 +60,7 @@ fn admin_doorbells_reach_register_and_shadow() {
             state.polling = polling;
         });
         let mut options = options();
-        // Exceeded in the place where it does not look.
+        // Expires for the doorbell that the controller does not read.
         options.timeouts.admin = Duration::from_millis(200);
         let controller = Controller::attach(fake.transport(), &options).unwrap();
         assert_eq!(controller.doorbells(), Doorbells::Shadow);
@@ -152,7 +152,7 @@ fn attaching_fails_if_the_controller_never_gets_ready() {
     let began = Instant::now();
     let error = fails(&fake, &impatient());
     assert!(matches!(error, AttachError::NotReady { step: "enabling", .. }), "{error}");
-    // Not before its time.
+    // Lower bound: the limit does not expire early.
     assert!(began.elapsed() >= impatient().timeouts.ready.unwrap());
     assert!(error.to_string().contains("reset the device"), "{error}");
 }

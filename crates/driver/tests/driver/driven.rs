@@ -291,7 +291,7 @@ fn a_future_times_out_on_a_full_queue_and_returns_its_buffer() {
             Poll::Ready(Ok(_)) => panic!("the queue is full"),
             Poll::Pending => false,
         });
-        // Not before its time.
+        // Lower bound: the limit does not expire early.
         assert!(began.elapsed() >= impatient().timeouts.io);
         let error = outcome.unwrap();
         assert!(matches!(error.kind, IoErrorKind::QueueFull { opcode: 2, .. }), "{error}");

@@ -260,7 +260,7 @@ fn a_command_that_never_completes_times_out_and_keeps_its_buffer() {
         assert!(matches!(error.kind, IoErrorKind::TimedOut { opcode: 2, .. }), "{error}");
         assert!(error.to_string().starts_with("Read was not completed within 80ms"), "{error}");
         assert!(error.buffer.is_none());
-        // Not before its time.
+        // Lower bound: the limit does not expire early.
         assert!(began.elapsed() >= impatient().timeouts.io);
         assert_eq!(pool.available(), 63);
         // The command completes after all.
@@ -281,7 +281,7 @@ fn closing_a_queue_has_a_timeout() {
     drop(future);
     let began = Instant::now();
     drop(disk);
-    // It waits for the command for as long as that may take.
+    // Lower bound: the drop waits for the command's timeout.
     assert!(began.elapsed() >= impatient().timeouts.io);
     assert_eq!(fake.state().deleted, [1]);
     assert_eq!(pool.available(), 64, "a deleted queue writes nowhere");

@@ -30,7 +30,7 @@ fn options() -> AttachOptions {
 
 /// Options whose limits are exceeded in a test, which does not have to wait for long.
 fn impatient() -> AttachOptions {
-    // To be exceeded.
+    // Short limits: their expiry is tested.
     let timeouts = Timeouts {
         ready: Some(Duration::from_millis(50)),
         admin: Duration::from_millis(400),

@@ -359,7 +359,7 @@ fn waiting_sleeps_until_the_interrupt() {
     let began = Instant::now();
     let soon = began + Duration::from_millis(20);
     assert!(!queue.wait(Some(soon)).unwrap());
-    // Not before it.
+    // Lower bound: the wait does not end early.
     assert!(Instant::now() >= soon);
     // A signal of another thread ends it, too.
     let waker = queue.waker().unwrap();

@@ -163,7 +163,7 @@ fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
         assert!(began.elapsed() < LIMIT);
     };
     assert_eq!(fake.state().deleted, [1], "not before the queue is deleted");
-    // Not before its time.
+    // Lower bound: the limit does not expire early.
     assert!(began.elapsed() >= recovering().timeouts.io, "{:?}", began.elapsed());
     assert_eq!((ended.token, ended.status), (token, Status::ABORTED_BY_HOST));
     drop(ended);
@@ -280,7 +280,7 @@ fn dropping_the_last_handle_shuts_the_controller_down() {
         let (controller, queue) = attach(&fake);
         let admin = controller.admin();
         // While the watchdog checks the controller from time to time.
-        // Any moment will do.
+        // Random moment: any is good.
         std::thread::sleep(Duration::from_micros(500 * (round % 5)));
         drop(controller);
         drop(admin);

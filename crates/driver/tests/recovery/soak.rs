@@ -43,7 +43,7 @@ fn soak(faults: u64) {
             // A reset, which has only a few tries, has more time than a command.
             ready: Some(Duration::from_secs(1)),
             admin: Duration::from_millis(500),
-            // What is only slow may be aborted, too.
+            // Slow commands may be aborted, too.
             io: Duration::from_millis(16),
             ..Timeouts::default()
         },

@@ -480,7 +480,7 @@ mod tests {
         let due = |us| Some(Duration::from_micros(us));
         assert_eq!(longest_wait(limit, false, due(0)), limit, "overdue, and no buffer");
         assert_eq!(longest_wait(limit, true, due(0)), Duration::ZERO);
-        // The same.
+        // Nothing waits: only times are computed.
         assert_eq!(longest_wait(limit, true, due(20)), Duration::from_micros(20));
         assert_eq!(longest_wait(limit, true, due(1 << 30)), limit);
         assert_eq!(longest_wait(limit, true, None), limit, "not paced");

@@ -82,7 +82,7 @@ mod tests {
         let share = |script: &str| {
             let mut command = std::process::Command::new("sh");
             let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
-            // It has started its own child then, as a rule.
+            // As a rule, the child has started its own child after this time.
             wait::moment();
             let mut meter = ServerCpu::new(child.id()).unwrap();
             meter.begin();
@@ -91,7 +91,7 @@ mod tests {
             meter.end();
             meter.share().unwrap()
         };
-        // Whatever else the machine does, a loop gets some of it at last, and a sleeper needs none.
+        // A loop gets processor time at last on any machine, and a sleeper needs none.
         let is_busy = |script| (0.01..1.2).contains(&share(script));
         wait::until("a busy process", || is_busy("while :; do :; done"));
         wait::until("a busy child", || is_busy("exec timeout 1000 sh -c 'while :; do :; done'"));

@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn a_disk_that_never_answers_is_not_waited_for_for_ever() {
-        // It is to be exceeded.
+        // Short limit: its expiry is tested.
         let error = flush_within(&Mute, Duration::from_millis(20)).unwrap_err();
         assert!(error.to_string().contains("may be lost"), "{error}");
     }

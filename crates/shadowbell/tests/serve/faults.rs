@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 fn a_driver_recovers_from_injected_faults() {
     let faults = "hang:every=7,drop-after:every=11,duplicate:every=3";
     let server = Server::start(&["mem:4MiB"], &["--faults", faults]);
-    // Timeout after which hung commands are aborted; slow ones may be aborted, too.
+    // Timeout after which hung commands are aborted; slow ones may be, too.
     let timeouts = Timeouts { io: Duration::from_millis(20), ..Timeouts::default() };
     let mut controller = server.attach_with(&AttachOptions { timeouts, ..Default::default() });
     let namespace = controller.namespace(1).unwrap().clone();

@@ -209,7 +209,7 @@ fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
     // Timeouts of the guest, which must expire. If no reset is wanted, that of admin commands is
     // long.
     let admin = if is_reset { Duration::from_secs(2) } else { LIMIT };
-    // To be exceeded.
+    // Short limits: their expiry is tested.
     let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
     // While nothing completes, each recovery step may use up one repetition.
     let recovery = Recovery { repeats: 100, ..Recovery::default() };

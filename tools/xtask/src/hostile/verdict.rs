@@ -10,15 +10,15 @@ use super::round::Outcome;
 
 // Bounds of the verdict on times, which only a quiet machine is judged by.
 const P99: Duration = Duration::from_millis(2);
-// The same.
+// Bound of the verdict on times, too.
 const LONGEST: Duration = Duration::from_millis(10);
 /// Maximum growth of the server's memory and page tables for each hostile controller, in bytes.
 const GROWTH: u64 = 64 << 20;
 /// Maximum log rate in bytes per second.
 const LOG_RATE: u64 = 100 << 10;
-// The same.
+// Bound of the verdict on times, too.
 const RESET: Duration = Duration::from_secs(2);
-// The same.
+// Bound of the verdict on times, too.
 const END: Duration = Duration::from_secs(5);
 /// Maximum factor of the victim's median beside honest neighbours.
 const HONEST: u32 = 3;

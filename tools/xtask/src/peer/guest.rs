@@ -151,7 +151,7 @@ impl Guest {
             if csts.first().is_some_and(|byte| (byte & 1 != 0) == ready) {
                 return Ok(began.elapsed());
             }
-            // What a guest waits for, at most.
+            // Limit of a guest's wait.
             if began.elapsed() > PATIENCE {
                 bail!("CSTS.RDY does not become {}", u8::from(ready));
             }
@@ -227,7 +227,7 @@ fn one(queue: &mut Queue, link: &mut Connection, sqe: Sqe) -> Result<Cqe> {
         if link.is_closed() {
             bail!("the server has closed the connection");
         }
-        // What a guest waits for, at most.
+        // Limit of a guest's wait.
         if began.elapsed() > PATIENCE {
             bail!("command {:02x}h of queue {} has no completion", sqe.opcode, queue.qid);
         }

@@ -38,7 +38,7 @@ const LINE: Duration = Duration::from_secs(10);
 /// supervisor restarts a process that has served for 50 ms and was killed by a signal without a
 /// delay, however often.
 const SERVED: Duration = Duration::from_millis(60);
-// By chance.
+// Random part of the time.
 const LONGER: Duration = Duration::from_millis(140);
 /// Maximum of the random time after which the next process is killed as well.
 const TWICE: Duration = Duration::from_millis(60);
@@ -253,7 +253,7 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
         for meter in meters {
             let _ = meter.take();
         }
-        // Any moment will do.
+        // Random moment: any is good.
         sleep(SERVED + LONGER.mul_f64(random.share()));
         let old = arguments.control.then(|| OldData::read(kept)).flatten();
         gaps.without.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
@@ -272,7 +272,7 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
             gaps.until_next.push(killed.elapsed());
         }
         if twice {
-            // Any moment will do.
+            // Random moment: any is good.
             sleep(TWICE.mul_f64(random.share()));
             signal(worker, Signal::KILL)?;
             gaps.kills += 1;

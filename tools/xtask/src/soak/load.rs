@@ -239,7 +239,7 @@ impl Load {
                 STALL.as_secs()
             );
         }
-        // The same.
+        // A bound of the soak.
         if began.elapsed() >= STALL {
             bail!("there was no interrupt for completions that are there");
         }

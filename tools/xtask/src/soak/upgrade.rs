@@ -29,13 +29,13 @@ const DEPTH: u32 = 32;
 const BUSY: usize = DiskKind::ALL.len();
 // The pace of a busy client.
 const SHORT_REST: Duration = Duration::from_micros(500);
-// That of another.
+// Pace of the other clients.
 const LONG_REST: Duration = Duration::from_millis(50);
 /// Interval of progress lines.
 const LINE: Duration = Duration::from_secs(10);
 /// Minimum time until the next upgrade; a random time is added.
 const SHORTEST: Duration = Duration::from_millis(50);
-// By chance.
+// Random part of the time.
 const LONGER: Duration = Duration::from_millis(100);
 
 #[derive(clap::Args)]
@@ -189,7 +189,7 @@ fn upgrade(
         for meter in meters {
             let _ = meter.take();
         }
-        // Any moment will do.
+        // Random moment: any is good.
         sleep(SHORTEST + LONGER.mul_f64(random.share()));
         seen.without.append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
         let program = next.next().context("no program")?;

@@ -59,7 +59,7 @@ impl Control<'_> {
     /// Number of commands that each controller executes in the time `length`.
     fn busy(&self, length: Duration) -> Result<[u64; 2]> {
         let before = self.counts()?;
-        // What is carried out in this time is counted.
+        // Commands of this time are counted.
         sleep(length);
         let after = self.counts()?;
         Ok([after[0] - before[0], after[1] - before[1]])

@@ -133,7 +133,7 @@ mod tests {
         for (script, idle) in [("exec sleep 1000", true), ("while sleep 0.05; do :; done", false)] {
             let mut command = Command::new("sh");
             let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
-            // It starts its program first.
+            // The shell starts its program first.
             wait::until(script, || idle_now(child.id()).is_ok() == idle);
         }
     }

@@ -145,7 +145,7 @@ fn back_again(guest: &mut Guest, dev: &mut String) -> Result<()> {
     guest
         .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), MINUTE)
         .map(drop)?;
-    // Something of a load for each boot.
+    // Load time of each boot.
     std::thread::sleep(Duration::from_millis(100));
     Ok(())
 }

@@ -289,7 +289,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
                       done; }; \
                   worker() { children | tail -n 1; }";
     for _ in 0..EVENTS {
-        // Some load for each of the processes.
+        // Load time of each server process.
         std::thread::sleep(Duration::from_secs(4));
         let event = if is_kill {
             "before=$(worker); kill -KILL $before && for i in $(seq 300); do \

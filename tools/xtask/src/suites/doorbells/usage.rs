@@ -109,7 +109,7 @@ mod tests {
             // The thread lives until it was counted.
             from.recv().unwrap().send(()).unwrap();
         });
-        // So does this thread.
+        // A sleep of this thread counts, too.
         std::thread::sleep(std::time::Duration::from_millis(1));
         while Usage::of(std::process::id()).unwrap().since(before).sleeps < 50.0 {
             std::thread::yield_now();
