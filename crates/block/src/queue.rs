@@ -25,8 +25,8 @@ const SMALL: usize = 4096;
 /// gets the range in parts.
 const MAX_BLOCKS: u64 = 1 << 15;
 
-/// A thread's queue on a [`BlockDevice`](crate::BlockDevice), with futures for requests. A clone is another handle to
-/// the same queue.
+/// A thread's queue on a [`BlockDevice`](crate::BlockDevice), with futures for requests. A clone is
+/// another handle to the same queue.
 ///
 /// The futures make progress while the thread that created the queue calls [`turn`](Self::turn), as
 /// [`block_on`](Self::block_on) does. A queue that is dropped waits for its requests.

@@ -131,7 +131,7 @@ impl BlockQueue {
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         match block_on(&[self], future) {
             Ok(output) => output,
-            Err(error) => panic!("a request can not be waited for: {error}"),
+            Err(error) => panic!("cannot wait for a request: {error}"),
         }
     }
 
@@ -142,7 +142,7 @@ impl BlockQueue {
     pub fn block_on_for<F: Future>(&self, future: F, timeout: Duration) -> Option<F::Output> {
         match run(&[self], pin!(future), Instant::now().checked_add(timeout)) {
             Ok(output) => output,
-            Err(error) => panic!("a request can not be waited for: {error}"),
+            Err(error) => panic!("cannot wait for a request: {error}"),
         }
     }
 }

@@ -684,7 +684,7 @@ mod tests {
             early += 1;
             if early == 5 {
                 assert!(thread.0.queue.lock().timed.len() <= 1, "one entry is enough");
-                assert!(turns.recv_timeout(LIMIT).unwrap() >= when, "nobody has asked");
+                assert!(turns.recv_timeout(LIMIT).unwrap() >= when, "a turn before its time");
                 break;
             }
         }

@@ -342,7 +342,7 @@ proptest! {
     fn any_reply_is_survived(
         bytes in prop::collection::vec(any::<u8>(), 0..200), proper: bool, which in 0..5
     ) {
-        // Part of a message is waited for. A timeout is an error like others, also on a busy machine.
+        // The client waits for the rest of a partial message. A timeout is an error like others.
         let (client, server) = impostor_for(Duration::from_millis(200), move |to, _| {
             if proper { reply(to, 0, &bytes) } else { [&bytes[..], &[0; 16]].concat() }
         });
