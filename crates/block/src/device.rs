@@ -5,7 +5,7 @@ use crate::geometry::Geometry;
 use crate::options::BlockOptions;
 use crate::queue::BlockQueue;
 use crate::shared::DeviceShared;
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use std::fmt;
 use std::io;
 use std::sync::Arc;

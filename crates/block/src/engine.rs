@@ -6,7 +6,7 @@
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
-use shadowbell_backend::{
+use shadowbell_disk::{
     DiskError, DiskInfo, Metadata, MetadataFormat, Op, Queue, Request, Submitted,
 };
 use shadowbell_memory::Segments;

@@ -1,7 +1,7 @@
 //! Error types of block devices.
 
 use rustix::io::Errno;
-use shadowbell_backend::DiskError;
+use shadowbell_disk::DiskError;
 use shadowbell_spec::Status;
 use thiserror::Error;
 

@@ -4,7 +4,7 @@
 //! of the queries exists only while there are queries.
 
 use parking_lot::{Condvar, Mutex};
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -162,7 +162,7 @@ impl Query {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_backend::MemDisk;
+    use shadowbell_disk::MemDisk;
 
     #[test]
     fn neighbours_are_merged_and_the_number_is_limited() {

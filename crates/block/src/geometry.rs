@@ -1,6 +1,6 @@
 //! Size and features of a disk.
 
-use shadowbell_backend::DiskInfo;
+use shadowbell_disk::DiskInfo;
 
 /// Size and features of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use crate::engine::{Begun, Data, Ended, Engine};
 use crate::error::BlockError;
 use crate::locks::RangeGuard;
-use shadowbell_backend::{DiskError, Request};
+use shadowbell_disk::{DiskError, Request};
 use shadowbell_spec::Status;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;

@@ -7,7 +7,7 @@ use crate::locks::RangeGuard;
 use crate::queue::BlockQueue;
 use crate::range::Edge;
 use crate::stream::{Parts, buffer_of, run_without_data, transfer};
-use shadowbell_backend::{DiskError, Op, Request};
+use shadowbell_disk::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

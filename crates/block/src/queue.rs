@@ -9,7 +9,7 @@ use crate::in_flight::InFlight;
 use crate::locks::RangeGuard;
 use crate::range::BlockRange;
 use crate::shared::DeviceShared;
-use shadowbell_backend::{Op, Request};
+use shadowbell_disk::{Op, Request};
 use shadowbell_memory::{DmaTable, MapError};
 use std::fmt;
 use std::io;
@@ -149,7 +149,7 @@ impl BlockQueue {
     }
 
     /// Hints that a request `op` will be submitted soon: see
-    /// [`Queue::prefetch_hint`](shadowbell_backend::Queue::prefetch_hint).
+    /// [`Queue::prefetch_hint`](shadowbell_disk::Queue::prefetch_hint).
     pub fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
         self.engine().with_queue(|queue| queue.prefetch_hint(op, offset, len, distance));
     }

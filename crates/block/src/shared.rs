@@ -4,7 +4,7 @@ use crate::extents::ExtentQueries;
 use crate::geometry::Geometry;
 use crate::locks::RangeLocks;
 use crate::options::BlockOptions;
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -6,7 +6,7 @@ use crate::error::BlockError;
 use crate::in_flight::InFlight;
 use crate::locks::RangeGuard;
 use crate::queue::BlockQueue;
-use shadowbell_backend::{Op, Request};
+use shadowbell_disk::{Op, Request};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::Arc;

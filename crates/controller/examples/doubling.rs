@@ -16,10 +16,10 @@ mod held;
 
 use common::{BASE, Host, MEMORY, Queue, meanwhile};
 use held::Held;
-use shadowbell_backend::Disk;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Subsystem, Turns,
 };
+use shadowbell_disk::Disk;
 use shadowbell_memory::SharedBytes;
 use shadowbell_spec::admin::{Abort, SetFeatures};
 use shadowbell_spec::feature::fid;

@@ -3,7 +3,7 @@
 use crate::exec::Quota;
 use crate::pool::NamespacePool;
 use crate::subsystem::Member;
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use std::sync::Arc;
 
 /// PCI vendor and subsystem vendor identifier, reported in Identify Controller and in

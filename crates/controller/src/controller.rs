@@ -23,7 +23,7 @@ use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::mailbox::Message;
 use crate::worker::{DoorbellSource, Pool};
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use shadowbell_memory::{DirtyLog, DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::Status;
 use shadowbell_spec::log::{AnaGroup, AnaState};

@@ -12,7 +12,7 @@ use crate::notice::{ControlHandle, Latch, Notice, Operation};
 use crate::uncorrectable::Uncorrectable;
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
-use shadowbell_backend::{Disk, Extent};
+use shadowbell_disk::{Disk, Extent};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList};
 use shadowbell_spec::status::Status;

@@ -4,7 +4,7 @@
 use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
 use crate::pool::{PoolNamespace, PoolState};
 use crate::subsystem::Member;
-use shadowbell_backend::{Disk, DiskInfo, Queue};
+use shadowbell_disk::{Disk, DiskInfo, Queue};
 use shadowbell_spec::identify::csi;
 use shadowbell_spec::status::Status;
 use std::collections::BTreeMap;

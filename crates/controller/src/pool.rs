@@ -7,7 +7,7 @@
 //! ([`Controller::add_namespace`](crate::Controller::add_namespace)).
 
 use crate::notice::{ControlHandle, Notice};
-use shadowbell_backend::{MetadataDisk, MetadataFormat};
+use shadowbell_disk::{MetadataDisk, MetadataFormat};
 use shadowbell_spec::admin::Sanitize;
 use shadowbell_spec::status::Status;
 use std::fmt;

@@ -1,6 +1,6 @@
 //! Disk for tests, with configurable properties and without I/O.
 
-use shadowbell_backend::{Disk, DiskInfo, Queue};
+use shadowbell_disk::{Disk, DiskInfo, Queue};
 use std::io;
 use std::sync::Arc;
 

@@ -7,8 +7,8 @@ mod held;
 use common::{Host, Queue, meanwhile, slow_host};
 use held::Held;
 use proptest::prelude::*;
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::feature::HostBehaviorSupport;
@@ -223,7 +223,7 @@ fn every_invalid_copy_has_its_status() {
     ] {
         assert_eq!(host.run(&mut queue, sqe).0.code(), expected, "{sqe:?}");
     }
-    let disk = shadowbell_backend::open("mem:1MiB?read-only=on").unwrap();
+    let disk = shadowbell_disk::open("mem:1MiB?read-only=on").unwrap();
     let namespaces = vec![NamespaceConfig { disk, uuid: [1; 16] }];
     let mut host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
     let mut queue = host.create(1, 16, false);
@@ -309,19 +309,19 @@ fn inline_errors_of_a_copy_report_the_range() {
     /// Memory disk that fails writes at block 101.
     #[derive(Debug)]
     struct Worn(MemDisk);
-    struct WornQueue(Box<dyn shadowbell_backend::Queue>);
+    struct WornQueue(Box<dyn shadowbell_disk::Queue>);
     impl Disk for Worn {
         fn info(&self) -> DiskInfo {
             self.0.info()
         }
-        fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
+        fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
             Ok(Box::new(WornQueue(self.0.queue()?)))
         }
         fn name(&self) -> String {
             "worn".into()
         }
     }
-    impl shadowbell_backend::Queue for WornQueue {
+    impl shadowbell_disk::Queue for WornQueue {
         fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
             if request.op != Op::Read && request.offset == 101 * 512 {
                 return Submitted::Done(Err(DiskError::NoSpace));
@@ -344,7 +344,7 @@ fn copies_share_buffers_and_delay_no_other_command() {
         let held = Held::new(65536);
         held.mark();
         let disks: [Arc<dyn Disk>; 2] =
-            [Arc::new(held.clone()), shadowbell_backend::open("mem:64MiB").unwrap()];
+            [Arc::new(held.clone()), shadowbell_disk::open("mem:64MiB").unwrap()];
         let named = disks.into_iter().zip(1..);
         let namespaces =
             named.map(|(disk, n)| NamespaceConfig { disk, uuid: [n; 16] }).collect::<Vec<_>>();
@@ -695,7 +695,7 @@ fn a_copy_ends_with_its_source_namespace() {
     let held = Held::new(1024);
     held.mark();
     let source: Arc<dyn Disk> = Arc::new(held.clone());
-    let to = shadowbell_backend::open("mem:1MiB").unwrap();
+    let to = shadowbell_disk::open("mem:1MiB").unwrap();
     let namespaces = vec![
         NamespaceConfig { disk: to, uuid: [1; 16] },
         NamespaceConfig { disk: source, uuid: [2; 16] },

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{Host, LIMIT, slow_host};
-use shadowbell_backend::DiskError;
 use shadowbell_controller::Polling;
+use shadowbell_disk::DiskError;
 use shadowbell_spec::admin::{DeviceSelfTest, GetLogPage, SetFeatures};
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::feature::fid;

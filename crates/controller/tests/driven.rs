@@ -3,10 +3,10 @@
 mod common;
 
 use common::{Host, Queue, config};
-use shadowbell_backend::{Disk, DiskInfo, Request, Submitted};
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Turns,
 };
+use shadowbell_disk::{Disk, DiskInfo, Request, Submitted};
 use shadowbell_memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
@@ -134,7 +134,7 @@ impl Disk for Meanwhile {
         DiskInfo::new(512, 1 << 10)
     }
 
-    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
+    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
         Ok(Box::new(MeanwhileQueue(self.clone(), Vec::new())))
     }
 
@@ -145,7 +145,7 @@ impl Disk for Meanwhile {
 
 struct MeanwhileQueue(Meanwhile, Vec<Segments>);
 
-impl shadowbell_backend::Queue for MeanwhileQueue {
+impl shadowbell_disk::Queue for MeanwhileQueue {
     fn submit(&mut self, _: u32, request: &Request, data: &mut Segments) -> Submitted {
         if request.offset != 0 {
             return Submitted::Done(Ok(()));

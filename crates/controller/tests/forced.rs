@@ -6,8 +6,8 @@ mod held;
 
 use common::{Host, Queue};
 use held::Held;
-use shadowbell_backend::{Disk, Op};
 use shadowbell_controller::{Config, NamespaceConfig, Polling};
+use shadowbell_disk::{Disk, Op};
 use shadowbell_spec::admin::SetFeatures;
 use shadowbell_spec::feature::fid;
 use shadowbell_spec::{Sqe, Status};

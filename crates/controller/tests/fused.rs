@@ -6,10 +6,10 @@ mod held;
 
 use common::{Host, Queue};
 use held::Held;
-use shadowbell_backend::Op;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
 };
+use shadowbell_disk::Op;
 use shadowbell_spec::admin::Abort;
 use shadowbell_spec::identify::IdentifyController;
 use shadowbell_spec::{Sqe, Status};

@@ -197,7 +197,7 @@ fn a_4096_byte_namespace_and_larger_host_pages() {
 
 #[test]
 fn a_write_protected_namespace_refuses_every_change() {
-    let disk = shadowbell_backend::open("mem:1MiB?read-only=on").unwrap();
+    let disk = shadowbell_disk::open("mem:1MiB?read-only=on").unwrap();
     let namespaces = vec![NamespaceConfig { disk, uuid: [1; 16] }];
     let config = shadowbell_controller::Config { namespaces, ..Default::default() };
     let mut host = Host::with(config, ADAPTIVE);
@@ -251,7 +251,7 @@ fn an_abort_ends_a_command_at_the_disk() {
 
 #[test]
 fn disk_errors_map_to_their_nvme_statuses() {
-    use shadowbell_backend::DiskError;
+    use shadowbell_disk::DiskError;
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let page = host.alloc(4096);

@@ -4,11 +4,11 @@ mod common;
 
 use common::{BASE, Host, MEMORY, Queue, config};
 use proptest::prelude::*;
-use shadowbell_backend::{
-    Disk, DiskInfo, Extent, LimitedDisk, Limiter, Limits, MemDisk, NullDisk, Tell,
-};
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
+use shadowbell_disk::{
+    Disk, DiskInfo, Extent, LimitedDisk, Limiter, Limits, MemDisk, NullDisk, Tell,
+};
 use shadowbell_memory::Mapping;
 use shadowbell_spec::admin::{GetLbaStatus, Identify};
 use shadowbell_spec::identify::{IdentifyController, IdentifyNvmController, cns};
@@ -72,7 +72,7 @@ impl Disk for Patchy {
         self.inner.info()
     }
 
-    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
+    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
         self.inner.queue()
     }
 
@@ -497,7 +497,7 @@ fn step() -> impl Strategy<Value = Step> {
 /// After every step, written and not discarded blocks are reported as allocated, and
 /// unallocated blocks read as zeroes.
 fn model(disk: Arc<dyn Disk>, steps: &[Step]) {
-    use shadowbell_backend::{Op, Request, Submitted};
+    use shadowbell_disk::{Op, Request, Submitted};
     use shadowbell_memory::{Mapping, Segments};
     let mut host = Host::with(over(vec![Arc::clone(&disk)]), ADAPTIVE);
     let mut queue = disk.queue().unwrap();
@@ -544,15 +544,15 @@ fn model(disk: Arc<dyn Disk>, steps: &[Step]) {
         }
         // Reads all blocks for comparison.
         let mut all = vec![0; (BLOCKS * 512) as usize];
-        shadowbell_backend_read(&disk, &mut all);
+        shadowbell_disk_read(&disk, &mut all);
         let blocks = all.chunks(512).zip(&allocated);
         let is_zero = |block: &[u8]| block.iter().all(|byte| *byte == 0);
         assert!(blocks.filter(|(_, allocated)| !**allocated).all(|(block, _)| is_zero(block)));
     }
 }
 
-fn shadowbell_backend_read(disk: &Arc<dyn Disk>, into: &mut [u8]) {
-    use shadowbell_backend::{Op, Request, Submitted};
+fn shadowbell_disk_read(disk: &Arc<dyn Disk>, into: &mut [u8]) {
+    use shadowbell_disk::{Op, Request, Submitted};
     use shadowbell_memory::{Mapping, Segments};
     let buffer = Mapping::anonymous(into.len() as u64).unwrap().bytes();
     let mut queue = disk.queue().unwrap();
@@ -579,7 +579,7 @@ proptest! {
         file.as_file().set_len(BLOCKS * 512).unwrap();
         for direct in ["on", "off"] {
             let uri = format!("{}?direct={direct}", file.path().display());
-            if let Ok(disk) = shadowbell_backend::open(&uri) {
+            if let Ok(disk) = shadowbell_disk::open(&uri) {
                 model(disk, &steps);
             }
             file.as_file().set_len(0).unwrap();

@@ -7,8 +7,8 @@ mod held;
 
 use common::{Host, Queue, meanwhile};
 use held::Held;
-use shadowbell_backend::Disk;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use shadowbell_disk::Disk;
 use shadowbell_memory::{Mapping, Protection};
 use shadowbell_spec::nvm::DatasetManagement;
 use shadowbell_spec::{Sqe, Status};

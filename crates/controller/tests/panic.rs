@@ -3,8 +3,8 @@
 mod common;
 
 use common::Host;
-use shadowbell_backend::{Disk, DiskInfo, Queue, Request, Submitted};
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
+use shadowbell_disk::{Disk, DiskInfo, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::Sqe;
 use std::os::unix::process::ExitStatusExt;

@@ -6,13 +6,13 @@ mod held;
 
 use common::{Host, Queue};
 use held::Held;
-use shadowbell_backend::{Disk, MemDisk};
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, NamespacePool, Polling, Pool, PoolAct, PoolDone,
     PoolNamespace, PoolOptions, PoolOrder, PoolOutcome, PoolPort, PoolState, SanitizePhase,
     SanitizeStatus,
 };
+use shadowbell_disk::{Disk, MemDisk};
 use shadowbell_spec::admin::{
     FormatNvm, GetLogPage, Identify, NamespaceAttachment, NamespaceManagement, Sanitize,
 };

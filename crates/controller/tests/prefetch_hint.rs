@@ -3,8 +3,8 @@
 mod common;
 
 use common::Host;
-use shadowbell_backend::{Disk, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_controller::{Config, NamespaceConfig, Polling};
+use shadowbell_disk::{Disk, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::{Segments, SharedBytes};
 use shadowbell_spec::regs::{self, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};

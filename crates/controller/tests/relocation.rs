@@ -6,11 +6,11 @@ mod held;
 
 use common::{BASE, Host, MEMORY, Queue, config};
 use held::Held;
-use shadowbell_backend::{Disk, DiskError, DiskInfo, Request, Submitted};
 use shadowbell_controller::trace::{Kind, TraceFile, read_trace};
 use shadowbell_controller::{
     Carrier, Config, Controller, Event, NamespaceConfig, Polling, Pool, PoolOptions, RelocateError,
 };
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Request, Submitted};
 use shadowbell_memory::{DmaTable, Segments};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_testing::wait;
@@ -270,14 +270,14 @@ fn any_operation_may_come_during_a_move() {
 #[derive(Debug)]
 struct Sluggish(Arc<dyn Disk>);
 
-struct SluggishQueue(Box<dyn shadowbell_backend::Queue>);
+struct SluggishQueue(Box<dyn shadowbell_disk::Queue>);
 
 impl Disk for Sluggish {
     fn info(&self) -> DiskInfo {
         self.0.info()
     }
 
-    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
+    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
         Ok(Box::new(SluggishQueue(self.0.queue()?)))
     }
 
@@ -286,7 +286,7 @@ impl Disk for Sluggish {
     }
 }
 
-impl shadowbell_backend::Queue for SluggishQueue {
+impl shadowbell_disk::Queue for SluggishQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         // The time of a slow disk.
         std::thread::sleep(Duration::from_millis(5));
@@ -305,7 +305,7 @@ impl shadowbell_backend::Queue for SluggishQueue {
 #[test]
 fn a_slow_controller_is_isolated_from_its_neighbour() {
     let pool = pool(1, Polling::Never);
-    let disk: Arc<dyn Disk> = Arc::new(Sluggish(shadowbell_backend::open("mem:4MiB").unwrap()));
+    let disk: Arc<dyn Disk> = Arc::new(Sluggish(shadowbell_disk::open("mem:4MiB").unwrap()));
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     let events: Arc<Mutex<Vec<Event>>> = Arc::default();
     let heard = Arc::clone(&events);

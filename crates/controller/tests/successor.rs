@@ -7,11 +7,11 @@ mod held;
 use common::{BASE, Host, MEMORY, Queue, config};
 use held::Held;
 use proptest::prelude::*;
-use shadowbell_backend::Disk;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Recorder,
     RelocateError, RestoreError, SaveError, SavedController,
 };
+use shadowbell_disk::Disk;
 use shadowbell_memory::EventFd;
 use shadowbell_spec::admin::{DeleteIoQueue, GetFeatures, GetLogPage, Identify, SetFeatures};
 use shadowbell_spec::feature::fid;

@@ -114,7 +114,7 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
         self.found_work |= found;
     }
 
-    /// Adds the recheck of something that is not a doorbell of this crate: a mailbox, the backend,
+    /// Adds the recheck of something that is not a doorbell of this crate: a mailbox, a disk,
     /// a deadline. With `true`, this round does not end in a sleep.
     #[inline]
     pub fn note(&mut self, found: bool) {

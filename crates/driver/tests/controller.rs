@@ -4,9 +4,9 @@
 mod direct;
 
 use direct::Direct;
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, NullDisk, Op, Request, Submitted};
 use shadowbell_controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
 use shadowbell_controller::{Polling, Pool, PoolOptions};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, NullDisk, Op, Request, Submitted};
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Controller, Doorbells, IoErrorKind, QueuePair, RequestError,
     SpinPolicy,
@@ -332,14 +332,14 @@ fn futures_on_the_emulated_controller() {
 #[derive(Debug)]
 struct Worn(MemDisk);
 
-struct WornQueue(Box<dyn shadowbell_backend::Queue>);
+struct WornQueue(Box<dyn shadowbell_disk::Queue>);
 
 impl Disk for Worn {
     fn info(&self) -> DiskInfo {
         self.0.info()
     }
 
-    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
+    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
         Ok(Box::new(WornQueue(self.0.queue()?)))
     }
 
@@ -348,7 +348,7 @@ impl Disk for Worn {
     }
 }
 
-impl shadowbell_backend::Queue for WornQueue {
+impl shadowbell_disk::Queue for WornQueue {
     fn submit(
         &mut self,
         tag: u32,

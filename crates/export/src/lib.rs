@@ -15,7 +15,7 @@
 //! | `failures` | counter of requests that failed because of the disk |
 //!
 //! Every export serves a [`BlockDevice`](shadowbell_block::BlockDevice) on any
-//! [`Disk`](shadowbell_backend::Disk). An export has threads of its own, each of which opens one of
+//! [`Disk`](shadowbell_disk::Disk). An export has threads of its own, each of which opens one of
 //! the disk's queues. Requests of clients are validated before they reach the disk, and errors of
 //! the disk are translated to those of the protocol.
 #![deny(unsafe_code)]

@@ -8,16 +8,16 @@
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let ssd = shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:1MiB")?)?;
+//! let ssd = shadowbell_frontend::InProcess::over(shadowbell_disk::open("mem:1MiB")?)?;
 //! let controller = Controller::attach(Arc::new(ssd), &AttachOptions::default())?;
 //! assert_eq!(controller.namespace(1).map(|namespace| namespace.bytes()), Some(1 << 20));
 //! # Ok(())
 //! # }
 //! ```
 
-use shadowbell_backend::Disk;
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
 use shadowbell_controller::{Carrier, Controller, NewError, Pool, PoolOptions};
+use shadowbell_disk::Disk;
 use shadowbell_driver::{Transport, TransportError};
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use std::io;

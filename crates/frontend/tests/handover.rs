@@ -1,8 +1,8 @@
 //! A server that is replaced while a client is attached.
 
-use shadowbell_backend::MemDisk;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
+use shadowbell_disk::MemDisk;
 use shadowbell_driver::{AttachOptions, Controller as Driver, VfioUser};
 use shadowbell_frontend::ControllerDevice;
 use shadowbell_frontend::vfio_user::MSIX_BAR;

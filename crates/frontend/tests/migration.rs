@@ -1,8 +1,8 @@
 //! Live migration of a working guest from one server to another.
 
-use shadowbell_backend::Disk;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
+use shadowbell_disk::Disk;
 use shadowbell_frontend::ControllerDevice;
 use shadowbell_memory::Mapping;
 use shadowbell_spec::admin::Identify;
@@ -58,14 +58,14 @@ impl Drop for Server {
 }
 
 fn disk() -> Arc<dyn Disk> {
-    Arc::new(shadowbell_backend::MemDisk::new(1024, 512).unwrap())
+    Arc::new(shadowbell_disk::MemDisk::new(1024, 512).unwrap())
 }
 
 /// A disk with asynchronous requests.
 fn file(directory: &tempfile::TempDir) -> Arc<dyn Disk> {
     let path = directory.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
-    shadowbell_backend::open(path.to_str().unwrap()).unwrap()
+    shadowbell_disk::open(path.to_str().unwrap()).unwrap()
 }
 
 fn refused<T: std::fmt::Debug>(outcome: Result<T, ClientError>) -> Errno {

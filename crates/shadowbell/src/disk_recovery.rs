@@ -7,11 +7,11 @@ use crate::disk_spec::{self, DiskSpecError};
 use crate::transport;
 use anyhow::{Context, anyhow, bail};
 use serde_json::Value;
-use shadowbell_backend::{Disk, FileSpec, Wait};
-use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
-use shadowbell_backend_nvme::NvmeDisk;
-use shadowbell_backend_qcow2::Qcow2Disk;
-use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
+use shadowbell_disk::{Disk, FileSpec, Wait};
+use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
+use shadowbell_disk_nvme::NvmeDisk;
+use shadowbell_disk_qcow2::Qcow2Disk;
+use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
 use std::sync::Arc;
 use std::thread;
@@ -63,7 +63,7 @@ fn recover_unlimited(
     {
         return Ok(Arc::new(Qcow2Disk::recover(&path, &options, state, fds, wait)?));
     }
-    Ok(shadowbell_backend::recover(spec, state, fds, wait)?)
+    Ok(shadowbell_disk::recover(spec, state, fds, wait)?)
 }
 
 /// Attaches the controller that the dead process had, after it is released. Attaching resets the

@@ -6,11 +6,11 @@ use crate::target::{Target, not_a_disk};
 use crate::uuid_text::{no_uuid, parse_uuid};
 use crate::{exit, transport};
 use anyhow::anyhow;
-use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat};
-use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
-use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
-use shadowbell_backend_qcow2::Qcow2Disk;
-use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
+use shadowbell_disk::{Disk, FileSpec, Format, ImageFormat};
+use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
+use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
+use shadowbell_disk_qcow2::Qcow2Disk;
+use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_driver::Transport;
 use shadowbell_state::Descriptors;
 use std::path::{Path, PathBuf};
@@ -22,16 +22,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) enum DiskSpecError {
     /// A disk cannot be opened.
     #[error(transparent)]
-    Disk(#[from] shadowbell_backend::OpenError),
+    Disk(#[from] shadowbell_disk::OpenError),
     /// A qcow2 image cannot be opened.
     #[error(transparent)]
-    Qcow2(shadowbell_backend_qcow2::OpenError),
+    Qcow2(shadowbell_disk_qcow2::OpenError),
     /// An export of an NBD server cannot be opened.
     #[error(transparent)]
-    Nbd(#[from] shadowbell_backend_nbd::OpenError),
+    Nbd(#[from] shadowbell_disk_nbd::OpenError),
     /// An RBD image of a Ceph cluster cannot be opened.
     #[error(transparent)]
-    Rbd(#[from] shadowbell_backend_rbd::OpenError),
+    Rbd(#[from] shadowbell_disk_rbd::OpenError),
     /// The controller of an NVMe disk cannot be attached.
     #[error("{0:#}")]
     Device(anyhow::Error),
@@ -42,35 +42,35 @@ impl DiskSpecError {
     /// the system, of a server, or of a cluster.
     #[must_use]
     pub(crate) fn into_error(self) -> anyhow::Error {
-        use shadowbell_backend::{MAX_MEMORY, OpenError};
+        use shadowbell_disk::{MAX_MEMORY, OpenError};
         match self {
             Self::Device(error) => error,
             Self::Disk(OpenError::Memory { bytes, .. }) if bytes <= MAX_MEMORY => self.into(),
             Self::Disk(OpenError::System { .. } | OpenError::Ring { .. }) => self.into(),
-            Self::Qcow2(shadowbell_backend_qcow2::OpenError::System { .. }) => self.into(),
+            Self::Qcow2(shadowbell_disk_qcow2::OpenError::System { .. }) => self.into(),
             Self::Nbd(
-                shadowbell_backend_nbd::OpenError::Connect { .. }
-                | shadowbell_backend_nbd::OpenError::System { .. },
+                shadowbell_disk_nbd::OpenError::Connect { .. }
+                | shadowbell_disk_nbd::OpenError::System { .. },
             ) => self.into(),
             Self::Rbd(
-                shadowbell_backend_rbd::OpenError::Ceph { .. }
-                | shadowbell_backend_rbd::OpenError::Library { .. },
+                shadowbell_disk_rbd::OpenError::Ceph { .. }
+                | shadowbell_disk_rbd::OpenError::Library { .. },
             ) => self.into(),
             Self::Disk(_) | Self::Qcow2(_) | Self::Nbd(_) | Self::Rbd(_) => exit::bad_input(self),
         }
     }
 }
 
-impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
-    fn from(error: shadowbell_backend_qcow2::OpenError) -> Self {
+impl From<shadowbell_disk_qcow2::OpenError> for DiskSpecError {
+    fn from(error: shadowbell_disk_qcow2::OpenError) -> Self {
         match error {
-            shadowbell_backend_qcow2::OpenError::File(error) => Self::Disk(error),
+            shadowbell_disk_qcow2::OpenError::File(error) => Self::Disk(error),
             error => Self::Qcow2(error),
         }
     }
 }
 
-/// Opens the disk that `spec` names: any disk of [`shadowbell_backend::open`], and
+/// Opens the disk that `spec` names: any disk of [`shadowbell_disk::open`], and
 ///
 /// | `spec` | disk |
 /// |---|---|
@@ -88,12 +88,12 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
 /// | `zero-copy` | `on`: the device accesses guest memory directly if possible; `off` | `on` |
 ///
 /// Options of all disks: metadata (`metadata=8&pi=1`):
-/// [`MetadataFormat`](shadowbell_backend::MetadataFormat); rate limits (`iops=1000`,
+/// [`MetadataFormat`](shadowbell_disk::MetadataFormat); rate limits (`iops=1000`,
 /// `write-bandwidth=100MiB:1GiB`) and a limit group (`limit-group=db`):
-/// [`Limits::set`](shadowbell_backend::Limits::set).
+/// [`Limits::set`](shadowbell_disk::Limits::set).
 ///
 /// Option of memory and raw images: zones (`zoned=64MiB`):
-/// [`ZoneFormat`](shadowbell_backend::ZoneFormat).
+/// [`ZoneFormat`](shadowbell_disk::ZoneFormat).
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -120,7 +120,7 @@ pub(crate) fn adopt(
     fds: &mut Descriptors,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = split(spec)?;
-    put_around(&spec, (&layers, true), shadowbell_backend::adopt(&spec, state, fds)?)
+    put_around(&spec, (&layers, true), shadowbell_disk::adopt(&spec, state, fds)?)
 }
 
 /// Adds the layers of `spec` to an open disk. With `goes_on`, another process used the disk before,
@@ -146,7 +146,7 @@ pub(crate) fn split(spec: &str) -> Result<(String, Layers), DiskSpecError> {
     }
     Layers::split(spec).map_err(|why| {
         let spec = spec.to_owned();
-        shadowbell_backend::OpenError::Spec { spec, why }.into()
+        shadowbell_disk::OpenError::Spec { spec, why }.into()
     })
 }
 
@@ -255,7 +255,7 @@ pub(crate) fn outside(spec: &str) -> Option<&'static str> {
 #[must_use]
 pub(crate) fn memory_of(spec: &str) -> Option<u64> {
     let name = spec.split('?').next().unwrap_or_default();
-    shadowbell_backend::parse_size(name.strip_prefix("mem:")?).ok()
+    shadowbell_disk::parse_size(name.strip_prefix("mem:")?).ok()
 }
 
 /// `spec` independent of the working directory: files by their absolute paths.
@@ -306,7 +306,7 @@ fn check_name(spec: &str) -> Result<(), DiskSpecError> {
 }
 
 fn wrong(spec: &str, why: String) -> DiskSpecError {
-    shadowbell_backend::OpenError::Spec { spec: spec.to_owned(), why }.into()
+    shadowbell_disk::OpenError::Spec { spec: spec.to_owned(), why }.into()
 }
 
 /// Checks whether a disk may be read-only. Returns a warning if that was not requested.
@@ -358,7 +358,7 @@ fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskS
     }
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
         let disk = open_own(spec, lifetime).map_err(|error| match &error {
-            DiskSpecError::Disk(shadowbell_backend::OpenError::NoFile { path, .. }) => {
+            DiskSpecError::Disk(shadowbell_disk::OpenError::NoFile { path, .. }) => {
                 match not_a_disk(path) {
                     Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
                     None => error,
@@ -392,21 +392,21 @@ pub(crate) fn device(spec: &str) -> Result<(Target, Options), DiskSpecError> {
 /// Opens a file or a disk in memory, with detection of qcow2 images.
 fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let open = match lifetime {
-        Lifetime::Process => shadowbell_backend::open,
-        Lifetime::Supervisor => shadowbell_backend::open_lasting,
+        Lifetime::Process => shadowbell_disk::open,
+        Lifetime::Supervisor => shadowbell_disk::open_lasting,
     };
     let file = FileSpec::parse(spec)?;
     let opened = match &file {
         // Not opened as a raw disk, whose error messages would not fit.
         Some(file) if file.options.format == Some(Format::Qcow2) => None,
         _ => match open(spec) {
-            Err(shadowbell_backend::OpenError::Format { format: ImageFormat::Qcow2, .. }) => None,
+            Err(shadowbell_disk::OpenError::Format { format: ImageFormat::Qcow2, .. }) => None,
             opened => Some(opened?),
         },
     };
     match (opened, file) {
         (Some(_), Some(FileSpec { options, .. })) if options.allow_backing => {
-            Err(shadowbell_backend::OpenError::Spec {
+            Err(shadowbell_disk::OpenError::Spec {
                 spec: spec.to_owned(),
                 why: "a raw image names no other file; leave out `allow-backing`".to_owned(),
             }

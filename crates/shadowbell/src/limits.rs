@@ -5,7 +5,7 @@
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shadowbell_backend::{Disk, LimitedDisk, Limiter, Limits};
+use shadowbell_disk::{Disk, LimitedDisk, Limiter, Limits};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -154,7 +154,7 @@ mod tests {
             DiskLimits::split(spec).unwrap_err();
         }
         let none = DiskLimits::default();
-        let disk = shadowbell_backend::open("mem:1MiB").unwrap();
+        let disk = shadowbell_disk::open("mem:1MiB").unwrap();
         assert!(none.limit(Arc::clone(&disk)).limiters().is_empty(), "it costs nothing");
         let limited = limits.limit(disk);
         assert_eq!(limited.limiters().len(), 2);

@@ -1,8 +1,8 @@
 //! In-process controller: target `local:` and plain disk names.
 
 use crate::controller_config::{ConfigureError, ControllerConfig, OfferedDoorbells};
-use shadowbell_backend::Disk;
 use shadowbell_controller::{Carrier, PoolOptions};
+use shadowbell_disk::Disk;
 use shadowbell_frontend::InProcess;
 use std::sync::Arc;
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// Parses a size in bytes above zero, with binary units as in fio.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
-    shadowbell_backend::parse_size(text)
+    shadowbell_disk::parse_size(text)
 }
 
 /// Parses a number of bytes that may be zero, such as an offset.

@@ -4,7 +4,7 @@ use crate::disk_spec::{self, DiskSpecError};
 use crate::target::Target;
 use crate::{banner, exit, local, transport};
 use anyhow::{Context, anyhow};
-use shadowbell_backend::OpenError;
+use shadowbell_disk::OpenError;
 use shadowbell_driver::{
     AttachOptions, Controller, Doorbells, Namespace, QueueMap, Steered, Transport, steer_interrupts,
 };

@@ -1,6 +1,6 @@
 //! Host of a disk, for the tests of every disk type: requests in batches, and a model.
 
-use shadowbell_backend::{Disk, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 
 /// Requests in a batch, each in its own part of the disk.

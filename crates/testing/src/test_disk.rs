@@ -2,7 +2,7 @@
 
 use crate::wait;
 use parking_lot::Mutex;
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
 use shadowbell_memory::{EventFd, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};

@@ -13,7 +13,7 @@
 use crate::limits::Limits;
 use crate::source::Source;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use shadowbell_backend::{
+use shadowbell_disk::{
     Direct, Disk, DiskError, End, FileDisk, FileOptions, Op, Queue, Request, Script, Submitted,
 };
 use shadowbell_memory::{Mapping, Segments, SharedBytes};

@@ -1,7 +1,7 @@
 //! Disks with layers: metadata, zones. Commands for them have additional fields.
 
 use crate::source::Source;
-use shadowbell_backend::{Disk, MemDisk, MetadataDisk, MetadataFormat, ZoneFormat, ZonedDisk};
+use shadowbell_disk::{Disk, MemDisk, MetadataDisk, MetadataFormat, ZoneFormat, ZonedDisk};
 use shadowbell_spec::Sqe;
 use std::sync::Arc;
 

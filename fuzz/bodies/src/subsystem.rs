@@ -12,10 +12,10 @@
 
 use crate::limits::Limits;
 use crate::source::Source;
-use shadowbell_backend::Disk;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Subsystem, Turns,
 };
+use shadowbell_disk::Disk;
 use shadowbell_memory::{Mapping, SharedBytes};
 use shadowbell_spec::admin::{GetLogPage, SetFeatures};
 use shadowbell_spec::feature::fid;
@@ -218,9 +218,8 @@ impl Field {
     fn new() -> Self {
         let (pool, turns) = Pool::driven(Polling::default()).expect("a worker");
         let subsystem = Subsystem::new(None).expect("a subsystem");
-        let disks: Vec<Arc<dyn Disk>> = (0..NAMESPACES)
-            .map(|_| shadowbell_backend::open("mem:8KiB").expect("memory"))
-            .collect();
+        let disks: Vec<Arc<dyn Disk>> =
+            (0..NAMESPACES).map(|_| shadowbell_disk::open("mem:8KiB").expect("memory")).collect();
         let host = |_| {
             let namespaces = (1..).zip(&disks);
             let namespaces = namespaces

@@ -3,7 +3,7 @@
 
 use crate::source::Source;
 use parking_lot::{Mutex, MutexGuard};
-use shadowbell_backend::{Disk, DiskError, DiskInfo, Extent, Op, Queue, Request, Submitted, Tell};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Extent, Op, Queue, Request, Submitted, Tell};
 use shadowbell_memory::Segments;
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -31,7 +31,7 @@ fn understand(source: &mut Source<'_>) {
     let text = String::from_utf8_lossy(&source.bytes(1024)).into_owned();
     match kind {
         0 => {
-            if let Ok(size) = shadowbell_backend::parse_size(&text) {
+            if let Ok(size) = shadowbell_disk::parse_size(&text) {
                 assert!(!text.trim().is_empty(), "nothing is {size} bytes");
             }
         }
@@ -39,7 +39,7 @@ fn understand(source: &mut Source<'_>) {
             // No files: a random name could be any file.
             for scheme in ["null:", "mem:"] {
                 let spec = format!("{scheme}{text}");
-                if let Ok(disk) = shadowbell_backend::open(&spec) {
+                if let Ok(disk) = shadowbell_disk::open(&spec) {
                     let info = disk.info();
                     assert!(info.blocks > 0 && [512, 4096].contains(&info.block_size), "{info:?}");
                 }

@@ -55,7 +55,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     let conf = cluster.conf();
     let test = || {
         let mut command = cargo();
-        command.args(["test", "--package", "shadowbell-backend-rbd", "--test", "cluster"]);
+        command.args(["test", "--package", "shadowbell-disk-rbd", "--test", "cluster"]);
         command.env("SHADOWBELL_CEPH_CONF", &conf);
         command
     };
@@ -66,7 +66,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     stopped.env("SHADOWBELL_CEPH_STOP", "1").args(names);
     step(report, "a cluster that does not answer", &mut stopped);
     let mut full = cargo();
-    full.args(["test", "--package", "shadowbell-backend-rbd", "--test", "full"]);
+    full.args(["test", "--package", "shadowbell-disk-rbd", "--test", "full"]);
     full.env("SHADOWBELL_CEPH_CONF", &conf).env("SHADOWBELL_CEPH_FILL", "1");
     step(report, "a cluster that is full", &mut full);
     let mut serve = cargo();

@@ -1,10 +1,10 @@
 //! Block device: bounds, order, read-only disks, failures, retries, timeouts and dropped queues.
 
 use rustix::io::Errno;
-use shadowbell_backend::{DiskError, MemDisk, Op, ZoneFormat, ZonedDisk};
 use shadowbell_block::{
     BlockDevice, BlockError, BlockOptions, BlockQueue, OpenError, Zeroes, block_on,
 };
+use shadowbell_disk::{DiskError, MemDisk, Op, ZoneFormat, ZonedDisk};
 use shadowbell_spec::Status;
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;

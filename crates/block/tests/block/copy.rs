@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use rustix::io::Errno;
-use shadowbell_backend::DiskError;
 use shadowbell_block::{BlockDevice, BlockOptions, BlockQueue};
+use shadowbell_disk::DiskError;
 use shadowbell_testing::test_disk::TestDisk;
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! Zero-copy transfers of whole blocks to and from buffers and memory of the caller.
 
-use shadowbell_backend::{DiskError, MemDisk, Op};
 use shadowbell_block::{BlockDevice, BlockError, BlockOptions, BlockQueue};
+use shadowbell_disk::{DiskError, MemDisk, Op};
 use shadowbell_memory::{Mapping, Segments};
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;

@@ -1,8 +1,8 @@
 //! Disks whose blocks have metadata, which requests without metadata generate and check.
 
 use rustix::io::Errno;
-use shadowbell_backend::{Disk, DiskError, MemDisk, MetadataDisk, MetadataFormat};
 use shadowbell_block::{BlockDevice, BlockOptions, Zeroes};
+use shadowbell_disk::{Disk, DiskError, MemDisk, MetadataDisk, MetadataFormat};
 use std::sync::Arc;
 
 fn over(memory: &MemDisk, format: &str) -> Arc<dyn Disk> {

@@ -13,7 +13,7 @@ use crate::namespace::{
 use crate::pool::{PoolNamespace, PoolState};
 use crate::subsystem::{MAX_ANA_GROUPS, Member};
 use crate::uncorrectable::COMMAND_BYTES;
-use shadowbell_backend::MetadataFormat;
+use shadowbell_disk::MetadataFormat;
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
     Cmic, ControllerList, ControllerType, Ctratt, Dlfeat, Dpc, Dps, EntrySizes, Frmw,

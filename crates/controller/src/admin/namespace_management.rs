@@ -6,7 +6,7 @@
 //!   4.1.2.
 
 use crate::pool::{PoolAct, PoolState, bytes_of};
-use shadowbell_backend::MetadataFormat;
+use shadowbell_disk::MetadataFormat;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{FormatNvm, NamespaceAttachment, NamespaceManagement};
 use shadowbell_spec::identify::{

@@ -38,7 +38,7 @@ use crate::reservations::HostId;
 use crate::saved::{SavedAna, SavedSharing};
 use crate::subsystem;
 use crate::worker::mailbox::Message;
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::log::{AnaGroup, AnaState};
 use shadowbell_spec::status::Status;

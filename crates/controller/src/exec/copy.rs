@@ -17,7 +17,7 @@ use super::multi_step::MAX_IN_FLIGHT;
 use super::namespace::{NamespaceQueue, index_of, status_of};
 use super::quota::cost;
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
-use shadowbell_backend::{Metadata, Op, Request, Submitted};
+use shadowbell_disk::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
 use shadowbell_spec::nvm::{CopyFields, CopyRange, LongCopyRange};
 use shadowbell_spec::sqe::Sqe;

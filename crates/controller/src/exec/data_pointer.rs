@@ -4,7 +4,7 @@
 use super::namespace::NamespaceQueue;
 use super::quota::{TouchedSpans, cost};
 use crate::admin::features::EXTENDED_FORMATS;
-use shadowbell_backend::{Metadata, MetadataBuffer, MetadataFormat, Queue, Request, Submitted};
+use shadowbell_disk::{Metadata, MetadataBuffer, MetadataFormat, Queue, Request, Submitted};
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{CopyFields, CopyRange, LongCopyRange, PRINFO_PRACT, RwFields};

@@ -12,7 +12,7 @@ use super::quota::{Exceeded, Quota, TouchedSpans, cost};
 use crate::notice::Latch;
 use crate::queue::Permit;
 use crate::stats::{PartCounters, TransferStats};
-use shadowbell_backend::DiskError;
+use shadowbell_disk::DiskError;
 use shadowbell_memory::{Segments, View, page_tables};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::opcode::NvmOpcode;

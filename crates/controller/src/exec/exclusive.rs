@@ -34,7 +34,7 @@
 //!
 //! If the dead process had not submitted the request, the operation is executed from its start.
 //!
-//! [`Queue::compares_and_writes`]: shadowbell_backend::Queue::compares_and_writes
+//! [`Queue::compares_and_writes`]: shadowbell_disk::Queue::compares_and_writes
 //! [`Decision::Try`]: crate::journal::Decision::Try
 
 use super::data_pointer::resolve_flagged;
@@ -47,7 +47,7 @@ use crate::notice::{ControlHandle, Latch};
 use crate::queue::Permit;
 use crate::shared::ControllerShared;
 use crate::uncorrectable::{BlockRange, COMMAND_BYTES, Uncorrectable};
-use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_disk::{Op, Request, Submitted};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;
 use shadowbell_spec::opcode::NvmOpcode;

@@ -5,7 +5,7 @@
 
 use crate::notice::Latch;
 use crate::queue::Permit;
-use shadowbell_backend::Lists;
+use shadowbell_disk::Lists;
 use shadowbell_spec::status::Status;
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};

@@ -19,7 +19,7 @@ use super::data_pointer::submit_any;
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::namespace::{NamespaceQueue, status_of};
 use super::quota::cost;
-use shadowbell_backend::{Metadata, Op, Request, Submitted};
+use shadowbell_disk::{Metadata, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;

@@ -9,9 +9,7 @@ use crate::namespace::{INACTIVE, Namespace, Namespaces};
 use crate::reservations::Access;
 use crate::subsystem::Member;
 use rustix::event::epoll::{self, EventData, EventFlags};
-use shadowbell_backend::{
-    DiskError, Metadata, MetadataFormat, Op, Queue, Request, Submitted, Zones,
-};
+use shadowbell_disk::{DiskError, Metadata, MetadataFormat, Op, Queue, Request, Submitted, Zones};
 use shadowbell_memory::{DmaTable, Ring, Segments};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;

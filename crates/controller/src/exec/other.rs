@@ -5,7 +5,7 @@
 //!
 //! ZNS 1.1.
 //!
-//! The disk owns the zones (`shadowbell_backend::Zones`), so zone errors of Read, Write and others
+//! The disk owns the zones (`shadowbell_disk::Zones`), so zone errors of Read, Write and others
 //! are found at submission. This module decodes the three zone commands, and checks commands that
 //! consist of several requests before they begin.
 //!
@@ -32,7 +32,7 @@ use crate::notice::{Latch, Notice};
 use crate::queue::Permit;
 use crate::reservations::{Access, Action};
 use crate::subsystem::{Command, Job};
-use shadowbell_backend::{DiskError, Metadata, Op, Request, Submitted, ZoneReport, Zones};
+use shadowbell_disk::{DiskError, Metadata, Op, Request, Submitted, ZoneReport, Zones};
 use shadowbell_memory::Segments;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};

@@ -17,7 +17,7 @@ use super::namespace::{NamespaceQueue, status_of};
 use super::quota::cost;
 use crate::admin::features::EXTENDED_FORMATS;
 use crate::queue::Permit;
-use shadowbell_backend::{Metadata, MetadataBuffer, MetadataFormat, Op, Request, Submitted};
+use shadowbell_disk::{Metadata, MetadataBuffer, MetadataFormat, Op, Request, Submitted};
 use shadowbell_memory::{DataPointerError, Segments, View};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{PRINFO_PRACT, RwFields};

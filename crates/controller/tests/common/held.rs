@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
 use shadowbell_memory::{EventFd, Segments};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
@@ -85,7 +85,7 @@ impl Disk for Held {
         info
     }
 
-    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
+    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
         let event = EventFd::new()?;
         self.orders.lock().unwrap().events.push(event.try_clone()?);
         let inner = self.mem.queue()?;
@@ -112,12 +112,12 @@ fn compare_and_write(mem: &MemDisk, request: &Request, data: &Segments) -> Resul
 
 struct HeldQueue {
     disk: Held,
-    inner: Box<dyn shadowbell_backend::Queue>,
+    inner: Box<dyn shadowbell_disk::Queue>,
     event: EventFd,
     held: Vec<(u32, Request, Segments)>,
 }
 
-impl shadowbell_backend::Queue for HeldQueue {
+impl shadowbell_disk::Queue for HeldQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         self.disk.orders.lock().unwrap().seen.push(*request);
         self.held.push((tag, *request, data.take()));

@@ -47,7 +47,7 @@ pub fn config(disks: &[&str]) -> Config {
         .iter()
         .enumerate()
         .map(|(i, uri)| NamespaceConfig {
-            disk: shadowbell_backend::open(uri).unwrap(),
+            disk: shadowbell_disk::open(uri).unwrap(),
             uuid: shadowbell_controller::config::uuid_from(&format!("test-{i}")),
         })
         .collect();
@@ -395,7 +395,7 @@ pub fn create_sq(qid: u16, qsize0: u16, cqid: u16, at: u64) -> Sqe {
 
 /// A disk whose requests complete when, and as, a test decides.
 pub mod slow {
-    use shadowbell_backend::{Disk, DiskError, DiskInfo, Queue, Request, Submitted};
+    use shadowbell_disk::{Disk, DiskError, DiskInfo, Queue, Request, Submitted};
     use shadowbell_memory::{EventFd, Segments};
     use std::collections::VecDeque;
     use std::os::fd::{AsFd, BorrowedFd};
@@ -466,7 +466,7 @@ pub mod slow {
             self.event.drain();
             let mut end = |held: (u32, Request, Segments), outcome: Result<(), DiskError>| {
                 self.gate.pending.lock().unwrap().retain(|t| *t != held.0);
-                if outcome.is_ok() && held.1.op == shadowbell_backend::Op::Read {
+                if outcome.is_ok() && held.1.op == shadowbell_disk::Op::Read {
                     held.2.fill(0, held.1.len as usize, 0xee).unwrap();
                 }
                 done(held.0, outcome, held.2);
@@ -503,7 +503,7 @@ pub mod slow {
 /// A host over a [`slow::Slow`] disk.
 pub fn slow_host(polling: Polling) -> (Host, Arc<slow::Gate>) {
     let gate = Arc::new(slow::Gate::default());
-    let disk: Arc<dyn shadowbell_backend::Disk> = Arc::new(slow::Slow(Arc::clone(&gate)));
+    let disk: Arc<dyn shadowbell_disk::Disk> = Arc::new(slow::Slow(Arc::clone(&gate)));
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     (Host::with(Config { namespaces, ..Config::default() }, polling), gate)
 }

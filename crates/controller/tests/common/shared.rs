@@ -3,10 +3,10 @@
 #![allow(unreachable_pub, reason = "a module of tests")]
 
 use crate::common::{Host, Queue};
-use shadowbell_backend::Disk;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Subsystem,
 };
+use shadowbell_disk::Disk;
 use shadowbell_spec::admin::SetFeatures;
 use shadowbell_spec::feature::fid;
 use shadowbell_spec::nvm::{CopyFields, DatasetManagement};
@@ -52,7 +52,7 @@ pub fn hosts<const N: usize>(disk: Arc<dyn Disk>, state: Option<File>) -> [One; 
 }
 
 pub fn mem<const N: usize>() -> [One; N] {
-    hosts(shadowbell_backend::open("mem:1MiB").unwrap(), None)
+    hosts(shadowbell_disk::open("mem:1MiB").unwrap(), None)
 }
 
 impl One {

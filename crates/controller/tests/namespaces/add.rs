@@ -5,9 +5,9 @@ use crate::host::{
     identify, no_event, remove, request_event, size, want_events, write_and_read,
 };
 use crate::late::Late;
-use shadowbell_backend::{Disk, MemDisk, NullDisk, Op};
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
+use shadowbell_disk::{Disk, MemDisk, NullDisk, Op};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::identify::{IdentifyController, cns};
 use shadowbell_spec::sqe::NSID_ALL;

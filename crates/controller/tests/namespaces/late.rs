@@ -1,6 +1,6 @@
 //! A disk under control of the test.
 
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Request, Submitted};
 use shadowbell_memory::{EventFd, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -78,7 +78,7 @@ impl Disk for Late {
         info
     }
 
-    fn queue(&self) -> io::Result<Box<dyn shadowbell_backend::Queue>> {
+    fn queue(&self) -> io::Result<Box<dyn shadowbell_disk::Queue>> {
         let take = |left: usize| left.checked_sub(1);
         let taken = self.orders.queues.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take);
         taken.map_err(|_| io::Error::other("no queue is left"))?;
@@ -95,7 +95,7 @@ impl Disk for Late {
 
 pub(crate) struct LateQueue {
     disk: Late,
-    inner: Box<dyn shadowbell_backend::Queue>,
+    inner: Box<dyn shadowbell_disk::Queue>,
     event: EventFd,
     held: Vec<(u32, Request, Segments)>,
 }
@@ -107,7 +107,7 @@ impl LateQueue {
     }
 }
 
-impl shadowbell_backend::Queue for LateQueue {
+impl shadowbell_disk::Queue for LateQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         self.used();
         self.disk.orders.seen.lock().unwrap().push(*request);

@@ -4,7 +4,7 @@ use crate::ALONE;
 use crate::host::Host;
 use crate::memory;
 use crate::process::{BASE, BLOCKS, DATA, Orders};
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
 use shadowbell_state::AbortPoint;

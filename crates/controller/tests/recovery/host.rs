@@ -4,7 +4,7 @@ use crate::process::{
     ADMIN_CQ, ADMIN_SQ, BASE, BLOCKS, DATA, EVENT_IDX, LIMIT, MEMORY, Orders, Process, QUEUES,
     SHADOW, Task,
 };
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use shadowbell_memory::{Mapping, SharedBytes};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig};
 use shadowbell_spec::status::Status;

@@ -3,7 +3,7 @@
 use crate::host::Host;
 use crate::process::{BLOCKS, Orders};
 use crate::{ALONE, memory};
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use shadowbell_state::AbortPoint;
 use shadowbell_testing::wait;
 use std::sync::Arc;

@@ -13,7 +13,7 @@ mod process;
 
 use host::Host;
 use process::{ADMIN_DATA, BASE, BLOCKS, LIMIT, Orders};
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{DeleteIoQueue, Identify};
 use shadowbell_state::AbortPoint;
@@ -87,7 +87,7 @@ fn work(host: &mut Host, random: &mut Random) {
 }
 
 fn memory() -> Result<String, Arc<dyn Disk>> {
-    Err(shadowbell_backend::open_lasting(&format!("mem:{}", BLOCKS * 512)).unwrap())
+    Err(shadowbell_disk::open_lasting(&format!("mem:{}", BLOCKS * 512)).unwrap())
 }
 
 #[test]

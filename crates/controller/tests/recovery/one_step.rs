@@ -1,6 +1,6 @@
 //! A memory disk with atomic compare-and-write.
 
-use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::io;
 use std::sync::Arc;

@@ -2,11 +2,11 @@
 
 use crate::one_step::OneStep;
 use serde::{Deserialize, Serialize};
-use shadowbell_backend::Disk;
 use shadowbell_controller::{
     Carrier, Config, Controller, Death, NamespaceConfig, Polling, Pool, PoolOptions, Recorder,
     SavedController,
 };
+use shadowbell_disk::Disk;
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_state::{AbortPoint, Descriptors, FdRef, Parcel};
@@ -82,7 +82,7 @@ pub(crate) fn open(
         Ok(path) => {
             let until = Instant::now() + LIMIT;
             loop {
-                match shadowbell_backend::open(path) {
+                match shadowbell_disk::open(path) {
                     Ok(disk) => return disk,
                     Err(error) => assert!(Instant::now() < until, "{path}: {error}"),
                 }
@@ -90,9 +90,7 @@ pub(crate) fn open(
                 wait::pause();
             }
         }
-        Err(state) => {
-            shadowbell_backend::adopt(&format!("mem:{}", BLOCKS * 512), state, fds).unwrap()
-        }
+        Err(state) => shadowbell_disk::adopt(&format!("mem:{}", BLOCKS * 512), state, fds).unwrap(),
     }
 }
 

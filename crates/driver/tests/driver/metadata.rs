@@ -8,9 +8,9 @@ use crate::fake::Fake;
 use crate::futures::block_on;
 use crate::options;
 use direct::Direct;
-use shadowbell_backend::{Disk, FileDisk, FileOptions, MemDisk, MetadataDisk, MetadataFormat};
 use shadowbell_controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
 use shadowbell_controller::{Polling, Pool, PoolOptions};
+use shadowbell_disk::{Disk, FileDisk, FileOptions, MemDisk, MetadataDisk, MetadataFormat};
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Buffer, Command, Completion, Controller, IoErrorKind,
     MetadataCommand, Namespace, ProtectionError, QueueError, QueuePair, Recovery, RequestError,

@@ -1,7 +1,7 @@
 //! A disk with a volatile cache, whose power can be cut.
 
 use parking_lot::Mutex;
-use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::collections::HashSet;
 use std::io;

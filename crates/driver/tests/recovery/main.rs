@@ -8,7 +8,7 @@ mod served;
 mod soak;
 mod steps;
 
-use ::shadowbell_backend::Disk;
+use ::shadowbell_disk::Disk;
 use shadowbell_controller::faults::{Faults, Injected};
 use shadowbell_controller::{
     Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,

@@ -7,8 +7,8 @@
 
 use super::request::Action;
 use rustix::io::Errno;
-use shadowbell_backend::{DiskError, Op, RawCall, RawFile, RawStep, RawTransfer, Request};
 use shadowbell_block::Geometry;
+use shadowbell_disk::{DiskError, Op, RawCall, RawFile, RawStep, RawTransfer, Request};
 use std::time::{Duration, Instant};
 
 /// File of the disk, and the requests in flight on it.
@@ -122,7 +122,7 @@ pub(super) fn errno(error: &DiskError) -> Errno {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_backend::{Aio, Direct, Disk, FileDisk, FileOptions};
+    use shadowbell_disk::{Aio, Direct, Disk, FileDisk, FileOptions};
     use std::fs::File;
 
     const GEOMETRY: Geometry = Geometry {

@@ -4,7 +4,7 @@
 use super::request::{Action, HEADER, MAX_PIECES, Rules, SEGMENT, Status, understand};
 use super::split_ring::{DESCRIPTOR, Descriptor, SplitRing};
 use ::shadowbell_memory::View;
-use shadowbell_backend::Op;
+use shadowbell_disk::Op;
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;

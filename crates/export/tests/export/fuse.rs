@@ -2,8 +2,8 @@
 
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use rustix::io::Errno;
-use shadowbell_backend::{DiskError, Op};
 use shadowbell_block::{BlockDevice, BlockOptions};
+use shadowbell_disk::{DiskError, Op};
 use shadowbell_export::fuse::{MountError, Mounted, Options};
 use shadowbell_testing::test_disk::TestDisk;
 use std::fs::{File, OpenOptions};

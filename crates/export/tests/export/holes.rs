@@ -2,8 +2,8 @@
 
 use crate::nbd::Rig;
 use crate::tools::{can_run, noise, run, uri};
-use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_block::BlockOptions;
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_export::nbd::wire::{command, flag};
 use shadowbell_export::nbd::{Address, Options, Server};
 use shadowbell_memory::Segments;
@@ -186,7 +186,7 @@ struct Served {
 
 impl Served {
     fn new(image: &Path) -> Self {
-        let disk = shadowbell_backend::open(&image.display().to_string()).unwrap();
+        let disk = shadowbell_disk::open(&image.display().to_string()).unwrap();
         let disk = Counted { disk, read: Arc::default() };
         let read = Arc::clone(&disk.read);
         let options = BlockOptions::default();

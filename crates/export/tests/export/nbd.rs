@@ -2,7 +2,7 @@
 
 use crate::client::Client;
 use proptest::prelude::*;
-use shadowbell_backend::{DiskError, Op};
+use shadowbell_disk::{DiskError, Op};
 use shadowbell_export::nbd::wire::{
     NbdError, Request, command, flag, option, put_option, transmission,
 };

@@ -1,7 +1,7 @@
 //! vhost-user-blk: a VMM's frontend and a guest's virtio-blk driver.
 
-use shadowbell_backend::{DiskError, Op};
 use shadowbell_block::{BlockDevice, BlockOptions};
+use shadowbell_disk::{DiskError, Op};
 use shadowbell_export::vhost::{StartError, VhostUserBlk};
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;

@@ -1,7 +1,7 @@
 //! Queues that the frontend reconfigures while the guest submits requests, and long requests.
 
 use crate::vhost::{EVENT_IDX, Guest, READ, Rig, Ring, WRITE, each_block_size, short_blocks};
-use shadowbell_backend::Op;
+use shadowbell_disk::Op;
 use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 use vhost::VhostBackend;

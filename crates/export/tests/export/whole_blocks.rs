@@ -3,7 +3,7 @@
 
 use crate::client::Client;
 use crate::nbd::Rig;
-use shadowbell_backend::DiskError;
+use shadowbell_disk::DiskError;
 use shadowbell_export::nbd::wire::{NbdError, Request, command};
 use shadowbell_testing::wait;
 use std::io::Write;

@@ -2,7 +2,7 @@
 
 use super::HostPool;
 use super::index::VACANT;
-use shadowbell_backend::{ImageFile, OpenError};
+use shadowbell_disk::{ImageFile, OpenError};
 use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
 use std::io::{self, Seek, Write};

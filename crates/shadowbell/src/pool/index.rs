@@ -5,8 +5,8 @@
 //! on a full file system.
 
 use serde::{Deserialize, Serialize};
-use shadowbell_backend::{MetadataDisk, MetadataFormat};
 use shadowbell_controller::{PoolNamespace, PoolState, SanitizePhase, SanitizeStatus};
+use shadowbell_disk::{MetadataDisk, MetadataFormat};
 use shadowbell_spec::admin::Sanitize;
 use shadowbell_state::{AbSlots, HeadOrder};
 use std::fs::File;

@@ -2,7 +2,7 @@
 
 use crate::process_env;
 use serde::{Deserialize, Serialize};
-use shadowbell_backend::parse_size;
+use shadowbell_disk::parse_size;
 use std::path::{Path, PathBuf};
 
 /// Directory and capacity of a pool.

@@ -13,7 +13,7 @@ use super::worker_link::WorkerLink;
 use crate::exit;
 use crate::supervisor::protocol::to_supervisor;
 use anyhow::{Context, anyhow, bail};
-use shadowbell_backend::HandOverError;
+use shadowbell_disk::HandOverError;
 use shadowbell_state::Descriptors;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};

@@ -24,8 +24,8 @@ use crate::limits::{self, Group};
 use anyhow::Context;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shadowbell_backend::Disk;
 use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
+use shadowbell_disk::Disk;
 use shadowbell_state::{Descriptors, LastingChange, VERSION};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
@@ -145,7 +145,7 @@ impl Checkpointer {
     /// The descriptor limit is reached.
     pub(super) fn new(link: &WorkerLink) -> io::Result<Self> {
         let kept = LiveCheckpoint { store: link.store()?, state: Mutex::default() };
-        Ok(Self { kept: Arc::new(kept), fence: shadowbell_backend::fence()? })
+        Ok(Self { kept: Arc::new(kept), fence: shadowbell_disk::fence()? })
     }
 
     /// Sends the items of all controllers; [`complete`](Checkpointer::complete) makes them valid.

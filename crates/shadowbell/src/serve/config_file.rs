@@ -19,8 +19,8 @@ use crate::pool::PoolSpec;
 use crate::uuid_text::{no_uuid, parse_uuid};
 use anyhow::anyhow;
 use serde::Deserialize;
-use shadowbell_backend::Limits;
 use shadowbell_controller::config::MAX_NAMESPACES;
+use shadowbell_disk::Limits;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::io::Read;
@@ -368,7 +368,7 @@ impl Check<'_> {
             self.wrong.push((line, why));
         }
         let max_transfer = table.max_transfer.and_then(|value| {
-            let size = shadowbell_backend::parse_size(value.get_ref());
+            let size = shadowbell_disk::parse_size(value.get_ref());
             size.map_err(|why| self.refuse(&value, format!("`max-transfer`: {why}"))).ok()
         });
         ControllerConfig {

@@ -2,7 +2,7 @@
 
 use anyhow::{anyhow, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use shadowbell_backend::{Disk, Op, Request, Submitted};
+use shadowbell_disk::{Disk, Op, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::time::{Duration, Instant};
 
@@ -52,7 +52,7 @@ fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_backend::{DiskInfo, NullDisk, Queue};
+    use shadowbell_disk::{DiskInfo, NullDisk, Queue};
     use std::io::{self, PipeReader, PipeWriter};
     use std::os::fd::{AsFd, BorrowedFd};
 

@@ -2,8 +2,8 @@
 
 use super::server_config::SocketConfig;
 use parking_lot::RwLock;
-use shadowbell_backend::Disk;
 use shadowbell_controller::Controller;
+use shadowbell_disk::Disk;
 use shadowbell_vfio_user::server::PortId;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};

@@ -9,7 +9,7 @@ use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::DiskConfig;
 use crate::exit;
 use anyhow::{Context, anyhow};
-use shadowbell_backend::Disk;
+use shadowbell_disk::Disk;
 use std::collections::HashSet;
 use std::sync::Arc;
 use tracing::{error, info, warn};

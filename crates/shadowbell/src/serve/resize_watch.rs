@@ -7,7 +7,7 @@
 use super::namespaces::NamespaceChange;
 use super::reconfigure::Changes;
 use super::server::Server;
-use shadowbell_backend::{SizeNews, tell_new_size};
+use shadowbell_disk::{SizeNews, tell_new_size};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use tracing::warn;

@@ -358,7 +358,7 @@ fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<Pat
         return Ok(None);
     }
     if path.extension().is_some_and(|extension| extension == "qcow2") {
-        shadowbell_backend_qcow2::create(path, bytes).map_err(exit::bad_input)?;
+        shadowbell_disk_qcow2::create(path, bytes).map_err(exit::bad_input)?;
     } else {
         let created = File::create_new(path).and_then(|file| file.set_len(bytes));
         created.map_err(exit::bad_input).with_context(|| path.display().to_string())?;

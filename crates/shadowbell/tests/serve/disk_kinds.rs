@@ -5,7 +5,7 @@ use crate::recover::{kill, lost_nothing};
 use crate::supervisor::{children, has_ended, worker};
 use crate::upgrade::{Client, Load};
 use rustix::process::Signal;
-use shadowbell_backend_qcow2::create;
+use shadowbell_disk_qcow2::create;
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::wait::moment;
 use std::os::unix::net::{UnixListener, UnixStream};

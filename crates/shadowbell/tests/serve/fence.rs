@@ -81,7 +81,7 @@ fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     let Some(device) = LateDevice::new("fence::late_daemon") else { return };
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("disk.qcow2");
-    shadowbell_backend_qcow2::create(&image, 8 << 20).unwrap();
+    shadowbell_disk_qcow2::create(&image, 8 << 20).unwrap();
     let bytes = std::fs::read(&image).unwrap();
     let mut whole = std::fs::OpenOptions::new().write(true).open(device.path()).unwrap();
     whole.write_all(&bytes).unwrap();

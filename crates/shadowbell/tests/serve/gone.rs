@@ -6,7 +6,7 @@ use crate::disk_kinds::is_consistent;
 use crate::harness::{Server, complete, image, program, run, until};
 use crate::supervisor::worker;
 use crate::upgrade::Client;
-use shadowbell_backend_qcow2::create;
+use shadowbell_disk_qcow2::create;
 use shadowbell_driver::{AttachOptions, Recovery};
 use shadowbell_spec::Status;
 use shadowbell_testing::stalled::{Mount, be_the_daemon};

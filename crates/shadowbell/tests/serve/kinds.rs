@@ -3,7 +3,7 @@
 use crate::control::SetOnDrop;
 use crate::disk_kinds::{Export, is_consistent, supervisor};
 use crate::harness::{Server, complete, finish, image, program, run};
-use shadowbell_backend_qcow2::create;
+use shadowbell_disk_qcow2::create;
 use shadowbell_driver::{AttachOptions, Buffer, Completion, Recovery, Token};
 use shadowbell_spec::Status;
 use shadowbell_testing::outside;

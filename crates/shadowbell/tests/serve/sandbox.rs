@@ -137,7 +137,7 @@ fn every_kind_of_disk_works() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "raw.img", 4 << 20);
     image(directory.path(), "threads.img", 4 << 20);
-    shadowbell_backend_qcow2::create(&directory.path().join("disk.qcow2"), 4 << 20).unwrap();
+    shadowbell_disk_qcow2::create(&directory.path().join("disk.qcow2"), 4 << 20).unwrap();
     let disks =
         ["raw.img", "threads.img?aio=threads&direct=off", "disk.qcow2", "mem:4MiB", "null:4MiB"];
     let mut server = Server::start_in(directory, &disks, &["--keeper", "--sandbox", "on"]);
@@ -161,7 +161,7 @@ fn a_qcow2_image_grows_and_frees_clusters_in_the_sandbox() {
     let names = ["direct.qcow2", "cached.qcow2"];
     let path = |name: &str| directory.path().join(name);
     for name in names {
-        shadowbell_backend_qcow2::create(&path(name), 64 * MIB).unwrap();
+        shadowbell_disk_qcow2::create(&path(name), 64 * MIB).unwrap();
     }
     let paths = names.map(path);
     let disks = [names[0], "cached.qcow2?direct=off"];

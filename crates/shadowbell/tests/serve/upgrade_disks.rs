@@ -5,7 +5,7 @@ use crate::harness::{Server, image, program, until};
 use crate::recover::lost_nothing;
 use crate::supervisor::worker;
 use crate::upgrade::{Client, Load, fake, upgrade};
-use shadowbell_backend_qcow2::create;
+use shadowbell_disk_qcow2::create;
 
 /// Replaces the server process several times under a verifying load.
 fn replaced(server: &mut Server) {

@@ -1,6 +1,6 @@
 //! `cargo xtask soak qcow2`: a process that writes to a qcow2 image is killed repeatedly; the
 //! image is checked afterwards, by QEMU as well. The process is the example `soak` of the crate
-//! `backend-qcow2`, which needs no server.
+//! `disk-qcow2`, which needs no server.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -51,7 +51,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
 
 fn build() -> Result<PathBuf> {
     let output = cargo()
-        .args(["build", "--release", "--package", "shadowbell-backend-qcow2", "--example", "soak"])
+        .args(["build", "--release", "--package", "shadowbell-disk-qcow2", "--example", "soak"])
         .arg("--message-format=json-render-diagnostics")
         .stderr(Stdio::inherit())
         .output()

@@ -39,7 +39,7 @@
 //!
 //! I/O that the dead process had submitted may still reach the disk after the death. The next
 //! process on the same disk must wait for the end of that I/O; for images, the image lock ensures
-//! it (`shadowbell_backend`).
+//! it (`shadowbell_disk`).
 //!
 //! # Trust
 //!

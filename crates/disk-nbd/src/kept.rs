@@ -1,0 +1,122 @@
+//! Crash recovery of an NBD disk.
+//!
+//! # No fence
+//!
+//! Requests that the dead process has sent remain at the server. NBD can neither cancel them nor
+//! wait for them: a server may execute a received write long after the end of its connection, and a
+//! flush on a new connection does not cover it. (`qemu-nbd` and `nbdkit` finish the requests that
+//! they have received. A server that retried hung writes for seconds was seen to overwrite a newer
+//! write: github.com/ydb-platform/nbs, issue 7070.) So the operator, who knows the server and its
+//! storage, has to configure the maximum delay: `settle=SECONDS`. For that time after a crash
+//! nothing is sent to the server. Without the option the disk cannot be recovered.
+//!
+//! A read-only disk needs no delay: replies to the dead process went to that process's own memory.
+//!
+//! # Durability
+//!
+//! The dead process kept its unflushed writes for a replay; the next process does not have them.
+//! Therefore it starts with a flush, after which none of them is needed. If the server restarts
+//! between the crash and this flush, writes that it had answered but not flushed may be lost
+//! without notice.
+
+use crate::error::OpenError;
+use crate::uri::NbdSpec;
+use serde::{Deserialize, Serialize};
+use shadowbell_disk::{DiskInfo, Wait};
+use shadowbell_state::{WrongOrder, is_wrong};
+use std::time::{Duration, Instant};
+
+/// Key of an NBD disk in a checkpoint.
+pub(crate) const KEY: &str = "nbd";
+/// Reason for a disk without checkpoint.
+pub(crate) const UNSETTLED: &str = "an NBD server may still execute writes of the dead process; \
+                                    add `settle=SECONDS`, or serve it read-only (`read-only=on`)";
+/// Delay between two attempts to connect.
+const AGAIN: Duration = Duration::from_millis(50);
+
+#[derive(Serialize, Deserialize)]
+pub(crate) struct KeptExport {
+    pub(crate) block_size: u32,
+    pub(crate) blocks: u64,
+    pub(crate) read_only: bool,
+    volatile_cache: bool,
+    discard: bool,
+    granularity: u32,
+    pub(crate) has_lost: bool,
+}
+
+impl KeptExport {
+    pub(crate) fn new(info: &DiskInfo, has_lost: bool) -> Self {
+        Self {
+            block_size: info.block_size,
+            blocks: info.blocks,
+            read_only: info.read_only,
+            volatile_cache: info.volatile_cache,
+            discard: info.discard,
+            granularity: info.granularity,
+            has_lost,
+        }
+    }
+
+    /// Disk properties that the guest has seen, if the disk `now` can provide them.
+    pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
+        if now.read_only && !self.read_only {
+            return Err("it is no longer writable");
+        }
+        if now.block_size != self.block_size || now.blocks < self.blocks {
+            return Err("it is smaller than it was");
+        }
+        if self.volatile_cache && !now.volatile_cache {
+            return Err("its server no longer supports flushes");
+        }
+        if self.discard && !now.discard {
+            return Err("its server no longer supports write zeroes");
+        }
+        let mut info = now.clone();
+        info.blocks = self.blocks;
+        (info.read_only, info.granularity) = (self.read_only, self.granularity);
+        (info.volatile_cache, info.discard) = (self.volatile_cache, self.discard);
+        Ok(info)
+    }
+}
+
+/// Waits until no request of the dead process can be in flight at the server.
+///
+/// # Errors
+/// `wait` has given up.
+pub(crate) fn settle(spec: &NbdSpec, kept: &KeptExport, wait: Wait<'_>) -> Result<(), OpenError> {
+    if kept.read_only || is_wrong(WrongOrder::NoFence) {
+        return Ok(());
+    }
+    let Some(time) = spec.settle else { return Err(refused(spec, UNSETTLED.to_owned())) };
+    sleep(spec, time, wait)
+}
+
+/// Opens the disk as soon as the server is reachable.
+pub(crate) fn reach<T>(
+    spec: &NbdSpec,
+    wait: Wait<'_>,
+    open: impl Fn() -> Result<T, OpenError>,
+) -> Result<T, OpenError> {
+    loop {
+        match open() {
+            Err(OpenError::Connect { .. }) => sleep(spec, AGAIN, wait)?,
+            outcome => return outcome,
+        }
+    }
+}
+
+fn sleep(spec: &NbdSpec, time: Duration, wait: Wait<'_>) -> Result<(), OpenError> {
+    let since = Instant::now();
+    while since.elapsed() < time {
+        if !wait() {
+            return Err(refused(spec, "the wait was given up".to_owned()));
+        }
+    }
+    Ok(())
+}
+
+/// Creates the error for a disk that cannot be recovered.
+pub(crate) fn refused(spec: &NbdSpec, why: String) -> OpenError {
+    OpenError::NotThatDisk { disk: spec.to_string(), why }
+}

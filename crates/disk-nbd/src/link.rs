@@ -1,0 +1,503 @@
+//! Connection to the server, with its requests in flight. The holder of the lock sends and receives
+//! for all queues of the connection, without blocking.
+
+use crate::export::Export;
+use crate::receiver::Receiver;
+use crate::shared::Shared;
+use crate::stream::Stream;
+use crate::subrequest::{Owner, Subrequest, Subrequests};
+use crate::unflushed::{Entry, Flush};
+use crate::user::{Ended, User};
+use rustix::io::Errno;
+use shadowbell_disk::{DiskError, Lists};
+use shadowbell_nbd::wire::{self, command};
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use tracing::warn;
+
+/// Number of the list of waiting subrequests.
+const WAITING: u32 = 0;
+
+/// Limits of requests in flight at the server, and of their data in bytes.
+const WINDOW: usize = 256;
+const WINDOW_BYTES: usize = 16 << 20;
+/// Maximum requests per send call.
+const BATCH: usize = 64;
+/// Number of protocol violations during a request after which the request fails.
+const MAX_BREAKS: u32 = 4;
+/// Maximum free buffers to keep, of each size.
+const KEPT: usize = 64;
+/// Buffer sizes in bytes.
+const SIZES: [usize; 3] = [4 << 10, 32 << 10, 256 << 10];
+
+/// Reason for the end of a connection.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Loss {
+    #[error("the server hung up")]
+    End,
+    #[error("the server is shutting down")]
+    Shutdown,
+    #[error("the connection failed: {0}")]
+    Socket(#[from] Errno),
+    #[error("the server violates the protocol: {0}")]
+    Violation(#[from] crate::receiver::Violation),
+    #[error("the server does not reply on one connection after another was lost")]
+    Silent,
+}
+
+/// A receiving queue: its number on the connection, and the destination of its completions.
+pub(crate) type Own<'a> = (u32, &'a mut Vec<Ended>);
+
+struct Connection {
+    stream: Stream,
+    receiver: Receiver,
+    /// Requests in sending order; the first one may be partly sent.
+    sending: VecDeque<(u32, [u8; wire::Request::SIZE])>,
+    /// Sent bytes of the first request.
+    sent: usize,
+    /// The socket buffer is full, and the queues wait for it.
+    is_blocked: bool,
+}
+
+#[derive(Default)]
+pub(crate) struct Link {
+    connection: Option<Connection>,
+    parts: Subrequests,
+    /// Subrequests that are not sent, in order.
+    waiting: Lists,
+    /// Requests in flight at the server, and their data in bytes.
+    in_flight: usize,
+    bytes: usize,
+    users: Vec<Option<Arc<User>>>,
+    buffers: [Vec<Vec<u8>>; SIZES.len()],
+}
+
+impl Link {
+    /// Adds a queue. Returns its number on this connection.
+    pub(crate) fn join(&mut self, user: &Arc<User>) -> std::io::Result<u32> {
+        if let Some(connection) = &self.connection {
+            user.watch(connection.stream.as_fd())?;
+        }
+        let at = match self.users.iter().position(Option::is_none) {
+            Some(at) => at,
+            None => {
+                self.users.push(None);
+                self.users.len() - 1
+            }
+        };
+        if let Some(place) = self.users.get_mut(at) {
+            *place = Some(Arc::clone(user));
+        }
+        Ok(at as u32)
+    }
+
+    /// Removes a queue with its unsent subrequests.
+    pub(crate) fn leave(&mut self, user: u32) {
+        for slot in self.parts.all(|part| part.owner.is_some_and(|owner| owner.user == user)) {
+            self.drop_part(slot);
+        }
+        if let Some(place) = self.users.get_mut(user as usize) {
+            *place = None;
+        }
+    }
+
+    /// Number of queues.
+    pub(crate) fn users(&self) -> usize {
+        self.users.iter().flatten().count()
+    }
+
+    pub(crate) fn is_connected(&self) -> bool {
+        self.connection.is_some()
+    }
+
+    /// The socket if requests are in flight, and whether some are still to be sent.
+    pub(crate) fn busy(&self) -> Option<(Stream, bool)> {
+        let connection = self.connection.as_ref().filter(|_| self.in_flight != 0)?;
+        Some((connection.stream.clone(), !connection.sending.is_empty()))
+    }
+
+    pub(crate) fn stream(&self) -> Option<Stream> {
+        Some(self.connection.as_ref()?.stream.clone())
+    }
+
+    /// Returns a buffer of `len` bytes.
+    pub(crate) fn buffer(&mut self, len: usize) -> Vec<u8> {
+        let class = SIZES.iter().zip(&mut self.buffers).find(|(size, _)| len <= **size);
+        let mut buffer = match class {
+            Some((size, kept)) => kept.pop().unwrap_or_else(|| Vec::with_capacity(*size)),
+            None => Vec::with_capacity(len),
+        };
+        buffer.resize(len, 0);
+        buffer
+    }
+
+    /// Returns a buffer to the pool.
+    pub(crate) fn give_back(&mut self, buffer: Vec<u8>) {
+        let class =
+            SIZES.iter().zip(&mut self.buffers).find(|(size, _)| buffer.capacity() == **size);
+        if let Some((_, kept)) = class
+            && kept.len() < KEPT
+        {
+            kept.push(buffer);
+        }
+    }
+
+    /// Adds a subrequest, which [`pump`](Self::pump) sends.
+    pub(crate) fn push(&mut self, part: Subrequest) {
+        let slot = self.parts.insert(part);
+        self.waiting.push_back(WAITING, slot);
+    }
+
+    /// Adds an automatic flush before all waiting subrequests.
+    pub(crate) fn push_flush(&mut self) {
+        let slot = self.parts.insert(Subrequest::new(command::FLUSH, 0, 0, 0, Vec::new()));
+        self.waiting.push_front(WAITING, slot);
+    }
+
+    /// Cancels unsent subrequests and reads of a queue's request; replies to the reads are
+    /// discarded. Returns the number of subrequests and their bytes.
+    pub(crate) fn cancel(&mut self, user: u32, task: u32) -> (u32, u64) {
+        let mut sum = (0, 0);
+        for slot in self.parts.of(user, task) {
+            if let Some(part) = self.parts.get(slot)
+                && (!part.is_sent || part.is_read())
+            {
+                sum = (sum.0 + 1, sum.1 + u64::from(part.len));
+                self.drop_part(slot);
+            }
+        }
+        sum
+    }
+
+    /// Drops a subrequest. If it has been sent, its reply will be discarded.
+    fn drop_part(&mut self, slot: u32) {
+        match self.parts.get_mut(slot) {
+            Some(part) if part.is_sent => self.parts.disown(slot),
+            _ => {
+                self.waiting.remove(slot);
+                if let Some(part) = self.parts.remove(slot) {
+                    self.give_back(part.data);
+                }
+            }
+        }
+    }
+
+    /// Installs a new connection, and sends waiting subrequests.
+    pub(crate) fn install(&mut self, stream: Stream, export: &Export, shared: &Shared) {
+        for user in self.users.iter().flatten() {
+            if let Err(error) = user.watch(stream.as_fd()) {
+                warn!("{}: a queue cannot watch its connection: {error}", shared.name);
+            }
+        }
+        self.connection = Some(Connection {
+            stream,
+            receiver: Receiver::new(export.structured, export.allocation),
+            sending: VecDeque::new(),
+            sent: 0,
+            is_blocked: false,
+        });
+        self.pump(shared, None);
+    }
+
+    /// Sends waiting subrequests, within the limits and the socket buffer.
+    pub(crate) fn pump(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
+        let outcome = self.begin(shared).and_then(|()| self.send());
+        if let Err(loss) = outcome {
+            // Replies that arrived before the hang-up are still valid.
+            let lost = match loss {
+                Loss::Socket(Errno::PIPE | Errno::CONNRESET) => self.take(shared, &mut own).err(),
+                _ => None,
+            };
+            self.lose(shared, &lost.unwrap_or(loss), own);
+        }
+    }
+
+    /// Moves waiting subrequests to the send queue, within the limits.
+    fn begin(&mut self, shared: &Shared) -> Result<(), Loss> {
+        if self.connection.is_none() || shared.is_recovering() {
+            return Ok(());
+        }
+        while let Some(slot) = self.waiting.first(WAITING) {
+            let Some(part) = self.parts.get_mut(slot) else {
+                self.waiting.remove(slot);
+                continue;
+            };
+            let cost = part.cost();
+            let room = self.in_flight < WINDOW && self.bytes + cost <= WINDOW_BYTES;
+            if !room && self.in_flight != 0 {
+                break;
+            }
+            if part.command == command::FLUSH || part.changes() {
+                let mut unflushed = shared.unflushed.lock();
+                if part.command == command::FLUSH {
+                    part.flushes = unflushed.end();
+                } else if unflushed.is_full() {
+                    unflushed.is_waited_for = true;
+                    break;
+                }
+            }
+            part.is_sent = true;
+            self.waiting.remove(slot);
+            self.in_flight += 1;
+            self.bytes += cost;
+            let request = self.parts.request(slot).map(|request| request.encode());
+            if let (Some(Ok(head)), Some(connection)) =
+                (request.map(<[u8; wire::Request::SIZE]>::try_from), &mut self.connection)
+            {
+                connection.sending.push_back((slot, head));
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self) -> Result<(), Loss> {
+        let Self { connection: Some(connection), parts, users, .. } = self else { return Ok(()) };
+        let mut is_blocked = false;
+        while !connection.sending.is_empty() && !is_blocked {
+            let mut slices = [IoSlice::new(&[]); 2 * BATCH];
+            let mut used = 0;
+            let mut skip = connection.sent;
+            let frames = || connection.sending.iter().take(BATCH);
+            for (slot, head) in frames() {
+                let data = match parts.get(*slot) {
+                    Some(part) if part.command == command::WRITE => &part.data[..],
+                    _ => &[],
+                };
+                for bytes in [&head[..], data] {
+                    let left = bytes.get(skip.min(bytes.len())..).unwrap_or_default();
+                    skip -= bytes.len() - left.len();
+                    if !left.is_empty()
+                        && let Some(slice) = slices.get_mut(used)
+                    {
+                        *slice = IoSlice::new(left);
+                        used += 1;
+                    }
+                }
+            }
+            match connection.stream.send(slices.get(..used).unwrap_or_default()) {
+                Ok(count) => connection.sent += count,
+                Err(Errno::AGAIN) => is_blocked = true,
+                Err(errno) => return Err(errno.into()),
+            }
+            while let Some((slot, head)) = connection.sending.front() {
+                let data = match parts.get(*slot) {
+                    Some(part) if part.command == command::WRITE => part.data.len(),
+                    _ => 0,
+                };
+                if connection.sent < head.len() + data {
+                    break;
+                }
+                connection.sent -= head.len() + data;
+                connection.sending.pop_front();
+            }
+        }
+        if is_blocked != connection.is_blocked {
+            connection.is_blocked = is_blocked;
+            for user in users.iter().flatten() {
+                user.watch_room(connection.stream.as_fd(), is_blocked);
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives all available replies. Completions of the queue `own` go to its list, those of
+    /// other queues to their completion queues.
+    pub(crate) fn receive(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
+        if self.in_flight == 0 {
+            return;
+        }
+        if let Err(loss) = self.take(shared, &mut own) {
+            self.lose(shared, &loss, own);
+        }
+    }
+
+    /// Handles a hang-up: processes the replies received before it, then ends the connection.
+    pub(crate) fn hung_up(&mut self, shared: &Shared) {
+        let loss = self.take(shared, &mut None).err().unwrap_or(Loss::End);
+        self.lose(shared, &loss, None);
+    }
+
+    fn take(&mut self, shared: &Shared, own: &mut Option<Own<'_>>) -> Result<(), Loss> {
+        let mut ended = Vec::new();
+        let outcome = loop {
+            let Some(connection) = &mut self.connection else { break Ok(()) };
+            let (first, rest) = connection.receiver.room(&mut self.parts);
+            let (first_len, room) = (first.len(), first.len() + rest.len());
+            let count = match connection.stream.receive(first, rest) {
+                Ok(0) => break Err(Loss::End),
+                Ok(count) => count,
+                Err(Errno::AGAIN) => break Ok(()),
+                Err(errno) => break Err(errno.into()),
+            };
+            connection.receiver.received(count, first_len);
+            let done = |part, error| ended.push((part, error));
+            let outcome = connection.receiver.advance(&mut self.parts, done);
+            if let Err(violation) = outcome {
+                break Err(violation.into());
+            }
+            // A short read means that the socket is empty.
+            if count < room {
+                break Ok(());
+            }
+        };
+        let mut is_ending = false;
+        for (part, error) in ended {
+            self.in_flight -= 1;
+            self.bytes -= part.cost();
+            if error == wire::NbdError::Shutdown as u32 {
+                // The server has not executed the request, so it waits for the next connection.
+                is_ending = true;
+                self.again(part);
+                continue;
+            }
+            self.finish(part, error, shared, own);
+        }
+        if is_ending { outcome.and(Err(Loss::Shutdown)) } else { outcome }
+    }
+
+    /// Returns a subrequest to the waiting list; drops it if it has no owner and changes nothing.
+    fn again(&mut self, mut part: Subrequest) {
+        if part.owner.is_none() && !part.changes() {
+            return self.give_back(part.data);
+        }
+        part.begin_again();
+        let number = part.number;
+        let slot = self.parts.insert(part);
+        if let Some(part) = self.parts.get_mut(slot) {
+            part.number = number;
+        }
+        self.waiting.push_front(WAITING, slot);
+    }
+
+    fn finish(&mut self, part: Subrequest, error: u32, shared: &Shared, own: &mut Option<Own<'_>>) {
+        let Subrequest { command, flags, offset, len, mut data, owner, flushes, .. } = part;
+        let changes = matches!(command, command::WRITE | command::WRITE_ZEROES | command::TRIM);
+        if changes && error == 0 {
+            shared.is_full.store(false, Ordering::Relaxed);
+            let mut unflushed = shared.unflushed.lock();
+            if unflushed.keeps(flags) {
+                let data = Arc::new(std::mem::take(&mut data));
+                unflushed.add(Entry { command, flags, offset, len, data });
+                shared.flush_soon(&mut unflushed);
+            }
+        }
+        if command == command::FLUSH {
+            let mut unflushed = shared.unflushed.lock();
+            if owner.is_none() {
+                unflushed.flush = Flush::None;
+            }
+            let goes_on = error == 0 && unflushed.flushed(flushes);
+            // An automatic flush has no owner that would see its error.
+            let is_lost = error != 0 && owner.is_none();
+            shared.flush_soon(&mut unflushed);
+            drop(unflushed);
+            if is_lost {
+                shared.lose();
+            }
+            if goes_on {
+                shared.wake_users();
+            }
+        }
+        if let Some(owner) = owner {
+            let reads = command == command::READ;
+            let end = offset.saturating_add(len.into());
+            let beyond = end > shared.export.lock().size;
+            let result = if error == 0 { Ok(()) } else { Err(status(error, reads, beyond)) };
+            if result == Err(DiskError::NoSpace) {
+                shared.is_full.store(true, Ordering::Relaxed);
+            }
+            let Owner { user, task, at } = owner;
+            let gives = reads || command == command::BLOCK_STATUS;
+            let data = if gives { std::mem::take(&mut data) } else { Vec::new() };
+            let ended = Ended { task, at, len, result, data };
+            match own {
+                Some((number, into)) if *number == user => into.push(ended),
+                _ => {
+                    if let Some(Some(user)) = self.users.get(user as usize) {
+                        user.completions.push(ended);
+                    }
+                }
+            }
+        }
+        self.give_back(data);
+    }
+
+    /// Ends the connection: requests in flight wait for the next one.
+    pub(crate) fn lose(&mut self, shared: &Shared, loss: &Loss, mut own: Option<Own<'_>>) {
+        let Some(connection) = self.connection.take() else { return };
+        for user in self.users.iter().flatten() {
+            user.forget(connection.stream.as_fd());
+        }
+        connection.stream.end();
+        let is_broken = matches!(loss, Loss::Violation(_));
+        let sent = self.parts.all(|part| part.is_sent);
+        warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
+        (self.in_flight, self.bytes) = (0, 0);
+        // Last one first, since each goes before all waiting subrequests.
+        for slot in sent.into_iter().rev() {
+            let Some(part) = self.parts.get_mut(slot) else { continue };
+            part.breaks += u32::from(is_broken);
+            let is_own_flush = part.command == command::FLUSH && part.owner.is_none();
+            if is_own_flush {
+                shared.unflushed.lock().flush = Flush::Wanted;
+            }
+            // A write without owner may have been executed, so it is sent again.
+            if part.owner.is_none() && !part.changes() {
+                if let Some(part) = self.parts.remove(slot) {
+                    self.give_back(part.data);
+                }
+            } else if part.breaks >= MAX_BREAKS {
+                if let Some(part) = self.parts.remove(slot) {
+                    let error = wire::NbdError::Io as u32;
+                    self.finish(part, error, shared, &mut own);
+                }
+            } else {
+                part.begin_again();
+                self.waiting.push_front(WAITING, slot);
+            }
+        }
+        shared.lost();
+    }
+}
+
+/// Converts an error of the server.
+fn status(error: u32, reads: bool, beyond: bool) -> DiskError {
+    let is = |number: wire::NbdError| error == number as u32;
+    if beyond && (is(wire::NbdError::Inval) || is(wire::NbdError::NoSpc)) {
+        return DiskError::OutOfRange;
+    }
+    match error {
+        _ if is(wire::NbdError::NoSpc) && !reads => DiskError::NoSpace,
+        _ if is(wire::NbdError::Perm) && !reads => DiskError::ReadOnly,
+        _ if is(wire::NbdError::NotSup) => DiskError::Unsupported,
+        // Error numbers of the protocol equal those of Linux.
+        1..=4095 => DiskError::Io(error as i32),
+        _ => DiskError::Io(libc::EIO),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_have_the_meaning_that_they_have_there() {
+        for (error, reads, beyond, expected) in [
+            (28, false, false, DiskError::NoSpace),
+            (28, true, false, DiskError::Io(28)),
+            (28, false, true, DiskError::OutOfRange),
+            (22, true, true, DiskError::OutOfRange),
+            (22, true, false, DiskError::Io(22)),
+            (1, false, false, DiskError::ReadOnly),
+            (1, true, false, DiskError::Io(1)),
+            (95, false, false, DiskError::Unsupported),
+            (5, true, true, DiskError::Io(5)),
+            (u32::MAX, true, false, DiskError::Io(5)),
+        ] {
+            assert_eq!(status(error, reads, beyond), expected, "{error}");
+        }
+    }
+}

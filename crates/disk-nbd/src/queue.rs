@@ -1,0 +1,205 @@
+//! Queue of an I/O thread on an export. It sends and receives without blocking.
+
+use crate::connections::Handle;
+use crate::link::Link;
+use crate::subrequest::{Owner, Subrequest};
+use crate::task::Task;
+use crate::user::{Ended, User};
+use parking_lot::Mutex;
+use shadowbell_disk::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks};
+use shadowbell_memory::Segments;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+/// Limit of buffer bytes of a queue's subrequests; further ones wait.
+const BUFFERS: u64 = 16 << 20;
+/// Limit of a queue's subrequests in flight.
+const PARTS: u32 = 512;
+
+pub(crate) struct NbdQueue {
+    handle: Arc<Handle>,
+    /// Index of the connection.
+    link: usize,
+    user: Arc<User>,
+    /// Number of the queue on the connection.
+    number: u32,
+    bounds: Bounds,
+    reads_zeroes: bool,
+    /// Requests; those in the waiting list have subrequests to start.
+    tasks: Tasks<Task>,
+    /// Buffer bytes and number of the started subrequests.
+    bytes: u64,
+    parts: u32,
+    /// Scratch buffer for completions.
+    ended: Vec<Ended>,
+}
+
+impl NbdQueue {
+    pub(crate) fn new(handle: Arc<Handle>, info: &DiskInfo) -> io::Result<Self> {
+        let user = Arc::new(User::new()?);
+        let connections = &handle.0;
+        connections.shared.users.lock().push(Arc::downgrade(&user));
+        // The connection with the fewest queues.
+        let users = |(_, link): &(usize, &Mutex<Link>)| link.lock().users();
+        let link = connections.links.iter().enumerate().min_by_key(users).map_or(0, |(at, _)| at);
+        let Some(place) = connections.links.get(link) else {
+            return Err(io::Error::other("there is no connection"));
+        };
+        let number = place.lock().join(&user)?;
+        Ok(Self {
+            link,
+            user,
+            number,
+            bounds: info.bounds(),
+            reads_zeroes: info.discard,
+            handle,
+            tasks: Tasks::default(),
+            bytes: 0,
+            parts: 0,
+            ended: Vec::new(),
+        })
+    }
+
+    /// Processes completions if it `receives`, then starts and sends subrequests within the limits.
+    fn turn(&mut self, receives: bool) {
+        let Self { handle, link, tasks, bytes, parts, ended, number, .. } = self;
+        let connections = &handle.0;
+        let Some(link) = connections.links.get(*link) else { return };
+        let mut link = link.lock();
+        if receives {
+            link.receive(&connections.shared, Some((*number, ended)));
+            for Ended { task: key, at, len, result, data } in ended.drain(..) {
+                *parts = parts.saturating_sub(1);
+                *bytes = bytes.saturating_sub(u64::from(len));
+                if let Some(task) = tasks.get_mut(key) {
+                    task.ended(at, result, &data);
+                    if task.is_over(connections.part) {
+                        tasks.end(key);
+                    } else if task.next(connections.part).is_some() {
+                        // The flush after a write.
+                        tasks.wait(key);
+                    }
+                }
+                link.give_back(data);
+            }
+        }
+        while let Some(key) = tasks.first_waiting() {
+            let Some(task) = tasks.get_mut(key) else { break };
+            let Some(next) = task.next(connections.part) else {
+                if task.is_over(connections.part) {
+                    tasks.end(key);
+                }
+                tasks.stop_waiting(key);
+                continue;
+            };
+            if *parts != 0 && (*parts >= PARTS || *bytes + u64::from(next.len) > BUFFERS) {
+                break;
+            }
+            let len = if next.has_data { next.len as usize } else { 0 };
+            let mut buffer = link.buffer(len);
+            if let Err(error) = task.fill(next.at, &mut buffer) {
+                link.give_back(buffer);
+                task.outcome = Err(error);
+                continue;
+            }
+            task.began(&next);
+            *parts += 1;
+            *bytes += u64::from(next.len);
+            let mut part = Subrequest::new(next.command, next.flags, next.offset, next.len, buffer);
+            part.owner = Some(Owner { user: *number, task: key, at: next.at });
+            link.push(part);
+        }
+        link.pump(&connections.shared, Some((*number, ended)));
+    }
+}
+
+impl Queue for NbdQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        let connections = &self.handle.0;
+        let is_durable = matches!(
+            request.op,
+            Op::Flush | Op::Write { fua: true } | Op::WriteZeroes { fua: true, .. }
+        );
+        if is_durable && connections.shared.unflushed.lock().has_lost {
+            return Submitted::Done(Err(DiskError::Io(libc::EIO)));
+        }
+        let mut task = match Task::new(request, &connections.first, self.reads_zeroes) {
+            Ok(task) => task,
+            Err(result) => return Submitted::Done(result),
+        };
+        task.data = data.take();
+        let key = self.tasks.insert(tag, task);
+        self.tasks.wait(key);
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        if self.tasks.first_waiting().is_some() {
+            self.turn(false);
+        }
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        loop {
+            self.user.completions.take(&mut self.ended);
+            self.turn(true);
+            // Sending may end requests if the connection breaks; they are processed now.
+            if self.ended.is_empty() {
+                break;
+            }
+        }
+        while let Some((tag, task)) = self.tasks.take_over() {
+            done(tag, task.outcome, task.data);
+        }
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let Some(key) = self.tasks.find(tag) else { return };
+        let connections = &self.handle.0;
+        let (Some(task), Some(link)) = (self.tasks.get_mut(key), connections.links.get(self.link))
+        else {
+            return;
+        };
+        let mut link = link.lock();
+        let (count, bytes) = link.cancel(self.number, key);
+        drop(link);
+        self.parts = self.parts.saturating_sub(count);
+        self.bytes = self.bytes.saturating_sub(bytes);
+        if count == 0 && task.next(connections.part).is_none() {
+            // All subrequests have been sent and cannot be cancelled.
+            return;
+        }
+        task.under_way = task.under_way.saturating_sub(count);
+        task.outcome = task.outcome.and(Err(DiskError::Cancelled));
+        let is_over = task.is_over(connections.part);
+        self.tasks.stop_waiting(key);
+        if is_over && self.tasks.end(key) {
+            // The request ends in `reap`; the signal makes the caller call it.
+            self.user.completions.signal();
+        }
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.user.as_fd())
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        true
+    }
+}
+
+impl Drop for NbdQueue {
+    fn drop(&mut self) {
+        if let Some(link) = self.handle.0.links.get(self.link) {
+            link.lock().leave(self.number);
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! Request to the disk, split into subrequests to the server.
+
+use crate::export::Export;
+use shadowbell_disk::{DiskError, Op, Request};
+use shadowbell_memory::Segments;
+use shadowbell_nbd::wire::{command, flag, transmission};
+
+/// Maximum bytes per subrequest without data, so that a slow server gets a long request in pieces.
+const MAX_BARE: u64 = 64 << 20;
+
+/// Action of a task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Read,
+    Write,
+    Compare,
+    /// Reads and discards the data.
+    Verify,
+    /// Writes zeroes as data.
+    Fill,
+    /// A request without data, with this command.
+    Bare(u16),
+    Flush,
+}
+
+/// A request in execution.
+#[derive(Debug)]
+pub(crate) struct Task {
+    action: Action,
+    flags: u16,
+    offset: u64,
+    len: u64,
+    /// Bytes with a started subrequest.
+    begun: u64,
+    /// A flush has to follow, because the server does not support FUA.
+    flushes_after: bool,
+    /// Subrequests in flight.
+    pub(crate) under_way: u32,
+    pub(crate) outcome: Result<(), DiskError>,
+    pub(crate) data: Segments,
+}
+
+/// Next subrequest of a task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Next {
+    pub(crate) command: u16,
+    pub(crate) flags: u16,
+    pub(crate) offset: u64,
+    pub(crate) len: u32,
+    /// Offset in the task's data.
+    pub(crate) at: u64,
+    /// The subrequest needs a buffer.
+    pub(crate) has_data: bool,
+}
+
+impl Task {
+    /// Creates the task of a checked request, or returns its result if there is nothing to do.
+    pub(crate) fn new(
+        request: &Request,
+        export: &Export,
+        reads_zeroes: bool,
+    ) -> Result<Self, Result<(), DiskError>> {
+        let has = |flag| export.has(flag);
+        let mut durable = false;
+        let zeroes = has(transmission::SEND_WRITE_ZEROES);
+        let (action, flags) = match request.op {
+            Op::Flush if has(transmission::SEND_FLUSH) => (Action::Flush, 0),
+            Op::Flush => return Err(Ok(())),
+            _ if request.len == 0 => return Err(Ok(())),
+            Op::Read => (Action::Read, 0),
+            Op::Write { fua } => {
+                durable = fua;
+                (Action::Write, 0)
+            }
+            Op::Compare => (Action::Compare, 0),
+            Op::Verify => (Action::Verify, 0),
+            Op::WriteZeroes { deallocate, fua } => {
+                durable = fua;
+                let action =
+                    if zeroes { Action::Bare(command::WRITE_ZEROES) } else { Action::Fill };
+                (action, if deallocate || !zeroes { 0 } else { flag::NO_HOLE })
+            }
+            // The server may deallocate the range, which reads as zeroes in any case.
+            Op::Discard if reads_zeroes => (Action::Bare(command::WRITE_ZEROES), 0),
+            // NBD's trim leaves later reads undefined, which a disk must not.
+            Op::Discard => return Err(Ok(())),
+            _ => return Err(Err(DiskError::Unsupported)),
+        };
+        let at_once = durable && has(transmission::SEND_FUA);
+        Ok(Self {
+            action,
+            flags: if at_once { flags | flag::FUA } else { flags },
+            offset: if action == Action::Flush { 0 } else { request.offset },
+            len: if action == Action::Flush { 0 } else { request.len },
+            begun: 0,
+            flushes_after: action == Action::Flush
+                || (durable && !at_once && has(transmission::SEND_FLUSH)),
+            under_way: 0,
+            outcome: Ok(()),
+            data: Segments::new(),
+        })
+    }
+
+    /// Next subrequest, with at most `most` bytes of data; `None` if all were started, or the next
+    /// one has to wait for those in flight.
+    pub(crate) fn next(&self, most: u32) -> Option<Next> {
+        let left = self.len.saturating_sub(self.begun);
+        if self.outcome.is_err() {
+            return None;
+        }
+        if left == 0 {
+            let flush = Next {
+                command: command::FLUSH,
+                flags: 0,
+                offset: 0,
+                len: 0,
+                at: self.len,
+                has_data: false,
+            };
+            return (self.flushes_after && self.under_way == 0).then_some(flush);
+        }
+        let (command, has_data) = match self.action {
+            Action::Read | Action::Compare | Action::Verify => (command::READ, true),
+            Action::Write | Action::Fill => (command::WRITE, true),
+            Action::Bare(command) => (command, false),
+            Action::Flush => (command::FLUSH, false),
+        };
+        let most = if has_data { u64::from(most) } else { MAX_BARE };
+        Some(Next {
+            command,
+            flags: self.flags,
+            offset: self.offset + self.begun,
+            len: left.min(most) as u32,
+            at: self.begun,
+            has_data,
+        })
+    }
+
+    /// Records that `next` was started.
+    pub(crate) fn began(&mut self, next: &Next) {
+        self.begun += u64::from(next.len);
+        self.under_way += 1;
+        if next.command == command::FLUSH {
+            self.flushes_after = false;
+        }
+    }
+
+    /// Fills the buffer of the subrequest at `at` with the data to send.
+    pub(crate) fn fill(&self, at: u64, buffer: &mut [u8]) -> Result<(), DiskError> {
+        match self.action {
+            Action::Write => self.data.read_into(at as usize, buffer).ok_or(DiskError::BadBuffer),
+            Action::Fill => {
+                buffer.fill(0);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Processes the end of the subrequest at `at`, with the data it has read.
+    pub(crate) fn ended(&mut self, at: u64, result: Result<(), DiskError>, data: &[u8]) {
+        self.under_way = self.under_way.saturating_sub(1);
+        let result = result.and_then(|()| match self.action {
+            Action::Read => self.data.write_from(at as usize, data).ok_or(DiskError::BadBuffer),
+            Action::Compare => {
+                let mut own = vec![0; data.len()];
+                self.data.read_into(at as usize, &mut own).ok_or(DiskError::BadBuffer)?;
+                if own == data { Ok(()) } else { Err(DiskError::CompareFailed) }
+            }
+            _ => Ok(()),
+        });
+        self.outcome = self.outcome.and(result);
+    }
+
+    /// True if no subrequest is in flight or left to start.
+    pub(crate) fn is_over(&self, most: u32) -> bool {
+        self.under_way == 0 && self.next(most).is_none()
+    }
+}

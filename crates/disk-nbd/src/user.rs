@@ -1,0 +1,57 @@
+//! Disk queue as a user of its connection: its completion queue, and its wake-up by the socket.
+
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use shadowbell_disk::{CompletionQueue, DiskError};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// Completed subrequest.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) task: u32,
+    /// Offset in the request's data, and length.
+    pub(crate) at: u64,
+    pub(crate) len: u32,
+    pub(crate) result: Result<(), DiskError>,
+    /// Data of a read.
+    pub(crate) data: Vec<u8>,
+}
+
+/// Disk queue on a connection.
+pub(crate) struct User {
+    pub(crate) completions: CompletionQueue<Ended>,
+    /// Readable while `completions` or the connection is.
+    wakes: OwnedFd,
+}
+
+impl User {
+    pub(crate) fn new() -> io::Result<Self> {
+        let completions = CompletionQueue::new()?;
+        let wakes = epoll::create(CreateFlags::CLOEXEC)?;
+        epoll::add(&wakes, &completions, EventData::new_u64(0), EventFlags::IN)?;
+        Ok(Self { completions, wakes })
+    }
+
+    /// Wakes the queue's thread for input on this connection from now on.
+    pub(crate) fn watch(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        Ok(epoll::add(&self.wakes, socket, EventData::new_u64(1), EventFlags::IN)?)
+    }
+
+    /// Adds or removes the wake-up for room in the connection's socket buffer.
+    pub(crate) fn watch_room(&self, socket: BorrowedFd<'_>, room: bool) {
+        let flags = if room { EventFlags::IN | EventFlags::OUT } else { EventFlags::IN };
+        // A connection that is not in the set has ended.
+        let _ = epoll::modify(&self.wakes, socket, EventData::new_u64(1), flags);
+    }
+
+    /// Stops waking for this connection.
+    pub(crate) fn forget(&self, socket: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.wakes, socket);
+    }
+}
+
+impl AsFd for User {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.wakes.as_fd()
+    }
+}

@@ -1,0 +1,546 @@
+//! An NBD export as a disk: its properties, its requests, and a server that lies, hangs, dies
+//! and restarts.
+
+mod common;
+
+use common::{ALL, Fake};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use rustix::event::{PollFd, PollFlags, poll};
+use shadowbell_disk::{Disk, DiskError, HandOverError, Op, Queue, Request, ResizeError, Submitted};
+use shadowbell_memory::Segments;
+use shadowbell_nbd::reply::Head;
+use shadowbell_nbd::wire::{command, transmission};
+use shadowbell_testing::disks::{
+    Random, batch, content, flush, memory, read, run, run_one, segments, wait, write,
+};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const MIB: usize = 1 << 20;
+
+fn write_durably(queue: &mut dyn Queue, offset: u64, data: &[u8]) -> Result<(), DiskError> {
+    let bytes = memory(data.len());
+    bytes.write_from(0, data).unwrap();
+    let segments = Segments::from_bytes(&bytes);
+    run_one(queue, Op::Write { fua: true }, offset, data.len() as u64, segments)
+}
+
+/// Submits a request, which must be pending.
+fn submit(queue: &mut dyn Queue, tag: u32, op: Op, offset: u64, len: u64, data: Segments) {
+    let mut data = data;
+    let submitted = queue.submit(tag, &Request { op, offset, len }, &mut data);
+    assert_eq!(submitted, Submitted::Pending);
+    queue.commit();
+}
+
+/// Waits until all requests have completed.
+fn end(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
+    let mut ended = Vec::new();
+    while queue.pending() > 0 {
+        queue.reap(&mut |tag, result, _| ended.push((tag, result)));
+        if queue.pending() > 0 {
+            wait(queue);
+        }
+    }
+    ended
+}
+
+#[test]
+fn an_export_has_the_servers_properties() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let info = disk.info();
+    assert_eq!((info.bytes(), info.block_size, info.granularity), (MIB as u64, 512, 8));
+    assert!(info.discard && info.volatile_cache && !info.read_only);
+    let says = "NBD with 4 connections, flushes, FUA, write zeroes";
+    assert_eq!(disk.describe(), says);
+    assert_eq!(disk.name(), format!("nbd+unix:///x?socket={}", fake.socket().display()));
+    drop(disk);
+    let info = fake.open("block-size=4096&read-only=on&connections=1").info();
+    assert!(info.read_only && !info.volatile_cache && info.block_size == 4096);
+    fake.change(|manner| manner.flags = transmission::HAS_FLAGS | transmission::READ_ONLY);
+    let disk = fake.open("");
+    assert!(disk.info().read_only && disk.describe() == "NBD with one connection");
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(write(&mut *queue, 0, &[1; 512]), Err(DiskError::ReadOnly));
+    assert_eq!(flush(&mut *queue), Ok(()));
+    assert!(matches!(
+        disk.hand_over(&mut Default::default()),
+        Err(HandOverError::Impossible { .. })
+    ));
+}
+
+#[test]
+fn invalid_exports_are_refused_with_the_reason() {
+    let mut fake = Fake::new(1000, ALL);
+    let refused = |fake: &Fake, words: &str| {
+        let error = fake.try_open("").unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    };
+    refused(&fake, "the size of the export, 1000 bytes, is not valid");
+    fake.resize(0);
+    refused(&fake, "the size of the export, 0 bytes");
+    fake.resize(8192);
+    fake.change(|manner| manner.sizes = Some((4096, 1 << 20)));
+    refused(&fake, "use `block-size=4096`");
+    assert_eq!(fake.open("block-size=4096").info().blocks, 2);
+    fake.change(|manner| manner.sizes = Some((8192, 1 << 20)));
+    refused(&fake, "a disk supports at most 4096");
+    fake.kill();
+    refused(&fake, "is unreachable");
+}
+
+/// Random batches against a model, on a server with this behaviour.
+fn cases(flags: u16, structured: bool, options: &str, most: Option<u32>) {
+    let config = Config { cases: 4, failure_persistence: None, ..Config::default() };
+    TestRunner::new(config)
+        .run(&any::<u64>(), |seed| {
+            let fake = Fake::new(2 * MIB, flags);
+            fake.change(|manner| {
+                manner.structured = structured;
+                manner.sizes = most.map(|most| (1, most));
+            });
+            let mut model = vec![0; 2 * MIB];
+            let mut random = Random(seed | 1);
+            let disk = fake.open(options);
+            let mut queues = [disk.queue().unwrap(), disk.queue().unwrap()];
+            for _ in 0..8 {
+                let queue = &mut queues[random.below(2) as usize];
+                batch(&disk, &mut **queue, &mut model, &mut random);
+            }
+            assert!(content(&disk) == model, "the disk differs at the end");
+            assert_eq!(flush(&mut *queues[0]), Ok(()));
+            if flags & transmission::SEND_FLUSH != 0 {
+                assert!(fake.durable() == model, "what was flushed is not durable");
+            }
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn model_of_a_server_with_all_features() {
+    cases(ALL, true, "", None);
+}
+
+#[test]
+fn model_of_a_server_without_features() {
+    cases(transmission::HAS_FLAGS, false, "", None);
+}
+
+#[test]
+fn model_with_one_connection_and_simple_replies() {
+    let flags = ALL & !(transmission::CAN_MULTI_CONN | transmission::SEND_FUA);
+    cases(flags, false, "block-size=4096", Some(8192));
+}
+
+#[test]
+fn model_with_a_small_journal() {
+    cases(ALL, true, "replay=64KiB", None);
+}
+
+#[test]
+fn fua_is_a_flush_on_a_server_without_fua() {
+    let fake = Fake::new(MIB, ALL & !transmission::SEND_FUA);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(write_durably(&mut *queue, 0, &[7; 512]), Ok(()));
+    assert_eq!((fake.count(command::FLUSH), fake.durable()[0]), (1, 7));
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(write_durably(&mut *queue, 0, &[7; 512]), Ok(()));
+    assert_eq!((fake.count(command::FLUSH), fake.durable()[0]), (0, 7));
+}
+
+#[test]
+fn an_error_affects_its_request_only() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    for (error, expected) in [
+        (1, DiskError::ReadOnly),
+        (5, DiskError::Io(5)),
+        (28, DiskError::NoSpace),
+        (95, DiskError::Unsupported),
+        (u32::MAX, DiskError::Io(5)),
+    ] {
+        for structured in [true, false] {
+            fake.change(|manner| {
+                manner.structured = structured;
+                manner.errors = [(command::WRITE, error)].into();
+            });
+            assert_eq!(write(&mut *queue, 0, &[1; 512]), Err(expected));
+            // The disk is full until a write succeeds.
+            assert_eq!(disk.is_full(), [28, 95, u32::MAX].contains(&error));
+            assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
+        }
+    }
+    fake.change(|manner| manner.errors.clear());
+    assert_eq!(write(&mut *queue, 0, &[1; 512]), Ok(()));
+    assert!(!disk.is_full());
+    assert_eq!(disk.counters()[1], ("connections_lost", 0));
+}
+
+#[test]
+fn unflushed_writes_survive_a_kill_of_the_server() {
+    for connections in [1, 4] {
+        let mut fake = Fake::new(MIB, ALL);
+        let disk = fake.open(&format!("connections={connections}"));
+        let mut queue = disk.queue().unwrap();
+        write(&mut *queue, 0, &[1; 4096]).unwrap();
+        write(&mut *queue, 4096, &[2; 4096]).unwrap();
+        flush(&mut *queue).unwrap();
+        // Overlapping writes, whose order matters; one of them has FUA.
+        write(&mut *queue, 0, &[3; 4096]).unwrap();
+        write(&mut *queue, 512, &[4; 512]).unwrap();
+        write_durably(&mut *queue, 1024, &[5; 512]).unwrap();
+        let zeroes = Op::WriteZeroes { deallocate: true, fua: false };
+        run_one(&mut *queue, zeroes, 0, 512, Segments::new()).unwrap();
+        fake.kill();
+        assert_eq!(fake.cache()[..512], [1; 512], "the server has lost something");
+        fake.start();
+        // The host's flush must succeed, and make the data durable.
+        assert_eq!(flush(&mut *queue), Ok(()));
+        let durable = fake.durable();
+        for (at, byte) in [(0, 0), (512, 4), (1024, 5), (1536, 3), (4096, 2)] {
+            assert_eq!(durable[at..at + 512], [byte; 512], "{at}");
+        }
+        assert!(!disk.has_lost());
+        assert_eq!(disk.counters()[3], ("requests_replayed", 4));
+        // Flushed data are not written again.
+        fake.kill();
+        fake.start();
+        assert_eq!(read(&mut *queue, 512, 512), Ok(vec![4; 512]));
+        assert_eq!(disk.counters()[3], ("requests_replayed", 4));
+    }
+}
+
+#[test]
+fn a_flush_fails_after_a_loss_without_replay() {
+    let mut fake = Fake::new(MIB, ALL);
+    let disk = fake.open("replay=off");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[1; 512]).unwrap();
+    flush(&mut *queue).unwrap();
+    fake.kill();
+    fake.start();
+    assert_eq!(flush(&mut *queue), Ok(()), "all was flushed before");
+    write(&mut *queue, 0, &[2; 512]).unwrap();
+    fake.kill();
+    fake.start();
+    assert_eq!(read(&mut *queue, 0, 512), Ok(vec![1; 512]));
+    assert!(disk.has_lost());
+    assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
+    assert_eq!(write_durably(&mut *queue, 0, &[1; 512]), Err(DiskError::Io(5)));
+    assert_eq!(write(&mut *queue, 0, &[1; 512]), Ok(()));
+    drop((queue, disk));
+    let disk = fake.open("");
+    assert_eq!(flush(&mut *disk.queue().unwrap()), Ok(()));
+}
+
+#[test]
+fn a_refused_replay_is_a_loss() {
+    let mut fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[1; 512]).unwrap();
+    fake.kill();
+    fake.change(|manner| manner.errors = [(command::WRITE, 28)].into());
+    fake.start();
+    assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
+    assert!(disk.has_lost());
+    assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
+}
+
+#[test]
+fn a_full_replay_buffer_is_flushed() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("replay=64KiB");
+    let mut queue = disk.queue().unwrap();
+    for round in 0..200_u64 {
+        write(&mut *queue, round % 16 * 4096, &[round as u8; 4096]).unwrap();
+    }
+    // 800 KiB were written, and the replay buffer has 64 KiB.
+    assert!(fake.count(command::FLUSH) >= 10);
+    // A failed flush is reported by the host's flushes, for as long as the disk is open.
+    fake.change(|manner| manner.errors = [(command::FLUSH, 5)].into());
+    let flushes = fake.count(command::FLUSH);
+    for round in 0..32 {
+        write(&mut *queue, round * 4096, &[1; 4096]).unwrap();
+    }
+    fake.wait(|counts| counts[&command::FLUSH] > flushes);
+    write(&mut *queue, 0, &[1; 4096]).unwrap();
+    fake.change(|manner| manner.errors.clear());
+    assert!(disk.has_lost());
+    assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
+}
+
+/// Writers with separate blocks, and a server that is killed and restarted under them: there is
+/// no error, and every block has its last data, on the disk and, at the end, durably.
+#[test]
+fn a_load_survives_repeated_kills_of_the_server() {
+    for flags in [ALL, ALL & !transmission::CAN_MULTI_CONN] {
+        let mut fake = Fake::new(4 * MIB, flags);
+        let disk = fake.open("replay=1MiB");
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let mut writers = Vec::new();
+            for part in 0..3_u64 {
+                let (disk, over) = (&disk, &over);
+                writers.push(scope.spawn(move || {
+                    let mut queue = disk.queue().unwrap();
+                    let mut random = Random(part * 77 + 1);
+                    let mut model = vec![0_u8; MIB];
+                    let base = part * MIB as u64;
+                    let mut rounds = 0_u64;
+                    while !over.load(Ordering::Relaxed) {
+                        rounds += 1;
+                        let bytes = memory(8 * 4096);
+                        let mut requests = Vec::new();
+                        for lane in 0..8_usize {
+                            let block = lane * 32 + random.below(32) as usize;
+                            let fresh = random.bytes(4096);
+                            bytes.write_from(lane * 4096, &fresh).unwrap();
+                            model[block * 4096..][..4096].copy_from_slice(&fresh);
+                            let op = Op::Write { fua: random.below(8) == 0 };
+                            let offset = base + block as u64 * 4096;
+                            let data = segments(&bytes, lane * 4096, 4096);
+                            requests.push((Request { op, offset, len: 4096 }, data));
+                        }
+                        assert!(run(&mut *queue, requests).iter().all(Result::is_ok));
+                        if random.below(16) == 0 {
+                            assert_eq!(flush(&mut *queue), Ok(()));
+                        }
+                        let block = random.below(256);
+                        let there = read(&mut *queue, base + block * 4096, 4096).unwrap();
+                        assert!(there == model[block as usize * 4096..][..4096], "{rounds}");
+                    }
+                    assert_eq!(flush(&mut *queue), Ok(()));
+                    assert!(read(&mut *queue, base, MIB).unwrap() == model);
+                    (rounds, model)
+                }));
+            }
+            for _ in 0..8 {
+                // Reads are not replayed, so they count the rounds.
+                let rounds = fake.count(command::READ) + 20;
+                fake.wait(|counts| counts.get(&command::READ).is_some_and(|r| *r > rounds));
+                fake.kill();
+                fake.start();
+            }
+            over.store(true, Ordering::Relaxed);
+            for (part, writer) in writers.into_iter().enumerate() {
+                let (rounds, model) = writer.join().unwrap();
+                assert!(rounds > 10);
+                assert!(fake.durable()[part * MIB..][..MIB] == model, "part {part}");
+            }
+        });
+        assert!(!disk.has_lost());
+        assert!(disk.counters()[3].1 > 0, "nothing was ever to be written again");
+    }
+}
+
+/// One of several connections ends, while the server holds requests of others.
+#[test]
+fn requests_of_a_lost_connection_are_replayed() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("connections=2");
+    let (mut one, mut two) = (disk.queue().unwrap(), disk.queue().unwrap());
+    write(&mut *one, 0, &[1; 512]).unwrap();
+    write(&mut *two, 512, &[2; 512]).unwrap();
+    fake.change(|manner| manner.holds = true);
+    let bytes = memory(1024);
+    bytes.write_from(0, &[3; 1024]).unwrap();
+    let fua = false;
+    submit(&mut *one, 1, Op::Write { fua }, 0, 512, segments(&bytes, 0, 512));
+    submit(&mut *two, 2, Op::Write { fua }, 512, 512, segments(&bytes, 512, 512));
+    fake.hang_up(0);
+    fake.change(|manner| manner.holds = false);
+    assert_eq!(end(&mut *one), [(1, Ok(()))]);
+    assert_eq!(end(&mut *two), [(2, Ok(()))]);
+    assert_eq!(fake.cache()[..1024], [3; 1024]);
+    assert_eq!(disk.counters()[1..3], [("connections_lost", 1), ("reconnections", 1)]);
+}
+
+#[test]
+fn requests_survive_frequent_disconnects() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| manner.hangs_up_after = Some(9));
+    let mut model = vec![0; MIB];
+    let mut random = Random(9);
+    for round in 0..100 {
+        let at = random.below(255) as usize * 4096;
+        let fresh = random.bytes(4096);
+        model[at..at + 4096].copy_from_slice(&fresh);
+        write(&mut *queue, at as u64, &fresh).unwrap();
+        // The replayed requests must be fewer than a connection's limit.
+        if round % 4 == 0 {
+            flush(&mut *queue).unwrap();
+        }
+    }
+    fake.change(|manner| manner.hangs_up_after = None);
+    flush(&mut *queue).unwrap();
+    assert!(fake.durable() == model);
+}
+
+/// A request that is cancelled without a server ends, and is not executed later.
+#[test]
+fn requests_are_cancelled_without_a_server() {
+    let mut fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| manner.holds = true);
+    let bytes = memory(MIB);
+    bytes.write_from(0, &[9; MIB]).unwrap();
+    let write_op = Op::Write { fua: false };
+    submit(&mut *queue, 1, write_op, 0, 512, segments(&bytes, 0, 512));
+    submit(&mut *queue, 2, Op::Read, 512, 512, segments(&bytes, 512, 512));
+    // The server has both requests. A read is cancelled at once, a write completes normally.
+    queue.cancel(1);
+    queue.cancel(2);
+    let mut ended = Vec::new();
+    wait(&*queue);
+    queue.reap(&mut |tag, result, data| {
+        assert_eq!(data.len(), 512);
+        ended.push((tag, result));
+    });
+    assert_eq!((&ended[..], queue.pending()), (&[(2, Err(DiskError::Cancelled))][..], 1));
+    fake.kill();
+    submit(&mut *queue, 3, write_op, 1024, MIB as u64 / 2, segments(&bytes, 0, MIB / 2));
+    submit(&mut *queue, 4, Op::Flush, 0, 0, Segments::new());
+    // The reconnect thread or the queue notices the end of the connection; then both requests can
+    // be cancelled.
+    while queue.pending() > 0 {
+        for tag in [1, 3, 4] {
+            queue.cancel(tag);
+        }
+        queue.reap(&mut |_, result, _| assert_eq!(result, Err(DiskError::Cancelled)));
+    }
+    fake.change(|manner| manner.holds = false);
+    fake.start();
+    assert_eq!(read(&mut *queue, 0, MIB), Ok(vec![0; MIB]));
+    assert_eq!(fake.count(command::WRITE), 0);
+    assert_eq!(flush(&mut *queue), Ok(()));
+}
+
+/// Cancelling takes a constant number of steps per request: quadratic time would be minutes.
+#[test]
+fn a_hundred_thousand_requests_are_cancelled_at_once() {
+    const MANY: u32 = 200_000;
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| manner.holds = true);
+    let bytes = memory(512);
+    for tag in 0..MANY {
+        let mut data = segments(&bytes, 0, 512);
+        let request = Request { op: Op::Read, offset: 0, len: 512 };
+        assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
+    }
+    queue.commit();
+    // The last request first, which is the worst order for a search from the front.
+    (0..MANY).rev().for_each(|tag| queue.cancel(tag));
+    let mut ended = end(&mut *queue);
+    assert!(ended.iter().all(|(_, result)| *result == Err(DiskError::Cancelled)));
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
+    fake.change(|manner| manner.holds = false);
+    assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
+}
+
+/// The wake descriptor is silent while idle, also after replies that were reaped inline.
+#[test]
+fn a_queue_without_requests_is_silent() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    assert!(queue.wakes_by_edges());
+    for round in 0..10 {
+        write(&mut *queue, 0, &[round; 512]).unwrap();
+    }
+    queue.reap(&mut |_, _, _| panic!("nothing is pending"));
+    let fd = queue.wake_fd().unwrap();
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    assert_eq!(poll(&mut fds, Some(&zero)).unwrap(), 0);
+}
+
+#[test]
+fn requests_fail_on_a_server_with_wrong_replies() {
+    let lies: [common::Lie; 8] = [
+        |_| Some(vec![0xff; 64]),
+        |request| Some(Head::simple(request.cookie ^ 1 << 40, Ok(())).bytes().to_vec()),
+        |request| Some(Head::done(request.cookie ^ 1).bytes().to_vec()),
+        |request| Some(Head::done(request.cookie).bytes().to_vec()),
+        |request| {
+            let mut out = Head::data(request.cookie, 1 << 60, 512, true).bytes().to_vec();
+            out.extend([1; 512]);
+            Some(out)
+        },
+        |request| Some(Head::data(request.cookie, request.offset, 1 << 30, true).bytes().to_vec()),
+        |request| {
+            let part = Head::data(request.cookie, request.offset, 256, false);
+            let mut out = part.bytes().to_vec();
+            out.extend([1; 256]);
+            out.extend(part.bytes());
+            out.extend([1; 256]);
+            Some(out)
+        },
+        |request| Some(Head::simple(request.cookie, Ok(())).bytes().to_vec()),
+    ];
+    for lie in lies {
+        let fake = Fake::new(MIB, ALL);
+        let disk = fake.open("connections=1");
+        let mut queue = disk.queue().unwrap();
+        fake.change(|manner| manner.lie = Some(lie));
+        assert_eq!(read(&mut *queue, 0, 512), Err(DiskError::Io(5)));
+        assert!(fake.connections() >= 4);
+        fake.change(|manner| manner.lie = None);
+        assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
+    }
+}
+
+#[test]
+fn a_resized_export_is_detected() {
+    let mut fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    fake.resize(2 * MIB);
+    let larger = disk.resized(None).unwrap();
+    assert_eq!((larger.info().bytes(), disk.info().bytes()), (2 << 20, 1 << 20));
+    let mut second = larger.queue().unwrap();
+    assert_eq!(write(&mut *second, MIB as u64, &[1; 512]), Ok(()));
+    assert_eq!(write(&mut *queue, MIB as u64, &[1; 512]), Err(DiskError::OutOfRange));
+    assert!(matches!(disk.resized(Some(4 << 20)), Err(ResizeError::Short { .. })));
+    assert!(matches!(disk.resized(Some(1000)), Err(ResizeError::Size { .. })));
+    // The export shrinks while the server is down.
+    fake.kill();
+    fake.resize(MIB / 2);
+    fake.start();
+    let beyond = read(&mut *queue, MIB as u64 / 2, 512);
+    assert_eq!(beyond, Err(DiskError::OutOfRange));
+    assert_eq!(disk.resized(None).unwrap().info().bytes(), 1 << 19);
+}
+
+#[test]
+fn a_restarted_server_with_fewer_features_is_not_used() {
+    let mut fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[1; 512]).unwrap();
+    fake.kill();
+    fake.change(|manner| manner.flags = ALL & !transmission::SEND_FLUSH);
+    fake.start();
+    let bytes = memory(512);
+    submit(&mut *queue, 1, Op::Read, 0, 512, segments(&bytes, 0, 512));
+    let before = fake.connections();
+    while fake.connections() < before + 2 {
+        std::thread::yield_now();
+    }
+    assert_eq!((queue.pending(), fake.count(command::READ)), (1, 0));
+    fake.change(|manner| manner.flags = ALL);
+    assert_eq!(end(&mut *queue), [(1, Ok(()))]);
+    assert_eq!(fake.cache()[0], 1);
+}

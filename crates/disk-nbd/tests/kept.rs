@@ -1,0 +1,107 @@
+//! Recovery of an NBD disk of a dead process.
+
+mod common;
+
+use common::{ALL, Fake};
+use shadowbell_disk::Disk;
+use shadowbell_disk_nbd::{NbdDisk, NbdSpec, OpenError};
+use shadowbell_nbd::wire::{NbdError, command, transmission};
+use shadowbell_state::Descriptors;
+use shadowbell_testing::disks::{flush, write};
+use shadowbell_testing::wait;
+use std::time::{Duration, Instant};
+
+/// State for the next process.
+fn kept(disk: &NbdDisk) -> serde_json::Value {
+    disk.keep(&mut Descriptors::default()).unwrap()
+}
+
+fn recover(fake: &Fake, options: &str, state: &serde_json::Value) -> Result<NbdDisk, OpenError> {
+    let spec = format!("nbd+unix:///x?socket={}&{options}", fake.socket().display());
+    let deadline = wait::deadline();
+    NbdDisk::recover(&NbdSpec::parse(&spec)?, state, &|| {
+        wait::pause();
+        Instant::now() < deadline
+    })
+}
+
+#[test]
+fn a_disk_with_settle_is_recovered() {
+    let fake = Fake::new(1 << 20, ALL);
+    let error = fake.open("").keep(&mut Descriptors::default()).unwrap_err().to_string();
+    assert!(error.contains("add `settle=SECONDS`"), "{error}");
+    let disk = fake.open("settle=200ms");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[7; 4096]).unwrap();
+    let state = kept(&disk);
+    let flushes = fake.count(command::FLUSH);
+    let since = Instant::now();
+    let next = recover(&fake, "settle=200ms", &state).unwrap();
+    // Lower bound: the limit does not expire early.
+    assert!(since.elapsed() >= Duration::from_millis(200));
+    assert_eq!(
+        fake.count(command::FLUSH),
+        flushes + 1,
+        "what was answered is durable from here on"
+    );
+    assert_eq!(next.info(), disk.info());
+    assert!(!next.has_lost());
+    // A disk without `settle` before its crash cannot be recovered with it.
+    let error = recover(&fake, "replay=off", &state).unwrap_err().to_string();
+    assert!(error.contains("cannot be recovered"), "{error}");
+}
+
+#[test]
+fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
+    let fake = Fake::new(1 << 20, ALL);
+    let state = kept(&fake.open("settle=0"));
+    for (flags, words) in [
+        (ALL & !transmission::SEND_FLUSH, "no longer supports flushes"),
+        (ALL & !transmission::SEND_WRITE_ZEROES, "no longer supports write zeroes"),
+        (ALL | transmission::READ_ONLY, "no longer writable"),
+    ] {
+        fake.change(|manner| manner.flags = flags);
+        let error = recover(&fake, "settle=0", &state).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+    fake.change(|manner| manner.flags = ALL);
+    let mut larger = state.clone();
+    larger["nbd"]["blocks"] = 4096.into();
+    let error = recover(&fake, "settle=0", &larger).unwrap_err().to_string();
+    assert!(error.contains("smaller than it was"), "{error}");
+    // A failed flush means that unflushed data are lost, now or before the crash.
+    let fails = (command::FLUSH, NbdError::Io as u32);
+    fake.change(|manner| manner.errors.extend([fails]));
+    let lost = recover(&fake, "settle=0", &state).unwrap();
+    assert!(lost.has_lost());
+    fake.change(|manner| manner.errors.clear());
+    let next = recover(&fake, "settle=0", &kept(&lost)).unwrap();
+    assert!(next.has_lost());
+    let mut queue = next.queue().unwrap();
+    assert!(flush(&mut *queue).is_err());
+}
+
+/// A read-only disk has no late writes to wait for, and recovery waits for a server that is
+/// down for a while.
+#[test]
+fn a_read_only_disk_recovers_after_its_server_restarts() {
+    let mut fake = Fake::new(1 << 20, ALL | transmission::READ_ONLY);
+    let state = kept(&fake.open(""));
+    fake.kill();
+    std::thread::scope(|scope| {
+        let next = scope.spawn(|| {
+            let spec = format!("nbd+unix:///x?socket={}", fake.socket().display());
+            NbdDisk::recover(&NbdSpec::parse(&spec).unwrap(), &state, &|| {
+                wait::pause();
+                !fake.socket().with_extension("given-up").exists()
+            })
+        });
+        wait::moment();
+        assert!(!next.is_finished());
+        std::fs::write(fake.socket().with_extension("given-up"), "").unwrap();
+        let error = next.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("the wait was given up"), "{error}");
+    });
+    fake.start();
+    assert!(recover(&fake, "replay=off", &state).unwrap().info().read_only);
+}

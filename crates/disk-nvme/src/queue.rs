@@ -1,0 +1,346 @@
+//! Queue of an I/O thread on the namespace, with a queue pair of its own.
+
+use crate::dma_share::DmaShare;
+use crate::shared::NvmeDiskShared;
+use crate::task::{Next, Task, outcome};
+use crate::transfer_stats::{QueueTransferStats, TransferStats};
+use rustix::io::Errno;
+use shadowbell_disk::{Bounds, DiskError, Queue, Request, Submitted, Tasks};
+use shadowbell_driver::{Buffer, BufferPool, Completion, QueuePair};
+use shadowbell_memory::{DmaTable, EventFd, Segments};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+/// Size of a small buffer in bytes: sufficient for most requests.
+const SMALL: u64 = 4096;
+/// Size of a large buffer in bytes, and so of the longest copied command.
+const LARGE: u64 = 128 << 10;
+/// Number of large buffers.
+const LARGE_COUNT: usize = 16;
+/// Maximum number of memory pieces of a zero-copy request; each piece is a command of its own.
+const PIECES: usize = 8;
+
+/// Command in a slot of the queue pair.
+#[derive(Clone, Copy, Default)]
+struct Part {
+    task: u32,
+    at: u64,
+    len: u64,
+    /// The SSD accesses the guest memory directly.
+    in_place: bool,
+}
+
+pub(crate) struct NvmeQueue {
+    shared: Arc<NvmeDiskShared>,
+    bounds: Bounds,
+    pair: QueuePair,
+    event: Arc<EventFd>,
+    small: BufferPool,
+    large: BufferPool,
+    dma: DmaShare,
+    /// Buffer descriptors of guest memory, for reuse.
+    used: Vec<Buffer>,
+    /// Requests; those in the waiting list have commands to submit.
+    tasks: Tasks<Task>,
+    parts: Box<[Part]>,
+    /// The SSD was removed or disconnected.
+    gone: bool,
+    transfers: TransferStats,
+    published: Arc<QueueTransferStats>,
+}
+
+impl NvmeQueue {
+    pub(crate) fn new(shared: Arc<NvmeDiskShared>, pair: QueuePair) -> io::Result<Self> {
+        let event = Arc::new(pair.waker()?);
+        shared.disconnect.add(&event);
+        let block = u64::from(shared.info.block_size);
+        let most = shared.namespace.max_transfer_bytes().max(block);
+        let buffers = |count, size: u64| {
+            let pool = shared.controller.lock().buffers(count, size as usize);
+            pool.map_err(io::Error::other)
+        };
+        let small = buffers(pair.capacity(), SMALL.min(most))?;
+        let large = buffers(LARGE_COUNT, LARGE.min(most / block * block))?;
+        Ok(Self {
+            bounds: shared.info.bounds(),
+            parts: vec![Part::default(); pair.capacity()].into(),
+            pair,
+            event,
+            small,
+            large,
+            dma: DmaShare::new(shared.shares.clone()),
+            used: Vec::new(),
+            tasks: Tasks::default(),
+            gone: false,
+            transfers: TransferStats::default(),
+            published: shared.transfers.join(),
+            shared,
+        })
+    }
+
+    /// Submits commands of a task. Returns false if the queue pair or the buffers are exhausted.
+    fn start(&mut self, key: u32) -> bool {
+        let Self { shared, pair, small, large, dma, used, tasks, parts, transfers, .. } = self;
+        let (small, large) = (&*small, &*large);
+        let namespace = &shared.namespace;
+        let size = namespace.block_size();
+        let Some(task) = tasks.get_mut(key) else { return true };
+        loop {
+            if pair.outstanding() >= pair.capacity() {
+                return task.next() == Next::Nothing;
+            }
+            let next = task.next();
+            let (len, own) = match next {
+                Next::Nothing => return true,
+                Next::Bare => (u64::MAX, None),
+                Next::Own { left } => (left.min(task.most(large.buffer_size() as u64, size)), None),
+                Next::Data { at, left } => match in_place(dma, used, task, at, left, shared) {
+                    Some(buffer) => (buffer.len() as u64, Some(buffer)),
+                    None => ((left as u64).min(large.buffer_size() as u64), None),
+                },
+            };
+            let in_place = own.is_some();
+            let mut buffer = own;
+            if !in_place && next != Next::Bare {
+                let needs = task.needs(len);
+                let pool = if needs <= small.buffer_size() as u64 { small } else { large };
+                let Some(mut taken) = pool.take() else { return false };
+                if let Err(error) = task.fill(&mut taken, len, size) {
+                    task.outcome = Err(error);
+                    return true;
+                }
+                buffer = Some(taken);
+            }
+            let (command, len) = match task.command(namespace, len) {
+                Ok(command) => command,
+                Err(error) => {
+                    task.outcome = Err(error);
+                    return true;
+                }
+            };
+            match pair.submit(command, buffer) {
+                Ok(token) => {
+                    let at = task.began(len);
+                    transfers.in_place += u64::from(in_place);
+                    transfers.copied += u64::from(!in_place && matches!(next, Next::Data { .. }));
+                    if let Some(part) = parts.get_mut(token.index()) {
+                        *part = Part { task: key, at, len, in_place };
+                    }
+                }
+                Err(refused) => {
+                    tracing::debug!("{}: {}", shared.name, refused.reason);
+                    task.outcome = Err(DiskError::Io(Errno::IO.raw_os_error()));
+                    return true;
+                }
+            }
+        }
+    }
+
+    fn start_waiting(&mut self) {
+        while let Some(key) = self.tasks.first_waiting() {
+            if !self.start(key) {
+                return;
+            }
+            self.tasks.stop_waiting(key);
+            self.check_over(key);
+        }
+    }
+
+    /// Ends a task that failed before a command was submitted, and so has no completion.
+    fn check_over(&mut self, key: u32) {
+        if self.tasks.get_mut(key).is_some_and(|task| task.is_over()) && self.tasks.end(key) {
+            // The task ends in `reap`; the event makes the I/O thread call it.
+            self.event.signal();
+        }
+    }
+
+    /// Processes a completion. Returns the key of the task if the task has ended.
+    fn complete(&mut self, completion: Completion) -> Option<u32> {
+        let Completion { token, status, buffer, .. } = completion;
+        let part = self.parts.get(token.index()).copied()?;
+        let task = self.tasks.get_mut(part.task)?;
+        let mut outcome = outcome(status);
+        if part.in_place {
+            // As many as can be in use at the same time.
+            if let Some(buffer) = buffer
+                && self.used.len() < self.parts.len()
+            {
+                self.used.push(buffer);
+            }
+        } else if outcome.is_ok()
+            && let Some(buffer) = buffer
+        {
+            outcome = task.take(part.at, part.len, buffer.bytes());
+        }
+        task.ended(outcome);
+        task.is_over().then_some(part.task)
+    }
+
+    /// Returns a task to the caller.
+    fn finish(&mut self, key: u32, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        if let Some((tag, task)) = self.tasks.remove(key) {
+            done(tag, task.outcome, task.data);
+        }
+    }
+
+    /// Fails all tasks after the SSD was removed or disconnected, because no completion will
+    /// arrive.
+    fn fail(&mut self, why: &dyn std::fmt::Display) {
+        if !std::mem::replace(&mut self.gone, true) {
+            tracing::error!("{}: {why}", self.shared.name);
+        }
+        let keys: Vec<u32> = self.tasks.keys().collect();
+        for key in keys {
+            if let Some(task) = self.tasks.get_mut(key) {
+                task.outcome = Err(no_device());
+                self.tasks.end(key);
+            }
+        }
+    }
+}
+
+fn no_device() -> DiskError {
+    DiskError::Io(Errno::NODEV.raw_os_error())
+}
+
+/// Describes the task's data from `at` on for direct access by the SSD, as far as they are in one
+/// piece.
+fn in_place(
+    dma: &mut DmaShare,
+    used: &mut Vec<Buffer>,
+    task: &Task,
+    at: usize,
+    left: usize,
+    shared: &NvmeDiskShared,
+) -> Option<Buffer> {
+    let pieces = task.data.pieces();
+    if pieces.len() > PIECES {
+        return None;
+    }
+    let mut skip = at;
+    let piece = pieces.iter().find(|piece| {
+        let here = skip < piece.len();
+        if !here {
+            skip -= piece.len();
+        }
+        here
+    })?;
+    let address = piece.address() + skip;
+    let (memory, offset) = dma.find(address, &task.data)?;
+    let most = usize::try_from(shared.namespace.max_transfer_bytes()).unwrap_or(usize::MAX);
+    let len = (piece.len() - skip).min(left).min(memory.mapping().len() - offset).min(most);
+    // A data pointer must be aligned to four bytes, and a command transfers whole blocks.
+    let whole = len - len % shared.info.block_size as usize;
+    if whole == 0 || !address.is_multiple_of(4) {
+        return None;
+    }
+    memory.buffer(offset, whole, used.pop())
+}
+
+/// Queue of an SSD that was removed or disconnected.
+pub(crate) struct NoDevice;
+
+impl Queue for NoDevice {
+    fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
+        Submitted::Done(Err(no_device()))
+    }
+}
+
+impl Queue for NvmeQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        if self.gone {
+            return Submitted::Done(Err(no_device()));
+        }
+        let NvmeDiskShared { namespace, info, .. } = &*self.shared;
+        let mut task = match Task::new(request, namespace, info.volatile_cache) {
+            Ok(task) => task,
+            Err(result) => return Submitted::Done(result),
+        };
+        task.data = data.take();
+        let key = self.tasks.insert(tag, task);
+        if self.tasks.first_waiting().is_some() || !self.start(key) {
+            self.tasks.wait(key);
+        } else {
+            self.check_over(key);
+        }
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        if self.gone {
+            return;
+        }
+        self.start_waiting();
+        self.published.publish(self.transfers);
+        // Rings the doorbell, and arms the command timeouts in case that the I/O thread sleeps now.
+        if let Err(error) = self.pair.prepare_sleep() {
+            self.fail(&error);
+            self.event.signal();
+        }
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        while !self.gone {
+            let mut any = false;
+            for _ in 0..self.parts.len() {
+                let Some(completion) = self.pair.pop() else { break };
+                any = true;
+                if let Some(key) = self.complete(completion) {
+                    self.finish(key, done);
+                }
+            }
+            if !any {
+                // All completions from before the disconnection have been processed.
+                if self.shared.disconnect.is_gone() {
+                    self.fail(&"removed or disconnected; start the server again when it is back");
+                }
+                break;
+            }
+            // Interrupts are enabled before the queue is polled once more, otherwise a completion
+            // between the two is missed.
+            self.start_waiting();
+            self.published.publish(self.transfers);
+            if let Err(error) = self.pair.prepare_sleep() {
+                self.fail(&error);
+            }
+            fence(Ordering::SeqCst);
+        }
+        while let Some((tag, task)) = self.tasks.take_over() {
+            done(tag, task.outcome, task.data);
+        }
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let Some(key) = self.tasks.find(tag) else { return };
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        // Commands at the SSD are not aborted; no further ones are submitted.
+        if task.next() == Next::Nothing {
+            return;
+        }
+        task.outcome = Err(DiskError::Cancelled);
+        self.tasks.stop_waiting(key);
+        self.check_over(key);
+    }
+
+    fn memory_changed(&mut self, table: &DmaTable) {
+        self.used.clear();
+        self.dma.retain(table);
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.event.as_fd())
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        true
+    }
+}

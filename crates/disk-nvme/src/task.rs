@@ -1,0 +1,244 @@
+//! A request as NVMe commands, and the meaning of their statuses.
+
+use shadowbell_disk::{DiskError, Op, Request, compare};
+use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
+use shadowbell_memory::{Segments, SharedBytes};
+use shadowbell_spec::Status;
+use shadowbell_spec::nvm::DsmRange;
+use zerocopy::IntoBytes;
+
+/// Maximum blocks per command without data, below the NVMe limit of 65536, so that a slow SSD gets
+/// a long request in pieces.
+const MAX_BLOCKS: u64 = 1 << 15;
+
+/// Action of a task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Read,
+    Write {
+        fua: bool,
+    },
+    Compare,
+    /// Reads into a buffer and discards the data.
+    ReadAndDrop,
+    Verify,
+    Flush,
+    WriteZeroes {
+        deallocate: bool,
+        fua: bool,
+    },
+    /// Writes zeroes from a buffer.
+    Fill {
+        fua: bool,
+    },
+    Deallocate,
+}
+
+/// True if blocks can be discarded and then read as zeroes.
+pub(crate) fn discards(namespace: &Namespace) -> bool {
+    deallocates(namespace) || zeroes_deallocate(namespace)
+}
+
+/// True if Dataset Management zeroes deallocated blocks.
+fn deallocates(namespace: &Namespace) -> bool {
+    namespace.optional_commands().dataset_management() && namespace.identity().dlfeat.drb() == 1
+}
+
+/// True if Write Zeroes may deallocate blocks.
+fn zeroes_deallocate(namespace: &Namespace) -> bool {
+    namespace.optional_commands().write_zeroes() && namespace.identity().dlfeat.wzds()
+}
+
+/// A request in execution.
+pub(crate) struct Task {
+    action: Action,
+    offset: u64,
+    len: u64,
+    /// Bytes with a submitted command.
+    begun: u64,
+    /// Commands in flight.
+    pub(crate) under_way: u32,
+    pub(crate) outcome: Result<(), DiskError>,
+    pub(crate) data: Segments,
+}
+
+/// Next command of a task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// No further command.
+    Nothing,
+    /// A command without data.
+    Bare,
+    /// A command that transfers the task's data from byte `at` on, `left` bytes in total.
+    Data { at: usize, left: usize },
+    /// A command with a buffer of the queue, with `left` bytes of the disk to process.
+    Own { left: u64 },
+}
+
+impl Task {
+    /// Creates the task of a checked request, or returns its result if there is nothing to do.
+    pub(crate) fn new(
+        request: &Request,
+        namespace: &Namespace,
+        volatile: bool,
+    ) -> Result<Self, Result<(), DiskError>> {
+        let has = namespace.optional_commands();
+        let action = match request.op {
+            Op::Flush if volatile => Action::Flush,
+            // Without a volatile cache, completed writes are durable.
+            Op::Flush => return Err(Ok(())),
+            _ if request.len == 0 => return Err(Ok(())),
+            Op::Read => Action::Read,
+            Op::Write { fua } => Action::Write { fua },
+            Op::Compare => Action::Compare,
+            Op::Verify if has.verify() => Action::Verify,
+            Op::Verify => Action::ReadAndDrop,
+            Op::WriteZeroes { deallocate, fua } if has.write_zeroes() => {
+                Action::WriteZeroes { deallocate, fua }
+            }
+            Op::WriteZeroes { fua, .. } => Action::Fill { fua },
+            Op::Discard if deallocates(namespace) => Action::Deallocate,
+            Op::Discard if zeroes_deallocate(namespace) => {
+                Action::WriteZeroes { deallocate: true, fua: false }
+            }
+            Op::Discard => return Err(Ok(())),
+            _ => return Err(Err(DiskError::Unsupported)),
+        };
+        Ok(Self {
+            action,
+            offset: request.offset,
+            // A flush has no range; a length of one leads to one command.
+            len: if action == Action::Flush { 1 } else { request.len },
+            begun: 0,
+            under_way: 0,
+            outcome: Ok(()),
+            data: Segments::new(),
+        })
+    }
+
+    /// Selects the next command.
+    pub(crate) fn next(&self) -> Next {
+        let left = self.len.saturating_sub(self.begun);
+        if left == 0 || self.outcome.is_err() {
+            return Next::Nothing;
+        }
+        match self.action {
+            Action::Flush | Action::Verify | Action::WriteZeroes { .. } => Next::Bare,
+            Action::Read | Action::Write { .. } => {
+                Next::Data { at: self.begun as usize, left: left as usize }
+            }
+            Action::Compare | Action::ReadAndDrop | Action::Fill { .. } | Action::Deallocate => {
+                Next::Own { left }
+            }
+        }
+    }
+
+    /// True if no command is in flight or left to submit.
+    pub(crate) fn is_over(&self) -> bool {
+        self.under_way == 0 && self.next() == Next::Nothing
+    }
+
+    /// Builds the command for at most the next `len` bytes. Returns also the bytes it covers.
+    pub(crate) fn command(
+        &self,
+        namespace: &Namespace,
+        len: u64,
+    ) -> Result<(Command, u64), DiskError> {
+        let size = u64::from(namespace.block_size());
+        let len = len.min(self.len.saturating_sub(self.begun));
+        let lba = (self.offset + self.begun) / size;
+        let blocks = |most: u64| u32::try_from((len / size).min(most)).unwrap_or(u32::MAX);
+        let fua = |command: Command, fua: bool| if fua { command.with_fua() } else { command };
+        let data = blocks(u64::from(u32::MAX));
+        let bare = blocks(MAX_BLOCKS);
+        let made: Result<(Command, u32), RequestError> = match self.action {
+            Action::Read | Action::Compare | Action::ReadAndDrop => {
+                namespace.read(lba, data).map(|command| (command, data))
+            }
+            Action::Write { fua: force } | Action::Fill { fua: force } => {
+                namespace.write(lba, data).map(|command| (fua(command, force), data))
+            }
+            Action::Verify => namespace.verify(lba, bare).map(|command| (command, bare)),
+            Action::WriteZeroes { deallocate, fua: force } => namespace
+                .write_zeroes(lba, bare, deallocate)
+                .map(|command| (fua(command, force), bare)),
+            Action::Deallocate => namespace.deallocate(1).map(|command| (command, data)),
+            Action::Flush => return Ok((namespace.flush(), 1)),
+        };
+        // The request was checked against this namespace, so this fails only for an internal error.
+        let (command, blocks) = made.map_err(|_| DiskError::OutOfRange)?;
+        Ok((command, u64::from(blocks) * size))
+    }
+
+    /// Fills the buffer of the command for the next `len` bytes with the data that the SSD reads:
+    /// the task's data, zeroes, or a range. Other commands leave it unchanged.
+    pub(crate) fn fill(&self, buffer: &mut Buffer, len: u64, size: u32) -> Result<(), DiskError> {
+        match self.action {
+            Action::Write { .. } => {
+                let (at, len) = (self.begun as usize, len as usize);
+                self.data.copy_to(at, buffer.bytes(), 0, len).ok_or(DiskError::BadBuffer)
+            }
+            Action::Fill { .. } => {
+                buffer.fill(0);
+                Ok(())
+            }
+            Action::Deallocate => {
+                let size = u64::from(size);
+                let blocks = u32::try_from(len / size).map_err(|_| DiskError::OutOfRange)?;
+                let slba = (self.offset + self.begun) / size;
+                let range = DsmRange { attributes: 0, blocks, slba };
+                let fits = buffer.copy_from(0, range.as_bytes());
+                if fits { Ok(()) } else { Err(DiskError::BadBuffer) }
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Maximum bytes of the disk per command with a queue buffer of `buffer` bytes.
+    pub(crate) fn most(&self, buffer: u64, size: u32) -> u64 {
+        match self.action {
+            // A single range.
+            Action::Deallocate => MAX_BLOCKS * u64::from(size),
+            _ => buffer,
+        }
+    }
+
+    /// Buffer bytes that the next command needs for `len` bytes of the task.
+    pub(crate) fn needs(&self, len: u64) -> u64 {
+        match self.action {
+            Action::Deallocate => size_of::<DsmRange>() as u64,
+            _ => len,
+        }
+    }
+
+    /// Records a submitted command for the next `len` bytes. Returns its offset in the task.
+    pub(crate) fn began(&mut self, len: u64) -> u64 {
+        let at = self.begun;
+        self.begun += len;
+        self.under_way += 1;
+        at
+    }
+
+    /// Copies or compares the `len` bytes that a command has read at `at` from the queue's buffer.
+    pub(crate) fn take(&self, at: u64, len: u64, buffer: &SharedBytes) -> Result<(), DiskError> {
+        let (at, len) = (at as usize, len as usize);
+        match self.action {
+            Action::Read => self.data.copy_from(at, buffer, 0, len).ok_or(DiskError::BadBuffer),
+            Action::Compare => compare(&self.data, at, buffer, 0, len),
+            _ => Ok(()),
+        }
+    }
+
+    /// Records the end of a command.
+    pub(crate) fn ended(&mut self, outcome: Result<(), DiskError>) {
+        self.under_way = self.under_way.saturating_sub(1);
+        self.outcome = self.outcome.and(outcome);
+    }
+}
+
+/// Converts the SSD's status to the result of the request.
+pub(crate) fn outcome(status: Status) -> Result<(), DiskError> {
+    // The bits More (M) and Command Retry Delay (CRD) refer to the SSD's own log and clock.
+    let kept = if status.dnr() { status.code().with_dnr() } else { status.code() };
+    if status.is_success() { Ok(()) } else { Err(DiskError::Device(kept.bits())) }
+}

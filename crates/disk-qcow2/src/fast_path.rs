@@ -1,0 +1,137 @@
+//! Fast path of a queue: requests on mapped clusters, directly between guest memory and the image's
+//! file by io_uring, like those of a raw image.
+
+use crate::image::Image;
+use crate::map::Entered;
+use shadowbell_disk::{BytesQueue, DiskError, Op, Queue, Request, Submitted, Tasks};
+use shadowbell_memory::Segments;
+use std::os::fd::BorrowedFd;
+
+pub(crate) struct FastPath {
+    queue: BytesQueue,
+    /// Requests in flight; their keys are their tags in `queue`.
+    under_way: Tasks<Way>,
+    /// True if the file length was checked for the current batch of writes.
+    is_checked: bool,
+}
+
+/// Request on the fast path.
+struct Way {
+    /// Request with its offset on the disk.
+    request: Request,
+    entered: Entered,
+}
+
+/// Request that has to be repeated on the slow path.
+pub(crate) struct Back {
+    pub(crate) tag: u32,
+    pub(crate) request: Request,
+    pub(crate) data: Segments,
+}
+
+impl FastPath {
+    pub(crate) fn new(queue: BytesQueue) -> Self {
+        Self { queue, under_way: Tasks::default(), is_checked: false }
+    }
+
+    /// Starts a valid request; `None` if it has to take the slow path.
+    pub(crate) fn submit(
+        &mut self,
+        image: &Image,
+        tag: u32,
+        request: &Request,
+        data: &mut Segments,
+    ) -> Option<Submitted> {
+        let writes = match request.op {
+            Op::Read => false,
+            Op::Write { fua: false } => true,
+            _ => return None,
+        };
+        let map = image.map.as_ref()?;
+        let (offset, entered) = map.enter(request.offset, request.len, writes)?;
+        if !image.is_as_left(writes && !self.is_checked) {
+            map.leave(entered);
+            return None;
+        }
+        self.is_checked |= writes;
+        let key = self.under_way.insert(tag, Way { request: *request, entered });
+        match self.queue.submit(key, &Request { offset, ..*request }, data) {
+            Submitted::Pending => Some(Submitted::Pending),
+            Submitted::Done(result) => {
+                self.under_way.remove(key);
+                map.leave(entered);
+                note_room(image, request, result);
+                (result != Err(DiskError::OutOfRange)).then_some(Submitted::Done(result))
+            }
+        }
+    }
+
+    /// Allows the thread to wait shortly for the file.
+    pub(crate) fn may_wait(&mut self) {
+        self.queue.may_wait();
+    }
+
+    pub(crate) fn commit(&mut self) {
+        self.is_checked = false;
+        self.queue.commit();
+    }
+
+    /// Reports completions, and adds requests that have to take the slow path to `back`.
+    pub(crate) fn reap(
+        &mut self,
+        image: &Image,
+        back: &mut Vec<Back>,
+        done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments),
+    ) {
+        self.is_checked = false;
+        let under_way = &mut self.under_way;
+        self.queue.reap(&mut |key, result, data| {
+            let Some((tag, Way { request, entered })) = under_way.remove(key) else { return };
+            if let Some(map) = &image.map {
+                map.leave(entered);
+            }
+            // The file was truncated, which the slow path handles.
+            if result == Err(DiskError::OutOfRange) {
+                return back.push(Back { tag, request, data });
+            }
+            note_room(image, &request, result);
+            done(tag, result, data);
+        });
+    }
+
+    /// Cancels a request. Returns true if it is in flight on the fast path.
+    pub(crate) fn cancel(&mut self, tag: u32) -> bool {
+        let key = self.under_way.find(tag);
+        if let Some(key) = key {
+            self.queue.cancel(key);
+        }
+        key.is_some()
+    }
+
+    pub(crate) fn pending(&self) -> usize {
+        self.under_way.len()
+    }
+
+    pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.queue.wake_fd()
+    }
+
+    /// Waits for requests in flight, and leaves their clusters.
+    pub(crate) fn close(self, image: &Image) {
+        let Self { queue, mut under_way, .. } = self;
+        drop(queue);
+        let keys: Vec<u32> = under_way.keys().collect();
+        for (_, Way { entered, .. }) in keys.into_iter().filter_map(|key| under_way.remove(key)) {
+            if let Some(map) = &image.map {
+                map.leave(entered);
+            }
+        }
+    }
+}
+
+/// Updates the out-of-space state after a request that may change it.
+fn note_room(image: &Image, request: &Request, result: Result<(), DiskError>) {
+    if result == Err(DiskError::NoSpace) || image.is_full() {
+        image.note_room(request, result);
+    }
+}

@@ -1,0 +1,82 @@
+//! Crash recovery of an image.
+//!
+//! # Fence
+//!
+//! The storage is accessed by threads and by io_uring. If a process is killed, a thread finishes
+//! its current system call before the process ends, and the image's lock is released with the last
+//! reference to the open file. So the next process opens the image anew, through a descriptor that
+//! only names it, and waits for the lock. Requests in io_uring hold a reference until they
+//! complete, as for a raw image; where the lock does not show that, the ring holds one end of a
+//! pipe ([`fence`](shadowbell_disk::fence)). Backing files are only read, into memory that was
+//! private to the dead process.
+//!
+//! # Content after a crash
+//!
+//! Answered writes are in the file: with checkpoints, a write is answered only after the tables
+//! that refer to its clusters are written (`Image::last`), and only then the fast path may
+//! overwrite these clusters. Unanswered requests were executed completely, in part, or not at all,
+//! and are executed again. Reference counts are [checked](crate::repair) before anything else is
+//! written, as whenever an image is opened.
+
+use crate::error::OpenError;
+use crate::image::Image;
+use crate::open::Files;
+use serde::{Deserialize, Serialize};
+use shadowbell_disk::{ImageFile, Wait};
+use shadowbell_state::{Descriptors, FdRef};
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+#[derive(Serialize, Deserialize)]
+pub(crate) struct KeptImage {
+    /// Descriptors that name the image and its backing files, in order.
+    files: Vec<FdRef>,
+    pub(crate) block_size: u32,
+    pub(crate) blocks: u64,
+    pub(crate) read_only: bool,
+    pub(crate) lost: i32,
+}
+
+pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage> {
+    let mut files = Vec::new();
+    for file in image.files() {
+        files.push(fds.add(file.name_for_next()?));
+    }
+    let info = &image.info;
+    Ok(KeptImage {
+        files,
+        block_size: info.block_size,
+        blocks: info.blocks,
+        read_only: info.read_only,
+        lost: image.lost(),
+    })
+}
+
+/// Opens the files of a checkpoint.
+pub(crate) struct Kept<'a> {
+    files: std::vec::IntoIter<FdRef>,
+    fds: &'a mut Descriptors,
+    wait: Wait<'a>,
+}
+
+impl<'a> Kept<'a> {
+    pub(crate) fn new(kept: &KeptImage, fds: &'a mut Descriptors, wait: Wait<'a>) -> Self {
+        Self { files: kept.files.clone().into_iter(), fds, wait }
+    }
+}
+
+impl Files for Kept<'_> {
+    fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
+        let named = self.files.next().ok_or_else(|| "it has other backing files".to_owned());
+        let named = named.and_then(|fd| self.fds.take(fd).map_err(|error| error.to_string()));
+        let named = named.map_err(|why| refused(path, why))?;
+        Ok(ImageFile::recover(path, named.as_fd(), read_only, self.wait)?)
+    }
+}
+
+/// Creates the error for an image that cannot be recovered.
+pub(crate) fn refused(path: &Path, why: String) -> OpenError {
+    let disk = path.display().to_string();
+    OpenError::File(shadowbell_disk::OpenError::NotThatDisk { disk, why })
+}

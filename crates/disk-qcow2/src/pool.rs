@@ -1,0 +1,267 @@
+//! Threads that execute requests on the slow path. They are shared by all queues of a disk, but not
+//! with other disks, so a hung storage blocks only the threads of its own disk.
+
+use crate::image::Image;
+use imago::io_buffers::IoBuffer;
+use parking_lot::{Condvar, Mutex};
+use shadowbell_disk::{CompletionQueue, DiskError, Op, Request, unpin};
+use shadowbell_memory::AbortOnPanic;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Maximum number of threads of a disk, and so of requests in flight at the storage.
+pub const MAX_THREADS: usize = 16;
+/// Maximum time for which changed tables are only in memory.
+pub const WRITE_BACK: Duration = Duration::from_millis(200);
+/// Time without work after which a thread ends.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Request for the threads.
+pub(crate) struct Job {
+    pub(crate) id: u64,
+    pub(crate) request: Request,
+    pub(crate) buffer: Option<IoBuffer>,
+    pub(crate) to: Arc<CompletionQueue<Ended>>,
+}
+
+/// Completed job.
+pub(crate) struct Ended {
+    pub(crate) id: u64,
+    pub(crate) result: Result<(), DiskError>,
+    pub(crate) buffer: Option<IoBuffer>,
+}
+
+impl Job {
+    fn end(self, result: Result<(), DiskError>) {
+        let Self { id, buffer, to, .. } = self;
+        to.push(Ended { id, result, buffer });
+    }
+
+    /// True if the request must be durable when it ends.
+    fn forces(&self) -> bool {
+        matches!(self.request.op, Op::Write { fua: true } | Op::WriteZeroes { fua: true, .. })
+    }
+
+    fn changes(&self) -> bool {
+        matches!(self.request.op, Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard)
+    }
+}
+
+/// Threads of a disk, with the image. Dropping the last handle closes the image.
+pub(crate) struct Pool(Arc<PoolShared>);
+
+struct PoolShared {
+    image: Image,
+    work: Mutex<Work>,
+    /// Signalled for threads that wait for work.
+    work_ready: Condvar,
+    thread_gone: Condvar,
+}
+
+#[derive(Default)]
+struct Work {
+    jobs: VecDeque<Job>,
+    /// Jobs that wait for the next sync.
+    syncs: Vec<Job>,
+    /// True while a thread syncs.
+    is_syncing: bool,
+    /// Executed jobs that wait for the tables to be written.
+    tables: Vec<Job>,
+    /// True while a thread writes tables for `tables`.
+    is_writing: bool,
+    /// Time of the first change since tables were written.
+    changed: Option<Instant>,
+    threads: usize,
+    /// Number of threads that wait for work.
+    idle: usize,
+    over: bool,
+}
+
+impl Work {
+    fn add(&mut self, job: Job) {
+        if job.request.op == Op::Flush {
+            self.syncs.push(job);
+        } else {
+            self.jobs.push_back(job);
+        }
+    }
+
+    /// Number of threads that have work.
+    fn ready(&self) -> usize {
+        self.jobs.len() + usize::from(!self.is_syncing && !self.syncs.is_empty())
+    }
+}
+
+impl Pool {
+    pub(crate) fn new(image: Image) -> Self {
+        Self(Arc::new(PoolShared {
+            image,
+            work: Mutex::default(),
+            work_ready: Condvar::new(),
+            thread_gone: Condvar::new(),
+        }))
+    }
+
+    pub(crate) fn image(&self) -> &Image {
+        &self.0.image
+    }
+
+    /// Passes `jobs` to threads.
+    pub(crate) fn give(&self, jobs: impl Iterator<Item = Job>) {
+        let mut work = self.0.work.lock();
+        jobs.for_each(|job| work.add(job));
+        let ready = work.ready();
+        let wake = work.idle.min(ready);
+        let more = (ready - wake).min(MAX_THREADS.saturating_sub(work.threads));
+        work.threads += more;
+        drop(work);
+        for _ in 0..wake {
+            self.0.work_ready.notify_one();
+        }
+        let started = (0..more).take_while(|_| self.start()).count();
+        if started < more {
+            self.fewer(more - started);
+        }
+    }
+
+    fn start(&self) -> bool {
+        let shared = Arc::clone(&self.0);
+        let run = move || {
+            let _guard = AbortOnPanic::new();
+            // The starting I/O thread may be pinned to a CPU.
+            unpin();
+            shared.serve();
+        };
+        std::thread::Builder::new().name("sb-qcow2".into()).spawn(run).is_ok()
+    }
+
+    /// Handles threads that could not be started. If the disk has no threads at all, all jobs fail,
+    /// because the I/O thread must not execute them.
+    fn fewer(&self, missing: usize) {
+        let mut work = self.0.work.lock();
+        work.threads -= missing;
+        if work.threads != 0 {
+            return;
+        }
+        let jobs = std::mem::take(&mut work.jobs);
+        // Flushes that nothing has executed. An executed FUA write waits here only while another
+        // thread syncs, which takes it afterwards, so `threads` is not 0 then.
+        let syncs = std::mem::take(&mut work.syncs);
+        drop(work);
+        jobs.into_iter().chain(syncs).for_each(|job| job.end(Err(DiskError::Io(libc::EAGAIN))));
+    }
+
+    /// Takes the first waiting job, as a thread does.
+    #[cfg(test)]
+    pub(crate) fn start_by_hand(&self) -> Option<Job> {
+        self.0.work.lock().jobs.pop_front()
+    }
+
+    /// Sets the number of threads: with [`MAX_THREADS`], no thread is started.
+    #[cfg(test)]
+    pub(crate) fn set_threads(&self, threads: usize) {
+        self.0.work.lock().threads = threads;
+    }
+
+    /// Takes a job back that no thread has started.
+    pub(crate) fn take_back(&self, id: u64, to: &Arc<CompletionQueue<Ended>>) -> Option<Job> {
+        let mut work = self.0.work.lock();
+        let is = |job: &Job| job.id == id && Arc::ptr_eq(&job.to, to);
+        // A write that waits for a sync has been executed.
+        if let Some(at) = work.syncs.iter().position(|job| is(job) && !job.forces()) {
+            return Some(work.syncs.swap_remove(at));
+        }
+        let at = work.jobs.iter().position(is)?;
+        work.jobs.remove(at)
+    }
+}
+
+impl Drop for Pool {
+    /// Waits for the end of the threads, and closes the image, which can be opened again
+    /// afterwards.
+    fn drop(&mut self) {
+        let mut work = self.0.work.lock();
+        work.over = true;
+        self.0.work_ready.notify_all();
+        while work.threads != 0 {
+            self.0.thread_gone.wait(&mut work);
+        }
+        drop(work);
+        self.0.image.close();
+    }
+}
+
+impl PoolShared {
+    /// Runs a thread of the pool.
+    fn serve(&self) {
+        let mut work = self.work.lock();
+        loop {
+            if !work.is_syncing && !work.syncs.is_empty() {
+                work.is_syncing = true;
+                let syncs = std::mem::take(&mut work.syncs);
+                work.changed = None;
+                drop(work);
+                let result = self.image.sync();
+                syncs.into_iter().for_each(|job| job.end(result));
+                work = self.work.lock();
+                work.is_syncing = false;
+                continue;
+            }
+            if !work.is_writing && !work.tables.is_empty() {
+                work.is_writing = true;
+                let jobs = std::mem::take(&mut work.tables);
+                drop(work);
+                let result = self.image.write_back();
+                jobs.into_iter().for_each(|job| job.end(result));
+                work = self.work.lock();
+                work.is_writing = false;
+                continue;
+            }
+            if work.changed.is_some_and(|since| since.elapsed() >= WRITE_BACK) {
+                work.changed = None;
+                drop(work);
+                // Tables that cannot be written stay in memory, and the next flush fails.
+                let _ = self.image.write_back();
+                work = self.work.lock();
+                continue;
+            }
+            if let Some(mut job) = work.jobs.pop_front() {
+                drop(work);
+                let result = self.image.run(&job.request, job.buffer.as_mut());
+                let (changes, syncs) = (job.changes(), job.forces() && result.is_ok());
+                if syncs {
+                    work = self.work.lock();
+                    work.syncs.push(job);
+                    continue;
+                }
+                if changes && result.is_ok() && self.image.waits_for_tables() {
+                    work = self.work.lock();
+                    work.tables.push(job);
+                    continue;
+                }
+                job.end(result);
+                work = self.work.lock();
+                if changes && work.changed.is_none() {
+                    work.changed = Some(Instant::now());
+                }
+                continue;
+            }
+            if work.over {
+                break;
+            }
+            let timeout = match work.changed {
+                Some(since) => WRITE_BACK.saturating_sub(since.elapsed()),
+                None => IDLE_TIMEOUT,
+            };
+            work.idle += 1;
+            let timed_out = self.work_ready.wait_for(&mut work, timeout).timed_out();
+            work.idle -= 1;
+            if timed_out && work.ready() == 0 && work.changed.is_none() {
+                break;
+            }
+        }
+        work.threads -= 1;
+        self.thread_gone.notify_all();
+    }
+}

@@ -1,0 +1,450 @@
+//! qcow2 images that are locked, refused, full, damaged, truncated, or killed in mid-write.
+
+mod common;
+
+use common::{
+    Random, check, check_whole, content, directory, flush, memory, open, qemu_img, qemu_img_does,
+    read, run_one, segments, try_open, wait, write,
+};
+use shadowbell_disk::{self as disk, Disk, DiskError, Op, Request, Submitted};
+use shadowbell_disk_qcow2::{OpenError, create};
+use shadowbell_memory::Segments;
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
+use std::io::{BufRead, BufReader, Write as _};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+const MIB: u64 = 1 << 20;
+
+fn image(directory: &Path, size: u64) -> PathBuf {
+    let path = directory.join("disk.qcow2");
+    create(&path, size).unwrap();
+    path
+}
+
+fn name(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn a_qcow2_image_is_locked_like_a_raw_one() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let first = open(&path, "");
+    let busy = |options| {
+        let error = try_open(&path, options).unwrap_err();
+        assert!(matches!(error, OpenError::File(disk::OpenError::Busy { .. })), "{error}");
+    };
+    busy("");
+    busy("?read-only=on");
+    drop(first);
+    let one = open(&path, "?read-only=on");
+    let two = open(&path, "?read-only=on");
+    busy("");
+    let mut queue = one.queue().unwrap();
+    assert_eq!(write(&mut *queue, 0, &[1; 512]), Err(DiskError::ReadOnly));
+    assert_eq!(flush(&mut *queue), Ok(()));
+    drop((one, queue, two));
+    open(&path, "");
+}
+
+#[test]
+fn an_image_has_the_properties_of_its_format() {
+    let directory = directory();
+    let path = image(directory.path(), 3 * MIB + 512);
+    let disk = open(&path, "");
+    let info = disk.info();
+    assert_eq!((info.bytes(), info.block_size, info.granularity), (3 * MIB + 512, 512, 128));
+    assert!(info.discard && info.volatile_cache && !info.read_only);
+    assert!(disk.describe().starts_with("qcow2 version 3, clusters of 64 KiB, "));
+    drop(disk);
+    let error = try_open(&path, "?block-size=4096").unwrap_err().to_string();
+    assert!(error.contains("not a multiple of the block size"), "{error}");
+    assert!(create(&path, MIB).is_err(), "what is there stays");
+    open(&path, "");
+}
+
+#[test]
+fn invalid_images_are_refused_with_the_reason() {
+    let directory = directory();
+    let path = directory.path().join("disk.qcow2");
+    let refused = |options: &str| try_open(&path, options).unwrap_err().to_string();
+    std::fs::write(&path, [7; 4096]).unwrap();
+    assert!(refused("").contains("it is not a qcow2 image"));
+    std::fs::write(&path, b"QFI\xfb\0\0\0\x03").unwrap();
+    assert!(refused("").contains("ends inside of its header"));
+    let base = directory.path().join("base");
+    std::fs::write(&base, [1; 4096]).unwrap();
+    // Marked as by `qemu-img create -o encrypt.format=luks`.
+    create(&path.with_extension("luks"), MIB).unwrap();
+    let luks = std::fs::File::options().write(true).open(path.with_extension("luks")).unwrap();
+    luks.write_all_at(&2_u32.to_be_bytes(), 32).unwrap();
+    let error = try_open(&path.with_extension("luks"), "").unwrap_err().to_string();
+    assert!(error.contains("encrypted (LUKS)"), "{error}");
+    let path = name(&path);
+    if qemu_img(&["--version"]).is_none() {
+        return;
+    }
+    let create = |options: &[&str]| {
+        let arguments = [&["create", "-f", "qcow2"], options, &[path, "1M"]].concat();
+        let output = qemu_img(&arguments).unwrap();
+        assert!(output.status.success(), "{output:?}");
+    };
+    create(&["-o", "compression_type=zstd"]);
+    assert!(refused("").contains("zstd"));
+    create(&["-o", "extended_l2=on"]);
+    assert!(refused("").contains("extended L2"));
+    create(&["-o", &format!("data_file={}/data", directory.path().display())]);
+    assert!(refused("").contains("external data file"));
+    // A backing file is read only if that is allowed and its format is given.
+    create(&["-b", name(&base), "-F", "raw"]);
+    assert!(refused("").contains("allow-backing=on"));
+    assert_eq!(content(&try_open(path.as_ref(), "?allow-backing=on").unwrap())[..4096], [1; 4096]);
+    let mut bytes = std::fs::read(path).unwrap();
+    let format = bytes.windows(4).position(|kind| kind == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
+    bytes[format] = 0x11;
+    std::fs::write(path, bytes).unwrap();
+    assert!(refused("?allow-backing=on").contains("does not state the format"));
+    qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "nbd://host/x", "-F", "raw", path]);
+    assert!(refused("?allow-backing=on").contains("not a local file"));
+    qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "base", "-F", "vmdk", path]);
+    assert!(refused("?allow-backing=on").contains("vmdk"));
+    qemu_img_does(&["rebase", "-u", "-f", "qcow2", "-b", "disk.qcow2", "-F", "qcow2", path]);
+    let error = refused("?allow-backing=on");
+    assert!(error.contains("backing files") || error.contains("open"), "{error}");
+}
+
+#[test]
+fn a_cancelled_read_leaves_the_memory_alone_and_a_write_ends() {
+    let directory = directory();
+    let path = image(directory.path(), 64 * MIB);
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &vec![7; 8 << 20]).unwrap();
+    for round in 0..20 {
+        let bytes = memory(64 << 10);
+        let requests = 64;
+        let mut pending = 0;
+        for tag in 0..requests {
+            let op = if tag % 4 == 3 { Op::Write { fua: false } } else { Op::Read };
+            let at = u64::from(tag) << 10;
+            let request = Request { op, offset: at, len: 1024 };
+            let mut data = segments(&bytes, at as usize, 1024);
+            assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
+            pending += 1;
+        }
+        queue.commit();
+        if round % 2 == 0 {
+            queue.reap(&mut |_, result, _| {
+                result.unwrap();
+                pending -= 1;
+            });
+        }
+        (0..requests).for_each(|tag| queue.cancel(tag));
+        assert_eq!(queue.pending(), pending);
+        while queue.pending() > 0 {
+            wait(&*queue);
+            queue.reap(&mut |_, result, _| {
+                assert!(matches!(result, Ok(()) | Err(DiskError::Cancelled)), "{result:?}");
+                pending -= 1;
+            });
+        }
+        assert_eq!(pending, 0);
+        // All threads have finished their requests, and the memory does not change any more.
+        let before = bytes.slice(0, 64 << 10).unwrap();
+        let mut one = vec![0; 64 << 10];
+        before.read_into(0, &mut one).unwrap();
+        flush(&mut *queue).unwrap();
+        run_one(&mut *queue, Op::Verify, 0, 64 << 10, Segments::new()).unwrap();
+        let mut two = vec![0; 64 << 10];
+        before.read_into(0, &mut two).unwrap();
+        assert!(one == two);
+    }
+    drop((queue, disk));
+    check_whole(&path);
+}
+
+#[test]
+fn a_waiting_request_is_cancelled_before_its_start() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    let request = Request { op: Op::Write { fua: false }, offset: 0, len: 512 };
+    let bytes = memory(512);
+    bytes.fill(0, 512, 9).unwrap();
+    let mut data = segments(&bytes, 0, 512);
+    assert_eq!(queue.submit(1, &request, &mut data), Submitted::Pending);
+    queue.cancel(1);
+    queue.cancel(77);
+    let mut ended = Vec::new();
+    wait(&*queue);
+    queue.reap(&mut |tag, result, _| ended.push((tag, result)));
+    assert_eq!(ended, [(1, Err(DiskError::Cancelled))]);
+    assert_eq!(read(&mut *queue, 0, 512).unwrap(), [0; 512]);
+}
+
+#[test]
+fn requests_wait_for_buffers() {
+    let directory = directory();
+    let path = image(directory.path(), 256 * MIB);
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    let len = 2 << 20;
+    let bytes = memory(len);
+    bytes.fill(0, len, 3).unwrap();
+    let requests = (0..64_u64).map(|n| {
+        let request =
+            Request { op: Op::Write { fua: n % 16 == 0 }, offset: n * len as u64, len: len as u64 };
+        (request, segments(&bytes, 0, len))
+    });
+    let results = common::run(&mut *queue, requests.collect());
+    assert!(results.iter().all(|result| result.is_ok()), "{results:?}");
+    assert!(content(&disk)[..64 * len].iter().all(|byte| *byte == 3));
+}
+
+#[test]
+fn a_truncated_file_gives_errors_and_not_zeroes() {
+    let directory = directory();
+    let path = image(directory.path(), 4 * MIB);
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &vec![1; 1 << 20]).unwrap();
+    flush(&mut *queue).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
+    assert_eq!(read(&mut *queue, 512 << 10, 4096), Err(DiskError::Io(libc::EIO)));
+    assert!(disk.has_lost());
+    assert_eq!(write(&mut *queue, 0, &[1; 512]), Err(DiskError::Io(libc::EIO)));
+    assert_eq!(flush(&mut *queue), Err(DiskError::Io(libc::EIO)));
+    drop((queue, disk));
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2, "nothing was written any more");
+}
+
+/// Clusters that are unallocated in the image and its backing file are holes; written ones are
+/// not, also if only the tables in memory have them.
+#[test]
+fn unallocated_clusters_are_holes() {
+    let extents = |disk: &dyn Disk| {
+        let mut all: Vec<(u64, bool)> = Vec::new();
+        disk.extents(0, disk.info().bytes(), &mut |extent| {
+            match all.last_mut() {
+                Some(last) if last.1 == extent.allocated => last.0 += extent.len,
+                _ => all.push((extent.len, extent.allocated)),
+            }
+            true
+        });
+        all
+    };
+    let directory = directory();
+    let path = image(directory.path(), 2048 * MIB);
+    let disk = open(&path, "");
+    assert_eq!(extents(&disk), [(2048 * MIB, false)]);
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 600 * MIB + 512, &[1; 512]).unwrap();
+    let cluster = 64 << 10;
+    let all = [(600 * MIB, false), (cluster, true), (1448 * MIB - cluster, false)];
+    assert_eq!(extents(&disk), all);
+    flush(&mut *queue).unwrap();
+    assert_eq!(extents(&disk), all);
+    run_one(&mut *queue, Op::Discard, 600 * MIB, cluster, Segments::new()).unwrap();
+    assert_eq!(extents(&disk), [(2048 * MIB, false)]);
+    // An unreadable image reports no holes.
+    write(&mut *queue, 0, &vec![1; 1 << 20]).unwrap();
+    flush(&mut *queue).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
+    assert_eq!(extents(&disk), [(2048 * MIB, true)]);
+}
+
+/// A full file system gives `NoSpace`, and writes succeed again with free space.
+#[test]
+fn full_storage_gives_no_space_and_recovers() {
+    let directory = directory();
+    let point = directory.path().join("small");
+    std::fs::create_dir(&point).unwrap();
+    let mounted = Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=3M", "tmpfs", name(&point)])
+        .status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: this user may not mount a small file system");
+        return;
+    }
+    struct Unmount(PathBuf);
+    impl Drop for Unmount {
+        fn drop(&mut self) {
+            let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+        }
+    }
+    let _unmount = Unmount(point.clone());
+    let ballast = point.join("ballast");
+    std::fs::write(&ballast, vec![0; 1 << 20]).unwrap();
+    let path = image(&point, 16 * MIB);
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    let mut refused = None;
+    for n in 0..64_u64 {
+        match write(&mut *queue, n * 65536, &[n as u8 + 1; 65536]) {
+            Ok(()) => assert!(refused.is_none()),
+            Err(error) => {
+                assert_eq!(error, DiskError::NoSpace);
+                refused.get_or_insert(n);
+            }
+        }
+    }
+    let refused = refused.expect("no request fails on a full file system");
+    assert!(disk.is_full());
+    for n in 0..refused {
+        let there = read(&mut *queue, n * 65536, 65536).unwrap();
+        assert!(there.iter().all(|byte| *byte == n as u8 + 1), "{n}");
+    }
+    std::fs::remove_file(&ballast).unwrap();
+    for n in refused..refused + 8 {
+        write(&mut *queue, n * 65536, &[n as u8 + 1; 65536]).unwrap();
+    }
+    write(&mut *queue, 63 * 65536, &[64; 65536]).unwrap();
+    flush(&mut *queue).unwrap();
+    assert!(!disk.is_full());
+    for n in 0..refused + 8 {
+        let there = read(&mut *queue, n * 65536, 65536).unwrap();
+        assert!(there.iter().all(|byte| *byte == n as u8 + 1), "{n}");
+    }
+    drop((queue, disk));
+    check(&path);
+}
+
+/// With any damage in the tables, every request ends, and the process continues.
+#[test]
+fn damaged_tables_never_panic() {
+    let directory = directory();
+    let path = image(directory.path(), 64 * MIB);
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    for n in 0..64 {
+        write(&mut *queue, n * MIB, &[n as u8; 4096]).unwrap();
+    }
+    drop((queue, disk));
+    let good = std::fs::read(&path).unwrap();
+    let mut random = Random(4711);
+    for _ in 0..60 {
+        let mut bad = good.clone();
+        for _ in 0..1 + random.below(20) {
+            // The header and all tables are in front of the data.
+            let at = random.below(8 * 65536.min(bad.len() as u64 / 8)) as usize;
+            bad[at] = random.next() as u8;
+            let aligned = at & !7;
+            if random.below(2) == 0 {
+                // An entry with a plausible offset.
+                let entry = (random.below(40) << 16) | (1 << 63);
+                bad[aligned..aligned + 8].copy_from_slice(&entry.to_be_bytes());
+            }
+        }
+        std::fs::write(&path, &bad).unwrap();
+        let Ok(disk) = try_open(&path, "") else { continue };
+        let mut queue = disk.queue().unwrap();
+        for _ in 0..30 {
+            let at = random.below(64) * MIB;
+            match random.below(4) {
+                0 => drop(read(&mut *queue, at, 65536)),
+                1 => drop(write(&mut *queue, at, &[5; 8192])),
+                2 => drop(run_one(&mut *queue, Op::Discard, at, MIB, Segments::new())),
+                _ => drop(flush(&mut *queue)),
+            }
+        }
+    }
+}
+
+/// Child process of [`a_killed_writer_leaves_a_consistent_image`]: writes until it is killed,
+/// and prints what was flushed.
+#[test]
+fn child_that_writes() {
+    let Ok(path) = std::env::var("QCOW2_TEST_IMAGE") else { return };
+    let seed: u64 = std::env::var("QCOW2_TEST_SEED").unwrap().parse().unwrap();
+    let disk = open(path.as_ref(), "");
+    let mut queue = disk.queue().unwrap();
+    let mut random = Random(seed);
+    let mut out = std::io::stdout().lock();
+    for number in 1_u32.. {
+        // A separate block for each number, so that flushed ones are not overwritten.
+        let at = u64::from(number % 4096) * 16384;
+        let mut data = vec![0; 16384];
+        data[..4].copy_from_slice(&number.to_le_bytes());
+        write(&mut *queue, at, &data).unwrap();
+        if random.below(8) == 0 {
+            let at = (4096 + random.below(4096)) * 16384;
+            run_one(&mut *queue, Op::Discard, at, 65536, Segments::new()).unwrap();
+        } else if random.below(2) == 0 {
+            let at = (4096 + random.below(4096)) * 16384;
+            write(&mut *queue, at, &random.bytes(4096)).unwrap();
+        }
+        if random.below(16) == 0 {
+            flush(&mut *queue).unwrap();
+            writeln!(out, "flushed {number}").unwrap();
+            out.flush().unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_killed_writer_leaves_a_consistent_image() {
+    let directory = directory();
+    let path = image(directory.path(), 256 * MIB);
+    let mut random = Random(20);
+    for round in 0..12 {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "child_that_writes", "--nocapture"])
+            .env("QCOW2_TEST_IMAGE", &path)
+            .env("QCOW2_TEST_SEED", (round + 1).to_string())
+            .stdout(Stdio::piped());
+        let mut child = ProcessGroup::spawn(&mut command).unwrap();
+        let mut flushed = 0_u32;
+        let stop = 1 + random.below(20);
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let numbers = lines.map_while(Result::ok).filter_map(|line| {
+            line.rsplit_once("flushed ").and_then(|(_, number)| number.parse().ok())
+        });
+        for (seen, number) in numbers.enumerate() {
+            flushed = number;
+            if seen as u64 == stop {
+                // The kill comes in the middle of the next operation.
+                std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
+                child.kill();
+            }
+        }
+        child.kill();
+        assert!(flushed > 0);
+        check(&path);
+        let disk = open(&path, "");
+        let mut queue = disk.queue().unwrap();
+        for number in flushed.saturating_sub(4000).max(1)..=flushed {
+            let data = read(&mut *queue, u64::from(number % 4096) * 16384, 512).unwrap();
+            let there = u32::from_le_bytes(data[..4].try_into().unwrap());
+            assert!(there == number || there == number + 4096, "{number} was flushed: {there}");
+        }
+    }
+}
+
+/// Without a flush, tables are written to the file after a short time, in case the process is
+/// killed.
+#[test]
+fn tables_are_written_after_a_short_time() {
+    let directory = directory();
+    let path = image(directory.path(), 16 * MIB);
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    let tables = || {
+        let file = std::fs::File::open(&path).unwrap();
+        let mut l1 = [0; 8];
+        file.read_exact_at(&mut l1, u64::from_be_bytes(field(&file, 40))).unwrap();
+        let l2 = u64::from_be_bytes(l1) & 0x00ff_ffff_ffff_fe00;
+        l2 != 0 && u64::from_be_bytes(field(&file, l2)) != 0
+    };
+    fn field(file: &std::fs::File, at: u64) -> [u8; 8] {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at).unwrap();
+        bytes
+    }
+    write(&mut *queue, 0, &[1; 4096]).unwrap();
+    wait::until("tables in the file", tables);
+}

@@ -1,0 +1,250 @@
+//! Recovery of a qcow2 image: completed writes are in the file, and wrong reference counts
+//! after a crash are repaired.
+
+mod common;
+
+use common::{Random, check, directory, file_options, flush, open, qemu_img, read, write};
+use common::{qemu_img_does, run_one};
+use shadowbell_disk::{Disk, Op};
+use shadowbell_disk_qcow2::{OpenError, Qcow2Disk, create};
+use shadowbell_memory::Segments;
+use shadowbell_state::Descriptors;
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait;
+use std::io::{BufRead, BufReader, Write as _};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+const MIB: u64 = 1 << 20;
+
+/// A copy of the image as it would be after a kill at this moment.
+fn killed(path: &Path) -> std::path::PathBuf {
+    let copy = path.with_extension("copy");
+    std::fs::copy(path, &copy).unwrap();
+    copy
+}
+
+/// State for the next process.
+fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
+    let mut fds = Descriptors::default();
+    let state = disk.keep(&mut fds).unwrap();
+    assert!(Qcow2Disk::is_kept_by(&state));
+    (state, fds)
+}
+
+/// A child process that another test has just forked may hold the lock until it executes its
+/// program.
+fn recover(path: &Path, (state, mut fds): (serde_json::Value, Descriptors)) -> Qcow2Disk {
+    let deadline = wait::deadline();
+    let wait = || Instant::now() < deadline;
+    let options = file_options("?allow-backing=on");
+    Qcow2Disk::recover(path, &options, &state, &mut fds, &wait).unwrap()
+}
+
+fn try_recover(
+    path: &Path,
+    state: &serde_json::Value,
+    fds: &mut Descriptors,
+) -> Result<Qcow2Disk, OpenError> {
+    Qcow2Disk::recover(path, &file_options("?allow-backing=on"), state, fds, &|| false)
+}
+
+/// Returns true if `qemu-img check` finds corruption: used clusters that are not counted.
+fn is_corrupt(path: &Path) -> bool {
+    let check = qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]);
+    check.is_none_or(|output| output.status.code() == Some(2))
+}
+
+#[test]
+fn completed_writes_are_in_the_file() {
+    let directory = directory();
+    let path = directory.path().join("disk.qcow2");
+    create(&path, 4096 * MIB).unwrap();
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[9; 4096]).unwrap();
+    let (state, mut fds) = keep(&disk);
+    let there = |at: u64, byte: u8| {
+        let copy = killed(&path);
+        let mut queue = open(&copy, "").queue().unwrap();
+        assert_eq!(read(&mut *queue, at, 4096).unwrap(), [byte; 4096], "at {at:#x}");
+    };
+    // Earlier writes, allocating and other ones, and in other parts of the disk.
+    there(0, 9);
+    for at in [4096, 0, 65536, 65536 + 4096, 600 * MIB, 4000 * MIB, 4000 * MIB + 65536] {
+        write(&mut *queue, at, &[7; 4096]).unwrap();
+        there(at, 7);
+    }
+    let zeroes = Op::WriteZeroes { fua: false, deallocate: false };
+    run_one(&mut *queue, zeroes, 65536, 65536, Segments::new()).unwrap();
+    there(65536, 0);
+    run_one(&mut *queue, Op::Discard, 0, 65536, Segments::new()).unwrap();
+    there(0, 0);
+    write(&mut *queue, 8 * MIB, &[6; 4096]).unwrap();
+    there(8 * MIB, 6);
+    flush(&mut *queue).unwrap();
+    // The first process is alive, and holds the lock.
+    let busy = try_recover(&path, &state, &mut fds).unwrap_err().to_string();
+    assert!(busy.contains("another program"), "{busy}");
+}
+
+#[test]
+fn reference_counts_are_repaired_after_a_crash() {
+    let directory = directory();
+    for version in ["1.1", "0.10"] {
+        for bits in ["16", "64", "1"].iter().filter(|bits| version == "1.1" || **bits == "16") {
+            let path = directory.path().join("disk.qcow2");
+            let options = format!("compat={version},refcount_bits={bits}");
+            let made =
+                ["create", "-q", "-f", "qcow2", "-o", &options, path.to_str().unwrap(), "4G"];
+            if !qemu_img_does(&made) {
+                return;
+            }
+            let disk = open(&path, "");
+            let mut queue = disk.queue().unwrap();
+            // Tables for two parts of the disk, neither of which is counted in the file yet.
+            write(&mut *queue, 0, &[1; 4096]).unwrap();
+            write(&mut *queue, 3000 * MIB, &[2; 4096]).unwrap();
+            let copy = path.with_extension("killed");
+            std::fs::copy(&path, &copy).unwrap();
+            drop((queue, disk));
+            check(&path);
+            assert!(is_corrupt(&copy), "this test is about nothing");
+            // The reference counts in `copy` are wrong. They are repaired by an ordinary open
+            // (first check) and by a recovery (second check).
+            let fresh = killed(&copy);
+            drop(open(&fresh, ""));
+            check(&fresh);
+            let kept = keep(&open(&copy, "?read-only=on"));
+            let (mut state, fds) = kept;
+            state["qcow2"]["read_only"] = false.into();
+            let disk = recover(&copy, (state, fds));
+            check(&killed(&copy));
+            let mut queue = disk.queue().unwrap();
+            write(&mut *queue, 8 * MIB, &[3; 4096]).unwrap();
+            drop((queue, disk));
+            check(&copy);
+            std::fs::remove_file(&path).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_renamed_image_is_recovered_and_another_one_refused() {
+    let directory = directory();
+    let path = directory.path().join("disk.qcow2");
+    let base = directory.path().join("base.qcow2");
+    create(&base, 64 * MIB).unwrap();
+    let mut queue = open(&base, "").queue().unwrap();
+    write(&mut *queue, MIB, &[5; 4096]).unwrap();
+    drop(queue);
+    let (to, from) = (path.to_str().unwrap(), base.to_str().unwrap());
+    if !qemu_img_does(&["create", "-q", "-f", "qcow2", "-b", from, "-F", "qcow2", to]) {
+        return;
+    }
+    let disk = open(&path, "?allow-backing=on");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 2 * MIB, &[6; 4096]).unwrap();
+    let kept = keep(&disk);
+    drop((queue, disk));
+    std::fs::rename(&path, path.with_extension("moved")).unwrap();
+    std::fs::rename(&base, base.with_extension("moved")).unwrap();
+    create(&path, 64 * MIB).unwrap();
+    create(&base, 64 * MIB).unwrap();
+    let disk = recover(&path, kept);
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(read(&mut *queue, MIB, 4096).unwrap(), [5; 4096]);
+    assert_eq!(read(&mut *queue, 2 * MIB, 4096).unwrap(), [6; 4096]);
+    drop((queue, disk));
+    // The disk must not have become smaller, nor another type of image.
+    let (mut state, mut fds) = keep(&open(&path, ""));
+    state["qcow2"]["blocks"] = 1.into();
+    let error = try_recover(&path, &state, &mut fds).unwrap_err().to_string();
+    assert!(error.contains("another size"), "{error}");
+    let error = try_recover(&path, &serde_json::json!({}), &mut fds).unwrap_err().to_string();
+    assert!(error.contains("not that of a qcow2 image"), "{error}");
+}
+
+/// Child process of [`each_completed_write_survives_a_kill`].
+#[test]
+fn child_that_writes() {
+    let Ok(path) = std::env::var("QCOW2_TEST_IMAGE") else { return };
+    let seed: u64 = std::env::var("QCOW2_TEST_SEED").unwrap().parse().unwrap();
+    let disk = open(path.as_ref(), "");
+    let _kept = keep(&disk);
+    let mut queue = disk.queue().unwrap();
+    let mut random = Random(seed);
+    let mut out = std::io::stdout().lock();
+    loop {
+        let number = 1 + random.below(u64::from(u32::MAX)) as u32;
+        let at = random.below(1 << 14) * 65536;
+        match random.below(8) {
+            0 => {
+                run_one(&mut *queue, Op::Discard, at, 65536, Segments::new()).unwrap();
+                writeln!(out, "wrote {at} 0").unwrap();
+            }
+            _ => {
+                let mut data = vec![0; 16384];
+                data[..4].copy_from_slice(&number.to_le_bytes());
+                write(&mut *queue, at, &data).unwrap();
+                writeln!(out, "wrote {at} {number}").unwrap();
+            }
+        }
+        out.flush().unwrap();
+    }
+}
+
+#[test]
+fn each_completed_write_survives_a_kill() {
+    let directory = directory();
+    let path = directory.path().join("disk.qcow2");
+    create(&path, 1024 * MIB).unwrap();
+    let mut random = Random(21);
+    let mut ended = std::collections::HashMap::new();
+    for round in 0..6 {
+        // State of an earlier process: the identity of the file.
+        let kept = keep(&open(&path, ""));
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "child_that_writes", "--nocapture"])
+            .env("QCOW2_TEST_IMAGE", &path)
+            .env("QCOW2_TEST_SEED", (round + 1).to_string())
+            .stdout(Stdio::piped());
+        let mut child = ProcessGroup::spawn(&mut command).unwrap();
+        let stop = 50 + random.below(300);
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        // The write after the last reported one may be there or not.
+        let mut seen = 0;
+        for line in lines.map_while(Result::ok) {
+            let Some((_, what)) = line.split_once("wrote ") else { continue };
+            let Some((at, number)) = what.split_once(' ') else { continue };
+            let (Ok(at), Ok(number)) = (at.parse::<u64>(), number.parse::<u32>()) else { continue };
+            ended.insert(at, number);
+            seen += 1;
+            if seen == stop {
+                // Random moment: any is good.
+                std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
+                child.kill();
+            }
+        }
+        child.kill();
+        assert!(seen >= stop);
+        let disk = recover(&path, kept);
+        check(&killed(&path));
+        let mut queue = disk.queue().unwrap();
+        let mut differ = Vec::new();
+        for (at, number) in &mut ended {
+            let data = read(&mut *queue, *at, 512).unwrap();
+            let there = u32::from_le_bytes(data[..4].try_into().unwrap());
+            if there != *number {
+                differ.push((*at, *number, there));
+                *number = there;
+            }
+        }
+        // The write that was in flight.
+        assert!(differ.len() <= 1, "{differ:?}");
+        drop((queue, disk));
+        check(&path);
+    }
+}

@@ -1,0 +1,370 @@
+//! Fast path of qcow2 requests: which requests take it, moving clusters under it, and crafted
+//! images that try to misuse it.
+
+mod common;
+
+use common::{Random, check_whole, directory, flush, memory, open, qemu_img_does, read, run};
+use common::{run_one, segments, try_open, write};
+use shadowbell_disk::{Disk, DiskError, Op, Queue, Request};
+use shadowbell_disk_qcow2::{OpenError, Qcow2Disk, create};
+use shadowbell_memory::Segments;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+const CLUSTER: u64 = 64 << 10;
+const COPIED: u64 = 1 << 63;
+
+fn image(directory: &Path, size: u64) -> PathBuf {
+    let path = directory.join("disk.qcow2");
+    let _ = std::fs::remove_file(&path);
+    create(&path, size).unwrap();
+    path
+}
+
+/// Returns two flags: reads, and writes, of the first bytes of a cluster take the fast path.
+fn straight(disk: &Qcow2Disk, cluster: u64) -> (bool, bool) {
+    let at = cluster * CLUSTER;
+    (disk.goes_straight(at, 4096, false), disk.goes_straight(at, 4096, true))
+}
+
+#[test]
+fn allocated_clusters_take_the_fast_path() {
+    let directory = directory();
+    let path = image(directory.path(), 64 * MIB);
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(read(&mut *queue, 0, 4096).unwrap(), [0; 4096]);
+    assert_eq!(straight(&disk, 0), (false, false), "there is no cluster");
+    write(&mut *queue, 0, &vec![1; 4 * CLUSTER as usize]).unwrap();
+    assert_eq!((straight(&disk, 0), straight(&disk, 3)), ((true, true), (true, true)));
+    assert!(disk.goes_straight(512, 4 * CLUSTER - 512, true), "in one piece");
+    assert!(!disk.goes_straight(3 * CLUSTER, CLUSTER + 512, false));
+    write(&mut *queue, 4096, &[2; 4096]).unwrap();
+    assert_eq!(read(&mut *queue, 4096, 4096).unwrap(), [2; 4096]);
+    let zeroes = Op::WriteZeroes { deallocate: false, fua: false };
+    for (op, at) in [(Op::Discard, 0), (zeroes, CLUSTER)] {
+        run_one(&mut *queue, op, at, CLUSTER, Segments::new()).unwrap();
+        assert_eq!(straight(&disk, at / CLUSTER), (false, false), "{op:?}");
+        assert_eq!(read(&mut *queue, at + 4096, 4096).unwrap(), [0; 4096]);
+    }
+    // Zeroes in a part of a cluster are written in place.
+    run_one(&mut *queue, zeroes, 3 * CLUSTER, 4096, Segments::new()).unwrap();
+    assert_eq!(straight(&disk, 3), (true, true));
+    assert_eq!(read(&mut *queue, 3 * CLUSTER, 4096).unwrap(), [0; 4096]);
+    flush(&mut *queue).unwrap();
+    drop((queue, disk));
+    check_whole(&path);
+    // The next open caches the mapping of a whole part of the disk with the first request.
+    for (options, writes) in [("", true), ("?read-only=on", false)] {
+        let disk = open(&path, options);
+        assert_eq!(straight(&disk, 2), (false, false));
+        read(&mut *disk.queue().unwrap(), 3 * CLUSTER, 4096).unwrap();
+        assert_eq!(straight(&disk, 2), (true, writes), "{options}");
+    }
+    let disk = open(&path, "?aio=threads");
+    read(&mut *disk.queue().unwrap(), 3 * CLUSTER, 4096).unwrap();
+    assert_eq!(straight(&disk, 3), (false, false), "there is no io_uring");
+}
+
+#[test]
+fn clusters_shared_with_a_snapshot_take_the_slow_path() {
+    let directory = directory();
+    let path = image(directory.path(), 64 * MIB);
+    let disk = open(&path, "");
+    write(&mut *disk.queue().unwrap(), 0, &vec![1; 4 * CLUSTER as usize]).unwrap();
+    drop(disk);
+    if !qemu_img_does(&["snapshot", "-c", "one", path.to_str().unwrap()]) {
+        return;
+    }
+    let disk = open(&path, "");
+    let mut queue = disk.queue().unwrap();
+    read(&mut *queue, 0, 4096).unwrap();
+    assert_eq!(straight(&disk, 0), (false, false));
+    write(&mut *queue, 0, &[2; 4096]).unwrap();
+    assert_eq!((straight(&disk, 0), straight(&disk, 1)), ((true, true), (false, false)));
+    write(&mut *queue, 4096, &[3; 4096]).unwrap();
+    drop((queue, disk));
+    check_whole(&path);
+    qemu_img_does(&["snapshot", "-a", "one", path.to_str().unwrap()]);
+    let disk = open(&path, "");
+    assert_eq!(read(&mut *disk.queue().unwrap(), 0, 8192).unwrap(), [1; 8192]);
+}
+
+/// Fast requests on clusters that another queue frees, zeroes, allocates anew and writes. Each
+/// unit holds only its own data at any time, and never a table.
+fn race(path: &Path, cluster: u64, millis: u64) {
+    const UNIT: u64 = 4096;
+    const UNITS: u64 = 256;
+    let disk = open(path, "");
+    let over = AtomicBool::new(false);
+    // The length of the load.
+    let until = Instant::now() + Duration::from_millis(millis);
+    let batch = |queue: &mut dyn Queue, random: &mut Random, moves: bool| {
+        let bytes = memory((UNITS * UNIT) as usize);
+        let mut unit = Vec::new();
+        let mut requests = Vec::new();
+        for _ in 0..16 {
+            let at = random.below(UNITS);
+            let op = match random.below(if moves { 8 } else { 4 }) {
+                0 => Op::Read,
+                4..6 => Op::Discard,
+                6 => Op::WriteZeroes { deallocate: false, fua: false },
+                _ => Op::Write { fua: false },
+            };
+            let units = |from: u64, len: u64| (from * UNIT, len * UNIT);
+            // A few units, or the whole cluster; each with its own buffer.
+            let (offset, len) = match op {
+                Op::Read | Op::Write { .. } => units(at, 1),
+                _ => (at * UNIT / cluster * cluster, cluster.max(UNIT)),
+            };
+            if requests.iter().any(|(other, _): &(Request, Segments)| other.offset == offset) {
+                continue;
+            }
+            let data = match op {
+                Op::Read | Op::Write { .. } => segments(&bytes, offset as usize, len as usize),
+                _ => Segments::new(),
+            };
+            if matches!(op, Op::Write { .. }) {
+                let word = (at + 1) << 32 | random.below(1 << 32);
+                unit.clear();
+                (0..UNIT / 8).for_each(|_| unit.extend(word.to_le_bytes()));
+                bytes.write_from(offset as usize, &unit).unwrap();
+            }
+            requests.push((Request { op, offset, len }, data));
+        }
+        let plan: Vec<Request> = requests.iter().map(|(request, _)| *request).collect();
+        assert!(run(queue, requests).iter().all(Result::is_ok));
+        for Request { offset, .. } in plan.iter().filter(|request| request.op == Op::Read) {
+            let mut unit = vec![0; UNIT as usize];
+            bytes.read_into(*offset as usize, &mut unit).unwrap();
+            // A unit may mix parts of racing writes to it, but has no data of another unit.
+            let odd = unit.chunks_exact(8).find(|word| {
+                let word = u64::from_le_bytes((*word).try_into().unwrap());
+                word != 0 && word >> 32 != offset / UNIT + 1
+            });
+            assert_eq!(odd, None, "unit {}", offset / UNIT);
+        }
+    };
+    std::thread::scope(|scope| {
+        let (disk, over, batch) = (&disk, &over, &batch);
+        for seed in 1..4_u64 {
+            scope.spawn(move || {
+                let mut queue = disk.queue().unwrap();
+                let mut random = Random(seed);
+                while Instant::now() < until && !over.load(Ordering::Relaxed) {
+                    // The first queue moves the clusters.
+                    batch(&mut *queue, &mut random, seed == 1);
+                }
+                over.store(true, Ordering::Relaxed);
+            });
+        }
+    });
+    drop(disk);
+    check_whole(path);
+}
+
+#[test]
+fn fast_requests_survive_moving_clusters() {
+    let directory = directory();
+    race(&image(directory.path(), MIB), CLUSTER, 400);
+    let path = directory.path().join("small.qcow2");
+    if qemu_img_does(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "cluster_size=4k",
+        path.to_str().unwrap(),
+        "1M",
+    ]) {
+        race(&path, 4096, 400);
+    }
+}
+
+/// In a recoverable image, the fast path overwrites a cluster only after the table that refers
+/// to it is in the file.
+#[test]
+fn a_recoverable_image_is_overwritten_after_its_tables_are_saved() {
+    let directory = directory();
+    let path = image(directory.path(), 64 * MIB);
+    let disk = open(&path, "");
+    disk.keep(&mut shadowbell_state::Descriptors::default()).unwrap();
+    let mut queue = disk.queue().unwrap();
+    for n in 0..20_u8 {
+        let at = u64::from(n) * CLUSTER;
+        write(&mut *queue, at, &[n + 1; 4096]).unwrap();
+        let goes_straight = disk.goes_straight(at, 4096, true);
+        write(&mut *queue, at + 4096, &[n + 1; 4096]).unwrap();
+        let copy = path.with_extension("copy");
+        std::fs::copy(&path, &copy).unwrap();
+        let there = read(&mut *open(&copy, "").queue().unwrap(), at, 8192).unwrap();
+        assert_eq!(there, [n + 1; 8192], "{n}, straight: {goes_straight}");
+        assert!(disk.goes_straight(at, 8192, true), "{n}");
+    }
+}
+
+/// An image with data in its first clusters, and the offsets of its tables.
+struct Tables {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    l1: u64,
+    l2: u64,
+    refcounts: u64,
+    block: u64,
+}
+
+impl Tables {
+    fn new(directory: &Path) -> Self {
+        let path = image(directory, 1024 * MIB);
+        let disk = open(&path, "");
+        write(&mut *disk.queue().unwrap(), 0, &vec![1; 8 * CLUSTER as usize]).unwrap();
+        drop(disk);
+        let bytes = std::fs::read(&path).unwrap();
+        let mut tables = Self { path, bytes, l1: 0, l2: 0, refcounts: 0, block: 0 };
+        (tables.l1, tables.refcounts) = (tables.number(40), tables.number(48));
+        (tables.l2, tables.block) =
+            (tables.number(tables.l1) & !COPIED, tables.number(tables.refcounts));
+        tables
+    }
+
+    fn number(&self, at: u64) -> u64 {
+        let at = at as usize;
+        u64::from_be_bytes(self.bytes[at..at + 8].try_into().unwrap())
+    }
+
+    /// Writes the image with other numbers at these offsets.
+    fn with(&self, numbers: &[(u64, u64)]) -> &Path {
+        let mut bytes = self.bytes.clone();
+        for (at, number) in numbers {
+            bytes[*at as usize..*at as usize + 8].copy_from_slice(&number.to_be_bytes());
+        }
+        std::fs::write(&self.path, bytes).unwrap();
+        &self.path
+    }
+}
+
+#[test]
+fn an_image_with_tables_as_data_is_not_written() {
+    let directory = directory();
+    let tables = Tables::new(directory.path());
+    let Tables { l1, l2, refcounts, block, .. } = tables;
+    let compressed = |at: u64| 1 << 62 | at;
+    for (what, at, number) in [
+        ("data in the L1 table", l2, COPIED | l1),
+        ("data in the L2 table", l2 + 8, COPIED | l2),
+        ("data in the refcount table", l2 + 16, COPIED | refcounts),
+        ("data in a block of counts, shared", l2 + 24, block),
+        ("zeroes that are allocated there", l2 + 24, COPIED | block | 1),
+        ("compressed data in the L1 table", l2, compressed(l1 + 77)),
+        ("compressed data that reach it", l2, compressed(l1 - 512) | 1 << 54),
+        ("an L2 table twice", l1 + 8, COPIED | l2),
+        ("an L2 table in the L1 table", l1 + 8, COPIED | l1),
+        ("a block of counts in the L2 table", refcounts + 8, l2),
+    ] {
+        let path = tables.with(&[(at, number)]);
+        let before = std::fs::read(path).unwrap();
+        let error =
+            try_open(path, "").err().unwrap_or_else(|| panic!("{what}: the image was opened"));
+        assert!(matches!(error, OpenError::Damaged { .. }), "{what}: {error}");
+        assert!(std::fs::read(path).unwrap() == before, "{what}: the image was modified");
+        // Reading does no harm.
+        let disk = open(path, "?read-only=on");
+        let _ = read(&mut *disk.queue().unwrap(), 0, 65536);
+        assert!(!disk.goes_straight(0, 512, true));
+    }
+}
+
+#[test]
+fn doubly_referenced_clusters_take_the_slow_path() {
+    let directory = directory();
+    let tables = Tables::new(directory.path());
+    let Tables { l2, .. } = tables;
+    let (data, compressed) = (tables.number(l2), 1 << 62 | (tables.number(l2 + 56) & !COPIED));
+    for (what, number) in [("twice", data), ("and compressed", compressed)] {
+        let disk = open(tables.with(&[(l2 + 24, number)]), "");
+        let mut queue = disk.queue().unwrap();
+        read(&mut *queue, 0, 4096).unwrap();
+        assert_eq!(straight(&disk, 0), (true, false), "{what}");
+        write(&mut *queue, 0, &[5; 4096]).unwrap();
+        assert_eq!(straight(&disk, 0), (true, false), "{what}");
+        assert_eq!(read(&mut *queue, 0, 4096).unwrap(), [5; 4096]);
+    }
+}
+
+#[test]
+fn invalid_cluster_offsets_are_not_accessed() {
+    let directory = directory();
+    let tables = Tables::new(directory.path());
+    let l2 = tables.l2;
+    // Beyond the end of the file, where no reference count exists; and unaligned.
+    for (what, place) in [("behind", 1 << 30), ("unaligned", 8 * CLUSTER + 512)] {
+        let len = tables.bytes.len() as u64;
+        let path = tables.with(&[(l2, COPIED | place)]);
+        let disk = open(path, "");
+        let mut queue = disk.queue().unwrap();
+        let _ = read(&mut *queue, 0, 4096);
+        assert_eq!(straight(&disk, 0), (false, false), "{what}");
+        assert_eq!(std::fs::metadata(path).unwrap().len(), len);
+        // Nothing is read by an invalid table.
+        if place.is_multiple_of(CLUSTER) {
+            assert_eq!(read(&mut *queue, CLUSTER, 4096).unwrap(), [1; 4096]);
+            assert_eq!(straight(&disk, 1), (true, true), "{what}");
+        }
+    }
+    let far = tables.with(&[(l2, COPIED | 1 << 55)]);
+    assert!(matches!(try_open(far, ""), Err(OpenError::Damaged { .. })));
+    let disk = open(far, "?read-only=on");
+    assert_eq!(read(&mut *disk.queue().unwrap(), 0, 512).unwrap(), [0; 512]);
+    assert_eq!(straight(&disk, 0), (false, false));
+}
+
+/// Clusters of tables are never allocated, even if their reference count is zero.
+#[test]
+fn uncounted_tables_are_not_allocated() {
+    let directory = directory();
+    let tables = Tables::new(directory.path());
+    for place in [0, tables.l1, tables.l2, tables.refcounts, tables.block] {
+        // A number has four counts of 16 bits.
+        let nth = place / CLUSTER;
+        let at = tables.block + nth / 4 * 8;
+        let counts = tables.number(at) & !(0xffff << (48 - nth % 4 * 16));
+        let path = tables.with(&[(at, counts)]);
+        let disk = open(path, "");
+        let mut queue = disk.queue().unwrap();
+        write(&mut *queue, MIB, &vec![9; 16 * CLUSTER as usize]).unwrap();
+        write(&mut *queue, 600 * MIB, &[9; 4096]).unwrap();
+        drop((queue, disk));
+        check_whole(path);
+        let disk = open(path, "");
+        let mut queue = disk.queue().unwrap();
+        assert_eq!(read(&mut *queue, 0, 4096).unwrap(), [1; 4096], "{nth}");
+        assert_eq!(read(&mut *queue, 600 * MIB, 4096).unwrap(), [9; 4096], "{nth}");
+    }
+}
+
+/// A truncated file is detected on the fast path, too.
+#[test]
+fn a_truncated_file_is_detected_on_the_fast_path() {
+    let directory = directory();
+    for writes in [false, true] {
+        let path = image(directory.path(), 4 * MIB);
+        let disk = open(&path, "");
+        let mut queue = disk.queue().unwrap();
+        write(&mut *queue, 0, &vec![1; MIB as usize]).unwrap();
+        flush(&mut *queue).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
+        let at = 512 << 10;
+        assert!(disk.goes_straight(at, 4096, writes));
+        let outcome = match writes {
+            true => write(&mut *queue, at, &[2; 4096]),
+            false => read(&mut *queue, at, 4096).map(drop),
+        };
+        assert_eq!(outcome, Err(DiskError::Io(libc::EIO)));
+        assert!(disk.has_lost());
+        drop((queue, disk));
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2);
+    }
+}

@@ -1,0 +1,151 @@
+//! Crash recovery of an RBD image.
+//!
+//! # Fence
+//!
+//! Requests that the dead process has sent may still be in flight, and Ceph's servers (OSDs)
+//! execute them when they arrive. So the next process adds the dead client to the cluster's
+//! *blocklist*, by the address in the checkpoint, and waits for the cluster's new map. Each request
+//! of the next process carries the version of that map. An OSD that has this map executes no
+//! request of the dead client any more, whether it has arrived already or arrives later. librbd
+//! breaks the `exclusive-lock` of an image in the same way.
+//!
+//! The entry expires after an hour (`mon_osd_blocklist_default_expire`). Adding it requires a user
+//! with that capability (`profile rbd`).
+//!
+//! # Durability
+//!
+//! librbd may answer writes from a cache in its process. So an image with checkpoints is opened
+//! without that cache. If it was opened with the cache, or the cluster's administrator has enforced
+//! the cache, each write is followed by a flush before it is answered.
+
+use crate::error::OpenError;
+use crate::uri::RbdSpec;
+use serde::{Deserialize, Serialize};
+use shadowbell_disk::{DiskInfo, Wait};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Key of an RBD disk in a checkpoint.
+pub(crate) const KEY: &str = "rbd";
+/// Delay between two attempts to reach the cluster.
+const AGAIN: Duration = Duration::from_millis(100);
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct KeptImage {
+    /// Addresses by which the cluster identifies the client.
+    pub(crate) addresses: Vec<String>,
+    pub(crate) block_size: u32,
+    pub(crate) blocks: u64,
+    pub(crate) read_only: bool,
+    granularity: u32,
+}
+
+impl KeptImage {
+    pub(crate) fn new(info: &DiskInfo, addresses: Vec<String>) -> Self {
+        Self {
+            addresses,
+            block_size: info.block_size,
+            blocks: info.blocks,
+            read_only: info.read_only,
+            granularity: info.granularity,
+        }
+    }
+
+    /// Disk properties that the guest has seen, if the disk `now` can provide them.
+    pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
+        if now.read_only != self.read_only {
+            return Err("it has become read-only, or writable");
+        }
+        if now.block_size != self.block_size || now.blocks < self.blocks {
+            return Err("it is smaller than it was");
+        }
+        let mut info = now.clone();
+        (info.blocks, info.granularity) = (self.blocks, self.granularity);
+        Ok(info)
+    }
+}
+
+/// Parses the addresses that Ceph reports for a client: one, or several in brackets, with or
+/// without a prefix for the protocol version.
+pub(crate) fn addresses(text: &str) -> Vec<String> {
+    let list = text.trim_matches(['[', ']']).split(',');
+    let plain =
+        list.map(|one| ["v1:", "v2:", "any:"].iter().fold(one, |one, p| one.trim_start_matches(p)));
+    let mut found: Vec<String> =
+        plain.map(str::trim).filter(|one| !one.is_empty()).map(str::to_owned).collect();
+    found.dedup();
+    found
+}
+
+/// Runs `open` until the cluster is reachable. It runs on its own thread, which continues alone if
+/// `wait` gives up, because a call of Ceph's libraries cannot be cancelled.
+pub(crate) fn reach<T: Send + 'static>(
+    spec: &RbdSpec,
+    wait: Wait<'_>,
+    open: impl Fn() -> Result<T, OpenError> + Clone + Send + 'static,
+) -> Result<T, OpenError> {
+    loop {
+        let again = open.clone();
+        let attempt = thread::Builder::new().name("sb-rbd-open".into()).spawn(again);
+        let attempt = attempt.map_err(|source| OpenError::Ceph {
+            disk: spec.to_string(),
+            what: "starting a thread for opening the image",
+            source,
+        })?;
+        while !attempt.is_finished() {
+            still(spec, wait)?;
+        }
+        let outcome =
+            attempt.join().unwrap_or_else(|_| Err(refused(spec, "opening it has failed")));
+        match outcome {
+            Err(error) if error.is_for_now() => {}
+            outcome => return outcome,
+        }
+        let since = Instant::now();
+        while since.elapsed() < AGAIN {
+            still(spec, wait)?;
+        }
+    }
+}
+
+fn still(spec: &RbdSpec, wait: Wait<'_>) -> Result<(), OpenError> {
+    if wait() { Ok(()) } else { Err(refused(spec, "the wait was given up")) }
+}
+
+/// Creates the error for a disk that cannot be recovered.
+pub(crate) fn refused(spec: &RbdSpec, why: impl Into<String>) -> OpenError {
+    OpenError::NotThatDisk { disk: spec.to_string(), why: why.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_has_one_address_or_several() {
+        for (text, expected) in [
+            ("10.0.0.1:0/123", vec!["10.0.0.1:0/123"]),
+            ("v1:10.0.0.1:0/123", vec!["10.0.0.1:0/123"]),
+            ("[v2:[fe80::1]:0/7,v1:[fe80::1]:0/7]", vec!["[fe80::1]:0/7"]),
+            ("[v2:1.2.3.4:0/7,v1:1.2.3.5:0/7]", vec!["1.2.3.4:0/7", "1.2.3.5:0/7"]),
+            ("", vec![]),
+        ] {
+            assert_eq!(addresses(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn an_image_that_became_smaller_is_not_gone_on_with() {
+        let mut info = DiskInfo::new(512, 100);
+        info.granularity = 8;
+        let kept = KeptImage::new(&info, Vec::new());
+        info.blocks = 200;
+        info.granularity = 16;
+        let as_it_was = kept.as_it_was(&info).unwrap();
+        assert_eq!((as_it_was.blocks, as_it_was.granularity), (100, 8));
+        info.blocks = 99;
+        assert!(kept.as_it_was(&info).is_err());
+        (info.blocks, info.read_only) = (100, true);
+        assert!(kept.as_it_was(&info).is_err());
+    }
+}

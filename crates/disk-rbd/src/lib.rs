@@ -1,0 +1,65 @@
+//! RBD image of a Ceph cluster as a disk.
+//!
+//! # Architecture
+//!
+//! | module | content |
+//! |---|---|
+//! | [`RbdSpec`] | specification of an image |
+//! | [`RbdDisk`] | the image as a disk: its properties |
+//! | `shared` | shared state of a disk's queues |
+//! | `queue` | queue of an I/O thread |
+//! | `sys` | librados and librbd, loaded when the first image is opened |
+//! | `kept` | crash recovery |
+//! | `exit` | exit of the process while images are open |
+//!
+//! Ceph is required neither to build nor to install this crate: its libraries are loaded (`dlopen`)
+//! when an image is opened. All calls for requests are asynchronous: the I/O thread starts them,
+//! and Ceph's threads complete them. They use buffers of the queue, never guest memory, because a
+//! call cannot be cancelled.
+//!
+//! # Durability
+//!
+//! Flushed data and FUA writes are durable; other data may be in librbd's cache in this process. A
+//! FUA write bypasses the cache. Write Zeroes with FUA are followed by a flush, and so are FUA
+//! writes if the cache is not of the kind `rbd_cache_policy=writearound`. If the image was opened
+//! [without the cache](RbdDisk::open_lasting), all completed writes are durable. While the cluster
+//! is unreachable, requests wait in Ceph's client.
+//!
+//! # Full cluster
+//!
+//! Without the cache, a write fails with [`NoSpace`](shadowbell_disk::DiskError::NoSpace) if the
+//! pool or a quota is full. Operations that need no space continue to work: reads, overwrites of
+//! existing objects, discards, opening an image. With the cache, answered writes would be lost in
+//! that way, so writes wait for space, and so do later flushes and opening an image.
+//!
+//! # Discards
+//!
+//! A discard is a Write Zeroes that frees objects. Ceph's own discard ignores parts of objects, but
+//! discarded blocks of a disk must read as zeroes.
+//!
+//! # Other clients of an image
+//!
+//! A [compare and write](shadowbell_disk::Op::CompareAndWrite) of a block is one operation on
+//! its object, so it is atomic for all clients of the cluster. It requires an image whose stripe
+//! unit is a multiple of the block size, as it is by default.
+//!
+//! Ceph reports size changes ([`Disk::takes_new_size`](shadowbell_disk::Disk::takes_new_size)).
+#![deny(unsafe_code)]
+
+mod disk;
+mod error;
+mod exit;
+mod kept;
+mod queue;
+mod shared;
+#[allow(unsafe_code)]
+mod sys;
+mod uri;
+
+pub use disk::RbdDisk;
+pub use error::OpenError;
+pub use uri::RbdSpec;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -1,0 +1,327 @@
+//! Queue of an I/O thread on an image: each request is one or several calls of librbd.
+
+use crate::shared::Shared;
+use crate::sys::{Cache, Call, Ended};
+use shadowbell_disk::{Bounds, CompletionQueue, DiskError, Op, Queue, Request, Submitted, Tasks};
+use shadowbell_memory::Segments;
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Maximum buffer size of calls in flight, in bytes; further calls wait.
+const BUFFERS: u64 = 32 << 20;
+/// Maximum length of one call in bytes: with data, and for zeroes.
+const DATA: u64 = 4 << 20;
+const ZEROES: u64 = 64 << 20;
+
+struct Task {
+    /// Unique number of the task.
+    number: u64,
+    request: Request,
+    data: Segments,
+    /// Number of bytes for which calls were started.
+    begun: u64,
+    under_way: u32,
+    outcome: Result<(), DiskError>,
+    /// True if each call has to be durable when it completes.
+    fua: bool,
+    flushes_after: bool,
+    is_cancelled: bool,
+}
+
+/// Task of a call, and its bytes of the request.
+struct Subrequest {
+    task: u32,
+    /// Number of the task: a cancelled read may have ended, and its key may be another task's.
+    number: u64,
+    at: u64,
+    len: u64,
+}
+
+pub(crate) struct RbdQueue {
+    shared: Shared,
+    bounds: Bounds,
+    /// Filled by Ceph's threads.
+    completions: Arc<CompletionQueue<Ended>>,
+    /// Requests; those in the waiting list have calls to start.
+    tasks: Tasks<Task>,
+    /// Number of tasks so far.
+    count: u64,
+    subrequests: HashMap<u64, Subrequest>,
+    next: u64,
+    bytes: u64,
+    ended: Vec<Ended>,
+}
+
+impl Task {
+    /// True if all calls were started, or no more are to be started.
+    fn is_begun(&self) -> bool {
+        self.outcome.is_err()
+            || (self.begun == self.request.len && !(self.flushes_after && self.under_way == 0))
+    }
+}
+
+impl RbdQueue {
+    pub(crate) fn new(shared: Shared) -> io::Result<Self> {
+        Ok(Self {
+            bounds: shared.info.bounds(),
+            shared,
+            completions: Arc::new(CompletionQueue::new()?),
+            tasks: Tasks::default(),
+            count: 0,
+            subrequests: HashMap::new(),
+            next: 0,
+            bytes: 0,
+            ended: Vec::new(),
+        })
+    }
+
+    /// Durability that `op` requires: its calls have to be durable when they complete (FUA), and a
+    /// flush has to follow them.
+    fn is_durable(&self, op: Op) -> (bool, bool) {
+        let fua = match op {
+            Op::Write { fua } | Op::CompareAndWrite { fua } | Op::WriteZeroes { fua, .. } => fua,
+            Op::Discard => false,
+            _ => return (false, false),
+        };
+        let wanted = fua || self.shared.opened.lasts.load(Ordering::Relaxed);
+        let by_itself = match self.shared.opened.cache {
+            Cache::None => true,
+            // Write Zeroes of librbd have no FUA flag.
+            Cache::Around => matches!(op, Op::Write { .. } | Op::CompareAndWrite { .. }),
+            Cache::Other => false,
+        };
+        (wanted && by_itself, wanted && !by_itself)
+    }
+
+    /// Starts waiting calls within the buffer limit.
+    fn begin(&mut self) {
+        while let Some(key) = self.tasks.first_waiting() {
+            let Some(task) = self.tasks.get_mut(key) else { break };
+            if task.is_begun() {
+                if task.under_way == 0 {
+                    self.tasks.end(key);
+                }
+                self.tasks.stop_waiting(key);
+                continue;
+            }
+            let left = task.request.len - task.begun;
+            let (call, len, held) = match task.request.op {
+                _ if left == 0 => (Call::Flush, 0, 0),
+                Op::Read | Op::Compare | Op::Verify => (Call::Read, left.min(DATA), left.min(DATA)),
+                Op::Write { .. } => (Call::Write { fua: task.fua }, left.min(DATA), left.min(DATA)),
+                Op::CompareAndWrite { .. } => (Call::CompareAndWrite, left, 2 * left),
+                op => {
+                    let len = left.min(ZEROES);
+                    let is_thick = matches!(op, Op::WriteZeroes { deallocate: false, .. });
+                    (Call::Zero { len: len as usize, is_thick }, len, 0)
+                }
+            };
+            if self.bytes != 0 && self.bytes + held > BUFFERS {
+                break;
+            }
+            let mut buffer = vec![0; held as usize];
+            if matches!(call, Call::Write { .. } | Call::CompareAndWrite)
+                && task.data.read_into(task.begun as usize, &mut buffer).is_none()
+            {
+                task.outcome = Err(DiskError::BadBuffer);
+                continue;
+            }
+            if matches!(call, Call::Flush) {
+                task.flushes_after = false;
+            }
+            let id = self.next;
+            self.next += 1;
+            let number = task.number;
+            self.subrequests.insert(id, Subrequest { task: key, number, at: task.begun, len });
+            let offset = task.request.offset + task.begun;
+            task.begun += len;
+            task.under_way += 1;
+            self.bytes += held;
+            if let Some(image) = &self.shared.opened.image {
+                image.start(id, &call, offset, buffer, &self.completions);
+            }
+        }
+    }
+
+    fn end(&mut self, ended: Ended) {
+        let Ended { id, value, buffer } = ended;
+        self.bytes -= buffer.len() as u64;
+        let Some(Subrequest { task: key, number, at, len }) = self.subrequests.remove(&id) else {
+            return;
+        };
+        let task = self.tasks.get_mut(key).filter(|task| task.number == number);
+        // A cancelled read has only its buffers left.
+        let Some(task) = task.filter(|task| task.under_way != 0) else { return };
+        task.under_way -= 1;
+        let full = &self.shared.opened.is_full;
+        let result = match (value, task.request.op) {
+            (..0, op) => Err(status(value, matches!(op, Op::Read | Op::Compare | Op::Verify))),
+            // The image has been shrunk.
+            (_, Op::Read | Op::Compare | Op::Verify) if (value as u64) < len => {
+                Err(DiskError::OutOfRange)
+            }
+            (_, Op::Read) => task.data.write_from(at as usize, &buffer).ok_or(DiskError::BadBuffer),
+            (_, Op::Compare) => {
+                let mut own = vec![0; buffer.len()];
+                match task.data.read_into(at as usize, &mut own) {
+                    None => Err(DiskError::BadBuffer),
+                    Some(()) if own == buffer => Ok(()),
+                    Some(()) => Err(DiskError::CompareFailed),
+                }
+            }
+            (_, Op::Write { .. } | Op::CompareAndWrite { .. }) => {
+                full.store(false, Ordering::Relaxed);
+                Ok(())
+            }
+            _ => Ok(()),
+        };
+        if result == Err(DiskError::NoSpace) {
+            full.store(true, Ordering::Relaxed);
+        }
+        task.outcome = task.outcome.and(result);
+        if task.under_way == 0 {
+            // Starts the flush after the calls, or ends the task.
+            self.tasks.wait(key);
+        }
+    }
+}
+
+/// Disk error for the return value of a call.
+fn status(value: i64, reads: bool) -> DiskError {
+    match i32::try_from(-value) {
+        Ok(libc::ENOSPC | libc::EDQUOT) if !reads => DiskError::NoSpace,
+        Ok(libc::EROFS) => DiskError::ReadOnly,
+        // Returned only by a compare and write.
+        Ok(libc::EILSEQ) => DiskError::CompareFailed,
+        Ok(libc::EOPNOTSUPP) => DiskError::Unsupported,
+        // librbd's error for a range beyond the end.
+        Ok(libc::EINVAL) => DiskError::OutOfRange,
+        Ok(error) => DiskError::Io(error),
+        Err(_) => DiskError::Io(libc::EIO),
+    }
+}
+
+impl Queue for RbdQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        let mut request = *request;
+        let flushes_after = match request.op {
+            Op::Flush if self.shared.info.read_only => return Submitted::Done(Ok(())),
+            Op::Flush => {
+                (request.offset, request.len) = (0, 0);
+                true
+            }
+            _ if request.len == 0 => return Submitted::Done(Ok(())),
+            Op::CompareAndWrite { .. } if !self.compares_and_writes() => {
+                return Submitted::Done(Err(DiskError::Unsupported));
+            }
+            Op::Write { .. }
+            | Op::CompareAndWrite { .. }
+            | Op::WriteZeroes { .. }
+            | Op::Discard
+            | Op::Read
+            | Op::Compare
+            | Op::Verify => false,
+            _ => return Submitted::Done(Err(DiskError::Unsupported)),
+        };
+        let (fua, by_flush) = self.is_durable(request.op);
+        let flushes_after = flushes_after || by_flush;
+        self.count += 1;
+        let task = Task {
+            number: self.count,
+            request,
+            data: data.take(),
+            begun: 0,
+            under_way: 0,
+            outcome: Ok(()),
+            fua,
+            flushes_after,
+            is_cancelled: false,
+        };
+        let key = self.tasks.insert(tag, task);
+        self.tasks.wait(key);
+        Submitted::Pending
+    }
+
+    /// True if a block never crosses a stripe unit, within which Ceph supports the operation.
+    fn compares_and_writes(&self) -> bool {
+        let (unit, block) = (self.shared.opened.unit, u64::from(self.shared.info.block_size));
+        !self.shared.info.read_only && unit != 0 && unit.is_multiple_of(block)
+    }
+
+    fn commit(&mut self) {
+        self.begin();
+        if self.tasks.any_over() {
+            self.completions.signal();
+        }
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.completions.take(&mut ended);
+        ended.drain(..).for_each(|ended| self.end(ended));
+        self.ended = ended;
+        self.begin();
+        while let Some((tag, task)) = self.tasks.take_over() {
+            done(tag, task.outcome, task.data);
+        }
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let Some(key) = self.tasks.find(tag) else { return };
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
+        // A started write cannot be cancelled: the host's next write must come after it.
+        if task.is_cancelled || (task.is_begun() && !reads) {
+            return;
+        }
+        task.is_cancelled = true;
+        task.outcome = task.outcome.and(Err(DiskError::Cancelled));
+        if reads {
+            task.under_way = 0;
+        }
+        self.tasks.wait_first(key);
+        // Wakes the owner, whose `reap` ends the request.
+        self.completions.signal();
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.completions.as_fd())
+    }
+
+    /// True: the call of a cancelled read may complete without a reap.
+    fn wakes_by_edges(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_have_the_meaning_that_they_have_there() {
+        for (value, reads, expected) in [
+            (-28, false, DiskError::NoSpace),
+            (-122, false, DiskError::NoSpace),
+            (-28, true, DiskError::Io(28)),
+            (-30, false, DiskError::ReadOnly),
+            (-84, false, DiskError::CompareFailed),
+            (-95, false, DiskError::Unsupported),
+            (-22, true, DiskError::OutOfRange),
+            (-108, false, DiskError::Io(108)),
+            (i64::MIN + 1, false, DiskError::Io(5)),
+        ] {
+            assert_eq!(status(value, reads), expected, "{value}");
+        }
+    }
+}

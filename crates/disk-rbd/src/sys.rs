@@ -1,0 +1,527 @@
+//! librados and librbd, loaded when the first image is opened, and a safe type for an image.
+
+use crate::error::CONNECTING;
+use crate::exit::{self, Counted};
+use crate::uri::RbdSpec;
+use libloading::Library;
+use shadowbell_disk::{CompletionQueue, tell_new_size};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+/// Maximum time for the cluster to answer when an image is opened, in seconds.
+const MOUNT_TIMEOUT: &str = "15";
+/// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`
+const THICK: c_int = 1;
+
+/// Configuration of each client.
+const SETTINGS: [(&str, &str); 5] = [
+    ("client_mount_timeout", MOUNT_TIMEOUT),
+    // The calling thread starts a call itself, which saves a switch between threads.
+    ("rbd_non_blocking_aio", "false"),
+    // With limits on operations in flight, a call beyond the limit would block the I/O thread, for
+    // as long as the cluster does not answer. The buffers of a queue limit the operations instead.
+    ("objecter_inflight_ops", "0"),
+    ("objecter_inflight_op_bytes", "0"),
+    // Not needed, because NVMe hosts know of a volatile write cache and flush it.
+    ("rbd_cache_writethrough_until_flush", "false"),
+];
+/// Configuration of a client whose writes are answered when the cluster has stored them.
+const NO_CACHE: (&str, &str) = ("rbd_cache", "false");
+
+/// Number of threads of a client that send and receive: the option and its default.
+const SENDERS: (&str, usize) = ("ms_async_op_threads", 3);
+/// `LIBRADOS_OP_FLAG_FADVISE_FUA`
+const FUA: c_int = 0x80;
+
+type Handle = *mut c_void;
+type Callback = extern "C" fn(Handle, *mut c_void);
+type Changed = extern "C" fn(*mut c_void);
+
+/// `rbd_config_option_t`: an option of an image with its effective value.
+#[repr(C)]
+struct Setting {
+    name: *mut c_char,
+    value: *mut c_char,
+    source: c_int,
+}
+
+macro_rules! api {
+    ($($name:ident: fn($($arg:ty),*) -> $ret:ty, $library:ident;)*) => {
+        /// The functions that are called, as the headers of Ceph 16 declare them.
+        struct Api { $($name: unsafe extern "C" fn($($arg),*) -> $ret,)* }
+
+        impl Api {
+            fn load(rados: &Library, rbd: &Library) -> Result<Self, libloading::Error> {
+                let libraries = Libraries { rados, rbd };
+                Ok(Self { $(
+                    // SAFETY: the signature is the one in Ceph's header.
+                    $name: unsafe { *libraries.$library.get(stringify!($name).as_bytes())? },
+                )* })
+            }
+        }
+    };
+}
+
+struct Libraries<'a> {
+    rados: &'a Library,
+    rbd: &'a Library,
+}
+
+api! {
+    rados_create: fn(*mut Handle, *const c_char) -> c_int, rados;
+    rados_conf_read_file: fn(Handle, *const c_char) -> c_int, rados;
+    rados_conf_set: fn(Handle, *const c_char, *const c_char) -> c_int, rados;
+    rados_conf_get: fn(Handle, *const c_char, *mut c_char, usize) -> c_int, rados;
+    rados_connect: fn(Handle) -> c_int, rados;
+    rados_shutdown: fn(Handle) -> (), rados;
+    rados_getaddrs: fn(Handle, *mut *mut c_char) -> c_int, rados;
+    rados_blocklist_add: fn(Handle, *mut c_char, u32) -> c_int, rados;
+    rados_wait_for_latest_osdmap: fn(Handle) -> c_int, rados;
+    rados_ioctx_create: fn(Handle, *const c_char, *mut Handle) -> c_int, rados;
+    rados_set_pool_full_try: fn(Handle) -> (), rados;
+    rados_ioctx_set_namespace: fn(Handle, *const c_char) -> (), rados;
+    rados_ioctx_destroy: fn(Handle) -> (), rados;
+    rbd_open: fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int, rbd;
+    rbd_open_read_only: fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int, rbd;
+    rbd_close: fn(Handle) -> c_int, rbd;
+    rbd_get_size: fn(Handle, *mut u64) -> c_int, rbd;
+    rbd_get_stripe_unit: fn(Handle, *mut u64) -> c_int, rbd;
+    rbd_config_image_list: fn(Handle, *mut Setting, *mut c_int) -> c_int, rbd;
+    rbd_config_image_list_cleanup: fn(*mut Setting, c_int) -> (), rbd;
+    rbd_aio_create_completion: fn(*mut c_void, Callback, *mut Handle) -> c_int, rbd;
+    rbd_aio_get_return_value: fn(Handle) -> isize, rbd;
+    rbd_aio_release: fn(Handle) -> (), rbd;
+    rbd_aio_read: fn(Handle, u64, usize, *mut c_char, Handle) -> c_int, rbd;
+    rbd_aio_write2: fn(Handle, u64, usize, *const c_char, Handle, c_int) -> c_int, rbd;
+    rbd_aio_write_zeroes: fn(Handle, u64, usize, Handle, c_int, c_int) -> c_int, rbd;
+    rbd_aio_flush: fn(Handle, Handle) -> c_int, rbd;
+    rbd_aio_compare_and_write:
+        fn(Handle, u64, usize, *const c_char, *const c_char, Handle, *mut u64, c_int) -> isize, rbd;
+    rbd_update_watch: fn(Handle, *mut u64, Changed, *mut c_void) -> c_int, rbd;
+    rbd_update_unwatch: fn(Handle, u64) -> c_int, rbd;
+}
+
+unsafe extern "C" {
+    /// Function of the C library: registers `function` to be called at the exit of the process.
+    fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+}
+
+/// Called at the exit of the process, by `exit` or by returning from `main`.
+extern "C" fn process_ends(status: c_int, _: *mut c_void) {
+    if !exit::wait() {
+        // SAFETY: ends the process without running any other code.
+        unsafe { libc::_exit(status) }
+    }
+}
+
+/// Functions of the libraries, which are loaded once and never unloaded.
+fn api() -> Result<&'static Api, String> {
+    static API: OnceLock<Result<Api, String>> = OnceLock::new();
+    let load = || {
+        // SAFETY: Ceph's own libraries; their initializers do the same as in a program that is
+        // linked to them.
+        let (rados, rbd) =
+            unsafe { (Library::new("librados.so.2")?, Library::new("librbd.so.1")?) };
+        let api = Api::load(&rados, &rbd)?;
+        // Registered after the libraries, and so called before their destructors.
+        // SAFETY: a function with the required signature, which is never unloaded.
+        unsafe { on_exit(process_ends, null_mut()) };
+        // The libraries' threads may outlive every image.
+        std::mem::forget((rados, rbd));
+        Ok(api)
+    };
+    let load = || load().map_err(|error: libloading::Error| error.to_string());
+    API.get_or_init(load).as_ref().map_err(Clone::clone)
+}
+
+/// Error of opening an image.
+pub(crate) enum Failure {
+    Library(String),
+    Call(&'static str, io::Error),
+}
+
+/// Cache that answers writes before the cluster has stored them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cache {
+    None,
+    /// `rbd_cache_policy=writearound`: Write and Compare and Write can bypass the cache.
+    Around,
+    Other,
+}
+
+/// Operation on an image, from an offset on.
+pub(crate) enum Call {
+    /// Reads as many bytes as the buffer has.
+    Read,
+    /// Writes the buffer. With `fua`, completes when the cluster has stored the data, if the cache
+    /// [supports that](Cache::Around).
+    Write {
+        fua: bool,
+    },
+    /// Zeroes `len` bytes; if `is_thick`, they remain allocated.
+    Zero {
+        len: usize,
+        is_thick: bool,
+    },
+    Flush,
+    /// Compares the first half of the buffer, and writes the second half.
+    CompareAndWrite,
+}
+
+/// Open image.
+pub(crate) struct Image {
+    api: &'static Api,
+    cluster: Handle,
+    pool: Handle,
+    image: Handle,
+    /// Watch by which Ceph reports changes of the image other than its content, such as its size.
+    watch: Option<u64>,
+    /// True after such a report. Ceph has the address of the flag.
+    has_changed: Arc<AtomicBool>,
+    counted: Counted,
+}
+
+// SAFETY: Ceph's handles may be used on any thread, and on several threads at once.
+unsafe impl Send for Image {}
+// SAFETY: as above.
+unsafe impl Sync for Image {}
+
+/// Completed call.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) id: u64,
+    /// Return value; negative for an error number.
+    pub(crate) value: i64,
+    /// Buffer of the call.
+    pub(crate) buffer: Vec<u8>,
+}
+
+/// State of a call in flight, owned by Ceph.
+struct Running {
+    id: u64,
+    buffer: Vec<u8>,
+    to: Arc<CompletionQueue<Ended>>,
+    api: &'static Api,
+    /// Offset of the difference that a comparison has found; written by Ceph.
+    mismatch: u64,
+}
+
+/// Callback for a change of the image, on one of Ceph's threads.
+extern "C" fn changed(argument: *mut c_void) {
+    // SAFETY: `argument` is the flag of an image, which stays open until the watch is removed.
+    unsafe { &*argument.cast::<AtomicBool>() }.store(true, Ordering::Release);
+    tell_new_size();
+}
+
+/// Callback for a completed call, on one of Ceph's threads.
+extern "C" fn done(completion: Handle, argument: *mut c_void) {
+    // SAFETY: `argument` is the box of `Image::start`, and is passed back once.
+    let running = unsafe { Box::from_raw(argument.cast::<Running>()) };
+    let Running { id, buffer, to, api, .. } = *running;
+    // SAFETY: the completion has completed, and is released once.
+    let value = unsafe {
+        let value = (api.rbd_aio_get_return_value)(completion);
+        (api.rbd_aio_release)(completion);
+        value
+    };
+    to.push(Ended { id, value: value as i64, buffer });
+}
+
+fn c_text(text: impl AsRef<[u8]>) -> CString {
+    // A specification contains no NUL.
+    CString::new(text.as_ref()).unwrap_or_default()
+}
+
+fn check(what: &'static str, value: c_int) -> Result<(), Failure> {
+    if value < 0 {
+        return Err(Failure::Call(what, io::Error::from_raw_os_error(-value)));
+    }
+    Ok(())
+}
+
+impl Image {
+    /// Opens the image, after the cluster has blocked the clients `dead`. Waits for the cluster.
+    /// `caches` allows librbd to answer writes from memory of this process; the cluster's
+    /// administrator can [enforce](Self::cache) that independently.
+    pub(crate) fn open(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, Failure> {
+        let api = api().map_err(Failure::Library)?;
+        let mut image = Self {
+            api,
+            cluster: null_mut(),
+            pool: null_mut(),
+            image: null_mut(),
+            watch: None,
+            has_changed: Arc::default(),
+            counted: Counted::new(),
+        };
+        let id = c_text(&spec.id);
+        // SAFETY: pointers refer to values that live until the call returns, and handles are those
+        // that Ceph has returned; a handle that Ceph has not returned is not used.
+        let made = unsafe { (api.rados_create)(&mut image.cluster, id.as_ptr()) };
+        check("creating a client of the cluster", made)?;
+        let conf = spec.conf.as_ref().map(|path| c_text(path.as_os_str().as_bytes()));
+        let conf = conf.as_ref().map_or(std::ptr::null(), |path| path.as_ptr());
+        // SAFETY: as above.
+        check("reading the cluster's configuration (`conf=FILE`)", unsafe {
+            (api.rados_conf_read_file)(image.cluster, conf)
+        })?;
+        for (name, value) in SETTINGS.into_iter().chain((!caches).then_some(NO_CACHE)) {
+            image.set(name, value);
+        }
+        image.set_senders();
+        // SAFETY: as above.
+        check(CONNECTING, unsafe { (api.rados_connect)(image.cluster) })?;
+        image.keep_out(dead)?;
+        let pool = c_text(&spec.pool);
+        // SAFETY: as above.
+        check("opening the pool", unsafe {
+            (api.rados_ioctx_create)(image.cluster, pool.as_ptr(), &mut image.pool)
+        })?;
+        if !caches {
+            // A write without space fails instead of waiting for space. With a cache it would be
+            // lost, because it was answered before.
+            // SAFETY: as above.
+            unsafe { (api.rados_set_pool_full_try)(image.pool) };
+        }
+        if let Some(namespace) = &spec.namespace {
+            let namespace = c_text(namespace);
+            // SAFETY: as above.
+            unsafe { (api.rados_ioctx_set_namespace)(image.pool, namespace.as_ptr()) };
+        }
+        let name = c_text(&spec.image);
+        let snapshot = spec.snapshot.as_ref().map(c_text);
+        let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |name| name.as_ptr());
+        let open = if spec.read_only { api.rbd_open_read_only } else { api.rbd_open };
+        // SAFETY: as above.
+        check("opening the image", unsafe {
+            open(image.pool, name.as_ptr(), &mut image.image, snapshot)
+        })?;
+        let (mut watch, flag) = (0, Arc::as_ptr(&image.has_changed).cast_mut().cast());
+        // SAFETY: as above; the flag lives until the watch is removed (`drop`).
+        let value = unsafe { (api.rbd_update_watch)(image.image, &mut watch, changed, flag) };
+        // Without a watch, changes are only found by a query.
+        image.watch = (value >= 0).then_some(watch);
+        Ok(image)
+    }
+
+    /// Sets an option of the client. A library that does not know the option keeps its behaviour.
+    fn set(&self, name: &str, value: &str) {
+        let (name, value) = (c_text(name), c_text(value));
+        // SAFETY: as in `open`.
+        unsafe { (self.api.rados_conf_set)(self.cluster, name.as_ptr(), value.as_ptr()) };
+    }
+
+    /// Limits the number of threads that send and receive to half of the CPUs, because replies that
+    /// arrive together wake several of them. A configured number other than the default is kept.
+    fn set_senders(&self) {
+        let (name, usual) = SENDERS;
+        let (option, mut value) = (c_text(name), [0; 16]);
+        // SAFETY: as in `open`; Ceph writes at most `room` bytes, with a final NUL.
+        let known = unsafe {
+            let room = value.len();
+            (self.api.rados_conf_get)(self.cluster, option.as_ptr(), value.as_mut_ptr(), room)
+        };
+        // SAFETY: text with a final NUL, or all zeroes.
+        let value = unsafe { CStr::from_ptr(value.as_ptr()) }.to_bytes();
+        let processors = std::thread::available_parallelism().map_or(usual, Into::into);
+        let senders = (processors / 2).clamp(1, usual);
+        if known >= 0 && value == usual.to_string().as_bytes() && senders < usual {
+            self.set(name, &senders.to_string());
+        }
+    }
+
+    /// Adds clients to the cluster's blocklist, with the default expiry, and waits for its new map.
+    fn keep_out(&self, dead: &[String]) -> Result<(), Failure> {
+        for client in dead {
+            let address = c_text(client);
+            // SAFETY: as in `open`; the text is only read.
+            check("adding the dead client to the blocklist", unsafe {
+                (self.api.rados_blocklist_add)(self.cluster, address.as_ptr().cast_mut(), 0)
+            })?;
+        }
+        if dead.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: as in `open`.
+        let known = unsafe { (self.api.rados_wait_for_latest_osdmap)(self.cluster) };
+        check("waiting for the map with the blocklist", known)
+    }
+
+    /// Addresses by which the cluster identifies this client, in Ceph's format.
+    pub(crate) fn addresses(&self) -> io::Result<String> {
+        let mut text = null_mut();
+        // SAFETY: the client is connected, and the argument refers to a pointer that is filled in.
+        let value = unsafe { (self.api.rados_getaddrs)(self.cluster, &mut text) };
+        if value < 0 || text.is_null() {
+            return Err(io::Error::from_raw_os_error(if value < 0 { -value } else { libc::EIO }));
+        }
+        // SAFETY: text that Ceph has allocated, and that the caller has to free.
+        unsafe {
+            let addresses = CStr::from_ptr(text).to_string_lossy().into_owned();
+            libc::free(text.cast());
+            Ok(addresses)
+        }
+    }
+
+    /// Current size of the image in bytes.
+    pub(crate) fn size(&self) -> io::Result<u64> {
+        let mut size = 0;
+        // SAFETY: the image is open, and the argument refers to a number.
+        match unsafe { (self.api.rbd_get_size)(self.image, &mut size) } {
+            0.. => Ok(size),
+            error => Err(io::Error::from_raw_os_error(-error)),
+        }
+    }
+
+    /// Reports that the size may have changed without a notification.
+    pub(crate) fn set_changed(&self) {
+        self.has_changed.store(true, Ordering::Release);
+        tell_new_size();
+    }
+
+    /// Returns and clears the flag that the size may have changed.
+    pub(crate) fn take_changed(&self) -> bool {
+        self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
+    }
+
+    /// Effective cache: the cluster's configuration of the pool or the image has precedence over
+    /// this client's configuration.
+    pub(crate) fn cache(&self) -> Cache {
+        let is = |name, value| self.setting(name).as_deref() == Some(value);
+        // A persistent cache in local files does not support FUA.
+        let in_files = self.setting("rbd_persistent_cache_mode");
+        match in_files.is_some_and(|mode| mode != "disabled") {
+            true => Cache::Other,
+            false if is("rbd_cache", "false") => Cache::None,
+            false if is("rbd_cache_policy", "writearound") => Cache::Around,
+            false => Cache::Other,
+        }
+    }
+
+    /// Effective value of an option of the image.
+    fn setting(&self, name: &str) -> Option<String> {
+        let mut count = 0;
+        // SAFETY: the image is open; without an array, Ceph returns the required length.
+        unsafe { (self.api.rbd_config_image_list)(self.image, null_mut(), &mut count) };
+        let mut settings: Vec<Setting> = Vec::with_capacity(usize::try_from(count).ok()?);
+        // SAFETY: the array has room for `count` entries.
+        let value = unsafe {
+            (self.api.rbd_config_image_list)(self.image, settings.as_mut_ptr(), &mut count)
+        };
+        if value < 0 {
+            return None;
+        }
+        // SAFETY: Ceph has filled in `count` entries, which is within the capacity. Each entry has
+        // two texts, which are read here and freed once.
+        unsafe {
+            settings.set_len(usize::try_from(count).ok()?);
+            let text = |text| CStr::from_ptr(text).to_string_lossy().into_owned();
+            let one =
+                settings.iter().find(|one| CStr::from_ptr(one.name).to_bytes() == name.as_bytes());
+            let found = one.map(|one| text(one.value));
+            (self.api.rbd_config_image_list_cleanup)(settings.as_mut_ptr(), count);
+            found
+        }
+    }
+
+    /// Number of bytes that are contiguous in an object.
+    pub(crate) fn stripe_unit(&self) -> u64 {
+        let mut unit = 0;
+        // SAFETY: as above.
+        unsafe { (self.api.rbd_get_stripe_unit)(self.image, &mut unit) };
+        unit
+    }
+
+    /// Marks the image as being closed; a separate thread drops it.
+    pub(crate) fn closes(&mut self) {
+        self.counted.closes();
+    }
+
+    /// Starts a call, which completes as `id` in `to`. Does not block.
+    pub(crate) fn start(
+        &self,
+        id: u64,
+        call: &Call,
+        offset: u64,
+        buffer: Vec<u8>,
+        to: &Arc<CompletionQueue<Ended>>,
+    ) {
+        let api = self.api;
+        let running = Box::new(Running { id, buffer, to: Arc::clone(to), api, mismatch: 0 });
+        let running = Box::into_raw(running);
+        let mut completion = null_mut();
+        // SAFETY: `running` is a box that `done` frees, or the code below if Ceph does not accept
+        // the call. Its buffer does not move until then.
+        let value = unsafe {
+            match (api.rbd_aio_create_completion)(running.cast(), done, &mut completion) {
+                0.. => {
+                    let len = (*running).buffer.len();
+                    let bytes = (*running).buffer.as_mut_ptr().cast::<c_char>();
+                    let image = self.image;
+                    let value = match *call {
+                        Call::Read => (api.rbd_aio_read)(image, offset, len, bytes, completion),
+                        Call::Write { fua } => {
+                            let flags = if fua { FUA } else { 0 };
+                            (api.rbd_aio_write2)(image, offset, len, bytes, completion, flags)
+                        }
+                        Call::Zero { len, is_thick } => {
+                            let flags = if is_thick { THICK } else { 0 };
+                            (api.rbd_aio_write_zeroes)(image, offset, len, completion, flags, 0)
+                        }
+                        Call::Flush => (api.rbd_aio_flush)(image, completion),
+                        Call::CompareAndWrite => {
+                            let (len, mismatch) = (len / 2, &raw mut (*running).mismatch);
+                            // Returns at most the length of a buffer, so the cast loses nothing.
+                            (api.rbd_aio_compare_and_write)(
+                                image,
+                                offset,
+                                len,
+                                bytes,
+                                bytes.add(len),
+                                completion,
+                                mismatch,
+                                0,
+                            ) as c_int
+                        }
+                    };
+                    if value < 0 {
+                        (api.rbd_aio_release)(completion);
+                    }
+                    value
+                }
+                error => error,
+            }
+        };
+        if value < 0 {
+            // SAFETY: Ceph has not accepted the box.
+            let Running { id, buffer, to, .. } = *unsafe { Box::from_raw(running) };
+            to.push(Ended { id, value: value.into(), buffer });
+        }
+    }
+}
+
+impl Drop for Image {
+    /// Waits for calls in flight, and releases the image's lock.
+    fn drop(&mut self) {
+        // SAFETY: each handle was returned by Ceph, and is released once, in this order.
+        unsafe {
+            if !self.image.is_null() {
+                if let Some(watch) = self.watch {
+                    // Waits for a running call of `changed`.
+                    (self.api.rbd_update_unwatch)(self.image, watch);
+                }
+                (self.api.rbd_close)(self.image);
+            }
+            if !self.pool.is_null() {
+                (self.api.rados_ioctx_destroy)(self.pool);
+            }
+            if !self.cluster.is_null() {
+                (self.api.rados_shutdown)(self.cluster);
+            }
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! A full Ceph cluster on this machine, as started by `cargo xtask ceph`. The test fills the
+//! whole cluster, so it needs `SHADOWBELL_CEPH_FILL` in addition to `SHADOWBELL_CEPH_CONF`.
+
+use shadowbell_disk::{Disk, DiskError, Op, Queue, Request};
+use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
+use shadowbell_testing::disks::{
+    begin, ended, flush, memory, none_ends, read, run_one, segments, wait, write,
+};
+use shadowbell_testing::wait;
+use std::process::Command;
+
+const MIB: u64 = 1 << 20;
+
+fn ceph(conf: &str, program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(["-c", conf]).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Makes the cluster full until dropped.
+struct Full(String);
+
+impl Full {
+    fn new(conf: &str) -> Self {
+        let full = Self(conf.to_owned());
+        full.ratios("0.00001", true);
+        full
+    }
+
+    /// Sets the full ratios, and waits until the cluster is full, or is not.
+    fn ratios(&self, from: &str, is_full: bool) {
+        for kind in ["full", "backfillfull", "nearfull"] {
+            ceph(&self.0, "ceph", &["osd", &format!("set-{kind}-ratio"), from]);
+        }
+        let pool = |map: String| {
+            let line = map.lines().find(|line| line.starts_with("pool ")).map(str::to_owned);
+            line.is_some_and(|line| line.contains(",full"))
+        };
+        wait::until("a change of the pool's state", || {
+            pool(ceph(&self.0, "ceph", &["osd", "dump"])) == is_full
+        });
+    }
+}
+
+impl Drop for Full {
+    fn drop(&mut self) {
+        self.ratios("0.9", false);
+    }
+}
+
+fn spec(conf: &str, image: &str) -> RbdSpec {
+    RbdSpec::parse(&format!("rbd:rbd/{image}?conf={conf}")).unwrap()
+}
+
+#[test]
+fn a_full_cluster_gives_no_space_or_waits() {
+    let Ok(conf) = std::env::var("SHADOWBELL_CEPH_CONF") else {
+        eprintln!("skipped: `SHADOWBELL_CEPH_CONF` names no cluster");
+        return;
+    };
+    if std::env::var_os("SHADOWBELL_CEPH_FILL").is_none() {
+        eprintln!("skipped: `SHADOWBELL_CEPH_FILL` does not allow to fill the cluster");
+        return;
+    }
+    ceph(&conf, "rbd", &["create", "fill", "--size", "256M"]);
+    says_so(&conf);
+    waits_with_a_cache(&conf);
+}
+
+/// Without a cache in this process, an allocating write ends with `NoSpace`, and everything
+/// else succeeds.
+fn says_so(conf: &str) {
+    let disk = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
+    let mut queue = disk.queue().unwrap();
+    for at in [0, 4 * MIB] {
+        assert_eq!(write(&mut *queue, at, &[7; MIB as usize]), Ok(()));
+    }
+    assert!(!disk.is_full());
+    let full = Full::new(conf);
+    // New objects, by every kind of write.
+    let no_room = Err(DiskError::NoSpace);
+    // The first write may have been in flight while the cluster became full.
+    wait::until("a full cluster", || write(&mut *queue, 8 * MIB, &[1; 4096]) == no_room);
+    assert!(disk.is_full());
+    assert_eq!(write(&mut *queue, 12 * MIB, &[1; MIB as usize]), no_room);
+    let bytes = memory(4096);
+    bytes.write_from(0, &[1; 4096]).unwrap();
+    for (op, len) in [
+        (Op::Write { fua: true }, 4096),
+        (Op::WriteZeroes { deallocate: false, fua: false }, 8 * MIB),
+    ] {
+        let moves = matches!(op, Op::Write { .. });
+        let data = segments(&bytes, 0, if moves { 4096 } else { 0 });
+        assert_eq!(run_one(&mut *queue, op, 16 * MIB, len, data), no_room, "{op:?}");
+    }
+    // Across existing and new objects.
+    assert_eq!(write(&mut *queue, 8 * MIB - 4096, &[2; 8192]), no_room);
+    // Reads, overwrites, flushes and discards succeed.
+    assert_eq!(read(&mut *queue, 0, 4096), Ok(vec![7; 4096]));
+    assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![0; 4096]));
+    assert_eq!(write(&mut *queue, 4096, &[8; 4096]), Ok(()));
+    assert_eq!(read(&mut *queue, 0, 8192), Ok([[7; 4096], [8; 4096]].concat()));
+    assert_eq!(flush(&mut *queue), Ok(()));
+    let discard = |queue: &mut dyn Queue| {
+        run_one(queue, Op::Discard, 4 * MIB, 4 * MIB, segments(&bytes, 0, 0))
+    };
+    assert_eq!(discard(&mut *queue), Ok(()));
+    assert_eq!(read(&mut *queue, 4 * MIB, 4096), Ok(vec![0; 4096]));
+    // A disk can be opened on a full cluster.
+    let second = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
+    let mut other = second.queue().unwrap();
+    assert_eq!(read(&mut *other, 4096, 4096), Ok(vec![8; 4096]));
+    assert_eq!(write(&mut *other, 20 * MIB, &[1; 4096]), no_room);
+    assert!(second.is_full());
+    drop((other, second));
+    // With free space, all of it is written.
+    drop(full);
+    wait::until("room in the cluster", || write(&mut *queue, 8 * MIB, &[9; 4096]) == Ok(()));
+    assert!(!disk.is_full());
+    assert_eq!(write(&mut *queue, 12 * MIB, &[9; MIB as usize]), Ok(()));
+    assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![9; 4096]));
+}
+
+/// With Ceph's cache in this process, writes have completed that the cluster has no room for.
+/// They are not dropped: they wait, and so do requests behind them. Reads succeed, and
+/// unsubmitted requests can be cancelled. The same holds if the cluster's settings enable the
+/// cache.
+fn waits_with_a_cache(conf: &str) {
+    ceph(conf, "rbd", &["create", "own", "--size", "256M"]);
+    ceph(conf, "rbd", &["config", "image", "set", "rbd/own", "rbd_cache", "true"]);
+    let disks = [
+        RbdDisk::open(&spec(conf, "fill")).unwrap(),
+        RbdDisk::open_lasting(&spec(conf, "own")).unwrap(),
+    ];
+    let mut queues = disks.each_ref().map(|disk| disk.queue().unwrap());
+    for queue in &mut queues {
+        assert_eq!(write(&mut **queue, 24 * MIB, &[3; 4096]), Ok(()));
+        assert_eq!(flush(&mut **queue), Ok(()));
+    }
+    let full = Full::new(conf);
+    for (disk, queue) in disks.iter().zip(&mut queues) {
+        let bytes = memory(4 * MIB as usize);
+        let submit = |queue: &mut dyn Queue, tag, op, offset: u64, len: u64| {
+            let data = segments(&bytes, 0, len as usize);
+            begin(queue, tag, &Request { op, offset, len }, data);
+        };
+        // More requests than the cache and the queue's buffers have room for, so the last are not
+        // submitted.
+        for n in 0..40 {
+            let at = 4 * MIB * u64::from(n);
+            submit(&mut **queue, n, Op::Write { fua: true }, at, 4 * MIB);
+        }
+        submit(&mut **queue, 40, Op::Flush, 0, 0);
+        none_ends(&mut **queue);
+        // All buffers are in use, so another queue reads.
+        let mut reads = disk.queue().unwrap();
+        assert_eq!(read(&mut *reads, 200 * MIB, 4096), Ok(vec![0; 4096]));
+        queue.cancel(39);
+        assert_eq!(ended(&mut **queue, 1), [(39, Err(DiskError::Cancelled))]);
+        none_ends(&mut **queue);
+    }
+    drop(full);
+    for queue in &mut queues {
+        let mut others = Vec::new();
+        while queue.pending() > 0 {
+            wait(&**queue);
+            queue.reap(&mut |tag, result, _| others.push((tag, result)));
+        }
+        others.sort_unstable_by_key(|(tag, _)| *tag);
+        let expected: Vec<_> = (0..39).chain([40]).map(|tag| (tag, Ok(()))).collect();
+        assert_eq!(others, expected);
+    }
+}

@@ -1,0 +1,181 @@
+//! Errors of opening a disk.
+
+use crate::format::ImageFormat;
+use std::io;
+
+/// Largest memory disk in bytes: it must fit the address space in one piece. x86-64 has 128 TiB,
+/// with the program and its libraries in between.
+pub const MAX_MEMORY: u64 = 64 << 40;
+
+/// Error of opening a disk. Each message says what is wrong, where, and what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The specification cannot be parsed.
+    #[error("`{spec}` names no disk: {why}")]
+    Spec {
+        /// The specification as given.
+        spec: String,
+        /// The mistake, and a valid alternative.
+        why: String,
+    },
+    /// Not enough address space or memory for a memory disk.
+    #[error(
+        "a disk of {} does not fit this process's memory; choose {}",
+        crate::size::format_size(*.bytes),
+        if *.bytes > MAX_MEMORY {
+            "one of at most 64TiB"
+        } else {
+            "a smaller one, or allow the process more addresses (`ulimit -v`)"
+        }
+    )]
+    Memory {
+        /// Requested size in bytes.
+        bytes: u64,
+        /// The mapping error.
+        source: shadowbell_memory::MapError,
+    },
+    /// The file does not exist.
+    #[error(
+        "{path}: there is no such file; correct the path, or make an image of zeroes with \
+         `truncate -s 10G {path}`"
+    )]
+    Missing {
+        /// Path of the file.
+        path: String,
+    },
+    /// The process that opens images on request refused this image.
+    #[error("{path}: {why}")]
+    NotGiven {
+        /// Path of the file.
+        path: String,
+        /// The reason.
+        why: String,
+    },
+    /// The file may not be read by this user.
+    #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
+    Unreadable {
+        /// Path of the file.
+        path: String,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The path is neither a regular file nor a block device.
+    #[error("{path}: it is {what}; give the path of a raw image or of a block device")]
+    NoFile {
+        /// Path of the file.
+        path: String,
+        /// Kind of the file: a directory, a socket...
+        what: &'static str,
+    },
+    /// The file is an image of another format, whose raw bytes must not be exposed to a guest.
+    #[error(
+        "{path}: it is a {format} image, {}; with `format=raw` its bytes are served as they are",
+        match .format {
+            ImageFormat::Qcow2 => "which only the program `shadowbell` and the crate \
+                                   `shadowbell-disk-qcow2` open".to_owned(),
+            _ => format!(
+                "which cannot be served; make one of another format with \
+                 `qemu-img convert -O qcow2 {path} {path}.qcow2`"
+            ),
+        }
+    )]
+    Format {
+        /// Path of the file.
+        path: String,
+        /// The detected format.
+        format: ImageFormat,
+    },
+    /// The file is empty.
+    #[error("{path}: it is empty; give it a size with `truncate -s 10G {path}`")]
+    Empty {
+        /// Path of the file.
+        path: String,
+    },
+    /// The file size is not a multiple of the block size.
+    #[error(
+        "{path}: its {size} bytes are no multiple of the block size of {block_size} bytes; round \
+         it up with `truncate -s %{block_size} {path}`{}",
+        if *.block_size == 4096 && size.is_multiple_of(512) {
+            ", or use it with `block-size=512`"
+        } else {
+            ""
+        }
+    )]
+    NotBlockMultiple {
+        /// Path of the file.
+        path: String,
+        /// File size in bytes.
+        size: u64,
+        /// The logical block size in bytes.
+        block_size: u32,
+    },
+    /// The file is an image of another format, requested as raw, and its size is not a multiple of
+    /// the block size.
+    #[error(
+        "{path}: it is a {format} image of {size} bytes, which are no multiple of the block size \
+         of {block_size} bytes, so they cannot be served as they are; make a raw image of it \
+         with `qemu-img convert -O raw {path} {path}.raw`"
+    )]
+    OddFormat {
+        /// Path of the file.
+        path: String,
+        /// File size in bytes.
+        size: u64,
+        /// The logical block size in bytes.
+        block_size: u32,
+        /// The detected format.
+        format: ImageFormat,
+    },
+    /// Another process uses the file.
+    #[error(
+        "{path}: {what}; stop what uses it{}",
+        if *.writable { ", or open it `read-only=on`" } else { "" }
+    )]
+    Busy {
+        /// Path of the file.
+        path: String,
+        /// Kind of the lock holder, as far as the kernel reports it.
+        what: &'static str,
+        /// The disk was to be opened writable.
+        writable: bool,
+    },
+    /// `direct=on` was given, but direct I/O is not possible.
+    #[error("{path}: direct I/O is not possible: {why}; leave out `direct=on`")]
+    NotDirect {
+        /// Path of the file.
+        path: String,
+        /// The reason.
+        why: String,
+    },
+    /// `aio=io_uring` was given, but the process may not use io_uring.
+    #[error(
+        "{path}: io_uring is requested, but the system refuses it ({source}); it needs Linux 5.6 \
+         or later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids \
+         it; or leave out `aio=io_uring`"
+    )]
+    Ring {
+        /// Path of the file.
+        path: String,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// State from another process does not match the disk of this specification.
+    #[error("{disk} cannot be taken over: {why}")]
+    NotThatDisk {
+        /// Name of the disk.
+        disk: String,
+        /// The mismatch.
+        why: String,
+    },
+    /// A system call failed for a reason without a variant of its own.
+    #[error("{path}: {what} failed: {source}")]
+    System {
+        /// Path of the file.
+        path: String,
+        /// The operation that failed.
+        what: &'static str,
+        /// The system's reason.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,54 @@
+//! Options for opening a file-backed disk.
+
+/// Options for opening a file-backed disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FileOptions {
+    /// Logical block size in bytes, 512 or 4096; `None` for 512, or a block device's own.
+    pub block_size: Option<u32>,
+    /// Refuses writes even if the file allows them.
+    pub read_only: bool,
+    /// Page cache mode.
+    pub direct: Direct,
+    /// I/O engine.
+    pub aio: Aio,
+    /// Image format; `None` to detect it by the first bytes.
+    pub format: Option<Format>,
+    /// Allows an image to have a backing file, which the image itself names.
+    pub allow_backing: bool,
+}
+
+/// Image format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Format {
+    /// Raw: the bytes of the file are the disk.
+    Raw,
+    /// QEMU qcow2, opened by the crate `shadowbell-disk-qcow2`.
+    Qcow2,
+}
+
+/// I/O engine, for many requests in flight at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Aio {
+    /// io_uring, or threads if the system refuses io_uring.
+    #[default]
+    Auto,
+    /// io_uring; opening fails without it.
+    IoUring,
+    /// Threads: up to 64 per queue.
+    Threads,
+}
+
+/// Page cache mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Direct {
+    /// Direct I/O if the file system supports it for requests of one logical block.
+    #[default]
+    Auto,
+    /// Direct I/O; opening fails without it.
+    On,
+    /// Page cache.
+    Off,
+}

@@ -1,0 +1,269 @@
+//! Storage that is removed under an open image: a FUSE file system whose daemon is killed, a
+//! file system that is shut down, and a device that loses its backing file.
+
+mod common;
+
+use common::{Host, Undo, as_root, directory, image, open, run_one, wait};
+use shadowbell_disk::{DiskError, Op, Queue, Request, Submitted};
+use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use shadowbell_testing::wait;
+use std::fs::{File, OpenOptions};
+use std::path::Path;
+use std::process::Command;
+
+const MIB: u64 = 1 << 20;
+const ALL: [&str; 4] = ["?direct=off", "?direct=off&aio=threads", "", "?aio=threads"];
+
+#[test]
+fn fuse_daemon() {
+    be_the_daemon();
+}
+
+/// Runs one request on the host's bytes from 0 on.
+fn one(queue: &mut dyn Queue, host: &Host, op: Op, offset: u64) -> Result<(), DiskError> {
+    let len = if op == Op::Flush { 0 } else { 4096 };
+    let moves = matches!(op, Op::Read | Op::Write { .. } | Op::Compare);
+    let data = host.buffer(if moves { &[(0, 4096)] } else { &[] }, op == Op::Read);
+    run_one(queue, op, offset, len, data)
+}
+
+fn write(queue: &mut dyn Queue, host: &Host, offset: u64, byte: u8) -> Result<(), DiskError> {
+    host.bytes.write_from(0, &[byte; 4096]).unwrap();
+    one(queue, host, Op::Write { fua: false }, offset)
+}
+
+/// Reads a page; returns its fill byte.
+fn read(queue: &mut dyn Queue, host: &Host, offset: u64) -> Result<u8, DiskError> {
+    one(queue, host, Op::Read, offset)?;
+    let page = host.content()[..4096].to_vec();
+    assert!(page.iter().all(|byte| *byte == page[0]), "a page in parts");
+    Ok(page[0])
+}
+
+/// Submits many requests of all kinds, which are in flight or completed when this returns.
+fn submit_many(queue: &mut dyn Queue, host: &Host) -> Vec<Option<Result<(), DiskError>>> {
+    let mut ended = vec![None; 200];
+    for tag in 0..200_u32 {
+        let op = match tag % 5 {
+            0 => Op::Write { fua: tag % 2 == 0 },
+            1 => Op::WriteZeroes { deallocate: tag % 2 == 0, fua: false },
+            2 => Op::Flush,
+            3 => Op::Discard,
+            _ => Op::Read,
+        };
+        let len = if op == Op::Flush { 0 } else { 4096 };
+        let request = Request { op, offset: MIB / 2 + u64::from(tag % 64) * 4096, len };
+        let moves = matches!(op, Op::Read | Op::Write { .. });
+        let mut data = host.buffer(if moves { &[(8192, 4096)] } else { &[] }, op == Op::Read);
+        if let Submitted::Done(result) = queue.submit(tag, &request, &mut data) {
+            ended[tag as usize] = Some(result);
+        }
+    }
+    queue.commit();
+    ended
+}
+
+/// Waits for all requests.
+fn ends(queue: &mut dyn Queue, ended: &mut [Option<Result<(), DiskError>>]) {
+    while queue.pending() > 0 {
+        wait(queue);
+        queue.reap(&mut |tag, result, _| {
+            assert_eq!(ended[tag as usize].replace(result), None, "{tag} ended twice");
+        });
+    }
+}
+
+/// Checks that all requests fail with one of these errors, and never with `OutOfRange`.
+fn fails(queue: &mut dyn Queue, host: &Host, errors: &[i32], context: &str) {
+    for op in [
+        Op::Read,
+        Op::Write { fua: false },
+        Op::Write { fua: true },
+        Op::WriteZeroes { deallocate: false, fua: false },
+        Op::WriteZeroes { deallocate: true, fua: true },
+        Op::Compare,
+        Op::Verify,
+        Op::Flush,
+        Op::Read,
+    ] {
+        let result = one(queue, host, op, 0);
+        let is_one = errors.iter().any(|errno| result == Err(DiskError::Io(*errno)));
+        assert!(is_one, "{context}: {op:?} ended with {result:?}");
+    }
+}
+
+/// Checks that another disk on the same thread still works.
+fn goes_on(queue: &mut dyn Queue, host: &Host, byte: u8) {
+    assert_eq!(write(queue, host, 0, byte), Ok(()));
+    assert_eq!(one(queue, host, Op::Flush, 0), Ok(()));
+    assert_eq!(read(queue, host, 0), Ok(byte));
+}
+
+/// The daemon of a FUSE file system is killed in mid-I/O, with requests that wait for it and
+/// requests that were cancelled. After a new mount, the image is reopened.
+#[test]
+fn the_server_of_a_file_system_is_killed() {
+    let directory = directory();
+    let behind = image(directory.path(), MIB);
+    let other = directory.path().join("other.img");
+    File::create(&other).unwrap().set_len(MIB).unwrap();
+    let other = open(&other, "");
+    let mut other = other.queue().unwrap();
+    let host = Host::new(MIB);
+    for (round, options) in ALL.into_iter().enumerate() {
+        let byte = round as u8 + 1;
+        let Some(mut mount) = Mount::over("fuse_daemon", &behind) else { return };
+        let options = if options.is_empty() {
+            "?format=raw".to_owned()
+        } else {
+            format!("{options}&format=raw")
+        };
+        let disk = open(&mount.path(), &options);
+        let mut queue = disk.queue().unwrap();
+        assert_eq!(write(&mut *queue, &host, 0, byte), Ok(()));
+        assert_eq!(one(&mut *queue, &host, Op::Flush, 0), Ok(()));
+        mount.stall();
+        let mut ended = submit_many(&mut *queue, &host);
+        goes_on(&mut *other, &host, byte);
+        (0..200).step_by(3).for_each(|tag| queue.cancel(tag));
+        mount.end();
+        ends(&mut *queue, &mut ended);
+        for (tag, result) in ended.iter().enumerate() {
+            let is_fine = match result.unwrap() {
+                Ok(()) => true,
+                Err(DiskError::Cancelled) => tag.is_multiple_of(3),
+                Err(DiskError::Io(errno)) => {
+                    matches!(errno, libc::ENOTCONN | libc::ECONNABORTED)
+                }
+                Err(_) => false,
+            };
+            assert!(is_fine, "{options}: {tag} ended with {result:?}");
+        }
+        let gone = [libc::ENOTCONN, libc::ECONNABORTED];
+        fails(&mut *queue, &host, &gone, &options);
+        goes_on(&mut *other, &host, byte + 100);
+        // Cancelled requests without storage end, too.
+        let mut ended = submit_many(&mut *queue, &host);
+        (0..200).for_each(|tag| queue.cancel(tag));
+        ends(&mut *queue, &mut ended);
+        assert_ne!(ended[4], Some(Ok(())));
+        drop(mount);
+        let Some(mount) = Mount::over("fuse_daemon", &behind) else { return };
+        fails(&mut *queue, &host, &gone, &options);
+        let again = open(&mount.path(), &options);
+        let mut queue = again.queue().unwrap();
+        assert_eq!(read(&mut *queue, &host, 0), Ok(byte), "{options}");
+        assert_eq!(write(&mut *queue, &host, 4096, byte), Ok(()));
+        assert_eq!(read(&mut *queue, &host, 4096), Ok(byte));
+    }
+}
+
+/// A file system without fsync: the kernel reports success for it even after the death of the
+/// daemon. That is no durable write, and no truncated image.
+#[test]
+fn a_dead_file_system_without_fsync_gives_errors() {
+    let directory = directory();
+    let behind = image(directory.path(), MIB);
+    let host = Host::new(MIB);
+    for options in ["?direct=off&format=raw", "?direct=off&aio=threads&format=raw"] {
+        let Some(mut mount) = Mount::without_syncs("fuse_daemon", &behind) else { return };
+        let disk = open(&mount.path(), options);
+        let mut queue = disk.queue().unwrap();
+        assert_eq!(write(&mut *queue, &host, 0, 7), Ok(()));
+        assert_eq!(one(&mut *queue, &host, Op::Flush, 0), Ok(()));
+        mount.end();
+        fails(&mut *queue, &host, &[libc::ENOTCONN, libc::ECONNABORTED], options);
+    }
+}
+
+/// A loop device backed by `file`.
+fn device(file: &Path) -> Option<(String, Undo)> {
+    let device = as_root("losetup", &["-f", "--show", file.to_str().unwrap()])?;
+    let detach = Undo("losetup", vec!["-d".into(), device.clone()]);
+    Some((device, detach))
+}
+
+/// The backing file of a device is truncated for a while: no reopen is needed, unless completed
+/// writes were in the page cache only.
+#[test]
+fn a_device_without_backing_storage_recovers() {
+    let directory = directory();
+    let behind = image(directory.path(), 4 * MIB);
+    let Some((device, _detach)) = device(&behind) else { return };
+    let host = Host::new(MIB);
+    for (round, options) in ["?direct=on", "?direct=on&aio=threads"].into_iter().enumerate() {
+        let byte = round as u8 + 1;
+        let disk = open(device.as_ref(), options);
+        let mut queue = disk.queue().unwrap();
+        assert_eq!(write(&mut *queue, &host, 0, byte), Ok(()));
+        assert_eq!(one(&mut *queue, &host, Op::Flush, 0), Ok(()));
+        let file = OpenOptions::new().write(true).open(&behind).unwrap();
+        file.set_len(0).unwrap();
+        for op in [Op::Read, Op::Verify, Op::Compare] {
+            assert_eq!(one(&mut *queue, &host, op, 0), Err(DiskError::Io(libc::EIO)), "{op:?}");
+        }
+        // The file has its size again, with other contents.
+        file.set_len(4 * MIB).unwrap();
+        assert_eq!(read(&mut *queue, &host, 0), Ok(0), "{options}");
+        assert_eq!(write(&mut *queue, &host, 4096, byte), Ok(()));
+        assert_eq!(one(&mut *queue, &host, Op::Flush, 0), Ok(()));
+        assert_eq!(read(&mut *queue, &host, 4096), Ok(byte));
+    }
+}
+
+/// A file system is shut down after a fatal error or by an operator. From then on every request
+/// fails, until it is mounted again.
+#[test]
+fn a_file_system_is_shut_down() {
+    let directory = directory();
+    let behind = image(directory.path(), 64 * MIB);
+    let Some((device, _detach)) = device(&behind) else { return };
+    let mount = directory.path().join("mount");
+    std::fs::create_dir(&mount).unwrap();
+    let name = mount.to_str().unwrap();
+    let host = Host::new(MIB);
+    if as_root("mkfs.ext4", &["-q", &device]).is_none() {
+        return;
+    }
+    for (round, options) in ALL.into_iter().enumerate() {
+        let byte = round as u8 + 1;
+        if as_root("mount", &[&device, name]).is_none() {
+            return;
+        }
+        let _unmount = Undo("umount", vec![name.into()]);
+        let path = mount.join("disk.img");
+        if round == 0 {
+            File::create(&path).unwrap().set_len(MIB).unwrap();
+        }
+        let disk = open(&path, options);
+        let mut queue = disk.queue().unwrap();
+        assert_eq!(write(&mut *queue, &host, 0, byte), Ok(()));
+        assert_eq!(one(&mut *queue, &host, Op::Flush, 0), Ok(()));
+        let mut ended = submit_many(&mut *queue, &host);
+        let Ok(status) = Command::new("xfs_io").args(["-x", "-c", "shutdown", name]).status()
+        else {
+            println!("skipped: `xfs_io` is not here; it is in Debian's xfsprogs");
+            return;
+        };
+        assert!(status.success());
+        ends(&mut *queue, &mut ended);
+        // Pages in the page cache are still readable, and a write that allocates nothing may reach
+        // the device; no flush succeeds.
+        let mut statuses = vec![one(&mut *queue, &host, Op::Flush, 0)];
+        statuses.push(write(&mut *queue, &host, 0, 99));
+        statuses.push(one(&mut *queue, &host, Op::WriteZeroes { deallocate: true, fua: true }, 0));
+        statuses.push(one(&mut *queue, &host, Op::Flush, 0));
+        assert_eq!(statuses, [Err(DiskError::Io(libc::EIO)); 4], "{options}");
+        drop((queue, disk));
+        // A process that another test begins has all files until it is another program.
+        wait::until("an unmount", || {
+            Command::new("umount").arg(name).output().unwrap().status.success()
+        });
+        assert!(as_root("mount", &[&device, name]).is_some(), "it can not be mounted again");
+        let again = open(&path, options);
+        let mut queue = again.queue().unwrap();
+        assert_eq!(read(&mut *queue, &host, 0), Ok(byte), "{options}");
+        assert_eq!(write(&mut *queue, &host, 4096, byte), Ok(()));
+        assert_eq!(one(&mut *queue, &host, Op::Flush, 0), Ok(()));
+    }
+}
