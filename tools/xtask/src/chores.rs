@@ -1,7 +1,7 @@
 //! Chores without a guest, and `cargo xtask test`, which runs all chores.
 
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -9,7 +9,7 @@ use shadowbell_bench::workspace::{build_for_tests, cargo, root};
 use shadowbell_guest::Kernel;
 
 use crate::report::Report;
-use crate::step::step;
+use crate::step::{Job, side_by_side, step};
 use crate::suites::{ControllerKind, Setup, Suite};
 use crate::{crates, deb, hostile, soak, structure};
 
@@ -59,13 +59,11 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     );
     let program = report.check("the program is built for tests", |_| build_for_tests());
     if let Some(program) = &program {
+        // Delays of a neighbour are compared, so nothing else runs meanwhile.
         hostile::test(report, program);
-        soak::kill::test(report, program);
-    }
-    loom_models(report);
-    if let Some(program) = program.filter(|_| with_guest) {
-        deb::test(report, &program);
-        guest(report, &program);
+        jobs(report, program, with_guest);
+    } else {
+        loom_models(report);
     }
     report.summary();
     Ok(())
@@ -141,26 +139,30 @@ fn loom_models(report: &mut Report) {
     );
 }
 
-/// Steps that need root and Debian packages: instruction counts, and the suites on both kernels.
-fn guest(report: &mut Report, program: &Path) {
-    // The counts need valgrind, which is installed like the other packages of the guest.
-    report.begin("instructions");
-    report.check("an I/O costs no more instructions than recorded", |_| {
-        shadowbell_bench::check_instructions()
-    });
-    report.check("work is proportional to the numbers that a host chooses", |_| {
-        shadowbell_bench::check_doubling()
-    });
-    report.begin("guest");
-    let setup = report.check("the guest's prerequisites are installed", |_| {
-        let mut setup = Setup::new(ControllerKind::Shadowbell, Some(program.into()), &Kernel::ALL)?;
-        // Speeds are not checked, and one round is enough to count doorbells.
-        setup.rounds = 1;
-        Ok(setup)
-    });
-    let Some(setup) = setup else { return };
-    for kernel in Kernel::ALL {
-        for suite in Suite::value_variants() {
+/// Parts of `cargo xtask test` that leave a processor idle for half of their time, so that two run
+/// side by side: the guest suites, packages, instruction counts, models.
+fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
+    let mut jobs = vec![part("soak kill", Part::Kill, program), part("loom", Part::Loom, program)];
+    if with_guest {
+        report.begin("guest");
+        // Packages and files that the jobs share are fetched once, before them.
+        let prepared = report.check("the guest's prerequisites are installed", |_| {
+            Setup::new(ControllerKind::Shadowbell, Some(program.into()), &Kernel::ALL)
+        });
+        jobs.push(part("instructions", Part::Instructions, program));
+        jobs.push(part("package", Part::Package, program));
+        if prepared.is_some() {
+            jobs.splice(0..0, guests(program));
+        }
+    }
+    side_by_side(report, jobs);
+}
+
+/// Suites on both kernels, the longest first, so that no processor is idle at the end.
+fn guests(program: &Path) -> Vec<Job> {
+    let mut jobs = Vec::new();
+    for suite in Suite::value_variants() {
+        for kernel in Kernel::ALL {
             // These suites take minutes and test mostly the host's side, so the newer kernel is
             // enough. `cargo xtask guest NAME` runs them with both.
             let newer_only = matches!(
@@ -184,7 +186,59 @@ fn guest(report: &mut Report, program: &Path) {
             if by_name_only || newer_only && kernel != Kernel::V7_2 {
                 continue;
             }
-            suite.run(&setup, report, kernel);
+            let mut command = xtask();
+            command.arg("guest").arg(suite.name()).args(["--kernel", &kernel.to_string()]);
+            // Speeds are not checked, and one round is enough to count doorbells.
+            command.args(["--rounds", "1", "--shadowbell"]).arg(program);
+            jobs.push(Job { name: format!("guest {}, Linux {kernel}", suite.name()), command });
         }
     }
+    jobs
+}
+
+/// Parts of `cargo xtask test` without a name of their own on the command line.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Part {
+    /// Short soak of kills
+    Kill,
+    /// Loom models
+    Loom,
+    /// Instructions per I/O, next to the recorded ones
+    Instructions,
+    /// Debian package, built and installed
+    Package,
+}
+
+impl Part {
+    /// Runs the part. The report ends with the counts.
+    pub(crate) fn run(self, report: &mut Report, program: &Path) -> Result<()> {
+        match self {
+            Self::Kill => soak::kill::test(report, program),
+            Self::Loom => loom_models(report),
+            Self::Package => deb::test(report, program),
+            Self::Instructions => {
+                report.begin("instructions");
+                report.check("an I/O costs no more instructions than recorded", |_| {
+                    shadowbell_bench::check_instructions()
+                });
+                report.check("work is proportional to the numbers that a host chooses", |_| {
+                    shadowbell_bench::check_doubling()
+                });
+            }
+        }
+        report.summary();
+        Ok(())
+    }
+}
+
+fn part(name: &str, part: Part, program: &Path) -> Job {
+    let mut command = xtask();
+    let value = part.to_possible_value();
+    command.arg("part").args(value.as_ref().map(|value| value.get_name())).arg(program);
+    Job { name: name.to_owned(), command }
+}
+
+/// This program. It is started by /proc/self/exe, because a build may replace its file.
+fn xtask() -> Command {
+    Command::new("/proc/self/exe")
 }

@@ -122,6 +122,13 @@ enum Verb {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         command: Vec<OsString>,
     },
+    /// Run a part of `test` without a chore of its own.
+    #[command(hide = true)]
+    Part {
+        part: chores::Part,
+        /// Path of the program that is built for tests
+        program: PathBuf,
+    },
     /// FUSE daemon of one file, for an attack.
     #[command(hide = true)]
     FuseDaemon { friend: u32 },
@@ -229,6 +236,7 @@ fn main() -> ExitCode {
                 Err(error) => Err(error),
             }
         }
+        Verb::Part { part, program } => part.run(&mut report, &program),
         Verb::FuseDaemon { friend } => hostile::fuse_daemon(friend),
         Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {

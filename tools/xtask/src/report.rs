@@ -53,6 +53,12 @@ impl Report {
         self.failures.extend(failed.iter().map(|name| format!("{}: {name}", self.part)));
     }
 
+    /// Adds the counts of another report, whose failures have the names of their sections.
+    pub(crate) fn include(&mut self, passed: u64, failures: &[String]) {
+        self.passed += passed;
+        self.failures.extend_from_slice(failures);
+    }
+
     /// Prints a table, and adds its rows to the JSON output.
     pub(crate) fn table(&mut self, table: Table) {
         println!("{table}");
@@ -71,6 +77,12 @@ impl Report {
             println!("failed: {failure}");
         }
         println!("{} passed, {} failed", self.passed, self.failures.len());
+    }
+
+    /// Counts for the tests of this package: passed checks, and the names of failed ones.
+    #[cfg(test)]
+    pub(crate) fn results(&self) -> (u64, &[String]) {
+        (self.passed, &self.failures)
     }
 
     /// JSON output: one line.

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,6 +28,62 @@ pub(crate) fn step(report: &mut Report, name: &str, command: &mut Command) {
         })
     });
     report.add(counts.passed, &counts.failed);
+}
+
+/// Part of a chore that is a program of its own, so that several can run side by side.
+pub(crate) struct Job {
+    pub(crate) name: String,
+    /// Program that ends with the summary of a [`Report`].
+    pub(crate) command: Command,
+}
+
+/// Runs the jobs, as many at a time as the machine has processors, in their order. The output of a
+/// job is printed when the job has ended; its counts are added to the report.
+pub(crate) fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
+    let lanes = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
+    let jobs = Mutex::new(jobs.into_iter());
+    let (sender, results) = channel();
+    thread::scope(|scope| {
+        for _ in 0..lanes {
+            let (jobs, sender) = (&jobs, sender.clone());
+            scope.spawn(move || {
+                loop {
+                    let next = jobs.lock().expect("no lane panics with the lock").next();
+                    let Some(Job { name, mut command }) = next else { break };
+                    let (began, mut lines) = (Instant::now(), Vec::new());
+                    let result =
+                        run(&mut command, SILENCE, AFTERWARDS, |line| lines.push(line.to_owned()));
+                    if sender.send((name, lines, result, began.elapsed())).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        drop(sender);
+        for (name, lines, result, time) in results {
+            lines.iter().for_each(|line| println!("{line}"));
+            println!("   {name}: {:.1} s", time.as_secs_f64());
+            let summary = summary(&lines);
+            let ended = summary.is_some();
+            let (passed, failed) = summary.unwrap_or_default();
+            report.include(passed, &failed);
+            // With failed checks, the exit status repeats what the counts say.
+            if !ended || failed.is_empty() && result.is_err() {
+                report.begin(&name);
+                report.check("the program ends with a summary", |_| -> Result<()> {
+                    result.and_then(|()| bail!("its output has no summary"))
+                });
+            }
+        }
+    });
+}
+
+/// Parses the summary of a report: the number of passed checks, and the names of failed ones.
+fn summary(lines: &[String]) -> Option<(u64, Vec<String>)> {
+    let counts = lines.iter().rev().find(|line| line.ends_with(" failed"))?;
+    let (passed, _) = counts.split_once(" passed, ")?;
+    let failed = lines.iter().filter_map(|line| line.strip_prefix("failed: "));
+    Some((passed.parse().ok()?, failed.map(str::to_owned).collect()))
 }
 
 /// Runs a command to its end. Fails if the command fails, prints nothing for the time `silence`, or
@@ -125,6 +182,39 @@ mod tests {
         let error = run(&mut shell, Duration::from_millis(1), NEVER, |_| {}).unwrap_err();
         let error = error.to_string();
         assert!(error.starts_with("no output for 0 s"), "{error}");
+    }
+
+    #[test]
+    fn jobs_side_by_side_add_their_counts_and_failures() {
+        let job = |name: &str, script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            Job { name: name.to_owned(), command }
+        };
+        let mut report = Report::default();
+        side_by_side(
+            &mut report,
+            vec![
+                job("good", "echo; echo '3 passed, 0 failed'"),
+                job("bad", "echo 'failed: part: check'; echo '4 passed, 1 failed'; exit 1"),
+                job("dead", "echo '== part'; exit 3"),
+                job("killed", "echo '2 passed, 0 failed'; kill -9 $$"),
+                job("silent", "exit 0"),
+            ],
+        );
+        let (passed, failures) = report.results();
+        assert_eq!(passed, 9);
+        let mut failures = failures.to_vec();
+        failures.sort();
+        assert_eq!(
+            failures,
+            [
+                "dead: the program ends with a summary",
+                "killed: the program ends with a summary",
+                "part: check",
+                "silent: the program ends with a summary"
+            ]
+        );
     }
 
     #[test]

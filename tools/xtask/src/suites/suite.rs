@@ -65,9 +65,14 @@ pub(crate) enum Suite {
 }
 
 impl Suite {
+    /// Name of the suite on the command line.
+    pub(crate) fn name(self) -> String {
+        name_of(&self)
+    }
+
     /// Runs the suite on one kernel. An error becomes a failed check.
     pub(crate) fn run(self, setup: &Setup, report: &mut Report, kernel: Kernel) {
-        let (suite, controller) = (name_of(&self), name_of(&setup.controller));
+        let (suite, controller) = (self.name(), name_of(&setup.controller));
         let release = setup.roots.release(kernel).unwrap_or_else(|_| kernel.to_string());
         report.begin(&format!("guest {suite}, Linux {release}, {controller}"));
         report.check(&format!("{suite} ran to its end"), |report| {
