@@ -41,8 +41,8 @@ pub(crate) fn attach(
     match attempt(&transport, options) {
         Err(AttemptError { error, fatal: true }) => {
             tracing::warn!("{error}; resetting it and trying once more");
-            // A transport that cannot reset is no problem: the second attempt begins by disabling
-            // the controller, which is a controller reset as well.
+            // The attempt continues even if the transport cannot reset: it begins by disabling the
+            // controller, which is a controller reset as well.
             if let Err(error) = transport.reset() {
                 tracing::debug!("{error}");
             }
@@ -53,17 +53,18 @@ pub(crate) fn attach(
 }
 
 /// Failed attempt to attach, with the fatal status (CSTS.CFS) at the time of the failure. The
-/// status is sampled then, because disabling the controller clears it.
+/// status is read before the controller is disabled, because that clears it.
 struct AttemptError {
     error: AttachError,
     fatal: bool,
 }
 
 impl AttemptError {
-    /// Failure of an attempt that got as far as an enabled controller; samples CSTS.CFS.
+    /// Creates the error of an attempt that failed after the controller was enabled. Reads
+    /// CSTS.CFS.
     fn of(error: AttachError, enabled: &EnabledController) -> Self {
         let csts = enabled.admin.device.csts();
-        // All ones are not a status: a removed device reads as all ones.
+        // A removed device reads as all ones, which is not a status.
         let fatal = csts.is_ok_and(|csts| csts.cfs() && csts.into_bits() != u32::MAX);
         Self { error, fatal }
     }

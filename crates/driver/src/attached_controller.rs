@@ -15,14 +15,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// An attached controller. Every handle holds a reference; dropping the last one shuts down.
+/// An attached controller. Every handle holds a reference. The drop of the last reference shuts the
+/// controller down.
 pub(crate) struct AttachedController {
     pub(crate) enabled: EnabledController,
     pub(crate) info: ControllerInfo,
     pub(crate) recovery: Recovery,
     pub(crate) ticks: TimeoutTicks,
     pub(crate) counters: Counters,
-    /// Queues that sleep on their own event: the flag asks the watchdog for a wakeup.
+    /// Queues that sleep on an event of their own. A set flag requests a wakeup from the watchdog.
     sleepers: Mutex<Vec<(Arc<AtomicBool>, EventFd)>>,
     /// True if a queue had a long-running command at its last timeout check.
     has_lasting: AtomicBool,
@@ -79,7 +80,7 @@ impl AttachedController {
 
     /// Stores the watchdog, which is stopped when the controller is shut down.
     pub(crate) fn set_watchdog(&self, watchdog: Watchdog) {
-        // Set only once, when attaching, so the cell is empty.
+        // The cell is empty, because `attach` calls this function only once.
         let _ = self.watchdog.set(watchdog);
     }
 
@@ -96,7 +97,7 @@ impl AttachedController {
         self.sleepers.lock().retain(|(sleeper, _)| !Arc::ptr_eq(sleeper, wants_wakeup));
     }
 
-    /// Wakes the sleeping queues that have commands outstanding, so that they check timeouts.
+    /// Wakes the sleeping queues that have commands outstanding. They then check for timeouts.
     pub(crate) fn wake_sleepers(&self) {
         for (wants_wakeup, event) in &*self.sleepers.lock() {
             if wants_wakeup.swap(false, Ordering::Relaxed) {
@@ -141,9 +142,9 @@ impl AttachedController {
         self.enabled.shut_down(self.info.shutdown_limit(least))
     }
 
-    /// Shuts the controller down if the dropped handle is the last one. The watchdog may hold a
-    /// temporary reference, so it is paused; otherwise the shutdown would happen on its thread,
-    /// later.
+    /// Shuts the controller down if the dropped handle is the last one. The watchdog is paused,
+    /// because otherwise its temporary reference could be the last one, and the watchdog's thread
+    /// would shut the controller down later.
     pub(crate) fn shut_down_if_last(this: &Arc<Self>) {
         let Some(watchdog) = this.watchdog.get() else { return };
         let Some(_paused) = watchdog.pause() else { return };
@@ -173,7 +174,7 @@ impl AdminCommands for AttachedController {
 
 impl Drop for AttachedController {
     fn drop(&mut self) {
-        // The failure of this controller is in the log already.
+        // If the controller had failed, the failure is in the log already.
         let was_over = self.state().over().is_some();
         match self.shut_down() {
             Ok(()) => {}

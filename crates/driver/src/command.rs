@@ -1,4 +1,4 @@
-//! I/O commands in a compact form, until they are written to the submission queue.
+//! I/O commands in a compact form, which is converted to a submission queue entry on submission.
 
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{DatasetManagement, DsmRange, PRINFO_REFTAG, RwFields};
@@ -8,8 +8,9 @@ use shadowbell_spec::protection::GuardKind;
 /// Upper limit of the bytes that one command transfers, even if the controller accepts more.
 pub(crate) const MOST_BYTES: u64 = 1 << 29;
 /// The bits of [`Command::transfer`] that count bytes. The upper two bits mark an entry with tags
-/// ([`Beside`]). With a mark set, `transfer` exceeds every transfer limit, so the fast path refuses
-/// the command, and only a refused command is examined for marks. Plain commands pay nothing.
+/// ([`Beside`]). If a mark is set, `transfer` exceeds every transfer limit, so the fast path
+/// refuses the command. Only refused commands are examined for marks, so plain commands cost
+/// nothing extra.
 const BYTES: u32 = (1 << 30) - 1;
 /// Mark: the reference tag is the LBA of the first block.
 const LBA_TAG: u32 = 1 << 31;
@@ -47,7 +48,8 @@ pub struct Command {
     pub(crate) transfer: u32,
     /// Offset of the data in the buffer.
     pub(crate) offset: u32,
-    /// True if the driver must not submit the command a second time.
+    /// True if the driver must not submit the command a second time after its outcome became
+    /// unknown.
     pub(crate) once: bool,
 }
 
@@ -55,7 +57,7 @@ impl Command {
     /// Placeholder of a slot without a command.
     pub(crate) const NONE: Self = Self::raw(0, 0, [0; 4], 0);
 
-    /// Slot content for an admin command, which recovery never submits again.
+    /// Command for a slot of an admin command. Recovery never submits it again.
     pub(crate) const fn admin(transfer: u32) -> Self {
         Self::raw(0, 0, [0; 4], transfer).once()
     }
@@ -63,8 +65,9 @@ impl Command {
     /// Creates a command from its dwords 10 to 13, with `transfer` bytes of data (0 for none).
     /// Dwords 2, 3, 14 and 15 are zero.
     ///
-    /// The device acts on the dwords and not on `transfer`: if the dwords describe a longer
-    /// transfer, the device accesses memory beyond the buffer that was shared with it.
+    /// The device transfers as many bytes as the dwords describe, whatever `transfer` is. If the
+    /// dwords describe more bytes than the buffer has, the device accesses memory beyond the shared
+    /// buffer.
     #[must_use]
     pub const fn raw(opcode: u8, nsid: u32, cdw10_to_13: [u32; 4], transfer: u32) -> Self {
         let [cdw10, cdw11, cdw12, cdw13] = cdw10_to_13;
@@ -74,10 +77,12 @@ impl Command {
             cdw10_11: cdw10 as u64 | (cdw11 as u64) << 32,
             cdw12,
             cdw13,
-            // A value beyond `BYTES` is refused as too long when it is submitted, clamped or not.
+            // The clamped value `BYTES` exceeds every transfer limit as well, so the submission is
+            // refused as too long.
             transfer: if transfer > BYTES { BYTES } else { transfer },
             offset: 0,
-            // The effect of a Copy depends on the ranges in its buffer, which are unknown.
+            // The effect of a Copy depends on the ranges in its buffer, which are unknown here. So
+            // it is never repeated.
             once: opcode == NvmOpcode::Copy as u8,
         }
     }
@@ -106,7 +111,7 @@ impl Command {
         Self::raw(NvmOpcode::Flush as u8, nsid, [0; 4], 0)
     }
 
-    /// Dataset Management, Deallocate. `ranges` is 0's based; the ranges begin the buffer.
+    /// Dataset Management, Deallocate. `ranges` is 0's based. The buffer begins with the ranges.
     pub(crate) const fn deallocate(nsid: u32, ranges: u8) -> Self {
         let fields = DatasetManagement { nr0: ranges, idr: false, idw: false, ad: true };
         let sqe = Sqe::dsm(nsid, fields, 0);
@@ -122,7 +127,7 @@ impl Command {
         self
     }
 
-    /// Sets another first block, for commands with the fields of Read and Write. The block is not
+    /// Sets the first block, for commands with the fields of Read and Write. The block is not
     /// checked against the namespace's size.
     #[inline]
     #[must_use]
@@ -138,19 +143,19 @@ impl Command {
         self
     }
 
-    /// Forbids the driver to submit the command a second time: if its outcome is unknown, it fails
-    /// with Command Aborted By Host. For commands that must be executed at most once, and for
-    /// commands that must not be executed after a later command of another queue.
+    /// Forbids the driver to submit the command a second time. If the outcome is unknown, the
+    /// command fails with Command Aborted By Host. For commands that must be executed at most once,
+    /// and for commands that must not be executed after a later command of another queue.
     #[must_use]
     pub const fn once(mut self) -> Self {
         self.once = true;
         self
     }
 
-    /// True if the driver may submit the command again after its completion was lost: a second
-    /// execution has the same effect, provided that no other command was submitted after the first
-    /// execution. True for Flush, Read, Write, Compare, Verify, Write Zeroes, Write Uncorrectable
-    /// and Dataset Management, unless [`once`](Self::once) forbids it, and for a Copy of
+    /// True if the driver may submit the command again after its completion was lost. The second
+    /// execution has the same effect as the first, unless another command was submitted in between.
+    /// True for Flush, Read, Write, Compare, Verify, Write Zeroes, Write Uncorrectable and Dataset
+    /// Management, unless [`once`](Self::once) forbids it, and for a Copy of
     /// [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its sources.
     #[must_use]
     pub const fn is_repeatable(&self) -> bool {
@@ -236,8 +241,8 @@ impl Command {
         RwFields::decode(&sqe)
     }
 
-    /// The submission queue entry without command identifier and data pointer, as eight words.
-    /// Words are stored to the queue directly, without an entry assembled on the stack first.
+    /// The submission queue entry without command identifier and data pointer, as eight words. The
+    /// words are stored to the queue directly, so the entry is not assembled on the stack first.
     #[inline]
     pub(crate) const fn words(&self) -> [u64; 8] {
         let first = self.opcode as u64 | (self.nsid as u64) << 32;
@@ -245,7 +250,7 @@ impl Command {
         [first, 0, 0, 0, 0, self.cdw10_11, cdw12_13, 0]
     }
 
-    /// All fields packed into four words, so that a cold call takes them in registers.
+    /// All fields in four words, which a call outside of the fast path can take in registers.
     #[inline(always)]
     pub(crate) const fn parts(&self) -> [u64; 4] {
         let first = self.opcode as u64 | (self.once as u64) << 8 | (self.nsid as u64) << 32;
@@ -268,7 +273,7 @@ impl Command {
         }
     }
 
-    /// The submission queue entry without data pointer, for code that is not performance critical.
+    /// The submission queue entry without data pointer, for code outside of the fast path.
     pub(crate) const fn sqe(&self, cid: u16) -> Sqe {
         let sqe: Sqe = zerocopy::transmute!(self.words());
         sqe.with_cid(cid)

@@ -1,8 +1,8 @@
 //! Controller configuration between CC.EN and the first I/O queue, when attaching and after a
 //! reset.
 //!
-//! Doorbell Buffer Config is sent before the first I/O queue is created, so that no queue changes
-//! from plain to shadow doorbells with commands in flight.
+//! Doorbell Buffer Config is sent before the first I/O queue is created. So no queue changes from
+//! plain to shadow doorbells while commands are in flight.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane, identify_controller};
 use crate::command::MOST_BYTES;
@@ -37,7 +37,8 @@ pub(crate) fn request_queues(admin: &AdminPlane, wanted: u16) -> Result<u16, Com
     let ask = NumberOfQueues::new().with_nsq(wanted - 1).with_ncq(wanted - 1);
     let answer = admin.set_feature(fid::NUMBER_OF_QUEUES, 0, ask.into_bits())?;
     let answer = NumberOfQueues::from_bits(answer);
-    // 0's based, so at least one of each is granted. More than requested are ignored.
+    // The values are 0's based, so at least one queue of each kind is granted. Queues beyond the
+    // requested number are ignored.
     let granted = answer.nsq().min(answer.ncq()).saturating_add(1).min(wanted);
     if granted < wanted {
         tracing::info!("asked for {wanted} queue pairs, got {granted}");
@@ -87,8 +88,8 @@ fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
     let pages = ShadowPages { values, event_idxs, dstrd };
     let [sq, cq] = pages.of(0).ok_or_else(no_page)?;
     // The admin queue is shadowed as well (Base 2.1, "Doorbell Buffer Config command"), but some
-    // controllers, such as SPDK's, leave it out. So the driver always writes both the shadow
-    // doorbells and the registers of the admin queue.
+    // controllers, such as SPDK's, leave it out. So for the admin queue, the driver always writes
+    // both the shadow doorbells and the registers.
     admin.queue.mirror(sq, cq);
     let config = Sqe::dbbuf_config(DoorbellBufferConfig { shadow, event_idx }, 0);
     admin.succeed(config, AdminData::None).map(|_| pages).map_err(|error| {
@@ -107,7 +108,7 @@ pub(crate) fn know_extended_formats(admin: &AdminPlane, identity: &IdentifyContr
     let fields = SetFeatures { fid: fid::HOST_BEHAVIOR_SUPPORT, ..SetFeatures::default() };
     let set = Sqe::set_features(0, fields, 0);
     if let Err(error) = admin.succeed(set, AdminData::ToController(behavior.as_bytes())) {
-        // Not fatal: namespaces with other formats work.
+        // The attach continues: namespaces with other formats work.
         tracing::info!("extended protection information formats are not enabled: {error}");
     }
 }
@@ -118,14 +119,14 @@ pub(crate) fn request_events(
     identity: &IdentifyController,
 ) -> Result<(), CommandError> {
     let config = AsyncEventConfig::new()
-        // The critical warnings of SMART, which every controller has.
+        // Every controller has the critical warnings of SMART.
         .with_smart(0x1f)
         .with_nan(identity.oaes.nsan())
         .with_fan(identity.oaes.fan());
     let set = admin.set_feature(fid::ASYNC_EVENT_CONFIGURATION, 0, config.into_bits());
     if let Err(error) = set {
-        // The feature is mandatory, but events that are enabled by default arrive without it, so
-        // the failure is only logged.
+        // The feature is mandatory, but events that are enabled by default arrive even if it cannot
+        // be set. So the failure is only logged.
         tracing::info!(
             "asynchronous events are not configured, the defaults of the controller apply: {error}"
         );
@@ -138,8 +139,8 @@ pub(crate) fn request_events(
 /// Configures a controller after a reset: everything but its I/O queues.
 ///
 /// # Errors
-/// The reason, if another controller answers, or the controller grants or supports less than
-/// before.
+/// The reason, if the transport now leads to another controller, or the controller grants or
+/// supports less than before.
 pub(crate) fn configure_again(admin: &AdminPlane, info: &ControllerInfo) -> Result<(), String> {
     let why = |error: CommandError| error.to_string();
     let identity = identify_controller(admin).map_err(why)?;

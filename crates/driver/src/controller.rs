@@ -44,7 +44,8 @@ impl Controller {
         options: &AttachOptions,
     ) -> Result<Self, AttachError> {
         let Attached { controller, namespaces, mut queues } = attach(transport, options)?;
-        // `take_queue_pair` pops from the end: reversed, the lowest identifier comes first.
+        // `take_queue_pair` pops from the end. After the reversal, it returns the lowest identifier
+        // first.
         queues.reverse();
         Ok(Self { attached: controller, namespaces, ready: queues, spin: options.spin })
     }
@@ -54,10 +55,11 @@ impl Controller {
         self.ready.pop()
     }
 
-    /// Creates a queue pair of `entries` entries, to replace one that was taken and dropped. The
+    /// Creates a queue pair of `entries` entries, in place of one that was taken and dropped. The
     /// number of entries is limited to [`AttachOptions::queue_depth`].
     ///
     /// # Errors
+    ///
     /// [`AttachError`], if all granted queue pairs exist or the controller refuses.
     pub fn create_queue_pair(&self, entries: u32) -> Result<QueuePair, AttachError> {
         let why = "it has to be 2 to 65536";

@@ -14,7 +14,8 @@ pub(crate) enum Phase {
     Closing,
     /// Disabled: the controller does not access memory of this process.
     Disabled,
-    /// Not disabled, because disabling failed: the controller may access shared memory for ever.
+    /// Not disabled, because disabling failed: the controller may access shared memory until this
+    /// process ends.
     Lost,
     /// Being reset, by the thread that holds the lock of the I/O queues.
     Resetting,
@@ -37,7 +38,7 @@ impl Phase {
 
 /// The bits of the epoch word that encode a [`Phase`].
 const PHASE: u32 = 7;
-/// Increment of the epoch word that makes every queue look at the state.
+/// Increment of the epoch word that makes every queue check the state.
 const EPOCH: u32 = 8;
 
 /// State of a controller from the view of a queue pair.
@@ -49,13 +50,14 @@ pub(crate) enum Condition {
     Resetting,
     /// The program detached the controller.
     Detached,
-    /// The controller failed or was removed. If `quiet`, it no longer accesses shared memory.
+    /// The controller failed or was removed. If `quiet` is true, the controller no longer accesses
+    /// shared memory.
     Over { quiet: bool },
 }
 
 /// State of a controller that is enabled or about to be enabled.
 pub(crate) struct ControllerState {
-    /// The [`Phase`] and a counter of changes that every queue has to look at. A queue pair
+    /// The [`Phase`], and a counter of changes that every queue has to handle. A queue pair
     /// compares the word with its last copy once for each batch.
     epoch: AtomicU32,
     /// Number of completed controller resets.
@@ -70,15 +72,15 @@ impl ControllerState {
         Self { epoch, generation, over: OnceLock::new() }
     }
 
-    /// The epoch word, which changes when the state changes or a timeout tick passes. Costs one
-    /// load from a cache line that is written a few times per second at most.
+    /// The epoch word, which changes when the state changes or a timeout tick passes. The call
+    /// costs one load from a cache line that is written a few times per second at most.
     #[inline]
     pub(crate) fn epoch(&self) -> u32 {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// Decodes the state. The epoch is loaded with acquire ordering, so that everything is visible
-    /// that the thread which changed the state has written before.
+    /// Decodes the state. The load has acquire ordering: everything that another thread wrote
+    /// before it changed the state is visible afterwards.
     pub(crate) fn condition(&self) -> Condition {
         match (self.phase(), self.over.get()) {
             (Phase::Live, _) => Condition::Live,

@@ -31,7 +31,7 @@ impl CopyLimits {
         (limits.range_blocks != 0 && limits.blocks != 0).then_some(limits)
     }
 
-    /// The maximum number of blocks that one command copies from one contiguous source.
+    /// The maximum number of blocks that one command copies from contiguous blocks.
     #[must_use]
     pub fn most(&self) -> u32 {
         let ranges = u32::try_from(self.ranges).unwrap_or(u32::MAX);

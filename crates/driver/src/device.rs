@@ -50,7 +50,7 @@ pub(crate) enum StateError {
 }
 
 impl Device {
-    /// Reads the capabilities and chooses a memory page size.
+    /// Reads the capabilities, and chooses a memory page size.
     pub(crate) fn probe(
         transport: Arc<dyn Transport>,
         page_size: Option<u32>,
@@ -134,8 +134,8 @@ impl Device {
         let began = Instant::now();
         let mut pause = Duration::from_micros(20);
         loop {
-            // The clock is read before CSTS: if this thread was not scheduled for long, CSTS is
-            // still read once after the delay, before the timeout is reported.
+            // The clock is read before CSTS. If this thread was not scheduled for a long time, CSTS
+            // is still read once before the timeout is reported.
             let waited = began.elapsed();
             let csts = self.csts().map_err(StateError::Transport)?;
             if csts.into_bits() == u32::MAX {
@@ -202,8 +202,8 @@ impl Device {
             .with_iocqes(shadowbell_spec::Cqe::SIZE.trailing_zeros() as u8);
         self.set_cc(cc)?;
         self.wait(self.ready_limit, true, |csts| csts.rdy())?;
-        // An earlier subsystem reset does not concern this driver. NSSRO is cleared by writing 1
-        // (Base 2.1, 3.1.4.6), so that a later one is noticed.
+        // NSSRO of an earlier subsystem reset is cleared by writing 1 (Base 2.1, 3.1.4.6).
+        // Afterwards NSSRO indicates a new subsystem reset.
         if self.csts().map_err(StateError::Transport)?.nssro() {
             let nssro = Csts::new().with_nssro(true);
             self.transport.write32(regs::CSTS, nssro.into_bits()).map_err(StateError::Transport)?;

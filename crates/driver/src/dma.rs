@@ -11,7 +11,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DmaError {
-    /// The system has no memory, or the length is impossible.
+    /// The system has no free memory, or the length is invalid.
     #[error("no memory to share with the device: {0}")]
     Map(#[from] MapError),
     /// The transport cannot share the memory.
@@ -43,8 +43,8 @@ impl Region {
         name: &str,
         len: u64,
     ) -> Result<Arc<Self>, DmaError> {
-        // Huge pages for regions that fill one; most machines reserve none, so fall back to normal
-        // pages.
+        // A region of the size of a huge page or more is mapped with huge pages. If the machine has
+        // reserved none, normal pages are used.
         let huge = if len >= HUGE_PAGE { Mapping::shared_huge(name, len).ok() } else { None };
         let mapping = huge.map_or_else(|| Mapping::shared(name, len), Ok)?;
         Self::over(transport, mapping)
@@ -101,8 +101,8 @@ impl fmt::Debug for Region {
 /// A buffer for the data of a command, contiguous in the device's address space (IOVA).
 ///
 /// A submitted command owns its buffer and returns it with the completion. In between, the program
-/// cannot access or free the buffer. The bytes are shared memory: a misbehaving device may change
-/// them at any time, so they are copied in and out and never borrowed.
+/// cannot access or free the buffer. The bytes are shared memory that a misbehaving device may
+/// change at any time. So they are copied in and out and never borrowed.
 pub struct Buffer(Arc<Chunk>);
 
 struct Chunk {
@@ -210,9 +210,9 @@ impl SharedMemory {
         &self.0.mapping
     }
 
-    /// Creates a buffer of `len` bytes at `offset`; `None` if `len` is 0 or the range exceeds the
-    /// mapping. A no longer needed buffer of shared memory can be passed as `used` to save an
-    /// allocation.
+    /// Creates a buffer of `len` bytes at `offset`. Returns `None` if `len` is 0 or the range
+    /// exceeds the mapping. To save an allocation, the caller can pass a buffer of shared memory
+    /// that it no longer needs as `used`.
     #[must_use]
     pub fn buffer(&self, offset: usize, len: usize, used: Option<Buffer>) -> Option<Buffer> {
         let bytes = self.0.bytes().slice(offset, len).filter(|_| len != 0)?;
@@ -232,7 +232,7 @@ impl SharedMemory {
 /// Buffers of one size, in memory that is shared with the device once, when the pool is created.
 ///
 /// A clone is another handle to the same pool. A dropped buffer returns to its pool. Taking and
-/// dropping a buffer costs a lock each, so fast programs submit the buffer of a completion again.
+/// dropping a buffer acquires a lock each. To avoid that, submit the buffer of a completion again.
 #[derive(Clone, Debug)]
 pub struct BufferPool(Arc<Pool>);
 
@@ -258,9 +258,9 @@ impl fmt::Debug for Pool {
 }
 
 impl BufferPool {
-    /// Creates `count` buffers of `size` bytes each; zeros are raised to one. To need few PRPs,
-    /// buffers smaller than `page` (the controller's memory page size) do not cross pages, and
-    /// larger buffers begin at a page boundary.
+    /// Creates `count` buffers of `size` bytes each; zeros are raised to one. Buffers smaller than
+    /// `page` (the controller's memory page size) do not cross pages, and larger buffers begin at a
+    /// page boundary, so that transfers need few PRPs.
     pub(crate) fn new(
         transport: &Arc<dyn Transport>,
         count: usize,
@@ -283,7 +283,8 @@ impl BufferPool {
             size.max(64).checked_next_power_of_two()
         }
         .ok_or_else(impossible)?;
-        // The transport aligns to 4096 bytes only, so reserve the space to align to a larger page.
+        // The transport aligns to 4096 bytes only. The additional space allows an alignment to a
+        // larger page.
         let slack = page.saturating_sub(4096);
         let len =
             stride.checked_mul(count).and_then(|l| l.checked_add(slack)).ok_or_else(impossible)?;
@@ -306,7 +307,8 @@ impl BufferPool {
         Ok(Self(pool))
     }
 
-    /// Takes a free buffer; `None` if all are in use. The content is left over from the last use.
+    /// Takes a free buffer; `None` if all are in use. The buffer contains the bytes of its last
+    /// use.
     #[must_use]
     pub fn take(&self) -> Option<Buffer> {
         self.0.free.lock().pop().map(Buffer)

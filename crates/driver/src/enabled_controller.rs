@@ -20,7 +20,7 @@ pub(crate) struct EnabledController {
     io_queues: Mutex<IoQueueTable>,
     /// Eventfd that interrupt vector 0 signals.
     pub(crate) admin_event: Option<EventFd>,
-    /// True if CSTS.NSSRO remains set although the driver has cleared it.
+    /// True if CSTS.NSSRO is set even after the driver has cleared it.
     nssro_stuck: AtomicBool,
 }
 
@@ -33,8 +33,8 @@ impl EnabledController {
         let device = Device::probe(transport, options.page_size, options.timeouts)?;
         device.disable().map_err(|error| device.attach_error("disabling", error))?;
         let (admin, layout) = AdminPlane::new(device)?;
-        // Created before the enable: if a later step fails, dropping the value disables the
-        // controller.
+        // The value is created before the controller is enabled: if a later step fails, its drop
+        // disables the controller.
         let enabled = Self {
             admin,
             state: ControllerState::new(),
@@ -48,13 +48,14 @@ impl EnabledController {
         Ok(enabled)
     }
 
-    /// Records whether CSTS.NSSRO is still set. Called after an enable, which clears the bit.
+    /// Records whether CSTS.NSSRO is still set. Called after an enable, which has tried to clear
+    /// the bit.
     pub(crate) fn note_nssro(&self) {
         let stuck = self.admin.device.csts().is_ok_and(|csts| csts.nssro());
         self.nssro_stuck.store(stuck, Ordering::Relaxed);
     }
 
-    /// True if CSTS.NSSRO cannot be cleared, so that it does not indicate a subsystem reset.
+    /// True if CSTS.NSSRO cannot be cleared. Then the bit does not indicate a subsystem reset.
     pub(crate) fn is_nssro_stuck(&self) -> bool {
         self.nssro_stuck.load(Ordering::Relaxed)
     }
@@ -95,9 +96,9 @@ impl EnabledController {
     }
 
     /// Shuts the controller down: deletes the queues, notifies the controller (CC.SHN), waits at
-    /// most `limit` for completion, and disables it. After a failed step the shutdown continues,
-    /// down to a transport reset, because shared memory can be freed only if the controller is
-    /// disabled or reset.
+    /// most `limit` for completion, and disables it. If a step fails, the next steps follow
+    /// nevertheless, the last of which is a transport reset: shared memory can be freed only after
+    /// the controller was disabled or reset.
     pub(crate) fn shut_down(&self, limit: Duration) -> Result<(), DetachError> {
         let mut io_queues = self.io_queues();
         let (admin, phase) = (&self.admin, self.state.phase());
@@ -148,7 +149,7 @@ impl EnabledController {
 
 impl Drop for EnabledController {
     fn drop(&mut self) {
-        // An attached controller was shut down before.
+        // If the controller was attached, it has been shut down already.
         if matches!(self.state.phase(), Phase::Live | Phase::Gone)
             && let Err(error) = self.shut_down(self.admin.device.timeouts.shutdown)
         {

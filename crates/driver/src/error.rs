@@ -184,7 +184,7 @@ pub enum QueueError {
         needed: u32,
         /// Offset of the data in the buffer.
         offset: u32,
-        /// Length of the buffer; 0 if there is none.
+        /// Length of the buffer; 0 without a buffer.
         len: usize,
     },
     /// The data do not begin at a multiple of 4 bytes (Base 2.1, 4.1.1).
@@ -312,8 +312,9 @@ pub enum RequestError {
 pub struct IoError {
     /// Cause of the failure.
     pub kind: IoErrorKind,
-    /// The buffer of the command. `None` if the command had none, or if the device may still use
-    /// the buffer; then the queue keeps the buffer until the device no longer uses it.
+    /// The buffer of the command. `None` if the command had no buffer, or if the device may still
+    /// use the buffer. In the latter case, the queue keeps the buffer until the device no longer
+    /// uses it.
     pub buffer: Option<Buffer>,
 }
 
@@ -380,7 +381,7 @@ fn io_name(opcode: u8) -> String {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DetachError {
-    /// The controller is disabled and accesses no memory any more, but did not confirm that its
+    /// The controller is disabled and no longer accesses memory, but did not confirm that its
     /// volatile data are on the medium.
     #[error("{device} was detached, but not cleanly: {why}")]
     Unclean {

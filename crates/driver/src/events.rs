@@ -27,7 +27,7 @@ impl EventListener {
         let stop = Arc::new(AtomicBool::new(false));
         let waits_on = event.try_clone()?;
         let event = event.try_clone()?;
-        // A weak reference, so that the thread does not keep the controller attached.
+        // The thread holds a weak reference, so that it does not keep the controller attached.
         let controller: Weak<AttachedController> = Arc::downgrade(controller);
         let stopped = Arc::clone(&stop);
         let thread =
@@ -39,7 +39,7 @@ impl EventListener {
                     let (events, lost) = queue.take_events();
                     queue.ring_cq_doorbell();
                     // The controller interrupts only for completions after the published head. The
-                    // second `take_events` finds the events that arrived before the publication.
+                    // second call finds the events that arrived before the head was published.
                     let (more, lost_too) = queue.take_events();
                     drop(controller);
                     if lost + lost_too != 0 {
@@ -63,7 +63,7 @@ impl Drop for EventListener {
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
-            // An error means that the callback has panicked.
+            // An error of `join` means that the callback has panicked.
             let _ = thread.join();
         }
     }

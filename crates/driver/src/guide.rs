@@ -10,14 +10,14 @@
 //! use std::sync::Arc;
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
-//!     // The way to the controller: here one in this process, over a disk in memory.
+//!     // Transport to the controller: here to one in this process, with a disk in memory.
 //!     let disk = shadowbell_disk::open("mem:64MiB")?;
 //!     let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
-//!     // Takes the controller over: resets and enables it, makes queues, asks what it is.
+//!     // Resets, enables and identifies the controller, and creates its queues.
 //!     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //!     let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
 //!     let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
-//!     // Memory that the controller can reach: one buffer of one block.
+//!     // Memory that is shared with the controller: one buffer of one block.
 //!     let buffers = controller.buffers(1, namespace.block_size() as usize)?;
 //!     // One command: read one block, the first.
 //!     queue.submit(namespace.read(0, 1)?, buffers.take())?;
@@ -71,7 +71,7 @@
 //!     queue.wait(None)?;
 //!     while let Some(completion) = queue.pop() {
 //!         completion.status.into_result()?;
-//!         // Dropped with the completion, the buffer is back in its pool.
+//!         // The drop of the completion returns the buffer to its pool.
 //!         read += 4096;
 //!     }
 //! }
@@ -110,7 +110,7 @@
 //! let buffers = controller.buffers(16, 4096)?;
 //! let mut buffer = buffers.take().ok_or("all buffers are in use")?;
 //! buffer.fill(0x17);
-//! // With the executor of your choice in place of this `block_on`.
+//! // `block_on` stands for any executor.
 //! let buffer = block_on(async {
 //!     let buffer = disk.write(8, buffer).await?;
 //!     disk.flush().await?;
@@ -137,7 +137,7 @@
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
 //! # let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
 //! let limits = namespace.copy_limits().ok_or("there is no Copy command")?;
-//! // 1000 blocks from block 0 on, in as many ranges as it takes.
+//! // 1000 blocks from block 0 on, split into ranges.
 //! let sources: Vec<CopyRange> = limits.split(0, 1000).collect();
 //! let mut buffer = controller.buffers(1, 4096)?.take().ok_or("all buffers are in use")?;
 //! assert!(buffer.copy_from(0, sources.as_bytes()));
@@ -170,11 +170,11 @@
 //! use shadowbell_spec::nvm::{PRINFO_GUARD, PRINFO_REFTAG};
 //! use shadowbell_spec::protection::ProtectionFields;
 //!
-//! // What the controller checks, and with which tags: of type 1, the number of the first block.
+//! // The controller checks guard and reference tag. With type 1, the latter is the LBA.
 //! let (lba, prinfo) = (100, PRINFO_GUARD | PRINFO_REFTAG);
 //! let fields = ProtectionFields { prinfo, ref_tag: lba, ..ProtectionFields::default() };
 //! let write = namespace.write_with_metadata(lba, 8, fields)?;
-//! // Data, and behind them the metadata of 8 blocks.
+//! // The buffer has the data, followed by the metadata of 8 blocks.
 //! let pool = controller.buffers(1, write.buffer_bytes())?;
 //! let mut buffer = pool.take().ok_or("all buffers are in use")?;
 //! buffer.fill(7);

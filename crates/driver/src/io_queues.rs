@@ -32,7 +32,8 @@ const CREATE: &str = "Create I/O Completion Queue";
 pub(crate) struct IoQueueTable {
     /// Queue pairs that exist in the driver.
     created: BTreeSet<u16>,
-    /// Queue pairs of `created` that also exist in the controller. Empty after a reset.
+    /// Queue pairs of `created` that also exist in the controller. None exist there after a
+    /// controller reset.
     live: BTreeSet<u16>,
     /// Queue pairs whose deletion the controller did not confirm. Their identifiers and memory are
     /// not used again before a controller reset.
@@ -56,11 +57,13 @@ pub(crate) fn io_queue_memory(
     max_transfer: u64,
     granted: u16,
 ) -> Result<(QueueMemory, RingSize), DmaError> {
-    // `Device::probe` refuses MQES 0, so `most` is at least the minimum size of a ring.
+    // `most` is at least the minimum size of a ring, because `Device::probe` refuses a controller
+    // with MQES 0.
     let most = u32::from(device.cap.mqes()) + 1;
     let entries = |wanted: u32| RingSize::new(wanted.min(most)).unwrap_or(SMALLEST);
     let sq = entries(options.queue_depth);
-    // A completion queue of twice the length needs half as many head updates.
+    // The completion queue has twice the entries of the submission queue, so that its head has to
+    // be published half as often.
     let cq = entries(options.queue_depth.saturating_mul(2).min(RingSize::MAX));
     let shape = PairShape { sq, cq, max_transfer, page: device.page };
     Ok((QueueMemory::new(&device.transport, shape, granted.into(), 0)?, sq))
@@ -96,7 +99,8 @@ impl IoQueueTable {
             tracing::info!(qid, "no interrupt vector is left for this queue pair; polling");
         }
         self.connect(admin, layout, &event)?;
-        // Entered before the first command: a command that timed out may have created a queue.
+        // The pair is recorded before the first command, because a command that times out may still
+        // have created a queue.
         self.created.insert(qid);
         if let Err(source) = self.create_at_controller(admin, layout) {
             self.withdraw(admin, qid, &source);
@@ -106,8 +110,8 @@ impl IoQueueTable {
         Ok(IoQueuePair { core, layout, event })
     }
 
-    /// Creates the queues of a pair again after the controller has lost them. `core` was restarted
-    /// with new [`doorbells`].
+    /// Creates the queues of a pair again after the controller has lost them. The caller has
+    /// restarted `core` with new [`doorbells`].
     pub(crate) fn recreate(
         &mut self,
         admin: &AdminPlane,
@@ -168,13 +172,13 @@ impl IoQueueTable {
     /// Removes a pair whose creation failed.
     fn withdraw(&mut self, admin: &AdminPlane, qid: u16, why: &CommandError) {
         if why.status().is_some() {
-            // The controller refused Create I/O Completion Queue, so nothing exists, or Create I/O
-            // Submission Queue, so the completion queue exists. Deleting a completion queue that
-            // does not exist fails harmlessly.
+            // If the controller refused Create I/O Submission Queue, the completion queue exists
+            // and must be deleted. If it refused Create I/O Completion Queue, neither queue exists,
+            // and this deletion fails without an effect.
             let _ = admin.succeed(Sqe::delete_io_cq(qid, 0), AdminData::None);
         } else {
-            // The outcome is unknown, so the controller may use the queues. Do not use their
-            // memory.
+            // The outcome is unknown, and the controller may use the queues. So their memory must
+            // not be used again.
             self.quarantined.insert(qid);
         }
         self.created.remove(&qid);
@@ -217,7 +221,8 @@ impl IoQueueTable {
         }
     }
 
-    /// Removes all queue pairs. Stops at the first failure and returns its identifier.
+    /// Removes all queue pairs. Stops at the first failure, and returns the identifier of the pair
+    /// that could not be removed.
     pub(crate) fn delete_all(&mut self, admin: &AdminPlane) -> Option<u16> {
         let qids: Vec<_> = self.created.iter().copied().collect();
         qids.into_iter().find(|qid| !self.delete(admin, *qid))
@@ -228,7 +233,8 @@ impl IoQueueTable {
         self.live.clear();
     }
 
-    /// Ends the quarantine after the controller was disabled: it no longer uses any queue.
+    /// Ends the quarantine of queue pairs, after the controller was disabled and no longer uses any
+    /// queue.
     pub(crate) fn end_quarantine(&mut self) {
         self.quarantined.clear();
     }
@@ -249,7 +255,7 @@ impl IoQueueTable {
     }
 }
 
-/// Creates the doorbells of queue pair `qid`, for queues of these sizes that will be created.
+/// Creates the doorbells of queue pair `qid`, for queues with the given sizes.
 pub(crate) fn doorbells(
     admin: &AdminPlane,
     info: &ControllerInfo,

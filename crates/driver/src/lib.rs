@@ -24,7 +24,8 @@
 //! # Features
 //!
 //! `vfio` (`Vfio`: PCI devices of this machine) and `vfio-user` (`VfioUser`: controllers behind a
-//! UNIX socket), both enabled by default. Without them, the program implements [`Transport`].
+//! UNIX socket), both enabled by default. Without these features, the program has to implement
+//! [`Transport`] itself.
 //!
 //! # Reading a block
 //!

@@ -27,9 +27,9 @@ const MAX_BLOCKS: u64 = 1 << 16;
 /// ([`read`](Self::read), [`write`](Self::write) and similar) transfer data alone: the controller
 /// inserts protection information, and checks and strips it (PRACT). As in Linux, the reference tag
 /// is the LBA, truncated to the tag's width (zero for type 3), and the application tag is zero. If
-/// blocks have other metadata, plain commands that transfer data are refused, because the
-/// metadata's content is unspecified. For either kind of metadata, the commands `..._with_metadata`
-/// transfer or specify metadata explicitly.
+/// blocks have other metadata, plain commands that transfer data are refused, because they do not
+/// specify the metadata. For any metadata, the commands `..._with_metadata` transfer or specify
+/// metadata explicitly.
 #[derive(Clone, Debug)]
 pub struct Namespace {
     nsid: u32,
@@ -37,7 +37,8 @@ pub struct Namespace {
     /// Block limit of a command on blocks without metadata; 0 if the blocks have metadata or are
     /// unusable.
     max_blocks: u32,
-    /// Block limit of a plain command on blocks with or without metadata; 0 if unusable.
+    /// Block limit of a plain command on blocks with or without metadata; 0 if the blocks are
+    /// unusable.
     plain_blocks: u32,
     /// Transfer limit of one command in bytes.
     pub(crate) most_bytes: u64,
@@ -160,7 +161,8 @@ impl Namespace {
     }
 
     /// The reason why plain commands cannot transfer data, as the end of a sentence "the namespace
-    /// ...". If [`metadata`](Self::metadata) is `Some` nevertheless, commands with metadata can.
+    /// ...". Commands with metadata can still transfer data if [`metadata`](Self::metadata) is
+    /// `Some`.
     #[must_use]
     pub fn unusable(&self) -> Option<&'static str> {
         self.unusable
@@ -263,12 +265,12 @@ impl Namespace {
     }
 
     /// Write Zeroes: zeroes `blocks` blocks from `lba`. With `deallocate`, the controller may
-    /// deallocate them. The bit is set only if the controller supports it (DLFEAT, bit 3), because
-    /// SPDK's target refuses the command otherwise.
+    /// deallocate them. The command's Deallocate bit is set only if the controller supports it
+    /// (DLFEAT, bit 3), because SPDK's target refuses the command otherwise.
     ///
-    /// If the blocks have protection information, the controller inserts one that matches zeroes,
-    /// unless the blocks may be deallocated: then protection information reads as FFh, which
-    /// disables its checks.
+    /// If the blocks have protection information, the controller inserts protection information
+    /// that matches zeroes. If the blocks may be deallocated, the protection information reads as
+    /// FFh instead, which disables its checks.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).
@@ -313,7 +315,8 @@ impl Namespace {
     /// Limits of one Copy command; `None` if the controller or this format does not support Copy.
     #[must_use]
     pub fn copy_limits(&self) -> Option<CopyLimits> {
-        // Blocks with 64-bit guards need source range entries of another format.
+        // Blocks with 64-bit guards need source range entries of another format, which the driver
+        // does not support.
         let is_narrow = |metadata: BlockMetadata| metadata.guard() == GuardKind::Crc16;
         let knows = self.unusable.is_none() && self.metadata.is_none_or(is_narrow);
         self.copies.filter(|_| knows)
@@ -322,8 +325,8 @@ impl Namespace {
     /// Copy: copies the blocks of `sources`, one range after the other, to consecutive blocks from
     /// `to` on. The buffer begins with the same [`CopyRange`]s.
     ///
-    /// If a source overlaps the destination, a second execution would read different data, so the
-    /// command is created with [`once`](Command::once) and fails if its outcome is unknown. The
+    /// If a source overlaps the destination, a second execution would read different data. So the
+    /// command is created with [`once`](Command::once), and fails if its outcome is unknown. The
     /// result of an overlapping copy depends on the controller, because the specification does not
     /// define the order of its reads and writes.
     ///
@@ -365,8 +368,9 @@ impl Namespace {
             let end = end_of(range.slba, u64::from(range.nlb0) + 1)?;
             overlaps |= range.slba < to_end && to < end;
         }
-        // Reference tags depend on the LBA, so the controller inserts new ones at the destination.
-        // The tags of the sources are not checked: the ranges in the buffer carry no expected tags.
+        // The controller inserts new reference tags at the destination, because they depend on the
+        // LBA. It does not check the tags of the sources, because the ranges in the buffer have no
+        // expected tags.
         let checks = self.metadata.map_or(0, |metadata| metadata.checks());
         let prinfor = if checks == 0 { 0 } else { PRINFO_PRACT | PRINFO_GUARD };
         let fields = CopyFields { sdlba: to, nr0, prinfor, ..CopyFields::default() };
@@ -389,7 +393,7 @@ impl Namespace {
         Ok(Command::rw(opcode, self.nsid, lba, zero_based as u16, transfer))
     }
 
-    /// Slow path of `rw`: blocks with metadata, and invalid requests.
+    /// Slow path of `rw`, for blocks with metadata and for invalid requests.
     #[cold]
     fn rw_otherwise(
         &self,
@@ -409,8 +413,8 @@ impl Namespace {
         Ok(self.protected(command, PRINFO_PRACT))
     }
 
-    /// Adds the checks of protection information, and with `pract` its insertion or stripping, to
-    /// the command.
+    /// Adds the check of protection information to the command, and with `pract` its insertion or
+    /// stripping.
     fn protected(&self, command: Command, pract: u8) -> Command {
         match self.metadata.map_or(0, |metadata| metadata.checks()) {
             0 => command,
@@ -551,10 +555,10 @@ mod tests {
         assert!(!repeatable(100, &[range(199, 100)]));
         assert!(repeatable(100, &[range(110, 10)]) && repeatable(100, &[range(90, 10)]));
         assert!(!repeatable(100, &[range(90, 20)]));
-        // The destination is as long as all sources together.
+        // The destination is as long as all sources together, so it overlaps the second source.
         assert!(!repeatable(100, &[range(0, 50), range(120, 50)]));
         assert!(repeatable(100, &[range(0, 50), range(200, 50)]));
-        // The ranges in the buffer of a raw Copy are unknown.
+        // The ranges in the buffer of a raw Copy are unknown, so the command is not repeatable.
         assert!(!Command::raw(0x19, 1, [100, 0, 0, 0], 32).is_repeatable());
     }
 }

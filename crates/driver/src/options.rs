@@ -5,19 +5,22 @@ use crate::queue::SpinPolicy;
 use crate::recovery::Recovery;
 use std::time::Duration;
 
-/// Doorbell mode: notification of new submission queue tails and completion queue heads.
+/// Doorbell mode: the way in which the controller learns new submission queue tails and completion
+/// queue heads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Doorbells {
-    /// Shadow doorbells if the controller supports them, else mapped ones, else plain ones.
+    /// Shadow doorbells if the controller supports them, otherwise mapped ones, otherwise plain
+    /// ones.
     #[default]
     Auto,
     /// Shadow doorbells (Doorbell Buffer Config): a store in shared memory, and a register write
-    /// only if the controller has requested one by its EventIdx.
+    /// only if the controller requests one by its EventIdx.
     Shadow,
-    /// Plain doorbells: one register write each, handled by the device or its emulation.
+    /// Plain doorbells: one register write for each update, handled by the device or its emulation.
     Mmio,
-    /// Mapped doorbells: a store in memory that is not trapped, so the controller has to poll.
+    /// Mapped doorbells: a store in memory. The store does not trap, so the controller has to poll
+    /// the memory.
     Mapped,
 }
 
@@ -42,13 +45,11 @@ pub struct AttachOptions {
     /// Doorbell mode. If the controller does not support it, [`Doorbells::Mmio`] is used and a line
     /// is logged.
     pub doorbells: Doorbells,
-    /// Enables interrupts. Without them, and for queues without an interrupt vector, completions
-    /// are found by polling alone.
+    /// Enables interrupts. Queues without an interrupt find completions only by polling.
     pub interrupts: bool,
     /// Time that a queue with an interrupt polls before it sleeps.
     pub spin: SpinPolicy,
-    /// Transfer limit of one command in bytes. The effective limit is also limited by MDTS and by
-    /// 512 MiB.
+    /// Transfer limit of one command in bytes. MDTS and 512 MiB limit it further.
     pub max_transfer_bytes: u64,
     /// Memory page size (CC.MPS), a power of two of at least 4096; `None` for the smallest size
     /// that the controller supports.
@@ -80,13 +81,14 @@ impl Default for AttachOptions {
 /// Timeouts of state changes and commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
-    /// For CSTS.RDY to follow CC.EN; `None` for the controller's value (CAP.TO, CRTO).
+    /// Timeout for CSTS.RDY to follow CC.EN; `None` for the controller's value (CAP.TO, CRTO).
     pub ready: Option<Duration>,
-    /// For an admin command.
+    /// Timeout of an admin command.
     pub admin: Duration,
-    /// For an I/O command. Afterwards [recovery](crate::recovery) begins.
+    /// Timeout of an I/O command. [Recovery](crate::recovery) begins afterwards.
     pub io: Duration,
-    /// For a shutdown (CSTS.SHST). A longer time of the controller (RTD3E) takes precedence.
+    /// Timeout of a shutdown (CSTS.SHST). If the controller specifies a longer time (RTD3E), that
+    /// time applies.
     pub shutdown: Duration,
 }
 

@@ -9,15 +9,16 @@ use shadowbell_memory::SharedBytes;
 /// Maximum size in bytes of the PRP list of a transfer of `max_bytes` that begins anywhere in its
 /// first page, chain entries included.
 pub(crate) const fn list_bytes(max_bytes: u64, page: u64) -> u64 {
-    // An offset into the first page adds one page; PRP1 covers the first page.
+    // A transfer that begins within a page covers one page more, for which PRP1 needs no list
+    // entry.
     let entries = max_bytes.div_ceil(page);
     if entries <= 1 {
         return 0;
     }
     let per_page = page / 8;
     if entries <= per_page {
-        // The list fits into one page. Sizes are powers of two, so that the lists of several slots
-        // share a page and none crosses into the next.
+        // The list fits into one page. List sizes are powers of two: several lists share a page,
+        // and no list crosses a page boundary.
         let bytes = (entries * 8).next_power_of_two();
         return if bytes < 64 { 64 } else { bytes };
     }
@@ -33,8 +34,8 @@ pub(crate) struct PrpLists {
     iova: u64,
     per_slot: u64,
     page: u64,
-    /// Current content of each list. A buffer that returns to the same slot needs no new list,
-    /// which saves the writes and keeps the list in the controller's cache.
+    /// Current content of each list. If a slot gets the same buffer again, its list is not written
+    /// again, and stays in the controller's cache.
     holds: Box<[Held]>,
 }
 
@@ -72,8 +73,8 @@ impl PrpLists {
         })
     }
 
-    /// The PRPs of `len` bytes at `iova` (a multiple of 4). A necessary list is written to the
-    /// memory of `slot`; `None` if it does not fit.
+    /// The PRPs of `len` bytes at `iova` (a multiple of 4). If the transfer needs a PRP list, the
+    /// list is written to the memory of `slot`. `None` if the list does not fit.
     #[inline]
     pub(crate) fn prps(&mut self, slot: usize, iova: u64, len: u64) -> Option<Prps> {
         let page = self.page;
@@ -89,14 +90,16 @@ impl PrpLists {
         Some((iova, list))
     }
 
-    /// The address of a list of `entries` pages from `first` on. Written unless it exists already.
+    /// Address of a list of `entries` pages from `first` on. The list is written, unless the slot
+    /// has it already.
     fn list(&mut self, slot: usize, first: u64, entries: u64) -> Option<u64> {
         let start = self.per_slot.checked_mul(slot as u64)?;
         let at = self.iova + start;
         let held = self.holds.get_mut(slot)?;
         let per_page = self.page / 8;
         let reusable = if entries <= per_page {
-            // A longer list serves a shorter transfer, unless the longer list has a chain entry.
+            // The list of a longer transfer can be used for a shorter one, unless it has a chain
+            // entry.
             held.entries >= entries && held.entries <= per_page
         } else {
             held.entries == entries
@@ -104,7 +107,8 @@ impl PrpLists {
         if held.first == first && reusable {
             return Some(at);
         }
-        // Forget the content first: if a write fails, the list is neither the old nor the new one.
+        // The recorded content is cleared first: if a write fails, the memory holds neither the old
+        // nor the new list.
         *held = Held::default();
         let mut word = 0;
         for entry in 0..entries {
@@ -145,7 +149,7 @@ mod tests {
         let mut segments = Segments::new();
         view.resolve_prps(prps.0, prps.1, len as usize, page as usize, true, &mut segments)
             .expect("PRPs that a controller accepts");
-        // Merge adjacent pieces.
+        // Merge adjacent pieces into one.
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for piece in segments.pieces() {
             match runs.last_mut() {

@@ -32,7 +32,7 @@ impl QueueMap {
         Self::new((0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)), queues)
     }
 
-    /// The queue pair of a processor; `None` if the processor is not in the map.
+    /// The queue pair of a processor; `None` if the map does not contain the processor.
     #[must_use]
     pub fn queue_of(&self, processor: usize) -> Option<u16> {
         let index = self.processors.binary_search(&processor).ok()?;
@@ -40,8 +40,8 @@ impl QueueMap {
         u16::try_from(index * queues / self.processors.len() + 1).ok()
     }
 
-    /// The processors of a queue pair; empty if there are fewer processors than queue pairs and
-    /// this queue pair is spare.
+    /// The processors of a queue pair. Empty for a spare queue pair, if there are more queue pairs
+    /// than processors.
     #[must_use]
     pub fn processors_of(&self, queue: u16) -> Vec<usize> {
         let of = |cpu: &usize| self.queue_of(*cpu) == Some(queue);

@@ -59,13 +59,14 @@ fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Waits until there is a completion.
+/// Waits until a completion is available.
 #[track_caller]
 fn wait_for_one(queue: &mut QueuePair) {
     wait::until("a completion", || queue.wait(Some(wait::deadline())).unwrap());
 }
 
-/// A block's bytes say which block and which version it is; version 0 was never written.
+/// Creates the bytes of a block, which contain its number and its version. Version 0 means that the
+/// block was never written.
 fn fill(block: u64, version: u64) -> Vec<u8> {
     if version == 0 {
         return vec![0; 512];
@@ -74,12 +75,12 @@ fn fill(block: u64, version: u64) -> Vec<u8> {
     (0..64u64).flat_map(|i| (seed.rotate_left(i as u32) ^ i).to_le_bytes()).collect()
 }
 
-/// Writes all over the namespace at depth, and reads the data back.
+/// Writes to the whole namespace with `depth` commands in flight, and reads the data back.
 fn exercise(controller: &Controller, queue: &mut QueuePair, depth: usize, ops: usize) {
     let namespace = controller.namespace(1).unwrap();
     let pool = controller.buffers(depth, 300 * 1024).unwrap();
     let mut versions = vec![0u64; namespace.blocks() as usize];
-    // Expected data of each slot's read, and its blocks.
+    // Blocks and expected data of the read in each slot.
     let mut expected: Vec<Option<(u64, Vec<u8>)>> = vec![None; queue.capacity()];
     let mut busy = vec![false; versions.len()];
     let (mut submitted, mut completed, mut random) = (0, 0, 0x1234_5678_9abc_def1u64);
@@ -182,7 +183,7 @@ fn a_controller_can_be_attached_repeatedly() {
             assert!(queue.pop().unwrap().status.is_success());
         }
         if round % 2 == 0 {
-            // With a command in flight.
+            // The queue pair is dropped with a command in flight.
             let _ = queues[0].submit(controller.namespace(1).unwrap().flush(), None);
             let _ = queues[0].ring();
         }
@@ -204,7 +205,7 @@ fn queue_pairs_are_created_and_deleted_under_load() {
             queue.submit(command, pool.take()).unwrap();
         }
         queue.ring().unwrap();
-        // With any commands outstanding.
+        // The queue is dropped with any number of commands outstanding.
         let _ = queue.pop();
         drop(queue);
         assert_eq!(pool.available(), 64, "a deleted queue has given every buffer back");
@@ -250,7 +251,7 @@ fn admin_commands_on_the_emulated_controller() {
     assert!(controller.max_transfer_bytes() >= 1 << 20);
     assert!(admin.registers().unwrap().csts.rdy());
     assert!(admin.smart_log().unwrap().temperature.get() > 200, "kelvins");
-    // A failed command has an entry in the error log.
+    // A failed command adds an entry to the error log.
     let fields =
         shadowbell_spec::admin::Identify { cns: cns::PRIMARY_CONTROLLER, ..Default::default() };
     let error = admin.identify(0, fields).unwrap_err();
@@ -282,7 +283,7 @@ fn futures_on_the_emulated_controller() {
         let disk = queue.open(controller.namespace(1).unwrap());
         drop(queue);
         let pool = controller.buffers(32, 4096).unwrap();
-        // More tasks than slots in the queue.
+        // There are more tasks than the queue has slots.
         std::thread::scope(|scope| {
             for task in 0..24u64 {
                 let (disk, pool) = (disk.clone(), pool.clone());
@@ -328,7 +329,7 @@ fn futures_on_the_emulated_controller() {
     }
 }
 
-/// Memory disk that fails writes at block 102.
+/// Memory disk whose writes to block 102 fail.
 #[derive(Debug)]
 struct Worn(MemDisk);
 
@@ -380,7 +381,7 @@ fn copies_on_the_emulated_controller() {
     let range =
         |slba, blocks: u32| CopyRange { slba, nlb0: (blocks - 1) as u16, ..Default::default() };
     block_on(async {
-        // Discards use the buffers of copies, which are longer.
+        // Discards use the same buffers as copies, whose ranges are longer.
         on.discard(&[DsmRange { attributes: 0, blocks: 1, slba: 9000 }]).await.unwrap();
         let all: Vec<_> = limits.split(0, limits.most()).collect();
         on.copy(4096, &all).await.unwrap();
@@ -394,7 +395,7 @@ fn copies_on_the_emulated_controller() {
             limits,
         });
         assert_eq!(error.kind.to_string(), kind.to_string());
-        // The completion has the failed range.
+        // The completion contains the number of the failed range.
         let error = on.copy(100, &[range(500, 1); 4]).await.unwrap_err();
         let status = Status::WRITE_FAULT;
         assert!(
@@ -422,12 +423,12 @@ fn memory_stays_mapped_until_a_reset_ends() {
         queue.submit(command, pool.take()).unwrap();
     }
     queue.ring().unwrap();
-    // Without reaping a single completion.
+    // The controller is detached before any completion is taken.
     controller.detach().unwrap();
     drop(queue);
     assert_eq!(pool.available(), 64);
     drop(pool);
-    // All resources were released, so the next attach gets the same.
+    // All resources were released, so the next attach gets the same resources.
     attach(&emulated, &AttachOptions::default()).detach().unwrap();
 }
 

@@ -17,7 +17,8 @@ pub(crate) fn end(outcome: Result<(), Box<dyn Error>>) -> ExitCode {
     }
 }
 
-/// Attaches, prints the namespaces, and reads the first block; with `write`, writes it before.
+/// Attaches to the controller, prints its namespaces, and reads the first block. With `write`,
+/// writes the block first.
 pub(crate) fn take(ssd: Arc<dyn Transport>, write: bool) -> Result<(), Box<dyn Error>> {
     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
     println!(

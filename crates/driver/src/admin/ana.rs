@@ -8,9 +8,9 @@ use shadowbell_spec::log::{AnaGroupDescriptor, AnaLog, AnaLogHeader, lid};
 use zerocopy::FromBytes;
 
 /// Size limit of the ANA log page in bytes. The page has 32 bytes for each group and 4 bytes for
-/// each namespace; a larger size is not trusted.
+/// each namespace. A larger size from the controller is not trusted.
 const LONGEST: usize = 1 << 20;
-/// Number of attempts to read a log page that changes between its pieces.
+/// Number of attempts to read the log page, if its content changes while it is read in pieces.
 const ATTEMPTS: u32 = 4;
 
 impl Admin {
@@ -34,7 +34,7 @@ impl Admin {
             let nsids = usize::try_from(identity.nn).unwrap_or(usize::MAX).saturating_mul(4);
             let len = len.saturating_add(groups).saturating_add(nsids).min(LONGEST);
             let page = self.log_page(LogRequest::new(lid::ANA, len))?;
-            // Compare the change count now with the one of the first piece.
+            // The log page is consistent if its change count is still the one of the first piece.
             let request = LogRequest { rae: true, ..LogRequest::new(lid::ANA, 8) };
             let is_same = self.log_page(request)?.get(..8) == page.get(..8);
             if is_same || attempt == ATTEMPTS {

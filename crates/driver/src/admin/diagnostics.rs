@@ -16,17 +16,18 @@ const MOST_BYTES: usize = 64 << 20;
 /// Telemetry log page to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Telemetry {
-    /// Host-initiated: the controller captures new data for this read.
+    /// Host-initiated telemetry: the controller captures new data for this read.
     Created,
-    /// Host-initiated: the data of an earlier capture.
+    /// Host-initiated telemetry: the data of an earlier capture.
     Kept,
-    /// Controller-initiated. The read clears the asynchronous event of the page.
+    /// Controller-initiated telemetry. The read clears the asynchronous event of the page.
     OfController,
 }
 
 impl Admin {
     /// Device Self-test with a self-test code of [`stc`](shadowbell_spec::log::stc). `nsid` selects
-    /// the tested namespace: 0 for the controller alone, FFFFFFFFh for all. Base 2.1, 5.1.5.
+    /// the tested namespace: 0 for none (only the controller is tested), FFFFFFFFh for all. Base
+    /// 2.1, 5.1.5.
     ///
     /// # Errors
     /// [`CommandError`].
@@ -65,15 +66,15 @@ impl Admin {
         let last = header.last_blocks[usize::from(area.clamp(1, 3)) - 1].get();
         let bytes = usize::from(last) * TELEMETRY_BLOCK;
         if bytes == 0 {
-            // Read again without Retain Asynchronous Event, which clears the event.
+            // Reads the header again without Retain Asynchronous Event, which clears the event.
             return self.log_page(request(0, TELEMETRY_BLOCK));
         }
         page.extend(self.log_page(request(TELEMETRY_BLOCK as u64, bytes))?);
         Ok(page)
     }
 
-    /// Persistent Event, log page 0Dh: the whole page, read in a reporting context that is
-    /// established and released. An existing context is used and released as well.
+    /// Persistent Event, log page 0Dh: the whole page, read in a reporting context that this method
+    /// establishes and releases. If a context exists already, this method uses and releases it.
     ///
     /// # Errors
     /// [`CommandError`].

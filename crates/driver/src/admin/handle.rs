@@ -64,8 +64,9 @@ impl Admin {
 
     /// Executes any admin command. The driver sets its data pointer and command identifier.
     ///
-    /// The controller acts on the command's dwords and not on `data`: if the dwords describe a
-    /// longer transfer, the controller accesses memory beyond the data that was shared with it.
+    /// The controller transfers as many bytes as the dwords of the command describe, whatever the
+    /// length of `data`. If the dwords describe more bytes than `data` has, the controller accesses
+    /// memory beyond the shared buffer.
     ///
     /// # Errors
     /// [`CommandError`], if no completion arrives within `limit`. A completion with an error status
@@ -120,7 +121,8 @@ impl Admin {
     }
 
     /// Reads a log page or a part of it, in as many commands as needed. Only the last command
-    /// clears the asynchronous event of the page; the commands before retain it. Base 2.1, 5.1.12.
+    /// clears the asynchronous event of the page; the earlier commands retain the event. Base 2.1,
+    /// 5.1.12.
     ///
     /// # Errors
     /// [`CommandError`]. Pages that exceed the transfer limit need a controller with extended data
@@ -225,9 +227,9 @@ impl Admin {
     /// empty for an empty range. The controller may have to query its storage before it completes
     /// the command. NVM 1.1, 4.2.1.
     ///
-    /// Blocks that were written before the submission of the command are allocated, unless they
-    /// were deallocated since. Unallocated blocks read as the namespace specifies for deallocated
-    /// blocks (DLFEAT).
+    /// Blocks that were written before the submission of the command are reported as allocated,
+    /// unless they were deallocated since. Unallocated blocks read as the namespace specifies for
+    /// deallocated blocks (DLFEAT).
     ///
     /// # Errors
     /// [`CommandError`], also for an inconsistent list.

@@ -13,7 +13,7 @@ use shadowbell_spec::identify::{
 use shadowbell_spec::regs::Vs;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
-/// Limit on the number of namespaces: a larger number is not trusted.
+/// Limit on the number of namespaces. A larger number from the controller is not trusted.
 const MAX_NAMESPACES: usize = 4096;
 
 /// Identify with any CNS.
@@ -115,7 +115,8 @@ pub(crate) fn identify_namespaces(
     let vs = admin.plane().device.vs;
     let nsids = match active_namespaces(admin) {
         Ok(nsids) => nsids,
-        // Versions before 1.1 have no such list: every namespace up to NN may be active.
+        // Controllers before version 1.1 have no list of active namespaces: every NSID up to NN may
+        // be active.
         Err(error) if error.status().is_some() && vs.into_bits() < Vs::of(1, 1, 0).into_bits() => {
             (1..=controller.nn).take(MAX_NAMESPACES).collect()
         }
@@ -126,7 +127,8 @@ pub(crate) fn identify_namespaces(
         let identity = match identify_namespace(admin, nsid) {
             Ok(identity) if identity.nsze == 0 => continue,
             Ok(identity) => identity,
-            // The namespace was detached meanwhile, or its command set has no such structure.
+            // The namespace was detached after the list was read, or its command set has no
+            // Identify Namespace data structure.
             Err(error) if error.status().is_some() => {
                 tracing::warn!(nsid, "a namespace is ignored: {error}");
                 continue;
@@ -145,7 +147,8 @@ pub(crate) fn identify_namespaces(
         };
         let elbaf = match extended_format(admin, nsid, controller, &identity) {
             Ok(elbaf) => elbaf,
-            // The namespace was deleted or formatted meanwhile; an event will report the change.
+            // The namespace was deleted or formatted after Identify Namespace. An event will report
+            // the change.
             Err(error) if error.status().is_some() => {
                 tracing::warn!(nsid, "a namespace is ignored: {error}");
                 continue;

@@ -38,7 +38,7 @@ pub(super) fn reports_allocated(
     match identify(admin, 0, fields) {
         Ok(page) => Ok(IdentifyNvmController::read_from_bytes(&page)
             .is_ok_and(|nvm| nvm.aocs & IdentifyNvmController::REPORTS_ALLOCATED != 0)),
-        // Versions before 2.0 do not have this structure.
+        // Controllers before version 2.0 do not have this data structure.
         Err(error) if error.status().is_some() => Ok(false),
         Err(error) => Err(error),
     }
@@ -53,7 +53,8 @@ pub(super) fn allocated_blocks(
 ) -> Result<AllocatedBlocks, CommandError> {
     let count = most.clamp(1, MAX_DESCRIPTORS);
     let len = size_of::<LbaStatusList>() + count * size_of::<LbaStatusDescriptor>();
-    // RL has 16 bits. For a longer range 0 requests the range up to the namespace's end.
+    // RL has 16 bits. For a longer range, RL is 0, which requests all blocks up to the namespace's
+    // end.
     let rl = u16::try_from(range.end.saturating_sub(range.start)).unwrap_or(0);
     let mndw0 = (len / 4 - 1) as u32;
     let fields = GetLbaStatus { slba: range.start, mndw0, rl, atype: atype::ALLOCATED };
@@ -87,7 +88,8 @@ fn parse(data: &[u8], range: Range<u64>, count: usize) -> Result<AllocatedBlocks
     }
     let until = match list.cmpc {
         LbaStatusList::COMPLETE => range.end,
-        // Without COMPLETE, the report ends with the last descriptor, or is empty without one.
+        // Without COMPLETE, the report ends after the last descriptor. If there is no descriptor,
+        // the report is empty.
         _ => last.min(range.end),
     };
     Ok(AllocatedBlocks { ranges, until })

@@ -35,7 +35,7 @@ impl LogRequest {
 }
 
 /// Reads a log page or a part of it, in as many commands as needed. Only the last command clears
-/// the asynchronous event of the page; the commands before retain it.
+/// the asynchronous event of the page; the earlier commands retain the event.
 pub(crate) fn read_log_page(
     admin: &dyn AdminCommands,
     request: LogRequest,

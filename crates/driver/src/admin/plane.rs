@@ -22,8 +22,8 @@ const ADMIN_TRANSFER: u64 = 128 * 1024;
 /// Additional pages beside the admin queues: the Shadow Doorbell and EventIdx buffers.
 const SHADOW_PAGES: u64 = 2;
 
-/// Execution of admin commands: immediately by [`AdminPlane`], or by an attached controller, which
-/// first waits for the end of a reset that is in progress.
+/// Execution of admin commands. [`AdminPlane`] executes a command immediately; an attached
+/// controller first waits for the end of a reset that is in progress.
 pub(crate) trait AdminCommands {
     fn plane(&self) -> &AdminPlane;
 
@@ -77,7 +77,8 @@ pub(crate) struct AdminPlane {
 }
 
 impl AdminPlane {
-    /// Creates admin queues for a disabled `device`, to be enabled with the returned layout.
+    /// Creates admin queues for a disabled `device`. The caller enables the device with the
+    /// returned layout.
     pub(crate) fn new(device: Device) -> Result<(Self, QueueLayout), AttachError> {
         let impossible = || AttachError::Unsupported {
             device: device.name().to_owned(),
@@ -94,7 +95,7 @@ impl AdminPlane {
     }
 
     /// Creates new admin queues in the existing memory, after the controller was disabled. The
-    /// controller is to be enabled with the returned layout.
+    /// caller enables the controller with the returned layout.
     pub(crate) fn restart(&self) -> Option<QueueLayout> {
         let (core, layout) = queue_pair(&self.device, &self.memory)?;
         self.queue.restart(core);
@@ -184,8 +185,8 @@ impl AdminCommands for AdminPlane {
 /// Creates zeroed admin queues in `memory`.
 fn queue_pair(device: &Device, memory: &QueueMemory) -> Option<(Core, QueueLayout)> {
     let dstrd = device.cap.dstrd();
-    // Admin doorbells always use trapped register writes, because only those wake a controller that
-    // does not poll, even if the transport can map doorbells.
+    // Admin doorbells always use trapped register writes, even if the transport can map doorbells:
+    // only a trapped write wakes a controller that does not poll.
     let offsets = [regs::sq_doorbell_offset(0, dstrd), regs::cq_doorbell_offset(0, dstrd)];
     let doorbells = offsets.map(|offset| {
         let transport = Arc::clone(&device.transport);

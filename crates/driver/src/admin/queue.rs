@@ -23,13 +23,13 @@ const NO_TOKEN: Token = Token { cid: u16::MAX, slot: u16::MAX };
 /// Owner of the command in a slot.
 #[derive(Clone, Copy)]
 enum Owner {
-    /// A thread in [`AdminQueue::execute`], identified by a ticket. The slot cannot identify the
-    /// thread: a slot is free, and may hold the next command, before the thread takes its
+    /// A thread in [`AdminQueue::execute`], identified by a ticket. The slot number cannot identify
+    /// the thread, because the slot may already hold another command when the thread takes its
     /// completion.
     Ticket(u64),
     /// An Asynchronous Event Request.
     Event,
-    /// None: the completion is discarded.
+    /// No owner: the completion is discarded.
     Nobody,
 }
 
@@ -37,7 +37,8 @@ struct AdminQueueState {
     core: Core,
     /// Owners, indexed by slot.
     owners: Box<[Owner]>,
-    /// Expected completions by ticket. `None` until the completion; no entry after a timeout.
+    /// Expected completions by ticket: `None` until the completion arrives. After a timeout, the
+    /// ticket has no entry.
     tickets: BTreeMap<u64, Option<Completion>>,
     next_ticket: u64,
     events: VecDeque<AsyncEvent>,
@@ -51,8 +52,8 @@ struct AdminQueueState {
 
 /// Admin submission and completion queue, shared by threads.
 ///
-/// The lock is held to submit and to look for completions, but not while a command is outstanding,
-/// so commands of several threads overlap.
+/// A thread holds the lock while it submits or looks for completions, but not while its command is
+/// outstanding. So commands of several threads can be in flight together.
 pub(crate) struct AdminQueue {
     state: Mutex<AdminQueueState>,
 }
@@ -150,8 +151,8 @@ impl AdminQueue {
         let mut health = HEALTH_INTERVAL;
         let mut backoff = PollBackoff::default();
         loop {
-            // The clock is read before the completion queue: if this thread was not scheduled for
-            // long, the queue is still read once after the delay, before the timeout is reported.
+            // The clock is read before the completion queue. If this thread was not scheduled for a
+            // long time, the queue is still read once before the timeout is reported.
             let waited = began.elapsed();
             if let Some(completion) = self.take(ticket) {
                 return Ok(completion);
@@ -178,7 +179,8 @@ impl AdminQueue {
         Some(completion)
     }
 
-    /// Stops waiting. Returns the completion if it arrived since the last look.
+    /// Ends the wait for a completion. Returns the completion if it has arrived since the last
+    /// look.
     fn give_up(&self, ticket: u64) -> Option<Completion> {
         self.lock().tickets.remove(&ticket)?
     }
@@ -203,7 +205,7 @@ impl AdminQueue {
     /// Publishes the completion queue head, so that the controller interrupts for the next
     /// completion.
     pub(crate) fn ring_cq_doorbell(&self) {
-        // A failed register write needs no handling: the next command reports the failure.
+        // A failure of the register write is ignored here: the next command reports it.
         let _ = self.lock().core.ring_cq_doorbell();
     }
 
@@ -279,11 +281,12 @@ impl AdminQueueState {
                 Some(Owner::Nobody) | None => {}
             }
         }
-        // A failed register write needs no handling: the next command reports the failure.
+        // A failure of the register write is ignored here: the next command reports it.
         let _ = if ring { self.core.ring() } else { self.core.ring_cq_doorbell_if_needed() };
     }
 
-    /// Stores an event, and submits a new Asynchronous Event Request. Returns true if submitted.
+    /// Stores an event, and submits a new Asynchronous Event Request. Returns true if the request
+    /// was submitted.
     fn event(&mut self, completion: &Completion) -> bool {
         if !completion.status.is_success() {
             if completion.status.code() != Status::ABORTED_SQ_DELETION {

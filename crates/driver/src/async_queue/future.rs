@@ -32,7 +32,7 @@ pub struct Io {
 }
 
 enum Stage {
-    /// Not polled yet, or waiting for a free op with this ticket.
+    /// Not polled yet, or waiting for a free op. A waiting future has this ticket.
     New {
         command: Command,
         buffer: Option<Buffer>,
@@ -88,8 +88,8 @@ impl Io {
         outcome
     }
 
-    /// Takes a free op and puts it into the inbox, or waits for a free op. `leave` stores
-    /// additional state of the command for the op.
+    /// Takes a free op and puts it into the inbox, or waits for a free op. For a command with
+    /// metadata, `leave` stores the metadata part under the op's index.
     fn enter(
         &mut self,
         command: Command,
@@ -102,7 +102,8 @@ impl Io {
         let waker = context.waker().clone();
         let mut state = shared.lock();
         if let Some(reason) = state.failed.clone() {
-            // The queue has failed: every waiter fails and wakes the next one.
+            // The queue has failed: this future fails, and the next waiter is woken to fail as
+            // well.
             let freed = state.leave(ticket);
             drop(state);
             freed.pass_on();
@@ -112,7 +113,7 @@ impl Io {
         let index = if first.is_none() || first == ticket { state.free.pop() } else { None };
         let Some(index) = index else {
             if state.is_late(ticket) {
-                // Not submitted to the controller, so the buffer can be returned.
+                // The command was never submitted to the controller, so the buffer can be returned.
                 let freed = state.leave(ticket);
                 drop(state);
                 freed.pass_on();
@@ -133,7 +134,8 @@ impl Io {
         if let Some(op) = state.op(index) {
             op.opcode = command.opcode;
             op.state = OpState::Queued(command, buffer);
-            // A free op has no waker, so this assignment drops none under the lock.
+            // A free op has no waker, so this assignment does not drop a waker while the lock is
+            // held.
             op.waker = Some(waker);
         }
         state.inbox.push_back(index);
@@ -190,7 +192,8 @@ impl Io {
         let stale = op.waker.take();
         let (unsent, done, freed) = match std::mem::replace(&mut op.state, OpState::Abandoned) {
             OpState::Queued(_, buffer) => {
-                // The op is still in the inbox. The driving thread frees it there.
+                // The op is still in the inbox. The driving thread frees it when it reads the
+                // inbox.
                 op.state = OpState::Cancelled;
                 (buffer, None, None)
             }
@@ -236,7 +239,7 @@ impl Drop for Io {
     fn drop(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::Over) {
             Stage::New { ticket: ticket @ Some(_), .. } => {
-                // A free op that was meant for this future is passed to the next waiter.
+                // If a free op was meant for this future, the next waiter gets it.
                 let mut state = self.handle.shared().lock();
                 let freed = state.leave(ticket);
                 drop(state);
@@ -282,7 +285,7 @@ impl Future for Transfer {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         Pin::new(&mut self.0).poll(context).map(|outcome| {
             let buffer = outcome?.buffer;
-            // A command that was submitted with a buffer completes with it.
+            // Cannot be missing: the command was submitted with a buffer, so the completion has it.
             buffer.ok_or(IoError { kind: IoErrorKind::NoBuffer, buffer: None })
         })
     }

@@ -15,7 +15,8 @@ use std::thread::JoinHandle;
 
 /// Number of pooled buffers for the ranges of Dataset Management and Copy commands.
 const RANGE_BUFFERS: usize = 8;
-/// Bytes of each range buffer: 256 entries of Copy, which are longer than those of DSM.
+/// Size of each range buffer in bytes: 256 source ranges of Copy, which are longer than the ranges
+/// of Dataset Management.
 const RANGE_BYTES: usize = 256 * size_of::<CopyRange>();
 
 /// An async queue with its queue thread. Dropping the last reference closes the queue.
@@ -64,7 +65,8 @@ impl AsyncHandle {
 impl Drop for AsyncHandle {
     fn drop(&mut self) {
         self.shared().close();
-        // A waker on the queue thread may drop the last handle; a thread cannot join itself.
+        // A thread cannot join itself. A waker that runs on the queue thread may have dropped the
+        // last handle, so this may be the queue thread.
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {

@@ -10,16 +10,16 @@
 //!
 //! An [`AsyncQueue`] has a queue thread, so futures make progress wherever they are polled. But
 //! passing a command to the queue thread and back costs two wakeups, more than the command itself.
-//! Therefore a thread that polls futures and otherwise only waits for them (an event loop, a
-//! blocking call) can drive the queue itself, with a [`Driver`]:
+//! Therefore an event loop, or a thread that blocks until its futures complete, can drive the queue
+//! itself, with a [`Driver`]:
 //!
 //! ```no_run
 //! # use shadowbell_driver::AsyncQueue;
 //! # fn poll_futures_that_were_woken() -> bool { false }
 //! # fn serve(queue: &AsyncQueue) {
-//! let Some(mut driver) = queue.try_drive() else { return /* somebody else does */ };
+//! let Some(mut driver) = queue.try_drive() else { return /* another thread drives */ };
 //! loop {
-//!     // What they submit goes to the controller in one batch, with one doorbell.
+//!     // `step` submits the commands of these futures in one batch, with one doorbell.
 //!     let polled = poll_futures_that_were_woken();
 //!     if driver.step() || polled {
 //!         continue;

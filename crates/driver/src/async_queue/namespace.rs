@@ -53,8 +53,8 @@ impl AsyncNamespace {
         self.transfer(blocks.and_then(|blocks| self.namespace.write(lba, blocks)), buffer)
     }
 
-    /// Executes a command of [`Namespace::read_with_metadata`] or a similar method. Returns the
-    /// buffer with data and metadata.
+    /// Executes a command that was created by [`Namespace::read_with_metadata`] or a similar
+    /// method. Returns the buffer with data and metadata.
     pub fn transfer_with_metadata(&self, command: MetadataCommand, buffer: Buffer) -> Transfer {
         Transfer(self.queue.submit_with_metadata(command, Some(buffer)))
     }

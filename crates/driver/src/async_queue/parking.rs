@@ -32,8 +32,8 @@ impl WorkerParking {
         self.shared.set_parked(true);
         drop(parked);
         // Pairs with the fence in `AsyncShared::nudge`: either this thread sees the inbox, or the
-        // submitter sees `parked` and wakes the queue thread. Without it, a command could be
-        // missed.
+        // submitter sees `parked` and wakes the queue thread. Without the fences, both could miss
+        // the other's store, and the command would wait.
         fence(Ordering::SeqCst);
         busy || self.shared.has_inbox()
     }

@@ -18,8 +18,9 @@ use std::time::Instant;
 /// A queue pair with a queue thread, for futures of any executor. A clone is another handle to the
 /// same queue.
 ///
-/// When the last handle and the last future are dropped, the queue thread waits for outstanding
-/// commands (until their deadline), deletes the queue pair and ends. The drop waits for the thread.
+/// After the last handle and the last future were dropped, the queue thread waits until the
+/// outstanding commands complete or time out, deletes the queue pair and ends. The last drop waits
+/// for the end of the thread.
 #[derive(Clone)]
 pub struct AsyncQueue(Arc<AsyncHandle>);
 
@@ -43,8 +44,8 @@ impl AsyncQueue {
         Io::with_metadata(Arc::clone(&self.0), command, buffer)
     }
 
-    /// Allocates `count` buffers of `size` bytes in memory that is shared with the controller. As
-    /// [`Controller::buffers`](crate::Controller::buffers), for code that has only the queue.
+    /// Allocates `count` buffers of `size` bytes in memory that is shared with the controller. Same
+    /// as [`Controller::buffers`](crate::Controller::buffers), for code that has no `Controller`.
     ///
     /// # Errors
     /// [`DmaError`].
@@ -58,8 +59,9 @@ impl AsyncQueue {
         Driver::new(self.clone())
     }
 
-    /// Takes the right to drive this queue, for an event loop that retries soon. If the queue
-    /// thread drives, it stops on this request, even with commands in flight.
+    /// Requests and takes the right to drive this queue. If the queue thread drives the queue, it
+    /// stops on this request, even with commands in flight. Returns `None` until the other thread
+    /// has stopped; an event loop calls this method again soon.
     #[must_use]
     pub fn ask_to_drive(&self) -> Option<Driver> {
         let driver = self.try_drive();
@@ -74,22 +76,22 @@ impl AsyncQueue {
         self.shared().nudge();
     }
 
-    /// An eventfd that is signalled if there is work while the driving thread sleeps. Event loops
-    /// must watch it edge-triggered, because its counter is not reset.
+    /// An eventfd that is signalled if there is work for the queue while the driving thread sleeps.
+    /// Event loops must watch the eventfd edge-triggered, because its counter is not reset.
     #[must_use]
     pub fn event(&self) -> BorrowedFd<'_> {
         self.shared().event().as_fd()
     }
 
-    /// A socket that hangs up when the device disappears, if the transport has one. An event loop
-    /// watches it (`EPOLLRDHUP`) together with [`event`](Self::event), and calls
-    /// [`Driver::check_gone`] after a hang-up.
+    /// A socket that hangs up when the device disappears, or `None` if the transport has no such
+    /// socket. An event loop watches the socket for `EPOLLRDHUP`, together with
+    /// [`event`](Self::event), and calls [`Driver::check_gone`] after a hang-up.
     #[must_use]
     pub fn hang_up(&self) -> Option<BorrowedFd<'_>> {
         self.shared().hang_up().map(AsFd::as_fd)
     }
 
-    /// Statistics of the queue, as of the last time that its driving thread prepared to sleep.
+    /// Statistics of the queue. The driving thread updates them when it prepares to sleep.
     #[must_use]
     pub fn stats(&self) -> QueueStats {
         self.shared().lock().stats
@@ -126,8 +128,8 @@ impl fmt::Debug for AsyncQueue {
 /// See the [module](super).
 ///
 /// The owner calls [`step`](Self::step) in a loop, and sleeps only after
-/// [`prepare_sleep`](Self::prepare_sleep) (or by [`sleep`](Self::sleep)). A driver can be dropped
-/// and taken again at any time.
+/// [`prepare_sleep`](Self::prepare_sleep) (or by [`sleep`](Self::sleep)). The owner may drop the
+/// driver at any time, and take it again later.
 pub struct Driver {
     /// `None` after the queue has failed.
     worker: Option<Box<Worker>>,
@@ -167,8 +169,8 @@ impl Driver {
         self.worker.as_ref().map_or(0, |worker| worker.outstanding())
     }
 
-    /// True if no command is in flight or queued and no future waits for a free slot, so that the
-    /// queue needs no driving.
+    /// True if the queue needs no driving: no command is in flight or queued, and no future waits
+    /// for a free slot.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.worker.as_ref().is_none_or(|worker| !worker.has_work()) && !self.has_inbox()
@@ -179,22 +181,22 @@ impl Driver {
         self.worker.is_some() && self.queue.shared().has_inbox()
     }
 
-    /// True if another thread tried to drive the queue since the last call. If no command of the
-    /// owner is in flight, the owner should drop the driver then.
+    /// True if another thread tried to drive the queue since the last call. In that case, an owner
+    /// without commands in flight should drop the driver.
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         self.queue.shared().take_request(ANY)
     }
 
-    /// Polls for work of the queue, or until `also` returns true, within the limit of the queue's
-    /// [`SpinPolicy`](crate::SpinPolicy). Returns true if there is work.
+    /// Polls until there is work for the queue, until `also` returns true, or until the limit of
+    /// the queue's [`SpinPolicy`](crate::SpinPolicy). Returns true if there is work.
     pub fn spin(&mut self, also: impl FnMut() -> bool) -> bool {
         let Some(worker) = &mut self.worker else { return false };
         worker.spin(self.queue.shared(), also)
     }
 
-    /// Prepares a sleep on [`AsyncQueue::event`]. Returns true if there is no work yet. Then the
-    /// event is signalled for new work, the sleep must not exceed
+    /// Prepares a sleep on [`AsyncQueue::event`]. Returns true if the owner may sleep, because
+    /// there is no work yet. From then on, new work signals the event. The sleep must end at
     /// [`sleep_until`](Self::sleep_until), and the owner must call [`awake`](Self::awake)
     /// afterwards.
     #[must_use]
@@ -218,22 +220,23 @@ impl Driver {
         }
     }
 
-    /// Sleeps until there is work for the queue, or until `deadline`. Returns at once if `also`
-    /// returns true. Code that makes `also` true later must [nudge](AsyncQueue::nudge) the queue.
+    /// Sleeps until there is work for the queue, or until `deadline`. Does not sleep if `also`
+    /// returns true. Code that makes `also` true during the sleep must [nudge](AsyncQueue::nudge)
+    /// the queue.
     pub fn sleep(&mut self, deadline: Option<Instant>, also: impl FnOnce() -> bool) {
         if let Some(worker) = &mut self.worker {
             worker.sleep(self.queue.shared(), deadline, also);
         }
     }
 
-    /// True if the queue has failed, so that it needs no driving.
+    /// True if the queue has failed and needs no driving any more.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.worker.is_none()
     }
 
-    /// Checks for a disappeared device, after [`AsyncQueue::hang_up`] has hung up. If the device
-    /// has disappeared, all commands in flight fail.
+    /// Checks whether the device has disappeared, after a hang-up of [`AsyncQueue::hang_up`]. If
+    /// so, all commands in flight fail.
     pub fn check_gone(&mut self) {
         if let Some(worker) = &mut self.worker {
             worker.check_gone(self.queue.shared());

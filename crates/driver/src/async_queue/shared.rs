@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 pub(super) const TRIED: u8 = 1 << 0;
 /// Request: another thread waits to drive the queue.
 pub(super) const ASKED: u8 = 1 << 1;
-/// Either request.
+/// Mask of both requests.
 pub(super) const ANY: u8 = TRIED | ASKED;
 
 /// State of one command, from the first poll of its future until its completion. There are as many
@@ -42,11 +42,12 @@ pub(super) enum OpState {
     Free,
     /// In the inbox.
     Queued(Command, Option<Buffer>),
-    /// In the inbox, but its future was dropped: to be freed when taken from the inbox.
+    /// In the inbox, but the future was dropped: the driving thread frees the op when it reads the
+    /// inbox.
     Cancelled,
     /// In flight.
     Submitted,
-    /// In flight beyond its deadline: its future fails with a timeout.
+    /// In flight beyond its deadline: the future fails with a timeout.
     Expired,
     /// In flight, and its future was dropped or has failed.
     Abandoned,
@@ -100,8 +101,8 @@ pub(super) struct AsyncShared {
 }
 
 impl AsyncShared {
-    /// Creates the shared state of `queue`, whose worker must be
-    /// [parked](super::parking::WorkerParking::park) next.
+    /// Creates the shared state of `queue`. The caller must then
+    /// [park](super::parking::WorkerParking::park) the queue's worker.
     pub(super) fn new(queue: &QueuePair, sleeping: &Arc<AtomicU32>) -> io::Result<Self> {
         let capacity = queue.capacity();
         let op = || Op { state: OpState::Free, waker: None, deadline: None, opcode: 0 };
@@ -145,11 +146,11 @@ impl AsyncShared {
         self.inbox_flag.store(false, Ordering::Relaxed);
     }
 
-    /// Notifies the driving thread of a new inbox entry, which was added with the lock held.
+    /// Notifies the driving thread of a new inbox entry. The caller holds the lock since it added
+    /// the entry.
     pub(super) fn notify_inbox(&self) {
-        // If the flag is set, the thread that set it has notified the driving thread. The driving
-        // thread clears the flag with the lock held before it reads the inbox, so it will find the
-        // new entry.
+        // If the flag is set, the driving thread was already notified. It clears the flag with the
+        // lock held, before it reads the inbox, so it will find the new entry.
         if !self.inbox_flag.load(Ordering::Acquire) {
             self.inbox_flag.store(true, Ordering::Release);
             self.nudge();
@@ -191,7 +192,7 @@ impl AsyncShared {
         }
     }
 
-    /// Takes all requests. Returns true if one of the kinds `how` was made since the last call.
+    /// Takes all requests. Returns true if one of the kinds in `how` is among them.
     pub(super) fn take_request(&self, how: u8) -> bool {
         self.requests.load(Ordering::Relaxed) & how != 0
             && self.requests.swap(0, Ordering::Relaxed) & how != 0
@@ -226,8 +227,8 @@ impl AsyncShared {
     }
 }
 
-/// Wakers to call or drop after an [`Op`] was freed. Done without the lock, because a waker's code
-/// may call back into this queue: wake another future, or drop one.
+/// Wakers to call or drop after an [`Op`] was freed. The lock must not be held then, because a
+/// waker may wake or drop another future of this queue.
 #[must_use = "a future may wait for the free op"]
 #[derive(Default)]
 pub(super) struct Freed {
@@ -269,16 +270,16 @@ impl AsyncState {
 
     /// Removes the waiter with this ticket. Returns the waker of the next waiter.
     pub(super) fn leave(&mut self, ticket: Option<u64>) -> Freed {
-        // Usually the first one.
+        // The waiter is usually the first in the list.
         let at = self.waiters.iter().position(|waiter| Some(waiter.ticket) == ticket);
         let stale = at.and_then(|at| self.waiters.remove(at)).map(|waiter| waiter.waker);
         Freed { next: self.next_waiter(), stale }
     }
 
     /// Adds a waiter for an [`Op`], or updates the waker of the waiter with `ticket`. Returns the
-    /// ticket, and a waker that must be dropped without the lock. If the waiter is new and the only
-    /// one, the caller must call [`notify_inbox`](AsyncShared::notify_inbox), so that the driving
-    /// thread watches its deadline.
+    /// ticket, and a waker that must be dropped without the lock. For the first waiter of an empty
+    /// list, the caller must call [`notify_inbox`](AsyncShared::notify_inbox): the driving thread
+    /// then checks the waiter's deadline.
     pub(super) fn wait(
         &mut self,
         ticket: Option<u64>,
@@ -296,7 +297,7 @@ impl AsyncState {
     }
 
     fn waiter(&mut self, ticket: Option<u64>) -> Option<&mut Waiter> {
-        // Usually the first one.
+        // The waiter is usually the first in the list.
         ticket.and_then(|ticket| self.waiters.iter_mut().find(|waiter| waiter.ticket == ticket))
     }
 

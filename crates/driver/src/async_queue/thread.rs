@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Time for a thread that has asked to drive the queue to start driving.
+/// Pause of the queue thread after a request for the right to drive, in which the other thread can
+/// start to drive the queue.
 const HANDOVER: Duration = Duration::from_millis(1);
 
 pub(super) fn spawn(parking: Arc<WorkerParking>) -> io::Result<JoinHandle<()>> {

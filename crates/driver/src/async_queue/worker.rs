@@ -1,5 +1,5 @@
 //! Worker of an async queue: submits commands of the inbox, completes futures, checks deadlines.
-//! The thread that owns the [`Worker`] drives the queue, one thread at a time.
+//! The thread that owns the [`Worker`] drives the queue. Only one thread owns it at a time.
 
 use super::shared::{AsyncShared, Freed, OpState};
 use crate::command::{Beside, Command};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// Poll interval while commands are outstanding on a queue without an interrupt.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
-/// Polls between two readings of the clock.
+/// Number of polls between two readings of the clock.
 const LOOKS_PER_CLOCK: u32 = 64;
 
 pub(super) struct Worker {
@@ -23,7 +23,7 @@ pub(super) struct Worker {
     sleeper: Sleeper<Arc<AtomicU32>>,
     /// Index of the op whose command is in each slot.
     op_of_slot: Box<[u32]>,
-    // Vectors that are reused for their capacity: a batch allocates nothing.
+    // Vectors that are kept for their capacity, so that a batch allocates no memory.
     batch: Vec<(u32, Command, Option<Buffer>)>,
     done: Vec<(u32, Result<Completion, IoError>)>,
     wakers: Vec<Waker>,
@@ -32,7 +32,7 @@ pub(super) struct Worker {
     next_scan: Option<Instant>,
     /// Time when the worker noticed that the queue is to be closed.
     closing: Option<Instant>,
-    /// Start of a wait for a completion that outlasted the spin.
+    /// Start of a wait for a completion that took longer than the spin.
     waiting: Option<Instant>,
     /// True if futures waited for a free op at the last look.
     waiters: bool,
@@ -60,7 +60,7 @@ impl Worker {
         }
     }
 
-    /// True if commands are outstanding, futures wait for a free op, or a failure is to be handled.
+    /// True if commands are outstanding, futures wait for a free op, or a failure must be handled.
     pub(super) fn has_work(&self) -> bool {
         self.failed || self.waiters || self.queue.outstanding() != 0
     }
@@ -73,8 +73,8 @@ impl Worker {
         self.queue.outstanding()
     }
 
-    /// True if the queue has failed, or is to be closed and its outstanding commands have completed
-    /// or timed out.
+    /// True if the queue has failed, or if it is being closed and its outstanding commands have
+    /// completed or timed out.
     pub(super) fn is_over(&self, shared: &AsyncShared) -> bool {
         self.failed
             || self.closing.is_some_and(|since| {
@@ -145,8 +145,8 @@ impl Worker {
         for (index, command, buffer) in self.batch.drain(..) {
             let outcome = match self.queue.submit(command, buffer) {
                 Err(Refused { buffer, .. }) if command.beside() == Beside::Given => {
-                    // The plain path refuses commands with stored metadata, so only such commands
-                    // pay for the lookup.
+                    // Commands with stored metadata take this path because the plain submission
+                    // refuses them. So other commands do not pay for the lookup.
                     submit_given(&mut self.queue, shared, index, buffer)
                 }
                 outcome => outcome,
@@ -179,7 +179,7 @@ impl Worker {
                     op.state = OpState::Done(outcome);
                     self.wakers.extend(op.waker.take());
                 }
-                // The future was dropped or has failed: drop the buffer after the unlock.
+                // The future was dropped or has failed. Its buffer is dropped after the unlock.
                 _ => {
                     self.freed.push(state.free_op(index));
                     self.dropped.push(outcome);
@@ -232,7 +232,7 @@ impl Worker {
         self.wakers.drain(..).for_each(Waker::wake);
     }
 
-    /// Polls within the limit of the spin policy. Returns true if there is work for the queue, or
+    /// Polls within the limit of the spin policy. Returns true if there is work for the queue or
     /// `also` returned true.
     pub(super) fn spin(&mut self, shared: &AsyncShared, mut also: impl FnMut() -> bool) -> bool {
         let began = Instant::now();
@@ -253,8 +253,8 @@ impl Worker {
         }
     }
 
-    /// Arms the event: it is signalled for new work from now on. Returns true if there is no work
-    /// yet; then [`wake_up`](Self::wake_up) must follow.
+    /// Arms the event: from now on, new work signals it. Returns true if there is no work yet. In
+    /// that case, the caller must call [`wake_up`](Self::wake_up) after its sleep.
     pub(super) fn prepare_sleep(&mut self, shared: &AsyncShared) -> bool {
         shared.lock().stats = self.queue.stats();
         if let Err(error) = self.queue.prepare_sleep() {
@@ -265,8 +265,8 @@ impl Worker {
         let asleep = fenced.try_sleep();
         let sleeps = asleep.is_some();
         if let Some(asleep) = asleep {
-            // `wake_up` ends the sleep instead of a guard, because the sleep may be in an event
-            // loop, outside of this function.
+            // The sleep may take place in an event loop, outside of this function. Therefore
+            // `wake_up` ends it, not the drop of a guard.
             asleep.stay();
         }
         sleeps
@@ -278,20 +278,20 @@ impl Worker {
         self.count_wait();
     }
 
-    /// Reports a wait that outlasted its [spin](Self::spin) to the spin policy, to adapt later
-    /// spins.
+    /// Reports a wait that took longer than its [spin](Self::spin) to the spin policy, which adapts
+    /// later spins.
     pub(super) fn count_wait(&mut self) {
         if let Some(began) = self.waiting.take() {
             self.queue.spin_mut().waited(began.elapsed());
         }
     }
 
-    /// Discards the start of such a wait, because it was not a wait for a completion.
+    /// Discards the recorded start of a wait that was not a wait for a completion.
     pub(super) fn forget_wait(&mut self) {
         self.waiting = None;
     }
 
-    /// Sleeps until there is work, or until `deadline`. Returns at once if `also` returns true.
+    /// Sleeps until there is work, or until `deadline`. Does not sleep if `also` returns true.
     pub(super) fn sleep(
         &mut self,
         shared: &AsyncShared,
@@ -317,7 +317,7 @@ impl Worker {
     /// Deadline of a sleep.
     pub(super) fn sleep_until(&self) -> Option<Instant> {
         if self.queue.outstanding() == 0 || self.queue.has_interrupt() {
-            // Without work no timer is needed.
+            // Without work, no deadline has to be checked.
             return self.next_scan.filter(|_| self.has_work());
         }
         Instant::now().checked_add(POLL_INTERVAL)
@@ -326,7 +326,8 @@ impl Worker {
     /// Fails the queue if the device has disappeared. For event loops that watch the hang-up
     /// socket.
     pub(super) fn check_gone(&mut self, shared: &AsyncShared) {
-        // `block` reports the hang-up, but first returns once for each pending signal.
+        // `block` returns once for each pending signal before it reports the hang-up, so it is
+        // called several times.
         for _ in 0..3 {
             if self.failed {
                 return;
@@ -353,7 +354,7 @@ impl Worker {
             self.wakers.extend(op.waker.take());
         }
         state.inbox.clear();
-        // Every waiter for a free op fails and wakes the next one.
+        // Each waiter that fails wakes the next one.
         let freed = state.leave(None);
         drop(state);
         self.complete(shared);
@@ -370,7 +371,7 @@ impl Worker {
         let freed = state.leave(None);
         drop(state);
         freed.pass_on();
-        // Dropping `self` drops and deletes the queue pair.
+        // The drop of `self` also drops the queue pair, which deletes it in the controller.
     }
 }
 

@@ -8,8 +8,8 @@ use shadowbell_spec::nvm::PRINFO_PRACT;
 use shadowbell_spec::protection::ProtectionFields;
 use thiserror::Error;
 
-/// Tag dwords of a submission queue entry that a plain [`Command`] does not have, and the place of
-/// the metadata in the buffer.
+/// Tag dwords of a submission queue entry that a plain [`Command`] does not have, and the position
+/// of the metadata in the buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tags {
     pub(crate) cdw2_3: u64,
@@ -19,14 +19,15 @@ pub(crate) struct Tags {
 }
 
 impl Tags {
-    /// The reference tag's upper part is in CDW3. CDW2, for storage tags, remains zero.
+    /// Creates the tag dwords of `fields`. CDW3 has the upper part of the reference tag. CDW2, for
+    /// storage tags, is zero.
     pub(crate) fn new(fields: &ProtectionFields) -> Self {
         let app = u64::from(fields.app_tag) | u64::from(fields.app_mask) << 16;
         let tags = Self::of(fields.ref_tag);
         Self { cdw14_15: tags.cdw14_15 | app << 32, ..tags }
     }
 
-    /// Tag dwords with a reference tag alone.
+    /// Creates tag dwords with only a reference tag.
     pub(crate) fn of(tag: u64) -> Self {
         Self { cdw2_3: tag >> 32 << 32, cdw14_15: tag & u64::from(u32::MAX), metadata: None }
     }
@@ -47,7 +48,7 @@ pub struct MetadataCommand {
     lba: u64,
     blocks: u32,
     block_size: u32,
-    /// Offset of separate metadata in the buffer, if not after the data.
+    /// Offset of separate metadata in the buffer. `None` if they follow the data.
     place: Option<u32>,
 }
 
@@ -88,7 +89,7 @@ impl MetadataCommand {
 
     /// Sets the transfer length.
     pub(crate) fn moving(mut self) -> Self {
-        // The caller has checked the transfer limit, so the product fits into 32 bits.
+        // The product fits into 32 bits, because the caller has checked the transfer limit.
         self.command.set_transfer((u64::from(self.blocks) * self.step()) as u32);
         self
     }
@@ -150,7 +151,7 @@ impl MetadataCommand {
         self
     }
 
-    /// Tag dwords and the place of separate metadata.
+    /// Tag dwords and the position of separate metadata.
     pub(crate) fn tags(&self) -> Tags {
         let own = self.metadata_bytes();
         let metadata = (own != 0).then(|| (self.metadata_offset(), own));
@@ -169,7 +170,7 @@ impl MetadataCommand {
     }
 
     /// Generates the protection information of every block in the buffer, with the tags of the
-    /// command: for a write whose protection information the host generates. No effect if the
+    /// command. For a write whose protection information the host generates. No effect if the
     /// command transfers no protection information. Returns `false` if the buffer is too short.
     #[must_use = "nothing is made if the buffer is too short"]
     pub fn protect(&self, buffer: &mut Buffer) -> bool {
@@ -192,7 +193,7 @@ impl MetadataCommand {
     }
 
     /// Checks the protection information of every block in the buffer, as selected by PRCHK of the
-    /// command: for a read whose protection information the host checks. Succeeds if the command
+    /// command. For a read whose protection information the host checks. Succeeds if the command
     /// transfers no protection information.
     ///
     /// # Errors

@@ -106,8 +106,8 @@ impl BlockMetadata {
 
     /// Generates the protection information of the block `data`, number `nth` of its command, in
     /// the block's metadata `own`. The application tag is that of `fields`, and the reference tag
-    /// is derived from `fields`. Other metadata must be in `own` before the call, because the guard
-    /// covers metadata that precede protection information.
+    /// is derived from `fields`. The other metadata in `own` must be set before the call, because
+    /// the guard covers metadata that precede protection information.
     ///
     /// No effect if `own` is too short, or the format has no protection information.
     pub fn protect(&self, data: &[u8], own: &mut [u8], fields: &ProtectionFields, nth: u64) {
@@ -126,9 +126,9 @@ impl BlockMetadata {
         }
     }
 
-    /// Checks the protection information of the block `data`, number `nth` of its command, as PRCHK
-    /// of `fields` selects, like a controller. A block is not checked if its application tag is
-    /// FFFFh and, for type 3, its reference tag is all ones.
+    /// Checks the protection information of the block `data`, number `nth` of its command, like a
+    /// controller does, as PRCHK of `fields` selects. A block is not checked if its application tag
+    /// is FFFFh and, for type 3, its reference tag is all ones.
     ///
     /// # Errors
     /// End-to-end Guard, Application Tag or Reference Tag Check Error.
@@ -200,8 +200,8 @@ mod tests {
 
     #[test]
     fn what_is_made_is_what_others_make() {
-        // A block of 512 bytes of 01h. The expected guard is a bitwise T10 CRC, as the kernel's
-        // crc_t10dif.
+        // A block of 512 bytes of 01h. The expected guard is computed bit by bit, by the T10 CRC of
+        // the kernel's crc_t10dif.
         let data = [1; 512];
         let mut crc = 0u16;
         for byte in data {
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!((other(2, 0x13), other(3, 0)), (Err(Status::APPLICATION_TAG_CHECK), Ok(())));
         let unchecked = [0xff; 8];
         assert_eq!(format.check(&data, &unchecked, &fields, 3), Ok(()));
-        // Too short metadata must not panic.
+        // Metadata that are too short must not cause a panic.
         format.protect(&data, &mut [0; 3], &fields, 0);
         format.check(&data, &[0; 3], &fields, 0).unwrap_err();
     }

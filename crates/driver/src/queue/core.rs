@@ -14,10 +14,10 @@ use shadowbell_memory::{Ring, SqeBatch};
 use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
-/// Reciprocal of a fraction: submitted commands are published when they amount to 1/2 of the
-/// published outstanding commands.
+/// Reciprocal of the fraction of the published outstanding commands: as soon as the unpublished
+/// commands reach 1/2 of them, the tail is published.
 const UNPUBLISHED_PART: u32 = 2;
-/// Number of submitted commands at which they are published at the latest.
+/// Number of unpublished commands at which the tail is published in any case.
 const UNPUBLISHED_MOST: u32 = 16;
 
 /// Bits of the command identifier (CDW0 31:16) in the first word of an entry.
@@ -28,8 +28,9 @@ const PSDT: u64 = 0xc000;
 /// State of one outstanding command, in one cache line.
 ///
 /// The order of the fields keeps `cid` and `ticks` apart: `cid` is read right after `ticks` is
-/// written. If the fields were adjacent, the compiler would read both in one load, and a load that
-/// is wider than the preceding store waits until the store has reached the cache: see [`SqeBatch`].
+/// written. If the fields were adjacent, the compiler would read both in one load. A load that is
+/// wider than a preceding store has to wait until the store has reached the cache: see
+/// [`SqeBatch`].
 #[repr(C, align(64))]
 pub(super) struct Slot {
     pub(super) buffer: Option<Buffer>,
@@ -64,11 +65,12 @@ pub(crate) struct Core {
     pub(super) qid: u16,
     pub(super) sq: Ring<{ Sqe::SIZE }>,
     pub(super) sq_size: RingSize,
-    /// Index after the last written entry, whether the entry is in the queue or in the batch.
+    /// Index after the last entry that was added. Entries are first in the batch, and then in the
+    /// queue.
     pub(super) sq_tail: u16,
     pub(super) sq_published: u16,
     sqe_batch: SqeBatch,
-    /// Head as of the last plausible SQHD.
+    /// Submission queue head as of the last plausible SQHD.
     pub(super) sq_head: u16,
     /// SQHD of the last completion, to be checked once for each batch.
     pub(super) reported_sq_head: u16,
@@ -90,19 +92,19 @@ pub(crate) struct Core {
     pub(super) stats: QueueStats,
     pub(super) failed: Option<Arc<str>>,
     /// Tag dwords by slot, for commands with [`Beside::Given`](crate::command::Beside). Empty until
-    /// the first one.
+    /// the first such command.
     pub(super) tags: Box<[Tags]>,
 }
 
 impl Core {
     pub(crate) fn new(parts: CoreParts) -> Self {
         // One submission queue entry always remains empty, and the number of outstanding commands
-        // is below the completion queue's length. So neither queue overflows, whatever the device
-        // does.
+        // is below the completion queue's length. So neither queue overflows, even if the device
+        // misbehaves.
         let capacity = parts.sq_size.entries().min(parts.cq_size.entries()) - 1;
         let capacity = u16::try_from(capacity).unwrap_or(u16::MAX);
-        // FFFFh is not a valid command identifier (Base 2.1, 3.3.3.1). It cannot occur, because a
-        // slot is never all ones in its bits.
+        // FFFFh is not a valid command identifier (Base 2.1, 3.3.3.1). No identifier is FFFFh,
+        // because the slot bits are never all ones.
         let bits = u16::BITS - capacity.leading_zeros();
         let slot_mask = 1u16.checked_shl(bits).map_or(u16::MAX, |bit| bit - 1);
         let slots = (0..capacity)
@@ -162,7 +164,7 @@ impl Core {
 
     pub(crate) fn stats(&self) -> QueueStats {
         QueueStats {
-            // `self.stats` holds the counts of doorbells that a restart has replaced.
+            // `self.stats` holds the counts of the doorbells before the last restart of the queue.
             sq_doorbell_mmio_writes: self.stats.sq_doorbell_mmio_writes + self.sq_doorbell.trapped,
             cq_doorbell_mmio_writes: self.stats.cq_doorbell_mmio_writes + self.cq_doorbell.trapped,
             mmio_saved: self.stats.mmio_saved + self.sq_doorbell.saved() + self.cq_doorbell.saved(),
@@ -181,8 +183,8 @@ impl Core {
     }
 
     /// Writes a submission queue entry of eight words. Sets its identifier and data pointer;
-    /// `command` describes the data, and is kept for a possible second submission. The controller
-    /// is notified by [`ring`](Self::ring).
+    /// `command` describes the data; the slot keeps it for a possible second submission. The
+    /// controller is notified by [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,
@@ -200,13 +202,13 @@ impl Core {
             }
             None
         } else {
-            // A failed queue refuses here, because `set_failed` sets the transfer limit to 0.
+            // A failed queue refuses the command here, because `set_failed` sets the transfer limit
+            // to 0.
             match self.prps(slot, buffer.as_ref(), offset, transfer) {
                 Ok(prps) => Some(prps),
-                // Performance: `command` is passed as words, because passing its address would
-                // force `command` into memory on the fast path as well. The result is boxed,
-                // because a return value in the caller's memory would force the fast path's token
-                // there too.
+                // Performance: `command` is passed as words, because a reference would force
+                // `command` into memory on the fast path as well. The result is boxed: a result in
+                // the caller's memory would also force the token of the fast path into memory.
                 Err(reason) => {
                     let parts = command.parts();
                     let outcome = self.submit_otherwise(slot, reason, buffer, parts);
@@ -233,8 +235,8 @@ impl Core {
         Ok(Token { cid, slot })
     }
 
-    /// Adds the command of a free slot at the tail. Like [`submit`](Self::submit), for code that is
-    /// less performance critical.
+    /// Adds the command of a slot at the tail. As [`submit`](Self::submit), for code that is less
+    /// performance critical.
     pub(super) fn push_slot(
         &mut self,
         slot: u16,
@@ -319,7 +321,7 @@ impl Core {
         Refused { reason, buffer }
     }
 
-    /// Publishes the tail, and writes the register if the controller needs it.
+    /// Publishes the tail, and writes the register if the controller has requested it.
     #[inline]
     pub(crate) fn ring(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
@@ -337,8 +339,8 @@ impl Core {
         self.return_entries_if_short()
     }
 
-    /// Publishes the tail to a controller that is busy enough to poll. The decision about a
-    /// register write is deferred to the next commands, or to [`ring`](Self::ring).
+    /// Publishes the tail to a controller that has enough commands to keep polling. A later
+    /// submission, or [`ring`](Self::ring), decides about the register write.
     #[inline]
     fn publish_deferred(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
@@ -351,15 +353,16 @@ impl Core {
         self.return_entries_if_short()
     }
 
-    /// Publishes the tail if the controller has little work, or if enough commands are collected.
-    /// Returns true if a later [`ring`](Self::ring) is not needed.
+    /// Publishes the tail if the controller has few published commands, or if enough unpublished
+    /// commands have accumulated. Returns true if no later [`ring`](Self::ring) is needed.
     #[inline(always)]
     pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         let unpublished = self.sq_size.distance(self.sq_published, self.sq_tail);
         let published = self.outstanding() as u32 - unpublished.min(self.outstanding() as u32);
         let due =
             unpublished >= (published / UNPUBLISHED_PART).min(UNPUBLISHED_MOST) && unpublished != 0;
-        // The return types stay in registers: see `shadowbell_memory::SqeBatch`.
+        // The results of these functions are returned in registers: see
+        // `shadowbell_memory::SqeBatch`.
         if !due {
             self.ring_cq_doorbell_if_short()?;
         } else if published >= UNPUBLISHED_MOST {
@@ -381,8 +384,8 @@ impl Core {
         Ok(())
     }
 
-    /// Publishes the completion queue head if the controller could run out of entries otherwise.
-    /// Without interrupts, the controller needs the head for nothing else.
+    /// Publishes the completion queue head if the controller could otherwise run out of free
+    /// entries. Without interrupts, the controller uses the head for nothing else.
     #[inline(always)]
     fn ring_cq_doorbell_if_short(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
@@ -400,8 +403,8 @@ impl Core {
         }
     }
 
-    /// The word of the completion queue entry at the head that has the phase tag. Acquires: writes
-    /// of the controller before this word are visible afterwards.
+    /// The word with the phase tag, of the completion queue entry at the head. The load has acquire
+    /// ordering: earlier writes of the controller are visible afterwards.
     #[inline]
     fn second_word(&self) -> u64 {
         self.cq.second_word(u32::from(self.cq_head))
@@ -447,7 +450,6 @@ impl Core {
     ///
     /// The completion is constructed in one place from registers, and remains in registers where
     /// this function is inlined: see [`SqeBatch`].
-    /// inlined: see [`SqeBatch`].
     #[inline(always)]
     pub(crate) fn consume(&mut self, word: u64) -> Option<Completion> {
         let cid = (word >> 32) as u16;
@@ -483,16 +485,17 @@ impl Core {
         first
     }
 
-    /// Publishes the head if completions were taken and the controller could run out of entries.
+    /// Publishes the head if completions were taken and the controller could run out of free
+    /// entries.
     #[inline]
     pub(crate) fn ring_cq_doorbell_if_needed(&mut self) -> Result<(), QueueError> {
         if self.cq_unpublished == 0 { Ok(()) } else { self.ring_cq_doorbell_if_short() }
     }
 
-    /// Checks SQHD of the last completion. The driver does not depend on SQHD, but a wrong SQHD
-    /// indicates an untrustworthy device. Called before the published tail advances: SQHD must be
-    /// between the known head and the published tail. The distance is unambiguous, because the
-    /// published tail is less than a queue length ahead of the known head.
+    /// Checks SQHD of the last completion. The driver does not use SQHD, but a wrong SQHD indicates
+    /// a misbehaving device. Called before the published tail advances: SQHD must be between the
+    /// known head and the published tail. Indices wrap around, but the comparison is unambiguous,
+    /// because the published tail is less than a queue length ahead of the known head.
     #[inline]
     fn check_sq_head(&mut self) {
         let head = self.reported_sq_head;
@@ -542,8 +545,8 @@ impl Core {
         self.failure()
     }
 
-    /// Marks the queue as failed. Further commands are refused: those with data because the
-    /// transfer limit becomes 0, those without data because of `failed`.
+    /// Marks the queue as failed. Later commands are refused: those with data because the transfer
+    /// limit is set to 0, those without data because `failed` is set.
     pub(super) fn set_failed(&mut self, why: impl FnOnce() -> Arc<str>) {
         self.failed.get_or_insert_with(why);
         self.max_transfer = 0;
@@ -555,7 +558,7 @@ impl Core {
         QueueError::Failed { qid: self.qid, why }
     }
 
-    /// Zeroes the rings and uses new doorbells. The slots remain unchanged.
+    /// Zeroes the rings and replaces the doorbells. The slots remain unchanged.
     pub(super) fn reset_rings(&mut self, doorbells: [Doorbell; 2]) {
         let [sq_doorbell, cq_doorbell] = doorbells;
         self.stats.sq_doorbell_mmio_writes += self.sq_doorbell.trapped;
@@ -568,8 +571,8 @@ impl Core {
         (self.cq_head, self.phase, self.cq_unpublished) = (0, true, 0);
     }
 
-    /// Takes the buffers of all outstanding commands. The device must no longer use the buffers, or
-    /// the caller must leak them.
+    /// Takes the buffers of all outstanding commands. The caller makes sure that the device no
+    /// longer uses the buffers, or leaks them.
     pub(crate) fn take_buffers(&mut self) -> Vec<Buffer> {
         self.slots.iter_mut().filter_map(|slot| slot.buffer.take()).collect()
     }

@@ -5,17 +5,18 @@ use shadowbell_doorbell::{Cell, HostDoorbell, RingSize};
 use shadowbell_memory::{EventFd, SharedU32};
 use std::sync::Arc;
 
-/// Target of a doorbell update that the shadow entry does not cover.
+/// Register access for doorbell updates that need more than the shadow entry.
 pub(crate) enum Register {
-    /// Mapped memory that the controller polls: a plain store.
+    /// Mapped memory that the controller polls. The update is a plain store.
     Mapped(SharedU32),
-    /// A register write that traps, or that is a message to a server.
+    /// A register whose write traps, or is sent as a message to a server.
     Trapped {
         /// Transport to the device.
         transport: Arc<dyn Transport>,
         /// Offset in BAR0.
         offset: u64,
-        /// Eventfd to signal instead of a write, if the value is in the shadow entry.
+        /// Eventfd that is signalled instead of the register write, if the shadow entry has the
+        /// value.
         event: Option<EventFd>,
     },
 }
@@ -45,7 +46,8 @@ impl Doorbell {
         self.host.set_ring(size);
     }
 
-    /// Adds a shadow entry that is written but not relied on yet: see [`HostDoorbell::mirror`].
+    /// Adds a shadow entry. The entry is written, but the controller is not yet relied on to read
+    /// it: see [`HostDoorbell::mirror`].
     pub(crate) fn mirror(&mut self, shadow: ShadowCells) {
         self.host.mirror(shadow.value, shadow.event_idx);
     }
@@ -80,15 +82,15 @@ impl Doorbell {
         if self.host.publish(value) { self.write(value) } else { Ok(()) }
     }
 
-    /// Stores `value` in the shadow entry, and defers the decision about a register write: see
+    /// Stores `value` in the shadow entry. A later call decides about the register write: see
     /// [`HostDoorbell::publish_deferred`].
     #[inline]
     pub(crate) fn publish_deferred(&mut self, value: u16) -> Result<(), TransportError> {
         if self.host.publish_deferred(value) { self.write(value) } else { Ok(()) }
     }
 
-    /// Writes the register for a value of [`publish_deferred`](Self::publish_deferred), if the
-    /// controller has requested it by its EventIdx.
+    /// Writes the register for the value of [`publish_deferred`](Self::publish_deferred), if the
+    /// controller has requested the write by its EventIdx.
     #[inline]
     pub(crate) fn notify_if_needed(&mut self) -> Result<(), TransportError> {
         if self.host.needs_notification() { self.write(self.host.current()) } else { Ok(()) }

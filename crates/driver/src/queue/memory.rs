@@ -40,7 +40,8 @@ impl PairShape {
 /// Memory for several queue pairs of one shape, and for additional pages.
 pub(crate) struct QueueMemory {
     region: Arc<Region>,
-    /// Offset of the first memory page in the region, which is aligned to 4096 bytes only.
+    /// Offset of the first memory page in the region. The region itself is aligned to 4096 bytes
+    /// only.
     first: u64,
     shape: PairShape,
     pages: u64,
@@ -74,7 +75,7 @@ impl QueueMemory {
         Some((bytes, self.region.iova() + offset))
     }
 
-    /// Additional page `index`, zeroed, with its address.
+    /// The zeroed additional page `index`, with its address.
     pub(crate) fn page(&self, index: u64) -> Option<(SharedBytes, u64)> {
         if index >= self.pages {
             return None;
@@ -84,7 +85,8 @@ impl QueueMemory {
         Some((bytes, iova))
     }
 
-    /// Sizes of the queues of a pair with at most `sq` submission queue entries.
+    /// Sizes of the submission queue and completion queue of a pair with at most `sq` submission
+    /// queue entries.
     pub(crate) fn sizes(&self, sq: RingSize) -> [RingSize; 2] {
         let shape = self.shape;
         [if sq.entries() < shape.sq.entries() { sq } else { shape.sq }, shape.cq]
@@ -105,7 +107,8 @@ impl QueueMemory {
         let (cq_bytes, cq_iova) = self.piece(start + shape.sq_bytes(), shape.cq_bytes())?;
         let rings = shape.sq_bytes() + shape.cq_bytes();
         let (lists, lists_iova) = self.piece(start + rings, shape.bytes() - rings)?;
-        // A stale completion queue entry of an earlier queue could look like a new one.
+        // The memory is zeroed, because a stale entry of an earlier completion queue could look
+        // like a new one.
         cq_bytes.fill(0, cq_bytes.len(), 0)?;
         sq_bytes.fill(0, sq_bytes.len(), 0)?;
         let [sq, _] = self.sizes(sq);

@@ -1,10 +1,10 @@
 //! Command timeouts and retries: late commands, their second submission and their end.
 //!
-//! Commands that complete in time pay nothing. A slot counts ticks from a value that the submission
-//! sets and the completion clears anyway; [`RetryTable::tick_timeouts`] increments the count of
-//! slots in use. A command that exceeds the limit becomes a [`LateCommand`]. Its slot then looks
-//! free to the fast path, so its completion does not match there, and [`RetryTable::pop`] handles
-//! the completion.
+//! Commands that complete in time cost nothing extra. A slot counts ticks from a value that the
+//! submission sets and the completion clears in any case; [`RetryTable::tick_timeouts`] increments
+//! the count of slots in use. A command that exceeds the limit becomes a [`LateCommand`]. Its slot
+//! then looks free to the fast path, which does not accept the completion, so that
+//! [`RetryTable::pop`] handles it.
 
 use super::core::Core;
 use super::doorbell::Doorbell;
@@ -23,12 +23,12 @@ enum LateState {
     Resubmitted,
 }
 
-/// A command that exceeded its timeout. The fast path ignores it.
+/// A command that exceeded its timeout. The fast path treats its slot as free.
 #[derive(Clone, Copy, Debug)]
 struct LateCommand {
-    /// Identifier in the submitter's [`Token`].
+    /// Command identifier in the submitter's [`Token`].
     token_cid: u16,
-    /// Identifier of the last submission, which the controller uses.
+    /// Command identifier of the last submission, which the controller uses.
     cid: u16,
     /// Number of further submissions.
     repeats: u8,
@@ -45,11 +45,12 @@ impl LateCommand {
 
 /// Late commands of a queue, and commands that the driver has ended.
 pub(crate) struct RetryTable {
-    /// Late commands by slot; empty until the first one.
+    /// Late commands by slot. Empty until the first command is late.
     late: Vec<Option<LateCommand>>,
     late_count: usize,
-    /// Completions of commands that the driver has ended. Their slots remain in use until the
-    /// completion is taken, because the submitter still counts the commands as outstanding.
+    /// Completions of commands that the driver has ended. The slot of such a command remains in use
+    /// until its completion is taken, because the submitter still counts the command as
+    /// outstanding.
     ended: VecDeque<Completion>,
     /// Maximum number of further submissions of a command.
     max_repeats: u8,
@@ -58,15 +59,16 @@ pub(crate) struct RetryTable {
 /// Result of [`RetryTable::tick_timeouts`].
 #[derive(Debug, Default)]
 pub(crate) struct TimedOut {
-    /// Commands that became late with this tick, by the identifiers that the controller uses.
+    /// Command identifiers, as the controller knows them, of the commands that became late with
+    /// this tick.
     pub(crate) late: Vec<u16>,
-    /// True if a command was outstanding at the last tick already, so CSTS is to be read.
+    /// True if a command has been outstanding since before the last tick. Then CSTS must be read.
     pub(crate) lasting: bool,
-    /// True if a late command exceeded the grace period: its Abort is considered failed.
+    /// True if a late command exceeded the grace period. Its Abort is considered failed.
     pub(crate) overdue: bool,
 }
 
-/// Numbers of commands that [`RetryTable::restart`] submitted again and ended.
+/// Numbers of commands that [`RetryTable::restart`] submitted again, and of those that it ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Restarted {
     pub(crate) repeated: u64,
@@ -83,7 +85,7 @@ impl RetryTable {
         self.late.get_mut(usize::from(slot))?.as_mut()
     }
 
-    /// The late command in `slot`, if the controller knows it as `cid`.
+    /// The late command in `slot`, if `cid` is the identifier of its last submission.
     fn find(&mut self, slot: u16, cid: u16) -> Option<LateCommand> {
         self.late(slot).filter(|late| late.cid == cid).copied()
     }
@@ -143,7 +145,7 @@ impl RetryTable {
         timed_out
     }
 
-    /// Takes the next completion, including those of late commands. Skips entries without an
+    /// Takes the next completion, of a late command or of any other. Skips entries without an
     /// outstanding command, at most as many as the queue has entries.
     pub(crate) fn pop(&mut self, core: &mut Core) -> Option<Completion> {
         for _ in 0..core.cq_size.entries() {
@@ -166,7 +168,8 @@ impl RetryTable {
         })
     }
 
-    /// Handles a completion that the fast path does not match: of a late command, or of none.
+    /// Handles a completion that matches no command of the fast path: it belongs to a late command,
+    /// or to no command.
     #[cold]
     fn odd_completion(&mut self, core: &mut Core, first: u64, word: u64) -> Option<Completion> {
         let cid = (word >> 32) as u16;
@@ -181,7 +184,8 @@ impl RetryTable {
             let late = LateCommand { repeats: late.repeats + 1, ..late };
             core.stats.repeated += 1;
             if self.write_again(core, slot, late) {
-                // A failed register write is reported by the next call that rings.
+                // A failure of the register write is ignored here: the next call that rings the
+                // doorbell reports it.
                 let _ = core.ring();
                 return None;
             }
@@ -214,7 +218,7 @@ impl RetryTable {
         entry.buffer.take()
     }
 
-    /// Writes the command in `slot` to the submission queue again, with a new identifier, so that a
+    /// Writes the command in `slot` to the submission queue again, with a new identifier. A later
     /// completion with the old identifier is ignored.
     fn write_again(&mut self, core: &mut Core, slot: u16, late: LateCommand) -> bool {
         let generation = core.generation;
@@ -230,8 +234,8 @@ impl RetryTable {
         true
     }
 
-    /// Slots of outstanding commands, oldest first. Each comes with the distance of its entry from
-    /// the tail; the distance is the queue length if the entry was overwritten.
+    /// Slots of outstanding commands, oldest first, each with the distance of its entry from the
+    /// tail. If the entry was overwritten, the distance is the queue length.
     fn oldest_first(&self, core: &mut Core) -> Vec<(u32, u16)> {
         core.flush();
         let entries = core.sq_size.entries();
@@ -260,9 +264,9 @@ impl RetryTable {
     }
 
     /// Restarts the queue after the controller has deleted the queues or was reset, and no longer
-    /// accesses them or the buffers of their commands. Zeroes the rings, uses new doorbells, writes
-    /// repeatable commands again in their old order, and ends the other commands. The caller
-    /// creates the queues in the controller, and then [rings](Core::ring).
+    /// accesses the queues or the buffers of their commands. Zeroes the rings, replaces the
+    /// doorbells, writes repeatable commands again in their old order, and ends the other commands.
+    /// The caller creates the queues in the controller, and then [rings](Core::ring).
     pub(crate) fn restart(&mut self, core: &mut Core, doorbells: [Doorbell; 2]) -> Restarted {
         self.drain(core);
         let order = self.oldest_first(core);
@@ -272,7 +276,8 @@ impl RetryTable {
         for (distance, slot) in order {
             let late = self.late(slot).copied();
             if distance <= unpublished {
-                // Never published to the controller: not a further submission.
+                // The controller has not seen this entry, so this write does not count as a further
+                // submission.
                 let written = match late {
                     None => write_slot(core, slot),
                     Some(late) => self.write_again(core, slot, late),
@@ -297,9 +302,9 @@ impl RetryTable {
     }
 
     /// Takes available completions, to be returned later. Two kinds of commands remain outstanding:
-    /// commands that the deletion of their queue has aborted, and aborted commands that may be
-    /// submitted again. The latter are not submitted here, because the new queue does not exist yet
-    /// and its doorbells must not be rung.
+    /// commands that were aborted by the deletion of their queue, and late commands that were
+    /// aborted and may be submitted again. The latter are not submitted here: the new queue does
+    /// not exist yet, so its doorbells must not be rung.
     fn drain(&mut self, core: &mut Core) {
         for _ in 0..core.cq_size.entries() {
             let Some(word) = core.pop_word() else { return };
@@ -312,7 +317,8 @@ impl RetryTable {
                 core.cq_head = core.cq_size.next(core.cq_head);
                 core.phase ^= core.cq_head == 0;
             } else if let Some(completion) = self.consume(core, word) {
-                // `consume` has freed the slot: reclaim it until the completion is taken.
+                // `consume` has freed the slot, but it must remain in use until the completion is
+                // taken.
                 core.free.pop();
                 self.ended.push_back(completion);
             }
@@ -341,12 +347,12 @@ impl RetryTable {
     }
 
     /// Fails the queue and ends every outstanding command. If the controller is `quiet`,
-    /// completions return the buffers. Otherwise the controller may still write to the buffers, and
-    /// they are returned to the caller to be kept.
+    /// completions return the buffers. Otherwise the controller may still write to the buffers.
+    /// They are returned to the caller, which keeps them allocated.
     pub(crate) fn end_all(&mut self, core: &mut Core, why: &str, quiet: bool) -> Vec<Buffer> {
         core.set_failed(|| why.into());
         let mut kept = Vec::new();
-        // All outstanding commands have ended already, and only wait to be taken.
+        // All outstanding commands have ended already; only their completions have not been taken.
         if core.outstanding() == self.ended.len() {
             return kept;
         }
@@ -376,7 +382,7 @@ impl RetryTable {
     }
 }
 
-/// Writes the command in `slot` to the tail, with the slot's identifier.
+/// Writes the command in `slot` to the tail of the queue, with the identifier of the slot.
 fn write_slot(core: &mut Core, slot: u16) -> bool {
     let Some(entry) = core.slots.get_mut(usize::from(slot)) else { return false };
     let (command, cid, buffer) = (entry.command, entry.cid, entry.buffer.take());
@@ -384,7 +390,7 @@ fn write_slot(core: &mut Core, slot: u16) -> bool {
     if let Some(entry) = core.slots.get_mut(usize::from(slot)) {
         entry.buffer = buffer;
     }
-    // Cannot fail: the same command and buffer were accepted before.
+    // Cannot fail, because the same command and buffer were accepted before.
     let Ok(words) = words else { return false };
     let sqe: Sqe = zerocopy::transmute!(words);
     core.push(zerocopy::transmute!(sqe.with_cid(cid)));
@@ -404,7 +410,7 @@ mod tests {
 
     const ENTRIES: u32 = 16;
 
-    /// A queue pair whose submission queue is mapped from `file`.
+    /// Creates a queue pair whose submission queue is mapped from `file`.
     fn core(file: &File) -> (Core, std::sync::Arc<Mapping>) {
         let page = || Mapping::anonymous(4096).unwrap().bytes();
         let sq = Mapping::from_fd(file, 0, 4096, Protection::ReadWrite).unwrap();
@@ -424,8 +430,8 @@ mod tests {
         (core, sq)
     }
 
-    /// The driver takes completions one by one. A scan of the whole queue for each of them would
-    /// take half a minute for a long queue.
+    /// Checks that completions are taken without a scan of the whole queue for each. For a long
+    /// queue, the scans would take half a minute.
     #[test]
     fn a_queue_that_has_ended_is_not_scanned_again() {
         let file = tempfile::tempfile().unwrap();

@@ -9,7 +9,7 @@ use std::time::Duration;
 pub struct SpinPolicy {
     /// Maximum polling time. Zero sleeps immediately.
     pub max: Duration,
-    /// True to adapt the polling time: longer while completions arrive soon after a sleep began,
+    /// True to adapt the polling time: longer while completions arrive soon after the sleep begins,
     /// shorter after long waits. False to poll for `max` every time.
     pub adaptive: bool,
 }
@@ -20,7 +20,8 @@ impl SpinPolicy {
 }
 
 impl Default for SpinPolicy {
-    /// Adaptive, up to 100 us: the latency of flash, where a sleep would add 30 us or more.
+    /// Adaptive polling, up to 100 us. That is the latency of flash, to which a sleep would add 30
+    /// us or more.
     fn default() -> Self {
         Self { max: Duration::from_micros(100), adaptive: true }
     }
@@ -29,15 +30,15 @@ impl Default for SpinPolicy {
 /// Current polling time of a [`SpinPolicy`].
 ///
 /// A wait that includes a sleep overestimates the device's latency: it includes the interrupt and
-/// the wakeup, which can double the wait. A fast device would look slow while the queue sleeps.
-/// Therefore the queue polls for the maximum time every now and then, as a trial.
+/// the wakeup, which can double the wait. So a fast device looks slow while the queue sleeps.
+/// Therefore the queue regularly polls for the maximum time, as a trial.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpinWindow {
     policy: SpinPolicy,
     window: Duration,
-    /// Number of consecutive waits that outlasted polling.
+    /// Number of consecutive waits that took longer than the polling.
     missed: u32,
-    /// Number of sleeps until the next trial, and its start value after the last trial.
+    /// Number of sleeps until the next trial. `between` is its value after the last trial.
     until_try: u32,
     between: u32,
     others: YieldBackoff,
@@ -45,10 +46,10 @@ pub(crate) struct SpinWindow {
 
 /// Smallest useful window.
 const FLOOR: Duration = Duration::from_micros(2);
-/// Number of consecutive long waits that do not shorten the window.
+/// Number of consecutive long waits that are tolerated before the window is shortened.
 const BAD_LUCK: u32 = 2;
-/// Sleeps between two trials: 16 after a success, up to 1024 after failures. At 1024, trials cost a
-/// thousandth of the maximum polling time per wait.
+/// Sleeps between two trials: 16 after a success, up to 1024 after failures. At 1024, the trials
+/// add a thousandth of the maximum polling time to each wait.
 const BETWEEN: std::ops::RangeInclusive<u32> = 16..=1024;
 
 impl SpinWindow {
@@ -63,9 +64,9 @@ impl SpinWindow {
         if self.is_trying() { self.policy.max } else { self.window }
     }
 
-    /// Yields the processor to other threads after polling in vain for `waited`. Polling continues
-    /// afterwards: a yielding thread does not delay the controller, and notices completions sooner
-    /// than a sleeping thread.
+    /// Yields the processor to other threads after polling without success for `waited`. Polling
+    /// continues afterwards, because a thread that yields does not delay the controller, and
+    /// notices completions sooner than a thread that sleeps.
     pub(crate) fn give_way(&mut self, waited: Duration) {
         self.others.backoff(waited);
     }
@@ -100,7 +101,8 @@ impl SpinWindow {
             // A slightly longer window would have avoided the sleep.
             self.window = (self.window * 2).max(FLOOR).min(max);
         } else if self.missed > BAD_LUCK {
-            // No permitted window would have sufficed: save the polling time.
+            // Even the longest permitted window would have been too short, so a shorter window
+            // saves polling time.
             let half = self.window / 2;
             self.window = if half < FLOOR { Duration::ZERO } else { half };
         }
@@ -122,8 +124,8 @@ mod tests {
         SpinWindow::new(SpinPolicy { max: us(max), adaptive: true })
     }
 
-    /// Simulates a wait for a device with latency `takes`. Returns the polling time, and whether it
-    /// slept.
+    /// Simulates a wait for a device with latency `takes`. Returns the polling time, and true if
+    /// the wait slept.
     fn wait(spin: &mut SpinWindow, takes: u64) -> (Duration, bool) {
         let (takes, window) = (us(takes), spin.window());
         let slept = window < takes;
@@ -131,8 +133,8 @@ mod tests {
         (window.min(takes), slept)
     }
 
-    /// Simulates `count` waits. Returns averages of the second half: polling time and sleeps per
-    /// wait.
+    /// Simulates `count` waits. Returns the averages of the second half: polling time and sleeps
+    /// per wait.
     fn waits(spin: &mut SpinWindow, takes: &[u64], count: usize) -> (f64, f64) {
         let all: Vec<_> =
             takes.iter().cycle().take(count).map(|takes| wait(spin, *takes)).collect();
@@ -160,7 +162,7 @@ mod tests {
 
     #[test]
     fn what_a_sleep_adds_does_not_keep_it_asleep() {
-        // The latency is within the maximum, but a wait with a sleep exceeds it.
+        // The device's latency is within the maximum, but a wait with a sleep takes longer.
         let mut spin = adaptive(50);
         (0..10).for_each(|_| spin.waited(us(5000)));
         assert_eq!(spin.window(), Duration::ZERO);
@@ -181,7 +183,7 @@ mod tests {
     fn a_slow_device_is_hardly_polled() {
         let (polled, slept) = waits(&mut adaptive(50), &[500], 20_000);
         assert!(polled < 0.1 && slept == 1.0, "{polled} us, {slept} sleeps");
-        // A device that becomes fast is noticed.
+        // The policy notices when a slow device becomes fast.
         let mut spin = adaptive(50);
         (0..10_000).for_each(|_| _ = wait(&mut spin, 500));
         let (_, slept) = waits(&mut spin, &[35], 4000);

@@ -14,15 +14,15 @@ pub struct QueueStats {
     pub sq_doorbell_mmio_writes: u64,
     /// Register writes of completion queue head doorbells (trapped).
     pub cq_doorbell_mmio_writes: u64,
-    /// Doorbell updates of either kind that needed no register write.
+    /// Doorbell updates of both kinds that needed no register write.
     pub mmio_saved: u64,
     /// Polls of the completion queue, with or without a completion.
     pub polls: u64,
     /// Polls that found no completion.
     pub empty_polls: u64,
-    /// Sleeps that ended by an interrupt or a signal of another thread.
+    /// Sleeps that ended with an interrupt or a signal of another thread.
     pub wakeups: u64,
-    /// All sleeps.
+    /// Sleeps of any outcome.
     pub sleeps: u64,
     /// Completion queue entries without an outstanding command: unknown or repeated command
     /// identifiers. They are ignored.

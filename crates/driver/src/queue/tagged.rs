@@ -1,11 +1,9 @@
 //! Submission queue entries with tags of protection information and a metadata pointer, beyond
 //! dwords 10 to 13.
 //!
-//! The fast path refuses such commands as too long, and only refused commands are examined for
-//! tags, so plain commands pay nothing. Tags that cannot be derived from the command are in a table
-//! by slot, which is allocated with the first such command and is used again if the command is
-//! submitted again.
-//! there.
+//! The fast path refuses such commands as too long. Only refused commands are examined for tags, so
+//! plain commands cost nothing extra. Tags that cannot be derived from the command are in a table
+//! by slot, for a possible second submission. The table is allocated with the first such command.
 
 use super::core::Core;
 use crate::command::{Beside, Command};
@@ -28,7 +26,7 @@ impl Core {
         let command = Command::from_parts(parts);
         match command.beside() {
             Beside::LbaTag(_) => self.submit_tagged(slot, buffer, command).map_err(Box::new),
-            // `Given` without stored tags: only `submit_given` can submit such a command.
+            // A `Given` command without stored tags is refused: only `submit_given` can submit it.
             Beside::Nothing | Beside::Given => {
                 Err(Box::new(self.refuse(slot, Some(reason), buffer)))
             }

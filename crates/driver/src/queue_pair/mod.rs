@@ -23,33 +23,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// Polls between two readings of the clock.
+/// Number of polls between two readings of the clock.
 const SPINS_PER_LOOK: u32 = 64;
 
 /// An I/O submission queue and its completion queue, for one thread.
 ///
 /// ```text
 /// queue.submit(namespace.read(lba, 8)?, Some(buffer))?;   // any number of these
-/// queue.ring()?;                                          // then one doorbell, or none
-/// while let Some(completion) = queue.pop() { ... }        // submit again from in here
+/// queue.ring()?;                                          // then at most one doorbell write
+/// while let Some(completion) = queue.pop() { ... }        // may submit further commands
 /// queue.ring_cq_doorbell_if_needed()?;
 /// ```
 ///
-/// The path from a submission to its completion has no lock, no allocation and no map look-up. A
-/// submitted buffer belongs to the queue until its completion.
+/// From a submission to its completion, the queue takes no lock, allocates no memory and searches
+/// no map. A submitted buffer belongs to the queue until its completion.
 ///
 /// # Dropping
 ///
-/// Dropping a queue pair deletes both queues in the controller, which ends outstanding commands
-/// (Base 2.1, 3.3.1.3: no command of a deleted queue is completed or transfers data afterwards),
-/// and returns the buffers to their pools. If the controller does not confirm the deletion, the
-/// buffers are leaked until the process ends, because the device may still write to them.
+/// Dropping a queue pair deletes both queues in the controller, and returns the buffers to their
+/// pools. The deletion ends outstanding commands: no command of a deleted queue is completed or
+/// transfers data afterwards (Base 2.1, 3.3.1.3). If the controller does not confirm the deletion,
+/// the buffers are leaked until the process ends, because the device may still write to them.
 pub struct QueuePair {
     queue: RecoverableQueue,
     controller: Arc<AttachedController>,
     interrupt: InterruptWait,
     spin: SpinWindow,
-    /// Flag that asks the watchdog to signal the event. Created on first use.
+    /// Flag that requests a signal of the event from the watchdog. Created on first use.
     wants_wakeup: Option<Arc<AtomicBool>>,
 }
 
@@ -146,14 +146,14 @@ impl QueuePair {
         self.queue.core.ring()
     }
 
-    /// Publishes submitted commands if it is worthwhile: immediately while the controller has
-    /// little work, and in groups while it is busy. Returns true if all commands are published and
-    /// no doorbell write is pending. Otherwise the program must call [`ring`](Self::ring) before it
-    /// does other work, and when no completions are left to take.
+    /// Publishes submitted commands if a doorbell update is worthwhile: immediately while the
+    /// controller has few commands, and in groups while it has many. Returns true if all commands
+    /// are published and no doorbell write is pending. Otherwise the program must call
+    /// [`ring`](Self::ring) before it does other work, and when no completions are left to take.
     ///
     /// A doorbell update costs the same for one command and for sixteen, even if it is only a store
-    /// to memory that the controller polls. With few commands in flight, commands are published at
-    /// once; with many, the controller always has two thirds of the commands to work on.
+    /// to memory that the controller polls. With few commands in flight, each command is published
+    /// at once. With many, at least two thirds of them are always published.
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
@@ -168,8 +168,8 @@ impl QueuePair {
     /// Takes the next completion. After the last completion, call [`ring`](Self::ring) or
     /// [`ring_cq_doorbell_if_needed`](Self::ring_cq_doorbell_if_needed), because the controller may
     /// wait for free completion queue entries.
-    // Inlined, with the common completion constructed in one place, so that it stays in registers:
-    // see `shadowbell_memory::SqeBatch`.
+    // The function is inlined and constructs the common completion in one place, so that the
+    // completion stays in registers: see `shadowbell_memory::SqeBatch`.
     #[inline(always)]
     pub fn pop(&mut self) -> Option<Completion> {
         if let Some(word) = self.queue.core.pop_word()
@@ -180,8 +180,9 @@ impl QueuePair {
         self.pop_otherwise().map(|completion| *completion)
     }
 
-    /// Slow path of `pop`: no completion, or one of a late or unknown command. The result is boxed,
-    /// because a result in the caller's memory would force the fast path's completion there too.
+    /// Slow path of `pop`: there is no completion, or it belongs to a late or unknown command. The
+    /// result is boxed: a result in the caller's memory would also force the completion of the fast
+    /// path into memory.
     #[inline(never)]
     fn pop_otherwise(&mut self) -> Option<Box<Completion>> {
         if let Some(completion) = self.queue.pop() {
@@ -213,9 +214,11 @@ impl QueuePair {
         Ok(count)
     }
 
-    /// Publishes the completion queue head, if the controller could run out of entries otherwise.
+    /// Publishes the completion queue head, if the controller could otherwise run out of free
+    /// entries.
     ///
     /// # Errors
+    ///
     /// As [`ring`](Self::ring).
     #[inline]
     pub fn ring_cq_doorbell_if_needed(&mut self) -> Result<(), QueueError> {
@@ -230,8 +233,8 @@ impl QueuePair {
     }
 
     /// Waits for a completion: polls as long as the [`SpinPolicy`] allows, then sleeps until the
-    /// interrupt. Publishes submitted commands first. Returns `false` if no completion is available
-    /// when `deadline` has passed or another thread has signalled [`waker`](Self::waker).
+    /// interrupt. Publishes submitted commands first. Returns `false` without a completion if
+    /// `deadline` has passed, or if another thread has signalled [`waker`](Self::waker).
     ///
     /// A queue without an interrupt polls until the deadline, and yields the processor in between.
     ///
@@ -276,14 +279,15 @@ impl QueuePair {
         loop {
             self.publish_all()?;
             self.consume_signals();
-            // Completions from now on signal the event. Earlier completions are found by one more
-            // look at the queue. The fence orders the look after the publication of the head.
+            // From now on, a new completion signals the event. Earlier completions are found by one
+            // more look at the queue, which the fence orders after the publication of the head.
             fence(Ordering::SeqCst);
             let slept = if self.is_ready() { true } else { self.sleep(deadline)? };
             if self.handle_new_state()? || slept {
                 break;
             }
-            // The sleep ended for a timeout tick: sleep again, unless the deadline has passed.
+            // A timeout tick ended the sleep. The loop sleeps again, unless the deadline has
+            // passed.
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 break;
             }
@@ -294,7 +298,8 @@ impl QueuePair {
 
     #[cold]
     fn handle_state_change(&mut self) -> Result<(), QueueError> {
-        // If the queues are created again, the state of the event is unknown.
+        // The queues may be created again, so the last wakeup no longer tells whether the event has
+        // a stale signal.
         self.interrupt.forget_wakeup();
         self.queue.handle_state_change(&self.controller)
     }
@@ -308,8 +313,8 @@ impl QueuePair {
         Ok(self.is_ready())
     }
 
-    /// Publishes both doorbells, so that the controller raises an interrupt for later completions:
-    /// for event loops that sleep on [`waker`](Self::waker). Afterwards the caller must execute a
+    /// Publishes both doorbells, so that the controller raises an interrupt for later completions.
+    /// For event loops that sleep on [`waker`](Self::waker). Afterwards the caller must execute a
     /// full fence and check [`is_ready`](Self::is_ready) once more. A stale signal may end the
     /// sleep immediately.
     ///
@@ -317,18 +322,19 @@ impl QueuePair {
     /// As [`ring`](Self::ring).
     pub fn prepare_sleep(&mut self) -> Result<(), QueueError> {
         self.publish_all()?;
-        // An event loop has no timer for timeout ticks, so the watchdog wakes it.
+        // An event loop has no timer for timeout ticks, so the watchdog signals its event.
         if self.queue.core.outstanding() != 0 && self.controller.recovery.enabled {
             self.request_wakeup();
         }
         Ok(())
     }
 
-    /// Asks the watchdog to signal the queue's event once, at its next tick.
+    /// Requests that the watchdog signals the queue's event once, at its next tick.
     fn request_wakeup(&mut self) {
         let Self { wants_wakeup, controller, queue, .. } = self;
         if wants_wakeup.is_none() {
-            // Without a descriptor, ticks are counted when something else wakes the queue.
+            // If no descriptor is available, ticks are counted only when something else wakes the
+            // queue.
             let event = queue.event.try_clone().ok();
             *wants_wakeup = event.map(|event| controller.add_sleeper(event));
         }
@@ -339,12 +345,12 @@ impl QueuePair {
 
     fn publish_all(&mut self) -> Result<(), QueueError> {
         self.ring()?;
-        // The controller may coalesce interrupts while entries of the last interrupt are
-        // unconsumed.
+        // The head must be published, because the controller may hold back interrupts while the
+        // entries of the last interrupt are not consumed.
         self.queue.core.ring_cq_doorbell()
     }
 
-    /// Deadline of a sleep, so that the next timeout tick is counted.
+    /// Deadline of a sleep: the time of the next timeout tick, which this thread counts.
     fn next_tick(&self) -> Option<Instant> {
         if self.outstanding() == 0 || !self.controller.recovery.enabled {
             return None;
@@ -367,8 +373,8 @@ impl QueuePair {
         self.interrupt.consume_signals(&self.queue.event, self.queue.core.completed());
     }
 
-    /// Sleeps until an interrupt, a signal, the deadline or the next timeout tick. Returns false
-    /// after a timeout.
+    /// Sleeps until an interrupt, a signal, the deadline or the next timeout tick. Returns false if
+    /// the time passed without a signal.
     fn sleep(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
         let signalled = self.sleep_until_edge(deadline)?;
         if self.queue.core.is_ready() {
@@ -396,7 +402,7 @@ impl QueuePair {
             Ok(Edge::Signal) => self.queue.core.stats_mut().wakeups += 1,
             Ok(Edge::Timeout) => return Ok(false),
             Ok(Edge::HungUp) => {
-                // Completions that arrived before the hang-up can still be taken.
+                // Completions that arrived before the hang-up are taken before the queue fails.
                 if !self.is_ready() {
                     let device = self.controller.name();
                     let why = format!("lost the connection to {device}");
@@ -413,10 +419,11 @@ impl QueuePair {
     }
 
     /// An eventfd that ends a [`wait`](Self::wait) when any thread signals it. The queue's
-    /// interrupt signals the same eventfd, so an event loop can poll it together with other
+    /// interrupt signals the same eventfd. An event loop can poll the eventfd together with other
     /// descriptors.
     ///
     /// # Errors
+    ///
     /// The error of the system, if the process is out of file descriptors.
     pub fn waker(&self) -> io::Result<EventFd> {
         self.queue.event.try_clone()
@@ -436,7 +443,7 @@ impl QueuePair {
     }
 }
 
-/// Yields the processor; sleeps if it was called often.
+/// Yields the processor, or sleeps after many calls.
 fn idle(looks: u32) {
     if looks < 64 {
         std::thread::yield_now();

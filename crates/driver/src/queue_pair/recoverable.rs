@@ -16,9 +16,9 @@ use shadowbell_spec::admin::Abort;
 
 /// A value that the state epoch never has.
 const NEVER: u32 = u32::MAX;
-/// Number of controller resets for a queue that cannot be created again.
+/// Number of controller resets that are tried for a queue that cannot be created again.
 const TRIES: u32 = 6;
-/// Maximum number of Abort commands at a time; also limited by the controller (ACL).
+/// Maximum number of Abort commands in flight. The controller's limit (ACL) also applies.
 const ABORTS: usize = 4;
 
 /// The queues of a pair, with the parameters to create them again.
@@ -28,11 +28,11 @@ pub(super) struct RecoverableQueue {
     pub(super) layout: QueueLayout,
     /// Eventfd that the interrupt signals.
     pub(super) event: EventFd,
-    /// Last handled state epoch. A different epoch requires handling.
+    /// Last handled state epoch. If the current epoch differs, it must be handled.
     pub(super) handled_epoch: u32,
-    /// State epoch whose tick was counted.
+    /// Last state epoch whose tick was counted.
     ticked_epoch: u32,
-    /// Number of controller resets when the queues were created.
+    /// Number of completed controller resets at the time when the queues were created.
     generation: u32,
     /// Buffers of ended commands that the controller may still write to.
     kept: Vec<Buffer>,
@@ -107,8 +107,8 @@ impl RecoverableQueue {
             };
             match outcome {
                 Ok(true) => {
-                    // While ended commands are pending, `pop` must call this function again, so no
-                    // epoch counts as handled.
+                    // While completions of ended commands are pending, `pop` must call this
+                    // function again. So the epoch is not recorded as handled.
                     self.handled_epoch = if self.has_ended() { NEVER } else { epoch };
                     return Ok(());
                 }
@@ -120,14 +120,15 @@ impl RecoverableQueue {
                 }
             }
         }
-        // Not quiet: the controller works, and may have created queues without confirming.
+        // The controller is not quiet: it works, and may have created queues although it did not
+        // confirm that.
         self.end(controller, &why, false)
     }
 
     /// Takes the completion of an ended command, after the last regular completion.
     #[cold]
     pub(super) fn pop_ended(&mut self, controller: &AttachedController) -> Option<Completion> {
-        // The error is reported again by the next call that rings.
+        // An error is ignored here: the next call that rings the doorbell reports it.
         let _ = self.handle_state_change(controller);
         self.retries.take_ended(&mut self.core).or_else(|| self.pop())
     }
@@ -192,7 +193,7 @@ impl RecoverableQueue {
         if timed_out.overdue { self.recreate(controller) } else { Ok(true) }
     }
 
-    /// Deletes the queues and creates them again, because late commands were not aborted.
+    /// Deletes the queues and creates them again, because Abort has not ended late commands.
     fn recreate(&mut self, controller: &AttachedController) -> Result<bool, String> {
         let qid = self.core.qid();
         let mut io_queues = controller.enabled.io_queues();
@@ -246,7 +247,8 @@ impl RecoverableQueue {
             tracing::warn!(qid, "{} commands were ended with an unknown outcome", restarted.ended);
         }
         io_queues.recreate(admin, info, &mut self.core, self.layout, &self.event)?;
-        // A failed register write is reported by the next call that rings.
+        // A failure of the register write is ignored here: the next call that rings the doorbell
+        // reports it.
         let _ = self.core.ring();
         Ok(())
     }

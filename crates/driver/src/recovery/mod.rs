@@ -23,27 +23,27 @@
 //! [`Recovery::repeats`] times without success, end with the status Command Aborted By Host; their
 //! effect is unknown.
 //!
-//! A second submission of a write is safe: the write has not completed for its submitter, so
-//! commands that must come after the write were not submitted yet. A flush covers the writes that
-//! had completed before its first submission. These writes are in the controller, so a second
+//! A second submission of a write is safe: the submitter has not seen the completion of the write,
+//! so it has not yet submitted the commands that must follow the write. A flush covers the writes
+//! that had completed before its first submission. These writes are in the controller, so a second
 //! submission covers them as well.
 //!
-//! A buffer is returned only if the controller certainly no longer writes to it: with its
-//! completion, when the deletion of its queue is confirmed, or when the controller is disabled or
-//! reset. Otherwise the buffer is leaked until the process ends.
+//! A buffer is returned only when the controller no longer writes to it: with its completion, when
+//! the deletion of its queue is confirmed, or when the controller is disabled or reset. Otherwise
+//! the buffer is leaked until the process ends.
 //!
 //! # Threads
 //!
 //! Each controller has a watchdog thread, which sleeps for one tick at a time: [`Timeouts::io`] /
 //! 8, at most one second. Each tick changes the state epoch, a word that every queue pair compares
-//! once for each batch, and the thread of the queue pair counts the tick for its commands. The
+//! once for each batch. The thread of the queue pair then counts the tick for its commands. The
 //! watchdog reads CSTS if a command was outstanding for two ticks, or after [`Recovery::watch`]. A
 //! queue without outstanding commands notices a reset on its next use.
 //!
 //! | module | contents |
 //! |---|---|
 //! | `policy`, `ticks`, `stats` | options, timeouts in ticks, counters |
-//! | `watchdog` | the thread, for anything that implements `Watched` |
+//! | `watchdog` | the watchdog thread, for any type that implements `Watched` |
 //! | `reset` | controller reset, and failure of the controller |
 //! | `watch` | watchdog actions for an attached controller |
 //!

@@ -6,13 +6,14 @@ use std::time::Duration;
 /// [module](crate::recovery).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recovery {
-    /// True to enable recovery. Without it, a command that never completes remains outstanding, and
-    /// a controller failure fails all commands.
+    /// True to enable recovery. Without recovery, a command that never completes remains
+    /// outstanding, and a controller failure fails all commands.
     pub enabled: bool,
     /// Maximum number of further submissions of a command.
     pub repeats: u8,
-    /// Interval between status checks of a healthy or idle controller. (While a command takes long,
-    /// CSTS is read with every tick.) Each read may wake a process that emulates the controller.
+    /// Interval between status checks of a healthy or idle controller. While a command takes long,
+    /// CSTS is read with every tick instead. Each read may wake a process that emulates the
+    /// controller.
     pub watch: Duration,
 }
 
@@ -22,8 +23,8 @@ impl Recovery {
 }
 
 impl Default for Recovery {
-    /// Enabled; a command is submitted again at most 3 times, and the status of a healthy
-    /// controller is read every 30 s.
+    /// Recovery is enabled. A command is submitted again at most 3 times, and the status of a
+    /// healthy controller is read every 30 s.
     fn default() -> Self {
         Self { enabled: true, repeats: 3, watch: Duration::from_secs(30) }
     }

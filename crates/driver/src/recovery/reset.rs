@@ -40,8 +40,8 @@ pub(crate) fn went_away(controller: &AttachedController, why: &str) {
     }
 }
 
-/// Resets the controller, unless another thread has reset it since its generation was `generation`.
-/// Afterwards the controller works or has failed.
+/// Resets the controller, unless another thread has already reset it since its generation was
+/// `generation`. Afterwards the controller works or has failed.
 pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str) {
     let (state, counters) = (controller.state(), &controller.counters);
     let (admin, name) = (controller.plane(), controller.name());
@@ -83,7 +83,7 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
     state.give_up(&why, quiet);
 }
 
-/// One attempt: resets a controller in any state, and sets up everything except I/O queues.
+/// Makes one attempt: resets a controller in any state, and sets up everything except I/O queues.
 fn try_reset(
     controller: &AttachedController,
     io_queues: &mut IoQueueTable,

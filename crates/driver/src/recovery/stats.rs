@@ -30,13 +30,13 @@ pub struct RecoveryStats {
     pub repeated: u64,
     /// Commands that the driver ended with Command Aborted By Host.
     pub ended: u64,
-    /// Times that namespaces were identified again after a namespace change event.
+    /// Number of times that namespaces were identified again after a namespace change event.
     pub namespaces_read: u64,
 }
 
 macro_rules! counters {
     ($($name:ident),*) => {
-        /// Live counters of [`RecoveryStats`]. Updated only in case of failures and events.
+        /// Counters behind [`RecoveryStats`]. They are updated only after failures and events.
         #[derive(Default)]
         pub(crate) struct Counters {
             $(pub(crate) $name: AtomicU64,)*

@@ -4,9 +4,9 @@ use super::policy::Recovery;
 use crate::options::Timeouts;
 use std::time::Duration;
 
-/// Maximum tick.
+/// Maximum length of a tick.
 const LONGEST_TICK: Duration = Duration::from_secs(1);
-/// Minimum tick.
+/// Minimum length of a tick.
 const SHORTEST_TICK: Duration = Duration::from_millis(1);
 
 /// Tick length, and timeouts in ticks.
@@ -33,7 +33,8 @@ impl TimeoutTicks {
         };
         let (limit, grace) = (in_ticks(io), in_ticks(io / 4));
         let submissions = u32::from(recovery.repeats).saturating_add(1);
-        // Each submission can take: timeout, Abort, four admin commands, a reset.
+        // The longest course of one submission: the timeout, an Abort, four admin commands and a
+        // reset.
         let each = (io * 2).saturating_add(tick * 4).saturating_add(timeouts.admin * 4);
         let longest = if recovery.enabled { each.saturating_mul(submissions) } else { io };
         Self { tick, limit, grace, longest }
@@ -47,7 +48,7 @@ mod tests {
     #[test]
     fn ticks_fit_their_byte_and_the_deadline() {
         let ticks = |millis| {
-            // Only ticks are computed.
+            // The test computes ticks and does not wait for the timeout.
             let timeouts = Timeouts { io: Duration::from_millis(millis), ..Timeouts::default() };
             TimeoutTicks::new(Recovery::default(), &timeouts)
         };

@@ -20,7 +20,7 @@ impl Watched for AttachedController {
 
     fn check_status(&self) -> bool {
         let goes_on = check_status(self);
-        // Wake sleeping queues in any case, so that they notice a change of the state.
+        // Sleeping queues are woken in any case, so that they notice a change of the state.
         self.wake_sleepers();
         goes_on
     }
@@ -58,7 +58,7 @@ pub(crate) fn check_status(controller: &AttachedController) -> bool {
     true
 }
 
-/// Takes asynchronous events, and identifies the namespaces again after a change.
+/// Takes asynchronous events. If a namespace has changed, identifies the namespaces again.
 pub(crate) fn read_events(controller: &AttachedController) {
     if controller.state().condition() == Condition::Live
         && controller.plane().queue.poll_namespaces_changed()
@@ -70,7 +70,7 @@ pub(crate) fn read_events(controller: &AttachedController) {
 /// Identifies the namespaces again, and stores them until the program takes them.
 fn read_namespaces(controller: &AttachedController) {
     let info = &controller.info;
-    // Reading the changed namespace list unmasks the event for the next change.
+    // The host must read the changed namespace list to unmask the event for the next change.
     let list = LogRequest::new(lid::CHANGED_ATTACHED_NAMESPACES, size_of::<ChangedNamespaces>());
     let read = read_log_page(controller, list)
         .and_then(|_| identify_namespaces(controller, &info.identity, info.max_transfer));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// A watched object.
 pub(crate) trait Watched: Send + Sync {
     /// Called for every tick. Returns true to request a status check, because a command takes long
-    /// or memory was lost.
+    /// or memory pages were lost.
     fn tick(&self) -> bool;
 
     /// Checks the status and reacts to failures. Returns false to end the watchdog.
@@ -29,12 +29,12 @@ pub(crate) struct WatchIntervals {
 struct WatchdogControl {
     stopped: Mutex<bool>,
     changed: Condvar,
-    /// Held while the thread has a strong reference to the watched object.
+    /// Locked while the thread has a strong reference to the watched object.
     watching: Mutex<()>,
 }
 
-/// Watches an object until it is dropped. The thread holds only a weak reference while it sleeps,
-/// so it does not keep the watched object alive.
+/// Watches an object until the watchdog is dropped. While the thread sleeps, it holds only a weak
+/// reference, so it does not keep the watched object alive.
 pub(crate) struct Watchdog {
     control: Arc<WatchdogControl>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -55,8 +55,8 @@ impl Watchdog {
         Ok(Self { control, thread: Mutex::new(Some(thread)), id })
     }
 
-    /// Prevents the thread from holding a strong reference while the guard lives. `None` on the
-    /// watchdog thread itself.
+    /// Prevents the thread from taking a strong reference while the guard lives. Returns `None` on
+    /// the watchdog thread itself.
     pub(crate) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
         (current().id() != self.id).then(|| self.control.watching.lock())
     }
@@ -84,7 +84,7 @@ fn watch(watched: &Weak<dyn Watched>, control: &WatchdogControl, intervals: Watc
         }
         drop(stopped);
         // A paused watchdog skips this tick, because the last handle may be about to be dropped.
-        // The guard is declared first, so it outlives the strong reference.
+        // The guard is declared before the strong reference, so it is dropped later.
         let Some(_watching) = control.watching.try_lock() else { continue };
         let Some(watched) = watched.upgrade() else { return };
         let is_due = watched.tick();

@@ -9,8 +9,8 @@ use thiserror::Error;
 ///
 /// An implementation is shared by all queue pairs and the admin queue. Only
 /// [`write_doorbell`](Self::write_doorbell) is on the data path. All other methods may block, but
-/// not for ever: an implementation that waits for a peer needs a timeout, after which it returns
-/// [`TransportError::Gone`].
+/// only for a limited time: an implementation that waits for a peer needs a timeout, after which it
+/// returns [`TransportError::Gone`].
 pub trait Transport: Send + Sync {
     /// Human-readable name of the device: a path or a PCI address.
     fn name(&self) -> &str;
@@ -35,9 +35,11 @@ pub trait Transport: Send + Sync {
     /// As [`read32`](Self::read32).
     fn write32(&self, offset: u64, value: u32) -> Result<(), TransportError>;
 
-    /// Writes the 8-byte register at `offset` of BAR0; lower half first if in two accesses.
+    /// Writes the 8-byte register at `offset` of BAR0. If the write takes two accesses, the lower
+    /// half comes first.
     ///
     /// # Errors
+    ///
     /// As [`read32`](Self::read32).
     fn write64(&self, offset: u64, value: u64) -> Result<(), TransportError>;
 
@@ -49,8 +51,9 @@ pub trait Transport: Send + Sync {
     fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError>;
 
     /// Eventfds that replace writes to the doorbells at `offsets` of BAR0, if available. A signal
-    /// means that a new value is in the doorbell's shadow entry, and costs the device less than a
-    /// register write. Called after the queues were created. The default implementation has none.
+    /// means that a new value is in the doorbell's shadow entry. A signal costs the device less
+    /// than a register write. Called after the queues were created. The default implementation
+    /// returns no eventfds.
     ///
     /// # Errors
     /// [`TransportError`], if the device is unreachable.
@@ -77,8 +80,8 @@ pub trait Transport: Send + Sync {
     /// [`TransportError`], if the device may still access the memory.
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError>;
 
-    /// A socket that hangs up when the device disappears, for sleeping threads that would not
-    /// notice it otherwise. The default implementation has none.
+    /// A socket that hangs up when the device disappears. A sleeping thread polls it, because
+    /// otherwise it would not notice the disappearance. The default implementation returns `None`.
     fn hang_up(&self) -> Option<OwnedFd> {
         None
     }
@@ -114,7 +117,7 @@ pub enum TransportError {
         /// Cause of the failure.
         source: BoxError,
     },
-    /// One operation failed; others may succeed.
+    /// One operation failed; other operations may succeed.
     #[error("{device}: {doing} failed: {source}")]
     Failed {
         /// [`Transport::name`].

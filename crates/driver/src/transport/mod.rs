@@ -1,4 +1,4 @@
-//! Transports: VFIO, vfio-user, and the [`Transport`] trait for others.
+//! Transports: VFIO, vfio-user, and the [`Transport`] trait for other implementations.
 
 mod interface;
 #[cfg(feature = "vfio")]

@@ -16,7 +16,7 @@ use std::time::Duration;
 const PCI_COMMAND: u64 = 0x04;
 /// Command register: Memory Space, Bus Master, Interrupt Disable. The driver never uses INTx, but a
 /// server may check Interrupt Disable: if INTx is enabled and MSI-X is not, SPDK's server raises
-/// INTx for each admin completion, and fails the controller if nothing receives INTx.
+/// INTx for each admin completion. If INTx has no receiver, the server fails the controller.
 const COMMAND_SET: u16 = 1 << 1 | 1 << 2 | 1 << 10;
 /// Offset of the Status register. Bit 4 indicates a capabilities list.
 const PCI_STATUS: u64 = 0x06;
@@ -32,7 +32,7 @@ const BAR0_MIN: u64 = regs::DOORBELLS + 8;
 ///
 /// Register accesses are messages with a reply. Doorbells are posted region writes without a reply,
 /// unless the server lets the client map them. Memory is shared by the file descriptor of its
-/// memfd. The IOVA of a mapping is its address in this process, which is unique.
+/// memfd. The IOVA of a mapping is its address in this process, so IOVAs are unique.
 pub struct VfioUser {
     client: Client,
     name: String,
@@ -44,8 +44,8 @@ pub struct VfioUser {
 }
 
 impl VfioUser {
-    /// Connects to the server at `path`, or if `path` is a directory, at its entry `cntrl`. Enables
-    /// memory accesses and bus mastering of the device, and disables INTx.
+    /// Connects to the server at `path`. If `path` is a directory, connects to its entry `cntrl`.
+    /// Enables memory accesses and bus mastering of the device, and disables INTx.
     ///
     /// `timeout` limits every reply, and also the wait for a device that another client uses.
     ///
@@ -116,14 +116,15 @@ impl VfioUser {
             | ClientError::TooManyMaps { .. } => {
                 TransportError::Failed { device, doing, source: source.into() }
             }
-            // All other errors break the connection, so the device is unreachable.
+            // Any other error breaks the connection, so the device is unreachable.
             _ => TransportError::Gone { device, doing, source: source.into() },
         }
     }
 
-    /// Checks for lost memory pages. The server has the descriptors of this process's memory, and
-    /// can remove huge pages from it. Their content is lost, and later writes do not reach the
-    /// server. Called with each register read, which the watchdog does periodically.
+    /// Checks whether memory pages were lost. The server has the descriptors of this process's
+    /// memory, and can remove huge pages from it. The content of removed pages is lost, and later
+    /// writes to them do not reach the server. Called with each register read, which the watchdog
+    /// does periodically.
     fn check_memory(&self) -> Result<(), TransportError> {
         let lost = |mapping: &Weak<Mapping>| mapping.upgrade().is_some_and(|m| m.is_poisoned());
         if !self.shared.lock().iter().any(|(_, mapping)| lost(mapping)) {
@@ -155,14 +156,15 @@ impl VfioUser {
         self.set_config16(PCI_COMMAND, command | COMMAND_SET)
     }
 
-    /// Sets MSI-X Enable. Some servers raise interrupts without it once eventfds are set, but
+    /// Sets MSI-X Enable. Once eventfds are set, some servers raise interrupts without it, but
     /// servers that model hardware more closely do not.
     fn enable_msix(&self) -> Result<(), TransportError> {
         if self.config16(PCI_STATUS)? & STATUS_CAPABILITIES == 0 {
             return Ok(());
         }
         let mut at = self.config16(PCI_CAPABILITIES)? as u8 & !3;
-        // A capability has at least 4 bytes, so a longer chain has a cycle.
+        // A capability has at least 4 bytes. So a chain with more entries than fit into the space
+        // has a cycle.
         for _ in 0..CAPABILITIES.len() / 4 {
             if !CAPABILITIES.contains(&at) {
                 break;
@@ -300,7 +302,7 @@ impl Transport for VfioUser {
             });
         }
         self.client.reset().map_err(|e| self.failed("resetting the device", e))?;
-        // A reset clears the Command register.
+        // The reset has cleared the Command register.
         self.set_command()
     }
 }

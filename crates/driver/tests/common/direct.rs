@@ -6,7 +6,7 @@ use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_testing::wait::LIMIT;
 use std::sync::{Arc, mpsc};
 
-/// The controller, called directly.
+/// A controller whose methods the transport calls directly.
 pub(crate) struct Direct(pub(crate) Emulated);
 
 impl Direct {

@@ -59,13 +59,14 @@ fn any_command_has_data_and_a_deadline() {
 
     fake.with(|state| state.ignored.insert(0xc1));
     let began = Instant::now();
-    // Short limit: nothing else ends the command.
+    // A short limit, because only the limit ends the command.
     let limit = Duration::from_millis(50);
     let error = admin.execute(vendor, AdminData::FromController(4096), limit).unwrap_err();
     assert!(matches!(error, CommandError::Timeout { .. }), "{error}");
-    // Lower bound: the limit does not expire early.
+    // The command must not end before the limit.
     assert!(began.elapsed() >= limit);
-    // The queue continues, and a late completion is assigned to no other command.
+    // The queue stays usable, and the late completion is not taken for the completion of another
+    // command.
     for _ in 0..100 {
         admin.identify_controller().unwrap();
     }
@@ -83,14 +84,14 @@ fn hung_commands_fill_the_queue_only() {
     let controller = attach_with(&fake, &impatient());
     let admin = controller.admin();
     fake.with(|state| state.ignored.insert(0xc1));
-    // Short limit: each command exceeds it.
+    // A short limit, because each command exceeds it.
     let limit = Duration::from_millis(1);
     for _ in 0..80 {
         let error = admin.execute(Sqe::new(0xc1, 0, 0), AdminData::None, limit).unwrap_err();
         assert!(matches!(error, CommandError::Timeout { .. }), "{error}");
     }
     drop(admin);
-    // The queue cannot even be deleted, but the controller is still stopped.
+    // The commands to delete the queue fail as well, but the controller is still disabled.
     assert!(controller.detach().is_err());
     assert!(!fake.state().csts.rdy());
 }
@@ -125,10 +126,10 @@ fn a_completion_found_by_another_thread_reaches_its_owner() {
                 }
                 std::thread::yield_now();
             };
-            // Long enough that the waiting thread polls only occasionally.
+            // The time is long enough for the waiting thread to poll less often.
             std::thread::sleep(Duration::from_millis(2));
             fake.post(0, Cqe::new(cid, 0, 0, Status::SUCCESS, round), 0, None);
-            // Reaps that completion, and reuses the slot for its own command.
+            // Another thread reaps that completion, and reuses the slot for its own command.
             for _ in 0..3 {
                 controller.admin().identify_controller().unwrap();
             }
@@ -179,7 +180,7 @@ fn excess_events_drop_the_oldest() {
     let admin = controller.admin();
     for info in 0..300 {
         fake.event(info << 8);
-        // Reaps completions without taking the events.
+        // This command reaps completions, but does not take the events.
         admin.get_feature(6, 0, Select::Current).unwrap();
     }
     let events = admin.take_events();

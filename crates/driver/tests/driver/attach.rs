@@ -1,4 +1,4 @@
-//! Attaching: order of the commands, results, and every way of failing.
+//! Attaching: order of the commands, results, and every kind of failure.
 
 use crate::fake::{BLOCKS, Fake};
 use crate::{attach, impatient, options};
@@ -60,7 +60,7 @@ fn admin_doorbells_reach_register_and_shadow() {
             state.polling = polling;
         });
         let mut options = options();
-        // Expires for the doorbell that the controller does not read.
+        // The limit expires for the command whose doorbell the controller does not read.
         options.timeouts.admin = Duration::from_millis(200);
         let controller = Controller::attach(fake.transport(), &options).unwrap();
         assert_eq!(controller.doorbells(), Doorbells::Shadow);
@@ -152,7 +152,7 @@ fn attaching_fails_if_the_controller_never_gets_ready() {
     let began = Instant::now();
     let error = fails(&fake, &impatient());
     assert!(matches!(error, AttachError::NotReady { step: "enabling", .. }), "{error}");
-    // Lower bound: the limit does not expire early.
+    // The attach must not fail before the limit.
     assert!(began.elapsed() >= impatient().timeouts.ready.unwrap());
     assert!(error.to_string().contains("reset the device"), "{error}");
 }
@@ -263,7 +263,7 @@ fn invalid_namespaces_are_skipped() {
     let fake = Fake::new();
     fake.with(|state| {
         let good = state.namespaces[&1];
-        // An invalid format; a block of 1 byte; metadata; no blocks at all.
+        // The bad namespaces: an invalid format, a block of 1 byte, metadata, and no blocks at all.
         let mut bad = good;
         bad.flbas = bad.flbas.with_low(7);
         state.namespaces.insert(2, bad);
@@ -306,7 +306,7 @@ fn invalid_namespace_lists_are_refused() {
     fake.with(|state| state.identify_lies.insert(cns::ACTIVE_NAMESPACES, list));
     let error = fails(&fake, &options());
     assert!(error.to_string().contains("1 after 2"), "{error}");
-    // A list without an end: the same full list each time.
+    // A list that never ends: each command returns the same full list.
     let fake = Fake::new();
     let list: Vec<u8> = (1..=1024u32).flat_map(u32::to_le_bytes).collect();
     fake.with(|state| state.identify_lies.insert(cns::ACTIVE_NAMESPACES, list));

@@ -1,4 +1,4 @@
-//! Detaching from a controller: in order, and with failures.
+//! Detaching from a controller, with and without failures.
 
 use crate::fake::Fake;
 use crate::{attach, attach_with, impatient, options};
@@ -85,9 +85,10 @@ fn memory_stays_mapped_if_the_controller_cannot_be_stopped() {
     drop(queue);
     drop(pool);
     fake.with(|state| {
-        // All but the buffers for admin commands, of which none was outstanding.
+        // The buffers of admin commands were unmapped, because no admin command was outstanding.
+        // All other memory is still mapped.
         assert_eq!(state.dma.table().len(), before - 1, "queues and buffers are still mapped");
-        // The controller does write to the buffer.
+        // The controller still writes to the buffer.
         state.hold = false;
     });
     fake.complete(0);
@@ -107,7 +108,7 @@ fn detaching_a_removed_controller_is_an_error() {
 
 #[test]
 fn detach_requests_a_normal_shutdown_while_enabled() {
-    // SHST is set only for a shutdown that was requested while CC.EN was set.
+    // The controller sets SHST only for a shutdown that was requested while CC.EN was set.
     let fake = Fake::new();
     let controller = Controller::attach(fake.transport(), &options()).unwrap();
     fake.with(|state| assert_eq!(state.cc.shn(), regs::SHN_NONE));

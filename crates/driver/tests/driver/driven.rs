@@ -1,4 +1,4 @@
-//! Queues driven by the thread that polls their futures, and waits with a timeout.
+//! Queues that are driven by the thread that polls their futures and waits with a timeout.
 
 use crate::fake::Fake;
 use crate::{impatient, options};
@@ -36,8 +36,8 @@ fn setup() -> Setup {
     setup_with(&options())
 }
 
-/// Waker that records the waking thread, and nudges the queue, as a thread that sleeps on it
-/// requires.
+/// Waker that records the waking thread and nudges the queue. The nudge is needed if the driving
+/// thread sleeps on the queue.
 struct Note {
     woken: AtomicBool,
     by: Mutex<Vec<ThreadId>>,
@@ -90,7 +90,7 @@ fn poll_once<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// The queue's own thread releases it when it is idle.
+/// Takes the right to drive the queue, after the queue thread is idle and has released it.
 fn take(queue: &AsyncQueue) -> Driver {
     let mut driver = None;
     wait_for(|| {
@@ -220,14 +220,14 @@ fn a_queue_with_commands_in_flight_can_be_driven() {
     let mut driver = loop {
         match queue.ask_to_drive() {
             Some(driver) => break driver,
-            // A nudge ends the sleep of the queue's own thread.
+            // A nudge ends the sleep of the queue thread.
             None if began.elapsed() < LIMIT => queue.nudge(),
             None => panic!("the queue's thread does not release the queue"),
         }
         std::thread::yield_now();
     };
     assert_eq!(driver.outstanding(), 1);
-    // The driving thread can ask whether another one has tried to drive.
+    // The driving thread can query whether another thread has tried to drive.
     assert!(queue.try_drive().is_none());
     assert!(driver.is_wanted() && !driver.is_wanted());
     fake.complete(0);
@@ -244,7 +244,7 @@ fn a_driver_notices_the_end_of_its_queue() {
     futures.iter_mut().for_each(|future| assert!(poll_once(future).is_pending()));
     assert!(driver.step());
     controller.detach().unwrap();
-    // The detach is noticed at the next submission or sleep.
+    // The driver notices the detach at the next submission or sleep.
     driver.sleep(Some(Instant::now()), || false);
     driver.step();
     wait_for(|| driver.is_over() || driver.step());
@@ -262,14 +262,14 @@ fn a_driver_notices_the_end_of_its_queue() {
 
 #[test]
 fn a_future_times_out_on_a_full_queue_and_returns_its_buffer() {
-    // Slots held by the device, and slots held by futures.
+    // The slots are held by the device, or by futures.
     for held in [true, false] {
         let Setup { fake, disk, pool, .. } = setup_with(&impatient());
         fake.with(|state| state.hold = held);
         let mut futures: Vec<_> = (0..15).map(|lba| disk.verify(lba, 1)).collect();
         futures.iter_mut().for_each(|future| assert!(poll_once(future).is_pending()));
         if !held {
-            // Completed, and not taken.
+            // The commands have completed, but their futures have not taken the results.
             wait::moment();
         }
         let began = Instant::now();
@@ -281,7 +281,7 @@ fn a_future_times_out_on_a_full_queue_and_returns_its_buffer() {
         let waker = Waker::from(Arc::clone(&woken));
         let mut context = Context::from_waker(&waker);
         assert!(Pin::new(&mut waits).poll(&mut context).is_pending());
-        // Not polled until it is woken.
+        // The future is not polled until its waker is called.
         wait_for(|| woken.0.load(Ordering::SeqCst));
         wait_for(|| match Pin::new(&mut waits).poll(&mut context) {
             Poll::Ready(Err(error)) => {
@@ -291,14 +291,14 @@ fn a_future_times_out_on_a_full_queue_and_returns_its_buffer() {
             Poll::Ready(Ok(_)) => panic!("the queue is full"),
             Poll::Pending => false,
         });
-        // Lower bound: the limit does not expire early.
+        // The future must not time out before the limit.
         assert!(began.elapsed() >= impatient().timeouts.io);
         let error = outcome.unwrap();
         assert!(matches!(error.kind, IoErrorKind::QueueFull { opcode: 2, .. }), "{error}");
         assert!(error.to_string().starts_with("Read was not submitted"), "{error}");
         assert!(error.buffer.is_some());
         wait_for(|| matches!(poll_once(&mut waits_too), Poll::Ready(Err(_))));
-        // Futures with slots are not affected.
+        // Futures that have slots are not affected.
         if !held {
             for future in &mut futures {
                 assert!(matches!(poll_once(future), Poll::Ready(Ok(()))));

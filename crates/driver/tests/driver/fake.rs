@@ -1,6 +1,7 @@
 //! A controller whose behaviour a test configures; correct by default.
 //!
-//! It runs on the thread that rings a doorbell, so nothing depends on time.
+//! The controller runs on the thread that rings a doorbell, so its behaviour does not depend on
+//! time.
 
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_driver::{Transport, TransportError};
@@ -40,41 +41,42 @@ pub(crate) struct State {
     pub(crate) doorbell_page: Option<SharedBytes>,
 
     // Injected faults.
-    /// CSTS.RDY never changes.
+    /// If true, CSTS.RDY never changes.
     pub(crate) stuck: bool,
-    /// CSTS.CFS is set when the controller is enabled.
+    /// If true, CSTS.CFS is set when the controller is enabled.
     pub(crate) fatal: bool,
-    /// Number of enables at which the first memory access meets a stale translation, which sets
+    /// Number of enables in which the first memory access hits a stale translation, which sets
     /// CSTS.CFS.
     pub(crate) stale: usize,
-    /// CSTS.NSSRO cannot be cleared.
+    /// If true, CSTS.NSSRO cannot be cleared.
     pub(crate) keeps_nssro: bool,
-    /// CSTS.SHST never becomes complete.
+    /// If true, CSTS.SHST never indicates a complete shutdown.
     pub(crate) endless_shutdown: bool,
-    /// The function cannot be reset.
+    /// If true, the function cannot be reset.
     pub(crate) no_reset: bool,
-    /// Registers read as all ones.
+    /// If true, registers read as all ones.
     pub(crate) removed: bool,
-    /// Doorbell writes fail.
+    /// If true, doorbell writes fail.
     pub(crate) broken_doorbells: bool,
-    /// Admin commands that are never completed.
+    /// Opcodes of admin commands that are never completed.
     pub(crate) ignored: BTreeSet<u8>,
-    /// Admin commands that fail.
+    /// Opcodes of admin commands that fail, with their status.
     pub(crate) refused: BTreeMap<u8, Status>,
-    /// I/O commands wait for [`Fake::complete`].
+    /// If true, I/O commands wait for [`Fake::complete`].
     pub(crate) hold: bool,
     /// Status of I/O commands.
     pub(crate) io_status: Status,
     /// Wrong Identify data, by CNS.
     pub(crate) identify_lies: BTreeMap<u8, Vec<u8>>,
-    /// With shadow doorbells: requires no register writes.
+    /// If true, the controller polls shadow doorbells, and its EventIdx requests no register
+    /// writes.
     pub(crate) polling: bool,
-    /// Value of EventIdx while `polling`, instead of one that follows the doorbell.
+    /// Fixed EventIdx while `polling` is true, instead of one that follows the doorbell.
     pub(crate) event_idx: Option<u32>,
-    /// With shadow doorbells: the admin queue's registers are read nevertheless.
+    /// If true, the controller reads the admin queue's registers even with shadow doorbells.
     pub(crate) admin_by_register: bool,
 
-    // Recorded history.
+    // Current state, and recorded history.
     pub(crate) cc: Cc,
     pub(crate) csts: Csts,
     aqa: Aqa,
@@ -183,7 +185,7 @@ impl Fake {
         state.post(qid, Cqe::new(sqe.cid, qid, 0, status, 0), None);
     }
 
-    /// Posts any completion; `phase` of `None` for the correct one.
+    /// Posts any completion. `phase` is `None` for the correct phase tag.
     pub(crate) fn post(&self, qid: u16, cqe: Cqe, sq_head: u16, phase: Option<bool>) {
         let mut state = self.state();
         let cqe = Cqe { sq_head, ..cqe };
@@ -271,8 +273,8 @@ impl State {
                 let behind = |at: u32| self.event_idx.unwrap_or(at.wrapping_sub(1) & 0xffff);
                 let idx = if self.polling { behind(queue.tail) } else { queue.tail };
                 event_idx.store_release(idx);
-                // No command waits for room in the completion queue, so EventIdx of its head
-                // follows, too.
+                // No command waits for a free completion queue entry. So EventIdx of the completion
+                // queue head follows the head as well.
                 if self.polling
                     && let Some((values, event_idxs)) = &self.shadow
                 {
@@ -562,7 +564,7 @@ impl Transport for Fake {
     }
 
     fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
-        // Different from the address in the process, and with the minimum alignment.
+        // The IOVA differs from the address in the process, and has the minimum alignment.
         let iova = 0x4000_0000_1000 + mapping.address() as u64;
         self.state().dma.map(iova, mapping.len() as u64, &mapping.bytes()).unwrap();
         Ok(iova)

@@ -145,7 +145,7 @@ fn a_dropped_future_leaves_its_buffer_to_the_device() {
     wait_for(|| fake.state().held.len() == 1);
     drop(future);
     assert_eq!(pool.available(), 63, "the device may still write to the buffer");
-    // All other buffers are available; none of them is the one in flight.
+    // All other buffers are available, and none of them is the buffer in flight.
     let others: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
     assert!(others.iter().all(|other| other.bytes().address() != bytes.address()));
     drop(others);
@@ -190,7 +190,7 @@ fn excess_requests_wait_in_order() {
         assert!(poll_once(future, &count).is_pending());
     }
     wait_for(|| fake.state().held.len() == 15);
-    // Two waiting futures and one in flight are dropped.
+    // Drop two futures that wait for a slot, and one whose command is in flight.
     drop(futures.remove(30));
     drop(futures.remove(16));
     drop(futures.remove(3));
@@ -209,7 +209,7 @@ fn excess_requests_wait_in_order() {
                 }
                 Poll::Pending => true,
             });
-            // The completion of the dropped future's command finishes no other future.
+            // No future gets the completion of the dropped future's command.
             if futures.len() < before || order.last() == Some(&3) {
                 break;
             }
@@ -242,7 +242,7 @@ fn an_unwanted_slot_goes_to_the_next_future() {
     assert_eq!(second.0.load(Ordering::SeqCst), 1);
     assert!(poll_once(&mut waits_too, &second).is_pending());
     wait_for(|| fake.state().held.back().is_some_and(|(_, sqe)| sqe.cdw10 == 101));
-    // The queue waits for its commands when it is closed.
+    // A queue that is being closed waits for its commands in flight.
     fake.with(|state| state.hold = false);
     while !fake.state().held.is_empty() {
         fake.complete(0);
@@ -260,10 +260,10 @@ fn a_command_that_never_completes_times_out_and_keeps_its_buffer() {
         assert!(matches!(error.kind, IoErrorKind::TimedOut { opcode: 2, .. }), "{error}");
         assert!(error.to_string().starts_with("Read was not completed within 80ms"), "{error}");
         assert!(error.buffer.is_none());
-        // Lower bound: the limit does not expire early.
+        // The command must not time out before the limit.
         assert!(began.elapsed() >= impatient().timeouts.io);
         assert_eq!(pool.available(), 63);
-        // The command completes after all.
+        // The controller completes the command after its timeout.
         fake.complete(0);
         wait_for(|| pool.available() == 64);
         fake.with(|state| state.hold = false);
@@ -281,7 +281,7 @@ fn closing_a_queue_has_a_timeout() {
     drop(future);
     let began = Instant::now();
     drop(disk);
-    // Lower bound: the drop waits for the command's timeout.
+    // The drop must wait until the command times out.
     assert!(began.elapsed() >= impatient().timeouts.io);
     assert_eq!(fake.state().deleted, [1]);
     assert_eq!(pool.available(), 64, "a deleted queue writes nowhere");
@@ -297,7 +297,7 @@ fn futures_fail_when_the_controller_is_detached() {
     futures.iter_mut().for_each(|future| assert!(poll_once(future, &count).is_pending()));
     wait_for(|| fake.state().held.len() == 15);
     controller.detach().unwrap();
-    // The queue's thread notices the detach when it next wakes.
+    // The queue thread notices the detach when it next wakes up.
     for future in futures {
         let error = block_on(future).unwrap_err();
         assert!(
@@ -342,10 +342,11 @@ fn many_tasks_on_many_threads_share_a_queue() {
 fn an_idle_queue_sleeps() {
     let Setup { disk, .. } = setup();
     block_on(disk.flush()).unwrap();
-    // Its thread may fall asleep only then, and ticks of a timer would come more often.
+    // The queue thread may fall asleep only during the first attempts. A timer would wake it more
+    // often than every 100 ms.
     wait::until("100 ms without a wakeup", || {
         let before = disk.queue().stats().sleeps;
-        // A timer would tick in this time.
+        // A timer would wake the thread in this time.
         std::thread::sleep(Duration::from_millis(100));
         disk.queue().stats().sleeps == before
     });

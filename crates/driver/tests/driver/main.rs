@@ -17,20 +17,20 @@ use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts};
 use shadowbell_testing::wait::LIMIT;
 use std::time::Duration;
 
-/// Options whose limits are not exceeded on a busy machine.
+/// Options with long time limits, which a busy machine does not exceed.
 fn options() -> AttachOptions {
     AttachOptions {
         queue_depth: 16,
         timeouts: Timeouts { ready: Some(LIMIT), admin: LIMIT, io: LIMIT, shutdown: LIMIT },
-        // Recovery would interfere with commands that the fake holds.
+        // Recovery would end commands that the fake controller holds.
         recovery: Recovery::OFF,
         ..AttachOptions::default()
     }
 }
 
-/// Options whose limits are exceeded in a test, which does not have to wait for long.
+/// Options with short time limits, for tests in which a limit expires.
 fn impatient() -> AttachOptions {
-    // Short limits: their expiry is tested.
+    // The limits are short, because tests wait until they expire.
     let timeouts = Timeouts {
         ready: Some(Duration::from_millis(50)),
         admin: Duration::from_millis(400),

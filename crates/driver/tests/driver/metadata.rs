@@ -1,5 +1,5 @@
-//! Blocks with metadata: inserted and stripped by a controller, computed and checked by the
-//! host, and resubmitted after a reset.
+//! Blocks with metadata, which the controller inserts and strips, or the host computes and checks;
+//! commands with metadata that are resubmitted after a reset.
 
 #[path = "../common/direct.rs"]
 mod direct;
@@ -98,7 +98,7 @@ impl Host {
         status.into_result().map(|()| buffer.unwrap().to_vec(blocks as usize * 512))
     }
 
-    /// Reads the data and the metadata of one block, unchecked.
+    /// Reads the data and the metadata of one block, without checks.
     fn raw(&mut self, lba: u64) -> (Vec<u8>, Vec<u8>) {
         let format = *self.namespace.metadata().unwrap();
         let command = self.namespace.read_with_metadata(lba, 1, fields(0, lba)).unwrap();
@@ -109,7 +109,7 @@ impl Host {
         (all[..512].to_vec(), all[512..].to_vec())
     }
 
-    /// Stores one block's data and metadata, unchecked.
+    /// Stores the data and the metadata of one block, without checks.
     fn put(&mut self, lba: u64, data: &[u8], own: &[u8]) {
         let command = self.namespace.write_with_metadata(lba, 1, fields(0, lba)).unwrap();
         let mut buffer = self.buffer();
@@ -127,7 +127,7 @@ fn data(seed: u64, blocks: usize) -> Vec<u8> {
     (0..blocks as u64 * 64).flat_map(word).collect()
 }
 
-/// The CRC of T10 DIF, bit by bit.
+/// The CRC of T10 DIF, computed bit by bit.
 fn t10(data: &[u8]) -> [u8; 2] {
     let mut crc = 0u16;
     for byte in data {
@@ -139,7 +139,7 @@ fn t10(data: &[u8]) -> [u8; 2] {
     crc.to_be_bytes()
 }
 
-/// Every type, guard and layout of metadata that consist of protection information only.
+/// Formats whose metadata consist of protection information only: every type, guard and layout.
 fn formats() -> impl Iterator<Item = (u8, bool, String)> {
     (1..=3).flat_map(|pi| {
         [false, true].into_iter().flat_map(move |wide| {
@@ -160,7 +160,7 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         assert_eq!((host.namespace.unusable(), format.protection()), (None, pi), "{text}");
         assert_eq!(format.guard() == GuardKind::Crc64, wide);
         let end = host.namespace.blocks();
-        // A PRP list, PRPs of two pages and one, and the end of the disk.
+        // The commands need a PRP list, two PRPs, one PRP, and reach the end of the disk.
         for (lba, blocks) in [(3, 60), (100, 9), (200, 1), (end - 17, 17)] {
             let wanted = data(lba, blocks as usize);
             host.write(lba, &wanted);
@@ -169,7 +169,8 @@ fn plain_commands_let_the_controller_insert_and_strip() {
                 host.plain(host.namespace.verify(lba, blocks).unwrap(), None).0,
                 Status::SUCCESS
             );
-            // The inserted protection information is the same as the host's.
+            // The protection information that the controller inserts is the same that the host
+            // computes.
             let (stored, own) = host.raw(lba);
             assert_eq!(stored, wanted[..512]);
             let mut made = vec![0; own.len()];
@@ -184,7 +185,7 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         assert!(matches!(host.namespace.compare(0, 1), Err(RequestError::CompareMetadata { .. })));
         assert!(!host.namespace.compares());
 
-        // Errors are detected.
+        // The controller detects wrong data and wrong protection information.
         let (stored, own) = host.raw(10);
         let tags = if wide { 8 } else { 2 };
         let wrong =
@@ -210,7 +211,8 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         host.put(10, &stored, &own);
         assert_eq!(host.read(3, 60).unwrap(), data(3, 60));
 
-        // Zeroes, with no checks or all, and deallocated blocks.
+        // Write Zeroes with and without Deallocate. After Deallocate, protection information reads
+        // as FFh, which disables the checks.
         for deallocate in [false, true] {
             let zeroes = host.namespace.write_zeroes(5, 4, deallocate).unwrap();
             assert_eq!(host.plain(zeroes, None).0, Status::SUCCESS);
@@ -224,7 +226,7 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         assert_eq!(host.plain(discard, Some(buffer)).0, Status::SUCCESS);
         assert_eq!(host.read(20, 1).unwrap().len(), 512);
 
-        // A copy has the reference tags of its own blocks.
+        // The blocks of a copy have the reference tags of their new LBAs.
         assert_eq!(host.namespace.copy_limits().is_some(), !wide);
         if !wide {
             let source = CopyRange { slba: 30, nlb0: 4, ..CopyRange::default() };
@@ -246,13 +248,13 @@ fn a_host_computes_and_checks_protection_information() {
         let mut host = Host::new(&text);
         let (lba, blocks) = (host.namespace.blocks() - 33, 33);
         let checks = if pi == 3 { all & !PRINFO_REFTAG } else { all };
-        // With type 2, tags that are unrelated to the block.
+        // With type 2, the reference tag is unrelated to the LBA.
         let ref_tag = if pi == 2 { 0xffff_fff0 } else { lba };
         let tags = ProtectionFields { prinfo: checks, app_tag: 0x5151, app_mask: 0xffff, ref_tag };
         let write = host.namespace.write_with_metadata(lba, blocks, tags).unwrap();
         let mut buffer = host.buffer();
         assert!(buffer.copy_from(0, &data(1, write.buffer_bytes().div_ceil(512))));
-        // Not computed yet.
+        // The protection information has not been computed yet.
         let (status, mut buffer) = host.given(&write, Some(buffer));
         assert_eq!(status.code(), Status::GUARD_CHECK, "{text}");
         assert!(write.protect(&mut buffer));
@@ -290,8 +292,8 @@ fn a_host_computes_and_checks_protection_information() {
         assert!(buffer.copy_from(0, &[written[0] ^ 1]));
         assert_eq!(host.given(&compare, Some(buffer)).0.code(), Status::COMPARE_FAILURE);
 
-        // With PRACT, metadata of protection information only are not transferred; plain commands
-        // do that.
+        // With PRACT, metadata that consist of protection information only are not transferred, as
+        // with plain commands.
         let strips = ProtectionFields { prinfo: tags.prinfo | PRINFO_PRACT, ..tags };
         let read = host.namespace.read_with_metadata(lba, blocks, strips).unwrap();
         let alone = host.namespace.metadata().unwrap().is_protection_alone();
@@ -315,13 +317,13 @@ fn plain_metadata_is_stored_unchanged() {
     for extended in ["off", "on"] {
         let mut host = Host::new(&format!("metadata=16&extended={extended}"));
         let write = host.namespace.write_with_metadata(7, 20, fields(PRINFO_PRACT, 3)).unwrap();
-        // PRACT and tags have no effect here.
+        // PRACT and tags have no effect, because these metadata have no protection information.
         assert_eq!(write.buffer_bytes(), 20 * 528);
         let mut buffer = host.buffer();
         let wanted = data(5, 21)[..20 * 528].to_vec();
         assert!(buffer.copy_from(0, &wanted) && write.protect(&mut buffer));
         assert_eq!(host.given(&write, Some(buffer)).0, Status::SUCCESS);
-        // At another offset of the buffer.
+        // Read to another offset of the buffer.
         let read = host.namespace.read_with_metadata(7, 20, fields(0, 0)).unwrap().at(512);
         let read = if extended == "off" { read.metadata_at(0) } else { read };
         let buffer = host.buffer();
@@ -370,7 +372,7 @@ fn futures_transfer_metadata() {
     let disk = AsyncQueue::start(queue).unwrap().open(&namespace);
     let mut buffer = pool.take().unwrap();
     buffer.fill(3);
-    // Data only, with PRACT.
+    // Plain commands transfer data only, with PRACT.
     let buffer = block_on(disk.write(16, buffer)).unwrap();
     let read =
         namespace.read_with_metadata(16, 4, fields(PRINFO_GUARD | PRINFO_REFTAG, 16)).unwrap();
@@ -380,7 +382,7 @@ fn futures_transfer_metadata() {
     let error = block_on(disk.transfer_with_metadata(wrong, buffer)).unwrap_err();
     let IoErrorKind::Status { status, .. } = error.kind else { panic!("{error}") };
     assert_eq!(status.code(), Status::REFERENCE_TAG_CHECK);
-    // More futures than the queue has slots, some of which are dropped.
+    // There are more futures than the queue has slots, and some futures are dropped.
     std::thread::scope(|scope| {
         for nth in 0..8u64 {
             let (disk, pool) = (&disk, &pool);
@@ -427,7 +429,7 @@ fn a_resubmitted_command_keeps_its_tags() {
         ref_tag: 0xabcd_ef01,
     };
     let given = namespace.write_with_metadata(5, 8, tags).unwrap();
-    // Uses slots other than the first of the table.
+    // The other commands make this one use another slot of the table than the first.
     queue.submit(namespace.flush(), None).unwrap();
     queue.submit_with_metadata(&given, pool.take()).unwrap();
     queue.submit(namespace.read(9, 2).unwrap(), pool.take()).unwrap();
@@ -452,7 +454,7 @@ fn a_resubmitted_command_keeps_its_tags() {
         controller.recovery_stats().resets != 0 && fake.state().held.len() == 4
     });
     assert_eq!(entries(), before);
-    // Again with other commands in the slots.
+    // Repeat with other commands in the slots.
     for _ in 0..4 {
         fake.complete(0);
     }

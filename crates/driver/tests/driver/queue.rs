@@ -1,4 +1,4 @@
-//! Queue pairs: the poll API.
+//! Queue pairs: the polling API.
 
 use crate::fake::{BLOCKS, Fake};
 use crate::{attach, impatient, options};
@@ -10,7 +10,7 @@ use shadowbell_spec::{Cqe, Status};
 use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 
-/// A controller with its only queue pair.
+/// Attaches to the controller, and returns it with its only queue pair.
 fn one_queue(fake: &Fake, options: &AttachOptions) -> (Controller, QueuePair) {
     let mut controller = Controller::attach(fake.transport(), options).unwrap();
     let queue = controller.take_queue_pair().unwrap();
@@ -92,7 +92,7 @@ fn a_queue_accepts_its_capacity_and_wraps() {
         assert!(matches!(refused.reason, QueueError::Full { qid: 1, outstanding: 15 }));
         queue.ring().unwrap();
         assert_eq!(fake.state().held.len(), 15);
-        // From the last to the first.
+        // Complete the commands from the last to the first.
         for n in (0..15).rev() {
             fake.complete(n);
         }
@@ -128,7 +128,7 @@ fn a_batch_takes_one_doorbell_write_or_none_with_shadow() {
     assert_eq!(stats.mmio_saved, 0);
     drop((queue, controller));
 
-    // EventIdx follows, or is no position of the ring at all, as SPDK's target has it.
+    // EventIdx follows the doorbell, or is not a position of the ring, as in SPDK's target.
     for event_idx in [None, Some(u32::MAX), Some(0xfffe), Some(64)] {
         let fake = Fake::new();
         let (controller, mut queue) = one_queue(&fake, &options());
@@ -219,7 +219,7 @@ fn completions_without_a_command_are_ignored() {
     let pool = controller.buffers(4, 4096).unwrap();
     let token = queue.submit(read(&controller, 0, 8), pool.take()).unwrap();
     queue.ring().unwrap();
-    // A free slot, no slot at all, and all ones.
+    // Command identifiers of a free slot, of no slot, and all ones.
     for cid in [token.cid() + 1, 15, 0x7ff, 0xffff] {
         fake.post(1, Cqe::new(cid, 1, 0, Status::SUCCESS, 0), 1, None);
         assert!(queue.pop().is_none());
@@ -244,7 +244,7 @@ fn completions_without_a_command_are_ignored() {
 fn a_flood_of_completions_ends() {
     let fake = Fake::new();
     let (_controller, mut queue) = one_queue(&fake, &options());
-    // The whole completion queue, with the correct phase in each round.
+    // Fill the whole completion queue, with the correct phase tag in each round.
     for _ in 0..3 {
         for _ in 0..32 {
             fake.post(1, Cqe::new(9, 1, 0, Status::SUCCESS, 0), 0, None);
@@ -262,7 +262,7 @@ fn a_completion_with_the_wrong_phase_is_ignored() {
     let token = queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
     queue.ring().unwrap();
     fake.post(1, Cqe::new(token.cid(), 1, 0, Status::SUCCESS, 0), 1, Some(false));
-    // Nothing is to be seen in this time.
+    // No completion is visible in this time.
     let soon = Instant::now() + Duration::from_millis(5);
     assert!(!queue.wait(Some(soon)).unwrap());
     assert!(queue.pop().is_none());
@@ -276,7 +276,7 @@ fn invalid_queue_heads_are_ignored() {
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
     let flush = controller.namespace(1).unwrap().flush();
-    // Outside of the queue, past the tail, and of another queue.
+    // SQHD outside of the queue, SQHD after the tail, and the identifier of another queue.
     for (i, (sq_head, sq_id)) in [(16, 1), (0xffff, 1), (15, 1), (4, 2)].into_iter().enumerate() {
         let token = queue.submit(flush, None).unwrap();
         queue.ring().unwrap();
@@ -293,9 +293,9 @@ fn invalid_queue_heads_are_ignored() {
     assert_eq!(queue.stats().bad_sq_heads, 4);
 }
 
-/// Commands are reaped and resubmitted, so SQHD may advance by more than a queue length
-/// before the driver publishes the completion queue head. The driver must not count
-/// such an SQHD as impossible.
+/// If commands are reaped and resubmitted, SQHD may advance by more than a queue length before the
+/// driver publishes the completion queue head. The driver must not count such an SQHD as
+/// impossible.
 #[test]
 fn heads_are_correct_for_any_batch_between_two_rings() {
     let fake = Fake::new();
@@ -308,7 +308,7 @@ fn heads_are_correct_for_any_batch_between_two_rings() {
         }
         queue.ring().unwrap();
     };
-    // Of 16 entries.
+    // Batches of up to 15 commands, in a queue of 16 entries.
     for batch in [8, 9, 15, 1, 12, 15, 15] {
         submit(&mut queue, batch);
         for _ in 0..3 {
@@ -349,7 +349,7 @@ fn waiting_sleeps_until_the_interrupt() {
             wait::asleep(waiter);
             fake.complete(0);
         });
-        // `wait` rings the doorbell itself.
+        // `wait` rings the doorbell of the submitted command.
         assert!(queue.wait(None).unwrap());
     });
     assert!(queue.pop().is_some());
@@ -359,9 +359,9 @@ fn waiting_sleeps_until_the_interrupt() {
     let began = Instant::now();
     let soon = began + Duration::from_millis(20);
     assert!(!queue.wait(Some(soon)).unwrap());
-    // Lower bound: the wait does not end early.
+    // The wait must not end before the deadline.
     assert!(Instant::now() >= soon);
-    // A signal of another thread ends it, too.
+    // A signal of another thread also ends the wait.
     let waker = queue.waker().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -379,7 +379,7 @@ fn waiting_polls_without_an_interrupt() {
         one_queue(&fake, &AttachOptions { interrupts: false, ..options() });
     fake.with(|state| state.hold = true);
     queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
-    // Nothing is to be seen in this time.
+    // No completion is visible in this time.
     let soon = Instant::now() + Duration::from_millis(10);
     assert!(!queue.wait(Some(soon)).unwrap());
     std::thread::scope(|scope| {
@@ -420,7 +420,7 @@ fn dropping_a_queue_deletes_it_and_returns_its_buffers() {
     drop(queue);
     assert_eq!(fake.state().deleted, [1]);
     assert_eq!(pool.available(), 3);
-    // The identifier is free again, and its memory has nothing of the old queue.
+    // The identifier is free again, and no entry of the old queue is left in its memory.
     let queue = controller.create_queue_pair(16).unwrap();
     assert!(!queue.is_ready());
 }
@@ -441,9 +441,9 @@ fn buffers_of_a_queue_that_is_not_deleted_are_kept() {
     drop(queue);
     assert_eq!(pool.available(), 1, "the other one");
     let error = controller.create_queue_pair(16).map(|queue| queue.qid());
-    // Identifier 1 is never used again; the controller granted one pair only.
+    // Identifier 1 is never used again, and the controller has granted only one pair.
     assert!(error.is_err());
-    // A late completion of the device writes to no other memory.
+    // A late write of the device reaches only the old buffer.
     fake.with(|state| state.blocks.fill(0x5a));
     fake.complete(0);
     assert_eq!(bytes.read::<u8>(0), Some(0x5a));
@@ -475,7 +475,7 @@ fn the_largest_and_the_smallest_queue_work() {
     }
     queue.ring().unwrap();
     assert_eq!(queue.poll(drop).unwrap(), 65535);
-    // More entries than the controller supports.
+    // The option requests more entries than the controller supports.
     fake.with(|state| state.cap = state.cap.with_mqes(63));
     drop((queue, controller));
     assert_eq!(one_queue(&fake, &large).1.capacity(), 63);
@@ -504,8 +504,8 @@ fn a_long_queue_is_rung_for_several_commands_at_a_time() {
         queue.submit(flush, None).unwrap();
         published.push(queue.ring_in_time().unwrap());
     }
-    // Each command is rung at once while it is at least half of those in flight; from there on two
-    // at a time, then three, then four.
+    // Each command is published at once while it is at least half of the commands in flight.
+    // Afterwards commands are published in groups of two, then three, then four.
     assert_eq!(published[..4], [true; 4]);
     assert_eq!(published[4..], [0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0].map(|published| published == 1));
     assert_eq!(queue.stats().batches, 7);

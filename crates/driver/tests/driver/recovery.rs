@@ -1,5 +1,5 @@
-//! Recovery from faults that need a fake: a controller that fails while idle, one that cannot
-//! be stopped, one that changes.
+//! Recovery from faults that only a fake controller can have: it fails while idle, cannot be
+//! disabled, or changes its properties.
 
 use crate::fake::Fake;
 use crate::options;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 fn recovering() -> AttachOptions {
     let recovery = Recovery { watch: Duration::from_millis(2), ..Recovery::default() };
-    // Limits that are exceeded in a test, but not by what is only slow on a busy machine.
+    // The limits expire in these tests, but are long enough for a busy machine.
     let timeouts = Timeouts {
         ready: Some(Duration::from_millis(500)),
         admin: Duration::from_secs(5),
@@ -43,7 +43,7 @@ fn a_failed_controller_is_detected_while_idle() {
         fake.with(|state| match csts {
             "cfs" => state.csts = state.csts.with_cfs(true),
             "nssro" => state.csts = state.csts.with_nssro(true),
-            // As after a reset by another process.
+            // The state is that after a reset by another process.
             _ => state.reset(),
         });
         wait_for(|| controller.recovery_stats().resets == 1);
@@ -54,7 +54,7 @@ fn a_failed_controller_is_detected_while_idle() {
         queue.submit(flush, None).unwrap();
         queue.ring().unwrap();
         assert_eq!(queue.pop().unwrap().status, Status::SUCCESS);
-        // The status stays good.
+        // No further recovery follows, because the status is healthy.
         wait::moment();
         let stats = controller.recovery_stats();
         assert_eq!((stats.resets, stats.queues_restored), (1, 1), "{stats:?}");
@@ -94,9 +94,9 @@ fn namespaces_are_read_again_when_they_change() {
     assert!(controller.check().unwrap());
     assert_eq!(controller.namespace(2).unwrap().blocks(), 77);
     assert!(!controller.check().unwrap());
-    // The event is still delivered to the program.
+    // The program still receives the event.
     assert_eq!(controller.admin().take_events(), [AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED]);
-    // Another kind of event changes nothing.
+    // Another type of event does not cause an Identify.
     fake.event(AsyncEvent::TEMPERATURE_THRESHOLD.dw0());
     assert!(!controller.check().unwrap());
     assert_eq!(controller.recovery_stats().namespaces_read, 1);
@@ -133,7 +133,7 @@ fn buffers_stay_reserved_if_the_controller_cannot_be_stopped() {
     let unmaps = fake.state().unmaps;
     drop(pool);
     assert_eq!(fake.state().unmaps, unmaps, "memory that the device may write to stays mapped");
-    // The controller does write to it.
+    // The controller still writes to the buffer.
     fake.with(|state| state.blocks.fill(0x5a));
     fake.complete(0);
     assert_eq!(bytes.read::<u8>(0), Some(0x5a));
@@ -163,7 +163,7 @@ fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
         assert!(began.elapsed() < LIMIT);
     };
     assert_eq!(fake.state().deleted, [1], "not before the queue is deleted");
-    // Lower bound: the limit does not expire early.
+    // The command must not end before the timeout.
     assert!(began.elapsed() >= recovering().timeouts.io, "{:?}", began.elapsed());
     assert_eq!((ended.token, ended.status), (token, Status::ABORTED_BY_HOST));
     drop(ended);
@@ -178,7 +178,7 @@ fn a_duplicate_completion_does_not_end_the_repetition() {
     let flush = controller.namespace(1).unwrap().flush();
     let token = queue.submit(flush, None).unwrap();
     queue.ring().unwrap();
-    // The late command is aborted.
+    // The driver sends Abort for the late command.
     let abort = AdminOpcode::Abort as u8;
     wait_for(|| {
         assert!(queue.pop().is_none());
@@ -200,8 +200,8 @@ fn a_duplicate_completion_does_not_end_the_repetition() {
     assert_eq!((queue.stats().repeated, queue.outstanding()), (1, 0));
 }
 
-/// The controller aborts its late commands while their queue is deleted: they are found in the
-/// completion queue after the submission queue has gone.
+/// The controller aborts its late commands while their queue is deleted. The driver finds their
+/// completions in the completion queue after the deletion of the submission queue.
 #[test]
 fn commands_aborted_with_their_queue_are_resubmitted() {
     let fake = Fake::new();
@@ -221,7 +221,7 @@ fn commands_aborted_with_their_queue_are_resubmitted() {
         fake.post(1, aborted, 3, None);
     }
     fake.with(|state| state.doorbell_writes.clear());
-    // The program reaps no completions meanwhile.
+    // The program does not reap completions in the meantime.
     wait_for(|| {
         queue.ring().unwrap();
         is_in_log(AdminOpcode::DeleteIoSq)
@@ -259,7 +259,7 @@ fn futures_survive_a_recreated_queue() {
             });
         }
         wait_for(|| fake.state().held.len() == 4);
-        // The commands are lost with their queue.
+        // The commands are lost when their queue is deleted.
         fake.with(|state| state.hold = false);
     });
     let stats = controller.recovery_stats();
@@ -279,8 +279,7 @@ fn dropping_the_last_handle_shuts_the_controller_down() {
         let fake = Fake::new();
         let (controller, queue) = attach(&fake);
         let admin = controller.admin();
-        // While the watchdog checks the controller from time to time.
-        // Random moment: any is good.
+        // The handles are dropped at a random moment between two checks of the watchdog.
         std::thread::sleep(Duration::from_micros(500 * (round % 5)));
         drop(controller);
         drop(admin);

@@ -29,7 +29,7 @@ struct Board {
     resettable: bool,
     bar0: u64,
     max_dma_maps: u32,
-    /// Files of shared memory.
+    /// Descriptors of the shared memory.
     memory: Vec<OwnedFd>,
 }
 
@@ -189,7 +189,7 @@ impl Server {
     }
 
     fn connect(&self) -> Result<VfioUser, TransportError> {
-        // The directory: the client looks for `cntrl` in it.
+        // The path is the directory, in which the client opens `cntrl`.
         VfioUser::connect(self.directory.path(), LIMIT)
     }
 
@@ -207,7 +207,7 @@ impl Drop for Server {
     }
 }
 
-/// A configuration space with an MSI-X capability behind another one.
+/// A configuration space with an MSI-X capability as its second capability.
 fn board() -> Board {
     let mut config = vec![0; 256];
     config[6] = 1 << 4;
@@ -253,8 +253,8 @@ fn data_doorbells_and_interrupts_work_over_the_socket() {
             Controller::attach(Arc::clone(&transport) as Arc<dyn Transport>, &options).unwrap();
         {
             let board = server.board.lock().unwrap();
-            // SPDK's target fails a controller that raises an interrupt without a handler, unless
-            // the pin is off or MSI-X is on.
+            // SPDK's target raises INTx if it is not disabled and MSI-X is not enabled, and fails
+            // the controller if INTx has no handler.
             assert_eq!(board.config[4..6], [6, 4], "memory space, bus master, no interrupt pin");
             assert_eq!(board.config[0x53], 0x80, "MSI-X enabled, and not masked");
         }
@@ -367,7 +367,7 @@ fn a_lost_server_fails_the_queue() {
     assert!(error.to_string().contains("is kept"), "{error}");
 }
 
-/// Reserved huge pages, which root configures.
+/// Reserved huge pages, which only root can configure.
 struct HugePages;
 
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
@@ -389,8 +389,8 @@ impl Drop for HugePages {
     }
 }
 
-/// The server has the shared memory, and no seal prevents it from punching holes. Another huge
-/// page may not be available.
+/// The server has the descriptor of the shared memory, which is not sealed against holes. If the
+/// server punches a hole, no other huge page may be available for it.
 #[test]
 fn punched_huge_pages_disconnect_the_server() {
     use rustix::fs::{FallocateFlags, fallocate, fstat};
@@ -411,13 +411,13 @@ fn punched_huge_pages_disconnect_the_server() {
     };
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     fallocate(huge, hole, 0, LEN as u64).unwrap();
-    // No other page is available.
+    // Without the reservation, no other huge page is available.
     drop(pages);
     buffer.fill(2);
     assert_eq!(buffer.to_vec(LEN), vec![2; LEN]);
     let error = controller.registers().unwrap_err().to_string();
     assert!(error.contains("its server has removed pages from the memory"), "{error}");
-    // The watchdog detects it without a command.
+    // The watchdog detects the lost pages even if no command is in flight.
     let mut queue = queue;
     let namespace = controller.namespace(1).unwrap().clone();
     let until = wait::deadline();

@@ -1,4 +1,4 @@
-//! A disk with a volatile cache, whose power can be cut.
+//! A disk with a volatile cache, and simulated power cuts.
 
 use parking_lot::Mutex;
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
@@ -7,14 +7,14 @@ use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
 
-/// Bytes of a block.
+/// Block size in bytes.
 pub(crate) const BLOCK: usize = 512;
 
 #[derive(Debug)]
 struct Bytes {
     cached: Vec<u8>,
     stable: Vec<u8>,
-    /// Blocks that are in the cache only.
+    /// Blocks whose last write is only in the cache.
     dirty: HashSet<usize>,
 }
 
@@ -32,7 +32,7 @@ impl CachedDisk {
         Self { blocks, bytes: Arc::new(Mutex::new(bytes)) }
     }
 
-    /// Contents of a block after a power cut now.
+    /// Contents of a block after a power cut at this moment.
     pub(crate) fn stable(&self, block: u64) -> [u8; BLOCK] {
         let bytes = self.bytes.lock();
         bytes.stable[block as usize * BLOCK..][..BLOCK].try_into().unwrap()

@@ -1,4 +1,4 @@
-//! Steps of recovery against the real controller with injected faults.
+//! Recovery of the driver from injected faults of the real controller.
 
 #[path = "../common/direct.rs"]
 mod direct;
@@ -26,11 +26,11 @@ fn emulated(disk: Arc<dyn Disk>) -> Emulated {
     Emulated::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Options whose limits are exceeded in a test, but only by a controller that does wrong: one that
-/// does not run for a while, on a busy machine, does not exceed them.
+/// Options with time limits that the injected faults exceed. The limits are long enough for a
+/// controller that gets no processor for a while on a busy machine.
 fn options() -> AttachOptions {
     AttachOptions {
-        // Exceeded only by a controller that does wrong.
+        // Only injected faults exceed these limits.
         timeouts: Timeouts {
             ready: Some(Duration::from_secs(1)),
             admin: Duration::from_secs(2),

@@ -1,5 +1,5 @@
-//! A program that keeps a queue full and knows the expected contents of the disk: every block
-//! contains its number and its version.
+//! A program that keeps a queue full and checks the contents of the disk. Every block contains its
+//! number and its version.
 
 use crate::disk::{BLOCK, CachedDisk};
 use shadowbell_driver::{Buffer, BufferPool, Command, Completion, Namespace, QueuePair};
@@ -8,7 +8,7 @@ use shadowbell_testing::wait::LIMIT;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// Maximum of blocks in a command.
+/// Maximum number of blocks of a command.
 const MOST: u64 = 16;
 /// Contents of a block after `version` writes; version 0 is zeroes.
 fn fill(block: u64, version: u64) -> [u8; BLOCK] {
@@ -27,7 +27,7 @@ fn fill(block: u64, version: u64) -> [u8; BLOCK] {
     bytes
 }
 
-/// The version in a block, if it is intact and of that block.
+/// The version in `bytes`, if they are an intact version of `block`.
 fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let version = if bytes.iter().all(|b| *b == 0) { 0 } else { word(8) };
@@ -42,11 +42,11 @@ fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Read,
-    /// Writes the versions of the model; repeated if the outcome is unknown.
+    /// Write of the model's versions. If the outcome is unknown, the program repeats it.
     Write,
     Zero,
     Discard,
-    /// Has the time of its submission.
+    /// Flush, with the time of its submission.
     Flush(u64),
 }
 
@@ -58,7 +58,7 @@ struct Op {
     began: Instant,
 }
 
-/// Program of one queue, on the blocks from `first` on.
+/// Program for one queue. It uses the blocks from `first` on.
 pub(crate) struct Program {
     namespace: Namespace,
     /// The controller's disk.
@@ -66,12 +66,13 @@ pub(crate) struct Program {
     first: u64,
     /// Version of the last write to each block, completed or not.
     versions: Vec<u64>,
-    /// Next version, other than zeroes.
+    /// Version of the next write; never 0, which means zeroes.
     next_version: u64,
     busy: Vec<bool>,
     /// Time and version of the last completed change of each block.
     changed: Vec<(u64, u64)>,
-    /// Oldest version that may be stable, in the order of the changes.
+    /// Oldest version of each block that a power cut may leave, as a position in the order of
+    /// changes.
     durable: Vec<u64>,
     /// All versions of a block in order, with zeroes as version 0.
     history: Vec<Vec<u64>>,
@@ -79,7 +80,7 @@ pub(crate) struct Program {
     ops: Vec<Option<Op>>,
     random: u64,
     pub(crate) completed: u64,
-    /// Failed commands, which the program has resubmitted.
+    /// Number of failed commands, which the program has resubmitted.
     pub(crate) failures: u64,
     pub(crate) slowest: Duration,
 }
@@ -122,7 +123,7 @@ impl Program {
         start..start + blocks as usize
     }
 
-    /// Chooses an operation that conflicts with no other, and records its effect.
+    /// Chooses an operation that conflicts with none in flight, and records its effect.
     fn choose(&mut self) -> Option<Op> {
         let random = self.draw();
         let blocks = [1, 8, 8, 8, MOST][(random >> 8) as usize % 5];
@@ -168,7 +169,7 @@ impl Program {
                     assert!(buffer.copy_from(i * BLOCK, &data));
                 }
                 let command = self.namespace.write(lba, blocks).unwrap();
-                // Some must not be repeated by the driver, and are repeated by the program.
+                // The driver must not repeat some of the writes. The program repeats those itself.
                 if self.draw().is_multiple_of(8) { command.once() } else { command }
             }
             Kind::Zero => self.namespace.write_zeroes(lba, blocks, true).unwrap(),
@@ -184,7 +185,7 @@ impl Program {
         self.ops[token.index()] = Some(op);
     }
 
-    /// Keeps the queue full until `enough` returns true, then waits for commands in flight.
+    /// Keeps the queue full until `enough` returns true. Then waits for the commands in flight.
     pub(crate) fn run(
         &mut self,
         queue: &mut QueuePair,
@@ -225,7 +226,8 @@ impl Program {
         assert!(op.began.elapsed() < LIMIT, "a command took {:?}", op.began.elapsed());
         let buffer = buffer.expect("the controller is done with the buffer");
         if !status.is_success() {
-            // The outcome is unknown: repeat it before any other command to these blocks.
+            // The outcome is unknown, so the command is repeated before any other command to these
+            // blocks.
             self.failures += 1;
             return self.submit(queue, op, buffer);
         }
@@ -234,7 +236,7 @@ impl Program {
         if let Kind::Flush(submitted) = op.kind {
             for block in 0..self.changed.len() {
                 let (when, version) = self.changed[block];
-                // Changes that had completed before the submission of the flush.
+                // The flush covers the changes that had completed before its submission.
                 if when <= submitted && self.durable[block] < version {
                     self.durable[block] = version;
                     self.check_stable(block);

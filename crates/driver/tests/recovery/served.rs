@@ -99,7 +99,7 @@ impl Device for Function {
     }
 }
 
-/// A server with a thread of its own.
+/// A vfio-user server with its own thread.
 pub(crate) struct Server {
     directory: tempfile::TempDir,
     handle: Handle,
@@ -111,7 +111,8 @@ impl Server {
         let directory = tempfile::tempdir().unwrap();
         let mut reactor = Reactor::new(Limits::default()).unwrap();
         let listener = Listener::bind(directory.path().join("cntrl")).unwrap();
-        // No capabilities: eventfd interrupts need none in this server.
+        // The configuration space has no capabilities, because this server needs none for eventfd
+        // interrupts.
         let function = Function { controller: controller.clone(), config: [0; 256] };
         reactor.add(listener, Box::new(function)).unwrap();
         let handle = reactor.handle();

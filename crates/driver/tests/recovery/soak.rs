@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// All recoverable faults, each often. Faults during a reset are so rare that some try must
-/// succeed.
+/// All recoverable faults, each many times. Faults during a reset are rare, so that one of the
+/// attempts succeeds.
 const FAULTS: &str = "seed=2604,\
     fatal:every=20000,subsystem-reset:every=51000,wrong-phase:every=3000,\
     drop-before:rate=1/150,drop-after:rate=1/150,hang:rate=1/150,wrong-cid:rate=1/300,\
@@ -22,12 +22,12 @@ const FAULTS: &str = "seed=2604,\
     ignore=0x08:every=5,refuse=0x08:every=7,ignore=0x00:every=31,refuse=0x06:every=7,\
     refuse=0x7c:every=8,never-ready:every=9,never-disabled:every=11";
 
-/// Blocks of each program.
+/// Number of blocks of each program.
 const BLOCKS: u64 = 8192;
-/// Commands in flight of each program.
+/// Number of commands in flight of each program.
 const DEPTH: u32 = 128;
 
-/// Minimum number of the later recovery steps.
+/// Minimum number of times that each later recovery step must occur.
 const TAKEN: u64 = 12;
 
 /// Runs until `faults` faults were injected.
@@ -40,10 +40,10 @@ fn soak(faults: u64) {
         queue_pairs: 2,
         queue_depth: DEPTH + 1,
         timeouts: Timeouts {
-            // A reset, which has only a few tries, has more time than a command.
+            // A reset has only a few attempts, so it gets more time than a command.
             ready: Some(Duration::from_secs(1)),
             admin: Duration::from_millis(500),
-            // Slow commands may be aborted, too.
+            // The limit is so short that slow commands may be aborted as well.
             io: Duration::from_millis(16),
             ..Timeouts::default()
         },
@@ -71,7 +71,7 @@ fn soak(faults: u64) {
                     if (injected.total() < faults || !taken) && began.elapsed() < LIMIT {
                         return false;
                     }
-                    // Commands in flight have to end without further faults.
+                    // No further faults are injected, so that the commands in flight end.
                     emulated.inject(shadowbell_controller::faults::Faults::default());
                     true
                 });

@@ -1,4 +1,4 @@
-//! Each recovery step alone, in one process.
+//! Each recovery step in a test of its own, with driver and controller in one process.
 
 use crate::direct::Direct;
 use crate::{emulated, inject, options};
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// A controller with its host.
+/// A controller, the driver attached to it, and its queue.
 struct Rig {
     emulated: Emulated,
     controller: Controller,
@@ -43,7 +43,7 @@ fn next(queue: &mut QueuePair) -> Completion {
     let deadline = wait::deadline();
     loop {
         let _ = queue.wait(Some(deadline)).unwrap();
-        // The wait may end without a completed command.
+        // The wait may end without a completion.
         if let Some(completion) = queue.pop() {
             return completion;
         }
@@ -89,7 +89,7 @@ impl Rig {
         ended
     }
 
-    /// Checks all data; with `or_not`, a range may also be unwritten.
+    /// Checks all data. With `or_not`, a range may also be unwritten.
     fn verify(&mut self, or_not: bool) {
         for i in 0..16 {
             let read = self.controller.namespace(1).unwrap().read(i * 8, 8).unwrap();
@@ -137,7 +137,7 @@ fn lost_completions_cost_a_queue_only() {
         ("drop-after:every=5:limit=3", Doorbells::Mmio),
         ("wrong-cid:every=5:limit=3", Doorbells::Auto),
         ("wrong-phase:at=4", Doorbells::Auto),
-        // The Abort commands are lost.
+        // With these faults, the Abort commands have no effect.
         ("hang:every=5:limit=3,ignore=0x08", Doorbells::Auto),
         ("hang:every=5:limit=3,refuse=0x08", Doorbells::Auto),
     ] {
@@ -169,7 +169,7 @@ fn an_unrepeatable_command_fails_and_returns_its_buffer() {
     }
 }
 
-/// A copy onto its own source has another source the second time.
+/// A copy whose destination overlaps its source reads different data when it is repeated.
 #[test]
 fn copies_are_repeated_if_repeatable() {
     for fault in ["drop-before:at=1", "drop-after:at=1", "hang:at=1", "hang:at=1,ignore=0x08"] {
@@ -254,7 +254,7 @@ fn a_completion_after_its_abort_counts() {
 
 #[test]
 fn a_stalled_command_has_no_effect_after_its_end() {
-    // The command is aborted; if the Abort is lost, it ends with its queue.
+    // Abort ends the command. If the Abort is lost, the deletion of the queue ends the command.
     for faults in ["stall=4s:at=1", "stall=4s:at=1,ignore=0x08"] {
         let mut rig = rig();
         inject(&rig.emulated, faults);
@@ -267,7 +267,7 @@ fn a_stalled_command_has_no_effect_after_its_end() {
         ended.buffer.as_mut().unwrap().fill(2);
         rig.queue.submit(rig.write(0), ended.buffer).unwrap();
         assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
-        // Until the stalled command would have been executed.
+        // Waits beyond the time at which the stalled command would have been executed.
         std::thread::sleep(Duration::from_millis(4100));
         let read = rig.controller.namespace(1).unwrap().read(0, 8).unwrap();
         rig.queue.submit(read, rig.pool.take()).unwrap();
@@ -286,7 +286,7 @@ fn a_failed_queue_deletion_or_creation_costs_a_reset() {
         (AdminOpcode::CreateIoSq, "ignore"),
     ] {
         let mut rig = rig_with(&AttachOptions { queue_pairs: 2, ..options() });
-        // Another queue, with a command in flight.
+        // Another queue has a command in flight.
         let mut other = rig.controller.take_queue_pair().unwrap();
         let faults = format!("{how}={:#x}:limit=1,drop-after:at=3:queue=1", opcode as u8);
         inject(&rig.emulated, &faults);
@@ -450,12 +450,12 @@ fn a_controller_disabled_by_another_process_is_reset() {
 
 #[test]
 fn recovery_can_be_turned_off() {
-    // Exceeded by far in the time in which nothing is to be done.
+    // The test waits much longer than this timeout, and recovery must not begin.
     let timeouts = Timeouts { io: Duration::from_millis(50), ..options().timeouts };
     let mut rig = rig_with(&AttachOptions { recovery: Recovery::OFF, timeouts, ..options() });
     inject(&rig.emulated, "drop-after:limit=1");
     rig.queue.submit(rig.write(0), rig.pool.take()).unwrap();
-    // Nothing ends in this time.
+    // No command ends in this time.
     let later = Instant::now() + Duration::from_millis(300);
     assert!(!rig.queue.wait(Some(later)).unwrap());
     assert_eq!((rig.queue.outstanding(), rig.stats()), (1, RecoveryStats::default()));

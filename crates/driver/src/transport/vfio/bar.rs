@@ -11,7 +11,7 @@ use vfio_bindings::bindings::vfio;
 
 /// Minimum size of BAR0: the controller properties and the doorbells of the admin queue.
 const BAR0_MIN: u64 = regs::DOORBELLS + 8;
-/// Number of doorbells with a precomputed address: 1024 queue pairs with a stride of 0.
+/// Number of doorbells with a precomputed address: those of 1024 queue pairs with a stride of 0.
 const DOORBELLS: u64 = 2048;
 
 /// A region of the device's file: offset and size.
@@ -89,7 +89,7 @@ impl Bar {
         }
         let mut areas = Vec::new();
         for (start, len) in info.areas {
-            // Cannot overflow: checked by `RegionInfo::parse`.
+            // The sum cannot overflow, because `RegionInfo::parse` has checked it.
             let mapping =
                 Mapping::from_fd(device, window.offset + start, len, Protection::ReadWrite)?;
             areas.push((start, mapping.bytes()));
@@ -107,7 +107,8 @@ impl Bar {
         bar
     }
 
-    /// Finds the mapping with `len` bytes at `offset`, and the offset in the mapping.
+    /// Finds a mapping that contains `len` bytes at `offset`. Returns it with the offset in the
+    /// mapping.
     fn mapped(&self, offset: u64, len: u64) -> Option<(&SharedBytes, usize)> {
         self.areas.iter().find_map(|(start, bytes)| {
             let at = offset.checked_sub(*start)?;
@@ -146,8 +147,8 @@ impl Bar {
         }
     }
 
-    /// Rings a doorbell: a posted store if it is mapped. The store does not detect a removed
-    /// device; the next register read does.
+    /// Rings a doorbell, by a posted store if it is mapped. A store does not detect that the device
+    /// was removed; the next register read does.
     #[inline]
     pub(super) fn ring(&self, device: BorrowedFd<'_>, offset: u64, value: u32) -> io::Result<()> {
         let cell = offset
@@ -163,8 +164,8 @@ impl Bar {
     }
 }
 
-/// Detects a removed device: an access to its mapping has raised SIGBUS, the handler has marked the
-/// mapping as poisoned, and reads return zeroes.
+/// Returns an error if the device was removed. An access to its mapping has then raised SIGBUS, and
+/// the handler has marked the mapping as poisoned, which reads as zeroes.
 fn alive(bytes: &SharedBytes) -> io::Result<()> {
     if bytes.mapping().is_poisoned() {
         return Err(io::Error::other("its registers are not mapped any more"));
@@ -176,7 +177,7 @@ fn misaligned() -> io::Error {
     io::Error::other("a register that is not aligned to 4 bytes")
 }
 
-/// True if the error means that the device is gone for good.
+/// True if the error means that the device is permanently unreachable.
 pub(super) fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENODEV | libc::EIO | libc::ENXIO))
         || (error.raw_os_error().is_none() && error.kind() == io::ErrorKind::Other)
@@ -189,7 +190,7 @@ mod tests {
     use std::os::fd::AsFd;
     use std::os::unix::fs::FileExt;
 
-    /// A file whose second 16 KiB are the BAR; `areas` of the BAR are mapped.
+    /// Creates a BAR that is the second 16 KiB of a file. The `areas` of the BAR are mapped.
     fn bar(areas: &[(u64, u64)]) -> (File, Bar) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(0x8000).unwrap();

@@ -93,7 +93,8 @@ pub enum VfioError {
         /// File in use.
         path: PathBuf,
     },
-    /// The platform cannot remap interrupts, so the kernel does not pass the device to programs.
+    /// The platform cannot remap interrupts. Therefore the kernel does not let programs use the
+    /// device.
     #[error(
         "the kernel refuses {address} to programs because this machine cannot remap interrupts; \
          switch interrupt remapping on in the firmware, or if the device is trusted, \
@@ -102,7 +103,7 @@ pub enum VfioError {
     UnsafeInterrupts {
         /// Address of the function.
         address: PciAddress,
-        /// Kernel module that refuses.
+        /// Kernel module that refuses the device.
         module: &'static str,
     },
     /// The device or the VFIO interface lacks a feature that this driver needs.
@@ -136,7 +137,7 @@ fn in_words(others: &[(String, String)]) -> String {
     }
 }
 
-/// Replaces an error of a DMA map request by a more helpful one, where possible.
+/// Replaces an error of a DMA map request by a more helpful one, if there is one.
 pub(super) fn explain_map(error: io::Error, len: u64, limit: Option<u64>) -> io::Error {
     let why = match error.raw_os_error() {
         Some(libc::ENOMEM) => match limit {

@@ -85,10 +85,11 @@ impl PciFunction {
         self.driver.as_deref().is_some_and(is_vfio)
     }
 
-    /// Other functions of the IOMMU group that are bound to drivers other than VFIO's, and
-    /// therefore prevent the use of the group by a program. Each with its driver.
+    /// Other functions of the IOMMU group with drivers other than VFIO's. They prevent the use of
+    /// the group by a program. Returned as pairs of address and driver.
     ///
     /// # Errors
+    ///
     /// The error of the system.
     pub fn in_the_way(&self) -> io::Result<Vec<(String, String)>> {
         let Some(group) = self.group else { return Ok(Vec::new()) };
@@ -98,7 +99,7 @@ impl PciFunction {
             if name == self.address.to_string() {
                 continue;
             }
-            // The kernel accepts bridge drivers and pci-stub in a group.
+            // The kernel permits a group with bridge drivers and pci-stub.
             if let Some(driver) = link_name(&members.join(&name).join("driver"))?
                 && !is_vfio(&driver)
                 && !["pcieport", "pci-stub"].contains(&driver.as_str())
@@ -110,8 +111,8 @@ impl PciFunction {
     }
 }
 
-/// True if a kernel driver is `vfio-pci` or a device-specific variant, which by convention is named
-/// after it: `mlx5_vfio_pci`, `nvgrace-gpu-vfio-pci`.
+/// True if a kernel driver is `vfio-pci` or a device-specific variant. Variants have its name in
+/// theirs by convention: `mlx5_vfio_pci`, `nvgrace-gpu-vfio-pci`.
 fn is_vfio(driver: &str) -> bool {
     driver.replace('_', "-").ends_with("vfio-pci")
 }

@@ -29,7 +29,7 @@ fn u64_at(bytes: &[u8], offset: usize) -> Option<u64> {
 /// the end of the reply.
 fn capability(answer: &[u8], first: u32, id: u32) -> Option<&[u8]> {
     let mut at = first as usize;
-    // Headers do not overlap, so a longer chain has a cycle.
+    // Headers do not overlap. So a chain with more headers than fit into the reply has a cycle.
     for _ in 0..answer.len() / HEADER {
         if at < HEADER {
             return None;
@@ -43,8 +43,8 @@ fn capability(answer: &[u8], first: u32, id: u32) -> Option<&[u8]> {
     None
 }
 
-/// Pairs of 64-bit values of a capability, after its header, a count and 4 reserved bytes. Limited
-/// by the count and by the length of the reply.
+/// Pairs of 64-bit values of a capability, after its header, a count and 4 reserved bytes. The
+/// number of pairs is limited by the count and by the length of the reply.
 fn pairs(capability: &[u8]) -> impl Iterator<Item = (u64, u64)> {
     let count = u32_at(capability, HEADER).unwrap_or(0) as usize;
     let bodies = capability.get(HEADER + 8..).unwrap_or_default().chunks_exact(16).take(count);
@@ -111,7 +111,7 @@ impl IommuInfo {
     pub(super) fn parse(answer: &[u8]) -> Option<Self> {
         let flags = u32_at(answer, 4)?;
         let sizes = u64_at(answer, 8)?;
-        // The lowest set bit is the smallest size.
+        // The lowest set bit is the smallest page size.
         let known = flags & vfio::VFIO_IOMMU_INFO_PGSIZES != 0 && sizes != 0;
         let granule = if known { 1 << sizes.trailing_zeros() } else { 4096 };
         let ranges = (flags & vfio::VFIO_IOMMU_INFO_CAPS != 0)
@@ -134,7 +134,7 @@ mod tests {
         values.iter().flat_map(|value| value.to_ne_bytes()).collect()
     }
 
-    /// A reply: argsz, flags, index, cap_offset, size, offset, then capabilities.
+    /// Builds a reply: argsz, flags, index, cap_offset, size, offset, then capabilities.
     fn region(flags: u32, capabilities: &[u32]) -> Vec<u8> {
         let mut all = vec![0, flags, 0, REGION_INFO as u32, 0x4000, 0, 0, 1];
         all.extend(capabilities);
@@ -161,7 +161,7 @@ mod tests {
         ))
         .unwrap();
         assert_eq!(info.areas, [(0, 0x1000), (0x2000, 0x1000)]);
-        // An empty list of areas: nothing may be mapped.
+        // With an empty list of areas, nothing may be mapped.
         assert_eq!(RegionInfo::parse(&region(ALL, &[1, 0, 0, 0])).unwrap().areas, []);
         // A capability for a mappable MSI-X table (id 3) does not restrict the mapping.
         assert_eq!(RegionInfo::parse(&region(ALL, &[3, 0])).unwrap().areas, [(0, 0x4000)]);
@@ -180,7 +180,7 @@ mod tests {
             capability.extend(area);
             assert_eq!(RegionInfo::parse(&region(ALL, &capability)).unwrap().areas, []);
         }
-        // A count beyond the end of the reply.
+        // A count that exceeds the pairs in the reply.
         let cut = [1, 0, u32::MAX, 0, 0x1000, 0, 0x1000, 0, 0, 0];
         assert_eq!(RegionInfo::parse(&region(ALL, &cut)).unwrap().areas, [(0x1000, 0x1000)]);
     }
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn an_iommu_tells_its_page_size_and_its_ranges() {
-        // argsz, flags, page sizes, cap_offset, padding; then the ranges.
+        // Words of the reply: argsz, flags, page sizes, cap_offset, padding; then the ranges.
         let info = |flags, sizes| {
             words(&[
                 0,

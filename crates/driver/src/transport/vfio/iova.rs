@@ -5,28 +5,28 @@ use std::ops::RangeInclusive;
 
 /// Alignment of allocations: the smallest common IOMMU page, and NVMe's alignment of queues.
 const PAGE: u64 = 4096;
-/// Large IOMMU page, supported by all common IOMMUs. Allocations of at least this size are aligned
-/// to it if possible.
+/// Size of a large IOMMU page, which all common IOMMUs support. Allocations of at least this size
+/// are aligned to it if possible.
 const LARGE: u64 = 2 << 20;
-/// Lowest allocated address. 0 often means "none", and a misbehaving device that uses a small
-/// number as an address should be stopped by the IOMMU.
+/// Lowest allocated address. Address 0 often means "none". The IOMMU should also stop a misbehaving
+/// device that uses a small number as an address.
 const FIRST: u64 = 0x1_0000;
 
-/// Ranges for an IOMMU that does not report its ranges: 39 bits, as the oldest IOMMUs have, without
-/// the x86 interrupt message window.
+/// Usable ranges for an IOMMU that does not report them: addresses of 39 bits, as the oldest IOMMUs
+/// support, without the x86 interrupt message window.
 pub(super) const CLASSIC: [RangeInclusive<u64>; 2] =
     [FIRST..=0xfedf_ffff, 0x1_0000_0000..=0x7f_ffff_ffff];
 
 /// Free addresses.
 #[derive(Debug)]
 pub(super) struct IovaSpace {
-    /// Last address by first address of each free range; ranges are not adjacent.
+    /// Free ranges, as a map from first address to last address. The ranges are not adjacent.
     free: BTreeMap<u64, u64>,
 }
 
 impl IovaSpace {
-    /// Creates a space of these ranges, in any order and possibly overlapping. They are shrunk to
-    /// pages of `granule` bytes (rounded up to a power of two of at least 4096).
+    /// Creates a space of these ranges, which may overlap and be in any order. They are shrunk to
+    /// whole pages of `granule` bytes (rounded up to a power of two of at least 4096).
     pub(super) fn new(ranges: impl IntoIterator<Item = RangeInclusive<u64>>, granule: u64) -> Self {
         let granule = granule.max(PAGE).checked_next_power_of_two().unwrap_or(1 << 63);
         let mut usable: Vec<(u64, u64)> = ranges
@@ -73,8 +73,8 @@ impl IovaSpace {
         Some(first)
     }
 
-    /// The lowest free range with room for `len` bytes at a multiple of `alignment`: its first and
-    /// last address, and the aligned address.
+    /// The lowest free range with room for `len` bytes at a multiple of `alignment`. Returns its
+    /// first address, its last address, and the aligned address.
     fn find(&self, len: u64, alignment: u64) -> Option<(u64, u64, u64)> {
         self.free.iter().find_map(|(&piece, &last)| {
             let first = piece.checked_next_multiple_of(alignment)?;
@@ -91,7 +91,7 @@ impl IovaSpace {
         let mut first = iova;
         if let Some((&before, &end)) = self.free.range(..iova).next_back() {
             if end >= iova {
-                // Free already: ignored.
+                // The range is already free, so nothing changes.
                 return;
             }
             if end + 1 == iova {
@@ -143,7 +143,7 @@ mod tests {
         let mut space = IovaSpace::new([0x10_0000..=0x5f_ffff], 4096);
         assert_eq!(space.take(4096), Some(0x10_0000));
         assert_eq!(space.take(LARGE), Some(0x20_0000));
-        // The remaining room for this size is misaligned.
+        // The remaining free range of this size is not aligned to it.
         assert_eq!(space.take(LARGE + 4096), None);
         assert_eq!(space.take(LARGE), Some(0x40_0000));
         assert_eq!(space.take(0xf_f000), Some(0x10_1000));

@@ -73,7 +73,7 @@ const COMMAND_ENABLE: u16 = 1 << 1 | 1 << 2;
 pub struct Vfio {
     name: String,
     through: String,
-    // Dropped before the address space that the device uses.
+    // Fields are dropped in order: the device before the address space that it uses.
     device: OwnedFd,
     config: Window,
     bar: Bar,
@@ -87,10 +87,12 @@ pub struct Vfio {
 }
 
 impl Vfio {
-    /// Opens the NVMe controller at `address` and enables bus mastering. Uses the character device
-    /// interface if it exists and this user may open it, otherwise the IOMMU group.
+    /// Opens the NVMe controller at `address` and enables bus mastering. If the character device
+    /// interface exists and this user may open it, that interface is used; otherwise the IOMMU
+    /// group.
     ///
     /// # Errors
+    ///
     /// [`VfioError`], with instructions for the operator.
     pub fn open(address: PciAddress) -> Result<Self, VfioError> {
         let function = check(Path::new(SYSFS), address)?;
@@ -157,10 +159,11 @@ impl Vfio {
         self.config.write(self.fd(), PCI_COMMAND, &(command | COMMAND_ENABLE).to_le_bytes())
     }
 
-    /// Enables all vectors at once, with `event` for `vector` (for `fixed_vectors`).
+    /// Enables all vectors at once, with `event` for `vector`. Needed if `fixed_vectors` is true.
     fn enable_all(&self, vector: u32, event: BorrowedFd<'_>) -> io::Result<()> {
         let mut count = self.vectors.load(Ordering::Relaxed);
-        // If not all vectors are available, the kernel returns the available number: try again.
+        // If fewer vectors are available, the kernel returns their number. The next iteration uses
+        // that number.
         for _ in 0..8 {
             let mut events = vec![None; count as usize];
             *events.get_mut(vector as usize).ok_or(io::ErrorKind::InvalidInput)? = Some(event);
@@ -175,7 +178,7 @@ impl Vfio {
     }
 }
 
-/// Finds the function at `address`, an NVMe controller that is bound to a VFIO driver.
+/// Finds the function at `address`. It must be an NVMe controller that is bound to a VFIO driver.
 fn check(sysfs: &Path, address: PciAddress) -> Result<PciFunction, VfioError> {
     let function = PciFunction::find(sysfs, address)
         .map_err(|source| VfioError::System { address, doing: "looking for it", source })?
@@ -221,8 +224,8 @@ impl Transport for Vfio {
         self.bar.ring(self.fd(), offset, value).map_err(|e| self.failed("ringing a doorbell", e))
     }
 
-    /// None: a store to a mapped doorbell is an MMIO write that the device or its emulation
-    /// handles, and not a store to memory that a controller polls.
+    /// Always `None`. A store to a mapped doorbell of VFIO is an MMIO write that the device or its
+    /// emulation handles, not a store to memory that the controller polls.
     fn doorbell_page(&self) -> Option<SharedBytes> {
         None
     }

@@ -3,8 +3,8 @@
 //! * *Group*: `/dev/vfio/GROUP` is added to a container, `/dev/vfio/vfio`, whose type 1 IOMMU maps
 //!   memory; the device descriptor is obtained from the group.
 //! * *Character device*: `/dev/vfio/devices/vfioN` is bound to an iommufd, `/dev/iommu`, which maps
-//!   memory. Preferred if the kernel has it and this user may open it, because kernel development
-//!   continues there.
+//!   memory. Preferred if the kernel has it and this user may open it, because the kernel develops
+//!   only this interface further.
 
 use super::error::VfioError;
 use super::function::PciFunction;
@@ -25,7 +25,7 @@ const DEV: &str = "/dev";
 /// Kernel object that maps memory for the device.
 #[derive(Debug)]
 pub(super) enum Space {
-    /// A container with a type 1 IOMMU, and its group.
+    /// A container with a type 1 IOMMU, and the IOMMU group in it.
     Type1 { container: OwnedFd, _group: OwnedFd },
     /// An I/O address space of an iommufd.
     Iommufd { iommufd: OwnedFd, ioas: u32 },
@@ -99,7 +99,7 @@ fn by_character_device(
     sys::bind_iommufd(device.as_fd(), iommufd.as_fd()).map_err(|source| {
         match source.raw_os_error() {
             Some(libc::EPERM) => VfioError::UnsafeInterrupts { address, module: "iommufd" },
-            // The device or its group is in use, by another program or by the kernel.
+            // The device or its group is in use by another program or by the kernel.
             Some(libc::EBUSY | libc::EINVAL) => not_viable(function)
                 .unwrap_or_else(|| VfioError::Busy { address, path: path.clone() }),
             _ => VfioError::System { address, doing: "binding it to an iommufd", source },
@@ -169,7 +169,8 @@ fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
     Ok(Opened { device, space, iova, through: format!("{} (type 1 IOMMU)", path.display()) })
 }
 
-/// The error about other functions of the group, if their drivers prevent its use.
+/// The error that names the other functions of the group, if their drivers prevent the use of the
+/// group.
 fn not_viable(function: &PciFunction) -> Option<VfioError> {
     let others = function.in_the_way().ok().filter(|others| !others.is_empty())?;
     Some(VfioError::NotViable { address: function.address, group: function.group?, others })
@@ -208,7 +209,7 @@ mod tests {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).unwrap();
         let error = open_below(place.path(), &grouped).unwrap_err();
         if rustix::process::geteuid().is_root() {
-            // Root may open the file, and the first ioctl fails because it is not a VFIO group.
+            // Root may open the file. But the file is not a VFIO group, so the first ioctl fails.
             assert!(matches!(error, VfioError::System { .. }), "{error}");
         } else {
             assert!(error.to_string().contains("chown"), "{error}");

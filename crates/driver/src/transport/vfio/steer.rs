@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Result of [`steer_interrupts`].
 #[derive(Debug)]
 pub enum Steered {
-    /// Number of interrupts whose affinity was set.
+    /// The affinity of this number of interrupts was set.
     All(usize),
     /// A file could not be accessed; the affinity of some or all interrupts is unchanged.
     Refused {
@@ -21,7 +21,7 @@ pub enum Steered {
 
 /// Sets the affinity of a VFIO function's interrupts to the processors that use their queue pairs:
 /// vector N belongs to queue pair N. Vector 0, of the admin queue, is not changed. Needs write
-/// access to `/proc/irq`; an irqbalance daemon may change the affinity again.
+/// access to `/proc/irq`. An irqbalance daemon may change the affinity again later.
 #[must_use]
 pub fn steer_interrupts(address: PciAddress, map: &QueueMap) -> Steered {
     steer(Path::new("/proc"), address, map)

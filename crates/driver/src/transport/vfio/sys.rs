@@ -1,10 +1,10 @@
 //! System calls of VFIO and iommufd without a safe wrapper: `ioctl` with the structures of
 //! `linux/vfio.h` and `linux/iommufd.h`.
 //!
-//! Each function is one request whose argument is built from safe values, so other modules need no
-//! `unsafe`. A device writes to shared memory at any time; [`Mapping`] is designed for that (access
-//! by copies and atomics). The kernel pins the pages, so the device cannot access other memory,
-//! even after the mapping was unmapped.
+//! Each function is one request. It builds the argument from safe values, so other modules need no
+//! `unsafe`. A device may write to shared memory at any time; [`Mapping`] is designed for that
+//! (access by copies and atomics). The kernel pins the pages, so the device cannot access other
+//! memory, even after this process has unmapped the pages.
 
 use shadowbell_memory::Mapping;
 use std::ffi::{CStr, c_int, c_ulong};
@@ -13,7 +13,7 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use vfio_bindings::bindings::vfio;
 
-/// Request numbers of both interfaces are `_IO(';', number)`, without a size.
+/// Request number of either interface: `_IO(';', number)`, which contains no size.
 const fn request(number: u32) -> c_ulong {
     ((b';' as u32) << 8 | number) as c_ulong
 }
@@ -56,36 +56,37 @@ fn retried(mut call: impl FnMut() -> c_int) -> io::Result<u32> {
     }
 }
 
-/// Request with a number as argument.
+/// Executes a request with a number as argument.
 fn number(fd: BorrowedFd<'_>, request: c_ulong, value: c_ulong) -> io::Result<u32> {
-    // SAFETY: this function is private, and is used below with requests that take a number or
-    // nothing, so the kernel follows no pointer.
+    // SAFETY: this function is private, and is used below with requests whose argument is a number
+    // or nothing. So the kernel follows no pointer.
     retried(|| unsafe { libc::ioctl(fd.as_raw_fd(), request as _, value) })
 }
 
-/// Request with a structure as argument, which the kernel reads and writes.
+/// Executes a request with a structure as argument, which the kernel reads and writes.
 ///
 /// # Safety
-/// `T` must be the structure that `request` takes a pointer to. If the structure has a size field,
-/// the field must be the size of `T`. Pointers in the structure must be valid for the call.
+///
+/// `request` must take a pointer to a `T`. If the structure has a size field, the field must be the
+/// size of `T`. Pointers in the structure must be valid for the call.
 unsafe fn structure<T>(fd: BorrowedFd<'_>, request: c_ulong, argument: &mut T) -> io::Result<u32> {
-    // SAFETY: the caller's promise; `argument` is borrowed for longer than the call.
+    // SAFETY: the caller guarantees the type. `argument` stays borrowed until the call returns.
     retried(|| unsafe { libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(argument)) })
 }
 
-/// Request with a variable-length reply. `head` is the beginning of the structure after the size
-/// field; `fixed` is the size of the structure.
+/// Executes a request with a variable-length reply. `head` is the beginning of the structure after
+/// the size field; `fixed` is the size of the structure.
 fn answer(fd: BorrowedFd<'_>, request: c_ulong, head: &[u8], fixed: usize) -> io::Result<Vec<u8>> {
     let mut len = fixed.max(4 + head.len());
-    // If the reply is longer than the buffer, the next iteration uses the size that it reports.
+    // If the reply is longer than the buffer, it contains its size, which the next iteration uses.
     for _ in 0..3 {
         let mut bytes = vec![0u8; len];
         let size = u32::try_from(len).map_err(io::Error::other)?;
         for (to, from) in bytes.iter_mut().zip(size.to_ne_bytes().iter().chain(head)) {
             *to = *from;
         }
-        // SAFETY: this function is private, and is used below with requests that take a structure
-        // beginning with its size; the kernel writes at most that many bytes, and `bytes` has them.
+        // SAFETY: this function is private, and is used below with requests whose structure begins
+        // with its size. The kernel writes at most that many bytes, and `bytes` has them.
         retried(|| unsafe { libc::ioctl(fd.as_raw_fd(), request as _, bytes.as_mut_ptr()) })?;
         let mut wanted = [0; 4];
         wanted.copy_from_slice(bytes.get(..4).ok_or(io::ErrorKind::InvalidData)?);
@@ -125,7 +126,7 @@ pub(super) fn set_iommu(container: BorrowedFd<'_>, kind: u32) -> io::Result<()> 
 pub(super) fn group_is_viable(group: BorrowedFd<'_>) -> io::Result<bool> {
     let argsz = size_of_u32::<vfio::vfio_group_status>();
     let mut status = vfio::vfio_group_status { argsz, ..Default::default() };
-    // SAFETY: the structure of this request, without pointers.
+    // SAFETY: this request takes this structure. The structure has no pointers.
     unsafe { structure(group, GROUP_GET_STATUS, &mut status) }?;
     Ok(status.flags & vfio::VFIO_GROUP_FLAGS_VIABLE != 0)
 }
@@ -152,7 +153,7 @@ pub(super) fn group_device(group: BorrowedFd<'_>, name: &CStr) -> io::Result<Own
 pub(super) fn device_flags(device: BorrowedFd<'_>) -> io::Result<u32> {
     let argsz = size_of_u32::<vfio::vfio_device_info>();
     let mut info = vfio::vfio_device_info { argsz, ..Default::default() };
-    // SAFETY: the structure of this request, without pointers.
+    // SAFETY: this request takes this structure. The structure has no pointers.
     unsafe { structure(device, DEVICE_GET_INFO, &mut info) }?;
     Ok(info.flags)
 }
@@ -169,7 +170,7 @@ pub(super) fn region_info(device: BorrowedFd<'_>, index: u32) -> io::Result<Vec<
 pub(super) fn irq_info(device: BorrowedFd<'_>, index: u32) -> io::Result<(u32, u32)> {
     let argsz = size_of_u32::<vfio::vfio_irq_info>();
     let mut info = vfio::vfio_irq_info { argsz, index, ..Default::default() };
-    // SAFETY: the structure of this request, without pointers.
+    // SAFETY: this request takes this structure. The structure has no pointers.
     unsafe { structure(device, DEVICE_GET_IRQ_INFO, &mut info) }?;
     Ok((info.flags, info.count))
 }
@@ -189,8 +190,8 @@ pub(super) fn set_irq_events(
     let flags = vfio::VFIO_IRQ_SET_DATA_EVENTFD | vfio::VFIO_IRQ_SET_ACTION_TRIGGER;
     let fds = events.iter().map(|event| event.map_or(-1, |fd| fd.as_raw_fd()) as u32);
     let mut words: Vec<u32> = [argsz, flags, index, start, count].into_iter().chain(fds).collect();
-    // SAFETY: the words are a `vfio_irq_set`, whose five fields and data have 4 bytes each, with
-    // the length of its first field; the descriptors in it are borrowed for the call.
+    // SAFETY: the words are a `vfio_irq_set`: five fields and the data, of 4 bytes each. The first
+    // field is the total length. The descriptors in the data are borrowed for the call.
     retried(|| unsafe { libc::ioctl(device.as_raw_fd(), DEVICE_SET_IRQS as _, words.as_mut_ptr()) })
 }
 
@@ -213,8 +214,9 @@ pub(super) fn map_dma(container: BorrowedFd<'_>, mapping: &Mapping, iova: u64) -
         iova,
         size: mapping.len() as u64,
     };
-    // SAFETY: the structure of this request. The range is mapped during the call, when the kernel
-    // pins its pages. The head of this file covers device writes to the pages.
+    // SAFETY: this request takes this structure. The address range is mapped during the call, in
+    // which the kernel pins its pages. The documentation of this module explains why device writes
+    // to the pages are sound.
     unsafe { structure(container, IOMMU_MAP_DMA, &mut map) }.map(drop)
 }
 
@@ -223,7 +225,7 @@ pub(super) fn unmap_dma(container: BorrowedFd<'_>, iova: u64, len: u64) -> io::R
     let argsz = size_of_u32::<vfio::vfio_iommu_type1_dma_unmap>();
     let mut unmap =
         vfio::vfio_iommu_type1_dma_unmap { argsz, iova, size: len, ..Default::default() };
-    // SAFETY: the structure of this request, without pointers.
+    // SAFETY: this request takes this structure. The structure has no pointers.
     unsafe { structure(container, IOMMU_UNMAP_DMA, &mut unmap) }?;
     Ok(unmap.size)
 }
@@ -235,7 +237,8 @@ pub(super) fn bind_iommufd(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> i
         iommufd: iommufd.as_raw_fd(),
         ..Default::default()
     };
-    // SAFETY: the structure of this request; the token is unused, because its flag is not set.
+    // SAFETY: this request takes this structure. The kernel ignores its token pointer, because the
+    // flag for the token is not set.
     unsafe { structure(device, DEVICE_BIND_IOMMUFD, &mut bind) }.map(drop)
 }
 
@@ -244,7 +247,7 @@ pub(super) fn attach_ioas(device: BorrowedFd<'_>, ioas: u32) -> io::Result<()> {
     let argsz = size_of_u32::<vfio::vfio_device_attach_iommufd_pt>();
     let mut attach =
         vfio::vfio_device_attach_iommufd_pt { argsz, pt_id: ioas, ..Default::default() };
-    // SAFETY: the structure of this request, without pointers.
+    // SAFETY: this request takes this structure. The structure has no pointers.
     unsafe { structure(device, DEVICE_ATTACH_IOMMUFD_PT, &mut attach) }.map(drop)
 }
 
@@ -294,7 +297,7 @@ const MAP_FLAGS: u32 = 1 | 2 | 4;
 /// Creates an I/O address space.
 pub(super) fn ioas_alloc(iommufd: BorrowedFd<'_>) -> io::Result<u32> {
     let mut alloc = IoasAlloc { size: size_of_u32::<IoasAlloc>(), flags: 0, ioas_id: 0 };
-    // SAFETY: the structure of this request, without pointers.
+    // SAFETY: this request takes this structure. The structure has no pointers.
     unsafe { structure(iommufd, IOAS_ALLOC, &mut alloc) }?;
     Ok(alloc.ioas_id)
 }
@@ -315,8 +318,8 @@ pub(super) fn ioas_ranges(
             ranges: ranges.as_mut_ptr() as u64,
             alignment: 0,
         };
-        // SAFETY: the structure of this request; it points to `count` ranges (two 64-bit values
-        // each, `struct iommu_iova_range`).
+        // SAFETY: this request takes this structure, which points to `count` ranges of two 64-bit
+        // values each (`struct iommu_iova_range`).
         match unsafe { structure(iommufd, IOAS_IOVA_RANGES, &mut ask) } {
             Ok(_) => {
                 ranges.truncate(ask.count as usize);
@@ -347,7 +350,7 @@ pub(super) fn ioas_map(
         len: mapping.len() as u64,
         iova,
     };
-    // SAFETY: as in `map_dma`.
+    // SAFETY: the conditions are those of `map_dma`.
     unsafe { structure(iommufd, IOAS_MAP, &mut map) }.map(drop)
 }
 
@@ -359,7 +362,7 @@ pub(super) fn ioas_unmap(
     len: u64,
 ) -> io::Result<u64> {
     let mut unmap = IoasUnmap { size: size_of_u32::<IoasUnmap>(), ioas_id, iova, len };
-    // SAFETY: the structure of this request, without pointers.
+    // SAFETY: this request takes this structure. The structure has no pointers.
     unsafe { structure(iommufd, IOAS_UNMAP, &mut unmap) }?;
     Ok(unmap.len)
 }
