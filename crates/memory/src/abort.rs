@@ -5,7 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// Longest time that the abort waits for its message: the reader of stderr may be stopped.
+/// Longest time that the abort waits until its message is printed. The reader of stderr may be
+/// stopped.
 const PRINTED: Duration = Duration::from_secs(1);
 
 thread_local! {
@@ -15,8 +16,8 @@ thread_local! {
 
 /// Runs `f` and turns a panic into an error.
 ///
-/// For library code that parses data which may be corrupted on purpose, so that a panic is an
-/// ordinary error. The values that `f` has modified must not be used after a panic.
+/// For library code that parses untrusted data, in which a panic is an ordinary error. The values
+/// that `f` has modified must not be used after a panic.
 ///
 /// A panic hook that ends the process has to check [`is_panic_contained`] first.
 ///
@@ -41,9 +42,9 @@ pub fn is_panic_contained() -> bool {
 /// Guard that aborts the process (`SIGABRT`) if the thread that owns it panics.
 ///
 /// A thread that serves guests or a device does not return after a panic: its clients would wait
-/// forever, without an error message. A process that ends is noticed and can be restarted. Each
-/// serving thread of these crates therefore creates this guard when it starts. A panic hook of
-/// the program still runs first.
+/// forever, without an error message. The end of a process is noticed, and the process can be
+/// restarted. Therefore each serving thread of these crates creates this guard when it starts. A
+/// panic hook of the program runs before the abort.
 #[derive(Debug)]
 #[must_use = "the guard works until it is dropped"]
 pub struct AbortOnPanic(());

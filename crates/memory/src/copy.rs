@@ -1,27 +1,28 @@
 //! Large copies between the data of a command and a memory-backed disk.
 //!
-//! A memory-backed disk is larger than the processor's caches, so a copy of many pages is bound
-//! by memory latency, and its speed depends on prefetching and on the kind of store. The
-//! `memmove` of glibc copies large blocks with `rep movsb`. Measured with blocks of 128 KiB
-//! between 32 consecutive buffers and random positions in 256 MiB (third-generation AMD EPYC
-//! under a hypervisor, loops of copies only, medians of five, alternating):
+//! A memory-backed disk is larger than the processor's caches, so a copy of many pages is limited
+//! by memory latency. Its speed depends on prefetching and on the kind of store. The `memmove` of
+//! glibc copies large blocks with `rep movsb`. Measured with blocks of 128 KiB between 32
+//! consecutive buffers and random positions in 256 MiB (third-generation AMD EPYC under a
+//! hypervisor, loops of copies only, medians of five, alternating):
 //!
 //! * Disk to buffers: 19.4 GB/s with `memmove`, 21.6 GB/s if every line of the disk is prefetched
 //!   6 KiB ahead into the second-level cache (19 at 12 KiB, 17 into the first level).
-//! * Buffers to disk: 18.1 GB/s with `memmove`, 26.0 GB/s with non-temporal stores: the
-//!   overwritten lines are not fetched, and the cache keeps its content. The final fence that
-//!   waits for these stores takes longer than the copy of a single page, though.
+//! * Buffers to disk: 18.1 GB/s with `memmove`, 26.0 GB/s with non-temporal stores, which do not
+//!   fetch the overwritten lines and leave the content of the cache unchanged. But the fence that
+//!   has to wait for these stores takes longer than the copy of a single page.
 //!
 //! For a single page of the disk, prefetching the whole page before the copy is faster
 //! ([`SharedBytes::prefetch_range`](crate::SharedBytes::prefetch_range)).
 
 use std::ptr::copy;
 
-/// Smallest length in bytes for which the loops of this module are faster, in either direction.
+/// Smallest length in bytes from which the loops of this module are faster than `memmove`, in both
+/// directions.
 const LONG: usize = 8 << 10;
 
 /// True if a write of `len` bytes to a memory-backed disk uses non-temporal stores
-/// ([`Segments::copy_to_large`]), so that prefetching the destination is useless.
+/// ([`Segments::copy_to_large`]), which do not need a prefetch of the destination.
 ///
 /// [`Segments::copy_to_large`]: crate::Segments::copy_to_large
 #[inline]
@@ -56,7 +57,8 @@ pub(crate) unsafe fn from_disk(from: *const u8, into: *mut u8, len: usize) {
 pub(crate) unsafe fn to_disk(from: *const u8, into: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     if len >= LONG && can_be_ours(from, into, len) {
-        // SAFETY: as in `from_disk`.
+        // SAFETY: the caller guarantees the ranges; `can_be_ours` checked that they are disjoint
+        // and that the processor has AVX2.
         return unsafe { x86_64::past_caches(from, into, len) };
     }
     // SAFETY: the caller guarantees the ranges.
@@ -87,20 +89,24 @@ mod x86_64 {
     };
     use std::ptr::copy_nonoverlapping;
 
-    /// Bytes per iteration of the loops: eight loads fill half of the registers, then eight
-    /// stores.
+    /// Bytes per iteration of the loops. Eight loads fill half of the registers, and eight stores
+    /// follow.
     const TURN: usize = 8 * size_of::<__m256i>();
     /// Prefetch distance in bytes.
     const AHEAD: usize = 6 << 10;
     /// Cache line size, to which stores are aligned.
     const LINE: usize = 64;
 
+    /// Copies `len` bytes with prefetches of `from`.
+    ///
     /// # Safety
+    ///
     /// As for [`super::from_disk`]; in addition, the ranges must not overlap, and the processor
     /// must have AVX2.
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn ask_ahead(from: *const u8, into: *mut u8, len: usize) {
-        // Lines behind the block are not prefetched: they would be a twentieth of 128 KiB.
+        // Lines after the end of the range are not prefetched. With 128 KiB, a twentieth of all
+        // prefetches would be useless.
         let asking = len.saturating_sub(AHEAD);
         // SAFETY: the caller guarantees the ranges; a prefetch has no effect on memory.
         unsafe {
@@ -116,20 +122,26 @@ mod x86_64 {
         }
     }
 
+    /// Stores `TURN` bytes with ordinary stores.
+    ///
     /// # Safety
+    ///
     /// `TURN` bytes must be writable at `into`, which is aligned to a cache line.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn store(units: [__m256i; 8], into: *mut u8) {
         for (index, unit) in units.into_iter().enumerate() {
-            // SAFETY: `TURN` bytes are eight units.
+            // SAFETY: the eight units are `TURN` bytes together.
             unsafe { _mm256_store_si256(into.cast::<__m256i>().add(index), unit) };
         }
     }
 
+    /// Copies `len` bytes with non-temporal stores.
+    ///
     /// # Safety
-    /// As for [`super::to_disk`]; in addition, the ranges must not overlap, and the processor
-    /// must have AVX2.
+    ///
+    /// As for [`super::to_disk`]; in addition, the ranges must not overlap, and the processor must
+    /// have AVX2.
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn past_caches(from: *const u8, into: *mut u8, len: usize) {
         // SAFETY: the caller guarantees the ranges.
@@ -141,26 +153,30 @@ mod x86_64 {
                 }
             });
         }
-        // Non-temporal stores are weakly ordered: without the fence, the completion entry that
-        // follows could become visible before the data.
+        // Non-temporal stores are weakly ordered. Without the fence, a later store of a completion
+        // entry could become visible before the data.
         _mm_sfence();
     }
 
+    /// Loads `TURN` bytes.
+    ///
     /// # Safety
+    ///
     /// `TURN` bytes must be readable at `from`.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn load(from: *const u8) -> [__m256i; 8] {
         let from = from.cast::<__m256i>();
-        // SAFETY: `TURN` bytes are eight units.
+        // SAFETY: the eight units are `TURN` bytes together.
         let unit = |index| unsafe { _mm256_loadu_si256(from.add(index)) };
         [unit(0), unit(1), unit(2), unit(3), unit(4), unit(5), unit(6), unit(7)]
     }
 
-    /// Copies `len` bytes: whole iterations by `turn`, starting at the first cache line boundary
-    /// of `into`, and the bytes before and after them by an ordinary copy.
+    /// Copies `len` bytes. `turn` copies whole iterations, from the first cache line boundary of
+    /// `into` on. The bytes before and after them are copied by an ordinary copy.
     ///
     /// # Safety
+    ///
     /// `len` bytes must be readable at `from` and writable at `into`, and the ranges must not
     /// overlap.
     #[inline(always)]
@@ -172,7 +188,7 @@ mod x86_64 {
     ) {
         let before = into.align_offset(LINE).min(len);
         let behind = (len - before) % TURN;
-        // SAFETY: `before`, the turns and `behind` add up to `len`.
+        // SAFETY: `before`, the iterations and `behind` are `len` bytes together.
         unsafe {
             copy_nonoverlapping(from, into, before);
             let mut at = before;
@@ -219,7 +235,7 @@ mod tests {
         }
     }
 
-    /// An in-process host can name the disk's own memory as its buffer.
+    /// The buffer of an in-process host can be the disk's own memory, so the ranges may overlap.
     #[test]
     fn what_overlaps_is_copied_as_it_was() {
         let len = 2 * LONG;

@@ -1,10 +1,10 @@
 //! Dirty page log of a peer's memory, for live migration.
 //!
 //! A [`View`](crate::View) of a table with a log records each page that it resolves for writing,
-//! without a lock. The view adds its pages to the log when it is dropped: when the last command
-//! that was resolved through it has ended, and therefore after the last write. To read a complete
-//! log, the control plane gives each thread a new view, waits until the old views are dropped,
-//! and then reads the log.
+//! without a lock. The view adds its pages to the log when it is dropped. This happens after the
+//! end of the last command that was resolved through the view, and so after the last write. To read
+//! a complete log, the control plane gives each thread a new view, waits until the old views are
+//! dropped, and then reads the log.
 
 use parking_lot::Mutex;
 use std::cell::RefCell;
@@ -15,15 +15,15 @@ const PAGE_SHIFT: u32 = 12;
 /// Words per chunk, and pages per chunk.
 const WORDS: usize = 8;
 const CHUNK: u64 = WORDS as u64 * 64;
-/// Largest number of chunks of a log: the pages of 1 TiB. If more was written, all pages count as
-/// written.
+/// Largest number of chunks of a log: the pages of 1 TiB. If more pages were written, all pages
+/// count as written.
 const MOST: usize = 1 << 19;
 
 /// Set of page numbers.
 #[derive(Debug, Default)]
 struct Pages {
     chunks: BTreeMap<u64, [u64; WORDS]>,
-    /// True if the set exceeded `MOST` chunks: it holds all pages from then on.
+    /// True if the set exceeded `MOST` chunks. From then on it contains all pages.
     all: bool,
 }
 
@@ -47,7 +47,7 @@ impl Pages {
                 let bit = page % CHUNK;
                 chunk[(bit / 64) as usize] |= 1 << (bit % 64);
             }
-            // Page numbers have 52 bits.
+            // The sum cannot overflow, because page numbers have 52 bits.
             page = end + 1;
         }
     }
@@ -135,13 +135,14 @@ pub(crate) struct Noted(RefCell<Pages>);
 
 impl Noted {
     pub(crate) fn add(&self, iova: u64, len: u64) {
-        // No code under this borrow calls back, so the borrow always succeeds.
+        // The borrow always succeeds, because no code under it calls back.
         if let Ok(mut pages) = self.0.try_borrow_mut() {
             pages.add(iova, len);
         }
     }
 
-    /// Adds the recorded pages to the log. No access that was resolved before may be in flight.
+    /// Adds the recorded pages to the log. No access that was resolved through the view may be in
+    /// flight.
     pub(crate) fn hand_in(&self, log: &DirtyLog) {
         if let Ok(mut pages) = self.0.try_borrow_mut() {
             log.0.lock().merge(&mut pages);
@@ -171,7 +172,8 @@ mod tests {
         assert_eq!(taken(&log, 0x1000, 0x1000, 4096), [0]);
         assert_eq!(taken(&log, 0x1000, 0x3000, 4096), [1], "the other one was taken");
         assert!(taken(&log, 0x1000, 0x3000, 4096).is_empty());
-        // Units larger and smaller than a page, and a range that starts in the middle of a page.
+        // Units that are larger and smaller than a page, and a range that starts in the middle of a
+        // page.
         assert_eq!(taken(&log, 0, 8 << 20, 1 << 20), [3, 4]);
         log.add(0x2000, 1);
         assert_eq!(taken(&log, 0x1c00, 0x1000, 1024), [1, 2, 3]);

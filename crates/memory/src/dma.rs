@@ -13,26 +13,29 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 struct Entry {
     start: u64,
-    /// Last address, inclusive, so that a map can end at the end of the address space.
+    /// Last address, inclusive. So a map can end at the end of the address space.
     last: u64,
     bytes: SharedBytes,
 }
 
 impl Entry {
-    /// Bytes that the page tables of this map can cover, which includes neighbouring memory.
+    /// Bytes that the page tables of this map can cover. The same page tables can also cover
+    /// neighbouring memory.
     fn reach(&self) -> u64 {
         page_tables::reach(self.last - self.start)
     }
 }
 
-/// Most maps per chunk of a table, and the sum of two neighbours below which they are merged.
+/// Maximum number of maps in a chunk of a table. Neighbouring chunks with fewer maps than `FEW`
+/// together are merged.
 const CHUNK: usize = 512;
 const FEW: usize = CHUNK / 4;
 
 /// Immutable snapshot of all maps, sorted by address.
 ///
-/// Snapshots share unchanged chunks: a change copies one chunk of maps and the list of chunks. A
-/// guest with a virtual IOMMU has tens of thousands of maps and changes them all the time.
+/// Snapshots share unchanged chunks: a change copies one chunk of maps and the list of chunks. This
+/// keeps changes cheap for a guest with a virtual IOMMU, which has tens of thousands of maps and
+/// changes them frequently.
 #[derive(Clone, Debug, Default)]
 pub struct DmaTable {
     /// Chunks of maps, none of which is empty.
@@ -56,8 +59,8 @@ impl DmaTable {
         self.chunks.is_empty()
     }
 
-    /// True if the maps are large enough for their page tables to exceed the limit: threads that
-    /// touch such memory count the page tables, see [`page_tables`].
+    /// True if the page tables of the maps could exceed the limit. Threads that touch such memory
+    /// have to count the touched places: see [`page_tables`].
     #[must_use]
     pub fn is_sparse(&self) -> bool {
         self.reach > page_tables::MATTERS
@@ -92,7 +95,7 @@ impl DmaTable {
         self.find(iova).map(|e| e.bytes.mapping())
     }
 
-    /// First address of a range of `mapping`. A linear search.
+    /// First address of a range of `mapping`, found by a linear search.
     #[must_use]
     pub fn iova_of(&self, mapping: &Arc<Mapping>) -> Option<u64> {
         self.entries().find(|e| Arc::ptr_eq(e.bytes.mapping(), mapping)).map(|e| e.start)
@@ -126,7 +129,8 @@ impl DmaTable {
         (iova <= entry.last).then_some(entry)
     }
 
-    /// Index of the chunk that contains the map of `iova`, or into which such a map is inserted.
+    /// Index of the chunk that contains the map of `iova`, or into which a new map of `iova` is
+    /// inserted.
     fn chunk_of(&self, iova: u64) -> usize {
         let begins_above = |chunk: &Arc<Vec<Entry>>| chunk.first().is_some_and(|e| e.start <= iova);
         self.chunks.partition_point(begins_above).saturating_sub(1)
@@ -176,7 +180,8 @@ impl DmaTable {
                 index += 1;
             }
         }
-        // Merges small neighbours: many small chunks would make the list of chunks long.
+        // Small neighbouring chunks are merged, because many small chunks would make the list of
+        // chunks long.
         for index in [from, from.saturating_sub(1)] {
             if let Some([one, two]) = self.chunks.get_mut(index..index + 2)
                 && one.len() + two.len() <= FEW
@@ -198,8 +203,8 @@ pub struct DmaSpace {
 }
 
 impl DmaSpace {
-    /// Empty map of the peer with the number `peer`, which [`losses`](crate::sigbus::losses)
-    /// uses.
+    /// Creates an empty map of the peer with the number `peer`, by which
+    /// [`losses`](crate::sigbus::losses) counts.
     #[must_use]
     pub fn of_peer(peer: u32) -> Self {
         Self { peer: Some(peer), ..Self::default() }
@@ -228,7 +233,7 @@ impl DmaSpace {
         if let Some(peer) = self.peer {
             bytes.mapping().claim(peer);
         }
-        // Copies the table if a snapshot of it is in use, which is nearly always the case.
+        // The table is copied if a snapshot of it is in use, which is nearly always the case.
         Arc::make_mut(&mut self.table).insert(Entry { start: iova, last, bytes });
         Ok(())
     }
@@ -262,8 +267,8 @@ impl DmaSpace {
     /// Starts a dirty page log: views of later snapshots record their writes. Returns false if a
     /// log exists already.
     ///
-    /// Writes to a [`Ring`](crate::Ring) or a [cell](crate::SharedU32) are not recorded: their
-    /// owner [adds](DirtyLog::add) them.
+    /// Writes to a [`Ring`](crate::Ring) or a [cell](crate::SharedU32) are not recorded. The owner
+    /// of the ring or cell has to [add](DirtyLog::add) them.
     pub fn start_log(&mut self) -> bool {
         let is_new = self.table.log.is_none();
         if is_new {
@@ -293,9 +298,9 @@ fn last_address(iova: u64, len: u64) -> Result<u64, DmaError> {
 }
 
 /// Handle of one thread on a [`DmaTable`], which resolves addresses without a lock or an atomic
-/// operation. The map of the last hit is tried first.
+/// operation. The map of the last lookup is tried first.
 ///
-/// A clone is a plain increment. Every command in flight holds a clone (in its
+/// A clone costs one plain increment. Every command in flight holds a clone (in its
 /// [`Segments`](crate::Segments)), so that [`ViewWatch`] reports the end of the last command.
 #[derive(Clone, Debug)]
 pub struct View(Rc<ViewShared>);
@@ -322,23 +327,23 @@ impl Drop for ViewShared {
     }
 }
 
-/// Copy of the last map that was hit, in a few adjacent words.
+/// Copy of the map that the last lookup found, in a few adjacent words.
 #[derive(Debug)]
 struct Hit {
     start: Cell<u64>,
-    /// Length; 0 before the first hit, so that no address matches.
+    /// Length of the map. 0 before the first lookup, so that no address matches.
     len: Cell<u64>,
     /// Address of `start` in this process.
     base: Cell<NonNull<u8>>,
-    /// True if writes are allowed and not logged, so that they need no full lookup.
+    /// True if writes are allowed and not logged. Otherwise a write needs the full lookup.
     writable: Cell<bool>,
 }
 
 impl Hit {
     fn set(&self, entry: &Entry, is_logged: bool) {
         self.start.set(entry.start);
-        // The length of a map of the whole address space does not fit, so it is one byte shorter
-        // here.
+        // The length of a map of the whole address space does not fit into 64 bits, so its last
+        // byte is left out here.
         self.len.set((entry.last - entry.start).saturating_add(1));
         self.base.set(entry.bytes.base());
         self.writable.set(entry.bytes.is_writable() && !is_logged);
@@ -358,7 +363,7 @@ impl Hit {
     }
 }
 
-/// Watch that reports the end of every use of a [`View`].
+/// Watch that reports when a [`View`] is no longer used.
 #[derive(Clone, Debug)]
 pub struct ViewWatch(Weak<ViewShared>);
 
@@ -390,7 +395,7 @@ impl View {
         &self.0.table
     }
 
-    /// Adds the recorded pages to the log before the view is dropped. No access that was resolved
+    /// Adds the recorded pages to the log while the view still exists. No access that was resolved
     /// through the view may be in flight.
     pub fn hand_in_log(&self) {
         self.0.hand_in();
@@ -409,8 +414,8 @@ impl View {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Address of `[iova, iova + len)` in this process, if `len` is not 0, the whole range lies
-    /// in the map of the last hit, and the map allows the access.
+    /// Address of `[iova, iova + len)` in this process, by the map of the last lookup. `None` if
+    /// `len` is 0, the range is not completely in that map, or the map does not allow the access.
     #[inline]
     pub(crate) fn translate_again(
         &self,
@@ -422,8 +427,8 @@ impl View {
         ((len as u64).wrapping_sub(1) < left).then_some(ptr)
     }
 
-    /// Address of `iova` in this process, and the number of bytes (at most `len`) to the map's
-    /// end.
+    /// Address of `iova` in this process, and the number of bytes, at most `len`, from there to the
+    /// map's end.
     #[inline]
     pub(crate) fn translate(
         &self,
@@ -438,7 +443,8 @@ impl View {
         self.translate_anew(iova, len, write)
     }
 
-    /// Slow path of [`translate`](Self::translate), for another map or a write that is logged.
+    /// Slow path of [`translate`](Self::translate), for a map other than the last one, and for a
+    /// write that is logged.
     fn translate_anew(
         &self,
         iova: u64,
@@ -477,8 +483,8 @@ impl View {
         while done < into.len() {
             let at = iova.checked_add(done as u64).ok_or(Fault { iova, write: false })?;
             let (ptr, n) = self.translate(at, into.len() - done, false)?;
-            // SAFETY: `translate` guarantees `n` mapped bytes; the destination is a Rust slice,
-            // which no mapping overlaps.
+            // SAFETY: `translate` guarantees `n` mapped bytes. The destination is a Rust slice,
+            // with which no mapping overlaps.
             unsafe {
                 std::ptr::copy_nonoverlapping(ptr.as_ptr(), into[done..].as_mut_ptr(), n);
             }
@@ -497,7 +503,8 @@ impl View {
         while done < from.len() {
             let at = iova.checked_add(done as u64).ok_or(Fault { iova, write: true })?;
             let (ptr, n) = self.translate(at, from.len() - done, true)?;
-            // SAFETY: as in `read`; in addition, `translate` checked that the bytes are writable.
+            // SAFETY: as in `read`. In addition, `translate` has checked that the bytes are
+            // writable.
             unsafe {
                 std::ptr::copy_nonoverlapping(from[done..].as_ptr(), ptr.as_ptr(), n);
             }
@@ -536,7 +543,8 @@ mod tests {
         assert_eq!(space.table().len(), 4);
     }
 
-    /// As many maps as a virtual IOMMU creates, in random order, compared with a simple model.
+    /// As many maps as a virtual IOMMU creates, changed in random order and compared with a simple
+    /// model.
     #[test]
     fn tens_of_thousands_of_maps_are_found_and_taken_away() {
         use std::collections::BTreeMap;
@@ -577,7 +585,7 @@ mod tests {
             }
             if n % 2000 == 0 {
                 check(&space, &model);
-                // The remaining maps of a part of the space are removed by one call.
+                // One call removes the remaining maps of a part of the address space.
                 let part = n * 4 * 4096..(n + 1000) * 4 * 4096;
                 if model.range(part.clone()).next().is_some() {
                     space.unmap(part.start, part.end - part.start).unwrap();
@@ -619,7 +627,7 @@ mod tests {
         assert!(is_sparse(&space));
         space.unmap(1 << 50, page_tables::MATTERS / 2).unwrap();
         assert!(!is_sparse(&space));
-        // Single pages can lie in as many page tables as large maps, and in more.
+        // A few single pages can need as many page tables as large maps.
         let few = page_tables::MATTERS / page_tables::SPAN / 4;
         (0..few).for_each(|n| space.map(1 << 50 | n << 12, 4096, &large).unwrap());
         assert!(is_sparse(&space));

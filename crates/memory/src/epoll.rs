@@ -1,7 +1,7 @@
 //! `epoll_wait` by the system call of that name.
 //!
-//! Other libraries use `epoll_wait` too, whereas rustix always uses `epoll_pwait`. With only one
-//! of the two, the allow list of the sandbox (seccomp) is shorter.
+//! Other libraries also use `epoll_wait`, but rustix always uses `epoll_pwait`. If the program uses
+//! only `epoll_wait`, the allow list of the sandbox (seccomp) is shorter.
 
 use rustix::event::epoll::Event;
 use rustix::io::Errno;
@@ -36,7 +36,7 @@ pub fn epoll_wait(
         return Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
     };
     let found = room.get(..found).unwrap_or_default();
-    // SAFETY: the kernel has written `found.len()` events, and any bytes are a valid event.
+    // SAFETY: the kernel has written `found.len()` events, and an event may have any bytes.
     Ok(unsafe { std::slice::from_raw_parts(found.as_ptr().cast::<Event>(), found.len()) })
 }
 
@@ -58,9 +58,9 @@ mod tests {
         assert!(epoll_wait(&epoll, &mut room, Some(Duration::ZERO)).unwrap().is_empty());
         let began = Instant::now();
         // The timeout is rounded up to milliseconds, so the wait must not end early.
-        let wait = Duration::from_micros(1500); // To be exceeded.
+        let wait = Duration::from_micros(1500); // The test waits until this time has passed.
         assert!(epoll_wait(&epoll, &mut room, Some(wait)).unwrap().is_empty());
-        // Lower bound: the limit does not expire early.
+        // The wait must not end before the timeout.
         assert!(began.elapsed() >= wait);
         events[1].signal();
         let found = epoll_wait(&epoll, &mut room, None).unwrap();

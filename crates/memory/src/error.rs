@@ -53,7 +53,7 @@ pub enum DmaError {
     },
 }
 
-/// Access of the peer to an address that is not mapped, or write to a read-only map.
+/// Access of the peer to an address that is not mapped, or write of the peer to a read-only map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("IOVA {iova:#x} is not mapped for a {}", if *.write { "write" } else { "read" })]
 pub struct Fault {
@@ -63,20 +63,19 @@ pub struct Fault {
     pub write: bool,
 }
 
-/// Data pointer that is refused. [`status`](Self::status) is the status code that the NVMe
-/// specification assigns to the error.
+/// Reason for the refusal of a data pointer. [`status`](Self::status) is the status code that the
+/// NVMe specification assigns to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataPointerError {
-    /// An address is not mapped, or not for the direction of the transfer.
+    /// An address is not mapped, or its map does not allow the direction of the transfer.
     #[error(transparent)]
     Fault(#[from] Fault),
-    /// A PRP entry has an offset where none is allowed, or is not aligned to a dword (PRP 1) or a
-    /// qword (the list pointer).
+    /// A PRP entry has an offset that is not allowed there, or is not aligned to a dword (PRP 1) or
+    /// a qword (the list pointer).
     #[error("PRP entry {0:#x} has an invalid offset")]
     PrpOffset(u64),
-    /// An SGL segment descriptor where none is allowed, or with a length that holds no
-    /// descriptor.
+    /// An SGL segment descriptor is not allowed there, or its length is too small for a descriptor.
     #[error("invalid SGL segment descriptor")]
     SglSegment,
     /// More descriptors than the controller supports, or an invalid Last Segment descriptor.

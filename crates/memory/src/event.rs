@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// Event file descriptor: [`signal`](Self::signal) wakes the threads that poll it.
 ///
 /// Neither a signal nor a drain ever blocks. A peer that shares the open file can clear
-/// `O_NONBLOCK` at any moment, because that flag belongs to the open file; signal and drain of
+/// `O_NONBLOCK` at any moment, because that flag belongs to the open file. Signals and drains of
 /// such a descriptor do not depend on the flag.
 #[derive(Debug)]
 pub struct EventFd(Fd);
@@ -32,10 +32,11 @@ impl EventFd {
         Ok(Self(Fd::Own(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)))
     }
 
-    /// Takes an eventfd that is shared with a peer: [`of_peer`](Self::of_peer) for a peer that
-    /// has only this one.
+    /// Takes an eventfd that is shared with a peer, with a cost account of its own. If the peer has
+    /// several eventfds, use [`of_peer`](Self::of_peer).
     ///
     /// # Errors
+    ///
     /// As for [`of_peer`](Self::of_peer).
     pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
         Self::of_peer(Arc::new(fd), &Signals::default())
@@ -44,12 +45,12 @@ impl EventFd {
     /// Takes an untrusted eventfd that a peer sent.
     ///
     /// An ordinary write to such a descriptor could block forever (a blocking descriptor with a
-    /// full count), so it is signalled in a way that cannot block. If the kernel does not have or
-    /// allow that way, it is signalled by a write to the descriptor, which this function makes
-    /// non-blocking; it then stays non-blocking only if the peer is honest.
+    /// full count), so the kernel signals it by io_uring or AIO, which cannot block. If the kernel
+    /// supports or allows neither, the signal is a write to the descriptor. In that case this
+    /// function makes the descriptor non-blocking, which a malicious peer can revert.
     ///
-    /// A signal wakes all waiters, and a peer may have a million of them. Their cost is accounted
-    /// to `signals` of that peer: see [`Signals`].
+    /// A signal wakes all waiters, and a peer may have a million waiters. The cost of the wakeups
+    /// is accounted to `signals` of that peer: see [`Signals`].
     ///
     /// # Errors
     /// `EINVAL` if the descriptor is no eventfd; the error of the system if its kind is unknown.
@@ -68,8 +69,8 @@ impl EventFd {
 
     /// Adds one to the count, which makes the descriptor readable.
     ///
-    /// A full count, or a peer's descriptor that accepts no write, is ignored: a full count means
-    /// that a wakeup is pending anyway, and a peer that blocks writes wants no wakeup.
+    /// If the count is full, nothing changes: a wakeup is pending already. If a peer's descriptor
+    /// accepts no write, the peer gets no wakeup.
     #[inline]
     pub fn signal(&self) {
         match &self.0 {
@@ -89,7 +90,7 @@ impl EventFd {
                 ReadWriteFlags::NOWAIT,
             );
             let outcome = match outcome {
-                // Kernels before Linux 5.8.
+                // Kernels before Linux 5.8 do not support the flag.
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => read(self.as_fd(), &mut count),
                 outcome => outcome,
             };
@@ -103,19 +104,20 @@ impl EventFd {
 
     /// Returns the count without a reset, or 0 if the system does not report it.
     ///
-    /// For statistics about a descriptor that is shared with a peer: the peer can make it
-    /// blocking, so a read could hang.
+    /// For statistics about a descriptor that is shared with a peer. A read could block, because
+    /// the peer can make the descriptor blocking.
     #[must_use]
     pub fn count(&self) -> u64 {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        // Most counts are 0, and a poll is the cheaper way to find that out.
+        // Most counts are 0, which a poll finds out at a lower cost.
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         if poll(&mut [PollFd::new(self, PollFlags::IN)], Some(&at_once)) == Ok(0) {
             return 0;
         }
         let path = format!("/proc/self/fdinfo/{}", self.as_fd().as_raw_fd());
-        // A scrape of the metrics calls this for every controller: a buffer that is large enough
-        // saves two thirds of the system calls.
+        // A query of the metrics calls this function for every controller. With a sufficiently
+        // large buffer, one read returns the whole text, which saves two thirds of the system
+        // calls.
         let mut text = [0; 512];
         let file = std::fs::File::open(path);
         let Ok(len) = file.and_then(|mut file| file.read(&mut text)) else { return 0 };
@@ -160,18 +162,18 @@ impl EventFd {
     }
 }
 
-/// `preadv2` offset for files without a position.
+/// Offset for `preadv2` that stands for "no position".
 const NOWHERE: u64 = u64::MAX;
 
 /// Edge-triggered wait for signals of an [`EventFd`] that leaves its count unchanged: a sleep and
 /// a wakeup take one system call instead of two.
 ///
-/// Each signal ends one wait, whether it came before the wait or during it; several signals
-/// before a wait count as one. Other pollers of the descriptor are not affected.
+/// A signal before or during a wait ends the wait. Several signals before a wait count as one.
+/// Other pollers of the descriptor are not affected.
 #[derive(Debug)]
 pub struct Edges {
     epoll: OwnedFd,
-    /// Kept open, because epoll drops a descriptor that is closed.
+    /// The descriptor is kept open, because epoll drops a descriptor that is closed.
     _hang_up: Option<OwnedFd>,
 }
 
@@ -190,8 +192,8 @@ const SIGNAL: u64 = 0;
 const HANG_UP: u64 = 1;
 
 impl Edges {
-    /// Starts to watch `event`. A signal before this call that was not drained counts. A
-    /// disconnect of the peer of the socket `hang_up` ends a wait as well.
+    /// Starts to watch `event`. A signal before this call also ends a wait, if it was not drained.
+    /// If the peer of the socket `hang_up` disconnects, the wait ends as well.
     ///
     /// # Errors
     /// The error of the system call if the process is out of file descriptors.
@@ -243,7 +245,8 @@ impl AsFd for EventFd {
 impl TryFrom<EventFd> for OwnedFd {
     type Error = io::Error;
 
-    /// Returns the descriptor of an eventfd of this process; refuses one of a peer.
+    /// Returns the descriptor of an eventfd that belongs to this process alone. Fails for an
+    /// eventfd that is shared with a peer.
     fn try_from(event: EventFd) -> io::Result<Self> {
         match event.0 {
             Fd::Own(fd) => Ok(fd),
@@ -302,7 +305,7 @@ mod tests {
         drop(reader);
     }
 
-    /// The peer shares the open file: it makes the descriptor blocking and fills or empties the
+    /// The peer shares the open file. It makes the descriptor blocking, and fills or empties the
     /// count.
     #[test]
     fn a_peer_that_makes_its_descriptor_blocking_stalls_nobody() {

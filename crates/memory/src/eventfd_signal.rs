@@ -1,14 +1,15 @@
 //! Cost of signals to peers' eventfds, accounted per peer.
 //!
-//! A signal wakes all waiters of the eventfd before it returns, and a peer can have a million of
-//! them: an epoll instance each, or one with as many duplicates of the descriptor. With 18,000
-//! waiters, a signal takes 3 ms, whereas it takes a microsecond for an honest peer's only one.
-//! The cost cannot be reduced, so it moves to another thread: if a signal to a peer has taken
-//! longer than [`DEAR`], and then another one has used that much processor time, the thread
-//! `signals` of this process signals the peer for [`PENALTY`], and no I/O thread waits for it.
-//! (Elapsed time alone is no proof: the signalling thread may just not have been scheduled.)
+//! A signal wakes all waiters of the eventfd before it returns. A peer can create a million
+//! waiters: epoll instances, or one epoll instance with that many duplicates of the descriptor.
+//! With 18,000 waiters, a signal takes 3 ms; with the single waiter of an honest peer, it takes a
+//! microsecond. The cost cannot be reduced, so it is moved to another thread. If a signal to a peer
+//! has taken longer than [`DEAR`], and one of the next signals has used that much processor time,
+//! the signals to this peer are expensive. The thread `signals` of this process then sends them for
+//! the time [`PENALTY`], so that no I/O thread waits for them. Elapsed time alone does not prove
+//! that a signal is expensive, because the signalling thread may not have been scheduled.
 //!
-//! A queued signal stands for those that follow, as signals add up in the count of the eventfd.
+//! While a signal is queued, further signals to the same eventfd are merged with it.
 
 use crate::notifier::{self, raise};
 use parking_lot::{Condvar, Mutex};
@@ -18,23 +19,25 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-/// Upper bound of the duration of a signal to an honest peer.
+/// Duration that no signal to an honest peer exceeds.
 const DEAR: Duration = Duration::from_micros(300);
 
-/// Number of signals whose processor time is measured after one that took longer than [`DEAR`].
+/// Number of signals whose processor time is measured after a signal that took longer than
+/// [`DEAR`].
 const WATCHED: u32 = 256;
 
-/// Time for which the thread signals a peer after the last expensive signal.
+/// Time for which the thread `signals` sends the signals to a peer, after the last expensive
+/// signal.
 const PENALTY: Duration = Duration::from_secs(60);
 
 /// Idle time after which the thread ends.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Descriptor that a peer sent. Its owner defers the close, which may take as long as the peer
-/// likes.
+/// Descriptor that a peer sent. Its owner defers the close, because the peer can make a close take
+/// any time.
 pub type PeerDescriptor = Arc<dyn AsFd + Send + Sync>;
 
-/// Cost account of a peer whose eventfds are signalled.
+/// Cost account of a peer's eventfds.
 #[derive(Clone, Debug, Default)]
 pub struct Signals(Arc<Account>);
 
@@ -49,8 +52,8 @@ struct Account {
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 impl Signals {
-    /// True if the `signals` thread signals this peer at the moment, because its signals are
-    /// expensive.
+    /// True if signals to this peer are expensive at the moment, so that the `signals` thread sends
+    /// them.
     #[must_use]
     pub fn are_dear(&self) -> bool {
         self.0.is_dear(Instant::now())
@@ -83,7 +86,7 @@ impl Account {
             self.dear_until.store(millis(until), Ordering::Relaxed);
             self.watched.store(WATCHED, Ordering::Relaxed);
         } else {
-            // Concurrent threads may lose a decrement, which only prolongs the measurement.
+            // Concurrent threads may lose a decrement. This only prolongs the measurement.
             let left = self.watched.load(Ordering::Relaxed);
             self.watched.store(left.saturating_sub(1), Ordering::Relaxed);
         }
@@ -151,7 +154,8 @@ struct Thread {
 
 #[derive(Default)]
 struct ThreadState {
-    /// Queued events. Each event is queued at most once, which bounds the queue by the eventfds.
+    /// Queued events. Each event is queued at most once, so the queue is no longer than the number
+    /// of eventfds.
     queue: VecDeque<Arc<PeerEvent>>,
     runs: bool,
 }
@@ -185,7 +189,7 @@ impl Thread {
         loop {
             while let Some(event) = state.queue.pop_front() {
                 drop(state);
-                // Cleared first: a signal that is requested from here on has to be sent
+                // The flag is cleared first: a signal that is requested from now on must be sent
                 // separately.
                 event.queued.store(false, Ordering::Release);
                 event.signal_here(Instant::now());
@@ -209,8 +213,8 @@ mod tests {
     use shadowbell_testing::wait::LIMIT;
     use std::os::fd::OwnedFd;
 
-    /// No signal is lost on the way through the thread, and no other peer's signals are sent by
-    /// it.
+    /// The thread loses no signal of an expensive peer, and does not send the signals of other
+    /// peers.
     #[test]
     fn a_peer_whose_signals_take_long_is_signalled_by_another_thread() {
         let (dear, cheap) = (Signals::default(), Signals::default());
@@ -223,7 +227,7 @@ mod tests {
         let (to_cheap, of_cheap) = event(&cheap);
         to_dear.signal();
         assert_eq!(of_dear.drain(), 1);
-        // A signal that only takes long, and then one that uses processor time.
+        // First a signal that takes long without processor time, then one that uses processor time.
         dear.0.count(Instant::now(), || std::thread::sleep(DEAR * 2));
         assert!(!dear.are_dear());
         let began = processor_time();
@@ -237,13 +241,13 @@ mod tests {
         assert!(THREAD.state.lock().runs);
         to_cheap.signal();
         assert_eq!(of_cheap.drain(), 1, "this one at once");
-        // A new descriptor of the same peer does not avoid the penalty.
+        // A new descriptor of the same peer is also signalled by the thread.
         let (to_dear, of_dear) = event(&dear);
         to_dear.signal();
         assert!(of_dear.wait(Some(LIMIT)).unwrap());
     }
 
-    /// Waiting costs a peer nothing, but a signal has to wake all waiters.
+    /// Waiting costs the peer nothing, but a signal to it has to wake all waiters.
     #[test]
     fn a_crowd_that_waits_is_noticed() {
         const EPOLLS: usize = 100;

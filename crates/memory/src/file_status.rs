@@ -4,8 +4,8 @@ use rustix::fs::{AtFlags, StatxFlags, statx};
 use rustix::io::Errno;
 use std::os::fd::AsFd;
 
-/// Identity and size of a file, from `statx`, as in the standard library: the sandbox (seccomp)
-/// then has to allow only one system call for this purpose.
+/// Identity and size of a file, from `statx`. The standard library uses the same system call, so
+/// the sandbox (seccomp) has to allow only this one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileStatus {
@@ -20,9 +20,10 @@ pub struct FileStatus {
 }
 
 impl FileStatus {
-    /// Current status of `fd`, by one system call.
+    /// Returns the current status of `fd`, by one system call.
     ///
     /// # Errors
+    ///
     /// The error of the system call.
     pub fn of(fd: impl AsFd) -> Result<Self, Errno> {
         let found = statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;

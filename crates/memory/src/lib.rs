@@ -5,15 +5,15 @@
 //! truncate the file behind it. This crate makes such memory safe to use:
 //!
 //! * [`Mapping`] is one `mmap`, kept alive by every object that can still access it;
-//! * [`SharedBytes`] is a bounds-checked window into a mapping, read by single copies, and
-//!   [`SharedU32`] one 32-bit cell of it (a doorbell, a shadow entry);
+//! * [`SharedBytes`] is a bounds-checked window into a mapping, which is read by single copies;
+//!   [`SharedU32`] is one 32-bit cell of a mapping (a doorbell, a shadow entry);
 //! * [`DmaSpace`] is the control plane's map of the peer's I/O virtual addresses (IOVA),
 //!   [`DmaTable`] an immutable snapshot of it, and [`View`] one thread's handle on a snapshot,
 //!   which resolves addresses without a lock or an atomic operation;
 //! * [`Segments`] is a command's data, resolved from PRPs ([`View::resolve_prps`]) or SGLs
-//!   ([`View::resolve_sgl`]) to host memory. It holds its view, so memory cannot be unmapped
-//!   while a command that uses it is in flight: an unmap replaces the snapshot, and is complete
-//!   when every view of the old one is dropped ([`ViewWatch`]);
+//!   ([`View::resolve_sgl`]) to host memory. A `Segments` holds its view, so memory cannot be
+//!   unmapped while a command that uses it is in flight. An unmap replaces the snapshot, and is
+//!   complete when every view of the old snapshot is dropped ([`ViewWatch`]);
 //! * [`DirtyLog`] records the written pages, for live migration;
 //! * [`Ring`] is a queue's memory, entry by entry, and [`SqeBatch`] a batch of entries that is
 //!   published together;
@@ -22,9 +22,9 @@
 //! * [`AbortOnPanic`] guards threads on which others depend; [`process`] helps a process that
 //!   replaces itself.
 //!
-//! This is the only crate of the workspace with `unsafe` code, besides thin `sys` modules.
-//! Changes by a peer during a copy can make the copied *values* arbitrary, never the program's
-//! behaviour: everything is copied once and validated afterwards.
+//! This is the only crate of the workspace with `unsafe` code, besides thin `sys` modules. If a
+//! peer changes memory during a copy, the copied *values* can be arbitrary, but the program's
+//! behaviour stays defined: everything is copied once, and the copy is validated.
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fmt, io, ptr};
 
-/// Bytes that are unmapped, or whose page tables are freed, in one step: other threads that
-/// change the address space wait meanwhile.
+/// Number of bytes that are unmapped, or whose page tables are freed, in one step. Other threads
+/// that change the address space wait until the step ends.
 const AT_ONCE: usize = 64 << 20;
-/// Largest step, for memory of which little was touched, and the duration below which a step
-/// counts as quick.
+/// Largest step, for memory of which little was touched; and the duration below which a step counts
+/// as quick.
 const AT_MOST: usize = 1 << 30;
 const QUICK: Duration = Duration::from_micros(100);
 /// Bytes per step for page tables that are already empty.
@@ -59,8 +59,8 @@ pub enum MapError {
 
 /// Range of this process's address space that stays mapped as long as the value lives.
 ///
-/// The memory may be shared (by file descriptor) with a peer that can change it at any time, so
-/// there is no `&[u8]` into it: access goes through [`SharedBytes`](crate::SharedBytes).
+/// The memory may be shared (by file descriptor) with a peer that can change it at any time. So no
+/// `&[u8]` points into it, and all access is by [`SharedBytes`](crate::SharedBytes).
 pub struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
@@ -99,17 +99,17 @@ impl AsFd for File {
 
 /// Deferred release of a peer's memory.
 ///
-/// The last release of a file frees its pages, and the peer determines their number and location,
-/// so a release can take long.
+/// The last release of a file frees its pages. The peer determines their number and location, so a
+/// release can take long.
 pub trait End: Send + Sync {
-    /// Drops `what` later, on a thread on which no other thread waits.
+    /// Drops `what` later, on a thread that no other thread waits for.
     fn drop_later(self: Box<Self>, what: Box<dyn Send>);
 }
 
-// SAFETY: the mapping is plain memory without thread affinity; all access through `SharedBytes`
-// is by raw copies and atomics that tolerate concurrent changes.
+// SAFETY: the mapping is plain memory without thread affinity. All access is by `SharedBytes`, by
+// raw copies and atomics that tolerate concurrent changes.
 unsafe impl Send for Mapping {}
-// SAFETY: as for `Send`; `&Mapping` gives no reference into the memory.
+// SAFETY: as for `Send`. A `&Mapping` gives no reference into the memory.
 unsafe impl Sync for Mapping {}
 // SAFETY: a range can be unmapped on any thread.
 unsafe impl Send for Held {}
@@ -201,11 +201,11 @@ impl Mapping {
 
     /// Creates a memfd of `len` bytes (rounded up) in pages of [`HUGE_PAGE`] bytes and maps it.
     ///
-    /// The administrator has to reserve huge pages (`vm.nr_hugepages`). They need fewer entries
-    /// in the tables of an IOMMU and of the processors. All pages are reserved by this call, so a
-    /// later access cannot fail, except after a holder of the descriptor has punched a hole (no
-    /// seal forbids that and leaves the memory writable) and no huge page is left. Therefore the
-    /// memory is guarded like a peer's memory: see [`is_poisoned`](Self::is_poisoned).
+    /// The administrator has to reserve huge pages (`vm.nr_hugepages`). They need fewer entries in
+    /// the tables of an IOMMU and of the processors. All pages are reserved by this call. A later
+    /// access can fail only if a holder of the descriptor has punched a hole and no huge page is
+    /// left for it. (No seal prevents holes and leaves the memory writable.) Therefore the memory
+    /// is guarded like a peer's memory: see [`is_poisoned`](Self::is_poisoned).
     ///
     /// # Errors
     /// As [`shared`](Self::shared), and if too few huge pages are available.
@@ -268,8 +268,8 @@ impl Mapping {
         Self::adopt(ptr, size, Protection::ReadWrite, None, 0, None)
     }
 
-    /// Takes ownership of a mapped range. `peers` is the page size of memory that a peer can
-    /// remove, which is guarded against SIGBUS; `None` for other memory.
+    /// Takes ownership of a mapped range. `peers` is the page size if a peer can remove pages of
+    /// the memory, which is then guarded against SIGBUS. `None` for other memory.
     fn adopt(
         ptr: rustix::io::Result<*mut core::ffi::c_void>,
         len: usize,
@@ -336,7 +336,8 @@ impl Mapping {
         self.fd_offset
     }
 
-    /// True if part of the memory was lost (its file was truncated) and reads as zeroes.
+    /// True if a part of the memory was lost because its file was truncated. That part reads as
+    /// zeroes.
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.guard().is_some_and(sigbus::Guard::is_poisoned)
@@ -366,9 +367,9 @@ impl Mapping {
 
     /// Requests transparent huge pages for the mapping, for large memory with scattered accesses.
     ///
-    /// In a virtual machine, an address translation walks two nested page tables, and every
-    /// access to another small page waits for that. With huge pages, memory is allocated and
-    /// freed in larger pieces than requested.
+    /// In a virtual machine, an address translation walks two nested page tables, and an access to
+    /// a new small page has to wait for that walk. The disadvantage of huge pages is that memory is
+    /// allocated and freed in larger pieces than requested.
     pub fn prefer_huge_pages(&self) {
         // SAFETY: the range is this mapping, and the advice does not change its content.
         let advised = unsafe {
@@ -378,16 +379,15 @@ impl Mapping {
                 rustix::mm::Advice::LinuxHugepage,
             )
         };
-        // A kernel without transparent huge pages uses small pages.
+        // An error is ignored: a kernel without transparent huge pages uses small pages.
         let _ = advised;
     }
 
-    /// Frees the page tables of a shared file. The memory keeps its content; a thread that
-    /// accesses it meanwhile waits for a short time.
+    /// Frees the page tables of a shared file. The memory keeps its content. A thread that accesses
+    /// the memory during the call waits for a short time.
     pub(crate) fn drop_page_tables(&self) {
         let Some(held) = &self.held else { return };
-        // Huge pages have few page tables, and a range with replaced pages is no longer one
-        // mapping.
+        // Huge pages need few page tables. A range with replaced pages is no longer one mapping.
         if held.guard.is_none() || self.is_poisoned() || held.page != page_size() {
             return;
         }
@@ -413,8 +413,8 @@ impl Mapping {
         }
     }
 
-    /// Returns the pages of a byte range to the system: they read as zeroes afterwards. Only
-    /// whole pages inside the range are returned; the rest keeps its content.
+    /// Returns the whole pages of a byte range to the system. They read as zeroes afterwards. Bytes
+    /// of the range that do not fill a page keep their content.
     pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         let page = page_size();
         let end = offset.saturating_add(len).min(self.len) / page * page;
@@ -443,7 +443,7 @@ impl Drop for Mapping {
 }
 
 impl Held {
-    /// Drops the page table entries of a shared file, step by step.
+    /// Drops the page table entries of a shared file in steps.
     fn forget_pages(&self) {
         let least = AT_ONCE.next_multiple_of(self.page);
         let (mut start, mut piece) = (0, least);
@@ -464,7 +464,8 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // An unmap of a large range in one step would block other changes of the address space.
+        // If a large range were unmapped in one step, other changes of the address space would wait
+        // for it.
         if self.guard.is_some() && self.taken > AT_ONCE {
             self.forget_pages();
         }
@@ -492,8 +493,8 @@ pub(crate) fn page_size() -> usize {
 
 /// Page size in which a file is mapped, in bytes.
 ///
-/// Only files that support seals, which are the kernel's own memory, are asked by `fstatfs`: the
-/// file system of a peer could block that call.
+/// `fstatfs` is called only for files that support seals: those are memory of the kernel. The file
+/// system of a peer could block that call.
 fn page_size_of(fd: impl AsFd) -> usize {
     /// `HUGETLBFS_MAGIC`.
     const HUGETLBFS: u64 = 0x9584_58f6;
@@ -570,7 +571,7 @@ mod tests {
         for len in [0, u64::MAX] {
             assert!(Mapping::shared_huge("none", len).is_err());
         }
-        // A size beyond any machine's reservation is refused at once, not on access.
+        // More huge pages than any machine has reserved are refused by this call, not on access.
         assert!(Mapping::shared_huge("all", 1 << 46).is_err());
         // One huge page may or may not be available on the machine.
         if let Ok(mapping) = Mapping::shared_huge("one", 5) {

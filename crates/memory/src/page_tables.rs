@@ -1,25 +1,25 @@
 //! Limit for the page tables of peers' memory.
 //!
-//! A peer may share a sparse terabyte and have one byte of every 2 MiB touched: each touch
-//! allocates a page table of 4 KiB, for as long as the memory is mapped. An honest peer's memory
-//! is allocated, and its page tables are a 512th of it. When memory is shared, the two cases look
-//! the same (an honest guest's memory is allocated while the guest boots), so sparse memory is
-//! not refused. Instead, page tables are freed when there are more than the allocated memory
-//! needs. The memory keeps its content, and a page that is touched again costs a page fault of a
-//! microsecond.
+//! A peer may share a sparse terabyte, and make this process touch one byte of every 2 MiB. Each
+//! touch allocates a page table of 4 KiB, which exists as long as the memory is mapped. In
+//! contrast, the memory of an honest peer is allocated, and its page tables have a 512th of its
+//! size. When memory is shared, the two cases cannot be distinguished, because an honest guest's
+//! memory is allocated only while the guest boots. So sparse memory is not refused. Instead, page
+//! tables are freed when there are more than the allocated memory needs. The memory keeps its
+//! content, and the next access to a page costs a page fault of a microsecond.
 //!
-//! A thread checks the page tables while enough memory is shared that they could exceed the limit
-//! (`MATTERS`); otherwise the thread does not exist. Two events trigger a check:
+//! A thread checks the page tables. It exists only while enough memory is shared (`MATTERS`) for
+//! the page tables to exceed the limit. Two events trigger a check:
 //!
 //! * *Touches of a peer's memory.* A touch allocates at most two page tables, and only by a page
 //!   fault. Therefore a thread that works for a peer with enough memory
 //!   ([`DmaTable::is_sparse`](crate::DmaTable::is_sparse)) counts the touched places and calls
 //!   [`ask`] after [`SPEND`] of them. If the process had page faults since the last check, the
-//!   thread waits for another check, and for the removal of excess page tables. So it cannot
-//!   allocate more page tables between two checks than it has places to spend.
-//! * *Time*, for touches that are not counted (admin commands and queues, which are few per
-//!   controller): 100 to 200 checks per second, as long as any thread is [`Awake`] that touches
-//!   such memory.
+//!   thread waits for another check and for the removal of excess page tables. So between two
+//!   checks it allocates at most two page tables for each of the [`SPEND`] places.
+//! * *Time*, for touches that are not counted, by admin commands and queues. There are few of those
+//!   per controller. Checks take place 100 to 200 times per second while a thread that touches such
+//!   memory is [`Awake`].
 
 use crate::file_status::FileStatus;
 use crate::mapping::Mapping;
@@ -31,7 +31,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, LazyLock, Weak};
 use std::time::Duration;
 
-/// Bytes of page tables of peers' memory that are allowed, besides those of allocated memory.
+/// Allowed bytes of page tables of peers' memory, in addition to the page tables of allocated
+/// memory.
 const ALLOWED: u64 = 16 << 20;
 
 /// Bytes of memory that one page table maps.
@@ -39,25 +40,26 @@ pub const SPAN: u64 = 2 << 20;
 /// Size of a page table in bytes.
 const TABLE: u64 = 4096;
 
-/// Total bytes of mappings from which their page tables can exceed the limit.
+/// Total size of mappings in bytes from which on their page tables can exceed the limit.
 pub(crate) const MATTERS: u64 = ALLOWED / TABLE * SPAN;
 
-/// Number of places of a peer's memory that a thread may touch before it calls [`ask`].
+/// Number of places of a peer's memory that a thread may touch before it has to call [`ask`].
 pub const SPEND: u64 = 2048;
-/// Page faults of the process since the last check that do not trigger another check.
+/// Number of page faults of the process since the last check up to which no further check is
+/// triggered.
 const FEW_FAULTS: u64 = 1024;
 
-/// Shortest and longest time between two checks. I/O threads touch memory without notice, and
-/// with 50 ms, a peer reached 117 MiB before the first check.
+/// Shortest and longest time between two checks. I/O threads touch memory without a notification.
+/// With 50 ms, the page tables of a peer grew to 117 MiB before the first check.
 const SOON: Duration = Duration::from_millis(5);
 const LATE: Duration = Duration::from_millis(10);
 
-/// Growth in bytes between two checks after which the next one follows soon.
+/// Growth in bytes between two checks after which the next check follows after the shortest time.
 const GROWS: u64 = 1 << 20;
 
 /// Number of threads that may touch peers' memory now.
 static AWAKE: AtomicUsize = AtomicUsize::new(0);
-/// True while the checking thread waits for one of these threads to be awake.
+/// True while the checking thread waits until one of these threads is awake.
 static WAITS: AtomicBool = AtomicBool::new(false);
 /// Number of started checks, and of finished checks.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
@@ -66,7 +68,7 @@ static OVER: AtomicU64 = AtomicU64::new(0);
 static FAULTS: AtomicU64 = AtomicU64::new(0);
 /// True while the checking thread exists.
 static RUNS: AtomicBool = AtomicBool::new(false);
-/// Request for a check, on which the checking thread waits.
+/// Request for a check, which the checking thread waits for.
 static GATE: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
 
 /// Requested check of the page tables.
@@ -81,8 +83,8 @@ impl Look {
     }
 }
 
-/// True if the page tables of a peer's ranges of these lengths could exceed the limit, so that
-/// threads that touch the memory have to count their touches.
+/// True if the page tables of a peer's ranges of these lengths could exceed the limit. Then threads
+/// that touch the memory have to count their touches.
 #[must_use]
 pub fn could_be_too_many(ranges: impl IntoIterator<Item = u64>) -> bool {
     ranges.into_iter().map(reach).fold(0, u64::saturating_add) > MATTERS
@@ -95,9 +97,9 @@ pub(crate) fn reach(len: u64) -> u64 {
 
 /// Requests a check after the caller has touched [`SPEND`] places of a peer's memory.
 ///
-/// All of the caller's earlier accesses must have finished. Returns the check for which the
-/// caller has to wait before it touches more, or `None` if no check is necessary. Costs a system
-/// call, and a wakeup if a check is requested.
+/// All earlier accesses of the caller must have ended. Returns the check for which the caller has
+/// to wait before it touches more, or `None` if no check is necessary. Costs a system call, and a
+/// wakeup if a check is requested.
 #[must_use]
 pub fn ask() -> Option<Look> {
     if !RUNS.load(SeqCst) || faults().saturating_sub(FAULTS.load(SeqCst)) < FEW_FAULTS {
@@ -109,21 +111,21 @@ pub fn ask() -> Option<Look> {
     Some(look)
 }
 
-/// Number that changes when page tables of a peer's memory are freed, alone or with their
-/// mapping. Memory that was touched before the change may have no page table any more.
+/// Number that changes when page tables of a peer's memory are freed, whether the memory stays
+/// mapped or not. Memory that was touched before the change may have no page table any more.
 #[must_use]
 pub fn epoch() -> u64 {
     reclaim::count()
 }
 
-/// Minor page faults of this process since its start, including those of kernel accesses on its
-/// behalf.
+/// Minor page faults of this process since its start, including those of accesses by the kernel for
+/// this process.
 fn faults() -> u64 {
     crate::thread_usage::process_faults()
 }
 
 /// Marks the calling thread as awake: it may touch peers' memory. While no thread is awake, no
-/// checks run, so that an idle process stays idle.
+/// checks run, so that the checks do not wake an idle process.
 #[derive(Debug)]
 pub struct Awake(());
 
@@ -132,8 +134,8 @@ impl Awake {
     #[must_use]
     pub fn new() -> Self {
         AWAKE.fetch_add(1, SeqCst);
-        // Both sides store first and load then, so at least one of them sees the other's store:
-        // this thread wakes the checking thread, or the checking thread does not sleep.
+        // Both threads first store and then load, so at least one of them sees the other's store.
+        // Either this thread wakes the checking thread, or the checking thread does not sleep.
         if WAITS.load(SeqCst) {
             let _gate = GATE.0.lock();
             GATE.1.notify_all();
@@ -154,8 +156,8 @@ impl Drop for Awake {
     }
 }
 
-/// Waits for `time` or until a check is requested, and in any case until a thread is awake that
-/// touches peers' memory.
+/// Waits for `time`, or until a check is requested. Then waits until a thread that touches peers'
+/// memory is awake.
 fn wait_for_somebody(time: Duration) {
     let mut wanted = GATE.0.lock();
     if !*wanted {
@@ -174,7 +176,7 @@ fn wait_for_somebody(time: Duration) {
 #[derive(Default)]
 struct Registry {
     mappings: Vec<Weak<Mapping>>,
-    /// Total bytes of the mappings at the last count, plus those added since.
+    /// Total size in bytes of the mappings at the last count and of those added since.
     bytes: u64,
 }
 
@@ -193,7 +195,7 @@ pub fn watch(mapping: &Arc<Mapping>) {
         registry.count();
         if registry.bytes > MATTERS {
             let thread = std::thread::Builder::new().name("page-tables".into());
-            // Set before the start, because the thread may end before `spawn` returns.
+            // The flag is set before the start, because the thread may end before `spawn` returns.
             RUNS.store(true, SeqCst);
             if thread.spawn(run).is_err() {
                 RUNS.store(false, SeqCst);
@@ -203,7 +205,7 @@ pub fn watch(mapping: &Arc<Mapping>) {
 }
 
 impl Registry {
-    /// Counts the bytes of existing mappings and removes the entries of dropped ones.
+    /// Counts the bytes of existing mappings, and removes dropped mappings from the registry.
     fn count(&mut self) {
         self.bytes = 0;
         let bytes = &mut self.bytes;
@@ -233,7 +235,8 @@ fn run() {
         }
         let now = in_use();
         if now > ALLOWED.max(floor) {
-            // The page tables that remain do not belong to sparse memory of peers.
+            // The page tables that remain do not belong to sparse memory of peers, so they raise
+            // the threshold.
             floor = trim(now).saturating_add(ALLOWED);
         }
         wait = if now > before + GROWS { SOON } else { (wait * 2).min(LATE) };
@@ -242,8 +245,9 @@ fn run() {
     }
 }
 
-/// Frees page tables if there are more than the allocated memory needs. Returns the bytes of page
-/// tables that remain: those of allocated memory, and those of other memory.
+/// Frees page tables if there are more than the allocated memory needs. Returns the size of the
+/// page tables that remain: those of allocated memory, and those of memory that does not belong to
+/// peers.
 fn trim(now: u64) -> u64 {
     let mappings: Vec<_> = REGISTRY.lock().mappings.iter().filter_map(Weak::upgrade).collect();
     let mut there = HashMap::new();
@@ -279,7 +283,7 @@ mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
     use shadowbell_testing::wait::{self, LIMIT};
 
-    /// Serializes the tests: the page tables of the process are shared by all of them.
+    /// Serializes the tests, because they all share the page tables of the process.
     static ALONE: Mutex<()> = Mutex::new(());
 
     fn sparse(len: u64) -> Arc<Mapping> {
@@ -293,7 +297,8 @@ mod tests {
         let _alone = ALONE.lock();
         let places = || (0..8usize << 30).step_by(SPAN as usize);
         let lines = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
-        // Other tests may add and free page tables and mappings of theirs meanwhile.
+        // Other tests may add and free page tables and mappings at the same time, so the test is
+        // repeated.
         wait::until("page tables that come and go", || {
             let mapping = sparse(8 << 30);
             let before = in_use();
@@ -312,8 +317,8 @@ mod tests {
         });
     }
 
-    /// A thread that waits for its checks is bounded by the limit plus the touches between two
-    /// checks, however slow the checking thread is.
+    /// If a thread waits for its checks, the page tables exceed the limit at most by those of the
+    /// touches between two checks, however slow the checking thread is.
     #[test]
     fn who_waits_for_the_look_has_a_bound() {
         let _alone = ALONE.lock();
@@ -341,10 +346,11 @@ mod tests {
                 }
             }
         }
-        // Without the limit, 512 MiB would be in use. Other tests have some page tables too.
+        // Without the limit, the page tables would have 512 MiB. Those of other tests are included.
         assert!(most <= ALLOWED + 2 * SPEND * TABLE + (4 << 20), "{most}");
         assert!(waits > 8, "{waits}");
-        // Memory that was touched before has page tables, so it causes no fault and no wait.
+        // Memory that was touched before has page tables. So it causes no page fault, and the
+        // thread does not wait.
         let look = ask();
         while look.is_some_and(|look| !look.is_over()) {
             std::thread::yield_now();
@@ -355,7 +361,7 @@ mod tests {
         assert_eq!(ask(), None);
     }
 
-    /// Any number of ranges of the same memory.
+    /// The client uses any number of ranges of the same memory.
     #[test]
     fn a_client_that_touches_here_and_there_has_no_more_than_is_allowed() {
         let _alone = ALONE.lock();
@@ -373,14 +379,14 @@ mod tests {
             }
             most = most.max(in_use());
         }
-        // Without the limit, 512 MiB would be in use. The peak between two checks depends on the
-        // machine.
+        // Without the limit, the page tables would have 512 MiB. Their maximum between two checks
+        // depends on the machine.
         let until = std::time::Instant::now() + LIMIT;
         while in_use() > before + 2 * ALLOWED {
             assert!(std::time::Instant::now() < until, "{} of at most {most}", in_use());
             wait::pause();
         }
-        // No checks run while no thread is awake; they continue when one is.
+        // No checks run while no thread is awake. They continue when a thread is awake again.
         drop(awake);
         while !WAITS.load(SeqCst) {
             assert!(std::time::Instant::now() < until, "checks continue");

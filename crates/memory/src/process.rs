@@ -8,18 +8,18 @@ use std::os::unix::ffi::OsStrExt;
 
 /// Takes ownership of the descriptor `number` if the parent process passed it.
 ///
-/// An inherited descriptor lacks the close-on-exec flag, whereas all descriptors that this
-/// program opens have it. The flag is set by this call, so that a descriptor can be taken only
-/// once. Standard input, output and error are not taken.
+/// An inherited descriptor does not have the close-on-exec flag, but all descriptors that this
+/// program opens have it. This call sets the flag, so that a descriptor can be taken only once.
+/// Standard input, output and error are not taken.
 ///
-/// Descriptors that other code has opened without the flag would be taken as well, so this
-/// function is for the start of a program.
+/// This function would also take descriptors that other code has opened without the flag. So it is
+/// only for the start of a program.
 #[must_use]
 pub fn take_inherited(number: RawFd) -> Option<OwnedFd> {
     if number <= 2 {
         return None;
     }
-    // SAFETY: the number is used only by calls that fail without harm if it is not open; the
+    // SAFETY: the number is used only by calls that fail without an effect if it is not open. The
     // borrow ends before the descriptor is owned.
     let looked_at = unsafe { BorrowedFd::borrow_raw(number) };
     let flags = rustix::io::fcntl_getfd(looked_at).ok()?;
@@ -33,9 +33,10 @@ pub fn take_inherited(number: RawFd) -> Option<OwnedFd> {
 }
 
 /// Replaces this process by another program, with the same environment (`execv`). Returns only if
-/// that fails, without any change. Ignored and blocked signals stay so.
+/// that fails, and then nothing has changed. The new program inherits ignored and blocked signals.
 ///
 /// # Errors
+///
 /// Always the reason of the failure.
 pub fn execute(
     program: &OsStr,
@@ -49,7 +50,7 @@ pub fn execute(
     };
     let mut pointers: Vec<_> = arguments.iter().map(|argument| argument.as_ptr()).collect();
     pointers.push(std::ptr::null());
-    // SAFETY: the strings end with NUL and the list of them with null; all of them live until the
+    // SAFETY: the strings end with NUL, and their list ends with null. All of them live until the
     // call returns.
     unsafe { libc::execv(program.as_ptr(), pointers.as_ptr()) };
     io::Error::last_os_error()

@@ -5,17 +5,17 @@ use std::sync::OnceLock;
 
 static SETTLED: OnceLock<CpuSet> = OnceLock::new();
 
-/// CPU affinity of the first thread of this process, or the value that [`settle`] stored.
+/// CPU affinity of the first thread of this process. After [`settle`], the value that it stored.
 #[must_use]
 pub fn processors() -> CpuSet {
     SETTLED.get().copied().unwrap_or_else(ask)
 }
 
-/// Stores the current CPU affinity, so that [`processors`] makes no system call any more: for a
-/// process that is about to forbid that call by seccomp.
+/// Stores the current CPU affinity, so that [`processors`] needs no system call any more. For a
+/// process that will forbid this system call by seccomp.
 ///
-/// The allocator of glibc also queries the number of processors when several threads exist. Its
-/// limit of arenas is therefore set to the value that it would compute.
+/// The allocator of glibc also queries the number of processors when several threads exist.
+/// Therefore its limit of arenas is set to the value that it would compute.
 pub fn settle() {
     let processors = SETTLED.get_or_init(ask);
     #[cfg(target_env = "gnu")]

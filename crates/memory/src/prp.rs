@@ -10,10 +10,10 @@ const CHUNK: usize = 64;
 impl View {
     /// Resolves `len` bytes of data that PRP Entry 1 and 2 of a command describe.
     ///
-    /// `page` is the host's memory page size (CC.MPS), a power of two of at least 4096. `write`
-    /// is set if the device writes the data (a Read command). The list is read once, and only the
-    /// entries that `len` needs, so a list that the host changes meanwhile or that points to
-    /// itself cannot cost more than the command's size.
+    /// `page` is the host's memory page size (CC.MPS), a power of two of at least 4096. `write` is
+    /// true if the device writes the data (a Read command). Only the entries that `len` needs are
+    /// read, and each is read once. So a list that the host changes during the call, or that points
+    /// to itself, costs no more than any list of this length.
     ///
     /// # Errors
     /// [`DataPointerError`]; `into` is empty then.
@@ -97,8 +97,8 @@ impl View {
         }
         let mut at = list;
         loop {
-            // Number of entries from `at` to the end of its page. The last entry of the page is
-            // the pointer to the next list if more entries are needed than fit.
+            // Number of entries from `at` to the end of its page. If more entries are needed, the
+            // last entry of the page is the pointer to the next list.
             let in_page = ((page as u64 - (at & mask)) / 8) as usize;
             let needed = left.div_ceil(page);
             let take = needed.min(in_page).min(CHUNK);
@@ -106,7 +106,7 @@ impl View {
             let mut raw = [[0u8; 8]; CHUNK];
             let entries = &mut raw[..take];
             self.read(at, entries.as_flattened_mut())?;
-            // Contiguous pages, which are the usual case, are translated together.
+            // Contiguous pages are translated together, because most lists consist of them.
             let (mut start, mut run) = (0u64, 0);
             for (index, entry) in entries.iter().enumerate() {
                 let entry = u64::from_le_bytes(*entry);

@@ -3,8 +3,8 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Smallest mapping that counts: a client's 4096 smaller mappings have 32 MiB of page tables in
-/// total.
+/// Smallest mapping whose page tables count. The 4096 smaller mappings that a client may have need
+/// 32 MiB of page tables in total.
 pub(crate) const SMALL: u64 = 4 << 20;
 
 static GONE: AtomicU64 = AtomicU64::new(0);
@@ -14,14 +14,14 @@ pub(crate) fn tables_gone() {
     GONE.fetch_add(1, SeqCst);
 }
 
-/// Counts the unmapping of `len` bytes of a peer's memory, which frees the page tables.
+/// Counts the unmapping of `len` bytes of a peer's memory, which also frees their page tables.
 pub(crate) fn mapping_goes(len: usize) {
     if len as u64 >= SMALL {
         tables_gone();
     }
 }
 
-/// Number of events so far.
+/// Number of counted events.
 pub(crate) fn count() -> u64 {
     GONE.load(SeqCst)
 }

@@ -10,8 +10,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 /// The memory is contiguous in the peer's addresses, and nearly always in this process too,
 /// although the peer may have mapped neighbouring pages separately.
 ///
-/// Indices come from the owner's own arithmetic, which keeps them inside the ring. An index
-/// outside is a bug of this program, not an error of the peer, and panics.
+/// The owner of the ring computes all indices, and keeps them inside the ring. An index outside is
+/// a bug of this program, not an error of the peer, and causes a panic.
 #[derive(Clone, Debug)]
 pub struct Ring<const SIZE: usize> {
     /// First piece, nearly always the only one.
@@ -28,13 +28,13 @@ struct Piece {
 }
 
 impl<const SIZE: usize> Ring<SIZE> {
-    /// Resolves a queue of `entries` entries at `iova`. `write` is set if the device writes the
+    /// Resolves a queue of `entries` entries at `iova`. `write` is true if the device writes the
     /// queue (a completion queue).
     ///
     /// # Errors
-    /// [`Fault`] with the first address that is not mapped for the access, at which an entry
-    /// would cross from one map to another, or whose address in this process is not aligned to 8.
-    /// (An aligned queue in page-aligned maps has neither of the last two.)
+    /// [`Fault`] with the first address that is not mapped for the access, at which an entry would
+    /// cross from one map to another, or whose address in this process is not aligned to 8. The
+    /// last two cases do not occur for an aligned queue in page-aligned maps.
     pub fn resolve(table: &DmaTable, iova: u64, entries: u32, write: bool) -> Result<Self, Fault> {
         const { assert!(SIZE.is_power_of_two()) };
         let mut pieces: Vec<Piece> = Vec::new();
@@ -81,10 +81,10 @@ impl<const SIZE: usize> Ring<SIZE> {
         self.entries
     }
 
-    /// Bytes and offset of the `count` entries from `index`, if they lie in one piece.
+    /// Bytes and offset of the `count` entries from `index`, if they are in one piece.
     ///
-    /// The offset is aligned to 8: `resolve` and `over` checked the start, and `SIZE` preserves
-    /// that.
+    /// The offset is aligned to 8: `resolve` and `over` have checked the start, and `SIZE` is a
+    /// multiple of 8.
     #[inline]
     pub(crate) fn run(&self, index: u32, count: usize) -> Option<(&SharedBytes, usize)> {
         let (first, past) = (index as usize, self.whole.count as usize);
@@ -112,12 +112,12 @@ impl<const SIZE: usize> Ring<SIZE> {
     pub fn read<T: FromBytes>(&self, index: u32) -> T {
         const { assert!(size_of::<T>() <= SIZE) };
         let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
-        // SAFETY: a run lies inside its bytes, and a `T` fits an entry.
+        // SAFETY: a run is inside its bytes, and a `T` fits into an entry.
         unsafe { bytes.read_at(offset) }
     }
 
-    /// Copies the `T` at byte `offset` of entry `index`. `None` beyond the end of the ring or of
-    /// the entry.
+    /// Copies the `T` at byte `offset` of entry `index`. Returns `None` beyond the end of the ring
+    /// or of the entry.
     #[inline]
     #[must_use]
     pub fn peek<T: FromBytes>(&self, index: u32, offset: usize) -> Option<T> {
@@ -142,10 +142,11 @@ impl<const SIZE: usize> Ring<SIZE> {
         unsafe { bytes.write_at(offset, value) };
     }
 
-    /// Writes the eight words of entry `index` of a submission queue: the fastest way if the
-    /// words are in registers.
+    /// Writes the eight words of entry `index` of a submission queue. The fastest kind of write if
+    /// the words are in registers.
     ///
     /// # Panics
+    ///
     /// As [`write`](Self::write).
     #[inline(always)]
     pub fn write_words(&self, index: u32, words: [u64; 8]) {
@@ -186,10 +187,11 @@ impl<const SIZE: usize> Ring<SIZE> {
         }
     }
 
-    /// Loads the second word of a 16-byte entry with acquire ordering, as the counterpart of
+    /// Loads the second word of a 16-byte entry with acquire ordering. Counterpart of
     /// [`publish`](Self::publish).
     ///
     /// # Panics
+    ///
     /// As [`read`](Self::read).
     #[inline]
     #[must_use]
@@ -239,9 +241,8 @@ mod tests {
 
     #[test]
     fn a_map_that_puts_entries_at_odd_addresses_is_a_fault() {
-        // A peer chooses both the IOVA and the offset of the memory there: a queue that is
-        // aligned in its addresses may be misaligned in this process, where its words are stored
-        // as atomics.
+        // A peer chooses the IOVA and the offset of the mapped memory. So a queue that is aligned
+        // in IOVAs may be misaligned in this process, which stores its words as atomics.
         let mut space = DmaSpace::default();
         let memory = Mapping::anonymous(8192).unwrap().bytes();
         space.map(0x1001, 8191, &memory).unwrap();

@@ -51,8 +51,8 @@ enum Keep {
 
 /// Resolved data buffer of a command: pieces of host memory in order, with neighbours merged.
 ///
-/// The value keeps the memory mapped. Once its list has grown to the size that the commands of a
-/// queue need, [`clear`](Self::clear) and another resolution allocate nothing.
+/// The value keeps the memory mapped. After its list has grown to the size that the commands of a
+/// queue need, [`clear`](Self::clear) and another resolution allocate no memory.
 #[derive(Debug)]
 pub struct Segments {
     list: Vec<Segment>,
@@ -63,7 +63,7 @@ pub struct Segments {
     lists: usize,
 }
 
-// `Segments` is not Send, because a `View` counts its users without atomics.
+// `Segments` is not `Send`, because a `View` counts its users without atomics.
 
 impl Default for Segments {
     fn default() -> Self {
@@ -78,8 +78,8 @@ impl Segments {
         Self { list: Vec::new(), total: 0, writable: false, keep: Keep::Nothing, lists: 0 }
     }
 
-    /// Creates a buffer of one piece, all of `bytes`: the process's own memory as a command's
-    /// data.
+    /// Creates a buffer of one piece, all of `bytes`. For data of a command in the process's own
+    /// memory.
     #[must_use]
     pub fn from_bytes(bytes: &SharedBytes) -> Self {
         let mut all = Self::new();
@@ -126,8 +126,8 @@ impl Segments {
         std::mem::take(self)
     }
 
-    /// Prepares for data that is resolved through `view`. `write` is set if the device writes the
-    /// data (a Read command): every address is then checked to be writable.
+    /// Prepares for data that is resolved through `view`. If the device writes the data (a Read
+    /// command), `write` is true, and every address is checked to be writable.
     #[inline(always)]
     pub(crate) fn start(&mut self, view: &View, write: bool) {
         self.list.clear();
@@ -154,16 +154,15 @@ impl Segments {
         self.lists += 1;
     }
 
-    /// Number of segments of the SGL from which the data was last resolved. Each one touches
-    /// another place in memory.
+    /// Number of segments of the SGL from which the data was last resolved. Each segment is in a
+    /// different place of memory.
     #[must_use]
     pub fn lists(&self) -> usize {
         self.lists
     }
 
-    /// Replaces the data by `ranges` (address and length) of the memory of `view`, in order.
-    /// `write` is set if the device writes the data: every address is then checked to be
-    /// writable.
+    /// Replaces the data by `ranges` (address and length) of the memory of `view`, in order. If the
+    /// device writes the data, `write` is true, and every address is checked to be writable.
     ///
     /// # Errors
     /// [`Fault`]; the buffer is empty then.
@@ -189,14 +188,14 @@ impl Segments {
         Ok(())
     }
 
-    /// Replaces the data by one piece, if `[iova, iova + len)` lies in the map of the last hit,
-    /// as for most commands. Otherwise returns false, without a change.
+    /// Replaces the data by one piece, if `[iova, iova + len)` is in the map of the last lookup, as
+    /// for most commands. Otherwise returns false and changes nothing.
     #[inline(always)]
     pub(crate) fn set_whole(&mut self, view: &View, iova: u64, len: usize, write: bool) -> bool {
         let Some(ptr) = view.translate_again(iova, len, write) else { return false };
         self.hold(view, write);
         self.total = len;
-        // Overwriting the first entry is cheaper than clearing the list and pushing.
+        // Overwriting the first entry is faster than clearing the list and adding an entry.
         if let Some(first) = self.list.first_mut() {
             *first = Segment { ptr, len };
             self.list.truncate(1);
@@ -221,8 +220,8 @@ impl Segments {
         Ok(())
     }
 
-    /// Appends `len` bytes that repeat `bytes`: memory that lives as long as the process and
-    /// whose content is never read.
+    /// Appends `len` bytes that repeat `bytes`. That memory exists as long as the process, and its
+    /// content is never read.
     pub(crate) fn push_again(&mut self, bytes: &'static SharedBytes, len: usize) {
         let Some(ptr) = NonNull::new(bytes.as_ptr()).filter(|_| !bytes.is_empty()) else { return };
         let mut done = 0;
@@ -239,9 +238,10 @@ impl Segments {
         if let Some(last) = self.list.last_mut()
             && last.ptr.as_ptr() as usize + last.len == ptr.as_ptr() as usize
         {
-            // Two maps can be neighbours in this process by chance. One copy over both equals two
-            // copies, since all of the memory is mapped. The pointer keeps the provenance of the
-            // first map, which for memory from `mmap` is the exposed address space.
+            // Two maps can be neighbours in this process by chance. One copy over both has the same
+            // effect as two copies, since all of the memory is mapped. The pointer keeps the
+            // provenance of the first map, which for memory from `mmap` is the exposed address
+            // space.
             last.len += len;
             return;
         }
@@ -255,9 +255,9 @@ impl Segments {
         &self.list
     }
 
-    /// Mapping that contains the byte at `address` of this process, among those that the data can
-    /// be in. A caller that passes the data to a device checks by it whether the device can
-    /// access the memory.
+    /// Mapping that contains the byte at `address` of this process, among the mappings of the data.
+    /// A caller that passes the data to a device uses it to check whether the device can access the
+    /// memory.
     #[must_use]
     pub fn mapping_at(&self, address: usize) -> Option<&Arc<Mapping>> {
         match &self.keep {
@@ -330,7 +330,7 @@ impl Segments {
         outcome
     }
 
-    /// Appends the data of `other`. `None`, without a change, if the two differ in view or
+    /// Appends the data of `other`. Returns `None` and changes nothing if the two differ in view or
     /// direction.
     #[must_use]
     pub fn append(&mut self, other: &Self) -> Option<()> {
@@ -375,8 +375,8 @@ impl Segments {
         self.list.iter().all(|s| (s.address() | s.len) & (alignment - 1) == 0)
     }
 
-    /// Calls `each` with the pieces of `[offset, offset + len)`. `None`, without a call, if the
-    /// data is shorter.
+    /// Calls `each` with the pieces of `[offset, offset + len)`. Returns `None` without a call if
+    /// the data is too short.
     #[inline]
     fn for_range(
         &self,
@@ -405,14 +405,15 @@ impl Segments {
         Some(())
     }
 
-    /// Copies data from `offset` into all of `into`. `None`, without a copy, if the data is too
-    /// short.
+    /// Copies data from `offset` into all of `into`. Returns `None` without a copy if the data is
+    /// too short.
     #[must_use]
     pub fn read_into(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         let mut done = 0;
         self.for_range(offset, into.len(), |ptr, n| {
-            // SAFETY: the piece is mapped (kept by `self.keep`) and readable; the destination is a
-            // Rust slice, which no mapping overlaps, and `for_range` adds up to its length.
+            // SAFETY: the piece is readable, and `self.keep` keeps it mapped. The destination is a
+            // Rust slice, with which no mapping overlaps, and the pieces of `for_range` have its
+            // length together.
             unsafe {
                 std::ptr::copy_nonoverlapping(ptr.as_ptr(), into[done..].as_mut_ptr(), n);
             }
@@ -420,8 +421,8 @@ impl Segments {
         })
     }
 
-    /// Copies all of `from` into the data at `offset`. `None`, without a copy, if the data is too
-    /// short or was resolved for reading only.
+    /// Copies all of `from` into the data at `offset`. Returns `None` without a copy if the data is
+    /// too short or was resolved only for reading.
     #[must_use]
     pub fn write_from(&self, offset: usize, from: &[u8]) -> Option<()> {
         if !self.writable {
@@ -451,7 +452,7 @@ impl Segments {
     }
 
     /// Copies `len` bytes of the data from `offset` to `to` at `to_offset`: a write to a
-    /// memory-backed disk. `None`, without a copy, if one of the two is too short or `to` is
+    /// memory-backed disk. Returns `None` without a copy if one of the two is too short or `to` is
     /// read-only.
     #[must_use]
     pub fn copy_to(
@@ -477,8 +478,7 @@ impl Segments {
         self.copy_to_by(copy::to_disk, offset, to, to_offset, len)
     }
 
-    /// Copies by the function `copy`, which copies the number of bytes in its third argument from
-    /// its first argument to its second.
+    /// Copies by the function `copy`. Its arguments are source, destination and number of bytes.
     #[inline(always)]
     fn copy_to_by(
         &self,
@@ -501,8 +501,8 @@ impl Segments {
     }
 
     /// Copies `len` bytes of `from` at `from_offset` into the data at `offset`: a read from a
-    /// memory-backed disk. `None`, without a copy, if one of the two is too short or the data was
-    /// resolved for reading only.
+    /// memory-backed disk. Returns `None` without a copy if one of the two is too short or the data
+    /// was resolved only for reading.
     #[must_use]
     pub fn copy_from(
         &self,
@@ -574,7 +574,7 @@ mod tests {
         let mut back = [0; 8];
         first.read_into(50, &mut back).unwrap();
         assert_eq!(u64::from_le_bytes(back), 7);
-        // Data of the other direction, or with another owner.
+        // Data of the other direction, and data with another owner, cannot be appended.
         assert!(first.append(&at(0, 8, true)).is_none());
         assert!(first.append(&Segments::from_bytes(&whole)).is_none());
         let other = View::new(Arc::clone(space.table()));
@@ -659,8 +659,7 @@ mod tests {
         }
         assert!(segments.select((0, 512), 520, 16, &mut parts).is_none());
         assert!(segments.select((0, 512), usize::MAX, 3, &mut parts).is_none());
-        // The next byte is a neighbour of the last piece; the byte behind the range is not
-        // mapped.
+        // The first byte follows the last piece, but the byte after the range is not mapped.
         assert!(segments.extend(&view, 8000, 193).is_err());
         let mut back = vec![0; 7900];
         segments.read_into(0, &mut back).unwrap();

@@ -5,8 +5,8 @@ use crate::dma::View;
 use crate::error::{DataPointerError, Fault};
 use crate::segments::Segments;
 
-/// Largest number of descriptors of a command, over all its segments: enough for 1 MiB in the
-/// smallest useful pieces, and a bound for a list that points to itself.
+/// Largest number of descriptors of a command, over all its segments. It is enough for 1 MiB in the
+/// smallest useful pieces, and limits a list that points to itself.
 pub const MAX_SGL_DESCRIPTORS: usize = 4096;
 
 const DESCRIPTOR: usize = 16;
@@ -18,7 +18,7 @@ const BIT_BUCKET: u8 = 0x1;
 const SEGMENT: u8 = 0x2;
 const LAST_SEGMENT: u8 = 0x3;
 
-/// Descriptor, copied from the host's memory: address, length, and type with sub type.
+/// Descriptor that was copied from the host's memory: address, length, and type with sub type.
 #[derive(Clone, Copy)]
 struct Descriptor {
     address: u64,
@@ -36,7 +36,8 @@ impl Descriptor {
         }
     }
 
-    /// Descriptor type, if the sub type is "address" (0h), the only one for memory-based queues.
+    /// Descriptor type. Fails unless the sub type is "address" (0h), the only one that is supported
+    /// for memory-based queues.
     fn kind(self) -> Result<u8, DataPointerError> {
         match self.identifier {
             id if id & 0xf == 0 => Ok(id >> 4),
@@ -46,12 +47,12 @@ impl Descriptor {
 }
 
 impl View {
-    /// Resolves `len` bytes of data that the SGL descriptor in a command's data pointer
-    /// describes: a data block, or a segment or last segment that holds further descriptors.
+    /// Resolves `len` bytes of data that the SGL descriptor in a command's data pointer describes:
+    /// a data block, or a segment or last segment with further descriptors.
     ///
-    /// Data that the device writes to a bit bucket is discarded; for data that the device reads,
-    /// a bit bucket has no bytes. A list with more than `len` bytes is allowed, and the excess is
-    /// not touched; fewer bytes are an error. `write` is set if the device writes the data.
+    /// Data that the device writes to a bit bucket is discarded. If the device reads the data, a
+    /// bit bucket contributes no bytes. The list may have more than `len` bytes, the rest of which
+    /// is not accessed. Fewer bytes are an error. `write` is true if the device writes the data.
     ///
     /// # Errors
     /// [`DataPointerError`]; `into` is empty then.
@@ -154,8 +155,9 @@ impl View {
     }
 }
 
-/// Resolves a bit bucket descriptor (Base 2.1, 4.3.2, "SGL Bit Bucket descriptor"): discards
-/// bytes of data that the device writes; it has no bytes for data that the device reads.
+/// Resolves a bit bucket descriptor (Base 2.1, 4.3.2, "SGL Bit Bucket descriptor"): if the device
+/// writes data, discards that many bytes. If the device reads data, the descriptor contributes no
+/// bytes.
 fn bit_bucket(
     descriptor: Descriptor,
     left: &mut usize,
@@ -163,7 +165,8 @@ fn bit_bucket(
 ) -> Result<(), DataPointerError> {
     let take = if into.is_writable() { descriptor.len.min(*left) } else { 0 };
     if take > 0 {
-        // If the memory is not available, the descriptor type counts as unsupported.
+        // If the memory is not available, the controller completes the command as if it did not
+        // support the descriptor type.
         let bucket = bucket().ok_or(DataPointerError::SglType(descriptor.identifier))?;
         into.push_again(bucket, take);
         *left -= take;

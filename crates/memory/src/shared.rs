@@ -10,25 +10,25 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// Range of a [`Mapping`], which the value keeps alive. A clone costs one atomic increment.
 ///
-/// Every access is bounds-checked and copies, so a value that was read does not change any more.
-/// Two concurrent copies to the same bytes leave a mix of both, as with any DMA.
+/// Every access is bounds-checked and copies the bytes, so a value that was read does not change
+/// any more. Two concurrent copies to the same bytes leave a mix of both, as with any DMA.
 #[derive(Clone, Debug)]
 pub struct SharedBytes {
     mapping: Arc<Mapping>,
     ptr: NonNull<u8>,
     len: usize,
-    /// Copy of the mapping's protection, so that a store does not have to look there.
+    /// Copy of the mapping's protection, which saves an access to the mapping.
     writable: bool,
 }
 
-// SAFETY: the value keeps the mapping of its pointer alive; the mapping itself is Send + Sync,
-// and access is by copies and atomics only.
+// SAFETY: the value keeps the mapping of its pointer alive. The mapping itself is Send + Sync, and
+// access is only by copies and atomics.
 unsafe impl Send for SharedBytes {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for SharedBytes {}
 
 impl Mapping {
-    /// Window on the whole mapping.
+    /// Creates a window of the whole mapping.
     #[must_use]
     pub fn bytes(self: &Arc<Self>) -> SharedBytes {
         SharedBytes::whole(self)
@@ -92,7 +92,7 @@ impl SharedBytes {
         self.ptr
     }
 
-    /// Sub-window `[offset, offset + len)`, or `None` if it does not lie inside.
+    /// Sub-window `[offset, offset + len)`, or `None` if it is not inside the window.
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> Option<Self> {
         let ptr = self.at(offset, len)?;
@@ -115,12 +115,13 @@ impl SharedBytes {
         if self.is_writable() { self.at(offset, len) } else { None }
     }
 
-    /// Copies the `T` at `offset`, which need not be aligned. `None` if it does not lie inside.
+    /// Copies the `T` at `offset`, which need not be aligned. Returns `None` if it is not inside
+    /// the window.
     #[inline]
     #[must_use]
     pub fn read<T: FromBytes>(&self, offset: usize) -> Option<T> {
         self.at(offset, size_of::<T>())?;
-        // SAFETY: the value was checked to lie inside.
+        // SAFETY: the value is inside the window, as checked above.
         Some(unsafe { self.read_at(offset) })
     }
 
@@ -134,11 +135,11 @@ impl SharedBytes {
         let from = unsafe { self.ptr.add(offset) }.as_ptr();
         let mut value = MaybeUninit::<T>::uninit();
         let into = value.as_mut_ptr().cast::<u8>();
-        // Volatile, so that the compiler cannot read shared memory a second time. The copy uses
-        // the largest units instead of a `T`, which would be read field by field.
+        // The read is volatile, so that the compiler cannot read the shared memory a second time.
+        // The copy uses the largest units and not a `T`, which would be read field by field.
         let mut at = 0;
-        // SAFETY: `size_of::<T>()` bytes at `from` are mapped and readable, and `into` has as
-        // many; the three calls copy them from the first to the last.
+        // SAFETY: `size_of::<T>()` bytes at `from` are mapped and readable, and `into` has the same
+        // length. The three calls together copy all of these bytes.
         unsafe {
             copy_by::<Wide>(from, into, &mut at, size_of::<T>());
             copy_by::<u64>(from, into, &mut at, size_of::<T>());
@@ -156,7 +157,7 @@ impl SharedBytes {
     pub(crate) unsafe fn write_at<T: IntoBytes + Immutable>(&self, offset: usize, value: &T) {
         let from = value.as_bytes();
         // SAFETY: the caller guarantees the range. No Rust reference points into a mapping, so
-        // the two do not overlap.
+        // source and destination do not overlap.
         unsafe {
             let into = self.ptr.add(offset).as_ptr();
             std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len());
@@ -182,8 +183,8 @@ impl SharedBytes {
     pub(crate) unsafe fn write_lines_at(&self, offset: usize, lines: *const u8, count: usize) {
         let into = self.ptr.as_ptr().wrapping_add(offset);
         for line in 0..count {
-            // SAFETY: the caller guarantees both ranges. One belongs to Rust and one to a
-            // mapping, so they do not overlap.
+            // SAFETY: the caller guarantees both ranges. One belongs to Rust and one to a mapping,
+            // so they do not overlap.
             unsafe {
                 copy_by::<Wide>(lines.add(64 * line), into.wrapping_add(64 * line), &mut 0, 64);
             }
@@ -202,27 +203,27 @@ impl SharedBytes {
         unsafe { self.ptr.add(offset).cast::<AtomicU64>().as_ref() }.load(Ordering::Acquire)
     }
 
-    /// Writes `value` at `offset`. `None` if it does not fit or the memory is read-only.
+    /// Writes `value` at `offset`. Returns `None` if it does not fit or the memory is read-only.
     #[inline]
     #[must_use]
     pub fn write<T: IntoBytes + Immutable>(&self, offset: usize, value: &T) -> Option<()> {
         self.write_from(offset, value.as_bytes())
     }
 
-    /// Copies from `offset` into all of `into`. `None`, without a copy, if the window is too
+    /// Copies from `offset` into all of `into`. Returns `None` without a copy if the window is too
     /// short.
     #[inline]
     #[must_use]
     pub fn read_into(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         let ptr = self.at(offset, into.len())?;
-        // SAFETY: the source is mapped for the length. The destination is a Rust slice, and no
+        // SAFETY: the source is mapped for this length. The destination is a Rust slice, and no
         // Rust reference points into a mapping, so the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(ptr.as_ptr(), into.as_mut_ptr(), into.len()) };
         Some(())
     }
 
-    /// Copies all of `from` to `offset`. `None`, without a copy, if it does not fit or the memory
-    /// is read-only.
+    /// Copies all of `from` to `offset`. Returns `None` without a copy if it does not fit or the
+    /// memory is read-only.
     #[inline]
     #[must_use]
     pub fn write_from(&self, offset: usize, from: &[u8]) -> Option<()> {
@@ -232,8 +233,8 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Sets `len` bytes from `offset` to `byte`. `None` if the range is not inside or is
-    /// read-only.
+    /// Sets `len` bytes from `offset` to `byte`. Returns `None` if the range is not inside the
+    /// window or is read-only.
     #[must_use]
     pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Option<()> {
         let ptr = self.at_for_write(offset, len)?;
@@ -242,17 +243,17 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Aligned 32-bit cell at `offset`, which keeps the mapping alive. `None` if it is not
-    /// inside, not aligned to 4 bytes, or the memory is read-only (the holder of an atomic can
-    /// write it).
+    /// Aligned 32-bit cell at `offset`, which keeps the mapping alive. `None` if it is not inside
+    /// the window, is not aligned to 4 bytes, or is read-only, because the holder of an atomic can
+    /// write it.
     #[must_use]
     pub fn cell(&self, offset: usize) -> Option<SharedU32> {
         let ptr = self.at_for_write(offset, 4)?.cast::<AtomicU32>();
         ptr.is_aligned().then(|| SharedU32 { _mapping: Arc::clone(&self.mapping), ptr })
     }
 
-    /// Loads the aligned 64-bit word at `offset` with acquire ordering. `None` if it is not
-    /// inside or not aligned to 8 bytes.
+    /// Loads the aligned 64-bit word at `offset` with acquire ordering. Returns `None` if it is not
+    /// inside the window or not aligned to 8 bytes.
     #[inline]
     #[must_use]
     pub fn load_u64_acquire(&self, offset: usize) -> Option<u64> {
@@ -260,12 +261,13 @@ impl SharedBytes {
         if !ptr.is_aligned() {
             return None;
         }
-        // SAFETY: mapped and aligned. All accesses to shared memory are atomics or copies.
+        // SAFETY: the word is mapped and aligned. All accesses to shared memory are atomics or
+        // copies.
         Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
-    /// Loads the aligned 32-bit word at `offset` with acquire ordering. `None` if it is not
-    /// inside or not aligned to 4 bytes.
+    /// Loads the aligned 32-bit word at `offset` with acquire ordering. Returns `None` if it is not
+    /// inside the window or not aligned to 4 bytes.
     #[inline]
     #[must_use]
     pub fn load_u32_acquire(&self, offset: usize) -> Option<u32> {
@@ -277,8 +279,8 @@ impl SharedBytes {
         Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
-    /// Loads the aligned 16-bit word at `offset` with acquire ordering. `None` if it is not
-    /// inside or not aligned to 2 bytes.
+    /// Loads the aligned 16-bit word at `offset` with acquire ordering. Returns `None` if it is not
+    /// inside the window or not aligned to 2 bytes.
     #[inline]
     #[must_use]
     pub fn load_u16_acquire(&self, offset: usize) -> Option<u16> {
@@ -290,8 +292,8 @@ impl SharedBytes {
         Some(unsafe { ptr.as_ref() }.load(Ordering::Acquire))
     }
 
-    /// Stores the aligned 16-bit word at `offset` with release ordering. `None` if it is not
-    /// inside, not aligned, or read-only.
+    /// Stores the aligned 16-bit word at `offset` with release ordering. Returns `None` if it is
+    /// not inside the window, not aligned, or read-only.
     #[inline]
     #[must_use]
     pub fn store_u16_release(&self, offset: usize, value: u16) -> Option<()> {
@@ -305,8 +307,8 @@ impl SharedBytes {
     }
 
     /// Stores the aligned 64-bit word at `offset` with release ordering: a reader that loads it
-    /// with acquire ordering sees all earlier writes. `None` if it is not inside, not aligned, or
-    /// read-only.
+    /// with acquire ordering sees all earlier writes. Returns `None` if it is not inside the
+    /// window, not aligned, or read-only.
     #[inline]
     #[must_use]
     pub fn store_u64_release(&self, offset: usize, value: u64) -> Option<()> {
@@ -319,9 +321,10 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Writes pairs of words consecutively from `offset`, with the bits `with` added to the
-    /// second word of each pair, which is stored with release ordering. `None`, without a write,
-    /// if the pairs are not all inside, not aligned to 8 bytes, or read-only.
+    /// Writes pairs of words consecutively from `offset`, with the bits `with` added to the second
+    /// word of each pair. The second word is stored with release ordering. Returns `None` without a
+    /// write if the pairs are not completely inside the window, not aligned to 8 bytes, or
+    /// read-only.
     #[inline]
     #[must_use]
     pub fn store_pairs_release(&self, offset: usize, pairs: &[[u64; 2]], with: u64) -> Option<()> {
@@ -340,8 +343,7 @@ impl SharedBytes {
     }
 
     /// Prefetches the cache line at `offset` for writing, which takes the line from other
-    /// processors. The offset may lie outside the window: then a line is taken in vain, without
-    /// other effects.
+    /// processors. The offset may be outside of the window; a useless prefetch has no other effect.
     #[inline]
     pub fn prefetch_for_write(&self, offset: usize) {
         let at = self.ptr.as_ptr().wrapping_add(offset);
@@ -376,9 +378,9 @@ impl SharedBytes {
 
     /// Prefetches the cache lines of `len` bytes from `offset` into the second-level cache.
     ///
-    /// The second level has room for many outstanding lines, whereas the first level has about
-    /// twenty fill buffers, and further prefetches wait for them. The range may lie outside the
-    /// window, as with [`prefetch_for_write`](Self::prefetch_for_write).
+    /// The second-level cache can have many outstanding lines. The first level has only about
+    /// twenty fill buffers, for which further prefetches have to wait. The range may lie outside
+    /// the window, as with [`prefetch_for_write`](Self::prefetch_for_write).
     #[inline]
     pub fn prefetch_range(&self, offset: usize, len: usize) {
         let from = self.ptr.as_ptr().wrapping_add(offset);
@@ -404,11 +406,11 @@ type Wide = std::arch::x86_64::__m128i;
 #[cfg(not(target_arch = "x86_64"))]
 type Wide = u64;
 
-/// Copies as many whole units `U` as fit between `at` and `len`, and advances `at` past them.
+/// Copies as many whole units `U` as fit between `at` and `len`, and adds their length to `at`.
 ///
 /// # Safety
-/// `len` bytes must be readable at `from` and writable at `into`, and the ranges must not
-/// overlap.
+///
+/// `len` bytes must be readable at `from` and writable at `into`, and the ranges must not overlap.
 #[inline(always)]
 unsafe fn copy_by<U: Copy>(from: *const u8, into: *mut u8, at: &mut usize, len: usize) {
     while *at + size_of::<U>() <= len {
@@ -423,9 +425,9 @@ unsafe fn copy_by<U: Copy>(from: *const u8, into: *mut u8, at: &mut usize, len: 
 
 /// Writes the eight words of an entry from registers, in the largest units.
 ///
-/// A copy of a value that was assembled on the stack in small pieces makes the processor wait
-/// until those pieces have reached the cache. They wait behind the stores of all earlier entries,
-/// whose cache lines have to come from the other processor.
+/// If the value were assembled on the stack in small pieces and then copied, the processor would
+/// wait until those pieces have reached the cache. The pieces would wait for the stores of all
+/// earlier entries, whose cache lines come from another processor.
 ///
 /// # Safety
 /// 64 bytes must be writable at `into`.
@@ -471,8 +473,8 @@ impl Deref for SharedU32 {
     type Target = AtomicU32;
     #[inline]
     fn deref(&self) -> &AtomicU32 {
-        // SAFETY: aligned, and mapped for as long as `_mapping` lives. All accesses to shared
-        // memory are atomics or copies.
+        // SAFETY: the cell is aligned, and is mapped as long as `_mapping` lives. All accesses to
+        // shared memory are atomics or copies.
         unsafe { self.ptr.as_ref() }
     }
 }

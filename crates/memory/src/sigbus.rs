@@ -1,16 +1,15 @@
 //! SIGBUS handler for memory of peers that truncate its file.
 //!
 //! An access to a mapped page beyond the end of its file raises SIGBUS, which by default ends the
-//! process and with it the disks of all guests. The handler has a registry of the ranges that
-//! peers share. For a fault inside such a range, it maps zeroes over the rest of the range, marks
-//! the range as poisoned, and lets the access continue; the owner of the range then fails the
-//! controller that used it. A fault outside these ranges is passed to the previous SIGBUS
-//! handler.
+//! process and with it the disks of all guests. The handler has a registry of the ranges that peers
+//! share. For a fault inside such a range, the handler maps zeroes over the rest of the range,
+//! marks the range as poisoned, and lets the access continue. The owner of the range then fails the
+//! controller that uses it. A fault outside these ranges is passed to the previous SIGBUS handler.
 //!
-//! The zeroes are those of an empty memfd. Private memory instead would be charged with the full
-//! size that the peer pretended to have, touched or not, if the system does not overcommit memory
-//! (`vm.overcommit_memory` 2) or the process is limited (`RLIMIT_DATA`). The replacement could
-//! then fail, and a fault without a replacement ends the process.
+//! The zeroes are those of an empty memfd. Private memory could not be used: if the system does not
+//! overcommit memory (`vm.overcommit_memory` 2), or the process has a limit (`RLIMIT_DATA`), its
+//! full size counts even if it is never touched. The peer chooses that size, so the mapping could
+//! fail, and a fault without a replacement ends the process.
 
 use parking_lot::Mutex;
 use std::io;
@@ -23,13 +22,14 @@ const SLOTS: usize = 65_536;
 pub const MOST: u64 = SLOTS as u64;
 
 struct Slot {
-    /// Sequence lock of the slot: odd during a change, and a new even number afterwards. The
-    /// fields that are read between two loads of the same even number are consistent.
+    /// Sequence lock of the slot: odd during a change, and a new even number afterwards. Fields are
+    /// consistent if the same even number was loaded before and after they were read.
     version: AtomicUsize,
-    /// 0: free; 1: being cleared; otherwise the first address of a guarded range.
+    /// 0 if the slot is free, 1 while it is being cleared, otherwise the first address of the
+    /// guarded range.
     start: AtomicUsize,
     len: AtomicUsize,
-    /// Page size, a power of two: a page cannot be replaced in part.
+    /// Page size, a power of two. Only whole pages can be replaced.
     page: AtomicUsize,
     poisoned: AtomicBool,
     /// Owner: 0 for none, [`SHARED`] for several peers, otherwise the number of the peer plus
@@ -52,12 +52,12 @@ static REGISTRY: [Slot; SLOTS] = [const {
         owner: AtomicUsize::new(0),
     }
 }; SLOTS];
-/// One more than the highest slot ever used, which bounds the search of the handler.
+/// One more than the highest slot that was ever used. The handler searches only the slots below.
 static USED: AtomicUsize = AtomicUsize::new(0);
-/// Slots that were used and are free again. The handler does not access this lock.
+/// Slots that were used and are free again. The signal handler does not access this lock.
 static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 static FAULTS: AtomicU64 = AtomicU64::new(0);
-/// Faults per peer.
+/// Number of faults by peer.
 static LOSSES: [AtomicU64; PEERS] = [const { AtomicU64::new(0) }; PEERS];
 static INSTALLED: OnceLock<Result<Previous, i32>> = OnceLock::new();
 
@@ -81,7 +81,7 @@ impl Slot {
     }
 
     /// Returns the range, or `None` during a change. The slot of a range with a faulting access
-    /// is not changed, because the access keeps its mapping alive.
+    /// does not change during the fault, because the access keeps its mapping alive.
     fn get(&self) -> Option<Range> {
         let version = self.version.load(Ordering::Acquire);
         let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
@@ -129,16 +129,17 @@ impl Drop for Guard {
     }
 }
 
-/// Number of faults that were replaced by zeroes since the process started. I/O threads compare
-/// it, by a single load, to detect that a mapping may be poisoned.
+/// Number of faults since the process started whose pages were replaced by zeroes. I/O threads
+/// compare it, by a single load, to detect that a mapping may be poisoned.
 #[inline]
 #[must_use]
 pub fn faults() -> u64 {
     FAULTS.load(Ordering::Acquire)
 }
 
-/// Upper bound of the faults in memory of `peer` (see [`DmaSpace::of_peer`](crate::DmaSpace)), so
-/// that after a fault only the maps of affected peers have to be searched.
+/// Upper bound of the number of faults in memory of `peer` (see
+/// [`DmaSpace::of_peer`](crate::DmaSpace)). After a fault, only the maps of peers whose number has
+/// changed must be searched.
 #[must_use]
 pub fn losses(peer: u32) -> u64 {
     LOSSES[peer as usize % PEERS].load(Ordering::Acquire)
@@ -154,7 +155,8 @@ fn count(owner: usize) {
     lost.iter().for_each(|losses| {
         losses.fetch_add(1, Ordering::Release);
     });
-    // Incremented last, so that a thread that sees the total also sees the peer's counter.
+    // The total is incremented last, so that a thread that sees the new total also sees the peer's
+    // counter.
     FAULTS.fetch_add(1, Ordering::Release);
 }
 
@@ -200,7 +202,8 @@ fn install() -> Result<Previous, i32> {
 /// Replaces `len` bytes at `start` by zeroes. Returns true on success.
 ///
 /// # Safety
-/// The range must consist of whole pages of a mapping of the caller.
+///
+/// The range must consist of whole pages of a mapping that the caller owns.
 unsafe fn replace(start: usize, len: usize) -> bool {
     let map = |flags, fd| {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
@@ -208,7 +211,7 @@ unsafe fn replace(start: usize, len: usize) -> bool {
         // SAFETY: MAP_FIXED replaces the caller's pages and no others.
         unsafe { libc::mmap(start as *mut libc::c_void, len, protection, flags, fd, 0) }
     };
-    // SAFETY: the name ends with a NUL; the descriptor that is opened here is closed here.
+    // SAFETY: the name ends with NUL. The descriptor that is opened here is also closed here.
     unsafe {
         let file = libc::memfd_create(c"lost".as_ptr(), libc::MFD_CLOEXEC);
         if file >= 0 {
@@ -225,7 +228,7 @@ unsafe fn replace(start: usize, len: usize) -> bool {
     map(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1) != libc::MAP_FAILED
 }
 
-/// Signal handler. Async-signal-safe: atomics and system calls only.
+/// Signal handler. It is async-signal-safe, because it uses only atomics and system calls.
 extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t` to an SA_SIGINFO handler, and for SIGBUS its
     // address field is set.
@@ -235,12 +238,12 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
         let Some(Range { start, len, page: size }) = slot.get() else { continue };
         if address >= start && address - start < len {
             let page = address & !(size - 1);
-            // The rest of the range is replaced too, since a truncation removed it as well.
-            // Replacing single pages would create two mappings each, of which a process may have
-            // only 65530.
+            // The rest of the range is also replaced, since a truncation has removed it as well. A
+            // replacement of single pages would create two mappings each, and a process may have
+            // only 65530 mappings.
             let rest = (start + len - page).next_multiple_of(size);
-            // SAFETY: the pages lie in a range that its owner mapped in pages of this size and
-            // still holds (a guard leaves the registry before its range is unmapped).
+            // SAFETY: the range consists of whole pages. Its owner has mapped it and still holds
+            // it, because a guard leaves the registry before its range is unmapped.
             let is_replaced = unsafe { replace(page, rest) };
             if is_replaced {
                 slot.poisoned.store(true, Ordering::Relaxed);
@@ -250,10 +253,10 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
         }
     }
     // The fault is outside the guarded ranges, so the previous handler gets it. `OnceLock::get`
-    // only loads, and so is safe in a signal handler. A fault between `sigaction` and the filling
-    // of the cell finds no previous handler: the default action is restored then.
-    // SAFETY: the kernel returned the previous action. For the default and ignore actions, the
-    // default action is restored, so that the repeated access ends the process.
+    // only loads, so it is async-signal-safe. If the fault occurs between `sigaction` and the store
+    // of the previous handler, the default action is restored. SAFETY: the kernel returned the
+    // previous action. For the default and ignore actions, the default action is restored, so that
+    // the repeated access ends the process.
     unsafe {
         if let Some(Ok(previous)) = INSTALLED.get() {
             let action = previous.0.sa_sigaction;
@@ -299,7 +302,7 @@ mod tests {
         mapping.bytes().fill(4096, 4096, 1).unwrap(); // The zeroes are writable.
     }
 
-    /// After a loss, only the maps of peers that may be affected have to be searched.
+    /// After a fault, only the maps of peers that may be affected must be searched.
     #[test]
     fn losses_are_counted_by_peer() {
         let lose = |peers: &[u32]| {
@@ -322,8 +325,9 @@ mod tests {
         assert_eq!(lose(&[700, 702]), [1, 1, 1], "of several: everybody looks");
     }
 
-    /// Slots are reused for ranges of other peers while the fault of a peer is looked up. A start
-    /// of one range with the length of another would cover foreign memory.
+    /// While the handler looks up a fault, slots are reused for ranges of other peers. If the
+    /// handler combined the start of one range with the length of another, it would replace memory
+    /// of another peer.
     #[test]
     fn a_range_is_never_made_up_of_two() {
         use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -347,8 +351,8 @@ mod tests {
         });
     }
 
-    /// The pretended size of a peer's memory is not charged to this process. The test uses the
-    /// limit of a process instead of the system-wide one: both refuse private memory.
+    /// The size that a peer chooses for its memory is not charged to this process. The test uses
+    /// the limit of the process, not the system-wide limit. Both would refuse private memory.
     #[test]
     fn however_much_is_lost_there_is_room_for_its_zeroes() {
         use rustix::process::{Resource, getrlimit, setrlimit};
@@ -374,7 +378,7 @@ mod tests {
         assert!(mapping.is_poisoned());
     }
 
-    /// The number of mappings is limited, so a peer must not be able to exhaust it.
+    /// The number of mappings of a process is limited, so a peer must not be able to exhaust it.
     #[test]
     fn however_much_is_lost_it_is_one_mapping() {
         const PAGES: usize = 4096;
@@ -392,8 +396,8 @@ mod tests {
         assert!(maps() < before + 100);
     }
 
-    /// A part of a huge page cannot be replaced by small pages. A peer can create such a file
-    /// even if no huge pages are reserved.
+    /// Small pages cannot replace a part of a huge page. A peer can create a file of huge pages
+    /// even if none are reserved.
     #[test]
     fn huge_pages_that_are_not_there_read_as_zeroes() {
         let fd = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();

@@ -2,8 +2,8 @@
 //!
 //! The kernel does not execute a forbidden call, but raises SIGSYS in the calling thread. The
 //! handler prints the name of the call and ends the process by that signal, which the parent
-//! process sees. A filter that made the call fail instead would cause a silent error somewhere
-//! else.
+//! process sees. If the filter made the call fail instead, the cause of the resulting error would
+//! be hard to find.
 
 use std::io;
 use std::sync::OnceLock;
@@ -16,7 +16,7 @@ static NAME_OF: OnceLock<NameOf> = OnceLock::new();
 /// Longest line of output; a longer one is cut.
 const LINE: usize = 200;
 
-/// Start of the `siginfo_t` of a forbidden call.
+/// First fields of the `siginfo_t` of a forbidden call.
 #[repr(C)]
 struct Forbidden {
     signal: libc::c_int,
@@ -47,19 +47,20 @@ pub fn report(name_of: NameOf) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Makes the system call `number` without arguments, for tests of filters.
+/// Makes the system call `number` without arguments. For tests of filters.
 #[cfg(feature = "attempts")]
 #[doc(hidden)]
 pub fn attempt(number: i32) -> io::Result<()> {
-    // SAFETY: without arguments, a call can affect nothing but this process as a whole, and the
-    // caller runs a process for that purpose.
+    // SAFETY: without arguments, a call can affect only this process as a whole, which the test has
+    // started for this purpose.
     match unsafe { libc::syscall(number.into(), 0, 0, 0, 0, 0, 0) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
 }
 
-/// Signal handler. Async-signal-safe: a buffer on the stack and system calls only.
+/// Signal handler. It is async-signal-safe, because it uses only a buffer on the stack and system
+/// calls.
 extern "C" fn on_sigsys(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t` to an SA_SIGINFO handler, which is longer
     // than `Forbidden`. If another process sent the signal, the fields hold other numbers.
@@ -67,10 +68,10 @@ extern "C" fn on_sigsys(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void
     let name = usize::try_from(number).ok().and_then(|number| NAME_OF.get()?(number));
     let mut line = Line { bytes: [0; LINE], len: 0 };
     line.message(name, number);
-    // SAFETY: both calls get memory that is valid for their time. The write is skipped if the
-    // reader of standard error is stopped, so that the process ends in any case. `ptrace` is
-    // forbidden too, and SIGSYS is blocked while its handler runs: the kernel then ends the
-    // process by SIGSYS, regardless of changed handlers.
+    // SAFETY: both calls get memory that is valid for their time. If the reader of standard error
+    // is stopped, the write is skipped, so that the process ends in any case. Then the handler
+    // calls `ptrace`, which is also forbidden. SIGSYS is blocked while its handler runs, so the
+    // kernel ends the process by SIGSYS.
     unsafe {
         let mut there = libc::pollfd { fd: 2, events: libc::POLLOUT, revents: 0 };
         let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };

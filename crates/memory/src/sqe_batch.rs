@@ -5,11 +5,12 @@ use crate::shared::store_words;
 
 /// Submission queue entries that are collected and written to their queue together.
 ///
-/// The cache line of each entry has to come from the processor of the consumer, which has read
-/// the previous round of the ring, and a processor's stores reach the cache in order. If a
-/// program writes entries one by one, with other stores in between, one or two such lines are in
-/// flight at a time, and the program waits for each of them as soon as its store buffer is full
-/// of the stores behind it. The lines of sixteen consecutive entries are in flight together.
+/// The cache line of each entry has to come from the processor of the consumer, which has read that
+/// line in the previous round of the ring. A processor's stores reach the cache in order. If a
+/// program writes entries one by one, with other stores in between, only one or two of these lines
+/// are in flight at a time. As soon as its store buffer is full of later stores, the program waits
+/// for each line. If sixteen consecutive entries are written together, all their lines are in
+/// flight together.
 #[derive(Debug)]
 pub struct SqeBatch {
     lines: Box<[Line; Self::ROOM]>,
@@ -44,7 +45,7 @@ impl SqeBatch {
         self.held >= Self::ROOM
     }
 
-    /// Adds the eight words of an entry. The batch must not be full, or entries are lost.
+    /// Adds the eight words of an entry. The batch must not be full; otherwise entries are lost.
     #[inline(always)]
     pub fn push(&mut self, words: [u64; 8]) {
         debug_assert!(!self.is_full(), "there is room in the batch");
@@ -55,9 +56,10 @@ impl SqeBatch {
         unsafe { store_words(line.cast(), words) };
     }
 
-    /// Writes the entries to `ring`, from entry `first` and across the end of the ring.
+    /// Writes the entries to `ring` from entry `first` on, also across the end of the ring.
     ///
     /// # Panics
+    ///
     /// If `first` is outside the ring, or the memory is read-only.
     #[inline]
     pub fn flush(&mut self, ring: &Ring<64>, first: u32) {
@@ -110,7 +112,7 @@ mod tests {
         let ring = Ring::<64>::over(&Mapping::anonymous(4096).unwrap().bytes(), 64).unwrap();
         let mut batch = SqeBatch::new();
         let mut next = 0;
-        // Across the end of the ring many times, at all positions and with all lengths.
+        // The batch crosses the end of the ring many times, at all positions and with all lengths.
         for n in 0..1000u64 {
             let count = n % (SqeBatch::ROOM as u64 + 1);
             for i in 0..count {

@@ -4,15 +4,16 @@ use std::time::Duration;
 
 /// Resource usage of the calling thread since its start.
 ///
-/// Elapsed time of a thread that accesses a peer's memory has three possible causes: the thread
-/// computes, it waits for the peer (a page fault waits for a peer that punches a hole there), or
-/// the scheduler ran another thread. Neither the thread nor the peer causes the third one.
+/// If an access to a peer's memory takes long, there are three possible causes: the thread
+/// computes, the thread waits for the peer (a page fault waits for a peer that punches a hole
+/// there), or the scheduler runs another thread. The last cause is the fault of neither the thread
+/// nor the peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ThreadUsage {
     /// Processor time, in user space and in the kernel.
     pub processor: Duration,
-    /// User space share of `processor`, as far as the system separates the two.
+    /// Part of `processor` in user space, as far as the system separates the two.
     pub user: Duration,
     /// Voluntary context switches: the thread waited for something other than a processor.
     pub waits: u64,
@@ -61,12 +62,12 @@ mod tests {
     fn work_and_waits_are_seen() {
         let before = ThreadUsage::now();
         let mut sum = 0u64;
-        // Enough work to be seen.
+        // Enough processor time to be measurable.
         while ThreadUsage::now().processor - before.processor < Duration::from_millis(5) {
             sum = std::hint::black_box(sum + 1);
         }
         let worked = ThreadUsage::now();
-        // One wait; longer is as good.
+        // At least one wait. A longer sleep does not matter.
         std::thread::sleep(Duration::from_millis(1));
         let slept = ThreadUsage::now();
         assert!(slept.waits > worked.waits);

@@ -12,23 +12,25 @@ struct Part {
     addresses: Range<usize>,
     file: String,
     is_code: bool,
-    /// True if pages differ from the file: they were written before the part was protected.
+    /// True if some pages differ from the file, because they were written before the part was made
+    /// read-only.
     has_copies: bool,
 }
 
 /// Drops all resident pages of the program and its libraries that were never written.
 ///
-/// Dropped pages return by page faults from the page cache when they are needed. For a process
-/// that has finished its start-up, sleeps most of the time, and is to have a small resident set.
+/// When a dropped page is needed, a page fault gets it from the page cache. For a process that has
+/// finished its start-up, sleeps most of the time, and should have a small resident set.
 ///
 /// # Errors
-/// The error of the system call. Pages that were dropped before the error stay so.
+/// The error of the system call. Pages that were dropped before the error remain dropped.
 pub fn trim_program_pages() -> io::Result<()> {
     for part in unwritten(&std::fs::read_to_string("/proc/self/smaps")?) {
         let start = std::ptr::with_exposed_provenance_mut::<c_void>(part.start);
-        // SAFETY: the range belongs to a file of a loaded object that is never unloaded (it
-        // contains code), so no other mapping can have replaced it. It is not writable and has no
-        // page that differs from the file, so a later access finds the same content.
+        // SAFETY: the range belongs to a file of a loaded object. The object contains code and is
+        // never unloaded, so no other mapping can have replaced the range. The range is not
+        // writable and has no page that differs from the file, so a later access finds the same
+        // content.
         unsafe { madvise(start, part.len(), Advice::LinuxDontNeed)? };
     }
     Ok(())
@@ -54,15 +56,15 @@ fn unwritten(smaps: &str) -> Vec<Range<usize>> {
     whole.map(|part| part.addresses.clone()).collect()
 }
 
-/// Parses a line that starts a mapping. The inner value is set if the mapping is a file that is
-/// not writable; it counts as having copies until its `Anonymous:` line is parsed.
+/// Parses a line that starts a mapping. Returns `Some(Some(part))` if the mapping is a file that is
+/// not writable. `part` counts as having copies until its `Anonymous:` line is parsed.
 fn mapping(line: &str) -> Option<Option<Part>> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
     let address = |text| usize::from_str_radix(text, 16).ok();
     let addresses = address(start)?..address(end)?;
     let access = words.next()?;
-    // A path may contain spaces.
+    // The path may contain spaces, so it is not one word.
     let file = line.find('/').and_then(|at| line.get(at..));
     let part = file.filter(|_| matches!(access, "r-xp" | "r--p")).map(|file| Part {
         addresses,

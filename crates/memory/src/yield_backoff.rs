@@ -4,15 +4,15 @@ use std::time::{Duration, Instant};
 
 /// Yields the processor of a polling thread to other runnable threads.
 ///
-/// A polling thread uses its whole time slice, although it only waits. A thread that has just
-/// been woken on the same processor runs when that slice ends, which takes milliseconds, and
-/// often it is the thread that produces the awaited event. `sched_yield` lets that thread run at
-/// once. It takes a third of a microsecond if no other thread is runnable, so its duration tells
-/// whether another thread ran.
+/// A polling thread uses its whole time slice, although it only waits. A thread that is woken on
+/// the same processor has to wait until that slice ends, which takes milliseconds. Often it is the
+/// thread that produces the awaited event. `sched_yield` lets that thread run at once. If no other
+/// thread is runnable, `sched_yield` takes a third of a microsecond, so its duration shows whether
+/// another thread ran.
 ///
-/// A compute-bound thread uses a whole slice whenever it runs. It produces no awaited event and
-/// gets its share of the processor anyway, so the poller yields to it for a small part of the
-/// time only.
+/// A compute-bound thread uses a whole slice whenever it runs. It does not produce the awaited
+/// event, and gets its share of the processor in any case. So the polling thread yields to it only
+/// rarely.
 #[derive(Clone, Copy, Debug)]
 pub struct YieldBackoff {
     /// Time before which the thread does not yield again.
@@ -21,15 +21,15 @@ pub struct YieldBackoff {
 
 /// Time between two yields.
 const EACH: Duration = Duration::from_micros(3);
-/// Duration of a yield from which another thread has run. Most interrupts take less.
+/// Duration of a yield that shows that another thread has run. Most interrupts are shorter.
 const SOMEBODY: Duration = Duration::from_micros(5);
-/// Duration of a yield from which a compute-bound thread has run.
+/// Duration of a yield that shows that a compute-bound thread has run.
 const SLICE: Duration = Duration::from_micros(500);
 /// Pause after a yield to a compute-bound thread, as a multiple of that yield's duration.
 const PAUSE: u32 = 16;
 
 impl YieldBackoff {
-    /// Shortest wait before the first yield, so that faster events do not find the thread in a
+    /// Shortest wait before the first yield. If an event arrives earlier, the thread is not in a
     /// system call.
     pub const AFTER: Duration = Duration::from_micros(2);
 
@@ -39,8 +39,8 @@ impl YieldBackoff {
         Self { next: Instant::now() }
     }
 
-    /// Yields if the thread has polled in vain for `waited`, long enough. Returns true if another
-    /// thread used the processor for a short time.
+    /// Yields if the thread has polled without success for a sufficiently long time `waited`.
+    /// Returns true if another thread used the processor for a short time.
     #[cold]
     pub fn backoff(&mut self, waited: Duration) -> bool {
         self.backoff_by(waited, Instant::now, std::thread::yield_now)
@@ -92,7 +92,7 @@ mod tests {
             Self { now: Cell::new(way.next), way, yields: 0 }
         }
 
-        /// Yields after `waited` µs, with other threads that run for `others` µs if they can.
+        /// Yields after `waited` µs, while other threads are runnable that run for `others` µs.
         fn polls(&mut self, waited: u64, others: u64) -> bool {
             let Self { way, now, yields } = self;
             let runs = || {

@@ -23,7 +23,7 @@ fn a_view_logs_memory_resolved_for_writing() {
     unlogged.write(BASE + 0x7000, &[1]).unwrap();
     view.read(BASE, &mut [0; 4096]).unwrap();
     view.write(BASE + 0x1ff0, &[1; 32]).unwrap();
-    // A repeated hit of the same map is logged, too.
+    // A second write to the same map is also logged.
     view.write(BASE + 0x4000, &[1]).unwrap();
     let mut data = Segments::new();
     view.resolve_prps(BASE + 0x5000, 0, 512, 4096, true, &mut data).unwrap();

@@ -1,4 +1,4 @@
-//! PRPs against a simple reference for the specification (Base 2.1, "PRP Entry and List
+//! PRPs, compared with a simple implementation of the specification (Base 2.1, "PRP Entry and List
 //! Layout").
 
 mod common;
@@ -11,7 +11,7 @@ use shadowbell_testing::wait::LIMIT;
 use std::time::Instant;
 
 const PAGES: [usize; 5] = [4096, 8192, 16384, 32768, 65536];
-/// The window: enough for the pages of the largest command, and its lists.
+/// Size of the window, enough for the pages of the largest command and its lists.
 const GRANULES: usize = 512;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ fn naive(
     let mut left = len;
     let mut take = |iova: u64, most: usize, left: &mut usize| {
         let n = (*left).min(most);
-        // Often enough to check every granule of the range.
+        // The step is small enough to check every granule of the range.
         for i in (0..n as u64).step_by(512).chain((n as u64).checked_sub(1)) {
             if !iova.checked_add(i).is_some_and(|at| peer.may(at, write)) {
                 return Err(Bad::Fault);
@@ -89,7 +89,7 @@ fn resolve(
     view.resolve_prps(prp1, prp2, len, page, write, &mut segments).map(|()| segments)
 }
 
-/// Checks that both agree; and if there is data, its bytes.
+/// Checks that both resolutions agree. If there is data, also checks its bytes.
 fn agree(
     peer: &Peer,
     prps: (u64, u64),
@@ -100,13 +100,13 @@ fn agree(
     let expected = naive(peer, prps.0, prps.1, len, page, write);
     match (expected, resolve(&peer.view(), prps, len, page, write)) {
         (Ok(data), Ok(segments)) => check(peer, &segments, &data, write).map(|()| true),
-        // Lists are fetched in pieces, so either of two errors may be found first.
+        // Lists are read in pieces, so a list with two errors may be refused for either.
         (Err(_), Err(_)) => Ok(false),
         (expected, got) => Err(TestCaseError::fail(format!("expected {expected:?}, got {got:?}"))),
     }
 }
 
-/// A well-formed data pointer: the pages of the data, and those of the lists.
+/// A valid data pointer: the pages of the data, and those of the lists.
 #[derive(Clone, Debug)]
 struct Plan {
     page: usize,
@@ -156,7 +156,7 @@ impl Plan {
 
 fn plan() -> impl Strategy<Value = Plan> {
     let len = prop_oneof![0..20_000usize, 0..(3usize << 20)];
-    // Often at the very end of a page, where lists are chained at once.
+    // Lists often begin at the end of a page, where a chain follows immediately.
     let list_offset = prop_oneof![Just(0), 0..1usize << 20, (1..4usize).prop_map(|n| 8192 - n)];
     let indices = || proptest::collection::vec(any::<usize>(), 1..80);
     (0..PAGES.len(), len, 0..1usize << 20, list_offset, indices(), indices()).prop_map(
@@ -176,7 +176,7 @@ proptest! {
         cases: 128, failure_persistence: None, max_shrink_iters: 400, ..ProptestConfig::default()
     })]
 
-    /// Lists that a host would write, over memory that is mapped in any number of pieces.
+    /// Lists that a host would write, for memory that is mapped in any number of pieces.
     #[test]
     fn lists_resolve_to_the_naive_bytes(
         plan in plan(),
@@ -190,7 +190,7 @@ proptest! {
         agree(&peer, prps, plan.len, plan.page, write)?;
     }
 
-    /// Lists over memory without holes resolve like the reference; nearly all of them are valid.
+    /// Lists for memory without holes, nearly all of which are valid, resolve as in the reference.
     #[test]
     fn lists_over_split_maps_resolve(plan in plan(), mut stretches in stretches(GRANULES), write: bool) {
         for stretch in &mut stretches {
@@ -198,7 +198,7 @@ proptest! {
         }
         let peer = Peer::new(&stretches);
         peer.scribble(7);
-        // Lists in data pages would be overwritten by the data, so each gets its own half.
+        // Lists and data get separate halves of the window, because data would overwrite lists.
         let pages = GRANULES * GRANULE / plan.page;
         let half = pages / 2;
         let plan = Plan {
@@ -210,7 +210,8 @@ proptest! {
         prop_assert!(agree(&peer, prps, plan.len, plan.page, write)?);
     }
 
-    /// Lists of random entries: pointers into the window, into themselves, out of it, misaligned.
+    /// Lists of random entries: pointers into the window, to the list itself, out of the window,
+    /// and misaligned.
     #[test]
     fn garbage_is_an_error_or_data_but_never_a_panic(
         stretches in stretches(64),
@@ -241,7 +242,7 @@ proptest! {
     }
 }
 
-/// Page 0 of the window has a list, and data pages follow.
+/// Creates a window with a list in page 0, followed by data pages.
 fn one_list(page: usize) -> (Peer, u64, impl Fn(u64) -> u64) {
     let peer = Peer::plain(40 * page / GRANULE);
     let data = move |index: u64| BASE + (1 + index) * page as u64;
@@ -282,12 +283,13 @@ fn each_mistake_has_its_status() {
             assert_eq!(status((data(0), list), eight), Err(invalid_offset), "an entry");
             assert_eq!(status((data(0), list), 3 * page), Ok(()), "one that is not needed");
             peer.put_u64(list + 16, data(3));
-            // The last slot of a page points to the next list, which starts at a page.
+            // The last entry of a page points to the next list, which must be aligned to a page.
             let end = list + page as u64 - 8;
             peer.put_u64(end, data(20) + offset);
             assert_eq!(status((data(0), end), eight), Err(invalid_offset), "a chain");
         }
-        // If only one more entry is needed, the last slot is data, and the list ends with it.
+        // If only one more entry is needed, the last entry of a page is a data pointer, and the
+        // list ends.
         let end = list + page as u64 - 8;
         peer.put_u64(end, data(20));
         assert_eq!(status((data(0), end), 2 * page + 4), Err(Status::DATA_XFER_ERROR), "chained");
@@ -300,7 +302,7 @@ fn each_mistake_has_its_status() {
 fn unmapped_memory_is_a_transfer_error() {
     let transfer = Err(Status::DATA_XFER_ERROR);
     let page = 4096;
-    // Data pages 1 to 4, of which 3 is read-only and 4 a hole; page 0 has the list.
+    // Pages 1 to 4 have data; 3 is read-only, and 4 is not mapped. Page 0 has the list.
     let stretch = |granules, access| Stretch { granules, access, apart: false };
     let peer = Peer::new(&[
         stretch(3, Access::ReadWrite),
@@ -329,11 +331,11 @@ fn unmapped_memory_is_a_transfer_error() {
         "a read command may not write the page"
     );
     assert_eq!(status((at(1), at(3)), 2 * 4096, true), transfer);
-    // The list itself is only read.
+    // The list may be read-only, because the device only reads it.
     peer.put_u64(at(3), at(2));
     peer.put_u64(at(3) + 8, at(5));
     assert_eq!(status((at(1), at(3)), 3 * 4096, true), Ok(()));
-    // A failed command leaves no data and holds no view.
+    // After a failed resolution, there is no data, and the view is not held.
     let watch = {
         let view = peer.view();
         let watch = view.watch();
@@ -358,7 +360,8 @@ fn a_list_that_points_at_itself_ends_with_the_data() {
         let len = 256 << 20;
         let segments = resolve(&peer.view(), (BASE, BASE), len, page, true).unwrap();
         assert_eq!(segments.len(), len);
-        // From its last slot, where each list consists of the pointer to the next.
+        // The list begins at the last entry of the page, so that each list consists only of the
+        // pointer to the next.
         let end = BASE + page as u64 - 8;
         assert!(resolve(&peer.view(), (BASE, end), len, page, true).is_ok());
         assert!(since.elapsed() < LIMIT);

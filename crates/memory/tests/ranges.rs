@@ -1,11 +1,11 @@
-//! Ranges of a peer's memory that become one stretch of data, like a virtqueue's descriptors.
+//! Ranges of a peer's memory that form the data of one command, like a virtqueue's descriptors.
 
 use shadowbell_memory::{DmaSpace, Mapping, Protection, Segments, SharedBytes, View};
 use std::sync::Arc;
 
 const PAGE: u64 = 4096;
 
-/// Three pages: two whose backing memory is not contiguous, and a read-only one.
+/// Creates three pages: two whose memory is not contiguous in this process, and a read-only one.
 fn peer() -> (View, SharedBytes) {
     let whole = Mapping::anonymous(2 * PAGE).unwrap().bytes();
     let file = Mapping::shared("constant", PAGE).unwrap();
@@ -23,7 +23,8 @@ fn peer() -> (View, SharedBytes) {
 fn ranges_follow_each_other() {
     let (view, whole) = peer();
     let mut segments = Segments::new();
-    // One piece, one across two maps, and several with an empty one and a repeated one.
+    // Ranges: one piece, one across two maps, several with an empty one, and several with a
+    // repeated one.
     let cases: [&[(u64, usize)]; 4] = [
         &[(16, 512)],
         &[(PAGE - 100, 300)],
@@ -60,7 +61,7 @@ fn an_unmapped_range_leaves_no_data() {
         assert!(segments.resolve_ranges(&view, ranges, false).is_err());
         assert!(segments.is_empty(), "{ranges:?}");
     }
-    // Read-only memory is no destination for a disk read, alone or among others.
+    // A disk read cannot store data in read-only memory, alone or together with writable memory.
     for ranges in [&[(2 * PAGE, 512)][..], &[(0, 512), (2 * PAGE, 512)]] {
         segments.resolve_ranges(&view, ranges, false).unwrap();
         assert!(!segments.is_writable());

@@ -1,4 +1,4 @@
-//! SGLs against a simple reference for the specification (Base 2.1, "Scatter Gather List
+//! SGLs, compared with a simple implementation of the specification (Base 2.1, "Scatter Gather List
 //! (SGL)").
 
 mod common;
@@ -12,7 +12,7 @@ use std::time::Instant;
 
 const GRANULES: usize = 256;
 const WINDOW: u64 = (GRANULES * GRANULE) as u64;
-/// Maximum of descriptors for one command.
+/// Maximum number of descriptors of one command.
 const MOST: usize = 4096;
 
 const DATA_BLOCK: u8 = 0x00;
@@ -133,7 +133,7 @@ fn resolve(
 
 fn agree(peer: &Peer, first: Descriptor, len: usize, write: bool) -> Result<bool, TestCaseError> {
     match (naive(peer, first, len, write), resolve(peer, first, len, write)) {
-        // A part of the data goes into a bit bucket.
+        // A bit bucket takes a part of the data.
         (Ok(data), Ok(segments)) if data.iter().map(|(_, len)| len).sum::<usize>() < len => {
             prop_assert!(write && segments.len() == len);
             Ok(true)
@@ -144,8 +144,8 @@ fn agree(peer: &Peer, first: Descriptor, len: usize, write: bool) -> Result<bool
     }
 }
 
-/// Writes chained segments of the given data blocks, the first at `lists[0]` and so on; returns
-/// the descriptor for the command.
+/// Writes chained segments of the given data blocks, the first at `lists[0]` and so on. Returns the
+/// descriptor for the command.
 fn lay(peer: &Peer, segments: &[Vec<(u64, usize)>], lists: &[u64]) -> Descriptor {
     let kind = |index: usize| if index + 1 == segments.len() { LAST_SEGMENT } else { SEGMENT };
     let size =
@@ -173,7 +173,7 @@ fn block() -> impl Strategy<Value = (u64, usize)> {
         4 => Just(4096usize),
         1 => 1..100_000usize,
     ];
-    // In the first half of the window and a little beyond; the lists are in its last quarter.
+    // The blocks begin in the first half of the window. The lists are in its last quarter.
     (0..WINDOW / 2, len).prop_map(|(offset, len)| (BASE + offset, len))
 }
 
@@ -208,7 +208,7 @@ proptest! {
             prop_assert!(resolved);
         }
         prop_assert!(!agree(&peer, first, total + 1, write)?, "more than the list holds");
-        // The first block alone, in the command itself.
+        // Only the first block, whose descriptor is in the command itself.
         let (address, len) = segments[0][0];
         let alone = agree(&peer, Descriptor::new(DATA_BLOCK, address, len), len, write)?;
         if whole {
@@ -242,7 +242,7 @@ proptest! {
         let all: Vec<Descriptor> = descriptors
             .iter()
             .map(|(address, len, identifier)| Descriptor {
-                // Mostly into the window, and there mostly to a descriptor.
+                // Most addresses are in the window, at the position of a descriptor.
                 address: if *address < 1 << 18 { BASE + address / 16 * 16 % window } else { *address },
                 len: *len,
                 identifier: *identifier,
@@ -256,7 +256,7 @@ proptest! {
         prop_assert!(since.elapsed() < LIMIT);
     }
 
-    /// Unstructured random bytes.
+    /// Random bytes without any structure.
     #[test]
     fn noise_is_an_error_or_data_but_never_a_panic(seed: u64, raw: [u8; 16], len: u32, write: bool) {
         let peer = Peer::plain(16);
@@ -304,8 +304,8 @@ fn each_mistake_has_its_status() {
             let result = status(Descriptor::new(segment, list, len), 512);
             assert_eq!(result, dnr(invalid), "a segment of {len} bytes");
         }
-        // A segment descriptor that is not the last of its segment (Base 2.1, "Invalid Number of
-        // SGL Descriptors"), or in a last segment.
+        // A segment descriptor that is not the last descriptor of its segment (Base 2.1, "Invalid
+        // Number of SGL Descriptors"), and one in a last segment.
         let inner = Descriptor::new(segment, list + 4096, 16);
         let n = put(&[inner, good]);
         let misplaced = Status::SGL_INVALID_NUMBER_OF_DESCRIPTORS;
@@ -314,11 +314,12 @@ fn each_mistake_has_its_status() {
         let n = put(&[good, inner]);
         assert_eq!(status(Descriptor::new(LAST_SEGMENT, list, n), 1024), dnr(invalid));
     }
-    // A segment without a following one.
+    // A segment without a descriptor of the next segment.
     let n = put(&[good, good]);
     assert_eq!(status(Descriptor::new(SEGMENT, list, n), 1024), dnr(invalid));
 
-    // Keyed, transport, vendor; and a data block or a bit bucket by offset.
+    // Keyed, transport and vendor descriptors; data blocks and bit buckets with a sub type other
+    // than address.
     for identifier in [0x11, 0x40, 0x50, 0xf0, 0x01, 0x21, 0x3a, 0xff] {
         let bad = Descriptor::new(identifier, data, 512);
         assert_eq!(status(bad, 512), dnr(kind), "{identifier:#x} in the command");
@@ -337,7 +338,7 @@ fn bit_buckets_discard_and_supply_no_data() {
     let parts = [
         bucket(100),
         Descriptor::new(DATA_BLOCK, data, 512),
-        // Longer than any bucket.
+        // The descriptor is longer than the bit bucket memory.
         bucket(300_000),
         Descriptor::new(DATA_BLOCK, data + 4096, 512),
         bucket(7),
@@ -362,10 +363,10 @@ fn bit_buckets_discard_and_supply_no_data() {
         resolve(&peer, first, len, write).map(|data| data.len()).map_err(|error| error.status())
     };
     assert_eq!(resolved(all + 1, true), short);
-    // For a transfer to the device, only the data blocks count.
+    // If the device reads the data, only the data blocks count.
     assert_eq!(resolved(1024, false), Ok(1024));
     assert_eq!(resolved(1025, false), short);
-    // A bit bucket in the command itself.
+    // A bit bucket descriptor in the command itself.
     assert_eq!(resolve(&peer, bucket(512), 512, true).unwrap().len(), 512);
     assert!(resolve(&peer, bucket(512), 512, false).is_err());
 }
@@ -398,11 +399,11 @@ fn unmapped_memory_is_a_transfer_error() {
         assert_eq!(status(first, len, false) == Ok(()), read, "{address:#x}+{len}");
         assert_eq!(status(first, len, true) == Ok(()), write, "{address:#x}+{len}");
         assert!(read || status(first, len, false) == transfer);
-        // A descriptor that is longer than the data is not checked beyond them.
+        // If a descriptor is longer than the data, the addresses after the data are not checked.
         let first = Descriptor::new(DATA_BLOCK, at(1), 1 << 30);
         assert_eq!(status(first, 4096, true), Ok(()));
     }
-    // A list in read-only memory is only read.
+    // A list may be in read-only memory, because the device only reads it.
     peer.put(at(2), &Descriptor::new(DATA_BLOCK, at(0), 512).encode());
     assert_eq!(status(Descriptor::new(LAST_SEGMENT, at(2), 16), 512, true), Ok(()));
     assert_eq!(status(Descriptor::new(LAST_SEGMENT, at(4), 16), 512, true), transfer);
@@ -418,7 +419,7 @@ fn an_endless_sgl_is_refused() {
         resolve(&peer, first, len, true).map(|_| ()).map_err(|e| e.status())
     };
     let since = Instant::now();
-    // A segment that consists of itself.
+    // A segment whose next segment is itself.
     let first = Descriptor::new(SEGMENT, BASE, 16);
     peer.put(BASE, &first.encode());
     assert_eq!(status(first, 512), Err(too_many));

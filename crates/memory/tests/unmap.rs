@@ -20,7 +20,8 @@ fn is_mapped(address: usize) -> bool {
 #[test]
 fn a_command_in_flight_keeps_unmapped_memory() {
     let mut space = DmaSpace::default();
-    // Larger than any other mapping of this process, so that its address is not reused at once.
+    // The mapping is larger than any other of this process, so that its address is not reused at
+    // once.
     let mapping = Mapping::shared("guest", 64 << 20).unwrap();
     let address = mapping.address();
     space.map(0, 64 << 20, &mapping.bytes()).unwrap();
@@ -39,7 +40,8 @@ fn a_command_in_flight_keeps_unmapped_memory() {
     assert!(is_mapped(address));
     in_flight.write_from(0, &[7; 4096]).unwrap();
 
-    // The data can move to another thread's queue and back, with the same view until their end.
+    // The data can move to another thread's queue and back. They hold the same view until they are
+    // dropped.
     let taken = in_flight.take();
     assert!(in_flight.is_empty());
     assert!(!watch.is_idle());
@@ -65,7 +67,7 @@ fn the_same_addresses_can_be_mapped_to_new_memory_meanwhile() {
     let watch = before.watch();
     drop(before);
     assert!(!watch.is_idle());
-    // A new resolution releases the old view, as the end of the command does.
+    // A new resolution releases the old view, like the end of the command.
     after.resolve_prps(0x4000, 0, 512, 4096, true, &mut in_flight).unwrap();
     assert!(watch.is_idle());
     let mut seen = [0; 512];
@@ -96,7 +98,7 @@ proptest! {
         cases: 128, failure_persistence: None, ..ProptestConfig::default()
     })]
 
-    /// Maps and unmaps against a linearly searched list.
+    /// Random maps and unmaps, compared with a list that is searched linearly.
     #[test]
     fn the_table_matches_a_list_of_maps(
         changes in proptest::collection::vec(

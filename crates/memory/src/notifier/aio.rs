@@ -1,7 +1,7 @@
 //! Signals by Linux AIO: a request names an eventfd that the kernel signals on completion.
 //!
-//! The request polls an eventfd of this process for writability, so it completes at once. One
-//! context serves all eventfds of the process, from any number of threads.
+//! The request polls an eventfd of this process that is always writable, so it completes at once.
+//! One context serves all eventfds of the process, from any number of threads.
 
 use libc::{SYS_io_getevents, SYS_io_setup, SYS_io_submit, c_long, syscall};
 use rustix::event::{EventfdFlags, eventfd};
@@ -46,7 +46,7 @@ const _: () = assert!(size_of::<Request>() == 64);
 #[derive(Clone, Copy, Default)]
 struct Event([u64; 4]);
 
-/// Context of Linux AIO and the eventfd that its requests poll. Never closed.
+/// Context of Linux AIO, and the eventfd that its requests poll. The context is never destroyed.
 struct Context {
     number: usize,
     /// Eventfd that is always writable.
@@ -63,7 +63,7 @@ static CONTEXT: LazyLock<io::Result<Context>> = LazyLock::new(|| {
     Ok(Context { number, own })
 });
 
-/// True if AIO is available: the kernel has it, permits its use, and has a context left
+/// True if AIO is available: the kernel supports and permits it, and has a free context
 /// (`fs.aio-max-nr`).
 pub(super) fn is_available() -> bool {
     CONTEXT.is_ok()
@@ -82,8 +82,8 @@ pub(super) fn notify(event: BorrowedFd<'_>) {
     };
     for _ in 0..RETRIES {
         let mut list = [&raw mut request];
-        // SAFETY: the only request in the list is valid, and the kernel copies it. It refers to
-        // no memory.
+        // SAFETY: the list has one valid request, which the kernel copies. The request refers to no
+        // memory.
         let submitted = unsafe { syscall(SYS_io_submit, context.number, 1, list.as_mut_ptr()) };
         if submitted == 1 || io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock {
             return;
@@ -96,8 +96,7 @@ pub(super) fn notify(event: BorrowedFd<'_>) {
 impl Context {
     fn take_completed(&self) {
         let mut events = [Event::default(); REQUESTS as usize];
-        // SAFETY: the buffer has room for the requested number of events, and the call does not
-        // wait.
+        // SAFETY: the buffer has room for the requested number of events. The call does not wait.
         let taken = unsafe {
             let timeout = ptr::null_mut::<libc::timespec>();
             syscall(SYS_io_getevents, self.number, 0, REQUESTS, events.as_mut_ptr(), timeout)

@@ -11,7 +11,7 @@ pub(crate) struct Id(Arc<()>);
 pub(super) struct Known(Weak<()>);
 
 impl Id {
-    /// Creates a new identity.
+    /// Creates a unique identity.
     pub(crate) fn new() -> Self {
         Self(Arc::new(()))
     }
@@ -22,7 +22,8 @@ impl Id {
 }
 
 impl Known {
-    /// True if `id` is the same identity. The weak reference reserves its address.
+    /// True if `id` is the same identity. The weak reference prevents a reuse of the address that
+    /// is compared.
     pub(super) fn is(&self, id: &Id) -> bool {
         std::ptr::eq(self.0.as_ptr(), Arc::as_ptr(&id.0))
     }

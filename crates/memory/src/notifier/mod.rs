@@ -1,16 +1,16 @@
 //! Signals to eventfds of untrusted peers, without ever blocking.
 //!
-//! A write to an eventfd blocks while its count is full, unless the open file is non-blocking.
-//! The peer that sent the descriptor shares the open file, and can clear that flag and fill the
-//! count at any moment, even just before the write. No write ignores the flag: `RWF_NOWAIT` is
-//! refused for eventfds. The kernel itself, however, signals eventfds without blocking: an
-//! io_uring signals its eventfd when a request completes, and a no-operation completes at once.
-//! Each thread has a few rings for all eventfds, so a peer's descriptors cost no further
-//! descriptors. A repeated signal to an eventfd costs one system call, like a write. A change of
-//! the eventfd of a ring costs two more.
+//! A write to an eventfd blocks while its count is full, unless the open file is non-blocking. The
+//! peer that sent the descriptor shares the open file, and can clear that flag and fill the count
+//! at any moment, even just before the write. There is no kind of write that ignores the flag: the
+//! kernel refuses `RWF_NOWAIT` for eventfds. But the kernel itself signals eventfds without
+//! blocking: an io_uring signals its registered eventfd when a request completes, and a
+//! no-operation completes at once. Each thread has a few rings for all eventfds, so the rings need
+//! no descriptor per eventfd. A repeated signal to an eventfd costs one system call, like a write.
+//! To change the eventfd of a ring costs two more.
 //!
-//! Linux AIO is used if io_uring is not permitted, or if the kernel is older than 5.19, in which
-//! a change of the eventfd waits for all processors. AIO is the second choice, because a process
+//! Linux AIO is used if io_uring is not permitted, or if the kernel is older than 5.19: there, a
+//! change of a ring's eventfd waits for all processors. AIO is the second choice, because a process
 //! with an AIO context does not end until the kernel has waited for all processors twice (35 ms,
 //! measured under load), and the process that recovers its controllers has to wait for that end.
 
@@ -27,15 +27,16 @@ pub(crate) fn is_available() -> bool {
     ring::is_available() || aio::is_available()
 }
 
-/// Signals the eventfd with the identity `id`. Has no effect if the descriptor is no eventfd or
-/// this [is not available](is_available).
+/// Signals the eventfd with the identity `id`. Has no effect if the descriptor is no eventfd, or if
+/// neither io_uring nor AIO [is available](is_available).
 pub(crate) fn notify(event: BorrowedFd<'_>, id: &Id) {
     if !ring::is_available() || !ring::notify(event, id) {
         aio::notify(event);
     }
 }
 
-/// Adds one to the count of an eventfd by a write, which must not block.
+/// Adds one to the count of an eventfd by a write. The caller makes sure that the write cannot
+/// block.
 pub(crate) fn raise(fd: BorrowedFd<'_>) {
     while let Err(Errno::INTR) = write(fd, &1u64.to_ne_bytes()) {}
 }

@@ -9,13 +9,14 @@ use std::sync::LazyLock;
 
 /// Largest number of retries of a system call that fails temporarily.
 const RETRIES: u32 = 100;
-/// Size of a ring, in which one request is in flight at a time.
+/// Number of entries of a ring, which has one request in flight at a time.
 const ENTRIES: u32 = 2;
-/// Number of eventfds that a thread signals by one system call each; further ones take three.
+/// Number of eventfds that a thread signals by one system call each. A signal to a further eventfd
+/// takes three.
 const RINGS_OF_A_THREAD: usize = 64;
 
-/// True if this kernel has io_uring, permits its use, and changes a ring's eventfd without a
-/// wait. The last condition holds since Linux 5.18 and is detected by an operation of 5.19.
+/// True if this kernel supports and permits io_uring, and changes a ring's eventfd without a wait.
+/// Linux 5.18 and later do not wait; an operation that was added in 5.19 is used to detect that.
 static IS_AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
     let mut probe = Probe::new();
     let ring = Ring::new().and_then(|ring| ring.ring.submitter().register_probe(&mut probe));
@@ -36,8 +37,7 @@ struct Rings {
 
 struct Ring {
     ring: IoUring,
-    /// Registered eventfd. Its descriptor may have been closed, since the ring holds the open
-    /// file.
+    /// Registered eventfd. Its descriptor may be closed, because the ring holds the open file.
     event: Option<Known>,
 }
 
@@ -47,7 +47,7 @@ pub(super) fn is_available() -> bool {
 
 /// Signals the eventfd. Returns true if it was signalled, or if the descriptor is no eventfd.
 pub(super) fn notify(event: BorrowedFd<'_>, id: &Id) -> bool {
-    // False in a thread that ends, whose rings may have been dropped.
+    // The result is false in a thread that ends, whose rings may have been dropped.
     RINGS.try_with(|rings| rings.borrow_mut().notify(event, id)).unwrap_or(false)
 }
 
@@ -56,7 +56,7 @@ impl Rings {
         let known = self.rings.iter().position(|ring| ring.has(id));
         let Some(at) = known.or_else(|| self.other()) else { return false };
         let Some(ring) = self.rings.get_mut(at) else { return false };
-        // A ring with a failed request is dropped, so that the request cannot signal another
+        // A ring with a failed request is dropped. Otherwise the request could signal another
         // eventfd later.
         ring.notify(event, id).unwrap_or_else(|_| {
             self.rings.swap_remove(at);
@@ -64,9 +64,9 @@ impl Rings {
         })
     }
 
-    /// Selects a ring for another eventfd: a ring whose eventfd was dropped, so that clients that
-    /// connect and disconnect do not accumulate rings, else a new ring, else the next one in
-    /// turn.
+    /// Selects a ring for another eventfd: first a ring whose eventfd was dropped, then a new ring,
+    /// then the existing rings in turn. So clients that connect and disconnect do not accumulate
+    /// rings.
     fn other(&mut self) -> Option<usize> {
         if let Some(at) = self.rings.iter().position(Ring::is_idle) {
             return Some(at);
@@ -91,15 +91,16 @@ impl Ring {
         self.event.as_ref().is_some_and(|event| event.is(id))
     }
 
-    /// True if no eventfd is registered, or if the registered one was dropped.
+    /// True if the ring has no registered eventfd, or if that eventfd was dropped.
     fn is_idle(&self) -> bool {
         self.event.as_ref().is_none_or(Known::is_gone)
     }
 
-    /// Signals the eventfd. False if the kernel has no memory to register it.
+    /// Signals the eventfd. Returns false if the kernel has no memory to register it.
     ///
     /// # Errors
-    /// The ring is not usable any more.
+    ///
+    /// The error of the system call. The ring is unusable afterwards.
     fn notify(&mut self, event: BorrowedFd<'_>, id: &Id) -> io::Result<bool> {
         if !self.has(id) {
             if self.event.take().is_some() {
@@ -141,7 +142,7 @@ mod tests {
         if !is_available() {
             return;
         }
-        // Blocking eventfds, one of which is full: no signal waits.
+        // The eventfds are blocking, and the count of one is full. No signal waits.
         let events = [0, 1, 2].map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap());
         let others = [(); RINGS_OF_A_THREAD].map(|()| eventfd(0, EventfdFlags::CLOEXEC).unwrap());
         let others = others.map(|fd| (fd, Id::new()));

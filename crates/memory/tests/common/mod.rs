@@ -1,13 +1,14 @@
-//! A peer's memory, twice: mapped through the crate, and as one vector with a flag per page.
+//! A peer's memory in two forms: mapped through the crate, and as one vector with a flag per page.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use proptest::prelude::*;
 use shadowbell_memory::{DmaSpace, Mapping, Protection, Segments, SharedBytes, View};
 use std::sync::Arc;
 
-/// The unit in which memory is mapped, whatever the controller's page size is.
+/// Unit in which memory is mapped, independent of the controller's page size.
 pub(crate) const GRANULE: usize = 4096;
-/// First address of the window that may be mapped. Not 0, so that errors show.
+/// First address of the window that may be mapped. Not 0, so that a confusion of addresses and
+/// offsets shows.
 pub(crate) const BASE: u64 = 0x7_0000_0000;
 
 /// Access to a granule of the window.
@@ -18,8 +19,8 @@ pub(crate) enum Access {
     ReadWrite,
 }
 
-/// A stretch of granules that is one map; `apart` moves it elsewhere in the process's memory,
-/// so that neighbours are only sometimes contiguous there, too.
+/// A number of granules that form one map. With `apart`, the map is elsewhere in the process's
+/// memory, so that neighbours are only sometimes contiguous there.
 #[derive(Clone, Debug)]
 pub(crate) struct Stretch {
     pub(crate) granules: usize,
@@ -29,7 +30,7 @@ pub(crate) struct Stretch {
 
 pub(crate) struct Peer {
     space: DmaSpace,
-    /// The memory of `space`, always mapped for writing, by granule.
+    /// The memory of `space` by granule, always mapped for writing.
     backing: Vec<Option<SharedBytes>>,
     pub(crate) access: Vec<Access>,
 }
@@ -37,7 +38,7 @@ pub(crate) struct Peer {
 impl Peer {
     pub(crate) fn new(stretches: &[Stretch]) -> Self {
         let total: usize = stretches.iter().map(|s| s.granules).sum();
-        // Stretches that are not apart are consecutive in this pool.
+        // Maps without `apart` are consecutive in this pool.
         let pool = Mapping::shared("pool", (total * GRANULE) as u64).unwrap();
         let mut peer = Self { space: DmaSpace::default(), backing: Vec::new(), access: Vec::new() };
         let mut from_pool = 0;
@@ -84,7 +85,7 @@ impl Peer {
         self.access.len() * GRANULE
     }
 
-    /// Contents of the window; zeroes where nothing is mapped.
+    /// Contents of the window, with zeroes for unmapped parts.
     pub(crate) fn content(&self) -> Vec<u8> {
         let mut all = vec![0; self.len()];
         for (granule, bytes) in self.backing.iter().enumerate() {
@@ -96,7 +97,7 @@ impl Peer {
         all
     }
 
-    /// Writes bytes into the window regardless of its access; unmapped parts are skipped.
+    /// Writes bytes into the window, even to read-only parts. Unmapped parts are skipped.
     pub(crate) fn put(&self, iova: u64, data: &[u8]) {
         for (i, byte) in data.iter().enumerate() {
             let at = (iova - BASE) as usize + i;
@@ -135,7 +136,7 @@ impl Peer {
         }
     }
 
-    /// Simple reference: reads a byte at a time.
+    /// Simple reference: reads byte by byte.
     pub(crate) fn get(&self, iova: u64, len: usize) -> Option<Vec<u8>> {
         (0..len as u64)
             .map(|i| {
@@ -175,8 +176,8 @@ pub(crate) fn stretches(granules: usize) -> impl Strategy<Value = Vec<Stretch>> 
     })
 }
 
-/// Compares resolved segments with the expected places of the data, a list of (IOVA, length):
-/// the bytes themselves, and the effect of a write through the segments.
+/// Compares resolved segments with the expected places of the data, a list of (IOVA, length).
+/// Checks the bytes, and the effect of a write through the segments.
 pub(crate) fn check(
     peer: &Peer,
     segments: &Segments,
@@ -196,7 +197,7 @@ pub(crate) fn check(
     segments.read_into(0, &mut got).unwrap();
     prop_assert!(got == wanted, "the resolved bytes differ");
     prop_assert!(segments.read_into(len, &mut [0]).is_none(), "there is more than that");
-    // Parts of the data, starting and ending in any piece.
+    // Parts of the data that start and end in any piece.
     let scratch = Mapping::anonymous(len as u64 + 1).unwrap().bytes();
     for part in 1..9 {
         let offset = len * part / 9;
@@ -212,9 +213,10 @@ pub(crate) fn check(
         prop_assert!(segments.is_empty() || segments.write_from(0, &[0]).is_none());
         return Ok(());
     }
-    // In order, so that the later of two overlapping ranges wins on both sides.
+    // The writes are in order. If two ranges overlap, the later one determines the bytes on both
+    // sides.
     let fresh: Vec<u8> = (0..len).map(|i| ((i * 31) >> 3) as u8 ^ 0x5a).collect();
-    // As a whole, by part, and by copy: each piece of the data is written by one of them.
+    // Each piece of the data is written by one of the methods.
     let (third, half) = (len / 3, len / 2);
     segments.write_from(0, &fresh[..third]).unwrap();
     segments.write_from(third, &fresh[third..half]).unwrap();
