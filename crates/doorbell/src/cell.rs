@@ -1,7 +1,7 @@
 //! Machine primitives of the protocol: a shared 32-bit cell and a full memory fence.
 //!
-//! All other code of this crate is generic over these two, so the shipped code is, line for line,
-//! the code that the loom models explore.
+//! All other code of this crate is generic over these two. So the loom models explore exactly the
+//! code that is shipped.
 
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -12,17 +12,18 @@ use core::sync::atomic::{AtomicU32, Ordering};
 /// Values are in the CPU's byte order. An implementation for memory that is shared with a peer
 /// converts from and to little-endian, the byte order of NVMe and PCI.
 pub trait Cell {
-    /// Reads the cell without any ordering.
+    /// Reads the cell without an ordering guarantee.
     fn load_relaxed(&self) -> u32;
 
-    /// Reads the cell; earlier writes of the thread that stored the value are visible afterwards.
+    /// Reads the cell. Writes that the storing thread made before its store are visible afterwards.
     fn load_acquire(&self) -> u32;
 
-    /// Writes the cell; earlier writes become visible no later than the value.
+    /// Writes the cell. A thread that sees the value also sees the earlier writes of this thread.
     fn store_release(&self, value: u32);
 }
 
-/// A plain atomic is a cell in shared memory, so its value is stored as little-endian.
+/// An atomic is a cell in memory that may be shared with a peer, so its value is stored as
+/// little-endian.
 impl Cell for AtomicU32 {
     #[inline]
     fn load_relaxed(&self) -> u32 {
@@ -51,7 +52,7 @@ impl Cell for loom::sync::atomic::AtomicU32 {
     }
 
     fn store_release(&self, value: u32) {
-        // After a detected deadlock, loom unwinds and has no thread left for the store.
+        // When loom has detected a deadlock, it unwinds and cannot execute the store.
         if !std::thread::panicking() {
             self.store(value, Ordering::Release);
         }
@@ -81,17 +82,17 @@ macro_rules! cell_by_pointer {
 
 cell_by_pointer!(&T, Arc<T>);
 
-/// Full memory fence. It orders an earlier store before a later load (StoreLoad), the one order
-/// that x86 does not guarantee and that acquire and release cannot express.
+/// Full memory fence. It orders an earlier store before a later load (StoreLoad). This is the only
+/// order that x86 does not guarantee, and acquire and release cannot express it.
 ///
-/// The fence is a type parameter and not a function, so that a model can replace it with a broken
-/// one and show that the model checker detects that.
+/// The fence is a type parameter, so that a model can replace it by a fence without effect, and
+/// show that the model checker detects the defect.
 pub trait Fence: 'static {
     /// Executes the fence.
     fn full();
 }
 
-/// Sequentially consistent fence: the one that ships.
+/// Sequentially consistent fence, which shipped code uses.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FullFence;
 

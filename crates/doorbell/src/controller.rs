@@ -16,7 +16,7 @@ use crate::{Arming, Cell, ControllerCounters, ControllerStats, Fence, Fenced, Ri
 /// entries than were posted.
 ///
 /// The controller reports the asynchronous event Invalid Doorbell Write Value (type Error Status,
-/// 01h; NVMe Base 2.0, 5.2) and otherwise ignores the value.
+/// 01h; NVMe Base 2.0, 5.2) and ignores the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidDoorbell {
     /// The invalid value.
@@ -34,29 +34,30 @@ impl core::error::Error for InvalidDoorbell {}
 /// Source of a doorbell's current value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Truth {
-    /// The doorbell register: there is no shadow entry, or the entry has not departed from its
+    /// The doorbell register: there is no shadow entry, or the entry still has the value of its
     /// snapshot.
     Register,
-    /// The last value seen: the queue used a shadow entry, which a second Doorbell Buffer Config
-    /// replaced by an entry that has not departed yet. The register is out of date, so neither is
-    /// read as the value.
+    /// The last value seen. The queue used a shadow entry; a second Doorbell Buffer Config replaced
+    /// the entry, and the new entry still has the value of its snapshot. The register is out of
+    /// date, so neither of the two is used.
     Last,
     /// The shadow entry, for the rest of the queue's lifetime.
     Shadow,
 }
 
-/// Serializable state of a doorbell, for continuing it elsewhere: plain data without cells.
+/// Serializable state of a doorbell: plain data without cells, to continue the doorbell in another
+/// process or thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DoorbellState {
     /// Last valid value.
     pub last: u16,
     /// Source of the next value.
     pub truth: Truth,
-    /// Value of the shadow entry when it was enabled, if it was.
+    /// Value of the shadow entry when the entry was enabled; `None` if it never was.
     pub snapshot: Option<u32>,
 }
 
-/// Shadow entry and EventIdx while they are mapped.
+/// Shadow entry and EventIdx, while the host's pages with them are mapped.
 #[derive(Debug)]
 struct Shadow<S> {
     value: S,
@@ -81,7 +82,7 @@ struct Doorbell<R, S, C> {
     state: DoorbellState,
     register: R,
     shadow: Option<Shadow<S>>,
-    /// Last invalid value, which is reported once and not at every look.
+    /// Last invalid value. It is reported once and not at every look.
     refused: Option<u32>,
     counters: C,
 }
@@ -124,7 +125,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
             return shadow.value.load_acquire();
         }
         // The register is read first. A host stores a value in its shadow entry before it writes
-        // the register, so a controller that has read the register then finds the entry departed.
+        // the register. So if the register has the value, the read of the entry sees it, too.
         let register = self.register.load_acquire();
         let value = shadow.value.load_acquire();
         if self.state.snapshot != Some(value) {
@@ -137,7 +138,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         }
     }
 
-    /// Accepts the current value if it is at most `limit` entries ahead. True if it has changed.
+    /// Accepts the current value if it is at most `limit` entries ahead of the last one. Returns
+    /// true if the value has changed.
     #[inline]
     fn take(&mut self, limit: u32) -> Result<bool, InvalidDoorbell> {
         let value = self.read();
@@ -165,15 +167,15 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         Err(InvalidDoorbell { value })
     }
 
-    /// Moves EventIdx out of the way of a host whose value has just moved by `moved` entries.
+    /// Moves EventIdx, so that a host whose value has just moved by `moved` entries does not pass
+    /// it.
     ///
-    /// No EventIdx value means "never ring": every position of the ring is passed by the host once
-    /// per turn. So EventIdx follows behind the host, with a step whenever the host is a quarter of
-    /// the ring ahead. The new position is one before the value that the host moved from, not
-    /// before the value that it moved to: the host may be in the middle of this update, with its
-    /// value stored and EventIdx not read yet, and must not find EventIdx in the interval of the
-    /// update. An update of more than an eighth of the ring is not protected, because the distance
-    /// in front of the host is needed, too.
+    /// No EventIdx value means "never ring", because the host passes every position of the ring
+    /// once per turn. So EventIdx follows behind the host: it moves whenever the host is a quarter
+    /// of the ring ahead. The new position is one before the value that the host moved from. It is
+    /// not one before the new value, because the host may have stored that value and not yet read
+    /// EventIdx, which must not be in the interval of this update. An update of more than an eighth
+    /// of the ring is not protected, because the distance ahead of the host is also needed.
     #[inline]
     fn run_ahead(&mut self, moved: u32) {
         let Some(shadow) = &mut self.shadow else { return };
@@ -186,8 +188,9 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
             }
             self.size.back(last, 1 + moved.min(entries / 8))
         } else {
-            // Until the entry departs, EventIdx follows exactly: if the host's first shadow update
-            // leaves the entry's value unchanged, the register write is the only sign of it.
+            // Until the entry differs from its snapshot, EventIdx equals the last value: if the
+            // host's first shadow update leaves the entry's value unchanged, only the register
+            // write shows the update.
             last
         };
         shadow.publish(event_idx);
@@ -231,7 +234,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
         }
     }
 
-    /// Distance that a completion queue's head may move: up to `tail`, the next entry to be posted.
+    /// Number of entries that a completion queue's head may move: up to `tail`, the next entry to
+    /// be posted.
     #[inline]
     fn posted(&self, tail: u16) -> u32 {
         self.size.distance(self.state.last, tail)
@@ -242,9 +246,9 @@ macro_rules! doorbell {
     ($(#[$outer:meta])* $name:ident) => {
         $(#[$outer])*
         ///
-        /// `R` is the cell of the doorbell register, which is written by the trap handler, or by
-        /// the host itself if the doorbell page is mapped. `S` is a cell in the Shadow Doorbell and
-        /// EventIdx buffers.
+        /// `R` is the cell of the doorbell register. The trap handler writes it, or the host itself
+        /// if the doorbell page is mapped. `S` is a cell in the Shadow Doorbell and EventIdx
+        /// buffers.
         ///
         /// `C` holds the counters: owned, or shared with other threads
         /// ([`counted_by`](Self::counted_by)).
@@ -262,10 +266,10 @@ macro_rules! doorbell {
                 Self { doorbell: Doorbell::new(size, register, state) }
             }
 
-            /// Continues the doorbell of a queue from elsewhere, from its [`state`](Self::state);
-            /// `None` if the state is invalid for a queue of this `size`. `register` must hold the
-            /// same value as there. The shadow entry, if there was one, is attached with
-            /// [`reattach`](Self::reattach).
+            /// Continues the doorbell of a queue from its saved [`state`](Self::state). Returns
+            /// `None` if the state is invalid for a queue of this `size`. `register` must have the
+            /// same value as when the state was saved. If the doorbell had a shadow entry, attach
+            /// it with [`reattach`](Self::reattach).
             #[inline]
             pub fn resume(size: RingSize, register: R, state: DoorbellState) -> Option<Self> {
                 size.position(u32::from(state.last))?;
@@ -287,11 +291,12 @@ macro_rules! doorbell {
             }
 
             /// Enables the shadow entry `value` and the EventIdx entry `event_idx`, when Doorbell
-            /// Buffer Config is executed, or when a queue is created while it is enabled. Call this
-            /// before the command completes.
+            /// Buffer Config is executed, or when a queue is created while shadow doorbells are
+            /// enabled. Call this before the command completes.
             ///
-            /// Takes the entry's value as the snapshot from which it has to depart, and arms
-            /// EventIdx. `value` is never written.
+            /// Takes the entry's value as the snapshot, and arms EventIdx. The entry becomes the
+            /// source of the value when it first differs from the snapshot. `value` is never
+            /// written.
             #[inline]
             pub fn enable(&mut self, value: S, event_idx: S) {
                 self.doorbell.enable(value, event_idx);
@@ -299,15 +304,16 @@ macro_rules! doorbell {
 
             /// Drops the cells of the shadow entry and of EventIdx: first step of a Controller
             /// Level Reset, or after the host has unmapped their page. The state of the entry is
-            /// kept; a queue whose value is in the entry stops.
+            /// kept. If the entry is the source of the value, the value does not change until
+            /// [`reattach`](Self::reattach).
             #[inline]
             pub fn disable(&mut self) {
                 self.doorbell.shadow = None;
             }
 
-            /// Attaches the same shadow entry after [`disable`](Self::disable) or
-            /// [`resume`](Self::resume), mapped anew. [`enable`](Self::enable) would instead wait
-            /// for the entry to depart once more. An entry that was never attached is enabled.
+            /// Attaches the same shadow entry, mapped again, after [`disable`](Self::disable) or
+            /// [`resume`](Self::resume). In contrast, [`enable`](Self::enable) would take a new
+            /// snapshot. An entry that was never attached is enabled.
             #[inline]
             pub fn reattach(&mut self, value: S, event_idx: S) {
                 self.doorbell.reattach(value, event_idx);
@@ -325,7 +331,7 @@ macro_rules! doorbell {
                 self.doorbell.state.last
             }
 
-            /// State for continuing the doorbell elsewhere.
+            /// State that is sufficient to [continue](Self::resume) the doorbell.
             #[inline]
             pub const fn state(&self) -> DoorbellState {
                 self.doorbell.state
@@ -337,19 +343,19 @@ macro_rules! doorbell {
                 self.doorbell.counters.as_ref().read()
             }
 
-            /// First phase before a sleep: makes the host ring at its next update.
+            /// First phase before a sleep: sets EventIdx so that the host rings at its next update.
             #[inline]
             pub fn arm<T: Cell, F: Fence>(&mut self, arming: &mut Arming<'_, T, F>) {
                 self.doorbell.arm();
                 arming.armed();
             }
 
-            /// After a sleep, or after a round without sleep: withdraws the request to ring if the
-            /// host has not moved, so that its next update costs no MMIO while the controller
+            /// Withdraws the request to ring, after a sleep or after a round without a sleep. If
+            /// the host has not moved, its next update then costs no MMIO while the controller
             /// polls.
             ///
-            /// The `&Sleeper` proves that no round is in progress: within a round, this would lose
-            /// a wakeup, and does not compile.
+            /// The `&Sleeper` proves that no round is in progress. Within a round, a call would
+            /// lose a wakeup, so it does not compile.
             #[inline]
             pub fn disarm<T: Cell, F: Fence>(&mut self, _: &Sleeper<T, F>) {
                 self.doorbell.disarm();
@@ -366,25 +372,27 @@ doorbell! {
 doorbell! {
     /// Completion queue head, as read by the controller.
     ///
-    /// Read it once per batch of posted completions, and arm it only while a submission queue waits
-    /// for room: otherwise the host rings after every batch of completions for no purpose.
+    /// Read it once per batch of posted completions. Arm it only while a submission queue waits for
+    /// room in the completion queue; otherwise the host rings without need after every batch of
+    /// completions.
     CqHead
 }
 
 impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
-    /// Reads the tail. Entries before it may be fetched; the host's writes to them are visible.
+    /// Reads the tail. Entries before it may be fetched, because the host's writes to them are
+    /// visible.
     ///
     /// # Errors
     ///
-    /// A value outside of the ring; reported once, until there is a valid one.
+    /// A value outside of the ring. It is reported once, until there is a valid value.
     #[inline]
     pub fn look(&mut self) -> Result<u16, InvalidDoorbell> {
         self.doorbell.look(RingSize::MAX)
     }
 
-    /// Value that [`look`](Self::look) would return now, without accepting it: a hint for
-    /// prefetches only. Returns the last value if the current one is invalid or its source is not
-    /// decided.
+    /// Value that [`look`](Self::look) would return now. The value is not accepted, so it is only a
+    /// hint for prefetches. Returns the last value if the current one is invalid or its source is
+    /// not decided.
     #[inline]
     pub fn peek(&self) -> u16 {
         let doorbell = &self.doorbell;
@@ -404,7 +412,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     ///
     /// # Errors
     ///
-    /// Those of [`look`](Self::look); the round then does not end in a sleep.
+    /// Those of [`look`](Self::look). The round then does not end in a sleep.
     #[inline]
     pub fn recheck<T: Cell, F: Fence>(
         &mut self,
@@ -421,7 +429,8 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
     ///
     /// # Errors
     ///
-    /// A value outside of the ring or past `tail`; reported once, until there is a valid one.
+    /// A value outside of the ring or past `tail`. It is reported once, until there is a valid
+    /// value.
     #[inline]
     pub fn look(&mut self, tail: u16) -> Result<u16, InvalidDoorbell> {
         self.doorbell.look(self.doorbell.posted(tail))
@@ -432,7 +441,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
     ///
     /// # Errors
     ///
-    /// Those of [`look`](Self::look); the round then does not end in a sleep.
+    /// Those of [`look`](Self::look). The round then does not end in a sleep.
     #[inline]
     pub fn recheck<T: Cell, F: Fence>(
         &mut self,

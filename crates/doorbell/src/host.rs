@@ -6,25 +6,26 @@ use crate::{Cell, Fence, FullFence, HostStats, RingSize};
 
 /// Condition under which a host's update needs an MMIO write of the doorbell register.
 ///
-/// Hosts in use have either of these, and the controller end is correct for both. All arithmetic is
-/// 16 bits wide, independent of the ring size. For an EventIdx inside of the ring, that makes no
-/// difference (where the ring wraps, the interval wraps, too); for one outside, the host rings once
-/// per turn.
+/// Existing hosts use one of these conditions, and the controller end is correct for both. All
+/// arithmetic is 16 bits wide, independent of the ring size. For an EventIdx inside of the ring,
+/// the width makes no difference, because the interval wraps where the ring wraps. For an EventIdx
+/// outside of the ring, the host rings once per turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Predicate {
-    /// Linux, and the host end of this crate: ring if the update passes EventIdx, that is, if
-    /// EventIdx lies in [old, new).
+    /// Condition of Linux, and of the host end of this crate: ring if the update passes EventIdx,
+    /// that is, if EventIdx is in [old, new).
     Linux,
-    /// SPDK: ring also if the update ends at EventIdx, that is, if EventIdx lies in [old, new].
+    /// Condition of SPDK: ring also if the update ends at EventIdx, that is, if EventIdx is in
+    /// [old, new].
     SpdkInclusive,
 }
 
 impl Predicate {
-    /// True if the update from `old` to `new` has to be written to the doorbell register, given the
-    /// controller's `event_idx`.
+    /// True if the update from `old` to `new` has to be written to the doorbell register, according
+    /// to the controller's `event_idx`.
     ///
-    /// Every `event_idx` is safe: a hostile controller causes at most a needless MMIO write, or
-    /// misses a wakeup of its own.
+    /// Every `event_idx` is safe: a hostile controller can only cause a needless MMIO write, or
+    /// miss its own wakeup.
     #[inline]
     pub const fn needs_mmio(self, event_idx: u32, old: u16, new: u16) -> bool {
         let behind = new.wrapping_sub(event_idx as u16);
@@ -40,11 +41,11 @@ impl Predicate {
 ///
 /// Initially it is a plain doorbell, for which every update is an MMIO write. After [`mirror`], its
 /// values are stored in the shadow entry as well. After [`trust`], the MMIO write is omitted if
-/// EventIdx does not ask for it.
+/// EventIdx does not request it.
 ///
-/// An EventIdx that is no position of the ring asks for no MMIO write, because the condition of
-/// NVMe Base 2.2, B.5.1 is never met for it. Polling controllers, SPDK's for one, store such a
-/// value, and handle a doorbell write that comes anyway on a slow path.
+/// An EventIdx that is not a position of the ring requests no MMIO write, because the condition of
+/// NVMe Base 2.2, B.5.1 is never met for it. Polling controllers such as SPDK's store such a value,
+/// and handle a doorbell write on a slow path.
 ///
 /// [`mirror`]: Self::mirror
 /// [`trust`]: Self::trust
@@ -53,7 +54,8 @@ pub struct HostDoorbell<C, F = FullFence> {
     current: u16,
     /// Last position of the ring.
     last: u16,
-    /// Value before the [published](Self::publish_deferred) one, if EventIdx was not read since.
+    /// Value before the [published](Self::publish_deferred) one, if EventIdx has not been read
+    /// since.
     deferred: Option<u16>,
     shadow: Option<HostShadow<C>>,
     stats: HostStats,
@@ -77,7 +79,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         Self { current, last, deferred: None, shadow: None, stats, fence: PhantomData }
     }
 
-    /// Sets the size of the ring: an EventIdx beyond it asks for no notification.
+    /// Sets the size of the ring. An EventIdx outside of the ring requests no notification.
     #[inline]
     pub const fn set_ring(&mut self, size: RingSize) {
         self.last = (size.entries() - 1) as u16;
@@ -97,12 +99,12 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
 
     /// Attaches the shadow entry and EventIdx, and sets both to the current value. Call this before
     /// Doorbell Buffer Config is submitted, or before a later queue is created. An EventIdx outside
-    /// of the ring is left unchanged: a controller that needs no notifications has stored it for
-    /// all future queues.
+    /// of the ring is left unchanged, because a controller that needs no notifications has stored
+    /// it for all future queues.
     ///
-    /// From now on every update is stored in the shadow entry *and* written to the register. So the
-    /// controller may switch from the register to the entry at any time while it executes the
-    /// command, with commands in flight, and misses no update.
+    /// From now on every update is stored in the shadow entry *and* written to the register. So
+    /// while it executes the command, the controller can switch from the register to the entry at
+    /// any time without missing an update, even with commands in flight.
     pub fn mirror(&mut self, value: C, event_idx: C) {
         if event_idx.load_relaxed() as u16 <= self.last {
             event_idx.store_release(u32::from(self.current));
@@ -128,23 +130,24 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         self.deferred = None;
     }
 
-    /// Publishes `new`. True if the caller must now write it to the doorbell register, too.
+    /// Publishes `new`. Returns true if the caller must also write it to the doorbell register.
     ///
-    /// Earlier writes (the submission queue entries) are visible to the controller with the value.
+    /// A controller that sees the value also sees earlier writes, such as the submission queue
+    /// entries.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn publish(&mut self, new: u16) -> bool {
         self.publish_with(Predicate::Linux, new)
     }
 
-    /// [`publish`](Self::publish) with the predicate of another host.
+    /// As [`publish`](Self::publish), with the predicate of another host.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn publish_with(&mut self, predicate: Predicate, new: u16) -> bool {
         let mmio = match &self.shadow {
             Some(shadow) if shadow.trusted => {
-                // The earlier update is checked separately, because EventIdx avoids one update at a
-                // time.
+                // The earlier update is checked separately, because EventIdx may lie in the
+                // interval of either update.
                 let earlier = self.notification_needed(predicate);
                 self.store(new);
                 self.notification_needed(predicate) | earlier
@@ -167,12 +170,13 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
 
     /// Publishes `new` and defers the check of EventIdx to
     /// [`needs_notification`](Self::needs_notification), which must be called before the caller
-    /// waits for the controller or stops submitting. True if the register has to be written now,
-    /// for an earlier update or because there is no trusted shadow entry.
+    /// waits for the controller or stops submitting. Returns true if the register has to be written
+    /// now, for an earlier update or because there is no trusted shadow entry.
     ///
     /// The check needs a full fence, which waits until all earlier writes are visible, including
-    /// the entries. Deferred to the next update, it has nothing left to wait for. A sleeping
-    /// controller is woken later by the same time, so this is useful for queues that keep it busy.
+    /// those of the queue entries. If the check is deferred to the next update, these writes are
+    /// already visible, and the fence need not wait. But a sleeping controller is woken later. So
+    /// use this method for queues that keep the controller busy.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn publish_deferred(&mut self, new: u16) -> bool {
@@ -187,7 +191,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// True if the register has to be written for a [published](Self::publish_deferred) value.
-    /// False if there is none, or if it was checked before.
+    /// False if there is no such value, or if it was checked before.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn needs_notification(&mut self) -> bool {
@@ -200,7 +204,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         mmio
     }
 
-    /// True if a value was [published](Self::publish_deferred) and not checked by
+    /// True if a value was [published](Self::publish_deferred) and has not been checked by
     /// [`needs_notification`](Self::needs_notification) yet.
     #[inline]
     pub fn has_deferred(&self) -> bool {
@@ -218,11 +222,11 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     #[inline]
     fn notification_needed(&mut self, predicate: Predicate) -> bool {
         let (Some(old), Some(shadow)) = (self.deferred.take(), &self.shadow) else { return false };
-        // Pairs with the fence between `arm` and `recheck`: either the controller sees the new
-        // value there, or the host sees the new EventIdx here.
+        // Pairs with the fence between `arm` and `recheck`: either the controller's recheck sees
+        // the new value, or this load sees the new EventIdx.
         F::full();
         let event_idx = shadow.event_idx.load_relaxed();
-        // In this order, because the first condition is false nearly always.
+        // The first condition is checked first, because it is nearly always false.
         predicate.needs_mmio(event_idx, old, self.current) && event_idx as u16 <= self.last
     }
 }

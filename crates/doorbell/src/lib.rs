@@ -1,8 +1,8 @@
 //! The NVMe shadow doorbell protocol (Doorbell Buffer Config), both ends, model-checked.
 //!
 //! A host notifies an NVMe controller of submitted commands, or of consumed completions, by writing
-//! a position to a *doorbell register*. If the controller is emulated, that write traps: per
-//! command, it costs the host an exit from its virtual machine, which is most of the cost of an
+//! a position to a *doorbell register*. If the controller is emulated, that write traps. The trap
+//! costs an exit from the host's virtual machine for each command, which is most of the cost of an
 //! emulated disk. With the Doorbell Buffer Config command (NVMe Base 2.0, 5.8 and B.5) the host
 //! gives the controller two pages of its memory, with an entry per doorbell in each:
 //!
@@ -14,12 +14,13 @@
 //!              rings ────────────► doorbell register (trap) ──────────►  wakes
 //! ```
 //!
-//! The host stores its value in the shadow entry, which costs next to nothing. It writes the
-//! register only if the update passes EventIdx: a controller that is about to sleep sets EventIdx
-//! to be woken. A polling controller keeps EventIdx out of the host's way, so nothing traps.
+//! The host stores its value in the shadow entry at a negligible cost. It writes the register only
+//! if the update passes EventIdx. A controller that is about to sleep sets EventIdx so that the
+//! next update wakes it. A polling controller keeps EventIdx where the host does not pass it, so
+//! nothing traps.
 //!
-//! The specification describes this on half a page. This crate contains what that page leaves out
-//! and what shipping products had to find out.
+//! The specification describes this on half a page. This crate also contains the rules that the
+//! specification leaves out, and that the authors of existing products had to discover.
 //!
 //! | | |
 //! |---|---|
@@ -29,9 +30,9 @@
 //! | [`RingSize`] | positions in a queue, and their wrap |
 //! | [`Cell`], [`Fence`] | machine primitives; loom replaces them |
 //!
-//! The crate has no commands, no threads, no allocation, and no shared state except the cells and,
-//! optionally, the counters. Every value that the peer can write is read once, and checked before
-//! it is used as a position.
+//! The crate has no commands and no threads, allocates no memory, and has no shared state except
+//! the cells and, optionally, the counters. Every value that the peer can write is read once, and
+//! checked before it is used as a position.
 //!
 //! # Life of a doorbell
 //!
@@ -45,12 +46,12 @@
 //! // The host, before and after the Doorbell Buffer Config command.
 //! let mut host: HostDoorbell<&AtomicU32> = HostDoorbell::new(0);
 //! host.mirror(&shadow, &event_idx);
-//! // The controller, as it executes the command.
+//! // The controller executes the command.
 //! let mut tail = SqTail::new(RingSize::new(1024).unwrap(), &register);
 //! tail.enable(&shadow, &event_idx);
 //! host.trust();
 //!
-//! // The controller finds nothing to do, and goes to sleep.
+//! // The controller finds no work, and goes to sleep.
 //! let mut sleeper: Sleeper<&AtomicU32> = Sleeper::new(&state);
 //! let mut arming = sleeper.prepare();
 //! tail.arm(&mut arming);
@@ -63,7 +64,7 @@
 //! assert!(host.publish(1));
 //! assert!(waker.ring(&&register, 1));
 //!
-//! // Up again, and from here on nothing rings.
+//! // The controller polls again, and the host does not ring any more.
 //! drop(asleep);
 //! assert_eq!(tail.look(), Ok(1));
 //! for at in 2..1000 {
@@ -75,79 +76,83 @@
 //! # Rules, and the consequences of breaking them
 //!
 //! **Publish, fence, recheck.** The controller stores EventIdx and then reads the shadow entry
-//! again; the host stores the shadow entry and then reads EventIdx. Each is a store followed by a
-//! load of another location, the one order that no processor keeps by itself and that release and
-//! acquire cannot express. With a full fence between the two on *both* sides, at least one side
-//! sees the other's store. Without one of the fences, a command is lost occasionally, under load:
-//! the hosts in Linux and in SPDK both had to add their fence later, and Propolis (#1025) found its
-//! own too weak. In this crate, the types enforce the order: [`Arming`] becomes [`Fenced`] only by
-//! the fence, and one fence serves all the queues of a thread.
+//! again; the host stores the shadow entry and then reads EventIdx. Each end stores to one location
+//! and then loads from another. No processor keeps this order without a fence, and release and
+//! acquire cannot express it. With a full fence between the two on *both* sides, at least one side
+//! sees the other's store. Without one of the fences, a command is occasionally lost under load:
+//! Linux and SPDK both had to add the fence of the host later, and the fence of Propolis was too
+//! weak (#1025). In this crate, the types enforce the order: only the fence converts [`Arming`] to
+//! [`Fenced`], and one fence serves all queues of a thread.
 //!
 //! **One source per doorbell.** Linux and SPDK do not shadow the admin queue, contrary to the
 //! specification; other hosts do, and commands may be in flight when the buffers are enabled. So
-//! the register is the source of the value until the shadow entry has been seen to *depart* from
-//! its initial value. From then on the entry is the source for the lifetime of the queue, and a
-//! write of the register is only a wakeup. A host cannot return to the initial value unnoticed: it
-//! would have to submit a whole turn of the ring, and before that the controller must have fetched
-//! entries, and so have read the doorbell. (For that, a look reads the register first and the entry
-//! second.)
+//! the register is the source of the value until a look finds that the shadow entry has *departed*
+//! from its initial value, which is that of the snapshot. From then on the entry is the source for
+//! the lifetime of the queue, and a register write is only a wakeup. The host cannot return to the
+//! initial value unnoticed: it would have to submit a whole turn of the ring, for which the
+//! controller must fetch entries and so read the doorbell. For the same reason, a look reads the
+//! register first and the entry second.
 //!
 //! **Never write the shadow entry.** A controller could copy every trapped value to the entry, to
-//! have a single source. But doorbell writes can be posted writes, and the entry may be two updates
-//! ahead when they arrive: the tail would move backwards, and the updates in between would be lost.
+//! have a single source. But doorbell writes can be posted writes. When such a write arrives, the
+//! entry may be two updates ahead: the copy would move the tail backwards and lose the updates in
+//! between.
 //!
-//! **EventIdx has to move.** No EventIdx value means "never ring". Any position is passed once per
-//! turn, and a value outside of the ring at every wrap, because hosts compute with 16 bits. While
-//! the controller polls, EventIdx has to follow behind the host; see [the cost](#the-cost).
+//! **EventIdx has to move.** No EventIdx value means "never ring". The host passes any position
+//! once per turn, and a value outside of the ring at every wrap, because hosts compute with 16
+//! bits. While the controller polls, EventIdx has to follow behind the host: see [the
+//! cost](#the-cost).
 //!
 //! **Two predicates.** Linux rings if EventIdx lies in \[old, new), according to the specification,
-//! and SPDK if it lies in \[old, new\]. [`arm`](SqTail::arm) and the running ahead of EventIdx are
-//! correct for both.
+//! and SPDK if it lies in \[old, new\]. [`arm`](SqTail::arm) and the moves of EventIdx while
+//! polling are correct for both.
 //!
-//! **A full completion queue arms its head.** A controller with completions and no room waits for
-//! the host's *head* to move. Propolis left that EventIdx at the tail, which the host passes only
-//! after it has consumed everything and more was posted: commands hung, shadow doorbells were not
-//! advertised for a while (#1008, #1023), and there are more notifications than necessary since
-//! (#1026, #1043). The head has to be armed while a submission queue waits for room, and only then.
+//! **A full completion queue arms its head.** A controller with completions and no room to post
+//! them waits until the host's *head* moves. Propolis left the EventIdx of the head at the tail,
+//! which the host passes only after it has consumed all entries and one more was posted. Commands
+//! hung, Propolis did not advertise shadow doorbells for some time (#1008, #1023), and later
+//! requested more notifications than necessary (#1026, #1043). The head has to be armed while a
+//! submission queue waits for room, and only then.
 //!
-//! **A reset disables the buffers.** OpenVMM continued to write to them after a Controller Level
-//! Reset, when they were memory of the next kernel (#4011, #4080). Dropping the cells
+//! **A reset disables the buffers.** OpenVMM continued to write to the buffers after a Controller
+//! Level Reset, when the next kernel already used their memory (#4011, #4080). Dropping the cells
 //! ([`disable`](SqTail::disable)) is the first step of a reset.
 //!
-//! **The host keeps its own old value.** Linux and SPDK read it back from the shadow entry, where
-//! the controller can write. [`HostDoorbell`] remembers it. It also stores every update in the
-//! entry *and* in the register while Doorbell Buffer Config is in flight, so that at no time the
-//! controller reads a stale source.
+//! **The host keeps its own old value.** Linux and SPDK read the old value from the shadow entry,
+//! to which the controller can write. [`HostDoorbell`] stores the old value itself. While Doorbell
+//! Buffer Config is in flight, it also writes every update to both the entry and the register, so
+//! that the controller never reads a stale source.
 //!
 //! # The cost
 //!
-//! For a ring of *n* entries (with *n*/4 of at least 1): while the controller polls, and reads the
-//! doorbell at least once per batch that it completes, a host with at most *n* - *n*/4 commands
-//! outstanding never rings, if it is Linux, and with one fewer if it is SPDK. That holds in every
-//! schedule, even if the controller's look falls between the host's shadow store and its EventIdx
-//! load, for updates of up to *n*/8 entries. Beyond that depth, with the ring full, the worst
-//! schedule makes the host ring 3 times (SPDK: 5) per turn of the ring. These bounds are exact:
+//! A ring has *n* entries, of which *n*/4 is at least 1. The controller polls, and reads the
+//! doorbell at least once per batch that it completes. Then a host with at most *n* - *n*/4
+//! commands outstanding (SPDK: one fewer) never rings. That holds in every schedule, even if the
+//! controller's look occurs between the host's shadow store and its EventIdx load, for updates of
+//! up to *n*/8 entries. At a greater depth, up to a full ring, the worst schedule makes the host
+//! ring 3 times (SPDK: 5) per turn of the ring. These limits are exact:
 //! `controller/run_ahead_model.rs` visits every state of small rings, and with one command more the
-//! host does ring. The controller pays with one store to EventIdx, whose cache line the host reads,
-//! per *n*/8 or more entries.
+//! host does ring. The cost for the controller is one store to EventIdx, whose cache line the host
+//! reads, per *n*/8 or more entries.
 //!
-//! A sleep costs a store per queue, the fence, and the rechecks; the wakeup costs one trap. Where
-//! no value has changed, [`disarm`](SqTail::disarm) withdraws the request, so that a controller
-//! woken by one queue does not make all the others ring.
+//! A sleep costs a store per queue, the fence, and the rechecks; the wakeup costs one trap. After a
+//! wakeup by one queue, [`disarm`](SqTail::disarm) withdraws the requests of the queues whose value
+//! has not changed, so that their next update does not ring.
 //!
 //! # Limits of the protocol
 //!
-//! - A host may enable the buffers with entries that differ from the current doorbell values (left
-//!   at zero, for example, with commands in flight), and later reach exactly that old value: the
-//!   entry looks unchanged. If it does so in one update, EventIdx, which equals the last value
-//!   until the entry departs, makes it ring, and the register has the value. If it takes several
-//!   updates, faster than the controller polls, or if the host reads its old value from the entry
-//!   and so detects no change, the update is seen together with the next one. Hosts that set the
-//!   entries first, as [`HostDoorbell::mirror`] does, or that enable the buffers before they create
-//!   queues, as Linux and SPDK do, cannot get into that state.
+//! - A host may enable the buffers while entries differ from the current doorbell values, for
+//!   example with entries of zero and commands in flight. If a doorbell later reaches exactly the
+//!   value that its entry had, the entry looks unchanged. If this happens in one update, the host
+//!   rings, because EventIdx equals the last value until the entry departs; so the register has the
+//!   value. Otherwise (several updates faster than the controller polls, or a host that reads its
+//!   old value from the entry and so detects no change), the controller sees the update together
+//!   with the next one. This state cannot occur if the host sets the entries first, as
+//!   [`HostDoorbell::mirror`] does, or enables the buffers before it creates queues, as Linux and
+//!   SPDK do.
 //! - A submission queue's tail that overtakes its head, or that is set to zero while the queue
-//!   exists, looks like a full queue of commands. Nothing in the protocol distinguishes the two. A
-//!   completion queue's head past the posted entries is detected and refused.
+//!   exists, cannot be distinguished from a full queue of commands. A completion queue's head past
+//!   the posted entries is detected and refused.
 //!
 //! # Verification
 //!

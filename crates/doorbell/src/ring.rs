@@ -3,9 +3,9 @@
 /// Number of entries of a queue: 2 to 65536 (NVMe Base 2.0, Queue Size), not necessarily a power of
 /// two.
 ///
-/// Positions are 0 to size - 1, so a position always fits a `u16`, but a size does not. All methods
-/// expect positions inside of the ring; with others, the result is meaningless, but they never
-/// panic.
+/// Positions are 0 to size - 1, so every position fits into a `u16`, but the size 65536 does not.
+/// All methods expect positions inside of the ring. With other positions, the result is
+/// meaningless, but no method panics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RingSize(u32);
 
@@ -21,8 +21,8 @@ impl RingSize {
         if entries >= Self::MIN && entries <= Self::MAX { Some(Self(entries)) } else { None }
     }
 
-    /// Ring of a zero-based size field (QSIZE in Create I/O Queue, ASQS and ACQS in AQA); `None`
-    /// for 0, which is a ring of one entry.
+    /// Ring of a zero-based size field (QSIZE in Create I/O Queue, ASQS and ACQS in AQA). `None`
+    /// for 0, because that is a ring of one entry.
     #[inline]
     pub const fn from_zero_based(qsize: u16) -> Option<Self> {
         Self::new(qsize as u32 + 1)
@@ -47,7 +47,7 @@ impl RingSize {
         if to >= from { to - from } else { (to + self.0).wrapping_sub(from) }
     }
 
-    /// Position `count` entries after `from`, for a count of at most the size.
+    /// Position `count` entries after `from`. `count` is at most the size.
     #[inline]
     pub const fn forward(self, from: u16, count: u32) -> u16 {
         let to = (from as u32).wrapping_add(count);
@@ -61,7 +61,7 @@ impl RingSize {
         if to == self.0 { 0 } else { to as u16 }
     }
 
-    /// Position `count` entries before `from`, for a count of at most the size.
+    /// Position `count` entries before `from`. `count` is at most the size.
     #[inline]
     pub const fn back(self, from: u16, count: u32) -> u16 {
         let from = from as u32;

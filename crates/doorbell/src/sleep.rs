@@ -4,21 +4,22 @@ use core::marker::PhantomData;
 
 use crate::{Cell, Fence, FullFence, SleeperStats};
 
-/// State: the thread runs and polls everything.
+/// State: the thread runs and polls all its sources.
 const AWAKE: u32 = 0;
-/// State: the thread is blocked, or will be after its rechecks.
+/// State: the thread is blocked, or will block after its rechecks.
 const SLEEPING: u32 = 1;
-/// State: a waker found the thread sleeping and is about to signal it; others need not.
+/// State: a waker found the thread sleeping and is about to signal it. Other wakers need not
+/// signal.
 const WAKING: u32 = 2;
 
 /// Thread that sleeps.
 ///
 /// ```text
-/// let mut arming = sleeper.prepare();         // "I am going to sleep"
-/// for q in &mut queues { q.arm(&mut arming) } // "... so wake me for anything new"
-/// let mut fenced = arming.fence();            // one full fence for all of it
+/// let mut arming = sleeper.prepare();         // announces the sleep
+/// for q in &mut queues { q.arm(&mut arming) } // requests wakeups
+/// let mut fenced = arming.fence();            // one full fence for all queues
 /// for q in &mut queues { q.recheck(&mut fenced)? }
-/// if let Some(asleep) = fenced.try_sleep() {  // nothing new anywhere, and nothing forgotten
+/// if let Some(asleep) = fenced.try_sleep() {  // no new value, and all rechecked
 ///     block();                                // on the eventfd that a waker signals
 ///     drop(asleep);                           // awake again
 /// }
@@ -63,7 +64,7 @@ impl<C: Cell, F: Fence> Sleeper<C, F> {
     }
 }
 
-/// Guard of the announced sleep: returns to the state awake when dropped, on every path.
+/// Guard of the announced sleep. Its drop returns to the state awake, on every path.
 #[derive(Debug)]
 struct Declared<'a, C: Cell, F>(&'a mut Sleeper<C, F>);
 
@@ -74,7 +75,7 @@ impl<C: Cell, F> Drop for Declared<'_, C, F> {
     }
 }
 
-/// First phase of a round: arm everything that has to wake the sleeper.
+/// First phase of a round: arms every source that has to wake the sleeper.
 #[derive(Debug)]
 #[must_use = "arm every doorbell, then execute the fence"]
 pub struct Arming<'a, C: Cell, F = FullFence> {
@@ -97,7 +98,7 @@ impl<'a, C: Cell, F: Fence> Arming<'a, C, F> {
     }
 }
 
-/// Second phase of a round: recheck everything.
+/// Second phase of a round: rechecks every source.
 #[derive(Debug)]
 #[must_use = "recheck every doorbell, then try to sleep"]
 pub struct Fenced<'a, C: Cell, F = FullFence> {
@@ -114,17 +115,17 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
         self.found_work |= found;
     }
 
-    /// Adds the recheck of something that is not a doorbell of this crate: a mailbox, a disk,
-    /// a deadline. With `true`, this round does not end in a sleep.
+    /// Adds the recheck of a source that is not a doorbell of this crate: a mailbox, a disk, a
+    /// deadline. If `found` is true, this round does not end in a sleep.
     #[inline]
     pub fn note(&mut self, found: bool) {
         self.found_work |= found;
     }
 
-    /// Returns the permit to block; `None` if there is work to do first.
+    /// Returns the permit to block, or `None` if there is work to do first.
     ///
-    /// A doorbell that was armed and not rechecked counts as work: a forgotten recheck keeps the
-    /// thread awake, which is noticed at once, instead of losing a rare wakeup.
+    /// A doorbell that was armed and not rechecked counts as work. So a forgotten recheck keeps the
+    /// thread awake, which is noticed at once, and does not cause a rare lost wakeup.
     #[inline]
     #[must_use = "without the permit there is work to do"]
     pub fn try_sleep(self) -> Option<Asleep<'a, C, F>> {
@@ -139,12 +140,12 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
     }
 }
 
-/// Permit to block. Dropping it is waking up.
+/// Permit to block. The drop of the permit ends the sleep.
 ///
 /// The caller blocks until its [`Waker`]s signal, with a timeout or other sources if desired. After
-/// the drop, it polls everything as if all of it had changed. A signal must stay pending until a
-/// wait consumes it, as an eventfd's does, and must be consumed only outside of rounds: otherwise a
-/// waker could rely on the signal of another waker that was consumed already.
+/// the drop, the caller polls all sources as if all had changed. A signal must stay pending until a
+/// wait consumes it, like that of an eventfd. Signals must be consumed only outside of rounds;
+/// otherwise a waker could rely on a signal of another waker that was already consumed.
 #[derive(Debug)]
 #[must_use = "this is the permit to block; dropping it declares the thread awake"]
 pub struct Asleep<'a, C: Cell, F = FullFence> {
@@ -152,20 +153,20 @@ pub struct Asleep<'a, C: Cell, F = FullFence> {
 }
 
 impl<C: Cell, F> Asleep<'_, C, F> {
-    /// Stays asleep beyond this call, until [`Sleeper::rise`]. For a sleeper that is not a thread,
-    /// but one object among those that a thread serves, which the thread ignores until one of the
-    /// object's doorbells is written.
+    /// Stays asleep after this call, until [`Sleeper::rise`]. For a sleeper that is not a thread,
+    /// but one of the objects that a thread serves. The thread ignores such an object until one of
+    /// its doorbells is written.
     ///
-    /// The wakers' signal identifies the object to the thread. It may originate from a kick before
-    /// the last `rise`, so the thread has to check the object even if it is not asleep.
+    /// The wakers' signal identifies the object to the thread. The signal may come from a kick
+    /// before the last `rise`, so the thread has to check the object even if it is not asleep.
     #[inline]
     pub fn stay(self) {
         core::mem::forget(self.declared);
     }
 }
 
-/// Thread that may wake a [`Sleeper`]: it traps doorbell writes or sends control messages. Any
-/// number of wakers may share the sleeper's state.
+/// Waking side of a [`Sleeper`], for a thread that traps doorbell writes or sends control messages.
+/// Any number of wakers may share the sleeper's state.
 #[derive(Debug)]
 pub struct Waker<C, F = FullFence> {
     state: C,
@@ -185,11 +186,11 @@ impl<C: Cell, F: Fence> Waker<C, F> {
         Self { state, fence: PhantomData }
     }
 
-    /// Handles a trapped doorbell write: stores `value` in the `register` cell. True if the caller
-    /// must signal the sleeper.
+    /// Handles a trapped doorbell write: stores `value` in the `register` cell. Returns true if the
+    /// caller must signal the sleeper.
     ///
-    /// The value is not validated on the trapping thread, but by the queue's owner when it reads
-    /// it.
+    /// The trapping thread does not validate the value. The queue's owner validates it when it
+    /// reads the cell.
     #[inline]
     #[must_use = "signal the sleeper if this is true"]
     pub fn ring<R: Cell>(&self, register: &R, value: u32) -> bool {
@@ -197,19 +198,19 @@ impl<C: Cell, F: Fence> Waker<C, F> {
         self.kick()
     }
 
-    /// Wakes the sleeper after the caller has stored something that the sleeper checks. True if the
-    /// caller must signal it.
+    /// Wakes the sleeper after the caller has stored something that the sleeper checks. Returns
+    /// true if the caller must signal the sleeper.
     #[inline]
     #[must_use = "signal the sleeper if this is true"]
     pub fn kick(&self) -> bool {
         // Pairs with `Arming::fence`: either the sleeper's recheck sees the caller's store, or this
-        // load sees that it sleeps.
+        // load sees that the sleeper sleeps.
         F::full();
         let asleep = self.state.load_acquire() == SLEEPING;
         if asleep {
-            // This caller's signal follows, so other wakers may rely on it. If the sleeper was
-            // woken and sleeps again before the signal, the signal still ends that sleep, and the
-            // sleeper checks the stores of all wakers.
+            // Other wakers may now rely on this caller's signal. If the sleeper wakes and sleeps
+            // again before the signal arrives, the signal ends that sleep as well, and the sleeper
+            // checks the stores of all wakers.
             self.state.store_release(WAKING);
         }
         asleep

@@ -1,5 +1,5 @@
-//! Counters of the protocol, written without locks by a single thread; those of the controller end
-//! can be read by any other thread.
+//! Counters of the protocol, each written by a single thread without locks. Any other thread can
+//! read the counters of the controller end.
 
 use core::ops::AddAssign;
 use core::sync::atomic::AtomicU64;
@@ -7,12 +7,13 @@ use core::sync::atomic::Ordering::Relaxed;
 
 /// Counter that a single thread writes and any thread may read.
 ///
-/// Counting is a plain addition in memory, without a lock. With two writers, counts would be lost.
+/// An increment is a plain addition in memory, without a lock. If two threads wrote, counts would
+/// be lost.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Adds `count`. Called by the writing thread only.
+    /// Adds `count`. Only the writing thread may call this.
     #[inline]
     pub fn add(&self, count: u64) {
         self.0.store(self.0.load(Relaxed).wrapping_add(count), Relaxed);
@@ -24,7 +25,7 @@ impl Counter {
         self.0.load(Relaxed)
     }
 
-    /// Replaces the value. Called by the writing thread only.
+    /// Replaces the value. Only the writing thread may call this.
     #[inline]
     pub fn set(&self, value: u64) {
         self.0.store(value, Relaxed);
@@ -85,14 +86,16 @@ shared_counters! {
         looks,
         /// Number of looks that found a new value.
         found_new,
-        /// Number of times that EventIdx was moved out of the host's way while polling.
+        /// Number of times that EventIdx was moved while polling, so that the host does not pass
+        /// it.
         event_idx_moved,
         /// Number of times that EventIdx was set to the last value, so that the host's next update
         /// rings.
         event_idx_armed,
         /// Number of rechecks, after arming and the fence.
         rechecks,
-        /// Number of rechecks that found a new value: each would have been a lost wakeup.
+        /// Number of rechecks that found a new value. Without the recheck, each would have been a
+        /// lost wakeup.
         rechecks_found,
         /// Number of values refused: outside of the ring, or a completion queue head past the tail.
         invalid,
@@ -106,7 +109,7 @@ counters! {
         published,
         /// Number of published values that were written to the doorbell register.
         mmio_needed,
-        /// Number of published values for which the shadow entry was sufficient.
+        /// Number of published values for which the store to the shadow entry was sufficient.
         mmio_saved,
     }
 }
@@ -116,7 +119,7 @@ counters! {
     SleeperStats {
         /// Number of sleep rounds begun.
         rounds,
-        /// Number of rounds that a recheck ended.
+        /// Number of rounds without a sleep, because a recheck found work.
         stayed_awake,
         /// Number of rounds that ended in a permit to block.
         slept,

@@ -1,4 +1,4 @@
-//! Cost of a busy queue: a host and a polling controller, for millions of entries and many
+//! Cost of a busy queue, with a host and a polling controller, over millions of entries and many
 //! turns of the ring.
 #![cfg(not(loom))]
 
@@ -22,16 +22,16 @@ impl Random {
 
 #[derive(Debug)]
 struct Cost {
-    /// MMIO writes after the first update, which always is one.
+    /// Number of MMIO writes after the first update, which is always one.
     mmio: u64,
     event_idx_stores: u64,
     entries: u64,
     turns: u64,
 }
 
-/// A submission queue with at most `depth` outstanding. In each round the host submits as many
-/// as possible, some, or none, each update of at most `batch`; the controller polls; some of
-/// the fetched commands complete.
+/// A submission queue with at most `depth` commands outstanding. In each round, the host submits as
+/// many commands as possible, some, or none, in updates of at most `batch`. The controller polls,
+/// and completes some of the fetched commands.
 fn busy(entries: u32, predicate: Predicate, depth: u32, batch: u32, total: u64) -> Cost {
     let size = RingSize::new(entries).unwrap();
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
@@ -98,7 +98,7 @@ fn a_busy_queue_rings_never() {
     }
 }
 
-/// EventIdx shares a cache line with the host, so it is stored at most once per eighth of the
+/// The host reads the cache line of EventIdx, so EventIdx is stored at most once per eighth of the
 /// ring.
 #[test]
 fn event_idx_is_stored_rarely() {
@@ -113,13 +113,13 @@ fn event_idx_is_stored_rarely() {
     }
 }
 
-/// With the queue full, a few doorbell writes per turn; the bounds are those of the exhaustive
+/// With a full queue, the host rings a few times per turn. The limits are those of the exhaustive
 /// model.
 #[test]
 fn a_full_queue_rings_few_times_per_turn() {
     for entries in SIZES {
         for (predicate, worst) in [(Predicate::Linux, 3), (Predicate::SpdkInclusive, 5)] {
-            // In the smallest rings a turn is only a few updates, and each may ring.
+            // In the smallest rings, a turn consists of only a few updates, each of which may ring.
             if entries < 8 {
                 continue;
             }
@@ -130,8 +130,8 @@ fn a_full_queue_rings_few_times_per_turn() {
     }
 }
 
-/// The completion queue doorbell: the host acknowledges completions in batches, the controller
-/// polls once per posted batch, and no acknowledgement is an MMIO write.
+/// The completion queue doorbell. The host acknowledges completions in batches, and the controller
+/// polls once per posted batch. No acknowledgement needs an MMIO write.
 #[test]
 fn acknowledging_completions_rings_never() {
     for entries in SIZES {
@@ -151,7 +151,7 @@ fn acknowledging_completions_rings_never() {
             let (mut posted, mut acknowledged) = (0u64, 0u64);
             let at = |count: u64| (count % u64::from(entries)) as u16;
             while posted < u64::from(entries) * 20 {
-                // The controller posts only as far as it knows of room.
+                // The controller posts only as many completions as it knows room for.
                 assert_eq!(head.look(at(posted)), Ok(at(acknowledged)));
                 let free = depth - (posted - acknowledged) as u32;
                 posted += u64::from(1 + random.below(free)).min(u64::from(free));

@@ -1,4 +1,4 @@
-//! The hosts' predicates in terms of the ring, and the ring's arithmetic.
+//! The hosts' predicates as intervals of the ring, and the ring's arithmetic.
 #![cfg(not(loom))]
 
 use proptest::prelude::*;
@@ -13,7 +13,7 @@ fn steps_over(size: RingSize, from: u16, to: u16, at: u16) -> bool {
     size.distance(from, at) < size.distance(from, to)
 }
 
-/// The example of the specification (NVMe Base 2.0, B.5.2), modulo the size of the queue.
+/// The example of the specification (NVMe Base 2.0, B.5.2), computed modulo the size of the queue.
 fn specification(size: RingSize, event_idx: u16, old: u16, new: u16) -> bool {
     let modulo = |value: i64| value.rem_euclid(i64::from(size.entries()));
     let (event_idx, old, new) = (i64::from(event_idx), i64::from(old), i64::from(new));
@@ -44,8 +44,8 @@ fn sixteen_bit_arithmetic_is_ring_arithmetic_in_every_small_ring() {
     }
 }
 
-/// No value means "never ring": one outside of the ring rings at every wrap, and at no other
-/// time.
+/// No value means "never ring". An EventIdx outside of the ring makes the host ring at every wrap,
+/// and at no other time.
 #[test]
 fn an_event_idx_outside_the_ring_rings_once_per_turn() {
     for entries in [2u32, 3, 100, 1024, 65535] {
@@ -72,7 +72,7 @@ fn ring_sizes_are_checked() {
     assert_eq!(RingSize::from_zero_based(u16::MAX).map(RingSize::entries), Some(65536));
 }
 
-/// A ring of any size; the largest and the smallest more often than by chance.
+/// Rings of any size. The smallest and the largest are chosen more often than by chance.
 fn any_ring() -> impl Strategy<Value = RingSize> {
     prop_oneof![
         Just(2u32),

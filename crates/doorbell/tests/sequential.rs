@@ -16,7 +16,8 @@ thread_local! {
     static AT_FENCE: RefCell<Option<Peer>> = const { RefCell::new(None) };
 }
 
-/// A fence at which the peer acts once: between the store and the load, the critical moment.
+/// A fence that executes one action of the peer, between the store and the load. That is the
+/// critical moment.
 struct Intrusive;
 
 impl Fence for Intrusive {
@@ -34,16 +35,16 @@ fn at_next_fence(peer: impl FnMut() + 'static) {
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// The host submits this many, if there is room.
+    /// The host submits this number of entries, if there is room.
     Submit(u32),
     /// The controller polls.
     Look,
-    /// This many fetched commands complete, if there are as many.
+    /// This number of fetched commands complete, if there are as many.
     Complete(u32),
     /// The controller goes to sleep, if it is idle.
     Sleep,
-    /// The controller goes to sleep, and right after it has armed EventIdx the host submits this
-    /// many.
+    /// The controller goes to sleep. Right after it has armed EventIdx, the host submits this
+    /// number of entries.
     SleepAgainst(u32),
     /// Doorbell Buffer Config is executed.
     Enable,
@@ -98,8 +99,8 @@ impl Host {
     }
 }
 
-/// The example in the documentation of the crate, which is only compiled there: for loom it
-/// would need a model around it.
+/// Executes the example in the documentation of the crate, which is only compiled there, because
+/// loom would need a model around it.
 #[test]
 fn the_documentation_example_works() {
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
@@ -108,7 +109,7 @@ fn the_documentation_example_works() {
     // The host, before and after the Doorbell Buffer Config command.
     let mut host: HostDoorbell<&AtomicU32> = HostDoorbell::new(0);
     host.mirror(&shadow, &event_idx);
-    // The controller, as it executes the command.
+    // The controller executes the command.
     let mut tail = SqTail::new(RingSize::new(1024).unwrap(), &register);
     tail.enable(&shadow, &event_idx);
     host.trust();
@@ -126,7 +127,7 @@ fn the_documentation_example_works() {
     assert!(host.publish(1));
     assert!(waker.ring(&&register, 1));
 
-    // Awake again, and from here on nothing rings.
+    // The controller polls again, and the host does not ring any more.
     drop(asleep);
     assert_eq!(tail.look(), Ok(1));
     for at in 2..1000 {
@@ -160,7 +161,8 @@ proptest! {
             signalled: false,
         }));
         let mut tail = SqTail::new(size, register);
-        // Mirrored from the start; the command may be executed at any time, or never.
+        // The host mirrors its values from the start. The command may be executed at any time, or
+        // never.
         host.borrow_mut().doorbell.mirror(shadow, event_idx);
         let mut enabled = false;
         let mut fetched = 0u64;
@@ -184,7 +186,7 @@ proptest! {
                     }
                 }
                 Step::Late => {
-                    // A late write is possible only for a host that no longer uses the register.
+                    // A late write can only occur with a host that no longer uses the register.
                     let host = host.borrow();
                     if tail.state().truth == shadowbell_doorbell::Truth::Shadow
                         && let Some(&old) = host.register_writes.first()
@@ -212,7 +214,7 @@ proptest! {
                 }
             }
             AT_FENCE.with_borrow_mut(|slot| *slot = None);
-            // Asleep for the rest of this step: any update by the host must ring.
+            // The controller sleeps for the rest of this step, so any update by the host must ring.
             if matches!(step, Step::Sleep) {
                 let mut arming = sleeper.prepare();
                 tail.arm(&mut arming);
@@ -229,13 +231,13 @@ proptest! {
             fetched += u64::from(size.distance(before, tail.last()));
             prop_assert!(fetched <= host.borrow().submitted, "the tail moved backwards");
         }
-        // In the end all entries are found.
+        // At the end, the controller sees all entries.
         tail.look().unwrap();
         prop_assert_eq!(tail.last(), host.borrow().doorbell.current());
     }
 
-    /// A hostile host that writes anything anywhere: returned values are inside of the ring, and
-    /// each invalid one is reported.
+    /// A hostile host writes any value to any cell. Returned values are inside of the ring, and
+    /// each invalid value is reported once.
     #[test]
     fn hostile_values_are_reported_and_stay_in_the_ring(
         entries in 2u32..=65536,

@@ -1,10 +1,10 @@
 //! Exhaustive model of a polling controller and a host, for small rings: finds the states in which
 //! EventIdx makes the host ring without need.
 //!
-//! The memory is sequentially consistent with one exception that matters for this: the controller's
-//! store to EventIdx may stay invisible until the next completion that it posts (a release store
-//! behind it). The host's update is either one step, or two steps with arbitrary events between its
-//! shadow store and its EventIdx load.
+//! The modelled memory is sequentially consistent, with one exception: the controller's store to
+//! EventIdx may stay invisible until it posts the next completion, which is a release store. The
+//! host's update is either one step, or two steps with arbitrary events between its shadow store
+//! and its EventIdx load.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::collections::HashMap;
@@ -12,16 +12,19 @@ use std::collections::HashMap;
 use super::{Doorbell, DoorbellState, Shadow, Truth};
 use crate::{Predicate, RingSize};
 
-/// Model state: distances modulo the ring, so that one state stands for all its rotations.
+/// Model state. It consists of distances modulo the ring, so that one state stands for all
+/// rotations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct State {
     /// Commands fetched and not completed.
     fetched: u32,
     /// Entries submitted since the last look.
     unseen: u32,
-    /// Distance from the EventIdx visible to the host to the last value seen.
+    /// Distance from the EventIdx that the host can see to the last value that the controller has
+    /// seen.
     visible: u32,
-    /// Distance from the EventIdx published to the last value seen.
+    /// Distance from the EventIdx that the controller has stored to the last value that it has
+    /// seen.
     published: u32,
     /// Entries of the host's unfinished update; 0 if there is none.
     unfinished: u32,
@@ -45,7 +48,8 @@ struct Model {
     depth: u32,
     /// Maximum number of entries per update.
     batch: u32,
-    /// True if events may happen between the host's store and its load.
+    /// True if events may happen between the host's store to the shadow entry and its load of
+    /// EventIdx.
     caught: bool,
     /// Position in the ring at which the shipped code is executed.
     origin: u16,
@@ -56,7 +60,8 @@ impl Model {
         State { fetched: 0, unseen: 0, visible: 1, published: 1, unfinished: 0 }
     }
 
-    /// True if the update that moved the tail by `moved`, up to `unseen`, rings.
+    /// True if the host rings for the update that moved the tail by `moved` entries, up to
+    /// `unseen`.
     fn rings(&self, state: &State, moved: u32) -> bool {
         let last = self.origin;
         let new = self.size.forward(last, state.unseen);
@@ -94,8 +99,8 @@ impl Model {
         let quiet = |next| Step { next, entries: 0, rang: false };
         let outstanding = state.fetched + state.unseen;
         if state.unfinished > 0 {
-            // The controller may have seen the new tail since. In both cases, its position is
-            // `unseen` entries after the last value seen (0 if seen).
+            // The controller may have seen the new tail in the meantime. In both cases, the tail is
+            // `unseen` entries after the last value seen (0 if it was seen).
             let rang = self.rings(&state, state.unfinished);
             visit(Step { rang, ..quiet(State { unfinished: 0, ..state }) });
         } else {
@@ -114,7 +119,7 @@ impl Model {
         } else {
             visit(quiet(State { visible: state.published, ..state }));
         }
-        // A completion carries the EventIdx published before it.
+        // A posted completion makes the EventIdx visible that was stored before it.
         if state.fetched > 0 && state.visible == state.published {
             visit(quiet(State { fetched: state.fetched - 1, ..state }));
         }
@@ -151,7 +156,8 @@ impl Model {
         found
     }
 
-    /// True if an endless schedule rings more than `rings` times per `entries` submitted.
+    /// True if an endless schedule exists in which the host rings more than `rings` times per
+    /// `entries` submitted.
     fn exceeds(&self, rings: i64, entries: i64) -> bool {
         let (states, index) = self.explore();
         let mut edges = Vec::new();
@@ -161,7 +167,8 @@ impl Model {
                 edges.push((from, index[&step.next], gain));
             });
         }
-        // Such a schedule is a cycle of positive gain, on which longest paths grow without bound.
+        // Such a schedule is a cycle with a positive gain. On it, the longest paths grow without a
+        // limit.
         let mut best = vec![0i64; states.len()];
         for _ in 0..=states.len() {
             let mut changed = false;
@@ -187,7 +194,8 @@ fn ring(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// Queue depth up to which the host never rings while the controller polls: see the crate's docs.
+/// Largest queue depth at which the host never rings while the controller polls: see the crate's
+/// documentation.
 fn quiet_depth(predicate: Predicate, entries: u32) -> u32 {
     let quarter = (entries / 4).max(1);
     match predicate {
@@ -229,8 +237,8 @@ fn the_promise_does_not_depend_on_where_in_the_ring() {
 
 #[test]
 fn the_promise_is_exact_and_the_model_can_fail() {
-    // If a look sees the tail a quarter of the ring past EventIdx, one entry more than promised
-    // reaches EventIdx from behind.
+    // At a greater depth, a look can see the tail a quarter of the ring past EventIdx, and one
+    // entry more than promised makes the tail pass EventIdx again.
     for entries in [4, 5, 8, 12, 16, 32] {
         for predicate in PREDICATES {
             let depth = quiet_depth(predicate, entries) + 1;
@@ -257,8 +265,8 @@ fn no_ring_when_caught_in_the_middle_of_a_small_update() {
     }
 }
 
-/// Bound beyond that depth: with a full queue, Linux rings at most three times per turn of the ring
-/// and SPDK five times, in any schedule.
+/// Limit of the number of rings at greater depths: with a full queue, Linux rings at most three
+/// times per turn of the ring and SPDK five times, in any schedule.
 #[test]
 fn a_full_queue_rings_a_few_times_per_turn_at_worst() {
     for entries in [8, 12, 16] {

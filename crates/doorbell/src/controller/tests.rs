@@ -31,7 +31,7 @@ fn size(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// Creates a tail whose shadow entry has departed, at position `at`.
+/// Creates a tail at position `at`, whose shadow entry has already differed from its snapshot.
 fn departed(cells: &Cells, entries: u32, at: u16) -> SqTail<&AtomicU32> {
     let state = DoorbellState { last: at, truth: Truth::Shadow, snapshot: Some(u32::MAX) };
     cells.shadow(u32::from(at));
@@ -68,10 +68,10 @@ fn the_register_stays_the_truth_until_the_entry_departs() {
     assert_eq!(cells.event_idx(), 6, "in step until the entry departs");
     cells.shadow(7);
     assert_eq!(tail.look(), Ok(7));
-    // From now on the register is only a wakeup: a late write does not change the value.
+    // From now on a register write is only a wakeup. A late write does not change the value.
     cells.ring(4);
     assert_eq!(tail.look(), Ok(7));
-    // This holds even if the entry returns to the value of its snapshot.
+    // The entry remains the source even if it returns to the value of its snapshot.
     cells.shadow(3);
     assert_eq!(tail.look(), Ok(3));
     assert_eq!(tail.state().truth, Truth::Shadow);
@@ -129,7 +129,7 @@ fn a_head_cannot_pass_the_tail() {
     assert_eq!(head.look(3), Err(InvalidDoorbell { value: 4 }));
     assert_eq!(head.look(3), Ok(0));
     assert_eq!(head.look(4), Ok(4), "posted meanwhile");
-    // A backward move is nearly a whole turn forward, which is past the tail.
+    // A backward move counts as nearly a whole turn forward, which is past the tail.
     cells.ring(3);
     assert_eq!(head.look(6), Err(InvalidDoorbell { value: 3 }));
     cells.ring(6);
@@ -151,7 +151,8 @@ fn event_idx_follows_at_a_distance() {
         assert!((1..=16).contains(&behind), "{value}: {before}");
         stores = tail.stats().event_idx_moved;
     }
-    // 128 entries, one at a time; a step of EventIdx after every 16, to 2 entries behind.
+    // The tail moves over 128 entries, one at a time. After every 16 entries, EventIdx moves to 2
+    // entries behind the tail.
     assert_eq!(stores, 8);
 }
 
@@ -168,14 +169,14 @@ fn arming_sets_event_idx_and_disarming_takes_it_back() {
     assert_eq!(cells.event_idx(), 1);
     let mut fenced = arming.fence();
     assert_eq!(tail.recheck(&mut fenced), Ok(1));
-    // An additional look within the round is harmless.
+    // An additional look within the round does not change EventIdx.
     assert_eq!((tail.look(), cells.event_idx()), (Ok(1), 1));
     let asleep = fenced.try_sleep();
     assert!(asleep.is_some());
     drop(asleep);
     tail.disarm(&sleeper);
     assert_eq!(cells.event_idx(), 0);
-    // At the wrap; disarming has an effect only if the host has not moved.
+    // The same at the end of the ring. Disarming has an effect only if the host has not moved.
     cells.shadow(0);
     assert_eq!(tail.look(), Ok(0));
     tail.arm(&mut sleeper.prepare());
@@ -303,7 +304,7 @@ fn a_peek_sees_what_a_look_would_find_and_finds_nothing() {
     let (looks, event_idx) = (tail.stats().looks, cells.event_idx());
     assert_eq!((tail.peek(), tail.last()), (7, 2));
     assert_eq!((tail.stats().looks, cells.event_idx()), (looks, event_idx));
-    // Values that a look would refuse.
+    // A peek returns the last value for values that a look would refuse.
     for invalid in [8, 0x1_0003, u32::MAX] {
         cells.shadow(invalid);
         assert_eq!((tail.peek(), tail.last()), (2, 2), "{invalid:#x}");

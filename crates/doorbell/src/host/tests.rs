@@ -1,4 +1,4 @@
-//! Single-threaded tests of the host end. The predicates have tests of their own.
+//! Single-threaded tests of the host end. The predicates are tested separately.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -65,7 +65,7 @@ fn a_controller_that_writes_the_shadow_entry_confuses_only_itself() {
     let mut host: Host<'_> = HostDoorbell::new(0);
     host.mirror(&shadow, &event_idx);
     host.trust();
-    // The old value is the host's own copy, not that of the page.
+    // The host uses its own copy of the old value, not the value in the page.
     shadow.store(1, Ordering::Relaxed);
     assert!(host.publish(1));
     for hostile in [u32::MAX, 0x1_0000, 0x8000_0000] {
@@ -91,7 +91,7 @@ fn what_was_posted_is_asked_for_later_and_once() {
     assert!(host.needs_notification(), "stepped over 3");
     assert!(!host.has_deferred() && !host.needs_notification(), "once");
 
-    // The next update makes the check of the earlier one, separately from its own.
+    // The next update also checks the earlier one, separately.
     assert!(!host.publish_deferred(5));
     event_idx.store(4, Ordering::Relaxed);
     assert!(host.publish_deferred(6), "the update before passed 4");
@@ -129,7 +129,8 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
         cell.store(event_idx, Ordering::Relaxed);
         host.mirror(&shadow, &cell);
         host.trust();
-        // An EventIdx outside of the ring is kept; any other one is set to the current value.
+        // `mirror` leaves an EventIdx outside of the ring unchanged, and sets any other to the
+        // current value.
         assert_eq!(load(&cell), if writes == 0 { event_idx } else { 0 });
         cell.store(event_idx, Ordering::Relaxed);
         let mut at = 0;
@@ -146,7 +147,7 @@ fn an_event_idx_outside_of_the_ring_asks_for_nothing() {
         }
         assert_eq!(host.stats().mmio_needed, writes, "{entries} entries, EventIdx {event_idx:#x}");
     }
-    // In the largest ring, every value is a position.
+    // In the largest ring, every 16-bit value is a position.
     let (shadow, cell) = (AtomicU32::new(0), AtomicU32::new(0));
     let mut host: Host<'_> = HostDoorbell::new(0xffff);
     host.set_ring(RingSize::new(RingSize::MAX).unwrap());

@@ -1,5 +1,5 @@
-//! Defective variants of the protocol: every model in this module lacks one step, and has to
-//! fail. If one of them passes, the models of this directory prove nothing.
+//! Defective variants of the protocol. Every model in this module lacks one step and has to fail.
+//! If one of them passed, the models of this directory would prove nothing.
 
 use loom::thread;
 use shadowbell_doorbell::{Cell, FullFence, Predicate, Sleeper, SqTail};
@@ -25,7 +25,7 @@ fn the_controller_does_not_fence() {
     explore(None, || submit::<FullFence, NoFence, FullFence>(Predicate::Linux, 8, 0, 1));
 }
 
-/// SPDK's predicate rings more often, which does not replace a fence.
+/// SPDK's predicate rings more often, but this does not replace the controller's fence.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_does_not_fence_against_an_inclusive_host() {
@@ -50,8 +50,8 @@ fn the_sleeper_does_not_fence() {
     explore(None, || trapped::<NoFence, FullFence>(1));
 }
 
-/// One update by the host, after the controller polled for a while; `round` is the controller's
-/// way to sleep.
+/// One update by the host, after the controller has polled for a while. `round` is the controller's
+/// sequence of steps to sleep.
 fn after_polling(
     round: impl Fn(&mut SqTail<Word>, &mut Sleeper<Word>, &Wake) + Sync + Send + Copy + 'static,
 ) {
@@ -70,14 +70,14 @@ fn after_polling(
     });
 }
 
-/// Control for the next two models: without a defect, it passes.
+/// Control for the next two models: passes, because nothing is left out.
 #[test]
 fn the_models_pass_without_a_defect() {
     after_polling(sleep_on);
 }
 
-/// Checks before it arms EventIdx: an update in between is lost. The types forbid this order;
-/// the token of a second sleeper circumvents them.
+/// The controller checks the tail before it arms EventIdx, so an update in between is lost. The
+/// types forbid this order; the model circumvents them with the token of a second sleeper.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_looks_before_it_arms() {
@@ -92,7 +92,7 @@ fn the_controller_looks_before_it_arms() {
     });
 }
 
-/// Fences and checks again without arming EventIdx.
+/// The controller fences and checks again without arming EventIdx.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_does_not_arm() {
@@ -105,16 +105,16 @@ fn the_controller_does_not_arm() {
     });
 }
 
-/// EventIdx equal to the completion queue's tail while the queue is full: the host would ring
-/// only after it has consumed everything and one more.
+/// The controller sets EventIdx to the completion queue's tail while the queue is full. The host
+/// would ring only after it has consumed all entries and one more.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_waits_for_room_with_event_idx_at_the_tail() {
     explore(None, || full::<FullFence, FullFence>(Predicate::Linux, 4, 1, 1, Ask::AtTheTail));
 }
 
-/// Every trapped value is copied to the shadow entry: a posted write that arrives late moves
-/// the tail back, and the entry submitted since is never seen.
+/// The trap handler copies every value to the shadow entry. A posted write that arrives late moves
+/// the tail back, and the controller never sees the entry that was submitted in the meantime.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_trap_writes_the_shadow_entry() {

@@ -1,4 +1,5 @@
-//! Doorbell Buffer Config with commands in flight, and hosts that do or do not shadow a queue.
+//! Doorbell Buffer Config with commands in flight, with hosts that shadow a queue and hosts that do
+//! not.
 
 use loom::sync::atomic::Ordering;
 use loom::thread;
@@ -12,7 +13,7 @@ use crate::rig::{
     sleep_pair, word,
 };
 
-/// The Doorbell Buffer Config command, as two flags: submitted by the host, completed by the
+/// The Doorbell Buffer Config command, as two flags: submitted by the host, and completed by the
 /// controller.
 #[derive(Clone)]
 struct Config {
@@ -31,8 +32,8 @@ impl Config {
     }
 }
 
-/// The controller: fetches `count` entries from `from` on, and executes the command when it
-/// arrives; calls `progress` with the fetch position and whether the command is complete.
+/// Controller that fetches `count` entries from `from` on, and executes the command when it
+/// arrives. Calls `progress` with the fetch position, and with true when the command is complete.
 struct Controller {
     cells: DoorbellCells,
     size: RingSize,
@@ -77,7 +78,7 @@ impl Controller {
     }
 }
 
-/// Source of the old value in another host's predicate.
+/// Source of the old value in the predicate of a host other than this crate's.
 #[derive(Clone, Copy)]
 enum Old {
     /// The shadow entry, as in Linux and SPDK.
@@ -86,7 +87,8 @@ enum Old {
     Private,
 }
 
-/// Another host implementation: it writes the shadow entry only after the command is complete.
+/// Host implementation other than this crate's: it writes the shadow entry only after the command
+/// is complete.
 struct OtherHost {
     cells: DoorbellCells,
     wake: Wake,
@@ -115,7 +117,7 @@ impl OtherHost {
     }
 }
 
-/// This crate's host switches over in the middle of submissions, one of them in flight already.
+/// This crate's host enables shadow doorbells while it submits. One command is already in flight.
 #[test]
 fn our_host_enables_under_load() {
     for predicate in PREDICATES {
@@ -148,9 +150,8 @@ fn our_host_enables_under_load() {
     }
 }
 
-/// This crate's host switches over in the middle of submissions, around a ring so small that
-/// the first values published under the new rule equal the shadow entry at the execution of the
-/// command.
+/// This crate's host enables shadow doorbells while it submits. The ring is so small that the first
+/// values after the command equal the shadow entry at the time of its execution.
 #[test]
 fn our_host_wraps_to_the_snapshot() {
     for predicate in PREDICATES {
@@ -189,7 +190,8 @@ fn our_host_wraps_to_the_snapshot() {
     }
 }
 
-/// Other hosts, with the shadow entry left at zero or set to the tail beforehand.
+/// Other hosts enable shadow doorbells while they submit. The shadow entry is zero, or was set to
+/// the tail before.
 #[test]
 fn other_hosts_enable_under_load() {
     for predicate in PREDICATES {
@@ -231,8 +233,8 @@ fn other_hosts_enable_under_load() {
     }
 }
 
-/// A shadow entry left at zero, and a first update under the new rule that wraps to zero: the
-/// entry does not change at all, but EventIdx has followed the tail, so the host rings.
+/// The shadow entry is zero, and the first update after the command wraps to zero. The entry does
+/// not change at all, but the host rings, because EventIdx has followed the tail.
 #[test]
 fn the_first_update_lands_on_a_stale_zero() {
     for predicate in PREDICATES {
@@ -271,8 +273,8 @@ fn the_first_update_lands_on_a_stale_zero() {
     }
 }
 
-/// The admin queue of Linux and SPDK: the command is in force, and this queue is never
-/// shadowed.
+/// The admin queue of Linux and SPDK: the command has been executed, but the host never shadows
+/// this queue.
 #[test]
 fn a_host_that_never_shadows_the_queue() {
     for initial in [0, 2] {

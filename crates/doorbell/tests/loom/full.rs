@@ -1,4 +1,4 @@
-//! A full completion queue: the controller has completions to post and no room for them.
+//! A full completion queue, for which the controller has more completions to post.
 
 use loom::thread;
 use shadowbell_doorbell::{Fence, FullFence, Predicate};
@@ -8,15 +8,15 @@ use crate::rig::{DoorbellCells, PREDICATES, explore, in_use, in_use_head, ring, 
 /// Kind of wakeup that the controller requests.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Ask {
-    /// As this crate does.
+    /// The request of this crate: arms EventIdx.
     Arm,
-    /// EventIdx at the completion queue's tail, for a wakeup after the last completion was
+    /// EventIdx at the completion queue's tail. The wakeup comes only after the last completion was
     /// consumed.
     AtTheTail,
 }
 
-/// A full completion queue of `entries` with its head at `head`; the controller has `count`
-/// more completions to post, and the host consumes all of them.
+/// A full completion queue of `entries` with its head at `head`. The controller has `count` more
+/// completions to post, and the host consumes all of them.
 pub(crate) fn full<H: Fence, S: Fence>(
     predicate: Predicate,
     entries: u32,
@@ -73,7 +73,7 @@ fn room_in_a_full_completion_queue_wakes_the_controller() {
     }
 }
 
-/// Both queues under one fence: blocked on room for a completion, and asleep for submissions.
+/// One fence for both queues: the controller waits for room for a completion, and for submissions.
 #[test]
 fn one_fence_serves_both_queues() {
     for predicate in PREDICATES {
@@ -90,8 +90,8 @@ fn one_fence_serves_both_queues() {
                     wake.update(&mut cq_host, predicate, &cq.register, 1);
                 })
             };
-            // The completion queue of two is full, with its tail at 1. A command is executed when
-            // the command and room for its completion are there.
+            // The completion queue of two entries is full, with its tail at 1. The controller
+            // executes a command when there are both the command and room for its completion.
             loop {
                 let command = tail.look() == Ok(0);
                 let room = head.look(1) == Ok(1);

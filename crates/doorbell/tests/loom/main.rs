@@ -3,9 +3,9 @@
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p shadowbell-doorbell --release --test loom`.
 //!
-//! A lost wakeup shows as a deadlock: the controller blocks on a signal that never comes. The
-//! models run the shipped code; only the atomics underneath are loom's. `defects` inverts that:
-//! with one fence or one rule left out, every model has to fail.
+//! A lost wakeup becomes a deadlock: the controller blocks on a signal that never comes. The models
+//! run the shipped code; only the atomics are loom's. The models in `defects` leave out one fence
+//! or one rule, and each has to fail.
 #![cfg(loom)]
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! A parked queue: it sleeps by itself while its thread serves others. A doorbell write for it
-//! is a message to the thread, which may sleep as well.
+//! A parked queue. The queue has a sleeper of its own while its thread serves other queues. A
+//! doorbell write for the queue is a message to the thread, which may also sleep.
 
 use loom::sync::Mutex;
 use loom::sync::atomic::Ordering;
@@ -11,12 +11,12 @@ use crate::rig::{
     DoorbellCells, PREDICATES, Wake, Word, explore, in_use, is_set, ring, sleep_pair, word,
 };
 
-/// Targets of the host's doorbell write: the queue's own sleeper, and by a message the thread's
-/// sleeper.
+/// Sleepers that the host's doorbell write wakes: the queue's own, and by a message that of the
+/// thread.
 struct Parking<F> {
     queue: Wake<F>,
     thread: Wake,
-    /// Number of doorbell writes for the queue, and whether there are any.
+    /// Number of doorbell writes for the queue. `pending` is set if there are any.
     messages: Arc<Mutex<u32>>,
     pending: Word,
 }
@@ -32,16 +32,16 @@ impl<F> Clone for Parking<F> {
     }
 }
 
-/// Step that is left out, to show that it is needed.
+/// Step that the model leaves out, to show that it is necessary.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Without {
     Nothing,
-    /// The message is stored, and the thread is not woken.
+    /// Wakeup of the thread after the message is stored.
     Kick,
-    /// A doorbell write for a parked queue wakes the thread, without a message that names the
-    /// queue.
+    /// Message that names the queue, for a doorbell write for a parked queue. The thread is only
+    /// woken.
     Message,
-    /// A doorbell write for a queue that is not parked wakes no thread.
+    /// Wakeup of the thread, for a doorbell write for a queue that is not parked.
     Thread,
 }
 
@@ -50,13 +50,13 @@ impl<F: Fence> Parking<F> {
         Self { queue, thread, messages: Arc::default(), pending: word(0) }
     }
 
-    /// Takes the messages; returns whether there were any.
+    /// Takes the messages. Returns true if there were any.
     fn take_messages(&self) -> bool {
         if !is_set(&self.pending) {
             return false;
         }
-        // Clears the flag before it reads the messages: a message in between is found by the next
-        // call.
+        // The flag is cleared before the messages are read, so the next call finds a message that
+        // arrives in between.
         self.pending.store(0, Ordering::Release);
         std::mem::take(&mut *self.messages.lock().unwrap()) != 0
     }
@@ -71,14 +71,14 @@ impl<F: Fence> Parking<F> {
                 self.thread.kick();
             }
         } else if without != Without::Thread {
-            // The queue is not parked: the thread polls it, or sleeps with its doorbell armed.
+            // The queue is not parked, so the thread polls it, or sleeps with its doorbell armed.
             self.thread.kick();
         }
     }
 }
 
-/// The thread: sleeps once with the queue's doorbell armed; then it parks the queue when it
-/// finds nothing, and sleeps because it has no other work.
+/// The thread. It first sleeps once with the queue's doorbell armed. Then it parks the queue when
+/// the queue is empty, and sleeps because it has no other work.
 fn tend(
     tail: &mut SqTail<Word>,
     own: &mut Sleeper<Word, impl Fence>,
@@ -127,7 +127,7 @@ fn tend(
     }
 }
 
-/// The host advances its tail `count` times meanwhile.
+/// Runs the model: the host advances its tail `count` times while the thread runs.
 pub(crate) fn parked<H, S, W>(predicate: Predicate, count: u16, without: Without)
 where
     H: Fence,
@@ -165,8 +165,8 @@ fn a_parked_queue_is_woken() {
     }
 }
 
-/// Two doorbell writes at once, of which one may leave the message to the other, and a queue
-/// that is woken and parked again between the two.
+/// Two concurrent doorbell writes, one of which may rely on the message of the other. In between,
+/// the queue is woken and parked again.
 #[test]
 fn two_doorbell_writes_for_a_parked_queue_lose_nothing() {
     explore(Some(2), || {

@@ -1,10 +1,10 @@
 //! A queue that moves from one sleeping thread to another while its host rings.
 //!
-//! A doorbell write looks up the queue's owner, stores the register, passes the fence of its
-//! ring, and looks up the owner again: if the queue has moved meanwhile, it rings at the new
-//! owner as well. The old owner publishes the new one before that may poll. So either the new
-//! owner sees the register in its last check before it sleeps, or the writer sees the new
-//! owner.
+//! A doorbell write looks up the queue's owner, stores the register, executes the fence of its
+//! ring, and looks up the owner again. If the queue has moved in between, the write also rings the
+//! new owner. The old owner stores the identity of the new owner before the new owner may poll. So
+//! either the new owner sees the register in its last check before it sleeps, or the writer sees
+//! the new owner.
 
 use loom::sync::atomic::Ordering;
 use loom::thread;
@@ -12,12 +12,12 @@ use shadowbell_doorbell::{FullFence, SqTail};
 
 use crate::rig::{Entries, Wake, explore, ring, serve, sleep_pair, word};
 
-/// One doorbell write while the queue moves from I/O thread 0 to I/O thread 1. The writer looks
-/// up the owner again only if `twice`.
+/// One doorbell write while the queue moves from I/O thread 0 to I/O thread 1. If `twice` is true,
+/// the writer looks up the owner a second time.
 pub(crate) fn relocated(twice: bool) {
     let (size, register, owner) = (ring(8), word(0), word(0));
     let memory = Entries::new(size);
-    // The old owner is awake until it has moved the queue, and does not poll it any more.
+    // The old owner is awake until it has moved the queue, and then polls it no more.
     let (_old, old_wake) = sleep_pair::<FullFence, FullFence>();
     let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
     let host = {
@@ -34,7 +34,7 @@ pub(crate) fn relocated(twice: bool) {
         })
     };
     owner.store(1, Ordering::Release);
-    // The queue itself arrives with a message, which is not modelled.
+    // A message with the queue reaches the new owner; the model leaves the message out.
     let mut tail = SqTail::new(size, register);
     serve(&mut tail, &memory, 1, &mut sleeper, &wake);
     host.join().unwrap();

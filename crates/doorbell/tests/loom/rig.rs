@@ -1,7 +1,7 @@
 //! Building blocks of the models: cells, an eventfd, a host and a controller.
 //!
-//! `Arc` is the standard one: its count is no part of the models, and loom's own cannot be
-//! dropped while a model that found its deadlock unwinds.
+//! `Arc` is that of the standard library, because its count is not a part of the models, and loom's
+//! `Arc` cannot be dropped while a model unwinds after a deadlock.
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::AtomicU32;
@@ -14,14 +14,15 @@ use std::sync::Arc;
 
 pub(crate) const PREDICATES: [Predicate; 2] = [Predicate::Linux, Predicate::SpdkInclusive];
 
-/// No fence at all: the defect of code that relies on release ordering.
+/// No fence: the defect of code that relies on release ordering.
 pub(crate) struct NoFence;
 
 impl Fence for NoFence {
     fn full() {}
 }
 
-/// Explores `f` with at most `preemptions` involuntary switches; all of them for `None`.
+/// Explores `f` with at most `preemptions` involuntary context switches, or with any number for
+/// `None`.
 pub(crate) fn explore(preemptions: Option<usize>, f: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = preemptions;
@@ -62,7 +63,7 @@ pub(crate) struct Bus {
 }
 
 impl Bus {
-    /// Posts a value; `None` after the last one.
+    /// Posts a value. `None` marks the end.
     pub(crate) fn post(&self, value: Option<u16>) {
         self.posted.lock().unwrap().push(value);
         self.condition.notify_one();
@@ -104,7 +105,7 @@ impl DoorbellCells {
         Self { register: word(value), shadow: word(value), event_idx: word(value) }
     }
 
-    /// The host's end, with the shadow entry in force.
+    /// The host's end, which relies on the shadow entry.
     pub(crate) fn host<F: Fence>(&self, at: u16) -> HostDoorbell<Word, F> {
         let mut host = HostDoorbell::new(at);
         host.mirror(self.shadow.clone(), self.event_idx.clone());
@@ -112,14 +113,14 @@ impl DoorbellCells {
         host
     }
 
-    /// The controller's end of a submission queue, with the shadow entry in force.
+    /// The controller's end of a submission queue, with the shadow entry as source.
     pub(crate) fn tail(&self, size: RingSize, at: u16) -> SqTail<Word> {
         let mut tail = SqTail::resume(size, self.register.clone(), by_register(at)).unwrap();
         tail.enable(self.shadow.clone(), self.event_idx.clone());
         tail
     }
 
-    /// The controller's end of a completion queue, with the shadow entry in force.
+    /// The controller's end of a completion queue, with the shadow entry as source.
     pub(crate) fn head(&self, size: RingSize, at: u16) -> CqHead<Word> {
         let mut head = CqHead::resume(size, self.register.clone(), by_register(at)).unwrap();
         head.enable(self.shadow.clone(), self.event_idx.clone());
@@ -127,7 +128,7 @@ impl DoorbellCells {
     }
 }
 
-/// The sleeping thread, from the side of the threads that wake it.
+/// The waking side of a sleeping thread.
 pub(crate) struct Wake<F = FullFence> {
     pub(crate) waker: Waker<Word, F>,
     pub(crate) event: Arc<Event>,
@@ -139,7 +140,7 @@ impl<F> Clone for Wake<F> {
     }
 }
 
-/// A sleeper with its fence, and its waker with the wakers' fence.
+/// A sleeper with fence `S`, and its waker with fence `W`.
 pub(crate) fn sleep_pair<S: Fence, W: Fence>() -> (Sleeper<Word, S>, Wake<W>) {
     let state = word(0);
     let sleeper = Sleeper::new(state.clone());
@@ -147,14 +148,14 @@ pub(crate) fn sleep_pair<S: Fence, W: Fence>() -> (Sleeper<Word, S>, Wake<W>) {
 }
 
 impl<F: Fence> Wake<F> {
-    /// A trapped doorbell write.
+    /// Handles a trapped doorbell write.
     pub(crate) fn trap(&self, register: &Word, value: u16) {
         if self.waker.ring(register, u32::from(value)) {
             self.event.signal();
         }
     }
 
-    /// A wakeup for another reason than a doorbell.
+    /// Wakes the thread for a reason other than a doorbell.
     pub(crate) fn kick(&self) {
         if self.waker.kick() {
             self.event.signal();
@@ -175,12 +176,12 @@ impl<F: Fence> Wake<F> {
     }
 }
 
-/// Memory of a queue: loom fails if an entry is read before it is written, or is written while
-/// it is read.
+/// Memory of a queue. Loom fails if an entry is read before it is written, or is written while it
+/// is read.
 pub(crate) struct Entries(Vec<UnsafeCell<()>>);
 
 impl Entries {
-    // Loom's threads take turns on one system thread, so the entries need not be `Sync`.
+    // Loom runs its threads in turn on one system thread, so the entries need not be `Sync`.
     #[allow(clippy::arc_with_non_send_sync)]
     pub(crate) fn new(size: RingSize) -> Arc<Self> {
         Arc::new(Self((0..size.entries()).map(|_| UnsafeCell::new(())).collect()))
@@ -203,8 +204,7 @@ impl Entries {
     }
 }
 
-/// One round of going to sleep over one submission queue, in the order that the crate
-/// prescribes.
+/// One round of going to sleep with one submission queue, in the order that the crate prescribes.
 pub(crate) fn sleep_on<F: Fence, W: Fence>(
     tail: &mut SqTail<Word>,
     sleeper: &mut Sleeper<Word, F>,
@@ -219,9 +219,9 @@ pub(crate) fn sleep_on<F: Fence, W: Fence>(
     }
 }
 
-/// A queue that has been in use for a while: one entry was submitted and fetched at position
-/// `at` - 1, so that EventIdx is behind and requests nothing. Neither end profits from an
-/// initial value that happens to be right.
+/// A queue that has been in use: one entry was submitted and fetched at position `at` - 1, so that
+/// EventIdx is behind and requests nothing. So the models do not depend on initial values that
+/// happen to be correct.
 pub(crate) fn in_use<F: Fence>(
     cells: &DoorbellCells,
     size: RingSize,
@@ -234,7 +234,7 @@ pub(crate) fn in_use<F: Fence>(
     (host, tail)
 }
 
-/// A completion queue that has been in use for a while, like [`in_use`] for a submission queue.
+/// A completion queue that has been in use, like [`in_use`] for a submission queue.
 pub(crate) fn in_use_head<F: Fence>(
     cells: &DoorbellCells,
     size: RingSize,
@@ -247,8 +247,8 @@ pub(crate) fn in_use_head<F: Fence>(
     (host, head)
 }
 
-/// The controller until the tail is at `end`: poll, fetch, and sleep when there is nothing. The
-/// tail never moves backwards, so the rest never grows.
+/// The controller until the tail is at `end`: polls, fetches, and sleeps when there is nothing to
+/// fetch. Each turn brings the tail nearer to `end`, because it never moves backwards.
 pub(crate) fn serve<F: Fence, W: Fence>(
     tail: &mut SqTail<Word>,
     entries: &Entries,

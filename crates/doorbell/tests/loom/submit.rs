@@ -1,4 +1,4 @@
-//! Submission against sleep, and the wrap of the ring.
+//! Submissions while the controller goes to sleep, also at the end of the ring.
 
 use loom::thread;
 use shadowbell_doorbell::{Fence, FullFence, Predicate};
@@ -8,8 +8,8 @@ use crate::rig::{
     DoorbellCells, Entries, Event, PREDICATES, explore, in_use, ring, serve, sleep_pair,
 };
 
-/// A host that submits `count` entries one by one from position `from` on, and a controller
-/// that sleeps whenever there is nothing to fetch.
+/// A host that submits `count` entries one by one from position `from` on, and a controller that
+/// sleeps whenever there is no entry to fetch.
 pub(crate) fn submit<H: Fence, S: Fence, W: Fence>(
     predicate: Predicate,
     entries: u32,
@@ -57,8 +57,8 @@ fn no_wakeup_is_lost_where_the_ring_wraps() {
     }
 }
 
-/// The host stores each value and evaluates its predicate with the next one, and for the last
-/// one before it waits.
+/// The host evaluates the predicate of each value together with the next value, and of the last
+/// value before it waits.
 #[test]
 fn no_wakeup_is_lost_with_a_deferred_predicate() {
     for count in [1, 2, 3] {
@@ -90,8 +90,8 @@ fn no_wakeup_is_lost_with_a_deferred_predicate() {
     }
 }
 
-/// More than one turn of a ring of two: the host waits for room, so every entry is a turn of
-/// its own and EventIdx is always one of only two values.
+/// More than one turn of a ring of two entries. The host waits for room, so every entry is a turn
+/// of its own, and EventIdx has one of only two values.
 #[test]
 fn no_wakeup_is_lost_over_several_turns() {
     for predicate in PREDICATES {
@@ -122,7 +122,8 @@ fn no_wakeup_is_lost_over_several_turns() {
     }
 }
 
-/// While the controller only polls, no interleaving makes the host ring: EventIdx runs ahead.
+/// While the controller only polls, no interleaving makes the host ring, because EventIdx moves in
+/// time.
 #[test]
 fn polling_costs_no_mmio() {
     for predicate in PREDICATES {
@@ -141,7 +142,7 @@ fn polling_costs_no_mmio() {
             host.join().unwrap();
         });
     }
-    // Neither with a deferred predicate.
+    // The same holds with a deferred predicate.
     explore(Some(4), move || {
         let size = ring(16);
         let cells = DoorbellCells::at(14);

@@ -9,7 +9,7 @@ use crate::rig::{
     Bus, DoorbellCells, Entries, Wake, Word, explore, in_use, is_set, ring, serve, sleep_pair, word,
 };
 
-/// One queue, `count` trapped writes.
+/// One queue with `count` trapped writes.
 pub(crate) fn trapped<S: Fence, W: Fence>(count: u16) {
     let size = ring(8);
     let memory = Entries::new(size);
@@ -35,8 +35,8 @@ fn no_trapped_doorbell_is_lost() {
     explore(Some(3), || trapped::<FullFence, FullFence>(3));
 }
 
-/// Two wakers at once, of which one may leave the signal to the other; and two rounds of sleep,
-/// into the second of which a late waker of the first may fall.
+/// Two concurrent wakers, one of which may rely on the signal of the other. The second of two
+/// rounds of sleep may get a late wakeup of the first.
 #[test]
 fn two_wakers_share_a_signal_and_lose_nothing() {
     explore(Some(3), || {
@@ -70,7 +70,8 @@ fn two_wakers_share_a_signal_and_lose_nothing() {
     });
 }
 
-/// A control message wakes like a doorbell, if the sleeper checks its mailbox in the round.
+/// A control message wakes the thread like a doorbell, if the sleeper checks its mailbox in the
+/// round.
 #[test]
 fn a_message_wakes_too() {
     explore(None, || {
@@ -100,7 +101,7 @@ fn a_late_posted_write_moves_nothing_back() {
     explore(Some(3), || posted(|cells, wake, value| wake.trap(&cells.register, value)));
 }
 
-/// A host whose MMIO writes are delivered by another thread at any time, by `deliver`.
+/// A host whose MMIO writes are delivered later by another thread, which calls `deliver`.
 pub(crate) fn posted(deliver: impl Fn(&DoorbellCells, &Wake, u16) + Send + 'static) {
     let size = ring(8);
     let cells = DoorbellCells::at(7);
