@@ -1,13 +1,13 @@
 //! `attach-many`: attaches many controllers at once, idle or with a light load, to measure a
 //! server's memory and CPU time by number of controllers.
 
-use crate::descriptor_limit;
 use crate::latency::{Latency, histogram};
 use crate::session::Session;
 use crate::target::{self, Target};
 use anyhow::{Context, anyhow, bail};
 use serde::Serialize;
 use shadowbell_driver::{AttachOptions, Buffer, QueuePair, SpinPolicy};
+use shadowbell_process::descriptor_limit;
 use std::io::{self, Read, Write};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};

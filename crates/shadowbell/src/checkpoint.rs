@@ -6,9 +6,9 @@
 //! that is too long for a packet is stored in a memfd, which is the first descriptor of its item.
 //! The supervisor reads keys and lengths, but never a body.
 
-use crate::deferred_close;
 use crate::supervisor::protocol::{MOST, MOST_FDS};
 use rustix::fs::{MemfdFlags, memfd_create};
+use shadowbell_process::deferred_close;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Seek, Write};
@@ -475,7 +475,7 @@ mod tests {
 
     #[test]
     fn items_of_every_size_arrive_and_go_on() {
-        crate::descriptor_limit::raise();
+        shadowbell_process::descriptor_limit::raise();
         let mut items = Checkpoint::default();
         let (many, few) = (pipes(3 * MOST_FDS + 1), pipes(2));
         let many: Vec<_> = many.iter().map(AsFd::as_fd).collect();

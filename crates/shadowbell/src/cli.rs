@@ -1,12 +1,13 @@
 //! Command line: verbs and global options.
 
-use crate::error_text::plain;
 use crate::{
-    attach_many, bench, bind, ctl, demo, exit, export, inspect, logging, manage, manual, serve,
-    supervisor, top, trace, transfer, upgrade, verify,
+    attach_many, bench, bind, ctl, demo, export, inspect, manage, manual, serve, supervisor, top,
+    trace, transfer, upgrade, verify,
 };
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
+use shadowbell_process::error_text::plain;
+use shadowbell_process::{exit, logging};
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 

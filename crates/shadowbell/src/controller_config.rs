@@ -3,15 +3,15 @@
 
 use crate::disk_spec::{self, DiskSpecError};
 pub(crate) use crate::doorbell_mode::OfferedDoorbells;
-use crate::exit;
 use crate::pool::{self, PoolSpec};
-use crate::process_env;
 use crate::subsystems::{self, Membership};
 use crate::uuid_text::parse_uuid;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::NamespacePool;
 use shadowbell_controller::config::{Config, ConfigError, NamespaceConfig, uuid_from};
 use shadowbell_disk::Disk;
+use shadowbell_process::exit;
+use shadowbell_process::process_env;
 use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;

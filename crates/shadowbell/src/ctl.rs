@@ -1,6 +1,5 @@
 //! `shadowbell ctl`: queries and changes a running server over its control socket.
 
-use crate::atomic_file::replace;
 use crate::control::api::{
     Apply, Configuration, Controller, ControllerSpec, ControllerState, DiskSpec, LimitGroup,
     LimitSpec, LogLevel, Measure, Namespace, NamespaceChange, NamespaceSpec, Plan, Size, Status,
@@ -13,18 +12,19 @@ use crate::ctl_ana::{AnaArgs, ana};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::disk_spec;
-use crate::exit::bad_input;
 use crate::grant::{disks_of, grant};
-use crate::logging::COMMON;
-use crate::output::{Output, show};
 use crate::parse;
 use crate::supervisor::client::{SupervisorClient, program};
-use crate::table::Table;
-use crate::units::count;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
+use shadowbell_process::atomic_file::replace;
+use shadowbell_process::exit::bad_input;
+use shadowbell_process::logging::COMMON;
+use shadowbell_process::output::{Output, show};
+use shadowbell_process::table::Table;
+use shadowbell_process::units::count;
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};

@@ -3,9 +3,9 @@
 use crate::ana_state::AnaWord;
 use crate::control::api::{AnaGroup, AnaStateChange, Controller};
 use crate::control::client::Client;
-use crate::output::show;
-use crate::table::Table;
 use hyper::Method;
+use shadowbell_process::output::show;
+use shadowbell_process::table::Table;
 use std::io::{self, Write};
 
 #[derive(Clone, Debug, clap::Args)]

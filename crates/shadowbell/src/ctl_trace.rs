@@ -1,15 +1,15 @@
 //! `shadowbell ctl trace`: controls the doorbell trace of a running server.
 
-use crate::atomic_file::replace;
 use crate::control::api::{Trace, TraceChange};
 use crate::control::client::Client;
-use crate::exit::bad_input;
-use crate::output::show;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
 use serde::Serialize;
+use shadowbell_process::atomic_file::replace;
+use shadowbell_process::exit::bad_input;
+use shadowbell_process::output::show;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::fs::FileTypeExt;

@@ -1,10 +1,9 @@
 //! Disk specifications of the user: parsing, validation and opening.
 
 use crate::disk_layers::Layers;
-use crate::process_env;
 use crate::target::{Target, not_a_disk};
+use crate::transport;
 use crate::uuid_text::{no_uuid, parse_uuid};
-use crate::{exit, transport};
 use anyhow::anyhow;
 use shadowbell_disk::{Disk, FileSpec, Format, ImageFormat};
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
@@ -12,6 +11,8 @@ use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_disk_qcow2::Qcow2Disk;
 use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_driver::Transport;
+use shadowbell_process::exit;
+use shadowbell_process::process_env;
 use shadowbell_state::Descriptors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

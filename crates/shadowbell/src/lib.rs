@@ -45,27 +45,18 @@
 //! | `path_broker` | protocol for sockets and files that the supervisor creates |
 //! | `grant` | access to images for a sandboxed server |
 //! | `control` | control interface: types, client, discovery |
-//! | `notify` | notifications to the service manager |
 //! | `live_stats` | statistics protocol of `serve` and `top` |
 //! | `queue_options` | doorbell and completion modes of the driver |
 //! | `block_pattern`, `rng` | verifiable block content; random number generator |
 //! | `report`, `latency` | results of measurements as JSON; latency histograms |
 //! | `page` | HTML reports of measurements |
-//! | `table`, `units`, `output` | tables, numbers with units, output formats |
-//! | `error_text` | error texts of libraries without Rust terms |
 //! | `parse`, `cpu_list`, `uuid_text` | parsers of sizes, times, CPU lists and UUIDs |
 //! | `subsystems` | NVM subsystems of several controllers |
-//! | `shell_quote` | shell commands to paste: quoting and output |
-//! | `atomic_file` | atomic replacement of files |
-//! | `process_env` | start-up attributes of this process |
-//! | `signals`, `descriptor_limit` | signal handling; limit of open files |
-//! | `log_thread` | asynchronous log output |
-//! | `deferred_close` | deferred close of descriptors |
-//! | `logging`, `exit` | log setup; exit statuses |
+//!
+//! Exit statuses, logging, signals and output are in `shadowbell-process`.
 #![forbid(unsafe_code)]
 
 mod ana_state;
-mod atomic_file;
 mod attach_many;
 mod banner;
 mod bench;
@@ -81,15 +72,11 @@ mod ctl;
 mod ctl_ana;
 mod ctl_plan;
 mod ctl_trace;
-mod deferred_close;
 mod demo;
-mod descriptor_limit;
 mod disk_layers;
 mod disk_recovery;
 mod disk_spec;
 mod doorbell_mode;
-mod error_text;
-mod exit;
 mod export;
 mod grant;
 mod inspect;
@@ -98,35 +85,26 @@ mod limits;
 mod live_stats;
 mod load;
 mod local;
-mod log_thread;
-mod logging;
 mod manage;
 mod manual;
-mod notify;
-mod output;
 mod overwrite;
 mod page;
 mod parse;
 mod path_broker;
 mod pool;
 mod pool_disks;
-mod process_env;
 mod queue_options;
 mod report;
 mod rng;
 mod serve;
 mod session;
-mod shell_quote;
-mod signals;
 mod subsystems;
 mod supervisor;
-mod table;
 mod target;
 mod top;
 mod trace;
 mod transfer;
 mod transport;
-mod units;
 mod upgrade;
 mod uuid_text;
 mod verify;

@@ -3,12 +3,12 @@
 //! `create-ns`, `delete-ns`, `attach-ns`, `detach-ns`, `format`, `sanitize` and `write-uncor`
 //! attach the driver, send the command, and detach. Verbs that destroy data require `--force`.
 
-use crate::exit::bad_input;
 use crate::parse;
 use crate::session::Session;
 use crate::target::{self, Target};
 use anyhow::{Context, anyhow, bail};
 use shadowbell_driver::{AttachOptions, CommandError};
+use shadowbell_process::exit::bad_input;
 use shadowbell_spec::admin::{FormatNvm, Identify, Sanitize};
 use shadowbell_spec::identify::{IdentifyNamespace, cns};
 use std::process::ExitCode;

@@ -1,10 +1,10 @@
 //! Confirmation before a disk with content is overwritten.
 
-use crate::exit::bad_input;
 use crate::session::Session;
 use crate::target::Target;
 use anyhow::{anyhow, bail};
 use shadowbell_driver::{AttachOptions, Buffer, Namespace, QueuePair};
+use shadowbell_process::exit::bad_input;
 use shadowbell_signature::{Found, SPAN, find};
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ impl Overwrite {
     /// session of its own, which ends before the verb attaches.
     ///
     /// # Errors
-    /// With exit status [`exit::BAD_INPUT`](crate::exit::BAD_INPUT) if the target has content;
+    /// With exit status [`exit::BAD_INPUT`](shadowbell_process::exit::BAD_INPUT) if the target has content;
     /// errors of [`Session::attach`].
     pub(crate) fn check(self, target: &Target) -> anyhow::Result<()> {
         // New disks in memory are empty.

@@ -1,11 +1,11 @@
 //! Disks of the namespaces of a [pool](crate::pool).
 
 use crate::controller_config::{DiskConfig, nsids};
-use crate::exit::bad_input;
 use crate::pool::index::Entry;
 use crate::pool::{self, HostPool, PoolSpec};
 use anyhow::anyhow;
 use shadowbell_controller::NamespacePool;
+use shadowbell_process::exit::bad_input;
 use std::path::Path;
 
 /// Disk of a namespace. `format=raw` is explicit, because the first bytes are controlled by the

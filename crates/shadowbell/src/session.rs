@@ -2,12 +2,13 @@
 
 use crate::disk_spec::{self, DiskSpecError};
 use crate::target::Target;
-use crate::{banner, exit, local, transport};
+use crate::{banner, local, transport};
 use anyhow::{Context, anyhow};
 use shadowbell_disk::OpenError;
 use shadowbell_driver::{
     AttachOptions, Controller, Doorbells, Namespace, QueueMap, Steered, Transport, steer_interrupts,
 };
+use shadowbell_process::exit;
 use std::path::Path;
 use std::sync::Arc;
 

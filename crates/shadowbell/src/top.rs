@@ -5,15 +5,15 @@ mod screen;
 
 use crate::control::client::Client;
 use crate::control::discovery;
-use crate::exit::{self, bad_input};
 use crate::live_stats::{Snapshot, VERSION};
-use crate::output::Output;
 use crate::parse;
-use crate::table::Table;
 use anyhow::{Context, anyhow};
 use rates::{HEADINGS, Rates, between};
 use screen::{Asked, Screen};
 use serde_json::json;
+use shadowbell_process::exit::{self, bad_input};
+use shadowbell_process::output::Output;
+use shadowbell_process::table::Table;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, ErrorKind, IsTerminal, Read, Write};
 use std::os::unix::net::UnixStream;

@@ -1,10 +1,10 @@
 //! Connection to a controller outside of this process.
 
 use crate::control::discovery;
-use crate::exit;
 use crate::target::Target;
 use anyhow::{anyhow, bail};
 use shadowbell_driver::{Transport, Vfio, VfioError, VfioUser};
+use shadowbell_process::exit;
 use shadowbell_vfio_user::client::ClientError;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;

@@ -1,13 +1,15 @@
 //! Command line of `bench`. Options have the names that fio uses.
 
+use crate::cpu_list;
 use crate::load::{LoadConfig, MetadataMode, Workload, interval};
-use crate::output::BenchOutput;
 use crate::overwrite::Overwrite;
+use crate::parse;
 use crate::queue_options::{CompletionMode, DoorbellMode};
 use crate::target::{self, Target};
-use crate::{cpu_list, exit, parse};
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
+use shadowbell_process::exit;
+use shadowbell_process::output::BenchOutput;
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -6,12 +6,12 @@ mod fio_json;
 pub use args::Args;
 
 use crate::load::{Outcome, measure};
-use crate::output::Shape;
 use crate::page::{self, Measured};
 use crate::report::{self, Row};
 use crate::session::Session;
-use crate::{exit, signals, units};
 use indicatif::{ProgressBar, ProgressStyle};
+use shadowbell_process::output::Shape;
+use shadowbell_process::{exit, signals, units};
 use std::io::{self, IsTerminal, Write};
 use std::ops::ControlFlow;
 use std::process::ExitCode;

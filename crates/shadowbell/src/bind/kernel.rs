@@ -1,8 +1,8 @@
 //! Interface of `bind` to the kernel: sysfs, procfs and modprobe.
 
-use crate::exit;
 use anyhow::{Context, anyhow};
 use shadowbell_driver::{PciAddress, PciFunction, SYSFS};
+use shadowbell_process::exit;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

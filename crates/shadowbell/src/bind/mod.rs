@@ -7,10 +7,10 @@
 mod in_use;
 mod kernel;
 
-use crate::exit;
 use anyhow::{Context, anyhow, bail};
 use kernel::{Kernel, KernelPaths, Linux};
 use shadowbell_driver::{PciAddress, PciFunction};
+use shadowbell_process::exit;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;

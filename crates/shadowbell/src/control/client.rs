@@ -1,7 +1,6 @@
 //! HTTP client of a server's control socket.
 
 use super::api::{Code, Problem};
-use crate::exit;
 use anyhow::{Context, anyhow};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
@@ -10,6 +9,7 @@ use hyper_util::rt::TokioIo;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use shadowbell_process::exit;
 use std::error::Error as _;
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};

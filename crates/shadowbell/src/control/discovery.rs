@@ -3,9 +3,9 @@
 use super::api::Controller;
 use super::client::Client;
 use super::socket_path;
-use crate::exit;
 use crate::supervisor::protocol::known_path;
 use anyhow::anyhow;
+use shadowbell_process::exit;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 

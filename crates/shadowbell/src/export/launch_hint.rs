@@ -1,9 +1,9 @@
 //! Example commands for clients of an export, printed after the start.
 
 use super::exported_disk::ExportedDisk;
-use crate::logging;
-use crate::shell_quote::{self, quote as quoted};
 use shadowbell_export::nbd::Address;
+use shadowbell_process::logging;
+use shadowbell_process::shell_quote::{self, quote as quoted};
 use std::path::Path;
 
 /// Prints the commands on standard output. Prints nothing with `--quiet`.

@@ -16,8 +16,8 @@ mod launch_hint;
 
 pub(crate) use args::Args;
 
-use crate::signals::EndSignals;
 use exported_disk::ExportedDisk;
+use shadowbell_process::signals::EndSignals;
 use std::process::ExitCode;
 use tracing::info;
 
@@ -25,7 +25,7 @@ use tracing::info;
 /// removed the file or the device.
 ///
 /// # Errors
-/// With exit status [`BAD_INPUT`](crate::exit::BAD_INPUT) if the target cannot be exported in this
+/// With exit status [`BAD_INPUT`](shadowbell_process::exit::BAD_INPUT) if the target cannot be exported in this
 /// way. The driver's errors. At the end, an error if data could not be made durable.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // Caught before the exports create files or devices, which a default action would leave behind.

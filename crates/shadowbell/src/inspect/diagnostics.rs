@@ -4,13 +4,13 @@
 use super::fields::Fields;
 use super::query::{Args, show_json};
 use super::subject::{Subject, attach};
-use crate::exit;
-use crate::output::Output;
 use crate::target::{self, Target};
 use anyhow::{Context, anyhow};
 use clap::ValueEnum;
 use serde_json::{Map, Value};
 use shadowbell_driver::Telemetry;
+use shadowbell_process::exit;
+use shadowbell_process::output::Output;
 use shadowbell_spec::Status;
 use shadowbell_spec::feature::Timestamp;
 use shadowbell_spec::log::persistent_event::{

@@ -3,13 +3,13 @@
 use super::fields::{Fields, kelvins};
 use super::query::show_json;
 use super::subject::attach;
-use crate::exit;
-use crate::output::Output;
 use crate::target::{self, Target};
 use anyhow::anyhow;
 use clap::ValueEnum;
 use serde_json::{Map, Value, json};
 use shadowbell_driver::{Admin, CommandError};
+use shadowbell_process::exit;
+use shadowbell_process::output::Output;
 use shadowbell_spec::feature::{self, Capabilities, Select, fid};
 use std::io::{self, Write};
 use std::process::ExitCode;

@@ -1,10 +1,10 @@
 //! `list`: prints a line for each namespace of the given controllers.
 
 use super::subject::Subject;
-use crate::output::Output;
-use crate::table::Table;
 use crate::target::{self, Target};
 use serde_json::{Map, Value, json};
+use shadowbell_process::output::Output;
+use shadowbell_process::table::Table;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace};
 use std::io::{self, Write};
 use std::process::ExitCode;

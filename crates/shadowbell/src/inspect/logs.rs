@@ -3,9 +3,9 @@
 use super::fields::{Fields, kelvins};
 use super::query::{Args, show, show_json};
 use super::subject::Subject;
-use crate::output::Output;
 use crate::target::{self, Target};
 use serde_json::{Map, Value};
+use shadowbell_process::output::Output;
 use shadowbell_spec::Status;
 use shadowbell_spec::log::{ErrorLogEntry, SmartHealth};
 use std::io::{self, Write};

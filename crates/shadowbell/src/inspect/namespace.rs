@@ -3,9 +3,9 @@
 use super::fields::Fields;
 use super::query::{Args, show};
 use super::subject::Subject;
-use crate::exit;
 use anyhow::anyhow;
 use serde_json::json;
+use shadowbell_process::exit;
 use shadowbell_spec::identify::IdentifyNamespace;
 use std::process::ExitCode;
 

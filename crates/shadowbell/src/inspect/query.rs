@@ -1,9 +1,9 @@
 //! Options and output that the verbs share.
 
 use super::fields::Fields;
-use crate::output::Output;
 use crate::target::{self, Target};
 use serde_json::{Map, Value};
+use shadowbell_process::output::Output;
 use std::io::{self, Write};
 
 /// Options of the verbs that query one target.

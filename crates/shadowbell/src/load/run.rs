@@ -10,7 +10,6 @@ use super::phase::{Phase, Progress};
 use super::schedule::{OnTick, Threads, run_schedule};
 use super::server_cpu::ServerCpu;
 use super::timeline::Timeline;
-use crate::exit;
 use crate::latency::{Latency, histogram};
 use crate::queue_options::{CompletionMode, doorbells_name};
 use crate::report::Row;
@@ -18,6 +17,7 @@ use crate::session::Session;
 use anyhow::{Context, anyhow, bail};
 use hdrhistogram::Histogram;
 use shadowbell_driver::{Controller, Namespace};
+use shadowbell_process::exit;
 use std::thread;
 use std::time::Duration;
 

@@ -1,10 +1,10 @@
 //! SVG diagrams.
 
 use crate::load::Interval;
-use crate::units;
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
+use shadowbell_process::units;
 use std::ops::Range;
 
 /// Size of a diagram in pixels, before the page scales it.

@@ -5,7 +5,7 @@ use super::html::{Card, cards, escape, figure, table};
 use crate::latency::Latency;
 use crate::load::{Doorbells, Interval, QueueSum, Timeline};
 use crate::report::Row;
-use crate::units;
+use shadowbell_process::units;
 
 /// Measurement: its results and its time line.
 #[derive(Clone, Debug)]

@@ -47,7 +47,7 @@ pub(crate) fn write(path: &Path, title: &str, lead: &str, body: &str) -> anyhow:
 pub(crate) fn check(path: Option<&Path>) -> anyhow::Result<()> {
     let Some(path) = path else { return Ok(()) };
     if path == Path::new("-") {
-        return Err(crate::exit::bad_input(anyhow::anyhow!(
+        return Err(shadowbell_process::exit::bad_input(anyhow::anyhow!(
             "--report -: standard output has the results; for a file of that name, give `./-`"
         )));
     }
@@ -55,7 +55,9 @@ pub(crate) fn check(path: Option<&Path>) -> anyhow::Result<()> {
     let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
     let name = path.display();
     opened.map(drop).map_err(|error| {
-        crate::exit::bad_input(anyhow::anyhow!("cannot write the report to {name}: {error}"))
+        shadowbell_process::exit::bad_input(anyhow::anyhow!(
+            "cannot write the report to {name}: {error}"
+        ))
     })
 }
 

@@ -20,12 +20,12 @@ mod spec;
 
 pub(crate) use spec::PoolSpec;
 
-use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
 use index::{Index, MOST, VACANT};
 use parking_lot::Mutex;
 use shadowbell_controller::{NamespacePool, PoolDone, PoolOrder, PoolPort, PoolState};
 use shadowbell_disk::ImageFile;
+use shadowbell_process::exit::bad_input;
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;

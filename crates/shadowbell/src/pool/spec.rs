@@ -1,8 +1,8 @@
 //! Specification of a pool: `DIR?capacity=1TiB`.
 
-use crate::process_env;
 use serde::{Deserialize, Serialize};
 use shadowbell_disk::parse_size;
+use shadowbell_process::process_env;
 use std::path::{Path, PathBuf};
 
 /// Directory and capacity of a pool.

@@ -3,8 +3,8 @@
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use crate::ana_state::AnaWord;
-use crate::exit;
 use anyhow::anyhow;
+use shadowbell_process::exit;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 use tracing::info;

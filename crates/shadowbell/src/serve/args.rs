@@ -9,12 +9,12 @@ use super::{config_file, sandbox, stats_file};
 use crate::control::socket_path::{self, SocketPath};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list::{self, CpuList};
-use crate::exit::bad_input;
 use crate::parse;
 use crate::pool::PoolSpec;
 use anyhow::{Context, anyhow};
 use shadowbell_controller::PoolOptions;
 use shadowbell_controller::trace::TraceFile;
+use shadowbell_process::exit::bad_input;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 

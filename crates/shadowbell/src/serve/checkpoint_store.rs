@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn threads_do_not_mix_what_they_put_there() {
-        crate::descriptor_limit::raise();
+        shadowbell_process::descriptor_limit::raise();
         let (store, supervisor) = store();
         let (read, _write) = io::pipe().unwrap();
         let putters: Vec<_> = (0..4_u8)

@@ -2,7 +2,7 @@
 
 use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::OfferedDoorbells;
-use crate::{logging, shell_quote};
+use shadowbell_process::{logging, shell_quote};
 use std::path::{Path, PathBuf};
 
 /// Socket name in a directory, as in SPDK.

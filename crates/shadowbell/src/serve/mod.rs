@@ -42,7 +42,7 @@
 //!
 //! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines
 //! for events; one that writes the log, so that a blocked terminal cannot block a guest (see
-//! `crate::log_thread`); one for the statistics socket, if there is one; one for the control
+//! `shadowbell_process::log_thread`); one for the statistics socket, if there is one; one for the control
 //! socket; one that polls disks for new sizes; and the main thread, which waits for signals.
 //! Without clients none of them has a timer.
 
@@ -93,9 +93,8 @@ pub(crate) use args::Args;
 pub(crate) use config_file::read as read_config_file;
 
 use crate::disk_spec::{self, DiskSpecError};
-use crate::signals::{EndSignals, Wake};
 use crate::supervisor::protocol::{Packet, to_supervisor, to_worker};
-use crate::{descriptor_limit, exit, limits, logging, notify, pool, subsystems};
+use crate::{limits, pool, subsystems};
 use anyhow::anyhow;
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
@@ -107,6 +106,8 @@ use reload::Reload;
 use resize_watch::ResizeWatch;
 use server::Server;
 use server_config::ServerConfig;
+use shadowbell_process::signals::{EndSignals, Wake};
+use shadowbell_process::{descriptor_limit, exit, logging, notify};
 use signal_hook::consts::{SIGHUP, SIGUSR1};
 use startup_timing::Phases;
 use std::io;

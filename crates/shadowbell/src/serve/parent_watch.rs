@@ -1,8 +1,8 @@
 //! Exit of this process when its supervisor dies while the main loop does not poll the supervisor.
 
 use super::worker_link::WorkerLink;
-use crate::exit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_process::exit;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

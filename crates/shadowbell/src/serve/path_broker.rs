@@ -1,7 +1,6 @@
 //! Sockets and output files: created by the path broker of the supervisor, if it has one, and
 //! otherwise by this process. The protocol is in [`crate::path_broker`].
 
-use crate::atomic_file;
 use crate::path_broker::{
     COUNTERS, DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
     PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
@@ -12,6 +11,7 @@ use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::trace::TraceFile;
+use shadowbell_process::atomic_file;
 use shadowbell_vfio_user::server::{BindError, Listener, ListenerParts, remove_sockets_by};
 use std::ffi::OsStr;
 use std::fs::File;

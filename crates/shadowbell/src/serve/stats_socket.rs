@@ -10,7 +10,6 @@
 use super::path_broker;
 use super::registry::Registry;
 use super::server::Server;
-use crate::exit::bad_input;
 use crate::live_stats::{Row, Snapshot, VERSION};
 use crate::path_broker::Kind;
 use crate::supervisor::protocol::is_ours;
@@ -19,6 +18,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SocketFlags, accept_with, recvmsg};
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::EventFd;
+use shadowbell_process::exit::bad_input;
 use shadowbell_state::{Descriptors, FdRef, StateError};
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, SavedListener};

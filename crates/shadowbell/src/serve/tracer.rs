@@ -2,11 +2,11 @@
 
 use super::path_broker;
 use super::server_config::TRACE_RECORDS;
-use crate::exit::bad_input;
 use anyhow::anyhow;
 use parking_lot::Mutex;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_controller::{CLAIMABLE, Pool};
+use shadowbell_process::exit::bad_input;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;

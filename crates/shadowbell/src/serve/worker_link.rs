@@ -3,12 +3,12 @@
 use super::checkpoint_store::CheckpointStore;
 use super::path_broker;
 use crate::checkpoint::Checkpoint;
-use crate::exit::bad_input;
 use crate::supervisor::client::SupervisorClient;
 use crate::supervisor::protocol::{self, Packet, to_supervisor, to_worker};
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::Death;
+use shadowbell_process::exit::bad_input;
 use shadowbell_state::is_as_before;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

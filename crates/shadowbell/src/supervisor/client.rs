@@ -1,9 +1,9 @@
 //! Client of the supervisor: finds the supervisor of a server and sends it requests.
 
-use crate::exit::bad_input;
 use crate::supervisor::protocol::{self, Packet, answer, question};
 use anyhow::{Context, anyhow};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use shadowbell_process::exit::bad_input;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::OwnedFd;

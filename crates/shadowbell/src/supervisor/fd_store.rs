@@ -34,11 +34,11 @@
 
 use super::open_broker;
 use super::snapshot::{PartialSnapshot, Snapshot};
-use crate::notify;
 use crate::supervisor::protocol::{self, Packet, send_bytes};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::process::take_inherited;
+use shadowbell_process::notify;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -404,7 +404,7 @@ mod tests {
 
     #[test]
     fn the_last_record_that_is_whole_counts_and_what_is_behind_it() {
-        crate::descriptor_limit::raise();
+        shadowbell_process::descriptor_limit::raise();
         let fds: Vec<OwnedFd> = (0..300).map(|_| pipe().unwrap().0.into()).collect();
         assert_eq!(found(fd_store()), None);
         let mut one = fd_store();

@@ -1,6 +1,6 @@
 //! Log lines of the supervisor.
 
-use crate::logging;
+use shadowbell_process::logging;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 

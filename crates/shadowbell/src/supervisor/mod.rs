@@ -75,8 +75,6 @@ mod upgrading;
 mod watchdog;
 mod worker;
 
-use crate::signals::{Caught, Meanings};
-use crate::{deferred_close, descriptor_limit, exit, notify};
 use command_line::has_file;
 use control::Control;
 use fd_store::FdStore;
@@ -85,6 +83,8 @@ use pending_exec::PendingExec;
 use protocol::{START, answer, question, to_supervisor, to_worker};
 use restart_policy::RestartPolicy;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_process::signals::{Caught, Meanings};
+use shadowbell_process::{deferred_close, descriptor_limit, exit, notify};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
 use state::{HAND_OVER, LEAVE, MOVE, PREPARE, Supervisor};
 use std::ffi::OsString;

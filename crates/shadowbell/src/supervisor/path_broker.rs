@@ -9,7 +9,6 @@
 
 use super::log::log_line;
 use super::open_broker::working;
-use crate::atomic_file;
 use crate::path_broker::{
     COUNTERS, DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, MOST, Made, NO_SOCKET, NoSocket, PAIR,
     PLACES, PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
@@ -23,6 +22,7 @@ use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::trace::TraceFile;
+use shadowbell_process::atomic_file;
 use shadowbell_vfio_user::server::{BindError, Listener, remove_socket};
 use std::ffi::OsString;
 use std::fs::{DirBuilder, File, Permissions};

@@ -6,7 +6,7 @@ use super::state::{LEAVE, Supervisor};
 use super::upgrade::Step;
 use super::worker::{Worker, how, is_killed};
 use crate::supervisor::protocol::START;
-use crate::{exit, notify};
+use shadowbell_process::{exit, notify};
 use std::time::{Duration, Instant};
 
 impl Supervisor {

@@ -1,14 +1,14 @@
 //! Protocol between supervisor, server processes and clients of the supervisor: packets over Unix
 //! sockets, each with a type letter, a body, and for some types descriptors.
 
-use crate::deferred_close;
-use crate::process_env;
 use rustix::io::Errno;
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
 };
+use shadowbell_process::deferred_close;
+use shadowbell_process::process_env;
 use std::ffi::OsStr;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

@@ -5,8 +5,8 @@ use super::state::{Reading, Supervisor};
 use super::upgrade::Step;
 use super::watchdog::Due;
 use super::worker::Worker;
-use crate::notify;
 use crate::supervisor::protocol::to_worker;
+use shadowbell_process::notify;
 use std::time::Instant;
 
 impl Supervisor {

@@ -8,7 +8,7 @@ use super::trim_memory::TrimTimer;
 use super::upgrade::Upgrade;
 use super::watchdog::Watchdog;
 use super::worker::{Left, Worker};
-use crate::signals::Caught;
+use shadowbell_process::signals::Caught;
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;

@@ -1,8 +1,8 @@
 //! Watchdog of the service manager, and liveness checks of the server process for it.
 
 use super::monotonic::Monotonic;
-use crate::notify;
 use serde::{Deserialize, Serialize};
+use shadowbell_process::notify;
 use std::time::{Duration, Instant};
 
 /// Timers of the watchdog.

@@ -387,7 +387,7 @@ mod tests {
     /// A change of three packets, and a supervisor that is killed at each step of it.
     #[test]
     fn a_change_in_parts_counts_once_or_is_known_to_be_lost() {
-        crate::descriptor_limit::raise();
+        shadowbell_process::descriptor_limit::raise();
         let all: Vec<OwnedFd> = (0..600).map(|_| io::pipe().unwrap().0.into()).collect();
         let fds: Vec<_> = all.iter().map(AsFd::as_fd).collect();
         let changes = [Change::Put { key: "port/0", body: b"new", fds: &fds }];

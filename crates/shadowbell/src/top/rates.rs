@@ -1,9 +1,9 @@
 //! Rates of controllers and namespaces between two snapshots.
 
 use crate::live_stats::{NamespaceRow, Row, Snapshot};
-use crate::units::{bandwidth, count, nanoseconds, per_io};
 use serde_json::json;
 use shadowbell_controller::latency_stats::Distribution;
+use shadowbell_process::units::{bandwidth, count, nanoseconds, per_io};
 
 /// Headings of [`Rates::lines`].
 pub(super) const HEADINGS: [&str; 13] = [

@@ -1,13 +1,13 @@
 //! Display of `top` on a terminal: a table that fits 80 columns, and key bindings.
 
 use super::rates::{NamespaceRates, Rates, or_none, percent, time};
-use crate::units::{bandwidth, count, per_io};
 use ratatui::Frame;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Row, Table, TableState};
+use shadowbell_process::units::{bandwidth, count, per_io};
 use std::io;
 use std::time::Instant;
 

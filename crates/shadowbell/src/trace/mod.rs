@@ -5,11 +5,11 @@ mod json;
 mod option_name;
 mod perfetto;
 
-use crate::exit::bad_input;
-use crate::output::Output;
 use anyhow::{Context, anyhow};
 use option_name::option_name;
 use shadowbell_controller::trace::{COMPLETION_QUEUE, Kind, Queue, Record, TraceError, read_trace};
+use shadowbell_process::exit::bad_input;
+use shadowbell_process::output::Output;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};

@@ -7,15 +7,16 @@
 mod disk;
 
 use crate::overwrite::Overwrite;
+use crate::parse;
 use crate::session::Session;
 use crate::target::{self, Target};
-use crate::{exit, parse, signals};
 use anyhow::{Context, anyhow, bail};
 use disk::{DEPTH, DiskReader, DiskWriter, Piece};
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::io::Errno;
 use shadowbell_driver::{AttachOptions, Namespace};
+use shadowbell_process::{exit, signals};
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};

@@ -1,12 +1,12 @@
 //! Command line of `verify`.
 
 use super::job::JobLimits;
-use crate::output::Output;
 use crate::overwrite::Overwrite;
 use crate::parse;
 use crate::queue_options::{CompletionMode, DoorbellMode, attach_options};
 use crate::target::{self, Target};
 use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
+use shadowbell_process::output::Output;
 use std::time::Duration;
 
 /// Verify the data integrity of a controller: mixed commands, every byte checked

@@ -35,12 +35,12 @@ pub use args::Args;
 
 use crate::queue_options::doorbells_name;
 use crate::session::Session;
-use crate::{exit, signals};
 use anyhow::{Context, anyhow};
 use expected_data::{ExpectedData, Shape};
 use job::{Job, JobResult};
 use report::VerifyReport;
 use serde_json::json;
+use shadowbell_process::{exit, signals};
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -3,9 +3,9 @@
 use super::args::Args;
 use super::expected_data::Kind;
 use super::job::JobResult;
-use crate::units;
 use serde_json::{Value, json};
 use shadowbell_driver::RecoveryStats;
+use shadowbell_process::units;
 use std::io::{self, Write};
 
 /// Results of a run.

@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
 /// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
-pub(super) const LAYERS: [&str; 20] = [
+pub(super) const LAYERS: [&str; 21] = [
     "spec",
     "doorbell",
     "state",
@@ -17,6 +17,7 @@ pub(super) const LAYERS: [&str; 20] = [
     "tls",
     "signature",
     "memory",
+    "process",
     "vfio-user",
     "disk",
     "controller",

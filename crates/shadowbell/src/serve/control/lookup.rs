@@ -2,9 +2,9 @@
 
 use super::state::ServerState;
 use crate::control::api::{Code, Problem};
-use crate::exit;
 use crate::serve::registry::ServedController;
 use crate::uuid_text::parse_uuid;
+use shadowbell_process::exit;
 use std::sync::Arc;
 
 pub(super) fn find(state: &ServerState, id: &str) -> Result<Arc<ServedController>, Problem> {

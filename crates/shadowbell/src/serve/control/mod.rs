@@ -39,12 +39,12 @@ mod trace;
 pub(super) use state::ServerState;
 
 use crate::control::socket_path::{self, SocketPath};
-use crate::exit::bad_input;
-use crate::logging;
 use crate::path_broker::Kind;
 use crate::serve::path_broker;
 use anyhow::{Context, anyhow};
 use serde::{Deserialize, Serialize};
+use shadowbell_process::exit::bad_input;
+use shadowbell_process::logging;
 use shadowbell_state::{Descriptors, FdRef};
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, SavedListener};

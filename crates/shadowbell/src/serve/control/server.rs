@@ -10,7 +10,7 @@ use crate::serve::reload::apply as apply_config;
 use crate::serve::server_config::SocketConfig;
 use crate::serve::stats_file;
 use crate::supervisor::client::{SupervisorClient, program};
-use crate::{exit, logging};
+use shadowbell_process::{exit, logging};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tracing::info;

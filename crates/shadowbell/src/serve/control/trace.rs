@@ -2,10 +2,10 @@
 
 use super::state::ServerState;
 use crate::control::api::{Code, Problem, Trace, TraceChange};
-use crate::exit;
 use crate::serve::tracer::TraceStatus;
 use hyper::body::{Body, Bytes, Frame, SizeHint};
 use shadowbell_controller::trace::TraceFile;
+use shadowbell_process::exit;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;

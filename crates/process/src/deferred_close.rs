@@ -35,12 +35,12 @@ struct Closer {
 }
 
 /// Enables deferred close in this process.
-pub(crate) fn enable() {
+pub fn enable() {
     CLOSER.get_or_init(Closer::default);
 }
 
 /// Closes descriptors: deferred if [enabled](enable), otherwise at once.
-pub(crate) fn close(fds: impl IntoIterator<Item = OwnedFd>) {
+pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
     match CLOSER.get() {
         Some(closer) => fds.into_iter().for_each(|fd| closer.close(fd)),
         None => fds.into_iter().for_each(drop),

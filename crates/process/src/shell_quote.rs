@@ -3,7 +3,7 @@
 use std::io::Write;
 
 /// `text` as one shell word, quoted if necessary.
-pub(crate) fn quote(text: &str) -> String {
+pub fn quote(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/:._-+=@,".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
         return text.to_owned();
@@ -13,7 +13,7 @@ pub(crate) fn quote(text: &str) -> String {
 
 /// Prints commands on standard output from a separate thread, because the reader of the output may
 /// block and the calling thread has to wait for signals.
-pub(crate) fn print_commands(text: String) {
+pub fn print_commands(text: String) {
     // Errors are ignored: if standard output is closed, the program serves all the same.
     let print = move || drop(std::io::stdout().lock().write_all(text.as_bytes()));
     // Likewise if no thread can be started.

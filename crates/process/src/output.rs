@@ -80,7 +80,7 @@ impl BenchOutput {
 ///
 /// # Errors
 /// Standard output cannot be written.
-pub(crate) fn show<T: Serialize>(
+pub fn show<T: Serialize>(
     answer: &T,
     json: bool,
     lines: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,

@@ -13,7 +13,7 @@ const ROOM: u64 = 1 << 16;
 /// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
 /// guest with many queues needs a descriptor per interrupt. The low soft limit protects programs
 /// that use `select`, which this program does not.
-pub(crate) fn raise() {
+pub fn raise() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: maximum, maximum };
     if current != maximum

@@ -7,19 +7,19 @@ use std::io;
 use std::process::ExitCode;
 
 /// Success.
-pub(crate) const FINE: u8 = 0;
+pub const FINE: u8 = 0;
 /// Failure during execution.
-pub(crate) const FAILED: u8 = 1;
+pub const FAILED: u8 = 1;
 /// Unusable input: the command line, a configuration file, or a disk or path that they name. The
 /// parser of the command line uses this status as well.
-pub(crate) const BAD_INPUT: u8 = 2;
+pub const BAD_INPUT: u8 = 2;
 /// `ctl`: no such server, controller or namespace.
-pub(crate) const NOT_THERE: u8 = 3;
+pub const NOT_THERE: u8 = 3;
 /// `ctl`: not possible in the current state of the server.
-pub(crate) const CONFLICT: u8 = 4;
+pub const CONFLICT: u8 = 4;
 
 /// Help text about exit statuses.
-pub(crate) const HELP: &str = "\
+pub const HELP: &str = "\
 Exit status:
   0  success
   1  failure during execution
@@ -46,23 +46,23 @@ impl std::error::Error for WithStatus {
 
 /// Marks an error as one of the user's input: if it reaches `main`, with whatever context is added,
 /// the exit status is [`BAD_INPUT`].
-pub(crate) fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
+pub fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(WithStatus(BAD_INPUT, error.into()))
 }
 
 /// Marks an error with the exit status [`NOT_THERE`].
-pub(crate) fn not_there(error: impl Into<anyhow::Error>) -> anyhow::Error {
+pub fn not_there(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(WithStatus(NOT_THERE, error.into()))
 }
 
 /// Marks an error with the exit status [`CONFLICT`].
-pub(crate) fn conflict(error: impl Into<anyhow::Error>) -> anyhow::Error {
+pub fn conflict(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(WithStatus(CONFLICT, error.into()))
 }
 
 /// Exit status of an error that has reached `main`.
 #[must_use]
-pub(crate) fn status(error: &anyhow::Error) -> u8 {
+pub fn status(error: &anyhow::Error) -> u8 {
     if is_broken_pipe(error) {
         FINE
     } else {
@@ -74,13 +74,13 @@ pub(crate) fn status(error: &anyhow::Error) -> u8 {
 /// which is not a failure. Only an error whose outermost layer is an I/O error counts: a broken
 /// pipe as the cause of another error, such as the socket of a dead server, is a failure.
 #[must_use]
-pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
+pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
 /// Prints an error on standard error and returns the exit status.
 #[must_use]
-pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
+pub fn report(error: &anyhow::Error) -> ExitCode {
     if !is_broken_pipe(error) {
         logging::last_words(&format!("shadowbell: {}\n", line(error)));
     }
@@ -89,7 +89,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
 
 /// Error with its causes, except for causes whose text is already included.
 #[must_use]
-pub(crate) fn line(error: &anyhow::Error) -> String {
+pub fn line(error: &anyhow::Error) -> String {
     let mut line = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
         if !line.contains(&cause) {
@@ -157,11 +157,10 @@ mod tests {
         let error =
             anyhow::Error::new(io::Error::from(io::ErrorKind::BrokenPipe)).context("printing");
         assert_eq!(status(&error), FINE);
-        let error = shadowbell_driver::TransportError::Gone {
-            device: "vm0".into(),
-            doing: "ringing a doorbell",
-            source: io::Error::from(io::ErrorKind::BrokenPipe).into(),
-        };
+        #[derive(Debug, thiserror::Error)]
+        #[error("the server is gone")]
+        struct Gone(#[source] io::Error);
+        let error = Gone(io::Error::from(io::ErrorKind::BrokenPipe));
         assert_eq!(status(&anyhow::Error::new(error).context("vm0")), FAILED);
     }
 }

@@ -46,13 +46,13 @@ struct Filter {
 
 /// Current filter, set by [`start`] or [`set_filter`].
 #[must_use]
-pub(crate) fn filter() -> String {
+pub fn filter() -> String {
     FILTER.get().map(|filter| filter.now.lock().0.clone()).unwrap_or_default()
 }
 
 /// Current filter if [`set_filter`] has set it.
 #[must_use]
-pub(crate) fn changed_filter() -> Option<String> {
+pub fn changed_filter() -> Option<String> {
     let now = FILTER.get()?.now.lock();
     now.1.then(|| now.0.clone())
 }
@@ -62,7 +62,7 @@ pub(crate) fn changed_filter() -> Option<String> {
 ///
 /// # Errors
 /// A sentence about invalid directives.
-pub(crate) fn set_filter(directives: &str) -> Result<(), String> {
+pub fn set_filter(directives: &str) -> Result<(), String> {
     let is_empty = directives.trim().is_empty();
     let new = directives.parse::<Targets>();
     let new = new.ok().filter(|_| !is_empty && directives.is_ascii()).ok_or_else(|| {
@@ -79,11 +79,11 @@ pub(crate) fn set_filter(directives: &str) -> Result<(), String> {
 }
 
 /// Help heading of options that many verbs share, to keep them apart from the options of a verb.
-pub(crate) const COMMON: &str = "Common options";
+pub const COMMON: &str = "Common options";
 
 /// Verbosity options.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
-pub(crate) struct Args {
+pub struct Args {
     /// Log more: -v control-plane events, -vv everything
     #[arg(short, long, action = clap::ArgAction::Count, global = true, help_heading = COMMON)]
     verbose: u8,
@@ -107,14 +107,14 @@ impl Args {
 
 /// True if informational messages are logged, that is, without `--quiet`.
 #[must_use]
-pub(crate) fn is_talkative() -> bool {
+pub fn is_talkative() -> bool {
     tracing::enabled!(Level::INFO)
 }
 
 /// Sets up the log, which is written from [`begin`] on. If `RUST_LOG` is set, it overrides the
 /// verbosity options, in the syntax of [`Targets`], such as `shadowbell_vfio_user=trace`. With
 /// `timed`, lines have timestamps, as services need.
-pub(crate) fn start(args: &Args, timed: bool) {
+pub fn start(args: &Args, timed: bool) {
     let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.is_empty());
     let asked = asked.and_then(|text| text.parse::<Targets>().ok().map(|filter| (text, filter)));
     let (text, filter) = asked.unwrap_or_else(|| {
@@ -146,7 +146,7 @@ pub(crate) fn start(args: &Args, timed: bool) {
 }
 
 /// Starts the log thread, which also writes the lines queued before.
-pub(crate) fn begin() {
+pub fn begin() {
     if let Some(log) = LOG.get()
         && !HAS_BEGUN.swap(true, Ordering::Relaxed)
     {
@@ -157,7 +157,7 @@ pub(crate) fn begin() {
 
 /// Writes a message on standard error after all queued lines. A blocked reader delays this for
 /// [`LAST_WORDS`] at most.
-pub(crate) fn last_words(text: &str) {
+pub fn last_words(text: &str) {
     match LOG.get() {
         Some(log) => {
             log.last_words(text.as_bytes());
@@ -169,7 +169,7 @@ pub(crate) fn last_words(text: &str) {
 }
 
 /// Waits until all queued lines are written, for [`LAST_WORDS`] at most.
-pub(crate) fn finish() {
+pub fn finish() {
     begin();
     if let Some(log) = LOG.get() {
         let _ = log.finish(LAST_WORDS);
@@ -224,7 +224,7 @@ struct Lines {
 
 /// Current time in the format of log lines, in UTC.
 #[must_use]
-pub(crate) fn now() -> String {
+pub fn now() -> String {
     let mut text = String::new();
     // Cannot fail: writes to a string.
     let _ = SystemTime.format_time(&mut Writer::new(&mut text));
@@ -233,7 +233,7 @@ pub(crate) fn now() -> String {
 
 /// True if standard error is connected to systemd's journal, which adds timestamps itself.
 #[must_use]
-pub(crate) fn is_journal() -> bool {
+pub fn is_journal() -> bool {
     let journal = std::env::var("JOURNAL_STREAM").ok();
     let about = rustix::fs::fstat(std::io::stderr()).ok();
     let about = about.map(|about| format!("{}:{}", about.st_dev, about.st_ino));

@@ -14,19 +14,19 @@ use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
 /// Start-up or reload has finished.
-pub(crate) const READY: &str = "READY=1";
+pub const READY: &str = "READY=1";
 /// Shutdown has begun.
-pub(crate) const STOPPING: &str = "STOPPING=1";
+pub const STOPPING: &str = "STOPPING=1";
 /// Keep-alive of the watchdog.
-pub(crate) const WATCHDOG: &str = "WATCHDOG=1";
+pub const WATCHDOG: &str = "WATCHDOG=1";
 
 /// Sends a notification, if there is a service manager. Failures are ignored.
-pub(crate) fn tell(state: &str) {
+pub fn tell(state: &str) {
     tell_with(state, SendFlags::NOSIGNAL);
 }
 
 /// Sends a notification without blocking: it is lost if the service manager's queue is full.
-pub(crate) fn tell_now(state: &str) {
+pub fn tell_now(state: &str) {
     tell_with(state, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
@@ -37,24 +37,24 @@ fn tell_with(state: &str, flags: SendFlags) {
 }
 
 /// Notification that start-up has finished, with a status text.
-pub(crate) fn ready(status: &str) -> String {
+pub fn ready(status: &str) -> String {
     format!("{READY}\n{}", self::status(status))
 }
 
 /// Notification of a status text: the first line of `text`.
-pub(crate) fn status(text: &str) -> String {
+pub fn status(text: &str) -> String {
     format!("STATUS={}", text.lines().next().unwrap_or_default())
 }
 
 /// Notification that a reload has begun. [`READY`] ends it.
-pub(crate) fn reloading() -> String {
+pub fn reloading() -> String {
     let now = clock_gettime(ClockId::Monotonic);
     let now = Duration::try_from(now).unwrap_or_default().as_micros();
     format!("RELOADING=1\nMONOTONIC_USEC={now}")
 }
 
 /// Interval of [`WATCHDOG`] notifications; `None` if the service manager does not require them.
-pub(crate) fn watchdog() -> Option<Duration> {
+pub fn watchdog() -> Option<Duration> {
     let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
     let pid = number("WATCHDOG_PID").unwrap_or_else(|| std::process::id().into());
     interval(number("WATCHDOG_USEC")?, pid, std::process::id())
@@ -73,7 +73,7 @@ fn interval(us: u64, pid: u64, own: u32) -> Option<Duration> {
 /// # Errors
 /// The message cannot be sent. The service manager does not report whether it stores the
 /// descriptor.
-pub(crate) fn keep(state: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
+pub fn keep(state: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
     let socket = std::env::var_os("NOTIFY_SOCKET").ok_or(io::ErrorKind::NotFound)?;
     let (ours, address) = socket_to(&socket)?;
     let fds = [fd];

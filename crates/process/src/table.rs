@@ -5,18 +5,18 @@ use std::fmt;
 /// Table of text with columns as wide as their content. Columns of numbers are right-aligned,
 /// except the first.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Table {
+pub struct Table {
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
     /// Table with these headings.
-    pub(crate) fn new<S: Into<String>>(headings: impl IntoIterator<Item = S>) -> Self {
+    pub fn new<S: Into<String>>(headings: impl IntoIterator<Item = S>) -> Self {
         Self { rows: vec![headings.into_iter().map(Into::into).collect()] }
     }
 
     /// Adds a row.
-    pub(crate) fn line<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
+    pub fn line<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
         self.rows.push(cells.into_iter().map(Into::into).collect());
     }
 }

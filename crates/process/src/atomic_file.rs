@@ -20,7 +20,7 @@ fn directory_of(file: &Path) -> &Path {
 ///
 /// # Errors
 /// Errors of `write`; errors of the file system, with the file's name.
-pub(crate) fn replace<T>(
+pub fn replace<T>(
     file: &Path,
     write: impl FnOnce(&mut File) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
@@ -44,7 +44,7 @@ pub(crate) fn replace<T>(
 ///
 /// # Errors
 /// Errors of the file system; a regular file is unchanged then.
-pub(crate) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     if std::fs::symlink_metadata(path).is_ok_and(|about| !about.is_file()) {
         let mut options = File::options();
         // Does not wait for the reader of a pipe.

@@ -2,7 +2,7 @@
 
 /// Number with three digits: `987`, `43.9 K`, `1.24 M`.
 #[must_use]
-pub(crate) fn count(value: f64) -> String {
+pub fn count(value: f64) -> String {
     let units = [(1e9, " G"), (1e6, " M"), (1e3, " K")];
     for (unit, name) in units {
         if value >= unit {
@@ -14,7 +14,7 @@ pub(crate) fn count(value: f64) -> String {
 
 /// Bytes per second: `171 MiB/s`.
 #[must_use]
-pub(crate) fn bandwidth(bytes: f64) -> String {
+pub fn bandwidth(bytes: f64) -> String {
     let units = [(30, "GiB/s"), (20, "MiB/s"), (10, "KiB/s")];
     for (shift, name) in units {
         let unit = (1u64 << shift) as f64;
@@ -27,7 +27,7 @@ pub(crate) fn bandwidth(bytes: f64) -> String {
 
 /// Bytes: `4 KiB`, `1 MiB`; `512 bytes` if no unit divides the number.
 #[must_use]
-pub(crate) fn bytes(bytes: u64) -> String {
+pub fn bytes(bytes: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
     let whole = units.iter().find(|(shift, _)| bytes != 0 && bytes.is_multiple_of(1 << shift));
     whole.map_or_else(
@@ -38,7 +38,7 @@ pub(crate) fn bytes(bytes: u64) -> String {
 
 /// Time in nanoseconds: `740 ns`, `12.3 us`.
 #[must_use]
-pub(crate) fn nanoseconds(ns: f64) -> String {
+pub fn nanoseconds(ns: f64) -> String {
     let units = [(1e9, "s"), (1e6, "ms"), (1e3, "us")];
     for (unit, name) in units {
         if ns >= unit {
@@ -50,7 +50,7 @@ pub(crate) fn nanoseconds(ns: f64) -> String {
 
 /// Events per I/O: two decimals, or four if the number is below 0.01.
 #[must_use]
-pub(crate) fn per_io(value: f64) -> String {
+pub fn per_io(value: f64) -> String {
     if value == 0.0 {
         "0".to_owned()
     } else if value >= 0.01 {

@@ -10,18 +10,18 @@ static DIRECTORY: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::current
 
 /// Caches the attributes. Must be called before the process enters its sandbox, and after it has
 /// changed its user.
-pub(crate) fn settle() {
+pub fn settle() {
     LazyLock::force(&USER);
     LazyLock::force(&DIRECTORY);
 }
 
 /// Effective user ID of this process.
-pub(crate) fn user() -> Uid {
+pub fn user() -> Uid {
     *USER
 }
 
 /// Makes a path absolute.
-pub(crate) fn absolute(path: &Path) -> PathBuf {
+pub fn absolute(path: &Path) -> PathBuf {
     let path = match &*DIRECTORY {
         Some(directory) if !path.as_os_str().is_empty() => directory.join(path),
         _ => return path.to_owned(),

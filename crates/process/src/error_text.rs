@@ -25,7 +25,7 @@ const PHRASES: [(&str, &str); 17] = [
 
 /// Replaces these phrases in `text`.
 #[must_use]
-pub(crate) fn plain(text: &str) -> String {
+pub fn plain(text: &str) -> String {
     let mut plain = text.to_owned();
     for (rust, words) in PHRASES {
         if plain.contains(rust) {
@@ -37,7 +37,7 @@ pub(crate) fn plain(text: &str) -> String {
 
 /// Removes the error numbers that Rust adds to texts of the system: ` (os error 13)`.
 #[must_use]
-pub(crate) fn without_numbers(text: &str) -> Cow<'_, str> {
+pub fn without_numbers(text: &str) -> Cow<'_, str> {
     const BEGIN: &str = " (os error ";
     let mut plain = String::new();
     let mut rest = text;

@@ -13,7 +13,7 @@ use tracing::debug;
 
 /// Flag that SIGINT and SIGTERM set, for loops that check it. A second signal exits the process
 /// immediately.
-pub(crate) fn stop_flag() -> io::Result<Arc<AtomicBool>> {
+pub fn stop_flag() -> io::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         set_or_exit(signal, &stop)?;
@@ -34,7 +34,7 @@ fn set_or_exit(signal: i32, flag: &Arc<AtomicBool>) -> io::Result<()> {
 ///
 /// Implemented by a flag per signal and one pipe. The iterator of `signal-hook` uses a socket,
 /// whose system calls the sandbox forbids.
-pub(crate) struct Caught {
+pub struct Caught {
     flags: Vec<(i32, Arc<AtomicBool>)>,
     read: PipeReader,
     close: Close,
@@ -42,14 +42,14 @@ pub(crate) struct Caught {
 
 /// Handle that ends the wait for signals.
 #[derive(Clone)]
-pub(crate) struct Close {
+pub struct Close {
     is_closed: Arc<AtomicBool>,
     write: Arc<PipeWriter>,
 }
 
 impl Close {
     /// Wakes the waiting thread and ends its wait.
-    pub(crate) fn close(&self) {
+    pub fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
         // The write fails if the pipe is full, but then the thread is awake already.
         let _ = rustix::io::write(&*self.write, b"X");
@@ -65,7 +65,7 @@ impl Caught {
     ///
     /// # Errors
     /// Errors of the system.
-    pub(crate) fn catch(signals: &[i32]) -> io::Result<Self> {
+    pub fn catch(signals: &[i32]) -> io::Result<Self> {
         let (read, write) = io::pipe()?;
         for end in [read.as_fd(), write.as_fd()] {
             rustix::io::ioctl_fionbio(end, true)?;
@@ -83,7 +83,7 @@ impl Caught {
     }
 
     /// Returns a signal that has arrived, without waiting.
-    pub(crate) fn next(&mut self) -> Option<i32> {
+    pub fn next(&mut self) -> Option<i32> {
         while matches!(rustix::io::read(&self.read, &mut [0; 64]), Ok(1..) | Err(Errno::INTR)) {}
         let mut flags = self.flags.iter();
         flags.find(|(_, flag)| flag.swap(false, Ordering::AcqRel)).map(|(signal, _)| *signal)
@@ -98,16 +98,16 @@ impl AsFd for Caught {
 
 /// Meaning of signals for a service. Signals that were ignored at start-up are left out.
 #[derive(Clone, Debug)]
-pub(crate) struct Meanings {
+pub struct Meanings {
     /// Signals that end the service.
-    pub(crate) ends: Vec<i32>,
+    pub ends: Vec<i32>,
     /// Signals with another meaning.
-    pub(crate) others: Vec<i32>,
+    pub others: Vec<i32>,
 }
 
 impl Meanings {
     /// SIGINT, SIGTERM and SIGHUP end the service, unless they are among `others`.
-    pub(crate) fn new(others: &[i32]) -> Self {
+    pub fn new(others: &[i32]) -> Self {
         let is_taken = |signal: &i32| !is_ignored(*signal);
         let ends = [SIGINT, SIGTERM, SIGHUP].into_iter();
         let ends = ends.filter(|signal| !others.contains(signal)).filter(is_taken).collect();
@@ -115,14 +115,14 @@ impl Meanings {
     }
 
     /// All signals.
-    pub(crate) fn all(&self) -> Vec<i32> {
+    pub fn all(&self) -> Vec<i32> {
         [&self.ends[..], &self.others[..]].concat()
     }
 }
 
 /// Reason of a wake-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wake {
+pub enum Wake {
     /// A signal that ends the service, or its [`handle`](EndSignals::handle) was closed.
     End,
     /// Another signal.
@@ -134,7 +134,7 @@ pub(crate) enum Wake {
 }
 
 /// Waits for the signals that end a service, and for other signals ([`Meanings`]).
-pub(crate) struct EndSignals {
+pub struct EndSignals {
     signals: Caught,
     ends: Vec<i32>,
     ending: Arc<AtomicBool>,
@@ -146,7 +146,7 @@ impl EndSignals {
     ///
     /// # Errors
     /// Errors of the system.
-    pub(crate) fn catch(others: &[i32]) -> io::Result<Self> {
+    pub fn catch(others: &[i32]) -> io::Result<Self> {
         let meanings = Meanings::new(others);
         let signals = Caught::catch(&meanings.all())?;
         let ends = meanings.ends;
@@ -160,7 +160,7 @@ impl EndSignals {
     }
 
     /// Handle that ends the wait as well.
-    pub(crate) fn handle(&self) -> Close {
+    pub fn handle(&self) -> Close {
         self.signals.close.clone()
     }
 
@@ -168,7 +168,7 @@ impl EndSignals {
     ///
     /// # Errors
     /// Errors of the system.
-    pub(crate) fn wait(&mut self) -> io::Result<()> {
+    pub fn wait(&mut self) -> io::Result<()> {
         while self.wait_beside(None, None)? != Wake::End {}
         Ok(())
     }
@@ -178,7 +178,7 @@ impl EndSignals {
     ///
     /// # Errors
     /// Errors of the system.
-    pub(crate) fn wait_beside(
+    pub fn wait_beside(
         &mut self,
         beside: Option<BorrowedFd<'_>>,
         until: Option<Instant>,
