@@ -16,7 +16,7 @@ use crate::uri::NbdSpec;
 use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::Value;
-use shadowbell_disk::{Disk, DiskInfo, HandOverError, Queue, ResizeError, Tell, Wait};
+use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Queue, ResizeError, Tell, Wait};
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::transmission;
 use shadowbell_state::Descriptors;
@@ -225,9 +225,9 @@ impl Disk for NbdDisk {
         self.connections().shared.unflushed.lock().has_lost
     }
 
-    fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
+    fn keep(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         if !self.info.read_only && self.connections().connector.spec.settle.is_none() {
-            return Err(HandOverError::Unfenced { disk: self.name(), why: UNSETTLED });
+            return Err(CheckpointError::Unfenced { disk: self.name(), why: UNSETTLED });
         }
         let kept = KeptExport::new(&self.info, self.has_lost());
         Ok(serde_json::json!({ KEY: kept }))

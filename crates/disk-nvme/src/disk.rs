@@ -8,7 +8,7 @@ use crate::shared::NvmeDiskShared;
 use crate::transfer_stats::DiskTransferStats;
 use parking_lot::Mutex;
 use serde_json::Value;
-use shadowbell_disk::{Disk, DiskInfo, Extent, HandOverError, Queue, Tell};
+use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Extent, Queue, Tell};
 use shadowbell_driver::{AttachError, AttachOptions, Controller, Namespace, SpinPolicy, Transport};
 use shadowbell_state::Descriptors;
 use std::sync::{Arc, OnceLock};
@@ -239,7 +239,7 @@ impl Disk for NvmeDisk {
         }
     }
 
-    fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
+    fn keep(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         Ok(kept::keep(&self.0.info, &self.0.namespace))
     }
 

@@ -7,7 +7,7 @@ use crate::open::{self, ByPath, Opened};
 use crate::pool::Pool;
 use crate::queue::QcowQueue;
 use serde::Deserialize;
-use shadowbell_disk::{Disk, DiskInfo, FileOptions, HandOverError, Queue, Tell, Wait};
+use shadowbell_disk::{CheckpointError, Disk, DiskInfo, FileOptions, Queue, Tell, Wait};
 use shadowbell_state::Descriptors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -153,8 +153,8 @@ impl Disk for Qcow2Disk {
         self.pool.image().extents(offset, len, tell);
     }
 
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        let system = |source| HandOverError::System { disk: self.name(), source };
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
+        let system = |source| CheckpointError::System { disk: self.name(), source };
         let image = self.pool.image();
         image.last().map_err(|error| system(io::Error::other(error.to_string())))?;
         let kept = kept::keep(image, fds).map_err(system)?;

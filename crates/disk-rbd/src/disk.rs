@@ -8,7 +8,7 @@ use crate::sys::{Cache, Failure, Image};
 use crate::uri::RbdSpec;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use shadowbell_disk::{Disk, DiskInfo, HandOverError, Queue, ResizeError, Wait};
+use shadowbell_disk::{CheckpointError, Disk, DiskInfo, Queue, ResizeError, Wait};
 use shadowbell_state::{Descriptors, WrongOrder, is_wrong};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -124,19 +124,19 @@ impl Disk for RbdDisk {
     }
 
     /// From now on a write is answered when the cluster has stored it; with a cache, after a flush.
-    fn keep(&self, _: &mut Descriptors) -> Result<Value, HandOverError> {
+    fn keep(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         let Shared { opened, info } = &self.0;
         let Some(image) = &opened.image else {
-            return Err(HandOverError::Unfenced { disk: self.name(), why: "it is closed" });
+            return Err(CheckpointError::Unfenced { disk: self.name(), why: "it is closed" });
         };
         // A read-only client need not be blocked.
         let mut clients = Vec::new();
         if !info.read_only {
-            let system = |source| HandOverError::System { disk: self.name(), source };
+            let system = |source| CheckpointError::System { disk: self.name(), source };
             clients = addresses(&image.addresses().map_err(system)?);
             if clients.is_empty() {
                 let why = "the cluster does not report the address of this client";
-                return Err(HandOverError::Unfenced { disk: self.name(), why });
+                return Err(CheckpointError::Unfenced { disk: self.name(), why });
             }
             opened.lasts.store(true, Ordering::Relaxed);
         }

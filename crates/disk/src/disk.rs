@@ -1,8 +1,8 @@
 //! The traits [`Disk`] and [`Queue`]: a disk, and one thread's queue on it.
 
+use crate::checkpoint_error::CheckpointError;
 use crate::extent::{Extent, Tell};
 use crate::file::RawFile;
-use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::limit::Limiter;
 use crate::metadata::Metadata;
@@ -90,19 +90,6 @@ pub trait Disk: Send + Sync + fmt::Debug {
         }
     }
 
-    /// Serializes the disk for [`adopt`](crate::adopt) in another process (restart for upgrade).
-    /// Adds its descriptors to `fds`. No request may be pending; this disk remains usable. Default:
-    /// [`HandOverError::Impossible`].
-    ///
-    /// # Errors
-    /// [`HandOverError`].
-    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        match self.inner() {
-            Some(inner) => inner.hand_over(fds),
-            None => Err(HandOverError::Impossible { disk: self.name() }),
-        }
-    }
-
     /// Returns this disk with a capacity of `bytes`, or with the current size of its storage. The
     /// new disk and this one share the storage and the lock; this disk is not changed. Default:
     /// [`ResizeError::Impossible`].
@@ -133,14 +120,14 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// Serializes the disk for [`recover`](crate::recover) by the next process after a crash of
     /// this one, whatever is in flight (checkpoint). Adds its descriptors to `fds`. None of them
     /// may be the open file that requests use: that file must be closed by the kernel when the last
-    /// request ends, which fences the dead process. Default: [`HandOverError::Mortal`].
+    /// request ends, which fences the dead process. Default: [`CheckpointError::Mortal`].
     ///
     /// # Errors
-    /// [`HandOverError`].
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+    /// [`CheckpointError`].
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         match self.inner() {
             Some(inner) => inner.keep(fds),
-            None => Err(HandOverError::Mortal { disk: self.name() }),
+            None => Err(CheckpointError::Mortal { disk: self.name() }),
         }
     }
 
@@ -168,12 +155,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Marks the image lock as shared with another process that holds the same descriptors. While
-    /// it is shared, dropping this disk does not release the lock, which belongs to both processes.
-    /// Default: no lock.
-    fn share_lock(&self, shared: bool) {
+    /// Releases the lock on the image, so that the next process need not wait for the end of this
+    /// one. No request may be pending, and the disk must not be used afterwards. Default: the lock
+    /// is held until this process ends.
+    fn release_lock(&self) {
         if let Some(inner) = self.inner() {
-            inner.share_lock(shared);
+            inner.release_lock();
         }
     }
 }

@@ -18,6 +18,7 @@
 #![deny(unsafe_code)]
 
 mod bounds;
+mod checkpoint_error;
 mod compare;
 mod completion_queue;
 mod disk;
@@ -25,7 +26,6 @@ mod error;
 mod extent;
 mod file;
 mod format;
-mod hand_over;
 mod index_lists;
 mod info;
 mod limit;
@@ -44,6 +44,7 @@ mod uri;
 mod zoned;
 
 pub use bounds::Bounds;
+pub use checkpoint_error::CheckpointError;
 pub use compare::compare;
 pub use completion_queue::CompletionQueue;
 pub use disk::{Disk, Queue};
@@ -57,7 +58,6 @@ pub use file::{Aio, Alignment, Direct, FileDisk, FileOptions, Format, ImageFile,
 pub use file::{NamespaceFacts, identify_namespace, is_namespace};
 pub use file::{RawCall, RawFile, RawStep, RawTransfer};
 pub use format::ImageFormat;
-pub use hand_over::HandOverError;
 pub use index_lists::Lists;
 pub use info::DiskInfo;
 pub use limit::{Clock, LimitedDisk, Limiter, Limits, Rate};
@@ -72,7 +72,7 @@ pub use size::parse_size;
 #[doc(hidden)]
 pub use sys::End;
 pub use sys::{fence, unpin};
-pub use uri::{FileSpec, adopt, open, open_lasting, recover};
+pub use uri::{FileSpec, open, open_lasting, recover};
 pub use zoned::{ZoneFormat, ZoneReport, ZonedDisk, Zones};
 
 #[cfg(doctest)]

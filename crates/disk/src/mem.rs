@@ -1,11 +1,11 @@
 //! Memory disk.
 
 use crate::bounds::Bounds;
+use crate::checkpoint_error::CheckpointError;
 use crate::compare::compare;
 use crate::disk::{Disk, Queue};
 use crate::error::OpenError;
 use crate::extent::{Extent, Tell, tell_of_file};
-use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::regions::Regions;
 use crate::request::{DiskError, Op, Request, Submitted};
@@ -58,7 +58,7 @@ impl MemDisk {
         Ok(Self::of(mapping, info, Arc::new(Regions::new())))
     }
 
-    /// Creates a disk like [`new`](Self::new) in a memfd, which can be passed to another process.
+    /// Creates a disk like [`new`](Self::new) in a memfd, which survives a crash of this process.
     /// The disk uses huge pages if `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `advise`
     /// or `always`.
     ///
@@ -72,8 +72,8 @@ impl MemDisk {
         Ok(Self::of(mapping, info, Arc::new(Regions::new())))
     }
 
-    /// Restores the disk that another process has [serialized](Disk::hand_over).
-    pub(crate) fn adopt(
+    /// Recovers the disk of a dead process from its [checkpoint](Disk::keep).
+    pub(crate) fn recover(
         state: &serde_json::Value,
         fds: &mut Descriptors,
         (blocks, block_size, read_only): (u64, u32, bool),
@@ -158,17 +158,6 @@ impl Disk for MemDisk {
         }
     }
 
-    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        let mapping = self.bytes.mapping();
-        let Some(fd) = mapping.fd() else {
-            return Err(HandOverError::Private { disk: self.name() });
-        };
-        let system = |source| HandOverError::System { disk: self.name(), source };
-        let memory = fds.add(fd.try_clone_to_owned().map_err(system)?);
-        let saved = SavedMem { memory, len: mapping.len() as u64, info: self.info.clone() };
-        serde_json::to_value(saved).map_err(|error| system(error.into()))
-    }
-
     fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
         Ok(Arc::new(self.clone().with_read_only(!taken)))
     }
@@ -204,9 +193,16 @@ impl Disk for MemDisk {
         self.bytes.slice(0, usize::try_from(len).ok()?)
     }
 
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         // Requests are executed inline, so none outlives the process.
-        self.hand_over(fds)
+        let mapping = self.bytes.mapping();
+        let Some(fd) = mapping.fd() else {
+            return Err(CheckpointError::Private { disk: self.name() });
+        };
+        let system = |source| CheckpointError::System { disk: self.name(), source };
+        let memory = fds.add(fd.try_clone_to_owned().map_err(system)?);
+        let saved = SavedMem { memory, len: mapping.len() as u64, info: self.info.clone() };
+        serde_json::to_value(saved).map_err(|error| system(error.into()))
     }
 }
 

@@ -1,9 +1,9 @@
 //! Null disk: discards writes and completes immediately.
 
 use crate::bounds::Bounds;
+use crate::checkpoint_error::CheckpointError;
 use crate::disk::{Disk, Queue};
 use crate::extent::{Extent, Tell};
-use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
@@ -80,10 +80,6 @@ impl Disk for NullDisk {
         }
     }
 
-    fn hand_over(&self, _: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        Ok(serde_json::Value::Null)
-    }
-
     fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
         Ok(Arc::new(self.clone().with_read_only(!taken)))
     }
@@ -98,7 +94,7 @@ impl Disk for NullDisk {
         Ok(Arc::new(Self { info, read_zeroes: self.read_zeroes }))
     }
 
-    fn keep(&self, _: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+    fn keep(&self, _: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         Ok(serde_json::Value::Null)
     }
 }

@@ -46,8 +46,8 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
     open_parsed(spec, MemDisk::new)
 }
 
-/// Opens a disk like [`open`], so that it can be [passed](Disk::hand_over) to another process: a
-/// memory disk uses a memfd.
+/// Opens a disk like [`open`], so that it can be [recovered](recover) by another process: a memory
+/// disk uses a memfd.
 ///
 /// # Errors
 /// Like [`open`].
@@ -97,30 +97,6 @@ impl FileSpec {
     }
 }
 
-/// Takes the disk `spec` over from another process, which opened it by the same specification and
-/// [serialized](Disk::hand_over) it as `state`. While the other process still has the disk
-/// ([`Disk::share_lock`]), dropping the new disk does not release the lock.
-///
-/// # Errors
-/// [`OpenError`] if `state` does not match the disk.
-pub fn adopt(
-    spec: &str,
-    state: &serde_json::Value,
-    fds: &mut Descriptors,
-) -> Result<Arc<dyn Disk>, OpenError> {
-    let refused = |why| OpenError::NotThatDisk { disk: spec.to_owned(), why };
-    Ok(match parsed(spec)? {
-        Parsed::File(FileSpec { path, options }) => {
-            Arc::new(FileDisk::adopt(&path, &options, state, fds).map_err(refused)?)
-        }
-        Parsed::Mem { size, block_size, read_only } => {
-            let form = (size / u64::from(block_size), block_size, read_only);
-            Arc::new(MemDisk::adopt(state, fds, form).map_err(refused)?)
-        }
-        Parsed::Null { .. } => return open(spec),
-    })
-}
-
 /// Recovers the disk `spec` of a dead process, which opened it by the same specification and stored
 /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can reach
 /// the disk any more; until then `wait` is called repeatedly.
@@ -138,7 +114,12 @@ pub fn recover(
             Arc::new(FileDisk::recover(&path, &options, state, fds, wait)?)
         }
         // Requests in flight to these disks ended with their process.
-        Parsed::Mem { .. } | Parsed::Null { .. } => return adopt(spec, state, fds),
+        Parsed::Mem { size, block_size, read_only } => {
+            let form = (size / u64::from(block_size), block_size, read_only);
+            let refused = |why| OpenError::NotThatDisk { disk: spec.to_owned(), why };
+            Arc::new(MemDisk::recover(state, fds, form).map_err(refused)?)
+        }
+        Parsed::Null { .. } => return open(spec),
     })
 }
 

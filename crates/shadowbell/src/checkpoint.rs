@@ -20,10 +20,6 @@ use std::sync::Arc;
 /// unusable.
 pub(crate) const COMPLETE: &str = "served";
 
-/// Prefix for the keys of an old process that died in an upgrade after a part of its controllers
-/// had moved to the new process. The items of the new process have no prefix and take precedence.
-const OLDER: &str = "older/";
-
 /// Longest body that is sent inside a packet.
 const MOST_BODY: usize = MOST - 1024;
 /// Longest key.
@@ -320,23 +316,6 @@ impl Checkpoint {
         Arc::into_inner(self.all.remove(key)?)
     }
 
-    /// Adds the items of the old process of an upgrade, whose controllers have moved in part.
-    pub(crate) fn add_older(&mut self, older: Self) {
-        let all = older.all.into_iter();
-        self.all.extend(all.map(|(key, item)| (format!("{OLDER}{key}"), item)));
-    }
-
-    /// Removes and returns the items that [`add_older`](Self::add_older) added.
-    pub(crate) fn take_older(&mut self) -> Option<Self> {
-        let all = std::mem::take(&mut self.all);
-        let (older, own) =
-            all.into_iter().partition::<BTreeMap<_, _>, _>(|(key, _)| key.starts_with(OLDER));
-        self.all = own;
-        let all = older.into_iter().map(|(key, item)| (key[OLDER.len()..].to_owned(), item));
-        let older = Self { all: all.collect(), ..Self::default() };
-        (!older.all.is_empty()).then_some(older)
-    }
-
     /// Parts of a transaction that sends all items to another process.
     pub(crate) fn parts(&self) -> Vec<Part> {
         let mut parts: Vec<Part> = Vec::new();
@@ -444,29 +423,6 @@ mod tests {
             assert_eq!(items.take(&packet.bytes, fds), Ok(nth + 1 == count));
         }
         count
-    }
-
-    #[test]
-    fn items_of_two_processes_go_on_side_by_side() {
-        let put = |items: &mut Checkpoint, key: &str, body: &[u8]| {
-            change(items, &[Change::Put { key, body, fds: &[] }]);
-        };
-        let (mut newer, mut older) = (Checkpoint::default(), Checkpoint::default());
-        put(&mut newer, COMPLETE, b"new");
-        put(&mut older, COMPLETE, b"old");
-        put(&mut older, "port/0", b"port");
-        newer.add_older(older);
-        let mut arrived = Checkpoint::default();
-        for part in newer.parts() {
-            let packet = part.packet();
-            arrived.take(&packet.bytes, Vec::new()).unwrap();
-        }
-        let mut older = arrived.take_older().unwrap();
-        assert!(arrived.take_older().is_none());
-        assert_eq!((arrived.all.len(), older.all.len()), (1, 2));
-        assert_eq!(read(&mut arrived, COMPLETE).0, b"new");
-        assert_eq!(read(&mut older, COMPLETE).0, b"old");
-        assert_eq!(read(&mut older, "port/0").0, b"port");
     }
 
     fn read(items: &mut Checkpoint, key: &str) -> (Vec<u8>, Vec<OwnedFd>) {

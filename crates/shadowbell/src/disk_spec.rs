@@ -13,7 +13,6 @@ use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_driver::Transport;
 use shadowbell_process::exit;
 use shadowbell_process::process_env;
-use shadowbell_state::Descriptors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -108,20 +107,6 @@ pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
 /// [`DiskSpecError`].
 pub(crate) fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Supervisor)
-}
-
-/// Takes over a disk that another process has passed on. `spec` is the specification by which that
-/// process opened it.
-///
-/// # Errors
-/// [`DiskSpecError`].
-pub(crate) fn adopt(
-    spec: &str,
-    state: &serde_json::Value,
-    fds: &mut Descriptors,
-) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    let (spec, layers) = split(spec)?;
-    put_around(&spec, (&layers, true), shadowbell_disk::adopt(&spec, state, fds)?)
 }
 
 /// Adds the layers of `spec` to an open disk. With `goes_on`, another process used the disk before,

@@ -74,14 +74,10 @@ points! {
     Kept = "kept",
     /// The supervisor was notified that this process has taken over.
     Taken = "taken",
-    /// Everything that is served is quiesced for the restart for upgrade.
-    AtRest = "at-rest",
-    /// The state was sent to the next process of an upgrade.
-    StateSent = "state-sent",
-    /// The next process of an upgrade was told to continue.
-    Committed = "committed",
-    /// The next process of an upgrade has restored the state.
-    TakenIn = "taken-in",
+    /// The next process of an upgrade has checked the checkpoint.
+    Checked = "checked",
+    /// Everything that is served is quiesced for an upgrade.
+    Quiesced = "quiesced",
     /// A vhost-user device has taken a request from the available ring.
     RequestTaken = "request-taken",
     /// The number of a vhost-user request is stored.
@@ -99,14 +95,6 @@ points! {
     RequestFreed = "request-freed",
     /// The index of the used ring is stored.
     RequestAnswered = "request-answered",
-    /// Controllers move to the next process one by one, and the supervisor knows that the upgrade
-    /// cannot be undone.
-    Moving = "moving",
-    /// A controller was released during the upgrade.
-    LetGo = "let-go",
-    /// A controller is quiesced in the next process, and the supervisor knows that both processes
-    /// serve controllers.
-    TakenOne = "taken-one",
 }
 
 /// Deliberately wrong order of steps, with which a test proves that it detects such an error.
@@ -181,14 +169,6 @@ pub fn is_wrong(order: WrongOrder) -> bool {
         let _ = order;
         false
     }
-}
-
-/// True if `SHADOWBELL_AS_BEFORE` is set: this process then negotiates the protocol of an earlier
-/// release. Always false without the feature `abort-points`, and in an optimised build.
-#[must_use]
-pub fn is_as_before() -> bool {
-    cfg!(all(feature = "abort-points", debug_assertions))
-        && std::env::var_os("SHADOWBELL_AS_BEFORE").is_some()
 }
 
 #[cfg(all(feature = "abort-points", debug_assertions))]

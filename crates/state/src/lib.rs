@@ -15,8 +15,7 @@ pub use bytes::Bytes;
 pub use descriptors::{Descriptors, FdRef, LastingChange};
 pub use error::StateError;
 pub use failpoint::{
-    AbortPoint, CommandStep, WrongOrder, abort_command, abort_directory, abort_point, is_as_before,
-    is_wrong,
+    AbortPoint, CommandStep, WrongOrder, abort_command, abort_directory, abort_point, is_wrong,
 };
 pub use state_message::Parcel;
 pub use version::{READABLE, VERSION};

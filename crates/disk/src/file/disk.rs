@@ -6,13 +6,12 @@ use super::open::open;
 use super::options::FileOptions;
 use super::queue::FileQueue;
 use super::raw::RawFile;
-use super::saved;
 use super::shared::FileShared;
 use super::write_atomicity::WriteAtomicity;
+use crate::checkpoint_error::CheckpointError;
 use crate::disk::{Disk, Queue};
 use crate::error::OpenError;
 use crate::extent::{Tell, tell_of_file};
-use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::resize::ResizeError;
 use rustix::fs::OFlags;
@@ -58,18 +57,6 @@ impl FileDisk {
         let script = super::test_script::Script::new(Arc::clone(&shared.flusher));
         shared.script = Some(script.clone());
         Ok((Self { shared: Arc::new(shared), path: path.to_owned() }, script))
-    }
-
-    /// Restores the disk that another process has [serialized](Disk::hand_over), by the same path
-    /// and options.
-    pub(crate) fn adopt(
-        path: &Path,
-        options: &FileOptions,
-        state: &serde_json::Value,
-        fds: &mut Descriptors,
-    ) -> Result<Self, String> {
-        let shared = saved::adopt(options, state, fds)?;
-        Ok(Self { shared: Arc::new(shared), path: path.to_owned() })
     }
 
     /// Recovers the disk of a dead process from its [checkpoint](Disk::keep), by the same path and
@@ -121,11 +108,6 @@ impl Disk for FileDisk {
         tell_of_file(&self.shared.file, (offset, to), end, tell);
     }
 
-    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
-        saved::save(&self.shared, fds)
-            .map_err(|source| HandOverError::System { disk: self.name(), source })
-    }
-
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
         let disk = || self.name();
         let info = self.info();
@@ -167,9 +149,9 @@ impl Disk for FileDisk {
         mapping.bytes().slice(0, usize::try_from(len).ok()?)
     }
 
-    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
         kept::keep(&self.shared, fds)
-            .map_err(|source| HandOverError::System { disk: self.name(), source })
+            .map_err(|source| CheckpointError::System { disk: self.name(), source })
     }
 
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
@@ -180,8 +162,8 @@ impl Disk for FileDisk {
         RawFile::of(&self.shared)
     }
 
-    fn share_lock(&self, shared: bool) {
-        self.shared.hold.lock_is_shared.store(shared, Ordering::Relaxed);
+    fn release_lock(&self) {
+        crate::sys::unlock_image(&self.shared.file);
     }
 
     fn remark(&self) -> Option<String> {

@@ -67,7 +67,6 @@ mod options;
 mod queue;
 mod ranges;
 mod raw;
-mod saved;
 mod shared;
 mod task;
 #[cfg(feature = "scripted")]

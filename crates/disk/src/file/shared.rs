@@ -75,7 +75,7 @@ pub(super) struct Hold {
     file: Arc<File>,
     flusher: Arc<Flusher>,
     /// Another process has the same open file, and so the same lock.
-    pub(super) lock_is_shared: AtomicBool,
+    lock_is_shared: bool,
 }
 
 /// Creates the range locks for blocks of `block_size` bytes, if needed: with direct I/O, the device
@@ -88,14 +88,14 @@ pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<R
 impl Hold {
     pub(super) fn new(file: &Arc<File>, flusher: &Arc<Flusher>, lock_is_shared: bool) -> Arc<Self> {
         let (file, flusher) = (Arc::clone(file), Arc::clone(flusher));
-        Arc::new(Self { file, flusher, lock_is_shared: AtomicBool::new(lock_is_shared) })
+        Arc::new(Self { file, flusher, lock_is_shared })
     }
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
         self.flusher.close();
-        if !self.lock_is_shared.load(Ordering::Relaxed) {
+        if !self.lock_is_shared {
             crate::sys::unlock_image(&self.file);
         }
     }

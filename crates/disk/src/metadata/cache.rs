@@ -114,16 +114,6 @@ impl Cache {
         }
     }
 
-    /// Empties the cache because another process may write, or has written, the disk below. Reads
-    /// in flight are not cached either.
-    pub(super) fn forget(&self) {
-        for line in &self.lines {
-            let mut line = line.lock();
-            line.version = line.version.wrapping_add(1);
-            line.block = NONE;
-        }
-    }
-
     fn keep(&self, line: &mut Line, block: u64, nth: usize, stored: &SharedBytes) {
         if line.bytes.is_empty() {
             line.bytes = vec![0; self.block_size].into();
@@ -180,10 +170,6 @@ mod tests {
             assert_eq!(cache.load(&one, false, &found), stored.is_some());
         }
         assert_eq!(found.read::<u8>(0), Some(2));
-        let before = cache.versions(&one);
-        cache.forget();
-        cache.was_read(&one, &before, &memory(1));
-        assert!(!cache.load(&one, false, &found), "it was read before");
     }
 
     #[test]

@@ -82,10 +82,4 @@ impl Disk for MetadataDisk {
         let inner = self.inner.with_writes(taken)?;
         Ok(Arc::new(Self { inner, ..self.clone() }))
     }
-
-    fn share_lock(&self, shared: bool) {
-        // The other process may write the disk from now on, or may have written it until now.
-        self.cache.forget();
-        self.inner.share_lock(shared);
-    }
 }

@@ -63,20 +63,6 @@ fn read(queue: &mut dyn Queue, lba: u64, blocks: u64) {
     }
 }
 
-#[test]
-fn what_another_process_wrote_is_found() {
-    let below = crate::open("mem:1MiB").unwrap();
-    let (ours, theirs) = (on(&below), on(&below));
-    let (mut our, mut their) = (ours.queue().unwrap(), theirs.queue().unwrap());
-    write(&mut *our, 5, 1, 1);
-    read(&mut *our, 5, 1);
-    // The other disk is used for a while, as after a transfer and back.
-    ours.share_lock(true);
-    write(&mut *their, 5, 1, 2);
-    ours.share_lock(false);
-    read(&mut *our, 5, 1);
-}
-
 /// Several queues write and read the same few blocks, whose metadata share one or two blocks of the
 /// disk below.
 fn race(below: &Arc<dyn Disk>) {

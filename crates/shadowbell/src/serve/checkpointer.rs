@@ -13,15 +13,15 @@
 //! controller, which has the namespaces that its guest may have seen, decides which of the two is
 //! used.
 
+use super::checkpoint_items::{self, ENDPOINTS, Served};
 use super::checkpoint_store::CheckpointStore;
+use super::endpoints::Endpoints;
 use super::registry::ServedController;
 use super::server_config::SocketConfig;
-use super::transfer::{self, Served};
 use super::worker_link::WorkerLink;
 use crate::checkpoint::{COMPLETE, Change};
 use crate::controller_config::{DiskConfig, nsids};
 use crate::limits::{self, Group};
-use anyhow::Context;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
@@ -167,42 +167,6 @@ impl Checkpointer {
         }
     }
 
-    /// Like [`begin`](Self::begin), for controllers that are added [one by one](Self::keep_one).
-    ///
-    /// # Errors
-    /// The supervisor does not accept the items.
-    pub(super) fn begin_with_none(&self, is_changed: bool) -> anyhow::Result<()> {
-        self.kept.store.begin((FENCE, self.fence.as_fd()))?;
-        let mut state = self.kept.state.lock();
-        (state.is_possible, state.is_changed) = (true, is_changed);
-        Ok(())
-    }
-
-    /// Sends the items of one more controller, which comes from another process.
-    ///
-    /// # Errors
-    /// A disk does not support recovery, or an item cannot be sent.
-    pub(super) fn keep_one(
-        &self,
-        served: &ServedController,
-        reactor: &mut Reactor,
-        port: PortId,
-    ) -> anyhow::Result<()> {
-        let kept = self.kept.keep_controller(served)?;
-        self.kept.state.lock().controllers.insert(served.index, kept);
-        reactor.record_with(port, self.kept.port_recorder(served.index));
-        Ok(())
-    }
-
-    /// Makes the checkpoint valid for the controllers so far, which are quiesced.
-    ///
-    /// # Errors
-    /// The list cannot be sent, so that a recovering process would not know of these controllers.
-    pub(super) fn name_all(&self) -> anyhow::Result<()> {
-        self.kept.state.lock().is_complete = true;
-        self.kept.try_publish().context("the supervisor does not accept the checkpoint")
-    }
-
     /// Makes the checkpoint valid: all controllers are in it.
     pub(super) fn complete(&self) {
         self.kept.state.lock().is_complete = true;
@@ -225,10 +189,12 @@ impl Checkpointer {
             disk.keep(&mut Descriptors::default())?;
         }
         self.kept.store.begin((FENCE, self.fence.as_fd()))?;
-        controllers
-            .iter()
-            .zip(ports)
-            .try_for_each(|(served, port)| self.keep_one(served, reactor, *port))
+        controllers.iter().zip(ports).try_for_each(|(served, port)| {
+            let kept = self.kept.keep_controller(served)?;
+            self.kept.state.lock().controllers.insert(served.index, kept);
+            reactor.record_with(*port, self.kept.port_recorder(served.index));
+            Ok(())
+        })
     }
 }
 
@@ -270,7 +236,7 @@ impl LiveCheckpoint {
     /// Deletes the items of a removed controller, which had these disks.
     pub(super) fn removed(&self, index: usize, disks: &[DiskEntry]) {
         if self.is_possible() {
-            let own = [transfer::controller(index), transfer::port(index)];
+            let own = [checkpoint_items::controller(index), checkpoint_items::port(index)];
             let files = self.state.lock().files.remove(&index).unwrap_or_default();
             for key in own.iter().chain(&files).chain(disks.iter().map(|disk| &disk.key)) {
                 let _ = self.store.delete(key);
@@ -371,6 +337,22 @@ impl LiveCheckpoint {
         self.publish();
     }
 
+    /// Adds the management endpoints to the checkpoint.
+    ///
+    /// # Errors
+    /// The item cannot be sent, or the descriptor limit is reached.
+    pub(super) fn put_endpoints(&self, endpoints: &Endpoints) -> anyhow::Result<()> {
+        let mut fds = Descriptors::default();
+        let saved = endpoints.save(&mut fds)?;
+        Ok(self.store.put_state(ENDPOINTS, &saved, &fds)?)
+    }
+
+    /// Deletes the management endpoints' item: the endpoints may change from now on.
+    pub(super) fn delete_endpoints(&self) {
+        // The store logs its errors.
+        let _ = self.store.delete(ENDPOINTS);
+    }
+
     fn is_possible(&self) -> bool {
         self.state.lock().is_possible
     }
@@ -391,25 +373,21 @@ impl LiveCheckpoint {
 
     /// Sends the list of what is served.
     fn publish(&self) {
-        // The store logs its errors.
-        let _ = self.try_publish();
-    }
-
-    fn try_publish(&self) -> io::Result<()> {
         let state = self.state.lock();
         if !state.is_possible || !state.is_complete {
-            return Ok(());
+            return;
         }
         let controllers: Vec<_> = state.controllers.values().cloned().collect();
         let complete = Complete {
             version: VERSION,
-            served: transfer::served_of(controllers.iter().map(|kept| &kept.asked)),
+            served: checkpoint_items::served_of(controllers.iter().map(|kept| &kept.asked)),
             is_changed: state.is_changed,
             controllers,
             groups: limits::groups(),
         };
         // The lock is held, so that lists are sent in the order of the changes.
-        self.store.put_state(COMPLETE, &complete, &Descriptors::default())
+        // The store logs its errors.
+        let _ = self.store.put_state(COMPLETE, &complete, &Descriptors::default());
     }
 
     fn keep_controller(
@@ -423,7 +401,8 @@ impl LiveCheckpoint {
         for ((nsid, config), disk) in namespaces.iter().zip(&asked.controller.disks) {
             disks.push(self.keep_disk(index, *nsid, &disk.disk, config)?);
         }
-        let recorder = Record { store: self.store.clone(), key: transfer::controller(index) };
+        let recorder =
+            Record { store: self.store.clone(), key: checkpoint_items::controller(index) };
         served.controller.record_with(Arc::new(recorder))?;
         Ok(ControllerEntry { index, asked: (*asked).clone(), disks, changing: Vec::new() })
     }
@@ -492,16 +471,16 @@ impl PortRecord {
         for change in fds.take_changes() {
             match change {
                 LastingChange::Put(number, fd) => {
-                    put.push((transfer::client_file(self.index, number), fd));
+                    put.push((checkpoint_items::client_file(self.index, number), fd));
                 }
                 LastingChange::Remove(number) => {
-                    removed.push(transfer::client_file(self.index, number));
+                    removed.push(checkpoint_items::client_file(self.index, number));
                 }
             }
         }
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let files: Vec<_> = put.iter().map(|(key, fd)| (key, [fd.as_fd()])).collect();
-        let key = transfer::port(self.index);
+        let key = checkpoint_items::port(self.index);
         let port = Change::Put { key: &key, body: &body, fds: &fds };
         let files = files.iter().map(|(key, fds)| Change::Put { key, body: &[], fds });
         let gone = removed.iter().map(|key| Change::Delete { key });

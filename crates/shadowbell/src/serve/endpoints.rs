@@ -1,15 +1,15 @@
-//! Management endpoints: control socket and statistics socket. Both stop together before a
-//! handover to another process, and start together.
+//! Management endpoints: control socket and statistics socket. Both stop together before an
+//! upgrade, and start together.
 
 use super::config_file::Settings;
-use super::control::{ControlSocket, Resting, ServerState};
+use super::control::{ControlSocket, Resting, SavedControl, ServerState};
 use super::server::Server;
 use super::server_config::ServerConfig;
-use super::stats_socket::{self, RestingStats, StatsSocket};
-use super::transfer;
+use super::stats_socket::{self, RestingStats, SavedStats, StatsSocket};
 use super::worker_link::Asker;
 use parking_lot::Mutex;
-use shadowbell_state::Parcel;
+use serde::{Deserialize, Serialize};
+use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,6 +20,13 @@ pub(super) struct Endpoints {
     stats: Option<RestingStats>,
     /// `None` if the previous process had no control socket.
     control: Option<Resting>,
+}
+
+/// Serialized [`Endpoints`], for the next process.
+#[derive(Serialize, Deserialize)]
+pub(super) struct SavedEndpoints {
+    stats: Option<SavedStats>,
+    control: Option<SavedControl>,
 }
 
 /// Threads that serve the endpoints.
@@ -68,42 +75,27 @@ impl Endpoints {
         Self { stats: stats.map(RestingStats::new), control: control.ok() }
     }
 
-    /// Serializes the sockets for another process.
+    /// Serializes the sockets for the next process.
     ///
     /// # Errors
     /// The descriptor limit is reached.
-    pub(super) fn save(&self, parcel: &mut Parcel) -> anyhow::Result<()> {
-        if let Some(stats) = &self.stats {
-            let saved = stats.save(parcel.descriptors())?;
-            parcel.add(transfer::STATS, false, &saved)?;
-        }
-        if let Some(control) = &self.control {
-            let saved = control.save(parcel.descriptors())?;
-            parcel.add(transfer::CONTROL, false, &saved)?;
-        }
-        Ok(())
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedEndpoints> {
+        Ok(SavedEndpoints {
+            stats: self.stats.as_ref().map(|stats| stats.save(fds)).transpose()?,
+            control: self.control.as_ref().map(|control| control.save(fds)).transpose()?,
+        })
     }
 
     /// Restores the sockets that [`save`](Self::save) has serialized.
     ///
     /// # Errors
-    /// The serialized form is invalid.
-    pub(super) fn restore(parcel: &mut Parcel) -> anyhow::Result<Self> {
-        let stats = parcel.take(transfer::STATS)?;
-        let stats = stats.map(|saved| RestingStats::restore(saved, parcel.descriptors()));
-        let control = parcel.take(transfer::CONTROL)?;
-        let control = control.map(|saved| Resting::restore(saved, parcel.descriptors()));
-        Ok(Self { stats: stats.transpose()?, control: control.transpose()? })
-    }
-
-    /// Drops the sockets without removing their files: another process serves them.
-    pub(super) fn leave(self) {
-        if let Some(stats) = self.stats {
-            stats.leave();
-        }
-        if let Some(control) = self.control {
-            control.leave();
-        }
+    /// A descriptor is missing.
+    pub(super) fn restore(saved: SavedEndpoints, fds: &mut Descriptors) -> anyhow::Result<Self> {
+        let SavedEndpoints { stats, control } = saved;
+        Ok(Self {
+            stats: stats.map(|saved| RestingStats::restore(saved, fds)).transpose()?,
+            control: control.map(|saved| Resting::restore(saved, fds)).transpose()?,
+        })
     }
 
     /// Starts the threads, for new and for queued clients.

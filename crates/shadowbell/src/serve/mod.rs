@@ -25,11 +25,8 @@
 //! | `stats_file` | statistics as a JSON file |
 //! | `stats_socket` | statistics for `top` |
 //! | `reactor_thread` | thread that serves the vfio-user sockets |
-//! | `by_recovery` | upgrade by recovery in the new process |
-//! | `hand_over`, `take_over` | upgrade with a handover of all controllers at once |
-//! | `move_out`, `move_in` | upgrade with a handover of one controller after the other |
-//! | `arriving` | restore of controllers that are handed over |
-//! | `transfer` | protocol of a handover |
+//! | `quiesce` | quiesce for an upgrade |
+//! | `checkpoint_items` | keys of the checkpoint's items |
 //! | `checkpointer`, `checkpoint_store` | checkpoint at the supervisor, for recovery |
 //! | `recover` | recovery after the death of a server process |
 //! | `path_broker` | sockets and output files, created by the supervisor |
@@ -48,9 +45,8 @@
 
 mod ana;
 mod args;
-mod arriving;
 mod builder;
-mod by_recovery;
+mod checkpoint_items;
 mod checkpoint_store;
 mod checkpointer;
 mod config_diff;
@@ -62,15 +58,13 @@ mod event_log;
 #[cfg(feature = "faults")]
 mod faults;
 mod flush;
-mod hand_over;
 mod launch_hint;
 mod liveness;
-mod move_in;
-mod move_out;
 mod namespace_requests;
 mod namespaces;
 mod parent_watch;
 mod path_broker;
+mod quiesce;
 mod reactor_thread;
 mod reconfigure;
 mod recover;
@@ -84,16 +78,14 @@ pub(crate) mod socket_access;
 mod startup_timing;
 mod stats_file;
 mod stats_socket;
-mod take_over;
 mod tracer;
-mod transfer;
 mod worker_link;
 
 pub(crate) use args::Args;
 pub(crate) use config_file::read as read_config_file;
 
 use crate::disk_spec::{self, DiskSpecError};
-use crate::supervisor::protocol::{Packet, to_supervisor, to_worker};
+use crate::supervisor::protocol::{to_supervisor, to_worker};
 use crate::{limits, pool, subsystems};
 use anyhow::anyhow;
 use bytesize::ByteSize;
@@ -112,7 +104,6 @@ use signal_hook::consts::{SIGHUP, SIGUSR1};
 use startup_timing::Phases;
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -159,8 +150,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let asked = args.sandbox();
     let mut config = args.config()?;
     let reload = Reload::of(&given, &config);
-    // A process that recovers or takes over locks the pools once the old process has unlocked
-    // them.
+    // A process that recovers locks the pools once the old process has unlocked them.
     let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
     pool::open_all(
         config.controllers.iter().filter_map(|one| one.controller.pool.as_ref()),
@@ -199,18 +189,14 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     logging::begin();
     phases.ended("sandbox");
     let (mut server, endpoints) = match (supervisor, &checkpointer) {
-        (Some((Role::Successor, link)), Some(checkpointer)) => {
-            match take_over::take_over(&config, link, checkpointer, ended)? {
-                Some(taken) => taken,
-                // The old process resumes, and has reported the reason.
-                None => return Ok(ExitCode::from(exit::FAILED)),
-            }
-        }
         (Some((Role::Recover, link)), Some(checkpointer)) => {
             match recover::recover(&config, link, checkpointer, ended, &mut phases)? {
                 // The endpoints are created after the controllers serve, so that guests wait
                 // less.
-                Some(server) => (server, Endpoints::listen_again(&config, supervisor_pid)),
+                Some((server, endpoints)) => {
+                    let listen = || Endpoints::listen_again(&config, supervisor_pid);
+                    (server, endpoints.unwrap_or_else(listen))
+                }
                 // The service is to end.
                 None => return Ok(ExitCode::from(exit::FAILED)),
             }
@@ -246,9 +232,6 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     };
     let mut answering = Some(endpoints.start(&server, &config, &powers)?);
     match supervisor {
-        Some((Role::Successor, link)) => {
-            link.say(to_supervisor::SERVING, &server.registry().summary())
-        }
         Some((role, link)) => {
             if role == Role::Start {
                 launch_hint::show(&config);
@@ -272,11 +255,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
         match wait(&mut signals, link, &mut watchdog, &server, &config, reload.as_ref())? {
             End::Asked => break false,
             End::Left => break true,
-            End::Successor(link, packet) => {
-                if hand_over(&mut server, &mut answering, &config, &powers, link, packet)? {
-                    return Ok(ExitCode::SUCCESS);
-                }
-            }
+            End::Quiesce(link) => quiesce(&server, &mut answering, &config, &powers, link)?,
         }
     };
     if link.is_none() {
@@ -322,8 +301,8 @@ enum End<'a> {
     Asked,
     /// The supervisor has died.
     Left,
-    /// Handover to another process is requested.
-    Successor(&'a WorkerLink, Packet),
+    /// The next process of an upgrade is prepared.
+    Quiesce(&'a WorkerLink),
 }
 
 fn wait<'a>(
@@ -366,9 +345,7 @@ fn wait<'a>(
                         reload(Box::new(move |outcome| link.say(to_supervisor::READ, outcome)));
                     }
                     to_worker::VISIT => link.visit(server),
-                    to_worker::HAND_OVER | to_worker::MOVE | to_worker::REPLACE => {
-                        return Ok(End::Successor(link, packet));
-                    }
+                    to_worker::QUIESCE => return Ok(End::Quiesce(link)),
                     _ => {}
                 }
             }
@@ -376,48 +353,23 @@ fn wait<'a>(
     }
 }
 
-/// Hands over to the process that the supervisor names. Returns false if this process continues.
-fn hand_over(
-    server: &mut Server,
+/// Quiesces for an upgrade. Returns if that has failed, and the server serves again.
+fn quiesce(
+    server: &Server,
     answering: &mut Option<RunningEndpoints>,
     config: &ServerConfig,
     powers: &Powers,
     link: &WorkerLink,
-    packet: Packet,
-) -> anyhow::Result<bool> {
-    let versions = packet.text();
-    let is_asked = packet.letter != to_worker::HAND_OVER;
-    let may_rest = packet.letter == to_worker::REPLACE && by_recovery::is_needed(server);
-    let Some(fd) = packet.fd() else { return Ok(false) };
-    let transfer = UnixStream::from(fd);
-    let Some(resting) = answering.take().map(RunningEndpoints::rest) else { return Ok(false) };
-    let changes = Arc::clone(server.changes());
-    let outcome = match changes.pause() {
-        // If either process dies meanwhile, recovery needs a complete checkpoint.
-        Some(_paused) if may_rest && can_move(server) => {
-            by_recovery::rest_for_good(server, &transfer, &versions, link)
-        }
-        Some(_paused) if may_rest => by_recovery::is_possible(server),
-        Some(_paused) if is_asked && can_move(server) => {
-            move_out::move_out(server, &resting, &transfer, &versions, link)
-        }
-        Some(_paused) => hand_over::hand_over(server, &resting, &transfer, &versions, link),
+) -> anyhow::Result<()> {
+    let Some(resting) = answering.take().map(RunningEndpoints::rest) else { return Ok(()) };
+    let outcome = match server.changes().pause() {
+        Some(_paused) => quiesce::quiesce(server, &resting, link),
         None => Err(anyhow!("a controller is being added or removed; try again")),
     };
-    let Err(why) = outcome else {
-        resting.leave();
-        return Ok(true);
-    };
-    // The reason is sent before the new process sees the end of the socket and ends.
-    link.say(to_supervisor::GOES_ON, &exit::line(&why));
-    drop(transfer);
+    let Err(why) = outcome;
+    link.say(to_supervisor::RESUMES, &exit::line(&why));
     *answering = Some(resting.start(server, config, powers)?);
-    Ok(false)
-}
-
-/// Returns true if controllers can be handed over one by one.
-fn can_move(server: &Server) -> bool {
-    server.registry().count() != 0 && server.changes().kept().is_some_and(|kept| kept.holds_all())
+    Ok(())
 }
 
 /// Writes the statistics to the configured file, or to the log.

@@ -29,8 +29,6 @@ enum State {
     Away,
     /// Put back, to be resumed by the thread.
     Back(Reactor),
-    /// Taken out for good: the thread ends.
-    Over,
 }
 
 impl ReactorThread {
@@ -101,13 +99,6 @@ impl ReactorThread {
         self.shared.changed.notify_all();
     }
 
-    /// Ends the thread without the reactor that was taken out.
-    pub(super) fn leave(self) {
-        *self.shared.state.lock() = State::Over;
-        self.shared.changed.notify_all();
-        let _ = self.thread.join();
-    }
-
     /// Stops the reactor and waits for the thread. The outer error means that the thread has
     /// panicked.
     ///
@@ -145,7 +136,6 @@ impl Shared {
                         self.changed.notify_all();
                         break reactor;
                     }
-                    State::Over => return Ok(()),
                     other => *state = other,
                 }
                 self.changed.wait(&mut state);

@@ -68,11 +68,6 @@ impl Changes {
         *self.handle.lock() = Some(handle);
     }
 
-    /// Reserves the indices of `count` controllers that come from another process.
-    pub(super) fn expect(&self, count: usize) {
-        self.next.store(count, Ordering::Relaxed);
-    }
-
     /// Sets the checkpoint that is updated with each change.
     pub(super) fn set_checkpoint(&self, kept: Arc<LiveCheckpoint>) {
         let _ = self.kept.set(kept);

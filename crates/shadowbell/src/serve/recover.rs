@@ -6,25 +6,23 @@
 //! checkpoint is valid, and serves. Until `TAKEN` it may fail or die, and the next process recovers
 //! from the same checkpoint again.
 //!
-//! If a process has died in a per-controller handover, there are the checkpoints of two processes
-//! ([`Sources`]). For each controller the newer one is used.
-//!
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see
-//! `shadowbell_disk::recover`. Only the disk limits the duration of this wait.
+//! `shadowbell_disk::recover`. Only the disk limits the duration of this wait. For an upgrade, the
+//! old process has quiesced, so there is no such I/O.
 
-use super::arriving::begin_trace;
 use super::builder;
+use super::checkpoint_items::{self, ENDPOINTS};
 use super::checkpoint_store;
-use super::checkpointer::{Checkpointer, Complete, ControllerEntry, FENCE};
+use super::checkpointer::{Checkpointer, Complete, FENCE};
+use super::endpoints::{Endpoints, SavedEndpoints};
 use super::event::EventQueue;
 use super::parent_watch::ParentWatch;
 use super::registry::ServedController;
 use super::server::Server;
 use super::server_config::ServerConfig;
 use super::startup_timing::Phases;
-use super::transfer;
-use super::worker_link::{Told, WorkerLink};
+use super::worker_link::{Origin, Received, Told, WorkerLink};
 use crate::checkpoint::{COMPLETE, Checkpoint, Item};
 use crate::controller_config::ConfigureError;
 use crate::limits;
@@ -33,7 +31,7 @@ use crate::{disk_recovery, disk_spec};
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
-use shadowbell_controller::{Controller, Pool, SavedController};
+use shadowbell_controller::{Controller, Death, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_state::{AbortPoint, Descriptors, READABLE, WrongOrder, abort_point, is_wrong};
 use shadowbell_vfio_user::Reactor;
@@ -76,16 +74,26 @@ pub(super) fn recover(
     checkpointer: &Checkpointer,
     ended: impl FnOnce() + Send + 'static,
     phases: &mut Phases,
-) -> anyhow::Result<Option<Server>> {
-    let began = Instant::now();
+) -> anyhow::Result<Option<(Server, Option<Endpoints>)>> {
     let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     phases.ended("threads");
-    let Some((items, death)) = link.items()? else { return Ok(None) };
+    link.say(to_supervisor::PREPARED, "");
+    let Received { mut items, origin } = loop {
+        let Some(received) = link.checkpoint()? else { return Ok(None) };
+        if received.origin != Origin::Serves {
+            break received;
+        }
+        check(config, received.items)?;
+        abort_point(AbortPoint::Checked);
+        link.say(to_supervisor::CHECKED, "");
+    };
+    let began = Instant::now();
     phases.ended("checkpoint");
     let watch = ParentWatch::start(link, std::time::Duration::ZERO)?;
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
-    let rebuilt = rebuild(config, items, pool, &fence, phases);
+    let endpoints = endpoints(&mut items);
+    let rebuilt = rebuild(config, items, origin, pool, &fence, phases);
     if let Some(told) = fence.gone.get() {
         debug!("gives up: {told:?}");
         return Ok(None);
@@ -96,6 +104,10 @@ pub(super) fn recover(
     let is_changed = server.registry().is_changed();
     checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
     phases.ended("own checkpoint");
+    let death = match origin {
+        Origin::Dead(death) => death,
+        Origin::Serves | Origin::Quiesced => Death::Killed,
+    };
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
         let Recovered { saved, mut fds, changing } = recovered;
@@ -106,6 +118,7 @@ pub(super) fn recover(
     phases.ended("queues");
     // All controllers are quiesced, and the supervisor has their checkpoint.
     checkpointer.complete();
+    checkpointer.kept().delete_endpoints();
     abort_point(AbortPoint::Kept);
     link.say(to_supervisor::TAKEN, "");
     abort_point(AbortPoint::Taken);
@@ -122,53 +135,91 @@ pub(super) fn recover(
         served.controller.announce_recovery(saved);
     }
     phases.ended("interrupts");
-    begin_trace(&server, config);
+    if let Err(error) = server.trace(config, true) {
+        warn!("the doorbell trace has ended: {error:#}");
+    }
     info!(
         "recovered from the death of a process: controllers: {}, commands in flight: {again}; that \
          took {took} us",
         server.controllers().len()
     );
-    Ok(Some(server))
+    Ok(Some((server, endpoints)))
+}
+
+/// Checks that this process could recover from the checkpoint of a process that still serves.
+///
+/// # Errors
+/// The checkpoint has another version, does not match the configuration, or cannot be decoded.
+fn check(config: &ServerConfig, mut items: Checkpoint) -> anyhow::Result<()> {
+    let complete = complete(&mut items)?;
+    matches_configuration(config, &complete)?;
+    for kept in &complete.controllers {
+        let _: (SavedController, _) = take(&mut items, &checkpoint_items::controller(kept.index))?;
+        let _: (SavedPort, _) = take(&mut items, &checkpoint_items::port(kept.index))?;
+    }
+    Ok(())
+}
+
+/// Restores the management endpoints, which a process that has quiesced leaves.
+fn endpoints(items: &mut Checkpoint) -> Option<Endpoints> {
+    items.contains(ENDPOINTS).then_some(())?;
+    let restored = take::<SavedEndpoints>(items, ENDPOINTS)
+        .and_then(|(saved, mut fds)| Endpoints::restore(saved, &mut fds));
+    restored.inspect_err(|why| warn!("the control socket is created anew: {why:#}")).ok()
+}
+
+/// Takes the list of what is served, which must be of a readable version.
+fn complete(items: &mut Checkpoint) -> anyhow::Result<Complete> {
+    let (complete, _): (Complete, _) = take(items, COMPLETE)?;
+    if !READABLE.contains(&complete.version) {
+        bail!(shadowbell_state::StateError::Version(complete.version));
+    }
+    Ok(complete)
+}
+
+/// Checks that the configuration asks for what is served, unless that was changed at run time.
+fn matches_configuration(config: &ServerConfig, complete: &Complete) -> anyhow::Result<()> {
+    let asked = checkpoint_items::served(config);
+    match checkpoint_items::difference(&complete.served, &asked) {
+        Some(why) if !complete.is_changed => bail!(why),
+        _ => Ok(()),
+    }
 }
 
 /// Rebuilds the server from a checkpoint, after all I/O of the dead process has ended.
 fn rebuild(
     config: &ServerConfig,
-    items: Checkpoint,
+    mut items: Checkpoint,
+    origin: Origin,
     pool: Pool,
     fence: &Fence<'_>,
     phases: &mut Phases,
 ) -> anyhow::Result<Rebuilt> {
-    let mut sources = Sources::of(items)?;
-    for source in &mut sources.0 {
-        if checkpoint_store::is_old(&mut source.items)? {
-            bail!("the checkpoint is outdated: the supervisor did not receive later changes");
-        }
+    let complete = complete(&mut items)?;
+    if checkpoint_store::is_old(&mut items)? {
+        bail!("the checkpoint is outdated: the supervisor did not receive later changes");
     }
-    let is_changed = sources.all()?.is_changed;
-    if !is_changed
-        && let Some(why) = transfer::difference(&sources.all()?.served, &transfer::served(config))
-    {
-        bail!(why);
-    }
-    for source in &mut sources.0 {
-        let ends = source.items.remove(FENCE).context("the state has no fence")?.read()?.1;
+    matches_configuration(config, &complete)?;
+    let is_changed = complete.is_changed;
+    let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
+    if origin != Origin::Quiesced {
         ends.iter().try_for_each(|end| fence.wait_for(end))?;
     }
     phases.ended("fence");
     if is_changed {
-        limits::set_groups(&sources.all()?.groups);
+        limits::set_groups(&complete.groups);
     }
     let events = EventQueue::new();
     let mut reactor = Reactor::new(Limits::default())?;
     let (mut served, mut controllers, mut ports) = (Vec::new(), Vec::new(), Vec::new());
-    for (index, (source, kept)) in sources.controllers()?.into_iter().enumerate() {
-        let Some(Source { items, .. }) = sources.0.get_mut(source) else { continue };
+    for (index, kept) in complete.controllers.iter().enumerate() {
+        let items = &mut items;
         let (saved, mut fds): (SavedController, _) =
-            take(items, &transfer::controller(kept.index))?;
-        let (port, mut port_fds): (SavedPort, _) = take(items, &transfer::port(kept.index))?;
-        for key in items.keys(&transfer::client_files(kept.index)) {
-            let number = transfer::client_file_number(&key);
+            take(items, &checkpoint_items::controller(kept.index))?;
+        let (port, mut port_fds): (SavedPort, _) =
+            take(items, &checkpoint_items::port(kept.index))?;
+        for key in items.keys(&checkpoint_items::client_files(kept.index)) {
+            let number = checkpoint_items::client_file_number(&key);
             let file = items
                 .remove(&key)
                 .map(Item::read)
@@ -214,47 +265,6 @@ fn rebuild(
         server.registry().set_changed();
     }
     Ok(Rebuilt { server, reactor, ports, controllers })
-}
-
-/// Checkpoint of one process.
-struct Source {
-    items: Checkpoint,
-    complete: Complete,
-}
-
-/// Checkpoints to recover from: of one process, or of two, the newer one first.
-struct Sources(Vec<Source>);
-
-impl Sources {
-    fn of(mut items: Checkpoint) -> anyhow::Result<Self> {
-        let older = items.take_older();
-        let sources = [Some(items), older].into_iter().flatten().map(|mut items| {
-            let (complete, _): (Complete, _) = take(&mut items, COMPLETE)?;
-            if !READABLE.contains(&complete.version) {
-                bail!(shadowbell_state::StateError::Version(complete.version));
-            }
-            Ok(Source { items, complete })
-        });
-        Ok(Self(sources.collect::<Result<_, _>>()?))
-    }
-
-    /// List of all controllers: that of the oldest process, which had all of them.
-    fn all(&self) -> anyhow::Result<&Complete> {
-        Ok(&self.0.last().context("there is no checkpoint")?.complete)
-    }
-
-    /// Controllers from the newest checkpoint that has them, with the index of that checkpoint.
-    fn controllers(&self) -> anyhow::Result<Vec<(usize, ControllerEntry)>> {
-        let newest = |kept: &ControllerEntry| {
-            let socket = kept.asked.absolute_socket();
-            self.0.iter().enumerate().find_map(|(nth, source)| {
-                let mut its = source.complete.controllers.iter();
-                let its = its.find(|its| its.asked.absolute_socket() == socket)?;
-                Some((nth, its.clone()))
-            })
-        };
-        Ok(self.all()?.controllers.iter().filter_map(newest).collect())
-    }
 }
 
 /// Decodes an item, and returns its state and descriptors.

@@ -106,11 +106,6 @@ impl Registry {
         self.controllers.read().clone()
     }
 
-    /// Number of controllers.
-    pub(super) fn count(&self) -> usize {
-        self.controllers.read().len()
-    }
-
     /// Short status text.
     pub(super) fn summary(&self) -> String {
         let all = self.controllers.read();
@@ -143,13 +138,6 @@ impl Registry {
         self.controllers.write().push(Arc::clone(&served));
         self.set_changed();
         served
-    }
-
-    /// Inserts a controller that is handed over, at its index.
-    pub(super) fn join(&self, served: Arc<ServedController>) {
-        let mut all = self.controllers.write();
-        let place = all.partition_point(|other| other.index < served.index);
-        all.insert(place, served);
     }
 
     pub(super) fn remove(&self, id: &str) {

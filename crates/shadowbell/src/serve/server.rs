@@ -167,14 +167,6 @@ impl Server {
         self.sockets_go_on(reactor);
     }
 
-    /// Drops the sockets without disconnecting clients, which another process serves.
-    pub(super) fn leave(&mut self, reactor: Reactor) {
-        reactor.hand_over();
-        if let Some(thread) = self.reactor.take() {
-            thread.leave();
-        }
-    }
-
     /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one
     /// after the other. `ended` is called on the reactor thread after the last one, so never if
     /// one hangs.
@@ -188,9 +180,9 @@ impl Server {
         self.controllers().iter().flat_map(|served| served.disks().collect::<Vec<_>>()).collect()
     }
 
-    /// Sets whether another process may lock the disks too.
-    pub(super) fn share_locks(&self, shared: bool) {
-        self.disks().iter().for_each(|disk| disk.share_lock(shared));
+    /// Releases the locks of all disks, which are not accessed any more.
+    pub(super) fn release_locks(&self) {
+        self.disks().iter().for_each(|disk| disk.release_lock());
     }
 
     /// Controllers, in the order of the configuration.

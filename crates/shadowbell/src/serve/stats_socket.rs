@@ -111,11 +111,6 @@ impl RestingStats {
             clients: clients?,
         })
     }
-
-    /// Drops the socket without removing its file: another process serves it.
-    pub(super) fn leave(mut self) {
-        self.socket.set_lent(true);
-    }
 }
 
 fn since(began: Instant) -> u64 {

@@ -9,7 +9,6 @@ use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::Death;
 use shadowbell_process::exit::bad_input;
-use shadowbell_state::is_as_before;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -24,10 +23,25 @@ const LISTENS: Duration = Duration::from_secs(2);
 pub(super) enum Role {
     /// Serve at once.
     Start,
-    /// Take over from a running process.
-    Successor,
-    /// Recover after the death of a process.
+    /// Recover after the death of a process, planned or not.
     Recover,
+}
+
+/// State of the process that a checkpoint is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// The process still serves: the checkpoint is only to be checked.
+    Serves,
+    /// The process has quiesced and released its locks.
+    Quiesced,
+    /// The process has died.
+    Dead(Death),
+}
+
+/// A received checkpoint.
+pub(super) struct Received {
+    pub(super) items: Checkpoint,
+    pub(super) origin: Origin,
 }
 
 /// Reason to give up a start.
@@ -60,12 +74,7 @@ impl WorkerLink {
         let null = std::fs::File::open("/dev/null").context("cannot open /dev/null")?;
         rustix::stdio::dup2_stdin(null)?;
         set_socket_timeout(&link, Timeout::Send, Some(LISTENS))?;
-        let link = Self(Arc::new(link));
-        if !is_as_before() {
-            link.say(to_supervisor::MOVES, "");
-            link.say(to_supervisor::CAN_REST, "");
-        }
-        Ok(link)
+        Ok(Self(Arc::new(link)))
     }
 
     /// Creates a sender of checkpoint changes.
@@ -76,27 +85,28 @@ impl WorkerLink {
         CheckpointStore::new(self.0.try_clone()?)
     }
 
-    /// Receives the dead process's checkpoint and kind of death. `None`: the service is to end.
+    /// Receives a checkpoint. `None`: the service is to end.
     ///
     /// # Errors
     /// The supervisor has died, or a packet is invalid.
-    pub(super) fn items(&self) -> anyhow::Result<Option<(Checkpoint, Death)>> {
+    pub(super) fn checkpoint(&self) -> anyhow::Result<Option<Received>> {
         let mut items = Checkpoint::default();
-        // An earlier release of the supervisor does not send the kind of death.
-        let mut death = Death::Killed;
-        loop {
-            match protocol::receive(&self.0, false)? {
-                Some(packet) if packet.letter == to_worker::CHECKPOINT => {
+        let mut origin = Origin::Dead(Death::Killed);
+        while let Some(packet) = protocol::receive(&self.0, false)? {
+            match packet.letter {
+                to_worker::CHECKPOINT => {
                     if items.take(&packet.body, packet.fds)? {
-                        return Ok(Some((items, death)));
+                        return Ok(Some(Received { items, origin }));
                     }
                 }
-                Some(packet) if packet.letter == to_worker::END => return Ok(None),
-                Some(packet) if packet.letter == to_worker::FAULT => death = Death::Fault,
-                Some(_) => {}
-                None => bail!("the supervisor has ended"),
+                to_worker::END => return Ok(None),
+                to_worker::CHECK => origin = Origin::Serves,
+                to_worker::FAULT => origin = Origin::Dead(Death::Fault),
+                to_worker::QUIESCED => origin = Origin::Quiesced,
+                _ => {}
             }
         }
+        bail!("the supervisor has ended")
     }
 
     /// Creates a requester of upgrades.

@@ -85,11 +85,7 @@ impl Supervisor {
             letter,
             to_supervisor::SERVING
                 | to_supervisor::TAKEN
-                | to_supervisor::PREPARED
-                | to_supervisor::MOVING
-                | to_supervisor::SHARED
-                | to_supervisor::HANDED_OVER
-                | to_supervisor::GOES_ON
+                | to_supervisor::RESUMES
                 | to_supervisor::FAILED
         );
         if is_noted || self.fd_store.as_ref().is_some_and(FdStore::needs_snapshot) {

@@ -8,27 +8,8 @@
 //!
 //! # Upgrade
 //!
-//! 1. The supervisor starts the new server process. The new process parses the command line,
-//!    starts its threads, and reports which state versions it reads, all within [`PREPARE`].
-//! 2. The old process receives one end of a socket pair; the new process has the other end. The
-//!    old process quiesces and sends its state.
-//! 3. The new process restores the state and reports that. The old process *commits*: it reports
-//!    the commit to the new process and to the supervisor, drops everything, reports that too,
-//!    and ends.
-//! 4. The new process waits for that report, then serves.
-//!
-//! If supervisor, old and new process all support it, controllers are moved to the new process
-//! one by one ([`to_worker::MOVE`]): steps 2 and 3 apply to each controller, and both processes
-//! serve between the first and the last of them. If one of the two processes dies meanwhile, the
-//! supervisor kills the other and starts a third one, which recovers from the checkpoints of both
-//! (`both_end` in [`upgrading`]).
-//!
-//! If the server has disks that cannot be handed over, the old process quiesces and is killed,
-//! and a process of the new program recovers as after a crash ([`by_recovery`]).
-//!
-//! Until the commit, the old process can resume, and does so after any error or timeout. After
-//! the commit it cannot. So two processes never serve the same controller, and the death of a
-//! process is seen at the end of its socket.
+//! The next process is started and prepared; then the running one quiesces and is killed, and the
+//! next one recovers as after a crash: see [`upgrade`].
 //!
 //! # Crash of the server process
 //!
@@ -50,7 +31,6 @@
 //! [`checkpoint`]: crate::checkpoint
 
 mod adopt;
-mod by_recovery;
 pub(crate) mod client;
 mod command_line;
 mod control;
@@ -71,7 +51,6 @@ mod snapshot_codec;
 mod state;
 mod trim_memory;
 mod upgrade;
-mod upgrading;
 mod watchdog;
 mod worker;
 
@@ -86,7 +65,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_process::signals::{Caught, Meanings};
 use shadowbell_process::{deferred_close, descriptor_limit, exit, notify};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
-use state::{HAND_OVER, LEAVE, MOVE, PREPARE, Supervisor};
+use state::Supervisor;
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -197,9 +176,8 @@ impl Supervisor {
             self.watch(Instant::now());
             self.renew(Instant::now());
             self.update_fd_store(Instant::now());
-            if let Some(worker) = &mut self.worker {
-                worker.pass_on();
-            }
+            let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
+            self.worker.iter_mut().chain(new).for_each(Worker::pass_on);
             while let Some((packet, client)) = self.control.as_mut().and_then(Control::next) {
                 self.answer(packet, client);
             }
@@ -234,8 +212,8 @@ impl Supervisor {
         let fds = fds.chain(self.workers().filter_map(|worker| worker.process.shows_end()));
         let fds = fds.chain([self.signals.as_fd()]);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let waits = self.worker.as_ref().filter(|worker| worker.has_more_to_hear());
-        let link = waits.and_then(Worker::link);
+        let waiting = self.workers().filter(|worker| worker.has_more_to_hear());
+        let link = waiting.filter_map(Worker::link);
         fds.extend(link.map(|link| PollFd::from_borrowed_fd(link, PollFlags::OUT)));
         // The result does not matter: the main loop checks everything.
         let _ = poll(&mut fds, timeout.as_ref());
@@ -286,10 +264,13 @@ impl Supervisor {
         notify::tell(notify::STOPPING);
         match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
             None => {}
-            Some(Step::Preparing) => self.upgrade_failed("the server is shutting down"),
+            Some(Step::Starting | Step::Checking) => {
+                // `END` is sent to the process that serves.
+                return self.upgrade_failed("the server is shutting down");
+            }
             // The upgrade completes or fails shortly; `END` is sent to the process that then
             // serves.
-            Some(Step::HandingOver | Step::Moving | Step::Committed) => return,
+            Some(Step::Quiescing) => return,
         }
         match &self.worker {
             Some(worker) => worker.say(to_worker::END, "", None),
@@ -307,22 +288,12 @@ impl Supervisor {
                 to_supervisor::SERVING => self.serves(&packet.text()),
                 to_supervisor::READ => self.has_read(&packet.text()),
                 to_supervisor::ALIVE => self.is_alive(&packet.text()),
-                to_supervisor::MOVES => {
-                    if let Some(worker) = &mut self.worker {
-                        worker.moves = true;
-                    }
-                }
-                to_supervisor::CAN_REST => {
-                    if let Some(worker) = &mut self.worker {
-                        worker.can_rest = true;
-                    }
-                }
-                to_supervisor::RESTS => self.worker_rests(),
+                to_supervisor::QUIESCED => self.has_quiesced(),
                 to_supervisor::TAKEN => {
                     self.replacement_has_taken();
                     self.left = None;
                     if let Some(worker) = &mut self.worker {
-                        worker.takes();
+                        worker.has_taken = true;
                     }
                 }
                 to_supervisor::FAILED => {
@@ -333,23 +304,7 @@ impl Supervisor {
                 // Upgrade to the current program only: a server process must not choose a
                 // program.
                 to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd()),
-                to_supervisor::GOES_ON => self.upgrade_failed(&packet.text()),
-                to_supervisor::MOVING => {
-                    if let Some(upgrade) = &mut self.upgrade {
-                        upgrade.until = Instant::now() + MOVE;
-                        if std::mem::replace(&mut upgrade.step, Step::Moving) == Step::Moving {
-                            // `MOVING` is repeated; the snapshot is written for the first one
-                            // only.
-                            continue;
-                        }
-                    }
-                }
-                to_supervisor::HANDED_OVER => {
-                    if let Some(upgrade) = &mut self.upgrade {
-                        upgrade.step = Step::Committed;
-                        upgrade.until = Instant::now() + LEAVE;
-                    }
-                }
+                to_supervisor::RESUMES => self.upgrade_failed(&packet.text()),
                 _ => {}
             }
             self.has_heard(letter);
@@ -359,32 +314,8 @@ impl Supervisor {
         {
             let letter = packet.letter;
             match packet.letter {
-                to_supervisor::MOVES => {
-                    if let Some(upgrade) = &mut self.upgrade {
-                        upgrade.new.moves = true;
-                    }
-                }
-                to_supervisor::CAN_REST => {
-                    if let Some(upgrade) = &mut self.upgrade {
-                        upgrade.new.can_rest = true;
-                    }
-                }
-                to_supervisor::SHARED => {
-                    if let Some(upgrade) = &mut self.upgrade {
-                        upgrade.is_shared = true;
-                    }
-                }
-                to_supervisor::PREPARED => self.hand_over(&packet.text()),
-                to_supervisor::SERVING => self.upgraded(&packet.text()),
-                to_supervisor::TAKEN => {
-                    if let Some(old) = &mut self.worker {
-                        old.leaves_nothing();
-                    }
-                    if let Some(upgrade) = &mut self.upgrade {
-                        upgrade.left = None;
-                        upgrade.new.takes();
-                    }
-                }
+                to_supervisor::PREPARED => self.check_checkpoint(),
+                to_supervisor::CHECKED => self.quiesce(),
                 to_supervisor::FAILED => {
                     if let Some(upgrade) = &mut self.upgrade {
                         upgrade.new.why = Some(packet.text());
@@ -402,7 +333,6 @@ impl Supervisor {
         let died = self.died.take();
         if let Some(worker) = &mut self.worker {
             worker.serves_since = Some(Instant::now());
-            worker.answers = !status.is_empty();
             if let Some(died) = died.filter(|_| worker.has_taken) {
                 let (pid, took) = (worker.pid(), died.elapsed().as_millis());
                 log_line(&format!(
@@ -431,34 +361,7 @@ impl Supervisor {
             self.restart = None;
             self.start_again();
         }
-        let Some(upgrade) = &mut self.upgrade else { return };
-        if upgrade.until > now {
-            return;
-        }
-        match upgrade.step {
-            Step::Preparing => {
-                let limit = PREPARE.as_secs();
-                self.upgrade_failed(&format!("the new process was not ready within {limit} s"));
-            }
-            Step::HandingOver => {
-                // The old process sees the end of the socket, and resumes.
-                upgrade.why = Some("the running process did not hand over".to_owned());
-                upgrade.until = now + HAND_OVER;
-                upgrade.new.kill();
-            }
-            Step::Moving => self.both_end("the upgrade did not complete in time", false),
-            Step::Committed => {
-                upgrade.until = now + LEAVE;
-                match &mut self.worker {
-                    // The new process waits for the old one's end.
-                    Some(worker) if upgrade.why.is_none() => {
-                        worker.kill();
-                        upgrade.why = Some("the new process does not start to serve".to_owned());
-                    }
-                    _ => upgrade.new.kill(),
-                }
-            }
-        }
+        self.upgrade_is_late(now);
     }
 
     fn answer(&mut self, packet: protocol::Packet, client: OwnedFd) {

@@ -2,8 +2,7 @@
 
 use super::log::log_line;
 use super::restart_policy::Next;
-use super::state::{LEAVE, Supervisor};
-use super::upgrade::Step;
+use super::state::Supervisor;
 use super::worker::{Worker, how, is_killed};
 use crate::supervisor::protocol::START;
 use shadowbell_process::{exit, notify};
@@ -22,31 +21,8 @@ impl Supervisor {
         let Some((status, pid)) = old else { return };
         // The messages may have made the new process the current one.
         let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
-        if let Some(upgrade) = &mut self.upgrade {
-            match upgrade.step {
-                Step::Preparing => {
-                    self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
-                }
-                // The old process may have committed without reporting that to the supervisor.
-                // The new process knows: it serves, or ends.
-                Step::HandingOver => {
-                    upgrade.step = Step::Committed;
-                    upgrade.until = Instant::now() + LEAVE;
-                    upgrade.why = Some(format!("the running process {pid} {}", how(status)));
-                    upgrade.left = worker.leaves(Some(status));
-                    return;
-                }
-                Step::Moving => {
-                    self.worker = Some(worker);
-                    let what = format!("process {pid}, which served, {}", how(status));
-                    return self.both_end(&what, is_killed(status));
-                }
-                // The expected exit of the old process.
-                Step::Committed => {
-                    upgrade.left = worker.leaves(Some(status)).filter(|_| !upgrade.new.has_taken);
-                    return;
-                }
-            }
+        if self.upgrade.is_some() {
+            self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
         }
         let served = if worker.has_begun() { "served" } else { "was to serve" };
         let what = format!("process {pid}, which {served}, {}", how(status));

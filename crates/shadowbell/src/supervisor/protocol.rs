@@ -22,9 +22,7 @@ const ROOM: usize = 1 << 20;
 pub(crate) const AS_WORKER: &str = "--as-worker";
 /// Value of [`AS_WORKER`] for a process that serves at once.
 pub(crate) const START: &str = "start";
-/// Value of [`AS_WORKER`] for a process that takes over from a running one.
-pub(crate) const SUCCESSOR: &str = "successor";
-/// Value of [`AS_WORKER`] for a process that recovers after another one's death.
+/// Value of [`AS_WORKER`] for a process that recovers after another one's death, planned or not.
 pub(crate) const RECOVER: &str = "recover";
 
 /// Maximum packet size: a letter and a path, a sentence, or checkpoint data.
@@ -69,17 +67,15 @@ pub(crate) mod to_worker {
     /// Answer [`ALIVE`](super::to_supervisor::ALIVE) once all I/O threads have passed a liveness
     /// check.
     pub(crate) const VISIT: u8 = b'V';
-    /// Hand over to the process at the other end of the descriptor, which reads the state
-    /// versions `FIRST LAST`.
-    pub(crate) const HAND_OVER: u8 = b'H';
-    /// Like [`HAND_OVER`], one controller after the other: both processes
-    /// [support](super::to_supervisor::MOVES) it.
-    pub(crate) const MOVE: u8 = b'M';
-    /// Like [`MOVE`], or quiesce for good and answer [`RESTS`](super::to_supervisor::RESTS): the
-    /// process [supports](super::to_supervisor::CAN_REST) it.
-    pub(crate) const REPLACE: u8 = b'Q';
-    /// Take over from the process at the other end of the descriptor.
-    pub(crate) const TAKE_OVER: u8 = b'T';
+    /// Quiesce for good and answer [`QUIESCED`](super::to_supervisor::QUIESCED), or resume and
+    /// answer [`RESUMES`](super::to_supervisor::RESUMES).
+    pub(crate) const QUIESCE: u8 = b'Q';
+    /// Check the checkpoint that follows, of a process that still serves, and answer
+    /// [`CHECKED`](super::to_supervisor::CHECKED).
+    pub(crate) const CHECK: u8 = b'C';
+    /// The previous server process had quiesced and released its locks, so none of its I/O is in
+    /// flight. Sent before its checkpoint.
+    pub(crate) const QUIESCED: u8 = b'Z';
     /// The previous server process died by a fault and was not killed. Sent before its
     /// checkpoint.
     pub(crate) const FAULT: u8 = b'F';
@@ -92,19 +88,20 @@ pub(crate) mod to_worker {
 pub(crate) mod to_supervisor {
     /// Path of a socket at which the process serves.
     pub(crate) const SOCKET: u8 = b'S';
-    /// The process serves. Body: a short status. The body is empty in an earlier release, which
-    /// is sent no messages that it does not know.
+    /// The process serves. Body: a short status.
     pub(crate) const SERVING: u8 = b'R';
     /// Result of a configuration reload. Body: a sentence.
     pub(crate) const READ: u8 = b'L';
     /// All I/O threads have passed the liveness check. Body: a short status.
     pub(crate) const ALIVE: u8 = b'V';
-    /// The process is prepared to take over, and reads the state versions `FIRST LAST`.
+    /// The process has started its threads and waits for a checkpoint.
     pub(crate) const PREPARED: u8 = b'P';
-    /// The process has not handed over, and resumes. Body: the reason.
-    pub(crate) const GOES_ON: u8 = b'G';
-    /// The process has handed over, accesses no disk or guest any more, and ends.
-    pub(crate) const HANDED_OVER: u8 = b'C';
+    /// The process can recover from the checkpoint that it was to check.
+    pub(crate) const CHECKED: u8 = b'K';
+    /// The process has not quiesced, and resumes. Body: the reason.
+    pub(crate) const RESUMES: u8 = b'G';
+    /// The process has quiesced for good and released its locks, and can be killed.
+    pub(crate) const QUIESCED: u8 = b'Z';
     /// The process cannot serve. Body: the reason.
     pub(crate) const FAILED: u8 = b'X';
     /// Checkpoint change, for recovery after the process's death: see
@@ -114,20 +111,6 @@ pub(crate) mod to_supervisor {
     pub(crate) const TAKEN: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: receives the result.
     pub(crate) const UPGRADE: u8 = b'U';
-    /// The process can move controllers one by one, in both directions. Sent before other
-    /// messages.
-    pub(crate) const MOVES: u8 = b'M';
-    /// The process can quiesce for good, so that another one recovers. Sent before other
-    /// messages.
-    pub(crate) const CAN_REST: u8 = b'W';
-    /// The process has quiesced for good, and can be killed.
-    pub(crate) const RESTS: u8 = b'Z';
-    /// The process moves controllers one by one, and cannot take them back. Repeated while the
-    /// moves last.
-    pub(crate) const MOVING: u8 = b'N';
-    /// The process serves a part of the old one's controllers: both checkpoints are valid from
-    /// now on.
-    pub(crate) const SHARED: u8 = b'B';
     /// Descriptor: a socket for [requests to open images](super::open_broker).
     pub(crate) const OPEN_BROKER: u8 = b'O';
     /// Descriptor: a socket for [requests for sockets and files](crate::path_broker).
@@ -338,17 +321,6 @@ pub(crate) fn known_path(path: &Path) -> PathBuf {
     if path.is_dir() { path.join("cntrl") } else { path }
 }
 
-/// Encodes a range of state versions.
-pub(crate) fn versions(range: &std::ops::RangeInclusive<u32>) -> String {
-    format!("{} {}", range.start(), range.end())
-}
-
-/// Decodes a range of state versions.
-pub(crate) fn parse_versions(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
-    let (first, last) = text.split_once(' ')?;
-    Some(first.parse().ok()?..=last.parse().ok()?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -358,15 +330,15 @@ mod tests {
         let (ours, theirs) = pair().unwrap();
         assert_eq!(receive(&theirs, true).unwrap_err().kind(), io::ErrorKind::WouldBlock);
         let (read, write) = io::pipe().unwrap();
-        send(&ours, to_worker::HAND_OVER, versions(&(1..=3)), Some(read.as_fd())).unwrap();
+        send(&ours, to_supervisor::UPGRADE, "now", Some(read.as_fd())).unwrap();
         send(&ours, to_supervisor::FAILED, "x".repeat(2 * MOST), None).unwrap();
         let packet = receive(&theirs, false).unwrap().unwrap();
-        assert_eq!((packet.letter, parse_versions(&packet.text())), (b'H', Some(1..=3)));
+        assert_eq!((packet.letter, &packet.text()[..]), (b'U', "now"));
         drop((read, write));
         assert_eq!(rustix::io::read(packet.fd().unwrap(), &mut [0; 1]), Ok(0), "it is the pipe");
         let packet = receive(&theirs, false).unwrap().unwrap();
         assert_eq!((packet.letter, packet.body.len()), (b'X', MOST - 1));
-        assert!(packet.fds.is_empty() && parse_versions(&packet.text()).is_none());
+        assert!(packet.fds.is_empty());
         // Queued packets are received although the peer has closed its end with unread ones.
         send(&theirs, to_worker::END, "", None).unwrap();
         send(&ours, to_supervisor::FAILED, "why", None).unwrap();

@@ -28,16 +28,8 @@ impl Supervisor {
         if reading == Reading::Told(worker.pid()) {
             return;
         }
-        if worker.answers {
-            worker.say(to_worker::READ, "", None);
-            self.reading = Some(Reading::Told(worker.pid()));
-        } else {
-            let why = "the server process is of an earlier release, which cannot reload its \
-                       configuration; run `shadowbell upgrade` first";
-            log_line(&format!("warning: {why}"));
-            self.reading = None;
-            notify::tell(&notify::ready(why));
-        }
+        worker.say(to_worker::READ, "", None);
+        self.reading = Some(Reading::Told(worker.pid()));
     }
 
     /// Reports the result of a reload to the service manager.
@@ -52,9 +44,10 @@ impl Supervisor {
     /// Feeds the service manager's watchdog, and aborts a server process that hangs.
     pub(super) fn watch(&mut self, now: Instant) {
         let Some(watchdog) = &mut self.watchdog else { return };
-        let is_handed_over =
-            self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step != Step::Preparing);
-        let worker = self.worker.as_ref().filter(|worker| worker.answers && !is_handed_over);
+        let is_quiescing =
+            self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::Quiescing);
+        let worker = self.worker.as_ref();
+        let worker = worker.filter(|worker| worker.serves_since.is_some() && !is_quiescing);
         match watchdog.due(now, worker.map(Worker::pid)) {
             Due::Nothing => return,
             Due::Visit => return self.tell_worker(to_worker::VISIT),

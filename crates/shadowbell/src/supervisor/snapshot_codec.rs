@@ -46,16 +46,13 @@ struct SavedUpgrade {
     new: SavedWorker,
     step: Step,
     why: Option<String>,
-    /// Unknown to earlier releases.
-    #[serde(default)]
-    is_shared: bool,
-    left: Option<SavedLeft>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 struct SavedLeft {
     items: SavedCheckpoint,
     by_fault: bool,
+    is_quiesced: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -65,19 +62,11 @@ struct SavedWorker {
     link: Option<FdRef>,
     program: Bytes,
     serves_since: Option<u64>,
-    answers: bool,
-    /// Unknown to earlier releases.
-    #[serde(default)]
-    moves: bool,
-    #[serde(default)]
-    can_rest: bool,
     has_taken: bool,
     why: Option<String>,
     items: SavedCheckpoint,
     is_broken: bool,
     has_opener: bool,
-    /// Missing in snapshots of earlier releases.
-    #[serde(default)]
     has_places: bool,
     in_parts: bool,
 }
@@ -88,8 +77,6 @@ struct SavedHeld {
     control: Option<FdRef>,
     clients: Vec<FdRef>,
     openers: Vec<(FdRef, SavedNamed)>,
-    /// Missing in snapshots of earlier releases.
-    #[serde(default)]
     places: Vec<(FdRef, SavedPlaces)>,
     /// Both ends of the fd store's socket pair, and its counters.
     journal: Option<(FdRef, FdRef, SavedFdStore)>,
@@ -129,11 +116,13 @@ fn section<T: serde::de::DeserializeOwned>(
 
 impl Left {
     fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedLeft {
-        SavedLeft { items: self.items.save(fds), by_fault: self.by_fault }
+        let Self { items, by_fault, is_quiesced } = self;
+        SavedLeft { items: items.save(fds), by_fault: *by_fault, is_quiesced: *is_quiesced }
     }
 
     fn restore(saved: SavedLeft, fds: &mut Descriptors) -> Result<Self, StateError> {
-        Ok(Self { items: Checkpoint::restore(saved.items, fds)?, by_fault: saved.by_fault })
+        let SavedLeft { items, by_fault, is_quiesced } = saved;
+        Ok(Self { items: Checkpoint::restore(items, fds)?, by_fault, is_quiesced })
     }
 }
 
@@ -145,9 +134,6 @@ impl Worker {
             link: self.link().map(|link| add(fds, link)),
             program: bytes_of(&self.program),
             serves_since: self.serves_since.map(|since| clock.write(since)),
-            answers: self.answers,
-            moves: self.moves,
-            can_rest: self.can_rest,
             has_taken: self.has_taken,
             why: self.why.clone(),
             items: self.items.save(fds),
@@ -180,9 +166,6 @@ impl Worker {
             link: saved.link.map(|link| fds.take(link)).transpose()?,
             program: path_of(saved.program),
             serves_since: saved.serves_since.map(|since| clock.read(since)),
-            answers: saved.answers,
-            moves: saved.moves,
-            can_rest: saved.can_rest,
             has_taken: saved.has_taken,
             why: saved.why,
             items,
@@ -224,8 +207,6 @@ impl Supervisor {
                 new: upgrade.new.save(&mut fds, &clock),
                 step: upgrade.step,
                 why: upgrade.why.clone(),
-                is_shared: upgrade.is_shared,
-                left: upgrade.left.as_ref().map(|left| left.save(&mut fds)),
             }),
             leaving: self.leaving.iter().map(|(worker, _)| worker.save(&mut fds, &clock)).collect(),
             left: self.left.as_ref().map(|left| left.save(&mut fds)),
@@ -287,29 +268,19 @@ impl Supervisor {
         let upgrade = match saved.upgrade {
             None => None,
             Some(upgrade) => {
-                let SavedUpgrade { new, step, why, is_shared, left } = upgrade;
-                Some((worker(new)?, step, why, is_shared, left))
+                let SavedUpgrade { new, step, why } = upgrade;
+                Some((worker(new)?, step, why))
             }
         };
-        let left = |saved: Option<SavedLeft>, fds: &mut Descriptors| {
-            saved.map(|left| Left::restore(left, fds)).transpose()
-        };
-        self.left = left(saved.left, fds)?;
-        self.upgrade = match upgrade {
-            None => None,
-            Some((new, step, why, is_shared, its)) => Some(Upgrade {
-                new,
-                transfer: None,
-                its: None,
-                step,
-                began: clock.now(),
-                until: clock.now() + LEAVE,
-                asker: None,
-                why,
-                is_shared,
-                left: left(its, fds)?,
-            }),
-        };
+        self.left = saved.left.map(|left| Left::restore(left, fds)).transpose()?;
+        self.upgrade = upgrade.map(|(new, step, why)| Upgrade {
+            new,
+            step,
+            began: clock.now(),
+            until: clock.now() + LEAVE,
+            asker: None,
+            why,
+        });
         self.worker = serves;
         self.leaving = leaving.into_iter().map(|worker| (worker, clock.now() + LEAVE)).collect();
         self.program = path_of(saved.program);

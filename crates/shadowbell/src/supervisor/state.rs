@@ -5,26 +5,15 @@ use super::fd_store::FdStore;
 use super::pending_exec::PendingExec;
 use super::restart_policy::RestartPolicy;
 use super::trim_memory::TrimTimer;
-use super::upgrade::Upgrade;
+use super::upgrade::{Replacement, Upgrade};
 use super::watchdog::Watchdog;
 use super::worker::{Left, Worker};
 use shadowbell_process::signals::Caught;
 use std::ffi::OsString;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time limit for the preparation of a new server process. The old one serves meanwhile.
-pub(super) const PREPARE: Duration = Duration::from_secs(10);
-/// Time limit for the old process's handover. The old process has far shorter limits of its own.
-pub(super) const HAND_OVER: Duration = Duration::from_secs(10);
-/// Time limit until the first controller was moved, if controllers are moved one by one. Before
-/// that, the old process quiesces each of them once.
-pub(super) const REHEARSE: Duration = Duration::from_secs(60);
-/// Time limit from one controller to the next, if controllers are moved one by one.
-pub(super) const MOVE: Duration = Duration::from_secs(10);
-/// Time limit for the old process's exit after the handover, and for the new process to serve.
-/// After that it is killed.
+/// Time limit for the end of an old process after it was killed.
 pub(super) const LEAVE: Duration = Duration::from_secs(2);
 
 /// Progress of a configuration reload.
@@ -34,18 +23,6 @@ pub(super) enum Reading {
     Wanted,
     /// The request was sent to the server process with this id.
     Told(u32),
-}
-
-/// Pending recovery by a new server process after a planned kill of the old one.
-pub(super) struct Replacement {
-    /// Program of the new process.
-    pub(super) program: PathBuf,
-    /// Requester of the upgrade, who receives the result.
-    pub(super) asker: Option<OwnedFd>,
-    /// Time of the request.
-    pub(super) began: Instant,
-    /// Time limit for the recovery.
-    pub(super) until: Instant,
 }
 
 /// The supervisor.
@@ -61,9 +38,9 @@ pub(super) struct Supervisor {
     pub(super) upgrade: Option<Upgrade>,
     /// Pending exec of a new program.
     pub(super) pending_exec: Option<PendingExec>,
-    /// Pending recovery after a planned kill.
+    /// Pending recovery by the next process of an upgrade.
     pub(super) replacement: Option<Replacement>,
-    /// Old processes that have handed over and are about to end, each with its deadline.
+    /// Old processes that have quiesced and were killed, each with the deadline of its end.
     pub(super) leaving: Vec<(Worker, Instant)>,
     pub(super) deaths: RestartPolicy,
     /// Time of the first death since a server process last served.

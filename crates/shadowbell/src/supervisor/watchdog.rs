@@ -71,7 +71,7 @@ impl Watchdog {
     /// Returns the action that is due at `now`. `worker`: the server process that can be checked.
     pub(super) fn due(&mut self, now: Instant, worker: Option<u32>) -> Due {
         match self.asked {
-            // The process has ended, or hands over, which has limits of its own.
+            // The process has ended, or quiesces, which has limits of its own.
             Some((pid, _)) if Some(pid) != worker => {
                 self.asked = None;
                 return Due::Alive;

@@ -25,6 +25,15 @@ pub(super) struct Left {
     pub(super) items: Checkpoint,
     /// The process died by a fault, so a command that was in flight may be the cause.
     pub(super) by_fault: bool,
+    /// The process had quiesced, so none of its I/O is in flight.
+    pub(super) is_quiesced: bool,
+}
+
+impl Left {
+    /// Marks the checkpoint as that of a process that had quiesced.
+    pub(super) fn after_quiesce(self) -> Self {
+        Self { is_quiesced: true, ..self }
+    }
 }
 
 /// A server process.
@@ -36,12 +45,6 @@ pub(super) struct Worker {
     pub(super) program: PathBuf,
     /// Time at which the process reported that it serves.
     pub(super) serves_since: Option<Instant>,
-    /// The process answers liveness checks. Earlier releases do not.
-    pub(super) answers: bool,
-    /// The process can move controllers, in both directions, one by one.
-    pub(super) moves: bool,
-    /// The process can quiesce for good, so that another one recovers.
-    pub(super) can_rest: bool,
     /// The process has recovered, and reported that its own checkpoint is valid from then on.
     pub(super) has_taken: bool,
     /// Reason that the process reported for a failure.
@@ -81,10 +84,6 @@ impl Worker {
             command.arg(word);
             if !is_verb_there && is_verb(word) {
                 command.args([AS_WORKER, how]);
-                // Earlier releases accept `--as-worker` only together with `--keeper`.
-                if !arguments.iter().any(|word| word == "--keeper") {
-                    command.arg("--keeper");
-                }
                 is_verb_there = true;
             }
         }
@@ -98,9 +97,6 @@ impl Worker {
             link: Some(ours),
             program: program.to_owned(),
             serves_since: None,
-            answers: false,
-            moves: false,
-            can_rest: false,
             has_taken: false,
             why: None,
             items: Checkpoint::default(),
@@ -124,13 +120,33 @@ impl Worker {
         left: &Left,
     ) -> io::Result<Self> {
         let mut worker = Self::start(program, arguments, protocol::RECOVER)?;
-        if left.by_fault {
-            worker.say(to_worker::FAULT, "", None);
-        }
-        worker.parts = left.items.parts().into();
-        // Until the process has recovered, its changes apply to the old checkpoint.
-        worker.items = left.items.clone();
+        worker.recovers_from(left);
         Ok(worker)
+    }
+
+    /// Lets the process recover from the checkpoint `left`, which [`pass_on`](Self::pass_on) sends
+    /// to it.
+    pub(super) fn recovers_from(&mut self, left: &Left) {
+        if left.by_fault {
+            self.say(to_worker::FAULT, "", None);
+        }
+        if left.is_quiesced {
+            self.say(to_worker::QUIESCED, "", None);
+        }
+        self.send_checkpoint(&left.items);
+        // Until the process has recovered, its changes apply to the old checkpoint.
+        self.items = left.items.clone();
+    }
+
+    /// Queues a checkpoint, which [`pass_on`](Self::pass_on) sends.
+    pub(super) fn send_checkpoint(&mut self, items: &Checkpoint) {
+        self.parts = items.parts().into();
+    }
+
+    /// Copies the process's checkpoint if it is complete.
+    pub(super) fn copy_of_checkpoint(&self) -> Option<Checkpoint> {
+        let is_usable = !self.is_broken && self.items.contains(COMPLETE);
+        is_usable.then(|| self.items.clone())
     }
 
     /// Sends parts of the old checkpoint until the socket is full.
@@ -165,29 +181,9 @@ impl Worker {
     /// Takes the checkpoint if it is complete. `ended`: exit status, or `None` if it was killed.
     pub(super) fn leaves(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
         let items = std::mem::take(&mut self.items);
-        let left = Left { items, by_fault: ended.is_some_and(is_fault) };
+        let by_fault = ended.is_some_and(is_fault);
+        let left = Left { items, by_fault, is_quiesced: false };
         Some(left).filter(|left| left.items.contains(COMPLETE))
-    }
-
-    /// Takes the checkpoint, merged with the one of the old process of a per-controller move.
-    pub(super) fn leaves_with(&mut self, older: Option<Left>) -> Option<Left> {
-        let ended = self.process.ended();
-        let (mut left, older) = (self.leaves(ended)?, older?);
-        left.items.add_older(older.items);
-        left.by_fault |= older.by_fault;
-        Some(left)
-    }
-
-    /// Records that the process has recovered: the old process's part of the checkpoint is
-    /// dropped.
-    pub(super) fn takes(&mut self) {
-        self.has_taken = true;
-        drop(self.items.take_older());
-    }
-
-    /// Drops the checkpoint, since another process has taken over.
-    pub(super) fn leaves_nothing(&mut self) {
-        self.items = Checkpoint::default();
     }
 
     /// Returns the time of service so far.
@@ -362,9 +358,6 @@ mod tests {
             link: Some(link.try_clone().unwrap()),
             program: PathBuf::new(),
             serves_since: None,
-            answers: true,
-            moves: false,
-            can_rest: false,
             has_taken: false,
             why: None,
             items,

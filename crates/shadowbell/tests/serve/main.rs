@@ -25,7 +25,6 @@ mod log;
 mod metadata;
 mod metrics;
 mod migrate;
-mod moving;
 mod namespaces;
 mod notify;
 mod output;

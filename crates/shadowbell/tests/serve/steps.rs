@@ -26,20 +26,12 @@ struct Dying {
     over: Arc<AtomicBool>,
 }
 
-/// Makes both processes hand over all controllers at once, as an older release does.
-const AS_BEFORE: &[(&str, &str)] = &[("SHADOWBELL_AS_BEFORE", "1")];
-
 impl Dying {
     fn start() -> Self {
-        Self::start_with(&[])
-    }
-
-    fn start_with(variables: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.keep().join("abort");
         let variable = ("SHADOWBELL_ABORT_FILE", file.to_str().unwrap());
-        let variables = [&[variable], variables].concat();
-        let server = server_with(4, &[], &variables);
+        let server = server_with(4, &[], &[variable]);
         let loads = [(0, 1), (1, 2)];
         let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
         let mut client = Client::attach(&socket(&server, 2));
@@ -147,65 +139,24 @@ fn a_process_may_die_at_each_step_of_recovery() {
 }
 
 #[test]
-fn a_process_may_die_at_each_step_of_a_hand_over() {
-    // Crash points of the old process.
-    for point in [AbortPoint::AtRest, AbortPoint::StateSent, AbortPoint::Committed] {
-        let mut dying = Dying::start_with(AS_BEFORE);
-        for byte in 1..3 {
-            dying.arm(point, 1);
-            kill(&dying.server, Signal::KILL);
-            dying.upgrade_until_dead(|_| {});
-            dying.survive(&format!("{} of the old one", point.name()), byte);
-        }
-        dying.end();
+fn the_old_process_may_die_when_it_has_quiesced_for_an_upgrade() {
+    let mut dying = Dying::start();
+    for byte in 1..4 {
+        dying.arm(AbortPoint::Quiesced, 1);
+        kill(&dying.server, Signal::KILL);
+        dying.upgrade_until_dead(|_| {});
+        dying.survive(AbortPoint::Quiesced.name(), byte);
     }
+    dying.end();
 }
 
 #[test]
-fn a_process_may_die_at_each_step_of_taking_over() {
-    for point in [AbortPoint::TakenIn, AbortPoint::Kept, AbortPoint::Taken] {
-        let mut dying = Dying::start_with(AS_BEFORE);
+fn the_next_process_may_die_at_each_step_of_an_upgrade() {
+    for point in [AbortPoint::Checked, AbortPoint::Rebuilt, AbortPoint::Kept, AbortPoint::Taken] {
+        let mut dying = Dying::start();
         for byte in 1..3 {
             dying.upgrade_until_dead(|dying| dying.arm(point, 1));
             dying.survive(&format!("{} of the new one", point.name()), byte);
-        }
-        dying.end();
-    }
-}
-
-/// Controllers are handed over one by one: the first, one in the middle, the last of four.
-#[test]
-fn a_process_may_die_at_each_step_of_handing_over_one_by_one() {
-    for (point, times) in [
-        (AbortPoint::AtRest, &[1, 3][..]),
-        (AbortPoint::StateSent, &[1, 4]),
-        (AbortPoint::Moving, &[1]),
-        (AbortPoint::LetGo, &[1, 2, 4]),
-        (AbortPoint::Committed, &[1]),
-    ] {
-        let mut dying = Dying::start();
-        for (byte, nth) in (1..).zip(times) {
-            dying.arm(point, *nth);
-            kill(&dying.server, Signal::KILL);
-            dying.upgrade_until_dead(|_| {});
-            dying.survive(&format!("{} of the old one, time {nth}", point.name()), byte);
-        }
-        dying.end();
-    }
-}
-
-#[test]
-fn a_process_may_die_at_each_step_of_taking_over_one_by_one() {
-    for (point, times) in [
-        (AbortPoint::TakenIn, &[1, 2][..]),
-        (AbortPoint::Kept, &[1, 2, 4]),
-        (AbortPoint::TakenOne, &[1, 3, 4]),
-        (AbortPoint::Taken, &[1]),
-    ] {
-        let mut dying = Dying::start();
-        for (byte, nth) in (1..).zip(times) {
-            dying.upgrade_until_dead(|dying| dying.arm(point, *nth));
-            dying.survive(&format!("{} of the new one, time {nth}", point.name()), byte);
         }
         dying.end();
     }

@@ -259,26 +259,34 @@ pub(crate) fn fake(server: &Server, script: &str) -> PathBuf {
 /// Environment variable that makes this test program a new server process, with its behaviour.
 const FAKE: &str = "SHADOWBELL_TEST_FAKE_WORKER";
 
-/// Entry point of a child process, not a test of its own: a new server process that reports
-/// itself prepared for these state versions, and then hangs or dies.
+/// Entry point of a child process, not a test of its own: a new server process that sends these
+/// messages, and then hangs or dies.
 #[test]
 fn fake_worker() {
     let Ok(how) = std::env::var(FAKE) else { return };
-    let (versions, then) = how.split_once(',').unwrap();
+    let (letters, then) = how.split_once(',').unwrap();
     let link = std::io::stdin();
-    let text = format!("P{versions}");
-    let bytes = [IoSlice::new(text.as_bytes())];
-    let mut control = rustix::net::SendAncillaryBuffer::default();
-    let flags = rustix::net::SendFlags::empty();
-    rustix::net::sendmsg(link.as_fd(), &bytes, &mut control, flags).unwrap();
+    for letter in letters.as_bytes().chunks(1) {
+        let mut control = rustix::net::SendAncillaryBuffer::default();
+        let flags = rustix::net::SendFlags::empty();
+        let bytes = [IoSlice::new(letter)];
+        rustix::net::sendmsg(link.as_fd(), &bytes, &mut control, flags).unwrap();
+    }
     match then {
         "hangs" => loop {
             std::thread::park();
         },
-        // Time for the state to arrive, usually.
+        // Time for the checkpoint to arrive, usually.
         _ => std::thread::sleep(Duration::from_millis(100)),
     }
     std::process::abort();
+}
+
+/// Script of a new program that starts well: it sends these messages, then hangs or dies.
+pub(crate) fn fakes(how: &str) -> String {
+    let test = std::env::current_exe().unwrap();
+    let test = test.display();
+    format!("export {FAKE}='{how}'\nexec {test} --exact upgrade::fake_worker --nocapture >&2")
 }
 
 #[test]
@@ -288,18 +296,11 @@ fn a_new_program_that_fails_changes_nothing() {
     client.write(1, 0, 7);
     client.write(2, 8, 8);
     let before = worker(&server);
-    let test = std::env::current_exe().unwrap();
-    let fakes = |how: &str| {
-        let test = test.display();
-        format!("export {FAKE}='{how}'\nexec {test} --exact upgrade::fake_worker --nocapture >&2")
-    };
     for (script, why) in [
-        ("exit 3".to_owned(), "ended with exit status 3 before it could take over"),
-        ("kill -9 $$".to_owned(), "was ended by signal 9 before it could take over"),
-        (fakes("7 9,ends"), "reads state versions 7 to 9, but this one writes version"),
-        (fakes("nothing,ends"), "the new process reads no state"),
-        (fakes("1 1,hangs"), "did not take over within 200 ms"),
-        (fakes("1 1,ends"), " before it "),
+        ("exit 3".to_owned(), "ended with exit status 3 before it could recover"),
+        ("kill -9 $$".to_owned(), "was ended by signal 9 before it could recover"),
+        (fakes("P,ends"), "was ended by signal 6 before it could recover"),
+        (fakes("P,hangs"), "did not check the checkpoint within 10 s"),
     ] {
         let path = fake(&server, &script);
         let (status, _, errors) = upgrade(&before.to_string(), Some(&path));
@@ -313,6 +314,34 @@ fn a_new_program_that_fails_changes_nothing() {
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!((client.read(1, 0), client.read(2, 8)), (7, 8));
+    assert!(server.stop().success());
+}
+
+/// The new program fails after the old process has quiesced: the old program recovers from the
+/// same checkpoint.
+#[test]
+fn the_previous_program_recovers_if_the_new_one_ends_or_hangs() {
+    let mut server = server(2, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.write(1, 0, 7);
+    for (how, why) in [
+        ("PK,ends", "was ended by signal 6"),
+        ("PK,hangs", "the new process did not recover within 30 s"),
+    ] {
+        let before = worker(&server);
+        let path = fake(&server, &fakes(how));
+        let (status, _, errors) = upgrade(&server.pid().to_string(), Some(&path));
+        assert_eq!(status, Some(1), "{how}: {errors}");
+        assert!(errors.contains(why), "{how}: {errors}");
+        assert!(errors.contains("the previous program recovers the clients"), "{errors}");
+        assert_eq!(client.read(1, 0), 7, "{how}");
+        client.write(1, 0, 7);
+        assert_ne!(worker(&server), before, "{how}");
+    }
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(0), "{errors}");
+    assert_eq!(client.read(1, 0), 7);
+    assert!(!server.stderr().contains("have lost"), "{}", server.stderr());
     assert!(server.stop().success());
 }
 

@@ -137,16 +137,3 @@ fn what_a_device_refuses_is_done_by_other_means_and_what_it_fails_is_its_status(
     let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x371));
     assert_eq!((made.len(), result), (65, Err(DiskError::Io(libc::EIO))));
 }
-
-#[test]
-fn a_namespace_goes_to_another_process_as_one() {
-    use super::super::saved;
-    let shared = namespace(null(), EngineKind::Uring, facts());
-    let mut fds = shadowbell_state::Descriptors::default();
-    let state = saved::save(&shared, &mut fds).unwrap();
-    // Otherwise an earlier release would take the state for a file.
-    assert!(state.get("file").is_none(), "{state}");
-    let options = super::super::FileOptions::default();
-    let adopted = saved::adopt(&options, &state, &mut fds).unwrap();
-    assert_eq!((adopted.namespace, adopted.engine), (shared.namespace, EngineKind::Uring));
-}

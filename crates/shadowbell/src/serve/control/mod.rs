@@ -97,7 +97,7 @@ impl Drop for OwnDirectory {
 
 /// Serialized [`Resting`], for another process.
 #[derive(Serialize, Deserialize)]
-pub(super) struct Saved {
+pub(super) struct SavedControl {
     name: String,
     socket: Option<SavedListener>,
     directory: Option<PathBuf>,
@@ -176,9 +176,9 @@ impl Resting {
     ///
     /// # Errors
     /// The descriptor limit is reached.
-    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<Saved> {
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedControl> {
         let metrics = self.metrics.as_ref().map(TcpListener::try_clone).transpose()?;
-        Ok(Saved {
+        Ok(SavedControl {
             name: self.name.clone(),
             socket: self.socket.as_ref().map(|socket| socket.listener.save(fds)).transpose()?,
             directory: self.directory(),
@@ -194,7 +194,7 @@ impl Resting {
     ///
     /// # Errors
     /// A descriptor is missing.
-    pub(super) fn restore(saved: Saved, fds: &mut Descriptors) -> anyhow::Result<Self> {
+    pub(super) fn restore(saved: SavedControl, fds: &mut Descriptors) -> anyhow::Result<Self> {
         let directory = saved.directory.map(OwnDirectory);
         let socket = saved.socket.map(|socket| {
             let listener = Listener::restore(&socket, fds)?;
@@ -214,19 +214,6 @@ impl Resting {
             tracing: saved.tracing,
             measures: saved.measures,
         })
-    }
-
-    /// Marks the sockets as shared with another process, so that a drop does not remove their
-    /// files.
-    fn set_lent(&mut self, is_lent: bool) {
-        if let Some(socket) = &mut self.socket {
-            socket.listener.set_lent(is_lent);
-        }
-    }
-
-    /// Drops the sockets without removing their files: another process serves them.
-    pub(super) fn leave(mut self) {
-        self.set_lent(true);
     }
 
     fn directory(&self) -> Option<PathBuf> {
@@ -305,7 +292,9 @@ impl ControlSocket {
     /// # Errors
     /// A thread cannot be started, or the descriptor limit is reached.
     pub(super) fn start(mut resting: Resting, state: Arc<ServerState>) -> io::Result<Option<Self>> {
-        resting.set_lent(false);
+        if let Some(socket) = &mut resting.socket {
+            socket.listener.set_lent(false);
+        }
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(BLOCKING)

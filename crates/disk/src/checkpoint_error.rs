@@ -1,20 +1,11 @@
-//! Errors of transferring a disk to another process.
+//! Errors of serializing a disk for recovery.
 
 use std::io;
 
-/// Error of serializing a disk for another process.
+/// Error of serializing a disk for the next process.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum HandOverError {
-    /// This disk type does not support the transfer.
-    #[error(
-        "{disk}: this disk type cannot be passed to another process in this release; stop the \
-         server and start it again instead"
-    )]
-    Impossible {
-        /// Name of the disk.
-        disk: String,
-    },
+pub enum CheckpointError {
     /// This disk type cannot be recovered after a crash of the server process.
     #[error("{disk}: this disk type cannot be recovered after a server crash")]
     Mortal {
@@ -36,7 +27,7 @@ pub enum HandOverError {
         disk: String,
     },
     /// A system call failed.
-    #[error("{disk}: it cannot be passed to another process: {source}")]
+    #[error("{disk}: its state cannot be stored for recovery: {source}")]
     System {
         /// Name of the disk.
         disk: String,

@@ -1,7 +1,7 @@
-//! Handover of disks from one process to another.
+//! Checkpoints of disks, and recovery by the next process.
 
-use shadowbell_disk::{Disk, HandOverError, Op, OpenError, Request, Submitted, adopt};
-use shadowbell_disk::{open, open_lasting};
+use shadowbell_disk::{CheckpointError, Disk, Op, OpenError, Request, Submitted};
+use shadowbell_disk::{open, open_lasting, recover};
 use shadowbell_memory::{Mapping, Segments};
 use shadowbell_state::{Descriptors, Parcel};
 use std::os::unix::net::UnixStream;
@@ -14,7 +14,7 @@ const LEN: usize = 4096;
 fn travel(disk: &dyn Disk) -> (serde_json::Value, Descriptors) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut parcel = Parcel::new();
-    let state = disk.hand_over(parcel.descriptors()).unwrap();
+    let state = disk.keep(parcel.descriptors()).unwrap();
     parcel.add("disk", true, &state).unwrap();
     parcel.send(&ours).unwrap();
     drop(parcel);
@@ -69,7 +69,7 @@ fn is_locked(spec: &str) -> bool {
 }
 
 #[test]
-fn the_lock_of_a_file_is_held_during_a_handover() {
+fn a_released_lock_lets_the_next_process_recover_at_once() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path());
     for options in ["", "?direct=off", "?aio=threads&direct=off"] {
@@ -77,62 +77,27 @@ fn the_lock_of_a_file_is_held_during_a_handover() {
         let old = open_lasting(&spec).unwrap();
         write(&*old, 7);
         let (state, mut fds) = travel(&*old);
-        let new = adopt(&spec, &state, &mut fds).unwrap();
+        assert!(is_locked(&spec));
+        old.release_lock();
+        let new = recover(&spec, &state, &mut fds, &|| false).unwrap();
         assert_eq!((new.info(), new.name()), (old.info(), old.name()));
-        old.share_lock(true);
         drop(old);
         assert!(is_locked(&spec), "the new disk holds the lock");
         assert_eq!(read(&*new), 7);
-        write(&*new, 8);
-        new.share_lock(false);
         drop(new);
         assert!(!is_locked(&spec));
-        assert_eq!(read(&*open(&spec).unwrap()), 8);
     }
 }
 
 #[test]
-fn a_cancelled_handover_keeps_the_lock() {
-    let directory = tempfile::tempdir().unwrap();
-    let spec = image(directory.path());
-    let old = open_lasting(&spec).unwrap();
-    let (state, mut fds) = travel(&*old);
-    old.share_lock(true);
-    drop(adopt(&spec, &state, &mut fds).unwrap());
-    assert!(is_locked(&spec), "the old disk holds the lock");
-    old.share_lock(false);
-    write(&*old, 1);
-    drop((old, fds));
-    assert!(!is_locked(&spec));
-}
-
-#[test]
-fn a_lost_write_stays_lost_after_a_handover() {
-    let directory = tempfile::tempdir().unwrap();
-    let spec = format!("{}?direct=off", image(directory.path()));
-    let old = open_lasting(&spec).unwrap();
-    let (mut state, mut fds) = travel(&*old);
-    state["lost"] = 5.into();
-    state["full"] = 1.into();
-    state["end"] = 8192.into();
-    let new = adopt(&spec, &state, &mut fds).unwrap();
-    assert!(new.has_lost() && new.is_full());
-    assert!(!run(&*new, Op::Flush, &mut Segments::default()));
-    let (again, _fds) = travel(&*new);
-    for key in ["lost", "full", "end"] {
-        assert_eq!(again[key], state[key], "{key}");
-    }
-}
-
-#[test]
-fn a_memory_disk_keeps_its_contents_in_a_handover() {
+fn a_memory_disk_keeps_its_contents() {
     for spec in ["mem:1MiB", "mem:516KiB?block-size=4096", "mem:3KiB", "mem:128MiB"] {
         let old = open_lasting(spec).unwrap();
         if old.info().bytes() >= LEN as u64 {
             write(&*old, 9);
         }
         let (state, mut fds) = travel(&*old);
-        let new = adopt(spec, &state, &mut fds).unwrap();
+        let new = recover(spec, &state, &mut fds, &|| false).unwrap();
         drop(old);
         assert_eq!(new.info().bytes(), open(spec).unwrap().info().bytes());
         if new.info().bytes() >= LEN as u64 {
@@ -141,22 +106,20 @@ fn a_memory_disk_keeps_its_contents_in_a_handover() {
             assert_eq!(read(&*new), 0, "{spec}");
         }
         let (state, mut fds) = travel(&*new);
-        adopt(spec, &state, &mut fds).unwrap();
+        recover(spec, &state, &mut fds, &|| false).unwrap();
     }
     let spec = "null:1TiB?read-zeroes=on";
     let (state, mut fds) = travel(&*open_lasting(spec).unwrap());
-    assert_eq!(read(&*adopt(spec, &state, &mut fds).unwrap()), 0);
+    assert_eq!(read(&*recover(spec, &state, &mut fds, &|| false).unwrap()), 0);
 }
 
 #[test]
 fn another_disk_or_a_private_one_is_refused() {
     let disk: Arc<dyn Disk> = open("mem:1MiB").unwrap();
-    let error = disk.hand_over(&mut Descriptors::default()).unwrap_err();
-    assert!(matches!(error, HandOverError::Private { .. }), "{error}");
+    let error = disk.keep(&mut Descriptors::default()).unwrap_err();
+    assert!(matches!(error, CheckpointError::Private { .. }), "{error}");
     let (state, mut fds) = travel(&*open_lasting("mem:1MiB").unwrap());
-    let error = adopt("mem:2MiB", &state, &mut fds).unwrap_err().to_string();
+    let error = recover("mem:2MiB", &state, &mut fds, &|| false).unwrap_err().to_string();
     let why = "its size, block size or write protection has changed";
     assert_eq!(error, format!("mem:2MiB cannot be taken over: {why}"));
-    let error = adopt("/disk.img", &state, &mut fds).unwrap_err().to_string();
-    assert!(error.starts_with("/disk.img cannot be taken over: "), "{error}");
 }

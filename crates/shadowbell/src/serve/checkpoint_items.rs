@@ -1,39 +1,11 @@
-//! Protocol of a handover between two server processes: one state, and three one-byte messages.
-//!
-//! For a per-controller handover there are several states: first the list of what is served; then
-//! each controller with the three messages and [`DONE`] ([`HAVE`] and [`COMMIT`] only for the
-//! first one, after which the old process cannot resume); then the management endpoints.
+//! Keys of a checkpoint's items, and the list of what is served.
 
 use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::ControllerConfig;
-use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
-use std::io;
-use std::os::unix::net::UnixStream;
 
-/// New process: the state is restored, but not served yet.
-pub(super) const HAVE: u8 = b'h';
-/// Old process: it will not resume.
-pub(super) const COMMIT: u8 = b'c';
-/// Old process: it accesses no disk or guest any more.
-pub(super) const GONE: u8 = b'g';
-/// New process: it serves the controller.
-pub(super) const DONE: u8 = b'd';
-
-/// Section with the number of controllers, of a per-controller handover.
-pub(super) const MOVES: &str = "moves";
-/// Section with the index of a controller, of a per-controller handover.
-pub(super) const MOVED: &str = "moved";
-/// Section with the list of what is served, which must match in both processes.
-pub(super) const SERVED: &str = "serve";
-/// Section with the controllers' configuration, if it differs from the configuration file.
-pub(super) const ASKED: &str = "asked";
-/// Section with the limits of groups, which accompanies [`ASKED`].
-pub(super) const GROUPS: &str = "limit-groups";
-/// Section of the statistics socket.
-pub(super) const STATS: &str = "stats-socket";
-/// Section of the control socket.
-pub(super) const CONTROL: &str = "control-socket";
+/// Item of the management endpoints, while the server quiesces for an upgrade.
+pub(super) const ENDPOINTS: &str = "endpoints";
 
 pub(super) fn controller(index: usize) -> String {
     format!("controller/{index}")
@@ -54,10 +26,6 @@ pub(super) fn client_file(index: usize, number: u64) -> String {
 
 pub(super) fn client_file_number(key: &str) -> Option<u64> {
     key.rsplit_once('.')?.1.parse().ok()
-}
-
-pub(super) fn disk(controller: usize, index: usize) -> String {
-    format!("disk/{controller}.{index}")
 }
 
 /// Properties of a controller that must be the same in the old and the new server process.
@@ -105,20 +73,6 @@ pub(super) fn difference(old: &[Served], new: &[Served]) -> Option<String> {
         old.disks.join(", "),
         old.socket
     ))
-}
-
-pub(super) fn say(transfer: &UnixStream, letter: u8) -> io::Result<()> {
-    Ok(rustix::io::retry_on_intr(|| rustix::io::write(transfer, &[letter])).map(drop)?)
-}
-
-/// Receives a message; `None` after the end of the connection.
-pub(super) fn hear(transfer: &UnixStream) -> io::Result<Option<u8>> {
-    let mut letter = [0];
-    match rustix::io::retry_on_intr(|| rustix::io::read(transfer, &mut letter)) {
-        Ok(0) | Err(Errno::CONNRESET) => Ok(None),
-        Ok(_) => Ok(Some(letter[0])),
-        Err(errno) => Err(errno.into()),
-    }
 }
 
 #[cfg(test)]
