@@ -1,14 +1,14 @@
 //! Management endpoints: control socket and statistics socket. Both stop together before a
 //! handover to another process, and start together.
 
-use super::config_file::Settings;
 use super::control::{ControlSocket, Resting, ServerState};
 use super::server::Server;
-use super::server_config::ServerConfig;
 use super::stats_socket::{self, RestingStats, StatsSocket};
 use super::transfer;
 use super::worker_link::Asker;
 use parking_lot::Mutex;
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::server_config::ServerConfig;
 use shadowbell_state::Parcel;
 use std::io;
 use std::sync::Arc;

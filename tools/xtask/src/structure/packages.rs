@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
 /// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
-pub(super) const LAYERS: [&str; 21] = [
+pub(super) const LAYERS: [&str; 24] = [
     "spec",
     "doorbell",
     "state",
@@ -28,6 +28,9 @@ pub(super) const LAYERS: [&str; 21] = [
     "disk-nbd",
     "disk-qcow2",
     "disk-rbd",
+    "config",
+    "control-api",
+    "storage",
     "block",
     "export",
     "shadowbell",
