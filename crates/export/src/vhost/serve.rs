@@ -31,7 +31,7 @@ const SLOTS: usize = 128;
 /// Largest number of bytes that the disk prefetches for a request.
 const PREFETCH: u64 = 1 << 20;
 /// Time limit for the requests in flight of a queue that is no longer served. After this time they
-/// are cancelled, and after the same time once more, the thread stops waiting for them.
+/// are cancelled. `CANCELLED` is the time limit after the cancellation.
 const FINISH: Duration = Duration::from_secs(60);
 const CANCELLED: Duration = Duration::from_secs(5);
 /// Polling interval of a thread that waits for a page table check.
@@ -475,8 +475,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             }
             let now = Instant::now();
             if now >= deadline {
-                // If the requests are tracked, the thread waits for them. Otherwise the next
-                // process would execute them at the same time.
+                // The thread waits longer for tracked requests, because the next session would
+                // execute them at the same time.
                 let is_waited_for = self.context.tracker.is_some() && device.is_over();
                 if is_cancelled && (device.is_ending() || !is_waited_for) {
                     break;
