@@ -21,8 +21,8 @@ const PASS: Duration = Duration::from_secs(60);
 pub(super) struct Ring {
     state: VringRwLock<Current>,
     memory: Current,
-    /// Eventfd of the guest's notifications. The next field is the one of interrupts. Their reads
-    /// and writes do not block, even if another process shares the open file.
+    /// Eventfd of the guest's notifications. `call` is that of its interrupts. Reads and writes of
+    /// both do not block, even if another process shares the open file.
     kick: Arc<RwLock<Option<EventFd>>>,
     call: Arc<RwLock<Option<EventFd>>>,
     changes: Arc<Changes>,
