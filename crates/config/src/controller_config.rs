@@ -140,7 +140,7 @@ impl ControllerConfig {
     /// As [`open_by`](Self::open_by), for files and disks in memory without layers.
     #[cfg(test)]
     pub fn open(&self, location: &str) -> Result<Config, ConfigureError> {
-        self.open_by(location, |_, spec| Ok(shadowbell_disk::open(spec)?))
+        self.open_by(location, |_, spec| Ok(shadowbell_disk_file::open(spec)?))
     }
 
     /// Opens and locks the disks, calling `open` with the index and specification of each, and

@@ -4,7 +4,7 @@ use crate::disk_layers::Layers;
 use crate::target::Target;
 use crate::uuid_text::{no_uuid, parse_uuid};
 use anyhow::anyhow;
-use shadowbell_disk::FileSpec;
+use shadowbell_disk_file::FileSpec;
 use shadowbell_disk_nbd::NbdSpec;
 use shadowbell_disk_nvme::Options;
 use shadowbell_disk_rbd::RbdSpec;

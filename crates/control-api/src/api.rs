@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use shadowbell_config::ana_state::AnaWord;
 use shadowbell_config::doorbell_mode::OfferedDoorbells;
 use shadowbell_config::limits::{self, DiskLimits};
-use shadowbell_disk::Limits;
+use shadowbell_disk_layers::Limits;
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
 

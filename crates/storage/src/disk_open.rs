@@ -5,7 +5,8 @@ use anyhow::anyhow;
 use shadowbell_config::disk_layers::Layers;
 use shadowbell_config::disk_spec::{DiskSpecError, check_name, device, outside, split, wrong};
 use shadowbell_config::target::{Target, not_a_disk};
-use shadowbell_disk::{Disk, FileSpec, Format, ImageFormat};
+use shadowbell_disk::{Disk, ImageFormat};
+use shadowbell_disk_file::{FileSpec, Format};
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
 use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_disk_qcow2::Qcow2Disk;
@@ -16,7 +17,7 @@ use shadowbell_state::Descriptors;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Opens the disk that `spec` names: any disk of [`shadowbell_disk::open`], and
+/// Opens the disk that `spec` names: any disk of [`shadowbell_disk_file::open`], and
 ///
 /// | `spec` | disk |
 /// |---|---|
@@ -36,7 +37,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Options of all disks: metadata (`metadata=8&pi=1`):
 /// [`MetadataFormat`](shadowbell_disk::MetadataFormat); rate limits (`iops=1000`,
 /// `write-bandwidth=100MiB:1GiB`) and a limit group (`limit-group=db`):
-/// [`Limits::set`](shadowbell_disk::Limits::set).
+/// [`Limits::set`](shadowbell_disk_layers::Limits::set).
 ///
 /// Option of memory and raw images: zones (`zoned=64MiB`):
 /// [`ZoneFormat`](shadowbell_disk::ZoneFormat).
@@ -66,7 +67,7 @@ pub fn adopt(
     fds: &mut Descriptors,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = split(spec)?;
-    put_around(&spec, (&layers, true), shadowbell_disk::adopt(&spec, state, fds)?)
+    put_around(&spec, (&layers, true), shadowbell_disk_file::adopt(&spec, state, fds)?)
 }
 
 /// Adds the layers of `spec` to an open disk. With `goes_on`, another process used the disk before,
@@ -172,8 +173,8 @@ fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskS
 /// Opens a file or a disk in memory, with detection of qcow2 images.
 fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let open = match lifetime {
-        Lifetime::Process => shadowbell_disk::open,
-        Lifetime::Supervisor => shadowbell_disk::open_lasting,
+        Lifetime::Process => shadowbell_disk_file::open,
+        Lifetime::Supervisor => shadowbell_disk_file::open_lasting,
     };
     let file = FileSpec::parse(spec)?;
     let opened = match &file {

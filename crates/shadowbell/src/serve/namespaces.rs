@@ -16,7 +16,8 @@ use shadowbell_config::server_config::SocketConfig;
 use shadowbell_config::{disk_spec, pool};
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
-use shadowbell_disk::{Disk, Limits, ResizeError};
+use shadowbell_disk::{Disk, ResizeError};
+use shadowbell_disk_layers::{LimitedDisk, Limits};
 use shadowbell_process::exit;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -258,7 +259,8 @@ impl Changes {
                     return Ok(false);
                 }
                 let spec = wanted.joined(&found.disk.disk);
-                if let Some(own) = old.limiters().first()
+                let limited = LimitedDisk::of(&**old);
+                if let Some(own) = limited.and_then(|limited| limited.limiters().first())
                     && wanted.group == before.group
                     && !wanted.is_none()
                 {
@@ -266,7 +268,7 @@ impl Changes {
                     self.say_otherwise(served, asked, found.at, nsid, spec);
                     return Ok(true);
                 }
-                let bare = old.unlimited().unwrap_or(old);
+                let bare = limited.map_or(old, LimitedDisk::unlimited);
                 (spec, wanted.limit(Arc::clone(bare)))
             }
             NamespaceChange::Disk(spec) => {
