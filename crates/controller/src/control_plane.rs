@@ -150,7 +150,9 @@ impl ControllerInner {
         let mut journal = RecoveredJournal::read(&file, records, control.generation, death)?;
         let eventfds = take_eventfds(&parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
-        cx.shared.count_recovery();
+        if death != Death::Planned {
+            cx.shared.count_recovery();
+        }
         // The caller may have chosen the I/O thread before.
         if saved.isolated && !cx.route.is_diverted() {
             self.relocate(|control, cx| control.isolate(cx))?;

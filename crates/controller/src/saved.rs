@@ -37,6 +37,8 @@ pub enum Death {
     Killed,
     /// Crashed by a program fault: a command in flight may be the cause.
     Fault,
+    /// Ended by an upgrade after it had quiesced: no command was in flight.
+    Planned,
 }
 
 impl SavedController {

@@ -352,54 +352,6 @@ fn receive(stream: &UnixStream) -> (usize, Vec<std::os::fd::OwnedFd>) {
     (received.bytes, fds)
 }
 
-/// Devices move one by one to another server and back, without an error for their clients;
-/// those that stay are served meanwhile.
-#[test]
-fn devices_move_one_by_one() {
-    let mut servers = [Server::start(Limits::default()), Server::start(Limits::default())];
-    let mut ports: Vec<_> = ["a", "b", "c"].iter().map(|name| servers[0].add(name)).collect();
-    let over = Arc::new(AtomicBool::new(false));
-    let clients: Vec<_> = ports
-        .iter()
-        .map(|(path, ..)| {
-            let (mut raw, over) = (Raw::attach(path), Arc::clone(&over));
-            std::thread::spawn(move || {
-                let mut count = 0_u32;
-                while !over.load(Ordering::SeqCst) {
-                    raw.write(16, &count.to_le_bytes()).ok();
-                    assert_eq!(raw.read(16, 4).ok()[16..], count.to_le_bytes());
-                    count += 1;
-                }
-                count
-            })
-        })
-        .collect();
-    for round in 0..60 {
-        let (from, to) = (round / 3 % 2, 1 - round / 3 % 2);
-        let (_, shared, port) = &mut ports[round % 3];
-        let mut old = servers[from].freeze();
-        let mut parcel = Descriptors::default();
-        let saved = old.save_port(*port, &mut parcel).unwrap().unwrap();
-        let mut new = servers[to].freeze();
-        let restored = new.restore(saved, &mut parcel, Toy::of(shared)).unwrap();
-        drop(old.hand_over_port(*port).unwrap());
-        assert!(old.hand_over_port(*port).is_none());
-        assert!(old.save_port(*port, &mut Descriptors::default()).unwrap().is_none());
-        *port = restored;
-        servers[to].run(new);
-        servers[from].run(old);
-    }
-    over.store(true, Ordering::SeqCst);
-    for client in clients {
-        assert!(client.join().unwrap() > 10);
-    }
-    for (_, shared, _) in &ports {
-        assert_eq!(shared.log().iter().filter(|line| line.starts_with("connected")).count(), 1);
-    }
-    // The socket files exist until the last server ends.
-    assert!(ports.iter().all(|(path, ..)| path.exists()));
-}
-
 #[test]
 fn a_freeze_waits_for_the_request_in_flight_only() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());

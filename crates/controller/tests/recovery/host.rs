@@ -112,7 +112,7 @@ impl Host {
         let memory = fds.add(self.file.try_clone().unwrap());
         let disk = match &self.disk {
             Ok(path) => Ok(path.clone()),
-            Err(disk) => Err(disk.hand_over(&mut fds).unwrap()),
+            Err(disk) => Err(disk.keep(&mut fds).unwrap()),
         };
         let (mapped, polling) = (self.mapped, self.polling);
         let recovers = self.record.is_some();

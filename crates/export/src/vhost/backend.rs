@@ -29,7 +29,7 @@ const MAX_QUEUES: usize = 64;
 pub(super) struct Device {
     queues: Vec<Mutex<BlkQueue>>,
     shared: DeviceShared,
-    /// Events that end the sleep of each queue's thread.
+    /// Events that end the sleep of the queues' threads, one for each queue.
     wakers: Vec<EventFd>,
 }
 
@@ -71,26 +71,26 @@ impl Device {
         Some(self.wakers.get(queue)?.as_fd().as_raw_fd())
     }
 
-    /// Event number of the descriptors of [`event`](Self::event).
+    /// Number by which the events of [`event`](Self::event) are registered.
     pub(super) fn event_number(&self) -> u64 {
         self.queues.len() as u64 + 1
     }
 
-    /// Ends the threads of the queues. A guest shares its memory and could keep them busy
-    /// forever, even without its frontend.
+    /// Ends the threads of the queues. This must not depend on the guest: it shares the memory, and
+    /// could keep the threads busy forever, even after its frontend has disconnected.
     pub(super) fn leave(&self) {
         self.shared.over.store(true, Ordering::SeqCst);
         self.wakers.iter().for_each(EventFd::signal);
     }
 
-    /// Notifies the queues of a change of the memory or the features.
+    /// Notifies the queues that the memory or the features have changed.
     fn changed(&self) {
         self.shared.changes.fetch_add(1, Ordering::SeqCst);
         self.wakers.iter().for_each(EventFd::signal);
     }
 
-    /// Stops a queue after its thread has left it. The requests taken from the queue are answered,
-    /// or the disk does not complete them.
+    /// Stops a queue after its thread has stopped serving it. The requests taken from the queue are
+    /// answered, unless the disk does not complete them.
     pub(super) fn stop_queue(&self, index: usize) {
         if let Some(mut queue) = self.queue(index) {
             queue.stop();
@@ -137,7 +137,8 @@ impl VhostUserBackend for Device {
     fn get_config(&self, offset: u32, size: u32) -> Vec<u8> {
         let mut bytes = config::configuration(&self.shared.geometry, self.queues.len());
         let end = u64::from(offset) + u64::from(size);
-        // Bytes beyond the end read as zeroes. The protocol layer refuses more than it allows.
+        // Bytes beyond the end of the configuration space read as zeroes. rust-vmm refuses requests
+        // that exceed its own limit.
         let end = usize::try_from(end).unwrap_or(usize::MAX).min(4096);
         bytes.resize(bytes.len().max(end), 0);
         bytes.get(offset as usize..end).unwrap_or_default().to_vec()
@@ -177,14 +178,14 @@ impl VhostUserBackend for Device {
         if u64::from(number) == self.event_number() {
             waker.drain();
         }
-        // The thread stays in this loop while nothing changes.
+        // While nothing changes, the thread stays in this loop.
         while vring.runs() && !self.shared.is_over() {
             match queue.serve(&self.shared, vring, waker) {
                 Served::UntilChange => {}
                 Served::Impossible | Served::Refused => break,
             }
         }
-        // The end may have been signalled while the thread was awake.
+        // The end of the session may have been signalled while the thread was awake.
         self.shared.check_over()
     }
 }

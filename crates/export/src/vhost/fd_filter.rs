@@ -1,11 +1,11 @@
 //! Filter for the descriptors that a frontend sends to rust-vmm's protocol backend.
 //!
 //! The backend uses the descriptors of a message without checks: it maps and closes files of any
-//! file system, whose daemon may belong to the frontend and never answer. That would block the
-//! thread that serves the socket, and with it the disk for every later frontend. Therefore
-//! messages pass through this filter one by one, with only those descriptors that are necessary
-//! and independent of other processes: memory and files of local disks where memory is shared,
-//! and eventfds where a queue gets its eventfds.
+//! file system. The frontend may have the daemon of a FUSE file system, which never answers. That
+//! would block the thread that serves the socket, and every later frontend would wait. Therefore
+//! each message passes through this filter, which passes only descriptors that are necessary and do
+//! not depend on another process: for shared memory, memfds and files of local disks; for a queue,
+//! eventfds.
 
 use super::inflight_messages::{Bad, Handled, InflightMessages, Reply, SET_INFLIGHT_FD};
 use rustix::cmsg_space;
@@ -26,7 +26,8 @@ const MAX_PAYLOAD: usize = 4096;
 /// Largest number of descriptors that the backend accepts with a message.
 const MAX_FDS: usize = 32;
 
-/// Requests with descriptors, except those that are refused for lack of a feature.
+/// Requests that may have descriptors, except those that are refused because their feature is not
+/// offered.
 mod request {
     pub(super) const SET_MEM_TABLE: u32 = 5;
     pub(super) const SET_VRING_KICK: u32 = 12;
@@ -36,7 +37,7 @@ mod request {
     pub(super) const REM_MEM_REG: u32 = 38;
 }
 
-/// Reason for the disconnect of a frontend.
+/// Reason to disconnect a frontend.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refusal {
     #[error(
@@ -55,8 +56,8 @@ pub(super) enum Refusal {
 }
 
 /// Passes messages to the backend until the frontend disconnects or `daemon` is closed. Messages
-/// about in-flight tracking are answered directly, to `answers`: a frontend sends no other
-/// request before it has the answer.
+/// about in-flight tracking are not passed, but answered on `answers`. No other answer can
+/// interfere, because a frontend sends no other request before it has the answer.
 pub(super) fn pass(
     frontend: &mut Channel,
     daemon: &UnixStream,
@@ -93,15 +94,15 @@ pub(super) fn pass(
         };
         match sent {
             Ok(()) => {}
-            // The backend has closed the connection, and reports the reason.
+            // The backend has closed the connection. It reports the reason itself.
             Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
             Err(errno) => return Err(errno.into()),
         }
     }
 }
 
-/// Receives all of `into`. Returns false at the end of the stream. Descriptors are accepted only
-/// if `fds` is given.
+/// Receives all of `into`. Returns false at the end of the stream. A descriptor is accepted only if
+/// `fds` is `Some`.
 fn fill(
     frontend: &mut Channel,
     into: &mut [u8],
@@ -130,7 +131,7 @@ fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<PeerFd>, Refusal> {
     if fds.len() > MAX_FDS {
         return Err(Refusal::Descriptors);
     }
-    // A descriptor of REM_MEM_REG is to be ignored (vhost-user, REM_MEM_REG).
+    // The specification of vhost-user requires that the descriptor of REM_MEM_REG is ignored.
     if request == request::REM_MEM_REG {
         return Ok(Vec::new());
     }
@@ -159,7 +160,7 @@ fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Err
         match sendmsg(to, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
             Ok(more) => {
                 sent += more;
-                // The descriptors were sent with the first bytes.
+                // The first call has sent the descriptors.
                 control.clear();
             }
             Err(Errno::INTR) => {}
@@ -169,8 +170,8 @@ fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Err
     Ok(())
 }
 
-/// Connects to rust-vmm's backend, which only connects to a socket with a path. `connect` gets
-/// such a path, in the directory of the socket `beside`.
+/// Connects to rust-vmm's backend, which can only connect to a socket path. `connect` gets such a
+/// path, in the directory of the socket `beside`.
 pub(super) fn connect_daemon<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
     beside: &Path,
     connect: impl FnOnce(&str) -> Result<(), E>,
@@ -179,15 +180,14 @@ pub(super) fn connect_daemon<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
     let parent = beside.parent().filter(|parent| !parent.as_os_str().is_empty());
     let directory = std::fs::File::open(parent.unwrap_or(Path::new(".")))?;
     let (pid, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
-    // A path through /proc is short enough for a socket address, however long the directory's
-    // path is.
+    // A path through /proc fits into a socket address, even if the directory's path is long.
     let path = format!("/proc/self/fd/{}/.vhost.{pid}.{number}", directory.as_raw_fd());
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path)?;
     let connected = connect(&path).map_err(Into::into);
     let _ = std::fs::remove_file(&path);
     connected?;
-    // Another process may have connected to the path, so the peer is verified.
+    // Another process may have connected to the path, so the process of the peer is verified.
     loop {
         let (stream, _) = listener.accept()?;
         let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(io::Error::from)?;

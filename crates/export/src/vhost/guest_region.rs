@@ -1,4 +1,4 @@
-//! Guest memory region that holds a guarded mapping.
+//! Guest memory region that keeps a guarded mapping alive.
 
 use ::shadowbell_memory::Mapping;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use vm_memory::bitmap::{Bitmap, WithBitmapSlice};
 use vm_memory::mmap::NewBitmap;
 
 /// Stand-in for the dirty bitmap that rust-vmm stores with a region. Migration is not offered, so
-/// it only holds the guarded mapping of the region.
+/// this type records no dirty pages. It keeps the guarded mapping of the region alive.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Guarded(Option<Arc<Mapping>>);
 

@@ -1,5 +1,5 @@
-//! Messages of the frontend about in-flight tracking. rust-vmm's backend does not support them,
-//! so they are answered here and not passed to it.
+//! Messages of the frontend about in-flight tracking. rust-vmm's backend does not support them, so
+//! this module answers them, and they are not passed to the backend.
 
 use super::inflight::{Kept, Region, Shape};
 use shadowbell_memory::MapError;
@@ -11,15 +11,14 @@ use std::sync::Arc;
 const SET_PROTOCOL_FEATURES: u32 = 16;
 pub(super) const GET_INFLIGHT_FD: u32 = 31;
 pub(super) const SET_INFLIGHT_FD: u32 = 32;
-/// Bits of a message's flags: its version, the reply flag, and the request for a reply.
+/// Bits of a message's flags: the version, the mark of a reply, and the request for a reply.
 const VERSION: u32 = 1;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 /// Protocol feature bits.
 const REPLY_ACK: u64 = 1 << 3;
 const INFLIGHT_SHMFD: u64 = 1 << 12;
-/// Length of a payload: two words of eight bytes and two of two bytes; and with a compiler's
-/// padding.
+/// Length of a payload: two words of eight bytes and two of two bytes. Some compilers add padding.
 const PAYLOAD: usize = 20;
 const PADDED: usize = 24;
 /// Page size, for the length of the memory.
@@ -51,13 +50,13 @@ pub(super) struct Reply {
 
 /// Result of handling a message.
 pub(super) enum Handled {
-    /// The message is not about in-flight tracking, and is passed to the backend.
+    /// The message is not about in-flight tracking. It is passed to the backend.
     Passed,
-    /// The message was handled.
+    /// The message was handled, with a reply if one is needed.
     Done(Option<Reply>),
 }
 
-/// State of a frontend's messages about in-flight tracking.
+/// State of a frontend for its messages about in-flight tracking.
 pub(super) struct InflightMessages {
     /// Tracking memory that the queues will use.
     kept: Arc<Kept>,
@@ -86,7 +85,7 @@ impl InflightMessages {
         {
             self.features = features;
         }
-        // Without the feature, the backend refuses these messages as unknown.
+        // If the feature was not negotiated, the backend refuses these messages as unknown.
         if self.features & INFLIGHT_SHMFD == 0 {
             return Ok(Handled::Passed);
         }
@@ -126,7 +125,7 @@ impl InflightMessages {
         Ok(shape)
     }
 
-    /// Checks the numbers of queues and entries, and that `len` bytes are enough for them.
+    /// Checks the numbers of queues and entries, and that `len` bytes are sufficient for them.
     fn check(&self, shape: &Shape, len: u64) -> Result<(), Bad> {
         let (have, most) = (self.queues, self.most_entries);
         let Shape { queues, entries, .. } = *shape;
@@ -139,7 +138,7 @@ impl InflightMessages {
     }
 }
 
-/// Creates tracking memory. It is not used until the frontend sends it back.
+/// Creates tracking memory. It is used after the frontend has sent it back.
 fn make(mut shape: Shape, payload: &[u8]) -> Result<Reply, Bad> {
     shape.len = shape.needed().next_multiple_of(PAGE);
     let file = Region::make(&shape)?;

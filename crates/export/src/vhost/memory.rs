@@ -1,9 +1,9 @@
-//! Guest memory, mapped such that its owner cannot crash this process.
+//! Guest memory in guarded mappings, so that its owner cannot crash this process.
 //!
-//! rust-vmm maps the files of the frontend, and an access to a page of a truncated file would
-//! raise SIGBUS. Therefore those mappings are never accessed: each is replaced by a guarded
-//! mapping, which then reads as zeroes and reports the loss ([`Mapping::is_poisoned`]). A thread
-//! that needs the memory waits for the replacement.
+//! rust-vmm maps the files of the frontend. After a truncation of a file, an access to such a
+//! mapping would raise SIGBUS. Therefore these mappings are never accessed: each is replaced by a
+//! guarded mapping. After a truncation, a guarded mapping reads as zeroes and reports the loss
+//! ([`Mapping::is_poisoned`]). A thread that needs the memory waits for the replacement.
 
 use super::guest_region::Guarded;
 use super::sys;
@@ -26,14 +26,14 @@ fn mapping(region: &GuestRegionMmap<Guarded>) -> Option<&Arc<Mapping>> {
     (**region).bitmap().mapping()
 }
 
-/// Snapshot of the memory, after all of its regions are guarded mappings.
+/// Returns a snapshot of the memory. Waits until all of its regions are guarded mappings.
 pub(super) fn look(memory: &Current) -> Snapshot {
     loop {
         let snapshot = memory.memory();
         if snapshot.iter().all(|region| mapping(region).is_some()) {
             return snapshot;
         }
-        // The thread that has stored the new table is about to call `guard`.
+        // The thread that has stored the new memory will call `guard` next.
         std::thread::yield_now();
     }
 }
@@ -82,7 +82,8 @@ pub(super) fn lengths(memory: &Current) -> Vec<u64> {
     memory.memory().iter().map(GuestMemoryRegion::len).collect()
 }
 
-/// True if part of the memory was lost: its file was truncated, or no huge pages were left.
+/// True if a part of the memory was lost, because its file was truncated, or no huge pages were
+/// left.
 pub(super) fn is_poisoned(memory: &Current) -> bool {
     memory.memory().iter().filter_map(mapping).any(|mapping| mapping.is_poisoned())
 }

@@ -1,20 +1,21 @@
 //! vhost-user-blk export: the disk as a virtio-blk device for a VMM (QEMU, Cloud Hypervisor).
 //!
-//! The virtio queues and the protocol are implemented by rust-vmm's crates; this module
-//! implements the device. The socket serves one frontend at a time; when it disconnects, the next
-//! one may connect (a restarted guest). Each virtio queue has a thread, which opens one of the
-//! disk's queues and has the disk transfer the data from and to the guest's memory (`serve`).
+//! rust-vmm's crates implement the protocol and the state of the virtio queues; this module
+//! implements the device. The socket serves one frontend at a time. When the frontend disconnects,
+//! for example because the guest restarts, the next one may connect. Each virtio queue has a thread
+//! with its own queue of the disk. The disk transfers data directly from and to the guest's memory
+//! (`serve`).
 //!
 //! # Trust
 //!
-//! The frontend and its guest are untrusted. Their messages pass the `fd_filter` first. The
-//! guest's `memory` may be truncated at any moment, and the eventfds of a `ring` may be full or
-//! empty, without ending or blocking a thread of this process.
+//! The frontend and its guest are untrusted. Their messages pass through the `fd_filter` first. A
+//! thread of this process neither ends nor blocks if the guest's `memory` is truncated, or if the
+//! eventfds of a `ring` are full or empty.
 //!
 //! # When this process dies
 //!
-//! The requests in flight are recorded in memory that the frontend keeps (`inflight`). The
-//! frontend reconnects to another process at the same socket, and the guest continues.
+//! The requests in flight are recorded in memory that the frontend keeps (`inflight`). The frontend
+//! reconnects to the next process at the same socket path, and the guest continues.
 //!
 //! # Not implemented
 //!
@@ -63,11 +64,11 @@ use std::time::Duration;
 use vhost_user_backend::VhostUserDaemon;
 use vmm_sys_util::epoll::EventSet;
 
-/// Pause after a frontend could not be accepted, for lack of descriptors, memory or threads, or
-/// because files of an earlier frontend are still being closed.
+/// Pause after a frontend could not be accepted. Either descriptors, memory or threads are
+/// exhausted, or files of an earlier frontend are still being closed.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Reason for which a device could not be started.
+/// Reason why a device could not be started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
@@ -100,7 +101,7 @@ impl ServerShared {
     }
 }
 
-/// virtio-blk device behind a vhost-user socket. Dropping it is equivalent to
+/// virtio-blk device behind a vhost-user socket. A drop has the same effect as
 /// [`stop`](Self::stop).
 pub struct VhostUserBlk {
     shared: Arc<ServerShared>,
@@ -109,10 +110,11 @@ pub struct VhostUserBlk {
 }
 
 impl VhostUserBlk {
-    /// Serves `disk` at the UNIX socket `path`. `id` is the serial number for the guest, of which
-    /// the first 20 bytes count.
+    /// Serves `disk` at the UNIX socket `path`. The first 20 bytes of `id` are the serial number
+    /// for the guest.
     ///
     /// # Errors
+    ///
     /// [`StartError`] if the socket or the thread cannot be created.
     pub fn start(disk: BlockDevice, path: &Path, id: &str) -> Result<Self, StartError> {
         if path.is_dir() {
@@ -164,7 +166,7 @@ struct Offered {
     id: String,
 }
 
-/// Serves one frontend after the other.
+/// Serves frontends one after the other.
 fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: &ServerShared) {
     let closer = Arc::default();
     loop {
@@ -202,7 +204,7 @@ fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: 
 
 type Failed = Box<dyn std::error::Error + Send + Sync>;
 
-/// Protocol backend of rust-vmm, with a thread per queue. Dropping it ends the threads.
+/// Protocol backend of rust-vmm, with a thread per queue. Its drop ends the threads.
 struct Daemon {
     device: Arc<Device>,
     daemon: VhostUserDaemon<Arc<Device>>,
@@ -215,12 +217,12 @@ impl Daemon {
         Ok(Self { daemon: daemon.map_err(|error| error.to_string())?, device })
     }
 
-    /// Registers each queue's event with the queue's thread, for completed requests.
+    /// Registers each queue's event with the queue's thread. Completed requests signal the event.
     fn register_events(&self, shared: &ServerShared) -> Result<(), Failed> {
         let device = &self.device;
         for (queue, handler) in self.daemon.get_epoll_handlers().iter().enumerate() {
             let Some(event) = device.event(queue) else { continue };
-            // The event is necessary to end the thread, so the registration is retried.
+            // The event is needed to end the thread, so a failed registration is retried.
             while let Err(error) =
                 handler.register_listener(event, EventSet::IN, device.event_number())
             {
@@ -234,7 +236,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // Ends the threads, for which the drop of `daemon` waits.
+        // Ends the threads, because the drop of `daemon` waits for them.
         self.device.leave();
     }
 }
@@ -245,7 +247,7 @@ struct Session {
     frontend: Channel,
     /// Duplicate of the frontend's socket.
     socket: UnixStream,
-    /// Connection to rust-vmm's backend, to which the frontend's messages are passed.
+    /// Connection to rust-vmm's backend, for messages of the frontend.
     to_daemon: UnixStream,
 }
 
@@ -287,7 +289,8 @@ impl Session {
             std::thread::Builder::new().name("vhost-answers".into()).spawn(move || {
                 let (mut to_daemon, mut socket) = answers;
                 let _ = io::copy(&mut to_daemon, &mut socket);
-                // One side has disconnected, so the other one must not wait.
+                // One side has disconnected. The other side is also disconnected, so that no thread
+                // waits for it.
                 let _ = (to_daemon.shutdown(Shutdown::Both), socket.shutdown(Shutdown::Both));
             })?;
         let device = &daemon.device;
@@ -296,16 +299,16 @@ impl Session {
         let mut inflight = InflightMessages::new(kept, queues, request::QUEUE_SIZE);
         let passed = fd_filter::pass(&mut frontend, &to_daemon, &mut inflight, &socket);
         let _ = socket.shutdown(Shutdown::Both);
-        // The backend still reads the messages that were passed, and then ends.
+        // The backend reads the messages that were already passed, and then ends.
         let _ = to_daemon.shutdown(Shutdown::Write);
         daemon.device.leave();
         let handled = daemon.daemon.wait();
         let _ = to_daemon.shutdown(Shutdown::Both);
         let _ = answers.join();
         shared.frontend.lock().take();
-        // Requests in flight are completed, even if the guest does not wait for them. If the
-        // frontend tracks them, the next session would otherwise execute them a second time
-        // concurrently.
+        // Requests in flight must complete, even if the guest does not wait for them. If the
+        // frontend tracks them, the next session could otherwise execute them a second time at the
+        // same time.
         for queue in 0..queues {
             daemon.device.stop_queue(queue);
         }
@@ -320,7 +323,7 @@ impl Session {
     }
 }
 
-/// True if the error is a disconnect.
+/// True if the error means that the frontend has disconnected.
 fn is_end(error: &vhost::vhost_user::Error) -> bool {
     use vhost::vhost_user::Error;
     matches!(

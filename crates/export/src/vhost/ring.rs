@@ -1,4 +1,4 @@
-//! virtio queue on rust-vmm's state, with memory and eventfds of an untrusted frontend.
+//! virtio queue based on rust-vmm's state, for memory and eventfds of an untrusted frontend.
 
 use super::memory::{Current, Snapshot, look};
 use ::shadowbell_memory::EventFd;
@@ -11,28 +11,28 @@ use std::time::Duration;
 use vhost_user_backend::{VringRwLock, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error, QueueT};
 
-/// Time limit for the thread of a disabled queue to stop taking requests. The submission of a
-/// request to a disk may take long.
+/// Time limit until the thread of a disabled queue stops taking requests. It is long, because the
+/// submission of a request to a disk may take long.
 const PASS: Duration = Duration::from_secs(60);
 
-/// virtio queue. rust-vmm's vring has the queue's state and the descriptor on which its thread
-/// waits; all accesses to memory and eventfds are implemented here.
+/// virtio queue. rust-vmm's vring has the queue's state and the descriptor on which the queue's
+/// thread waits. This type implements all accesses to memory and eventfds.
 #[derive(Clone)]
 pub(super) struct Ring {
     state: VringRwLock<Current>,
     memory: Current,
-    /// Eventfds whose reads and writes do not block, even if another process shares the open
-    /// file.
+    /// Eventfd of the guest's notifications. `call` is that of its interrupts. Reads and writes of
+    /// both do not block, even if another process shares the open file.
     kick: Arc<RwLock<Option<EventFd>>>,
     call: Arc<RwLock<Option<EventFd>>>,
     changes: Arc<Changes>,
 }
 
-/// Change counter of a queue's configuration, which a serving thread has to watch.
+/// Counter of configuration changes of a queue. The thread that serves the queue compares it.
 struct Changes {
     count: AtomicU64,
     event: EventFd,
-    /// True while a thread takes requests until it notices a change.
+    /// True while a thread takes requests. The thread stops when it notices a change.
     serving: Mutex<bool>,
     served: Condvar,
 }
@@ -49,7 +49,7 @@ impl Changes {
     }
 }
 
-/// Guard of a thread that serves a queue and checks for changes only now and then.
+/// Guard of a thread that serves a queue. The thread checks for changes only from time to time.
 pub(super) struct Serving(Arc<Changes>);
 
 impl Drop for Serving {
@@ -84,15 +84,15 @@ impl Ring {
         &self.changes.event
     }
 
-    /// Registers a thread that takes requests until [`changes`](Self::changes) differs. After
-    /// this call, the thread has to read `changes` first, and then check that the queue
-    /// [`runs`](Self::runs).
+    /// Registers a thread that takes requests until [`changes`](Self::changes) returns another
+    /// value. After this call, the thread has to read `changes` first, and then check that the
+    /// queue [`runs`](Self::runs).
     pub(super) fn begin_serving(&self) -> Serving {
         *self.changes.serving.lock() = true;
         Serving(Arc::clone(&self.changes))
     }
 
-    /// Records that no thread takes requests any more.
+    /// Records that the thread takes no more requests.
     pub(super) fn end_serving(&self) {
         self.changes.end_serving();
     }
@@ -109,8 +109,8 @@ impl Ring {
         }
     }
 
-    /// Stores the current positions in the two rings, for a thread that started at `began`,
-    /// unless the frontend has changed the positions meanwhile.
+    /// Stores the current positions in the two rings, for a thread that started at the positions
+    /// `began`. If the frontend has changed the positions in the meantime, nothing is stored.
     pub(super) fn give_back(&self, began: (u16, u16), now: (u16, u16)) {
         let mut state = self.state.get_mut();
         let queue = state.get_queue_mut();
@@ -148,7 +148,7 @@ impl<'a> VringStateMutGuard<'a, Current> for Ring {
 impl VringT<Current> for Ring {
     fn new(memory: Current, max_queue_size: u16) -> Result<Self, Error> {
         let state = VringRwLock::new(memory.clone(), max_queue_size)?;
-        // rust-vmm has no error for a failed eventfd.
+        // `QueueNotReady` is used, because rust-vmm's error type has no value for a failed eventfd.
         let event = EventFd::new().map_err(|_| Error::QueueNotReady)?;
         let (serving, served) = (Mutex::new(false), Condvar::new());
         let changes = Arc::new(Changes { count: AtomicU64::new(0), event, serving, served });
@@ -192,14 +192,15 @@ impl VringT<Current> for Ring {
         self.state.set_enabled(enabled);
         self.changes.add();
         if enabled {
-            // A notification during the disabled state may have been drained, so one is
-            // signalled.
+            // While the queue was disabled, the thread may have drained a notification. This signal
+            // replaces it.
             if let Some(kick) = &*self.kick.read() {
                 kick.signal();
             }
             return;
         }
-        // When the frontend gets its answer, no more requests may be taken.
+        // The frontend's request is answered after this function. From then on, no more requests
+        // may be taken.
         let mut serving = self.changes.serving.lock();
         let _ = self.changes.served.wait_while_for(&mut serving, |serving| *serving, PASS);
     }
@@ -243,8 +244,8 @@ impl VringT<Current> for Ring {
     fn set_queue_ready(&self, ready: bool) {
         self.state.set_queue_ready(ready);
         self.changes.add();
-        // The thread has to check the queue once: requests of a dead process may be pending, for
-        // which the guest sends no further notification.
+        // The thread has to check the queue once. Requests of a dead process may be pending, for
+        // which the guest sends no other notification.
         if ready && let Some(kick) = &*self.kick.read() {
             kick.signal();
         }

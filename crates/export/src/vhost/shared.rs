@@ -25,19 +25,19 @@ pub(super) struct DeviceShared {
     /// In-flight tracking memory of the queues.
     pub(super) inflight: Arc<Kept>,
     pub(super) failures: Arc<FailureCount>,
-    /// Socket of the frontend, for a disconnect.
+    /// Socket of the frontend, needed to disconnect it.
     pub(super) socket: UnixStream,
-    /// True once the frontend has disconnected, so that the threads of the queues end.
+    /// True after the frontend has disconnected. Then the threads of the queues end.
     pub(super) over: AtomicBool,
-    /// True once the server ends.
+    /// True when the server ends.
     pub(super) ending: Arc<AtomicBool>,
     /// Number of changes of the memory or the features.
     pub(super) changes: AtomicU64,
 }
 
 impl DeviceShared {
-    /// Returns an error, which ends a queue's thread, if the thread is to end. (rust-vmm has an
-    /// exit descriptor for that purpose, but does not close it.)
+    /// Returns an error if the calling thread of a queue must end. The error ends the thread.
+    /// (rust-vmm has an exit descriptor for this purpose, but does not close it.)
     pub(super) fn check_over(&self) -> io::Result<()> {
         if self.is_over() {
             return Err(io::ErrorKind::ConnectionAborted.into());
@@ -66,8 +66,8 @@ impl DeviceShared {
         Rules { geometry: self.geometry, write_through }
     }
 
-    /// True if part of the guest's memory was lost and replaced by zeroes. The frontend is
-    /// disconnected then.
+    /// True if a part of the guest's memory was lost and replaced by zeroes. In this case the
+    /// frontend is disconnected.
     pub(super) fn has_lost_memory(&self) -> bool {
         let lost = self.memory.read().as_ref().is_some_and(is_poisoned)
             || self.inflight.get().is_some_and(|region| region.is_poisoned());

@@ -1,8 +1,8 @@
 //! Keys of a checkpoint's items, and the list of what is served.
 
-use super::server_config::{ServerConfig, SocketConfig};
-use crate::controller_config::ControllerConfig;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::controller_config::ControllerConfig;
+use shadowbell_config::server_config::{ServerConfig, SocketConfig};
 
 /// Item of the management endpoints, while the server quiesces for an upgrade.
 pub(super) const ENDPOINTS: &str = "endpoints";

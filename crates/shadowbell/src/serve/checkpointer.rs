@@ -17,13 +17,13 @@ use super::checkpoint_items::{self, ENDPOINTS, Served};
 use super::checkpoint_store::CheckpointStore;
 use super::endpoints::Endpoints;
 use super::registry::ServedController;
-use super::server_config::SocketConfig;
 use super::worker_link::WorkerLink;
 use crate::checkpoint::{COMPLETE, Change};
-use crate::controller_config::{DiskConfig, nsids};
-use crate::limits::{self, Group};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::controller_config::{DiskConfig, nsids};
+use shadowbell_config::limits::{self, Group};
+use shadowbell_config::server_config::SocketConfig;
 use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
 use shadowbell_disk::Disk;
 use shadowbell_state::{Descriptors, LastingChange, VERSION};
@@ -145,7 +145,7 @@ impl Checkpointer {
     /// The descriptor limit is reached.
     pub(super) fn new(link: &WorkerLink) -> io::Result<Self> {
         let kept = LiveCheckpoint { store: link.store()?, state: Mutex::default() };
-        Ok(Self { kept: Arc::new(kept), fence: shadowbell_disk::fence()? })
+        Ok(Self { kept: Arc::new(kept), fence: shadowbell_disk_file::fence()? })
     }
 
     /// Sends the items of all controllers; [`complete`](Checkpointer::complete) makes them valid.

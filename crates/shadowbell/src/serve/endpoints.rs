@@ -1,14 +1,14 @@
 //! Management endpoints: control socket and statistics socket. Both stop together before an
 //! upgrade, and start together.
 
-use super::config_file::Settings;
 use super::control::{ControlSocket, Resting, SavedControl, ServerState};
 use super::server::Server;
-use super::server_config::ServerConfig;
 use super::stats_socket::{self, RestingStats, SavedStats, StatsSocket};
 use super::worker_link::Asker;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::server_config::ServerConfig;
 use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;

@@ -6,15 +6,18 @@
 use super::builder::set_apart;
 use super::reconfigure::Changes;
 use super::registry::ServedController;
-use super::server_config::SocketConfig;
-use crate::controller_config::{ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk};
-use crate::limits::{self, DiskLimits};
-use crate::{disk_spec, pool};
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
+use shadowbell_config::controller_config::{
+    ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk,
+};
+use shadowbell_config::limits::{self, DiskLimits};
+use shadowbell_config::server_config::SocketConfig;
+use shadowbell_config::{disk_spec, pool};
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
-use shadowbell_disk::{Disk, Limits, ResizeError};
+use shadowbell_disk::{Disk, ResizeError};
+use shadowbell_disk_layers::{LimitedDisk, Limits};
 use shadowbell_process::exit;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -256,7 +259,8 @@ impl Changes {
                     return Ok(false);
                 }
                 let spec = wanted.joined(&found.disk.disk);
-                if let Some(own) = old.limiters().first()
+                let limited = LimitedDisk::of(&**old);
+                if let Some(own) = limited.and_then(|limited| limited.limiters().first())
                     && wanted.group == before.group
                     && !wanted.is_none()
                 {
@@ -264,7 +268,7 @@ impl Changes {
                     self.say_otherwise(served, asked, found.at, nsid, spec);
                     return Ok(true);
                 }
-                let bare = old.unlimited().unwrap_or(old);
+                let bare = limited.map_or(old, LimitedDisk::unlimited);
                 (spec, wanted.limit(Arc::clone(bare)))
             }
             NamespaceChange::Disk(spec) => {

@@ -8,7 +8,7 @@
 //!
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see
-//! `shadowbell_disk::recover`. Only the disk limits the duration of this wait. For an upgrade, the
+//! `shadowbell_disk_file::recover`. Only the disk limits the duration of this wait. For an upgrade, the
 //! old process has quiesced, so there is no such I/O.
 
 use super::builder;
@@ -20,20 +20,21 @@ use super::event::EventQueue;
 use super::parent_watch::ParentWatch;
 use super::registry::ServedController;
 use super::server::Server;
-use super::server_config::ServerConfig;
 use super::startup_timing::Phases;
-use super::worker_link::{Origin, Received, Told, WorkerLink};
+use super::worker_link::{Told, WorkerLink};
 use crate::checkpoint::{COMPLETE, Checkpoint, Item};
-use crate::controller_config::ConfigureError;
-use crate::limits;
 use crate::supervisor::protocol::to_supervisor;
-use crate::{disk_recovery, disk_spec};
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
+use shadowbell_config::controller_config::ConfigureError;
+use shadowbell_config::disk_spec;
+use shadowbell_config::limits;
+use shadowbell_config::server_config::ServerConfig;
 use shadowbell_controller::{Controller, Death, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_state::{AbortPoint, Descriptors, READABLE, WrongOrder, abort_point, is_wrong};
+use shadowbell_storage::disk_recovery;
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
@@ -78,10 +79,10 @@ pub(super) fn recover(
     let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
     phases.ended("threads");
     link.say(to_supervisor::PREPARED, "");
-    let Received { mut items, origin } = loop {
+    let (mut items, death) = loop {
         let Some(received) = link.checkpoint()? else { return Ok(None) };
-        if received.origin != Origin::Serves {
-            break received;
+        if let Some(death) = received.death {
+            break (received.items, death);
         }
         check(config, received.items)?;
         abort_point(AbortPoint::Checked);
@@ -93,7 +94,7 @@ pub(super) fn recover(
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
     let endpoints = endpoints(&mut items);
-    let rebuilt = rebuild(config, items, origin, pool, &fence, phases);
+    let rebuilt = rebuild(config, items, death, pool, &fence, phases);
     if let Some(told) = fence.gone.get() {
         debug!("gives up: {told:?}");
         return Ok(None);
@@ -104,10 +105,6 @@ pub(super) fn recover(
     let is_changed = server.registry().is_changed();
     checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
     phases.ended("own checkpoint");
-    let death = match origin {
-        Origin::Dead(death) => death,
-        Origin::Serves | Origin::Quiesced => Death::Killed,
-    };
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
         let Recovered { saved, mut fds, changing } = recovered;
@@ -138,9 +135,10 @@ pub(super) fn recover(
     if let Err(error) = server.trace(config, true) {
         warn!("the doorbell trace has ended: {error:#}");
     }
+    let of = if death == Death::Planned { "quiesced" } else { "dead" };
     info!(
-        "recovered from the death of a process: controllers: {}, commands in flight: {again}; that \
-         took {took} us",
+        "recovered from the checkpoint of a {of} process: controllers: {}, commands in flight: \
+         {again}; that took {took} us",
         server.controllers().len()
     );
     Ok(Some((server, endpoints)))
@@ -190,7 +188,7 @@ fn matches_configuration(config: &ServerConfig, complete: &Complete) -> anyhow::
 fn rebuild(
     config: &ServerConfig,
     mut items: Checkpoint,
-    origin: Origin,
+    death: Death,
     pool: Pool,
     fence: &Fence<'_>,
     phases: &mut Phases,
@@ -202,7 +200,7 @@ fn rebuild(
     matches_configuration(config, &complete)?;
     let is_changed = complete.is_changed;
     let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
-    if origin != Origin::Quiesced {
+    if death != Death::Planned {
         ends.iter().try_for_each(|end| fence.wait_for(end))?;
     }
     phases.ended("fence");

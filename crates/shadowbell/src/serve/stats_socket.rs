@@ -10,13 +10,13 @@
 use super::path_broker;
 use super::registry::Registry;
 use super::server::Server;
-use crate::live_stats::{Row, Snapshot, VERSION};
 use crate::path_broker::Kind;
 use crate::supervisor::protocol::is_ours;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SocketFlags, accept_with, recvmsg};
 use serde::{Deserialize, Serialize};
+use shadowbell_control_api::live_stats::{Row, Snapshot, VERSION};
 use shadowbell_memory::EventFd;
 use shadowbell_process::exit::bad_input;
 use shadowbell_state::{Descriptors, FdRef, StateError};

@@ -7,6 +7,7 @@ use crate::supervisor::client::SupervisorClient;
 use crate::supervisor::protocol::{self, Packet, to_supervisor, to_worker};
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use shadowbell_config::server_config::known_path;
 use shadowbell_controller::Death;
 use shadowbell_process::exit::bad_input;
 use std::io;
@@ -27,21 +28,12 @@ pub(super) enum Role {
     Recover,
 }
 
-/// State of the process that a checkpoint is of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Origin {
-    /// The process still serves: the checkpoint is only to be checked.
-    Serves,
-    /// The process has quiesced and released its locks.
-    Quiesced,
-    /// The process has died.
-    Dead(Death),
-}
-
 /// A received checkpoint.
 pub(super) struct Received {
     pub(super) items: Checkpoint,
-    pub(super) origin: Origin,
+    /// How its process ended. `None`: the process still serves, and the checkpoint is only to be
+    /// checked.
+    pub(super) death: Option<Death>,
 }
 
 /// Reason to give up a start.
@@ -91,18 +83,18 @@ impl WorkerLink {
     /// The supervisor has died, or a packet is invalid.
     pub(super) fn checkpoint(&self) -> anyhow::Result<Option<Received>> {
         let mut items = Checkpoint::default();
-        let mut origin = Origin::Dead(Death::Killed);
+        let mut death = Some(Death::Killed);
         while let Some(packet) = protocol::receive(&self.0, false)? {
             match packet.letter {
                 to_worker::CHECKPOINT => {
                     if items.take(&packet.body, packet.fds)? {
-                        return Ok(Some(Received { items, origin }));
+                        return Ok(Some(Received { items, death }));
                     }
                 }
                 to_worker::END => return Ok(None),
-                to_worker::CHECK => origin = Origin::Serves,
-                to_worker::FAULT => origin = Origin::Dead(Death::Fault),
-                to_worker::QUIESCED => origin = Origin::Quiesced,
+                to_worker::CHECK => death = None,
+                to_worker::FAULT => death = Some(Death::Fault),
+                to_worker::QUIESCED => death = Some(Death::Planned),
                 _ => {}
             }
         }
@@ -138,7 +130,7 @@ impl WorkerLink {
     /// Reports the sockets, and that they are served. `what`: a short status.
     pub(super) fn serves<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
         for socket in sockets {
-            let known = protocol::known_path(socket);
+            let known = known_path(socket);
             let _ = protocol::send(&self.0, to_supervisor::SOCKET, known, None);
         }
         self.say(to_supervisor::SERVING, what);

@@ -198,7 +198,9 @@ fn both_stacked_servers_may_be_killed() {
         std::thread::sleep(Duration::from_millis(80));
         crate::supervisor::signal(worker(&below), Signal::KILL);
         kill(&server, Signal::KILL);
-        until("the other one", || below.stderr().contains("recovered from the death of a process"));
+        until("the other one", || {
+            below.stderr().contains("recovered from the checkpoint of a dead process")
+        });
     }
     load.lost_nothing();
     lost_nothing(&server);

@@ -91,9 +91,12 @@ fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     let (late, pid) = Late::start_on(device, &[&disk], &[]);
     moment();
     assert!(!has_ended(pid) || !late.writing.is_finished());
-    assert!(!late.server.stderr().contains("recovered from the death of a process"), "too early");
+    assert!(
+        !late.server.stderr().contains("recovered from the checkpoint of a dead process"),
+        "too early"
+    );
     let (server, _device) = late.release();
-    server.says("recovered from the death of a process");
+    server.says("recovered from the checkpoint of a dead process");
 }
 
 /// The late write is in flight at the other server, which accepts no new client before the

@@ -352,22 +352,6 @@ impl Reactor {
         self.ports.values_mut().map(|port| port.save(fds)).collect()
     }
 
-    /// [`save`](Self::save) for one port; `None` if the port does not exist.
-    ///
-    /// # Errors
-    ///
-    /// As for [`save`](Self::save).
-    pub fn save_port(
-        &mut self,
-        port: PortId,
-        fds: &mut Descriptors,
-    ) -> Result<Option<SavedPort>, SaveError> {
-        if !self.frozen {
-            return Err(SaveError::NotFrozen);
-        }
-        self.ports.get_mut(&port).map(|port| port.save(fds)).transpose()
-    }
-
     /// Restores a port that the previous server process has [saved](Self::save), with a new device.
     /// The sockets are not used before this reactor [runs](Self::run): until then it may be
     /// dropped, and no client notices.
@@ -422,26 +406,6 @@ impl Reactor {
     /// clients and devices are not notified, and sockets keep their files.
     pub fn hand_over(mut self) {
         self.ports.values_mut().for_each(|port| port.set_lent(true));
-    }
-
-    /// [`hand_over`](Self::hand_over) for one port, after the next server process has restored it;
-    /// this reactor may continue with the others. Returns the device, which is not notified. The
-    /// caller chooses the thread that drops it, because that may take long.
-    #[must_use = "dropping a device may take its time"]
-    pub fn hand_over_port(&mut self, port: PortId) -> Option<Box<dyn Device>> {
-        let mut taken = self.ports.remove(&port)?;
-        taken.set_lent(true);
-        if let Some(timer) = taken.timer.take() {
-            self.timers.remove(&(timer, port));
-        }
-        // Closing would not remove the events: the next process has the same sockets open.
-        if let Some(listener) = &taken.listener {
-            let _ = epoll::delete(&self.epoll, listener);
-        }
-        if let State::Attached(attachment) = taken.state {
-            drop(attachment.close());
-        }
-        Some(taken.device)
     }
 
     /// Waits for work, at most for `timeout`, and does it. Returns false when a stop or a freeze is

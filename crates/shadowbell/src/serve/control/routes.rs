@@ -1,8 +1,8 @@
 //! Routes: the mapping of a request's method and path to an operation.
 
-use crate::control::api::{Code, Problem};
 use hyper::{Method, Uri};
 use percent_encoding::percent_decode_str;
+use shadowbell_control_api::api::{Code, Problem};
 
 /// Socket by which a request arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
