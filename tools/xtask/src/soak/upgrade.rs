@@ -154,7 +154,7 @@ impl Seen {
         }
         table.notes.push(format!(
             "{} upgrades of {} controllers in {:.0} s, {} more put off, {} refused; {} commands, {} \
-             blocks looked at. Targets: p50 5 ms, p99 50 ms.",
+             blocks looked at. Targets: p50 15 ms, p99 50 ms.",
             self.upgrades,
             arguments.controllers,
             self.totals.seconds,
@@ -228,7 +228,7 @@ fn once(asker: &Path, supervisor: u32, program: &Path) -> Result<Outcome> {
     match output.status.code() {
         Some(0) => Ok(Outcome::Done),
         Some(1) if why.contains(" within ") => Ok(Outcome::PutOff),
-        Some(1) if why.contains("reads state versions") => Ok(Outcome::Refused(why)),
+        Some(1) if why.contains("this program reads versions") => Ok(Outcome::Refused(why)),
         _ => bail!("shadowbell upgrade: {}: {why}", output.status),
     }
 }
