@@ -6,11 +6,11 @@
 //! sleeps, and suppresses notifications meanwhile.
 
 use super::chain::{Bad, Chain, Job as Parsed, Piece, Request, part};
+use super::device::Device;
 use super::inflight::Tracker;
 use super::request::{MAX_DATA, QUEUE_SIZE, Rules, Status, identifier};
 use super::ring::Ring;
-use super::shared::DeviceShared;
-use super::split_ring::SplitRing;
+use super::split_ring::{InvalidIndex, SplitRing};
 use crate::io_thread::{FIRST, IoThread};
 use ::shadowbell_memory::page_tables::Awake;
 use ::shadowbell_memory::{DmaTable, EventFd, Segments, SharedBytes, View};
@@ -24,7 +24,6 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use virtio_queue::Error;
 
 /// Largest number of requests in flight.
 const SLOTS: usize = 128;
@@ -85,15 +84,13 @@ struct Pending {
 /// State of a queue that outlives a [`ServedQueue`].
 pub(super) struct Context<'a> {
     pub(super) index: usize,
-    pub(super) device: &'a DeviceShared,
+    pub(super) device: &'a Device,
     pub(super) vring: &'a Ring,
     pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
     /// Heads of the requests in flight of a dead process, which are executed again.
     pub(super) again: &'a mut VecDeque<u16>,
-    /// Event that ends the thread's sleep.
-    pub(super) waker: &'a EventFd,
-    /// Change counters of the queue and the device when they were looked up.
-    pub(super) seen: (u64, u64),
+    /// Change counter of the queue when it was looked up.
+    pub(super) seen: u64,
     pub(super) faults: u64,
 }
 
@@ -139,12 +136,12 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         disk: &BlockDevice,
         make: fn(BlockQueue, Job) -> F,
     ) -> io::Result<Self> {
-        let mut io = IoThread::new(SLOTS, context.waker.try_clone()?)?;
+        let mut io = IoThread::new(SLOTS, context.vring.event().try_clone()?)?;
         let disk = io.open(disk)?;
         disk.memory_changed(table);
         let kick = context.vring.kick();
-        for event in kick.iter().chain([context.vring.changed()]) {
-            io.add_fd(event.as_fd(), FIRST, EventFlags::IN)?;
+        if let Some(kick) = &kick {
+            io.add_fd(kick.as_fd(), FIRST, EventFlags::IN)?;
         }
         Ok(Self {
             rules: context.device.rules(),
@@ -169,7 +166,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
 
     /// Serves the queue until something changes, and completes the requests in flight. `complain`
     /// is called if the queue is invalid.
-    pub(super) fn serve(mut self, complain: &mut dyn FnMut(&Error)) {
+    pub(super) fn serve(mut self, complain: &mut dyn FnMut(&InvalidIndex)) {
         while self.poll(complain) {
             // A request that waits for memory is not woken.
             self.sleep(self.stalled.map(|_| Instant::now() + LOOK));
@@ -190,7 +187,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
 
     /// Serves the queue until the polling time has passed without work. Returns false if the thread
     /// has to stop serving the queue.
-    fn poll(&mut self, complain: &mut dyn FnMut(&Error)) -> bool {
+    fn poll(&mut self, complain: &mut dyn FnMut(&InvalidIndex)) -> bool {
         let _touches_memory = Awake::new();
         while !self.must_leave() {
             match self.pass(true) {
@@ -219,7 +216,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
 
     /// Executes the requests of the queue, including those that arrive meanwhile, until there is
     /// none left.
-    pub(super) fn run_dry(mut self, complain: &mut dyn FnMut(&Error)) {
+    pub(super) fn run_dry(mut self, complain: &mut dyn FnMut(&InvalidIndex)) {
         loop {
             match self.pass(true) {
                 Ok(true) if !self.must_leave() => {}
@@ -254,13 +251,13 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     #[inline]
     fn has_changed(&self) -> bool {
         let Context { device, vring, seen, .. } = &self.context;
-        device.is_over() || (vring.changes(), device.changes()) != *seen
+        device.is_over() || vring.changes() != *seen
     }
 
     /// Takes new requests if `takes` is set, starts them, and answers completed ones. Returns
     /// true if there was any work.
     #[inline]
-    fn pass(&mut self, takes: bool) -> Result<bool, Error> {
+    fn pass(&mut self, takes: bool) -> Result<bool, InvalidIndex> {
         let outcome = self.take(takes);
         let any = self.collect();
         self.ring.publish();
@@ -272,7 +269,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
 
     /// Takes requests and starts them. Returns true if there was any.
     #[inline]
-    fn take(&mut self, takes: bool) -> Result<bool, Error> {
+    fn take(&mut self, takes: bool) -> Result<bool, InvalidIndex> {
         let mut any = false;
         // Bounded by the queue size, whatever the guest does to its ring meanwhile.
         for _ in 0..QUEUE_SIZE {
@@ -475,7 +472,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             if now >= deadline {
                 // If the next process executed the tracked requests too, the two executions would
                 // conflict, so they are awaited.
-                let is_waited_for = self.context.tracker.is_some() && device.is_over();
+                let is_waited_for = self.context.tracker.is_some() && device.is_disconnected();
                 if is_cancelled && (device.is_ending() || !is_waited_for) {
                     break;
                 }
