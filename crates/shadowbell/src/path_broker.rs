@@ -24,8 +24,6 @@ pub(crate) const REMOVE: u8 = b'r';
 pub(crate) const REMOVE_UNANSWERED: u8 = b'q';
 /// Request: remove the directory of a control socket (path), if it is empty.
 pub(crate) const REMOVE_DIRECTORY: u8 = b'd';
-/// Request: write the statistics file from the attached memory.
-pub(crate) const COUNTERS: u8 = b'c';
 /// Request: create a trace file. With [`KEEP`], the previous file is renamed and kept.
 pub(crate) const TRACE: u8 = b't';
 /// Argument of [`TRACE`].
@@ -60,7 +58,6 @@ pub(crate) struct PathPermissions {
     pub(crate) mode: Option<u32>,
     /// Group of the controllers' sockets.
     pub(crate) group: Option<String>,
-    pub(crate) counters: Option<Bytes>,
     pub(crate) trace: Option<Bytes>,
     pub(crate) metrics: Option<SocketAddr>,
 }

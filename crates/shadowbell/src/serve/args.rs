@@ -5,7 +5,7 @@ use super::server_config::{
 };
 use super::socket_access::{self, SocketAccess};
 use super::worker_link::Role;
-use super::{config_file, sandbox, stats_file};
+use super::{config_file, sandbox};
 use crate::control::socket_path::{self, SocketPath};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list::{self, CpuList};
@@ -63,14 +63,6 @@ pub(crate) struct Args {
     /// Measure command latency by namespace, for `/metrics` and `shadowbell top`
     #[arg(long)]
     measure: bool,
-
-    /// Write statistics to this file, at the end and on SIGUSR1
-    #[arg(long, value_name = "FILE")]
-    stats_json: Option<PathBuf>,
-
-    /// Path of a statistics socket, for `shadowbell top` of the same user
-    #[arg(long, value_name = "PATH")]
-    stats_socket: Option<PathBuf>,
 
     /// Path of the control socket, for `shadowbell ctl` [default:
     /// /run/shadowbell/NAME/control.sock, or below $XDG_RUNTIME_DIR for a user other than root]
@@ -177,8 +169,6 @@ A configuration file:
 
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines are optional
   measure = true                             # command latency, for `/metrics` and `top`
-  stats-json = \"/run/shadowbell.json\"
-  stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
   name = \"vms\"                               # for `shadowbell ctl --server vms`
   control-socket = \"/run/vms.control\"        # path of the control socket
   socket-mode = \"0660\"                      # of the controllers' sockets
@@ -316,8 +306,6 @@ impl Args {
                 pool: self.pool.options()?,
                 trace: None,
                 measure: false,
-                stats_json: None,
-                stats_socket: None,
                 control: SocketPath::default(),
                 default_name: String::new(),
                 metrics: None,
@@ -329,8 +317,6 @@ impl Args {
         };
         config.trace = trace.or(config.trace);
         config.measure |= self.measure;
-        config.stats_json = self.stats_json.or(config.stats_json);
-        config.stats_socket = self.stats_socket.or(config.stats_socket);
         config.default_name = default_name;
         config.metrics = self.metrics.or(config.metrics);
         let SocketAccess { mode, group } = config.socket_access;
@@ -339,10 +325,6 @@ impl Args {
         let SocketPath { name, path } = config.control;
         config.control =
             SocketPath { name: self.name.or(name), path: self.control_socket.or(path) };
-        if let Some(path) = &config.stats_json {
-            let checked = check_output(path).and_then(|()| stats_file::check(path));
-            checked.context("--stats-json").map_err(bad_input)?;
-        }
         if let Some((path, _)) = &config.trace {
             let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
             checked.context("--trace").map_err(bad_input)?;

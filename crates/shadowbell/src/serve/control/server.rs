@@ -8,7 +8,7 @@ use crate::live_stats::{self, Row, Snapshot};
 use crate::serve::config_file::{self, Settings};
 use crate::serve::reload::apply as apply_config;
 use crate::serve::server_config::SocketConfig;
-use crate::serve::stats_file;
+use crate::serve::stats_report;
 use crate::supervisor::client::{SupervisorClient, program};
 use shadowbell_process::{exit, logging};
 use std::path::{Path, PathBuf};
@@ -81,14 +81,14 @@ pub(super) fn configuration(state: &ServerState) -> Configuration {
     Configuration { toml: config_file::write(&settings, &state.name, &controllers) }
 }
 
-/// Statistics, as `serve --stats-json` writes them
+/// Statistics of the server
 ///
 /// Sums over the I/O queues of all controllers, and the counters of each controller's queues, I/O
 /// threads and disks.
 #[utoipa::path(get, path = "/v1/stats", operation_id = "stats", tag = "server",
     responses((status = 200, description = "The counters", body = serde_json::Value)))]
-pub(super) fn stats(state: &ServerState) -> stats_file::Report {
-    stats_file::Report::of(&state.controllers.all())
+pub(super) fn stats(state: &ServerState) -> stats_report::Report {
+    stats_report::Report::of(&state.controllers.all())
 }
 
 /// Snapshot of the values that `shadowbell top` shows

@@ -90,7 +90,7 @@ fn served(guest: &mut Guest) -> Result<Value> {
 fn start(guest: &mut Guest, disk: &str) -> Result<()> {
     guest.sh(
         &format!(
-            "shadowbell serve '{disk}' --socket {SOCKET} --stats-json {STATISTICS} \
+            "shadowbell serve '{disk}' --socket {SOCKET} \
                 >/tmp/served 2>&1 & echo $! >/tmp/served.pid; \
              for i in $(seq 300); do \
                 [ -S {SOCKET} ] && exit 0; \
@@ -106,7 +106,8 @@ fn start(guest: &mut Guest, disk: &str) -> Result<()> {
 fn stop(guest: &mut Guest) -> Result<Value> {
     let text = guest.sh(
         &format!(
-            "kill -TERM $(cat /tmp/served.pid); \
+            "shadowbell ctl -s {SOCKET} stats >{STATISTICS} || exit 1; \
+             kill -TERM $(cat /tmp/served.pid); \
              for i in $(seq 200); do \
                 [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.05; \
              done; \

@@ -1,14 +1,10 @@
-//! Statistics as a JSON file (`--stats-json`).
+//! Statistics of the server, for the control socket and the log.
 
-use super::path_broker;
 use super::registry::ServedController;
-use anyhow::bail;
 use serde::Serialize;
 use shadowbell_controller::{Controller, Stats};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{self, Read};
-use std::path::Path;
 use std::sync::Arc;
 
 /// Sums over the I/O queues of all controllers, deleted ones included, and the counters of each.
@@ -106,34 +102,10 @@ impl fmt::Display for Report {
     }
 }
 
-/// Writes a report atomically: a reader of `path` finds either the old or the new one.
-///
-/// # Errors
-/// A system call fails. An existing file is unchanged then.
-pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
-    let mut json = serde_json::to_vec_pretty(report)?;
-    json.push(b'\n');
-    path_broker::write_counters(path, &json)
-}
-
-/// Checks that a report may replace the file at `path`: it is missing, empty or a JSON object.
-/// Without the check, a disk's path that was given here by mistake would be overwritten.
-///
-/// # Errors
-/// The file has other content.
-pub(super) fn check(path: &Path) -> anyhow::Result<()> {
-    let mut first = [0];
-    if path.is_file() && std::fs::File::open(path)?.read(&mut first)? != 0 && first != *b"{" {
-        bail!("{} exists and is no statistics file; choose another path", path.display());
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use shadowbell_controller::stats::{CqStats, DoorbellCounts, SqStats};
-    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn totals_are_of_io_queues_present_and_past() {
@@ -163,48 +135,5 @@ mod tests {
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["controllers"][1]["socket"], "b");
         assert_eq!(json["controllers"][0]["submission_queues"][1]["commands"], 5);
-    }
-
-    #[test]
-    fn a_report_replaces_the_one_before_as_a_whole() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("stats.json");
-        write(&path, &Report::default()).unwrap();
-        write(&path, &Report { commands: 7, ..Report::default() }).unwrap();
-        let json: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        assert_eq!(json["commands"], 7);
-        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "no draft is left");
-        assert!(write(&directory.path().join("no/stats.json"), &Report::default()).is_err());
-    }
-
-    #[test]
-    fn a_link_where_the_draft_used_to_be_is_not_followed() {
-        let directory = tempfile::tempdir().unwrap();
-        let [path, victim] = ["stats.json", "victim"].map(|name| directory.path().join(name));
-        std::fs::write(&victim, "a disk").unwrap();
-        let draft = format!("stats.json.{}.tmp", std::process::id());
-        std::os::unix::fs::symlink(&victim, directory.path().join(draft)).unwrap();
-        write(&path, &Report::default()).unwrap();
-        assert_eq!(std::fs::read(&victim).unwrap(), b"a disk");
-        assert!(std::fs::symlink_metadata(&path).unwrap().is_file());
-        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
-        assert_eq!(mode & 0o600, 0o600, "and others may read it, as the umask has it");
-    }
-
-    #[test]
-    fn what_is_no_file_is_written_to_and_not_replaced() {
-        let directory = tempfile::tempdir().unwrap();
-        let [file, link, fifo] = ["file", "link", "fifo"].map(|name| directory.path().join(name));
-        std::fs::write(&file, "{ a longer report }".repeat(9999)).unwrap();
-        std::os::unix::fs::symlink(&file, &link).unwrap();
-        write(&link, &Report::default()).unwrap();
-        assert!(link.is_symlink());
-        serde_json::from_slice::<serde_json::Value>(&std::fs::read(&file).unwrap()).unwrap();
-        let mode = rustix::fs::Mode::RWXU;
-        rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
-        // Without a reader, a blocking open of the FIFO would wait.
-        write(&fifo, &Report::default()).unwrap_err();
-        assert!(!std::fs::symlink_metadata(&fifo).unwrap().is_file());
     }
 }
