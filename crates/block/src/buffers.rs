@@ -1,4 +1,4 @@
-//! Buffer pools of a queue, with a FIFO queue of waiting requests.
+//! Buffer pools of a queue. If no buffer is free, requests wait in FIFO order.
 
 use crate::error::BlockError;
 use shadowbell_memory::{MapError, Mapping, Segments, SharedBytes};
@@ -10,14 +10,14 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
-/// Page size: buffers are aligned to it, as direct I/O requires.
+/// Page size. Buffers are aligned to pages, as direct I/O requires.
 const PAGE: usize = 4096;
 
 /// Fixed number of buffers of one size, for the thread that created the pool. A clone is another
 /// handle to the same pool.
 ///
-/// The memory is a memfd, so that a disk that is an NVMe namespace can share it with the device.
-/// The system allocates its pages on first use.
+/// The memory is a memfd, because a disk that is an NVMe namespace shares it with the device. The
+/// system allocates the pages on first use.
 #[derive(Clone)]
 pub struct BufferPool(Rc<Pool>);
 
@@ -62,7 +62,7 @@ impl BufferPool {
         let stride = size.next_multiple_of(PAGE);
         let len = stride.saturating_mul(count) as u64;
         let bytes = Mapping::shared("shadowbell-block", len)?.bytes();
-        // In this order, `pop` takes the first buffer first.
+        // The order is reversed, so that `pop` takes the first buffer first.
         let slices = (0..count).rev().filter_map(|nth| bytes.slice(nth * stride, size));
         let free = slices.map(|bytes| Memory { segments: Segments::from_bytes(&bytes), bytes });
         let state = PoolState { free: free.collect(), ..PoolState::default() };
@@ -86,14 +86,14 @@ impl BufferPool {
         Some(Buffer { pool: self.clone(), memory: Some(memory) })
     }
 
-    /// Takes a buffer, if one is free and no request waits for one.
+    /// Takes a buffer, if one is free and no request waits for a buffer.
     #[must_use]
     pub fn take(&self) -> Option<Buffer> {
         let mut state = self.0.state.borrow_mut();
         if state.waiters.is_empty() { self.pop(&mut state) } else { None }
     }
 
-    /// Waits for a buffer. The place in the FIFO queue is taken at the first poll.
+    /// Waits for a buffer. The first poll of the future takes its place in the FIFO order.
     pub(crate) fn wait(&self) -> Take {
         Take { pool: self.clone(), ticket: None }
     }
@@ -119,13 +119,13 @@ impl Buffer {
         false
     }
 
-    /// Memory of the buffer; `None` only while it is dropped.
+    /// Memory of the buffer. `None` only while the buffer is dropped.
     #[must_use]
     pub fn bytes(&self) -> Option<&SharedBytes> {
         self.memory.as_ref().map(|memory| &memory.bytes)
     }
 
-    /// Copies `from` to byte `offset`. Returns false, without a copy, if it does not fit.
+    /// Copies `from` to byte `offset`. Returns false and copies nothing if it does not fit.
     #[must_use]
     pub fn copy_from(&mut self, offset: usize, from: &[u8]) -> bool {
         self.bytes().and_then(|bytes| bytes.write_from(offset, from)).is_some()
@@ -150,7 +150,8 @@ impl Buffer {
         if self.copy_to(0, &mut bytes) { bytes } else { Vec::new() }
     }
 
-    /// Segments for a disk, which takes them while a request is in flight.
+    /// Segments that describe the buffer to a disk. The disk takes them while a request is in
+    /// flight.
     pub(crate) fn segments(&mut self) -> Option<&mut Segments> {
         self.memory.as_mut().map(|memory| &mut memory.segments)
     }

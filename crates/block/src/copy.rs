@@ -1,4 +1,4 @@
-//! Copy of byte ranges, by reading and writing.
+//! Copy of byte ranges by reads and writes.
 
 use crate::error::BlockError;
 use crate::locks::RangeGuard;
@@ -8,7 +8,7 @@ use crate::range::Edge;
 use crate::stream::transfer;
 use std::sync::Arc;
 
-/// A copy, and the direction that overlapping source and destination require.
+/// A copy, with the direction that is necessary if source and destination overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CopyOrder {
     from: u64,
@@ -23,13 +23,13 @@ impl CopyOrder {
         Self { from, to, len, backward: from < to && to - from < len }
     }
 
-    /// The part of this copy that writes the bytes from `start` to `end`.
+    /// The part of this copy that writes the bytes from `start` to `end` of the destination.
     fn part(self, start: u64, end: u64) -> Self {
         let from = start - self.to + self.from;
         Self { from, to: start, len: end.saturating_sub(start), ..self }
     }
 
-    /// Source and destination offsets of the `len` bytes that are copied after the first `done`.
+    /// Source and destination offsets of the next `len` bytes, after `done` bytes were copied.
     fn at(self, done: u64, len: u64) -> (u64, u64) {
         let skip = if self.backward { self.len - done - len } else { done };
         (self.from + skip, self.to + skip)
@@ -50,7 +50,8 @@ pub(crate) async fn copy(
     let Some(guard) = queue.lock(&range).await else { return Ok(()) };
     let order = CopyOrder::of(from, to, len);
     let whole = order.part(range.first_whole, range.end_whole);
-    // Partial blocks at both ends are copied in the same direction as the whole blocks.
+    // The partial blocks at the ends are copied before or after the whole blocks, according to the
+    // direction of the copy.
     let before = |edge: &Edge| (edge.at < range.first_whole) != order.backward;
     for edge in range.edges().filter(before) {
         copy_edge(queue, order, edge, &guard).await?;
@@ -79,7 +80,8 @@ async fn copy_blocks(
     order: CopyOrder,
     guard: &Arc<RangeGuard>,
 ) -> Result<(), BlockError> {
-    // A piece is the amount that can be in flight at once, and is read as a whole before the write.
+    // A piece has as many bytes as may be in flight at once. It is read completely before it is
+    // written.
     let piece =
         queue.large().buffer_size().saturating_mul(queue.device().options.window.max(1)) as u64;
     let mut memory = vec![0; usize::try_from(piece.min(order.len)).unwrap_or(0)];
@@ -117,12 +119,12 @@ mod tests {
         assert_eq!((part.at(0, 5), part.at(15, 5)), ((110, 1010), (125, 1025)));
         let part = CopyOrder::of(980, 1000, 50).part(1010, 1030);
         assert_eq!((part.at(0, 5), part.at(15, 5)), ((1005, 1025), (990, 1010)));
-        // A range with two partial blocks and no whole block.
+        // A destination of two partial blocks and no whole block.
         assert_eq!(CopyOrder::of(100, 1000, 5).part(1024, 1024).len, 0);
     }
 
     proptest::proptest! {
-        /// Copying piece by piece in this order has the same result as copying all at once.
+        /// A copy in pieces, in this order, has the same result as a copy of all bytes at once.
         #[test]
         fn the_order_is_right(
             from in 0usize..64,

@@ -13,8 +13,8 @@ use std::sync::atomic::AtomicBool;
 
 /// A disk as a block device with byte granularity. A clone is another handle to the same device.
 ///
-/// Threads that access the device each open a [`queue`](Self::queue). The queues share the locks of
-/// written ranges, so all users of a disk should use clones of one device.
+/// Each thread that accesses the device opens a [`queue`](Self::queue). The queues share the locks
+/// of written ranges. Therefore all users of a disk should use clones of one device.
 #[derive(Clone)]
 pub struct BlockDevice(Arc<DeviceShared>);
 
@@ -57,7 +57,7 @@ impl BlockDevice {
         &self.0.options
     }
 
-    /// Number of threads that should access the device at once ([`BlockOptions::queues`]).
+    /// Number of threads that should access the device at the same time ([`BlockOptions::queues`]).
     #[must_use]
     pub fn queues(&self) -> usize {
         self.0.options.queues.max(1)

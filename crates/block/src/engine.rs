@@ -2,7 +2,7 @@
 //!
 //! A queue, its requests and its buffers belong to one thread. A request occupies a slot, whose
 //! number is its tag. While the disk has the request, the slot owns the data buffer and the lock of
-//! the range, so both outlive a future that is dropped.
+//! the range. So both remain if the future is dropped.
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
@@ -16,11 +16,11 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-/// Number of turns with requests in flight between two timeout checks.
+/// Number of turns between two timeout checks, while requests are in flight.
 const TURNS: u32 = 1 << 14;
-/// Longest sleep while requests are in flight, so that timeouts are noticed.
+/// Longest sleep while requests are in flight, after which timeouts are checked.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
-/// Interval of completion checks while a queue is dropped.
+/// Interval of completion checks during the drop of a queue.
 const PAUSE: Duration = Duration::from_millis(1);
 /// Time after the cancellation of a request in which the disk should complete it.
 const CANCELLED: Duration = Duration::from_secs(5);
@@ -29,7 +29,7 @@ const CANCELLED: Duration = Duration::from_secs(5);
 pub(crate) enum Data {
     /// A buffer of this process.
     Buffer(Buffer),
-    /// Memory that the caller has described; empty for requests without data.
+    /// Memory that the caller describes by segments; empty for requests without data.
     Segments(Segments),
 }
 
@@ -48,7 +48,7 @@ impl Data {
 struct InFlight {
     data: Data,
     guard: Option<Arc<RangeGuard>>,
-    /// Seconds since the start of the engine.
+    /// Time of the submission, in seconds since the start of the engine.
     since: u32,
 }
 
@@ -56,13 +56,13 @@ struct InFlight {
 enum State {
     #[default]
     Free,
-    /// The disk has the request.
+    /// The disk has the request, and a future waits for the result.
     Pending(InFlight),
-    /// The disk has the request, which has timed out. The future has to take the error.
+    /// The disk has the request, which has timed out. The future has not taken the error yet.
     Late(InFlight),
     /// The disk has the request, and no future waits for it.
     Abandoned(InFlight),
-    /// The future has to take the result.
+    /// The request has ended. The future has not taken the result yet.
     Done(Result<(), DiskError>, InFlight),
 }
 
@@ -75,9 +75,10 @@ struct Slot {
 /// Result of a request that has ended.
 pub(crate) struct Ended {
     pub(crate) outcome: Result<(), DiskError>,
-    /// `None` if the disk may still access the data, because the request took too long.
+    /// Data of the request. `None` if the request took too long and the disk may still access the
+    /// data.
     pub(crate) data: Option<Data>,
-    /// Lock of the range, which a repetition of the request needs.
+    /// Lock of the range, which a retry of the request needs.
     pub(crate) guard: Option<Arc<RangeGuard>>,
 }
 
@@ -90,7 +91,7 @@ pub(crate) enum Begun {
 
 struct Core {
     queue: Box<dyn Queue>,
-    /// Block size and format, if blocks have protection information.
+    /// Block size and metadata format, if blocks have protection information.
     protection: Option<(u64, MetadataFormat)>,
     takes_turns: bool,
     slots: Vec<Slot>,
@@ -98,23 +99,23 @@ struct Core {
     /// Number of requests that the disk has.
     pending: usize,
     reaped: Vec<(u32, Result<(), DiskError>, Segments)>,
-    /// Scratch space of a turn, kept for its capacity.
+    /// Lists that a turn uses, kept for their capacity.
     wakers: Vec<Waker>,
     ended: Vec<InFlight>,
     turns: u32,
-    /// Seconds since the start, at the last reading of the clock.
+    /// Time of the last reading of the clock, in seconds since the start.
     now: u32,
     started: Instant,
-    /// Longest time of a request in seconds.
+    /// Longest time of a request, in seconds.
     timeout: u32,
 }
 
-/// One queue of the disk, and its requests.
+/// One queue of the disk, with its requests.
 pub(crate) struct Engine {
     /// `None` only while the value is dropped.
     core: RefCell<Option<Core>>,
     pending: Cell<usize>,
-    /// True if the queue must be asked for completions, even if no request is in flight.
+    /// True if the queue must be checked for completions even if no request is in flight.
     must_look: Cell<bool>,
 }
 
@@ -197,8 +198,8 @@ impl Engine {
         }
     }
 
-    /// Takes the result of the request in slot `tag`; `None` if it is in flight. `waker` is woken
-    /// when it has ended.
+    /// Takes the result of the request in slot `tag`. Returns `None` if the request is in flight;
+    /// then `waker` is woken at its end.
     pub(crate) fn poll(&self, tag: u32, waker: &Waker) -> Option<Ended> {
         let mut core = self.core.borrow_mut();
         let core = core.as_mut()?;
@@ -257,7 +258,7 @@ impl Engine {
         let (mut wakers, mut ended) =
             (std::mem::take(&mut all.wakers), std::mem::take(&mut all.ended));
         drop(core);
-        // Without the borrow: a woken task or a released lock may submit other requests.
+        // The borrow has ended, because a woken task or a released lock may submit other requests.
         wakers.drain(..).for_each(Waker::wake);
         ended.clear();
         if let Some(core) = self.core.borrow_mut().as_mut() {
@@ -266,7 +267,7 @@ impl Engine {
         any
     }
 
-    /// Processes the end of a sleep: the queue may have events, and requests may be late.
+    /// Processes the end of a sleep: checks the queue for events and the requests for timeouts.
     pub(crate) fn after_sleep(&self) {
         self.must_look.set(true);
         if let Some(core) = self.core.borrow_mut().as_mut()
@@ -283,14 +284,14 @@ impl Engine {
         }
     }
 
-    /// Time until which the thread may sleep at most, if it may not sleep without a limit.
+    /// Time until which the thread may sleep. `None` if there is no limit.
     pub(crate) fn sleep_limit(&self) -> Option<Duration> {
         (self.pending.get() > 0).then_some(TICK)
     }
 }
 
-/// Submits a request. Protection information is generated and checked: guard, and reference tag
-/// where its value is defined by the block's address.
+/// Submits a request. If blocks have protection information, the guard is generated and checked,
+/// and also the reference tag if the block's address defines its value.
 fn submit(
     queue: &mut dyn Queue,
     protection: Option<&(u64, MetadataFormat)>,
@@ -359,9 +360,9 @@ impl Core {
         self.pending = self.pending.saturating_sub(1);
     }
 
-    /// Cancels requests that exceed the timeout. A request with a buffer of this process that does
-    /// not complete soon after that fails with a timeout; its slot keeps the buffer and the lock
-    /// until the disk completes it.
+    /// Cancels requests that exceed the timeout. If a request with a buffer of this process does
+    /// not complete soon after its cancellation, it fails with a timeout. Its slot keeps the buffer
+    /// and the lock until the disk completes the request.
     fn cancel_late(&mut self) {
         self.look_at_clock();
         let (now, timeout) = (self.now, self.timeout);
@@ -395,9 +396,9 @@ impl Core {
 }
 
 impl Drop for Engine {
-    /// Waits for the requests in flight, for a limited time. If the disk does not complete them,
-    /// the queue, the buffers and the locks of their ranges are leaked, because the disk may still
-    /// access them.
+    /// Waits for the requests in flight, for a limited time. If the disk does not complete them in
+    /// this time, the queue, the buffers and the locks of the ranges are leaked, because the disk
+    /// may still access the data.
     fn drop(&mut self) {
         let Some(mut core) = self.core.borrow_mut().take() else { return };
         let began = Instant::now();

@@ -9,7 +9,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The disk has zones, which take no writes of arbitrary ranges.
+    /// The disk has zones, which do not permit writes of arbitrary ranges.
     #[error("{disk}: a zoned disk is no block device; leave out `zoned`")]
     Zoned {
         /// Name of the disk.
@@ -46,7 +46,8 @@ pub enum BlockError {
     /// The disk has not completed the request within the timeout.
     #[error("the disk has not completed the request within the timeout")]
     TimedOut,
-    /// A request completed without its buffer or with a too short one: a bug of this crate.
+    /// A request completed without its buffer, or with a buffer that is too short: a bug of this
+    /// crate.
     #[error("a buffer does not fit its request, which is a defect of the block layer")]
     Buffer,
 }
@@ -66,7 +67,7 @@ impl From<DiskError> for BlockError {
 }
 
 impl BlockError {
-    /// The error of the disk, if the disk failed a request.
+    /// The disk's error, if the disk failed a request.
     #[must_use]
     pub fn disk(&self) -> Option<DiskError> {
         match self {
@@ -77,7 +78,7 @@ impl BlockError {
 
     /// The error number for export protocols: `EPERM` for a read-only disk, `EINVAL` for a range
     /// beyond the end, `ENOTSUP` for an unsupported operation, `ENOSPC` for storage without free
-    /// capacity, and `EIO` for everything else.
+    /// capacity, and `EIO` for all other errors.
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {

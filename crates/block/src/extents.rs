@@ -1,7 +1,7 @@
 //! Allocation status of byte ranges, queried on a separate thread.
 //!
-//! The query may block on the storage, which a thread that serves requests must not do. The thread
-//! of the queries exists only while there are queries.
+//! A query may wait for the storage, but a thread that serves requests must not wait. The separate
+//! thread exists only while there are queries.
 
 use parking_lot::{Condvar, Mutex};
 use shadowbell_disk::Disk;
@@ -23,7 +23,7 @@ pub struct Extent {
     pub is_hole: bool,
 }
 
-/// Extents of a range, which must be within the disk; at most `most`.
+/// Extents of a range, which must be within the disk. Returns at most `most` extents.
 pub(crate) async fn extents(
     queries: &Arc<ExtentQueries>,
     disk: &Arc<dyn Disk>,
@@ -55,7 +55,8 @@ pub(crate) async fn extents(
     .await
 }
 
-/// Extents of `len` bytes of the disk, at most `most`; neighbours with the same status are merged.
+/// Extents of `len` bytes of the disk, at most `most`. Adjacent bytes with the same status are in
+/// one extent.
 fn find(disk: &dyn Disk, offset: u64, len: u64, most: usize) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut left = len;
@@ -65,7 +66,7 @@ fn find(disk: &dyn Disk, offset: u64, len: u64, most: usize) -> Vec<Extent> {
         let (is_hole, count) = (!found.allocated, extents.len());
         match extents.last_mut() {
             Some(last) if last.is_hole == is_hole => last.len += len,
-            // The last extent is complete.
+            // The extent that follows differs in its status, so the last extent is complete.
             Some(_) if count == most => return false,
             _ if len > 0 => extents.push(Extent { len, is_hole }),
             _ => {}
@@ -98,7 +99,7 @@ struct Work {
     has_thread: bool,
 }
 
-/// Queue of the queries, and its thread.
+/// Queue of the queries, and the thread that executes them.
 #[derive(Default)]
 pub(crate) struct ExtentQueries {
     work: Mutex<Work>,
@@ -148,8 +149,8 @@ impl ExtentQueries {
 impl Query {
     fn end(self, found: Vec<Extent>) {
         let Self { disk, answer, .. } = self;
-        // Dropped before the wakeup: the woken caller may drop all other handles, and the disk must
-        // then be closed on its thread and not on this one.
+        // The disk is dropped before the wakeup. The woken caller may drop all other handles, and
+        // the last handle must be dropped on the caller's thread, not on this one.
         drop(disk);
         let mut answer = answer.lock();
         answer.found = Some(found);

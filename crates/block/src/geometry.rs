@@ -13,7 +13,7 @@ pub struct Geometry {
     pub read_only: bool,
     /// True if a power loss before a flush can lose writes (volatile write cache).
     pub volatile_cache: bool,
-    /// True if the disk zeroes ranges by itself; otherwise zeroes are written.
+    /// True if the disk can zero ranges by itself. Otherwise zeroes are written as data.
     pub write_zeroes: bool,
     /// True if blocks can be discarded.
     pub discard: bool,

@@ -13,13 +13,13 @@ use std::task::{Context, Poll};
 /// Maximum number of retries of a request that failed with a transient error.
 const RETRIES: u8 = 3;
 
-/// True if a retry of a request that a device failed with this NVMe status may succeed: the device
-/// has not set Do Not Retry, and the status does not mean that the command itself is invalid. Base
+/// True if a retry may succeed after a request failed with this NVMe status. The device must not
+/// have set Do Not Retry, and the status must not mean that the command itself is invalid. Base
 /// 2.1, 4.2.3.
 fn may_succeed(status: Status) -> bool {
     const PATH: u8 = 3;
     // If the ANA state makes the namespace inaccessible through this controller, a retry fails as
-    // well. The caller has to use another controller.
+    // well. Only another controller may succeed.
     let is_no_way = matches!(status.code(), Status::ANA_INACCESSIBLE | Status::ANA_PERSISTENT_LOSS);
     !status.dnr()
         && !is_no_way
@@ -44,18 +44,18 @@ fn is_transient(error: DiskError) -> bool {
 enum State {
     Unsubmitted(Data, Option<Arc<RangeGuard>>),
     InFlight(u32),
-    /// The result was available when the request was submitted.
+    /// The result was already available after the submission.
     Early(Result<Data, BlockError>),
     Over,
 }
 
 /// A request with its data and with the lock of the range that it writes.
 ///
-/// After a transient failure of a device, the request is submitted again immediately. The range
-/// remains locked meanwhile, so executing a write twice has the effect of executing it once.
+/// After a transient failure of a device, the request is submitted again immediately. Because the
+/// range remains locked, a second execution of a write has the same effect as one execution.
 ///
-/// If the future is dropped while the disk has the request, the request is executed to its end: its
-/// range remains locked until then, and its buffer is returned to the pool afterwards.
+/// If the future is dropped while the disk has the request, the disk still executes the request.
+/// Its range remains locked until its end, and its buffer returns to the pool afterwards.
 #[must_use = "nothing is submitted until the future is polled"]
 pub(crate) struct InFlight<'a> {
     engine: &'a Engine,

@@ -13,7 +13,7 @@
 //! | `copy` | copy, by reading and writing |
 //! | `extents` | allocation status |
 //! | `stream` | splitting a range into requests, several of them in flight |
-//! | `locks` | locks of written ranges: a partial block is changed exclusively |
+//! | `locks` | locks of written ranges, exclusive for changes of partial blocks |
 //! | `buffers` | buffer pools with waiting requests |
 //! | `range` | splitting a byte range into whole and partial blocks |
 //!
@@ -41,8 +41,8 @@
 //! Overlapping requests that are in flight at the same time are executed in any order, as on every
 //! disk. A program that needs an order waits for the first request before it starts the second. A
 //! write of a partial block does not undo concurrent writes to the same block: the block is locked
-//! exclusively while it is read, modified and written. A flush makes durable what was completed
-//! before the flush was started, through any queue.
+//! exclusively while it is read, modified and written. A flush makes all writes durable that had
+//! completed on any queue before the flush started.
 //!
 //! If all buffers are in use, requests wait in FIFO order.
 //!
@@ -54,9 +54,9 @@
 //! # Timeouts
 //!
 //! A request that takes longer than [`BlockOptions::timeout`] is cancelled. If the disk does not
-//! complete it after the cancellation, it fails with [`BlockError::TimedOut`], and its range
-//! remains locked until the disk completes it. A request with memory of the caller
-//! ([`BlockQueue::read_to`]) is waited for.
+//! complete it soon after the cancellation, it fails with [`BlockError::TimedOut`], and its range
+//! remains locked until the disk completes it. But a request with memory of the caller
+//! ([`BlockQueue::read_to`]) does not end before the disk completes it.
 //!
 //! # Not implemented
 //!

@@ -1,5 +1,5 @@
-//! Locks of written ranges, so that a read-modify-write of a partial block does not undo concurrent
-//! writes to the same block.
+//! Locks of written ranges. They prevent that a read-modify-write of a partial block reverts
+//! concurrent writes to the same block.
 
 use parking_lot::Mutex;
 use std::future::Future;
@@ -10,8 +10,8 @@ use std::task::{Context, Poll, Waker};
 /// Locked ranges, and waiting lock requests.
 ///
 /// Writers of whole blocks share their range, because a disk guarantees no order of overlapping
-/// writes. A change of a partial block locks its range exclusively. Requests wait in FIFO order: no
-/// request overtakes an earlier one that it conflicts with, so none starves.
+/// writes. A change of a partial block locks its range exclusively. A request never overtakes an
+/// earlier request that it conflicts with, so no request starves.
 #[derive(Default)]
 pub(crate) struct RangeLocks(Mutex<Table>);
 
@@ -26,12 +26,12 @@ struct Table {
 }
 
 struct Entry {
-    /// Sequence number; lower for earlier requests.
+    /// Sequence number. Earlier requests have lower numbers.
     order: u64,
     first: u64,
     end: u64,
     exclusive: bool,
-    /// Set while the request waits.
+    /// Waker of the request while it waits.
     waker: Option<Waker>,
 }
 
@@ -63,8 +63,8 @@ impl Table {
         others.any(|other| other.order < entry.order && other.conflicts(entry))
     }
 
-    /// Removes an entry. Returns the wakers of requests that can now continue; they must be called
-    /// without the lock.
+    /// Removes an entry. Returns the wakers of requests that can now continue. The wakers must be
+    /// called without the lock.
     fn remove(&mut self, index: usize) -> Vec<Waker> {
         let Some(gone) = self.entries.get_mut(index).and_then(Option::take) else {
             return Vec::new();
@@ -82,7 +82,7 @@ impl Table {
 }
 
 impl RangeLocks {
-    /// Locks `first..end`. The place in the order is taken at the first poll.
+    /// Locks `first..end`. The first poll of the future takes its place in the order.
     pub(crate) fn acquire(self: &Arc<Self>, first: u64, end: u64, exclusive: bool) -> Acquire {
         Acquire { locks: Arc::clone(self), first, end, exclusive, index: None }
     }
@@ -93,7 +93,7 @@ impl RangeLocks {
     }
 }
 
-/// A locked range; dropping the guard unlocks it.
+/// A locked range. The drop of the guard unlocks the range.
 pub(crate) struct RangeGuard {
     locks: Arc<RangeLocks>,
     index: usize,
@@ -111,7 +111,7 @@ pub(crate) struct Acquire {
     first: u64,
     end: u64,
     exclusive: bool,
-    /// Index of the entry, while it waits.
+    /// Index of the entry while the request waits.
     index: Option<usize>,
 }
 
@@ -200,7 +200,7 @@ mod tests {
         let first = poll(&mut locks.acquire(0, 10, false)).unwrap();
         let mut second = locks.acquire(0, 10, true);
         assert!(poll(&mut second).is_none());
-        // Compatible with the first request, but conflicts with the second.
+        // This request is compatible with the first request, but conflicts with the second one.
         let mut third = locks.acquire(5, 6, false);
         assert!(poll(&mut third).is_none());
         drop(first);

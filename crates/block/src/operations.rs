@@ -12,9 +12,10 @@ use shadowbell_memory::Segments;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Number of bytes that are copied from the buffer and compared at a time.
+/// Number of bytes that are copied from the buffer and compared in one step.
 const COMPARE_STEP: usize = 512;
-/// Largest part of a request with segments of the caller, in bytes, which every disk supports.
+/// Largest part of a request with segments of the caller, in bytes. Every disk supports requests of
+/// this size.
 const SEGMENTS_STEP: usize = 1 << 20;
 /// Zeroes for partial blocks.
 static ZEROES: [u8; 4096] = [0; 4096];
@@ -26,9 +27,8 @@ pub struct Zeroes {
     pub deallocate: bool,
     /// The zeroes are durable when the request completes (Force Unit Access).
     pub fua: bool,
-    /// Only if the disk can zero a range by itself
-    /// ([`Geometry::write_zeroes`](crate::Geometry)): otherwise the request fails with
-    /// [`BlockError::Unsupported`] before anything is written.
+    /// True to fail with [`BlockError::Unsupported`], before anything is written, if the disk
+    /// cannot zero a range by itself ([`Geometry::write_zeroes`](crate::Geometry)).
     pub fast_only: bool,
 }
 
@@ -94,7 +94,7 @@ pub(crate) async fn write_from(
     Ok(data)
 }
 
-/// Transfers whole blocks between the disk and memory of the caller, without a copy.
+/// Transfers whole blocks directly between the disk and memory of the caller.
 async fn run_with_segments(
     queue: &BlockQueue,
     op: Op,
@@ -143,7 +143,7 @@ pub(crate) async fn write_zeroes(
     }
     let Some(guard) = queue.lock(&range).await else { return Ok(()) };
     for edge in range.edges() {
-        // A block may be longer than `ZEROES`, so a partial block is zeroed in several steps.
+        // A block may be longer than `ZEROES`. Then a partial block is zeroed in several steps.
         let mut edge = edge;
         while edge.len > 0 {
             let now = Edge { len: edge.len.min(ZEROES.len()), ..edge };
@@ -217,8 +217,8 @@ pub(crate) async fn modify(
     queue.request(write, Data::Buffer(buffer), Some(Arc::clone(guard))).await.map(drop)
 }
 
-/// Intersection of the `len` bytes at `at` and the `count` bytes at `offset`: its start relative to
-/// `at`, its start relative to `offset`, and its length.
+/// Intersection of the `len` bytes at `at` and the `count` bytes at `offset`. Returns its start
+/// relative to `at`, its start relative to `offset`, and its length.
 fn overlap(at: u64, len: usize, offset: u64, count: usize) -> (usize, usize, usize) {
     let from = at.max(offset);
     let to = (at + len as u64).min(offset + count as u64).max(from);
@@ -250,7 +250,7 @@ impl Parts for Read<'_> {
     }
 }
 
-/// Read of partial blocks to memory that the caller has described.
+/// Read of partial blocks to memory that the caller describes by segments.
 struct ReadTo<'a> {
     offset: u64,
     into: &'a mut Segments,
@@ -295,7 +295,7 @@ impl Parts for Write<'_> {
     }
 }
 
-/// Write of whole blocks from memory that the caller has described.
+/// Write of whole blocks from memory that the caller describes by segments.
 struct WriteFrom<'a> {
     offset: u64,
     from: &'a Segments,

@@ -6,18 +6,19 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct BlockOptions {
-    /// Size of a large buffer in bytes, which limits a single request. Rounded to whole blocks.
+    /// Size of a large buffer in bytes, rounded to whole blocks. It is also the limit of a single
+    /// request.
     pub chunk_bytes: usize,
     /// Number of large buffers per queue.
     pub chunks: usize,
-    /// Number of small buffers per queue, for requests of up to 4096 bytes (or one block, if that
-    /// is longer); 0 for the default of 128.
+    /// Number of small buffers per queue; 0 for the default of 128. They are for requests of up to
+    /// 4096 bytes, or of up to one block if that is longer.
     pub small_buffers: usize,
     /// Maximum number of requests in flight for one long operation.
     pub window: usize,
-    /// Refuses all changes of the disk.
+    /// True to refuse all changes of the disk.
     pub read_only: bool,
-    /// Number of threads that should access the device at once.
+    /// Number of threads that should access the device at the same time.
     pub queues: usize,
     /// Longest time for which a thread polls for requests and completions before it sleeps.
     pub poll: Duration,

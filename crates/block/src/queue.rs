@@ -1,4 +1,4 @@
-//! A thread's queue on a block device.
+//! Queue of a block device, for one thread.
 
 use crate::buffers::{Buffer, BufferPool};
 use crate::engine::{Data, Engine};
@@ -18,23 +18,23 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Buffers of one page, enough for the requests of a queue.
+/// Default number of small buffers, which is enough for the requests of a queue.
 const SMALL_BUFFERS: usize = 128;
 const SMALL: usize = 4096;
-/// Maximum number of blocks of a request without data, so that a disk for which each block is work
-/// gets the range in parts.
+/// Maximum number of blocks of a request without data. Larger ranges are split, because some disks
+/// have to work on each block.
 const MAX_BLOCKS: u64 = 1 << 15;
 
-/// A thread's queue on a [`BlockDevice`](crate::BlockDevice), with futures for requests. A clone is
-/// another handle to the same queue.
+/// Queue of a [`BlockDevice`](crate::BlockDevice) for one thread, with futures for requests. A
+/// clone is another handle to the same queue.
 ///
 /// The futures make progress while the thread that created the queue calls [`turn`](Self::turn), as
-/// [`block_on`](Self::block_on) does. A queue that is dropped waits for its requests.
+/// [`block_on`](Self::block_on) does. The drop of a queue waits for its requests.
 #[derive(Clone)]
 pub struct BlockQueue(Rc<QueueShared>);
 
 struct QueueShared {
-    /// Declared before `device`: the queue is closed before its disk.
+    /// Fields are dropped in order: the queue is closed before its disk.
     engine: Engine,
     small: BufferPool,
     large: BufferPool,
@@ -99,8 +99,8 @@ impl BlockQueue {
         self.engine().turn()
     }
 
-    /// Calls `each` with the descriptors that are readable when [`turn`](Self::turn) has work, and
-    /// with true for those that must be watched edge-triggered.
+    /// Calls `each` with each descriptor that becomes readable when [`turn`](Self::turn) has work.
+    /// The second argument is true for descriptors that must be watched edge-triggered.
     ///
     /// # Errors
     /// The first error of `each`.
@@ -120,7 +120,7 @@ impl BlockQueue {
         watched.unwrap_or(Ok(()))
     }
 
-    /// Longest time for which the thread may sleep now, so that timeouts are noticed; `None` for no
+    /// Longest time that the thread may sleep now without missing a timeout. `None` if there is no
     /// limit.
     #[must_use]
     pub fn sleep_limit(&self) -> Option<Duration> {
@@ -137,7 +137,7 @@ impl BlockQueue {
         self.engine().cancel_all();
     }
 
-    /// Announces that requests with [segments](Self::read_to) use this memory from now on.
+    /// Announces the memory that requests with [segments](Self::read_to) use from now on.
     pub fn memory_changed(&self, table: &DmaTable) {
         self.engine().with_queue_mut(|queue| queue.memory_changed(table));
     }
@@ -155,12 +155,12 @@ impl BlockQueue {
     }
 
     /// Reports which of `len` bytes from `offset` on may hold data, as contiguous extents: at least
-    /// one unless the range is empty, at most `most`. They may cover only the beginning of the
-    /// range.
+    /// one unless the range is empty, at most `most`. The extents may cover only the beginning of
+    /// the range.
     ///
     /// Bytes that were written before the request are reported as data, unless they were discarded
-    /// or zeroed since. Concurrent changes may be reported or not. A separate thread asks the disk,
-    /// because the query may block.
+    /// or zeroed since. Concurrent changes may be reported or not. A separate thread queries the
+    /// disk, because the query may block.
     ///
     /// # Errors
     /// [`BlockError::OutOfRange`].
@@ -185,8 +185,8 @@ impl BlockQueue {
         BufferPool::new(count, size)
     }
 
-    /// True if these bytes can be transferred without a copy: whole blocks, at least one, and no
-    /// more than one request transfers.
+    /// True if these bytes can be transferred without a copy: they are whole blocks, at least one,
+    /// and fit into one request.
     #[must_use]
     pub fn is_direct(&self, offset: u64, len: usize) -> bool {
         (1..=self.large().buffer_size()).contains(&len) && self.is_whole(offset, len as u64)
@@ -198,7 +198,7 @@ impl BlockQueue {
     }
 
     /// Reads `len` bytes from `offset` on to the beginning of `buffer`. Returns the buffer. The
-    /// range must be [direct](Self::is_direct), and the buffer have at least `len` bytes.
+    /// range must be [direct](Self::is_direct), and the buffer must have at least `len` bytes.
     ///
     /// # Errors
     /// [`BlockError`]; the buffer returns to its pool.
@@ -246,7 +246,7 @@ impl BlockQueue {
         }
     }
 
-    /// Splits a range into blocks, after a check against the disk's size.
+    /// Checks a range against the disk's size, and splits it into blocks.
     pub(crate) fn range(&self, offset: u64, len: u64) -> Result<BlockRange, BlockError> {
         let geometry = self.geometry();
         let size = geometry.bytes;
@@ -256,12 +256,14 @@ impl BlockQueue {
         }
     }
 
-    /// As [`range`](Self::range), for a change: fails if the disk is read-only.
+    /// As [`range`](Self::range), for a request that changes the disk. Fails if the disk is
+    /// read-only.
     pub(crate) fn range_to_change(&self, offset: u64, len: u64) -> Result<BlockRange, BlockError> {
         if self.geometry().read_only { Err(BlockError::ReadOnly) } else { self.range(offset, len) }
     }
 
-    /// Locks a range for writing: exclusively if it has partial blocks. `None` for an empty range.
+    /// Locks a range for writing. The lock is exclusive if the range has partial blocks. Returns
+    /// `None` for an empty range.
     pub(crate) async fn lock(&self, range: &BlockRange) -> Option<Arc<RangeGuard>> {
         if range.start == range.end {
             return None;

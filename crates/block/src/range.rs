@@ -1,13 +1,14 @@
 //! Splitting of a byte range into whole and partial blocks.
 
-/// A byte range, and the blocks that it touches.
+/// A byte range, and the blocks that it includes completely or partially.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockRange {
-    /// First byte of the first touched block.
+    /// First byte of the first of these blocks.
     pub(crate) start: u64,
-    /// First byte after the last touched block.
+    /// First byte after the last of these blocks.
     pub(crate) end: u64,
-    /// First whole block in the range; equal to `end_whole` if there is none.
+    /// Start of the first block that is completely in the range. Equal to `end_whole` if there is
+    /// none.
     pub(crate) first_whole: u64,
     pub(crate) end_whole: u64,
     block: u64,
@@ -30,7 +31,7 @@ impl BlockRange {
     /// Splits the bytes from `offset` to `offset_end` on a disk with blocks of `block` bytes.
     pub(crate) fn of(offset: u64, offset_end: u64, block: u64) -> Self {
         let down = |at: u64| at / block * block;
-        // Cannot exceed the size of the disk, which is a multiple of the block size.
+        // The result does not exceed the size of the disk, which is a multiple of the block size.
         let up = |at: u64| at.div_ceil(block).saturating_mul(block);
         if offset == offset_end {
             let at = down(offset);

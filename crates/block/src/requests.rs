@@ -32,10 +32,11 @@ impl BlockQueue {
         operations::write_zeroes(self, offset, len, how).await
     }
 
-    /// Discards the whole blocks within `len` bytes from `offset` on; partial blocks at the ends
+    /// Discards the whole blocks within `len` bytes from `offset` on. Partial blocks at the ends
     /// remain unchanged.
     ///
     /// # Errors
+    ///
     /// [`BlockError::Unsupported`] if the disk cannot discard; other errors.
     pub async fn discard(&self, offset: u64, len: u64) -> Result<(), BlockError> {
         operations::discard(self, offset, len).await
@@ -49,19 +50,21 @@ impl BlockQueue {
         operations::compare(self, offset, with).await
     }
 
-    /// Makes all completed writes durable, of any queue.
+    /// Makes all writes durable that have completed on any queue.
     ///
     /// # Errors
+    ///
     /// [`BlockError`].
     pub async fn flush(&self) -> Result<(), BlockError> {
         operations::flush(self).await
     }
 
     /// Copies `len` bytes from `from` to `to` by reading and writing. The ranges may overlap:
-    /// afterwards the destination has the previous content of the source.
+    /// afterwards the destination has the content that the source had before.
     ///
-    /// Concurrent writes to the source take effect before or after the copy of each block, as with
-    /// a read. For concurrent requests, the destination is written.
+    /// A concurrent write to a block of the source takes effect either before or after the copy of
+    /// that block, as with a read. Requests that overlap the destination are ordered as with a
+    /// write.
     ///
     /// # Errors
     /// [`BlockError`]. Some of the bytes may have been copied; if source and destination overlap, a
@@ -70,19 +73,21 @@ impl BlockQueue {
         copy::copy(self, from, to, len).await
     }
 
-    /// Reads from `offset` on to all of `data`, memory that the caller has described. Returns the
+    /// Reads from `offset` on into all of `data`, which describes memory of the caller. Returns the
     /// segments.
     ///
     /// # Errors
+    ///
     /// [`BlockError`]; some of the bytes may have been read.
     pub async fn read_to(&self, offset: u64, data: Segments) -> Result<Segments, BlockError> {
         operations::read_to(self, offset, data).await
     }
 
-    /// Writes all of `data`, memory that the caller has described, to the bytes from `offset` on.
+    /// Writes all of `data`, which describes memory of the caller, to the bytes from `offset` on.
     /// Returns the segments. `fua` is as for [`write`](Self::write).
     ///
     /// # Errors
+    ///
     /// [`BlockError`]; some of the bytes may have been written.
     pub async fn write_from(
         &self,

@@ -14,13 +14,13 @@ pub(crate) struct DeviceShared {
     pub(crate) geometry: Geometry,
     pub(crate) options: BlockOptions,
     pub(crate) locks: Arc<RangeLocks>,
-    /// True if the disk zeroes ranges and has not refused it yet.
+    /// True if the disk can zero ranges by itself and has not refused to do so.
     pub(crate) write_zeroes: AtomicBool,
     pub(crate) queries: Arc<ExtentQueries>,
 }
 
 impl DeviceShared {
-    /// Records that the disk refused to zero a range: later requests write zeroes.
+    /// Records that the disk has refused to zero a range. Later requests write zeroes as data.
     pub(crate) fn forget_write_zeroes(&self) {
         if self.write_zeroes.swap(false, Ordering::Relaxed) {
             tracing::warn!(

@@ -16,15 +16,15 @@ use std::task::Poll;
 pub(crate) trait Parts {
     fn op(&self) -> Op;
 
-    /// Copies the `len` bytes at `at` into the buffer, before the request.
+    /// Copies the `len` bytes at `at` into the buffer, before the request is submitted.
     fn fill(&mut self, at: u64, len: usize, buffer: &mut Buffer) -> Result<(), BlockError>;
 
-    /// Copies the `len` bytes at `at` from the buffer, after the request.
+    /// Copies the `len` bytes at `at` from the buffer, after the request has completed.
     fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError>;
 }
 
-/// In-flight requests of one long operation, oldest first. After a failure no further request
-/// starts, but the requests in flight are waited for.
+/// Requests in flight of one long operation, oldest first. After a failure no further request is
+/// started, but the operation waits for the requests in flight.
 struct Window<'a> {
     requests: VecDeque<(u64, InFlight<'a>)>,
     limit: usize,
@@ -59,7 +59,7 @@ impl<'a> Window<'a> {
         Some((at, request.await))
     }
 
-    /// Records the outcome, unless an earlier one was a failure.
+    /// Records the outcome, unless an earlier request has failed.
     fn record(&mut self, outcome: Result<(), BlockError>) {
         if self.outcome.is_ok() {
             self.outcome = outcome;
@@ -67,8 +67,8 @@ impl<'a> Window<'a> {
     }
 }
 
-/// Takes a buffer for a request. Waits for one only if the operation has no request in flight
-/// (`first`): two operations that hold buffers and wait for more could deadlock.
+/// Takes a buffer for a request. Waits for a buffer only if the operation has no request in flight
+/// (`first`). Otherwise, two operations that hold buffers and wait for more could deadlock.
 async fn take_buffer(pool: &BufferPool, first: bool) -> Result<Option<Buffer>, BlockError> {
     match pool.take() {
         None if first => pool.wait().await.map(Some),
@@ -76,7 +76,7 @@ async fn take_buffer(pool: &BufferPool, first: bool) -> Result<Option<Buffer>, B
     }
 }
 
-/// Buffer of a completed request.
+/// Returns the buffer of a completed request.
 pub(crate) fn buffer_of(data: Data) -> Result<Buffer, BlockError> {
     match data {
         Data::Buffer(buffer) => Ok(buffer),
@@ -99,7 +99,7 @@ pub(crate) async fn transfer(
         if total <= queue.small().buffer_size() as u64 { queue.small() } else { queue.large() };
     let step = pool.buffer_size() as u64;
     if total <= step {
-        // Fast path: one request, no allocation.
+        // Fast path for a single request, without an allocation.
         if total == 0 {
             return Ok(());
         }
@@ -160,7 +160,8 @@ pub(crate) async fn run_without_data(
             let request = Request { op, offset: at, len: next - at };
             window.begin(at, Ok(queue.request(request, Data::NONE, Some(Arc::clone(guard))))).await;
             if next < end {
-                // A disk may execute the part inline, and the thread has other requests.
+                // The disk may execute this part immediately, so other requests of the thread get a
+                // turn first.
                 yield_once().await;
             }
         }
@@ -170,7 +171,7 @@ pub(crate) async fn run_without_data(
     window.outcome
 }
 
-/// Lets other tasks of the thread run first.
+/// Lets other tasks of the thread run once.
 async fn yield_once() {
     let mut has_yielded = false;
     poll_fn(|context| {

@@ -1,4 +1,4 @@
-//! Blocking execution of futures on a thread that drives its queues meanwhile.
+//! Blocking execution of futures on a thread that also drives its queues.
 
 use crate::queue::BlockQueue;
 use rustix::event::Timespec;
@@ -29,14 +29,14 @@ impl Wake for Sleeper {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        // The thread itself is awake.
+        // If the thread itself calls the waker, it is awake and needs no signal.
         if !self.woken.swap(true, Ordering::AcqRel) && std::thread::current().id() != self.thread {
             self.event.signal();
         }
     }
 }
 
-/// Sleeper, and an epoll set of everything that ends its sleep.
+/// Sleeper, and an epoll set of all descriptors that end its sleep.
 struct Sleep {
     sleeper: Arc<Sleeper>,
     epoll: OwnedFd,
@@ -66,7 +66,8 @@ impl Sleep {
         });
         let mut events = [const { MaybeUninit::uninit() }; 8];
         match epoll::wait(&self.epoll, &mut events[..], limit.as_ref()) {
-            // EINTR: the kernel interrupts a sleeping thread to deliver io_uring completions.
+            // EINTR occurs because the kernel interrupts a sleeping thread to deliver io_uring
+            // completions.
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => {
                 tracing::warn!("waiting for requests failed: {errno}");
@@ -76,10 +77,11 @@ impl Sleep {
     }
 }
 
-/// Runs a future to completion on this thread, which drives `queues` meanwhile.
+/// Runs a future to completion on this thread. The thread also drives `queues`.
 ///
 /// # Errors
-/// The system's error if it lacks a descriptor.
+///
+/// The system's error if no descriptor is available.
 pub fn block_on<F: Future>(queues: &[&BlockQueue], future: F) -> io::Result<F::Output> {
     let mut future = pin!(future);
     loop {
@@ -124,9 +126,10 @@ fn run<F: Future>(
 }
 
 impl BlockQueue {
-    /// Runs a future to completion on this thread, which drives the queue meanwhile.
+    /// Runs a future to completion on this thread. The thread also drives the queue.
     ///
     /// # Panics
+    ///
     /// If the system has no descriptor left.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         match block_on(&[self], future) {

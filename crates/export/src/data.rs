@@ -1,25 +1,26 @@
 //! Buffers for the data of requests, per client.
 //!
-//! Data of whole blocks is placed in buffers that the disk transfers from and to, so it is received
-//! and sent without a copy. This memory is limited and belongs to one connection, so that a slow
-//! client does not affect others. Other data is placed in ordinary memory of the program: parts
-//! of blocks, long requests, requests beyond the limit, and all data of a client with TLS, whose
-//! cryptography needs ordinary memory.
+//! Data of whole blocks is placed in buffers that the disk reads from and writes to. So it is
+//! received and sent without a copy. This memory is limited and belongs to one connection, so that
+//! a slow client does not affect other clients. Other data is placed in ordinary memory of the
+//! program: parts of blocks, long requests, requests beyond the limit, and all data of a client
+//! with TLS, whose cryptography needs ordinary memory.
 
 use crate::vectors::{Part, Room};
 use shadowbell_block::{BlockQueue, Buffer, BufferPool};
 
-/// Size in bytes and number of the shared buffers of a connection. They are allocated on demand.
+/// Size in bytes and number of the shared buffers of a connection. Each size is allocated when it
+/// is first needed.
 const SIZES: [(usize, usize); 3] = [(4 << 10, 128), (64 << 10, 32), (256 << 10, 8)];
-/// Largest ordinary buffer that is kept for later requests, and total limit of kept buffers, in
-/// bytes.
+/// Size in bytes of the largest ordinary buffer that is kept for later requests. `KEEP_ALL` is the
+/// limit of all kept buffers together.
 const KEEP: usize = 256 << 10;
 const KEEP_ALL: usize = 4 << 20;
 
 /// Data buffer of a request.
 pub(crate) enum Data {
     Own(Vec<u8>),
-    /// Buffer that the disk transfers from and to.
+    /// Buffer that the disk reads from and writes to.
     Shared(Buffer),
 }
 
@@ -39,7 +40,7 @@ impl Data {
                 }
             }
             Self::Shared(buffer) => {
-                // The buffer is at least as long as the request, so the copy cannot fail.
+                // The copy cannot fail, because the buffer is at least as long as the request.
                 let _ = buffer.copy_from(at, from);
             }
         }
@@ -81,7 +82,7 @@ enum Pool {
 /// Memory of a client for the data of its requests.
 pub(crate) struct DataMemory {
     pools: [Pool; SIZES.len()],
-    /// Ordinary buffers that are kept, and their total capacity.
+    /// Ordinary buffers that are kept for later requests. `kept` is their total capacity.
     spare: Vec<Vec<u8>>,
     kept: usize,
 }
@@ -101,7 +102,8 @@ impl DataMemory {
         Data::Own(bytes)
     }
 
-    /// Takes a buffer of at least `len` bytes that the disk transfers from and to, if available.
+    /// Takes a buffer of at least `len` bytes that the disk reads from and writes to, if one is
+    /// available.
     pub(crate) fn shared(&mut self, disk: &BlockQueue, len: usize) -> Option<Data> {
         let mut sizes = SIZES.iter().zip(&mut self.pools);
         let (&(size, count), pool) = sizes.find(|((size, _), _)| *size >= len)?;
@@ -122,7 +124,7 @@ impl DataMemory {
 
     /// Returns a buffer that is not needed any more.
     pub(crate) fn give_back(&mut self, data: Data) {
-        // A shared buffer returns to its pool on drop.
+        // The drop of a shared buffer returns it to its pool.
         let Data::Own(bytes) = data else { return };
         let room = bytes.capacity();
         if room > 0 && room <= KEEP && self.kept + room <= KEEP_ALL {

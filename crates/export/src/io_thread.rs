@@ -1,8 +1,8 @@
-//! Event loop of a thread that serves requests: the requests in flight, the thread's queue on the
+//! Event loop of a thread that serves requests: the requests in flight, the thread's queue of the
 //! disk, and an epoll set.
 //!
-//! A round first polls the woken requests, so that all requests that arrived together are submitted
-//! together, and then takes all completions, so that they are answered together.
+//! A round first polls all woken requests, so that requests that arrive together are submitted
+//! together. Then it takes all completions, so that they are answered together.
 
 use crate::poll_window::PollWindow;
 use crate::tasks::Tasks;
@@ -21,9 +21,10 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// A request was woken, the queue has completions, or the timer expired.
+/// Number of the thread's own descriptor in the epoll set. The descriptor is ready when a request
+/// was woken, the queue has completions, or the timer has expired.
 const OWN_EVENT: u64 = 0;
-/// First number for descriptors of the caller.
+/// Lowest number for descriptors of the caller.
 pub(crate) const FIRST: u64 = 1;
 /// Largest number of descriptors that a wait reports.
 const EVENTS: usize = 5;
@@ -52,7 +53,7 @@ struct Timer {
 
 #[cfg(feature = "ublk")]
 impl Timer {
-    /// Sets the timer to `until`, unless it expires earlier.
+    /// Sets the timer to `until`, unless it is already set to an earlier time.
     fn set(&mut self, epoll: &OwnedFd, until: Instant) -> Result<(), Errno> {
         let now = Instant::now();
         if self.at.is_some_and(|at| at > now && at <= until) {
@@ -65,7 +66,7 @@ impl Timer {
             self.fd = Some(fd);
         }
         let Some(fd) = &self.fd else { return Ok(()) };
-        // A value of zero would stop the timer.
+        // A time of zero would stop the timer.
         let left = until.saturating_duration_since(now).max(Duration::from_nanos(1));
         let once = Itimerspec { it_interval: Timespec::default(), it_value: timespec(left) };
         timerfd_settime(fd, TimerfdTimerFlags::empty(), &once)?;
@@ -151,20 +152,21 @@ impl<F: Future> IoThread<F> {
         busy
     }
 
-    /// Starts a future in a reserved slot, and polls it at once. Returns the result if it is ready;
-    /// the slot stays reserved.
+    /// Starts a future in a reserved slot, and polls it at once. Returns the result if it is ready.
+    /// The slot stays reserved.
     #[cfg(feature = "vhost")]
     pub(crate) fn start_now(&mut self, slot: usize, future: F) -> Option<F::Output> {
         self.tasks.start_now(slot, future)
     }
 
-    /// Records that a round found work that [`run_once`](Self::run_once) did not see.
+    /// Records that a round found work outside of [`run_once`](Self::run_once).
     #[cfg(feature = "vhost")]
     pub(crate) fn found(&mut self) {
         self.window.found();
     }
 
-    /// True if the thread should look for work again before it sleeps, after a round without work.
+    /// True if the thread should look for work once more before it sleeps. Called after a round
+    /// without work.
     #[cfg(feature = "vhost")]
     pub(crate) fn looks_again(&mut self) -> bool {
         self.window.looks_again()
@@ -182,9 +184,9 @@ impl<F: Future> IoThread<F> {
         self.queue.as_ref().is_some_and(|queue| queue.pending() > 0) && self.window.looks_again()
     }
 
-    /// Prepares a sleep. Returns true if no work is pending, so that the thread may sleep by
-    /// [`wait`](Self::wait), or in another event loop that calls
-    /// [`take_events`](Self::take_events) afterwards.
+    /// Prepares a sleep. Returns true if no work is pending. Then the thread may sleep by
+    /// [`wait`](Self::wait), or in another event loop that calls [`take_events`](Self::take_events)
+    /// afterwards.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         let may = self.tasks.prepare_sleep();
         if !may {
@@ -193,8 +195,7 @@ impl<F: Future> IoThread<F> {
         may
     }
 
-    /// Prepares a sleep like [`prepare_sleep`](Self::prepare_sleep), for an event loop without a
-    /// timeout.
+    /// As [`prepare_sleep`](Self::prepare_sleep), for an event loop that has no timeout of its own.
     #[cfg(feature = "ublk")]
     pub(crate) fn prepare_timed_sleep(&mut self) -> bool {
         if !self.prepare_sleep() {
@@ -209,7 +210,7 @@ impl<F: Future> IoThread<F> {
         true
     }
 
-    /// Takes the events after a sleep in another event loop that this descriptor ended.
+    /// Takes the events after this descriptor has ended a sleep in another event loop.
     #[cfg(feature = "ublk")]
     pub(crate) fn take_events(&mut self) {
         self.poll(Some(Duration::ZERO), |_| {});
@@ -269,8 +270,8 @@ impl<F: Future> IoThread<F> {
 }
 
 impl<F> AsFd for IoThread<F> {
-    /// Descriptor that is readable when there is work, for another event loop, which calls
-    /// [`IoThread::take_events`] then.
+    /// Descriptor that becomes readable when there is work. For another event loop, which then
+    /// calls [`IoThread::take_events`].
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }

@@ -8,7 +8,7 @@
 //! | [`fuse`] | the disk as a file, and through a loop device as a block device |
 //! | [`vhost`] | vhost-user-blk device (virtio-blk): QEMU, Cloud Hypervisor |
 //! | [`ublk`] | block device of this machine, through the kernel's `ublk_drv` |
-//! | `io_thread` | event loop of a thread that serves requests, with its queue on the disk |
+//! | `io_thread` | event loop of a thread that serves requests, with its queue of the disk |
 //! | `tasks` | requests in flight, as futures in numbered slots of their thread |
 //! | `poll_window` | adaptive polling before a sleep |
 //! | `data`, `vectors` | buffers for the data of requests, and their `iovec`s |
@@ -27,13 +27,13 @@ mod failures;
 #[cfg(feature = "fuse")]
 pub mod fuse;
 #[cfg(any(feature = "nbd", feature = "fuse", feature = "ublk", feature = "vhost"))]
-// Some methods are used by one of the features only.
+// Some methods are used only with one of the features.
 #[cfg_attr(not(all(feature = "nbd", feature = "vhost")), allow(dead_code))]
 mod io_thread;
 #[cfg(feature = "nbd")]
 pub mod nbd;
 #[cfg(any(feature = "nbd", feature = "fuse", feature = "ublk", feature = "vhost"))]
-// Some methods are used by one of the features only.
+// Some methods are used only with one of the features.
 #[cfg_attr(not(all(feature = "nbd", feature = "vhost")), allow(dead_code))]
 mod poll_window;
 #[cfg(any(feature = "nbd", feature = "fuse", feature = "ublk", feature = "vhost"))]

@@ -3,10 +3,10 @@
 use shadowbell_memory::AdaptivePoll;
 use std::time::{Duration, Instant};
 
-/// Number of vain passes between two clock reads.
+/// Number of passes without work between two readings of the clock.
 const PASSES: u32 = 64;
-/// Vain polling after which the thread yields the processor: in this time, a client that polls as
-/// well would have sent more requests.
+/// Time of polling without work after which the thread yields the processor. A client that also
+/// polls would have sent more requests in this time.
 const POLITE_AFTER: Duration = Duration::from_micros(5);
 
 /// Polling time that grows while work arrives soon after the start of a sleep, and shrinks
@@ -19,7 +19,7 @@ pub(crate) struct PollWindow {
 }
 
 impl PollWindow {
-    /// Creates the state with the longest polling time `most`.
+    /// Creates the state. The polling time is at most `most`.
     pub(crate) fn new(most: Duration) -> Self {
         Self {
             poll: AdaptivePoll::new(most, AdaptivePoll::FIRST),
@@ -34,7 +34,7 @@ impl PollWindow {
         self.passes = 0;
     }
 
-    /// True if the thread should poll again before a sleep, after a pass without work.
+    /// True if the thread should poll once more before a sleep. Called after a pass without work.
     #[inline]
     pub(crate) fn looks_again(&mut self) -> bool {
         if self.poll.window().is_zero() {
@@ -87,7 +87,7 @@ impl PollWindow {
 mod tests {
     use super::*;
 
-    // The length of a window.
+    // Longest polling time of these tests.
     const MOST: Duration = Duration::from_micros(50);
 
     #[test]

@@ -1,8 +1,8 @@
 //! Futures in numbered slots, executed by the thread that owns them: the requests in flight of a
 //! connection.
 //!
-//! Slots are reused, so a request costs no allocation. Each slot has one permanent waker, which
-//! adds the slot's number to a list and, if the thread sleeps, signals the thread's eventfd.
+//! Slots are reused, so a request needs no allocation. Each slot has one permanent waker. It adds
+//! the slot's number to a list, and signals the thread's eventfd if the thread sleeps.
 
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
@@ -13,10 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// List of woken slots, shared by the thread and the wakers.
+/// List of woken slots, which the thread and the wakers share.
 struct ReadyList {
     state: Mutex<ReadyState>,
-    /// True if the list is not empty; readable without the lock.
+    /// True if the list is not empty. The thread reads it without the lock.
     any: AtomicBool,
     event: EventFd,
 }
@@ -65,8 +65,8 @@ struct Slot<F> {
     flag: Arc<SlotWaker>,
 }
 
-/// Slots for futures. A slot is allocated on first use: a future can be large, and an idle client
-/// needs none.
+/// Slots for futures. A slot is allocated on first use, because a future can be large, and an idle
+/// client needs no slot.
 pub(crate) struct Tasks<F> {
     slots: Vec<Slot<F>>,
     /// Largest number of slots.
@@ -103,7 +103,7 @@ impl<F: Future> Tasks<F> {
         Some(slot)
     }
 
-    /// Returns a slot whose future has completed or was never started.
+    /// Releases a slot whose future has completed or was never started.
     pub(crate) fn release(&mut self, slot: usize) {
         self.free.push(slot);
     }
@@ -116,7 +116,7 @@ impl<F: Future> Tasks<F> {
         }
     }
 
-    /// Starts a future in a reserved slot, and polls it. Returns the result if it is ready; the
+    /// Starts a future in a reserved slot, and polls it. Returns the result if it is ready. The
     /// slot stays reserved.
     pub(crate) fn start_now(&mut self, slot: usize, future: F) -> Option<F::Output> {
         let there = self.slots.get_mut(slot)?;
@@ -134,7 +134,7 @@ impl<F: Future> Tasks<F> {
         self.slots.len() - self.free.len()
     }
 
-    /// Polls every woken future and passes the results of completed ones to `done`; their slots
+    /// Polls every woken future, and passes the results of completed futures to `done`. Their slots
     /// stay reserved. Returns true if any future was woken.
     pub(crate) fn run(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
         if !self.is_ready() {
@@ -157,13 +157,13 @@ impl<F: Future> Tasks<F> {
         any
     }
 
-    /// True if a future was woken and not polled since.
+    /// True if a future was woken and has not been polled since.
     pub(crate) fn is_ready(&self) -> bool {
         self.ready.any.load(Ordering::Relaxed)
     }
 
-    /// Prepares a sleep on [`event`](Self::event). Returns true if the thread may sleep: the next
-    /// future that is woken signals the event then.
+    /// Prepares a sleep on [`event`](Self::event). Returns true if the thread may sleep. Then the
+    /// next future that is woken signals the event.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         let mut state = self.ready.state.lock();
         state.sleeping = state.list.is_empty();

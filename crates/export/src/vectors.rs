@@ -1,6 +1,6 @@
 //! `iovec`s for system calls, in memory of the program or in memory that is shared with a device.
 //!
-//! No Rust reference points into shared memory, so it is passed to the kernel by address.
+//! No Rust reference may point into shared memory. So the kernel gets its address.
 
 use shadowbell_memory::SharedBytes;
 use std::marker::PhantomData;
@@ -21,7 +21,7 @@ impl<'a> Part<'a> {
         Self { vector: libc::iovec { iov_base: start, iov_len: own.len() }, own: Some(own) }
     }
 
-    /// Range `from..to` of shared memory, cut at its end.
+    /// Range `from..to` of shared memory. The range is cut at the end of the memory.
     pub(crate) fn shared(bytes: &'a SharedBytes, from: usize, to: usize) -> Self {
         Self { vector: vector(bytes, from, to), own: None }
     }
@@ -48,7 +48,8 @@ impl<'a> Room<'a> {
         Self { vector: libc::iovec { iov_base, iov_len }, borrowed: PhantomData }
     }
 
-    /// Range `from..to` of shared memory, cut at its end; empty if the memory is read-only.
+    /// Range `from..to` of shared memory. The range is cut at the end of the memory, and empty if
+    /// the memory is read-only.
     pub(crate) fn shared(bytes: &'a SharedBytes, from: usize, to: usize) -> Self {
         let to = if bytes.is_writable() { to } else { 0 };
         Self { vector: vector(bytes, from, to), borrowed: PhantomData }
@@ -59,7 +60,7 @@ impl<'a> Room<'a> {
     }
 }
 
-/// `iovec` of the range `from..to`, cut at the end of the memory.
+/// `iovec` of the range `from..to`. The range is cut at the end of the memory.
 fn vector(bytes: &SharedBytes, from: usize, to: usize) -> libc::iovec {
     let to = to.min(bytes.len());
     let from = from.min(to);

@@ -1,6 +1,6 @@
-//! Replies to a disconnected client without SIGPIPE, whose default action ends a program.
+//! Replies to a disconnected client must not raise SIGPIPE, whose default action ends a program.
 //!
-//! A test program of its own, because signal actions are per process.
+//! This is a test program of its own, because signal actions apply to a whole process.
 
 #[allow(dead_code)]
 #[path = "export/client.rs"]
@@ -41,7 +41,7 @@ fn a_client_that_hears_nothing_more_is_no_signal() {
     client.socket.shutdown(Shutdown::Read).unwrap();
     client.ask(command::READ, 0, 0, 512, b"");
     until_hung_up(&client.socket);
-    // A client that disconnects during option negotiation.
+    // The client disconnects during option negotiation.
     let mut client = Client::greeted(&path);
     client.socket.shutdown(Shutdown::Read).unwrap();
     let mut list = Vec::new();

@@ -4,7 +4,7 @@ use crate::wire::{CHUNK_MAGIC, NbdError, Reader, SIMPLE_REPLY_MAGIC, chunk};
 
 /// Longest error message that is sent, in bytes.
 const MAX_TEXT: usize = 80;
-/// Longest reply header: that of an error with a message.
+/// Length of the longest reply header, which is that of an error with a message.
 const MAX_HEAD: usize = Chunk::SIZE + 6 + MAX_TEXT;
 
 /// Header of a reply: all bytes before its data.
@@ -19,7 +19,7 @@ impl Head {
         Self { bytes: [0; MAX_HEAD], len: 0 }
     }
 
-    /// Appends `bytes`, which fit into `MAX_HEAD` for every reply of this module.
+    /// Appends `bytes`. All replies of this module fit into `MAX_HEAD`.
     fn put(mut self, bytes: &[u8]) -> Self {
         if let Some(room) = self.bytes.get_mut(self.len..self.len + bytes.len()) {
             room.copy_from_slice(bytes);
@@ -58,14 +58,14 @@ impl Head {
         Self::chunk(cookie, chunk::FLAG_DONE, chunk::NONE, 0)
     }
 
-    /// Empty header, for data that belongs to the previous reply.
+    /// Empty header, for a further piece of data of the previous reply.
     #[must_use]
     pub fn none() -> Self {
         Self::new()
     }
 
-    /// Chunk header of a structured reply with `len` bytes of data, which follow. `is_last` ends
-    /// the reply.
+    /// Chunk header of a structured reply. `len` bytes of data follow. `is_last` marks the last
+    /// chunk of the reply.
     #[must_use]
     pub fn data(cookie: u64, offset: u64, len: u32, is_last: bool) -> Self {
         let flags = if is_last { chunk::FLAG_DONE } else { 0 };
@@ -73,7 +73,7 @@ impl Head {
             .put(&offset.to_be_bytes())
     }
 
-    /// Structured error reply of one chunk, with a message.
+    /// Structured reply of one chunk with an error and a message.
     #[must_use]
     pub fn error(cookie: u64, error: NbdError, text: &str) -> Self {
         let mut end = text.len().min(MAX_TEXT);
@@ -88,7 +88,7 @@ impl Head {
     }
 
     /// Structured block status reply of one chunk. The `count` extents of the metadata context
-    /// `context` follow, each as length and flags (32 bits each).
+    /// `context` follow. Each consists of length and flags of 32 bits.
     #[must_use]
     pub fn extents(cookie: u64, context: u32, count: u32) -> Self {
         let len = count.saturating_mul(8).saturating_add(4);
@@ -137,11 +137,12 @@ pub struct BadReply {
 }
 
 impl Incoming {
-    /// Decodes the header of a reply at the start of `bytes`, and returns it with its length.
+    /// Decodes the header of a reply at the start of `bytes`. Returns the header and its length, or
     /// `None` if the header is incomplete.
     ///
     /// # Errors
-    /// [`BadReply`]; the rest of the stream cannot be decoded.
+    ///
+    /// [`BadReply`]. The rest of the stream cannot be decoded.
     pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, BadReply> {
         let mut reader = Reader(bytes);
         let mut read = || {

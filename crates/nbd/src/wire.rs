@@ -12,7 +12,8 @@ pub const MAX_PAYLOAD: u32 = 32 << 20;
 
 /// Magic number at the start of the server's greeting: `NBDMAGIC`.
 pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// Magic number `IHAVEOPT`: second word of a newstyle server's greeting, and start of an option.
+/// Magic number `IHAVEOPT`. It is the second word of a newstyle server's greeting, and the start of
+/// an option.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
 /// Magic number of a reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
@@ -25,7 +26,7 @@ pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
 
 /// Handshake flags of server and client.
 pub mod handshake {
-    /// Fixed newstyle: several options are allowed, and each has a reply.
+    /// Fixed newstyle: the client may send several options, and each gets a reply.
     pub const FIXED_NEWSTYLE: u16 = 1 << 0;
     /// No zero padding after the reply to [`option::EXPORT_NAME`](super::option::EXPORT_NAME).
     pub const NO_ZEROES: u16 = 1 << 1;
@@ -33,7 +34,7 @@ pub mod handshake {
 
 /// Options of the handshake.
 pub mod option {
-    /// Selects an export and starts the transmission. An error has no reply.
+    /// Selects an export and starts the transmission. The server cannot reply with an error.
     pub const EXPORT_NAME: u32 = 1;
     /// Ends the session.
     pub const ABORT: u32 = 2;
@@ -69,7 +70,7 @@ pub mod answer {
     pub const ERR_UNSUP: u32 = ERROR | 1;
     /// The server's policy forbids the option.
     pub const ERR_POLICY: u32 = ERROR | 2;
-    /// The option is invalid in its form or in this state.
+    /// The option is malformed, or not allowed in this state.
     pub const ERR_INVALID: u32 = ERROR | 3;
     /// The server requires TLS.
     pub const ERR_TLS_REQD: u32 = ERROR | 5;
@@ -111,7 +112,7 @@ pub mod transmission {
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
     /// [`flag::DF`](super::flag::DF) is supported.
     pub const SEND_DF: u16 = 1 << 7;
-    /// Several connections are consistent: a flush on one connection covers the writes of all.
+    /// A flush on one connection covers the completed writes of all connections.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
     /// [`command::CACHE`](super::command::CACHE) is supported.
     pub const SEND_CACHE: u16 = 1 << 10;
@@ -145,11 +146,11 @@ pub mod flag {
     pub const FUA: u16 = 1 << 0;
     /// Zeroes stay allocated.
     pub const NO_HOLE: u16 = 1 << 1;
-    /// Do not fragment: the data of a read comes in one chunk.
+    /// Do not fragment: the reply to a read must have all data in one chunk.
     pub const DF: u16 = 1 << 2;
-    /// One extent per metadata context is enough.
+    /// One extent per metadata context is sufficient.
     pub const REQ_ONE: u16 = 1 << 3;
-    /// Zeroes are written only if that is faster than a write of data.
+    /// The request must fail if zeroing is not faster than writing zeroes as data.
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 
@@ -197,7 +198,7 @@ pub enum NbdError {
     NoSpc = 28,
     /// The reply would be too long.
     Overflow = 75,
-    /// Operation not supported, or not fast.
+    /// Operation not supported, or not possible in a fast way.
     NotSup = 95,
     /// The server is shutting down.
     Shutdown = 108,
@@ -206,7 +207,8 @@ pub enum NbdError {
 /// Metadata context of the allocation status.
 pub const BASE_ALLOCATION: &str = "base:allocation";
 
-/// Parser that takes big-endian integers and bytes from the front, or `None` if too few are left.
+/// Parser that takes big-endian integers and bytes from the front. It returns `None` if too few
+/// bytes are left.
 #[derive(Clone, Copy, Debug)]
 pub struct Reader<'a>(pub &'a [u8]);
 

@@ -21,7 +21,7 @@ impl fmt::Display for Found {
     }
 }
 
-/// Reason for which the search failed.
+/// Reason why the search failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FindError {

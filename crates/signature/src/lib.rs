@@ -13,8 +13,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 /// Number of bytes at the start and at the end of a disk that contain all signatures in use. The
-/// signature of btrfs lies behind the first 64 KiB; those of the GPT backup and of some RAIDs lie
-/// at the end.
+/// signature of btrfs is after the first 64 KiB. Those of the GPT backup and of some RAIDs are at
+/// the end.
 pub const SPAN: usize = 1 << 20;
 
 /// Detects the signature on a disk of `bytes` bytes, whose `first` and `last` bytes the caller
@@ -23,8 +23,8 @@ pub const SPAN: usize = 1 << 20;
 /// # Errors
 /// [`FindError`] if libblkid is missing or a system call fails.
 pub fn find(bytes: u64, first: &[u8], last: &[u8]) -> Result<Option<Found>, FindError> {
-    // libblkid requires a file. The parts that are not written read as zeroes and occupy no
-    // memory.
+    // libblkid requires a file. The parts of this file that are not written read as zeroes and use
+    // no memory.
     let image = memfd_create("disk", MemfdFlags::CLOEXEC).map_err(io::Error::from)?;
     ftruncate(&image, bytes).map_err(io::Error::from)?;
     let fits = |len: usize| len as u64 <= bytes;

@@ -8,13 +8,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::null;
 use std::sync::OnceLock;
 
-/// `BLKID_SUBLKS_TYPE`: report the type of a superblock.
+/// `BLKID_SUBLKS_TYPE`: the probe reports the type of a superblock.
 const SUBLKS_TYPE: c_int = 1 << 5;
 /// Result of `blkid_do_safeprobe`: a signature was found.
 const FOUND: c_int = 0;
-/// No signature was found.
+/// Result of `blkid_do_safeprobe`: no signature was found.
 const NOTHING: c_int = 1;
-/// Several signatures were found that exclude each other.
+/// Result of `blkid_do_safeprobe`: several conflicting signatures were found.
 const AMBIVALENT: c_int = -2;
 
 type Probe = *mut c_void;
@@ -34,8 +34,8 @@ struct Api {
 
 impl Api {
     fn load() -> Result<Self, libloading::Error> {
-        // SAFETY: libblkid is a system library, whose initializers do no more than those of a
-        // program that is linked to it. The signatures are those of its header.
+        // SAFETY: libblkid is a system library. Its initializers do the same here as in a program
+        // that is linked to it. The function types are those of its header.
         unsafe {
             let library = Library::new("libblkid.so.1")?;
             let api = Self {
@@ -81,7 +81,7 @@ pub(crate) fn probe(image: &OwnedFd) -> Result<Option<Found>, FindError> {
         return Err(io::Error::from(io::ErrorKind::OutOfMemory).into());
     }
     let probe = OwnProbe(api, probe);
-    // SAFETY: the probe is valid, and so is the descriptor, which the probe does not own.
+    // SAFETY: the probe and the descriptor are valid. The probe does not own the descriptor.
     let outcome = unsafe {
         let prepared = [
             (api.set_device)(probe.1, image.as_raw_fd(), 0, 0),

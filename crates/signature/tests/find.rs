@@ -1,4 +1,5 @@
-//! Signatures of `mkfs` and others are found, and other contents are not.
+//! Signatures that `mkfs` and other programs write are found. Other contents are not reported as a
+//! signature.
 
 use shadowbell_signature::{FindError, SPAN, find};
 use std::fs::File;
@@ -7,7 +8,7 @@ use std::process::{Command, Stdio};
 
 const BYTES: u64 = 64 << 20;
 
-/// Result for `image`, read as a caller does.
+/// Returns the signature that is found in `image`, read as a caller of the crate does.
 fn found(image: &File) -> Option<String> {
     let (mut first, mut last) = (vec![0; SPAN], vec![0; SPAN]);
     image.read_exact_at(&mut first, 0).unwrap();
@@ -28,7 +29,8 @@ fn signatures_of_common_formats_are_found() {
     image.write_all_at(&[0xa5; 65536], 0).unwrap();
     assert_eq!(found(image), None, "blocks of our own are nothing to keep");
 
-    // GPT's backup at the end only, after its primary header was overwritten; and both.
+    // The disk has only the backup GPT at its end, after its primary header was overwritten. Later
+    // it has a swap signature as well.
     let mut swap = vec![0; SPAN];
     swap[4086..4096].copy_from_slice(b"SWAPSPACE2");
     swap[1024] = 1;
@@ -45,7 +47,7 @@ fn signatures_of_common_formats_are_found() {
         let mut command = Command::new(program);
         command.args(arguments).arg(file.path()).env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        // Programs that are not installed, or need a larger image, are skipped.
+        // A program is skipped if it is not installed or needs a larger image.
         if !command.status().is_ok_and(|status| status.success()) {
             println!("{program}: not here");
             continue;

@@ -1,8 +1,9 @@
 //! Admin command dwords: decoded from an SQE, and encoded into one.
 //!
-//! Every `decode` accepts any entry: fields are extracted whether or not the opcode matches and the
-//! values are valid. Validation is the controller's task. `encode` writes the command's own dwords
-//! (10 to 15) and leaves the rest of the entry unchanged; bits that do not fit a field are dropped.
+//! Every `decode` accepts any entry: it extracts the fields even if the opcode does not match or
+//! values are invalid. The controller has to validate them. `encode` writes the command's own
+//! dwords (10 to 15) and leaves the rest of the entry unchanged; bits that do not fit a field are
+//! dropped.
 
 use crate::Sqe;
 pub use crate::admin_namespaces::{NamespaceAttachment, NamespaceManagement, Sanitize};
@@ -10,7 +11,8 @@ use crate::layout::bits;
 
 /// Create I/O Completion Queue. Base 2.1, 5.2.1 "Create I/O Completion Queue command".
 ///
-/// PRP1 is the queue, or with `pc` clear a list of its pages.
+/// PRP1 is the address of the queue. If `pc` is clear, PRP1 is the address of a PRP list of the
+/// queue's pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CreateIoCq {
     /// Queue Identifier, CDW10 15:0.
@@ -48,7 +50,8 @@ impl CreateIoCq {
 
 /// Create I/O Submission Queue. Base 2.1, 5.2.2 "Create I/O Submission Queue command".
 ///
-/// PRP1 is the queue, or with `pc` clear a list of its pages.
+/// PRP1 is the address of the queue. If `pc` is clear, PRP1 is the address of a PRP list of the
+/// queue's pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CreateIoSq {
     /// Queue Identifier, CDW10 15:0.
@@ -109,7 +112,8 @@ impl DeleteIoQueue {
     }
 }
 
-/// Abort. Base 2.1, 5.1.1 "Abort command". CQE dword 0 bit 0 set: the command was not aborted.
+/// Abort. Base 2.1, 5.1.1 "Abort command". If bit 0 of dword 0 of the completion is set, the
+/// command was not aborted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Abort {
     /// Submission Queue Identifier of the command to abort, CDW10 15:0.
@@ -119,7 +123,7 @@ pub struct Abort {
 }
 
 impl Abort {
-    /// Completion queue entry dword 0: the command was not aborted.
+    /// Dword 0 of the completion: the command was not aborted.
     pub const NOT_ABORTED: u32 = 1;
 
     /// Decodes the command's dwords.
@@ -150,7 +154,7 @@ pub struct GetLogPage {
     pub lsi: u16,
     /// Log Page Offset, CDW13 and CDW12: bytes (a multiple of 4), or an index if `ot` is set.
     pub lpo: u64,
-    /// Offset Type, CDW14 bit 23: `lpo` is an index.
+    /// Encodes the fields into the dwords of `sqe`.
     pub ot: bool,
     /// Command Set Identifier, CDW14 31:24.
     pub csi: u8,
@@ -311,8 +315,8 @@ impl SetFeatures {
     }
 }
 
-/// Device Self-test. Base 2.1, 5.1.5 "Device Self-test command". NSID selects what is tested: 0 the
-/// controller alone, FFFFFFFFh all namespaces.
+/// Device Self-test. Base 2.1, 5.1.5 "Device Self-test command". NSID selects the tested
+/// namespaces: 0 for none (only the controller is tested), FFFFFFFFh for all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceSelfTest {
     /// Self-test Code, CDW10 3:0; see [`crate::log::stc`].
@@ -567,7 +571,8 @@ mod tests {
         assert_eq!(FirmwareImageDownload::decode(&sqe).length(), 1 << 34);
     }
 
-    /// Decodes, encodes into an empty entry, and decodes again.
+    /// Checks that a decoded command is the same after it was encoded into an empty entry and
+    /// decoded again.
     macro_rules! inverts {
         ($sqe:expr, $($command:ident)*) => {$({
             let command = $command::decode(&$sqe);

@@ -13,9 +13,10 @@ pub struct NamespaceManagement {
 }
 
 impl NamespaceManagement {
-    /// Create: the data are a [`NamespaceToCreate`](crate::identify::NamespaceToCreate).
+    /// Creates a namespace. The data are a
+    /// [`NamespaceToCreate`](crate::identify::NamespaceToCreate).
     pub const CREATE: u8 = 0;
-    /// Delete the namespace, or all namespaces (FFFFFFFFh).
+    /// Deletes the namespace, or all namespaces (FFFFFFFFh).
     pub const DELETE: u8 = 1;
 
     /// Decodes the command's dwords.
@@ -41,9 +42,9 @@ pub struct NamespaceAttachment {
 }
 
 impl NamespaceAttachment {
-    /// Attach the namespace to the controllers of the list.
+    /// Attaches the namespace to the controllers of the list.
     pub const ATTACH: u8 = 0;
-    /// Detach the namespace from the controllers of the list.
+    /// Detaches the namespace from the controllers of the list.
     pub const DETACH: u8 = 1;
 
     /// Decodes the command's dwords.
@@ -66,7 +67,7 @@ pub struct Sanitize {
     pub sanact: u8,
     /// Allow Unrestricted Sanitize Exit, CDW10 bit 3.
     pub ause: bool,
-    /// Overwrite Pass Count, CDW10 7:4: 0 is 16.
+    /// Overwrite Pass Count, CDW10 7:4; 0 means 16 passes.
     pub owpass: u8,
     /// Overwrite Invert Pattern Between Passes, CDW10 bit 8.
     pub oipbp: bool,
@@ -79,13 +80,13 @@ pub struct Sanitize {
 }
 
 impl Sanitize {
-    /// Exit Failure Mode.
+    /// Exits failure mode.
     pub const EXIT_FAILURE: u8 = 1;
-    /// Start a block erase.
+    /// Starts a block erase.
     pub const BLOCK_ERASE: u8 = 2;
-    /// Start an overwrite.
+    /// Starts an overwrite.
     pub const OVERWRITE: u8 = 3;
-    /// Start a crypto erase.
+    /// Starts a crypto erase.
     pub const CRYPTO_ERASE: u8 = 4;
 
     /// Decodes the command's dwords.
@@ -93,7 +94,7 @@ impl Sanitize {
         Self::from_dwords(sqe.cdw10, sqe.cdw11)
     }
 
-    /// Decodes CDW10, which the Sanitize Status log page contains as well, and CDW11.
+    /// Decodes CDW10 and CDW11. The Sanitize Status log page also contains CDW10.
     pub const fn from_dwords(cdw10: u32, cdw11: u32) -> Self {
         Self {
             sanact: bits(cdw10, 2, 0) as u8,

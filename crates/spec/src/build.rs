@@ -1,8 +1,8 @@
 //! Complete commands, for the host side: `Sqe::read`, `Sqe::create_io_cq` and so on.
 //!
-//! The data pointer is not set, except where it is a field of the command: add it with
-//! [`Sqe::with_prps`] or [`Sqe::with_sgl`]. Sizes and counts whose names end in `0` are 0's based,
-//! as in the specification.
+//! The data pointer is not set, unless it is a field of the command. Add it with [`Sqe::with_prps`]
+//! or [`Sqe::with_sgl`]. Sizes and counts whose names end in `0` are 0's based, as in the
+//! specification.
 
 use crate::Sqe;
 use crate::admin::{
@@ -26,46 +26,47 @@ impl Sqe {
         sqe
     }
 
-    /// Read `nlb0 + 1` logical blocks from `slba`. NVM 1.1, "Read command".
+    /// Reads `nlb0 + 1` logical blocks from `slba`. NVM 1.1, "Read command".
     pub const fn read(nsid: u32, slba: u64, nlb0: u16, cid: u16) -> Self {
         Self::rw(NvmOpcode::Read, cid, nsid, slba, nlb0)
     }
 
-    /// Write `nlb0 + 1` logical blocks from `slba`. NVM 1.1, "Write command".
+    /// Writes `nlb0 + 1` logical blocks from `slba`. NVM 1.1, "Write command".
     pub const fn write(nsid: u32, slba: u64, nlb0: u16, cid: u16) -> Self {
         Self::rw(NvmOpcode::Write, cid, nsid, slba, nlb0)
     }
 
-    /// Compare `nlb0 + 1` logical blocks from `slba` with the data. NVM 1.1, "Compare command".
+    /// Compares `nlb0 + 1` logical blocks from `slba` with the data. NVM 1.1, "Compare command".
     pub const fn compare(nsid: u32, slba: u64, nlb0: u16, cid: u16) -> Self {
         Self::rw(NvmOpcode::Compare, cid, nsid, slba, nlb0)
     }
 
-    /// Read `nlb0 + 1` logical blocks from `slba` without a transfer. NVM 1.1, "Verify command".
+    /// Reads `nlb0 + 1` logical blocks from `slba` without a data transfer. NVM 1.1, "Verify
+    /// command".
     pub const fn verify(nsid: u32, slba: u64, nlb0: u16, cid: u16) -> Self {
         Self::rw(NvmOpcode::Verify, cid, nsid, slba, nlb0)
     }
 
-    /// Make `nlb0 + 1` logical blocks from `slba` zero, and deallocate them if `deac`. NVM 1.1,
-    /// "Write Zeroes command".
+    /// Zeroes `nlb0 + 1` logical blocks from `slba`, and deallocates them if `deac` is true. NVM
+    /// 1.1, "Write Zeroes command".
     pub const fn write_zeroes(nsid: u32, slba: u64, nlb0: u16, deac: bool, cid: u16) -> Self {
         let mut sqe = Self::rw(NvmOpcode::WriteZeroes, cid, nsid, slba, nlb0);
         sqe.cdw12 |= (deac as u32) << 25;
         sqe
     }
 
-    /// Make `nlb0 + 1` logical blocks from `slba` unreadable until they are written. NVM 1.1,
+    /// Makes `nlb0 + 1` logical blocks from `slba` unreadable until they are written. NVM 1.1,
     /// "Write Uncorrectable command".
     pub const fn write_uncorrectable(nsid: u32, slba: u64, nlb0: u16, cid: u16) -> Self {
         Self::rw(NvmOpcode::WriteUncorrectable, cid, nsid, slba, nlb0)
     }
 
-    /// Any command with the frame of Read and Write, and all fields of the frame.
+    /// Creates any command with the layout of Read and Write, with all its fields.
     pub const fn with_rw(opcode: NvmOpcode, nsid: u32, fields: RwFields, cid: u16) -> Self {
         fields.encode(Self::new(opcode as u8, cid, nsid))
     }
 
-    /// Sets Force Unit Access (commands of the Read and Write frame, and Copy).
+    /// Sets Force Unit Access, for commands with the layout of Read and Write, and for Copy.
     #[must_use]
     pub const fn with_fua(mut self) -> Self {
         self.cdw12 |= 1 << 30;

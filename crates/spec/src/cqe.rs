@@ -5,8 +5,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Completion queue entry, in memory layout.
 ///
-/// The last two bytes contain the phase tag. So an entry that is posted to a queue which a host
-/// polls must make these two bytes visible last.
+/// The last two bytes contain the phase tag. A host polls the phase tag, so these two bytes of a
+/// posted entry must become visible last.
 #[repr(C, align(4))]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -16,7 +16,7 @@ pub struct Cqe {
     pub dw0: u32,
     /// Command specific result, dword 1.
     pub dw1: u32,
-    /// Submission Queue Head Pointer: the entries before it are free for the host to reuse.
+    /// Submission Queue Head Pointer: the host may reuse the entries before it.
     pub sq_head: u16,
     /// Submission Queue Identifier.
     pub sq_id: u16,
@@ -27,7 +27,7 @@ pub struct Cqe {
 }
 
 impl Cqe {
-    /// Size of an entry in bytes: CC.IOCQES is 4 for `1 << 4`.
+    /// Size of an entry in bytes. CC.IOCQES is 4, because `1 << 4` is 16.
     pub const SIZE: usize = 16;
 
     /// Creates a completion. The phase tag is 0 until [`with_phase`](Self::with_phase) sets it.
@@ -89,7 +89,7 @@ mod tests {
         let cqe = cqe.with_phase(true);
         assert!(cqe.phase());
         assert_eq!(cqe.status(), status);
-        // DNR is bit 15 of the word, SC 80h is bits 8:1 of it.
+        // In the status word, DNR is bit 15, and SC 80h is in bits 8:1.
         assert_eq!(cqe.as_bytes()[14..], [0x01, 0x81]);
         let cqe = cqe.with_status(Status::SUCCESS);
         assert!(cqe.phase());

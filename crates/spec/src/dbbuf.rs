@@ -1,9 +1,9 @@
 //! Shadow Doorbell and EventIdx buffers: offset of a queue's entry.
 //!
-//! Base 2.1, 5.2.5 "Doorbell Buffer Config command". Each buffer is one memory page, laid out as
-//! the doorbell registers are: submission queue tail and completion queue head of queue 0, then of
-//! queue 1 and so on, `4 << CAP.DSTRD` bytes apart. An entry is four bytes, of which the low 16
-//! bits are the queue index.
+//! Base 2.1, 5.2.5 "Doorbell Buffer Config command". Each buffer is one memory page, with the same
+//! layout as the doorbell registers: submission queue tail and completion queue head of queue 0,
+//! then of queue 1 and so on, `4 << CAP.DSTRD` bytes apart. An entry is four bytes, of which the
+//! low 16 bits are the queue index.
 
 use crate::regs::{
     Doorbell, DoorbellKind, cq_doorbell_offset, doorbell_stride, sq_doorbell_offset,
@@ -30,8 +30,8 @@ pub const fn entry_offset(doorbell: Doorbell, dstrd: u8) -> u64 {
 /// Number of queue pairs, including the admin queue, whose entries fit into a page of `page_size`
 /// bytes. Queues beyond that number have no shadow doorbells and use their doorbell registers.
 ///
-/// A controller should not allocate more queues. The inequality in 5.2.5 has one stride per queue
-/// number, and allows twice as many queues as the layout, which has two strides per queue pair.
+/// A controller should not allocate more queues. The inequality in 5.2.5 permits twice as many,
+/// because it has one stride per queue number, but the layout has two strides per queue pair.
 pub const fn queue_pairs_in_page(page_size: u64, dstrd: u8) -> u64 {
     page_size / (2 * doorbell_stride(dstrd))
 }

@@ -10,7 +10,8 @@ pub struct AsyncEvent {
     pub kind: u8,
     /// Asynchronous Event Information: the event within its type.
     pub info: u8,
-    /// Log Page Identifier of the log page with details. Reading it (without RAE) clears the event.
+    /// Log Page Identifier of the log page with details. A read of that page without RAE clears the
+    /// event.
     pub lid: u8,
 }
 

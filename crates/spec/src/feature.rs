@@ -214,7 +214,7 @@ pub struct InterruptVectorConfiguration {
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct WriteAtomicity {
-    /// Disable Normal: the host relies on AWUPF and NAWUPF only, and not on AWUN and NAWUN.
+    /// Disable Normal: the host relies only on AWUPF and NAWUPF, not on AWUN and NAWUN.
     pub dn: bool,
     #[bits(31)]
     __: u32,
@@ -307,7 +307,7 @@ pub struct HostBehaviorSupport {
     pub acre: u8,
     /// Extended Telemetry Data Area 4 Supported.
     pub etdas: u8,
-    /// LBA Format Extension Enable: 1 for formats of index 16 and above.
+    /// LBA Format Extension Enable: 1 if the host uses formats of index 16 and above.
     pub lbafee: u8,
     /// Host Dispersed Namespace Support.
     pub hdisns: u8,
@@ -381,7 +381,8 @@ mod tests {
         assert_eq!(value.into_bits(), 0x0003_ffff_ffff_ffff);
     }
 
-    /// A host enables the events that a controller offers by the same bit numbers.
+    /// The bits with which a host enables events have the same numbers as the bits with which a
+    /// controller offers them.
     #[test]
     fn event_bits_are_those_of_identify() {
         let config = AsyncEventConfig::new;

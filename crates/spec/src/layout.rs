@@ -1,6 +1,6 @@
 //! Macros for the structures of this crate: all-zero defaults, and byte-exact layout tests.
 
-/// `Default` as all zeroes, for structures whose arrays are too long for the derive.
+/// Implements `Default` as all zeroes, for structures whose arrays are too long for the derive.
 macro_rules! zero_default {
     ($($type:ty),* $(,)?) => {$(
         impl Default for $type {
@@ -14,7 +14,7 @@ pub(crate) use zero_default;
 
 /// Asserts the size of a structure and the offset of each field.
 ///
-/// The pattern names each field and has no `..`, so a missing field does not compile.
+/// The pattern names all fields and has no `..`, so it does not compile if a field is missing.
 #[cfg(test)]
 macro_rules! assert_layout {
     ($type:ident, $size:literal, { $($field:ident: $offset:literal),* $(,)? }) => {

@@ -1,9 +1,9 @@
 //! NVMe data structures: registers, commands, completions, Identify data, log pages, status codes.
 //!
 //! Plain data: no I/O, no allocation, no unsafe code. Every structure has the size and the field
-//! offsets of the specification (each one is tested), can be made from any bytes
-//! (`zerocopy::FromBytes`), and has no padding (`zerocopy::IntoBytes`). So a peer can neither make
-//! a structure invalid nor read uninitialized memory through one.
+//! offsets of the specification, which tests check. Any bytes are a valid structure
+//! (`zerocopy::FromBytes`), and no structure has padding (`zerocopy::IntoBytes`). So a peer can
+//! neither create an invalid structure nor read uninitialized memory from one.
 //!
 //! | module | content |
 //! |---|---|
@@ -27,9 +27,9 @@
 //!
 //! # Bit fields
 //!
-//! `with_` and `set_` functions panic if the value does not fit the field: they are for values of
-//! the caller's own code, and have `_checked` variants for other values. Values of a peer are
-//! converted by `from_bits`, which accepts every bit pattern.
+//! `with_` and `set_` functions panic if the value does not fit into the field. They are for values
+//! that the caller's own code chooses; for other values there are `_checked` variants. Values of a
+//! peer are converted by `from_bits`, which accepts every bit pattern.
 //!
 //! # Byte order
 //!

@@ -6,8 +6,9 @@
 use crate::Sqe;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Read, Write, Compare, Verify, Write Zeroes and Write Uncorrectable, which share one frame. Each
-/// command's clause defines the fields that it uses; the others are reserved.
+/// Fields of Read, Write, Compare, Verify, Write Zeroes and Write Uncorrectable, which have the
+/// same layout. The clause of each command defines the fields that it uses; the others are
+/// reserved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RwFields {
     /// Starting LBA, CDW11 and CDW10.
@@ -83,7 +84,7 @@ impl RwFields {
         self.nlb0 as u32 + 1
     }
 
-    /// LBA after the last one; `None` if it exceeds 64 bits (LBA Out of Range).
+    /// LBA after the last block. `None` if it exceeds 64 bits (LBA Out of Range).
     #[inline]
     pub const fn end(&self) -> Option<u64> {
         self.slba.checked_add(self.blocks() as u64)
@@ -150,7 +151,7 @@ pub const DSM_MAX_RANGES: usize = 256;
 pub struct DsmRange {
     /// Context attributes: hints.
     pub attributes: u32,
-    /// Length in logical blocks, not 0's based: 0 is an empty range.
+    /// Length in logical blocks. It is not 0's based: 0 stands for an empty range.
     pub blocks: u32,
     /// Starting LBA.
     pub slba: u64,

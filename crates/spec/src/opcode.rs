@@ -2,7 +2,8 @@
 
 use thiserror::Error;
 
-/// Opcode without a name in this crate: Invalid Command Opcode (see [`crate::status`]).
+/// Opcode without a name in this crate. Its status is Invalid Command Opcode (see
+/// [`crate::status`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("unknown opcode {0:02X}h")]
 pub struct UnknownOpcode(pub u8);
@@ -117,8 +118,8 @@ opcodes! {
 }
 
 opcodes! {
-    /// I/O commands of the NVM and the Zoned Namespace command sets, and those common to all. Base
-    /// 2.1, 7; NVM 1.1, 3, "Opcodes for NVM Commands"; ZNS 1.1, "Opcodes".
+    /// I/O commands of the NVM and the Zoned Namespace command sets, and commands that are common
+    /// to all. Base 2.1, 7; NVM 1.1, 3, "Opcodes for NVM Commands"; ZNS 1.1, "Opcodes".
     NvmOpcode {
         Flush = 0x00, "Flush";
         Write = 0x01, "Write";

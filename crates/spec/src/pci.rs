@@ -14,7 +14,7 @@ pub const PROG_IF_NVME_ADMIN: u8 = 0x03;
 /// Class code of an NVMe I/O controller as 24 bits: class, subclass, programming interface.
 pub const CLASS_CODE: u32 = 0x01_08_02;
 
-/// BAR of the controller properties and doorbells (64 bits wide, so it takes BAR1 as well).
+/// BAR of the controller properties and doorbells. It is 64 bits wide, so BAR1 is a part of it.
 pub const PROPERTIES_BAR: u8 = 0;
 
 /// Capability identifier: Power Management Interface.
@@ -42,7 +42,7 @@ pub struct MsixEntry {
     pub control: u32,
 }
 
-/// [`MsixEntry::control`] bit: the vector is masked. Set after a reset.
+/// [`MsixEntry::control`] bit: the vector is masked. After a reset, this bit is set.
 pub const MSIX_MASKED: u32 = 1;
 /// Size of an MSI-X table entry in bytes.
 pub const MSIX_ENTRY_SIZE: usize = 16;
@@ -55,7 +55,8 @@ pub const MSIX_FUNCTION_MASK: u16 = 1 << 14;
 /// Message Control bits 10:0: Table Size, 0's based.
 pub const MSIX_TABLE_SIZE: u16 = 0x7ff;
 
-/// Size in bytes of the MSI-X pending bit array for `vectors`: one bit each, in 8-byte words.
+/// Size in bytes of the MSI-X pending bit array for `vectors` vectors: one bit for each, in 8-byte
+/// words.
 pub const fn msix_pba_size(vectors: u16) -> u64 {
     (vectors as u64).div_ceil(64) * 8
 }

@@ -6,10 +6,12 @@ use crc_fast::{CrcAlgorithm, Digest, checksum};
 /// Guard type. NVM 1.1, "Protection Information Formats".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GuardKind {
-    /// 16-bit guard: CRC of T10 DIF. 32-bit reference tag; 8 bytes in total.
+    /// 16-bit guard: the CRC of T10 DIF. The reference tag has 32 bits. Protection information has
+    /// 8 bytes.
     #[default]
     Crc16,
-    /// 64-bit guard: CRC of NVMe. 48-bit reference tag, no storage tag; 16 bytes in total.
+    /// 64-bit guard: the CRC of NVMe. The reference tag has 48 bits, and there is no storage tag.
+    /// Protection information has 16 bytes.
     Crc64,
 }
 
@@ -40,7 +42,7 @@ impl GuardKind {
         }
     }
 
-    /// Guard of `data` followed by `more`.
+    /// Guard of the bytes `data`, followed by the bytes `more`.
     #[inline]
     pub fn guard(self, data: &[u8], more: &[u8]) -> u64 {
         let algorithm = match self {
@@ -77,7 +79,7 @@ impl ProtectionInfo {
     /// Application tag that disables the checks of a block.
     pub const ESCAPE: u16 = 0xffff;
 
-    /// Decodes the first bytes of `bytes`; all zeroes if they are too few.
+    /// Decodes the first bytes of `bytes`. The result is all zeroes if there are too few bytes.
     pub fn decode(kind: GuardKind, bytes: &[u8]) -> Self {
         let guard = kind.size() - kind.ref_mask().count_ones() as usize / 8 - 2;
         let Some((guard, rest)) = bytes.get(..kind.size()).and_then(|b| b.split_at_checked(guard))
@@ -106,7 +108,7 @@ impl ProtectionInfo {
         all.to_be_bytes()
     }
 
-    /// True if this disables the checks of its block.
+    /// True if this protection information disables the checks of its block.
     #[inline]
     pub const fn is_escape(&self, pi_type: u8, kind: GuardKind) -> bool {
         self.app_tag == Self::ESCAPE && (pi_type != 3 || self.ref_tag == kind.ref_mask())
@@ -118,9 +120,9 @@ impl ProtectionInfo {
 pub struct ProtectionFields {
     /// PRCHK and PRACT, encoded as in [`RwFields::prinfo`](crate::nvm::RwFields::prinfo).
     pub prinfo: u8,
-    /// Application tag, written or expected.
+    /// Application tag that is written or expected.
     pub app_tag: u16,
-    /// Mask of the application tag's compared bits.
+    /// Mask of the application tag's bits that are compared.
     pub app_mask: u16,
     /// Reference tag of the first block.
     pub ref_tag: u64,
@@ -130,7 +132,7 @@ impl ProtectionFields {
     /// Reference tag of block number `nth`, counted from 0.
     #[inline]
     pub const fn ref_tag_of(&self, pi_type: u8, kind: GuardKind, nth: u64) -> u64 {
-        // With type 3, all blocks have the same tag.
+        // With type 3, all blocks of the command have the same reference tag.
         let nth = if pi_type == 3 { 0 } else { nth };
         self.ref_tag.wrapping_add(nth) & kind.ref_mask()
     }
@@ -159,7 +161,7 @@ mod tests {
     use crate::nvm::PRINFO_REFTAG;
     use proptest::prelude::*;
 
-    /// Reference implementation, bit by bit.
+    /// Reference implementation of a CRC, which computes it bit by bit.
     fn crc(data: &[u8], bits: u32, polynomial: u64, reflected: bool) -> u64 {
         let top = 1u64 << (bits - 1);
         let mask = top | (top - 1);
@@ -182,7 +184,7 @@ mod tests {
 
     #[test]
     fn guards_are_those_of_the_standards() {
-        // Check values of the catalogue of CRCs, and of NVM 1.1, "64b CRC Test Cases".
+        // The values are from the catalogue of CRCs, and from NVM 1.1, "64b CRC Test Cases".
         assert_eq!(GuardKind::Crc16.guard(b"123456789", b""), 0xd0db);
         assert_eq!(GuardKind::Crc64.guard(b"123456789", b""), 0xae8b_1486_0a79_9888);
         assert_eq!(GuardKind::Crc64.guard(&[0; 4096], b""), 0x6482_d367_eb22_b64e);

@@ -137,16 +137,16 @@ pub struct Vs {
 }
 
 impl Vs {
-    /// 1.3, the first version with Doorbell Buffer Config.
+    /// Version 1.3, the first with Doorbell Buffer Config.
     pub const V1_3: Self = Self::of(1, 3, 0);
-    /// 1.4.
+    /// Version 1.4.
     pub const V1_4: Self = Self::of(1, 4, 0);
-    /// 2.0.
+    /// Version 2.0.
     pub const V2_0: Self = Self::of(2, 0, 0);
-    /// 2.1.
+    /// Version 2.1.
     pub const V2_1: Self = Self::of(2, 1, 0);
 
-    /// Version `major.minor.tertiary`.
+    /// Creates the version `major.minor.tertiary`.
     pub const fn of(major: u16, minor: u8, tertiary: u8) -> Self {
         Self::new().with_mjr(major).with_mnr(minor).with_ter(tertiary)
     }
@@ -269,8 +269,8 @@ pub struct Doorbell {
     pub kind: DoorbellKind,
 }
 
-/// Distance of two doorbells in bytes: `4 << dstrd`. Only the low four bits of `dstrd` are used, as
-/// in [`Cap::dstrd`].
+/// Distance between two doorbells in bytes: `4 << dstrd`. Only the low four bits of `dstrd` are
+/// used, as in [`Cap::dstrd`].
 pub const fn doorbell_stride(dstrd: u8) -> u64 {
     4 << (dstrd & 0xf)
 }
@@ -285,8 +285,8 @@ pub const fn cq_doorbell_offset(qid: u16, dstrd: u8) -> u64 {
     DOORBELLS + (2 * qid as u64 + 1) * doorbell_stride(dstrd)
 }
 
-/// Doorbell at BAR0 offset `offset`; `None` if no doorbell starts at the offset (below
-/// [`DOORBELLS`], between two doorbells, or beyond those of queue 65535).
+/// Doorbell at offset `offset` of BAR0. `None` if no doorbell starts there, because the offset is
+/// below [`DOORBELLS`], between two doorbells, or beyond those of queue 65535.
 pub const fn decode_doorbell(offset: u64, dstrd: u8) -> Option<Doorbell> {
     let Some(from_first) = offset.checked_sub(DOORBELLS) else { return None };
     let stride = doorbell_stride(dstrd);

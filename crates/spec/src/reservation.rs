@@ -48,12 +48,12 @@ impl ReservationType {
         matches!(self, Self::WriteExclusiveAllRegistrants | Self::ExclusiveAccessAllRegistrants)
     }
 
-    /// True if the type restricts all hosts but the holder, including other registrants.
+    /// True if the type restricts all hosts except the holder, including other registrants.
     pub fn is_of_the_holder_alone(self) -> bool {
         matches!(self, Self::WriteExclusive | Self::ExclusiveAccess)
     }
 
-    /// True if the type restricts reads, too.
+    /// True if the type restricts reads as well as writes.
     pub fn is_exclusive_access(self) -> bool {
         (self as u8).is_multiple_of(2)
     }
@@ -166,7 +166,7 @@ pub const EXTENDED_STATUS_HEAD: usize = 64;
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct RegisteredController {
-    /// Controller Identifier; [`Self::UNKNOWN`] if the host has no controller at the moment.
+    /// Controller Identifier; [`Self::UNKNOWN`] if the host currently has no controller.
     pub cntlid: u16,
     /// Reservation Status: bit 0 is set if the host holds the reservation.
     pub rcsts: u8,
@@ -205,7 +205,7 @@ pub struct RegisteredControllerExtended {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ReservationNotification {
-    /// Log Page Count: 0 without a notification.
+    /// Log Page Count; 0 if there is no notification.
     pub lpcount: u64,
     /// Reservation Notification Log Page Type.
     pub kind: u8,

@@ -4,8 +4,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// SGL descriptor, in memory layout: 16 bytes, with the type in the last byte.
 ///
-/// `address` and `length` have their meanings in data blocks and (last) segments. A bit bucket has
-/// no address. Keyed descriptors, which only RDMA uses, have a three-byte length and a key instead.
+/// Data blocks and (last) segments have `address` and `length`. A bit bucket has no address. Keyed
+/// descriptors, which only RDMA uses, have a length of three bytes and a key instead.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -23,9 +23,9 @@ pub struct SglDescriptor {
 
 /// Type 0h: data block.
 pub const TYPE_DATA_BLOCK: u8 = 0x0;
-/// Type 1h: bit bucket, for data that are read from the medium and discarded.
+/// Type 1h: bit bucket, for data that the controller reads from the medium and discards.
 pub const TYPE_BIT_BUCKET: u8 = 0x1;
-/// Type 2h: segment of descriptors, whose last descriptor is again a segment.
+/// Type 2h: segment of descriptors. Its last descriptor is that of the next segment.
 pub const TYPE_SEGMENT: u8 = 0x2;
 /// Type 3h: last segment.
 pub const TYPE_LAST_SEGMENT: u8 = 0x3;
@@ -60,7 +60,7 @@ impl SglDescriptor {
         Self::of(TYPE_BIT_BUCKET, 0, length)
     }
 
-    /// Segment with `length` bytes of descriptors at `address`, not the last one.
+    /// Segment with `length` bytes of descriptors at `address`, which is not the last segment.
     pub const fn segment(address: u64, length: u32) -> Self {
         Self::of(TYPE_SEGMENT, address, length)
     }

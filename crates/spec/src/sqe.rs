@@ -1,7 +1,7 @@
 //! Submission queue entry: 64 bytes, with a common frame for all commands.
 //!
-//! Base 2.1, 4.1.1 "Admin Command and I/O Command Common SQE". The dwords of the commands are in
-//! [`crate::admin`] and [`crate::nvm`]; complete commands for the host side are in
+//! Base 2.1, 4.1.1 "Admin Command and I/O Command Common SQE". The fields of the commands' dwords
+//! are in [`crate::admin`] and [`crate::nvm`]; complete commands for the host side are in
 //! [`crate::build`].
 
 use crate::sgl::SglDescriptor;
@@ -50,13 +50,13 @@ pub const NSID_ALL: u32 = 0xffff_ffff;
 /// FUSE: position of a command in a fused operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fuse {
-    /// 00b, a normal command.
+    /// 00b: a normal command.
     Normal,
-    /// 01b, the first command of a fused operation.
+    /// 01b: the first command of a fused operation.
     First,
-    /// 10b, the second command of a fused operation.
+    /// 10b: the second command of a fused operation.
     Second,
-    /// 11b.
+    /// 11b: reserved.
     Reserved,
 }
 
@@ -65,16 +65,16 @@ pub enum Fuse {
 pub enum Psdt {
     /// 00b: PRPs; metadata is one contiguous buffer.
     Prp,
-    /// 01b: an SGL; metadata is one contiguous buffer, of byte alignment.
+    /// 01b: an SGL; metadata is one contiguous buffer, aligned to a byte.
     SglContiguousMetadata,
     /// 10b: an SGL; the metadata pointer is the address of one SGL descriptor.
     SglSegmentMetadata,
-    /// 11b.
+    /// 11b: reserved.
     Reserved,
 }
 
 impl Sqe {
-    /// Size of an entry in bytes: CC.IOSQES is 6 for `1 << 6`.
+    /// Size of an entry in bytes. CC.IOSQES is 6, because `1 << 6` is 64.
     pub const SIZE: usize = 64;
 
     /// Creates a command with only an opcode, a command identifier and a namespace.
@@ -123,7 +123,7 @@ impl Sqe {
     /// PRP Entry 1: DPTR bytes 0 to 7.
     #[inline]
     pub const fn prp1(&self) -> u64 {
-        // A u128 load and a shift compile to one move on a little-endian machine, and cannot panic.
+        // On a little-endian machine, a u128 load and a shift compile to one move without a panic.
         u128::from_le_bytes(self.dptr) as u64
     }
 

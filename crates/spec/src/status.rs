@@ -13,8 +13,8 @@ use core::fmt;
 /// | 13 | M, more information in the Error Information log page |
 /// | 14 | DNR, do not retry |
 ///
-/// The named constants have CRD, M and DNR clear: to compare a peer's status with them, apply
-/// [`code`](Self::code) first.
+/// CRD, M and DNR are zero in the named constants. To compare a peer's status with a constant,
+/// apply [`code`](Self::code) first.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Status(u16);
 
@@ -83,13 +83,14 @@ impl Status {
         }
     }
 
-    /// Status with only SCT and SC, comparable with the named constants.
+    /// Status with only SCT and SC. It can be compared with the named constants.
     #[must_use]
     pub const fn code(self) -> Self {
         Self(self.0 & 0x7ff)
     }
 
-    /// CRD: 0 retry at once, 1 to 3 after the delay CRDT1 to CRDT3 of Identify Controller.
+    /// CRD: 0 to retry immediately, 1 to 3 to retry after the delay CRDT1 to CRDT3 of Identify
+    /// Controller.
     pub const fn crd(self) -> u8 {
         (self.0 >> 11 & 3) as u8
     }
@@ -341,7 +342,7 @@ mod tests {
     fn success_is_the_code_alone() {
         assert!(Status::SUCCESS.with_more().with_dnr().is_success());
         assert!(!Status::INVALID_OPCODE.is_success());
-        // SC 00h of another type than Generic is an error.
+        // SC 00h means success only if the type is Generic.
         assert!(!Status::CQ_INVALID.is_success());
         assert_eq!(Status::CQ_INVALID.into_result(), Err(Status::CQ_INVALID));
         assert_eq!(Status::SUCCESS.into_result(), Ok(()));

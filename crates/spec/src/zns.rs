@@ -23,7 +23,7 @@ pub enum ZoneState {
     ReadOnly = 0xd,
     /// Cannot be written before a reset.
     Full = 0xe,
-    /// Can neither be read nor written.
+    /// Can be neither read nor written.
     Offline = 0xf,
 }
 
@@ -139,13 +139,13 @@ impl ZoneManagementSend {
 /// Zone Management Receive. ZNS, "Zone Management Receive command".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZoneManagementReceive {
-    /// LBA in the first zone of the report, CDW11 and CDW10.
+    /// An LBA in the first zone of the report, CDW11 and CDW10.
     pub slba: u64,
     /// Number of dwords, 0's based, CDW12.
     pub nd0: u32,
     /// Zone Receive Action, CDW13 7:0.
     pub zra: u8,
-    /// Zone Receive Action Specific Field, CDW13 15:8: the reported zones.
+    /// Zone Receive Action Specific Field, CDW13 15:8, which selects the reported zones.
     pub zrasf: u8,
     /// Partial Report, CDW13 bit 16.
     pub partial: bool,
@@ -183,7 +183,7 @@ impl ZoneManagementReceive {
         (self.nd0 as u64 + 1) * 4
     }
 
-    /// State of the reported zones: `Some(None)` for all zones, `None` for a reserved value.
+    /// State of the zones to report: `Some(None)` for all zones, `None` for a reserved value.
     pub const fn which(&self) -> Option<Option<ZoneState>> {
         Some(match self.zrasf {
             0 => None,
@@ -301,7 +301,7 @@ impl IdentifyZonedNamespace {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IdentifyZonedController {
-    /// Zone Append Size Limit, as a power of two of pages of CAP.MPSMIN; 0 for MDTS.
+    /// Zone Append Size Limit: `1 << zasl` pages of CAP.MPSMIN; 0 if MDTS is the limit.
     pub zasl: u8,
     /// Reserved.
     pub reserved1: [u8; 4095],

@@ -1,15 +1,16 @@
-//! File with two slots that are written alternately (A/B update): the newer valid slot counts.
+//! File with two slots that are written alternately (A/B update). The newer valid slot is the
+//! current one.
 //!
 //! A slot is written completely, with a sequence number and a checksum, and synchronised. If the
-//! power fails before that has ended, the other slot counts. No file has to be created or
-//! renamed, which suits a sandboxed server that has the open file but no access to its directory.
+//! power fails during the write, the other slot is still valid. No file is created or renamed. So
+//! this is suitable for a sandboxed server, which has the open file but no access to its directory.
 
 use rustix::io::{ReadWriteFlags, pwritev2, retry_on_intr};
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
 
-/// Order of the two words behind the sequence number of a slot.
+/// Order of the two words after the sequence number of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadOrder {
     /// Length, then checksum.
@@ -24,15 +25,15 @@ pub enum HeadOrder {
 pub struct AbSlots {
     /// Magic bytes at the start of a slot.
     pub magic: &'static [u8],
-    /// Order of the words behind the sequence number.
+    /// Order of the words after the sequence number.
     pub order: HeadOrder,
     /// Size of a slot in bytes.
     pub place: u64,
-    /// True if a slot is filled with zeroes to its end.
+    /// True if a slot is padded with zeroes to its end.
     pub is_padded: bool,
 }
 
-/// Content of the slot that counts.
+/// Content of the current slot, which is the newer valid one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Newest<T> {
     /// Sequence number of the slot.
@@ -43,7 +44,7 @@ pub struct Newest<T> {
     pub value: T,
 }
 
-/// Checksum that detects an incompletely written body (64-bit FNV-1a).
+/// Checksum by which an incompletely written body is detected (64-bit FNV-1a).
 fn checksum(number: u64, body: &[u8]) -> u64 {
     number.to_le_bytes().iter().chain(body).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -63,7 +64,7 @@ impl AbSlots {
         self.place as usize - self.head()
     }
 
-    /// Sequence number and body of a slot, if it is valid.
+    /// Sequence number and body of a slot. `None` if the slot is invalid.
     fn whole(&self, file: &File, nth: u64) -> Option<(u64, Vec<u8>)> {
         let at = nth * self.place;
         let mut head = vec![0; self.head()];
@@ -87,8 +88,8 @@ impl AbSlots {
         (checksum(number, &body) == sum).then_some((number, body))
     }
 
-    /// Reads the newer slot among those that are valid and that `understand` can decode. `None`
-    /// if there is none.
+    /// Reads the newer one of the slots that are valid and that `understand` can decode. `None` if
+    /// there is no such slot.
     pub fn read<T>(
         &self,
         file: &File,
@@ -105,8 +106,8 @@ impl AbSlots {
     /// to stable storage.
     ///
     /// # Errors
-    /// If the body is longer than a slot, or a system call fails. After the latter, the slots
-    /// must be read again to find the one that counts.
+    /// If the body is longer than a slot, or a system call fails. After a failed system call, the
+    /// slots must be read again to find the current one.
     pub fn write(&self, file: &File, place: u64, number: u64, body: &[u8]) -> io::Result<()> {
         if body.len() > self.room() {
             return Err(io::ErrorKind::FileTooLarge.into());
@@ -128,7 +129,7 @@ impl AbSlots {
     }
 }
 
-/// Writes by `pwritev2`, the system call for disks, which the sandbox (seccomp) allows.
+/// Writes by `pwritev2`. Disks also use this system call, so the sandbox (seccomp) allows it.
 fn write_at(file: &File, mut bytes: &[u8], mut at: u64) -> io::Result<()> {
     while !bytes.is_empty() {
         let piece = [IoSlice::new(bytes)];
@@ -205,7 +206,7 @@ mod tests {
         assert_eq!(layout.read(&file, |body| Some(body.len())).unwrap().value, most.len());
         let error = layout.write(&file, 0, 4, &vec![7; layout.room() + 1]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
-        // A length that exceeds the slot.
+        // The length in the header exceeds the slot.
         file.write_all_at(&u64::MAX.to_le_bytes(), layout.place + 16 + 16).unwrap();
         assert_eq!(layout.read(&file, |_| Some(())).unwrap().number, 1);
     }

@@ -1,4 +1,4 @@
-//! Bytes and descriptors over a Unix socket.
+//! Transfer of bytes and descriptors over a Unix socket.
 
 use crate::error::StateError;
 use rustix::io::Errno;
@@ -11,11 +11,11 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// Descriptors per message; Linux allows 253 (`SCM_MAX_FD`).
+/// Number of descriptors per message. Linux allows up to 253 (`SCM_MAX_FD`).
 const TOGETHER: usize = 128;
 
-// The functions use `read` and `write`: the standard library uses other system calls for sockets,
-// which the sandbox (seccomp) would have to allow in addition.
+// The functions use `read` and `write`. The standard library uses other system calls for sockets,
+// which the sandbox (seccomp) would also have to allow.
 
 pub(crate) fn send_bytes(socket: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {

@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 pub struct FdRef(u32);
 
 impl FdRef {
-    /// Reference to the descriptor at index `place`.
+    /// Creates a reference to the descriptor at index `place`.
     #[must_use]
     pub fn at(place: usize) -> Self {
         Self(u32::try_from(place).unwrap_or(u32::MAX))
@@ -19,8 +19,8 @@ impl FdRef {
 
 /// File descriptors of a state.
 ///
-/// A state that is saved repeatedly may have *lasting* descriptors: they are not sent with each
-/// snapshot, but stay with the receiver until they are removed.
+/// A state of which several snapshots are sent may have *lasting* descriptors. A lasting descriptor
+/// is sent once, and the receiver holds it until the sender removes it.
 #[derive(Debug, Default)]
 pub struct Descriptors {
     all: Vec<Option<OwnedFd>>,
@@ -37,7 +37,7 @@ pub enum LastingChange {
 }
 
 impl Descriptors {
-    /// Adds a descriptor and returns the reference for the sections.
+    /// Adds a descriptor. Returns the reference to store in a section.
     pub fn add(&mut self, fd: OwnedFd) -> FdRef {
         self.all.push(Some(fd));
         FdRef::at(self.all.len() - 1)
@@ -46,7 +46,8 @@ impl Descriptors {
     /// Takes a descriptor out.
     ///
     /// # Errors
-    /// [`StateError::NoDescriptor`] if it does not exist or was already taken.
+    ///
+    /// [`StateError::NoDescriptor`] if the descriptor does not exist or was already taken.
     pub fn take(&mut self, fd: FdRef) -> Result<OwnedFd, StateError> {
         let place = self.all.get_mut(fd.0 as usize);
         place.and_then(Option::take).ok_or(StateError::NoDescriptor(fd.0))
@@ -69,8 +70,8 @@ impl Descriptors {
         self.all.iter().flatten()
     }
 
-    /// Descriptors that were not taken. If none was taken, [`Descriptors::from`] restores the
-    /// value.
+    /// Returns the descriptors that were not taken. If none was taken, [`Descriptors::from`]
+    /// restores this value from them.
     #[must_use]
     pub fn into_fds(self) -> Vec<OwnedFd> {
         self.all.into_iter().flatten().collect()
@@ -89,8 +90,8 @@ impl Descriptors {
         self.lasting.push(LastingChange::Remove(number));
     }
 
-    /// Takes the changes of the lasting descriptors, in order. In a process that recovers from
-    /// the last snapshot, these are all remaining lasting descriptors.
+    /// Takes the changes of the lasting descriptors, in order. A process that recovers from the
+    /// last snapshot gets all remaining lasting descriptors.
     pub fn take_changes(&mut self) -> Vec<LastingChange> {
         std::mem::take(&mut self.lasting)
     }

@@ -9,7 +9,7 @@ pub enum StateError {
     /// The socket failed, or the peer has closed it.
     #[error("the state could not be passed on: {0}")]
     Io(#[from] io::Error),
-    /// The received bytes are no state.
+    /// The received bytes are not a state.
     #[error("the received data is no server state: {0}")]
     NotAState(&'static str),
     /// The version of the state is not supported.
@@ -30,7 +30,7 @@ pub enum StateError {
         /// Error of the parser.
         source: serde_json::Error,
     },
-    /// A section name occurs twice.
+    /// Two sections have the same name.
     #[error("section {0} of the state occurs twice")]
     Twice(String),
     /// A mandatory section is unknown.

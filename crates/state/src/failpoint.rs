@@ -27,15 +27,15 @@ macro_rules! points {
 points! {
     /// A submission queue entry was read.
     Fetched = "fetched",
-    /// The disk has the command, and the journal has no record of the command.
+    /// The disk has the command, but the journal does not have it yet.
     Started = "started",
     /// The command was recorded in the journal.
     Recorded = "recorded",
-    /// Completions are staged, and none is posted.
+    /// Completions are staged, but none is posted.
     Staged = "staged",
     /// Completions are posted.
     Posted = "posted",
-    /// The journal records of completed commands are freed.
+    /// The journal records of completed commands were freed.
     Freed = "freed",
     /// The submission queue head is stored.
     SqStored = "sq-stored",
@@ -43,24 +43,24 @@ points! {
     CqStored = "cq-stored",
     /// The host was interrupted, or no interrupt was necessary.
     Notified = "notified",
-    /// The disk has a replayed command of a dead process, and the journal still has the old
+    /// The disk has a command of a dead process that is replayed. The journal still has the old
     /// record.
     ReplayStarted = "replay-started",
     /// The replayed command was recorded again.
     ReplayRecorded = "replay-recorded",
-    /// An exclusive command has ended, and its outcome is not stored.
+    /// An exclusive command has ended, but its outcome is not stored.
     AloneEnded = "alone-ended",
-    /// The decision about an exclusive command is stored.
+    /// The outcome of an exclusive command was stored.
     Decided = "decided",
     /// Registers, queues or the admin queue have changed.
     Changed = "changed",
-    /// A change was recorded, and the host does not see it yet.
+    /// A change was recorded, but the host does not see it yet.
     ChangeRecorded = "change-recorded",
     /// The completion of an admin command is posted.
     AdminPosted = "admin-posted",
-    /// The queues of a dead process are recovered.
+    /// The queues of a dead process were recovered.
     QueuesRecovered = "queues-recovered",
-    /// A client's message was read, and is still in the socket.
+    /// A client's message was read, but is still in the socket.
     MessageRead = "message-read",
     /// A client's message was executed.
     MessageHandled = "message-handled",
@@ -68,17 +68,17 @@ points! {
     MessageRecorded = "message-recorded",
     /// A client's message was answered and removed from the socket.
     MessageAnswered = "message-answered",
-    /// The memory and the disks of a dead process are restored.
+    /// The memory and the disks of a dead process were restored.
     Rebuilt = "rebuilt",
     /// The supervisor has the complete checkpoint of this process.
     Kept = "kept",
     /// The supervisor was notified that this process has taken over.
     Taken = "taken",
-    /// Everything that is served is quiesced for the restart for upgrade.
+    /// All controllers are quiesced for the restart for upgrade.
     AtRest = "at-rest",
     /// The state was sent to the next process of an upgrade.
     StateSent = "state-sent",
-    /// The next process of an upgrade was told to continue.
+    /// The next process of an upgrade has received the instruction to continue.
     Committed = "committed",
     /// The next process of an upgrade has restored the state.
     TakenIn = "taken-in",
@@ -91,7 +91,7 @@ points! {
     /// The disk has completed a vhost-user request, and the guest's memory has its data and
     /// status.
     RequestEnded = "request-ended",
-    /// A vhost-user request is in the list of the last batch.
+    /// A vhost-user request is first in the list of answered requests.
     RequestListed = "request-listed",
     /// A vhost-user request is in the used ring.
     RequestUsed = "request-used",
@@ -99,17 +99,17 @@ points! {
     RequestFreed = "request-freed",
     /// The index of the used ring is stored.
     RequestAnswered = "request-answered",
-    /// Controllers move to the next process one by one, and the supervisor knows that the upgrade
-    /// cannot be undone.
+    /// Controllers move to the next process one by one. The supervisor has recorded that the
+    /// upgrade cannot be reverted.
     Moving = "moving",
-    /// A controller was released during the upgrade.
+    /// The old process has released a controller during the upgrade.
     LetGo = "let-go",
-    /// A controller is quiesced in the next process, and the supervisor knows that both processes
-    /// serve controllers.
+    /// A controller is quiesced in the next process. The supervisor has recorded that both
+    /// processes serve controllers.
     TakenOne = "taken-one",
 }
 
-/// Deliberately wrong order of steps, with which a test proves that it detects such an error.
+/// Deliberately wrong order of steps. A test uses it to prove that it detects such an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WrongOrder {
@@ -124,10 +124,10 @@ pub enum WrongOrder {
 /// Failpoint: kills this process by SIGKILL if the environment selects `point`.
 ///
 /// `SHADOWBELL_ABORT_AT` is a [name](AbortPoint::name), or `NAME:N` for the Nth time.
-/// Alternatively, the file in `SHADOWBELL_ABORT_FILE` contains such a text: the first process
-/// that reaches a failpoint removes the file, and creates `FILE.died` when it dies. If the file
-/// has several lines, a process takes the first one and leaves the others. Without the feature
-/// `abort-points`, and in an optimised build, the function does nothing.
+/// Alternatively, `SHADOWBELL_ABORT_FILE` is the path of a file with such a text. The first process
+/// that reaches a failpoint removes the file, and creates `FILE.died` when it dies. If the file has
+/// several lines, a process removes only the first line. The function has no effect without the
+/// feature `abort-points`, and in an optimised build.
 #[inline]
 pub fn abort_point(point: AbortPoint) {
     #[cfg(all(feature = "abort-points", debug_assertions))]
@@ -136,8 +136,9 @@ pub fn abort_point(point: AbortPoint) {
     let _ = point;
 }
 
-/// Directory of `SHADOWBELL_ABORT_FILE`, in which a process looks for its failpoint and creates a
-/// file when it dies. `None` without the feature `abort-points`, and in an optimised build.
+/// Directory of `SHADOWBELL_ABORT_FILE`. A process needs access to it, to read the failpoint and to
+/// create a file when it dies. `None` without the feature `abort-points`, and in an optimised
+/// build.
 #[must_use]
 pub fn abort_directory() -> Option<std::path::PathBuf> {
     #[cfg(all(feature = "abort-points", debug_assertions))]
@@ -146,21 +147,20 @@ pub fn abort_directory() -> Option<std::path::PathBuf> {
     None
 }
 
-/// Step of a command.
+/// Step of a command at which a process can be killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommandStep {
-    /// The command is about to be executed.
+    /// The command will be executed next.
     Start,
-    /// The disk has executed the command, and the journal still has it as in flight.
+    /// The disk has executed the command. The journal still has it as a command in flight.
     End,
 }
 
 /// Failpoint: ends this process by SIGABRT, like a crash, if a command for a selected block
 /// reaches a selected step.
 ///
-/// `SHADOWBELL_ABORT_COMMAND` is `start:LBA` or `end:LBA`, or several of them separated by
-/// commas. Without the feature `abort-points`, and in an optimised build, the function does
-/// nothing.
+/// `SHADOWBELL_ABORT_COMMAND` is `start:LBA` or `end:LBA`, or a list of them separated by commas.
+/// The function has no effect without the feature `abort-points`, and in an optimised build.
 #[inline]
 pub fn abort_command(step: CommandStep, lba: u64) {
     #[cfg(all(feature = "abort-points", debug_assertions))]
@@ -183,7 +183,7 @@ pub fn is_wrong(order: WrongOrder) -> bool {
     }
 }
 
-/// True if `SHADOWBELL_AS_BEFORE` is set: this process then negotiates the protocol of an earlier
+/// True if `SHADOWBELL_AS_BEFORE` is set. Then this process uses the protocol of an earlier
 /// release. Always false without the feature `abort-points`, and in an optimised build.
 #[must_use]
 pub fn is_as_before() -> bool {
@@ -232,7 +232,7 @@ mod armed {
         Some(std::path::Path::new(&file).parent()?.to_owned())
     }
 
-    /// Selected failpoint, and the file to create when the process dies.
+    /// Reads the selected failpoint, and the name of the file to create when the process dies.
     fn asked() -> Option<(String, Option<String>)> {
         if let Ok(asked) = std::env::var("SHADOWBELL_ABORT_AT") {
             return Some((asked, None));
@@ -250,7 +250,7 @@ mod armed {
         Some((mine.to_owned(), Some(format!("{file}.died"))))
     }
 
-    /// Kills the process and parks the thread until the signal takes effect.
+    /// Kills the process. Parks the thread until the signal takes effect.
     fn die(by: Signal) -> ! {
         let _ = rustix::process::kill_process(rustix::process::getpid(), by);
         loop {

@@ -11,10 +11,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 const MAGIC: [u8; 8] = *b"SBELLST\0";
-/// Largest state that is accepted: far more than a server with a thousand controllers needs.
+/// Maximum size of a state. A server with a thousand controllers needs much less.
 const MOST_BYTES: u64 = 1 << 30;
 const MOST_FDS: u64 = 1 << 20;
-/// Size of the header: magic, version, number of descriptors, length.
+/// Size of the header in bytes: magic, version, number of descriptors, length.
 const HEAD: usize = 24;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -43,9 +43,11 @@ impl Parcel {
         &mut self.descriptors
     }
 
-    /// Adds a section. A receiver that does not know a `mandatory` section must refuse the state.
+    /// Adds a section. If it is `mandatory`, a receiver that does not know it must refuse the
+    /// state.
     ///
     /// # Errors
+    ///
     /// If a section of this name exists, or `body` cannot be serialized.
     pub fn add(
         &mut self,
@@ -77,9 +79,10 @@ impl Parcel {
             .map_err(|source| StateError::Section { name: name.into(), source })
     }
 
-    /// Ends the evaluation: the sections that were not taken must be optional.
+    /// Checks that the sections that were not taken are optional.
     ///
     /// # Errors
+    ///
     /// [`StateError::Unknown`] for a mandatory section.
     pub fn finish(self) -> Result<(), StateError> {
         match self.sections.into_values().find(|section| section.mandatory) {
@@ -88,9 +91,10 @@ impl Parcel {
         }
     }
 
-    /// Encodes the state, for a caller that transfers its `fds` descriptors separately.
+    /// Encodes the state. The caller transfers its `fds` descriptors separately.
     ///
     /// # Errors
+    ///
     /// If a section cannot be serialized.
     pub fn encode(&self, fds: usize) -> Result<Vec<u8>, StateError> {
         let sections: Vec<_> = self.sections.values().collect();
@@ -105,11 +109,12 @@ impl Parcel {
         Ok(bytes)
     }
 
-    /// Decodes a state. `fds` are the received descriptors, or none if only the sections are
-    /// examined.
+    /// Decodes a state. `fds` are the received descriptors. The list is empty if only the sections
+    /// are examined.
     ///
     /// # Errors
-    /// [`StateError`] if the bytes are no state that this program supports.
+    ///
+    /// [`StateError`] if the bytes are not a state that this program supports.
     pub fn decode(bytes: &[u8], fds: Vec<OwnedFd>) -> Result<Self, StateError> {
         let (head, body) =
             bytes.split_first_chunk().ok_or(StateError::NotAState("it is too short"))?;
@@ -133,9 +138,10 @@ impl Parcel {
         Ok(parcel)
     }
 
-    /// Sends the state. Returns when the socket has accepted all of it.
+    /// Sends the state. Returns after the socket has accepted all of it.
     ///
     /// # Errors
+    ///
     /// [`StateError`] of the socket.
     pub fn send(&self, socket: &UnixStream) -> Result<(), StateError> {
         let fds: Vec<_> = self.descriptors.iter().collect();
@@ -153,7 +159,8 @@ impl Parcel {
     /// Receives a state.
     ///
     /// # Errors
-    /// [`StateError`] of the socket, or if the bytes are no state that this program supports.
+    ///
+    /// [`StateError`] of the socket, or if the bytes are not a state that this program supports.
     pub fn receive(socket: &UnixStream) -> Result<Self, StateError> {
         let mut head = [0; HEAD];
         receive_bytes(socket, &mut head)?;
@@ -256,7 +263,7 @@ mod tests {
         let mut parcel = Parcel::decode(&bytes, vec![fd()]).unwrap();
         let refs: Vec<crate::descriptors::FdRef> = parcel.take("numbers").unwrap().unwrap();
         parcel.descriptors().take(refs[0]).unwrap();
-        // The sections can be examined without the descriptors.
+        // Sections can be examined without descriptors.
         Parcel::decode(&bytes, Vec::new()).unwrap();
         for wrong in [
             Parcel::decode(&bytes, vec![fd(), fd()]),
@@ -288,7 +295,7 @@ mod tests {
         assert!(error.contains(&format!("version {}", VERSION + 1)), "{error}");
         assert!(refuse(&head(VERSION, u32::MAX, 2)).contains("too large"));
         assert!(refuse(&head(VERSION, 0, u64::MAX)).contains("too large"));
-        // The header announces a descriptor, and the bytes come without one.
+        // The header announces a descriptor, but none arrives.
         let mut bytes = head(VERSION, 1, 2);
         bytes.extend(b"\0[]");
         assert!(refuse(&bytes).contains("no server state"), "{}", refuse(&bytes));

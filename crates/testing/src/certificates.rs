@@ -1,4 +1,5 @@
-//! Directories of certificates in the layout of libnbd and QEMU, valid and invalid ones.
+//! Directories of certificates in the layout of libnbd and QEMU, with valid and invalid
+//! certificates.
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -28,7 +29,7 @@ pub enum End {
 pub struct Wish<'a> {
     /// Host names and addresses of the certificate.
     pub names: &'a [&'a str],
-    /// The certificate has expired.
+    /// True if the certificate has expired.
     pub has_expired: bool,
 }
 
@@ -39,7 +40,7 @@ impl Default for Authority {
 }
 
 impl Authority {
-    /// A new authority with a key of its own.
+    /// Creates a new authority with its own key.
     ///
     /// # Panics
     ///
@@ -49,7 +50,8 @@ impl Authority {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        // Authorities of the same name would be confused until the signature check.
+        // Names are unique, because authorities of the same name could only be distinguished by the
+        // signature.
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("authority {} for tests", NEXT.fetch_add(1, Ordering::Relaxed));
         params.distinguished_name.push(DnType::CommonName, name);
@@ -99,7 +101,7 @@ impl Authority {
         write("key", key.serialize_pem());
     }
 
-    /// Writes all files of both ends, for the host `localhost` and its addresses.
+    /// Writes all files of server and client, for the host `localhost` and its addresses.
     ///
     /// # Panics
     ///

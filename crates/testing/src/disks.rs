@@ -1,17 +1,18 @@
-//! Host of a disk, for the tests of every disk type: requests in batches, and a model.
+//! Host side of a disk, for the tests of every disk type: requests in batches, compared with a
+//! model.
 
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 
-/// Requests in a batch, each in its own part of the disk.
+/// Number of requests in a batch. Each has its own part of the disk.
 const LANES: usize = 16;
 
-/// `len` bytes of a host's memory.
+/// Allocates `len` bytes that stand for a host's memory.
 pub fn memory(len: usize) -> SharedBytes {
     Mapping::anonymous(len as u64).unwrap().bytes()
 }
 
-/// A part of `bytes` as the data of a request.
+/// Describes a part of `bytes` as the data of a request.
 pub fn segments(bytes: &SharedBytes, at: usize, len: usize) -> Segments {
     Segments::from_bytes(&bytes.slice(at, len).unwrap())
 }
@@ -49,7 +50,7 @@ pub fn run_one(
     run(queue, vec![(Request { op, offset, len }, data)])[0]
 }
 
-/// Writes, without FUA.
+/// Writes data, without FUA.
 pub fn write(queue: &mut dyn Queue, offset: u64, data: &[u8]) -> Result<(), DiskError> {
     let bytes = memory(data.len());
     bytes.write_from(0, data).unwrap();
@@ -57,7 +58,7 @@ pub fn write(queue: &mut dyn Queue, offset: u64, data: &[u8]) -> Result<(), Disk
     run_one(queue, Op::Write { fua: false }, offset, data.len() as u64, segments)
 }
 
-/// Reads from the disk.
+/// Reads `len` bytes from the disk.
 pub fn read(queue: &mut dyn Queue, offset: u64, len: usize) -> Result<Vec<u8>, DiskError> {
     let bytes = memory(len);
     let segments = Segments::from_bytes(&bytes);
@@ -67,7 +68,7 @@ pub fn read(queue: &mut dyn Queue, offset: u64, len: usize) -> Result<Vec<u8>, D
     Ok(data)
 }
 
-/// Flushes.
+/// Flushes the disk.
 pub fn flush(queue: &mut dyn Queue) -> Result<(), DiskError> {
     run_one(queue, Op::Flush, 0, 0, Segments::new())
 }
@@ -78,13 +79,13 @@ pub fn content(disk: &dyn Disk) -> Vec<u8> {
     read(&mut *queue, 0, disk.info().bytes() as usize).unwrap()
 }
 
-/// Submits one request, which must be pending when this returns.
+/// Submits one request. The request must still be pending afterwards.
 pub fn begin(queue: &mut dyn Queue, tag: u32, request: &Request, mut data: Segments) {
     assert_eq!(queue.submit(tag, request, &mut data), Submitted::Pending, "{request:?}");
     queue.commit();
 }
 
-/// Waits until `count` requests have completed; returns their results in that order.
+/// Waits until `count` requests have completed. Returns their results in the order of completion.
 pub fn ended(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskError>)> {
     let mut all = Vec::new();
     crate::wait::until("the ends of requests", || {
@@ -94,13 +95,13 @@ pub fn ended(queue: &mut dyn Queue, count: usize) -> Vec<(u32, Result<(), DiskEr
     all
 }
 
-/// Asserts that no request completes within a moment.
+/// Asserts that no request completes within a short time.
 pub fn none_ends(queue: &mut dyn Queue) {
     crate::wait::moment();
     queue.reap(&mut |tag, result, _| panic!("request {tag} has ended: {result:?}"));
 }
 
-/// Waits for the wake descriptor.
+/// Waits until the queue's wake descriptor is readable.
 pub fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().expect("what leaves requests pending has a wake descriptor");
     crate::wait::readable("a signal of the wake descriptor", fd);
@@ -110,7 +111,7 @@ pub fn wait(queue: &dyn Queue) {
 pub struct Random(pub u64);
 
 impl Random {
-    /// Any number.
+    /// Returns any number.
     pub fn any(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -118,12 +119,12 @@ impl Random {
         self.0
     }
 
-    /// A number below `end`.
+    /// Returns a number below `end`.
     pub fn below(&mut self, end: u64) -> u64 {
         self.any() % end.max(1)
     }
 
-    /// `len` bytes.
+    /// Returns `len` random bytes.
     pub fn bytes(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(len + 8);
         while bytes.len() < len {
@@ -134,7 +135,7 @@ impl Random {
     }
 }
 
-/// Any operation, with those that transfer data more often.
+/// Chooses an operation. Those that transfer data are more likely.
 fn op(random: &mut Random) -> Op {
     let fua = random.below(8) == 0;
     match random.below(12) {
@@ -147,8 +148,8 @@ fn op(random: &mut Random) -> Op {
     }
 }
 
-/// Runs a batch on the disk and on the model, whose results and data must be the same. The
-/// model has as many bytes as the disk.
+/// Runs a batch on the disk and on the model. The results and the data must be the same. The model
+/// has as many bytes as the disk.
 pub fn batch(disk: &dyn Disk, queue: &mut dyn Queue, model: &mut [u8], random: &mut Random) {
     let block = disk.info().block_size as usize;
     let size = model.len();
@@ -160,7 +161,7 @@ pub fn batch(disk: &dyn Disk, queue: &mut dyn Queue, model: &mut [u8], random: &
     for lane in 0..lanes {
         let blocks = lane_len / block;
         let start = random.below(blocks as u64) as usize;
-        // Short ones and long ones.
+        // Half of the requests are short.
         let most = (blocks - start).min(if random.below(2) == 0 { 8 } else { blocks });
         let len = (1 + random.below(most as u64) as usize) * block;
         let at = lane * lane_len + start * block;

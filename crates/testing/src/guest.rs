@@ -1,6 +1,6 @@
-//! A guest over a vfio-user socket that verifies its disk's contents, and its VMM, which
-//! migrates it to another server: queues laid out by hand, memory in a separate file for each
-//! machine.
+//! A guest and its VMM at a vfio-user socket. The guest verifies the contents of its disk, and the
+//! VMM migrates the guest to another server. The test lays out the queues itself, and each machine
+//! has a separate memory file.
 
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig};
@@ -18,18 +18,18 @@ use zerocopy::IntoBytes;
 
 use crate::wait::LIMIT;
 
-/// Size of the guest's memory, from bus address 0 on.
+/// Size of the guest's memory in bytes. It begins at bus address 0.
 pub const MEMORY: u64 = 8 << 20;
 const PAGE: u64 = 4096;
-/// Entries of each queue, and maximum of commands in flight on each.
+/// Number of entries of each queue. At most this number of commands are in flight on each queue.
 const ENTRIES: u32 = 32;
 const SLOTS: u64 = 24;
-/// Bytes of a block.
+/// Block size in bytes.
 const BLOCK: u64 = 512;
 /// Number of blocks that the guest uses.
 const BLOCKS: u64 = 512;
-/// Memory layout: admin queues, shadow doorbells, EventIdx, then eight pages for each I/O queue
-/// pair, and its data.
+/// Memory layout: the admin queues, shadow doorbells and EventIdx; then for each I/O queue pair
+/// eight pages, and its data.
 const ASQ: u64 = 0;
 const ACQ: u64 = PAGE;
 const SHADOW: u64 = 2 * PAGE;
@@ -62,7 +62,7 @@ impl Queue {
 struct Command {
     slot: u64,
     lba: u64,
-    /// The written value; `None` for a read.
+    /// Value that a write has written; `None` for a read.
     writes: Option<u64>,
 }
 
@@ -72,7 +72,7 @@ pub struct Guest {
     memory: Arc<Mapping>,
     queues: Vec<Queue>,
     events: Vec<EventFd>,
-    /// Pages that the guest has written, for the VMM.
+    /// Pages that the guest has written since the VMM last copied them.
     touched: BTreeSet<u64>,
     in_flight: BTreeMap<(u16, u16), Command>,
     /// Expected contents of the disk, by block.
@@ -94,7 +94,8 @@ pub struct Moved {
 }
 
 impl Guest {
-    /// A guest that has enabled the controller behind `client`, with `pairs` I/O queue pairs.
+    /// Creates a guest with `pairs` I/O queue pairs, which has enabled the controller behind
+    /// `client`.
     pub fn boot(client: Client, pairs: u16, shadow: bool) -> Self {
         let memory = Mapping::shared("guest", MEMORY).expect("memory");
         let events = (0..=pairs).map(|_| EventFd::new().expect("an eventfd")).collect();
@@ -140,7 +141,7 @@ impl Guest {
         guest
     }
 
-    /// Shares the memory, and connects the interrupts.
+    /// Shares the memory with the device, and connects the interrupts.
     fn connect(&self) {
         let share = Share {
             iova: 0,
@@ -185,7 +186,7 @@ impl Guest {
         self.bytes().cell(at as usize).expect("its own memory")
     }
 
-    /// Rings a doorbell, by Linux's rule if there are shadow doorbells.
+    /// Rings a doorbell. With shadow doorbells, follows Linux's rule.
     fn ring(&mut self, shadowed: bool, offset: u64, old: u32, new: u32) {
         if shadowed {
             let entry = offset - regs::DOORBELLS;
@@ -210,7 +211,7 @@ impl Guest {
         self.ring(shadowed, sq_doorbell_offset(qid, 0), old, tail);
     }
 
-    /// The next completion of a queue, if it was posted.
+    /// Takes the next completion of a queue, if there is one.
     fn reap_one(&mut self, at: usize) -> Option<Cqe> {
         let Queue { qid, cq, head: old, phase, shadowed, .. } = self.queues[at];
         let entry = (cq + u64::from(old) * 16) as usize;
@@ -226,7 +227,7 @@ impl Guest {
         Some(cqe)
     }
 
-    /// Runs an admin command.
+    /// Executes an admin command.
     pub fn admin(&mut self, sqe: Sqe) {
         self.count += 1;
         let cid = self.count as u16;
@@ -241,7 +242,7 @@ impl Guest {
         }
     }
 
-    /// Submits up to `commands` reads and writes, as far as there is room.
+    /// Submits up to `commands` reads and writes, as long as the queues have room.
     pub fn submit(&mut self, commands: usize) {
         for _ in 0..commands {
             self.count += 1;
@@ -268,7 +269,7 @@ impl Guest {
         }
     }
 
-    /// Takes completions, and verifies reads; returns their number.
+    /// Takes completions, and verifies the data of reads. Returns the number of completions.
     pub fn reap(&mut self) -> usize {
         let mut count = 0;
         for at in 1..self.queues.len() {
@@ -296,7 +297,7 @@ impl Guest {
         count
     }
 
-    /// Waits until nothing is in flight.
+    /// Waits until no command is in flight.
     pub fn drain(&mut self) {
         let start = Instant::now();
         while !self.in_flight.is_empty() {
@@ -307,7 +308,7 @@ impl Guest {
         }
     }
 
-    /// Runs I/O for a while.
+    /// Submits I/O commands and takes completions, for `rounds` rounds.
     pub fn work(&mut self, rounds: usize) {
         for _ in 0..rounds {
             self.submit(8);
@@ -315,7 +316,7 @@ impl Guest {
         }
     }
 
-    /// Reads all written blocks, and verifies them.
+    /// Reads all written blocks, and verifies their data.
     pub fn verify(&mut self) {
         self.drain();
         let blocks: Vec<u64> = self.disk.keys().copied().collect();
@@ -331,7 +332,7 @@ impl Guest {
         }
     }
 
-    /// Copies these pages, as the VMM.
+    /// Copies these pages, as a VMM does.
     fn copy(&self, to: &SharedBytes, pages: impl IntoIterator<Item = u64>) {
         let mut page = vec![0; PAGE as usize];
         for at in pages.into_iter().map(|page| (page * PAGE) as usize) {
@@ -340,8 +341,8 @@ impl Guest {
         }
     }
 
-    /// Suspends the guest: returns its memory and the state of the device, for
-    /// [`resume`](Self::resume). The guest keeps working while most of its memory is copied.
+    /// Suspends the guest. Returns its memory and the state of the device, for
+    /// [`resume`](Self::resume). The guest continues its I/O while most of its memory is copied.
     pub fn suspend(&mut self, rounds: usize) -> (Arc<Mapping>, Vec<u8>, Moved) {
         let mut moved = Moved::default();
         let target = Mapping::shared("moved guest", MEMORY).expect("memory");
@@ -367,7 +368,7 @@ impl Guest {
         let stream = self.client.read_migration_stream().expect("the stream");
         moved.stream = stream.len();
         self.client.stop_dma_logging().expect("the log ends");
-        // Detects any page that the dirty log has missed.
+        // The comparison detects pages that the dirty log has missed.
         let (mut ours, mut theirs) = (vec![0; PAGE as usize], vec![0; PAGE as usize]);
         for page in 0..MEMORY / PAGE {
             let at = (page * PAGE) as usize;
@@ -378,7 +379,7 @@ impl Guest {
         (target, stream, moved)
     }
 
-    /// Resumes with the device behind `client`, which gets this memory and this state.
+    /// Resumes the guest with the device behind `client`, which gets this memory and this state.
     ///
     /// # Errors
     ///
@@ -399,7 +400,7 @@ impl Guest {
         self.client.set_migration_state(MigrationState::Running)
     }
 
-    /// Resumes at the source.
+    /// Resumes the guest at the source, instead of migrating it.
     pub fn go_on(&mut self) {
         self.client.set_migration_state(MigrationState::Running).expect("the device runs again");
     }

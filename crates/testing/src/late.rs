@@ -1,5 +1,5 @@
-//! A block device (a loop device over FUSE) that delays one write, so that it arrives after
-//! later ones.
+//! A block device (a loop device over FUSE) that delays one write. The write arrives after later
+//! writes.
 
 use std::ffi::OsStr;
 use std::io;
@@ -17,14 +17,14 @@ use parking_lot::Mutex;
 
 use crate::wait;
 
-/// Environment variables of the daemon process: its mount point, and the directory of its
-/// instructions.
+/// Environment variable of the daemon process: its mount point. The next one is the directory of
+/// its instructions.
 const MOUNT_AT: &str = "LATE_MOUNT_AT";
 const NAME: &str = "disk";
 const FILE: INodeNo = INodeNo(2);
 const SIZE: usize = 16 << 20;
 
-/// The file system.
+/// FUSE file system that can delay a write.
 struct Late {
     bytes: Arc<Mutex<Vec<u8>>>,
     orders: PathBuf,
@@ -61,7 +61,7 @@ fn write(bytes: &Mutex<Vec<u8>>, offset: u64, data: &[u8], reply: ReplyWrite) {
 
 impl Filesystem for Late {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        // Otherwise the kernel makes writes one at a time.
+        // Without this capability, the kernel sends writes one at a time.
         config
             .add_capabilities(InitFlags::FUSE_ASYNC_DIO)
             .map_err(|_| io::ErrorKind::Unsupported)?;
@@ -126,8 +126,8 @@ impl Filesystem for Late {
     }
 }
 
-/// Runs the daemon and ends the process, if this process was started as the daemon; returns
-/// otherwise.
+/// Runs the daemon and ends the process, if this process was started as the daemon. Otherwise
+/// returns.
 pub fn be_the_daemon() {
     let Some(path) = std::env::var_os(MOUNT_AT) else { return };
     let path = PathBuf::from(path);
@@ -145,8 +145,8 @@ pub struct LateDevice {
 }
 
 impl LateDevice {
-    /// Creates the device; none if the machine lacks what it needs. `test` is the full name of a
-    /// test of the same program that calls [`be_the_daemon`].
+    /// Creates the device. Returns `None` if the machine lacks FUSE, loop devices or the privilege.
+    /// `test` is the full name of a test of the same program that calls [`be_the_daemon`].
     ///
     /// # Panics
     ///
@@ -194,7 +194,7 @@ impl LateDevice {
         self.directory.path().join("orders").join(name)
     }
 
-    /// Holds the next write back.
+    /// Makes the daemon hold the next write.
     ///
     /// # Panics
     ///
@@ -203,16 +203,16 @@ impl LateDevice {
         std::fs::write(self.order("hold"), "").unwrap();
     }
 
-    /// Waits until a write is held back.
+    /// Waits until the daemon holds a write.
     ///
     /// # Panics
     ///
-    /// If none is.
+    /// If the daemon holds none in time.
     pub fn until_held(&self) {
         wait::until("a write", || self.order("held").exists());
     }
 
-    /// Lets the held write arrive, and waits until it has.
+    /// Releases the held write, and waits until it has arrived.
     ///
     /// # Panics
     ///

@@ -1,16 +1,16 @@
-//! Shared test helpers of several crates. This crate is a dev-dependency by path only, so it is not
-//! published, and published packages do not name it.
+//! Shared test helpers of several crates. Other crates use this crate only as a dev-dependency by
+//! path. So it is not published, and published packages do not name it.
 //!
 //! | module | feature | contents |
 //! |---|---|---|
-//! | `certificates` | `certificates` | directories of certificates, valid and invalid ones |
+//! | `certificates` | `certificates` | directories of valid and invalid certificates |
 //! | `disks` | `disks` | host of a disk: requests in batches, and a model |
 //! | `guest` | `guest` | a guest over a vfio-user socket, with live migration |
 //! | `late` | `late` | a block device that delays one write |
 //! | `outside` | | disks provided from outside of the tests |
 //! | `process_group` | | child processes that end with the test |
 //! | `stalled` | `stalled` | a FUSE file system that hangs |
-//! | `test_disk` | `test-disk` | disk in memory that holds, fails and records requests as ordered |
+//! | `test_disk` | `test-disk` | disk in memory with holds and failures that a test controls |
 //! | `wait` | | waits for events, with one limit for all tests |
 #![forbid(unsafe_code)]
 

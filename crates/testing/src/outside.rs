@@ -1,18 +1,18 @@
-//! Disks provided from outside of the tests, which also stalls them on demand: character-device
-//! namespaces in a guest (`cargo xtask guest chardev`). Without them, the tests that need one
-//! are skipped with a message.
+//! Disks that an outside program provides to the tests, and stalls when a test requests it:
+//! character-device namespaces in a guest (`cargo xtask guest chardev`). Without such a disk, the
+//! tests that need one are skipped with a message.
 
 use std::fs::File;
 use std::path::PathBuf;
 
 use crate::wait;
 
-/// Environment variable: the disks, separated by spaces.
+/// Environment variable with the paths of the disks, separated by spaces.
 const NAMESPACES: &str = "SHADOWBELL_TEST_NAMESPACES";
-/// Environment variable: directory of the requests of [`Storage`].
+/// Environment variable with the directory for requests of [`Storage`].
 const ASKS: &str = "SHADOWBELL_TEST_STORAGE";
 
-/// Disks that the environment names.
+/// Disks that the environment variable names.
 #[must_use]
 pub fn namespaces() -> Vec<String> {
     let named = std::env::var(NAMESPACES).unwrap_or_default();
@@ -38,11 +38,11 @@ impl Storage {
         Self(std::env::var_os(ASKS).map(PathBuf::from).expect("a directory to ask by"))
     }
 
-    /// Stalls the storage: from now on nothing completes.
+    /// Stalls the storage: from now on no request completes.
     ///
     /// # Panics
     ///
-    /// If the request is not answered.
+    /// If the outside program does not answer.
     pub fn stall(&self) {
         self.ask("stall");
     }
@@ -51,12 +51,13 @@ impl Storage {
     ///
     /// # Panics
     ///
-    /// If the request is not answered.
+    /// If the outside program does not answer.
     pub fn go_on(&self) {
         self.ask("go-on");
     }
 
-    /// Requests by a file of this name, which is removed when the request is done.
+    /// Creates a file of this name as a request. The outside program removes the file when the
+    /// request is done.
     fn ask(&self, what: &str) {
         let path = self.0.join(what);
         File::create(&path).unwrap();

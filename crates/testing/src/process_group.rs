@@ -1,4 +1,4 @@
-//! Child processes that end with the test, and their own children with them.
+//! Child processes that end with the test, together with their own children.
 
 use std::io::{self, Read};
 use std::ops::{Deref, DerefMut};
@@ -13,8 +13,9 @@ use crate::wait;
 
 /// Child process in a process group of its own.
 ///
-/// Dropping it kills every process of the group, and waits until all of them have ended: a server
-/// process outlives its supervisor for a moment, and would still hold locks and ports.
+/// The drop kills every process of the group, and waits until all of them have ended. Otherwise a
+/// server process could exist for a short time after its supervisor, and still hold locks and
+/// ports.
 #[derive(Debug)]
 pub struct ProcessGroup {
     child: Child,
@@ -25,7 +26,8 @@ impl ProcessGroup {
     /// Starts the program of `command` as the first process of a new group.
     ///
     /// # Errors
-    /// The program cannot be started.
+    ///
+    /// If the program cannot be started.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         Ok(Self { child: command.process_group(0).spawn()?, ended: false })
     }
@@ -52,9 +54,11 @@ impl ProcessGroup {
         wait::until_some(&end, || self.child.try_wait().expect("a child"))
     }
 
-    /// Waits until every process of the group has ended; exit status of the first one.
+    /// Waits until every process of the group has ended. Returns the exit status of the first
+    /// process.
     ///
     /// # Panics
+    ///
     /// After [`wait::LIMIT`].
     #[track_caller]
     pub fn wait_all(&mut self) -> ExitStatus {
@@ -65,9 +69,10 @@ impl ProcessGroup {
         status
     }
 
-    /// Waits until the first process has ended; its exit status, and the rest of its output.
+    /// Waits until the first process has ended. Returns its exit status and the rest of its output.
     ///
     /// # Panics
+    ///
     /// After [`wait::LIMIT`].
     #[track_caller]
     pub fn output(mut self) -> Output {
@@ -85,12 +90,13 @@ impl ProcessGroup {
         if std::mem::replace(&mut self.ended, true) {
             return;
         }
-        // Before the first process is waited for: afterwards its number could be that of another.
+        // The group is killed before the first process is waited for. Afterwards its number could
+        // belong to another process.
         let _ = kill_process_group(self.pid(), Signal::KILL);
         let deadline = wait::deadline();
         while matches!(self.child.try_wait(), Ok(None)) || has_members(self.pid()) {
             if Instant::now() > deadline {
-                // No panic: this may be the end of a test that panics.
+                // This does not panic, because the test itself may be panicking.
                 return eprintln!("process group {} does not end", self.child.id());
             }
             wait::pause();
@@ -118,7 +124,8 @@ impl Drop for ProcessGroup {
     }
 }
 
-/// Reads a pipe to its end, in a thread: a child that fills one of two pipes waits for its reader.
+/// Reads a pipe to its end on a separate thread. A child that has filled one of its two pipes waits
+/// for the reader of that pipe.
 fn read(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
@@ -133,7 +140,7 @@ fn has_members(group: Pid) -> bool {
     let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     processes.into_iter().any(|process| {
         let stat = std::fs::read_to_string(process.path().join("stat")).unwrap_or_default();
-        // The name in parentheses may contain anything.
+        // The name in parentheses may contain any characters.
         let mut fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
         let state = fields.next();
         state.is_some_and(|state| !"ZX".contains(state)) && fields.nth(1) == Some(&*group)
@@ -153,14 +160,16 @@ mod tests {
         let mut output = group.stdout.take().unwrap();
         assert!(has_members(group.pid()));
         drop(group);
-        // Every process of the group has the pipe open.
+        // The pipe ends only after every process of the group has ended, because all of them have
+        // it open.
         assert_eq!(output.read_to_end(&mut Vec::new()).unwrap(), 0);
     }
 
     #[test]
     fn a_child_of_an_ended_child_is_waited_for() {
         let mut command = Command::new("sh");
-        // A background job of a shell has /dev/null as input, unless that is redirected.
+        // A shell gives a background job /dev/null as input, unless the command redirects the
+        // input.
         command.args(["-c", "exec 3<&0; cat <&3 & exit 3"]).stdin(Stdio::piped());
         let mut group = ProcessGroup::spawn(&mut command).unwrap();
         assert_eq!(group.wait().code(), Some(3));

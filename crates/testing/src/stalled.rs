@@ -1,5 +1,4 @@
-//! A FUSE file system that hangs, permanently or for a while, to detect threads that wait for
-//! it.
+//! A FUSE file system that hangs, permanently or for some time, to detect threads that wait for it.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -24,16 +23,17 @@ use crate::wait;
 /// Environment variable of the daemon process: its mount point.
 const MOUNT_AT: &str = "STALLED_MOUNT_AT";
 
-/// Environment variable: the file can be opened as an image; only its data requests hang.
+/// Environment variable: if set, the file can be opened as an image, and only its data requests
+/// hang.
 const AS_IMAGE: &str = "STALLED_AS_IMAGE";
 
-/// Environment variable: path of another file, which the file system passes through.
+/// Environment variable: path of another file. The file system passes the requests through to it.
 const OVER: &str = "STALLED_OVER";
 
-/// Environment variable: fsync is answered as not implemented.
+/// Environment variable: if set, fsync is answered as not implemented.
 const NO_SYNCS: &str = "STALLED_NO_SYNCS";
 
-/// The only file, which pretends to contain memory.
+/// Name of the only file, which is used like guest memory.
 const NAME: &str = "memory";
 const FILE: INodeNo = INodeNo(2);
 const SIZE: u64 = 1 << 20;
@@ -43,7 +43,7 @@ const SIZE: u64 = 1 << 20;
 struct Stalled {
     opened: AtomicBool,
     as_image: bool,
-    /// The file that is passed through, if any.
+    /// File to which requests are passed through, if any.
     over: Option<File>,
     no_syncs: bool,
     unanswered: Mutex<Vec<Box<dyn std::any::Any + Send>>>,
@@ -56,7 +56,7 @@ impl Stalled {
         FileAttr { size: over.map_or(attributes.size, |over| over.len()), ..attributes }
     }
 
-    /// Replies to a request whose only result is its end.
+    /// Answers a request that has no result except its end.
     fn end_of(&self, reply: ReplyEmpty) {
         if self.over.is_some() { reply.ok() } else { self.keep(reply) }
     }
@@ -104,7 +104,7 @@ impl Filesystem for Stalled {
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
         self.opened.store(true, Ordering::SeqCst);
-        // Direct I/O, so that the page cache does not answer for the storage.
+        // With direct I/O, the page cache does not answer requests in place of the storage.
         let direct = FopenFlags::FOPEN_DIRECT_IO;
         let flags = if self.over.is_some() { direct } else { FopenFlags::empty() };
         reply.opened(FileHandle(0), flags);
@@ -185,8 +185,8 @@ impl Filesystem for Stalled {
     }
 }
 
-/// Runs the daemon and ends the process, if this process was started as the daemon; returns
-/// otherwise.
+/// Runs the daemon and ends the process, if this process was started as the daemon. Otherwise
+/// returns.
 pub fn be_the_daemon() {
     let Some(path) = std::env::var_os(MOUNT_AT) else { return };
     let mut config = Config::default();
@@ -202,22 +202,22 @@ pub fn be_the_daemon() {
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-/// A mount of the file system. Its daemon is a separate process: killing it releases all that
-/// wait for it, and otherwise not even this process could end.
+/// A mount of the file system. Its daemon is a separate process. When the daemon is killed, all
+/// threads that wait for it continue; otherwise even this process could not end.
 pub struct Mount {
     daemon: Child,
     directory: tempfile::TempDir,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Allows one mount at a time: a process that is forked while a file of one is open inherits
-/// that, and closes it before it executes the next daemon. Until then it also holds all
-/// sockets.
+/// Permits one mount at a time. If a process is forked while a file of a mount is open, the child
+/// inherits that file, and closes it before it executes the next daemon. The close hangs, and until
+/// its end the child also holds all sockets.
 static ALONE: Mutex<()> = Mutex::new(());
 
 impl Mount {
-    /// Mounts the file system; none without `/dev/fuse` or without root. `test` is the full name of
-    /// a test of the same program that calls [`be_the_daemon`].
+    /// Mounts the file system. Returns `None` without `/dev/fuse` or without root. `test` is the
+    /// full name of a test of the same program that calls [`be_the_daemon`].
     ///
     /// # Panics
     ///
@@ -227,8 +227,8 @@ impl Mount {
         Self::start(test, &[])
     }
 
-    /// A mount whose file can be opened as an image, at [`path`](Self::path): reads, writes, syncs
-    /// and closes hang.
+    /// Mounts the file system with a file that can be opened as an image, at [`path`](Self::path).
+    /// Its reads, writes, syncs and closes hang.
     ///
     /// # Panics
     ///
@@ -238,8 +238,8 @@ impl Mount {
         Self::start(test, &[(AS_IMAGE, Path::new("1"))])
     }
 
-    /// A mount whose file passes through the one at `image`. It hangs only between
-    /// [`stall`](Self::stall) and [`go_on`](Self::go_on).
+    /// Mounts the file system with a file that passes requests through to the file `image`.
+    /// Requests hang only between [`stall`](Self::stall) and [`go_on`](Self::go_on).
     ///
     /// # Panics
     ///
@@ -249,7 +249,7 @@ impl Mount {
         Self::start(test, &[(OVER, image)])
     }
 
-    /// Like [`over`](Self::over), without fsync: the kernel answers it with success.
+    /// Like [`over`](Self::over), without fsync. The kernel then answers fsync with success.
     ///
     /// # Panics
     ///
@@ -288,11 +288,11 @@ impl Mount {
         self.directory.path().join(NAME)
     }
 
-    /// Opens the file. It must neither be closed nor accessed while the daemon lives.
+    /// Opens the file. The descriptor must neither be closed nor accessed while the daemon lives.
     ///
     /// # Panics
     ///
-    /// If it cannot be opened.
+    /// If the file cannot be opened.
     #[must_use]
     pub fn open(&self) -> OwnedFd {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
@@ -306,7 +306,7 @@ impl Mount {
     /// If the daemon has ended, or does not stop.
     pub fn stall(&self) {
         self.signal(Signal::STOP);
-        // The daemon may still be in a reply.
+        // The daemon may still be writing a reply, so wait until it is stopped.
         let stat = format!("/proc/{}/stat", self.daemon.id());
         wait::until("a stopped daemon", || {
             std::fs::read_to_string(&stat).unwrap().contains(") T ")
@@ -327,7 +327,7 @@ impl Mount {
         kill_process(pid, signal).unwrap();
     }
 
-    /// Kills the daemon: all requests that wait for it end.
+    /// Kills the daemon. All requests that wait for it end.
     pub fn end(&mut self) {
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();

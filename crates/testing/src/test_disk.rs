@@ -1,4 +1,4 @@
-//! Disk in memory that holds, fails and records requests as a test orders.
+//! Disk in memory that holds, fails and records requests as a test instructs.
 
 use crate::wait;
 use parking_lot::Mutex;
@@ -11,21 +11,21 @@ use std::sync::Arc;
 /// Instructions for a [`TestDisk`], and the requests that it received.
 #[derive(Debug, Default)]
 pub struct Orders {
-    /// Holds all requests while set.
+    /// If true, all requests are held.
     pub hold: bool,
-    /// Holds requests at this byte while set.
+    /// Requests at this byte are held.
     pub hold_at: Option<u64>,
-    /// Injected error of requests other than reads and flushes.
+    /// Error with which requests other than reads and flushes fail.
     pub fail: Option<DiskError>,
-    /// Every request fails, as on a disk that was removed.
+    /// If true, every request fails, as on a disk that was removed.
     pub unavailable: bool,
-    /// Maximum number of failures by `fail`; `None` for no limit.
+    /// Maximum number of failures that `fail` causes; `None` for no limit.
     pub failures: Option<u32>,
-    /// Reads that start at this byte or beyond it fail.
+    /// Reads fail if they start at or after this byte.
     pub fail_beyond: Option<u64>,
-    /// Blocks calls of `extents` while set.
+    /// If true, calls of `extents` block.
     pub hold_extents: bool,
-    /// All requests, in order.
+    /// All requests that arrived, in order.
     pub seen: Vec<Request>,
     wakes: Vec<EventFd>,
 }
@@ -42,7 +42,7 @@ pub struct TestDisk {
 }
 
 impl TestDisk {
-    /// A disk of zeroes.
+    /// Creates a disk of zeroes.
     ///
     /// # Panics
     ///
@@ -53,7 +53,7 @@ impl TestDisk {
         Self { mem, cache: false, orders: Arc::default() }
     }
 
-    /// A disk of zeroes that reports unwritten bytes as holes.
+    /// Creates a disk of zeroes that reports unwritten bytes as holes.
     ///
     /// # Panics
     ///
@@ -64,7 +64,7 @@ impl TestDisk {
         Self { mem, cache: false, orders: Arc::default() }
     }
 
-    /// Changes the instructions; held requests continue if they may.
+    /// Changes the instructions. Held requests continue if the new instructions permit it.
     pub fn order(&self, order: impl FnOnce(&mut Orders)) {
         let mut orders = self.orders.lock();
         order(&mut orders);
@@ -73,13 +73,13 @@ impl TestDisk {
         }
     }
 
-    /// All requests, in order.
+    /// All requests that arrived, in order.
     #[must_use]
     pub fn seen(&self) -> Vec<Request> {
         self.orders.lock().seen.clone()
     }
 
-    /// Waits until this many requests have arrived.
+    /// Waits until this number of requests have arrived.
     ///
     /// # Panics
     ///

@@ -1,7 +1,7 @@
 //! Waits for events, with one limit for all tests.
 //!
-//! A test waits until an event has happened, however long that takes on a busy machine. [`LIMIT`]
-//! is only there so that a test ends at all if the event never happens.
+//! A test waits until an event has happened, even if that takes long on a busy machine. [`LIMIT`]
+//! only ensures that the test ends if the event never happens.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::retry_on_intr;
 use rustix::thread::Pid;
 
-/// Limit of every wait: long enough for a machine that does much else.
+/// Limit of every wait, which is long enough for a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
 /// Pause between two polls of a state.
@@ -22,7 +22,8 @@ const MOMENT: Duration = Duration::from_millis(50);
 /// Polls `is_so` until it returns true.
 ///
 /// # Panics
-/// After [`LIMIT`], with `what`: the event that did not happen.
+///
+/// After [`LIMIT`]. The message contains `what`, the event that did not happen.
 #[track_caller]
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     until_some(what, || is_so().then_some(()));
@@ -31,7 +32,8 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 /// Polls `get` until it returns a value.
 ///
 /// # Panics
-/// After [`LIMIT`], with `what`: the event that did not happen.
+///
+/// After [`LIMIT`]. The message contains `what`, the event that did not happen.
 #[track_caller]
 pub fn until_some<T>(what: &str, mut get: impl FnMut() -> Option<T>) -> T {
     let deadline = deadline();
@@ -47,21 +49,24 @@ pub fn until_some<T>(what: &str, mut get: impl FnMut() -> Option<T>) -> T {
 /// Waits until `fd` is readable.
 ///
 /// # Panics
-/// After [`LIMIT`], with `what`: the event that did not happen.
+///
+/// After [`LIMIT`]. The message contains `what`, the event that did not happen.
 #[track_caller]
 pub fn readable(what: &str, fd: impl AsFd) {
     let limit = Timespec::try_from(LIMIT).expect("seconds");
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let began = Instant::now();
     let ready = retry_on_intr(|| poll(&mut fds, Some(&limit))).expect("a poll");
-    // If the wakeup of a sleeper is lost, the descriptor is found to be readable at the end.
+    // If the wakeup of a sleeping thread is lost, the poll ends at the limit and still finds a
+    // readable descriptor.
     let is_woken = ready == 1 && began.elapsed() < LIMIT;
     assert!(is_woken, "not within {} s: {what}", LIMIT.as_secs());
 }
 
-/// Waits until a thread of this process sleeps, and still does after some polls.
+/// Waits until a thread of this process sleeps in several polls in a row.
 ///
 /// # Panics
+///
 /// After [`LIMIT`], or if there is no such thread.
 #[track_caller]
 pub fn asleep(thread: Pid) {
@@ -71,7 +76,7 @@ pub fn asleep(thread: Pid) {
         let stat = std::fs::read_to_string(&stat).expect("a thread");
         let is_asleep = stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S "));
         times = if is_asleep { times + 1 } else { 0 };
-        // One sleep may be that for a lock.
+        // Several polls are needed, because the thread may also sleep for a short time in a lock.
         times == 4
     });
 }
@@ -88,9 +93,9 @@ pub fn pause() {
 
 /// Sleeps for a short time in which an event must not happen, or may start to happen.
 ///
-/// For a test that something does *not* happen, such as the completion of a held command, or
-/// for one that lets another thread reach a blocking call. On a busy machine the time may be
-/// too short: the test then misses a fault, but it does not fail without one.
+/// For a test that an event does *not* happen, such as the completion of a held command; or for a
+/// test in which another thread has to reach a blocking call. On a busy machine the time may be too
+/// short. Then the test may miss a fault, but it never fails without a fault.
 pub fn moment() {
     std::thread::sleep(MOMENT);
 }

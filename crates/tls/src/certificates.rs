@@ -23,7 +23,7 @@ const SERVER: [&str; 2] = ["server-cert.pem", "server-key.pem"];
 /// Largest file that is read, in bytes. A CRL may be long.
 const MAX_FILE: u64 = 16 << 20;
 
-/// Reason for which the certificates of a directory cannot be used.
+/// Reason why the certificates of a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CertificateError {
@@ -45,7 +45,7 @@ pub enum CertificateError {
         /// Expected kind of object.
         what: &'static str,
     },
-    /// A file is no PEM file, or its content is damaged.
+    /// A file is not in PEM format, or its content is damaged.
     #[error("{} is damaged: {why}", .path.display())]
     Damaged {
         /// Path of the file.
@@ -58,7 +58,7 @@ pub enum CertificateError {
     Pair {
         /// Path of the certificate.
         path: PathBuf,
-        /// Reason.
+        /// Reason why the pair cannot be used.
         why: String,
     },
     /// The certificate of the CA cannot be used.
@@ -66,7 +66,7 @@ pub enum CertificateError {
     Authority {
         /// Path of the CA's certificate.
         path: PathBuf,
-        /// Reason.
+        /// Reason why the certificate cannot be used.
         why: String,
     },
 }
@@ -98,7 +98,7 @@ impl Directory<'_> {
     }
 
     fn has(&self, name: &str) -> bool {
-        // An inaccessible file counts as present, so that reading it reports the reason.
+        // An inaccessible file counts as present. A later read of the file then reports the reason.
         self.path.join(name).try_exists().unwrap_or(true)
     }
 
@@ -209,8 +209,8 @@ impl ClientTls {
         &self.directory
     }
 
-    /// Starts the client's session with the server `name`, a host name or an IP address, for
-    /// which the server's certificate must be valid.
+    /// Starts the client's session with a server. The server's certificate must be valid for
+    /// `name`, a host name or an IP address.
     ///
     /// # Errors
     /// [`SessionError::Name`] if `name` is neither.
@@ -237,10 +237,11 @@ impl fmt::Debug for ServerTls {
 }
 
 impl ServerTls {
-    /// Loads the server's certificate of `directory`. Clients need a certificate that its CA has
-    /// signed, unless `any_client` is set.
+    /// Loads the server's certificate of `directory`. Unless `any_client` is true, clients need a
+    /// certificate that the directory's CA has signed.
     ///
     /// # Errors
+    ///
     /// [`CertificateError`] if a file is missing or unusable.
     pub fn load(directory: &Path, any_client: bool) -> Result<Self, CertificateError> {
         let needed = if any_client { ANY_CLIENT_NEEDS } else { SERVER_NEEDS };

@@ -1,8 +1,8 @@
-//! TLS session errors, as messages for the person who has created the certificates.
+//! TLS session errors. The messages are for the person who has created the certificates.
 
 use rustls::{AlertDescription as Alert, CertificateError, Error};
 
-/// Reason for the failure of a TLS session.
+/// Reason why a TLS session has failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SessionError {
@@ -45,7 +45,7 @@ pub enum SessionError {
     /// The peer has ended the session with an alert.
     #[error("the other end has ended the TLS session: {0}")]
     Alert(String),
-    /// The received bytes are no TLS records.
+    /// The received bytes are not TLS records.
     #[error("the other end does not send TLS")]
     NoTls,
     /// Another error of the TLS library.
@@ -69,7 +69,7 @@ impl SessionError {
             CertificateError::UnknownIssuer | CertificateError::BadSignature => Self::Issuer,
             CertificateError::NotValidForName => Self::OtherName("others".to_owned()),
             CertificateError::NotValidForNameContext { presented, .. } => {
-                // Names in the notation of webpki: `DnsName("host")`, `IpAddress(127.0.0.1)`.
+                // webpki returns names in the notation `DnsName("host")` or `IpAddress(127.0.0.1)`.
                 let bare = |name: &String| {
                     let inner = name.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
                     inner.unwrap_or(name).trim_matches('"').to_owned()
@@ -94,7 +94,7 @@ impl SessionError {
         match alert {
             Alert::CertificateRequired => Self::Wanted,
             Alert::UnknownCA => Self::Refused("it does not know the CA that has signed it"),
-            // Sent if a CA of the same name has another key.
+            // The peer sends this alert if its CA of the same name has another key.
             Alert::DecryptError => Self::Refused("it is not signed by the CA that is known there"),
             Alert::CertificateExpired => Self::Refused("it has expired"),
             Alert::CertificateRevoked => Self::Refused("it was revoked"),
@@ -102,7 +102,7 @@ impl SessionError {
             | Alert::UnsupportedCertificate
             | Alert::CertificateUnknown
             | Alert::AccessDenied => Self::Refused("it cannot be used there"),
-            // Sent by a TLS 1.2 server if a client has no certificate.
+            // A TLS 1.2 server sends this alert if a client has no certificate.
             Alert::HandshakeFailure => {
                 Self::Alert("the ends do not agree; it may require a certificate".to_owned())
             }

@@ -8,11 +8,11 @@
 //! | [`Session`] | TLS of one connection: non-blocking conversion of bytes |
 //! | [`CertificateError`], [`SessionError`] | messages for frequent mistakes with certificates |
 //!
-//! The directory of certificates has the layout of libnbd, nbdkit and QEMU. The files are read
-//! once: renewed certificates need a restart.
+//! The directory of certificates has the layout of libnbd, nbdkit and QEMU. The files are read only
+//! once, so the program must be restarted after certificates were renewed.
 //!
-//! The memory for a peer's input is bounded by rustls (a record, a message of the handshake), and
-//! a session reads from the socket only after its earlier input was consumed.
+//! The memory for a peer's input is limited: rustls holds at most a record or a handshake message,
+//! and a session reads from the socket only after the earlier input was consumed.
 //!
 //! # Not implemented
 //!

@@ -6,20 +6,20 @@ use std::io::{self, IoSlice, Read, Write};
 
 /// Bytes that are read from the socket per call.
 const INPUT: usize = 64 << 10;
-/// Largest number of pending output bytes. A session with pending output accepts no more data.
+/// Number of pending output bytes at which a session accepts no more data.
 pub const MOST_PENDING: usize = 256 << 10;
 
 /// TLS session of one side of a connection. The session has no socket: each call gets one, which
 /// must be non-blocking.
 pub struct Session {
     connection: Connection,
-    /// Received bytes, of which `from..to` are not yet processed.
+    /// Received bytes. Those in `from..to` are not processed yet.
     input: Box<[u8]>,
     from: usize,
     to: usize,
     /// True if the peer sends no more data.
     ended: bool,
-    /// Error of the peer's data, after which no more data is processed.
+    /// Error in the peer's data. No data is processed after it.
     fault: Option<SessionError>,
 }
 
@@ -48,8 +48,8 @@ impl Session {
         self.connection.is_handshaking()
     }
 
-    /// True if no more data follows, whatever the reason. [`receive`](Self::receive) reports the
-    /// end after the data before it, although the socket does not become readable again.
+    /// True if no more data will be received. [`receive`](Self::receive) first returns the data
+    /// before the end, although the socket does not become readable again.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.ended || self.fault.is_some()
@@ -65,8 +65,8 @@ impl Session {
     /// the end of the stream.
     ///
     /// # Errors
-    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if there is no data; an error of the socket; or,
-    /// as the inner error, a [`SessionError`]. In the last case, an alert for the peer is
+    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if there is no data, or an error of the socket.
+    /// For a TLS error, the inner error is a [`SessionError`], and an alert for the peer is
     /// [pending](Self::is_pending).
     pub fn receive(&mut self, socket: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
         if into.is_empty() {
@@ -83,8 +83,8 @@ impl Session {
                     }
                     Ok(count) => got += count,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // The connection ended without `close_notify`. That is harmless for NBD,
-                    // which detects incomplete messages itself.
+                    // The connection ended without `close_notify`. This is permitted, because NBD
+                    // itself detects incomplete messages.
                     Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(got),
                     Err(error) => return Err(error),
                 }
@@ -94,8 +94,7 @@ impl Session {
             }
             match self.advance(socket) {
                 Ok(()) => {}
-                // The data before the error is returned first; the next call returns the same
-                // error.
+                // The data before the error is returned first. The next call returns the error.
                 Err(_) if got > 0 => return Ok(got),
                 Err(error) => return Err(error),
             }
@@ -112,7 +111,7 @@ impl Session {
             if self.ended && self.from == self.to {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            // The peer waits for the pending output.
+            // The peer does not continue before it gets the pending output.
             if self.is_pending() {
                 break;
             }
@@ -153,10 +152,11 @@ impl Session {
         Ok(())
     }
 
-    /// Encrypts data of `parts` and returns the number of bytes taken, 0 as long as output is
-    /// [pending](Self::is_pending). The caller has to call [`flush`](Self::flush) next.
+    /// Encrypts data of `parts`. Returns the number of bytes that were accepted, which is 0 while
+    /// output is [pending](Self::is_pending). The caller has to call [`flush`](Self::flush) next.
     ///
     /// # Errors
+    ///
     /// Only if memory is exhausted.
     pub fn put(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         if self.is_pending() {
@@ -165,9 +165,10 @@ impl Session {
         self.connection.writer().write_vectored(parts)
     }
 
-    /// Sends pending output as far as the socket accepts it. Returns true if nothing is left.
+    /// Sends as much pending output as the socket accepts. Returns true if all was sent.
     ///
     /// # Errors
+    ///
     /// An error of the socket, except [`WouldBlock`](io::ErrorKind::WouldBlock).
     pub fn flush(&mut self, socket: &mut impl Write) -> io::Result<bool> {
         while self.connection.wants_write() {
@@ -181,7 +182,7 @@ impl Session {
         Ok(true)
     }
 
-    /// Ends the output: a `close_notify` is pending then.
+    /// Ends the output. Afterwards a `close_notify` is pending.
     pub fn close(&mut self) {
         self.connection.send_close_notify();
     }

@@ -1,4 +1,4 @@
-//! Client and server sessions against each other without sockets, and configuration errors.
+//! Client and server sessions that are connected without sockets, and configuration errors.
 
 use proptest::prelude::*;
 use shadowbell_testing::certificates::{Authority, End, Wish};
@@ -58,14 +58,15 @@ impl Ends {
         Self { ends, ways: [Pipe::new(holds), Pipe::new(holds)] }
     }
 
-    /// Runs the handshake; on failure, the errors of the client and of the server.
+    /// Runs the handshake. On failure, returns the errors of the client and of the server.
     fn agree(&mut self) -> Result<(), [Option<SessionError>; 2]> {
         let mut faults = [None, None];
         for _ in 0..2000 {
             for (at, known) in faults.iter_mut().enumerate() {
                 let (end, [first, second]) = (&mut self.ends[at], &mut self.ways);
                 let (out, into) = if at == 0 { (first, second) } else { (second, first) };
-                // The end also receives data after its handshake: an alert.
+                // After its handshake, an end continues to receive, because the other end may send
+                // an alert.
                 let outcome = if end.is_handshaking() {
                     end.handshake(into)
                 } else {
@@ -144,7 +145,7 @@ fn data_is_transferred_in_both_directions() {
     }
 }
 
-/// The peer reads nothing: the memory for it is bounded.
+/// The peer reads nothing, so output accumulates. The memory for it is limited.
 #[test]
 fn a_session_has_bounded_memory() {
     let place = Place::new(|path| Authority::new().put_all(path));
@@ -180,7 +181,7 @@ fn orderly_and_abrupt_ends_are_told_apart() {
     }
 }
 
-/// Each configuration error has its message, at the end that detects it and at the other.
+/// Each configuration error has a message at the end that detects it, and another at the other end.
 #[test]
 fn each_failed_handshake_has_its_message() {
     let (authority, stranger) = (Authority::new(), Authority::new());
@@ -206,12 +207,12 @@ fn each_failed_handshake_has_its_message() {
     let [client, server] = faults(&good, &old, "localhost");
     assert_eq!(client, Some(SessionError::Expired));
     assert_eq!(server, Some(SessionError::Refused("it has expired")));
-    // Another CA.
+    // Both ends have certificates of different CAs.
     let strange = Place::new(|path| stranger.put_all(path));
     let [client, server] = faults(&good, &strange, "localhost");
     assert_eq!(client, Some(SessionError::Issuer));
     assert_eq!(server, Some(SessionError::Refused("it does not know the CA that has signed it")));
-    // A client without a certificate, with one of another CA, and with a server certificate.
+    // The client has no certificate, a certificate of another CA, or the certificate of a server.
     let nobody = Place::new(|path| authority.put_ca(path));
     let [client, server] = faults(&nobody, &good, "localhost");
     assert_eq!((client, server), (Some(SessionError::Wanted), Some(SessionError::None)));
@@ -263,7 +264,7 @@ fn an_incomplete_directory_is_refused_with_the_reason() {
     let damaged = "-----BEGIN CERTIFICATE-----\n!!!!\n-----END CERTIFICATE-----\n";
     std::fs::write(place.path("server-cert.pem"), damaged).unwrap();
     assert!(load(&place).contains("is damaged"), "{}", load(&place));
-    // An incomplete pair of certificate and key is an error, and not a client without a
+    // A certificate without its key is an error. It does not count as a client without a
     // certificate.
     let half = Place::new(|path| {
         authority.put_all(path);
@@ -277,7 +278,7 @@ fn an_incomplete_directory_is_refused_with_the_reason() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// Random bytes from the peer, in the handshake and after it.
+    /// The peer sends random bytes, during the handshake and after it.
     #[test]
     fn random_bytes_end_the_session(
         bytes in prop::collection::vec(any::<u8>(), 1..300), late: bool, flip in 0..400_usize

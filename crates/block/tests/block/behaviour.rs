@@ -44,7 +44,7 @@ fn requests_past_the_end_are_refused() {
             assert_eq!(error.errno(), Errno::INVAL, "{error}");
         }
     }
-    // Empty requests at the end of the disk.
+    // Empty requests at the end of the disk succeed.
     disk.block_on(disk.read(size, &mut [])).unwrap();
     disk.block_on(disk.write(size, &[], true)).unwrap();
     disk.block_on(disk.write_zeroes(size, 0, Zeroes::default())).unwrap();
@@ -90,7 +90,7 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
     let device = device(&backing, &BlockOptions::default());
     let disk = device.queue().unwrap();
     backing.order(|orders| orders.hold = true);
-    // The disk holds the flush, so it cannot complete in this time.
+    // The disk holds the flush, so the flush cannot complete in this time.
     assert!(disk.block_on_for(disk.flush(), Duration::from_millis(5)).is_none());
     backing.order(|orders| orders.hold = false);
     assert!(matches!(disk.block_on_for(disk.flush(), wait::LIMIT), Some(Ok(()))));
@@ -102,7 +102,7 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
     let mut whole = Box::pin(disk.write(0, &whole_data, false));
     begin(&mut whole);
     backing.expect(1);
-    // A write of a part of the second block, on another queue.
+    // The write changes a part of the second block, on another queue.
     let other = device.queue().unwrap();
     let mut part = Box::pin(other.write(600, &[9], false));
     begin(&mut part);
@@ -240,9 +240,9 @@ fn what_may_succeed_the_next_time_is_tried_again_and_not_for_ever() {
     for (error, failures, attempts) in [
         (DiskError::Device(internal), 1, 2),
         (DiskError::Device(internal), 3, 4),
-        // Three retries at most, so the fourth failure is final.
+        // There are at most three retries, so the fourth failure is final.
         (DiskError::Device(internal), 4, 4),
-        // A storage error is not retried: the storage has retried already.
+        // A storage error is not retried, because the storage itself has retried.
         (DiskError::Io(5), 1, 1),
         (DiskError::Device(path), 1, 2),
         (DiskError::Device(is_final), 1, 1),
@@ -341,7 +341,7 @@ fn a_request_is_woken_when_it_is_done_and_not_before() {
 fn a_request_that_does_not_end_fails_and_keeps_its_range() {
     let backing = TestDisk::new(64, 512);
     let mut options = BlockOptions::default();
-    // Expires for the held request. The others are completed at once.
+    // The timeout expires for the held request. All other requests complete immediately.
     options.timeout = Duration::from_secs(3);
     let device = device(&backing, &options);
     let (disk, other) = (device.queue().unwrap(), device.queue().unwrap());
@@ -358,7 +358,7 @@ fn a_request_that_does_not_end_fails_and_keeps_its_range() {
     assert_eq!(back, [1, 1, 1, 2, 1]);
 }
 
-/// Dropping a queue waits for its requests in flight.
+/// The drop of a queue waits for its requests in flight.
 #[test]
 fn a_queue_that_is_dropped_waits_for_its_requests() {
     let backing = TestDisk::new(64, 512);

@@ -75,7 +75,7 @@ fn what_overlaps_is_what_it_was() {
     let mut rig = Rig::new(12);
     for distance in [512, 4096, 256 << 10, 700 << 10, 3 * MIB + 512, MIB - 512, 77, MIB + 77] {
         for (from, to) in [(MIB, MIB + distance), (MIB + distance, MIB)] {
-            // Whole blocks, and partial blocks at both ends.
+            // Only whole blocks, and also partial blocks at both ends.
             for (off, len) in [(0, 5 * MIB), (300, 5 * MIB + 3)] {
                 rig.copy(from + off, to + off, len);
             }
@@ -116,7 +116,7 @@ fn what_is_not_there_is_refused() {
         assert_eq!(error.errno(), Errno::INVAL, "{error}");
     }
     assert!(rig.backing.seen().is_empty());
-    // Empty copies, and a copy to its own source.
+    // Copies without an effect: empty ones, and one to its own source.
     rig.disk.block_on(rig.disk.copy(MIB, MIB, 0)).unwrap();
     rig.disk.block_on(rig.disk.copy(0, MIB, 0)).unwrap();
     rig.disk.block_on(rig.disk.copy(100, 100, 5000)).unwrap();

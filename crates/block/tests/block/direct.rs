@@ -49,7 +49,8 @@ fn what_is_no_whole_blocks_or_too_much_is_refused_and_the_buffer_comes_back() {
         let write = disk.block_on(disk.write_direct(offset, len, buffers.take().unwrap(), false));
         assert!(write.is_err(), "{offset} {len}");
     }
-    // Longer than the buffer, beyond the end of the disk, and beyond the largest offset.
+    // Requests that are longer than the buffer, beyond the end of the disk, or beyond the largest
+    // offset.
     for (offset, len) in [(0, 8192), (4096 * 512, 512), (u64::MAX - 511, 512)] {
         let read = disk.block_on(disk.read_direct(offset, len, buffers.take().unwrap()));
         assert!(read.is_err(), "{offset} {len}");
@@ -123,8 +124,8 @@ fn the_buffer_of_a_future_that_is_dropped_comes_back_with_the_completion() {
     });
 }
 
-/// Segments of the caller, as in a guest's memory. Whole blocks are transferred without a copy,
-/// partial blocks through a buffer.
+/// The caller describes memory by segments, like a guest's memory. Whole blocks are transferred
+/// directly, partial blocks through a buffer.
 #[test]
 fn segments_of_the_caller_are_transferred_whatever_their_alignment() {
     for block in [512, 4096] {

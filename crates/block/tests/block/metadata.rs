@@ -1,4 +1,5 @@
-//! Disks whose blocks have metadata, which requests without metadata generate and check.
+//! Disks whose blocks have metadata. Requests transfer data only, and the block device generates
+//! and checks the metadata.
 
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockOptions, Zeroes};
@@ -54,12 +55,12 @@ fn bytes_are_bytes_whatever_their_blocks_have() {
         disk.block_on(disk.read(0, &mut found)).unwrap();
         assert!(found == model, "{format}");
 
-        // The data are changed without their metadata.
+        // The data is changed, but not its metadata.
         memory.bytes().write_from(8192, &[!model[8192]]).unwrap();
         let error = disk.block_on(disk.read(8200, &mut [0; 8])).unwrap_err();
         assert_eq!(error.disk(), Some(DiskError::GuardCheck), "{format}");
         assert_eq!(error.errno(), Errno::IO);
-        // A partial write reads the block and fails; a write of the whole block succeeds.
+        // A partial write has to read the block and fails. A write of the whole block succeeds.
         let error = disk.block_on(disk.write(8200, &[0; 8], false)).unwrap_err();
         assert_eq!(error.disk(), Some(DiskError::GuardCheck), "{error}");
         disk.block_on(disk.write(8192, &model[8192..8192 + 4096], false)).unwrap();

@@ -6,7 +6,8 @@ use shadowbell_testing::test_disk::TestDisk;
 use std::sync::Arc;
 
 const USERS: usize = 4;
-/// Length in bytes of a slice. Slices alternate between the users, who share blocks but no bytes.
+/// Length of a slice in bytes. The slices belong to the users in turn, so users share blocks but no
+/// bytes.
 const SLICE: u64 = 700;
 const SLICES: u64 = 220;
 
@@ -21,7 +22,7 @@ enum Step {
     Read,
     Compare,
     Flush,
-    /// Copies from another slice of the same user.
+    /// Copy from another slice of the same user.
     Copy {
         from: u64,
     },
@@ -93,7 +94,8 @@ fn user(disk: &BlockQueue, user: usize, actions: &[Action]) -> Vec<u8> {
                 }
                 Step::Flush => disk.flush().await.unwrap(),
                 Step::Copy { from: slice } => {
-                    // The offset in the source slice may differ, so the copy may be misaligned.
+                    // The source may have another offset within its slice than the destination, so
+                    // the copy may be misaligned.
                     let skip = if seed % 2 == 0 { *from } else { (SLICE - len).min(*seed as u64) };
                     let source = (slice * USERS as u64 + user as u64) * SLICE + skip;
                     disk.copy(source, at, *len).await.unwrap();
@@ -142,7 +144,7 @@ proptest! {
     }
 }
 
-/// One user with requests of any length, including those that are split into many.
+/// One user sends requests of any length. Long requests are split into many.
 #[test]
 fn long_requests_are_split_and_arrive_whole() {
     let backing = TestDisk::new(8192, 512);

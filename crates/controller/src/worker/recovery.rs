@@ -4,7 +4,9 @@
 //! well, one of them may be the cause; then they are executed one at a time ([`Turn`]). Commands
 //! without a record are fetched again: the first burst of each queue one at a time, each with a
 //! journal entry that says that it is being started. The command with which a third process crashes
-//! is completed with an error and not executed again; no other command is affected.
+//! is completed with an error and not executed again; no other command is affected. If a disk hangs
+//! for longer than a turn ([`LONGEST_TURN`]), two commands are in flight at a crash, and the one
+//! that was started first counts as the cause.
 //!
 //! Only crashes by a fault count ([`Death`](crate::Death)). If an administrator kills processes
 //! repeatedly, commands are in flight at each kill, often the same ones, and none is the cause.
@@ -15,35 +17,68 @@ use super::queue_set::{BURST, QueueSet};
 use super::replay::{Inheritance, Replay, SuspectQueue};
 use std::collections::VecDeque;
 use std::sync::LazyLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Exclusive right of this process to execute a command that may crash the process. There is only
-/// one, so that no other command is suspected. A disk may hang, and other commands must not wait
-/// for it, so the right expires after [`LONGEST_TURN`].
-struct Turn(u64);
+/// Rights of this process to execute commands that may crash it: one at a time, so that no other
+/// command is suspected. A disk may hang, and other commands must not wait for it, so a right
+/// expires after [`LONGEST_TURN`]; a command that is started then is not alone.
+struct Turns {
+    /// Time when the last turn was taken, in nanoseconds; 0 if it is free.
+    taken: AtomicU64,
+    /// Number of turns that were taken and not released.
+    out: AtomicU32,
+}
 
-/// Time when the turn was taken; 0 if it is free.
-static TAKEN: AtomicU64 = AtomicU64::new(0);
+static TURNS: Turns = Turns { taken: AtomicU64::new(0), out: AtomicU32::new(0) };
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// Maximum duration of a turn.
 const LONGEST_TURN: Duration = Duration::from_secs(1);
 
-impl Turn {
-    fn take() -> Option<Self> {
-        let now = 1 + START.elapsed().as_nanos() as u64;
-        let before = TAKEN.load(Ordering::Relaxed);
+impl Turns {
+    /// Takes the turn at `now`, in nanoseconds from 1.
+    fn take(&self, now: u64) -> Option<Turn<'_>> {
+        let before = self.taken.load(Ordering::Relaxed);
         let is_free = before == 0 || now.saturating_sub(before) > LONGEST_TURN.as_nanos() as u64;
-        let take = || TAKEN.compare_exchange(before, now, Ordering::AcqRel, Ordering::Relaxed);
-        (is_free && take().is_ok()).then_some(Self(now))
+        let take = || self.taken.compare_exchange(before, now, Ordering::AcqRel, Ordering::Relaxed);
+        if !is_free || take().is_err() {
+            return None;
+        }
+        let is_alone = self.out.fetch_add(1, Ordering::AcqRel) == 0;
+        Some(Turn { turns: self, taken: now, is_alone })
     }
 }
 
-impl Drop for Turn {
+/// Right to execute one command.
+struct Turn<'a> {
+    turns: &'a Turns,
+    taken: u64,
+    /// False if a command whose turn has expired is still in flight. If the process crashes, that
+    /// command is suspected, and this one is not.
+    is_alone: bool,
+}
+
+impl Turn<'static> {
+    fn take() -> Option<Self> {
+        TURNS.take(1 + START.elapsed().as_nanos() as u64)
+    }
+}
+
+impl Turn<'_> {
+    /// Number of crashes to store for the command of the turn, which is suspected of `deaths`
+    /// crashes. The next process adds one.
+    fn deaths_to_store(&self, deaths: u8) -> u8 {
+        deaths.saturating_sub(u8::from(!self.is_alone))
+    }
+}
+
+impl Drop for Turn<'_> {
     fn drop(&mut self) {
+        self.turns.out.fetch_sub(1, Ordering::AcqRel);
         // After expiry, another command may have taken the turn.
-        let _ = TAKEN.compare_exchange(self.0, 0, Ordering::AcqRel, Ordering::Relaxed);
+        let taken = &self.turns.taken;
+        let _ = taken.compare_exchange(self.taken, 0, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
 
@@ -75,7 +110,7 @@ pub(crate) struct Recovery {
     replays: VecDeque<Replay>,
     suspects: Vec<Suspect>,
     /// Submission queue whose command has the turn.
-    turn: Option<(usize, Turn)>,
+    turn: Option<(usize, Turn<'static>)>,
 }
 
 impl Recovery {
@@ -135,8 +170,8 @@ impl Recovery {
             if !set.engine.has_budget() || set.engine.is_full_for_replays() {
                 break;
             }
-            let Some(replay) = self.replays.pop_front() else { break };
-            match self.replay(set, &replay) {
+            let Some(mut replay) = self.replays.pop_front() else { break };
+            match self.replay(set, &mut replay) {
                 true => started += 1,
                 false => self.replays.push_back(replay),
             }
@@ -175,14 +210,19 @@ impl Recovery {
     }
 
     /// Starts a command again. False if it has to wait.
-    fn replay(&mut self, set: &mut QueueSet, replay: &Replay) -> bool {
+    fn replay(&mut self, set: &mut QueueSet, replay: &mut Replay) -> bool {
         if set.engine.is_paused() && !replay.needs_exclusive() {
             return false;
         }
         if replay.needs_turn() && !self.take_turn(set, replay.sq) {
             return false;
         }
+        let deaths = replay.command.deaths;
+        if let Some((_, turn)) = self.turn.as_ref().filter(|_| replay.needs_turn()) {
+            replay.command.deaths = turn.deaths_to_store(deaths);
+        }
         let has_started = set.replay(replay);
+        replay.command.deaths = deaths;
         if replay.needs_turn() && !has_started {
             self.turn = None;
         }
@@ -241,12 +281,36 @@ impl Recovery {
                 break;
             }
             let deaths = suspect.deaths_of(sq.fetched);
-            let Some(_turn) = Turn::take() else { break };
-            if set.serve_one(index, deaths, trace) == 0 {
+            let Some(turn) = Turn::take() else { break };
+            if set.serve_one(index, turn.deaths_to_store(deaths), trace) == 0 {
                 break;
             }
             fetched += 1;
         }
         fetched
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_beside_one_whose_turn_has_expired_is_not_suspected() {
+        let turns = Turns { taken: AtomicU64::new(0), out: AtomicU32::new(0) };
+        let expiry = LONGEST_TURN.as_nanos() as u64;
+        let first = turns.take(1).unwrap();
+        assert_eq!(first.deaths_to_store(2), 2);
+        assert!(turns.take(1 + expiry).is_none());
+        let second = turns.take(2 + expiry).unwrap();
+        assert_eq!(second.deaths_to_store(2), 1);
+        drop(second);
+        // The first command is still in flight.
+        let third = turns.take(3 + expiry).unwrap();
+        assert_eq!(third.deaths_to_store(2), 1);
+        drop(first);
+        assert!(turns.take(4 + expiry).is_none());
+        drop(third);
+        assert_eq!(turns.take(5 + expiry).unwrap().deaths_to_store(2), 2);
     }
 }

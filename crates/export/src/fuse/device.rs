@@ -1,12 +1,12 @@
-//! FUSE requests in flight: receiving, execution and answers.
+//! FUSE requests in flight: their reception, execution and answers.
 //!
-//! A thread reads requests, submits them, takes completions and writes answers, and sleeps on all
-//! of these events at once ([`IoThread`]). Requests are answered in the order of their
-//! completion, so none waits for another. Requests that arrive together are submitted together.
+//! A thread reads requests, submits them, takes completions and writes answers. It sleeps until any
+//! of these is possible ([`IoThread`]). Requests are answered in the order of their completion, so
+//! none waits for another. Requests that arrive together are submitted together.
 //!
-//! On machines with enough processors, there are further threads. Each helper sleeps until an
-//! awake thread finds that it cannot keep up ([`Crew`]), so that a request wakes one thread, and
-//! none if one is awake.
+//! On machines with enough processors, there are further threads, the helpers ([`Crew`]). A helper
+//! sleeps until an awake thread has too many requests. So a request wakes at most one thread, and
+//! none if a thread is awake.
 
 use super::file::{Action, DiskFile, Step};
 use super::sys;
@@ -27,15 +27,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Largest number of requests in flight per thread.
 const SLOTS: usize = 128;
-/// Data bytes of requests in flight from which a thread takes no more requests.
+/// Number of data bytes of requests in flight at which a thread stops taking requests.
 const MAX_HELD: usize = 16 << 20;
-/// Largest number of requests that are taken before completed ones are answered.
+/// Largest number of requests that are taken before completed requests are answered.
 const BATCH: usize = 32;
-/// Number of requests without a pause after which a thread calls a helper.
+/// Number of consecutive requests after which a thread wakes a helper.
 const TOO_MANY: usize = 64;
-/// Buffer for the largest data and other content, such as names.
+/// Size of the buffer for the largest data, or for other content such as names.
 const LANDING: usize = MAX_REQUEST as usize + 4096;
-/// Size of a request without data; all supported requests have at most this many field bytes.
+/// Size of a request without data. The fields of all supported requests fit into it.
 const HEAD: usize = WRITE_HEAD + 48;
 /// Number of the device in the thread's epoll set.
 const DEVICE: u64 = FIRST;
@@ -52,7 +52,7 @@ pub(super) struct Shared {
 #[derive(Default)]
 pub(super) struct Crew {
     helpers: Vec<Helper>,
-    /// True once the file system is unmounted.
+    /// True after the file system was unmounted.
     over: AtomicBool,
 }
 
@@ -92,16 +92,16 @@ impl Crew {
     }
 }
 
-/// Disk operation, with its data or a buffer.
+/// Disk operation, with its data or with a buffer for its data.
 pub(super) struct Job {
     action: Action,
     data: Data,
 }
 
-/// Result of a job, which returns its data buffer.
+/// Result of a job. It returns the job's data buffer.
 pub(super) struct Completed {
     outcome: Result<(), BlockError>,
-    /// Buffer; empty if a failed operation has consumed it.
+    /// Data buffer; empty if a failed operation has consumed the buffer.
     data: Data,
 }
 
@@ -153,7 +153,7 @@ struct Pending {
 /// Device handle of one thread.
 pub(super) struct Device<F> {
     shared: Arc<Shared>,
-    /// Index of the helper; `None` for the first thread, which waits for requests.
+    /// Index of the helper. `None` for the first thread, which reads all first requests.
     helper: Option<usize>,
     disk: BlockQueue,
     io: IoThread<F>,
@@ -170,8 +170,8 @@ pub(super) struct Device<F> {
 }
 
 impl<F: Future<Output = Completed>> Device<F> {
-    /// Creates the handle of the calling thread, which opens one of the disk's queues. `event` ends
-    /// its sleep.
+    /// Creates the handle of the calling thread, and opens a queue of the disk for it. `event` ends
+    /// the thread's sleep.
     pub(super) fn new(
         shared: Arc<Shared>,
         helper: Option<usize>,
@@ -204,8 +204,8 @@ impl<F: Future<Output = Completed>> Device<F> {
         loop {
             let any = match self.take(make) {
                 Ok(any) => any,
-                // The file system is unmounted. Requests in flight complete, although no program
-                // waits for them.
+                // The file system was unmounted. Requests in flight complete, although no program
+                // waits for their answers.
                 Err(Errno::NODEV) => {
                     self.readable = false;
                     self.shared.crew.end();
@@ -222,8 +222,8 @@ impl<F: Future<Output = Completed>> Device<F> {
                 continue;
             }
             let again = self.io.looks_again_by_call();
-            // While polling, the device is not in the epoll wait, so only a read tells whether
-            // there is a request.
+            // While the thread polls, it does not call epoll_wait. So only a read of the device
+            // tells whether there is a request.
             self.readable |= again && self.listens() && !is_over;
             if !again && self.io.prepare_sleep() {
                 let readable = &mut self.readable;
@@ -238,7 +238,7 @@ impl<F: Future<Output = Completed>> Device<F> {
         self.helper.is_none_or(|helper| self.shared.crew.is_called(helper))
     }
 
-    /// Takes the available requests and starts them. Returns true if there was any.
+    /// Takes the available requests and starts them. Returns true if there were any.
     fn take(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> Result<bool, Errno> {
         let mut count = 0;
         while self.readable && count < BATCH && self.held < MAX_HELD {
@@ -279,7 +279,8 @@ impl<F: Future<Output = Completed>> Device<F> {
     /// Starts a request of `len` bytes.
     fn begin(&mut self, slot: usize, len: usize, make: &impl Fn(BlockQueue, Job) -> F) {
         let Self { shared, disk, memory, head, landing, .. } = self;
-        // For requests other than writes, the rest of the fields is in the data buffer.
+        // For requests other than writes, the fields that do not fit into `head` are in the data
+        // buffer.
         if let (Some(end), Some(rest)) =
             (head.get_mut(WRITE_HEAD..), landing.get(..HEAD - WRITE_HEAD))
         {
@@ -289,7 +290,7 @@ impl<F: Future<Output = Completed>> Device<F> {
         let data = landing.get(..len.saturating_sub(WRITE_HEAD)).unwrap_or(landing);
         let step = match Request::decode(head) {
             Some(request) => (request.unique, shared.file.ask(&request, data.len())),
-            // An incomplete request has no number to answer.
+            // An incomplete request has no number, so it cannot be answered.
             None => (0, Step::Nothing),
         };
         let (unique, action) = match step {
@@ -356,14 +357,15 @@ impl<F: Future<Output = Completed>> Device<F> {
     fn answer(&self, answer: &Answer, data: &Data, len: usize) {
         let device = self.shared.device.as_fd();
         match sys::write(device, answer.bytes(), data.part(0, len)) {
-            // The kernel has aborted the request.
+            // These errors mean that the kernel has aborted the request.
             Ok(()) | Err(Errno::NOENT | Errno::NODEV) => {}
             Err(errno) => tracing::warn!("a request could not be answered: {errno}"),
         }
     }
 }
 
-/// Buffer for the data of a read or write: one of the disk's queue if that saves a copy.
+/// Returns a buffer for the data of a read or write. If that saves a copy, the buffer is one of the
+/// disk's queue.
 fn room(memory: &mut DataMemory, disk: &BlockQueue, offset: u64, len: usize) -> Data {
     let shared = disk.is_direct(offset, len).then(|| memory.shared(disk, len)).flatten();
     shared.unwrap_or_else(|| memory.own(len))

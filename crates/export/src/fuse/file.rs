@@ -8,8 +8,8 @@ use std::time::SystemTime;
 
 /// Validity of the attributes in the kernel's cache, in seconds. The attributes never change.
 const REMEMBER: u64 = 3600;
-/// Largest copy in bytes, since a copy cannot be interrupted. A program repeats the call for the
-/// rest.
+/// Size limit of a copy in bytes, since a copy cannot be interrupted. The program has to call again
+/// for the rest.
 const MAX_COPY: u64 = 64 << 20;
 /// File type bits of a regular file.
 const REGULAR: u32 = 0o100_000;
@@ -29,7 +29,7 @@ const SEEK_HOLE: u32 = 4;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Read(Extent),
-    /// Write; the data came with the request.
+    /// Write, whose data came with the request.
     Write(Extent),
     Flush,
     WriteZeroes {
@@ -94,7 +94,7 @@ impl DiskFile {
             opcode::FALLOCATE => self.allocate(unique, fields),
             opcode::LSEEK => self.seek(unique, fields),
             opcode::COPY_FILE_RANGE => self.copy(unique, fields),
-            // Close does not flush: `close(2)` guarantees no durability.
+            // The close of a file does not flush, because `close(2)` does not guarantee durability.
             opcode::FLUSH | opcode::RELEASE | opcode::DESTROY => {
                 Some(Step::Answer(Answer::done(unique)))
             }
@@ -106,8 +106,8 @@ impl DiskFile {
             // The root is a regular file, which has no entries.
             opcode::LOOKUP => Some(refused(unique, Errno::NOTDIR)),
             opcode::FORGET | opcode::BATCH_FORGET => Some(Step::Nothing),
-            // After ENOSYS, the kernel does not send the operation again. INTERRUPT is not
-            // supported, so a request in flight always completes.
+            // After ENOSYS, the kernel does not send the operation again. This includes INTERRUPT,
+            // so a request in flight is never interrupted.
             _ => Some(refused(unique, Errno::NOSYS)),
         };
         outcome.unwrap_or_else(|| refused(unique, Errno::IO))
@@ -146,13 +146,13 @@ impl DiskFile {
         let size = fields.u64()?;
         let is_owned = wanted & (change::MODE | change::UID | change::GID) == 0;
         let is_kept = wanted & change::SIZE == 0 || size == self.size();
-        // A change of the times is ignored.
+        // Changes of the times are accepted and ignored.
         Some(if is_owned && is_kept { self.about(unique) } else { refused(unique, Errno::PERM) })
     }
 
     fn open(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
         let flags = OFlags::from_bits_retain(fields.u32()?);
-        // O_RDONLY has no bit.
+        // RWMODE contains the bits of O_WRONLY and O_RDWR; O_RDONLY has no bit.
         if self.geometry.read_only && flags.intersects(OFlags::RWMODE) {
             return Some(refused(unique, Errno::ROFS));
         }
@@ -177,7 +177,7 @@ impl DiskFile {
             _ if grows => refused(unique, Errno::NOSPC),
             PUNCH => zeroes(true),
             ZERO | ZERO_KEEP => zeroes(false),
-            // The file is already fully allocated.
+            // Nothing to do, because all of the file counts as allocated.
             0 | mode::KEEP_SIZE => Step::Answer(Answer::done(unique)),
             _ => refused(unique, Errno::OPNOTSUPP),
         })
@@ -187,7 +187,7 @@ impl DiskFile {
         let (_handle, offset, whence) = (fields.u64()?, fields.u64()?, fields.u32()?);
         Some(match whence {
             SEEK_DATA | SEEK_HOLE if offset >= self.size() => refused(unique, Errno::NXIO),
-            // Holes are not known, so the whole file counts as data.
+            // The export does not know the holes of the disk, so the whole file counts as data.
             SEEK_DATA => Step::Answer(Answer::offset(unique, offset)),
             SEEK_HOLE => Step::Answer(Answer::offset(unique, self.size())),
             _ => refused(unique, Errno::INVAL),
@@ -197,8 +197,7 @@ impl DiskFile {
     fn copy(&self, unique: u64, mut fields: Fields<'_>) -> Option<Step> {
         let (_handle, from, _file) = (fields.u64()?, fields.u64()?, fields.u64()?);
         let (_handle, to, len) = (fields.u64()?, fields.u64()?, fields.u64()?);
-        // Source and target are always this file. Beyond the end, there is nothing to read and no
-        // room to write.
+        // Source and target are always this file. The copy is cut at the end of the file, for both.
         let there = self.clip(from, len);
         let len = self.clip(to, there).min(MAX_COPY);
         Some(match u32::try_from(len).unwrap_or(u32::MAX) {
@@ -265,7 +264,7 @@ mod tests {
         ] {
             assert_eq!(ask(opcode, &[0; 3], 4096), bad, "{opcode}");
         }
-        // Fewer data bytes than the request announces.
+        // The request has fewer data bytes than its header announces.
         assert_eq!(ask(opcode::WRITE, &transfer(0, 4096), 4095), bad);
     }
 

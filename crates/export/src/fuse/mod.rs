@@ -1,7 +1,7 @@
-//! FUSE export: the disk as a file, which a loop device turns into a block device on any Linux.
+//! FUSE export: the disk as a file, from which a loop device can make a block device.
 //!
-//! The file system consists of one file, its root, and is mounted over an existing file. The
-//! kernel does not cache the file: every read and write becomes one of the disk.
+//! The file system consists of one file, its root, and is mounted over an existing file. The kernel
+//! does not cache the file: every read or write of the file is a read or write of the disk.
 //!
 //! ```text
 //! shadowbell export nvme://0000:01:00.0/1 --fuse /run/disk &
@@ -11,15 +11,15 @@
 //! If a program copies within the file by `copy_file_range(2)`, the data does not pass through the
 //! kernel and the program.
 //!
-//! The size of the file cannot be changed (open it without truncation: `dd conv=notrunc`), nor
-//! its owner or its mode.
+//! Size, owner and mode of the file cannot be changed. So programs have to open the file without
+//! truncation (`dd conv=notrunc`).
 //!
 //! # Architecture
 //!
 //! | module | content |
 //! |---|---|
 //! | [`Mounted`] | the mount; the library `fuser` mounts and negotiates the session |
-//! | `device` | the later requests: one or more threads that receive, execute and answer them |
+//! | `device` | requests after the negotiation: the threads that execute them |
 //! | `file` | translation of a request to a disk operation |
 //! | `wire`, `sys` | layout of requests and answers; system calls that read and write them |
 
@@ -46,8 +46,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use wire::MAX_REQUEST;
 
-/// Largest default number of threads of a mount. Besides, at most half of the processors are
-/// used, because a program with a high load needs the others.
+/// Largest default number of threads of a mount. At most half of the processors are used, because a
+/// program with a high load needs the others.
 const MOST_THREADS: usize = 4;
 /// Largest number of asynchronous requests that the kernel has in flight.
 const BACKGROUND: u16 = 256;
@@ -70,10 +70,10 @@ pub enum MountError {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// Error of the system call.
+        /// The path exists and is not a regular file.
         source: io::Error,
     },
-    /// The system has no FUSE, or the process may not mount.
+    /// The path is still the mount point of a file system whose server has died.
     #[error("{} cannot be mounted over: {source}; this needs /dev/fuse, and root or fusermount3",
         path.display())]
     Mount {
@@ -91,9 +91,9 @@ pub enum MountError {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// Number of threads that serve requests. Further threads help only while the first one
-    /// cannot keep up. The default is half the number of processors, at most four. The number of
-    /// the disk's queues is an upper bound in any case.
+    /// Number of threads that serve requests. Threads other than the first are used only while the
+    /// first has too many requests. The default is half the number of processors, but at most four.
+    /// There are never more threads than the disk has queues.
     pub threads: Option<usize>,
 }
 
@@ -103,17 +103,17 @@ pub struct Mounted {
     /// True if the file was created for the mount.
     created: bool,
     server: Option<JoinHandle<()>>,
-    /// True once the file system is unmounted.
+    /// True after the file system was unmounted.
     over: Arc<AtomicBool>,
     failures: Arc<FailureCount>,
 }
 
 impl Mounted {
     /// Mounts `disk` over the file `path`, which is created if it does not exist. `on_end` is
-    /// called when the file system is unmounted, whatever the reason.
+    /// called when the file system is unmounted for any reason.
     ///
     /// # Errors
-    /// [`MountError`]; the mount and a created file are removed then.
+    /// [`MountError`]. The mount and a created file are removed before the return.
     pub fn start(
         disk: BlockDevice,
         path: &Path,
@@ -153,7 +153,7 @@ impl Mounted {
         let threads = match threads {
             Ok(threads) => threads,
             Err(error) => {
-                // The dropped session unmounts, and no request was served.
+                // The drop of the session unmounts the file system. No request has been served yet.
                 drop(session);
                 mounted.over.store(true, Ordering::Release);
                 return Err(MountError::System(error));
@@ -178,9 +178,9 @@ impl Mounted {
         self.failures.count()
     }
 
-    /// Unmounts, and waits until no program uses the file any more: a user of the open file, such
-    /// as a loop device with a file system on it, may have more to write. Returns the number of
-    /// requests that failed because of the disk.
+    /// Unmounts the file system, and waits until no program uses the file any more. A user of the
+    /// open file, such as a loop device with a file system on it, may still have data to write.
+    /// Returns the number of requests that failed because of the disk.
     #[must_use]
     pub fn stop(self) -> u64 {
         let failures = Arc::clone(&self.failures);
@@ -203,7 +203,7 @@ impl Drop for Mounted {
                     let _ = unmount(&self.path, UnmountFlags::DETACH);
                 }
                 Err(errno) => {
-                    // Without the privilege to unmount, the helper program fusermount3 does it.
+                    // Without the privilege to unmount, the process needs the program fusermount3.
                     let helper = std::process::Command::new("fusermount3")
                         .args(["-u", "-z", "--"])
                         .arg(&self.path)
@@ -226,7 +226,7 @@ struct Agreement;
 
 impl Filesystem for Agreement {
     fn init(&mut self, _: &fuser::Request, config: &mut KernelConfig) -> io::Result<()> {
-        // Capabilities that the kernel lacks are ignored.
+        // A capability that the kernel does not have is ignored.
         for wanted in [
             InitFlags::FUSE_ASYNC_DIO,
             InitFlags::FUSE_BIG_WRITES,
@@ -244,7 +244,7 @@ impl Filesystem for Agreement {
 /// Main function of a thread.
 type Run = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
-/// Threads of a mount: the first one receives requests, the others help it.
+/// Threads of a mount: the first thread and its helpers.
 struct Threads {
     shared: Arc<Shared>,
     first: Run,
@@ -269,7 +269,8 @@ fn threads(
         let helper = if number == 0 { None } else { Some(crew.add(event.try_clone()?)) };
         parts.push((helper, event));
     }
-    // A disk that has no queue is noticed before the kernel has a request.
+    // Opens a queue once, so that a disk without a free queue is detected before the kernel sends a
+    // request.
     drop(disk.queue()?);
     let shared = Arc::new(Shared { device, file: DiskFile::new(*disk.geometry()), failures, crew });
     let mut runs = Vec::new();
@@ -302,13 +303,13 @@ fn serve(session: Session<Agreement>, threads: Threads, over: &AtomicBool, on_en
         Ok(()) => tracing::debug!("unmounted"),
         Err(error) => tracing::warn!("the mount has ended: {error}"),
     }
-    // Dropping the device fails the requests that are not answered.
+    // When the device is dropped, the kernel fails the requests that were not answered.
     drop((shared, session));
     over.store(true, Ordering::Release);
     on_end();
 }
 
-/// Returns the absolute path of the file to mount over, and whether it was created.
+/// Returns the absolute path of the file to mount over, and true if this call created the file.
 fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
     let failed = |source| MountError::File { path: path.to_owned(), source };
     let created = match std::fs::metadata(path) {
@@ -334,7 +335,7 @@ fn prepare(path: &Path) -> Result<(PathBuf, bool), MountError> {
     }
 }
 
-/// Removes a file that was created for the mount, if it is still empty.
+/// Removes the file if it was created for the mount and is still empty.
 fn forget(path: &Path, created: bool) {
     if created && std::fs::metadata(path).is_ok_and(|about| about.is_file() && about.len() == 0) {
         let _ = std::fs::remove_file(path);

@@ -11,18 +11,19 @@ pub(super) fn read(
     rest: &mut Room<'_>,
 ) -> Result<usize, Errno> {
     let vectors = [head.vector, rest.vector];
-    // SAFETY: each vector belongs to a room that is borrowed until the call returns: either
-    // memory that is borrowed for writing, or writable memory whose mapping is borrowed and into
-    // which no Rust reference points.
+    // SAFETY: each vector belongs to a room that is borrowed until the call returns. The room is
+    // either memory that is borrowed for writing, or shared memory that is writable, whose mapping
+    // is borrowed, and into which no Rust reference points.
     let count = unsafe { libc::readv(device.as_raw_fd(), vectors.as_ptr(), 2) };
     usize::try_from(count).map_err(|_| last_error())
 }
 
-/// Writes an answer completely, or fails.
+/// Writes a complete answer. The kernel accepts all of it or none.
 pub(super) fn write(device: BorrowedFd<'_>, head: &[u8], data: Part<'_>) -> Result<(), Errno> {
     let vectors = [Part::of(head).vector, data.vector];
-    // SAFETY: each vector belongs to a part, whose bytes or whose mapping is borrowed until the
-    // call returns. The kernel reads them, and lost memory is an error of the call.
+    // SAFETY: each vector belongs to a part, and its bytes or its mapping are borrowed until the
+    // call returns. The kernel only reads the bytes. If shared memory was lost, the call returns an
+    // error.
     let count = unsafe { libc::writev(device.as_raw_fd(), vectors.as_ptr(), 2) };
     usize::try_from(count).map(drop).map_err(|_| last_error())
 }

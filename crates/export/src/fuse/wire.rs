@@ -42,11 +42,11 @@ pub(super) mod change {
 pub(super) const MAX_REQUEST: u32 = 1 << 20;
 /// Size of a request header.
 const HEADER: usize = 40;
-/// Size of a `WRITE` without its data; no other request with data has longer fields.
+/// Size of a `WRITE` without its data. No other request with data has more bytes of fields.
 pub(super) const WRITE_HEAD: usize = HEADER + 40;
 /// Size of an answer header.
 const ANSWER: usize = 16;
-/// Longest answer without data: attributes.
+/// Length of the longest answer without data, which is that with attributes.
 const LONGEST: usize = ANSWER + 16 + ATTRIBUTES;
 const ATTRIBUTES: usize = 88;
 
@@ -142,38 +142,38 @@ impl Answer {
         answer
     }
 
-    /// Success.
+    /// Creates an answer that reports success.
     pub(super) fn done(unique: u64) -> Self {
         Self::new(unique, 0)
     }
 
-    /// Error.
+    /// Creates an answer that reports an error.
     pub(super) fn error(unique: u64, errno: Errno) -> Self {
         Self::new(unique, -errno.raw_os_error())
     }
 
-    /// Success of a write of `len` bytes.
+    /// Creates an answer that reports a write of `len` bytes.
     pub(super) fn written(unique: u64, len: u32) -> Self {
         let mut answer = Self::done(unique);
         answer.u32(len).u32(0);
         answer
     }
 
-    /// Result of a seek.
+    /// Creates an answer with the result of a seek.
     pub(super) fn offset(unique: u64, offset: u64) -> Self {
         let mut answer = Self::done(unique);
         answer.u64(offset);
         answer
     }
 
-    /// Success of an open.
+    /// Creates an answer that reports a successful open.
     pub(super) fn opened(unique: u64, flags: u32) -> Self {
         let mut answer = Self::done(unique);
         answer.u64(0).u32(flags).u32(0);
         answer
     }
 
-    /// Attributes, which the kernel may cache for `remember` seconds.
+    /// Creates an answer with attributes, which the kernel may cache for `remember` seconds.
     pub(super) fn attributes(unique: u64, attributes: &Attributes, remember: u64) -> Self {
         let mut answer = Self::done(unique);
         answer.u64(remember).u32(0).u32(0);
@@ -181,7 +181,8 @@ impl Answer {
         answer
     }
 
-    /// Statistics of a file system with `blocks` blocks, all of which belong to the file.
+    /// Creates an answer with the statistics of a file system of `blocks` blocks, all of which
+    /// belong to the file.
     pub(super) fn file_system(unique: u64, blocks: u64, block_size: u32) -> Self {
         let mut answer = Self::done(unique);
         let (free, available, files, files_free, name) = (0, 0, 1, 0, 0);
@@ -191,7 +192,7 @@ impl Answer {
         answer
     }
 
-    /// Announces `len` bytes of data after the answer.
+    /// Records that `len` bytes of data follow the answer.
     pub(super) fn with_data(mut self, len: usize) -> Self {
         self.set_len(self.len + len);
         self
@@ -253,9 +254,9 @@ mod tests {
         let about = Answer::attributes(1, &attributes, 3600);
         let bytes = about.bytes();
         assert_eq!((bytes.len(), u32_at(bytes, 0)), (16 + 104, 16 + 104));
-        // Inode, size, blocks.
+        // The values are inode, size and number of blocks.
         assert_eq!((u32_at(bytes, 32), u32_at(bytes, 40), u32_at(bytes, 48)), (1, 1 << 20, 2048));
-        // Mode, links, owner, group.
+        // The values are mode, number of links, owner and group.
         let found: Vec<u32> = (0..4).map(|i| u32_at(bytes, 92 + 4 * i)).collect();
         assert_eq!(found, [3, 1, 4, 5]);
         assert_eq!(Answer::written(1, 5).bytes().len(), 16 + 8);

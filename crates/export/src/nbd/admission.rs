@@ -1,9 +1,9 @@
 //! Client admission: connection limit and eviction.
 //!
-//! A client in the handshake costs a thread, and may take half a minute. Such new clients have a
-//! limit of their own and never keep out a later one: the oldest new client is evicted instead.
-//! Of the admitted clients, a single peer (a user of this machine, or an address) can have at
-//! most three quarters.
+//! A client in the handshake needs a thread for up to half a minute. These new clients have a
+//! separate limit. If it is reached, the next client is not refused, but the oldest new client is
+//! evicted. Of the admitted clients, a single peer (a user of this machine, or an address) can have
+//! at most three quarters.
 
 use parking_lot::Mutex;
 use rustix::net::{Shutdown, shutdown};
@@ -44,7 +44,7 @@ pub(super) struct Admitted {
     by_peer: Mutex<HashMap<Peer, usize>>,
 }
 
-/// Admission of a client, until dropped.
+/// Admission of a client. It ends when the value is dropped.
 pub(super) struct Admission {
     admitted: Arc<Admitted>,
     peer: Peer,
@@ -94,8 +94,8 @@ impl Drop for Admission {
     }
 }
 
-/// Client in the handshake, with a duplicate of its socket for eviction. Dropping the value ends
-/// the handshake state and closes the duplicate.
+/// Client in the handshake, with a duplicate of its socket for an eviction. The drop of the value
+/// ends this state and closes the duplicate.
 pub(super) struct NewClient {
     pub(super) peer: Peer,
     socket: Arc<Mutex<Option<OwnedFd>>>,
@@ -109,7 +109,8 @@ impl NewClient {
 
 impl Drop for NewClient {
     fn drop(&mut self) {
-        // The connection closes only when all of its descriptors are closed.
+        // The duplicate must be closed, because the connection closes only with its last
+        // descriptor.
         self.socket.lock().take();
     }
 }
@@ -126,9 +127,10 @@ struct Client {
 pub(super) struct Clients(Vec<Client>);
 
 impl Clients {
-    /// Starts the thread of a new client by `start`.
+    /// Calls `start` to start the thread of a new client.
     ///
     /// # Errors
+    ///
     /// The error of `start`, if the thread cannot be created.
     pub(super) fn add(
         &mut self,
@@ -140,8 +142,8 @@ impl Clients {
         Ok(())
     }
 
-    /// Evicts a client in the handshake if there are too many: the oldest one of the peer with
-    /// the most clients in the handshake.
+    /// Evicts a client in the handshake if there are too many. Selects the peer with the most
+    /// clients in the handshake, and evicts its oldest one.
     pub(super) fn make_room(&mut self) {
         self.0.retain(|client| !client.thread.is_finished());
         let mut new: HashMap<Peer, usize> = HashMap::new();

@@ -1,16 +1,16 @@
 //! Connection of one client: its handshake, and then its requests, many of them in flight.
 //!
-//! A single thread reads requests, submits them, takes completions and writes replies, and sleeps
-//! on all of these events at once ([`IoThread`]). Requests that arrive by one read are submitted
-//! with one doorbell write, and completions that arrive meanwhile are answered by one write.
-//! Requests are answered in the order of their completion.
+//! A single thread reads requests, submits them, takes completions and writes replies. It sleeps
+//! until any of these is possible ([`IoThread`]). Requests that one read receives are submitted
+//! together, and completions that arrive together are answered by one write. Requests are answered
+//! in the order of their completion.
 //!
-//! Nothing more is read from a client that does not receive its replies: its requests keep their
-//! slots and data buffers until the reply is sent. To bound these buffers, a long read is
-//! executed piece by piece, each after the previous one was sent. In a structured reply, each
-//! piece is a chunk. A reply that must not be split (a simple one, or with the flag DF) cannot be
-//! interleaved with another reply: such a read waits until no other request is in flight, and
-//! later requests wait for the read.
+//! If a client does not receive its replies, the server stops reading its requests: a request keeps
+//! its slot and data buffer until its reply is sent. To limit these buffers, a long read is
+//! executed in pieces, each after the previous piece was sent. In a structured reply, each piece is
+//! a chunk. A reply that must not be split (a simple reply, or one with the flag DF) cannot be
+//! interleaved with another reply. Such a read waits until no other request is in flight, and later
+//! requests wait for the read.
 
 use super::admission::NewClient;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
@@ -32,18 +32,18 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Largest number of requests of a client that are in flight or not answered yet.
+/// Largest number of requests of a client that are in flight or not yet answered.
 const SLOTS: usize = 128;
-/// Largest number of their data bytes. A single request may exceed it.
+/// Largest number of data bytes of these requests. A single request may exceed it.
 const MAX_HELD: usize = 8 << 20;
 /// Size of the pieces of a long read, in bytes. Larger pieces delay other clients and do not make
 /// long reads faster.
 const PIECE: u32 = 256 << 10;
 /// Longest read that must not be split and is executed in one piece, in bytes.
 const WHOLE: u32 = 1 << 20;
-/// Length of a write from which only the header of the next request is received behind it.
-/// Another long write may follow, whose data then goes directly to its buffer. After short
-/// writes, receiving many requests at once is worth the copy.
+/// Length of a long write. After the data of a long write, only the header of the next request is
+/// received: if that is another long write, its data is received directly into its buffer. After a
+/// short write, as many requests as possible are received, at the cost of a copy of their data.
 const LONG_WRITE: u32 = 16 << 10;
 
 /// Write whose data is not yet complete.
@@ -60,9 +60,9 @@ struct Pending {
     cookie: u64,
     checked: Option<Checked>,
     held: usize,
-    /// Answered bytes of a read.
+    /// Number of bytes of a read that were answered.
     done: u32,
-    /// True if the reply must not be split.
+    /// True if the reply must be sent in one piece.
     is_whole: bool,
 }
 
@@ -72,7 +72,7 @@ fn longest_piece(len: u32, is_whole: bool) -> u32 {
 }
 
 impl Pending {
-    /// Next piece of a read, or the whole of another request.
+    /// Next piece of a read. For other requests, the whole request.
     fn piece(&self) -> Option<Checked> {
         let whole = self.checked?;
         if whole.action != Action::Read {
@@ -97,7 +97,7 @@ struct Connection<F> {
     agreed: Agreed,
     io: IoThread<F>,
     pending: Vec<Pending>,
-    /// Write whose data is being received.
+    /// Write whose data is not completely received.
     arriving: Option<PartialWrite>,
     /// Request that waits for a slot or for memory.
     stalled: Option<Request>,
@@ -107,15 +107,16 @@ struct Connection<F> {
     coalescing: ReplyCoalescing,
     /// True if the last request was a long write.
     writes_long: bool,
-    /// True while a read whose reply must not be interleaved is executed in pieces: no other
-    /// request is started.
+    /// True while a read whose reply must not be interleaved is executed in pieces. No other
+    /// request is started in this time.
     alone: bool,
-    /// True if the reply of such a read cannot be completed, because the disk failed in the
-    /// middle.
+    /// True if the reply of such a read cannot be completed, because the disk failed after a part
+    /// was sent.
     broken: bool,
-    /// True if no more requests are taken: the client has sent a disconnect, or the server ends.
+    /// True if no more requests are taken, because the client has sent a disconnect, or the server
+    /// ends.
     last: bool,
-    /// True if the connection is closed by the client.
+    /// True if the client has closed the connection.
     hung_up: bool,
 }
 
@@ -133,7 +134,7 @@ pub(super) fn serve(
     let outcome = negotiate(&mut socket, &mut io, shared, new.peer)?;
     let Some((agreed, _admission)) = outcome else { return Ok(()) };
     drop(new);
-    // A client that is not admitted takes no queue of the disk.
+    // The queue of the disk is opened after the admission, so that a refused client uses none.
     let disk = io.open(&disk).map_err(ConnectionError::Queue)?;
     let mut connection = Connection {
         socket,
@@ -170,8 +171,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             self.take_requests(make)?;
             let busy = self.collect();
             if self.holds_replies() {
-                // While polling, the socket is not in the epoll wait, so only a read tells
-                // whether the client has sent something.
+                // While the thread polls, it does not call epoll_wait. So only a read of the socket
+                // tells whether the client has sent something.
                 self.socket.readable = true;
                 self.receive()?;
                 continue;
@@ -189,7 +190,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let in_flight = self.io.tasks().reserved();
             if self.last || self.hung_up {
-                // A partially received request was never started, so it is dropped.
+                // A partially received write was never started, so it is dropped.
                 let arriving = usize::from(self.arriving.is_some());
                 if in_flight <= arriving && (is_sent || self.hung_up && self.replies.is_empty()) {
                     return Ok(());
@@ -198,15 +199,15 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
                 return Err(ConnectionError::Stuck);
             }
-            // Requests that an unsplittable read has delayed may already be in the input, for
-            // which no wakeup follows.
+            // The input may contain requests that waited for such a read. No event will wake the
+            // thread for them.
             let waits = self.stalled.is_some() || self.socket.input.rest().len() >= Request::SIZE;
             if waits && freed && !self.alone {
                 continue;
             }
-            // A client with several requests in flight sends new ones while the replies arrive,
-            // so a receive is worth an attempt. A client with a single request cannot have sent
-            // another one yet.
+            // A client with several requests in flight sends new ones when it receives replies, so
+            // the thread tries to receive. A client with a single request cannot have sent another
+            // one yet.
             let perhaps = self.socket.readable || freed && in_flight > 0;
             let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
             if perhaps && takes && self.receive()? {
@@ -217,8 +218,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let again = self.io.looks_again_by_call();
             if again {
-                // While polling, the socket is not in the epoll wait, so only an attempt tells
-                // whether it is readable or writable.
+                // While the thread polls, it does not call epoll_wait. So only an attempt tells
+                // whether the socket is readable or writable.
                 self.socket.readable = true;
                 self.socket.blocked = false;
             }
@@ -228,10 +229,12 @@ impl<F: Future<Output = Completed>> Connection<F> {
         }
     }
 
-    /// True if pending replies are held back for the client's next requests.
+    /// True if pending replies are held back, to be sent together with those to the client's next
+    /// requests.
     fn holds_replies(&mut self) -> bool {
         let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
-        // Replies to reads are not held back, since their data takes the most time.
+        // Replies to reads are not held back, because the transfer of their data takes most of the
+        // time.
         takes
             && !self.socket.blocked
             && !self.shared.is_ending()
@@ -240,7 +243,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
     }
 
     /// Receives available bytes: first the rest of a write's data, then further requests. Returns
-    /// true if there was any progress.
+    /// true if bytes were received.
     fn receive(&mut self) -> Result<bool, ConnectionError> {
         let rest = self.arriving.as_mut();
         let rest = rest.map(|write| (&mut write.data, write.got, write.request.len as usize));
@@ -255,7 +258,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
                     write.got += data;
                 }
                 self.socket.input.to += count - data;
-                // A short read means that the socket is empty, until epoll reports more.
+                // If fewer bytes were received than requested, the socket is empty until epoll
+                // reports more.
                 self.socket.readable =
                     count == wanted + space || self.socket.closing || self.socket.has_more();
             }
@@ -270,7 +274,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         Ok(true)
     }
 
-    /// Starts all complete requests for which there is a slot.
+    /// Starts all completely received requests, as long as there are free slots.
     fn take_requests(
         &mut self,
         make: &impl Fn(BlockQueue, Job) -> F,
@@ -355,7 +359,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         let moves = matches!(request.command, command::READ | command::WRITE);
         let is_direct = moves
             && !self.socket.has_tls()
-            // A long read is checked by its piece.
+            // Of a long read, only the size of a piece is checked.
             && self.disk.is_direct(request.offset, needs)
             && request.len.is_multiple_of(self.disk.geometry().block_size);
         let shared = is_direct.then(|| self.memory.shared(&self.disk, needs)).flatten();
@@ -402,7 +406,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             }
             let more = outcome.is_ok() && pending.has_more();
             if pending.is_whole && pending.done > 0 {
-                // A reply that has started can only continue or break off.
+                // A reply whose first piece was sent can only continue or break off.
                 *broken |= outcome.is_err();
                 let len = pending.piece().filter(|_| outcome.is_ok()).map_or(0, |piece| piece.len);
                 replies.push(Reply { slot, head: Head::none(), data, len: len as usize, more });
@@ -414,7 +418,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
     }
 
     /// Sends as many replies as the socket accepts, and starts the next pieces of long reads.
-    /// Returns true if a slot became free.
+    /// Returns true if a slot was freed.
     fn send(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> Result<bool, ConnectionError> {
         if self.socket.blocked {
             return Ok(false);
@@ -443,14 +447,15 @@ impl<F: Future<Output = Completed>> Connection<F> {
         match sent.map_err(|errno| socket.error(errno))? {
             Sent::All => {}
             Sent::Blocked => socket.block(io)?,
-            // Requests in flight still complete.
+            // Requests in flight still complete, although the client has disconnected.
             Sent::Gone => self.hung_up = true,
         }
         Ok(freed)
     }
 }
 
-/// Reply to a completed request or to its next piece, and the length of its data.
+/// Creates the reply to a completed request, or to the completed piece of a read. Returns it with
+/// the length of its data.
 fn reply(
     pending: &Pending,
     agreed: Agreed,

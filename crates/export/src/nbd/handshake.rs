@@ -6,11 +6,11 @@ use shadowbell_nbd::wire::{
 };
 use std::sync::Arc;
 
-/// Longest option that is processed. Longer ones are refused and skipped.
+/// Longest option that is processed. A longer option is refused and skipped.
 const MAX_OPTION: u32 = 64 << 10;
 /// Longest option that is skipped. A longer one ends the session.
 const MAX_SKIPPED: u32 = 16 << 20;
-/// Largest number of options in a session, which bounds the handshake.
+/// Largest number of options in a session, which limits the length of the handshake.
 const MAX_OPTIONS: u32 = 1024;
 /// Identifier of the metadata context [`BASE_ALLOCATION`] in replies.
 pub const ALLOCATION_CONTEXT: u32 = 1;
@@ -24,7 +24,7 @@ pub struct Export {
     pub description: String,
     /// Size in bytes.
     pub size: u64,
-    /// Preferred block size in bytes.
+    /// Preferred block size of requests in bytes.
     pub preferred: u32,
     /// [`transmission`] flags, without those that depend on the client.
     pub flags: u16,
@@ -60,7 +60,8 @@ pub enum Step {
     BeginTls,
     /// The transmission phase starts.
     Transmission(Agreed),
-    /// The session ends after the pending replies were sent; with the reason, if it is an error.
+    /// The session ends after the pending replies were sent. If an error is the cause, it is the
+    /// reason.
     Over(Option<String>),
 }
 
@@ -77,7 +78,7 @@ pub struct Handshake {
     agreed: Agreed,
     security: Security,
     options: u32,
-    /// Remaining bytes of a skipped option.
+    /// Number of bytes of a skipped option that were not received yet.
     skip: u64,
 }
 
@@ -96,7 +97,7 @@ impl Handshake {
         }
     }
 
-    /// Greeting that the server sends first.
+    /// Greeting, which is the first message of the server.
     #[must_use]
     pub fn greeting() -> Vec<u8> {
         let mut out = Vec::new();
@@ -106,12 +107,13 @@ impl Handshake {
         out
     }
 
-    /// Size of an input buffer with which [`advance`](Self::advance) always makes progress.
+    /// Size of an input buffer for [`advance`](Self::advance). A full buffer of this size is always
+    /// processed.
     pub const LONGEST: usize = MAX_OPTION as usize + 16;
 
     /// Processes input of the client, appends replies to `out`, and returns the number of bytes
-    /// used. The caller repeats the call with the remaining and new input until the result is not
-    /// [`Step::More`] or no bytes are used.
+    /// used. The caller repeats the call with the remaining input and new input, until the result
+    /// is not [`Step::More`] or no bytes are used.
     pub fn advance(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
         if self.skip > 0 {
             let here = self.skip.min(input.len() as u64);
@@ -168,7 +170,7 @@ impl Handshake {
         if self.security == Security::Required {
             match option {
                 option::STARTTLS | option::ABORT => {}
-                // EXPORT_NAME has no error reply, so the session ends.
+                // The protocol has no error reply to EXPORT_NAME, so the session ends.
                 option::EXPORT_NAME => {
                     return Step::Over(Some(
                         "the client does not use TLS, which is required".into(),
@@ -230,7 +232,7 @@ impl Handshake {
             Security::Begun => (answer::ERR_INVALID, b"TLS has already started"),
             Security::Required => {
                 self.security = Security::Begun;
-                // Options before TLS may be injected by a man in the middle, so they are
+                // A man in the middle may have injected options before TLS, so their results are
                 // discarded.
                 self.agreed = Agreed::default();
                 put_answer(out, option::STARTTLS, answer::ACK, b"");
@@ -251,7 +253,7 @@ impl Handshake {
     }
 
     fn export_name(&self, name: &[u8], out: &mut Vec<u8>) -> Step {
-        // EXPORT_NAME has no error reply, so the session ends.
+        // The protocol has no error reply to EXPORT_NAME, so the session ends.
         let Some(name) = std::str::from_utf8(name).ok().filter(|name| self.is_ours(name)) else {
             return Step::Over(Some("the client requests an export that does not exist".into()));
         };
@@ -279,7 +281,8 @@ impl Handshake {
         about.extend(self.export.size.to_be_bytes());
         about.extend(self.flags().to_be_bytes());
         put_answer(out, option, answer::INFO, &about);
-        // A client that has not requested the block sizes ignores them.
+        // The block sizes are sent without a request. A client that has not requested them ignores
+        // them.
         let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
         for size in [1, self.export.preferred, MAX_PAYLOAD] {
             sizes.extend(size.to_be_bytes());
@@ -300,7 +303,7 @@ impl Handshake {
         Ok(())
     }
 
-    /// Replies to a metadata context option, or returns the error to reply.
+    /// Replies to a metadata context option, or returns the error for the reply.
     fn meta_context(
         &mut self,
         option: u32,
@@ -309,7 +312,7 @@ impl Handshake {
     ) -> Option<(u32, String)> {
         let set = option == option::SET_META_CONTEXT;
         if set {
-            // The previous selection is void, even if this option fails.
+            // The option replaces the previous selection, even if it fails.
             self.agreed.allocation = false;
         }
         if !self.agreed.structured {
@@ -322,8 +325,8 @@ impl Handshake {
         let mut parse = || {
             let (name, count) = (reader.string()?, reader.u32()?);
             let mut wanted = count == 0 && !set;
-            // Each query takes at least four bytes, so the length of the data bounds their
-            // number.
+            // Each query has at least four bytes, so the length of the data limits the number of
+            // queries.
             for _ in 0..count {
                 let query = reader.string()?;
                 wanted |= query == BASE_ALLOCATION || (!set && query == "base:");

@@ -8,7 +8,7 @@
 //! | `request` | validation and execution of a request |
 //! | `connection` | one client: a thread and its requests |
 //! | `negotiate`, `socket`, `replies` | the handshake over a socket; receiving and sending |
-//! | `reply_coalescing` | coalescing of replies |
+//! | `reply_coalescing` | collection of replies, to send several together |
 //! | `sys` | system calls for the data of requests |
 //! | `shared` | state that a server and its connections share |
 //! | [`Server`] | the listening socket and its clients |
@@ -24,13 +24,13 @@
 //! all requests except resize. Block status is the allocation that the disk reports, in several
 //! extents. A flush covers the writes that were answered on all connections (`CAN_MULTI_CONN`).
 //!
-//! TLS is required for all clients or not offered at all: optional TLS could be stripped by a man
-//! in the middle. Each client's thread does its cryptography.
+//! TLS is either required for all clients or not offered, because a man in the middle could disable
+//! optional TLS. Each client's thread executes the client's cryptography.
 //!
 //! # Threads
 //!
-//! Each client has a thread, which opens a queue of the disk. The thread that receives requests
-//! executes them, and no thread wakes another.
+//! Each client has a thread with its own queue of the disk. The thread that receives a request also
+//! executes it, so no thread has to wake another.
 //!
 //! # Not implemented
 //!

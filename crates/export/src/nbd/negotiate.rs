@@ -31,13 +31,14 @@ pub(super) fn negotiate<F: Future>(
                 Ok(sent) => drop(out.drain(..sent.min(out.len()))),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => socket.block(io)?,
-                // A client that only probes for a server does not wait for the answer.
+                // A client that only checks whether a server exists disconnects before it reads the
+                // answer.
                 Err(Errno::PIPE | Errno::CONNRESET) => return Ok(None),
                 Err(errno) => return Err(socket.error(errno)),
             }
             continue;
         }
-        // Pending output of TLS itself, such as handshake messages.
+        // TLS itself has pending output, such as handshake messages.
         if !socket.blocked && socket.has_pending() {
             match socket.flush() {
                 Ok(true) => {}
@@ -65,7 +66,7 @@ pub(super) fn negotiate<F: Future>(
                 Step::More if used > 0 => continue,
                 Step::More => {}
                 step => {
-                    // Admission precedes the positive reply.
+                    // The client is admitted before it gets the positive reply.
                     if matches!(step, Step::Transmission(_)) {
                         admission =
                             Some(shared.admitted.take(peer).ok_or(ConnectionError::TooMany)?);
@@ -99,8 +100,8 @@ pub(super) fn negotiate<F: Future>(
 }
 
 fn begin_tls(socket: &mut ClientSocket, shared: &ServerShared) -> Result<(), ConnectionError> {
-    // Plaintext after STARTTLS may be injected by a man in the middle, and must not count as sent
-    // in TLS.
+    // A man in the middle may have injected plaintext after STARTTLS. It must not be taken for data
+    // of the TLS session.
     if !socket.input.rest().is_empty() {
         let why = "the client, or a man in the middle, sent data before TLS started";
         return Err(ConnectionError::Protocol(why.into()));

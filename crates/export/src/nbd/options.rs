@@ -10,16 +10,16 @@ pub struct Options {
     pub name: String,
     /// Description, as a line of text.
     pub description: String,
-    /// Largest number of clients. A peer (a user of this machine, or an address) can have three
-    /// quarters of them at most; further clients are disconnected. A client in the handshake does
-    /// not count, and may be evicted by a later one.
+    /// Largest number of clients after the handshake. A peer (a user of this machine, or an
+    /// address) can have at most three quarters of them. Further clients are disconnected. A client
+    /// in the handshake does not count, and may be evicted by a later client.
     pub max_clients: usize,
     /// TLS configuration. If it is set, clients without TLS are refused.
     pub tls: Option<ServerTls>,
 }
 
 impl Default for Options {
-    /// Empty name, 64 clients, and no TLS.
+    /// Empty name, 64 clients, no TLS.
     fn default() -> Self {
         Self { name: String::new(), description: String::new(), max_clients: 64, tls: None }
     }

@@ -18,7 +18,7 @@ pub(super) struct Reply {
     pub(super) data: Data,
     /// Number of data bytes to send.
     pub(super) len: usize,
-    /// True if more pieces of the same reply follow.
+    /// True if more pieces of the same read follow.
     pub(super) more: bool,
 }
 
@@ -34,14 +34,14 @@ pub(super) enum Sent {
     All,
     /// The send buffer of the socket is full.
     Blocked,
-    /// The client has disconnected, and its replies are dropped.
+    /// The client has disconnected. Its replies are dropped.
     Gone,
 }
 
 /// Replies in the order of sending.
 pub(super) struct Replies {
     queue: VecDeque<Reply>,
-    /// Bytes of the first reply that are sent.
+    /// Number of bytes of the first reply that were sent.
     sent: usize,
 }
 

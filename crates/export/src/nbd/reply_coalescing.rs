@@ -1,26 +1,27 @@
 //! Reply coalescing: holding back replies so that a client receives several of them at once.
 //!
-//! A write to a memory disk completes before the client has sent its next request. Replies that are
-//! sent one by one cost the client a wakeup and this thread a system call each. If a client keeps
-//! many requests in flight, further requests arrive while a reply is held back, so a few replies
-//! are held back and sent together. To avoid waiting in vain, the number of requests that a client
-//! sends without a reply is probed periodically: a few replies are held back until no more requests
-//! arrive.
+//! A write to a memory disk completes before the client has sent its next request. If replies are
+//! sent one by one, each costs the client a wakeup and this thread a system call. If a client keeps
+//! many requests in flight, further requests arrive while a reply is held back. Therefore a few
+//! replies are held back and sent together. To avoid useless waits, the server periodically probes
+//! how many requests the client sends without a reply: it holds back some replies until no more
+//! requests arrive.
 
 /// Largest number of replies that are sent together.
 const MOST: usize = 4;
-/// Largest number of replies that are held back by a probe.
+/// Largest number of replies that a probe holds back.
 const PROBE: usize = 2 * MOST;
-/// Requests between two probes.
+/// Number of requests between two probes.
 const PERIOD: u32 = 1024;
-/// Requests before the first probe.
+/// Number of requests before the first probe.
 const FIRST: u32 = 64;
-/// Attempts to receive more requests before held replies are sent, during a probe and otherwise.
-/// An attempt takes half a microsecond, and a client takes some microseconds for a request.
+/// Number of attempts to receive more requests before held replies are sent, during a probe.
+/// `TRIES` is the number at other times. An attempt takes half a microsecond, and a client needs
+/// some microseconds to send a request.
 const PROBE_TRIES: u32 = 32;
 const TRIES: u32 = 4;
-/// Number of vain waits in a period after which the client is probed again, since its behaviour
-/// has changed.
+/// Number of useless waits in a period after which the client is probed again, because its
+/// behaviour has changed.
 const MISSES: u32 = 16;
 
 /// State of the reply coalescing of a client.
@@ -29,9 +30,10 @@ pub(super) struct ReplyCoalescing {
     /// Number of replies that are sent together.
     most: usize,
     is_probing: bool,
-    /// Requests until the next probe.
+    /// Number of requests until the next probe.
     left: u32,
-    /// Number of held replies at the last call, attempts for them, and vain waits in this period.
+    /// Number of held replies at the last call. The next fields are the attempts for them, and the
+    /// useless waits in this period.
     waiting: usize,
     tries: u32,
     misses: u32,
@@ -44,15 +46,15 @@ impl Default for ReplyCoalescing {
 }
 
 impl ReplyCoalescing {
-    /// True if the given number of pending replies is to be held back while the caller tries to
-    /// receive more requests.
+    /// True if `replies` pending replies should be held back while the caller tries to receive more
+    /// requests.
     pub(super) fn holds(&mut self, replies: usize) -> bool {
         if replies == 0 {
             return false;
         }
         if self.waiting != replies {
-            // Attempts are counted per number of replies, so that a client that sends single
-            // bytes, which are no request, does not prolong the wait.
+            // Attempts are counted anew only when the number of replies changes. So a client that
+            // sends single bytes, which are not a request, does not prolong the wait.
             (self.waiting, self.tries) = (replies, 0);
         }
         let (most, tries) = if self.is_probing { (PROBE, PROBE_TRIES) } else { (self.most, TRIES) };
@@ -61,7 +63,8 @@ impl ReplyCoalescing {
             return true;
         }
         if self.is_probing {
-            // Half of the requests are on their way while the other half is answered.
+            // At half of the probed number, the client sends one half of its requests while the
+            // other half is answered.
             self.most = (replies / 2).clamp(1, MOST);
             (self.is_probing, self.left, self.misses) = (false, PERIOD, 0);
         } else if replies < most {
@@ -120,8 +123,7 @@ mod tests {
         let mut coalescing = ReplyCoalescing::default();
         serve(&mut coalescing, 32, 2, 2000);
         assert_eq!(coalescing.most, 4);
-        // The client now waits for each reply, which is detected long before the end of the
-        // period.
+        // The client now waits for each reply. This is detected long before the end of the period.
         serve(&mut coalescing, 1, 2, 64);
         assert_eq!(coalescing.most, 1);
         serve(&mut coalescing, 32, 2, 2 * PERIOD as usize);

@@ -14,7 +14,7 @@ pub(super) enum Action {
     },
     Flush,
     Trim,
-    /// No operation: an SSD has nothing to prefetch.
+    /// Cache request, without an operation: prefetching has no use for an SSD.
     Cache,
     WriteZeroes(Zeroes),
     BlockStatus {
@@ -60,7 +60,7 @@ pub(super) fn check(
         }
         _ => return Err((NbdError::Inval, "unknown command")),
     };
-    // Once FUA is negotiated, the flag is allowed on every request.
+    // After the negotiation of FUA, the flag is allowed in every request.
     if flags & !(allowed | flag::FUA) != 0 {
         return Err((NbdError::Inval, "unknown flag for this command"));
     }
@@ -94,22 +94,22 @@ pub(super) fn check(
     Ok(Checked { action, fua, offset, len })
 }
 
-/// Largest number of extents in a reply, and the size of one in bytes.
+/// Largest number of extents in a reply. `EXTENT` is the size of one in bytes.
 const MAX_EXTENTS: usize = 128;
 const EXTENT: usize = 8;
 /// Buffer size for the extents of a reply, in bytes.
 pub(super) const EXTENTS: usize = MAX_EXTENTS * EXTENT;
 
-/// Request with its data or a buffer.
+/// Request with its data, or with a buffer for its data.
 pub(super) struct Job {
     pub(super) request: Checked,
     pub(super) data: Data,
 }
 
-/// Result of a job, which returns its data buffer.
+/// Result of a job. It returns the job's data buffer.
 pub(super) struct Completed {
     pub(super) outcome: Result<(), BlockError>,
-    /// Buffer; empty if a failed operation has consumed it.
+    /// Data buffer; empty if a failed operation has consumed the buffer.
     pub(super) data: Data,
     /// Number of extents in the data.
     pub(super) extents: u32,
@@ -124,7 +124,7 @@ pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
     };
     let Checked { action, fua, offset, len } = request;
     let mut extents = 0;
-    // The buffer is at least as long as the request.
+    // The ranges exist, because the buffer is at least as long as the request.
     let outcome = match action {
         Action::Read => disk.read(offset, data.get_mut(..len as usize).unwrap_or_default()).await,
         Action::Write { fua } => {
@@ -147,7 +147,7 @@ pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
     Completed { outcome, data: Data::Own(data), extents }
 }
 
-/// Reads or writes whole blocks. Only these operations have shared memory.
+/// Reads or writes whole blocks. Only these operations use shared buffers.
 async fn carry_out_direct(disk: &BlockQueue, request: Checked, buffer: Buffer) -> Completed {
     let Checked { action, offset, len, .. } = request;
     let moved = match action {
@@ -161,11 +161,12 @@ async fn carry_out_direct(disk: &BlockQueue, request: Checked, buffer: Buffer) -
     Completed { outcome, data, extents: 0 }
 }
 
-/// Encodes extents into the data of the reply. Returns the number that fits.
+/// Encodes extents into the data of the reply. Returns the number of extents that fit.
 fn put_extents(found: &[Extent], data: &mut [u8]) -> u32 {
     let mut count = 0;
     for (extent, into) in found.iter().zip(data.chunks_exact_mut(EXTENT)) {
-        // An extent is no longer than the request, whose length has 32 bits.
+        // The length fits, because an extent is no longer than the request, whose length has 32
+        // bits.
         let len = u32::try_from(extent.len).unwrap_or(u32::MAX);
         let state = if extent.is_hole { allocation::HOLE | allocation::ZERO } else { 0 };
         let bytes = u64::from(len) << 32 | u64::from(state);

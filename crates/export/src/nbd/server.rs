@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Pause after a failed accept, for example without a free descriptor.
+/// Pause after a failed accept, for example if no descriptor is free.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// Reason for which a server could not be started.
@@ -66,7 +66,7 @@ impl AsFd for Listener {
     }
 }
 
-/// NBD server. Dropping it is equivalent to [`stop`](Self::stop).
+/// NBD server. A drop has the same effect as [`stop`](Self::stop).
 pub struct Server {
     shared: Arc<ServerShared>,
     thread: Option<JoinHandle<()>>,
@@ -139,8 +139,8 @@ impl Server {
         self.shared.failures.count()
     }
 
-    /// Stops the server: takes no more requests, completes those in flight, and sends their
-    /// replies. A client that does not receive its replies within five seconds is disconnected.
+    /// Stops the server: it takes no more requests, completes those in flight, and sends their
+    /// replies. If a client does not receive its replies within five seconds, it is disconnected.
     /// Returns the number of requests that failed because of the disk.
     #[must_use]
     pub fn stop(self) -> u64 {
@@ -202,13 +202,13 @@ impl Accept {
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => {
                     tracing::warn!("a client could not be accepted: {errno}");
-                    // The listener stays readable, so the thread pauses until descriptors may be
-                    // free again.
+                    // The client is still waiting, so an immediate retry would fail again. The
+                    // thread pauses, because descriptors may be free afterwards.
                     let _ = self.event.wait(Some(ACCEPT_RETRY));
                 }
             }
         }
-        // The listener is dropped first: it accepts no client any more, and its socket file is
+        // The listener is dropped first. From then on it accepts no clients, and its socket file is
         // removed.
         let Self { listener, clients, .. } = self;
         drop(listener);
@@ -231,7 +231,8 @@ impl Accept {
         };
         let new = NewClient::new(peer, again);
         if matches!(self.listener, Listener::Tcp(_)) {
-            // Replies are already batched.
+            // The server itself sends several replies together, so Nagle's algorithm would only
+            // delay them.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
         }
         let number = self.count;

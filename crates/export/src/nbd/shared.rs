@@ -18,7 +18,7 @@ pub(super) struct ServerShared {
     /// TLS configuration, if clients need TLS.
     pub(super) tls: Option<ServerTls>,
     ending: AtomicBool,
-    /// Events that end the sleep of each thread.
+    /// Events that end the sleep of the threads, one for each thread.
     wakers: Mutex<BTreeMap<u64, EventFd>>,
     next: AtomicU64,
     pub(super) failures: FailureCount,
@@ -27,7 +27,7 @@ pub(super) struct ServerShared {
     pub(super) log: LogLimit,
 }
 
-/// Registration of a thread's waker, removed when the thread ends.
+/// Registration of a thread's waker. It is removed when the thread ends.
 pub(super) struct Registered {
     shared: Arc<ServerShared>,
     number: u64,
@@ -54,7 +54,7 @@ impl ServerShared {
         }
     }
 
-    /// True if all connections are to end.
+    /// True if all connections must end.
     pub(super) fn is_ending(&self) -> bool {
         self.ending.load(Ordering::SeqCst)
     }

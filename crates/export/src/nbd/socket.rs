@@ -48,7 +48,7 @@ pub(super) enum ConnectionError {
     Event(#[from] std::io::Error),
 }
 
-/// Received bytes that are not processed yet.
+/// Received bytes that were not processed yet.
 pub(super) struct Input {
     bytes: Box<[u8]>,
     from: usize,
@@ -67,7 +67,7 @@ impl Input {
         }
     }
 
-    /// Free space for more bytes, after moving the rest to the front.
+    /// Free space for more bytes. Moves the unprocessed bytes to the front first.
     pub(super) fn room(&mut self) -> &mut [u8] {
         if self.from > 0 {
             self.bytes.copy_within(self.from..self.to, 0);
@@ -83,13 +83,14 @@ pub(super) struct ClientSocket {
     /// Error of the TLS session.
     fault: Option<SessionError>,
     pub(super) input: Input,
-    /// True if the socket may have something to receive.
+    /// True if there may be bytes to receive.
     pub(super) readable: bool,
-    /// True if the client has shut down its sending direction; earlier bytes may still be unread.
+    /// True if the client has shut down its sending direction. Bytes that it sent before may still
+    /// be unread.
     pub(super) closing: bool,
     /// True if the send buffer is full.
     pub(super) blocked: bool,
-    /// True if the epoll set reports that the socket is writable.
+    /// True if the epoll set also waits for the socket to become writable.
     wakes_to_send: bool,
 }
 
@@ -133,7 +134,7 @@ impl ClientSocket {
         self.review_wakes(io)
     }
 
-    /// Removes the writable flag from the epoll set once the socket is writable again.
+    /// Removes the writable flag from the epoll set when the socket is writable again.
     fn review_wakes<F: Future>(&mut self, io: &IoThread<F>) -> Result<(), ConnectionError> {
         if self.wakes_to_send && !self.blocked {
             self.wakes_to_send = false;
@@ -142,8 +143,8 @@ impl ClientSocket {
         Ok(())
     }
 
-    /// Receives into the free space of the input, without blocking. Returns the number of bytes,
-    /// which the caller adds to the input.
+    /// Receives into the free space of the input, without blocking. Returns the number of bytes;
+    /// the caller adds it to the input.
     pub(super) fn receive(&mut self) -> Result<usize, Errno> {
         let Self { fd, tls, fault, input, .. } = self;
         match tls {
@@ -152,9 +153,9 @@ impl ClientSocket {
         }
     }
 
-    /// Receives the range `from..to` of `data` first, and then into the input until it holds
-    /// `most` bytes. Returns the number of bytes, and the space that was available in each of the
-    /// two.
+    /// Receives first into the range `from..to` of `data`, and then into the input until it has
+    /// `most` bytes. Returns the number of received bytes, and the space that was available in each
+    /// of the two.
     pub(super) fn receive_after(
         &mut self,
         data: Option<(&mut Data, usize, usize)>,
@@ -174,7 +175,7 @@ impl ClientSocket {
             }
             (Some(session), None) => (receive_tls(fd, session, fault, room), 0, space),
             (Some(session), Some((data, from, to))) => {
-                // Data of a TLS client is never in a buffer of the disk.
+                // The data of a TLS client is always in ordinary memory.
                 let Data::Own(data) = data else { return (Err(Errno::INVAL), 0, space) };
                 let data = data.get_mut(from..to).unwrap_or_default();
                 let wanted = data.len();
@@ -194,7 +195,7 @@ impl ClientSocket {
         self.tls.is_some()
     }
 
-    /// True if there is something to receive for which the socket does not become readable again.
+    /// True if there are bytes to receive for which the socket does not become readable again.
     pub(super) fn has_more(&self) -> bool {
         self.tls.as_ref().is_some_and(|session| session.has_ended())
     }
@@ -209,7 +210,7 @@ impl ClientSocket {
         }
         let mut own = [IoSlice::new(&[]); sys::MOST];
         for (own, part) in own.iter_mut().zip(parts) {
-            // Data of a TLS client is never in a buffer of the disk.
+            // The data of a TLS client is always in ordinary memory.
             *own = IoSlice::new(part.own().ok_or(Errno::INVAL)?);
         }
         let own = own.get(..parts.len()).unwrap_or_default();
@@ -223,7 +224,7 @@ impl ClientSocket {
         self.tls.as_ref().is_some_and(|session| session.is_pending())
     }
 
-    /// Sends pending output of TLS. Returns true if nothing is left.
+    /// Sends pending output of TLS. Returns true if all was sent.
     pub(super) fn flush(&mut self) -> Result<bool, Errno> {
         let Self { fd, tls: Some(session), .. } = self else { return Ok(true) };
         session.flush(&mut Raw(fd)).map_err(errno)
@@ -233,12 +234,13 @@ impl ClientSocket {
     pub(super) fn close(&mut self) {
         if let Some(session) = &mut self.tls {
             session.close();
-            // If the notification cannot be sent, the client sees the end of the connection.
+            // If the notification cannot be sent, the client only sees that the connection is
+            // closed.
             let _ = session.flush(&mut Raw(&self.fd));
         }
     }
 
-    /// Connection error for the error number of a call.
+    /// Converts the error number of a call into a connection error.
     pub(super) fn error(&self, errno: Errno) -> ConnectionError {
         match &self.fault {
             Some(fault) => ConnectionError::Tls(fault.clone()),
@@ -273,7 +275,7 @@ impl Write for Raw<'_> {
     }
 
     fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        // MSG_NOSIGNAL, since not every program ignores SIGPIPE.
+        // MSG_NOSIGNAL is needed, because not every program ignores SIGPIPE.
         let flags = SendFlags::NOSIGNAL;
         Ok(sendmsg(self.0, parts, &mut SendAncillaryBuffer::default(), flags)?)
     }
@@ -292,7 +294,7 @@ fn receive_tls(
     session.receive(&mut Raw(fd), into).map_err(|error| {
         if let Some(why) = Session::fault(&error) {
             *fault = Some(why.clone());
-            // An alert is sent to the client, if the socket accepts it.
+            // The session sends an alert to the client, if the socket accepts it.
             let _ = session.flush(&mut Raw(fd));
         }
         errno(error)

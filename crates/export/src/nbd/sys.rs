@@ -7,8 +7,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// Largest number of parts per call.
 pub(super) const MOST: usize = 128;
 
-/// Sends as much of the first [`MOST`] parts as the socket accepts without blocking. A
-/// disconnected peer is an error, not a signal.
+/// Sends as much of the first [`MOST`] parts as the socket accepts without blocking. If the peer
+/// has disconnected, the result is an error, and no signal is raised.
 pub(super) fn send(socket: BorrowedFd<'_>, parts: &[Part<'_>]) -> Result<usize, Errno> {
     let mut vectors = [const { libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 } }; MOST];
     for (vector, part) in vectors.iter_mut().zip(parts) {
@@ -18,23 +18,24 @@ pub(super) fn send(socket: BorrowedFd<'_>, parts: &[Part<'_>]) -> Result<usize, 
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = vectors.as_mut_ptr();
     message.msg_iovlen = parts.len().min(MOST) as _;
-    // SAFETY: each vector belongs to a part, whose bytes or whose mapping is borrowed until the
-    // call returns. The kernel reads them, and lost memory is an error of the call.
+    // SAFETY: each vector belongs to a part, and its bytes or its mapping are borrowed until the
+    // call returns. The kernel only reads the bytes. If shared memory was lost, the call returns an
+    // error.
     let count =
         unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
     usize::try_from(count).map_err(|_| last_error())
 }
 
-/// Receives into `first` and then into `then`, without blocking on a non-blocking socket.
+/// Receives into `first` and then into `then`. On a non-blocking socket, the call does not block.
 pub(super) fn receive(
     socket: BorrowedFd<'_>,
     first: &Room<'_>,
     then: &Room<'_>,
 ) -> Result<usize, Errno> {
     let vectors = [first.vector, then.vector];
-    // SAFETY: each vector belongs to a room that is borrowed until the call returns: either
-    // memory that is borrowed for writing, or writable memory whose mapping is borrowed and into
-    // which no Rust reference points.
+    // SAFETY: each vector belongs to a room that is borrowed until the call returns. The room is
+    // either memory that is borrowed for writing, or shared memory that is writable, whose mapping
+    // is borrowed, and into which no Rust reference points.
     let count = unsafe { libc::readv(socket.as_raw_fd(), vectors.as_ptr(), 2) };
     usize::try_from(count).map_err(|_| last_error())
 }

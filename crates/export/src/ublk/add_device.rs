@@ -1,4 +1,4 @@
-//! Adding a device to the kernel's driver, or taking over one whose server has died.
+//! Adding a device to the kernel's driver, or taking over a device whose server has died.
 
 use super::error::UblkError;
 use super::parameters::{MAX_BYTES, difference};
@@ -17,13 +17,13 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of the checks for that exit.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Header of a command for a device, not for one of its queues.
+/// Creates the header of a command for a device as a whole.
 pub(super) fn header(dev_id: u32, data: u64) -> ControlCommand {
     ControlCommand { dev_id, queue_id: u16::MAX, data, ..ControlCommand::default() }
 }
 
-/// Adds a device without a server and returns its number. With `zero_copy`, its data is not copied
-/// by the driver.
+/// Adds a device without a server, and returns its number. With `zero_copy`, the driver does not
+/// copy the device's data.
 pub(super) fn add(
     control: &mut Control,
     id: Option<u32>,
@@ -60,8 +60,8 @@ pub(super) fn find(control: &mut Control, id: u32) -> Result<Option<DeviceInfo>,
     }
 }
 
-/// True if a server created the device and was killed before it started the device. If `recover`
-/// is set, the device is removed.
+/// True if a server created the device and was killed before it started the device. With `recover`,
+/// this function removes such a device.
 pub(super) fn was_never_started(
     control: &mut Control,
     id: u32,
@@ -71,7 +71,8 @@ pub(super) fn was_never_started(
     if info.state != state::DEAD || info.server_flags != SERVER_FLAGS || !recover {
         return Ok(false);
     }
-    // A server that is about to start the device has it open, which excludes other processes.
+    // If a server is about to start the device, it has the device open, and this process cannot
+    // open it.
     if let Err(error) = control.serve(id) {
         return Err(match error.raw_os_error().map(Errno::from_raw_os_error) {
             Some(Errno::BUSY) => UblkError::Taken { id },
@@ -122,7 +123,8 @@ pub(super) fn take_over(
         match control.command(control::START_USER_RECOVERY, header(id, 0), &mut []) {
             Ok(()) => return Ok(()),
             Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
-                // The kernel releases the resources of the dead server in the background.
+                // The kernel releases the resources of the dead server in the background. Until
+                // then, the command fails with EBUSY.
                 let now = control.info(id);
                 let now = now.map_err(|e| UblkError::of_command("looking at the device", e))?;
                 if now.state == state::DEAD {
@@ -160,7 +162,7 @@ mod tests {
         assert!(!is_running(0));
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = child.id() as i32;
-        // Zombie: the process has ended and was not waited for.
+        // The process is a zombie now: it has ended, but was not waited for.
         shadowbell_testing::wait::until("its end", || !is_running(pid));
         child.wait().unwrap();
         assert!(!is_running(pid));

@@ -24,7 +24,7 @@ use zerocopy::IntoBytes;
 
 /// Control device of the driver.
 const CONTROL: &str = "/dev/ublk-control";
-/// Interval of the checks whether a device is still in use.
+/// Interval of the checks for a device that is still in use.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 type OnEnd = Box<dyn FnOnce() + Send>;
@@ -35,17 +35,17 @@ type OnEnd = Box<dyn FnOnce() + Send>;
 pub struct Options {
     /// Device number N in `/dev/ublkbN`. The default is the first free number.
     pub id: Option<u32>,
-    /// Takes over an existing device that waits for a server. A device that does not exist is
+    /// Takes over an existing device that waits for a server. If the device does not exist, it is
     /// added.
     pub recover: bool,
     /// Disables zero copy: the kernel copies the data of requests.
     pub copy: bool,
-    /// The disk has other users, whose writes of partial blocks need the locks of written ranges.
-    /// Disables zero copy, which bypasses the locks.
+    /// The disk has other users. The locks of written ranges are needed for their writes of partial
+    /// blocks. Disables zero copy, which bypasses these locks.
     pub shared: bool,
 }
 
-/// Reason for which the data of requests is copied.
+/// Reason why the data of requests is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WhyCopied {
@@ -69,17 +69,18 @@ pub enum WhyCopied {
     Device,
 }
 
-/// Marks the process as an I/O flusher: the kernel does not write to disks in order to free
-/// memory for this process, because one of them might be the disk that this process serves. Must
-/// be called before other threads start, which inherit the mark. Without the capability
-/// (CAP_SYS_RESOURCE), it has no effect.
+/// Marks the process as an I/O flusher: if this process needs memory, the kernel does not write to
+/// disks to free some, because one of these disks might be the one that this process serves. Must
+/// be called before other threads start, which inherit the mark. Has no effect without the
+/// capability CAP_SYS_RESOURCE.
 pub fn promise_progress() {
     if let Err(errno) = rustix::process::configure_io_flusher_behavior(true) {
         tracing::debug!("cannot mark the process as an I/O flusher: {errno}");
     }
 }
 
-/// Reason for copying data, if any. `kernel` is called only if its result matters.
+/// Returns the reason for copying data, if there is one. `kernel` is called only if its result
+/// matters.
 fn why_copied(
     options: Options,
     has_file: bool,
@@ -108,8 +109,9 @@ struct UblkShared {
     on_end: Mutex<Option<OnEnd>>,
 }
 
-/// Block device of this machine. Dropping the value removes the device at once, with any data in
-/// the kernel's cache that is not yet written to the disk; [`stop`](Self::stop) waits.
+/// Block device of this machine. The drop of the value removes the device at once. Data in the
+/// kernel's cache that was not written to the disk is lost. In contrast, [`stop`](Self::stop)
+/// waits.
 pub struct Ublk {
     control: Control,
     id: u32,
@@ -123,7 +125,7 @@ pub struct Ublk {
     /// File for zero-copy requests.
     file: Option<RawFile>,
     why_copied: Option<WhyCopied>,
-    /// True if the device is to be removed on drop.
+    /// True if the device must be removed on drop.
     ours: bool,
 }
 
@@ -136,8 +138,8 @@ impl Ublk {
     /// is a [reason](Self::why_copied) against it.
     ///
     /// # Errors
-    /// [`UblkError`]. A device that was added is removed then; one that was to be taken over
-    /// keeps waiting for a server.
+    /// [`UblkError`]. A device that this call has added is removed. An existing device keeps
+    /// waiting for a server.
     pub fn start(
         disk: &BlockDevice,
         options: Options,
@@ -268,25 +270,26 @@ impl Ublk {
         self.recovered
     }
 
-    /// Reason for which the data is copied; `None` if reads and writes are zero-copy, except
-    /// those that the storage refuses.
+    /// Reason why data is copied. `None` if reads and writes are zero-copy, except those that the
+    /// storage refuses.
     #[must_use]
     pub fn why_copied(&self) -> Option<WhyCopied> {
         self.why_copied
     }
 
-    /// Number of completed zero-copy requests, and of other requests with data.
+    /// Number of completed zero-copy requests, and number of other requests with data.
     #[must_use]
     pub fn zero_copy_counts(&self) -> (u64, u64) {
         let QueueStatus { zero_copy, copied, .. } = &self.shared.status;
         (zero_copy.load(Ordering::Relaxed), copied.load(Ordering::Relaxed))
     }
 
-    /// Removes the device when it is no longer in use: a program that has it mounted or open may
-    /// have more to write. Returns the number of requests that failed because of the disk.
+    /// Removes the device when it is no longer in use. A program that has the device mounted or
+    /// open may still have data to write. Returns the number of requests that failed because of the
+    /// disk.
     #[must_use]
     pub fn stop(mut self) -> u64 {
-        // The callback is for a stop by another process only.
+        // The callback is only for a stop by another process.
         drop(self.shared.take_on_end());
         self.wait_until_unused();
         let (shared, is_zero_copy) = (Arc::clone(&self.shared), self.file.is_some());
@@ -326,7 +329,7 @@ impl Ublk {
         }
     }
 
-    /// Stops the device if it is not open, after writing back the kernel's cache.
+    /// Stops the device if no program has it open, after writing back the kernel's cache.
     fn try_stop(&mut self, safe: bool) -> bool {
         let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
         match rustix::fs::open(&self.path, flags, Mode::empty()) {
@@ -376,8 +379,8 @@ impl Drop for Ublk {
             && self.is_served()
             && self.command("stopping the device", control::STOP_DEV, 0, &mut []).is_ok();
         if !stopped {
-            // Only `quit` ends the threads; the next server gets the requests that they have not
-            // answered.
+            // The device stays, so only `quit` ends the threads. The next server gets the requests
+            // that they have not answered.
             self.shared.status.quit.store(true, Ordering::Release);
             self.wakers.iter().for_each(EventFd::signal);
         }
@@ -390,7 +393,7 @@ impl Drop for Ublk {
         }
         match self.control.command(control::DEL_DEV, header(self.id, 0), &mut []) {
             Ok(()) => {}
-            // Another process has removed the device.
+            // NODEV means that another process has already removed the device.
             Err(error) if error.raw_os_error() == Some(Errno::NODEV.raw_os_error()) => {}
             Err(error) => tracing::warn!("cannot remove {}: {error}", self.path.display()),
         }
@@ -403,7 +406,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_can_not_leave_data_where_they_are_has_them_copied() {
-        // Features of Linux 6.1, 6.12 and 7.2.
+        // Feature bits of Linux 6.1, 6.12 and 7.2.
         let on = |features: u64| {
             why_copied(Options::default(), true, || feature::is_zero_copy(features))
         };
@@ -420,7 +423,7 @@ mod tests {
 
     #[test]
     fn a_driver_that_does_not_know_the_question_has_no_features() {
-        // Any file other than the control device.
+        // /dev/null stands for a driver that does not know the command.
         let file = File::options().read(true).write(true).open("/dev/null").unwrap();
         let Ok(mut control) = Control::new(file) else {
             return eprintln!("skipped: there is no io_uring here");

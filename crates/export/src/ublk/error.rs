@@ -1,9 +1,9 @@
-//! Errors of a ublk device, as messages with a remedy.
+//! Errors of a ublk device. The messages tell the remedy.
 
 use rustix::io::Errno;
 use std::io;
 
-/// Reason for which a disk could not become a block device.
+/// Reason why a disk could not become a block device.
 #[derive(Debug, thiserror::Error)]
 pub enum UblkError {
     /// The driver is not loaded.
@@ -21,7 +21,7 @@ pub enum UblkError {
         /// Release of the kernel.
         release: String,
     },
-    /// The process lacks the privilege.
+    /// The process lacks the privilege to use the driver.
     #[error("--ublk needs root (CAP_SYS_ADMIN): /dev/ublk-control: {0}")]
     Denied(io::Error),
     /// The process may not use io_uring.
@@ -69,7 +69,7 @@ pub enum UblkError {
 }
 
 impl UblkError {
-    /// Error for a failure to open the control device.
+    /// Converts the failure to open the control device into an error.
     pub(super) fn of_open(error: io::Error) -> Self {
         let release = release();
         match errno(&error) {
@@ -82,7 +82,7 @@ impl UblkError {
         }
     }
 
-    /// Error for a failed command.
+    /// Converts the failure of a command into an error.
     pub(super) fn of_command(doing: &'static str, error: io::Error) -> Self {
         let release = release();
         match errno(&error) {

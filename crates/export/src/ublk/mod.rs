@@ -14,25 +14,26 @@
 //! | `wire` | structures and constants of the driver |
 //! | `sys` | the driver's commands, which use io_uring: the only `unsafe` code here |
 //!
-//! The device has a kernel queue for each queue of the disk, and each of them has a thread. The
-//! transfer of data is fixed when the device is created:
+//! The device has a kernel queue for each queue of the disk, and a thread for each of them. The
+//! method of data transfer is fixed when the device is created:
 //!
-//! * The driver copies: into the buffer of the request's tag before the server sees the request,
-//!   and out of the buffer after the server has answered.
+//! * Copy by the driver: the driver copies the data of a write into the buffer of the request's tag
+//!   before the server gets the request, and the data of a read out of the buffer after the server
+//!   has answered.
 //! * Zero copy: the driver registers the request's memory with the ring of the queue
 //!   (`UBLK_F_AUTO_BUF_REG`, in the form of Linux 6.17). If the disk is a raw image or a block
-//!   device in this process and bypasses the page cache, the thread reads and writes it by that
-//!   ring, directly from and to the registered memory, without a copy. Other requests go to the
-//!   thread's queue on the disk (discards, zeroes, flushes, and data whose address the storage
-//!   refuses). So do all requests if such a device is taken over with another kind of disk. The
+//!   device in this process and bypasses the page cache, the thread uses that ring to transfer data
+//!   directly between the disk's file and the registered memory. Other requests (discards, zeroes,
+//!   flushes, and data whose address the storage refuses) go to the thread's queue of the disk. If
+//!   such a device is taken over with another kind of disk, all requests go to that queue. The
 //!   server then copies their data from and to the kernel (`UBLK_F_USER_COPY`).
 //!
 //! # When the server dies
 //!
-//! The device stays, and its users wait. The next server that [takes it over](Options::recover)
-//! gets the requests that were not answered again: reads and writes of the same bytes to the same
-//! places, which can be repeated. The kernel does not pass a request to the next server as long
-//! as a call of the dead one uses the request's memory.
+//! The device stays, and its users wait. The next server that [takes over the
+//! device](Options::recover) gets the unanswered requests again. They read and write the same bytes
+//! at the same places, so they can be repeated. While a call of the dead server uses a request's
+//! memory, the kernel does not pass the request to the next server.
 //!
 //! # Not implemented
 //!
@@ -45,7 +46,7 @@ mod parameters;
 mod request;
 mod serve;
 mod zero_copy;
-// The commands of the kernel's driver access memory of this process.
+// `sys` needs `unsafe`, because the commands of the kernel's driver access memory of this process.
 #[allow(unsafe_code)]
 mod sys;
 mod wire;

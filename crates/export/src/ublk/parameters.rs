@@ -6,15 +6,16 @@ use shadowbell_block::Geometry;
 /// Largest request in bytes. Each tag has a buffer of this size, whose pages are allocated on
 /// first use.
 pub(super) const MAX_BYTES: u32 = 256 << 10;
-/// Largest block size of a device. A disk may have larger blocks; requests are then for parts of
-/// them.
+/// Largest block size of a device. A disk may have larger blocks. Then requests are for parts of
+/// blocks.
 pub(super) const LARGEST_BLOCK: u32 = 4096;
 /// Largest number of sectors of a discard or write zeroes request.
 const MAX_RANGE: u32 = u32::MAX >> 9;
 
 /// Device parameters of a disk.
 pub(super) fn parameters(geometry: &Geometry) -> Parameters {
-    // The driver supports blocks up to the page size.
+    // The block size of the device is limited to the page size, because the driver does not support
+    // larger blocks.
     let exponent = |bytes: u32| bytes.trailing_zeros() as u8;
     let block = exponent(geometry.block_size.min(LARGEST_BLOCK));
     let mut attributes = 0;
@@ -43,16 +44,17 @@ pub(super) fn parameters(geometry: &Geometry) -> Parameters {
     }
 }
 
-/// Adds the memory alignment for a device whose requests' memory is passed to storage that
-/// requires addresses that are multiples of `align`.
+/// Adds the memory alignment of a device. The storage gets the memory of requests, and requires
+/// addresses that are multiples of `align`.
 pub(super) fn aligned(parameters: Parameters, align: usize) -> Parameters {
-    // Default and largest alignment of the driver.
+    // The driver's default is 4, and its maximum 4096.
     let align = align.clamp(4, 4096) as u32;
     let types = parameters.types | parameter::MEMORY;
     Parameters { types, memory_mask: align - 1, ..parameters }
 }
 
-/// Difference that prevents a device from continuing with a disk of the parameters `wanted`.
+/// Describes a difference in the parameters because of which an existing device cannot continue
+/// with the disk of the parameters `wanted`.
 pub(super) fn difference(there: &Parameters, wanted: &Parameters) -> Option<String> {
     if there.size != wanted.size {
         let bytes = |parameters: &Parameters| parameters.size * SECTOR;
@@ -94,7 +96,7 @@ mod tests {
         assert_eq!((given.max_discard, given.max_write_zeroes), (0, MAX_RANGE));
         let given = parameters(&Geometry { read_only: true, volatile_cache: false, ..GEOMETRY });
         assert_eq!((given.attributes, given.max_write_zeroes), (attribute::READ_ONLY, 0));
-        // Larger blocks than the driver supports.
+        // The disk's blocks are larger than the driver supports.
         let given = parameters(&Geometry { block_size: 65_536, ..GEOMETRY });
         assert_eq!((given.logical_block, given.io_minimal, given.io_optimal), (12, 16, 16));
         assert_eq!(given.discard_granularity, 65_536);
@@ -114,10 +116,10 @@ mod tests {
     fn a_device_does_not_go_on_with_another_disk() {
         let there = parameters(&GEOMETRY);
         assert_eq!(difference(&there, &there), None);
-        // The driver may add fields that are not compared.
+        // The driver may set more fields, which are not compared.
         let more = Parameters { types: 7, rest: [3; 2], ..there };
         assert_eq!(difference(&more, &there), None);
-        // A different alignment is no obstacle: data that the storage refuses is copied.
+        // A different alignment is permitted, because data that the storage refuses is copied.
         assert_eq!(difference(&aligned(there, 512), &there), None);
         for (other, words) in [
             (Geometry { bytes: 1 << 20, ..GEOMETRY }, "1048576"),

@@ -15,7 +15,7 @@ pub(super) enum Action {
 }
 
 impl Action {
-    /// Number of data bytes that the operation transfers.
+    /// Number of data bytes that the operation reads or writes.
     pub(super) fn moves(self) -> usize {
         match self {
             Self::Read { len } | Self::Write { len, .. } => len,
@@ -38,18 +38,17 @@ pub(super) struct Job {
 pub(super) struct Completed {
     /// Number of bytes transferred, or a negative error number, for the driver.
     pub(super) result: i32,
-    /// Error of the disk.
+    /// Error of the disk, if it caused the failure.
     pub(super) error: Option<BlockError>,
     pub(super) buffer: Vec<u8>,
-    /// Number of bytes in the buffer that were read.
+    /// Number of bytes that were read into the buffer.
     pub(super) read: usize,
 }
 
-/// Validates a request against the disk and the length of the buffer, and returns operation and
-/// offset.
+/// Validates a request against the disk and the length of the buffer. Returns operation and offset.
 ///
 /// # Errors
-/// Error number to answer.
+/// The error number for the answer.
 pub(super) fn parse(
     descriptor: &Descriptor,
     geometry: &Geometry,
@@ -129,14 +128,14 @@ mod tests {
         assert_eq!(request(0, 3, 8), Ok((Action::Read { len: 4096 }, 1536)));
         assert_eq!(request(1, 0, 1), Ok((Action::Write { len: 512, fua: false }, 0)));
         assert_eq!(request(1 | 1 << 13, 0, 1), Ok((Action::Write { len: 512, fua: true }, 0)));
-        // Descriptor of a flush as the kernel sends it.
+        // The descriptor is that of a flush from the kernel.
         assert_eq!(request(2 | 1 << 11, u64::MAX, 0), Ok((Action::Flush, 0)));
         assert_eq!(request(3, 8, 2040), Ok((Action::Discard { len: 2040 * 512 }, 4096)));
         let how = |deallocate| Zeroes { deallocate, fua: false, fast_only: false };
         let zeroes = |deallocate| Ok((Action::WriteZeroes { len: 512, how: how(deallocate) }, 512));
         assert_eq!(request(5, 1, 1), zeroes(true));
         assert_eq!(request(5 | 1 << 15, 1, 1), zeroes(false));
-        // Hints are ignored.
+        // Flags that are hints are ignored.
         assert_eq!(request(1 << 8 | 1 << 11, 0, 1), Ok((Action::Read { len: 512 }, 0)));
     }
 
@@ -149,7 +148,7 @@ mod tests {
             (1, u64::MAX / 512, 8),
             (3, 2048, 1),
             (5, 0, 2049),
-            // More data than the buffer holds.
+            // The requests have more data than the buffer.
             (0, 0, 129),
             (1, 0, u32::MAX),
         ] {

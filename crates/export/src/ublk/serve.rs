@@ -1,6 +1,6 @@
 //! Thread of one ublk queue: receives requests, executes them on the disk, and answers them.
 //!
-//! The thread also drives its queue on the disk, and sleeps in the system call that submits its
+//! The thread also drives its queue of the disk. It sleeps in the system call that submits its
 //! answers. Requests that arrive together are submitted together, and completions that arrive
 //! together are answered together. For [zero-copy](super::zero_copy) requests, the same call
 //! submits the operations on the image's file.
@@ -23,21 +23,22 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
 
-/// Largest number of prepared answers while the disk keeps the thread busy.
+/// Largest number of prepared answers. A thread that the disk keeps busy submits its answers when
+/// it has that many.
 const BATCH: usize = 32;
 
-/// Report of a thread after its start: the event that ends its sleep, or an error.
+/// Report of a thread after its start: either the event that ends its sleep, or an error.
 pub(super) type Started = io::Result<EventFd>;
 
 /// State that the threads of a device's queues and its owner share.
 #[derive(Default)]
 pub(super) struct QueueStatus {
-    /// Requests that failed because of the disk.
+    /// Number of requests that failed because of the disk.
     pub(super) failures: FailureCount,
-    /// Zero-copy requests, and other requests with data.
+    /// Number of zero-copy requests. `copied` is the number of other requests with data.
     pub(super) zero_copy: AtomicU64,
     pub(super) copied: AtomicU64,
-    /// True if the threads are to end, even with requests in flight.
+    /// True if the threads must end, even with requests in flight.
     pub(super) quit: AtomicBool,
 }
 
@@ -50,11 +51,11 @@ pub(super) struct Work {
     pub(super) file: Option<RawFile>,
 }
 
-/// Serves a queue until the device is stopped. Reports on `started` when the kernel has all tags
-/// of the queue, or an error.
+/// Serves a queue until the device is stopped. When the kernel has all tags of the queue, or after
+/// an error, sends a report by `started`.
 ///
 /// # Errors
-/// If a call fails that the queue needs. The kernel still has tags of the queue then.
+/// If a call fails that the queue needs. In this case the kernel still has tags of the queue.
 pub(super) fn serve(
     work: Work,
     status: &QueueStatus,
@@ -104,24 +105,24 @@ pub(super) fn serve(
 }
 
 struct Server<'a, F> {
-    /// Declared before `zero_copy`, whose file must outlive the calls of the queue.
+    /// Fields are dropped in order: the queue before `zero_copy`, whose file the queue's calls use.
     queue: Queue,
     io: IoThread<F>,
     disk: BlockQueue,
     zero_copy: Option<ZeroCopy>,
     /// Tag of the request in each slot.
     tags: Vec<u16>,
-    /// Number of tags with which requests may still come.
+    /// Number of tags that can still get requests.
     left: usize,
-    /// Error of a tag that the kernel refused.
+    /// Error of a tag that the kernel has refused.
     refused: Option<io::Error>,
-    /// Collected events; empty between uses, kept for its capacity.
+    /// Collected events. The list is empty between uses, and keeps its capacity.
     events: Vec<Event>,
     /// Unused buffers for data that the driver does not copy.
     buffers: Vec<Vec<u8>>,
     /// Slots of answered requests.
     done: Vec<usize>,
-    /// Zero-copy and copied requests that are not yet added to the status.
+    /// Zero-copy and copied requests that were not yet added to the status.
     counts: (u64, u64),
     status: &'a QueueStatus,
 }
@@ -147,8 +148,8 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 continue;
             }
             if self.queue.prepared() > 0 && self.io.tasks().reserved() > 0 {
-                // Polling for the requests in flight takes time, for which these answers should
-                // not wait.
+                // These answers are submitted before the thread polls for the requests in flight,
+                // which takes time.
                 self.queue.enter(false)?;
                 continue;
             }
@@ -165,7 +166,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         }
     }
 
-    /// Processes the events of the ring. Returns true if the thread's descriptor became readable.
+    /// Processes the events of the ring. Returns true if the polled descriptor became readable.
     fn take(&mut self, make: &impl Fn(BlockQueue, Job) -> F) -> io::Result<bool> {
         let mut readable = false;
         let mut events = std::mem::take(&mut self.events);
@@ -249,7 +250,7 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         }
     }
 
-    /// Reserves a slot for a request that is executed on the disk, and provides its data buffer.
+    /// Reserves a slot for a request that the disk executes, and provides its data buffer.
     fn equip(
         &mut self,
         tag: u16,
@@ -269,14 +270,14 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
                 }
             }
         }
-        // The number of slots equals the number of tags.
+        // A slot is always free, because there are as many slots as tags.
         match self.io.tasks().reserve() {
             Some(slot) => Ok((slot, buffer)),
             None => Err((Errno::NOMEM, buffer)),
         }
     }
 
-    /// Result to answer for an error of the disk's file, which is counted.
+    /// Converts an error of the disk's file into the result for the answer, and counts the error.
     fn failed(&self, error: &DiskError) -> i32 {
         let errno = errno(error);
         if errno == Errno::IO {

@@ -1,12 +1,12 @@
 //! System calls without a safe interface: the commands of ublk, which use io_uring.
 //!
 //! The kernel accesses the memory of a command from its submission until its completion is
-//! collected. Therefore the type that submits a command owns that memory for as long: [`Control`]
+//! collected. Therefore the type that submits a command owns that memory for this time: [`Control`]
 //! waits for each of its commands, and a [`Queue`] keeps the buffer of a tag while the kernel has
-//! the tag. Memory that may still be in use when one of them is dropped is leaked.
+//! the tag. When one of them is dropped, memory that the kernel may still use is leaked.
 //!
 //! A call on the image's file transfers data from or to memory of the kernel, which is identified
-//! by its index in the ring's buffer table, so no memory of this process has to be kept for it.
+//! by an index in the ring's buffer table. So this process need not keep memory for the call.
 
 use super::wire::{
     ABORTED, ControlCommand, Descriptor, DeviceInfo, IoCommand, control, data_of, descriptors,
@@ -30,7 +30,7 @@ const EVENT: u64 = u64::MAX;
 const TICK: u64 = u64::MAX - 1;
 /// User data of a cancellation.
 const CANCEL: u64 = u64::MAX - 2;
-/// Flag in the user data of a call on the image's file; the bits below it are the tag.
+/// Flag in the user data of a call on the image's file. The bits below the flag are the tag.
 const CALL: u64 = 1 << 16;
 /// Interval of the timeout checks.
 static TICKS: types::Timespec = types::Timespec::new().sec(1);
@@ -52,7 +52,8 @@ impl Control {
         Ok(Self { ring: IoUring::builder().build(4)?, file })
     }
 
-    /// Executes a command and waits for its completion. `data` is its input and output.
+    /// Executes a command and waits for its completion. `data` is the input and output of the
+    /// command.
     ///
     /// # Errors
     /// Error number of the driver or of the system.
@@ -73,8 +74,8 @@ impl Control {
         }
         let entry =
             opcode::UringCmd80::new(types::Fd(self.file.as_raw_fd()), op).cmd(bytes).build();
-        // SAFETY: the command points to `memory`, which lives until the completion is collected,
-        // or is leaked if that fails. The file is open as long as the ring exists.
+        // SAFETY: the command points to `memory`, which lives until the completion is collected. If
+        // that fails, `memory` is leaked. The file is open as long as the ring exists.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.map_err(|_| io::ErrorKind::WouldBlock)?;
         loop {
@@ -151,7 +152,7 @@ impl Device {
         self.info.flags & feature::ZERO_COPY == 0
     }
 
-    /// Copies the data of a write into `to`, if the driver does not copy.
+    /// Copies the data of a write into `to`. For devices whose data the driver does not copy.
     pub(super) fn copy_from(&self, queue: u16, tag: u16, mut to: &mut [u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !to.is_empty() {
@@ -166,7 +167,8 @@ impl Device {
         Ok(())
     }
 
-    /// Copies the data of a read to the request's memory, if the driver does not copy.
+    /// Copies the data of a read to the request's memory. For devices whose data the driver does
+    /// not copy.
     pub(super) fn copy_to(&self, queue: u16, tag: u16, mut from: &[u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !from.is_empty() {
@@ -182,19 +184,19 @@ impl Device {
     }
 }
 
-/// Event on a queue.
+/// Event of a queue.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// New request. If the driver copies, the buffer contains the data of a write; otherwise, it
-    /// is empty.
+    /// New request. If the driver copies, the buffer contains the data of a write. Otherwise the
+    /// buffer is empty.
     Request { tag: u16, descriptor: Descriptor, buffer: Vec<u8> },
     /// End of a call on the image's file, with the number of bytes or a negative error number.
     Called { tag: u16, result: i32 },
     /// Expiry of the timer for timeout checks.
     Tick,
-    /// End of a tag: the device was stopped, or an error occurred.
+    /// End of a tag, because the device was stopped or an error occurred.
     TagDone { tag: u16, error: Option<io::Error> },
-    /// The polled descriptor became readable.
+    /// The descriptor of [`arm`](Queue::arm) became readable.
     Readable,
 }
 
@@ -204,7 +206,7 @@ enum Tag {
     Ours,
     /// The driver, with the tag's buffer.
     Driver(Vec<u8>),
-    /// A call on the image's file is in flight for the request.
+    /// A call on the image's file, which is in flight for the request.
     Called,
 }
 
@@ -215,18 +217,19 @@ pub(super) struct Queue {
     queue: u16,
     descriptors: SharedBytes,
     tags: Vec<Tag>,
-    /// Number of calls in flight.
+    /// Number of calls on the image's file that are in flight.
     calls: usize,
     /// True if the image's file is registered with the ring.
     has_image: bool,
-    /// True while the event is polled, and while the timer runs.
+    /// True while the event is polled. `ticking` is true while the timer runs.
     armed: bool,
     ticking: bool,
 }
 
 impl Queue {
-    /// Opens queue number `queue` of a device. The next [`enter`](Self::enter) passes its tags to
-    /// the kernel, each with a buffer if the driver copies. Calls are made on `image`.
+    /// Opens queue number `queue` of a device. The next [`enter`](Self::enter) passes the queue's
+    /// tags to the kernel, each with a buffer if the driver copies. Zero-copy calls use the file
+    /// `image`.
     pub(super) fn open(
         device: Arc<Device>,
         queue: u16,
@@ -240,8 +243,8 @@ impl Queue {
             shadowbell_memory::MapError::System { source, .. } => source,
             error => io::Error::other(error),
         })?;
-        // Each tag has one operation in flight and perhaps its cancellation; timer and poll are
-        // two more.
+        // Each tag has at most one operation and its cancellation in flight. The timer and the poll
+        // need one entry each.
         let ring = build(2 * u32::from(depth) + 2)?;
         if let Some(image) = image {
             ring.submitter().register_files(&[image.as_raw_fd()])?;
@@ -270,9 +273,9 @@ impl Queue {
         self.device.info.max_io_bytes as usize
     }
 
-    /// Answers the request with this tag, and fetches the next one. `result` is the number of
-    /// bytes transferred, or a negative error number. `buffer` is unused if the driver does not
-    /// copy.
+    /// Answers the request with this tag, and passes the tag to the kernel for the next request.
+    /// `result` is the number of bytes transferred, or a negative error number. `buffer` is unused
+    /// if the driver does not copy.
     ///
     /// # Errors
     /// If the tag belongs to the kernel, the buffer is too short, or the ring is full: bugs of
@@ -295,13 +298,13 @@ impl Queue {
         let mut cmd = [0; 16];
         cmd.copy_from_slice(io.as_bytes());
         let entry = opcode::UringCmd16::new(types::Fd(self.device.file.as_raw_fd()), op).cmd(cmd);
-        // Index in the ring's buffer table for the next request's memory.
+        // The address is the index in the ring's buffer table for the next request's memory.
         let entry = entry.addr((!copies).then(|| registered_at(tag))).build();
         *place = Tag::Driver(buffer);
         // SAFETY: the command points to the buffer, which is kept in `tags` and neither moved nor
         // accessed until the command's completion is collected. The driver transfers at most
-        // `max_io_bytes` of the device, the length of every buffer. A driver that does not copy
-        // gets no memory. The file is open as long as the ring exists.
+        // `max_io_bytes` of the device, the length of every buffer. If the driver does not copy,
+        // the command has no pointer. The file is open as long as the ring exists.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(u64::from(tag))) };
         if pushed.is_err() {
             if let Some(place) = self.tags.get_mut(usize::from(tag)) {
@@ -326,8 +329,8 @@ impl Queue {
         if !self.has_image {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // For a registered buffer of the kernel's memory, the address is an offset from its
-        // start.
+        // If a call uses a registered buffer of the kernel's memory, its address is an offset from
+        // the buffer's start.
         let at = std::ptr::without_provenance_mut::<u8>(skip);
         let entry: Entry = if call.writes {
             let flags = if call.dsync { libc::RWF_DSYNC } else { 0 };
@@ -338,7 +341,7 @@ impl Queue {
         };
         let entry = entry.user_data(CALL | u64::from(tag));
         // SAFETY: the kernel owns the memory, keeps it while a call uses it, and checks that the
-        // call stays inside. The ring has the file.
+        // call does not exceed it. The ring holds the file.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.map_err(|_| io::ErrorKind::WouldBlock)?;
         *place = Tag::Called;
@@ -368,7 +371,7 @@ impl Queue {
         self.ring.submission().len()
     }
 
-    /// Polls `event` once: the next wait ends when it becomes readable.
+    /// Polls `event` once: when the event becomes readable, the next wait ends.
     pub(super) fn arm(&mut self, event: BorrowedFd<'_>) {
         if self.armed {
             return;
@@ -379,7 +382,7 @@ impl Queue {
         self.armed = pushed.is_ok();
     }
 
-    /// Starts the timer once: the next wait ends after a second.
+    /// Starts the timer once: after a second, the next wait ends.
     pub(super) fn tick(&mut self) {
         if self.ticking {
             return;
@@ -390,7 +393,7 @@ impl Queue {
         self.ticking = pushed.is_ok();
     }
 
-    /// Submits prepared commands and gets completions, in one system call. With `wait`, the call
+    /// Submits prepared commands and gets completions, by one system call. With `wait`, the call
     /// blocks until there is a completion.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
         let prepared = self.ring.submission().len() as u32;
@@ -403,7 +406,8 @@ impl Queue {
             // EBUSY means that the completion queue has overflowed and must be collected first.
             Ok(_) | Err((io::ErrorKind::Interrupted | io::ErrorKind::ResourceBusy, _)) => Ok(()),
             Err((io::ErrorKind::WouldBlock, _)) => {
-                // EAGAIN means that the kernel has no memory for a command, which stays prepared.
+                // EAGAIN means that the kernel has no memory for a command. The command stays
+                // prepared.
                 std::thread::sleep(Duration::from_millis(1));
                 Ok(())
             }
@@ -411,7 +415,7 @@ impl Queue {
         }
     }
 
-    /// Passes the events up to the last [`enter`](Self::enter) to `each`.
+    /// Passes the events that were available at the last [`enter`](Self::enter) to `each`.
     pub(super) fn collect(&mut self, mut each: impl FnMut(Event)) {
         for completion in self.ring.completion() {
             let (whose, result) = (completion.user_data(), completion.result());
@@ -463,19 +467,20 @@ impl Drop for Queue {
             self.collect(|_| {});
         }
         if self.has_image {
-            // Explicit, because the kernel destroys the ring asynchronously.
+            // The files are unregistered explicitly, because the kernel destroys the ring
+            // asynchronously.
             let _ = self.ring.submitter().unregister_files();
         }
         if self.tags.iter().any(|tag| matches!(tag, Tag::Driver(_))) {
-            // Leaked, because the kernel cancels its commands asynchronously after the ring is
-            // closed.
+            // The buffers are leaked, because the kernel cancels the commands asynchronously after
+            // the ring is closed.
             std::mem::forget(std::mem::take(&mut self.tags));
         }
     }
 }
 
-/// Creates a ring with the best mode of the kernel: completions are processed when this thread
-/// enters the kernel (6.1), or without interrupting the thread (5.19).
+/// Creates a ring with the best mode that the kernel supports: completions are processed when this
+/// thread enters the kernel (6.1), or without interrupting the thread (5.19).
 fn build(entries: u32) -> io::Result<IoUring> {
     let mut plain = IoUring::builder();
     plain.setup_submit_all().setup_coop_taskrun();

@@ -7,11 +7,11 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub(super) const SECTOR: u64 = 512;
 /// Largest queue depth, which determines the spacing of the queues' descriptor arrays.
 pub(super) const MAX_DEPTH: u64 = 4096;
-/// Result of a command that waited for a request when the device was stopped:
+/// Result of a command that was waiting for a request when the device was stopped:
 /// `UBLK_IO_RES_ABORT`, which is `-ENODEV`.
 pub(super) const ABORTED: i32 = -19;
 
-/// Encoding `_IOC(direction, 'u', number, size)`.
+/// Encodes `_IOC(direction, 'u', number, size)`.
 const fn encode(direction: u32, number: u32, size: usize) -> u32 {
     direction << 30 | (size as u32) << 16 | (b'u' as u32) << 8 | number
 }
@@ -49,28 +49,28 @@ pub(super) mod io {
     pub(in super::super) const COMMIT_AND_FETCH_REQ: u32 = encode(3, 0x21, size_of::<IoCommand>());
 }
 
-/// Feature flags of a device: those that are requested, and those that are not supported.
+/// Feature flags of a device: those that this program requests, and those that it does not support.
 pub(super) mod feature {
-    /// The device outlives its server, and new requests wait for the next server.
+    /// The device outlives its server. New requests wait for the next server.
     pub(in super::super) const USER_RECOVERY: u64 = 1 << 3;
-    /// Requests that the dead server had not answered are issued to the next server again.
+    /// The next server gets the requests that the dead server had not answered.
     pub(in super::super) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
-    /// A stop can be made to fail while the device is open (`UBLK_CMD_TRY_STOP_DEV`).
+    /// A stop can fail if the device is open (`UBLK_CMD_TRY_STOP_DEV`).
     pub(in super::super) const SAFE_STOP: u64 = 1 << 17;
     /// The server copies data, by reads and writes of `/dev/ublkcN`.
     pub(in super::super) const USER_COPY: u64 = 1 << 7;
-    /// Zero copy: the memory of requests is registered with the ring of the queue.
+    /// Zero copy: the driver registers the memory of requests with the ring of the queue.
     pub(in super::super) const AUTO_BUF_REG: u64 = 1 << 11;
-    /// Present since Linux 6.17. These kernels wait for the calls of a dead server on registered
-    /// memory before the next server gets the request.
+    /// Flag that kernels since Linux 6.17 have. If a dead server has calls on registered memory in
+    /// flight, these kernels wait for them before the next server gets the request.
     pub(in super::super) const BUF_REG_OFF_DAEMON: u64 = 1 << 14;
     /// Zero copy, with copies by the server for requests without registered memory.
     pub(in super::super) const ZERO_COPY: u64 = USER_COPY | AUTO_BUF_REG;
-    /// Unsupported: other transfers of data (manual registration, fetch on demand, batches,
-    /// shared memory), zones, integrity data, and devices of unprivileged users.
+    /// Unsupported features: other methods of data transfer (manual registration, fetch on demand,
+    /// batches, shared memory), zones, integrity data, and devices of unprivileged users.
     const FOREIGN: u64 = 1 | 1 << 2 | 1 << 5 | 1 << 8 | 1 << 15 | 1 << 16 | 1 << 19;
 
-    /// True if a device with these flags transfers requests in a way that is not supported.
+    /// True if a device with these flags transfers data by an unsupported method.
     pub(in super::super) fn is_foreign(flags: u64) -> bool {
         flags & FOREIGN != 0 || !matches!(flags & ZERO_COPY, 0 | ZERO_COPY)
     }
@@ -83,8 +83,8 @@ pub(super) mod feature {
 }
 
 /// Encoded `struct ublk_auto_buf_reg` for the `addr` field of a command: the index in the ring's
-/// buffer table at which the next request's memory is registered. A request whose memory cannot
-/// be registered comes without (`UBLK_AUTO_BUF_REG_FALLBACK`), and has
+/// buffer table at which the next request's memory is registered. If the memory of a request cannot
+/// be registered, the request arrives without it (`UBLK_AUTO_BUF_REG_FALLBACK`), and has
 /// [`operation::NOT_REGISTERED`] set.
 pub(super) fn registered_at(index: u16) -> u64 {
     u64::from(index) | 1 << 16
@@ -152,7 +152,7 @@ pub(super) mod parameter {
     pub(in super::super) const MEMORY: u32 = 1 << 4;
 }
 
-/// Device parameters, `struct ublk_params`, as far as they are used.
+/// Device parameters, `struct ublk_params`, up to the last field that is used.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -161,12 +161,12 @@ pub(super) struct Parameters {
     pub(super) len: u32,
     pub(super) types: u32,
     pub(super) attributes: u32,
-    /// Block sizes as exponents of two, in bytes.
+    /// Logical block size in bytes, as an exponent of two. The next fields are other block sizes.
     pub(super) logical_block: u8,
     pub(super) physical_block: u8,
     pub(super) io_optimal: u8,
     pub(super) io_minimal: u8,
-    /// Lengths in sectors, here and in the following fields.
+    /// Largest request in sectors. The following lengths are also in sectors.
     pub(super) max_request: u32,
     pub(super) chunk: u32,
     pub(super) size: u64,
@@ -178,9 +178,9 @@ pub(super) struct Parameters {
     pub(super) max_write_zeroes: u32,
     pub(super) max_discard_segments: u16,
     pub(super) reserved: u16,
-    /// Device numbers, and zones.
+    /// Fields for device numbers and zones.
     pub(super) unused: [u32; 12],
-    /// Bits that are zero in the addresses of a request's memory.
+    /// Mask of the address bits that must be zero in the memory of a request.
     pub(super) memory_mask: u32,
     pub(super) rest: [u32; 2],
 }
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn commands_are_the_kernels_numbers() {
-        // Values printed by a C program with the kernel's header.
+        // The values were printed by a C program with the kernel's header.
         assert_eq!(control::GET_DEV_INFO, 0x8020_7502);
         assert_eq!(control::ADD_DEV, 0xc020_7504);
         assert_eq!(control::END_USER_RECOVERY, 0xc020_7511);
@@ -275,11 +275,11 @@ mod tests {
 
     #[test]
     fn a_requests_memory_is_named_as_the_kernel_has_it() {
-        // Encoding of `ublk_auto_buf_reg_to_sqe_addr`: the index, a flag, and zeroes.
+        // `ublk_auto_buf_reg_to_sqe_addr` encodes the index, a flag, and zeroes.
         assert_eq!(registered_at(0), 0x1_0000);
         assert_eq!(registered_at(0x7f), 0x1_007f);
         assert_eq!(registered_at(u16::MAX), 0x1_ffff);
-        // Constants `UBLKSRV_IO_BUF_OFFSET`, `UBLK_QID_OFF` and `UBLK_TAG_OFF`.
+        // The values follow from `UBLKSRV_IO_BUF_OFFSET`, `UBLK_QID_OFF` and `UBLK_TAG_OFF`.
         assert_eq!(data_of(0, 0), 0x8000_0000);
         assert_eq!(data_of(0, 1), 0x8200_0000);
         assert_eq!(data_of(1, 127), 0x200_8000_0000 + 127 * (32 << 20));

@@ -2,8 +2,8 @@
 //! layer's memory.
 //!
 //! The kernel registers the memory of a request with the queue's ring before the thread sees the
-//! request. So the thread makes the calls on the file itself, by that ring, without a copy. The
-//! disk's [`RawFile`] interprets the results of the calls, as for the disk's own queues.
+//! request. So the thread itself makes the calls on the file, by that ring, without a copy. The
+//! disk's [`RawFile`] interprets the results of the calls, as it does for the disk's own queues.
 
 use super::request::Action;
 use rustix::io::Errno;
@@ -16,7 +16,7 @@ pub(super) struct ZeroCopy {
     file: RawFile,
     timeout: Duration,
     read_only: bool,
-    /// Requests, by tag.
+    /// Requests in flight, by tag.
     moving: Vec<Option<Moving>>,
     pending: usize,
 }
@@ -31,23 +31,23 @@ struct Moving {
 /// Next step for a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Make this call.
+    /// Make this call on the file.
     Call(RawCall),
-    /// Answer the request: the number of bytes transferred, or the error.
+    /// Answer the request with the number of bytes transferred, or with the error.
     Answer(Result<usize, DiskError>),
-    /// Execute the request on the disk, with a copy.
+    /// Execute the request on a queue of the disk, with a copy.
     Disk(Action, u64),
 }
 
 impl ZeroCopy {
-    /// Creates the state for `depth` requests to a disk that `file` backs completely. Each
-    /// request may take as long as `timeout`.
+    /// Creates the state for `depth` requests to a disk that consists of `file`. A request that
+    /// takes longer than `timeout` is cancelled.
     pub(super) fn new(file: RawFile, geometry: &Geometry, timeout: Duration, depth: usize) -> Self {
         let moving = (0..depth).map(|_| None).collect();
         Self { file, timeout, read_only: geometry.read_only, moving, pending: 0 }
     }
 
-    /// File on which the calls are made.
+    /// File for the calls.
     pub(super) fn file(&self) -> &RawFile {
         &self.file
     }
@@ -77,8 +77,8 @@ impl ZeroCopy {
         Next::Call(call)
     }
 
-    /// Processes the end of a call, with the number of bytes or a negative error number. `None`
-    /// if the tag has no request in flight.
+    /// Processes the end of a call. `result` is the number of bytes or a negative error number.
+    /// Returns `None` if the tag has no request in flight.
     pub(super) fn ended(&mut self, tag: u16, result: i32) -> Option<Next> {
         let place = self.moving.get_mut(usize::from(tag))?;
         let moving = place.as_mut()?;
@@ -110,7 +110,7 @@ impl ZeroCopy {
     }
 }
 
-/// Error number to answer, as for [`shadowbell_block::BlockError::errno`].
+/// Error number for the answer, as in [`shadowbell_block::BlockError::errno`].
 pub(super) fn errno(error: &DiskError) -> Errno {
     match error {
         DiskError::ReadOnly => Errno::PERM,
@@ -136,7 +136,8 @@ mod tests {
     const READ: Action = Action::Read { len: 4096 };
     const WRITE: Action = Action::Write { len: 4096, fua: true };
 
-    /// `None` if the file system does not support direct I/O.
+    /// Creates the state for a temporary file. Returns `None` if the file system does not support
+    /// direct I/O.
     fn zero_copy(geometry: &Geometry) -> Option<(tempfile::NamedTempFile, ZeroCopy)> {
         let image = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         File::options().write(true).open(image.path()).unwrap().set_len(1 << 20).unwrap();
@@ -146,7 +147,7 @@ mod tests {
         if file.is_none() {
             eprintln!("skipped: there is no direct I/O here");
         }
-        // A limit for times that the tests give.
+        // The timeout does not expire; the tests pass times to the state.
         Some((image, ZeroCopy::new(file?, geometry, Duration::from_secs(1), 4)))
     }
 
@@ -159,12 +160,13 @@ mod tests {
         let call = RawCall { writes: true, dsync: true, skip: 0, offset: 8192, len: 4096 };
         assert_eq!(zero_copy.begin(3, WRITE, 8192), Next::Call(call));
         assert_eq!(zero_copy.pending(), 1);
-        // A tag has one request at a time, and the number of tags is limited.
+        // A tag that has a request in flight, and a tag beyond the number of tags, use the disk's
+        // queue.
         assert_eq!(zero_copy.begin(3, READ, 0), Next::Disk(READ, 0));
         assert_eq!(zero_copy.begin(4, READ, 0), Next::Disk(READ, 0));
         assert_eq!(zero_copy.ended(3, 4096), Some(Next::Answer(Ok(4096))));
         assert_eq!((zero_copy.ended(3, 4096), zero_copy.pending()), (None, 0));
-        // Beyond the end of the disk, no call is made.
+        // For a request beyond the end of the disk, no call is made.
         let beyond = Next::Answer(Err(DiskError::OutOfRange));
         assert_eq!(zero_copy.begin(0, READ, 1 << 20), beyond);
         assert_eq!(zero_copy.pending(), 0);

@@ -1,4 +1,4 @@
-//! virtio-blk request, read from the queue's descriptors, with its data left in the guest's
+//! virtio-blk request that is read from the queue's descriptors. Its data stays in the guest's
 //! memory.
 
 use super::request::{Action, HEADER, MAX_PIECES, Rules, SEGMENT, Status, understand};
@@ -45,14 +45,14 @@ pub(super) struct Request {
 /// Reason for the refusal of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bad {
-    /// The request is answered with this status, at this address.
+    /// The request is answered with this status, which is written to this address.
     Status(Status, u64),
-    /// The request has no room for a status.
+    /// The request has no writable byte for a status.
     NoRoom,
 }
 
 impl Chain {
-    /// Number of memory pieces, up to one more than the limit.
+    /// Number of memory pieces. The count ends at one more than the limit.
     pub(super) fn pieces(&self) -> usize {
         (self.read.len() + self.write.len()).min(MAX_PIECES + 1)
     }
@@ -73,7 +73,7 @@ impl Chain {
             let Some(descriptor) = found else { return };
             if descriptor.flags & INDIRECT != 0 {
                 let entries = descriptor.len as usize / DESCRIPTOR;
-                // A nested or too long indirect table ends the chain.
+                // A nested or too long indirect descriptor table ends the chain.
                 let Ok(entries) = u16::try_from(entries) else { return };
                 if table.is_some() {
                     return;
@@ -94,13 +94,13 @@ impl Chain {
         }
     }
 
-    /// Decodes the request, and removes header and status from the chain.
+    /// Decodes the request, and removes its header and its status byte from the chain.
     #[inline]
     pub(super) fn parse(&mut self, view: &View, rules: &Rules) -> Result<Request, Bad> {
         let is_too_long = self.pieces() > MAX_PIECES;
         let status = take_last(&mut self.write);
         if is_too_long {
-            // Releases the allocation: otherwise, each slot could come to hold one of this size.
+            // The allocation is released. Otherwise, each slot could keep one of this size.
             *self = Self::default();
         }
         let status = status.ok_or(Bad::NoRoom)?;
@@ -162,7 +162,8 @@ fn take_last(pieces: &mut Vec<Piece>) -> Option<u64> {
     }
 }
 
-/// Removes as many bytes from the start as `into` has, and reads them.
+/// Reads bytes from the start of the pieces, and removes them. Their number is the length of
+/// `into`.
 #[inline]
 fn take_first(pieces: &mut Vec<Piece>, view: &View, into: &mut [u8]) -> Option<()> {
     let (mut done, mut whole) = (0, 0);
@@ -181,7 +182,7 @@ fn take_first(pieces: &mut Vec<Piece>, view: &View, into: &mut [u8]) -> Option<(
     Some(())
 }
 
-/// Range of `len` bytes from offset `from` in the pieces.
+/// Appends the range of `len` bytes from offset `from` of the pieces to `into`.
 pub(super) fn part(pieces: &[Piece], from: u64, len: u64, into: &mut Vec<Piece>) {
     into.clear();
     let (mut skip, mut left) = (from as usize, len as usize);

@@ -17,8 +17,8 @@
 //!
 //! # When this process dies
 //!
-//! The requests in flight are recorded in memory that the frontend keeps (`inflight`). The
-//! frontend reconnects to another process at the same socket, and the guest continues.
+//! The requests in flight are recorded in memory that the frontend keeps (`inflight`). The frontend
+//! reconnects to the next process at the same socket path, and the guest continues.
 //!
 //! # Not implemented
 //!
@@ -59,11 +59,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Pause after a frontend could not be accepted, for lack of descriptors, memory or threads, or
-/// because files of an earlier frontend are still being closed.
+/// Pause after a frontend could not be accepted. Either descriptors, memory or threads are
+/// exhausted, or files of an earlier frontend are still being closed.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Reason for which a device could not be started.
+/// Reason why a device could not be started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
@@ -96,7 +96,7 @@ impl ServerShared {
     }
 }
 
-/// virtio-blk device behind a vhost-user socket. Dropping it is equivalent to
+/// virtio-blk device behind a vhost-user socket. A drop has the same effect as
 /// [`stop`](Self::stop).
 pub struct VhostUserBlk {
     shared: Arc<ServerShared>,
@@ -105,10 +105,11 @@ pub struct VhostUserBlk {
 }
 
 impl VhostUserBlk {
-    /// Serves `disk` at the UNIX socket `path`. `id` is the serial number for the guest, of which
-    /// the first 20 bytes count.
+    /// Serves `disk` at the UNIX socket `path`. The first 20 bytes of `id` are the serial number
+    /// for the guest.
     ///
     /// # Errors
+    ///
     /// [`StartError`] if the socket or the thread cannot be created.
     pub fn start(disk: BlockDevice, path: &Path, id: &str) -> Result<Self, StartError> {
         if path.is_dir() {
@@ -160,7 +161,7 @@ struct Offered {
     id: String,
 }
 
-/// Serves one frontend after the other.
+/// Serves frontends one after the other.
 fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: &ServerShared) {
     let closer = Arc::default();
     loop {

@@ -1,10 +1,10 @@
 //! Limit for sparse accesses to the guest's memory.
 //!
-//! A frontend can share sparse memory, and each touched 2 MiB of it cost a page table
-//! ([`shadowbell_memory::page_tables`]). Therefore the queues of a device count the page tables
-//! that they may have caused (`places`), if the device's memory is large enough for the limit to
-//! matter. After a number of places, the page tables are checked, and no queue takes more requests
-//! until the check is finished.
+//! A frontend can share sparse memory, each 2 MiB of which need a page table when they are touched
+//! ([`shadowbell_memory::page_tables`]). If the device's memory is large enough for the limit, the
+//! queues of the device count the page tables that their accesses may have allocated (`places`).
+//! After a certain number, the page tables are checked, and no queue takes more requests until the
+//! check has ended.
 
 use ::shadowbell_memory::page_tables::{self, Look, SPEND};
 use parking_lot::Mutex;
@@ -12,21 +12,21 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-/// Largest number of memory pieces of the requests in flight of all queues, if places are
-/// counted: they are touched after the check for which the queues have waited.
+/// Largest number of memory pieces of the requests in flight of all queues, while places are
+/// counted. These pieces may be touched after the check, so they add to the limit.
 const IN_FLIGHT: usize = 4096;
 
 /// Counter of the places that the queues of a device touch.
 #[derive(Debug)]
 pub(super) struct PageTableQuota {
-    /// Largest number of memory pieces in flight per queue; the largest value if nothing is
-    /// counted.
+    /// Largest number of memory pieces in flight per queue. It has the maximum value while nothing
+    /// is counted.
     in_flight: AtomicUsize,
     queues: usize,
     /// Number of places since the last check.
     places: AtomicU64,
     look: Mutex<Option<Look>>,
-    /// True while a check is awaited.
+    /// True while the queues wait for a check.
     waits: AtomicBool,
 }
 
@@ -48,12 +48,13 @@ impl PageTableQuota {
         self.in_flight.store(pieces, Relaxed);
     }
 
-    /// Largest number of memory pieces of a queue's requests, if there is more than one request.
+    /// Largest number of memory pieces of a queue's requests in flight. A single request may exceed
+    /// it.
     pub(super) fn most_in_flight(&self) -> usize {
         self.in_flight.load(Relaxed)
     }
 
-    /// Counts touched pieces of memory.
+    /// Counts pieces of memory that will be touched.
     pub(super) fn add(&self, pieces: usize) {
         if self.most_in_flight() == usize::MAX {
             return;
@@ -70,7 +71,7 @@ impl PageTableQuota {
         }
     }
 
-    /// True while no more requests may be taken, because a check runs. No event signals the end of
+    /// True while a check runs, during which no requests may be taken. No event signals the end of
     /// the check, so the caller polls.
     pub(super) fn must_wait(&self) -> bool {
         if !self.waits.load(SeqCst) {

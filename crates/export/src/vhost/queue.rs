@@ -1,4 +1,4 @@
-//! State of one virtio queue that remains while the queue is not served.
+//! State of a virtio queue that is kept while the queue is not served.
 
 use super::device::Device;
 use super::inflight::{Found, Senseless, Tracker};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// Result of an attempt to serve a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Served {
-    /// The queue was served, until something changed.
+    /// The queue was served until its configuration or the memory changed.
     UntilChange,
     /// The queue cannot be served in its current configuration.
     Impossible,
@@ -26,15 +26,15 @@ pub(super) enum Served {
 pub(super) struct BlkQueue {
     disk: BlockDevice,
     index: usize,
-    /// Heads of the requests in flight of a dead process, which are executed again.
+    /// Heads of the requests that a dead process had in flight. They are executed again.
     again: VecDeque<u16>,
-    /// True if the queue was prepared since the frontend last started it.
+    /// True if the queue was prepared after its last start by the frontend.
     has_begun: bool,
     /// In-flight tracking, if the frontend has shared memory for it.
     tracker: Option<Tracker<SharedBytes>>,
     /// Value of [`shadowbell_memory::sigbus::faults`] at the last check.
     faults: u64,
-    /// True once an invalid queue was logged as a warning.
+    /// True if an invalid queue was already logged as a warning.
     complained: bool,
 }
 
@@ -51,13 +51,13 @@ impl BlkQueue {
         }
     }
 
-    /// Logs that the guest's queue is invalid: a warning the first time, debug output later.
+    /// Logs that the guest's queue is invalid: the first time as a warning, later as debug output.
     fn complain(&mut self, error: &dyn std::fmt::Display) {
         complain(&mut self.complained, self.index, error);
     }
 
-    /// Prepares the queue after a start by the frontend, with the requests in flight of a dead
-    /// process. Returns true if the queue may be served.
+    /// Prepares the queue after a start by the frontend, and finds the requests that a dead process
+    /// had in flight. Returns true if the queue may be served.
     fn begin_queue(&mut self, device: &Device, vring: &Ring) -> bool {
         if self.has_begun {
             return true;
@@ -91,8 +91,8 @@ impl BlkQueue {
         true
     }
 
-    /// Restores the queue's position from the in-flight region, after the death of a process or
-    /// after a stop of the queue. The requests in flight of a dead process are executed again.
+    /// Restores the queue's position from the in-flight tracking, after the death of a process or
+    /// after a stop of the queue. The requests that were in flight are executed again.
     fn go_on(&mut self, vring: &Ring, found: &Found) {
         self.again = found.heads.iter().copied().collect();
         vring.config().next_available = found.available;
@@ -104,7 +104,7 @@ impl BlkQueue {
         vring.signal();
     }
 
-    /// Serves the queue until anything changes.
+    /// Serves the queue until its configuration or the memory changes.
     pub(super) fn serve(&mut self, device: &Device, vring: &Ring) -> Served {
         let (disk, index) = (self.disk.clone(), self.index);
         let mut complained = self.complained;
@@ -143,12 +143,12 @@ impl BlkQueue {
         }
         let _serving = vring.begin_serving();
         let seen = vring.changes();
-        // A stop after this point changes the counter that was read above; an earlier one is
-        // visible in `runs`.
+        // If the queue is stopped after this check, the counter that was read above changes. If it
+        // was stopped before, `runs` returns false.
         if !vring.config().runs() {
             return Served::UntilChange;
         }
-        // The memory and the ring may have changed before the counter was read, so they are
+        // The memory and the ring may have changed before the counter was read, so both are
         // looked up again.
         let Some((table, ring)) = find() else {
             self.complain(&nowhere);
@@ -172,12 +172,12 @@ impl BlkQueue {
         }
     }
 
-    /// Stops the queue, on request of the frontend or after its disconnect. The requests in flight
-    /// have completed, or the disk does not complete them.
+    /// Stops the queue, because the frontend has requested it or has disconnected. The requests in
+    /// flight have completed, unless the disk does not complete them.
     pub(super) fn stop(&mut self) {
         self.has_begun = false;
         self.tracker = None;
-        // The in-flight tracking still has these requests.
+        // These requests are still marked in the in-flight tracking.
         self.again.clear();
     }
 }

@@ -10,8 +10,8 @@ pub(super) const HEADER: usize = 16;
 pub(super) const SECTOR: u64 = 512;
 /// Largest number of data bytes per request.
 pub(super) const MAX_DATA: usize = 32 << 20;
-/// Largest number of memory pieces per request: a chain is no longer than the longest queue,
-/// including indirect descriptor tables (Virtio 1.2, 2.7.5.3.1).
+/// Largest number of memory pieces per request. A chain, including an indirect descriptor table, is
+/// no longer than the longest queue (Virtio 1.2, 2.7.5.3.1).
 pub(super) const MAX_PIECES: usize = QUEUE_SIZE;
 /// Length of the device's serial number in bytes.
 pub(super) const ID: usize = 20;
@@ -42,7 +42,7 @@ pub(super) enum Action {
         len: u64,
         how: Zeroes,
     },
-    /// No disk operation: the answer is already in the data.
+    /// No disk operation: the data already has the answer.
     Answer,
 }
 
@@ -50,11 +50,12 @@ pub(super) enum Action {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules {
     pub(super) geometry: Geometry,
-    /// True if the guest's driver does not flush, so that every write must be durable at once.
+    /// True if the guest's driver does not send flushes. Then every write must be durable when it
+    /// completes.
     pub(super) write_through: bool,
 }
 
-/// Answer to a request for the serial number, cut to the available room.
+/// Answer to a request for the serial number. It is cut to the length `room`.
 pub(super) fn identifier(id: &[u8], room: usize) -> Vec<u8> {
     let mut data = id.get(..ID.min(id.len())).unwrap_or_default().to_vec();
     data.resize(ID.min(room), 0);
@@ -86,7 +87,7 @@ pub(super) fn understand(
         1 if whole(given) => changes((Action::Write { fua: rules.write_through }, offset)),
         4 => Ok((Action::Flush, 0)),
         8 => Ok((Action::Answer, 0)),
-        // The configuration space allows one segment per request.
+        // The configuration space permits only one segment per request.
         11 | 13 if given == SEGMENT => changes(range(kind == 11, segment().ok_or(bad)?, rules)?),
         0 | 1 | 11 | 13 => Err(bad),
         _ => Err(Status::Unsupported),
@@ -99,7 +100,7 @@ fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<(Action
     let sector = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
     let len = u64::from(u32::from_le_bytes([n0, n1, n2, n3])) * SECTOR;
     let flags = u32::from_le_bytes(flags);
-    // The only flag is "unmap", and a discard must not have it (Virtio 1.2, 5.2.6.2).
+    // The only defined flag is "unmap". A discard must not have it (Virtio 1.2, 5.2.6.2).
     if flags & !1 != 0 || (discard && flags != 0) || (discard && !rules.geometry.discard) {
         return Err(Status::Unsupported);
     }

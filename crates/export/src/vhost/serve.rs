@@ -1,9 +1,9 @@
 //! Serving of one virtio queue: requests are taken from the guest's rings, executed on the thread's
 //! queue on the disk, and answered.
 //!
-//! The disk transfers the data from and to the guest's memory, without a copy in between, if a
-//! request consists of whole blocks. The thread polls the available ring for a while before it
-//! sleeps, and suppresses notifications meanwhile.
+//! If a request consists of whole blocks, the disk transfers the data directly from and to the
+//! guest's memory. The thread polls the available ring for some time before it sleeps. While it
+//! polls, it suppresses notifications.
 
 use super::chain::{Bad, Chain, Job as Parsed, Piece, Request, part};
 use super::device::Device;
@@ -27,16 +27,16 @@ use std::time::{Duration, Instant};
 
 /// Largest number of requests in flight.
 const SLOTS: usize = 128;
-/// Largest number of bytes that the disk is asked to prefetch for a request.
+/// Largest number of bytes that the disk prefetches for a request.
 const PREFETCH: u64 = 1 << 20;
-/// Time limit for the requests in flight of a queue that is left, until they are cancelled; and
-/// the time limit after that.
+/// Time limit for the requests in flight of a queue that is no longer served. After this time they
+/// are cancelled. `CANCELLED` is the time limit after the cancellation.
 const FINISH: Duration = Duration::from_secs(60);
 const CANCELLED: Duration = Duration::from_secs(5);
-/// Polling interval while a page table check is awaited.
+/// Polling interval of a thread that waits for a page table check.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Disk operation with its data, in the guest's memory.
+/// Disk operation, and its data in the guest's memory.
 pub(super) struct Job {
     op: Op,
     offset: u64,
@@ -44,7 +44,7 @@ pub(super) struct Job {
     data: Segments,
 }
 
-/// Result of a job, which returns its list of segments.
+/// Result of a job. It returns the job's list of segments.
 pub(super) struct Completed {
     outcome: Result<(), BlockError>,
     data: Segments,
@@ -75,21 +75,21 @@ pub(super) async fn carry_out(disk: BlockQueue, job: Job) -> Completed {
 struct Pending {
     head: u16,
     status: u64,
-    /// Number of bytes in the guest's memory that a read fills.
+    /// Number of bytes of a read that are written to the guest's memory.
     len: u32,
     /// Number of memory pieces.
     pieces: usize,
 }
 
-/// State of a queue that outlives a [`ServedQueue`].
+/// State of a queue that exists longer than a [`ServedQueue`].
 pub(super) struct Context<'a> {
     pub(super) index: usize,
     pub(super) device: &'a Device,
     pub(super) vring: &'a Ring,
     pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
-    /// Heads of the requests in flight of a dead process, which are executed again.
+    /// Heads of the requests that a dead process had in flight. They are executed again.
     pub(super) again: &'a mut VecDeque<u16>,
-    /// Change counter of the queue when it was looked up.
+    /// Change counter of the queue when its configuration was read.
     pub(super) seen: u64,
     pub(super) faults: u64,
 }
@@ -106,12 +106,12 @@ pub(super) struct ServedQueue<'a, F> {
     disk: BlockQueue,
     make: fn(BlockQueue, Job) -> F,
     kick: Option<EventFd>,
-    /// Requests that are delayed until two later ones are known, so that the disk's memory is
-    /// prefetched by then. `None` if the disk needs no prefetch.
+    /// Requests whose start is delayed until two later requests are known, so that the disk can
+    /// prefetch its memory. `None` if the disk needs no prefetch.
     ready: Option<VecDeque<(usize, Job)>>,
     /// Requests in flight, by slot.
     requests: Vec<Pending>,
-    /// Memory pieces of the requests in flight.
+    /// Number of memory pieces of the requests in flight.
     pieces: usize,
     /// Request that waits for a slot.
     stalled: Option<u16>,
@@ -119,16 +119,16 @@ pub(super) struct ServedQueue<'a, F> {
     part: Vec<Piece>,
     /// Unused lists of segments, kept for their capacity.
     spare: Vec<Segments>,
-    /// Completed requests; empty between uses, kept for its capacity.
+    /// Completed requests. The list is empty between uses, and keeps its capacity.
     done: Vec<(usize, Completed)>,
 }
 
 impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     /// Creates the state for a queue in its current configuration, with the current guest memory.
-    /// `make` is [`carry_out`], whose future has no name.
+    /// `make` is [`carry_out`]. It is a parameter, because the type of its future has no name.
     ///
     /// # Errors
-    /// The error of the system call if the resources of the disk's queue are exhausted.
+    /// The error of the system call if the resources for the disk's queue are exhausted.
     pub(super) fn new(
         context: Context<'a>,
         ring: SplitRing,
@@ -164,11 +164,12 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         })
     }
 
-    /// Serves the queue until something changes, and completes the requests in flight. `complain`
-    /// is called if the queue is invalid.
+    /// Serves the queue until its configuration or the memory changes. Then completes the requests
+    /// in flight. `complain` is called if the queue is invalid.
     pub(super) fn serve(mut self, complain: &mut dyn FnMut(&InvalidIndex)) {
         while self.poll(complain) {
-            // A request that waits for memory is not woken.
+            // No event is signalled for a request that waits for a page table check, so the sleep
+            // has a limit.
             self.sleep(self.stalled.map(|_| Instant::now() + LOOK));
         }
         let _touches_memory = Awake::new();
@@ -185,7 +186,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         }
     }
 
-    /// Serves the queue until the polling time has passed without work. Returns false if the thread
+    /// Serves the queue until there was no work for the polling time. Returns false if the thread
     /// has to stop serving the queue.
     fn poll(&mut self, complain: &mut dyn FnMut(&InvalidIndex)) -> bool {
         let _touches_memory = Awake::new();
@@ -196,8 +197,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
                     continue;
                 }
                 Ok(false) => {}
-                // After the next notification, the queue may be valid again, unless its memory is
-                // gone.
+                // The guest may have corrected the queue by its next notification, unless its
+                // memory is lost.
                 Err(error) => {
                     complain(&error);
                     return !self.must_leave();
@@ -206,7 +207,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             if self.io.looks_again() {
                 continue;
             }
-            // While a request waits for a slot, a notification would be useless.
+            // While a request waits for a slot, the thread can take no more requests, so it needs
+            // no notifications.
             if self.stalled.is_some() || !self.ring.ask_for_kicks() {
                 return true;
             }
@@ -214,8 +216,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         false
     }
 
-    /// Executes the requests of the queue, including those that arrive meanwhile, until there is
-    /// none left.
+    /// Executes all requests of the queue, including those that arrive during the call.
     pub(super) fn run_dry(mut self, complain: &mut dyn FnMut(&InvalidIndex)) {
         loop {
             match self.pass(true) {
@@ -229,8 +230,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         }
     }
 
-    /// True if the thread has to stop serving the queue: its configuration has changed, or memory
-    /// of the guest was lost.
+    /// True if the thread has to stop serving the queue, because its configuration has changed or
+    /// memory of the guest was lost.
     #[inline]
     fn must_leave(&mut self) -> bool {
         if self.has_changed() {
@@ -247,15 +248,15 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         false
     }
 
-    /// True if the configuration has changed, so that no more requests may be taken.
+    /// True if the configuration has changed. Then no more requests may be taken.
     #[inline]
     fn has_changed(&self) -> bool {
         let Context { device, vring, seen, .. } = &self.context;
         device.is_over() || vring.changes() != *seen
     }
 
-    /// Takes new requests if `takes` is set, starts them, and answers completed ones. Returns
-    /// true if there was any work.
+    /// If `takes` is true, takes new requests and starts them. Then answers completed requests.
+    /// Returns true if there was any work.
     #[inline]
     fn pass(&mut self, takes: bool) -> Result<bool, InvalidIndex> {
         let outcome = self.take(takes);
@@ -267,11 +268,11 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         outcome.map(|taken| any | taken)
     }
 
-    /// Takes requests and starts them. Returns true if there was any.
+    /// Takes requests and starts them. Returns true if there were any.
     #[inline]
     fn take(&mut self, takes: bool) -> Result<bool, InvalidIndex> {
         let mut any = false;
-        // Bounded by the queue size, whatever the guest does to its ring meanwhile.
+        // The loop is limited by the queue size, even if the guest changes its ring all the time.
         for _ in 0..QUEUE_SIZE {
             let left = self.stalled.take().or_else(|| self.context.again.pop_front());
             let head = match left {
@@ -305,7 +306,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         Ok(any)
     }
 
-    /// Delays the start of a request until two later ones are known, or until `begin_rest`.
+    /// Delays the start of a request until two later requests are known, or until `begin_rest`.
     #[inline]
     fn begin_soon(&mut self, slot: usize, job: Job) {
         let Some(ready) = &mut self.ready else { return self.start(slot, job) };
@@ -338,7 +339,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         }
     }
 
-    /// Starts a request. Returns false if there is no slot or no memory for it.
+    /// Starts a request. Returns false if no slot or no memory quota is free for it.
     #[inline]
     fn begin(&mut self, head: u16) -> bool {
         let quota = &self.context.device.page_table_quota;
@@ -353,7 +354,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         }
         quota.add(pieces);
         match self.chain.parse(&self.view, &self.rules) {
-            // An invalid head is not put into the used ring.
+            // A head outside of the queue must not be put into the used ring.
             Err(Bad::NoRoom) if head >= self.ring.size() => {}
             Err(Bad::NoRoom) => self.answer(head, 0),
             Err(Bad::Status(status, at)) => self.end(head, at, 0, status),
@@ -431,7 +432,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         self.context.device.page_table_quota.add(request.pieces);
     }
 
-    /// Answers a request, with `len` bytes of data in the guest's memory.
+    /// Answers a request whose answer has `len` bytes of data in the guest's memory.
     #[inline]
     fn end(&mut self, head: u16, status_at: u64, len: u32, status: Status) {
         let written = self.view.write(status_at, &[status as u8]).is_ok();
@@ -444,19 +445,20 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             self.ring.put(head, len);
             return;
         };
-        // The tracking describes one request at a time, so each answer is published separately.
+        // The tracking can describe only one answer at a time, so each answer is published
+        // separately.
         tracker.answering(head);
         self.ring.put(head, len);
         self.ring.publish();
         tracker.answered(head, self.ring.places().1);
     }
 
-    /// Completes the requests in flight, and stores the positions of the rings.
+    /// Completes the requests in flight, and stores the positions in the rings.
     fn leave(mut self) {
         let device = self.context.device;
         self.ring.ask_for_kicks();
-        // After this call, no request is taken, and the frontend need not wait for the requests in
-        // flight.
+        // From this call on, no request is taken. The frontend need not wait until the requests in
+        // flight complete.
         self.context.vring.end_serving();
         let mut deadline = Instant::now() + FINISH;
         let mut is_cancelled = false;
@@ -470,8 +472,8 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             }
             let now = Instant::now();
             if now >= deadline {
-                // If the next process executed the tracked requests too, the two executions would
-                // conflict, so they are awaited.
+                // The thread waits longer for tracked requests, because the next session would
+                // execute them at the same time.
                 let is_waited_for = self.context.tracker.is_some() && device.is_disconnected();
                 if is_cancelled && (device.is_ending() || !is_waited_for) {
                     break;

@@ -1,6 +1,7 @@
 //! Device side of a split virtqueue (Virtio 1.2, 2.7).
 //!
-//! The guest's memory is looked up once; the rings are then accessed in place.
+//! The location of the rings in this process is looked up once. Afterwards the rings are accessed
+//! directly.
 
 use super::ring::Config;
 use ::shadowbell_memory::{DmaTable, SharedBytes};
@@ -8,14 +9,15 @@ use std::sync::atomic::{Ordering, fence};
 
 /// Size of a descriptor in bytes.
 pub(super) const DESCRIPTOR: usize = 16;
-/// Offsets of the index and of the entries in both rings. The flags are at offset 0.
+/// Offset of the index in both rings. `ENTRIES` is the offset of the entries; the flags are at
+/// offset 0.
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
 /// Size of an entry of the used ring in bytes.
 const USED: usize = 8;
-/// Flag of the used ring: the guest need not send notifications.
+/// Flag of the used ring: the device needs no notifications.
 const NO_NOTIFY: u16 = 1;
-/// Flag of the available ring: the guest wants no interrupt.
+/// Flag of the available ring: the guest needs no interrupts.
 const NO_INTERRUPT: u16 = 1;
 
 /// The index of the available ring announces more requests than the queue has entries.
@@ -23,7 +25,7 @@ const NO_INTERRUPT: u16 = 1;
 #[error("the available ring announces more requests than it has entries")]
 pub(super) struct InvalidIndex;
 
-/// Descriptor, copied from the guest's memory.
+/// Descriptor that was copied from the guest's memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Descriptor {
     pub(super) address: u64,
@@ -47,21 +49,22 @@ pub(super) struct SplitRing {
     descriptors: SharedBytes,
     available: SharedBytes,
     used: SharedBytes,
-    /// Position of the next request, and the index of the available ring at its last read.
+    /// Position of the next request. The next field is the index of the available ring at its last
+    /// read.
     next_available: u16,
     seen: u16,
-    /// Position of the next answer, and the index that is published to the guest.
+    /// Position of the next answer. The next field is the index that was published to the guest.
     next_used: u16,
     published: u16,
-    /// Published index at the last decision on an interrupt.
+    /// Published index at the last decision about an interrupt.
     told: u16,
-    /// True if the guest was asked for notifications.
+    /// True if notifications of the guest are requested.
     wants_kicks: bool,
 }
 
 impl SplitRing {
-    /// Creates the queue in the configuration of the frontend. `None` if a part of it does not
-    /// lie in one region of the guest's memory.
+    /// Creates the queue in the configuration of the frontend. `None` if a part of the queue is not
+    /// completely in one region of the guest's memory.
     pub(super) fn new(queue: &Config, table: &DmaTable) -> Option<Self> {
         let Config { size, event_idx, next_available, next_used, .. } = *queue;
         if !size.is_power_of_two() {
@@ -84,7 +87,7 @@ impl SplitRing {
             told: next_used,
             wants_kicks: true,
         };
-        // Checks the alignment, on which every later access relies.
+        // The loads check the alignment, on which every later access depends.
         ring.available.load_u16_acquire(0)?;
         ring.used.load_u16_acquire(0)?;
         Some(ring)
@@ -94,7 +97,7 @@ impl SplitRing {
         self.size
     }
 
-    /// Positions in the available and the used ring.
+    /// Positions in the available ring and in the used ring.
     pub(super) fn places(&self) -> (u16, u16) {
         (self.next_available, self.next_used)
     }
@@ -103,10 +106,11 @@ impl SplitRing {
         usize::from(index & (self.size - 1))
     }
 
-    /// Takes a request: the index of its first descriptor.
+    /// Takes a request. Returns the index of its first descriptor.
     ///
     /// # Errors
-    /// If the index of the available ring announces more requests than fit.
+    ///
+    /// If the index of the available ring announces more requests than the ring has entries.
     #[inline]
     pub(super) fn take(&mut self) -> Result<Option<u16>, InvalidIndex> {
         if self.seen == self.next_available {
@@ -132,12 +136,13 @@ impl SplitRing {
         self.descriptors.read::<[u64; 2]>(DESCRIPTOR * usize::from(index)).map(Descriptor::of)
     }
 
-    /// Puts an answer into the used ring, which [`publish`](Self::publish) shows to the guest.
+    /// Puts an answer into the used ring. [`publish`](Self::publish) then makes it visible to the
+    /// guest.
     #[inline]
     pub(super) fn put(&mut self, head: u16, len: u32) {
         let at = ENTRIES + USED * self.slot(self.next_used);
         let entry = (u64::from(head) | u64::from(len) << 32).to_le_bytes();
-        // Never fails: the lookup checked the length, and the memory is writable.
+        // The write cannot fail, because the length was checked and the memory is writable.
         let _ = self.used.write_from(at, &entry);
         self.next_used = self.next_used.wrapping_add(1);
     }
@@ -153,15 +158,17 @@ impl SplitRing {
         true
     }
 
-    /// True if the guest wants an interrupt for the answers published since the last call.
+    /// True if the guest requests an interrupt for one of the answers that were published since the
+    /// last call.
     #[inline]
     pub(super) fn wants_notification(&mut self) -> bool {
         if self.told == self.published {
             return false;
         }
         let old = std::mem::replace(&mut self.told, self.published);
-        // The fence orders the published index before the load of the guest's request for
-        // interrupts, so that a change by a guest that has not seen the index is not missed.
+        // The fence orders the store of the index before the load of the guest's request for
+        // interrupts. So either the guest sees the index, or this load sees the guest's change of
+        // the request.
         fence(Ordering::SeqCst);
         if self.event_idx {
             let at = ENTRIES + 2 * usize::from(self.size);
@@ -173,8 +180,8 @@ impl SplitRing {
         flags & NO_INTERRUPT == 0
     }
 
-    /// Tells the guest not to send notifications. With `VIRTIO_F_EVENT_IDX`, it sends at most one
-    /// anyway.
+    /// Requests that the guest sends no notifications. With `VIRTIO_F_EVENT_IDX`, the guest may
+    /// still send one.
     #[inline]
     pub(super) fn suppress_kicks(&mut self) {
         if std::mem::take(&mut self.wants_kicks) && !self.event_idx {
@@ -182,8 +189,7 @@ impl SplitRing {
         }
     }
 
-    /// Asks the guest for a notification of the next request. Returns true if a request is
-    /// already there.
+    /// Requests a notification of the next request. Returns true if a request is already available.
     pub(super) fn ask_for_kicks(&mut self) -> bool {
         if self.event_idx {
             let at = ENTRIES + USED * usize::from(self.size);
@@ -207,7 +213,7 @@ mod tests {
     const AVAILABLE: u64 = 0x100;
     const USED: u64 = 0x200;
 
-    /// Queue at the start of the guest's memory, and that memory.
+    /// Creates a queue at the start of the guest's memory. Returns it with that memory.
     fn ring(event_idx: bool, len: u64) -> (Option<SplitRing>, SharedBytes) {
         let bytes = Mapping::anonymous(4096).unwrap().bytes();
         let mut space = DmaSpace::default();
@@ -296,7 +302,7 @@ mod tests {
         assert_eq!(get(&bytes, avail_event), 2);
         ring.suppress_kicks();
         assert_eq!((get(&bytes, avail_event), get(&bytes, USED)), (2, 0));
-        // Interrupt for the second answer only.
+        // The guest requests an interrupt only for the second answer.
         put(&bytes, event, 1);
         let mut wanted = Vec::new();
         for _ in 0..3 {
@@ -305,7 +311,7 @@ mod tests {
             wanted.push(ring.wants_notification());
         }
         assert_eq!(wanted, [false, true, false]);
-        // The requested answer is one of a batch.
+        // The requested answer is one of several that are published together.
         put(&bytes, event, 4);
         (0..3).for_each(|_| ring.put(0, 1));
         ring.publish();

@@ -1,4 +1,5 @@
-//! Queue of the device without a socket or a thread, only for the fuzz targets of this workspace.
+//! Queue of the device without a socket and without a thread. Only for the fuzz targets of this
+//! workspace.
 
 use super::config::feature;
 use super::device::Device;
@@ -68,9 +69,10 @@ impl Queue {
         Ok(Self { disk, queue, device, ring: Ring::new()? })
     }
 
-    /// Replaces the guest's memory, as a frontend does.
+    /// Replaces the guest's memory. The counterpart of a frontend's message.
     ///
     /// # Errors
+    ///
     /// If the regions are invalid or cannot be mapped.
     pub fn set_memory(&mut self, regions: Vec<Region>) -> io::Result<()> {
         let regions = regions.into_iter().map(|region| {
@@ -81,10 +83,11 @@ impl Queue {
         self.device.set_memory(regions).map_err(io::Error::other)
     }
 
-    /// Sets the in-flight tracking memory, from the next start of the queue: a file for `entries`
-    /// descriptors.
+    /// Sets the in-flight tracking memory, which the queue uses from its next start on. `file` is
+    /// memory for `entries` descriptors.
     ///
     /// # Errors
+    ///
     /// If the file cannot be mapped.
     pub fn track(&mut self, file: impl AsFd, entries: u16) -> io::Result<()> {
         let shape = Shape { len: u64::MAX, offset: 0, queues: 1, entries };
@@ -93,10 +96,11 @@ impl Queue {
         Ok(())
     }
 
-    /// Simulates the death of the process after all requests are answered, and a new process with
+    /// Simulates the death of the process after all requests were answered. The next process has
     /// the queue at the same guest addresses.
     ///
     /// # Errors
+    ///
     /// The error of the system call if the process is out of descriptors.
     pub fn replace(&mut self) -> io::Result<()> {
         self.queue.stop();
@@ -146,9 +150,10 @@ impl Queue {
         self.ring.set_call(event);
     }
 
-    /// Simulates a notification by the guest: executes and answers all requests of the queue.
+    /// Simulates a notification by the guest. Executes and answers all requests of the queue.
     ///
     /// # Errors
+    ///
     /// If the queue is invalid.
     pub fn serve(&mut self) -> Result<(), String> {
         if !self.ring.config().ready {
@@ -168,7 +173,7 @@ impl Queue {
         }
     }
 
-    /// True if part of the guest's memory was lost.
+    /// True if a part of the guest's memory was lost.
     #[must_use]
     pub fn has_lost_memory(&self) -> bool {
         self.device.memory().is_poisoned()
@@ -182,7 +187,7 @@ mod tests {
     use shadowbell_block::BlockOptions;
     use shadowbell_testing::test_disk::TestDisk;
 
-    /// The thread may have seen the queue running just before the stop, and no later change would
+    /// The thread may have found that the queue runs just before the stop. No later change would
     /// notify the thread.
     #[test]
     fn a_queue_that_was_stopped_meanwhile_is_not_served() {

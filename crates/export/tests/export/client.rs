@@ -30,7 +30,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Connects and reads the greeting; no option is negotiated yet.
+    /// Connects and reads the greeting, without negotiating any option.
     pub(crate) fn greeted(path: &Path) -> Self {
         let socket = UnixStream::connect(path).unwrap();
         socket.set_read_timeout(Some(LIMIT)).unwrap();
@@ -41,7 +41,7 @@ impl Client {
         client
     }
 
-    /// Connects and negotiates up to the transmission phase.
+    /// Connects, and negotiates until the transmission phase.
     pub(crate) fn connect(path: &Path, structured: bool) -> Self {
         let mut client = Self::greeted(path);
         if structured {
@@ -67,7 +67,7 @@ impl Client {
         bytes
     }
 
-    /// Sends an option, and receives its replies including the final one.
+    /// Sends an option, and receives all replies to it.
     pub(crate) fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         let mut bytes = Vec::new();
         put_option(&mut bytes, option, data);
@@ -85,7 +85,7 @@ impl Client {
         }
     }
 
-    /// Sends a request; returns its cookie.
+    /// Sends a request. Returns its cookie.
     pub(crate) fn ask(
         &mut self,
         command: u16,
@@ -104,7 +104,7 @@ impl Client {
         self.cookie
     }
 
-    /// Receives the next reply, of any request.
+    /// Receives the next reply, which may belong to any request.
     pub(crate) fn reply(&mut self) -> Reply {
         let mut head = self.bytes(16);
         if Incoming::decode(&head).unwrap().is_none() {
@@ -147,7 +147,8 @@ impl Client {
         }
     }
 
-    /// Receives a chunked read reply after its first chunk. No other request may be in flight.
+    /// Receives the other chunks of a read reply after its first chunk. No other request may be in
+    /// flight.
     fn piece(&mut self, mut head: Chunk) -> Reply {
         let cookie = head.cookie;
         let mut reply = Reply { cookie, error: 0, data: Vec::new(), extents: Vec::new() };

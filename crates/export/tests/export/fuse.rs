@@ -1,4 +1,4 @@
-//! The disk as a file by the kernel's FUSE. Skipped without root or /dev/fuse.
+//! FUSE export, mounted by the kernel. The tests are skipped without root or /dev/fuse.
 
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use rustix::io::Errno;
@@ -91,7 +91,7 @@ fn a_file_reads_and_writes_the_disk() {
     let mut back = vec![0; long.len()];
     file.read_exact_at(&mut back, 12345).unwrap();
     assert!(back == long);
-    // Requests at the end of the file.
+    // Reads and writes at the end of the file.
     assert_eq!(file.read_at(&mut [0; 100], (8 << 20) - 10).unwrap(), 10);
     assert_eq!(file.read_at(&mut [0; 100], 8 << 20).unwrap(), 0);
     assert_eq!(file.write_at(&[0; 100], (8 << 20) - 10).unwrap(), 10);
@@ -164,11 +164,11 @@ fn copies_within_the_file_are_copies_of_the_disk() {
     };
     // The kernel splits this copy into several requests.
     copy(0, 80 * MIB, 70 * MIB);
-    // Parts of blocks, with equal and with different offsets within a block.
+    // Copies of parts of blocks. Source and target have equal or different offsets within a block.
     copy(700, 9 * MIB + 188, 3 * MIB);
     copy(701, 9 * MIB, 3 * MIB);
     copy(5, 1000, 3);
-    // The end of the file.
+    // Copies at the end of the file.
     copy(100, 160 * MIB - 5000, 5000);
     let at = |mut from: u64, mut to: u64, len| {
         copy_file_range(&file, Some(&mut from), &file, Some(&mut to), len)
@@ -239,7 +239,7 @@ fn many_threads_find_what_they_wrote() {
     if !is_possible() {
         return;
     }
-    // With one thread that reads requests, and with two that wake each other.
+    // One thread that reads requests, and two threads that wake each other.
     for threads in [1, 2] {
         let mut options = Options::default();
         options.threads = Some(threads);
@@ -254,7 +254,7 @@ fn write_and_read_by_many(file: &File) {
         for me in 0..8u64 {
             scope.spawn(move || {
                 for round in 0..60u64 {
-                    // Threads share blocks, but no bytes.
+                    // The threads use the same blocks, but different bytes of them.
                     let at = (round * 8 + me) * 700;
                     let data = [(round ^ me) as u8; 700];
                     file.write_all_at(&data, at).unwrap();
@@ -274,7 +274,7 @@ fn write_and_read_by_many(file: &File) {
     }
 }
 
-/// Offset at which the disk holds requests; a flush has offset 0.
+/// Offset whose requests the disk holds. (A flush has offset 0.)
 const HELD_AT: u64 = 1 << 20;
 
 #[test]
@@ -282,7 +282,7 @@ fn requests_that_the_disk_holds_keep_no_other_waiting() {
     if !is_possible() {
         return;
     }
-    // More than the number of threads.
+    // Number of held requests, which exceeds the number of threads.
     const HELD: usize = 40;
     let rig = Rig::new(8, false);
     let file = rig.open();
@@ -354,7 +354,7 @@ fn a_file_that_is_in_use_is_waited_for() {
     let file = rig.open();
     let mounted = rig.mounted.take().unwrap();
     let stopping = std::thread::spawn(move || mounted.stop());
-    // Waits until the file is unmounted from the path. `file` is still open after that.
+    // Waits until the file system is unmounted from the path. `file` remains open.
     while std::fs::metadata(rig.path()).is_ok_and(|about| about.len() != 0) {
         std::thread::yield_now();
     }
@@ -381,7 +381,7 @@ fn what_can_not_be_mounted_over_is_refused_and_left_alone() {
     assert!(matches!(error, MountError::NotAFile(_)), "{error}");
     let error = start(&rig.directory.path().join("no/such/directory"));
     assert!(matches!(error, MountError::File { .. }), "{error}");
-    // An existing file is kept after unmounting.
+    // A file that existed before the mount is kept.
     let file = rig.directory.path().join("mine");
     std::fs::write(&file, "mine").unwrap();
     let mounted = Mounted::start(disk, &file, || ()).unwrap();
@@ -391,7 +391,7 @@ fn what_can_not_be_mounted_over_is_refused_and_left_alone() {
     rig.end();
 }
 
-/// Undoes what a test did, in the reverse order, however the test ends.
+/// Reverts what a test has changed, in the reverse order, even if the test fails.
 #[derive(Default)]
 struct Undo(Vec<Vec<String>>);
 

@@ -38,17 +38,18 @@ fn what_was_written_is_data_and_the_rest_is_a_hole() {
     assert_eq!(status(0, 777, 1), [(1, HOLE)]);
     assert_eq!(status(0, 63 << 20, MIB), [(MIB, HOLE)]);
     let mut writer = rig.client();
-    // A write into a hole makes data. With huge pages, the extent is larger than the write.
+    // After a write into a hole, there is a data extent. With huge pages, the extent is larger than
+    // the write.
     assert_eq!(writer.run(command::WRITE, 0, (33 << 20) + 5, 3, b"abc").error, 0);
     let extents = status(0, 0, 64 * MIB);
     let [(before, HOLE), (data, DATA), (after, HOLE)] = extents[..] else { panic!("{extents:?}") };
     assert!(before <= 33 * MIB && data <= 2 * MIB && before + data > 33 * MIB + 8);
     assert_eq!(before + data + after, 64 * MIB);
-    // Status from the middle of the extent, and with REQ_ONE.
+    // Block status from the middle of the extent on, and with REQ_ONE.
     assert_eq!(status(0, (33 << 20) + 6, 2), [(2, DATA)]);
     assert_eq!(status(flag::REQ_ONE, 0, 64 * MIB), [(before, HOLE)]);
     assert_eq!(status(flag::REQ_ONE, before.into(), 64 * MIB - before), [(data, DATA)]);
-    // A trim makes a hole again.
+    // After a trim, the range is a hole again.
     assert_eq!(writer.run(command::TRIM, 0, 32 << 20, 4 * MIB, b"").error, 0);
     assert_eq!(status(0, 0, 64 * MIB), [(64 * MIB, HOLE)]);
     rig.end();
@@ -59,7 +60,7 @@ fn an_answer_has_so_many_extents_and_goes_on_where_it_ended() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let size: u64 = 64 << 20;
     file.as_file().set_len(size).unwrap();
-    // One block of data in each 64 KiB.
+    // Each 64 KiB have one block of data.
     for at in (0..size).step_by(64 << 10) {
         file.as_file().write_all_at(&[7; 4096], at + 8192).unwrap();
     }
@@ -108,9 +109,9 @@ fn a_disk_that_takes_its_time_holds_up_nothing_else() {
     rig.backing.order(|orders| orders.hold_extents = false);
     let reply = client.reply();
     assert_eq!((reply.cookie, reply.error), (cookie, 0));
-    // The writes ended before the disk was asked for its extents.
+    // The writes completed before the server queried the extents of the disk.
     assert_eq!(reply.extents[0].1, DATA);
-    // A client that disconnects while its block status request is in flight.
+    // The client disconnects while its block status request is in flight.
     rig.backing.order(|orders| orders.hold_extents = true);
     client.ask(command::BLOCK_STATUS, 0, 0, 4 * MIB, b"");
     drop(client);
@@ -121,7 +122,7 @@ fn a_disk_that_takes_its_time_holds_up_nothing_else() {
     rig.end();
 }
 
-/// Disk wrapper that counts the bytes read.
+/// Disk wrapper that counts the bytes that are read.
 #[derive(Clone, Debug)]
 struct Counted {
     disk: Arc<dyn Disk>,
@@ -203,7 +204,7 @@ impl Served {
     }
 }
 
-/// Returns true if the file system of `path` stores files sparsely.
+/// Returns true if the file system of `path` supports sparse files.
 fn keeps_holes(path: &Path) -> bool {
     let blocks = std::fs::metadata(path).unwrap().blocks();
     if blocks * 512 > 8 << 20 {
@@ -212,7 +213,7 @@ fn keeps_holes(path: &Path) -> bool {
     blocks * 512 <= 8 << 20
 }
 
-/// `nbdinfo --map`, `nbdcopy`, `qemu-img map` and `qemu-img convert`, over a sparse image: 1 GiB
+/// `nbdinfo --map`, `nbdcopy`, `qemu-img map` and `qemu-img convert`, on a sparse image of 1 GiB
 /// with 2 MiB of data.
 #[test]
 fn other_peoples_clients_see_holes_and_skip_them() {
@@ -247,7 +248,8 @@ fn other_peoples_clients_see_holes_and_skip_them() {
     assert_eq!(map.matches("\"data\": true").count(), 2, "{map}");
     assert_eq!(map.matches("\"zero\": true").count(), 3, "{map}");
 
-    // The copies are identical and as sparse, and the copying reads far less than 1 GiB.
+    // The copies have the same content and are equally sparse. To copy, the programs read far less
+    // than 1 GiB.
     for (program, copy) in [("nbdcopy", path("copied")), ("qemu-img", path("converted"))] {
         let target = copy.to_str().unwrap().to_owned();
         let before = served.read.load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! NBD server: valid, slow, silent and hostile clients.
+//! NBD server with valid, slow, silent and hostile clients.
 
 use crate::client::Client;
 use proptest::prelude::*;
@@ -37,7 +37,7 @@ impl Rig {
         Self::over(TestDisk::new(blocks, 512), options, served)
     }
 
-    /// Serves this disk.
+    /// Starts a server of this disk.
     pub(crate) fn over(
         backing: TestDisk,
         options: &shadowbell_block::BlockOptions,
@@ -64,7 +64,7 @@ impl Rig {
         assert!(!self.socket().exists(), "the socket's file is gone");
     }
 
-    /// Checks that the server serves a new client.
+    /// Checks that the server still serves a new client.
     fn goes_on(&self) {
         let mut client = self.client();
         assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
@@ -73,7 +73,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // After a failure, the server cannot stop while the disk holds requests.
+        // If a test has failed, the server could not stop while the disk holds requests.
         self.backing.order(|orders| {
             (orders.hold, orders.hold_at, orders.hold_extents) = (false, None, false);
         });
@@ -149,7 +149,8 @@ fn what_can_not_be_done_is_refused_and_the_session_goes_on() {
         ] {
             assert_eq!(client.run(command, flags, offset, len, b"").error, error);
         }
-        // The server discards the data of the rejected write, and decodes the next request right.
+        // The server discards the data of the refused write, and decodes the next request
+        // correctly.
         assert_eq!(client.run(command::WRITE, 0, size - 1, 4, b"data").error, ENOSPC);
         assert_eq!(client.run(command::READ, 0, size - 4, 4, b"").data, [0; 4]);
     }
@@ -171,7 +172,7 @@ fn requests_are_answered_as_they_complete() {
     rig.end();
 }
 
-/// Concurrent clients, each with many requests in flight on bytes of its own.
+/// Concurrent clients. Each has many requests in flight, on its own bytes of the disk.
 #[test]
 fn clients_do_not_disturb_each_other() {
     const CLIENTS: u64 = 4;
@@ -255,7 +256,7 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
     // Wait until the disk gets no more requests.
     let mut seen = 0;
     loop {
-        // The server has stopped reading ahead if the disk gets no request in this time.
+        // If the disk gets no request in this time, the server has stopped reading ahead.
         std::thread::sleep(Duration::from_millis(200));
         let now = rig.backing.seen().len();
         if now == seen && now > 0 {
@@ -264,7 +265,7 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
         seen = now;
     }
     let bytes: u64 = rig.backing.seen().iter().map(|seen| seen.len).sum();
-    // Replies that fit into the socket's buffer are not held by the server.
+    // The server holds only replies that do not fit into the socket's buffer.
     assert!(bytes <= 10 << 20, "{} MiB are held for one client", bytes >> 20);
     rig.goes_on();
     for _ in 0..REQUESTS {
@@ -293,14 +294,14 @@ fn a_long_read_is_carried_out_as_the_client_takes_its_answer() {
         let seen = rig.backing.seen();
         seen.iter().filter(|seen| seen.op == Op::Read).map(|seen| seen.len).sum()
     };
-    // Structured reply in several chunks, structured reply in one chunk, simple reply.
+    // Three kinds of reply: structured in several chunks, structured in one chunk, and simple.
     for (structured, flags) in [(true, 0), (true, flag::DF), (false, 0)] {
         let before = read();
         let mut client = Client::connect(&rig.socket(), structured);
         client.ask(command::READ, flags, 512, LEN, b"");
         let mut seen = 0;
         loop {
-            // The server has stopped reading ahead if the disk reads nothing in this time.
+            // If the disk reads nothing in this time, the server has stopped reading ahead.
             std::thread::sleep(Duration::from_millis(100));
             let now = read();
             if now == seen && now > before {
@@ -314,7 +315,7 @@ fn a_long_read_is_carried_out_as_the_client_takes_its_answer() {
             reply.error == 0 && reply.data == data[512..512 + LEN as usize],
             "structured: {structured}"
         );
-        // Short and long reads in flight together.
+        // Short and long reads are in flight together.
         let mut asked: Vec<u64> = Vec::new();
         for n in 0..8u64 {
             asked.push(client.ask(command::READ, flags, n * 512, 512, b""));
@@ -347,7 +348,8 @@ fn a_long_read_that_fails_in_its_middle_is_no_success() {
             // An error chunk leaves the connection usable.
             assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
         } else {
-            // The header already announced success, so the server can only close the connection.
+            // The header has already announced success, so the server can only close the
+            // connection.
             let head = if structured { 20 + 8 } else { 16 };
             client.bytes(head + (4 << 20));
             assert!(client.is_over());
@@ -362,7 +364,7 @@ fn more_requests_than_places_wait_and_are_all_answered() {
     let rig = rig();
     let mut client = rig.client();
     rig.backing.order(|orders| orders.hold = true);
-    // A thread of its own writes, since the server stops reading when its request limit is reached.
+    // A separate thread writes, because the server stops reading when its request limit is reached.
     let mut cookies: Vec<_> = (1..=1000).collect();
     let mut writer = client.socket.try_clone().unwrap();
     let writing = std::thread::spawn(move || {
@@ -443,7 +445,7 @@ fn a_stop_finishes_what_was_asked_for() {
     let cookies: Vec<_> =
         (0..10).map(|i| client.ask(command::WRITE, 0, i * 512, 512, &[7; 512])).collect();
     rig.backing.expect(10);
-    // A stopping server does not wait for the rest of a partial request.
+    // When the server stops, it does not wait for the rest of this partial request.
     client.socket.write_all(&[0x25, 0x60, 0x95]).unwrap();
     let server = rig.server.take().unwrap();
     let stopping = std::thread::spawn(move || server.stop());
@@ -463,7 +465,8 @@ fn a_stop_finishes_what_was_asked_for() {
 
 #[test]
 fn a_stop_does_not_wait_for_those_who_say_nothing() {
-    // Repeated: on a busy machine a single stop may take long for lack of CPU time.
+    // The test is repeated, because on a busy machine a single stop may take long for lack of
+    // processor time.
     wait::until("a stop that does not wait", || {
         let mut rig = rig();
         let silent = UnixStream::connect(rig.socket()).unwrap();
@@ -471,7 +474,8 @@ fn a_stop_does_not_wait_for_those_who_say_nothing() {
         let mut idle = rig.client();
         let began = Instant::now();
         let _ = rig.server.take().unwrap().stop();
-        // Less than what a stopping server grants to a client that does not take its replies.
+        // The time is shorter than the time that a stopping server waits for a client that does not
+        // receive its replies.
         let is_quick = began.elapsed() < Duration::from_secs(4);
         assert!(greeted.is_over() && idle.is_over());
         drop(silent);
@@ -499,7 +503,8 @@ fn clients_that_leave_in_the_middle_leave_nothing_behind() {
     rig.end();
 }
 
-/// Clients that stay silent in the handshake are evicted; clients after the handshake are not.
+/// Clients that stay silent in the handshake are evicted. Clients that have completed the handshake
+/// are not.
 #[test]
 fn silent_clients_make_room() {
     let rig = rig();

@@ -1,4 +1,4 @@
-//! NBD over TLS: libnbd's tools, QEMU, and clients that violate the protocol.
+//! NBD over TLS, with libnbd's tools, QEMU, and clients that violate the protocol.
 
 use crate::client::Client;
 use crate::nbd::Rig;
@@ -40,7 +40,7 @@ fn uri(rig: &Rig, certificates: &Path) -> String {
     )
 }
 
-/// Runs a tool that must fail; returns its standard error.
+/// Runs a tool that must fail. Returns its standard error.
 fn failure(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(!output.status.success(), "{program} {arguments:?}");
@@ -73,7 +73,7 @@ fn libnbds_tools_copy_by_tls() {
     rig.end();
 }
 
-/// QEMU needs TCP or an explicit host name for TLS. Over TCP it expects `localhost`.
+/// For TLS, QEMU needs TCP or an explicit host name. Over TCP it expects the name `localhost`.
 #[test]
 fn qemu_reads_and_writes_by_tls() {
     if !can_run("qemu-io") {
@@ -110,7 +110,7 @@ fn clients_without_the_right_certificate_are_sent_away() {
     for directory in [&nobody, &stranger] {
         failure("nbdinfo", &[&uri(&rig, directory.path())]);
     }
-    // Rejected clients do not delay a valid one.
+    // Refused clients do not delay a valid client.
     run("nbdinfo", &["--size", &uri(&rig, certificates.directory.path())]);
     rig.end();
     let rig = certificates.rig(8, true);
@@ -126,7 +126,7 @@ fn nobody_is_served_without_tls() {
     for option in [option::LIST, option::GO, option::STRUCTURED_REPLY] {
         assert_eq!(client.option(option, b"")[0].0, answer::ERR_TLS_REQD);
     }
-    // EXPORT_NAME has no error reply, so the server closes the connection.
+    // The protocol has no error reply to EXPORT_NAME, so the server closes the connection.
     let mut bytes = Vec::new();
     put_option(&mut bytes, option::EXPORT_NAME, b"");
     client.socket.write_all(&bytes).unwrap();
@@ -134,7 +134,7 @@ fn nobody_is_served_without_tls() {
     rig.end();
 }
 
-/// Plaintext injection: an attacker appends an option to the client's STARTTLS.
+/// Injection of plaintext: an attacker appends an option to the client's STARTTLS.
 #[test]
 fn what_came_before_tls_is_not_taken_for_what_comes_in_it() {
     let certificates = Certificates::new();
@@ -145,10 +145,10 @@ fn what_came_before_tls_is_not_taken_for_what_comes_in_it() {
     put_option(&mut bytes, option::LIST, b"");
     client.socket.write_all(&bytes).unwrap();
     let mut said = Vec::new();
-    // At most the reply to STARTTLS arrives; the injected option gets none.
+    // At most the reply to STARTTLS arrives. The injected option gets no reply.
     let _ = client.socket.read_to_end(&mut said);
     assert!(said.len() <= 20, "{said:?}");
-    // A client that sends garbage instead of a TLS handshake.
+    // The client sends garbage instead of a TLS handshake.
     let mut client = Client::greeted(&rig.socket());
     assert_eq!(client.option(option::STARTTLS, b""), [(answer::ACK, vec![])]);
     client.socket.write_all(&[7; 4000]).unwrap();

@@ -13,7 +13,8 @@ fn is_there(program: &str) -> bool {
     std::env::split_paths(&path).any(|directory| directory.join(program).is_file())
 }
 
-/// Returns true if `program` can be run. As root, installs all programs when one is missing.
+/// Returns true if `program` can be run. If a program is missing and the test runs as root,
+/// installs all of them.
 pub(crate) fn can_run(program: &str) -> bool {
     static INSTALLED: Once = Once::new();
     if !is_there(program) && rustix::process::geteuid().is_root() && is_there("apt-get") {

@@ -1,4 +1,4 @@
-//! vhost-user-blk: a VMM's frontend and a guest's virtio-blk driver.
+//! vhost-user-blk with the frontend of a VMM and a guest's virtio-blk driver.
 
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_disk::{DiskError, Op};
@@ -19,9 +19,9 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemory
 use vmm_sys_util::eventfd::EventFd;
 
 pub(crate) const QUEUE: u16 = 64;
-/// Number of descriptors of a queue for chains of hundreds of descriptors.
+/// Number of descriptors of a queue that can have chains of hundreds of descriptors.
 pub(crate) const LONG_QUEUE: u16 = 1024;
-/// Maximum number of requests in flight, of four descriptors each.
+/// Maximum number of requests in flight. Each has four descriptors.
 const SLOTS: u16 = QUEUE / 4;
 const RINGS: u64 = 0x10000;
 const HEADERS: u64 = 0x40000;
@@ -37,12 +37,12 @@ const FLUSH: u64 = 1 << 9;
 const MQ: u64 = 1 << 12;
 
 thread_local! {
-    /// Block size of the disks of this thread's tests.
+    /// Block size of the disks in the tests of this thread.
     static BLOCK: Cell<u32> = const { Cell::new(512) };
 }
 
-/// Runs a test on disks with blocks of a sector, where each request consists of whole blocks, and
-/// on disks with longer blocks.
+/// Runs a test on disks whose block is a sector, so that each request consists of whole blocks, and
+/// on disks with larger blocks.
 pub(crate) fn each_block_size(test: impl Fn()) {
     for block in [512, 4096] {
         BLOCK.set(block);
@@ -51,7 +51,7 @@ pub(crate) fn each_block_size(test: impl Fn()) {
     }
 }
 
-/// Runs a test on disks with blocks of a sector.
+/// Runs a test on disks whose block is a sector.
 pub(crate) fn short_blocks(test: impl Fn()) {
     BLOCK.set(512);
     test();
@@ -71,7 +71,7 @@ pub(crate) struct Rig {
 fn device(backing: &TestDisk, read_only: bool) -> BlockDevice {
     let mut options = BlockOptions::default();
     (options.read_only, options.queues) = (read_only, 2);
-    // The thread polls for a moment before it sleeps; no request reaches the timeout.
+    // The thread polls for a short time before it sleeps. No request reaches the timeout.
     (options.poll, options.timeout) = (Duration::from_micros(50), wait::LIMIT);
     BlockDevice::new(Arc::new(backing.clone()), &options).unwrap()
 }
@@ -96,7 +96,7 @@ impl Rig {
     }
 }
 
-/// The driver's side of a virtqueue.
+/// Driver's side of a virtqueue.
 pub(crate) struct Ring {
     memory: GuestMemoryMmap<()>,
     base: u64,
@@ -163,7 +163,7 @@ impl Ring {
         self.write(self.base + u64::from(index) * 16, &bytes);
     }
 
-    /// Makes the chain with this head available, and kicks.
+    /// Makes the chain with this head available, and notifies the device.
     pub(crate) fn offer(&mut self, head: u16) {
         let at = self.available() + 4 + u64::from(self.submitted % QUEUE) * 2;
         self.write(at, &head.to_le_bytes());
@@ -173,19 +173,19 @@ impl Ring {
         self.kick.write(1).unwrap();
     }
 
-    /// Sets the available index without new entries, and kicks.
+    /// Sets the available index without adding entries, and notifies the device.
     pub(crate) fn promise(&mut self, count: u16) {
         self.write(self.available() + 2, &count.to_le_bytes());
         self.kick.write(1).unwrap();
     }
 
     /// Submits GET_ID requests faster than the device completes them, until `enough` is set. Calls
-    /// `began` when the queue has been full for some time.
+    /// `began` after the queue has been full for some time.
     pub(crate) fn never_stop(&mut self, began: impl FnOnce(), enough: &AtomicBool) {
         let mut began = Some(began);
         let mut asked = 0;
         self.submit(0, GET_ID, 0, b"", 20);
-        // A chain of 500 descriptors, so that a request takes longer to execute than to submit.
+        // The chain has 500 descriptors, so that a request takes longer to execute than to submit.
         for index in 2..500 {
             self.descriptor(index, self.data(0), 1, 1 | 2, index + 1);
         }
@@ -208,7 +208,7 @@ impl Ring {
         }
     }
 
-    /// Submits a request that writes `data`, or one that reads up to `room` bytes.
+    /// Submits a request that writes `data`, or a request that reads up to `room` bytes.
     pub(crate) fn submit(&mut self, slot: u16, kind: u32, sector: u64, data: &[u8], room: u32) {
         const NEXT: u16 = 1;
         const WRITE: u16 = 2;
@@ -232,7 +232,7 @@ impl Ring {
         self.offer(head);
     }
 
-    /// Submits a read that is scattered to these guest addresses, 512 bytes each.
+    /// Submits a read whose data goes to these guest addresses, 512 bytes to each.
     pub(crate) fn read_to(&mut self, places: impl Iterator<Item = u64>) {
         const NEXT: u16 = 1;
         const WRITE: u16 = 2;
@@ -248,11 +248,12 @@ impl Ring {
         self.offer(0);
     }
 
-    /// Waits for the next used entry; returns the slot, the number of bytes written and the status.
+    /// Waits for the next used entry. Returns the slot, the number of bytes written, and the
+    /// status.
     pub(crate) fn take(&mut self) -> (u16, u32, u8) {
         let deadline = wait::deadline();
         loop {
-            // With EVENT_IDX: requests a notification for the next used entry.
+            // If EVENT_IDX was negotiated, this requests a notification for the next used entry.
             self.write(self.available() + 4 + u64::from(QUEUE) * 2, &self.taken.to_le_bytes());
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
             let index = u16::from_le_bytes(self.read(self.used() + 2));
@@ -266,7 +267,8 @@ impl Ring {
             }
             while self.call.read().is_err() {
                 assert!(Instant::now() < deadline, "no notification comes");
-                // Shorter than `wait::pause`, since this wait runs once per request.
+                // The sleep is shorter than `wait::pause`, because this wait occurs once per
+                // request.
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
@@ -300,7 +302,7 @@ impl Guest {
         Self::connect_with(rig, queues, without, file.into(), QUEUE)
     }
 
-    /// Connects with `file` as guest memory and with `size` descriptors per queue.
+    /// Connects with `file` as guest memory, and with `size` descriptors per queue.
     pub(crate) fn connect_with(
         rig: &Rig,
         queues: usize,
@@ -457,7 +459,8 @@ fn queues_are_used_at_the_same_time_and_deeply() {
                             while submitted < 2000
                                 && let Some(slot) = free.pop()
                             {
-                                // Every second sector: the queues' sectors are disjoint.
+                                // Each queue uses every second sector, so the queues' sectors are
+                                // disjoint.
                                 let sector = (submitted % 500) * 2 + me;
                                 let byte = (sector as u8).wrapping_mul(7) | 1;
                                 if submitted < 500 {
@@ -473,7 +476,7 @@ fn queues_are_used_at_the_same_time_and_deeply() {
                                 }
                             }
                             if submitted == 500 {
-                                // All writes complete before the first read is submitted.
+                                // All writes complete before the test submits the first read.
                                 while done < 500 {
                                     let (slot, _, status) = ring.take();
                                     assert_eq!(status, 0);
@@ -525,7 +528,7 @@ fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
         ] {
             assert_eq!(ring.run(kind, sector, &data, room), status, "type {kind} at {sector}");
         }
-        // A truncated header.
+        // A chain whose header is too short.
         ring.descriptor(0, HEADERS, 8, 1, 2);
         ring.descriptor(2, ring.status(0), 1, 2, 0);
         ring.offer(0);
@@ -539,7 +542,7 @@ fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
         ring.descriptor(0, HEADERS, 16, 1, 0);
         ring.offer(0);
         ring.take();
-        // Data outside of guest memory.
+        // A chain whose data is outside of guest memory.
         ring.descriptor(0, HEADERS, 16, 1, 1);
         ring.descriptor(1, MEMORY + 4096, 512, 3, 2);
         ring.descriptor(2, ring.status(0), 1, 2, 0);
@@ -625,11 +628,11 @@ fn the_next_frontend_comes_after_the_last_and_a_stop_ends_one() {
             let mut guest = Guest::connect(&rig, 2, 0);
             assert_eq!(guest.rings[1].run(WRITE, 0, &[round; 512], 0), 0);
             if round % 2 == 0 {
-                // The next frontend connects with a request in flight.
+                // The frontend disconnects with a request in flight, before the next one connects.
                 guest.rings[0].submit(0, WRITE, 9, &[round; 512], 0);
             }
         }
-        // A client that sends garbage.
+        // Another client sends garbage.
         use std::io::Write;
         let mut other = std::os::unix::net::UnixStream::connect(rig.socket()).unwrap();
         let _ = other.write_all(&[0xff; 100]);

@@ -1,4 +1,4 @@
-//! Hostile frontends must not disturb later frontends or frontends of other devices.
+//! Hostile frontends, which must not disturb later frontends or frontends of other devices.
 
 use crate::vhost::{
     EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE, each_block_size, short_blocks,
@@ -27,14 +27,14 @@ fn the_daemon() {
     stalled::be_the_daemon();
 }
 
-/// Runs `work` on a thread; panics if it does not return within the limit.
+/// Runs `work` on a thread. Panics if it does not return within the limit.
 fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, is_done) = std::sync::mpsc::channel();
     std::thread::spawn(move || done.send(work()));
     is_done.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("stalled: {what}"))
 }
 
-/// Runs `work` on a thread of `scope`; returns true if it returns within the limit.
+/// Runs `work` on a thread of `scope`. Returns true if it returns within the limit.
 fn soon_in<'scope>(
     scope: &'scope std::thread::Scope<'scope, '_>,
     what: &str,
@@ -82,7 +82,8 @@ fn send(socket: &UnixStream, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>
 fn table(len: u64) -> Vec<u8> {
     let mut payload = 1u32.to_ne_bytes().to_vec();
     payload.extend(0u32.to_ne_bytes());
-    // Guest physical address, length, frontend's virtual address, offset in the file.
+    // The fields are guest physical address, length, virtual address of the frontend, and offset in
+    // the file.
     for field in [0, len, 0x1000_0000, 0] {
         payload.extend(field.to_ne_bytes());
     }
@@ -95,14 +96,15 @@ fn assert_sent_away(mut socket: UnixStream) {
     });
 }
 
-/// A file of a FUSE file system whose daemon never replies, so every access to it hangs.
+/// A file of a FUSE file system whose daemon never replies. Every access to the file blocks.
 #[test]
 fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
     each_block_size(|| {
         let rig = Rig::new(false);
-        // Dropped before the rig: unmounting ends accesses that hang after all.
+        // The mount is dropped before the rig. If an access blocks nevertheless, the unmount ends
+        // it.
         let Some(mount) = Mount::new("vhost_hostile::the_daemon") else { return };
-        // Closing the descriptor would hang this test, too.
+        // The descriptor is leaked, because closing it would block this test as well.
         let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
         let connect = || UnixStream::connect(rig.socket()).unwrap();
         for (request, payload) in [
@@ -115,8 +117,8 @@ fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
             send(&socket, request, &payload, &[file.as_fd()]);
             assert_sent_away(socket);
         }
-        // REM_MEM_REG, whose descriptor the device has to ignore, from a client that does not wait
-        // for a reply. Then a descriptor in the middle of a message.
+        // The client sends REM_MEM_REG, whose descriptor the device must ignore, and does not wait
+        // for a reply. The next client sends a descriptor in the middle of a message.
         let socket = connect();
         send(&socket, REM_MEM_REG, &table(0x10000)[8..], &[file.as_fd()]);
         drop(socket);
@@ -140,7 +142,8 @@ fn page_tables() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// A guest spreads reads over sparse memory, so that each segment allocates a page table.
+/// The guest reads into places that are spread over sparse memory, so that each segment allocates a
+/// page table.
 #[test]
 fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
     each_block_size(|| {
@@ -158,21 +161,21 @@ fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
             assert_eq!(guest.rings[0].take().2, 0);
             most = most.max(page_tables().saturating_sub(before));
         }
-        // Without a quota, page tables would grow to 128 MiB. The quota allows 16 MiB, plus what is
-        // touched between two checks of the quota.
+        // Without a quota, the page tables would have 128 MiB. The quota permits 16 MiB, plus the
+        // page tables that are allocated between two checks.
         assert!(most <= 48, "{most} MiB");
         drop(guest);
         rig.end(0);
     });
 }
 
-/// Access beyond the end of a truncated memory file raises SIGBUS, which must not end the process.
+/// An access beyond the end of a truncated file raises SIGBUS, which must not end the process.
 #[test]
 fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
     short_blocks(|| {
         let (rig, other) = (Rig::new(false), Rig::new(false));
         let mut neighbour = Guest::connect(&other, 1, 0);
-        // Truncated away: a request's data, the rings, all of guest memory.
+        // The truncation removes a request's data, the rings, or all of guest memory.
         for left in [1 << 20, 4096, 0] {
             let file = memfd_create("cut", MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&file, MEMORY).unwrap();
@@ -180,7 +183,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
             let mut guest = Guest::connect_with(&rig, 1, 0, theirs, 64);
             assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
             if left == 1 << 20 {
-                // The request's descriptors remain, and its data segment is cut off.
+                // The request's descriptors remain, but its data is lost.
                 rig.backing.order(|orders| orders.hold = true);
                 guest.rings[0].submit(1, READ, 0, b"", 512);
                 rig.backing.expect(2);
@@ -205,7 +208,8 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
     });
 }
 
-/// A file of huge pages that the machine does not have: it can be mapped, but access raises SIGBUS.
+/// A file of huge pages that the machine does not have. The file can be mapped, but an access
+/// raises SIGBUS.
 #[test]
 fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
     each_block_size(|| {
@@ -215,7 +219,8 @@ fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
         let socket = UnixStream::connect(rig.socket()).unwrap();
         let payload = table(1 << 40);
         send(&socket, SET_MEM_TABLE, &payload, &[file.as_fd()]);
-        // SET_VRING_ADDR places the first queue's rings in the file, and the device accesses them.
+        // SET_VRING_ADDR places the first queue's rings in the file, so that the device accesses
+        // the file.
         let mut rings = vec![0; 8];
         for address in [0x1000_0000u64, 0x1000_3000, 0x1000_2000, 0] {
             rings.extend(address.to_ne_bytes());
@@ -233,12 +238,13 @@ fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
     let _ = std::io::Write::write_all(&mut &*socket, &bytes);
 }
 
-/// Blocking eventfds: a write to a full one waits, and a read from an empty one waits.
+/// Blocking eventfds: a write waits if the count is full, and a read waits if it is zero.
 #[test]
 fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
     each_block_size(|| {
         let rig = Rig::new(false);
-        // Without EVENT_IDX, the device signals every completion, so `call` overflows.
+        // Without EVENT_IDX, the device signals every completion, so the count of `call` would
+        // overflow.
         let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         for event in [&guest.rings[0].call, &guest.rings[0].kick] {
@@ -254,7 +260,8 @@ fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
     });
 }
 
-/// An available index beyond the queue's size, which a guest can write without its VMM.
+/// The available index announces more requests than the queue has entries. A guest can write such
+/// an index without its VMM.
 #[test]
 fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
     each_block_size(|| {
@@ -264,7 +271,7 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
         guest.rings[0].promise(20_000);
         drop(guest);
         assert_served(rig);
-        // A guest that corrects the index is served again.
+        // After the guest has corrected the index, the device serves it again.
         let rig = Rig::new(false);
         let mut guest = Guest::connect(&rig, 1, 0);
         guest.rings[0].promise(20_000);
@@ -276,7 +283,8 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
     });
 }
 
-/// A guest that shares memory submits requests even after its frontend has disconnected.
+/// A guest shares memory with the device, so it can submit requests even after its frontend has
+/// disconnected.
 #[test]
 fn a_guest_that_never_stops_keeps_nobody_out() {
     each_block_size(|| {
@@ -303,7 +311,7 @@ fn a_guest_that_never_stops_keeps_nobody_out() {
     });
 }
 
-/// No descriptor leak: a guest that restarts every hour connects 10,000 frontends in a year.
+/// No descriptors are leaked. A guest that restarts every hour connects 10,000 frontends in a year.
 #[test]
 fn frontends_that_have_gone_leave_nothing_behind() {
     each_block_size(|| {
@@ -314,7 +322,7 @@ fn frontends_that_have_gone_leave_nothing_behind() {
             let frontend = Frontend::from_stream(UnixStream::connect(rig.socket()).unwrap(), 2);
             frontend.get_features().unwrap();
         }
-        // Other tests of this process open descriptors, too, hence the margin.
+        // The limit has a margin, because other tests of this process also open descriptors.
         let after = open();
         assert!(after < before + 300, "{before} descriptors, and then {after}");
         assert_served(rig);

@@ -1,4 +1,4 @@
-//! The in-flight region: its contents, and frontends that share an invalid one.
+//! In-flight tracking memory: its contents, and frontends that share invalid memory.
 
 use crate::vhost::{Guest, MEMORY, QUEUE, READ, Rig, WRITE, each_block_size};
 use rustix::event::{EventfdFlags, eventfd};
@@ -17,7 +17,7 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 const SET_PROTOCOL_FEATURES: u32 = 16;
 const SET_INFLIGHT_FD: u32 = 32;
 const INFLIGHT_SHMFD: u64 = 1 << 12;
-/// Bytes of the region of a queue of [`QUEUE`] descriptors.
+/// Size in bytes of the tracking memory of a queue of [`QUEUE`] descriptors.
 const REGION: u64 = (16 + 16 * QUEUE as u64).next_multiple_of(64);
 
 fn memory(len: u64) -> File {
@@ -26,7 +26,7 @@ fn memory(len: u64) -> File {
     file.into()
 }
 
-/// Connects a guest whose frontend shares `file` as its in-flight region.
+/// Connects a guest whose frontend shares `file` as its tracking memory.
 fn guest(rig: &Rig, shape: &VhostUserInflight, file: &File) -> Guest {
     guest_with(rig, 2, shape, file)
 }
@@ -45,7 +45,7 @@ fn words(file: &File, queue: u64) -> Vec<u64> {
     words.collect()
 }
 
-/// The region's layout is the one of the vhost-user specification.
+/// The layout of the tracking memory is that of the vhost-user specification.
 #[test]
 fn requests_are_written_down_while_they_are_in_flight() {
     each_block_size(|| {
@@ -115,7 +115,7 @@ fn send(socket: &UnixStream, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>
 fn assert_sent_away(mut socket: UnixStream, what: &str) {
     socket.set_read_timeout(Some(wait::LIMIT)).unwrap();
     let end = socket.read(&mut [0; 64]);
-    // A peer that closes its socket before it has read a whole message causes a connection reset.
+    // If a peer closes its socket before it has read a whole message, the connection is reset.
     let is_reset = end.as_ref().is_err_and(|error| error.kind() == ErrorKind::ConnectionReset);
     assert!(is_reset || matches!(end, Ok(0)), "{what}: {end:?}");
 }
@@ -164,7 +164,7 @@ fn messages_that_make_no_sense_end_the_connection() {
             send(&socket, SET_INFLIGHT_FD, &payload, fds);
             assert_sent_away(socket, what);
         }
-        // A message whose protocol feature was not negotiated.
+        // The frontend sends a message whose protocol feature was not negotiated.
         let socket = UnixStream::connect(rig.socket()).unwrap();
         send(&socket, SET_INFLIGHT_FD, &good, one);
         assert_sent_away(socket, "no feature");
@@ -184,7 +184,7 @@ fn memory_that_makes_no_sense_ends_the_connection() {
             ("features", 0, vec![1; 8]),
             ("a version", 8, header(2, QUEUE, 0, 0)),
             ("entries", 8, header(1, QUEUE + 1, 0, 0)),
-            // The used index is 0, and a request is in flight.
+            // The index of the used ring is 0, and a request is in flight.
             ("a head", 8, [header(1, QUEUE, QUEUE, 0xffff), vec![1]].concat()),
             ("a used ring", 8, [header(1, QUEUE, 0, 0x8000), vec![1]].concat()),
         ] {

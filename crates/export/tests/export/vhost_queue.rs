@@ -1,4 +1,5 @@
-//! Queues that the frontend reconfigures while the guest submits requests, and long requests.
+//! Queues whose frontend changes their configuration while the guest submits requests; and long
+//! requests.
 
 use crate::vhost::{EVENT_IDX, Guest, READ, Rig, Ring, WRITE, each_block_size, short_blocks};
 use shadowbell_disk::Op;
@@ -7,14 +8,14 @@ use std::time::{Duration, Instant};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 
-/// Guest addresses of a request's header and of its indirect descriptor table.
+/// Guest address of a request's header. The next constant is that of its indirect descriptor table.
 const HEADER: u64 = 0x60_0000;
 const TABLE: u64 = 0x60_1000;
-/// Data segments of a request: guest address and length.
+/// Data segments of a request, as guest address and length.
 const PIECES: [(u64, u32); 4] =
     [(0x10_0000, 300_001), (0x20_0003, 7), (0x30_0000, 400_000), (0x40_0100, 349_592)];
 
-/// Submits a request with indirect descriptors. The data of a write are in the segments already.
+/// Submits a request with indirect descriptors. The segments already contain the data of a write.
 fn scatter(ring: &mut Ring, kind: u32, sector: u64) {
     const NEXT: u16 = 1;
     const INDIRECT: u16 = 4;
@@ -74,7 +75,7 @@ fn long_requests_come_to_the_disk_in_parts_of_a_mebibyte() {
     });
 }
 
-/// Changes of the memory table, the call eventfd and the enable flag of a running queue.
+/// The frontend changes the memory table, the call eventfd and the enable flag of a running queue.
 #[test]
 fn a_queue_goes_on_with_another_memory_and_other_events() {
     for without in [0, EVENT_IDX] {
@@ -91,7 +92,8 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
                     }
                     _ => {
                         guest.frontend.set_vring_enable(1, false).unwrap();
-                        // A reply to a later message proves that SET_VRING_ENABLE was processed.
+                        // Messages are processed in order. So a reply to a later message proves
+                        // that SET_VRING_ENABLE was processed.
                         assert!(guest.is_served());
                         guest.rings[1].submit(2, READ, round.into(), b"", 512);
                         wait::moment();
@@ -103,7 +105,7 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
                 assert_eq!(guest.rings[1].run(READ, round.into(), b"", 512), 0);
                 assert_eq!(guest.rings[1].bytes(0, 512), [round; 512]);
             }
-            // Stop the queue, and start it at the same index.
+            // Stops the queue, and starts it again at the same index.
             let place = guest.frontend.get_vring_base(1).unwrap();
             let rings = &guest.rings;
             assert_eq!(place, u32::from(rings[1].count()));
@@ -119,7 +121,7 @@ fn a_queue_goes_on_with_another_memory_and_other_events() {
 }
 
 /// A frontend stops a queue repeatedly while the queue's thread begins to poll it. The thread stops
-/// each time, and executes the guest's requests after the next start.
+/// each time. After the next start, it executes the guest's requests.
 #[test]
 fn a_queue_is_stopped_at_any_moment() {
     each_block_size(|| {
@@ -128,7 +130,7 @@ fn a_queue_is_stopped_at_any_moment() {
         assert_eq!(guest.rings[0].run(WRITE, 3, &[3; 512], 0), 0);
         for round in 0..300 {
             guest.rings[0].kick.write(1).unwrap();
-            // The thread begins to poll the queue a few microseconds after the kick.
+            // The thread begins to poll the queue a few microseconds after the notification.
             let until = Instant::now() + Duration::from_micros(round % 30);
             while Instant::now() < until {}
             if round % 2 == 0 {
@@ -164,12 +166,13 @@ fn a_queue_without_requests_keeps_no_thread_busy() {
             let times = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
             Duration::new(times.tv_sec as u64, times.tv_nsec as u32)
         };
-        // Other tests of this process use CPU time, too: repeated until they have ended.
+        // The test is repeated until other tests of this process, which also use processor time,
+        // have ended.
         wait::until("an idle process", || {
             let before = used();
-            // A thread that polls would use most of this time.
+            // A thread that polls would use processor time for most of this sleep.
             std::thread::sleep(Duration::from_millis(40));
-            // An upper bound of the CPU time of an idle process.
+            // An idle process uses less processor time than this.
             used() - before < Duration::from_millis(10)
         });
         drop(guest);

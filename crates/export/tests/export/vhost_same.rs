@@ -1,25 +1,27 @@
-//! Malformed descriptor chains get the same answer for every block size.
+//! Malformed descriptor chains. Disks of every block size must answer them in the same way.
 
 use crate::vhost::{Guest, MEMORY, READ, Rig, Ring, each_block_size, has_short_blocks};
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// Guest addresses of a request's header and of its indirect descriptor table.
+/// Guest address of a request's header. The next constant is that of its indirect descriptor table.
 const HEADER: u64 = 0x60_0000;
 const TABLE: u64 = 0x60_1000;
-/// Guest addresses of the used ring, and of used ring entries that this test leaves unused.
+/// Guest address of the used ring. The next constant is that of used ring entries that this test
+/// leaves unused.
 const USED: u64 = 0x1_3000;
 const UNUSED_ENTRIES: u64 = USED + 4 + 40 * 8;
-/// Cases with a valid status descriptor and with data outside of guest memory.
+/// Names of the cases whose status descriptor is valid and whose data is outside of guest memory.
 const DATA_OUTSIDE: [&str; 4] =
     ["data outside", "half of the data outside", "data at the end of all", "data of 4 GiB"];
-/// The slot of a well-formed request.
+/// Slot of a well-formed request.
 const GOOD: u16 = 15;
 
 type Entry = (u64, u32, u16, u16);
 
-/// A malformed request: descriptors of the queue from index 0, indirect descriptors, and the head.
+/// A malformed request: descriptors of the queue from index 0 on, indirect descriptors, and the
+/// head.
 struct Case {
     what: &'static str,
     queue: Vec<Entry>,
@@ -80,7 +82,8 @@ fn cases(data: u64, status: u64) -> Vec<Case> {
     cases
 }
 
-/// Used entries (head, length, status byte), and the malformed request's status byte in memory.
+/// Used entries (head, length, status byte), and the byte in memory at the malformed request's
+/// status.
 type Answers = (Vec<(u16, u32, u8)>, [u8; 1]);
 
 fn answers(ring: &mut Ring, case: &Case) -> Answers {
@@ -102,7 +105,7 @@ fn answers(ring: &mut Ring, case: &Case) -> Answers {
     ring.offer(case.head);
     ring.submit(GOOD, READ, 0, b"", 512);
     let mut found = Vec::new();
-    // Requests complete in any order. A head outside of the queue gets no used entry.
+    // Requests complete in any order. A head outside of the queue gets no entry in the used ring.
     let expected = if case.head == 0 { 2 } else { 1 };
     while found.len() < expected {
         found.push(ring.take());
@@ -134,7 +137,7 @@ fn what_makes_no_sense_is_answered_in_the_same_way() {
     for ((what, one), (_, other)) in long.iter().zip(&short) {
         assert_eq!(one, other, "{what}");
         if DATA_OUTSIDE.contains(what) {
-            // Valid status descriptor: the device reports IOERR.
+            // The status descriptor is valid, so the device reports IOERR.
             assert_eq!(*one, (vec![(0, 1, 1), (GOOD, 513, 0)], [1]), "{what}");
         }
     }

@@ -6,7 +6,8 @@ use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vhost::vhost_user::VhostUserFrontend;
 
-/// The guest submits faster than the device completes, so the queue always has available requests.
+/// The guest submits requests faster than the device completes them, so the queue always has
+/// available requests.
 #[test]
 fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() {
     each_block_size(|| {
@@ -25,7 +26,8 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
             let mut wrong = Vec::new();
             for round in 0..8 {
                 frontend.set_vring_enable(0, false).unwrap();
-                // A reply to a later message proves that SET_VRING_ENABLE was processed.
+                // Messages are processed in order. So a reply to a later message proves that
+                // SET_VRING_ENABLE was processed.
                 frontend.get_queue_num().unwrap();
                 let then = answers();
                 wait::moment();
@@ -35,7 +37,8 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
                     wrong.push(format!("round {round}: {more} more"));
                 }
                 frontend.set_vring_enable(0, true).unwrap();
-                // The guest does not kick again, so the device must poll the queue.
+                // The guest sends no further notification, so the device must check the queue
+                // itself.
                 wait::until("an answer", || answers() != now);
             }
             enough.store(true, Ordering::Relaxed);
@@ -46,7 +49,7 @@ fn nothing_is_taken_from_a_queue_that_is_not_enabled_though_its_guest_goes_on() 
     });
 }
 
-/// Requests that were available before the queue was enabled are executed afterwards.
+/// Requests that became available before the queue was enabled are executed afterwards.
 #[test]
 fn what_came_while_a_queue_was_not_enabled_is_answered_when_it_is() {
     each_block_size(|| {
@@ -65,7 +68,7 @@ fn what_came_while_a_queue_was_not_enabled_is_answered_when_it_is() {
     });
 }
 
-/// Requests that the disk executes when the queue is disabled still complete.
+/// Requests that the disk already executes when the queue is disabled still complete.
 #[test]
 fn what_was_taken_before_is_answered_while_a_queue_is_not_enabled() {
     each_block_size(|| {

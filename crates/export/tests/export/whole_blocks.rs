@@ -1,5 +1,5 @@
-//! Writes of whole blocks, which are received into buffers of the disk's queue, mixed with writes
-//! of parts of blocks, which are copied: the disk's contents are as written.
+//! Writes of whole blocks, which are received directly into buffers of the disk's queue, mixed with
+//! writes of parts of blocks, which are copied. The disk must have the written contents.
 
 use crate::client::Client;
 use crate::nbd::Rig;
@@ -10,7 +10,7 @@ use std::io::Write;
 
 const BYTES: usize = 64 << 20;
 
-/// Lengths of requests: each buffer size, slightly longer ones, and parts of blocks.
+/// Lengths of requests: each buffer size, a little more than each, and parts of blocks.
 const LENGTHS: [usize; 12] = [
     512,
     4096,
@@ -37,13 +37,13 @@ impl Random {
     }
 }
 
-/// Writes to disjoint, ascending ranges, so that they may complete in any order.
+/// Creates writes to disjoint, ascending ranges. They may complete in any order.
 fn requests(random: &mut Random, count: usize) -> Vec<(usize, Vec<u8>)> {
     let mut at = 0usize;
     let mut requests = Vec::new();
     for n in 0..count {
         let len = LENGTHS[random.below(LENGTHS.len())];
-        // Two thirds begin at a block, the others where the previous write ended.
+        // Two thirds of the writes begin at a block, the others at the end of the previous write.
         if random.below(3) != 0 {
             at = at.next_multiple_of(512);
         }
@@ -75,7 +75,8 @@ fn requests_of_all_lengths_hold_what_was_written_however_they_arrive() {
             request.encode().into_iter().chain(data.iter().copied())
         });
         let bytes: Vec<u8> = bytes.collect();
-        // A separate thread writes: the server stops reading when its request limit is reached.
+        // A separate thread writes, because the server stops reading when its request limit is
+        // reached.
         let writing = std::thread::spawn(move || {
             let mut rest = &bytes[..];
             while !rest.is_empty() {
@@ -103,7 +104,7 @@ fn requests_of_all_lengths_hold_what_was_written_however_they_arrive() {
         for (n, (at, data)) in requests.iter().enumerate() {
             let cookie = client.ask(command::READ, 0, *at as u64, data.len() as u32, b"");
             asked.insert(cookie, (*at, data.len()));
-            // The client decodes a chunked reply only while no other request is in flight.
+            // The client can decode a chunked reply only while no other request is in flight.
             let is_long =
                 |next: usize| requests.get(next).is_some_and(|(_, d)| d.len() > 256 << 10);
             let most = if is_long(n) || is_long(n + 1) { 0 } else { 6 };
@@ -114,7 +115,7 @@ fn requests_of_all_lengths_hold_what_was_written_however_they_arrive() {
         while !asked.is_empty() {
             check(&mut client, &mut asked);
         }
-        // Data of this round must not satisfy the next round's comparison.
+        // The disk is zeroed, so that old data cannot satisfy the comparison of the next round.
         let len = model.len() as u32;
         assert_eq!(client.run(command::WRITE_ZEROES, 0, 0, len, b"").error, 0);
     }
@@ -126,7 +127,7 @@ fn a_disk_that_fails_costs_no_buffer() {
     let rig = Rig::new(4096, &shadowbell_block::BlockOptions::default());
     let mut client = rig.client();
     rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
-    // More requests than buffers of each size, so a leak exhausts the buffers.
+    // There are more requests than buffers of each size, so a leak would exhaust the buffers.
     for (len, count) in [(4096, 140), (64 << 10, 40), (256 << 10, 10)] {
         for _ in 0..count {
             let reply = client.run(command::WRITE, 0, 0, len, &vec![1; len as usize]);
@@ -142,14 +143,14 @@ fn a_disk_that_fails_costs_no_buffer() {
     rig.end();
 }
 
-/// A long read delays the requests behind it. The end of its reply may have to wait until the
-/// client reads, and the client sends nothing more that could wake the server.
+/// A long read delays the requests after it. The server may have to wait until the client receives
+/// the end of the reply, and the client sends nothing that could wake the server.
 #[test]
 fn what_came_together_with_a_long_read_is_answered_after_it() {
     const LEN: u32 = 2 << 20;
     let rig = Rig::new(1 << 13, &shadowbell_block::BlockOptions::default());
     // If the wakeup is lost, a round lasts until another event wakes the server, a second later. On
-    // a busy machine some rounds take as long with the wakeup.
+    // a busy machine, some rounds take that long even with the wakeup.
     let mut quick = 0;
     wait::until("four quick rounds", || {
         let began = std::time::Instant::now();
@@ -159,14 +160,15 @@ fn what_came_together_with_a_long_read_is_answered_after_it() {
         });
         client.socket.write_all(&reads.concat()).unwrap();
         assert_eq!(client.bytes(16)[8..], 1u64.to_be_bytes());
-        // The rest of the reply is read from the disk, and exceeds the socket's buffer.
+        // The server has read the rest of the reply from the disk, but it exceeds the socket's
+        // buffer.
         let left = 250 << 10;
         client.bytes(LEN as usize - left);
         wait::moment();
         client.bytes(left);
         assert_eq!(client.bytes(16)[8..], 2u64.to_be_bytes());
         client.bytes(512);
-        // Less than the second of a lost wakeup.
+        // The round took less than the second that a lost wakeup would take.
         quick += u32::from(began.elapsed() < std::time::Duration::from_millis(700));
         quick == 4
     });

@@ -30,7 +30,7 @@ pub mod cns {
     pub const CSI_FORMAT_NAMESPACE: u8 = 0x0a;
     /// Allocated namespace identifiers greater than NSID.
     pub const ALLOCATED_NAMESPACES: u8 = 0x10;
-    /// Allocated namespace, attached or not.
+    /// Allocated namespace, attached to a controller or not.
     pub const ALLOCATED_NAMESPACE: u8 = 0x11;
     /// Controllers that a namespace is attached to.
     pub const NAMESPACE_CONTROLLERS: u8 = 0x12;
@@ -50,7 +50,7 @@ pub mod cns {
     pub const ENDURANCE_GROUPS: u8 = 0x19;
     /// Allocated namespace identifiers greater than NSID, of one I/O command set.
     pub const CSI_ALLOCATED_NAMESPACES: u8 = 0x1a;
-    /// I/O command set specific allocated namespace, attached or not.
+    /// I/O command set specific allocated namespace, attached to a controller or not.
     pub const CSI_ALLOCATED_NAMESPACE: u8 = 0x1b;
     /// I/O command set combinations.
     pub const IO_COMMAND_SETS: u8 = 0x1c;

@@ -22,7 +22,7 @@ pub struct IdentifyController {
     pub mn: [u8; 40],
     /// Firmware Revision, ASCII.
     pub fr: [u8; 8],
-    /// Recommended Arbitration Burst, as a power of two of commands.
+    /// Recommended Arbitration Burst: `1 << rab` commands.
     pub rab: u8,
     /// IEEE OUI Identifier, least significant byte first.
     pub ieee: [u8; 3],
@@ -98,7 +98,8 @@ pub struct IdentifyController {
     pub cctemp: u16,
     /// Maximum Time for Firmware Activation, in units of 100 ms; 0 not reported.
     pub mtfa: u16,
-    /// Host Memory Buffer Preferred Size, in units of 4 KiB; 0 if there is no such buffer.
+    /// Host Memory Buffer Preferred Size, in units of 4 KiB; 0 if the controller uses no such
+    /// buffer.
     pub hmpre: u32,
     /// Host Memory Buffer Minimum Size, in units of 4 KiB.
     pub hmmin: u32,
@@ -193,7 +194,7 @@ pub struct IdentifyController {
     pub ocfs: u16,
     /// SGL Support.
     pub sgls: Sgls,
-    /// Maximum Number of Allowed Namespaces; 0 for as many as `nn`.
+    /// Maximum Number of Allowed Namespaces; 0 for the value of `nn`.
     pub mnan: u32,
     /// Maximum Domain Namespace Attachments; 0 not reported.
     pub maxdna: U128,
@@ -314,8 +315,8 @@ impl IdentifyController {
         Text::new(&self.subnqn)
     }
 
-    /// Maximum data transfer of a command in bytes, with pages of `1 << (12 + mpsmin)` bytes;
-    /// `None` for no limit (or one that exceeds 64 bits).
+    /// Maximum data transfer of a command in bytes, if the minimum page size is `1 << (12 +
+    /// mpsmin)` bytes. `None` if there is no limit, or if the limit exceeds 64 bits.
     pub fn max_transfer(&self, mpsmin: u8) -> Option<u64> {
         if self.mdts == 0 {
             return None;

@@ -5,8 +5,8 @@ use crate::layout::zero_default;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Data of Namespace Management (Create) of the NVM command set: the fields of
-/// [`IdentifyNamespace`](super::IdentifyNamespace) that a host can set, at equal offsets. Base 2.1,
-/// 5.1.21, "Namespace Management - Host Software Specified Fields"; NVM 1.1, 4.1.6.
+/// [`IdentifyNamespace`](super::IdentifyNamespace) that a host can set, at the same offsets. Base
+/// 2.1, 5.1.21, "Namespace Management - Host Software Specified Fields"; NVM 1.1, 4.1.6.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct NamespaceToCreate {

@@ -13,8 +13,8 @@ pub struct NamespaceList {
 }
 
 impl NamespaceList {
-    /// Creates the list for CNS 02h, 07h, 10h or 1Ah with NSID `above`: the first 1024 of the
-    /// ascending `nsids` that are greater.
+    /// Creates the list for CNS 02h, 07h, 10h or 1Ah with NSID `above`. It has the first 1024 of
+    /// the `nsids` that are greater than `above`. `nsids` must be in ascending order.
     pub fn above(above: u32, nsids: impl IntoIterator<Item = u32>) -> Self {
         let mut list = Self::default();
         for (entry, nsid) in
@@ -35,15 +35,15 @@ impl NamespaceList {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ControllerList {
-    /// Number of identifiers; the value of a peer may exceed the array.
+    /// Number of identifiers. The value from a peer may exceed the length of the array.
     pub count: u16,
     /// The identifiers.
     pub cntlids: [u16; 2047],
 }
 
 impl ControllerList {
-    /// Creates the list for CNS 12h or 13h with CNTID `from`: the first 2047 of the ascending
-    /// `cntlids` that are greater or equal.
+    /// Creates the list for CNS 12h or 13h with CNTID `from`. It has the first 2047 of the
+    /// `cntlids` that are greater than or equal to `from`. `cntlids` must be in ascending order.
     pub fn from(from: u16, cntlids: impl IntoIterator<Item = u16>) -> Self {
         let mut list = Self::default();
         for (entry, cntlid) in
@@ -55,14 +55,14 @@ impl ControllerList {
         list
     }
 
-    /// Identifiers, bounded by the array.
+    /// Identifiers of the list, at most as many as the array has.
     pub fn iter(&self) -> impl Iterator<Item = u16> + '_ {
         self.cntlids.iter().copied().take(self.count.into())
     }
 }
 
-/// I/O command set combinations of a controller: a bit vector each, with bit n for Command Set
-/// Identifier n. Base 2.1, 5.1.13, "Identify I/O Command Set data structure (CNS 1Ch)".
+/// I/O command set combinations of a controller. Each is a bit vector in which bit n stands for
+/// Command Set Identifier n. Base 2.1, 5.1.13, "Identify I/O Command Set data structure (CNS 1Ch)".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IoCommandSets {

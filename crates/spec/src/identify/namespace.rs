@@ -18,8 +18,8 @@ pub struct Nsfeat {
     /// UID Reuse: `nguid` and `eui64` are never reused.
     pub uidreuse: bool,
     /// Optimal Performance: 01b `npwg`, `npwa`, `npdg`, `npda` and `nows` are valid; 10b the large
-    /// deallocate fields are valid instead of `npdg` and `npda`; 11b all of these fields. (Before
-    /// NVM 1.1: bit 4 alone.)
+    /// deallocate fields are valid instead of `npdg` and `npda`; 11b all of these fields are valid.
+    /// (Before NVM 1.1, the field had only bit 4.)
     #[bits(2)]
     pub optperf: u8,
     /// Multiple Atomicity Mode.
@@ -136,8 +136,8 @@ pub struct LbaFormat {
 }
 
 impl LbaFormat {
-    /// Data size of a logical block in bytes; `None` for an unavailable format (less than 512, or
-    /// more than 64 bits hold).
+    /// Data size of a logical block in bytes. `None` for an unavailable format: the size is less
+    /// than 512, or does not fit into 64 bits.
     pub const fn block_size(&self) -> Option<u64> {
         if self.lbads >= 9 && self.lbads < 64 { Some(1 << self.lbads) } else { None }
     }
@@ -309,10 +309,11 @@ pub struct IdentifyNvmNamespace {
 zero_default!(IdentifyNamespace, IdentifyIndependentNamespace, IdentifyNvmNamespace);
 
 impl IdentifyNamespace {
-    /// Current format; `None` if the index exceeds the last format.
+    /// Current format. `None` if its index exceeds the last format.
     pub fn format(&self) -> Option<LbaFormat> {
         let index = self.flbas.index();
-        // NULBAF extends the list. The sum is at most 510, and `get` checks the index again.
+        // NULBAF extends the list. The sum is at most 510, so it does not overflow, and `get`
+        // checks the index again.
         let last = u16::from(self.nlbaf) + u16::from(self.nulbaf);
         if u16::from(index) > last {
             return None;

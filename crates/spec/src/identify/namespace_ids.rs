@@ -42,8 +42,8 @@ pub struct NamespaceIds {
 zero_default!(NamespaceIds);
 
 impl NamespaceIds {
-    /// Creates a list of these identifiers, in order. Identifiers that do not fit are left out; one
-    /// of each type always fits.
+    /// Creates a list of these identifiers, in order. Identifiers that do not fit are left out. One
+    /// identifier of each type always fits.
     pub fn new<'a>(ids: impl IntoIterator<Item = NamespaceId<'a>>) -> Self {
         let mut list = Self::default();
         let mut at = 0;
@@ -73,7 +73,7 @@ impl NamespaceIds {
         list
     }
 
-    /// Descriptors up to the end of the list, or up to one that exceeds the list.
+    /// Descriptors up to the end of the list, or up to a descriptor that exceeds the list.
     pub fn iter(&self) -> impl Iterator<Item = NamespaceId<'_>> {
         let mut rest = &self.bytes[..];
         core::iter::from_fn(move || {
@@ -123,7 +123,7 @@ mod tests {
             NamespaceId::Uuid([3; 16]),
             NamespaceId::Csi(2),
             NamespaceId::Other { nidt: 9, nid: b"xyz" },
-            // An EUI-64 of 3 bytes is not one.
+            // An EUI-64 has 8 bytes, so 3 bytes are decoded as another type.
             NamespaceId::Other { nidt: 1, nid: b"xyz" },
         ];
         let list = NamespaceIds::new(ids);

@@ -1,4 +1,5 @@
-//! Text fields of Identify structures: fixed size, padded, and untrusted if received.
+//! Text fields of Identify structures. They have a fixed size and padding, and are untrusted if
+//! they were received.
 
 use core::fmt::{self, Write};
 
@@ -24,8 +25,8 @@ pub fn nqn_field(nqn: &str) -> Option<[u8; 256]> {
     Some(field)
 }
 
-/// Text field for display: up to the first NUL, without trailing spaces, and with `?` for every
-/// non-printable byte.
+/// Text field for display: the text up to the first NUL, without trailing spaces. Non-printable
+/// bytes are shown as `?`.
 #[derive(Clone, Copy)]
 pub struct Text<'a>(&'a [u8]);
 

@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub const ANACAP_ALL_STATES: u8 = 0b1_1111;
 /// Identify Controller, ANACAP: the ANAGRPID of a namespace does not change while it is attached.
 pub const ANACAP_FIXED_GROUPS: u8 = 1 << 6;
-/// Get Log Page, Log Specific Parameter: Return Groups Only, without the namespaces of each.
+/// Get Log Page, Log Specific Parameter: Return Groups Only, without the namespaces of each group.
 pub const RETURN_GROUPS_ONLY: u8 = 1 << 0;
 
 /// ANA state of a group of namespaces at a controller.
@@ -42,7 +42,7 @@ impl AnaState {
         Self::ALL.into_iter().find(|state| *state as u8 == bits & 0xf)
     }
 
-    /// Status of commands for the namespaces; `None` if the commands are executed.
+    /// Status with which commands for the namespaces fail. `None` if the commands are executed.
     pub fn refusal(self) -> Option<Status> {
         match self {
             Self::Optimized | Self::NonOptimized => None,
@@ -69,7 +69,8 @@ impl AnaState {
     }
 }
 
-/// Head of the log page; [descriptors](AnaGroupDescriptor) follow, each with its namespaces.
+/// Head of the log page. [Descriptors](AnaGroupDescriptor) follow, each with the NSIDs of its
+/// group.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -83,7 +84,7 @@ pub struct AnaLogHeader {
     pub reserved10: [u8; 6],
 }
 
-/// Head of an ANA Group Descriptor; NSIDs of 4 bytes each follow.
+/// Head of an ANA Group Descriptor. NSIDs of 4 bytes each follow.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -110,7 +111,7 @@ pub struct AnaGroup {
     pub changes: u64,
     /// State; `None` for a reserved value.
     pub state: Option<AnaState>,
-    /// Namespaces; empty with Return Groups Only.
+    /// NSIDs of the group; empty with Return Groups Only.
     pub nsids: Vec<u32>,
 }
 
@@ -124,7 +125,7 @@ pub struct AnaLog {
 }
 
 impl AnaLog {
-    /// Encodes the page, without namespaces if `groups_only`.
+    /// Encodes the page. With `groups_only`, the page contains no namespaces.
     pub fn encode(&self, groups_only: bool) -> Vec<u8> {
         let nagd = u16::try_from(self.groups.len()).unwrap_or(u16::MAX);
         let head = AnaLogHeader { chgcnt: self.changes, nagd, reserved10: [0; 6] };
@@ -190,7 +191,7 @@ mod tests {
         let heads = log.encode(true);
         assert_eq!(heads.len(), 16 + 64);
         assert!(AnaLog::decode(&heads).unwrap().groups.iter().all(|group| group.nsids.is_empty()));
-        // A count that exceeds any page.
+        // The count exceeds the length of any page.
         let mut page = page;
         page[20..24].fill(0xff);
         assert_eq!(AnaLog::decode(&page), None);

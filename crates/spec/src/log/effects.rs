@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub struct LogPageSupport {
     /// LID Supported.
     pub lsupp: bool,
-    /// Index Offset Supported: Get Log Page may have an index as its offset.
+    /// Index Offset Supported: the offset of Get Log Page may be an index.
     pub ios: bool,
     #[bits(14)]
     __: u16,

@@ -34,7 +34,7 @@ pub struct ErrorLogEntry {
     pub sqid: u16,
     /// Command ID; FFFFh if the error is not specific to a command.
     pub cid: u16,
-    /// Status Info: status word of a completion queue entry, including the phase tag.
+    /// Status Info: the status word of a completion queue entry, including the phase tag.
     pub status: u16,
     /// Parameter Error Location.
     pub parameter: ParameterLocation,
@@ -198,7 +198,8 @@ impl ChangedNamespaces {
         self.nsids[0] == crate::sqe::NSID_ALL
     }
 
-    /// Identifiers up to the first zero; none if it [`overflowed`](Self::overflowed).
+    /// Identifiers up to the first zero. There are none if the list
+    /// [`overflowed`](Self::overflowed).
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.nsids.iter().copied().take_while(|&nsid| nsid != 0 && nsid != crate::sqe::NSID_ALL)
     }

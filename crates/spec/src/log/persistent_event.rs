@@ -1,6 +1,7 @@
 //! Log page Persistent Event, 0Dh. Base 2.1, 5.1.12.1.14.
 //!
-//! The page is a [`PersistentEventLog`] and events, each a [`PersistentEvent`] with its data.
+//! The page consists of a [`PersistentEventLog`] and events. Each event is a [`PersistentEvent`],
+//! followed by its data.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;
@@ -89,9 +90,9 @@ pub struct PersistentEventLog {
     pub lrev: u8,
     /// Reserved.
     pub reserved17: u8,
-    /// Log Header Length: bytes of this header after this field.
+    /// Log Header Length: number of bytes of this header after this field.
     pub lhl: U16,
-    /// Timestamp of the context's establishment, encoded as in the feature Timestamp.
+    /// Time at which the context was established, encoded as in the feature Timestamp.
     pub timestamp: U64,
     /// Power on Hours.
     pub poh: U128,
@@ -122,7 +123,7 @@ zero_default!(PersistentEventLog);
 impl PersistentEventLog {
     /// Log Revision of Base 2.0 and later.
     pub const REVISION: u8 = 3;
-    /// LHL: length of the header after the field.
+    /// LHL: number of bytes of the header after the field.
     pub const LHL: u16 = 512 - 20;
 
     /// Reporting Context Information.
@@ -139,7 +140,7 @@ pub struct PersistentEvent {
     pub event: u8,
     /// Event Type Revision.
     pub revision: u8,
-    /// Event Header Length: bytes of this header after this field.
+    /// Event Header Length: number of bytes of this header after this field.
     pub ehl: u8,
     /// Event Header Additional Information: 0 for no port.
     pub ehai: u8,
@@ -151,16 +152,16 @@ pub struct PersistentEvent {
     pub port: U16,
     /// Reserved.
     pub reserved16: [u8; 4],
-    /// Vendor Specific Information Length: bytes directly after this header.
+    /// Vendor Specific Information Length: number of bytes directly after this header.
     pub vsil: U16,
-    /// Event Length: all bytes after this header.
+    /// Event Length: number of all bytes after this header.
     pub el: U16,
 }
 
 zero_default!(PersistentEvent);
 
 impl PersistentEvent {
-    /// EHL: length of the header after the field.
+    /// EHL: number of bytes of the header after the field.
     pub const EHL: u8 = 24 - 3;
 }
 

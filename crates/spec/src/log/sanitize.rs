@@ -6,15 +6,15 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Sanitize Operation Status: state of the most recent operation.
 pub mod sos {
-    /// No operation so far.
+    /// No sanitize operation was ever started.
     pub const NEVER: u8 = 0;
-    /// Successful.
+    /// The operation was successful.
     pub const SUCCESSFUL: u8 = 1;
-    /// In progress.
+    /// An operation is in progress.
     pub const IN_PROGRESS: u8 = 2;
-    /// Failed.
+    /// The operation failed.
     pub const FAILED: u8 = 3;
-    /// Successful, but blocks were deallocated despite No-Deallocate.
+    /// The operation was successful, but blocks were deallocated despite No-Deallocate.
     pub const DEALLOCATED: u8 = 4;
 
     /// Description; `None` for a reserved value.
@@ -40,7 +40,8 @@ pub struct SanitizeState {
     /// Overwrite Passes Completed.
     #[bits(5)]
     pub opc: u8,
-    /// Global Data Erased: no user data were written since the last successful operation, or ever.
+    /// Global Data Erased: no user data were written since the last successful operation, or no
+    /// user data were ever written.
     pub gde: bool,
     #[bits(7)]
     __: u8,
@@ -58,17 +59,17 @@ pub struct SanitizeLog {
     pub scdw10: u32,
     /// Estimated Time For Overwrite in seconds; FFFFFFFFh not reported.
     pub eto: u32,
-    /// Estimated Time For Block Erase.
+    /// Estimated Time For Block Erase in seconds.
     pub etbe: u32,
-    /// Estimated Time For Crypto Erase.
+    /// Estimated Time For Crypto Erase in seconds.
     pub etce: u32,
-    /// Estimated Time For Overwrite With No-Deallocate.
+    /// Estimated Time For Overwrite With No-Deallocate, in seconds.
     pub etond: u32,
-    /// Estimated Time For Block Erase With No-Deallocate.
+    /// Estimated Time For Block Erase With No-Deallocate, in seconds.
     pub etbend: u32,
-    /// Estimated Time For Crypto Erase With No-Deallocate.
+    /// Estimated Time For Crypto Erase With No-Deallocate, in seconds.
     pub etcend: u32,
-    /// Estimated Time For Post-Verification Deallocation State.
+    /// Estimated Time For Post-Verification Deallocation State, in seconds.
     pub etpvds: u32,
     /// Sanitize State Information.
     pub ssi: u8,
@@ -77,9 +78,9 @@ pub struct SanitizeLog {
 }
 
 impl SanitizeLog {
-    /// SPROG without an operation in progress.
+    /// Value of SPROG while no operation is in progress.
     pub const NO_PROGRESS: u16 = 0xffff;
-    /// Estimated time that is not reported.
+    /// Value of an estimated time that is not reported.
     pub const NO_ESTIMATE: u32 = 0xffff_ffff;
 }
 

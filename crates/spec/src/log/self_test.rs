@@ -34,7 +34,7 @@ pub mod self_test_result {
     pub const FATAL: u8 = 0x5;
     /// An unknown segment has failed.
     pub const UNKNOWN_SEGMENT_FAILED: u8 = 0x6;
-    /// Segments have failed; Segment Number is the first one.
+    /// Segments have failed. Segment Number is that of the first one.
     pub const SEGMENT_FAILED: u8 = 0x7;
     /// Aborted for an unknown reason.
     pub const ABORTED: u8 = 0x8;

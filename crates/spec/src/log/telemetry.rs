@@ -8,7 +8,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Size of the header and of each data block in bytes.
 pub const TELEMETRY_BLOCK: usize = 512;
 
-/// Header of both log pages. Data blocks follow, counted from 1; each area starts at block 1.
+/// Header of both log pages. Data blocks follow, which are counted from 1. Each data area starts at
+/// block 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct TelemetryHeader {

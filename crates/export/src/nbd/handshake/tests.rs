@@ -30,7 +30,7 @@ impl Client {
         client
     }
 
-    /// Sends all bytes in pieces of a few bytes.
+    /// Sends all bytes to the handshake, in pieces of a few bytes.
     fn send(&mut self, bytes: &[u8]) -> Step {
         let (mut there, mut at) = (0, 0);
         while at < bytes.len() || there < bytes.len() {
@@ -152,7 +152,7 @@ fn allocation_is_told_to_who_asks_for_structured_replies_first() {
     let kinds = client.kinds(option::SET_META_CONTEXT, &ask);
     assert_eq!(kinds, [answer::META_CONTEXT, answer::ACK]);
     assert!(client.handshake.agreed.allocation);
-    // The last selection counts.
+    // Each selection replaces the previous one.
     assert_eq!(client.kinds(option::SET_META_CONTEXT, &list(&[])), [answer::ACK]);
     assert!(!client.handshake.agreed.allocation);
     client.kinds(option::SET_META_CONTEXT, &ask);

@@ -4,11 +4,11 @@
 
 use shadowbell_memory::SharedBytes;
 
-/// Size of the part before the requests: features (0), and the [`Header`].
+/// Size of the part before the requests: the features (at offset 0), and the [`Header`].
 const HEADER: usize = 16;
 const FEATURES: usize = 0;
 const STATE: usize = 8;
-/// Size of a request's state in bytes: a [`Mark`], and its number.
+/// Size of a request's state in bytes: a [`Mark`], and the request's number.
 const REQUEST: usize = 16;
 const NUMBER: usize = 8;
 /// Alignment of each queue's part, as in other implementations.
@@ -24,15 +24,15 @@ pub(super) fn queue_bytes(entries: u16) -> usize {
 
 /// Memory of a queue, accessed in words.
 pub(in super::super) trait Words {
-    /// Loads the word at offset `at`, a multiple of eight.
+    /// Loads the word at offset `at`, which is a multiple of eight.
     fn load(&self, at: usize) -> u64;
-    /// Stores a word, after all earlier stores.
+    /// Stores a word. Earlier stores become visible before it.
     fn store(&self, at: usize, word: u64);
 }
 
 impl Words for SharedBytes {
     fn load(&self, at: usize) -> u64 {
-        // Never fails: the window is as long as the memory of its queue.
+        // The load cannot fail, because the window is as long as the memory of its queue.
         self.load_u64_acquire(at).unwrap_or_default()
     }
 
@@ -41,7 +41,7 @@ impl Words for SharedBytes {
     }
 }
 
-/// Header of a queue, its second word.
+/// Header of a queue. It is the second word of the queue's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Header {
     /// Version; 0 if the memory is not initialized.
@@ -49,7 +49,7 @@ pub(super) struct Header {
     pub(super) entries: u16,
     /// Head of the request that was answered last.
     pub(super) last: u16,
-    /// Index of the used ring up to which the marks of answered requests are removed.
+    /// Index of the used ring up to which the marks of answered requests were removed.
     pub(super) used: u16,
 }
 
@@ -68,7 +68,7 @@ impl Header {
     }
 }
 
-/// In-flight mark of a request, its first word.
+/// In-flight mark of a request. It is the first word of the request's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Mark {
     pub(super) in_flight: bool,

@@ -1,31 +1,31 @@
-//! In-flight tracking: a record of the requests in flight, in memory that the frontend keeps when
-//! this process dies (`VHOST_USER_PROTOCOL_F_INFLIGHT_SHMFD`; vhost-user, "Inflight I/O
+//! In-flight tracking: a record of the requests in flight, in memory that remains with the frontend
+//! when this process dies (`VHOST_USER_PROTOCOL_F_INFLIGHT_SHMFD`; vhost-user, "Inflight I/O
 //! tracking").
 //!
-//! The device creates the file on request of the frontend. The frontend sends it back, and sends
-//! it to the next process after a reconnect. The guest does not notice the change: its queues
-//! keep their state.
+//! The device creates a file for this memory when the frontend requests it. The frontend sends the
+//! file back, and after a reconnect it sends the file to the next process. The guest does not
+//! notice the new process: its queues keep their state.
 //!
 //! # Order of stores
 //!
-//! If the process is killed, but not the machine, all executed stores are visible, in their
-//! order. A request is identified by its head, the index of its first descriptor.
+//! After the death of the process (but not of the machine), all executed stores are visible, in
+//! their order. A request is identified by its head, the index of its first descriptor.
 //!
-//! 1. A request that was taken from the available ring gets the next number, and then its mark.
-//!    Then the disk gets the request.
-//! 2. When the request has completed, with data and status in the guest's memory, it becomes the
+//! 1. A request is taken from the available ring. Its number is stored, then its mark. Then the
+//!    disk gets the request.
+//! 2. When the request has completed, and data and status are in the guest's memory, it becomes the
 //!    first entry of the list of answered requests.
-//! 3. The entry of the used ring is written, and then the index of the used ring (virtio).
-//! 4. The mark is removed.
+//! 3. The entry of the used ring is written, and then the ring's index.
+//! 4. The request's mark is removed.
 //! 5. The index of the used ring is stored in the tracking memory.
 //!
 //! # Recovery
 //!
-//! If the index of the used ring and the stored index differ, the process died between steps 3
-//! and 5. As many requests from the start of the list as the difference are answered, marked or
-//! not. All other marked requests are executed again, in the order of their numbers, before any
-//! new request is taken. These requests and those in the used ring were taken from the available
-//! ring, which yields its position.
+//! If the index of the used ring and the stored index differ, the process died between steps 3 and
+//! 5. The difference is the number of requests at the start of the list that are answered, even if
+//! they have a mark. All other marked requests are executed again, in the order of their numbers,
+//! before any new request is taken. The position in the available ring is the sum of these requests
+//! and those in the used ring, because all of them were taken.
 //!
 //! | killed | found state | action |
 //! |---|---|---|
@@ -37,13 +37,14 @@
 //! the index were stored before the mark is removed, the request could be answered twice. The
 //! test `model` explores all orders.
 //!
-//! I/O that the dead process had submitted may still reach the disk after the death. The next
-//! process on the same disk must wait for the end of that I/O; for images, the image lock ensures
-//! it (`shadowbell_disk`).
+//! I/O of the dead process may still reach the disk after the death. The next process that opens
+//! the disk must wait for the end of that I/O. For images, the image lock ensures this
+//! (`shadowbell_disk`).
 //!
 //! # Trust
 //!
-//! The frontend owns the memory. It is read once, when a queue starts, and validated.
+//! The frontend owns the memory. The device reads it once, when a queue starts, and validates the
+//! copy.
 
 mod layout;
 #[cfg(test)]

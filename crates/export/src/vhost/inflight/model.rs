@@ -1,10 +1,10 @@
-//! Exhaustive model of the in-flight tracking: every interleaving of a guest, a device, a disk
-//! and deaths of the device's process, for a few requests. A wrong order of stores is detected as
-//! a request that is lost, answered twice, or written over newer data.
+//! Exhaustive model of the in-flight tracking. It explores every interleaving of a guest, a device,
+//! a disk and deaths of the device's process, for a few requests. If the order of stores is wrong,
+//! a request is lost, is answered twice, or overwrites newer data.
 //!
-//! The stores are those of the [`Tracker`]. A process may die before any of them, also during
-//! recovery. The disk executes its requests in any order, also those of a dead process. The guest
-//! reuses a descriptor, and an entry of the available ring, as soon as it may.
+//! The stores are those of the [`Tracker`]. A process may die before any store, also during
+//! recovery. The disk executes requests in any order, including those of a dead process. The guest
+//! reuses a descriptor and an entry of the available ring as soon as the specification permits.
 
 use super::layout::Words;
 use super::tracker::TrackerState;
@@ -14,12 +14,12 @@ use std::collections::HashSet;
 
 const ENTRIES: u16 = 3;
 const WORDS: usize = 2 + 2 * ENTRIES as usize;
-/// Block that each request writes. The guest creates a request when the previous one to the same
-/// block is answered.
+/// Block that each request writes. The guest creates a request after the previous request to the
+/// same block was answered.
 const BLOCKS: [usize; 5] = [0, 1, 2, 0, 1];
 const DEATHS: u8 = 2;
 
-/// Deliberate error: an omitted or reordered step.
+/// Deliberate mistake: a step that is omitted or in the wrong order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     UnmarkedBeforeUsed,
@@ -36,11 +36,11 @@ enum Mistake {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Store {
     Word(usize, u64),
-    /// Appends the head to the used ring and increments its index.
+    /// Appends the head to the used ring, and increments the ring's index.
     Used(u16),
 }
 
-/// Memory that records the stores instead of making them visible to others.
+/// Memory that only records the stores, so that they do not become visible.
 struct Log {
     words: RefCell<[u64; WORDS]>,
     stores: RefCell<Vec<Store>>,
@@ -64,16 +64,16 @@ struct Process {
     tracker: TrackerState,
     available: u16,
     again: Vec<u16>,
-    /// Requests that the disk has completed.
+    /// Requests that the disk has completed, which the process has not answered.
     ended: Vec<u16>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct State {
-    // State of the guest, which it shares.
+    // State of the guest, in memory that it shares with the device.
     made: u8,
     requests: [Option<u8>; ENTRIES as usize],
-    /// Content of the descriptors, also of answered requests.
+    /// Contents of the descriptors, including those of answered requests.
     descriptors: [u8; ENTRIES as usize],
     ring: [u16; ENTRIES as usize],
     available: u16,
@@ -83,11 +83,11 @@ struct State {
     // State of the disk.
     blocks: [Option<u8>; 3],
     in_hand: Vec<(u8, u16, u8)>,
-    // State that the frontend keeps.
+    // State that the frontend keeps when a process dies.
     words: [u64; WORDS],
     processes: u8,
     process: Option<Process>,
-    /// Requests that were marked and not answered since, in order.
+    /// Requests that were marked and have not been answered since, in the order of the marks.
     order: Vec<u16>,
 }
 
@@ -95,7 +95,8 @@ struct Model {
     mistake: Option<Mistake>,
 }
 
-/// Violation: a request is lost, answered twice, or older than it should be.
+/// Violation: a request is lost, is answered twice, or is older than another one that it
+/// overwrites.
 type Wrong = &'static str;
 
 impl State {
@@ -143,8 +144,8 @@ impl State {
         }
     }
 
-    /// Adds the state after each of the stores with the process dead to `next`. Returns the state
-    /// after all of them.
+    /// For each store, adds the state in which the process has died after it to `next`. Returns the
+    /// state after all stores.
     fn deaths(&self, model: &Model, stores: &[Store], next: &mut Vec<Self>) -> Self {
         let mut state = self.clone();
         for store in stores {
@@ -231,7 +232,7 @@ impl Model {
     }
 
     fn start(&self, state: &State, next: &mut Vec<State>) -> Result<(), Wrong> {
-        // Fence: all I/O of the dead process must have ended.
+        // Fence: the next process starts after all I/O of the dead process has ended.
         if !state.in_hand.is_empty() && !self.is(Mistake::NoFence) {
             return Ok(());
         }
@@ -322,7 +323,7 @@ impl Model {
         }
     }
 
-    /// Number of states, or the violation in one of them.
+    /// Explores all states. Returns their number, or the first violation.
     fn explore(&self) -> Result<usize, Wrong> {
         let mut known = HashSet::from([State::new()]);
         let mut open = vec![State::new()];
@@ -355,7 +356,7 @@ fn each_mistake_is_found() {
         (Mistake::NeverMarked, "answered twice"),
         (Mistake::RecoveredIndexFirst, "answered twice"),
         (Mistake::OnlyAnsweredAreCounted, "answered twice"),
-        // An old write has overwritten a newer one.
+        // Without the fence, an old write overwrites a newer one.
         (Mistake::NoFence, "answered, and not done"),
     ] {
         let found = Model { mistake: Some(mistake) }.explore();

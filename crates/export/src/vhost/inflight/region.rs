@@ -81,7 +81,7 @@ pub(in super::super) struct Region {
 }
 
 impl Region {
-    /// Creates a zeroed file for such memory, sealed against truncation.
+    /// Creates a zeroed file for tracking memory. The file is sealed against truncation.
     pub(in super::super) fn make(shape: &Shape) -> io::Result<OwnedFd> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create("vhost-inflight", flags)?;
@@ -108,13 +108,15 @@ impl Region {
         has_it.then(|| self.bytes.slice(index * len, len)).flatten()
     }
 
-    /// True if part of the memory was lost: its file was truncated, or no huge pages were left.
+    /// True if a part of the memory was lost, because its file was truncated, or no huge pages were
+    /// left.
     pub(in super::super) fn is_poisoned(&self) -> bool {
         self.bytes.mapping().is_poisoned()
     }
 }
 
-/// Tracking memory that a frontend has shared last. A queue uses it from its start to its stop.
+/// Tracking memory that the frontend shared last. A queue uses the memory from its start to its
+/// stop.
 #[derive(Default)]
 pub(in super::super) struct Kept(RwLock<Option<Arc<Region>>>);
 

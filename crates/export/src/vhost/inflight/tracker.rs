@@ -3,7 +3,7 @@
 use super::layout::{Header, Mark, VERSION, Words, features, number, store_number};
 use shadowbell_state::{AbortPoint, WrongOrder, abort_point, is_wrong};
 
-/// Reason for which the tracking memory of a queue is invalid.
+/// Reason why the tracking memory of a queue is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in super::super) enum Senseless {
     #[error("features {0:#x} with version {1} are not supported, only version 1 without features")]
@@ -23,9 +23,9 @@ pub(in super::super) enum Senseless {
 /// State that a dead process has left.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in super::super) struct Found {
-    /// Heads of the requests to execute again, in this order.
+    /// Heads of the requests that must be executed again, in this order.
     pub(in super::super) heads: Vec<u16>,
-    /// Position in the available ring of the first request that was not taken.
+    /// Position in the available ring of the first request that has not been taken.
     pub(in super::super) available: u16,
 }
 
@@ -38,9 +38,9 @@ pub(in super::super) struct Tracker<W> {
 }
 
 impl<W: Words> Tracker<W> {
-    /// Starts the tracking of a queue of `size` entries whose used ring has the index `used`, in
-    /// memory that was shared for `entries` entries. Returns the state of a dead process, if
-    /// there is one.
+    /// Starts the tracking of a queue of `size` entries, whose used ring has the index `used`. The
+    /// memory was shared for `entries` entries. Returns the state that a dead process has left, if
+    /// there is any.
     pub(in super::super) fn start(
         words: W,
         entries: u16,
@@ -72,8 +72,8 @@ impl<W: Words> Tracker<W> {
         let mut marks: Vec<_> = (0..entries).map(|head| Mark::load(&self.words, head)).collect();
         let batch = used.wrapping_sub(self.header.used);
         let mut answered = Vec::new();
-        // Without marks, the guest may have reset its queue since, so the indices are not
-        // compared.
+        // If no request has a mark, the guest may have reset its queue in the meantime, so the
+        // indices are not compared.
         if marks.iter().any(|mark| mark.in_flight) {
             if batch > size {
                 return Err(Senseless::Used(used));
@@ -94,8 +94,8 @@ impl<W: Words> Tracker<W> {
         }
         found.sort_unstable();
         self.number = found.last().map_or(0, |(number, _)| number.wrapping_add(1));
-        // No store precedes the complete validation. If this process dies during these stores,
-        // the next one finds an equivalent state.
+        // All of the memory was validated before the first store. If this process dies during these
+        // stores, the next process finds an equivalent state.
         answered.into_iter().for_each(|(head, mark)| mark.store(&self.words, head));
         self.header.used = used;
         self.header.store(&self.words);
@@ -117,7 +117,7 @@ impl<W: Words> Tracker<W> {
         abort_point(AbortPoint::RequestMarked);
     }
 
-    /// Records that a request is about to be put into the used ring.
+    /// Records that a request will be put into the used ring next.
     pub(in super::super) fn answering(&mut self, head: u16) {
         if head >= self.header.entries {
             return;
@@ -130,7 +130,7 @@ impl<W: Words> Tracker<W> {
         abort_point(AbortPoint::RequestListed);
     }
 
-    /// Records that a request is in the used ring, whose index is `used` now.
+    /// Records that a request is in the used ring, whose index is now `used`.
     pub(in super::super) fn answered(&mut self, head: u16, used: u16) {
         if head >= self.header.entries {
             return;
@@ -156,7 +156,7 @@ impl<W: Words> Tracker<W> {
         (self.header, self.number)
     }
 
-    /// Restores the tracker of a living process.
+    /// Restores the tracker of a process that has not died.
     #[cfg(test)]
     pub(super) fn with_state(words: W, (header, number): TrackerState) -> Self {
         Self { words, header, number }
@@ -188,7 +188,7 @@ mod tests {
     }
 
     impl Memory {
-        /// Memory as another implementation leaves it: marks with their numbers.
+        /// Memory as another implementation leaves it, with the given marks and numbers.
         fn left(last: u16, used: u16, marks: &[(u16, u16, u64)]) -> Self {
             let memory = Self(RefCell::new(vec![0; queue_bytes(ENTRIES) / 8]));
             Header { version: VERSION, entries: ENTRIES, last, used }.store(&&memory);
@@ -205,7 +205,7 @@ mod tests {
         }
     }
 
-    /// Other implementations answer several requests and store the index of the used ring once.
+    /// Other implementations answer several requests before they store the index of the used ring.
     #[test]
     fn a_batch_that_was_answered_is_not_carried_out_again() {
         let marks = [(1, 0, 40), (2, 6, 41), (6, 3, 39), (3, 7, 38), (5, 0, 37)];
@@ -213,8 +213,7 @@ mod tests {
         let memory = Memory::left(2, 0xfffe, &marks);
         let found = memory.found(1).unwrap();
         assert_eq!(found, Found { heads: vec![5, 1], available: 3 });
-        // A second recovery without answers in between, as after another death, finds the same
-        // state.
+        // A second recovery before any answer finds the same state, as after another death.
         assert_eq!(memory.found(1).unwrap(), found);
         let (mut tracker, _) = Tracker::start(&memory, ENTRIES, ENTRIES, 1).unwrap();
         tracker.taken(2);
@@ -235,7 +234,7 @@ mod tests {
         assert_eq!(refused(left(2, &[(2, 9, 0)]), 8, 12), Senseless::Head(9));
         assert_eq!(refused(left(0, &[(5, 0, 0)]), 4, 10), Senseless::Head(5));
         assert_eq!(refused(left(0, &[(5, 0, 0)]), 8, 0), Senseless::Used(0));
-        // A queue that was reset, with no request in flight.
+        // The guest has reset the queue, and no request is in flight.
         for used in [0, 12] {
             let found = left(8, &[]).found(used).unwrap();
             assert_eq!(found, Found { heads: Vec::new(), available: used });
