@@ -4,7 +4,7 @@ use super::lookup::problem;
 use super::metrics;
 use super::state::ServerState;
 use crate::control::api::{Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade};
-use crate::live_stats::{self, Row, Snapshot};
+use crate::live_stats::{Row, Snapshot};
 use crate::serve::config_file::{self, Settings};
 use crate::serve::reload::apply as apply_config;
 use crate::serve::server_config::SocketConfig;
@@ -98,7 +98,7 @@ pub(super) fn snapshot(state: &ServerState) -> Snapshot {
     let at_ns = u64::try_from(state.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
     let rows = state.controllers.all();
     let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller));
-    Snapshot { version: live_stats::VERSION, at_ns, controllers: rows.collect() }
+    Snapshot { at_ns, controllers: rows.collect() }
 }
 
 /// Metrics for Prometheus: OpenMetrics 1.0
