@@ -284,7 +284,7 @@ impl Engine {
         }
     }
 
-    /// Time until which the thread may sleep. `None` if there is no limit.
+    /// Longest time that the thread may sleep. `None` if there is no limit.
     pub(crate) fn sleep_limit(&self) -> Option<Duration> {
         (self.pending.get() > 0).then_some(TICK)
     }

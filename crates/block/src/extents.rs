@@ -163,7 +163,7 @@ impl Query {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_disk::MemDisk;
+    use shadowbell_disk_file::MemDisk;
 
     #[test]
     fn neighbours_are_merged_and_the_number_is_limited() {

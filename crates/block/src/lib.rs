@@ -18,7 +18,7 @@
 //! | `range` | splitting a byte range into whole and partial blocks |
 //!
 //! ```
-//! use shadowbell_disk::MemDisk;
+//! use shadowbell_disk_file::MemDisk;
 //! use shadowbell_block::{BlockDevice, BlockOptions};
 //! use std::sync::Arc;
 //!

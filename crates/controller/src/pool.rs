@@ -7,7 +7,7 @@
 //! ([`Controller::add_namespace`](crate::Controller::add_namespace)).
 
 use crate::notice::{ControlHandle, Notice};
-use shadowbell_disk::{MetadataDisk, MetadataFormat};
+use shadowbell_disk::MetadataFormat;
 use shadowbell_spec::admin::Sanitize;
 use shadowbell_spec::status::Status;
 use std::fmt;
@@ -45,7 +45,7 @@ pub(crate) fn bytes_of(
 ) -> Option<u64> {
     match metadata {
         None => blocks.checked_mul(block_size.into()),
-        Some(format) => MetadataDisk::bytes_for(blocks, block_size, format),
+        Some(format) => format.bytes_for(blocks, block_size),
     }
 }
 

@@ -160,7 +160,7 @@ fn an_ana_change_waits_for_commands_in_flight() {
 /// host.
 fn grouped() -> [Host; 2] {
     let (pool, subsystem) = (pool(), Subsystem::new(None).unwrap());
-    let disks = [0, 1].map(|_| shadowbell_disk::open("mem:1MiB").unwrap());
+    let disks = [0, 1].map(|_| shadowbell_disk_file::open("mem:1MiB").unwrap());
     [AnaState::Optimized, AnaState::NonOptimized].map(|state| {
         let member = subsystem.join(None).unwrap();
         // Groups 0 and 17 do not exist.
@@ -305,7 +305,7 @@ fn a_successor_keeps_the_ana_count_and_reports_changes() {
     let saved = controller.save(saved_fds).unwrap();
     // The new process starts with a state that was changed meanwhile.
     let subsystem = Subsystem::new(None).unwrap();
-    let disk = shadowbell_disk::open("mem:1MiB").unwrap();
+    let disk = shadowbell_disk_file::open("mem:1MiB").unwrap();
     let mut config = shared::config(&disk, &subsystem);
     let member = config.member.take().unwrap();
     config.member = Some(member.with_ana([], [(1, AnaState::Inaccessible)]));

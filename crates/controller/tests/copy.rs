@@ -8,7 +8,8 @@ use common::{Host, Queue, meanwhile, slow_host};
 use held::Held;
 use proptest::prelude::*;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
-use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Request, Submitted};
+use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::Segments;
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::feature::HostBehaviorSupport;
@@ -223,7 +224,7 @@ fn every_invalid_copy_has_its_status() {
     ] {
         assert_eq!(host.run(&mut queue, sqe).0.code(), expected, "{sqe:?}");
     }
-    let disk = shadowbell_disk::open("mem:1MiB?read-only=on").unwrap();
+    let disk = shadowbell_disk_file::open("mem:1MiB?read-only=on").unwrap();
     let namespaces = vec![NamespaceConfig { disk, uuid: [1; 16] }];
     let mut host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
     let mut queue = host.create(1, 16, false);
@@ -344,7 +345,7 @@ fn copies_share_buffers_and_delay_no_other_command() {
         let held = Held::new(65536);
         held.mark();
         let disks: [Arc<dyn Disk>; 2] =
-            [Arc::new(held.clone()), shadowbell_disk::open("mem:64MiB").unwrap()];
+            [Arc::new(held.clone()), shadowbell_disk_file::open("mem:64MiB").unwrap()];
         let named = disks.into_iter().zip(1..);
         let namespaces =
             named.map(|(disk, n)| NamespaceConfig { disk, uuid: [n; 16] }).collect::<Vec<_>>();
@@ -695,7 +696,7 @@ fn a_copy_ends_with_its_source_namespace() {
     let held = Held::new(1024);
     held.mark();
     let source: Arc<dyn Disk> = Arc::new(held.clone());
-    let to = shadowbell_disk::open("mem:1MiB").unwrap();
+    let to = shadowbell_disk_file::open("mem:1MiB").unwrap();
     let namespaces = vec![
         NamespaceConfig { disk: to, uuid: [1; 16] },
         NamespaceConfig { disk: source, uuid: [2; 16] },

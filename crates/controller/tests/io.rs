@@ -197,7 +197,7 @@ fn a_4096_byte_namespace_and_larger_host_pages() {
 
 #[test]
 fn a_write_protected_namespace_refuses_every_change() {
-    let disk = shadowbell_disk::open("mem:1MiB?read-only=on").unwrap();
+    let disk = shadowbell_disk_file::open("mem:1MiB?read-only=on").unwrap();
     let namespaces = vec![NamespaceConfig { disk, uuid: [1; 16] }];
     let config = shadowbell_controller::Config { namespaces, ..Default::default() };
     let mut host = Host::with(config, ADAPTIVE);

@@ -6,9 +6,9 @@ use common::{BASE, Host, MEMORY, Queue, config};
 use proptest::prelude::*;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
-use shadowbell_disk::{
-    Disk, DiskInfo, Extent, LimitedDisk, Limiter, Limits, MemDisk, NullDisk, Tell,
-};
+use shadowbell_disk::{Disk, DiskInfo, Extent, Tell};
+use shadowbell_disk_file::{MemDisk, NullDisk};
+use shadowbell_disk_layers::{LimitedDisk, Limiter, Limits};
 use shadowbell_memory::Mapping;
 use shadowbell_spec::admin::{GetLbaStatus, Identify};
 use shadowbell_spec::identify::{IdentifyController, IdentifyNvmController, cns};
@@ -579,7 +579,7 @@ proptest! {
         file.as_file().set_len(BLOCKS * 512).unwrap();
         for direct in ["on", "off"] {
             let uri = format!("{}?direct={direct}", file.path().display());
-            if let Ok(disk) = shadowbell_disk::open(&uri) {
+            if let Ok(disk) = shadowbell_disk_file::open(&uri) {
                 model(disk, &steps);
             }
             file.as_file().set_len(0).unwrap();

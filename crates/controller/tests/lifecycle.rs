@@ -159,7 +159,7 @@ fn cc_fields_are_fixed_while_the_controller_is_enabled() {
 #[test]
 fn write_zeroes_has_the_limit_of_wzsl() {
     let mut config = common::config(&["mem:64MiB"]);
-    let disk = shadowbell_disk::open("mem:512MiB?block-size=4096").unwrap();
+    let disk = shadowbell_disk_file::open("mem:512MiB?block-size=4096").unwrap();
     config.namespaces.push(shadowbell_controller::NamespaceConfig { disk, uuid: [9; 16] });
     let mut host = Host::with(config, ADAPTIVE);
     let mut queue = host.create(1, 16, false);

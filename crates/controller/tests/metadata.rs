@@ -7,7 +7,9 @@ use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 use shadowbell_controller::{Config, NamespaceConfig, Polling};
-use shadowbell_disk::{Disk, FileDisk, FileOptions, MetadataDisk, MetadataFormat};
+use shadowbell_disk::{Disk, MetadataFormat};
+use shadowbell_disk_file::{FileDisk, FileOptions};
+use shadowbell_disk_layers::MetadataDisk;
 use shadowbell_spec::feature::{HostBehaviorSupport, fid};
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, IdentifyNvmNamespace, cns};
 use shadowbell_spec::nvm::{
@@ -51,7 +53,7 @@ struct Guest {
 
 impl Guest {
     fn new(disk: &str, options: &str) -> Self {
-        Self::with(shadowbell_disk::open(disk).unwrap(), options)
+        Self::with(shadowbell_disk_file::open(disk).unwrap(), options)
     }
 
     fn with(disk: Arc<dyn Disk>, options: &str) -> Self {
@@ -422,7 +424,7 @@ const OPTIONS: [&str; 12] = [
 fn a_memory_disk_with_metadata_matches_the_model() {
     for (nth, options) in OPTIONS.into_iter().enumerate() {
         let disk = if nth % 2 == 0 { "mem:24KiB" } else { "mem:96KiB?block-size=4096" };
-        against_the_model(shadowbell_disk::open(disk).unwrap(), options, 100);
+        against_the_model(shadowbell_disk_file::open(disk).unwrap(), options, 100);
     }
 }
 

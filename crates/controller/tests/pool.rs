@@ -12,7 +12,8 @@ use shadowbell_controller::{
     PoolNamespace, PoolOptions, PoolOrder, PoolOutcome, PoolPort, PoolState, SanitizePhase,
     SanitizeStatus,
 };
-use shadowbell_disk::{Disk, MemDisk};
+use shadowbell_disk::Disk;
+use shadowbell_disk_file::MemDisk;
 use shadowbell_spec::admin::{
     FormatNvm, GetLogPage, Identify, NamespaceAttachment, NamespaceManagement, Sanitize,
 };

@@ -305,7 +305,7 @@ impl shadowbell_disk::Queue for SluggishQueue {
 #[test]
 fn a_slow_controller_is_isolated_from_its_neighbour() {
     let pool = pool(1, Polling::Never);
-    let disk: Arc<dyn Disk> = Arc::new(Sluggish(shadowbell_disk::open("mem:4MiB").unwrap()));
+    let disk: Arc<dyn Disk> = Arc::new(Sluggish(shadowbell_disk_file::open("mem:4MiB").unwrap()));
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     let events: Arc<Mutex<Vec<Event>>> = Arc::default();
     let heard = Arc::clone(&events);

@@ -271,7 +271,7 @@ fn persistent_reservations_survive_a_restart_and_all_a_handover() {
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(false).open(&path).unwrap()
     };
-    let disk = shadowbell_disk::open("mem:1MiB").unwrap();
+    let disk = shadowbell_disk_file::open("mem:1MiB").unwrap();
     let [mut one, mut other] = hosts(Arc::clone(&disk), Some(state()));
     let get = GetFeatures { fid: fid::RESERVATION_PERSISTENCE, ..GetFeatures::default() };
     assert_eq!(one.register(1), Status::SUCCESS);

@@ -9,7 +9,9 @@ use proptest::test_runner::TestRunner;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
 };
-use shadowbell_disk::{Disk, FileDisk, FileOptions, ZoneFormat, ZonedDisk};
+use shadowbell_disk::{Disk, ZoneFormat};
+use shadowbell_disk_file::{FileDisk, FileOptions};
+use shadowbell_disk_layers::ZonedDisk;
 use shadowbell_spec::admin::{GetLogPage, Identify};
 use shadowbell_spec::identify::{
     IoCommandSets, NamespaceId, NamespaceIds, NamespaceList, cns, csi,
@@ -44,7 +46,7 @@ fn zones(disk: Arc<dyn Disk>, options: &str, goes_on: bool) -> Arc<dyn Disk> {
 }
 
 fn memory(size: &str, options: &str) -> Arc<dyn Disk> {
-    zones(shadowbell_disk::open(size).unwrap(), options, false)
+    zones(shadowbell_disk_file::open(size).unwrap(), options, false)
 }
 
 fn file(path: &Path, options: &str, goes_on: bool) -> Arc<dyn Disk> {
@@ -426,7 +428,7 @@ fn a_host_of_the_nvm_command_set_alone_sees_no_zones() {
     assert_eq!(guest.write(0, 1, 1), inactive);
     assert_eq!(guest.send(4, 0, true), inactive);
     // A namespace without zones has no zone commands.
-    let mut guest = Guest::new(shadowbell_disk::open("mem:1MiB").unwrap());
+    let mut guest = Guest::new(shadowbell_disk_file::open("mem:1MiB").unwrap());
     for op in [NvmOpcode::ZoneAppend, NvmOpcode::ZoneManagementSend] {
         let sqe = guest.rw(op, 0, 1);
         assert_eq!(guest.run(0, sqe).0, DNR(Status::INVALID_OPCODE));

@@ -1,9 +1,8 @@
 //! Three layers in one process: a driver on a virtual controller, on an SSD, which is an
 //! emulated controller over a disk that records its requests.
 
-use shadowbell_disk::{
-    Disk, DiskError, DiskInfo, MemDisk, NullDisk, Op, Queue, Request, Submitted, Tell,
-};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tell};
+use shadowbell_disk_file::{MemDisk, NullDisk};
 use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_driver::{
     AttachOptions, Command, Completion, Controller, Namespace, QueuePair, Transport,

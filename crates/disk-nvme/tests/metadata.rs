@@ -1,6 +1,8 @@
 //! A namespace with protection information as a disk without: the SSD inserts and strips it.
 
-use shadowbell_disk::{Disk, MemDisk, MetadataDisk, MetadataFormat};
+use shadowbell_disk::{Disk, MetadataFormat};
+use shadowbell_disk_file::MemDisk;
+use shadowbell_disk_layers::MetadataDisk;
 use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_driver::{AttachOptions, Buffer, Command, Controller, QueuePair};
 use shadowbell_frontend::InProcess;

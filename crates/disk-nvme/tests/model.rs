@@ -1,7 +1,8 @@
 //! Every operation on a namespace of another controller, in batches, against a vector: the
 //! suite that disks of other types pass as well.
 
-use shadowbell_disk::{Disk, MemDisk};
+use shadowbell_disk::Disk;
+use shadowbell_disk_file::MemDisk;
 use shadowbell_disk_nvme::{NvmeDisk, Options};
 use shadowbell_frontend::InProcess;
 use shadowbell_testing::disks::{Random, batch, content};

@@ -10,7 +10,8 @@
 //! * `qemu-img check` finds no corruption, and repairs leaks.
 //! * `qemu-img compare` finds no difference from a raw image of the data that were read.
 
-use shadowbell_disk::{Disk, FileOptions, Op, Request};
+use shadowbell_disk::{Disk, Op, Request};
+use shadowbell_disk_file::FileOptions;
 use shadowbell_disk_qcow2::Qcow2Disk;
 use shadowbell_memory::{Segments, SharedBytes};
 use shadowbell_state::Descriptors;

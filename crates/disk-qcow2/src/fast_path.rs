@@ -3,7 +3,8 @@
 
 use crate::image::Image;
 use crate::map::Entered;
-use shadowbell_disk::{BytesQueue, DiskError, Op, Queue, Request, Submitted, Tasks};
+use shadowbell_disk::{DiskError, Op, Queue, Request, Submitted, Tasks};
+use shadowbell_disk_file::BytesQueue;
 use shadowbell_memory::Segments;
 use std::os::fd::BorrowedFd;
 

@@ -7,7 +7,7 @@
 //! reference to the open file. So the next process opens the image anew, through a descriptor that
 //! only names it, and waits for the lock. Requests in io_uring hold a reference until they
 //! complete, as for a raw image; where the lock does not show that, the ring holds one end of a
-//! pipe ([`fence`](shadowbell_disk::fence)). Backing files are only read, into memory that was
+//! pipe ([`fence`](shadowbell_disk_file::fence)). Backing files are only read, into memory that was
 //! private to the dead process.
 //!
 //! # Content after a crash
@@ -22,7 +22,8 @@ use crate::error::OpenError;
 use crate::image::Image;
 use crate::open::Files;
 use serde::{Deserialize, Serialize};
-use shadowbell_disk::{ImageFile, Wait};
+use shadowbell_disk::Wait;
+use shadowbell_disk_file::ImageFile;
 use shadowbell_state::{Descriptors, FdRef};
 use std::io;
 use std::os::fd::AsFd;

@@ -94,7 +94,8 @@ mod tests {
     use crate::image::{ALIGNMENT, Image};
     use crate::open::{ByPath, open};
     use imago::io_buffers::IoBuffer;
-    use shadowbell_disk::{DiskInfo, FileOptions, Op, Request};
+    use shadowbell_disk::{DiskInfo, Op, Request};
+    use shadowbell_disk_file::FileOptions;
 
     /// Between a write that has allocated a cluster and the write of the tables, another write to
     /// the cluster has to wait for the tables, too, so it takes the slow path.

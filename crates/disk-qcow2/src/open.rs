@@ -7,7 +7,7 @@ use crate::storage::FileStorage;
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
-use shadowbell_disk::{Alignment, Direct, FileOptions, ImageBytes, ImageFile};
+use shadowbell_disk_file::{Alignment, Direct, FileOptions, ImageBytes, ImageFile};
 use shadowbell_memory::contain_panic;
 use std::io;
 use std::path::{Path, PathBuf};

@@ -4,7 +4,8 @@
 use crate::image::Image;
 use imago::io_buffers::IoBuffer;
 use parking_lot::{Condvar, Mutex};
-use shadowbell_disk::{CompletionQueue, DiskError, Op, Request, unpin};
+use shadowbell_disk::{CompletionQueue, DiskError, Op, Request};
+use shadowbell_disk_file::unpin;
 use shadowbell_memory::AbortOnPanic;
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -24,7 +24,7 @@ use crate::error::OpenError;
 use crate::header::{Header, Table};
 use crate::overlap_check::{Overlap, OverlapCheck, clusters_of_compressed};
 use rustix::io::{ReadWriteFlags, pwritev2, retry_on_intr};
-use shadowbell_disk::ImageFile;
+use shadowbell_disk_file::ImageFile;
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
 use std::os::unix::fs::{FileExt, MetadataExt};

@@ -10,7 +10,7 @@ use imago::storage::drivers::CommonStorageHelper;
 use parking_lot::RwLock;
 use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::{ReadWriteFlags, retry_on_intr};
-use shadowbell_disk::Alignment;
+use shadowbell_disk_file::Alignment;
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

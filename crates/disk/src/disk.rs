@@ -1,19 +1,22 @@
 //! The traits [`Disk`] and [`Queue`]: a disk, and one thread's queue on it.
 
 use crate::extent::{Extent, Tell};
-use crate::file::RawFile;
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
-use crate::limit::Limiter;
 use crate::metadata::Metadata;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
 use crate::zoned::Zones;
 use shadowbell_memory::{DmaTable, Segments, SharedBytes};
 use shadowbell_state::Descriptors;
+use std::any::Any;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::{fmt, io};
+
+/// Callback that waits a moment; called repeatedly while I/O of a dead process is in flight at a
+/// disk. Returns false to give up.
+pub type Wait<'a> = &'a dyn Fn() -> bool;
 
 /// A block device that a namespace stores its data on. Shared by all threads.
 ///
@@ -21,7 +24,7 @@ use std::{fmt, io};
 /// methods forward to the inner disk; "default" below means the result without an inner disk. Sizes
 /// ([`resized`](Self::resized), [`with_writes`](Self::with_writes)) and memory ([`map`](Self::map))
 /// are not forwarded: a layer has to implement these methods itself.
-pub trait Disk: Send + Sync + fmt::Debug {
+pub trait Disk: Any + Send + Sync + fmt::Debug {
     /// Properties of the disk: block size, capacity, cache, discard.
     fn info(&self) -> DiskInfo;
 
@@ -36,16 +39,6 @@ pub trait Disk: Send + Sync + fmt::Debug {
 
     /// The disk below this layer. Default: none.
     fn inner(&self) -> Option<&Arc<dyn Disk>> {
-        None
-    }
-
-    /// All rate limiters of the disk: its own first, then those of its group. Default: none.
-    fn limiters(&self) -> &[Arc<Limiter>] {
-        self.inner().map_or(&[], |inner| inner.limiters())
-    }
-
-    /// The disk below the rate limits, if the disk has limits. Default: none.
-    fn unlimited(&self) -> Option<&Arc<dyn Disk>> {
         None
     }
 
@@ -90,7 +83,7 @@ pub trait Disk: Send + Sync + fmt::Debug {
         }
     }
 
-    /// Serializes the disk for [`adopt`](crate::adopt) in another process (restart for upgrade).
+    /// Serializes the disk for its adoption by another process (restart for upgrade).
     /// Adds its descriptors to `fds`. No request may be pending; this disk remains usable. Default:
     /// [`HandOverError::Impossible`].
     ///
@@ -130,7 +123,7 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Err(ResizeError::Opened { disk: self.name() })
     }
 
-    /// Serializes the disk for [`recover`](crate::recover) by the next process after a crash of
+    /// Serializes the disk for its recovery by the next process after a crash of
     /// this one, whatever is in flight (checkpoint). Adds its descriptors to `fds`. None of them
     /// may be the open file that requests use: that file must be closed by the kernel when the last
     /// request ends, which fences the dead process. Default: [`HandOverError::Mortal`].
@@ -158,13 +151,6 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// flush. Default: none.
     fn map(&self, len: u64) -> Option<SharedBytes> {
         let _ = len;
-        None
-    }
-
-    /// The file that holds the disk's bytes unchanged, for callers that make calls on it through an
-    /// io_uring of their own. Layers return `None`, because such requests would bypass them.
-    /// Default: `None`.
-    fn raw_file(&self) -> Option<RawFile> {
         None
     }
 
@@ -219,7 +205,7 @@ pub trait Queue {
     }
 
     /// Zones of a zoned disk. Default: none.
-    fn zones(&self) -> Option<&Zones> {
+    fn zones(&self) -> Option<&dyn Zones> {
         None
     }
 

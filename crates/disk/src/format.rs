@@ -24,7 +24,7 @@ pub enum ImageFormat {
 
 impl ImageFormat {
     /// Bytes at the start of an image that the detection needs.
-    pub(crate) const LOOKS_AT: usize = 512;
+    pub const LOOKS_AT: usize = 512;
 
     /// Detects the format by the first bytes of an image; `None` means raw.
     #[must_use]

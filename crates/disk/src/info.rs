@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 /// Properties of a disk, as the namespace reports them to the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct DiskInfo {
     /// Logical block size in bytes: 512 or 4096.
     pub block_size: u32,
@@ -48,7 +47,7 @@ impl DiskInfo {
 
     /// Copies the properties with a capacity of `bytes`; `None` if that is zero or not a multiple
     /// of the block size.
-    pub(crate) fn with_bytes(&self, bytes: u64) -> Option<Self> {
+    pub fn with_bytes(&self, bytes: u64) -> Option<Self> {
         let block_size = u64::from(self.block_size);
         let fits = bytes != 0 && bytes.is_multiple_of(block_size);
         fits.then(|| Self { blocks: bytes / block_size, ..self.clone() })

@@ -8,7 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 ///
 /// # Errors
 /// The error of `epoll_create1` or `epoll_ctl`.
-pub(crate) fn merge(fds: [BorrowedFd<'_>; 2]) -> io::Result<OwnedFd> {
+pub fn merge(fds: [BorrowedFd<'_>; 2]) -> io::Result<OwnedFd> {
     let both = epoll::create(CreateFlags::CLOEXEC)?;
     for (nth, fd) in (0..).zip(fds) {
         epoll::add(&both, fd, EventData::new_u64(nth), EventFlags::IN)?;

@@ -4,7 +4,6 @@ use shadowbell_spec::zns::ZoneAction;
 
 /// Operation of a request. A queue completes unknown operations with [`DiskError::Unsupported`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum Op {
     /// Reads from the disk into the data buffer.
     Read,

@@ -7,17 +7,19 @@ const INDEXED_TAGS: usize = 1 << 20;
 
 /// Index from tags to request keys. If a tag is used again, the newest request counts.
 #[derive(Debug)]
-pub(crate) struct TagIndex<K> {
+pub struct TagIndex<K> {
     keys: Vec<Option<K>>,
 }
 
-impl<K: Copy> TagIndex<K> {
-    pub(crate) fn new() -> Self {
+impl<K> Default for TagIndex<K> {
+    fn default() -> Self {
         Self { keys: Vec::new() }
     }
+}
 
+impl<K: Copy> TagIndex<K> {
     /// Stores the key of the request with this tag.
-    pub(crate) fn set(&mut self, tag: u32, key: K) {
+    pub fn set(&mut self, tag: u32, key: K) {
         let at = tag as usize;
         if at >= INDEXED_TAGS {
             return;
@@ -33,7 +35,7 @@ impl<K: Copy> TagIndex<K> {
     /// Returns the key stored last for this tag. The request may have ended since, so the caller
     /// has to check its tag. [`NotIndexed`] means that the tag is too large for the index, and the
     /// caller has to search.
-    pub(crate) fn get(&self, tag: u32) -> Result<Option<K>, NotIndexed> {
+    pub fn get(&self, tag: u32) -> Result<Option<K>, NotIndexed> {
         match self.keys.get(tag as usize) {
             Some(key) => Ok(*key),
             None if (tag as usize) < INDEXED_TAGS => Ok(None),
@@ -44,7 +46,7 @@ impl<K: Copy> TagIndex<K> {
 
 /// Error: the tag is too large for the index.
 #[derive(Debug)]
-pub(crate) struct NotIndexed;
+pub struct NotIndexed;
 
 /// Number of the list of waiting requests; see [`Lists`].
 const WAITING: u32 = 0;
@@ -65,8 +67,12 @@ pub struct Tasks<T> {
 
 impl<T> Default for Tasks<T> {
     fn default() -> Self {
-        let by_tag = TagIndex::new();
-        Self { places: Vec::new(), free: Vec::new(), by_tag, lists: Lists::default() }
+        Self {
+            places: Vec::new(),
+            free: Vec::new(),
+            by_tag: TagIndex::default(),
+            lists: Lists::default(),
+        }
     }
 }
 

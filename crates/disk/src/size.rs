@@ -25,7 +25,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 
 /// Formats a size exactly, with the largest binary unit that divides it: `1TiB`, `1536MiB`,
 /// `1000B`.
-pub(crate) fn format_size(bytes: u64) -> String {
+pub fn format_size(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let (mut value, mut unit) = (bytes, 0);
     while value != 0 && value.is_multiple_of(1024) && unit + 1 < units.len() {

@@ -19,7 +19,7 @@ fn main() -> ExitCode {
 
 fn run() -> Result<(), Box<dyn Error>> {
     let disk = std::env::args().nth(1).unwrap_or_else(|| "mem:64MiB".to_owned());
-    let ssd = InProcess::over(shadowbell_disk::open(&disk)?)?;
+    let ssd = InProcess::over(shadowbell_disk_file::open(&disk)?)?;
     // A disk that the user has given is not written to.
     tour::take(Arc::new(ssd), disk.starts_with("mem:"))
 }

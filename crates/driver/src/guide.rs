@@ -11,7 +11,7 @@
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     // Transport to the controller: here to one in this process, with a disk in memory.
-//!     let disk = shadowbell_disk::open("mem:64MiB")?;
+//!     let disk = shadowbell_disk_file::open("mem:64MiB")?;
 //!     let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
 //!     // Resets, enables and identifies the controller, and creates its queues.
 //!     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
@@ -51,7 +51,7 @@
 //! # use shadowbell_driver::{AttachOptions, Controller};
 //! # use std::sync::Arc;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let disk = shadowbell_disk::open("mem:64MiB")?;
+//! # let disk = shadowbell_disk_file::open("mem:64MiB")?;
 //! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
@@ -102,7 +102,7 @@
 //! #     }
 //! # }
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let disk = shadowbell_disk::open("mem:64MiB")?;
+//! # let disk = shadowbell_disk_file::open("mem:64MiB")?;
 //! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! let queue = AsyncQueue::start(controller.take_queue_pair().ok_or("there is no queue pair")?)?;
@@ -131,7 +131,7 @@
 //! # use std::sync::Arc;
 //! # use shadowbell_spec::zerocopy::IntoBytes;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let disk = shadowbell_disk::open("mem:64MiB")?;
+//! # let disk = shadowbell_disk_file::open("mem:64MiB")?;
 //! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
@@ -157,12 +157,13 @@
 //! end-to-end protection, the program generates protection information before the write and checks
 //! it after the read:
 //! ```
-//! # use shadowbell_disk::{MetadataDisk, MetadataFormat};
+//! # use shadowbell_disk::MetadataFormat;
+//! # use shadowbell_disk_layers::MetadataDisk;
 //! # use shadowbell_driver::{AttachOptions, Controller};
 //! # use std::sync::Arc;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let format = MetadataFormat::parse([("metadata", "8"), ("pi", "1")].into_iter())?;
-//! # let disk = MetadataDisk::new(shadowbell_disk::open("mem:64MiB")?, format.ok_or("none")?)?;
+//! # let disk = MetadataDisk::new(shadowbell_disk_file::open("mem:64MiB")?, format.ok_or("none")?)?;
 //! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(Arc::new(disk))?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();

@@ -6,7 +6,8 @@ mod direct;
 use direct::Direct;
 use shadowbell_controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
 use shadowbell_controller::{Polling, Pool, PoolOptions};
-use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, NullDisk, Op, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Request, Submitted};
+use shadowbell_disk_file::{MemDisk, NullDisk};
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Controller, Doorbells, IoErrorKind, QueuePair, RequestError,
     SpinPolicy,

@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
 
     // The controller: one namespace, and two threads that carry out its commands.
-    let disk = shadowbell_disk::open("mem:64MiB")?;
+    let disk = shadowbell_disk_file::open("mem:64MiB")?;
     let namespace = NamespaceConfig { uuid: uuid_from("an example"), disk };
     let config = Config { namespaces: vec![namespace], ..Config::default() };
     let pool = Pool::start(&PoolOptions { workers: 2, ..PoolOptions::default() })?;

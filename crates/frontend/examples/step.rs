@@ -16,7 +16,8 @@
 
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
-use shadowbell_disk::{Disk, MetadataDisk, MetadataFormat, Op, Request, Submitted};
+use shadowbell_disk::{Disk, MetadataFormat, Op, Request, Submitted};
+use shadowbell_disk_layers::MetadataDisk;
 use shadowbell_driver::{AttachOptions, Buffer, Command, Completion, QueuePair};
 use shadowbell_frontend::InProcess;
 use shadowbell_memory::{Mapping, Segments};
@@ -45,7 +46,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (rounds, depth): (usize, usize) = (text(0, "1000").parse()?, text(1, "32").parse()?);
     let (opcode, prinfo): (u8, u32) = (text(3, "2").parse()?, text(5, "0").parse()?);
 
-    let mut disk = shadowbell_disk::open(text(2, "null:1TiB"))?;
+    let mut disk = shadowbell_disk_file::open(text(2, "null:1TiB"))?;
     let options = text(4, "").split('&').filter_map(|option| option.split_once('='));
     if let Some(format) = MetadataFormat::parse(options)? {
         disk = Arc::new(MetadataDisk::new(disk, format)?);

@@ -8,7 +8,7 @@
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let ssd = shadowbell_frontend::InProcess::over(shadowbell_disk::open("mem:1MiB")?)?;
+//! let ssd = shadowbell_frontend::InProcess::over(shadowbell_disk_file::open("mem:1MiB")?)?;
 //! let controller = Controller::attach(Arc::new(ssd), &AttachOptions::default())?;
 //! assert_eq!(controller.namespace(1).map(|namespace| namespace.bytes()), Some(1 << 20));
 //! # Ok(())

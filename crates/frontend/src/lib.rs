@@ -36,7 +36,7 @@
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let disk = shadowbell_disk::open("/var/lib/vm0.img")?;
+//! let disk = shadowbell_disk_file::open("/var/lib/vm0.img")?;
 //! let namespaces = vec![NamespaceConfig { uuid: uuid_from("vm0"), disk }];
 //! let config = Config { namespaces, ..Config::default() };
 //! let pool = Pool::start(&PoolOptions::default())?;
@@ -59,7 +59,7 @@
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let ssd = InProcess::over(shadowbell_disk::open("mem:1MiB")?)?;
+//! let ssd = InProcess::over(shadowbell_disk_file::open("mem:1MiB")?)?;
 //! let controller = Controller::attach(Arc::new(ssd), &AttachOptions::default())?;
 //! assert_eq!(controller.namespace(1).map(|namespace| namespace.bytes()), Some(1 << 20));
 //! # Ok(())

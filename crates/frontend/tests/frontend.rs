@@ -2,7 +2,7 @@
 
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
-use shadowbell_disk::MemDisk;
+use shadowbell_disk_file::MemDisk;
 use shadowbell_driver::{AttachOptions, Controller as Driver, Doorbells, Transport, VfioUser};
 use shadowbell_frontend::vfio_user::ClientEvent;
 use shadowbell_frontend::{ControllerDevice, InProcess};

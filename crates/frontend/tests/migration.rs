@@ -58,14 +58,14 @@ impl Drop for Server {
 }
 
 fn disk() -> Arc<dyn Disk> {
-    Arc::new(shadowbell_disk::MemDisk::new(1024, 512).unwrap())
+    Arc::new(shadowbell_disk_file::MemDisk::new(1024, 512).unwrap())
 }
 
 /// A disk with asynchronous requests.
 fn file(directory: &tempfile::TempDir) -> Arc<dyn Disk> {
     let path = directory.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
-    shadowbell_disk::open(path.to_str().unwrap()).unwrap()
+    shadowbell_disk_file::open(path.to_str().unwrap()).unwrap()
 }
 
 fn refused<T: std::fmt::Debug>(outcome: Result<T, ClientError>) -> Errno {

@@ -19,8 +19,8 @@
 //!   published together;
 //! * [`EventFd`] wakes a sleeping thread, and [`sigbus`] turns the loss of the memory behind a
 //!   mapping into a flag;
-//! * [`AbortOnPanic`] guards threads on which others depend; [`process`] helps a process that
-//!   replaces itself.
+//! * [`AbortOnPanic`] guards threads on which others depend; [`process`] has functions for a
+//!   process that executes another program in its place.
 //!
 //! This is the only crate of the workspace with `unsafe` code, besides thin `sys` modules. If a
 //! peer changes memory during a copy, the copied *values* can be arbitrary, but the program's

@@ -45,8 +45,8 @@ pub(crate) const MATTERS: u64 = ALLOWED / TABLE * SPAN;
 
 /// Number of places of a peer's memory that a thread may touch before it has to call [`ask`].
 pub const SPEND: u64 = 2048;
-/// Number of page faults of the process since the last check up to which no further check is
-/// triggered.
+/// Number of page faults of the process since the last check below which no further check is
+/// needed.
 const FEW_FAULTS: u64 = 1024;
 
 /// Shortest and longest time between two checks. I/O threads touch memory without a notification.

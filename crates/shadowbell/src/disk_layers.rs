@@ -1,7 +1,8 @@
 //! Layers around a disk in a specification: metadata or zones, then rate limits.
 
 use crate::limits::DiskLimits;
-use shadowbell_disk::{Disk, MetadataDisk, MetadataFormat, ZoneFormat, ZonedDisk};
+use shadowbell_disk::{Disk, MetadataFormat, ZoneFormat};
+use shadowbell_disk_layers::{MetadataDisk, ZonedDisk};
 use std::sync::Arc;
 
 /// Layers around a disk.
@@ -71,15 +72,19 @@ impl Layers {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shadowbell_disk_layers::LimitedDisk;
 
     #[test]
     fn layers_are_options_of_any_disk() {
         let (rest, layers) = Layers::split("a.img?pi=1&direct=on&metadata=8&iops=7").unwrap();
         assert_eq!(rest, "a.img?direct=on");
         assert_eq!(layers.metadata.map(|format| (format.size, format.protection)), Some((8, 1)));
-        let disk = shadowbell_disk::open("mem:1MiB").unwrap();
+        let disk = shadowbell_disk_file::open("mem:1MiB").unwrap();
         let disk = layers.put_around(disk, false).unwrap();
-        assert_eq!((disk.info().metadata, disk.limiters().len()), (layers.metadata, 1));
+        assert_eq!(
+            (disk.info().metadata, LimitedDisk::of(&*disk).unwrap().limiters().len()),
+            (layers.metadata, 1)
+        );
         for spec in ["a.img", "a.img?direct=on", "mem:1MiB?x", "a?"] {
             assert_eq!(Layers::split(spec), Ok((spec.to_owned(), Layers::default())));
         }
@@ -90,17 +95,17 @@ mod tests {
         let (rest, layers) =
             Layers::split("mem:4MiB?zoned=1MiB&max-open=2&block-size=4096&iops=7").unwrap();
         assert_eq!(rest, "mem:4MiB?block-size=4096");
-        let disk = shadowbell_disk::open(&rest).unwrap();
+        let disk = shadowbell_disk_file::open(&rest).unwrap();
         let disk = layers.put_around(disk, false).unwrap();
         assert_eq!((disk.info().zoned, disk.info().blocks), (layers.zoned, 3 << 8));
         for spec in ["a?zoned=1000", "a?max-open=1", "a?zoned=1MiB&zone-capacity=2MiB"] {
             Layers::split(spec).unwrap_err();
         }
         let (_, layers) = Layers::split("a?metadata=8&zoned=64KiB").unwrap();
-        let both = layers.put_around(shadowbell_disk::open("mem:4MiB").unwrap(), false);
+        let both = layers.put_around(shadowbell_disk_file::open("mem:4MiB").unwrap(), false);
         assert!(both.unwrap_err().contains("cannot have metadata"));
         let (_, layers) = Layers::split("a?metadata=8&pi=1").unwrap();
-        let small = shadowbell_disk::open("mem:512").unwrap();
+        let small = shadowbell_disk_file::open("mem:512").unwrap();
         layers.put_around(small, false).unwrap_err();
     }
 }

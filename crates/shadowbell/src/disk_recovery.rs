@@ -7,7 +7,8 @@ use crate::disk_spec::{self, DiskSpecError};
 use crate::transport;
 use anyhow::{Context, anyhow, bail};
 use serde_json::Value;
-use shadowbell_disk::{Disk, FileSpec, Wait};
+use shadowbell_disk::{Disk, Wait};
+use shadowbell_disk_file::FileSpec;
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
 use shadowbell_disk_nvme::NvmeDisk;
 use shadowbell_disk_qcow2::Qcow2Disk;
@@ -63,7 +64,7 @@ fn recover_unlimited(
     {
         return Ok(Arc::new(Qcow2Disk::recover(&path, &options, state, fds, wait)?));
     }
-    Ok(shadowbell_disk::recover(spec, state, fds, wait)?)
+    Ok(shadowbell_disk_file::recover(spec, state, fds, wait)?)
 }
 
 /// Attaches the controller that the dead process had, after it is released. Attaching resets the

@@ -5,7 +5,8 @@ use crate::target::{Target, not_a_disk};
 use crate::transport;
 use crate::uuid_text::{no_uuid, parse_uuid};
 use anyhow::anyhow;
-use shadowbell_disk::{Disk, FileSpec, Format, ImageFormat};
+use shadowbell_disk::{Disk, ImageFormat};
+use shadowbell_disk_file::{FileSpec, Format};
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
 use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_disk_qcow2::Qcow2Disk;
@@ -71,7 +72,7 @@ impl From<shadowbell_disk_qcow2::OpenError> for DiskSpecError {
     }
 }
 
-/// Opens the disk that `spec` names: any disk of [`shadowbell_disk::open`], and
+/// Opens the disk that `spec` names: any disk of [`shadowbell_disk_file::open`], and
 ///
 /// | `spec` | disk |
 /// |---|---|
@@ -91,7 +92,7 @@ impl From<shadowbell_disk_qcow2::OpenError> for DiskSpecError {
 /// Options of all disks: metadata (`metadata=8&pi=1`):
 /// [`MetadataFormat`](shadowbell_disk::MetadataFormat); rate limits (`iops=1000`,
 /// `write-bandwidth=100MiB:1GiB`) and a limit group (`limit-group=db`):
-/// [`Limits::set`](shadowbell_disk::Limits::set).
+/// [`Limits::set`](shadowbell_disk_layers::Limits::set).
 ///
 /// Option of memory and raw images: zones (`zoned=64MiB`):
 /// [`ZoneFormat`](shadowbell_disk::ZoneFormat).
@@ -121,7 +122,7 @@ pub(crate) fn adopt(
     fds: &mut Descriptors,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = split(spec)?;
-    put_around(&spec, (&layers, true), shadowbell_disk::adopt(&spec, state, fds)?)
+    put_around(&spec, (&layers, true), shadowbell_disk_file::adopt(&spec, state, fds)?)
 }
 
 /// Adds the layers of `spec` to an open disk. With `goes_on`, another process used the disk before,
@@ -393,8 +394,8 @@ pub(crate) fn device(spec: &str) -> Result<(Target, Options), DiskSpecError> {
 /// Opens a file or a disk in memory, with detection of qcow2 images.
 fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let open = match lifetime {
-        Lifetime::Process => shadowbell_disk::open,
-        Lifetime::Supervisor => shadowbell_disk::open_lasting,
+        Lifetime::Process => shadowbell_disk_file::open,
+        Lifetime::Supervisor => shadowbell_disk_file::open_lasting,
     };
     let file = FileSpec::parse(spec)?;
     let opened = match &file {

@@ -5,7 +5,8 @@
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shadowbell_disk::{Disk, LimitedDisk, Limiter, Limits};
+use shadowbell_disk::Disk;
+use shadowbell_disk_layers::{LimitedDisk, Limiter, Limits};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -154,9 +155,10 @@ mod tests {
             DiskLimits::split(spec).unwrap_err();
         }
         let none = DiskLimits::default();
-        let disk = shadowbell_disk::open("mem:1MiB").unwrap();
-        assert!(none.limit(Arc::clone(&disk)).limiters().is_empty(), "it costs nothing");
+        let disk = shadowbell_disk_file::open("mem:1MiB").unwrap();
+        assert!(LimitedDisk::of(&*none.limit(Arc::clone(&disk))).is_none(), "it costs nothing");
         let limited = limits.limit(disk);
+        let limited = LimitedDisk::of(&*limited).unwrap();
         assert_eq!(limited.limiters().len(), 2);
         set_groups(&[Group { name: "g".into(), limits: limits.own }]);
         assert_eq!(limited.limiters()[1].limits(), limits.own);

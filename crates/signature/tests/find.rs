@@ -29,8 +29,7 @@ fn signatures_of_common_formats_are_found() {
     image.write_all_at(&[0xa5; 65536], 0).unwrap();
     assert_eq!(found(image), None, "blocks of our own are nothing to keep");
 
-    // The disk has only the backup GPT at its end, after its primary header was overwritten. Later
-    // it has a swap signature as well.
+    // A swap area. Its signature is at the end of the first page.
     let mut swap = vec![0; SPAN];
     swap[4086..4096].copy_from_slice(b"SWAPSPACE2");
     swap[1024] = 1;

@@ -17,8 +17,8 @@ use parking_lot::Mutex;
 
 use crate::wait;
 
-/// Environment variable of the daemon process: its mount point. The next one is the directory of
-/// its instructions.
+/// Environment variable of the daemon process: its mount point. The directory of its instructions
+/// is beside the mount point.
 const MOUNT_AT: &str = "LATE_MOUNT_AT";
 const NAME: &str = "disk";
 const FILE: INodeNo = INodeNo(2);

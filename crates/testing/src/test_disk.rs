@@ -2,7 +2,8 @@
 
 use crate::wait;
 use parking_lot::Mutex;
-use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tell};
+use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::{EventFd, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};

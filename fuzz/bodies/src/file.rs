@@ -13,9 +13,8 @@
 use crate::limits::Limits;
 use crate::source::Source;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use shadowbell_disk::{
-    Direct, Disk, DiskError, End, FileDisk, FileOptions, Op, Queue, Request, Script, Submitted,
-};
+use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_disk_file::{Direct, End, FileDisk, FileOptions, Script};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 use std::collections::BTreeMap;
 use std::ops::Range;

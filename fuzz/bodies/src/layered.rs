@@ -1,7 +1,9 @@
 //! Disks with layers: metadata, zones. Commands for them have additional fields.
 
 use crate::source::Source;
-use shadowbell_disk::{Disk, MemDisk, MetadataDisk, MetadataFormat, ZoneFormat, ZonedDisk};
+use shadowbell_disk::{Disk, MetadataFormat, ZoneFormat};
+use shadowbell_disk_file::MemDisk;
+use shadowbell_disk_layers::{MetadataDisk, ZonedDisk};
 use shadowbell_spec::Sqe;
 use std::sync::Arc;
 

@@ -142,7 +142,7 @@ fn options(source: &mut Source<'_>) -> Vec<u8> {
 fn server() -> &'static PathBuf {
     static SERVER: OnceLock<(Server, tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (.., path) = SERVER.get_or_init(|| {
-        let disk = shadowbell_disk::open(&format!("mem:{BYTES}")).expect("a disk");
+        let disk = shadowbell_disk_file::open(&format!("mem:{BYTES}")).expect("a disk");
         let device = BlockDevice::new(disk, &BlockOptions::default()).expect("a disk");
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("nbd");

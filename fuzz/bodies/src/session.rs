@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown};
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
-use shadowbell_disk::MemDisk;
+use shadowbell_disk_file::MemDisk;
 use shadowbell_frontend::ControllerDevice;
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_testing::wait;

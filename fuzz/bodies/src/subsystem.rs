@@ -218,8 +218,9 @@ impl Field {
     fn new() -> Self {
         let (pool, turns) = Pool::driven(Polling::default()).expect("a worker");
         let subsystem = Subsystem::new(None).expect("a subsystem");
-        let disks: Vec<Arc<dyn Disk>> =
-            (0..NAMESPACES).map(|_| shadowbell_disk::open("mem:8KiB").expect("memory")).collect();
+        let disks: Vec<Arc<dyn Disk>> = (0..NAMESPACES)
+            .map(|_| shadowbell_disk_file::open("mem:8KiB").expect("memory"))
+            .collect();
         let host = |_| {
             let namespaces = (1..).zip(&disks);
             let namespaces = namespaces

@@ -39,7 +39,7 @@ fn understand(source: &mut Source<'_>) {
             // No files: a random name could be any file.
             for scheme in ["null:", "mem:"] {
                 let spec = format!("{scheme}{text}");
-                if let Ok(disk) = shadowbell_disk::open(&spec) {
+                if let Ok(disk) = shadowbell_disk_file::open(&spec) {
                     let info = disk.info();
                     assert!(info.blocks > 0 && [512, 4096].contains(&info.block_size), "{info:?}");
                 }

@@ -71,7 +71,7 @@ fn disk() -> &'static Mutex<[BlockDevice; 2]> {
     DISK.get_or_init(|| {
         Mutex::new([512, 4096].map(|block| {
             let disk = format!("mem:{}?block-size={block}", SECTORS * SECTOR);
-            let disk = shadowbell_disk::open(&disk).expect("a disk");
+            let disk = shadowbell_disk_file::open(&disk).expect("a disk");
             BlockDevice::new(disk, &BlockOptions::default()).expect("a disk")
         }))
     })

@@ -4,7 +4,9 @@ use rustix::io::Errno;
 use shadowbell_block::{
     BlockDevice, BlockError, BlockOptions, BlockQueue, OpenError, Zeroes, block_on,
 };
-use shadowbell_disk::{DiskError, MemDisk, Op, ZoneFormat, ZonedDisk};
+use shadowbell_disk::{DiskError, Op, ZoneFormat};
+use shadowbell_disk_file::MemDisk;
+use shadowbell_disk_layers::ZonedDisk;
 use shadowbell_spec::Status;
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;

@@ -1,7 +1,8 @@
 //! Zero-copy transfers of whole blocks to and from buffers and memory of the caller.
 
 use shadowbell_block::{BlockDevice, BlockError, BlockOptions, BlockQueue};
-use shadowbell_disk::{DiskError, MemDisk, Op};
+use shadowbell_disk::{DiskError, Op};
+use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::{Mapping, Segments};
 use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;

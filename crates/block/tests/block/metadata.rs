@@ -3,7 +3,9 @@
 
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockOptions, Zeroes};
-use shadowbell_disk::{Disk, DiskError, MemDisk, MetadataDisk, MetadataFormat};
+use shadowbell_disk::{Disk, DiskError, MetadataFormat};
+use shadowbell_disk_file::MemDisk;
+use shadowbell_disk_layers::MetadataDisk;
 use std::sync::Arc;
 
 fn over(memory: &MemDisk, format: &str) -> Arc<dyn Disk> {

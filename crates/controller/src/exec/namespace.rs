@@ -317,7 +317,7 @@ impl Queue for WriteThrough {
         self.0.compares_and_writes()
     }
 
-    fn zones(&self) -> Option<&Zones> {
+    fn zones(&self) -> Option<&dyn Zones> {
         self.0.zones()
     }
 

@@ -312,7 +312,7 @@ const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 /// Zoned Namespace Command Set.
 impl Engine {
     /// Zones of a namespace, if it exists and is zoned.
-    fn zones_of(&self, nsid: u32) -> Option<&Zones> {
+    fn zones_of(&self, nsid: u32) -> Option<&dyn Zones> {
         let index = (nsid as usize).checked_sub(1)?;
         let namespace = self.namespaces.get(index).filter(|namespace| namespace.is_zoned())?;
         namespace.queue.zones()

@@ -3,7 +3,8 @@
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
-use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Request, Submitted};
+use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::{EventFd, Segments};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};

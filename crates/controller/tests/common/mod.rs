@@ -47,7 +47,7 @@ pub fn config(disks: &[&str]) -> Config {
         .iter()
         .enumerate()
         .map(|(i, uri)| NamespaceConfig {
-            disk: shadowbell_disk::open(uri).unwrap(),
+            disk: shadowbell_disk_file::open(uri).unwrap(),
             uuid: shadowbell_controller::config::uuid_from(&format!("test-{i}")),
         })
         .collect();

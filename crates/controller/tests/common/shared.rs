@@ -52,7 +52,7 @@ pub fn hosts<const N: usize>(disk: Arc<dyn Disk>, state: Option<File>) -> [One; 
 }
 
 pub fn mem<const N: usize>() -> [One; N] {
-    hosts(shadowbell_disk::open("mem:1MiB").unwrap(), None)
+    hosts(shadowbell_disk_file::open("mem:1MiB").unwrap(), None)
 }
 
 impl One {

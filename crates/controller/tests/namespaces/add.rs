@@ -7,7 +7,8 @@ use crate::host::{
 use crate::late::Late;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
-use shadowbell_disk::{Disk, MemDisk, NullDisk, Op};
+use shadowbell_disk::{Disk, Op};
+use shadowbell_disk_file::{MemDisk, NullDisk};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::identify::{IdentifyController, cns};
 use shadowbell_spec::sqe::NSID_ALL;

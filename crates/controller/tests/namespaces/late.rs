@@ -1,6 +1,7 @@
 //! A disk under control of the test.
 
-use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Request, Submitted};
+use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::{EventFd, Segments};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};

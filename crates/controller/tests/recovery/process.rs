@@ -82,7 +82,7 @@ pub(crate) fn open(
         Ok(path) => {
             let until = Instant::now() + LIMIT;
             loop {
-                match shadowbell_disk::open(path) {
+                match shadowbell_disk_file::open(path) {
                     Ok(disk) => return disk,
                     Err(error) => assert!(Instant::now() < until, "{path}: {error}"),
                 }
@@ -90,7 +90,9 @@ pub(crate) fn open(
                 wait::pause();
             }
         }
-        Err(state) => shadowbell_disk::adopt(&format!("mem:{}", BLOCKS * 512), state, fds).unwrap(),
+        Err(state) => {
+            shadowbell_disk_file::adopt(&format!("mem:{}", BLOCKS * 512), state, fds).unwrap()
+        }
     }
 }
 

@@ -2,7 +2,8 @@
 //! end.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
-use shadowbell_disk::{Disk, DiskError, FileOptions, FileSpec, Op, Queue, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_disk_file::{FileOptions, FileSpec};
 use shadowbell_disk_qcow2::{OpenError, Qcow2Disk};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 use shadowbell_testing::wait;

@@ -176,7 +176,8 @@ fn arming_sets_event_idx_and_disarming_takes_it_back() {
     drop(asleep);
     tail.disarm(&sleeper);
     assert_eq!(cells.event_idx(), 0);
-    // The same at the end of the ring. Disarming has an effect only if the host has not moved.
+    // The round is repeated at the end of the ring. Disarming has an effect only if the host has
+    // not moved.
     cells.shadow(0);
     assert_eq!(tail.look(), Ok(0));
     tail.arm(&mut sleeper.prepare());

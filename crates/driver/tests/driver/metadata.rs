@@ -10,7 +10,9 @@ use crate::options;
 use direct::Direct;
 use shadowbell_controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
 use shadowbell_controller::{Polling, Pool, PoolOptions};
-use shadowbell_disk::{Disk, FileDisk, FileOptions, MemDisk, MetadataDisk, MetadataFormat};
+use shadowbell_disk::{Disk, MetadataFormat};
+use shadowbell_disk_file::{FileDisk, FileOptions, MemDisk};
+use shadowbell_disk_layers::MetadataDisk;
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Buffer, Command, Completion, Controller, IoErrorKind,
     MetadataCommand, Namespace, ProtectionError, QueueError, QueuePair, Recovery, RequestError,

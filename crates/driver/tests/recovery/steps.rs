@@ -2,7 +2,8 @@
 
 use crate::direct::Direct;
 use crate::{emulated, inject, options};
-use ::shadowbell_disk::{Disk, MemDisk};
+use ::shadowbell_disk::Disk;
+use ::shadowbell_disk_file::MemDisk;
 use shadowbell_controller::Controller as Emulated;
 use shadowbell_controller::faults::Fault;
 use shadowbell_driver::{

@@ -199,8 +199,8 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
                 return Err(ConnectionError::Stuck);
             }
-            // The input may contain requests that waited for such a read. No event will wake the
-            // thread for them.
+            // The input may contain requests that waited for the end of an unsplittable read. No
+            // event will wake the thread for them.
             let waits = self.stalled.is_some() || self.socket.input.rest().len() >= Request::SIZE;
             if waits && freed && !self.alone {
                 continue;

@@ -32,8 +32,8 @@ pub(super) struct ReplyCoalescing {
     is_probing: bool,
     /// Number of requests until the next probe.
     left: u32,
-    /// Number of held replies at the last call. The next fields are the attempts for them, and the
-    /// useless waits in this period.
+    /// Number of held replies at the last call. `tries` counts the attempts for them, and `misses`
+    /// the useless waits in this period.
     waiting: usize,
     tries: u32,
     misses: u32,

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use shadowbell_block::BlockDevice;
-use shadowbell_disk::RawFile;
+use shadowbell_disk_file::RawFile;
 use shadowbell_memory::EventFd;
 use std::fs::File;
 use std::io;
@@ -149,7 +149,7 @@ impl Ublk {
         let mut control =
             Control::new(file.map_err(UblkError::of_open)?).map_err(UblkError::NoRing)?;
         let mut parameters = parameters(disk.geometry());
-        let mut file = disk.disk().raw_file();
+        let mut file = RawFile::of(&**disk.disk());
         let mut why_copied = why_copied(options, file.is_some(), || {
             control.features().is_ok_and(feature::is_zero_copy)
         });

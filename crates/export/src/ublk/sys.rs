@@ -15,7 +15,7 @@ use super::wire::{
 use io_uring::squeue::{Entry, Entry128};
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, types};
 use rustix::io::Errno;
-use shadowbell_disk::RawCall;
+use shadowbell_disk_file::RawCall;
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use std::fs::File;
 use std::io;

@@ -8,7 +8,8 @@
 use super::request::Action;
 use rustix::io::Errno;
 use shadowbell_block::Geometry;
-use shadowbell_disk::{DiskError, Op, RawCall, RawFile, RawStep, RawTransfer, Request};
+use shadowbell_disk::{DiskError, Op, Request};
+use shadowbell_disk_file::{RawCall, RawFile, RawStep, RawTransfer};
 use std::time::{Duration, Instant};
 
 /// File of the disk, and the requests in flight on it.
@@ -122,7 +123,7 @@ pub(super) fn errno(error: &DiskError) -> Errno {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_disk::{Aio, Direct, Disk, FileDisk, FileOptions};
+    use shadowbell_disk_file::{Aio, Direct, FileDisk, FileOptions};
     use std::fs::File;
 
     const GEOMETRY: Geometry = Geometry {
@@ -143,7 +144,7 @@ mod tests {
         File::options().write(true).open(image.path()).unwrap().set_len(1 << 20).unwrap();
         let mut options = FileOptions::default();
         (options.direct, options.aio) = (Direct::Auto, Aio::Auto);
-        let file = FileDisk::open(image.path(), &options).unwrap().raw_file();
+        let file = RawFile::of(&FileDisk::open(image.path(), &options).unwrap());
         if file.is_none() {
             eprintln!("skipped: there is no direct I/O here");
         }

@@ -1,5 +1,5 @@
 //! Serving of one virtio queue: requests are taken from the guest's rings, executed on the thread's
-//! queue on the disk, and answered.
+//! queue of the disk, and answered.
 //!
 //! If a request consists of whole blocks, the disk transfers the data directly from and to the
 //! guest's memory. The thread polls the available ring for some time before it sleeps. While it

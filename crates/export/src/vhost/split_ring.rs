@@ -49,11 +49,10 @@ pub(super) struct SplitRing {
     descriptors: SharedBytes,
     available: SharedBytes,
     used: SharedBytes,
-    /// Position of the next request. The next field is the index of the available ring at its last
-    /// read.
+    /// Position of the next request. `seen` is the index of the available ring at its last read.
     next_available: u16,
     seen: u16,
-    /// Position of the next answer. The next field is the index that was published to the guest.
+    /// Position of the next answer. `published` is the index that was published to the guest.
     next_used: u16,
     published: u16,
     /// Published index at the last decision about an interrupt.

@@ -187,7 +187,7 @@ struct Served {
 
 impl Served {
     fn new(image: &Path) -> Self {
-        let disk = shadowbell_disk::open(&image.display().to_string()).unwrap();
+        let disk = shadowbell_disk_file::open(&image.display().to_string()).unwrap();
         let disk = Counted { disk, read: Arc::default() };
         let read = Arc::clone(&disk.read);
         let options = BlockOptions::default();

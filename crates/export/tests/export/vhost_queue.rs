@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 
-/// Guest address of a request's header. The next constant is that of its indirect descriptor table.
+/// Guest address of a request's header. `TABLE` is that of its indirect descriptor table.
 const HEADER: u64 = 0x60_0000;
 const TABLE: u64 = 0x60_1000;
 /// Data segments of a request, as guest address and length.

@@ -5,10 +5,10 @@ use crate::vhost::{Guest, MEMORY, READ, Rig, Ring, each_block_size, has_short_bl
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// Guest address of a request's header. The next constant is that of its indirect descriptor table.
+/// Guest address of a request's header. `TABLE` is that of its indirect descriptor table.
 const HEADER: u64 = 0x60_0000;
 const TABLE: u64 = 0x60_1000;
-/// Guest address of the used ring. The next constant is that of used ring entries that this test
+/// Guest address of the used ring. `UNUSED_ENTRIES` is that of used ring entries that this test
 /// leaves unused.
 const USED: u64 = 0x1_3000;
 const UNUSED_ENTRIES: u64 = USED + 4 + 40 * 8;

@@ -441,7 +441,7 @@ mod tests {
     use shadowbell_state::LastingChange;
 
     fn memory(descriptors: u64) -> Memory {
-        let disk = Arc::new(shadowbell_disk::MemDisk::new(8, 512).unwrap());
+        let disk = Arc::new(shadowbell_disk_file::MemDisk::new(8, 512).unwrap());
         let namespaces = vec![NamespaceConfig { uuid: uuid_from("a test"), disk }];
         let config = Config { namespaces, ..Config::default() };
         let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();

@@ -5,7 +5,7 @@ use crate::ana_state::AnaWord;
 use crate::doorbell_mode::OfferedDoorbells;
 use crate::limits::{self, DiskLimits};
 use serde::{Deserialize, Serialize};
-use shadowbell_disk::Limits;
+use shadowbell_disk_layers::Limits;
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
 

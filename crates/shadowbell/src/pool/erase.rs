@@ -2,7 +2,8 @@
 
 use super::HostPool;
 use super::index::VACANT;
-use shadowbell_disk::{ImageFile, OpenError};
+use shadowbell_disk::OpenError;
+use shadowbell_disk_file::ImageFile;
 use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
 use std::io::{self, Seek, Write};

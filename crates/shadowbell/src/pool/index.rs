@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{PoolNamespace, PoolState, SanitizePhase, SanitizeStatus};
-use shadowbell_disk::{MetadataDisk, MetadataFormat};
+use shadowbell_disk::MetadataFormat;
 use shadowbell_spec::admin::Sanitize;
 use shadowbell_state::{AbSlots, HeadOrder};
 use std::fs::File;
@@ -60,7 +60,7 @@ impl Entry {
     fn checked_bytes(&self) -> Option<u64> {
         match &self.metadata {
             None => self.blocks.checked_mul(self.block_size.into()),
-            Some(format) => MetadataDisk::bytes_for(self.blocks, self.block_size, format),
+            Some(format) => format.bytes_for(self.blocks, self.block_size),
         }
     }
 

@@ -24,7 +24,7 @@ use anyhow::{Context, anyhow};
 use index::{Index, MOST, VACANT};
 use parking_lot::Mutex;
 use shadowbell_controller::{NamespacePool, PoolDone, PoolOrder, PoolPort, PoolState};
-use shadowbell_disk::ImageFile;
+use shadowbell_disk_file::ImageFile;
 use shadowbell_process::exit::bad_input;
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};

@@ -145,7 +145,7 @@ impl Checkpointer {
     /// The descriptor limit is reached.
     pub(super) fn new(link: &WorkerLink) -> io::Result<Self> {
         let kept = LiveCheckpoint { store: link.store()?, state: Mutex::default() };
-        Ok(Self { kept: Arc::new(kept), fence: shadowbell_disk::fence()? })
+        Ok(Self { kept: Arc::new(kept), fence: shadowbell_disk_file::fence()? })
     }
 
     /// Sends the items of all controllers; [`complete`](Checkpointer::complete) makes them valid.

@@ -18,7 +18,7 @@ use crate::uuid_text::{no_uuid, parse_uuid};
 use anyhow::anyhow;
 use serde::Deserialize;
 use shadowbell_controller::config::MAX_NAMESPACES;
-use shadowbell_disk::Limits;
+use shadowbell_disk_layers::Limits;
 use shadowbell_process::error_text::plain;
 use shadowbell_process::exit::bad_input;
 use std::collections::{BTreeMap, HashMap, HashSet};

@@ -52,7 +52,8 @@ fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_disk::{DiskInfo, NullDisk, Queue};
+    use shadowbell_disk::{DiskInfo, Queue};
+    use shadowbell_disk_file::NullDisk;
     use std::io::{self, PipeReader, PipeWriter};
     use std::os::fd::{AsFd, BorrowedFd};
 

@@ -14,7 +14,8 @@ use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
-use shadowbell_disk::{Disk, Limits, ResizeError};
+use shadowbell_disk::{Disk, ResizeError};
+use shadowbell_disk_layers::{LimitedDisk, Limits};
 use shadowbell_process::exit;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -256,7 +257,8 @@ impl Changes {
                     return Ok(false);
                 }
                 let spec = wanted.joined(&found.disk.disk);
-                if let Some(own) = old.limiters().first()
+                let limited = LimitedDisk::of(&**old);
+                if let Some(own) = limited.and_then(|limited| limited.limiters().first())
                     && wanted.group == before.group
                     && !wanted.is_none()
                 {
@@ -264,7 +266,7 @@ impl Changes {
                     self.say_otherwise(served, asked, found.at, nsid, spec);
                     return Ok(true);
                 }
-                let bare = old.unlimited().unwrap_or(old);
+                let bare = limited.map_or(old, LimitedDisk::unlimited);
                 (spec, wanted.limit(Arc::clone(bare)))
             }
             NamespaceChange::Disk(spec) => {

@@ -11,7 +11,7 @@
 //!
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see
-//! `shadowbell_disk::recover`. Only the disk limits the duration of this wait.
+//! `shadowbell_disk_file::recover`. Only the disk limits the duration of this wait.
 
 use super::arriving::begin_trace;
 use super::builder;

@@ -4,6 +4,7 @@ use super::server_config::SocketConfig;
 use parking_lot::RwLock;
 use shadowbell_controller::Controller;
 use shadowbell_disk::Disk;
+use shadowbell_disk_layers::LimitedDisk;
 use shadowbell_vfio_user::server::PortId;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -54,7 +55,8 @@ impl ServedController {
     /// Enables the rate limits of its disks, or disables them so that waiting requests proceed.
     pub(super) fn wait_for_limits(&self, is_so: bool) {
         for disk in self.disks() {
-            disk.limiters().iter().for_each(|limiter| limiter.open(!is_so));
+            let limiters = LimitedDisk::of(&*disk).map_or(&[][..], LimitedDisk::limiters);
+            limiters.iter().for_each(|limiter| limiter.open(!is_so));
         }
     }
 

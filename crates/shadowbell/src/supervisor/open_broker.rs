@@ -21,7 +21,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat, open};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
-use shadowbell_disk::{Access, identify_namespace, is_namespace, open_image};
+use shadowbell_disk_file::{Access, identify_namespace, is_namespace, open_image};
 use shadowbell_memory::process::{block_signals, unblock_signals};
 use shadowbell_state::Bytes;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};

@@ -136,7 +136,7 @@ pub(crate) mod to_supervisor {
 
 /// Requests of a sandboxed server process to the open broker, and the answers.
 pub(crate) mod open_broker {
-    use shadowbell_disk::Access;
+    use shadowbell_disk_file::Access;
 
     /// Registers the path of a permitted file or device, without symbolic links. No answer.
     pub(crate) const FILE: u8 = b'f';

@@ -1,7 +1,8 @@
 //! `bench --verify` against disks that lose, tear, misplace and zero written data.
 
 use shadowbell::testing::{LoadConfig, Outcome, Session, Workload, connect, measure};
-use shadowbell_disk::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
+use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::Segments;
 use std::io;
 use std::ops::ControlFlow;

@@ -4,7 +4,7 @@ use crate::content::{BadDisk, Defect};
 use crate::harness::{complaint, json, line, output};
 use clap::Parser;
 use shadowbell::testing::{Session, VerifyArgs, connect, verify};
-use shadowbell_disk::MemDisk;
+use shadowbell_disk_file::MemDisk;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 

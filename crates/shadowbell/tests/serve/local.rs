@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// A controller over `disk` with these doorbells.
 fn local_with(disk: &str, shadow_doorbells: bool, mapped_doorbells: bool) -> Arc<InProcess> {
-    let disk = shadowbell_disk::open(disk).unwrap();
+    let disk = shadowbell_disk_file::open(disk).unwrap();
     let namespaces = vec![NamespaceConfig { uuid: uuid_from("local"), disk }];
     let config = Config { namespaces, shadow_doorbells, ..Config::default() };
     let carrier = Carrier { mapped_doorbells, ..Carrier::default() };
@@ -89,7 +89,7 @@ fn a_controller_can_be_attached_to_again() {
 
 #[test]
 fn an_open_disk_can_be_attached_in_process() {
-    let disk = shadowbell_disk::open("mem:1MiB?block-size=4096").unwrap();
+    let disk = shadowbell_disk_file::open("mem:1MiB?block-size=4096").unwrap();
     let transport = Arc::new(InProcess::over(disk).unwrap());
     let controller = Controller::attach(transport, &AttachOptions::default());
     assert_eq!(controller.unwrap().namespace(1).unwrap().block_size(), 4096);

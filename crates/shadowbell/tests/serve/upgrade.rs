@@ -373,7 +373,7 @@ fn sigterm_during_an_upgrade_ends_the_server() {
         assert!(!socket(&server, 0).exists());
         until("the lock of the image", || {
             let disk = server.directory().join("0.img");
-            shadowbell_disk::open(disk.to_str().unwrap()).is_ok()
+            shadowbell_disk_file::open(disk.to_str().unwrap()).is_ok()
         });
     }
 }

@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
 /// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
-pub(super) const LAYERS: [&str; 21] = [
+pub(super) const LAYERS: [&str; 23] = [
     "spec",
     "doorbell",
     "state",
@@ -20,6 +20,8 @@ pub(super) const LAYERS: [&str; 21] = [
     "process",
     "vfio-user",
     "disk",
+    "disk-file",
+    "disk-layers",
     "controller",
     "driver",
     "frontend",

@@ -1,4 +1,4 @@
-//! I/O address space with one device, through either of the kernel's interfaces.
+//! I/O address space of one device, through either of the kernel's interfaces.
 //!
 //! * *Group*: `/dev/vfio/GROUP` is added to a container, `/dev/vfio/vfio`, whose type 1 IOMMU maps
 //!   memory; the device descriptor is obtained from the group.

@@ -5,7 +5,7 @@ use crate::supervisor::protocol::{self, Packet, open_broker as requests, to_supe
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use shadowbell_disk::{Access, NamespaceFacts, Opener, open_images_by};
+use shadowbell_disk_file::{Access, NamespaceFacts, Opener, open_images_by};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;

@@ -17,8 +17,8 @@ use crate::suites::vfio::{boot, pack_with};
 
 /// Test programs: the model, cancels, and those with a server.
 const SOURCES: [&str; 3] = [
-    "crates/disk/tests/model.rs",
-    "crates/disk/tests/namespace.rs",
+    "crates/disk-file/tests/model.rs",
+    "crates/disk-file/tests/namespace.rs",
     "crates/shadowbell/tests/serve/main.rs",
 ];
 /// Size of the disk for the model.

@@ -1,0 +1,135 @@
+//! Queue on the raw bytes of a formatted image, for guest ranges that the format maps unchanged.
+
+use super::flusher::Flusher;
+use super::image::ImageFile;
+use super::open::{engine, waits, zeroes};
+use super::options::Aio;
+use super::queue::FileQueue;
+use super::shared::{Alignment, FileShared, Hold, ranges};
+use super::write_atomicity::WriteAtomicity;
+use crate::sys::{self, EngineKind};
+use shadowbell_disk::{DiskError, DiskInfo, OpenError, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+/// Raw bytes of an [`ImageFile`], bypassing its format. The owner of the format decides which bytes
+/// a request may access. Writes become durable by syncing the file: queues on these bytes take no
+/// flush.
+#[derive(Debug)]
+pub struct ImageBytes {
+    shared: Arc<FileShared>,
+}
+
+impl ImageBytes {
+    /// Prepares access to the bytes of `image`, with direct I/O as `direct` says, for requests in
+    /// blocks of `block_size` bytes. `None` if io_uring is unavailable or excluded by `aio`.
+    ///
+    /// # Errors
+    /// [`OpenError::Memory`].
+    pub fn new(
+        image: &ImageFile,
+        direct: Option<Alignment>,
+        block_size: u32,
+        aio: Aio,
+    ) -> Result<Option<Self>, OpenError> {
+        let Ok((EngineKind::Uring, no_uring)) = engine(aio, sys::available) else {
+            return Ok(None);
+        };
+        let file = image.shared();
+        let flusher = Flusher::new(Arc::clone(&file), direct.is_none());
+        let info = DiskInfo {
+            block_size,
+            // The file grows, so the capacity is the largest possible one.
+            blocks: i64::MAX as u64 / u64::from(block_size),
+            read_only: image.read_only,
+            volatile_cache: false,
+            discard: false,
+            granularity: 1,
+            metadata: None,
+            zoned: None,
+        };
+        let atom = WriteAtomicity::of_file(
+            &file,
+            &image.metadata,
+            image.is_block,
+            direct.is_some(),
+            block_size,
+        );
+        let shared = FileShared {
+            // The image file holds the lock.
+            hold: Hold::new(&file, &flusher, true),
+            flusher,
+            waits: waits(&file),
+            file,
+            info,
+            atom,
+            ranges: ranges(direct, block_size),
+            direct,
+            engine: EngineKind::Uring,
+            no_uring,
+            regular: !image.is_block,
+            end: AtomicU64::new(u64::MAX),
+            full: AtomicU64::new(0),
+            no_zero_range: AtomicBool::new(false),
+            no_punch: AtomicBool::new(false),
+            // An image of another format cannot be on an NVMe generic character device.
+            namespace: None,
+            zeroes: zeroes()?,
+            #[cfg(feature = "scripted")]
+            script: None,
+        };
+        Ok(Some(Self { shared: Arc::new(shared) }))
+    }
+
+    /// Opens a queue for the calling thread. Its wake descriptor is readable while `also` is, too.
+    ///
+    /// # Errors
+    /// The system's error if it lacks a resource that the queue needs.
+    pub fn queue(&self, also: BorrowedFd<'_>) -> io::Result<BytesQueue> {
+        let queue = FileQueue::new(Arc::clone(&self.shared))?;
+        queue.watch(also)?;
+        Ok(BytesQueue(queue))
+    }
+}
+
+/// One thread's queue on the bytes of an image.
+pub struct BytesQueue(FileQueue);
+
+impl Queue for BytesQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        self.0.submit(tag, request, data)
+    }
+
+    fn may_wait(&mut self) {
+        self.0.may_wait();
+    }
+
+    fn commit(&mut self) {
+        self.0.commit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        self.0.reap(done);
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        self.0.cancel(tag);
+    }
+
+    fn pending(&self) -> usize {
+        self.0.pending()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.wake_fd()
+    }
+}
+
+impl std::fmt::Debug for BytesQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("BytesQueue")
+    }
+}

@@ -1,0 +1,474 @@
+//! Open and locked image file of any format.
+
+use super::device::{attribute, is_remote};
+use super::namespace::{NamespaceFacts, is_namespace};
+use super::opener::{self, Access, At};
+use super::options::Direct;
+use super::shared::Alignment;
+use crate::sys;
+use rustix::fs::{AtFlags, OFlags, StatxFlags};
+use rustix::io::Errno;
+use shadowbell_disk::{ImageFormat, OpenError, Wait};
+use shadowbell_state::{WrongOrder, is_wrong};
+use std::fs::{File, Metadata};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Maximum wait for a lock that another process holds: a server that was killed and restarted holds
+/// the file until the kernel has closed its io_uring.
+const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Regular file or block device, opened as an image and locked against other writers, a writable
+/// one also against readers. Disks of other formats are built on it.
+///
+/// Dropping it releases the lock, although the file may stay open for a while.
+#[derive(Debug)]
+pub struct ImageFile {
+    file: Arc<File>,
+    path: PathBuf,
+    /// Dropping this image has to release the lock.
+    is_locked: bool,
+    pub(super) metadata: Metadata,
+    pub(super) is_block: bool,
+    /// Identify data, if the file is an NVMe generic character device.
+    pub(super) namespace: Option<NamespaceFacts>,
+    pub(super) read_only: bool,
+    pub(super) size: u64,
+}
+
+impl ImageFile {
+    /// Opens and locks the file at `path`, writable unless `read_only` is set or the permissions do
+    /// not allow it.
+    ///
+    /// # Errors
+    /// [`OpenError`]: the message says what is wrong with the file and what to do.
+    pub fn open(path: &Path, read_only: bool) -> Result<Self, OpenError> {
+        Self::open_as(path, read_only, Kinds::Images)
+    }
+
+    pub(super) fn open_as(path: &Path, read_only: bool, kinds: Kinds) -> Result<Self, OpenError> {
+        let named = opener::name(path).transpose().map_err(|source| {
+            match look_at(path, At::Path(path), kinds) {
+                Err(error @ OpenError::NoFile { .. }) => error,
+                _ => refused(path.display().to_string(), source),
+            }
+        })?;
+        let at = named.as_ref().map_or(At::Path(path), |named| At::Named(named.as_fd()));
+        Self::open_at(path, at, (read_only, kinds), LockWait::Short)
+    }
+
+    /// Opens the image of a dead process by the descriptor that [names](Self::name_for_next) it.
+    /// Returns when no request that the dead process passed to the kernel through its open file can
+    /// reach the image any more; until then `wait` is called repeatedly.
+    ///
+    /// # Errors
+    /// Like [`open`](Self::open); [`OpenError::Busy`] if `wait` gives up.
+    pub fn recover(
+        path: &Path,
+        named: BorrowedFd<'_>,
+        read_only: bool,
+        wait: Wait<'_>,
+    ) -> Result<Self, OpenError> {
+        let how = (read_only, Kinds::Images);
+        Self::open_at(path, At::Named(named), how, LockWait::AsLongAs(wait))
+    }
+
+    /// Returns a descriptor that only names the image (`O_PATH`). After a crash of this process the
+    /// next one opens the image by it, even if the file was renamed.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub fn name_for_next(&self) -> io::Result<OwnedFd> {
+        opener::name_of(&self.file)
+    }
+
+    /// Opens the image at `at`; messages call it `path`.
+    pub(super) fn open_at(
+        path: &Path,
+        at: At<'_>,
+        (read_only, kinds): (bool, Kinds),
+        lock_wait: LockWait<'_>,
+    ) -> Result<Self, OpenError> {
+        let name = || path.display().to_string();
+        let system = |what| move |source| OpenError::System { path: name(), what, source };
+        let metadata = look_at(path, at, kinds)?;
+        let is_character = metadata.file_type().is_char_device();
+        let is_block = metadata.file_type().is_block_device();
+        // The kernel allows opening a write-protected block device for writing, and then fails the
+        // writes.
+        let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
+        let (mut file, read_only) =
+            open_file(path, at, is_block, read_only || protected, lock_wait)?;
+        let namespace =
+            is_character.then(|| about(path, &file, !read_only, lock_wait)).transpose()?;
+        let read_only = read_only || namespace.as_ref().is_some_and(|facts| facts.is_protected);
+        let lock = || sys::lock_image(&file, !read_only);
+        let locked = match lock_wait {
+            LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence) => Ok(()),
+            _ => retry_while(io::ErrorKind::WouldBlock, lock_wait, lock),
+        };
+        locked.map_err(|source| match source.kind() {
+            io::ErrorKind::WouldBlock => OpenError::Busy {
+                path: name(),
+                what: "another program (a server, or QEMU) has it open",
+                writable: !read_only,
+            },
+            _ => system("locking it")(source),
+        })?;
+        let metadata = file.metadata().map_err(system("reading its size"))?;
+        let size = if let Some(facts) = &namespace {
+            facts.bytes()
+        } else if is_block {
+            file.seek(SeekFrom::End(0)).map_err(system("reading its size"))?
+        } else {
+            metadata.len()
+        };
+        if size == 0 {
+            return Err(OpenError::Empty { path: name() });
+        }
+        let (file, path) = (Arc::new(file), path.to_owned());
+        Ok(Self { file, path, is_locked: true, metadata, is_block, namespace, read_only, size })
+    }
+
+    /// The open file. It bypasses the page cache after [`set_direct`](Self::set_direct).
+    #[must_use]
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    pub(super) fn shared(&self) -> Arc<File> {
+        Arc::clone(&self.file)
+    }
+
+    /// True if the image refuses writes.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// True if the image is a block device.
+    #[must_use]
+    pub fn is_block_device(&self) -> bool {
+        self.is_block
+    }
+
+    /// True if the file system depends on another machine or process, which may hang and block the
+    /// calling thread.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        !self.is_block && is_remote(&self.file)
+    }
+
+    /// Detects the format by the first bytes; `None` for a raw image. Must be called before
+    /// [`set_direct`](Self::set_direct), because the read is not aligned.
+    ///
+    /// # Errors
+    /// [`OpenError::System`] if the image cannot be read.
+    pub fn format(&self) -> Result<Option<ImageFormat>, OpenError> {
+        if let Some(facts) = &self.namespace {
+            return self.format_of(facts);
+        }
+        let mut start = [0; ImageFormat::LOOKS_AT];
+        let mut len = 0;
+        while let Some(rest @ [_, ..]) = start.get_mut(len..) {
+            match self.file.read_at(rest, len as u64) {
+                Ok(0) => break,
+                Ok(read) => len += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => {
+                    let path = self.path.display().to_string();
+                    return Err(OpenError::System { path, what: "reading its start", source });
+                }
+            }
+        }
+        Ok(ImageFormat::of(start.get(..len).unwrap_or_default()))
+    }
+
+    /// Detects the format of the data on a namespace, which is read in whole blocks. The read also
+    /// shows whether this process may send commands.
+    fn format_of(&self, facts: &NamespaceFacts) -> Result<Option<ImageFormat>, OpenError> {
+        let path = || self.path.display().to_string();
+        let mut start = vec![0; ImageFormat::LOOKS_AT.next_multiple_of(facts.block_size as usize)];
+        start.truncate(usize::try_from(self.size).unwrap_or(usize::MAX));
+        sys::read_start(&self.file, &facts.commands(), &mut start).map_err(
+            |source| match source.raw_os_error() {
+                Some(libc::EACCES) => OpenError::NotGiven { path: path(), why: NO_COMMANDS.into() },
+                _ => OpenError::System { path: path(), what: "reading its start", source },
+            },
+        )?;
+        Ok(ImageFormat::of(start.get(..ImageFormat::LOOKS_AT).unwrap_or(&start)))
+    }
+
+    /// Bypasses the page cache as `direct` says, for requests in units of `block_size`. Returns the
+    /// required alignment, or `None` if the page cache is used.
+    ///
+    /// # Errors
+    /// [`OpenError::NotDirect`] if direct I/O was requested but is not possible.
+    pub fn set_direct(
+        &self,
+        direct: Direct,
+        block_size: u32,
+    ) -> Result<Option<Alignment>, OpenError> {
+        if let Some(facts) = &self.namespace {
+            if direct == Direct::Off {
+                let path = self.path.display().to_string();
+                let why = "a character device has no page cache; leave out `direct=off`".to_owned();
+                return Err(OpenError::NotGiven { path, why });
+            }
+            // The kernel copies data that do not meet the device's alignment.
+            return Ok(Some(Alignment { memory: 4, offset: facts.block_size as usize }));
+        }
+        Ok(match direct {
+            Direct::Off => None,
+            Direct::Auto => bypass_cache(&self.file, self.size, block_size).ok(),
+            Direct::On => Some(bypass_cache(&self.file, self.size, block_size).map_err(|why| {
+                OpenError::NotDirect { path: self.path.display().to_string(), why }
+            })?),
+        })
+    }
+
+    /// Logical block size in bytes of a raw disk.
+    pub(super) fn block_size(&self, asked: Option<u32>) -> Result<u32, OpenError> {
+        if let (Some(facts), Some(asked)) = (&self.namespace, asked)
+            && asked < facts.block_size
+        {
+            let path = self.path.display().to_string();
+            let why = format!(
+                "its blocks have {} bytes, and `block-size` cannot be smaller; leave out \
+                 `block-size`",
+                facts.block_size
+            );
+            return Err(OpenError::NotGiven { path, why });
+        }
+        let own = if let Some(facts) = &self.namespace {
+            facts.block_size
+        } else if self.is_block {
+            rustix::fs::ioctl_blksszget(&*self.file).unwrap_or(512)
+        } else {
+            512
+        };
+        let block_size = asked.unwrap_or(if own.is_multiple_of(4096) { 4096 } else { 512 });
+        if !self.size.is_multiple_of(u64::from(block_size)) {
+            let path = self.path.display().to_string();
+            return Err(OpenError::NotBlockMultiple { path, size: self.size, block_size });
+        }
+        Ok(block_size)
+    }
+
+    /// Returns the file; the caller becomes responsible for releasing the lock.
+    pub(super) fn into_locked(mut self) -> Arc<File> {
+        self.is_locked = false;
+        Arc::clone(&self.file)
+    }
+}
+
+impl Drop for ImageFile {
+    fn drop(&mut self) {
+        if self.is_locked {
+            sys::unlock_image(&self.file);
+        }
+    }
+}
+
+/// File types that an image may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kinds {
+    /// Regular files and block devices.
+    Images,
+    /// Regular files, block devices and NVMe generic character devices: for raw disks.
+    Disks,
+}
+
+/// Reason for a command that the kernel refuses although the device supports it.
+const NO_COMMANDS: &str = "this user may not send commands to the device: before Linux 6.2 that \
+                           needs CAP_SYS_ADMIN, later read and write permission for the device; \
+                           the namespace's block device needs neither";
+
+/// Reads the metadata of `path`; an error if its type cannot hold an image. Called before the file
+/// is opened, because opening a pipe or a terminal may block or have side effects.
+fn look_at(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError> {
+    let name = || path.display().to_string();
+    let metadata = at.metadata().map_err(|source| refused(name(), source))?;
+    let kind = metadata.file_type();
+    let is_namespace =
+        || kinds == Kinds::Disks && kind.is_char_device() && is_namespace(metadata.rdev());
+    let what = if kind.is_file() || kind.is_block_device() || is_namespace() {
+        return Ok(metadata);
+    } else if kind.is_dir() {
+        "a directory"
+    } else if kind.is_socket() {
+        "a socket"
+    } else if kind.is_fifo() {
+        "a pipe"
+    } else {
+        "a character device"
+    };
+    Err(OpenError::NoFile { path: name(), what })
+}
+
+/// Reads the Identify data of the namespace behind the character device `file`.
+fn about(
+    path: &Path,
+    file: &File,
+    written: bool,
+    lock_wait: LockWait<'_>,
+) -> Result<NamespaceFacts, OpenError> {
+    let name = || path.display().to_string();
+    let ask = || opener::identify(opener::name_of(file)?.as_fd(), written);
+    retry_while(io::ErrorKind::ResourceBusy, lock_wait, ask).map_err(|error| {
+        match error.raw_os_error() {
+            // An error without an error number comes from the device, or says that it is no disk.
+            None => OpenError::NotGiven { path: name(), why: error.to_string() },
+            Some(libc::EBUSY) => in_use(path),
+            Some(libc::EACCES) => OpenError::NotGiven { path: name(), why: NO_COMMANDS.into() },
+            _ => OpenError::System { path: name(), what: "asking the device", source: error },
+        }
+    })
+}
+
+fn in_use(path: &Path) -> OpenError {
+    OpenError::Busy {
+        path: path.display().to_string(),
+        what: "the system uses it (it is mounted, or part of a RAID or a volume group)",
+        writable: true,
+    }
+}
+
+fn refused(path: String, source: io::Error) -> OpenError {
+    match source.kind() {
+        io::ErrorKind::NotFound => OpenError::Missing { path },
+        io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
+        // An error without an error number comes from the process that opens images.
+        io::ErrorKind::PermissionDenied if source.raw_os_error().is_none() => {
+            OpenError::NotGiven { path, why: source.to_string() }
+        }
+        io::ErrorKind::PermissionDenied => OpenError::Unreadable { path, source },
+        io::ErrorKind::IsADirectory => OpenError::NoFile { path, what: "a directory" },
+        _ => OpenError::System { path, what: "opening it", source },
+    }
+}
+
+/// Opens the file, for writing if that is wanted and possible. Returns whether it is read-only.
+fn open_file(
+    path: &Path,
+    at: At<'_>,
+    is_block: bool,
+    read_only: bool,
+    lock_wait: LockWait<'_>,
+) -> Result<(File, bool), OpenError> {
+    let name = || path.display().to_string();
+    if !read_only {
+        let is_fenced =
+            !matches!(lock_wait, LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence));
+        // `O_EXCL` on a block device fails while it is mounted or part of a RAID.
+        let access = if is_block && is_fenced { Access::WriteAlone } else { Access::Write };
+        match retry_while(io::ErrorKind::ResourceBusy, lock_wait, || at.open(access)) {
+            Ok(file) => return Ok((file, false)),
+            Err(e) => match e.raw_os_error() {
+                Some(libc::EACCES | libc::EPERM | libc::EROFS) => {}
+                Some(libc::EBUSY) => return Err(in_use(path)),
+                Some(libc::ETXTBSY) => {
+                    return Err(OpenError::Busy {
+                        path: name(),
+                        what: "the system uses it (it runs as a program, or is swap space)",
+                        writable: true,
+                    });
+                }
+                _ => return Err(refused(name(), e)),
+            },
+        }
+    }
+    at.open(Access::Read).map(|file| (file, true)).map_err(|e| refused(name(), e))
+}
+
+/// Waiting policy while another process holds the file.
+#[derive(Clone, Copy)]
+pub(super) enum LockWait<'a> {
+    /// Wait up to [`LOCK_TIMEOUT`].
+    Short,
+    /// Wait until the caller gives up.
+    AsLongAs(Wait<'a>),
+}
+/// Calls `attempt`, again and again within the waiting policy while it fails with `passing`.
+fn retry_while<T>(
+    passing: io::ErrorKind,
+    lock_wait: LockWait<'_>,
+    mut attempt: impl FnMut() -> io::Result<T>,
+) -> io::Result<T> {
+    let since = Instant::now();
+    loop {
+        let outcome = attempt();
+        match (&outcome, lock_wait) {
+            (Err(e), LockWait::Short) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            (Err(e), LockWait::AsLongAs(wait)) if e.kind() == passing && wait() => {}
+            _ => return outcome,
+        }
+    }
+}
+
+/// Enables direct I/O for `file`, if it then supports requests of one logical block. Otherwise
+/// leaves the file unchanged and returns the reason.
+fn bypass_cache(file: &File, size: u64, block_size: u32) -> Result<Alignment, String> {
+    let reason = |e: Errno| format!("the file system refuses it ({})", io::Error::from(e));
+    let flags = rustix::fs::fcntl_getfl(file).map_err(reason)?;
+    rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT).map_err(reason)?;
+    let outcome = match stated_alignment(file) {
+        Some(align) if align.offset == 0 => Err("the file system does not offer it".to_owned()),
+        Some(align) => Ok(align),
+        None => tried_alignment(file, size),
+    };
+    let outcome = outcome.and_then(|align| {
+        if (block_size as usize).is_multiple_of(align.offset) {
+            Ok(align)
+        } else {
+            Err(format!(
+                "the storage works in units of {} bytes and the disk in blocks of {block_size} \
+                 bytes, so use `block-size=4096`",
+                align.offset
+            ))
+        }
+    });
+    if outcome.is_err() {
+        rustix::fs::fcntl_setfl(file, flags).map_err(reason)?;
+    }
+    outcome
+}
+
+/// Alignment of direct I/O as the kernel reports it (`STATX_DIOALIGN`, Linux 6.1); `offset` is 0 if
+/// direct I/O is not supported.
+fn stated_alignment(file: &File) -> Option<Alignment> {
+    let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
+    if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
+        return None;
+    }
+    let sane = |n: u32| if n == 0 || n.is_power_of_two() { Some(n as usize) } else { None };
+    Some(Alignment {
+        memory: sane(stat.stx_dio_mem_align)?.max(1),
+        offset: sane(stat.stx_dio_offset_align)?,
+    })
+}
+
+/// Alignment of direct I/O as found by test reads, for kernels that do not report it.
+fn tried_alignment(file: &File, size: u64) -> Result<Alignment, String> {
+    let mut room = vec![0; 3 * 4096];
+    let base = room.as_ptr().align_offset(4096).min(4096);
+    let mut reason = None;
+    for unit in [512, 4096] {
+        // The address and the offset are multiples of `unit` but of no larger unit.
+        let offset = if size >= 2 * unit as u64 { unit as u64 } else { 0 };
+        let Some(piece) = room.get_mut(base + unit..base + 2 * unit) else {
+            continue;
+        };
+        match rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut *piece, offset)) {
+            Ok(_) => return Ok(Alignment { memory: unit, offset: unit }),
+            Err(e) => reason = Some(io::Error::from(e)),
+        }
+    }
+    Err(reason.map_or_else(String::new, |e| format!("a first direct read failed ({e})")))
+}

@@ -1,0 +1,170 @@
+//! Opening of file-backed disks: probes of the file and its file system.
+
+use super::device::attribute;
+use super::flusher::{Flusher, Syncs};
+use super::image::{ImageFile, Kinds};
+use super::namespace::NamespaceFacts;
+use super::options::{Aio, FileOptions, Format};
+use super::shared::{Alignment, FileShared, Hold, ranges};
+use super::write_atomicity::WriteAtomicity;
+use crate::sys::{self, EngineKind};
+use rustix::fs::FallocateFlags;
+use rustix::io::{Errno, ReadWriteFlags};
+use shadowbell_disk::{DiskInfo, ImageFormat, OpenError};
+use shadowbell_memory::{Mapping, SharedBytes};
+use std::fs::{File, Metadata};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+/// Bytes zeroed by one write where the file system supports nothing better.
+const ZEROES: u64 = 1 << 20;
+
+pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, OpenError> {
+    let name = || path.display().to_string();
+    let image = ImageFile::open_as(path, options.read_only, Kinds::Disks)?;
+    let format = match options.format {
+        // The test read shows at once whether this process may send commands to the device.
+        Some(Format::Raw) if image.namespace.is_some() => image.format().map(|_| None)?,
+        Some(Format::Raw) => None,
+        Some(Format::Qcow2) => Some(ImageFormat::Qcow2),
+        None => image.format()?,
+    };
+    // A guest must see the disk in the image, not the file that holds it.
+    if let Some(format) = format {
+        return Err(OpenError::Format { path: name(), format });
+    }
+    if let Err(OpenError::NotBlockMultiple { path, size, block_size }) =
+        image.block_size(options.block_size)
+        && let Some(format) = image.format()?
+    {
+        // Raw access was requested, but extending the file would damage its format.
+        return Err(OpenError::OddFormat { path, size, block_size, format });
+    }
+    take(image, path, options)
+}
+
+/// Creates the disk whose content is the raw bytes of the image.
+pub(super) fn take(
+    image: ImageFile,
+    path: &Path,
+    options: &FileOptions,
+) -> Result<FileShared, OpenError> {
+    let name = || path.display().to_string();
+    let (is_block, read_only, size) = (image.is_block, image.read_only, image.size);
+    let block_size = image.block_size(options.block_size)?;
+
+    let namespace = image.namespace.clone();
+    let uring = if namespace.is_some() { sys::takes_commands } else { sys::available };
+    let (engine, no_uring) =
+        engine(options.aio, uring).map_err(|source| OpenError::Ring { path: name(), source })?;
+    let direct = image.set_direct(options.direct, block_size)?;
+    let metadata = image.metadata.clone();
+    let file = image.into_locked();
+
+    let about = namespace.as_ref();
+    let discard = !read_only
+        && match about {
+            Some(facts) => facts.discards(),
+            None if is_block => discards(&metadata),
+            None => punches(&file, size),
+        };
+    // Allocation unit of the file system; a power of two on all known file systems.
+    let cluster = about.map_or(metadata.blksize(), |facts| facts.granularity);
+    let cluster = cluster.clamp(u64::from(block_size), 1 << 20) as u32;
+    let zeroes = zeroes()?;
+    let flusher = Flusher::after(Arc::clone(&file), syncs(about, direct), 0);
+    Ok(FileShared {
+        hold: Hold::new(&file, &flusher, false),
+        flusher,
+        file: Arc::clone(&file),
+        info: DiskInfo {
+            block_size,
+            blocks: size / u64::from(block_size),
+            read_only,
+            volatile_cache: !read_only && about.is_none_or(|facts| facts.has_cache),
+            discard,
+            granularity: cluster / block_size,
+            metadata: None,
+            zoned: None,
+        },
+        atom: match about {
+            Some(facts) => WriteAtomicity::of_namespace(facts, block_size),
+            None => {
+                WriteAtomicity::of_file(&file, &metadata, is_block, direct.is_some(), block_size)
+            }
+        },
+        ranges: ranges(direct, block_size),
+        direct,
+        engine,
+        no_uring,
+        waits: about.is_none() && waits(&file),
+        regular: !is_block && about.is_none(),
+        end: AtomicU64::new(size),
+        full: AtomicU64::new(0),
+        no_zero_range: AtomicBool::new(about.is_some_and(|facts| !facts.writes_zeroes)),
+        no_punch: AtomicBool::new(about.is_some_and(|facts| !facts.zeroes_deallocate)),
+        namespace,
+        zeroes,
+        #[cfg(feature = "scripted")]
+        script: None,
+    })
+}
+
+/// Selects the method of syncing.
+pub(super) fn syncs(namespace: Option<&NamespaceFacts>, direct: Option<Alignment>) -> Syncs {
+    match namespace {
+        Some(facts) => Syncs::Commands { nsid: facts.nsid },
+        None => Syncs::Calls { forgets: direct.is_none() },
+    }
+}
+
+/// Zeroed memory to write where the file system supports nothing better.
+pub(super) fn zeroes() -> Result<SharedBytes, OpenError> {
+    let mapping =
+        Mapping::anonymous(ZEROES).map_err(|source| OpenError::Memory { bytes: ZEROES, source })?;
+    Ok(mapping.bytes())
+}
+
+/// Selects the engine. Also returns the reason for threads if they were not requested.
+pub(super) fn engine(
+    aio: Aio,
+    uring: impl FnOnce() -> io::Result<()>,
+) -> io::Result<(EngineKind, Option<String>)> {
+    if aio == Aio::Threads {
+        return Ok((EngineKind::Threads, None));
+    }
+    match uring() {
+        Ok(()) => Ok((EngineKind::Uring, None)),
+        Err(why) if aio == Aio::Auto => Ok((EngineKind::Threads, Some(why.to_string()))),
+        Err(why) => Err(why),
+    }
+}
+
+/// True if the file system does not support `RWF_NOWAIT`. It refuses the flag before it looks at
+/// anything else, so the test read is harmless.
+pub(super) fn waits(file: &File) -> bool {
+    let mut room = [0; 512];
+    let into = &mut [io::IoSliceMut::new(&mut room)];
+    rustix::io::preadv2(file, into, 0, ReadWriteFlags::NOWAIT) == Err(Errno::OPNOTSUPP)
+}
+
+/// True if the file system can punch holes. The test punches one beyond the end of the
+/// file, where there are no data to lose.
+fn punches(file: &File, size: u64) -> bool {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::io::retry_on_intr(|| {
+        rustix::fs::fallocate(file, flags, size.next_multiple_of(4096), 4096)
+    })
+    .is_ok()
+}
+
+/// True if the block device can zero ranges by itself, which is the equivalent of punching a hole.
+fn discards(metadata: &Metadata) -> bool {
+    // A partition has the queue limits of its whole disk, one directory up.
+    ["queue", "../queue"].iter().any(|queue| {
+        attribute(metadata, &format!("{queue}/write_zeroes_max_bytes")).is_some_and(|n| n != "0")
+    })
+}

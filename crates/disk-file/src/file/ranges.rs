@@ -1,0 +1,337 @@
+//! Range locks on a file, which keep its blocks whole under concurrent requests.
+//!
+//! A controller promises that a logical block is read and written atomically (NVM Command Set 1.1,
+//! 2.1.4.2: AWUN is at least one block). A storage device guarantees that for its own blocks. The
+//! page cache does not: ext4 and most other file systems read a page without a lock while it is
+//! written (XFS has one), and a short transfer is continued after other requests. A block of
+//! several device sectors is not atomic for the device either.
+//!
+//! Therefore each request that reads or writes enters its range, and a request that overlaps an
+//! earlier one waits until that one has left, unless both read. Overlapping requests of all queues
+//! run in the order of their arrival. Without overlap, the cost is an entry in a short list.
+//!
+//! Lists are selected by position in the file. A range that spans several lists enters all of them,
+//! one such range at a time, so that the order is the same in all lists and no deadlock is
+//! possible. Of two overlapping ranges, the later one waits in the list of the first byte that they
+//! share.
+
+use super::flusher::Asker;
+use crate::sys::Key;
+use parking_lot::Mutex;
+use shadowbell_disk::{Op, Request};
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::AcqRel;
+
+/// Bytes of the file per list: large, so that long requests span few lists.
+const UNIT: u64 = 64 << 10;
+/// Number of lists; positions share them modulo this number.
+const LISTS: u64 = 64;
+/// Flag in [`Waiting::before`]: the waiting request has left.
+const GONE: usize = 1 << (usize::BITS - 1);
+
+/// Range locks of a file.
+pub(super) struct Ranges {
+    lists: [List; LISTS as usize],
+    /// Held while a range enters several lists.
+    wide: Mutex<()>,
+}
+
+impl Default for Ranges {
+    fn default() -> Self {
+        Self { lists: std::array::from_fn(|_| List::default()), wide: Mutex::default() }
+    }
+}
+
+/// Ranges in one list, the earliest first. Aligned to a cache line of its own.
+#[derive(Default)]
+#[repr(align(64))]
+struct List(Mutex<Vec<Entry>>);
+
+#[derive(Clone)]
+struct Entry {
+    start: u64,
+    end: u64,
+    writes: bool,
+    key: Key,
+    of: Arc<Asker>,
+    /// Set if earlier overlapping ranges exist.
+    waiting: Option<Arc<Waiting>>,
+}
+
+/// Wait state of a range.
+struct Waiting {
+    /// Number of ranges it waits for, plus one until it has entered all lists.
+    before: AtomicUsize,
+}
+
+impl Waiting {
+    /// Counts down for one range that has left. Returns true for the last one.
+    fn one_less(&self) -> bool {
+        self.before.fetch_sub(1, AcqRel) == 1
+    }
+
+    /// Ends the wait. Returns true if the range was still waiting.
+    fn give_up(&self) -> bool {
+        self.before.fetch_or(GONE, AcqRel) & !GONE != 0
+    }
+}
+
+impl Entry {
+    fn new(request: &Request, key: Key, of: &Arc<Asker>) -> Option<Self> {
+        let writes = match request.op {
+            Op::Read | Op::Compare => false,
+            Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard => true,
+            // Flush and Verify do not depend on the content of a block.
+            Op::Flush | Op::Verify => return None,
+            // Refused before they reach the file.
+            Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => return None,
+        };
+        let (start, end) = (request.offset, request.offset.checked_add(request.len)?);
+        (start < end).then(|| Self { start, end, writes, key, of: Arc::clone(of), waiting: None })
+    }
+
+    /// True if the later of the two ranges waits for the other one in this list.
+    fn meets(&self, other: &Self, list: u64) -> bool {
+        let first = self.start.max(other.start);
+        first < self.end.min(other.end)
+            && (self.writes || other.writes)
+            && first / UNIT % LISTS == list
+    }
+
+    /// First unit of the range, and the number of units with a list of their own.
+    fn units(&self) -> (u64, u64) {
+        let first = self.start / UNIT;
+        (first, ((self.end - 1) / UNIT - first + 1).min(LISTS))
+    }
+
+    fn is(&self, key: Key, of: &Arc<Asker>) -> bool {
+        self.key == key && Arc::ptr_eq(&self.of, of)
+    }
+}
+
+impl Ranges {
+    fn list(&self, list: u64) -> &Mutex<Vec<Entry>> {
+        &self.lists[(list % LISTS) as usize].0
+    }
+
+    /// Enters a request. Returns false if it has to wait; `of` then receives an answer when it may
+    /// start.
+    pub(super) fn enter(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
+        let Some(mut entry) = Entry::new(request, key, of) else { return true };
+        let (first, count) = entry.units();
+        if count == 1 {
+            self.enter_list(first % LISTS, &mut entry);
+        } else {
+            let _one_at_a_time = self.wide.lock();
+            (first..first + count).for_each(|unit| self.enter_list(unit % LISTS, &mut entry));
+        }
+        entry.waiting.is_none_or(|waiting| waiting.one_less())
+    }
+
+    fn enter_list(&self, list: u64, entry: &mut Entry) {
+        let mut entries = self.list(list).lock();
+        let before = entries.iter().filter(|other| entry.meets(other, list)).count();
+        if before != 0 {
+            let new = || Arc::new(Waiting { before: AtomicUsize::new(1) });
+            entry.waiting.get_or_insert_with(new).before.fetch_add(before, AcqRel);
+        }
+        entries.push(entry.clone());
+    }
+
+    /// Removes an ended request. Returns true if it was still waiting, and so receives no answer.
+    pub(super) fn leave(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
+        let Some(entry) = Entry::new(request, key, of) else { return false };
+        let (first, count) = entry.units();
+        let left = (first..first + count).map(|unit| self.leave_list(unit % LISTS, key, of));
+        // Without short-circuit, so that the range leaves every list.
+        left.fold(false, |has_waited, waited| has_waited | waited)
+    }
+
+    fn leave_list(&self, list: u64, key: Key, of: &Arc<Asker>) -> bool {
+        let mut entries = self.list(list).lock();
+        let Some(at) = entries.iter().position(|entry| entry.is(key, of)) else { return false };
+        let gone = entries.remove(at);
+        // Entries before it did not wait for it, although it may have waited for them.
+        for later in entries.iter().skip(at).filter(|later| later.meets(&gone, list)) {
+            if later.waiting.as_ref().is_some_and(|waiting| waiting.one_less()) {
+                later.of.answer(later.key, 0);
+            }
+        }
+        gone.waiting.is_some_and(|waiting| waiting.give_up())
+    }
+
+    /// Removes all requests of a dropped queue.
+    fn leave_all(&self, of: &Arc<Asker>) {
+        for list in 0..LISTS {
+            let theirs: Vec<_> = {
+                let entries = self.list(list).lock();
+                let theirs = entries.iter().filter(|entry| Arc::ptr_eq(&entry.of, of));
+                theirs.map(|entry| entry.key).collect()
+            };
+            for key in theirs {
+                self.leave_list(list, key, of);
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Ranges {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Ranges")
+    }
+}
+
+/// Ranges entered by one queue; dropping it removes them.
+pub(super) struct Entered {
+    ranges: Option<Arc<Ranges>>,
+    of: Arc<Asker>,
+}
+
+impl Entered {
+    /// Creates the tracking of a queue; `ranges` is `None` for a file that keeps its blocks whole
+    /// itself.
+    pub(super) fn new(ranges: Option<Arc<Ranges>>, of: &Arc<Asker>) -> Self {
+        Self { ranges, of: Arc::clone(of) }
+    }
+
+    /// Enters a request, see [`Ranges::enter`].
+    pub(super) fn enter(&self, request: &Request, key: Key) -> bool {
+        self.ranges.as_ref().is_none_or(|ranges| ranges.enter(request, key, &self.of))
+    }
+
+    /// Removes an ended request, see [`Ranges::leave`].
+    pub(super) fn leave(&self, request: &Request, key: Key) -> bool {
+        self.ranges.as_ref().is_some_and(|ranges| ranges.leave(request, key, &self.of))
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(ranges) = &self.ranges {
+            ranges.leave_all(&self.of);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Stand-in for a queue: its receiver of answers.
+    struct Queue(Arc<Asker>);
+
+    impl Queue {
+        fn new() -> Self {
+            Self(Asker::new(crate::sys::Waker::none()))
+        }
+
+        /// Keys of the requests that may have started since the last call.
+        fn answers(&self) -> Vec<Key> {
+            let mut answers = Vec::new();
+            self.0.take(&mut answers);
+            answers.into_iter().map(|(key, _)| key).collect()
+        }
+    }
+
+    const READ: Op = Op::Read;
+    const WRITE: Op = Op::Write { fua: false };
+
+    fn request(op: Op, offset: u64, len: u64) -> Request {
+        Request { op, offset, len }
+    }
+
+    #[test]
+    fn who_overlaps_waits_its_turn_unless_both_read() {
+        let (ranges, a, b) = (Ranges::default(), Queue::new(), Queue::new());
+        let keys: Vec<_> = (0..6).map(|index| Key::of(index, 0)).collect();
+        let whole = request(READ, 0, 4096);
+        assert!(ranges.enter(&whole, keys[0], &a.0));
+        assert!(ranges.enter(&request(READ, 512, 512), keys[1], &b.0), "both read");
+        assert!(ranges.enter(&request(WRITE, 4096, 512), keys[2], &b.0), "behind it");
+        let write = request(WRITE, 512, 1024);
+        assert!(!ranges.enter(&write, keys[3], &b.0));
+        assert!(!ranges.enter(&request(READ, 1024, 512), keys[4], &a.0), "not before the write");
+        assert!(ranges.enter(&request(READ, 1536, 512), keys[5], &a.0));
+        assert!(!ranges.leave(&whole, keys[0], &a.0));
+        assert_eq!(b.answers(), [], "there is another one");
+        assert!(!ranges.leave(&request(READ, 512, 512), keys[1], &b.0));
+        assert_eq!((b.answers(), a.answers()), (vec![keys[3]], vec![]));
+        assert!(!ranges.leave(&write, keys[3], &b.0));
+        assert_eq!((b.answers(), a.answers()), (vec![], vec![keys[4]]));
+    }
+
+    #[test]
+    fn who_gives_up_gets_no_answer_and_lets_the_others_go_on() {
+        let (ranges, a) = (Ranges::default(), Queue::new());
+        let keys: Vec<_> = (0..3).map(|index| Key::of(index, 0)).collect();
+        let long = request(WRITE, 0, 4 * UNIT);
+        assert!(ranges.enter(&request(READ, UNIT, 512), keys[0], &a.0));
+        assert!(!ranges.enter(&long, keys[1], &a.0));
+        assert!(!ranges.enter(&request(READ, 3 * UNIT, 512), keys[2], &a.0));
+        assert!(ranges.leave(&long, keys[1], &a.0), "it has waited");
+        assert_eq!(a.answers(), [keys[2]]);
+        assert!(!ranges.leave(&request(READ, UNIT, 512), keys[0], &a.0));
+        assert_eq!(a.answers(), []);
+    }
+
+    #[test]
+    fn a_queue_that_goes_leaves_nothing_behind() {
+        let (ranges, a, b) = (Arc::new(Ranges::default()), Queue::new(), Queue::new());
+        let keys: Vec<_> = (0..2).map(|index| Key::of(index, 0)).collect();
+        let entered = Entered::new(Some(Arc::clone(&ranges)), &a.0);
+        assert!(entered.enter(&request(WRITE, 0, 100 * UNIT), keys[0]));
+        assert!(!ranges.enter(&request(READ, 99 * UNIT, 512), keys[1], &b.0));
+        drop(entered);
+        assert_eq!(b.answers(), [keys[1]]);
+        ranges.leave(&request(READ, 99 * UNIT, 512), keys[1], &b.0);
+        assert!(ranges.lists.iter().all(|list| list.0.lock().is_empty()));
+    }
+
+    proptest! {
+        /// For any sequence of requests: running requests do not overlap unless both read, and when
+        /// all running requests have left, a waiting one may start.
+        #[test]
+        fn nobody_meets_and_nobody_waits_for_ever(
+            steps in prop::collection::vec(
+                (any::<bool>(), 0..80u64, 1..80u64, 0..16usize, any::<bool>()), 1..200),
+        ) {
+            let (ranges, queue) = (Ranges::default(), Queue::new());
+            // Key, request, and whether it may run, in order of arrival.
+            let mut there: Vec<(Key, Request, bool)> = Vec::new();
+            let overlap = |a: &Request, b: &Request| {
+                (a.op == WRITE || b.op == WRITE)
+                    && a.offset.max(b.offset) < (a.offset + a.len).min(b.offset + b.len)
+            };
+            let mut next = 0;
+            for (writes, start, len, which, comes) in steps {
+                if comes || there.is_empty() {
+                    let op = if writes { WRITE } else { READ };
+                    // Most requests span one or two lists, and some span all.
+                    let request = request(op, start * UNIT / 4, len * UNIT / 4);
+                    let key = Key::of(next, 0);
+                    next += 1;
+                    let is_free = there.iter().all(|(_, other, _)| !overlap(other, &request));
+                    prop_assert_eq!(ranges.enter(&request, key, &queue.0), is_free);
+                    there.push((key, request, is_free));
+                } else {
+                    let (key, request, has_turn) = there.remove(which % there.len());
+                    prop_assert_eq!(ranges.leave(&request, key, &queue.0), !has_turn);
+                }
+                let mut answers = queue.answers();
+                for at in 0..there.len() {
+                    let (key, request, has_turn) = there[at];
+                    let is_free = there[..at].iter().all(|(_, other, _)| !overlap(other, &request));
+                    if is_free && !has_turn {
+                        let answer = answers.iter().position(|answer| *answer == key);
+                        prop_assert!(answer.is_some(), "it waits without a predecessor");
+                        answers.remove(answer.unwrap_or_default());
+                        there[at].2 = true;
+                    }
+                }
+                prop_assert!(answers.is_empty());
+            }
+        }
+    }
+}

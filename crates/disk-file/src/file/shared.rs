@@ -1,0 +1,257 @@
+//! State shared by all queues of a file-backed disk.
+
+use super::flusher::Flusher;
+use super::namespace::NamespaceFacts;
+use super::opener;
+use super::ranges::Ranges;
+use super::write_atomicity::WriteAtomicity;
+use crate::sys::{EngineKind, NVME_STATUS};
+use serde::{Deserialize, Serialize};
+use shadowbell_disk::{DiskError, DiskInfo, Op, Request};
+use shadowbell_memory::SharedBytes;
+use shadowbell_spec::Status;
+use shadowbell_spec::status::StatusCodeType;
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// State shared by all queues of a disk; read by every request, written only after failures.
+#[derive(Debug)]
+pub(super) struct FileShared {
+    pub(super) file: Arc<File>,
+    pub(super) info: DiskInfo,
+    /// Alignment of direct I/O; `None` if the page cache is used.
+    pub(super) direct: Option<Alignment>,
+    pub(super) engine: EngineKind,
+    /// Reason for the threads engine, if it was not requested.
+    pub(super) no_uring: Option<String>,
+    /// The file system does not support `RWF_NOWAIT`.
+    pub(super) waits: bool,
+    /// Identify data, if the file is an NVMe generic character device.
+    pub(super) namespace: Option<NamespaceFacts>,
+    /// The file is a regular one, whose end can move.
+    pub(super) regular: bool,
+    /// End of the readable bytes; less than the disk size after a truncation.
+    pub(super) end: AtomicU64,
+    /// Serializes the syncs.
+    pub(super) flusher: Arc<Flusher>,
+    /// The file system cannot zero a range and keep its blocks.
+    pub(super) no_zero_range: AtomicBool,
+    /// The file system cannot punch a hole.
+    pub(super) no_punch: AtomicBool,
+    /// Byte of the disk that was last refused for lack of space, plus one; 0 if none, or if it was
+    /// written since.
+    pub(super) full: AtomicU64,
+    /// Power-fail atomicity of blocks.
+    pub(super) atom: WriteAtomicity,
+    /// Range locks, if neither file system nor device keeps blocks whole.
+    pub(super) ranges: Option<Arc<Ranges>>,
+    /// State shared with resized versions of the disk.
+    pub(super) hold: Arc<Hold>,
+    /// Zeroed memory to write where the file system supports nothing better. Never written, so it
+    /// uses no physical memory.
+    pub(super) zeroes: SharedBytes,
+    /// Test script that ends the calls.
+    #[cfg(feature = "scripted")]
+    pub(super) script: Option<super::test_script::Script>,
+}
+
+/// Alignment of direct I/O, in bytes, powers of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Alignment {
+    /// Alignment of memory addresses.
+    pub memory: usize,
+    /// Alignment of offsets and lengths.
+    pub offset: usize,
+}
+
+/// Image lock and sync thread, shared by a disk and its resized versions. Both end with the last of
+/// them.
+#[derive(Debug)]
+pub(super) struct Hold {
+    file: Arc<File>,
+    flusher: Arc<Flusher>,
+    /// Another process has the same open file, and so the same lock.
+    pub(super) lock_is_shared: AtomicBool,
+}
+
+/// Creates the range locks for blocks of `block_size` bytes, if needed: with direct I/O, the device
+/// keeps a block whole that is no longer than its own.
+pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<Ranges>> {
+    let is_whole = direct.is_some_and(|align| align.offset >= block_size as usize);
+    (!is_whole).then(Arc::default)
+}
+
+impl Hold {
+    pub(super) fn new(file: &Arc<File>, flusher: &Arc<Flusher>, lock_is_shared: bool) -> Arc<Self> {
+        let (file, flusher) = (Arc::clone(file), Arc::clone(flusher));
+        Arc::new(Self { file, flusher, lock_is_shared: AtomicBool::new(lock_is_shared) })
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.flusher.close();
+        if !self.lock_is_shared.load(Ordering::Relaxed) {
+            crate::sys::unlock_image(&self.file);
+        }
+    }
+}
+
+impl FileShared {
+    /// Current size of the file in bytes.
+    pub(super) fn size(&self) -> io::Result<u64> {
+        if self.namespace.is_some() {
+            let named = opener::name_of(&self.file)?;
+            return Ok(opener::identify(named.as_fd(), false)?.bytes());
+        }
+        // Seeking finds the end of a block device; nothing else uses the file position.
+        (&*self.file).seek(SeekFrom::End(0))
+    }
+
+    /// Copies the state for a disk with another size or write protection (`info`). `end` is the end
+    /// of the file.
+    pub(super) fn resized(&self, info: DiskInfo, end: u64) -> Self {
+        let copy = |flag: &AtomicBool| AtomicBool::new(flag.load(Ordering::Relaxed));
+        Self {
+            file: Arc::clone(&self.file),
+            info,
+            direct: self.direct,
+            engine: self.engine,
+            no_uring: self.no_uring.clone(),
+            waits: self.waits,
+            regular: self.regular,
+            end: AtomicU64::new(end),
+            flusher: Arc::clone(&self.flusher),
+            no_zero_range: copy(&self.no_zero_range),
+            no_punch: copy(&self.no_punch),
+            namespace: self.namespace.clone(),
+            full: AtomicU64::new(self.full.load(Ordering::Relaxed)),
+            atom: self.atom,
+            ranges: self.ranges.clone(),
+            hold: Arc::clone(&self.hold),
+            zeroes: self.zeroes.clone(),
+            #[cfg(feature = "scripted")]
+            script: self.script.clone(),
+        }
+    }
+
+    /// True if all bytes up to `end` exist, as far as a truncation was detected.
+    #[inline]
+    pub(super) fn reaches(&self, end: u64) -> bool {
+        end <= self.end.load(Ordering::Relaxed)
+    }
+
+    /// Records that the file ends at `now`. Returns true if it is, or was, shorter than the disk.
+    pub(super) fn ends_at(&self, now: u64) -> bool {
+        if !self.regular {
+            return false;
+        }
+        // Stored only on a change, because every request of every thread reads it.
+        if now < self.end.load(Ordering::Relaxed) {
+            self.end.fetch_min(now, Ordering::Relaxed);
+        }
+        !self.reaches(self.info.bytes())
+    }
+
+    /// Reads the file size and calls [`ends_at`](Self::ends_at). May only be called right after the
+    /// storage has answered, because a remote file system may block.
+    pub(super) fn has_shrunk(&self) -> bool {
+        // A file whose size cannot be read is unavailable, not shorter.
+        self.regular && self.file.metadata().is_ok_and(|about| self.ends_at(about.len()))
+    }
+
+    /// Records where a write found no space, until the same position is written successfully. A
+    /// successful write elsewhere proves nothing, because its blocks may have been allocated
+    /// already.
+    pub(super) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
+        // A failed flush has no position of its own, so it counts as the end of the disk.
+        let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
+        match result {
+            Err(DiskError::NoSpace) => self.full.store(at + 1, Ordering::Relaxed),
+            Ok(()) => {
+                let full = self.full.load(Ordering::Relaxed);
+                let covers = at < full && full - 1 < at.saturating_add(request.len.max(1));
+                let writes = matches!(
+                    request.op,
+                    Op::Write { .. } | Op::WriteZeroes { deallocate: false, .. } | Op::Flush
+                );
+                if covers && writes {
+                    self.full.store(0, Ordering::Relaxed);
+                }
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Error of a flush after lost data, if any.
+    pub(super) fn unsynced(&self) -> Option<DiskError> {
+        match self.flusher.lost() {
+            0 => None,
+            errno => Some(self.error(errno)),
+        }
+    }
+
+    /// Converts the error number of a failed call.
+    pub(super) fn error(&self, errno: i32) -> DiskError {
+        match errno {
+            // `EFBIG`, a file beyond the limit of the process or the file system, counts as a full
+            // disk.
+            libc::ENOSPC | libc::EDQUOT | libc::EFBIG => DiskError::NoSpace,
+            libc::ECANCELED => DiskError::Cancelled,
+            status if status >= NVME_STATUS => {
+                of_device(Status::from_bits((status - NVME_STATUS) as u16))
+            }
+            other => DiskError::Io(other),
+        }
+    }
+}
+
+/// True for errors that may pass, so that a retry is worthwhile: interruption, or a device that was
+/// reset or is not ready.
+pub(super) fn is_passing(errno: i32) -> bool {
+    if errno < NVME_STATUS {
+        return matches!(errno, libc::EINTR | libc::EAGAIN);
+    }
+    let status = Status::from_bits((errno - NVME_STATUS) as u16);
+    !status.dnr() && (is_systems(status) || status.code() == Status::NAMESPACE_NOT_READY)
+}
+
+/// True if the kernel generated the status because the device sent none.
+fn is_systems(status: Status) -> bool {
+    status.code_type() == StatusCodeType::Path && status.bits() & 0xf0 == 0x70
+}
+
+/// Converts an NVMe status of the device.
+fn of_device(status: Status) -> DiskError {
+    match status.code() {
+        Status::LBA_OUT_OF_RANGE => DiskError::OutOfRange,
+        Status::CAPACITY_EXCEEDED => DiskError::NoSpace,
+        // The kernel has lost the device.
+        _ if is_systems(status) => DiskError::Io(libc::EIO),
+        // The bits More (M) and Command Retry Delay (CRD) refer to the device's own log and clock.
+        code if status.dnr() => DiskError::Device(code.with_dnr().bits()),
+        code => DiskError::Device(code.bits()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_devices_answers_are_the_hosts() {
+        let of = |bits| of_device(Status::from_bits(bits));
+        assert_eq!(of(0x4080), DiskError::OutOfRange);
+        assert_eq!(of(0x81), DiskError::NoSpace);
+        assert_eq!(of(0x281), DiskError::Device(0x281), "an unrecovered read error");
+        assert_eq!(of(0x7a81), DiskError::Device(0x4281), "what it refers to is the device's own");
+        assert_eq!(of(0x371), DiskError::Io(libc::EIO));
+        let passes = |bits: u16| is_passing(NVME_STATUS + i32::from(bits));
+        assert!(passes(0x371) && passes(0x370) && passes(0x82) && is_passing(libc::EINTR));
+        assert!(!passes(0x4371) && !passes(0x281) && !passes(0x06) && !is_passing(libc::EIO));
+        assert!(!passes(0x302), "an inaccessible path is the device's own word");
+    }
+}

@@ -1,0 +1,69 @@
+//! Queue of calls that wait for a thread.
+
+use shadowbell_disk::Lists;
+
+/// Number of the only list.
+const QUEUE: u32 = 0;
+
+/// Waiting calls in order. The low half of a call's id is its slot in the ring, small and unique
+/// among the waiting calls, so that a call is removed without a search.
+pub(super) struct Jobs<J> {
+    places: Vec<Option<(u64, J)>>,
+    order: Lists,
+    count: usize,
+}
+
+impl<J> Default for Jobs<J> {
+    fn default() -> Self {
+        Self { places: Vec::new(), order: Lists::default(), count: 0 }
+    }
+}
+
+impl<J> Jobs<J> {
+    pub(super) fn len(&self) -> usize {
+        self.count
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    pub(super) fn push_back(&mut self, id: u64, job: J) {
+        let at = id as u32;
+        if at as usize >= self.places.len() {
+            self.places.resize_with(at as usize + 1, || None);
+        }
+        if let Some(place) = self.places.get_mut(at as usize) {
+            debug_assert!(place.is_none(), "a slot has one call");
+            *place = Some((id, job));
+            self.order.push_back(QUEUE, at);
+            self.count += 1;
+        }
+    }
+
+    pub(super) fn pop_front(&mut self) -> Option<J> {
+        let first = self.order.first(QUEUE)?;
+        self.take(first)
+    }
+
+    /// Removes this call, if it waits.
+    pub(super) fn remove(&mut self, id: u64) -> Option<J> {
+        let place = self.places.get(id as u32 as usize)?;
+        place.as_ref().filter(|(waiting, _)| *waiting == id)?;
+        self.take(id as u32)
+    }
+
+    /// Removes the `n`th call.
+    #[cfg(feature = "scripted")]
+    pub(super) fn remove_nth(&mut self, n: usize) -> Option<J> {
+        let at = self.order.iter(QUEUE).nth(n)?;
+        self.take(at)
+    }
+
+    fn take(&mut self, at: u32) -> Option<J> {
+        let (_, job) = self.places.get_mut(at as usize)?.take()?;
+        self.order.remove(at);
+        self.count -= 1;
+        Some(job)
+    }
+}

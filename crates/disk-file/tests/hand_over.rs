@@ -1,0 +1,162 @@
+//! Handover of disks from one process to another.
+
+use shadowbell_disk::{Disk, HandOverError, Op, OpenError, Request, Submitted};
+use shadowbell_disk_file::{adopt, open, open_lasting};
+use shadowbell_memory::{Mapping, Segments};
+use shadowbell_state::{Descriptors, Parcel};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+
+const LEN: usize = 4096;
+
+/// Sends a disk's state through a socket; returns what arrives.
+fn travel(disk: &dyn Disk) -> (serde_json::Value, Descriptors) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut parcel = Parcel::new();
+    let state = disk.hand_over(parcel.descriptors()).unwrap();
+    parcel.add("disk", true, &state).unwrap();
+    parcel.send(&ours).unwrap();
+    drop(parcel);
+    let mut parcel = Parcel::receive(&theirs).unwrap();
+    let state = parcel.take("disk").unwrap().unwrap();
+    (state, std::mem::take(parcel.descriptors()))
+}
+
+fn run(disk: &dyn Disk, op: Op, data: &mut Segments) -> bool {
+    let mut queue = disk.queue().unwrap();
+    let len = if op == Op::Flush { 0 } else { LEN as u64 };
+    let mut outcome = match queue.submit(1, &Request { op, offset: 0, len }, data) {
+        Submitted::Done(outcome) => Some(outcome),
+        Submitted::Pending => None,
+    };
+    queue.commit();
+    while outcome.is_none() {
+        if let Some(fd) = queue.wake_fd() {
+            let fds = &mut [rustix::event::PollFd::new(&fd, rustix::event::PollFlags::IN)];
+            let _ = rustix::event::poll(fds, None);
+        }
+        queue.reap(&mut |_, result, _| outcome = Some(result));
+    }
+    outcome.unwrap().is_ok()
+}
+
+fn write(disk: &dyn Disk, byte: u8) {
+    let bytes = Mapping::anonymous(LEN as u64).unwrap().bytes();
+    bytes.fill(0, LEN, byte).unwrap();
+    assert!(run(disk, Op::Write { fua: false }, &mut Segments::from_bytes(&bytes)));
+}
+
+/// The first byte of the disk.
+fn read(disk: &dyn Disk) -> u8 {
+    let bytes = Mapping::anonymous(LEN as u64).unwrap().bytes();
+    assert!(run(disk, Op::Read, &mut Segments::from_bytes(&bytes)));
+    bytes.read(0).unwrap()
+}
+
+fn image(directory: &Path) -> String {
+    let path = directory.join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    path.display().to_string()
+}
+
+fn is_locked(spec: &str) -> bool {
+    match open(spec) {
+        Ok(_) => false,
+        Err(OpenError::Busy { .. }) => true,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn the_lock_of_a_file_is_held_during_a_handover() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = image(directory.path());
+    for options in ["", "?direct=off", "?aio=threads&direct=off"] {
+        let spec = format!("{path}{options}");
+        let old = open_lasting(&spec).unwrap();
+        write(&*old, 7);
+        let (state, mut fds) = travel(&*old);
+        let new = adopt(&spec, &state, &mut fds).unwrap();
+        assert_eq!((new.info(), new.name()), (old.info(), old.name()));
+        old.share_lock(true);
+        drop(old);
+        assert!(is_locked(&spec), "the new disk holds the lock");
+        assert_eq!(read(&*new), 7);
+        write(&*new, 8);
+        new.share_lock(false);
+        drop(new);
+        assert!(!is_locked(&spec));
+        assert_eq!(read(&*open(&spec).unwrap()), 8);
+    }
+}
+
+#[test]
+fn a_cancelled_handover_keeps_the_lock() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = image(directory.path());
+    let old = open_lasting(&spec).unwrap();
+    let (state, mut fds) = travel(&*old);
+    old.share_lock(true);
+    drop(adopt(&spec, &state, &mut fds).unwrap());
+    assert!(is_locked(&spec), "the old disk holds the lock");
+    old.share_lock(false);
+    write(&*old, 1);
+    drop((old, fds));
+    assert!(!is_locked(&spec));
+}
+
+#[test]
+fn a_lost_write_stays_lost_after_a_handover() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = format!("{}?direct=off", image(directory.path()));
+    let old = open_lasting(&spec).unwrap();
+    let (mut state, mut fds) = travel(&*old);
+    state["lost"] = 5.into();
+    state["full"] = 1.into();
+    state["end"] = 8192.into();
+    let new = adopt(&spec, &state, &mut fds).unwrap();
+    assert!(new.has_lost() && new.is_full());
+    assert!(!run(&*new, Op::Flush, &mut Segments::default()));
+    let (again, _fds) = travel(&*new);
+    for key in ["lost", "full", "end"] {
+        assert_eq!(again[key], state[key], "{key}");
+    }
+}
+
+#[test]
+fn a_memory_disk_keeps_its_contents_in_a_handover() {
+    for spec in ["mem:1MiB", "mem:516KiB?block-size=4096", "mem:3KiB", "mem:128MiB"] {
+        let old = open_lasting(spec).unwrap();
+        if old.info().bytes() >= LEN as u64 {
+            write(&*old, 9);
+        }
+        let (state, mut fds) = travel(&*old);
+        let new = adopt(spec, &state, &mut fds).unwrap();
+        drop(old);
+        assert_eq!(new.info().bytes(), open(spec).unwrap().info().bytes());
+        if new.info().bytes() >= LEN as u64 {
+            assert_eq!(read(&*new), 9, "{spec}");
+            assert!(run(&*new, Op::Discard, &mut Segments::default()));
+            assert_eq!(read(&*new), 0, "{spec}");
+        }
+        let (state, mut fds) = travel(&*new);
+        adopt(spec, &state, &mut fds).unwrap();
+    }
+    let spec = "null:1TiB?read-zeroes=on";
+    let (state, mut fds) = travel(&*open_lasting(spec).unwrap());
+    assert_eq!(read(&*adopt(spec, &state, &mut fds).unwrap()), 0);
+}
+
+#[test]
+fn another_disk_or_a_private_one_is_refused() {
+    let disk: Arc<dyn Disk> = open("mem:1MiB").unwrap();
+    let error = disk.hand_over(&mut Descriptors::default()).unwrap_err();
+    assert!(matches!(error, HandOverError::Private { .. }), "{error}");
+    let (state, mut fds) = travel(&*open_lasting("mem:1MiB").unwrap());
+    let error = adopt("mem:2MiB", &state, &mut fds).unwrap_err().to_string();
+    let why = "its size, block size or write protection has changed";
+    assert_eq!(error, format!("mem:2MiB cannot be taken over: {why}"));
+    let error = adopt("/disk.img", &state, &mut fds).unwrap_err().to_string();
+    assert!(error.starts_with("/disk.img cannot be taken over: "), "{error}");
+}

@@ -1,0 +1,260 @@
+//! Recovery of disks of a dead process.
+
+mod common;
+
+use common::{Host, directory, image, run_one};
+use rustix::event::{PollFd, PollFlags, poll};
+use shadowbell_disk::{Disk, Op, OpenError, Request, Submitted};
+use shadowbell_disk_file::{fence, open_lasting, recover};
+use shadowbell_state::{Descriptors, FdRef, Parcel};
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait::{self, LIMIT};
+use std::cell::Cell;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+const LEN: usize = 4096;
+
+/// Environment variable of the child process: its disk, and the request with which it dies.
+const DIES: &str = "BACKEND_TEST_DIES";
+
+/// State of a dead process.
+struct Left {
+    state: serde_json::Value,
+    fds: Descriptors,
+    /// Fence: becomes readable when all requests in flight have ended.
+    fence: OwnedFd,
+}
+
+/// Entry point of a child process, not a test of its own: sends its state to its standard
+/// input, has a request in flight, and kills itself.
+#[test]
+fn dies() {
+    let Ok(what) = std::env::var(DIES) else { return };
+    let (op, spec) = what.split_once(' ').unwrap();
+    let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
+    let mut parcel = Parcel::new();
+    let end = parcel.descriptors().add(fence().unwrap());
+    let disk = open_lasting(spec).unwrap();
+    let state = disk.keep(parcel.descriptors()).unwrap();
+    parcel.add("disk", true, &(state, end)).unwrap();
+    parcel.send(&socket).unwrap();
+    let host = Host::new(MIB);
+    host.bytes.fill(0, LEN, 0xaa).unwrap();
+    let mut queue = disk.queue().unwrap();
+    let op = if op == "read" { Op::Read } else { Op::Write { fua: false } };
+    let mut data = host.buffer(&[(0, LEN)], op == Op::Read);
+    // The beginning may be in a cache.
+    let offset = if op == Op::Read { 8 * MIB } else { 0 };
+    let request = Request { op, offset, len: LEN as u64 };
+    let submitted = queue.submit(1, &request, &mut data);
+    assert_eq!(submitted, Submitted::Pending);
+    queue.commit();
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .unwrap();
+}
+
+/// State of a process that has died with a request in flight at `spec`.
+fn die(op: &str, spec: &str) -> Left {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "dies", "--nocapture"]).env(DIES, format!("{op} {spec}"));
+    command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
+    let mut child = ProcessGroup::spawn(&mut command).unwrap();
+    drop(command);
+    let mut parcel = Parcel::receive(&ours).unwrap();
+    assert_eq!(child.wait().signal(), Some(9));
+    let (state, end): (serde_json::Value, FdRef) = parcel.take("disk").unwrap().unwrap();
+    let fence = parcel.descriptors().take(end).unwrap();
+    Left { state, fds: std::mem::take(parcel.descriptors()), fence }
+}
+
+/// Returns true if the fence ends within this time.
+fn ends(fence: &OwnedFd, within: Duration) -> bool {
+    let timeout = rustix::event::Timespec::try_from(within).unwrap();
+    poll(&mut [PollFd::new(fence, PollFlags::IN)], Some(&timeout)).unwrap() == 1
+}
+
+fn first_byte(disk: &dyn Disk) -> u8 {
+    let host = Host::new(MIB);
+    let mut queue = disk.queue().unwrap();
+    let data = host.buffer(&[(0, LEN)], true);
+    assert_eq!(run_one(&mut *queue, Op::Read, 0, LEN as u64, data), Ok(()));
+    host.bytes.read(0).unwrap()
+}
+
+/// A slow block device over a file that can be examined.
+struct Slow {
+    server: ProcessGroup,
+    directory: tempfile::TempDir,
+    device: PathBuf,
+}
+
+impl Slow {
+    /// None where the machine lacks the tools.
+    fn start(seconds: &str) -> Option<Self> {
+        if !rustix::process::geteuid().is_root() || !Path::new("/dev/loop-control").exists() {
+            return None;
+        }
+        let directory = directory();
+        let backing = image(directory.path(), 16 * MIB);
+        let mount = directory.path().join("slow");
+        std::fs::create_dir(&mount).unwrap();
+        let file = mount.join("nbd");
+        std::fs::write(&file, "").unwrap();
+        let mut server = Command::new("nbdfuse");
+        server.arg(&file).args(["[", "nbdkit", "--exit-with-parent", "--filter=delay", "file"]);
+        server.arg(&backing).args([&format!("rdelay={seconds}"), &format!("wdelay={seconds}")]);
+        server.arg("]").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let server = ProcessGroup::spawn(&mut server).ok()?;
+        let mut slow = Self { server, directory, device: PathBuf::new() };
+        let mut has_ended = false;
+        wait::until("the file of nbdfuse", || {
+            has_ended = slow.server.try_wait().unwrap().is_some();
+            has_ended || std::fs::metadata(&file).map_or(0, |file| file.len()) == 16 * MIB
+        });
+        if has_ended {
+            return None;
+        }
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(&file).output().ok()?;
+        let device = String::from_utf8(output.stdout).ok()?;
+        slow.device = device.trim().into();
+        (output.status.success() && slow.device.exists()).then_some(slow)
+    }
+
+    /// The first byte of the file below the device.
+    fn holds(&self) -> u8 {
+        std::fs::read(self.directory.path().join("disk.img")).unwrap()[0]
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        if !self.device.as_os_str().is_empty() {
+            let _ = Command::new("losetup").arg("-d").arg(&self.device).status();
+        }
+        let mount = self.directory.path().join("slow/nbd");
+        let _ = Command::new("umount").args(["-l"]).arg(mount).status();
+        self.server.kill();
+    }
+}
+
+/// The process has ended at once, with its request still in flight.
+#[test]
+fn recovery_waits_for_a_write_of_the_dead_process() {
+    let Some(slow) = Slow::start("6") else {
+        return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
+    };
+    let spec = format!("{}?direct=on&aio=io_uring", slow.device.display());
+    let mut left = die("write", &spec);
+    assert!(
+        slow.holds() == 0 && !ends(&left.fence, Duration::ZERO),
+        "the write is still in flight"
+    );
+    let waited = Cell::new(0);
+    let wait = || {
+        waited.set(waited.get() + 1);
+        wait::pause();
+        true
+    };
+    let disk = recover(&spec, &left.state, &mut left.fds, &wait).unwrap();
+    assert_eq!(slow.holds(), 0xaa, "the late write has reached the disk");
+    assert!(waited.get() > 10);
+    assert!(ends(&left.fence, LIMIT));
+    assert_eq!(first_byte(&*disk), 0xaa);
+}
+
+/// A reader's lock excludes no other reader, but its fence has to end.
+#[test]
+fn the_fence_waits_for_a_read_of_the_dead_process() {
+    let Some(slow) = Slow::start("6") else {
+        return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
+    };
+    let spec = format!("{}?direct=on&aio=io_uring&read-only=on", slow.device.display());
+    let left = die("read", &spec);
+    wait::moment();
+    assert!(!ends(&left.fence, Duration::ZERO), "the read is in flight");
+    assert!(ends(&left.fence, LIMIT));
+}
+
+#[test]
+fn recovery_waits_for_the_lock_of_an_image() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let spec = format!("{}?direct=off", path.display());
+    let mut left = die("write", &spec);
+    assert!(ends(&left.fence, LIMIT));
+    std::fs::write(&path, vec![0xaa; MIB as usize]).unwrap();
+    let holder = Cell::new(Some(open_lasting(&spec).unwrap()));
+    let waited = Cell::new(0);
+    let wait = || {
+        waited.set(waited.get() + 1);
+        wait::pause();
+        if waited.get() == 700 {
+            drop(holder.take());
+        }
+        true
+    };
+    let state = left.state;
+    // The image was renamed meanwhile, and another file has its name.
+    std::fs::rename(&path, directory.path().join("other")).unwrap();
+    image(directory.path(), 2 * MIB);
+    let disk = recover(&spec, &state, &mut left.fds, &wait).unwrap();
+    assert!(waited.get() >= 700, "for longer than a disk that is opened");
+    assert_eq!((disk.info().bytes(), first_byte(&*disk)), (MIB, 0xaa));
+    // Waiting ends when the callback gives up.
+    let mut fds = Descriptors::default();
+    let again = disk.keep(&mut fds).unwrap();
+    let error = recover(&spec, &again, &mut fds, &|| false).unwrap_err();
+    assert!(matches!(error, OpenError::Busy { .. }), "{error}");
+}
+
+#[test]
+fn recovery_keeps_a_loss_and_ignores_guest_data() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let spec = format!("{}?direct=off", path.display());
+    let disk = open_lasting(&spec).unwrap();
+    let mut fds = Descriptors::default();
+    let mut state = disk.keep(&mut fds).unwrap();
+    drop(disk);
+    state["lost"] = 5.into();
+    std::fs::write(&path, b"QFI\xfb\0\0\0\x03").unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
+    let disk = recover(&spec, &state, &mut fds, &|| true).unwrap();
+    assert!(disk.has_lost());
+    assert_eq!(disk.info().bytes(), MIB, "the guest's disk keeps its size");
+    assert_eq!(first_byte(&*disk), b'Q');
+    let host = Host::new(MIB);
+    let mut queue = disk.queue().unwrap();
+    let data = || host.buffer(&[(0, LEN)], true);
+    assert!(run_one(&mut *queue, Op::Read, MIB / 2, LEN as u64, data()).is_err());
+    assert!(run_one(&mut *queue, Op::Flush, 0, 0, host.buffer(&[], true)).is_err());
+    drop((queue, disk));
+    // State that is not of this type of disk is refused.
+    let error = recover("mem:1MiB", &state, &mut fds, &|| true).unwrap_err();
+    assert!(matches!(error, OpenError::NotThatDisk { .. }), "{error}");
+}
+
+#[test]
+fn a_memory_disk_recovers_without_waiting() {
+    for spec in ["mem:1MiB", "null:1MiB?read-zeroes=on"] {
+        let disk = open_lasting(spec).unwrap();
+        let host = Host::new(MIB);
+        host.bytes.fill(0, LEN, 7).unwrap();
+        let mut queue = disk.queue().unwrap();
+        let write = Op::Write { fua: false };
+        let data = host.buffer(&[(0, LEN)], false);
+        assert_eq!(run_one(&mut *queue, write, 0, LEN as u64, data), Ok(()));
+        let mut fds = Descriptors::default();
+        let state = disk.keep(&mut fds).unwrap();
+        let next =
+            recover(spec, &state, &mut fds, &|| panic!("recovery waits without a reason")).unwrap();
+        assert_eq!(first_byte(&*next), if spec.starts_with("mem") { 7 } else { 0 });
+    }
+}

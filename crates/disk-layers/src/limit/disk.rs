@@ -1,0 +1,89 @@
+//! Layer that limits the rates of a disk.
+
+use super::limiter::Limiter;
+use super::queue::LimitedQueue;
+use shadowbell_disk::{Disk, DiskInfo, Queue, ResizeError};
+use shadowbell_memory::SharedBytes;
+use std::any::Any;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Disk with rate limits on another disk.
+#[derive(Clone, Debug)]
+pub struct LimitedDisk {
+    inner: Arc<dyn Disk>,
+    /// Limiter of the disk, then that of its group.
+    limiters: Arc<[Arc<Limiter>]>,
+    /// Number of requests that had to wait.
+    delayed: Arc<AtomicU64>,
+}
+
+impl LimitedDisk {
+    /// Limits `disk` by `own`, and by `group`, which is shared with other disks.
+    #[must_use]
+    pub fn new(disk: Arc<dyn Disk>, own: Arc<Limiter>, group: Option<Arc<Limiter>>) -> Self {
+        let limiters = [own].into_iter().chain(group).collect();
+        Self { inner: disk, limiters, delayed: Arc::default() }
+    }
+
+    /// The layer of rate limits of `disk`, which is the outermost layer if there is one.
+    #[must_use]
+    pub fn of(disk: &dyn Disk) -> Option<&Self> {
+        let disk: &dyn Any = disk;
+        disk.downcast_ref()
+    }
+
+    /// All rate limiters: that of the disk first, then that of its group.
+    #[must_use]
+    pub fn limiters(&self) -> &[Arc<Limiter>] {
+        &self.limiters
+    }
+
+    /// The disk below the rate limits.
+    #[must_use]
+    pub fn unlimited(&self) -> &Arc<dyn Disk> {
+        &self.inner
+    }
+
+    fn around(&self, inner: Arc<dyn Disk>) -> Arc<dyn Disk> {
+        Arc::new(Self { inner, ..self.clone() })
+    }
+}
+
+impl Disk for LimitedDisk {
+    fn info(&self) -> DiskInfo {
+        self.inner.info()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        let (limiters, delayed) = (Arc::clone(&self.limiters), Arc::clone(&self.delayed));
+        Ok(Box::new(LimitedQueue::new(self.inner.queue()?, limiters, delayed)?))
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Disk>> {
+        Some(&self.inner)
+    }
+
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let mut counters = self.inner.counters();
+        counters.push(("delayed", self.delayed.load(Ordering::Relaxed)));
+        counters
+    }
+
+    fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        self.inner.resized(bytes).map(|inner| self.around(inner))
+    }
+
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        self.inner.with_writes(taken).map(|inner| self.around(inner))
+    }
+
+    fn map(&self, len: u64) -> Option<SharedBytes> {
+        self.inner.map(len)
+    }
+}

@@ -1,0 +1,183 @@
+//! Rate limiter: decides when the next request may start.
+//!
+//! Each limit is a virtual clock, in [ticks](TICKS), that holds the start time of the next request.
+//! A request takes that time and advances the clock by its cost: one second divided by the rate. A
+//! time in the past counts as at most one burst ago. So requests of all users are ordered by the
+//! times that they took, and a request that starts early reduces the later allowance.
+
+use super::rates::Limits;
+use super::timer::{TICKS, Timer};
+use parking_lot::Mutex;
+use shadowbell_disk::{Op, Request};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Weak};
+use std::time::{Duration, Instant};
+
+const SECOND: u64 = TICKS * 1_000_000_000;
+/// Default burst: 10 ms of the rate, so that a thread that is scheduled late loses nothing.
+const BURST: u64 = SECOND / 100;
+
+/// Clock in nanoseconds, with an arbitrary origin.
+pub type Clock = Arc<dyn Fn() -> u64 + Send + Sync>;
+
+/// Rate limiter, shared by all users of the limits. Limits can be changed at any time.
+pub struct Limiter {
+    buckets: [Bucket; 6],
+    limits: Mutex<Limits>,
+    /// Number of changes of the limits.
+    generation: AtomicU64,
+    /// Limits are suspended: requests start at once, but are counted.
+    is_open: AtomicBool,
+    clock: Clock,
+    /// Timers of waiting queues.
+    timers: Mutex<Vec<Weak<Timer>>>,
+}
+
+/// One limit.
+#[derive(Default)]
+struct Bucket {
+    /// Start time of the next request.
+    next: AtomicU64,
+    /// Units per second; 0 if there is no limit.
+    rate: AtomicU64,
+    /// Allowance: maximum time that `next` may be in the past.
+    burst: AtomicU64,
+}
+
+impl fmt::Debug for Limiter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Limiter").field("limits", &*self.limits.lock()).finish_non_exhaustive()
+    }
+}
+
+impl Limiter {
+    /// Creates a limiter.
+    #[must_use]
+    pub fn new(limits: Limits) -> Arc<Self> {
+        Self::with_clock(limits, Arc::new(monotonic))
+    }
+
+    /// Creates a limiter with a clock of the caller. All limiters of a disk must have the same
+    /// clock.
+    #[must_use]
+    pub fn with_clock(limits: Limits, clock: Clock) -> Arc<Self> {
+        let limiter = Arc::new(Self {
+            buckets: Default::default(),
+            limits: Mutex::default(),
+            generation: AtomicU64::new(0),
+            is_open: AtomicBool::new(false),
+            clock,
+            timers: Mutex::default(),
+        });
+        limiter.set(limits);
+        limiter
+    }
+
+    /// Current limits.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        *self.limits.lock()
+    }
+
+    /// Replaces the limits, also for waiting requests.
+    pub fn set(&self, limits: Limits) {
+        *self.limits.lock() = limits;
+        let now = self.now();
+        for (bucket, rate) in self.buckets.iter().zip(limits.rates()) {
+            let burst = rate.map_or(0, |rate| {
+                rate.burst.map_or(BURST, |burst| time_of(burst, rate.per_second))
+            });
+            bucket.burst.store(burst, Ordering::Relaxed);
+            // A long wait due to an old low rate ends.
+            bucket.next.fetch_min(now, Ordering::Relaxed);
+            bucket.rate.store(rate.map_or(0, |rate| rate.per_second.max(1)), Ordering::Relaxed);
+        }
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// Suspends the limits or enforces them again. Quiescing suspends them, so that it does not
+    /// wait for requests that are held back. Requests that start meanwhile are counted and reduce
+    /// the later allowance.
+    pub fn open(&self, is_open: bool) {
+        self.is_open.store(is_open, Ordering::SeqCst);
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.wake();
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.is_open.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::SeqCst)
+    }
+
+    /// Current time in ticks.
+    pub(super) fn now(&self) -> u64 {
+        (self.clock)().saturating_mul(TICKS)
+    }
+
+    /// Takes the start time of a request, not before `now` except within a burst, and returns it.
+    pub(super) fn take(&self, request: &Request, now: u64) -> u64 {
+        let Some((is_write, bytes)) = class(request) else { return now };
+        let [all, reads, writes, bytes_of_all, bytes_read, bytes_written] = &self.buckets;
+        let (count, size) = if is_write { (writes, bytes_written) } else { (reads, bytes_read) };
+        let times = [(all, 1), (count, 1), (bytes_of_all, bytes), (size, bytes)];
+        times.iter().map(|(bucket, cost)| bucket.take(*cost, now)).max().unwrap_or(now)
+    }
+
+    /// Registers `timer` to be woken when the limits change.
+    pub(super) fn add(&self, timer: &Arc<Timer>) {
+        let mut timers = self.timers.lock();
+        timers.retain(|timer| timer.strong_count() != 0);
+        timers.push(Arc::downgrade(timer));
+    }
+
+    fn wake(&self) {
+        self.timers.lock().iter().filter_map(Weak::upgrade).for_each(|timer| timer.fire());
+    }
+}
+
+impl Bucket {
+    fn take(&self, amount: u64, now: u64) -> u64 {
+        let rate = self.rate.load(Ordering::Relaxed);
+        if rate == 0 || amount == 0 {
+            return 0;
+        }
+        let cost = time_of(amount, rate);
+        // The request itself is part of the burst.
+        let burst = self.burst.load(Ordering::Relaxed).saturating_sub(cost);
+        let earliest = now.saturating_sub(burst);
+        let next = |next: u64| Some(next.max(earliest).saturating_add(cost));
+        let before = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
+        before.unwrap_or(0).max(earliest)
+    }
+}
+
+fn monotonic() -> u64 {
+    static BEGAN: LazyLock<Instant> = LazyLock::new(Instant::now);
+    // Starts far from zero, so that the burst before the first request does not underflow.
+    let since = BEGAN.elapsed() + Duration::from_secs(3600);
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Duration of `amount` units at this rate.
+fn time_of(amount: u64, rate: u64) -> u64 {
+    let time = u128::from(amount) * u128::from(SECOND) / u128::from(rate.max(1));
+    u64::try_from(time).unwrap_or(u64::MAX)
+}
+
+/// Classifies a request: true for a write, and the data length; `None` for requests without limits.
+fn class(request: &Request) -> Option<(bool, u64)> {
+    match request.op {
+        Op::Read | Op::Compare | Op::Verify => Some((false, request.len)),
+        Op::Write { .. } | Op::CompareAndWrite { .. } | Op::Append { .. } => {
+            Some((true, request.len))
+        }
+        Op::Zone { .. } => Some((true, 0)),
+        Op::WriteZeroes { .. } | Op::Discard => Some((true, 0)),
+        Op::Flush => None,
+    }
+}

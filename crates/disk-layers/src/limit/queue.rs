@@ -1,0 +1,317 @@
+//! Waiting requests of one rate-limited queue.
+//!
+//! Submission queues of a host are served round robin, one request each. Only the first waiting
+//! request holds a start time of the limiter, so that other users of the limit alternate with this
+//! queue.
+
+use super::limiter::Limiter;
+use super::timer::Timer;
+use shadowbell_disk::{
+    DiskError, Lists, Metadata, Op, Queue, Request, Submitted, Tasks, Zones, merge,
+};
+use shadowbell_memory::{DmaTable, Segments};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Number of the list of submission queues.
+const SOURCES: u32 = 0;
+
+struct Waiting {
+    request: Request,
+    metadata: Option<Metadata>,
+    data: Segments,
+    /// Submission queue of the host that the request came from.
+    source: u32,
+}
+
+/// Start time of the next request.
+struct Slot {
+    at: u64,
+    generation: u64,
+}
+
+pub(super) struct LimitedQueue {
+    inner: Box<dyn Queue>,
+    limiters: Arc<[Arc<Limiter>]>,
+    timer: Arc<Timer>,
+    /// Readable while the timer or that of the disk below is; `None` if the disk has no timer.
+    merged: Option<OwnedFd>,
+    waiting: Tasks<Waiting>,
+    /// Keys of waiting requests, one list per submission queue.
+    by_source: Lists,
+    /// Submission queues with waiting requests; the first one is served next.
+    sources: Lists,
+    /// Start time of the first request of the first submission queue.
+    slot: Option<Slot>,
+    /// Submission queue of the requests that are being submitted.
+    source: u32,
+    cancelled: Vec<(u32, Segments)>,
+    /// All waiting requests are to be submitted without limits.
+    is_urgent: bool,
+    /// Number of requests that had to wait.
+    delayed: Arc<AtomicU64>,
+}
+
+impl LimitedQueue {
+    pub(super) fn new(
+        inner: Box<dyn Queue>,
+        limiters: Arc<[Arc<Limiter>]>,
+        delayed: Arc<AtomicU64>,
+    ) -> io::Result<Self> {
+        let timer = Arc::new(Timer::new()?);
+        limiters.iter().for_each(|limiter| limiter.add(&timer));
+        let merged = inner.timer_fd().map(|of_disk| merge([of_disk, timer.fd()])).transpose()?;
+        Ok(Self {
+            merged,
+            inner,
+            limiters,
+            timer,
+            waiting: Tasks::default(),
+            by_source: Lists::default(),
+            sources: Lists::default(),
+            slot: None,
+            source: 0,
+            cancelled: Vec::new(),
+            is_urgent: false,
+            delayed,
+        })
+    }
+
+    fn now(&self) -> u64 {
+        self.limiters.first().map_or(0, |limiter| limiter.now())
+    }
+
+    fn generation(&self) -> u64 {
+        self.limiters.iter().fold(0, |sum, limiter| sum.wrapping_add(limiter.generation()))
+    }
+
+    fn is_open(&self) -> bool {
+        self.is_urgent || self.limiters.iter().any(|limiter| limiter.is_open())
+    }
+
+    /// Takes a start time from all limiters.
+    fn take_time(&self, request: &Request, now: u64) -> Slot {
+        let generation = self.generation();
+        let times = self.limiters.iter().map(|limiter| limiter.take(request, now));
+        Slot { at: times.max().unwrap_or(0), generation }
+    }
+
+    fn wait(&mut self, tag: u32, request: &Request, metadata: Option<&Metadata>, data: Segments) {
+        let source = self.source;
+        self.delayed.fetch_add(1, Ordering::Relaxed);
+        let key = self
+            .waiting
+            .insert(tag, Waiting { request: *request, metadata: metadata.copied(), data, source });
+        self.by_source.push_back(source, key);
+        if !self.sources.contains(source) {
+            self.sources.push_back(SOURCES, source);
+        }
+    }
+
+    /// First waiting request: its submission queue and its key.
+    fn first(&self) -> Option<(u32, u32)> {
+        let source = self.sources.first(SOURCES)?;
+        Some((source, self.by_source.first(source)?))
+    }
+
+    /// Removes the first waiting request, and moves its submission queue to the end.
+    fn pop(&mut self) -> Option<(u32, Waiting)> {
+        let (source, key) = self.first()?;
+        let taken = self.take(key);
+        if self.sources.remove(source) {
+            self.sources.push_back(SOURCES, source);
+        }
+        self.slot = None;
+        taken
+    }
+
+    /// Removes a waiting request.
+    fn take(&mut self, key: u32) -> Option<(u32, Waiting)> {
+        let (tag, waiting) = self.waiting.remove(key)?;
+        self.by_source.remove(key);
+        if self.by_source.is_empty(waiting.source) {
+            self.sources.remove(waiting.source);
+        }
+        Some((tag, waiting))
+    }
+
+    /// Submits the waiting requests whose time has come, and arms the timer for the rest.
+    fn release(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        loop {
+            let first = self.first().and_then(|(_, key)| self.waiting.get_mut(key));
+            let Some(request) = first.map(|first| first.request) else {
+                self.is_urgent = false;
+                return self.timer.disarm();
+            };
+            let now = self.now();
+            let generation = self.generation();
+            let slot = match self.slot.take() {
+                Some(slot) if slot.generation == generation => slot,
+                _ => self.take_time(&request, now),
+            };
+            if slot.at > now && !self.is_open() {
+                self.timer.arm(slot.at, now);
+                self.slot = Some(slot);
+                // The limits may have changed, and the wake-up may have been sent, before the timer
+                // was armed.
+                if self.generation() == generation {
+                    return;
+                }
+                continue;
+            }
+            let Some((tag, Waiting { request, metadata, mut data, .. })) = self.pop() else {
+                return;
+            };
+            match self.pass_on(tag, &request, metadata.as_ref(), &mut data) {
+                Submitted::Done(outcome) => done(tag, outcome, data),
+                Submitted::Pending => {}
+            }
+        }
+    }
+
+    fn pass_on(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: Option<&Metadata>,
+        data: &mut Segments,
+    ) -> Submitted {
+        match metadata {
+            None => self.inner.submit(tag, request, data),
+            Some(metadata) => self.inner.submit_with_metadata(tag, request, metadata, data),
+        }
+    }
+
+    fn take_in(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: Option<&Metadata>,
+        data: &mut Segments,
+    ) -> Submitted {
+        if self.waiting.is_empty() {
+            let now = self.now();
+            let slot = self.take_time(request, now);
+            if slot.at <= now || self.is_open() {
+                return self.pass_on(tag, request, metadata, data);
+            }
+            self.timer.arm(slot.at, now);
+            self.slot = Some(slot);
+            if self.slot.as_ref().is_some_and(|slot| slot.generation != self.generation()) {
+                self.timer.fire();
+            }
+        }
+        self.wait(tag, request, metadata, data.take());
+        Submitted::Pending
+    }
+}
+
+impl Queue for LimitedQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if request.op == Op::Flush {
+            return self.inner.submit(tag, request, data);
+        }
+        self.take_in(tag, request, None, data)
+    }
+
+    fn submit_with_metadata(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: &Metadata,
+        data: &mut Segments,
+    ) -> Submitted {
+        self.take_in(tag, request, Some(metadata), data)
+    }
+
+    fn compares_and_writes(&self) -> bool {
+        self.inner.compares_and_writes()
+    }
+
+    fn zones(&self) -> Option<&dyn Zones> {
+        self.inner.zones()
+    }
+
+    fn appended(&mut self, tag: u32) -> Option<u64> {
+        self.inner.appended(tag)
+    }
+
+    fn set_replays(&mut self, replays: bool) {
+        self.inner.set_replays(replays);
+    }
+
+    fn takes_turns(&self) -> bool {
+        true
+    }
+
+    fn begin_turn(&mut self, source: u32) {
+        self.source = source;
+    }
+
+    fn wants_prefetch_hints(&self) -> bool {
+        self.inner.wants_prefetch_hints()
+    }
+
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
+        self.inner.prefetch_hint(op, offset, len, distance);
+    }
+
+    fn longest_inline(&self) -> u64 {
+        self.inner.longest_inline()
+    }
+
+    fn commit(&mut self) {
+        self.inner.commit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        for (tag, data) in self.cancelled.drain(..) {
+            done(tag, Err(DiskError::Cancelled), data);
+        }
+        self.inner.reap(done);
+        self.release(done);
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        if let Some(key) = self.waiting.find(tag) {
+            if self.first().is_some_and(|(_, first)| first == key) {
+                self.slot = None;
+            }
+            let taken = self.take(key);
+            self.cancelled.extend(taken.map(|(tag, waiting)| (tag, waiting.data)));
+            return self.timer.fire();
+        }
+        self.inner.cancel(tag);
+    }
+
+    fn memory_changed(&mut self, table: &DmaTable) {
+        self.inner.memory_changed(table);
+        // The change of guest memory waits until no request uses the old memory.
+        if !self.waiting.is_empty() {
+            self.is_urgent = true;
+            self.timer.fire();
+        }
+    }
+
+    fn pending(&self) -> usize {
+        self.inner.pending() + self.waiting.len() + self.cancelled.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.wake_fd()
+    }
+
+    fn may_wait(&mut self) {
+        self.inner.may_wait();
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        self.inner.wakes_by_edges()
+    }
+
+    fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.merged.as_ref().map_or(self.timer.fd(), |merged| merged.as_fd()))
+    }
+}

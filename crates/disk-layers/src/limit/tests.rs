@@ -1,0 +1,365 @@
+//! Tests of rate limits with a simulated clock.
+
+use super::*;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_disk_file::MemDisk;
+use shadowbell_memory::{DmaSpace, Mapping, Segments};
+use shadowbell_testing::wait::LIMIT;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+const READ: Op = Op::Read;
+const WRITE: Op = Op::Write { fua: false };
+const MS: u64 = 1_000_000;
+
+/// Clock that moves only when a test advances it.
+#[derive(Clone, Default)]
+struct Hands(Arc<AtomicU64>);
+
+impl Hands {
+    fn new() -> Self {
+        Self(Arc::new((3600 * 1000 * MS).into()))
+    }
+
+    fn clock(&self) -> Clock {
+        let hands = Arc::clone(&self.0);
+        Arc::new(move || hands.load(Ordering::Relaxed))
+    }
+
+    fn advance(&self, ns: u64) {
+        self.0.fetch_add(ns, Ordering::Relaxed);
+    }
+}
+
+fn limits(texts: &[(&str, &str)]) -> Limits {
+    let mut limits = Limits::default();
+    texts.iter().for_each(|(name, text)| assert_eq!(limits.set(name, text), Ok(true)));
+    limits
+}
+
+/// Simulated guest with a fixed number of requests in flight.
+struct Load {
+    queue: Box<dyn Queue>,
+    memory: Arc<Mapping>,
+    /// Repeated requests, each with its submission queue.
+    requests: Vec<(u32, Request)>,
+    free: VecDeque<u32>,
+    /// Completed requests by submission queue.
+    done: Vec<u64>,
+    bytes: u64,
+}
+
+impl Load {
+    fn new(disk: &dyn Disk, depths: &[(u32, Op, u64)]) -> Self {
+        let requests = depths.iter().enumerate().flat_map(|(source, (depth, op, len))| {
+            let request = Request { op: *op, offset: 0, len: *len };
+            std::iter::repeat_n((source as u32, request), *depth as usize)
+        });
+        let requests: Vec<_> = requests.collect();
+        Self {
+            queue: disk.queue().unwrap(),
+            memory: Mapping::anonymous(1 << 20).unwrap(),
+            free: (0..requests.len() as u32).collect(),
+            requests,
+            done: vec![0; depths.len()],
+            bytes: 0,
+        }
+    }
+
+    fn ended(&mut self, tag: u32, outcome: Result<(), DiskError>) {
+        outcome.unwrap();
+        let (source, request) = self.requests[tag as usize];
+        self.done[source as usize] += 1;
+        self.bytes += request.len;
+        self.free.push_back(tag);
+    }
+
+    /// One pass of an I/O thread: reaps, then submits.
+    fn pass(&mut self) {
+        let mut ended = Vec::new();
+        self.queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+        ended.into_iter().for_each(|(tag, outcome)| self.ended(tag, outcome));
+        for _ in 0..self.free.len() {
+            let Some(tag) = self.free.pop_front() else { return };
+            let (source, request) = self.requests[tag as usize];
+            self.queue.begin_turn(source);
+            let len = if request.op == Op::Flush { 0 } else { request.len as usize };
+            let mut data = Segments::from_bytes(&self.memory.bytes().slice(0, len).unwrap());
+            match self.queue.submit(tag, &request, &mut data) {
+                Submitted::Done(outcome) => self.ended(tag, outcome),
+                Submitted::Pending => {}
+            }
+        }
+    }
+
+    fn total(&self) -> u64 {
+        self.done.iter().sum()
+    }
+}
+
+/// Requests completed in each 100 ms of a second, with passes `apart` nanoseconds apart.
+fn second(hands: &Hands, load: &mut Load, apart: u64) -> Vec<u64> {
+    let mut counts = Vec::new();
+    for _ in 0..10 {
+        let before = load.total();
+        for _ in 0..100 * MS / apart {
+            hands.advance(apart);
+            load.pass();
+        }
+        counts.push(load.total() - before);
+    }
+    counts
+}
+
+fn disk(hands: &Hands, texts: &[(&str, &str)]) -> (LimitedDisk, Arc<Limiter>) {
+    let limiter = Limiter::with_clock(limits(texts), hands.clock());
+    let inner = Arc::new(MemDisk::new(8192, 512).unwrap());
+    (LimitedDisk::new(inner, Arc::clone(&limiter), None), limiter)
+}
+
+#[track_caller]
+fn is_within(value: u64, wanted: u64, percent: u64) {
+    let most = wanted * percent / 100;
+    assert!(value.abs_diff(wanted) <= most, "{value} is not {wanted} within {percent} %");
+}
+
+#[test]
+fn a_rate_is_kept_however_often_it_is_looked_at() {
+    for (name, op) in [("iops", READ), ("iops", WRITE), ("read-iops", READ), ("write-iops", WRITE)]
+    {
+        for rate in [100, 1000, 30_000, 200_000] {
+            for apart in [10_000, MS, 5 * MS] {
+                let hands = Hands::new();
+                let (disk, _) = disk(&hands, &[(name, &rate.to_string())]);
+                let depth = if apart * rate > MS * 1000 { 4096 } else { 64 };
+                let mut load = Load::new(&disk, &[(depth, op, 512)]);
+                second(&hands, &mut load, MS);
+                let counts = second(&hands, &mut load, apart);
+                is_within(counts.iter().sum(), rate, 2);
+                counts.iter().for_each(|count| is_within(*count, rate / 10, 5));
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_are_counted_and_each_direction_for_itself() {
+    let hands = Hands::new();
+    let limits = [("read-bandwidth", "10MiB"), ("write-bandwidth", "5MiB")];
+    let (disk, _) = disk(&hands, &limits);
+    let mut reads = Load::new(&disk, &[(8, READ, 4096), (8, READ, 65536)]);
+    let mut writes = Load::new(&disk, &[(8, WRITE, 16384)]);
+    let mut run = || {
+        let before = (reads.bytes, writes.bytes);
+        for _ in 0..1000 {
+            hands.advance(MS);
+            reads.pass();
+            writes.pass();
+        }
+        (reads.bytes - before.0, writes.bytes - before.1)
+    };
+    run();
+    let (read, written) = run();
+    is_within(read, 10 << 20, 2);
+    is_within(written, 5 << 20, 2);
+    is_within(reads.done[0], reads.done[1], 2);
+}
+
+#[test]
+fn what_is_not_limited_goes_at_once() {
+    let hands = Hands::new();
+    let (disk, _) = disk(&hands, &[("write-iops", "1"), ("bandwidth", "4096:4096")]);
+    let mut load = Load::new(&disk, &[(1, Op::Flush, 0)]);
+    (0..100).for_each(|_| load.pass());
+    assert_eq!(load.total(), 100);
+    // A request without data costs no bandwidth, but counts as a write.
+    let mut load = Load::new(&disk, &[(1, Op::Discard, 1 << 20)]);
+    load.pass();
+    assert_eq!(load.total(), 1);
+    (0..10).for_each(|_| load.pass());
+    assert_eq!(load.total(), 1);
+    hands.advance(1000 * MS);
+    load.pass();
+    assert_eq!(load.total(), 2);
+}
+
+#[test]
+fn a_burst_comes_after_a_while_with_less() {
+    let hands = Hands::new();
+    let (disk, _) = disk(&hands, &[("iops", "1000:500")]);
+    let mut load = Load::new(&disk, &[(4096, READ, 512)]);
+    load.pass();
+    is_within(load.total(), 500, 1);
+    assert!(second(&hands, &mut load, MS).iter().all(|count| count.abs_diff(100) <= 1));
+    // One request at a time stays within the rate and does not use up the burst.
+    let (disk, _) = self::disk(&hands, &[("iops", "1000:500")]);
+    let mut slow = Load::new(&disk, &[(1, READ, 512)]);
+    for _ in 0..100 {
+        hands.advance(2 * MS);
+        slow.pass();
+    }
+    let mut many = Load::new(&disk, &[(4096, READ, 512)]);
+    many.pass();
+    is_within(many.total(), 500, 1);
+}
+
+#[test]
+fn submission_queues_and_those_who_share_a_limit_take_turns() {
+    let hands = Hands::new();
+    let group = Limiter::with_clock(limits(&[("iops", "3000")]), hands.clock());
+    let own = || Limiter::with_clock(Limits::default(), hands.clock());
+    let inner: Arc<dyn Disk> = Arc::new(MemDisk::new(8192, 512).unwrap());
+    let disks =
+        [(); 2].map(|()| LimitedDisk::new(Arc::clone(&inner), own(), Some(Arc::clone(&group))));
+    let mut deep = Load::new(&disks[0], &[(256, READ, 512), (8, WRITE, 512)]);
+    let mut other = Load::new(&disks[0], &[(16, READ, 4096)]);
+    let mut neighbour = Load::new(&disks[1], &[(4, WRITE, 512)]);
+    let mut run = |passes: u64| {
+        for _ in 0..passes {
+            hands.advance(MS / 10);
+            deep.pass();
+            other.pass();
+            neighbour.pass();
+        }
+        [deep.done[0], deep.done[1], other.total(), neighbour.total()]
+    };
+    let before = run(1000);
+    let after = run(10_000);
+    let counts = [0, 1, 2, 3].map(|at| after[at] - before[at]);
+    is_within(counts.iter().sum(), 3000, 2);
+    for (count, part) in counts.into_iter().zip([500, 500, 1000, 1000]) {
+        is_within(count, part, 5);
+    }
+}
+
+#[test]
+fn another_limit_counts_at_once() {
+    let hands = Hands::new();
+    let (disk, limiter) = disk(&hands, &[("iops", "10")]);
+    let mut load = Load::new(&disk, &[(64, READ, 512)]);
+    load.pass();
+    let began = load.total();
+    hands.advance(MS);
+    load.pass();
+    assert_eq!(load.total(), began, "the next one has to wait");
+    limiter.set(limits(&[("iops", "1000")]));
+    let counts = second(&hands, &mut load, MS);
+    is_within(counts.iter().sum(), 1000, 2);
+    limiter.set(limits(&[("iops", "100")]));
+    is_within(second(&hands, &mut load, MS).iter().sum(), 100, 2);
+    limiter.set(Limits::default());
+    let before = load.total();
+    load.pass();
+    assert!(load.total() >= before + 64, "nothing waits any more");
+}
+
+#[test]
+fn what_is_cancelled_ends_and_its_time_is_not_waited_for() {
+    let hands = Hands::new();
+    let (disk, _) = disk(&hands, &[("iops", "1:1")]);
+    let memory = Mapping::anonymous(4096).unwrap();
+    let mut queue = disk.queue().unwrap();
+    let request = Request { op: READ, offset: 0, len: 512 };
+    for tag in 0..4 {
+        let mut data = Segments::from_bytes(&memory.bytes().slice(0, 512).unwrap());
+        let submitted = queue.submit(tag, &request, &mut data);
+        let expected = if tag == 0 { Submitted::Done(Ok(())) } else { Submitted::Pending };
+        assert_eq!(submitted, expected);
+    }
+    assert_eq!(queue.pending(), 3);
+    queue.cancel(1);
+    queue.cancel(3);
+    let mut ended = Vec::new();
+    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    assert_eq!(ended, [(1, Err(DiskError::Cancelled)), (3, Err(DiskError::Cancelled))]);
+    assert_eq!(queue.pending(), 1);
+    hands.advance(3000 * MS);
+    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    assert_eq!((ended.last(), queue.pending()), (Some(&(2, Ok(()))), 0));
+}
+
+/// Cancellation takes linear time in total; with quadratic time this test would not end.
+#[test]
+fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
+    const MANY: u32 = 200_000;
+    let hands = Hands::new();
+    let (disk, _) = disk(&hands, &[("iops", "1:1")]);
+    let mut queue = disk.queue().unwrap();
+    let request = Request { op: READ, offset: 0, len: 512 };
+    let memory = Mapping::anonymous(4096).unwrap().bytes().slice(0, 512).unwrap();
+    for tag in 0..=MANY {
+        queue.begin_turn(tag % 3);
+        queue.submit(tag, &request, &mut Segments::from_bytes(&memory));
+    }
+    // Last request first: the worst order for a search from the front.
+    (1..=MANY).rev().for_each(|tag| queue.cancel(tag));
+    let mut ended = Vec::new();
+    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    assert!(ended.into_iter().eq((1..=MANY).rev().map(|tag| (tag, Err(DiskError::Cancelled)))));
+    assert_eq!(queue.pending(), 0);
+}
+
+/// A change of guest memory and quiescing do not wait for limits; requests that start early reduce
+/// the later allowance.
+#[test]
+fn what_others_wait_for_goes_at_once_and_is_counted() {
+    for is_memory in [true, false] {
+        let hands = Hands::new();
+        let (disk, limiter) = disk(&hands, &[("iops", "100:1")]);
+        let mut load = Load::new(&disk, &[(50, READ, 512)]);
+        load.pass();
+        assert!(load.queue.pending() > 40);
+        let space = DmaSpace::default();
+        match is_memory {
+            true => load.queue.memory_changed(space.table()),
+            false => limiter.open(true),
+        }
+        let mut ended = 0;
+        load.queue.reap(&mut |_, _, _| ended += 1);
+        assert!(ended > 40 && load.queue.pending() == 0);
+        limiter.open(false);
+        let mut again = Load::new(&disk, &[(50, READ, 512)]);
+        hands.advance(400 * MS);
+        again.pass();
+        assert_eq!(again.total(), 0, "these were had already");
+        hands.advance(200 * MS);
+        again.pass();
+        assert!(again.total() > 0);
+    }
+}
+
+/// With the real clock: a sleeping thread is woken when the time has come, and not repeatedly.
+#[test]
+fn who_sleeps_is_woken() {
+    let limiter = Limiter::new(limits(&[("iops", "200:1")]));
+    let inner = Arc::new(MemDisk::new(8192, 512).unwrap());
+    let disk = LimitedDisk::new(inner, Arc::clone(&limiter), None);
+    let mut load = Load::new(&disk, &[(4, READ, 512)]);
+    load.pass();
+    let is_readable = |load: &Load, time: Duration| {
+        let fd = load.queue.timer_fd().unwrap();
+        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+        let timeout = Timespec::try_from(time).unwrap();
+        rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap() == 1
+    };
+    let mut wakes = 0;
+    while load.total() < 20 {
+        assert!(is_readable(&load, LIMIT), "no wake-up");
+        load.pass();
+        wakes += 1;
+    }
+    assert!(wakes <= 60, "{wakes} wakes for 20 requests");
+    // A change of the limits wakes the waiting queue.
+    limiter.set(limits(&[("iops", "1:1")]));
+    load.pass();
+    limiter.set(Limits::default());
+    assert!(is_readable(&load, LIMIT));
+    let mut ended = 0;
+    load.queue.reap(&mut |_, _, _| ended += 1);
+    assert_eq!((ended, load.queue.pending()), (4, 0));
+    limiter.set(limits(&[("iops", "1:1")]));
+    assert!(!is_readable(&load, Duration::ZERO), "no request waits");
+}

@@ -1,0 +1,99 @@
+//! Positions of data and metadata on the disk below.
+
+use shadowbell_disk::MetadataFormat;
+
+/// Layout of data and metadata on the disk below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Layout {
+    pub(super) format: MetadataFormat,
+    pub(super) block_size: u32,
+    /// Number of logical blocks.
+    pub(super) blocks: u64,
+}
+
+/// Range of stored metadata on the disk below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// First byte, and end of the range in whole blocks of the disk below.
+    pub(super) from: u64,
+    pub(super) to: u64,
+    /// Offset of the metadata in the range, and their length.
+    pub(super) at: usize,
+    pub(super) len: usize,
+}
+
+impl Place {
+    /// True if the blocks of the disk below contain other metadata, too.
+    pub(super) fn has_others(&self) -> bool {
+        (self.to - self.from) as usize != self.len
+    }
+}
+
+impl Layout {
+    /// Layout for a disk of `bytes` bytes.
+    pub(super) fn new(format: MetadataFormat, block_size: u32, bytes: u64) -> Self {
+        let block = u64::from(block_size);
+        let size = u64::from(format.size);
+        let mut blocks = bytes / (block + size);
+        let taken = |blocks: u64| blocks * block + (blocks * size).next_multiple_of(block);
+        while blocks != 0 && taken(blocks) > bytes {
+            blocks -= 1;
+        }
+        Self { format, block_size, blocks }
+    }
+
+    /// Range of the metadata of `count` blocks from `first` on.
+    pub(super) fn place(&self, first: u64, count: u64) -> Place {
+        let (block, size) = (u64::from(self.block_size), u64::from(self.format.size));
+        let data = self.blocks * block;
+        let (start, end) = (first * size, (first + count) * size);
+        let from = start / block * block;
+        Place {
+            from: data + from,
+            to: data + end.next_multiple_of(block),
+            at: (start - from) as usize,
+            len: (end - start) as usize,
+        }
+    }
+
+    /// Blocks whose metadata lie in `place`, rounded outwards to at most one more at either end.
+    pub(super) fn around(&self, place: &Place) -> std::ops::Range<u64> {
+        let (data, size) = (self.blocks * u64::from(self.block_size), u64::from(self.format.size));
+        (place.from - data) / size..(place.to - data).div_ceil(size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_room_for_all_and_none_is_wasted() {
+        for (block_size, size, bytes) in [
+            (512, 8, 1 << 20),
+            (512, 64, 4096),
+            (4096, 8, 1 << 30),
+            (4096, 64, 12288),
+            (512, 8, 1024),
+        ] {
+            let format = MetadataFormat::new(size).unwrap();
+            let layout = Layout::new(format, block_size, bytes);
+            let taken = |blocks| format.bytes_for(blocks, block_size).unwrap();
+            assert!(layout.blocks != 0 && taken(layout.blocks) <= bytes);
+            assert!(taken(layout.blocks + 1) > bytes);
+            let last = layout.place(layout.blocks - 1, 1);
+            assert!(last.to <= bytes && last.from >= layout.blocks * u64::from(block_size));
+            let around = layout.around(&last);
+            assert!(around.start < layout.blocks && around.end >= layout.blocks);
+        }
+        let format = MetadataFormat::new(8).unwrap();
+        assert_eq!(Layout::new(format, 512, 512).blocks, 0);
+        assert_eq!(format.bytes_for(u64::MAX, 512), None);
+        let layout = Layout::new(format, 512, 1 << 20);
+        let place = layout.place(65, 2);
+        let data = layout.blocks * 512;
+        assert_eq!((place.from - data, place.to - data, place.at, place.len), (512, 1024, 8, 16));
+        assert_eq!((layout.around(&place), place.has_others()), (64..128, true));
+        assert!(!layout.place(64, 64).has_others());
+    }
+}

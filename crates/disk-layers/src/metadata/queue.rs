@@ -1,0 +1,492 @@
+//! Queue of one thread on a disk with metadata.
+
+use super::cache::Cache;
+use super::checks::Scratch;
+use super::layout::{Layout, Place};
+use super::locks::{Bell, Locks};
+use super::task::{Stage, Task, Way};
+use shadowbell_disk::{
+    Bounds, DiskError, DiskInfo, Metadata, MetadataBuffer, Op, Queue, Request, Submitted, Tasks,
+    merge,
+};
+use shadowbell_memory::{DmaTable, Mapping, Segments, SharedBytes};
+use shadowbell_spec::nvm::PRINFO_PRACT;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// Size of a buffer for stored metadata, and the number of free buffers to keep.
+const PIECE: usize = 64 << 10;
+const SPARE: usize = 64;
+/// Maximum length of an inline request without data: it reads the data if they are checked, and
+/// writes the metadata.
+const LONGEST: u64 = 1 << 20;
+/// Maximum bytes of metadata to write without their neighbours, if the disk below supports that.
+const SHORT: usize = 512;
+
+pub(super) struct MetadataQueue {
+    inner: Box<dyn Queue>,
+    layout: Layout,
+    bounds: Bounds,
+    discards: bool,
+    of_all: OfAll,
+    /// Readable while the bell or the timer of the disk below is.
+    timer: Option<OwnedFd>,
+    tasks: Tasks<Task>,
+    serial: u64,
+    spare: Vec<SharedBytes>,
+    spare_lists: Vec<Segments>,
+    scratch: Box<Scratch>,
+    /// Scratch buffer for completions of the disk below.
+    ended: Vec<(u32, Result<(), DiskError>, Segments)>,
+}
+
+/// State shared with the other queues of the disk. Must be dropped after the queue of the disk
+/// below, whose drop ends all requests in flight.
+struct OfAll {
+    layout: Layout,
+    locks: Arc<Locks>,
+    cache: Arc<Cache>,
+    bell: Arc<Bell>,
+}
+
+impl Drop for OfAll {
+    fn drop(&mut self) {
+        for claim in self.locks.writes_of(&self.bell) {
+            let Range { start, end } = claim.blocks;
+            self.cache.was_written(&self.layout.place(start, end - start), false, None);
+        }
+        self.locks.leave_all(&self.bell);
+    }
+}
+
+/// Tag of the request to the disk below for the data or the metadata of a task.
+fn tag_of(key: u32, is_metadata: bool) -> u32 {
+    key << 1 | u32::from(is_metadata)
+}
+
+impl MetadataQueue {
+    pub(super) fn new(
+        inner: Box<dyn Queue>,
+        layout: Layout,
+        info: &DiskInfo,
+        (locks, cache): (Arc<Locks>, Arc<Cache>),
+    ) -> io::Result<Self> {
+        let bell = Arc::new(Bell::new()?);
+        let both = |timer| merge([timer, bell.event().as_fd()]);
+        Ok(Self {
+            timer: inner.timer_fd().map(both).transpose()?,
+            inner,
+            layout,
+            bounds: info.bounds(),
+            discards: info.discard,
+            of_all: OfAll { layout, locks, cache, bell },
+            tasks: Tasks::default(),
+            serial: 0,
+            spare: Vec::new(),
+            spare_lists: Vec::new(),
+            scratch: Scratch::new(),
+            ended: Vec::new(),
+        })
+    }
+
+    fn check(
+        &self,
+        request: &Request,
+        metadata: &Metadata,
+        data: &Segments,
+    ) -> Result<(), DiskError> {
+        request.check(&self.bounds, data)?;
+        // Data and metadata are separate writes, so the operation would not be atomic.
+        if matches!(request.op, Op::CompareAndWrite { .. }) {
+            return Err(DiskError::Unsupported);
+        }
+        let takes = matches!(request.op, Op::Read | Op::Write { .. } | Op::Compare);
+        let blocks = request.len / u64::from(self.layout.block_size);
+        let more = blocks * u64::from(self.layout.format.size);
+        let has = metadata.buffer != MetadataBuffer::None;
+        if takes && has && (data.len() as u64) < request.len + more {
+            return Err(DiskError::BadBuffer);
+        }
+        Ok(())
+    }
+
+    /// Metadata parameters of a request that has none: protection information is generated as for a
+    /// command with the least checks.
+    fn unsaid(&self, request: &Request) -> Metadata {
+        let mut metadata = Metadata::default();
+        if request.op != Op::Discard {
+            metadata.fields.prinfo = PRINFO_PRACT;
+        }
+        metadata.fields.ref_tag = request.offset / u64::from(self.layout.block_size);
+        metadata
+    }
+
+    fn memory(&mut self, len: usize) -> Result<SharedBytes, DiskError> {
+        if len <= PIECE
+            && let Some(spare) = self.spare.pop()
+        {
+            return Ok(spare);
+        }
+        let mapping = Mapping::anonymous(len.max(PIECE) as u64);
+        mapping.map(|mapping| mapping.bytes()).map_err(|_| DiskError::Io(12))
+    }
+
+    /// Starts a request that need not wait. Returns true if it has ended.
+    fn begin(&mut self, key: u32) -> bool {
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        let (way, place) = (task.way(&self.layout), task.place);
+        // The request was cancelled while it waited.
+        if task.outcome.is_err() {
+            return true;
+        }
+        if way == Way::Plain {
+            return self.move_all(key, way);
+        }
+        let memory = self.memory((place.to - place.from) as usize);
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        match memory {
+            Ok(memory) => task.stored = Some(memory),
+            Err(error) => {
+                task.outcome = Err(error);
+                return true;
+            }
+        }
+        let writes = matches!(way, Way::Write | Way::Zero);
+        let needs_others = writes && place.has_others() && !self.writes_bytes(&place);
+        if needs_others && !self.is_cached(key, true) {
+            let Some(task) = self.tasks.get_mut(key) else { return false };
+            task.stage = Stage::Reading;
+            self.submit_metadata(key, Op::Read);
+            return self.advance(key);
+        }
+        self.move_all(key, way)
+    }
+
+    /// True if these metadata are written without their neighbours.
+    fn writes_bytes(&self, place: &Place) -> bool {
+        place.len <= SHORT && self.inner.writes_bytes()
+    }
+
+    /// Loads the stored metadata from the cache. Returns false if they have to be read.
+    fn is_cached(&mut self, key: u32, others: bool) -> bool {
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        let Some(stored) = &task.stored else { return false };
+        self.of_all.cache.load(&task.place, others, stored)
+    }
+
+    /// Continues a request if none of its requests to the disk below is in flight. Returns true if
+    /// it has ended.
+    fn advance(&mut self, key: u32) -> bool {
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        if task.left != 0 {
+            return false;
+        }
+        let way = task.way(&self.layout);
+        if let Some(versions) = task.versions.take()
+            && let Some(stored) = &task.stored
+            && task.outcome.is_ok()
+        {
+            self.of_all.cache.was_read(&task.place, &versions, stored);
+        }
+        match task.stage {
+            Stage::Waiting => false,
+            Stage::Reading if task.outcome.is_ok() => self.move_all(key, way),
+            Stage::Reading => true,
+            Stage::Moving => {
+                if task.outcome.is_ok() {
+                    let scratch = &mut self.scratch;
+                    let blocks = |scratch| task.blocks(&self.layout, scratch);
+                    task.outcome = match way {
+                        Way::Read => blocks(scratch).and_then(|blocks| blocks.read()),
+                        Way::Compare => blocks(scratch).and_then(|blocks| blocks.compare()),
+                        Way::Plain | Way::Write | Way::Zero => Ok(()),
+                    };
+                }
+                true
+            }
+        }
+    }
+
+    /// Starts the transfer of data and metadata. Returns true if the request has ended.
+    fn move_all(&mut self, key: u32, way: Way) -> bool {
+        let Some(task) = self.tasks.get_mut(key) else { return false };
+        task.stage = Stage::Moving;
+        let (op, mut metadata_op) = (task.request.op, None);
+        match way {
+            Way::Plain => {}
+            Way::Read | Way::Compare => {
+                let stored = task.stored.as_ref();
+                let cached = |stored| self.of_all.cache.load(&task.place, false, stored);
+                metadata_op = Some(Op::Read).filter(|_| !stored.is_some_and(cached));
+            }
+            Way::Write | Way::Zero => {
+                let blocks = task.blocks(&self.layout, &mut self.scratch);
+                let made = blocks.and_then(|blocks| blocks.write(way == Way::Zero));
+                if made.is_err() {
+                    task.outcome = made;
+                    return true;
+                }
+                let fua = match op {
+                    Op::Write { fua } | Op::WriteZeroes { fua, .. } => fua,
+                    _ => false,
+                };
+                metadata_op = Some(Op::Write { fua });
+                task.has_written = true;
+            }
+        }
+        if let Some(op) = metadata_op {
+            self.submit_metadata(key, op);
+        }
+        self.submit_data(key, way);
+        self.advance(key)
+    }
+
+    fn submit_metadata(&mut self, key: u32, op: Op) {
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        let place = task.place;
+        if op != Op::Read && place.len <= SHORT && self.inner.writes_bytes() {
+            // Neighbouring metadata need not be read first.
+            let mut bytes = [0; SHORT];
+            let bytes = bytes.get_mut(..place.len).unwrap_or_default();
+            let stored = task.stored.as_ref().and_then(|stored| stored.read_into(place.at, bytes));
+            let outcome = match stored {
+                Some(()) => self.inner.write_bytes(place.from + place.at as u64, bytes),
+                None => None,
+            };
+            task.outcome = task.outcome.and(outcome.unwrap_or(Err(DiskError::BadBuffer)));
+            return;
+        }
+        let request = Request { op, offset: place.from, len: place.to - place.from };
+        let mut data = self.spare_lists.pop().unwrap_or_default();
+        if let Err(error) = task.stored_data(&mut data) {
+            task.outcome = Err(error);
+            return;
+        }
+        if op == Op::Read {
+            task.versions = Some(self.of_all.cache.versions(&place));
+            // Not every disk fills the buffer (`null` does not).
+            let _ = data.fill(0, data.len(), 0);
+        }
+        let submitted = self.inner.submit(tag_of(key, true), &request, &mut data);
+        if submitted != Submitted::Pending {
+            self.keep_list(data);
+        }
+        self.submitted(key, submitted);
+    }
+
+    fn submit_data(&mut self, key: u32, way: Way) {
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        let op = if way == Way::Read { Op::Read } else { task.request.op };
+        let request = Request { op, ..task.request };
+        if let Err(error) = task.provide(&self.layout) {
+            task.outcome = Err(error);
+            return;
+        }
+        if task.is_direct() {
+            let submitted = self.inner.submit(tag_of(key, false), &request, &mut task.data);
+            self.submitted(key, submitted);
+            return;
+        }
+        let mut data = self.spare_lists.pop().unwrap_or_default();
+        if matches!(way, Way::Read | Way::Compare | Way::Write)
+            && let Err(error) = task.select(&self.layout, &mut data)
+        {
+            task.outcome = Err(error);
+            return;
+        }
+        let submitted = self.inner.submit(tag_of(key, false), &request, &mut data);
+        if submitted != Submitted::Pending {
+            self.keep_list(data);
+        }
+        self.submitted(key, submitted);
+    }
+
+    fn keep_list(&mut self, mut data: Segments) {
+        if self.spare_lists.len() < SPARE {
+            data.clear();
+            self.spare_lists.push(data);
+        }
+    }
+
+    fn submitted(&mut self, key: u32, submitted: Submitted) {
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        match submitted {
+            Submitted::Pending => task.left += 1,
+            Submitted::Done(outcome) => task.outcome = task.outcome.and(outcome),
+        }
+    }
+
+    /// Removes an ended request and returns its tag, result and buffer.
+    fn end(&mut self, key: u32) -> Option<(u32, Result<(), DiskError>, Segments)> {
+        let (tag, task) = self.tasks.remove(key)?;
+        let OfAll { locks, cache, bell, .. } = &self.of_all;
+        if task.has_written {
+            let stored = task.stored.as_ref().filter(|_| task.outcome.is_ok());
+            let by_bytes = task.place.len <= SHORT && self.inner.writes_bytes();
+            let others = !task.place.has_others() || !by_bytes;
+            cache.was_written(&task.place, others, stored);
+        }
+        if task.way(&self.layout) != Way::Plain {
+            locks.leave(task.serial, bell);
+        }
+        if let Some(stored) = task.stored
+            && stored.len() == PIECE
+            && self.spare.len() < SPARE
+        {
+            self.spare.push(stored);
+        }
+        Some((tag, task.outcome, task.data))
+    }
+
+    fn start(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: &Metadata,
+        data: &mut Segments,
+    ) -> Submitted {
+        if let Err(error) = self.check(request, metadata, data) {
+            return Submitted::Done(Err(error));
+        }
+        // A discard without effect on the data has none on the metadata.
+        if request.op == Op::Discard && !self.discards {
+            return Submitted::Done(Ok(()));
+        }
+        self.serial += 1;
+        let task = Task::new(self.serial, request, metadata, &self.layout, data.take());
+        let claims = task.way(&self.layout) != Way::Plain;
+        let claim = task.claim(&self.layout);
+        let key = self.tasks.insert(tag, task);
+        let OfAll { locks, bell, .. } = &self.of_all;
+        if claims && !locks.enter(claim, self.serial, bell) {
+            return Submitted::Pending;
+        }
+        if !self.begin(key) {
+            return Submitted::Pending;
+        }
+        match self.end(key) {
+            Some((_, outcome, back)) => {
+                *data = back;
+                Submitted::Done(outcome)
+            }
+            None => Submitted::Done(Err(DiskError::BadBuffer)),
+        }
+    }
+}
+
+impl Queue for MetadataQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        self.start(tag, request, &self.unsaid(request), data)
+    }
+
+    fn submit_with_metadata(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        metadata: &Metadata,
+        data: &mut Segments,
+    ) -> Submitted {
+        self.start(tag, request, metadata, data)
+    }
+
+    fn takes_turns(&self) -> bool {
+        self.inner.takes_turns()
+    }
+
+    fn begin_turn(&mut self, source: u32) {
+        self.inner.begin_turn(source);
+    }
+
+    fn wants_prefetch_hints(&self) -> bool {
+        self.inner.wants_prefetch_hints()
+    }
+
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
+        self.inner.prefetch_hint(op, offset, len, distance);
+    }
+
+    fn longest_inline(&self) -> u64 {
+        self.inner.longest_inline().min(LONGEST)
+    }
+
+    fn commit(&mut self) {
+        self.inner.commit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.inner.reap(&mut |tag, outcome, data| ended.push((tag, outcome, data)));
+        let mut over = Vec::new();
+        for (tag, outcome, data) in ended.drain(..) {
+            let (key, is_metadata) = (tag >> 1, tag & 1 != 0);
+            let Some(task) = self.tasks.get_mut(key) else { continue };
+            let mut list = Some(data);
+            if !is_metadata && task.is_direct() {
+                task.data = list.take().unwrap_or_default();
+            }
+            task.left -= 1;
+            task.outcome = task.outcome.and(outcome);
+            if let Some(list) = list {
+                self.keep_list(list);
+            }
+            if self.advance(key) {
+                over.push(key);
+            }
+        }
+        self.ended = ended;
+        for serial in self.of_all.bell.take() {
+            let waits = |task: &Task| task.serial == serial && task.stage == Stage::Waiting;
+            let found = self.tasks.keys().collect::<Vec<_>>().into_iter();
+            let mut found = found.filter(|key| self.tasks.get_mut(*key).is_some_and(|t| waits(t)));
+            if let Some(key) = found.next()
+                && self.begin(key)
+            {
+                over.push(key);
+            }
+        }
+        for key in over {
+            if let Some((tag, outcome, data)) = self.end(key) {
+                done(tag, outcome, data);
+            }
+        }
+        // Requests started here must be in flight on return.
+        self.inner.commit();
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let Some(key) = self.tasks.find(tag) else { return };
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        if task.stage == Stage::Waiting {
+            // The request ends when the bell is processed.
+            task.outcome = Err(DiskError::Cancelled);
+            return self.of_all.bell.ring(task.serial);
+        }
+        for is_metadata in [false, true] {
+            self.inner.cancel(tag_of(key, is_metadata));
+        }
+    }
+
+    fn memory_changed(&mut self, table: &DmaTable) {
+        self.spare_lists.clear();
+        self.inner.memory_changed(table);
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.wake_fd()
+    }
+
+    fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
+        let bell = self.of_all.bell.event().as_fd();
+        Some(self.timer.as_ref().map_or(bell, |timer| timer.as_fd()))
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        self.inner.wakes_by_edges()
+    }
+}

@@ -1,0 +1,155 @@
+//! State of a request for blocks with metadata.
+
+use super::cache::Versions;
+use super::checks::{Blocks, Scratch};
+use super::layout::{Layout, Place};
+use super::locks::Claim;
+use shadowbell_disk::{DiskError, Metadata, MetadataBuffer, Op, Request};
+use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_REFTAG};
+
+/// Stage of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Waits for earlier requests on the same blocks.
+    Waiting,
+    /// Reads the stored metadata around those that it writes.
+    Reading,
+    /// Data and metadata are in flight.
+    Moving,
+}
+
+/// A request.
+#[derive(Debug)]
+pub(super) struct Task {
+    /// Serial number, never reused by the queue.
+    pub(super) serial: u64,
+    pub(super) request: Request,
+    pub(super) metadata: Metadata,
+    /// Buffer of the request.
+    pub(super) data: Segments,
+    pub(super) place: Place,
+    pub(super) stage: Stage,
+    /// Buffer for the stored metadata.
+    pub(super) stored: Option<SharedBytes>,
+    /// Cache versions from before the read of the stored metadata, while it is in flight.
+    pub(super) versions: Option<Versions>,
+    /// A write of the metadata has started.
+    pub(super) has_written: bool,
+    /// Requests in flight at the disk below.
+    pub(super) left: u8,
+    pub(super) outcome: Result<(), DiskError>,
+}
+
+/// Kind of access to the disk below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// The request itself, without metadata.
+    Plain,
+    Read,
+    /// Compares the data, and reads the metadata.
+    Compare,
+    Write,
+    /// Zeroes the data.
+    Zero,
+}
+
+impl Task {
+    pub(super) fn new(
+        serial: u64,
+        request: &Request,
+        metadata: &Metadata,
+        layout: &Layout,
+        data: Segments,
+    ) -> Self {
+        let block = u64::from(layout.block_size);
+        Self {
+            serial,
+            request: *request,
+            metadata: *metadata,
+            data,
+            place: layout.place(request.offset / block, request.len / block),
+            stage: Stage::Waiting,
+            stored: None,
+            versions: None,
+            has_written: false,
+            left: 0,
+            outcome: Ok(()),
+        }
+    }
+
+    pub(super) fn way(&self, layout: &Layout) -> Way {
+        const CHECKS: u8 = PRINFO_GUARD | PRINFO_APPTAG | PRINFO_REFTAG;
+        let checks = layout.format.protection != 0 && self.metadata.fields.prinfo & CHECKS != 0;
+        match self.request.op {
+            Op::Read => Way::Read,
+            Op::Verify if checks => Way::Read,
+            Op::Compare => Way::Compare,
+            Op::Write { .. } => Way::Write,
+            Op::WriteZeroes { .. } | Op::Discard => Way::Zero,
+            Op::Flush | Op::Verify => Way::Plain,
+            // Refused, by this layer or by the disk below.
+            Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => Way::Plain,
+        }
+    }
+
+    /// Blocks to lock for the request.
+    pub(super) fn claim(&self, layout: &Layout) -> Claim {
+        let block = u64::from(layout.block_size);
+        let (offset, len) = (self.request.offset, self.request.len);
+        Claim {
+            blocks: offset / block..(offset + len) / block,
+            around: layout.around(&self.place),
+            writes: matches!(self.way(layout), Way::Write | Way::Zero),
+        }
+    }
+
+    /// Buffer of the stored metadata, in whole blocks of the disk below.
+    pub(super) fn stored_data(&self, into: &mut Segments) -> Result<(), DiskError> {
+        let len = (self.place.to - self.place.from) as usize;
+        let stored = self.stored.as_ref().and_then(|stored| stored.slice(0, len));
+        into.set_bytes(&stored.ok_or(DiskError::BadBuffer)?);
+        Ok(())
+    }
+
+    /// True if the disk below can use the request's buffer directly; it ignores metadata after the
+    /// data.
+    pub(super) fn is_direct(&self) -> bool {
+        self.metadata.buffer != MetadataBuffer::Extended
+    }
+
+    /// Allocates memory for data that are checked but not transferred.
+    pub(super) fn provide(&mut self, layout: &Layout) -> Result<(), DiskError> {
+        if self.request.op == Op::Verify && self.way(layout) == Way::Read {
+            let mapping = Mapping::anonymous(self.request.len).map_err(|_| DiskError::Io(12))?;
+            self.data = Segments::from_bytes(&mapping.bytes());
+        }
+        Ok(())
+    }
+
+    /// Lists the data without the interleaved metadata, for the disk below.
+    pub(super) fn select(&self, layout: &Layout, into: &mut Segments) -> Result<(), DiskError> {
+        let (len, block) = (self.request.len as usize, layout.block_size as usize);
+        let stride = block + usize::from(layout.format.size);
+        let selected = self.data.select((0, block), stride, len / block, into);
+        selected.ok_or(DiskError::BadBuffer)
+    }
+
+    pub(super) fn blocks<'a>(
+        &'a self,
+        layout: &'a Layout,
+        scratch: &'a mut Scratch,
+    ) -> Result<Blocks<'a>, DiskError> {
+        let block_size = layout.block_size as usize;
+        Ok(Blocks {
+            format: &layout.format,
+            metadata: &self.metadata,
+            block_size,
+            count: self.request.len as usize / block_size,
+            data: &self.data,
+            stored: self.stored.as_ref().ok_or(DiskError::BadBuffer)?,
+            at: self.place.at,
+            scratch,
+        })
+    }
+}

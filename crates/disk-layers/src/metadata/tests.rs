@@ -1,0 +1,122 @@
+//! Tests: the metadata cache is never older than the disk, whatever writes it.
+
+use super::MetadataDisk;
+use shadowbell_disk::{
+    Disk, Metadata, MetadataBuffer, MetadataFormat, Op, Queue, Request, Submitted,
+};
+use shadowbell_memory::{Mapping, Segments};
+use shadowbell_spec::nvm::{PRINFO_GUARD, PRINFO_PRACT, PRINFO_REFTAG};
+use shadowbell_spec::protection::ProtectionFields;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+const BLOCK: u64 = 512;
+
+fn on(disk: &Arc<dyn Disk>) -> MetadataDisk {
+    let options = [("metadata", "8"), ("pi", "1")];
+    let format = MetadataFormat::parse(options.into_iter()).unwrap().unwrap();
+    MetadataDisk::new(Arc::clone(disk), format).unwrap()
+}
+
+/// Executes `op` from block `lba` on, with protection information that is generated or checked.
+fn run(queue: &mut dyn Queue, op: Op, lba: u64, data: &mut Segments) {
+    let mut metadata = Metadata { buffer: MetadataBuffer::None, ..Metadata::default() };
+    let prinfo = PRINFO_PRACT | PRINFO_GUARD | PRINFO_REFTAG;
+    metadata.fields = ProtectionFields { prinfo, ref_tag: lba, ..metadata.fields };
+    let request = Request { op, offset: lba * BLOCK, len: data.len() as u64 };
+    let mut outcome = match queue.submit_with_metadata(1, &request, &metadata, data) {
+        Submitted::Done(outcome) => Some(outcome),
+        Submitted::Pending => None,
+    };
+    queue.commit();
+    while outcome.is_none() {
+        queue.reap(&mut |_, result, back| {
+            outcome = Some(result);
+            *data = back;
+        });
+        let fds = [queue.wake_fd(), queue.timer_fd()].into_iter().flatten();
+        let mut fds: Vec<_> = fds.map(|fd| fd.as_fd().try_clone_to_owned().unwrap()).collect();
+        let flags = rustix::event::PollFlags::IN;
+        let mut fds: Vec<_> =
+            fds.iter_mut().map(|fd| rustix::event::PollFd::new(fd, flags)).collect();
+        let soon = rustix::event::Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+        if outcome.is_none() {
+            let _ = rustix::event::poll(&mut fds, Some(&soon));
+        }
+    }
+    assert_eq!(outcome, Some(Ok(())), "{op:?} of block {lba}");
+}
+
+fn write(queue: &mut dyn Queue, lba: u64, blocks: u64, byte: u8) {
+    let bytes = Mapping::anonymous(blocks * BLOCK).unwrap().bytes();
+    bytes.fill(0, bytes.len(), byte).unwrap();
+    run(queue, Op::Write { fua: false }, lba, &mut Segments::from_bytes(&bytes));
+}
+
+/// Reads and checks blocks, each of which must contain one repeated byte.
+fn read(queue: &mut dyn Queue, lba: u64, blocks: u64) {
+    let bytes = Mapping::anonymous(blocks * BLOCK).unwrap().bytes();
+    run(queue, Op::Read, lba, &mut Segments::from_bytes(&bytes));
+    let mut found = vec![0; bytes.len()];
+    bytes.read_into(0, &mut found).unwrap();
+    for block in found.chunks(BLOCK as usize) {
+        assert!(block.iter().all(|byte| *byte == block[0]), "a block of two writes");
+    }
+}
+
+#[test]
+fn what_another_process_wrote_is_found() {
+    let below = shadowbell_disk_file::open("mem:1MiB").unwrap();
+    let (ours, theirs) = (on(&below), on(&below));
+    let (mut our, mut their) = (ours.queue().unwrap(), theirs.queue().unwrap());
+    write(&mut *our, 5, 1, 1);
+    read(&mut *our, 5, 1);
+    // The other disk is used for a while, as after a transfer and back.
+    ours.share_lock(true);
+    write(&mut *their, 5, 1, 2);
+    ours.share_lock(false);
+    read(&mut *our, 5, 1);
+}
+
+/// Several queues write and read the same few blocks, whose metadata share one or two blocks of the
+/// disk below.
+fn race(below: &Arc<dyn Disk>) {
+    const THREADS: u64 = 4;
+    let disk = on(below);
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let disk = &disk;
+            scope.spawn(move || {
+                let mut queue = disk.queue().unwrap();
+                let mut random = (thread + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                for turn in 0..400 {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let (lba, blocks) = (random >> 8 & 63, (random >> 16 & 7) + 1);
+                    // A byte that no other write uses.
+                    let byte = (turn % 60) as u8 * 4 + thread as u8 + 1;
+                    match random & 3 {
+                        0 => write(&mut *queue, lba, blocks, byte),
+                        1 => write(&mut *queue, lba, 1, byte),
+                        _ => read(&mut *queue, lba, blocks),
+                    }
+                }
+            });
+        }
+    });
+    let mut queue = on(below).queue().unwrap();
+    (0..64).for_each(|lba| read(&mut *queue, lba, 1));
+}
+
+#[test]
+fn queues_that_race_find_whole_blocks_on_memory() {
+    race(&shadowbell_disk_file::open("mem:1MiB").unwrap());
+}
+
+#[test]
+fn queues_that_race_find_whole_blocks_in_a_file() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    race(&shadowbell_disk_file::open(&file.path().display().to_string()).unwrap());
+}

@@ -1,0 +1,117 @@
+//! Layer that divides a disk into zones.
+
+use super::queue::ZonedQueue;
+use super::table::{Found, Layout, Table};
+use super::zones::ZoneSet;
+use shadowbell_disk::{Disk, DiskInfo, Extent, Queue, ResizeError, Tell, ZoneFormat, Zones};
+use std::io;
+use std::sync::Arc;
+
+/// Zoned disk (ZNS) on another disk. The zone table is in the first part of that disk, which must
+/// be memory or a raw image.
+#[derive(Clone, Debug)]
+pub struct ZonedDisk {
+    inner: Arc<dyn Disk>,
+    zones: Arc<ZoneSet>,
+}
+
+impl ZonedDisk {
+    /// Opens the zones on `disk`, or creates them if its first page is zero. Open zones become
+    /// closed, as after a power cycle, unless the process `goes_on` with the disk of another
+    /// process, whose restart the host does not notice.
+    ///
+    /// # Errors
+    /// A sentence with the reason.
+    pub fn new(disk: Arc<dyn Disk>, format: ZoneFormat, goes_on: bool) -> Result<Self, String> {
+        let info = disk.info();
+        let name = disk.name();
+        let wrong = |why: String| format!("{name}: {why}");
+        format.check(info.block_size).map_err(wrong)?;
+        if info.metadata.is_some() {
+            return Err(wrong("a zoned disk cannot have metadata".to_owned()));
+        }
+        let no_way = || wrong("only memory and raw images can have zones".to_owned());
+        let page = disk.map(Table::LOOKS_AT).ok_or_else(no_way)?;
+        let (layout, is_new) = match Table::find(&page, format, info.block_size) {
+            Found::Else(why) => return Err(wrong(why)),
+            Found::Zones(layout) => (layout, false),
+            Found::Nothing => {
+                let fitting = Layout::fitting(format, info.block_size, info.bytes());
+                let layout =
+                    fitting.ok_or_else(|| wrong("it is too small for a zone".to_owned()))?;
+                (layout, true)
+            }
+        };
+        if !layout.fits(info.bytes()) {
+            return Err(wrong("it is smaller than when its zones were created".to_owned()));
+        }
+        let memory = disk.map(layout.table_bytes()).ok_or_else(no_way)?;
+        let table = Table::new(layout, memory);
+        if is_new && table.make().is_none() {
+            return Err(wrong("zones cannot be created, because it is read-only".to_owned()));
+        }
+        let zones = Arc::new(ZoneSet::new(table, goes_on));
+        Ok(Self { inner: disk, zones })
+    }
+
+    /// Message about damaged entries of the zone table, if any.
+    #[must_use]
+    pub fn damaged(&self) -> Option<String> {
+        let (name, damaged) = (self.name(), self.zones.damaged);
+        let sentence =
+            format!("{name}: the stored state of {damaged} zones is damaged: they are read-only");
+        (damaged != 0).then_some(sentence)
+    }
+}
+
+impl Disk for ZonedDisk {
+    fn info(&self) -> DiskInfo {
+        let (layout, inner) = (self.zones.layout(), self.inner.info());
+        let bytes = layout.zones * layout.format.size;
+        DiskInfo {
+            blocks: bytes / u64::from(inner.block_size),
+            granularity: 1,
+            zoned: Some(layout.format),
+            ..inner
+        }
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        let (queue, zones) = (self.inner.queue()?, Arc::clone(&self.zones));
+        Ok(Box::new(ZonedQueue::new(queue, zones, &self.info())?))
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Disk>> {
+        Some(&self.inner)
+    }
+
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        let (mut at, end) = (offset, offset.saturating_add(len));
+        let size = self.zones.format().size;
+        while at < end {
+            // One zone at a time, so that the time between two `tell` calls is bounded.
+            let to = end.min((at / size + 1) * size);
+            let written = self.zones.written(at, to - at, false).unwrap_or_default();
+            let data = written.first().map_or(0, |piece| piece.len);
+            for extent in [Extent::data(data), Extent::hole(to - at - data)] {
+                if extent.len != 0 && !tell(extent) {
+                    return;
+                }
+            }
+            at = to;
+        }
+    }
+
+    fn resized(&self, _: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        Err(ResizeError::Zoned { disk: self.name() })
+    }
+
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        let inner = self.inner.with_writes(taken)?;
+        Ok(Arc::new(Self { inner, zones: Arc::clone(&self.zones) }))
+    }
+}

@@ -1,0 +1,29 @@
+//! Zoned disks: a layer that divides another disk into zones, which are written sequentially (ZNS
+//! 1.1).
+//!
+//! | file | content |
+//! |---|---|
+//! | `table` | layout on the disk below, and the stored zone table |
+//! | `zones` | zones of a disk: states, reads and writes |
+//! | `limits` | limits of active and open zones |
+//! | `manage` | state changes of one zone or of all |
+//! | `report` | Report Zones |
+//! | `disk`, `queue`, `task` | the disk, one thread's queue, and a request |
+//!
+//! A write gets its position at its submission, under a lock of the disk that is held for a few
+//! instructions, so write pointers never wait for storage. The zone table is in mapped memory, the
+//! first part of the disk below, and is updated by plain stores, so it survives the process
+//! together with the data. A reset waits for the writes in flight in its zone.
+
+mod disk;
+mod limits;
+mod manage;
+mod queue;
+mod report;
+mod table;
+mod task;
+#[cfg(test)]
+mod tests;
+mod zones;
+
+pub use disk::ZonedDisk;

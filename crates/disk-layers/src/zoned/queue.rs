@@ -1,0 +1,533 @@
+//! Queue of one thread on a zoned disk.
+
+use super::manage::Reset;
+use super::task::{Kind, Stage, Task};
+use super::zones::{Piece, ZoneSet};
+use crate::metadata::Bell;
+use shadowbell_disk::{
+    Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks, Zones, merge,
+};
+use shadowbell_memory::{DmaTable, Segments};
+use shadowbell_spec::zns::ZoneAction;
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// Zones that a reset of all zones handles in one pass.
+const AT_ONCE: u32 = 64;
+/// Tag of internal requests.
+const OWN: u32 = u32::MAX;
+/// Free segment lists to keep.
+const SPARE: usize = 16;
+
+pub(super) struct ZonedQueue {
+    inner: Box<dyn Queue>,
+    zones: Arc<ZoneSet>,
+    bounds: Bounds,
+    discards: bool,
+    /// A FUA write needs a flush, because the zone table is in the page cache.
+    syncs: bool,
+    read_only: bool,
+    bell: Arc<Bell>,
+    /// Readable while the bell or the timer of the disk below is.
+    timer: Option<OwnedFd>,
+    tasks: Tasks<Task>,
+    serial: u64,
+    replays: bool,
+    /// Positions of completed Zone Appends, by tag.
+    places: HashMap<u32, u64>,
+    spare: Vec<Segments>,
+    ended: Vec<(u32, Result<(), DiskError>, Segments)>,
+}
+
+impl ZonedQueue {
+    pub(super) fn new(
+        inner: Box<dyn Queue>,
+        zones: Arc<ZoneSet>,
+        info: &DiskInfo,
+    ) -> io::Result<Self> {
+        let bell = Arc::new(Bell::new()?);
+        let both = |timer| merge([timer, bell.event().as_fd()]);
+        let timer = inner.timer_fd().map(both).transpose()?;
+        zones.enter();
+        Ok(Self {
+            timer,
+            inner,
+            zones,
+            bounds: info.bounds(),
+            discards: info.discard,
+            syncs: info.volatile_cache,
+            read_only: info.read_only,
+            bell,
+            tasks: Tasks::default(),
+            serial: 0,
+            replays: false,
+            places: HashMap::new(),
+            spare: Vec::new(),
+            ended: Vec::new(),
+        })
+    }
+
+    /// Translates a range to the disk below.
+    fn below(&self, op: Op, offset: u64, len: u64) -> Request {
+        Request { op, offset: self.zones.layout().data + offset, len }
+    }
+
+    /// Submits a request of this kind to the disk below. Returns its result if it completes inline.
+    fn hand_down(
+        &mut self,
+        (tag, kind): (u32, Kind),
+        below: &Request,
+        data: &mut Segments,
+    ) -> Submitted {
+        self.serial += 1;
+        let key = self.tasks.insert(tag, Task::new(kind, self.serial));
+        match self.inner.submit(key, below, data) {
+            Submitted::Pending => Submitted::Pending,
+            Submitted::Done(outcome) => {
+                if let Kind::Write { zone, flush } = kind {
+                    self.zones.end_write(zone);
+                    if flush && outcome.is_ok() {
+                        return self.flush(key, data.take(), data);
+                    }
+                }
+                self.tasks.remove(key);
+                Submitted::Done(outcome)
+            }
+        }
+    }
+
+    /// Flushes data and write pointer after a task's FUA write. `own` is the task's buffer, which
+    /// is returned in `data` if the flush completes inline.
+    fn flush(&mut self, key: u32, own: Segments, data: &mut Segments) -> Submitted {
+        if let Some(task) = self.tasks.get_mut(key) {
+            (task.kind, task.data) = (Kind::Flush, own);
+        }
+        let request = Request { op: Op::Flush, offset: 0, len: 0 };
+        let submitted = self.inner.submit(key, &request, &mut Segments::new());
+        if submitted != Submitted::Pending
+            && let Some((_, task)) = self.tasks.remove(key)
+        {
+            *data = task.data;
+        }
+        submitted
+    }
+
+    /// Submits a write with its position at `offset` in this zone.
+    fn write(
+        &mut self,
+        (tag, request): (u32, &Request),
+        (zone, offset): (usize, u64),
+        data: &mut Segments,
+    ) -> Submitted {
+        let fua = match request.op {
+            Op::Write { fua } | Op::Append { fua } | Op::WriteZeroes { fua, .. } => fua,
+            _ => false,
+        };
+        let fua_below = fua && !self.syncs;
+        let op = match request.op {
+            Op::WriteZeroes { deallocate, .. } => Op::WriteZeroes { deallocate, fua: fua_below },
+            _ => Op::Write { fua: fua_below },
+        };
+        let below = self.below(op, offset, request.len);
+        let kind = Kind::Write { zone, flush: fua && self.syncs };
+        self.hand_down((tag, kind), &below, data)
+    }
+
+    /// Read, Compare and Verify: written parts are read from the disk below, the rest is zero.
+    fn read(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        // A Verify may be a background check of the controller, which ignores zones.
+        let across = self.zones.format().read_across || request.op == Op::Verify;
+        let pieces = match self.zones.written(request.offset, request.len, across) {
+            Ok(pieces) => pieces,
+            Err(error) => return Submitted::Done(Err(error)),
+        };
+        if let Err(error) = Self::gaps(request, &pieces, data) {
+            return Submitted::Done(Err(error));
+        }
+        match pieces[..] {
+            [] => Submitted::Done(Ok(())),
+            [Piece { offset, len }] if offset == request.offset => {
+                let below = self.below(request.op, offset, len);
+                self.hand_down((tag, Kind::Plain), &below, data)
+            }
+            _ => self.read_parts(tag, request, &pieces, data),
+        }
+    }
+
+    /// Zeroes the unwritten parts of the buffer, or compares them with zeroes.
+    fn gaps(request: &Request, pieces: &[Piece], data: &Segments) -> Result<(), DiskError> {
+        let end = request.offset + request.len;
+        let starts = pieces.iter().map(|piece| piece.offset).chain([end]);
+        let ends = pieces.iter().map(|piece| piece.offset + piece.len);
+        for (from, to) in std::iter::once(request.offset).chain(ends).zip(starts) {
+            let (at, len) = ((from - request.offset) as usize, (to - from) as usize);
+            match request.op {
+                Op::Read => data.fill(at, len, 0).ok_or(DiskError::BadBuffer)?,
+                Op::Compare => compare_with_zeroes(data, at, len)?,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn read_parts(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        pieces: &[Piece],
+        data: &mut Segments,
+    ) -> Submitted {
+        self.serial += 1;
+        let mut task = Task::new(Kind::Parts, self.serial);
+        task.data = data.take();
+        let parent = self.tasks.insert(tag, task);
+        for piece in pieces {
+            let mut part = self.spare.pop().unwrap_or_default();
+            let (at, len) = ((piece.offset - request.offset) as usize, piece.len as usize);
+            let below = self.below(request.op, piece.offset, piece.len);
+            let Some(task) = self.tasks.get_mut(parent) else { break };
+            let takes = request.op != Op::Verify;
+            if takes && task.data.select((at, len), 0, 1, &mut part).is_none() {
+                task.outcome = Err(DiskError::BadBuffer);
+                break;
+            }
+            let own = (OWN, Kind::Part { parent });
+            match self.hand_down(own, &below, &mut part) {
+                Submitted::Pending => {
+                    if let Some(task) = self.tasks.get_mut(parent) {
+                        task.left += 1;
+                    }
+                }
+                Submitted::Done(outcome) => {
+                    self.keep_list(part);
+                    if let Some(task) = self.tasks.get_mut(parent) {
+                        task.outcome = task.outcome.and(outcome);
+                    }
+                }
+            }
+        }
+        self.end_at_once(parent, data)
+    }
+
+    /// Ends the task inline if none of its parts is in flight.
+    fn end_at_once(&mut self, key: u32, data: &mut Segments) -> Submitted {
+        if self.tasks.get_mut(key).is_some_and(|task| task.left != 0) {
+            return Submitted::Pending;
+        }
+        match self.tasks.remove(key) {
+            Some((_, task)) => {
+                *data = task.data;
+                Submitted::Done(task.outcome)
+            }
+            None => Submitted::Done(Err(DiskError::BadBuffer)),
+        }
+    }
+
+    fn keep_list(&mut self, mut list: Segments) {
+        if self.spare.len() < SPARE {
+            list.clear();
+            self.spare.push(list);
+        }
+    }
+
+    /// Changes the state of one zone, or of all zones in a suitable state.
+    fn manage(
+        &mut self,
+        (tag, request): (u32, &Request),
+        (action, all): (ZoneAction, bool),
+        data: &mut Segments,
+    ) -> Submitted {
+        if self.read_only {
+            return Submitted::Done(Err(DiskError::ReadOnly));
+        }
+        match action {
+            ZoneAction::Reset => {}
+            ZoneAction::SetExtension => {
+                let mut bytes = vec![0; self.zones.format().extension_bytes()];
+                let read = data.read_into(0, &mut bytes).ok_or(DiskError::BadBuffer);
+                let done = read.and_then(|()| self.zones.set_extension(request.offset, &bytes));
+                return Submitted::Done(if all { Err(DiskError::InvalidZone) } else { done });
+            }
+            _ if all => return Submitted::Done(self.zones.manage_all(action)),
+            _ => return Submitted::Done(self.zones.manage(action, request.offset)),
+        }
+        let first = if all { self.zones.next_resettable(0) } else { Some(request.offset) };
+        let Some(at) = first else { return Submitted::Done(Ok(())) };
+        self.serial += 1;
+        let kind = Kind::Reset { at, all, stage: Stage::Asking };
+        let mut task = Task::new(kind, self.serial);
+        task.data = data.take();
+        let key = self.tasks.insert(tag, task);
+        if self.go_on(key) { self.end_at_once(key, data) } else { Submitted::Pending }
+    }
+
+    /// Continues a reset for a bounded time. Returns true if it has ended.
+    fn go_on(&mut self, key: u32) -> bool {
+        for _ in 0..AT_ONCE {
+            let Some(task) = self.tasks.get_mut(key) else { return false };
+            let Kind::Reset { at, all, stage } = task.kind else { return false };
+            let serial = task.serial;
+            match stage {
+                Stage::Asking if task.outcome.is_err() => return true,
+                Stage::Asking => match self.zones.begin_reset(at, (&self.bell, serial)) {
+                    Err(error) => {
+                        task.outcome = Err(error);
+                        return true;
+                    }
+                    Ok(Reset::Wait) => return false,
+                    Ok(Reset::Discard(len)) => {
+                        let to = if self.discards { at + len } else { at };
+                        let stage = Stage::Discarding { from: at, to };
+                        task.kind = Kind::Reset { at, all, stage };
+                    }
+                    Ok(Reset::Over) => {
+                        let size = self.zones.format().size;
+                        let next = all.then(|| self.zones.next_resettable(at + size)).flatten();
+                        let Some(at) = next else { return true };
+                        task.kind = Kind::Reset { at, all, stage: Stage::Asking };
+                    }
+                },
+                Stage::Discarding { from, to } if from < to && task.outcome.is_ok() => {
+                    let len = self.inner.longest_inline().min(to - from);
+                    let below = self.below(Op::Discard, from, len);
+                    match self.inner.submit(key, &below, &mut Segments::new()) {
+                        Submitted::Pending => return false,
+                        Submitted::Done(outcome) => self.discarded(key, outcome),
+                    }
+                    // The next piece waits for a pass, so that other work is not delayed.
+                    self.bell.ring(serial);
+                    return false;
+                }
+                Stage::Discarding { .. } => {
+                    self.zones.end_reset(at, task.outcome.is_ok());
+                    task.kind = Kind::Reset { at, all, stage: Stage::Asking };
+                }
+            }
+        }
+        if let Some(task) = self.tasks.get_mut(key) {
+            self.bell.ring(task.serial);
+        }
+        false
+    }
+
+    /// Records that a piece of a zone's data has been discarded.
+    fn discarded(&mut self, key: u32, outcome: Result<(), DiskError>) {
+        let longest = self.inner.longest_inline();
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        task.outcome = task.outcome.and(outcome);
+        if let Kind::Reset { at, all, stage: Stage::Discarding { from, to } } = task.kind {
+            let from = from.saturating_add(longest.min(to - from));
+            task.kind = Kind::Reset { at, all, stage: Stage::Discarding { from, to } };
+        }
+    }
+
+    /// Processes a completion of the disk below. Returns the task if it has ended.
+    fn ended_below(
+        &mut self,
+        key: u32,
+        outcome: Result<(), DiskError>,
+        mut data: Segments,
+    ) -> Option<(u32, Result<(), DiskError>, Segments)> {
+        let task = self.tasks.get_mut(key)?;
+        match task.kind {
+            Kind::Plain => self.tasks.remove(key).map(|(tag, _)| (tag, outcome, data)),
+            Kind::Flush => self.tasks.remove(key).map(|(tag, task)| (tag, outcome, task.data)),
+            Kind::Write { zone, flush } => {
+                let tag = self.tasks.tag_of(key)?;
+                self.zones.end_write(zone);
+                if !flush || outcome.is_err() {
+                    self.tasks.remove(key);
+                    return Some((tag, outcome, data));
+                }
+                match self.flush(key, data.take(), &mut data) {
+                    Submitted::Pending => None,
+                    Submitted::Done(outcome) => Some((tag, outcome, data)),
+                }
+            }
+            Kind::Part { parent } => {
+                self.tasks.remove(key);
+                self.keep_list(data);
+                let whole = self.tasks.get_mut(parent)?;
+                whole.left = whole.left.saturating_sub(1);
+                whole.outcome = whole.outcome.and(outcome);
+                if whole.left != 0 {
+                    return None;
+                }
+                self.tasks.remove(parent).map(|(tag, task)| (tag, task.outcome, task.data))
+            }
+            Kind::Reset { .. } => {
+                self.discarded(key, outcome);
+                self.reset_goes_on(key)
+            }
+            Kind::Parts => None,
+        }
+    }
+
+    fn reset_goes_on(&mut self, key: u32) -> Option<(u32, Result<(), DiskError>, Segments)> {
+        if !self.go_on(key) {
+            return None;
+        }
+        self.tasks.remove(key).map(|(tag, task)| (tag, task.outcome, task.data))
+    }
+}
+
+/// Compares a part of the data with zeroes.
+fn compare_with_zeroes(data: &Segments, mut at: usize, mut len: usize) -> Result<(), DiskError> {
+    let mut chunk = [0; 4096];
+    while len != 0 {
+        let part = len.min(chunk.len());
+        let chunk = chunk.get_mut(..part).ok_or(DiskError::BadBuffer)?;
+        data.read_into(at, chunk).ok_or(DiskError::BadBuffer)?;
+        if chunk.iter().any(|byte| *byte != 0) {
+            return Err(DiskError::CompareFailed);
+        }
+        (at, len) = (at + part, len - part);
+    }
+    Ok(())
+}
+
+impl Queue for ZonedQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Op::Zone { action, all } = request.op {
+            return self.manage((tag, request), (action, all), data);
+        }
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        let placed = match request.op {
+            Op::Read | Op::Compare | Op::Verify => return self.read(tag, request, data),
+            // Space is returned by a reset only.
+            Op::Discard => return Submitted::Done(Ok(())),
+            Op::CompareAndWrite { .. } => return Submitted::Done(Err(DiskError::Unsupported)),
+            Op::Flush => return self.hand_down((tag, Kind::Plain), request, data),
+            Op::Append { .. } => {
+                let begun = self.zones.begin_append(request.offset, request.len);
+                if let Ok((_, at)) = begun {
+                    self.places.insert(tag, at);
+                }
+                begun
+            }
+            _ => {
+                let begun = self.zones.begin_write(request.offset, request.len, self.replays);
+                begun.map(|zone| (zone, request.offset))
+            }
+        };
+        match placed {
+            Ok(place) => self.write((tag, request), place, data),
+            Err(error) => Submitted::Done(Err(error)),
+        }
+    }
+
+    fn zones(&self) -> Option<&dyn Zones> {
+        Some(&*self.zones)
+    }
+
+    fn appended(&mut self, tag: u32) -> Option<u64> {
+        self.places.remove(&tag)
+    }
+
+    fn set_replays(&mut self, replays: bool) {
+        self.replays = replays;
+    }
+
+    fn takes_turns(&self) -> bool {
+        self.inner.takes_turns()
+    }
+
+    fn begin_turn(&mut self, source: u32) {
+        self.inner.begin_turn(source);
+    }
+
+    fn longest_inline(&self) -> u64 {
+        self.inner.longest_inline()
+    }
+
+    fn commit(&mut self) {
+        self.inner.commit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.inner.reap(&mut |key, outcome, data| ended.push((key, outcome, data)));
+        for (key, outcome, data) in ended.drain(..) {
+            if let Some((tag, outcome, data)) = self.ended_below(key, outcome, data) {
+                done(tag, outcome, data);
+            }
+        }
+        self.ended = ended;
+        for serial in self.bell.take() {
+            let keys: Vec<_> = self.tasks.keys().collect();
+            let is_it =
+                |task: &mut Task| task.serial == serial && matches!(task.kind, Kind::Reset { .. });
+            let found = keys.into_iter().find(|key| self.tasks.get_mut(*key).is_some_and(is_it));
+            if let Some((tag, outcome, data)) = found.and_then(|key| self.reset_goes_on(key)) {
+                done(tag, outcome, data);
+            }
+        }
+        // Requests started here must be in flight on return.
+        self.inner.commit();
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let Some(key) = self.tasks.find(tag) else { return };
+        let Some(task) = self.tasks.get_mut(key) else { return };
+        match task.kind {
+            Kind::Reset { stage: Stage::Asking, .. } => {
+                // The request ends when the bell is processed.
+                task.outcome = Err(DiskError::Cancelled);
+                self.bell.ring(task.serial);
+            }
+            Kind::Parts => {
+                let parts: Vec<_> = self.tasks.keys().collect();
+                for part in parts {
+                    let kind = self.tasks.get_mut(part).map(|task| task.kind);
+                    if kind == Some(Kind::Part { parent: key }) {
+                        self.inner.cancel(part);
+                    }
+                }
+            }
+            Kind::Reset { .. } => {}
+            _ => self.inner.cancel(key),
+        }
+    }
+
+    fn memory_changed(&mut self, table: &DmaTable) {
+        self.spare.clear();
+        self.inner.memory_changed(table);
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.wake_fd()
+    }
+
+    fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.timer.as_ref().map_or(self.bell.event().as_fd(), |timer| timer.as_fd()))
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        self.inner.wakes_by_edges()
+    }
+}
+
+impl Drop for ZonedQueue {
+    fn drop(&mut self) {
+        self.zones.forget(&self.bell);
+        let keys: Vec<_> = self.tasks.keys().collect();
+        for key in keys {
+            match self.tasks.get_mut(key).map(|task| task.kind) {
+                Some(Kind::Write { zone, .. }) => self.zones.end_write(zone),
+                Some(Kind::Reset { at, stage: Stage::Discarding { .. }, .. }) => {
+                    self.zones.end_reset(at, false);
+                }
+                _ => {}
+            }
+        }
+        self.zones.leave();
+    }
+}

@@ -1,0 +1,49 @@
+//! State of a request on a zoned disk.
+
+use shadowbell_disk::DiskError;
+use shadowbell_memory::Segments;
+
+/// Kind of a request to the disk below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A single request.
+    Plain,
+    /// A write with a position in this zone.
+    Write { zone: usize, flush: bool },
+    /// The flush after a FUA write.
+    Flush,
+    /// A request split into several parts.
+    Parts,
+    /// A part of the request with this key.
+    Part { parent: u32 },
+    /// A reset of the zone at `at`, or with `all` of all zones in a suitable state.
+    Reset { at: u64, all: bool, stage: Stage },
+}
+
+/// Stage of a zone reset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Waits until the zone has no writes in flight.
+    Asking,
+    /// Discards the zone's data; `from` to `to` is left.
+    Discarding { from: u64, to: u64 },
+}
+
+/// A request.
+#[derive(Debug)]
+pub(super) struct Task {
+    pub(super) kind: Kind,
+    /// Serial number, unique in the queue.
+    pub(super) serial: u64,
+    /// Buffer of the request, unless the disk below has it.
+    pub(super) data: Segments,
+    /// Parts in flight.
+    pub(super) left: u32,
+    pub(super) outcome: Result<(), DiskError>,
+}
+
+impl Task {
+    pub(super) fn new(kind: Kind, serial: u64) -> Self {
+        Self { kind, serial, data: Segments::new(), left: 0, outcome: Ok(()) }
+    }
+}

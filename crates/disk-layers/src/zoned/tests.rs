@@ -1,0 +1,199 @@
+//! Tests of the stored zone table, and of concurrent operations of several queues.
+
+use super::ZonedDisk;
+use super::manage::Reset;
+use super::table::{Layout, Record, Table};
+use super::zones::ZoneSet;
+use crate::metadata::Bell;
+use shadowbell_disk::{Disk, DiskError, Op, Request, Submitted, ZoneFormat, ZoneReport, Zones};
+use shadowbell_disk_file::MemDisk;
+use shadowbell_memory::{Mapping, Segments};
+use shadowbell_spec::zns::{ZoneAction, ZoneState};
+use std::sync::Arc;
+
+const SIZE: u64 = 64 << 10;
+
+fn format(options: &str) -> Result<ZoneFormat, String> {
+    let options = options.split('&').filter_map(|option| option.split_once('='));
+    ZoneFormat::parse(options).map(|format| format.unwrap())
+}
+
+fn zones(options: &str) -> ZoneSet {
+    let layout = Layout::fitting(format(options).unwrap(), 512, 2 << 20).unwrap();
+    let memory = Mapping::anonymous(layout.table_bytes()).unwrap().bytes();
+    let table = Table::new(layout, memory);
+    table.make().unwrap();
+    ZoneSet::new(table, false)
+}
+
+fn state(zones: &ZoneSet, zone: usize) -> (ZoneState, u64) {
+    let record = zones.state.lock().zones[zone].record;
+    (record.state, record.written)
+}
+
+#[test]
+fn options_say_what_zones_are() {
+    let all = "zoned=1MiB&zone-capacity=768KiB&max-open=3&max-active=5&append-limit=64KiB&\
+               zone-extension=128&read-across=on";
+    let whole = format(all).unwrap();
+    assert_eq!((whole.size, whole.capacity, whole.append_limit), (1 << 20, 768 << 10, 65536));
+    assert_eq!((whole.max_open, whole.max_active, whole.extension), (3, 5, 2));
+    assert!(whole.read_across && whole.check(4096).is_ok());
+    assert_eq!(format("zoned=64KiB").unwrap(), ZoneFormat::new(SIZE).unwrap());
+    // A limit of active zones implies the same limit of open zones.
+    assert_eq!(format("zoned=64KiB&max-active=4").unwrap().max_open, 4);
+    assert_eq!(ZoneFormat::parse(std::iter::empty()), Ok(None));
+    for (options, words) in [
+        ("zone-capacity=1MiB", "needs a zone size"),
+        ("zoned=32KiB", "a power of two, of at least 64KiB"),
+        ("zoned=96KiB", "a power of two"),
+        ("zoned=64KiB&zone-capacity=128KiB", "at most the size of a zone"),
+        ("zoned=64KiB&zone-capacity=1000", "a multiple of 512"),
+        ("zoned=64KiB&max-open=3&max-active=2", "not more than `max-active`"),
+        ("zoned=64KiB&append-limit=5000", "a power of two"),
+        ("zoned=64KiB&zone-extension=65", "a multiple of 64"),
+        ("zoned=64KiB&zone-extension=16384", "below 16384"),
+        ("zoned=64KiB&max-open=few", "is a number, not `few`"),
+        ("zoned=64KiB&read-across=1", "`on` or `off`"),
+        ("zoned=64KiB&zoned=64KiB", "given twice"),
+    ] {
+        let error = format(options).unwrap_err();
+        assert!(error.contains(words), "{options}: {error}");
+    }
+    assert!(format("zoned=64KiB&zone-capacity=512").unwrap().check(4096).is_err());
+}
+
+#[test]
+fn as_many_zones_are_made_as_fit() {
+    let count = |bytes, options: &str| {
+        Layout::fitting(format(options).unwrap(), 512, bytes).map(|layout| layout.zones)
+    };
+    assert_eq!(count(1 << 30, "zoned=64MiB"), Some(15));
+    assert_eq!(count(1 << 30, "zoned=64MiB&zone-capacity=48MiB"), Some(16));
+    assert_eq!(count((1 << 20) + SIZE, "zoned=64KiB"), Some(1));
+    assert_eq!(count((1 << 20) + SIZE - 512, "zoned=64KiB"), None);
+    assert_eq!(count(1 << 50, "zoned=64KiB"), Some(ZoneFormat::MOST));
+    assert_eq!(count(!511, "zoned=1TiB"), Some(ZoneFormat::MOST));
+}
+
+#[test]
+fn what_is_stored_of_a_zone_is_checked() {
+    let record = Record { written: 77, state: ZoneState::Closed, has_extension: true };
+    let word = record.pack(5);
+    assert_eq!(Record::unpack(5, word), Some(record));
+    assert_eq!(Record::unpack(6, word), None);
+    for bit in 0..64 {
+        assert_eq!(Record::unpack(5, word ^ 1 << bit), None, "bit {bit}");
+    }
+    assert_eq!(Record::unpack(0, 0), None);
+}
+
+#[test]
+fn a_disk_is_made_into_zones_once() {
+    let disk = MemDisk::new(4096, 512).unwrap();
+    let on =
+        |options: &str| ZonedDisk::new(Arc::new(disk.clone()), format(options).unwrap(), false);
+    let zoned = on("zoned=64KiB&max-open=1").unwrap();
+    assert_eq!(zoned.info().blocks, 16 * 128);
+    on("zoned=64KiB").unwrap();
+    let error = on("zoned=128KiB").unwrap_err();
+    assert!(error.contains("it was made with `zoned=65536&zone-capacity=65536"), "{error}");
+    // A zone with a damaged table entry can be read.
+    let at = 4096 + 8 * 3;
+    let word: u64 = disk.bytes().read(at).unwrap();
+    disk.bytes().write(at, &(word ^ 1)).unwrap();
+    let zoned = on("zoned=64KiB").unwrap();
+    assert!(zoned.damaged().unwrap().contains("the stored state of 1 zones is damaged"));
+    let mut queue = zoned.queue().unwrap();
+    let mut data = Segments::from_bytes(&Mapping::anonymous(4096).unwrap().bytes());
+    let mut run =
+        |op, zone: u64| queue.submit(0, &Request { op, offset: zone * SIZE, len: 512 }, &mut data);
+    assert_eq!(run(Op::Read, 3), Submitted::Done(Ok(())));
+    assert_eq!(run(Op::Write { fua: true }, 3), Submitted::Done(Err(DiskError::ZoneReadOnly)));
+    let offline = Op::Zone { action: ZoneAction::Offline, all: false };
+    assert_eq!(run(offline, 3), Submitted::Done(Ok(())));
+    assert_eq!(run(Op::Read, 3), Submitted::Done(Err(DiskError::ZoneOffline)));
+    assert_eq!(run(Op::Append { fua: false }, 3), Submitted::Done(Err(DiskError::ZoneOffline)));
+    drop(queue);
+    // The header is damaged; then other content replaces it.
+    let byte: u8 = disk.bytes().read(16).unwrap();
+    disk.bytes().write(16, &!byte).unwrap();
+    assert!(on("zoned=64KiB").unwrap_err().contains("is damaged"));
+    disk.bytes().write(0, &7u8).unwrap();
+    assert!(on("zoned=64KiB").unwrap_err().contains("it holds something"));
+    disk.bytes().fill(0, 4096, 0).unwrap();
+    let read_only: Arc<dyn Disk> = Arc::new(disk.clone());
+    let small = Arc::new(MemDisk::new(2048, 512).unwrap());
+    ZonedDisk::new(small, format("zoned=64KiB").unwrap(), false).unwrap_err();
+    let null = shadowbell_disk_file::open("null:1GiB").unwrap();
+    let error = ZonedDisk::new(null, format("zoned=64KiB").unwrap(), false).unwrap_err();
+    assert!(error.contains("only memory and raw images"), "{error}");
+    ZonedDisk::new(read_only, format("zoned=64KiB").unwrap(), false).unwrap();
+}
+
+#[test]
+fn a_reset_waits_for_what_is_under_way() {
+    let zones = zones("zoned=64KiB");
+    let bell = Arc::new(Bell::new().unwrap());
+    assert_eq!(zones.begin_reset(0, (&bell, 1)), Ok(Reset::Over));
+    assert_eq!(zones.begin_append(0, 1024), Ok((0, 0)));
+    assert_eq!(zones.begin_append(0, 512), Ok((0, 1024)));
+    assert_eq!(zones.begin_reset(0, (&bell, 2)), Ok(Reset::Wait));
+    zones.end_write(0);
+    assert!(bell.take().is_empty());
+    zones.end_write(0);
+    assert_eq!(bell.take(), [2]);
+    assert_eq!(zones.begin_reset(0, (&bell, 2)), Ok(Reset::Discard(1536)));
+    // During a reset, writes are refused and another reset waits.
+    assert_eq!(zones.begin_write(1536, 512, false), Err(DiskError::ZoneInvalidWrite));
+    assert_eq!(zones.begin_append(0, 512), Err(DiskError::ZoneFull));
+    assert_eq!(zones.manage(ZoneAction::Finish, 0), Err(DiskError::ZoneTransition));
+    assert_eq!(zones.begin_reset(0, (&bell, 3)), Ok(Reset::Wait));
+    zones.end_reset(0, true);
+    assert_eq!((state(&zones, 0), bell.take()), ((ZoneState::Empty, 0), vec![3]));
+    assert_eq!(zones.begin_reset(0, (&bell, 3)), Ok(Reset::Over));
+    assert_eq!(zones.begin_write(0, 512, false), Ok(0));
+    zones.forget(&bell);
+}
+
+#[test]
+fn a_write_of_a_dead_process_has_its_place_yet() {
+    let zones = zones("zoned=64KiB&zone-capacity=1024");
+    assert_eq!(zones.begin_write(0, 1024, false), Ok(0));
+    assert_eq!(state(&zones, 0), (ZoneState::Full, 2));
+    zones.enter();
+    assert_eq!(zones.begin_write(0, 1024, false), Err(DiskError::ZoneFull));
+    assert_eq!(zones.begin_write(0, 512, true), Ok(0));
+    assert_eq!(zones.begin_write(0, 1536, true), Err(DiskError::ZoneFull));
+    // A write that was not executed before takes its position as usual.
+    assert_eq!(zones.begin_write(SIZE, 512, true), Ok(1));
+    assert_eq!(zones.begin_write(SIZE + 1024, 512, true), Err(DiskError::ZoneBoundary));
+}
+
+#[test]
+fn what_is_open_is_counted_and_outlives_a_process() {
+    let zones = zones("zoned=64KiB&max-open=2&max-active=3");
+    for zone in 0..3 {
+        zones.begin_write(zone * SIZE, 512, false).unwrap();
+    }
+    assert_eq!(zones.state.lock().counts(), (2, 3, 2));
+    assert_eq!(state(&zones, 0).0, ZoneState::Closed, "the first one was closed");
+    assert_eq!(zones.begin_write(3 * SIZE, 512, false), Err(DiskError::TooManyActiveZones));
+    for zone in 1..3 {
+        zones.manage(ZoneAction::Open, zone * SIZE).unwrap();
+    }
+    assert_eq!(zones.begin_write(512, 512, false), Err(DiskError::TooManyOpenZones));
+    assert_eq!(zones.manage_all(ZoneAction::Open), Err(DiskError::TooManyOpenZones));
+    zones.enter();
+    assert_eq!(zones.state.lock().counts(), (2, 3, 0), "read again");
+    zones.leave();
+    let report = |len, partial| {
+        let report = ZoneReport { from: SIZE, which: None, partial, extended: false, len };
+        zones.report(&report).map(|bytes| (bytes.len(), bytes[0]))
+    };
+    assert_eq!(report(64 + 128, true), Ok((192, 2)));
+    assert_eq!(report(64 + 127, false), Ok((128, 15)));
+    assert_eq!(report(63, false), Err(DiskError::InvalidZone));
+    assert_eq!(zones.manage_all(ZoneAction::Finish), Ok(()));
+    assert_eq!(zones.state.lock().counts(), (0, 0, 0));
+}
