@@ -4,8 +4,8 @@
 //! The supervisor acts with the credentials of the server process, and only on paths that were
 //! named before the server process entered its sandbox.
 
-use crate::serve::socket_access::SocketAccess;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::socket_access::SocketAccess;
 use shadowbell_state::Bytes;
 use shadowbell_vfio_user::server::BindError;
 use std::ffi::OsString;

@@ -1,9 +1,9 @@
 //! `shadowbell serve` as a child process for the duration of the demonstration.
 
-use crate::control::client::Client;
 use anyhow::{Context, anyhow, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use shadowbell_control_api::client::Client;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::net::UnixStream;

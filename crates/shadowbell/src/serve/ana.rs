@@ -2,8 +2,8 @@
 
 use super::reconfigure::Changes;
 use super::registry::ServedController;
-use crate::ana_state::AnaWord;
 use anyhow::anyhow;
+use shadowbell_config::ana_state::AnaWord;
 use shadowbell_process::exit;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;

@@ -1,17 +1,18 @@
 //! Command line of `serve`.
 
-use super::server_config::{
+use super::sandbox;
+use super::worker_link::Role;
+use anyhow::{Context, anyhow};
+use shadowbell_config::config_file;
+use shadowbell_config::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
+use shadowbell_config::cpu_list::{self, CpuList};
+use shadowbell_config::parse;
+use shadowbell_config::pool::PoolSpec;
+use shadowbell_config::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
 };
-use super::socket_access::{self, SocketAccess};
-use super::worker_link::Role;
-use super::{config_file, sandbox};
-use crate::control::socket_path::{self, SocketPath};
-use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
-use crate::cpu_list::{self, CpuList};
-use crate::parse;
-use crate::pool::PoolSpec;
-use anyhow::{Context, anyhow};
+use shadowbell_config::socket_access::{self, SocketAccess};
+use shadowbell_config::socket_path::{self, SocketPath};
 use shadowbell_controller::PoolOptions;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_process::exit::bad_input;
@@ -291,7 +292,7 @@ impl Args {
         let default_name = names.map(socket_path::name_from).unwrap_or_default();
         let is_polling_open = self.pool.poll.is_none() && self.pool.poll_max.is_none();
         let mut config = match self.config {
-            Some(path) => config_file::read(&path)?,
+            Some(path) => config_file::read(&path, sandbox::open_config)?,
             None => ServerConfig {
                 controllers: vec![SocketConfig {
                     id: None,

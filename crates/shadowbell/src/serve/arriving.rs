@@ -4,18 +4,18 @@ use super::builder;
 use super::event::EventSender;
 use super::registry::ServedController;
 use super::server::Server;
-use super::server_config::{ServerConfig, SocketConfig};
 use super::transfer::{self, Served};
 use super::worker_link::WorkerLink;
-use crate::controller_config::ConfigureError;
-use crate::disk_spec;
-use crate::limits::{self, Group};
 use crate::supervisor::protocol::to_supervisor;
 use anyhow::{Context, bail};
+use shadowbell_config::controller_config::ConfigureError;
+use shadowbell_config::limits::{self, Group};
+use shadowbell_config::server_config::{ServerConfig, SocketConfig};
 use shadowbell_controller::{Controller, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_process::exit;
 use shadowbell_state::Parcel;
+use shadowbell_storage::disk_open;
 use shadowbell_vfio_user::server::SavedPort;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -73,7 +73,7 @@ impl Arriving {
         let location = asked.absolute_socket();
         let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
             let nothing = serde_json::Value::Null;
-            disk_spec::adopt(spec, saved_disks.get(nth).unwrap_or(&nothing), fds)
+            disk_open::adopt(spec, saved_disks.get(nth).unwrap_or(&nothing), fds)
         });
         let opened = builder::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
         let carrier = builder::carrier(asked, &events);

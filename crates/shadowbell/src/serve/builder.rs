@@ -3,17 +3,18 @@
 use super::event::{EventSender, ServerEvent};
 use super::path_broker;
 use super::registry::ServedController;
-use super::server_config::{SocketConfig, WorkerChoice};
-use super::socket_access;
-use crate::controller_config::{ConfigureError, OfferedDoorbells};
-use crate::disk_spec;
 use crate::path_broker::Kind;
-use crate::uuid_text::uuid_text;
 use anyhow::Context;
 use bytesize::ByteSize;
+use shadowbell_config::controller_config::{ConfigureError, OfferedDoorbells};
+use shadowbell_config::disk_spec;
+use shadowbell_config::server_config::{SocketConfig, WorkerChoice};
+use shadowbell_config::socket_access;
+use shadowbell_config::uuid_text::uuid_text;
 use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
 use shadowbell_process::exit::bad_input;
+use shadowbell_storage::disk_open;
 use shadowbell_vfio_user::server::{BindError, Listener};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,7 +72,7 @@ pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> Cl
 
 /// Opens the disks of a controller.
 pub(super) fn open_one(served: &SocketConfig, lasting: bool) -> anyhow::Result<Config> {
-    let open = if lasting { disk_spec::open_lasting } else { disk_spec::open };
+    let open = if lasting { disk_open::open_lasting } else { disk_open::open };
     let location = served.absolute_socket();
     let location = location.to_string_lossy();
     let config = served.controller.open_by(&location, |_, spec| open(spec));

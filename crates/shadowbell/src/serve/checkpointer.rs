@@ -15,15 +15,15 @@
 
 use super::checkpoint_store::CheckpointStore;
 use super::registry::ServedController;
-use super::server_config::SocketConfig;
 use super::transfer::{self, Served};
 use super::worker_link::WorkerLink;
 use crate::checkpoint::{COMPLETE, Change};
-use crate::controller_config::{DiskConfig, nsids};
-use crate::limits::{self, Group};
 use anyhow::Context;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::controller_config::{DiskConfig, nsids};
+use shadowbell_config::limits::{self, Group};
+use shadowbell_config::server_config::SocketConfig;
 use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
 use shadowbell_disk::Disk;
 use shadowbell_state::{Descriptors, LastingChange, VERSION};

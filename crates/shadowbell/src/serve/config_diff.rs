@@ -6,16 +6,16 @@
 
 use super::namespaces::{NamespaceChange, explicit};
 use super::registry::{Registry, ServedController};
-use super::server_config::{Own, SocketConfig, WorkerChoice};
-use crate::ana_state::AnaWord;
-use crate::control::api::Difference;
-use crate::controller_config::{ControllerConfig, DiskConfig, nsids};
-use crate::disk_spec;
-use crate::limits::{self, DiskLimits, Group};
-use crate::pool::PoolSpec;
-use crate::uuid_text::uuid_text;
 use bytesize::ByteSize;
 use clap::ValueEnum;
+use shadowbell_config::ana_state::AnaWord;
+use shadowbell_config::controller_config::{ControllerConfig, DiskConfig, nsids};
+use shadowbell_config::disk_spec;
+use shadowbell_config::limits::{self, DiskLimits, Group};
+use shadowbell_config::pool::PoolSpec;
+use shadowbell_config::server_config::{Own, SocketConfig, WorkerChoice};
+use shadowbell_config::uuid_text::uuid_text;
+use shadowbell_control_api::api::Difference;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Steps that make a server serve a configuration.
@@ -284,7 +284,7 @@ fn group_difference(wanted: &Group) -> Option<Difference> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::serve::config_file::parse;
+    use shadowbell_config::config_file::parse;
 
     fn controller(lines: &str) -> SocketConfig {
         let text = format!("[[controller]]\nsocket = \"/vm0.sock\"\n{lines}");

@@ -1,12 +1,12 @@
 //! Management endpoint: the control socket. It stops before a handover to another process.
 
-use super::config_file::Settings;
 use super::control::{ControlSocket, Resting, ServerState};
 use super::server::Server;
-use super::server_config::ServerConfig;
 use super::transfer;
 use super::worker_link::Asker;
 use parking_lot::Mutex;
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::server_config::ServerConfig;
 use shadowbell_state::Parcel;
 use std::io;
 use std::sync::Arc;

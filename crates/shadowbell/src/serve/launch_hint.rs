@@ -1,7 +1,7 @@
 //! Command-line arguments for VMMs, printed at start-up.
 
-use super::server_config::{ServerConfig, SocketConfig};
-use crate::controller_config::OfferedDoorbells;
+use shadowbell_config::controller_config::OfferedDoorbells;
+use shadowbell_config::server_config::{ServerConfig, SocketConfig};
 use shadowbell_process::{logging, shell_quote};
 use std::path::{Path, PathBuf};
 

@@ -13,10 +13,7 @@
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
 //! | `args` | command line |
-//! | `config_file` | configuration file of `--config` |
-//! | `server_config` | configuration from either of them |
 //! | `builder` | builds a controller and its socket from the configuration |
-//! | `socket_access` | mode and group of the controllers' sockets |
 //! | `server` | I/O threads, reactor and controllers, from start to stop |
 //! | `flush` | synchronous flush of a disk |
 //! | `event` | queue of controller events for the log |
@@ -53,7 +50,6 @@ mod by_recovery;
 mod checkpoint_store;
 mod checkpointer;
 mod config_diff;
-mod config_file;
 mod control;
 mod endpoints;
 mod event;
@@ -78,8 +74,6 @@ mod reload;
 mod resize_watch;
 mod sandbox;
 mod server;
-mod server_config;
-pub(crate) mod socket_access;
 mod startup_timing;
 mod stats_report;
 mod take_over;
@@ -88,11 +82,8 @@ mod transfer;
 mod worker_link;
 
 pub(crate) use args::Args;
-pub(crate) use config_file::read as read_config_file;
 
-use crate::disk_spec::{self, DiskSpecError};
 use crate::supervisor::protocol::{Packet, to_supervisor, to_worker};
-use crate::{limits, pool, subsystems};
 use anyhow::anyhow;
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
@@ -103,7 +94,10 @@ use parent_watch::ParentWatch;
 use reload::Reload;
 use resize_watch::ResizeWatch;
 use server::Server;
-use server_config::ServerConfig;
+use shadowbell_config::disk_spec::{self, DiskSpecError};
+use shadowbell_config::server_config::ServerConfig;
+use shadowbell_config::{config_file, socket_access};
+use shadowbell_config::{limits, pool, subsystems};
 use shadowbell_process::signals::{EndSignals, Wake};
 use shadowbell_process::{descriptor_limit, exit, logging, notify};
 use signal_hook::consts::{SIGHUP, SIGUSR1};
@@ -137,7 +131,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 /// Validates a configuration file.
 fn check(file: &Path) -> anyhow::Result<ExitCode> {
-    let config = config_file::read(file)?;
+    let config = config_file::read(file, sandbox::open_config)?;
     for served in &config.controllers {
         for disk in &served.controller.disks {
             let known = disk_spec::check(&disk.disk).map_err(DiskSpecError::into_error);

@@ -1,5 +1,5 @@
 //! Execution of namespace management, Format NVM and Sanitize commands of guests with a
-//! [pool](crate::pool), on a thread for each pool.
+//! [pool](shadowbell_config::pool), on a thread for each pool.
 //!
 //! Namespaces are attached and detached through [`Changes`], like those of `shadowbell ctl`, so
 //! the checkpoint is updated as well. The pool's index is written first. If the process dies in
@@ -9,13 +9,13 @@ use super::namespaces::explicit;
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use super::server::Server;
-use crate::pool::erase::{is_vacant, overwrite, vacate, wipe};
-use crate::pool::index::{Entry, MOST, Phase, SavedSanitize};
-use crate::pool::{self, HostPool};
-use crate::pool_disks;
 use anyhow::Context;
 use parking_lot::MutexGuard;
 use rustix::io::Errno;
+use shadowbell_config::pool::erase::{is_vacant, overwrite, vacate, wipe};
+use shadowbell_config::pool::index::{Entry, MOST, Phase, SavedSanitize};
+use shadowbell_config::pool::{self, HostPool};
+use shadowbell_config::pool_disks;
 use shadowbell_controller::{PoolAct, PoolOrder, PoolOutcome};
 use shadowbell_disk::MetadataFormat;
 use shadowbell_spec::Status;

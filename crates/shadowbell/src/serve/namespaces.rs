@@ -6,12 +6,14 @@
 use super::builder::set_apart;
 use super::reconfigure::Changes;
 use super::registry::ServedController;
-use super::server_config::SocketConfig;
-use crate::controller_config::{ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk};
-use crate::limits::{self, DiskLimits};
-use crate::{disk_spec, pool};
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
+use shadowbell_config::controller_config::{
+    ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk,
+};
+use shadowbell_config::limits::{self, DiskLimits};
+use shadowbell_config::server_config::SocketConfig;
+use shadowbell_config::{disk_spec, pool};
 use shadowbell_controller::config::MAX_NAMESPACES;
 use shadowbell_controller::{NamespaceConfig, NamespaceError};
 use shadowbell_disk::{Disk, ResizeError};

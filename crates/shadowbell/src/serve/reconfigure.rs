@@ -10,14 +10,15 @@ use super::event::EventSender;
 use super::flush::flush;
 use super::registry::{Registry, ServedController};
 use super::sandbox;
-use super::server_config::{SocketConfig, disk_asked_for_twice};
-use crate::disk_spec::{self, DiskSpecError};
 use anyhow::{Context, anyhow};
 use parking_lot::{Mutex, MutexGuard};
+use shadowbell_config::disk_spec::DiskSpecError;
+use shadowbell_config::server_config::{SocketConfig, disk_asked_for_twice};
 use shadowbell_controller::{Controller, Pool};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_process::exit;
+use shadowbell_storage::disk_open;
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::Handle;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -151,7 +152,7 @@ impl Changes {
     /// # Errors
     /// The disk cannot be opened.
     pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
-        if self.lasting { disk_spec::open_lasting(spec) } else { disk_spec::open(spec) }
+        if self.lasting { disk_open::open_lasting(spec) } else { disk_open::open(spec) }
     }
 
     /// Records that the controllers differ from the configuration.

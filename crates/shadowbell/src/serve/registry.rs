@@ -1,7 +1,7 @@
 //! Registry of the served controllers.
 
-use super::server_config::SocketConfig;
 use parking_lot::RwLock;
+use shadowbell_config::server_config::SocketConfig;
 use shadowbell_controller::Controller;
 use shadowbell_disk::Disk;
 use shadowbell_disk_layers::LimitedDisk;

@@ -2,12 +2,12 @@
 
 use super::args::Args;
 use super::config_diff::{Plan, Step};
-use super::config_file::Settings;
 use super::reconfigure::{Changes, Prepared};
 use super::registry::ServedController;
-use super::server_config::{ServerConfig, SocketConfig};
-use crate::controller_config::DiskConfig;
 use anyhow::{Context, anyhow};
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::controller_config::DiskConfig;
+use shadowbell_config::server_config::{ServerConfig, SocketConfig};
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
 use std::collections::HashSet;

@@ -1,9 +1,9 @@
 //! Doorbell trace of a server: into the file of `--trace`, or into memory by `ctl trace on`.
 
 use super::path_broker;
-use super::server_config::TRACE_RECORDS;
 use anyhow::anyhow;
 use parking_lot::Mutex;
+use shadowbell_config::server_config::TRACE_RECORDS;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_controller::{CLAIMABLE, Pool};
 use shadowbell_process::exit::bad_input;

@@ -4,10 +4,10 @@
 //! each controller with the three messages and [`DONE`] ([`HAVE`] and [`COMMIT`] only for the
 //! first one, after which the old process cannot resume); then the management endpoints.
 
-use super::server_config::{ServerConfig, SocketConfig};
-use crate::controller_config::ControllerConfig;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::controller_config::ControllerConfig;
+use shadowbell_config::server_config::{ServerConfig, SocketConfig};
 use std::io;
 use std::os::unix::net::UnixStream;
 

@@ -13,14 +13,14 @@
 //! * or they were opened for an earlier server process: their path may have changed since then.
 
 use super::log::log_line;
-use crate::disk_spec;
-use crate::grant::disks_of;
 use crate::supervisor::protocol::{self, Packet, open_broker as requests};
 use parking_lot::{Mutex, RwLock};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat, open};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::config_file::disks_of;
+use shadowbell_config::disk_spec;
 use shadowbell_disk_file::{Access, identify_namespace, is_namespace, open_image};
 use shadowbell_memory::process::{block_signals, unblock_signals};
 use shadowbell_state::Bytes;

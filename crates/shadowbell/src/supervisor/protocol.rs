@@ -14,7 +14,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Send buffer of the sockets, in bytes: messages that a blocked receiver may leave unread.
 const ROOM: usize = 1 << 20;
@@ -328,14 +328,6 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
 pub(crate) fn is_ours(socket: impl AsFd) -> bool {
     let peer = rustix::net::sockopt::socket_peercred(socket).map(|peer| peer.uid);
     peer.is_ok_and(|uid| uid.is_root() || uid == process_env::user())
-}
-
-/// Canonical path of a socket.
-pub(crate) fn known_path(path: &Path) -> PathBuf {
-    let from_root = process_env::absolute(path);
-    let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
-    // A directory stands for the socket `cntrl` in it, as in SPDK.
-    if path.is_dir() { path.join("cntrl") } else { path }
 }
 
 /// Encodes a range of state versions.

@@ -2,8 +2,8 @@
 
 use super::lookup::{find, problem};
 use super::state::ServerState;
-use crate::control::api::{AnaGroup, AnaStateChange, Code, Problem};
 use crate::serve::registry::ServedController;
+use shadowbell_control_api::api::{AnaGroup, AnaStateChange, Code, Problem};
 
 /// Change the ANA state of a group for a controller of a subsystem
 ///

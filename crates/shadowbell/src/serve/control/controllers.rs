@@ -3,11 +3,11 @@
 use super::ana;
 use super::lookup::{find, problem, uuid};
 use super::state::{ServerState, namespaces_of};
-use crate::control::api::{Code, Controller, ControllerSpec, ControllerState, Problem};
-use crate::controller_config::{ControllerConfig, DiskConfig};
-use crate::serve::config_file::{self};
 use crate::serve::registry::ServedController;
-use crate::serve::server_config::{Own, SocketConfig, WorkerChoice};
+use shadowbell_config::config_file::{self};
+use shadowbell_config::controller_config::{ControllerConfig, DiskConfig};
+use shadowbell_config::server_config::{Own, SocketConfig, WorkerChoice};
+use shadowbell_control_api::api::{Code, Controller, ControllerSpec, ControllerState, Problem};
 use shadowbell_spec::regs;
 use std::path::PathBuf;
 

@@ -14,11 +14,11 @@ use super::routes::Route;
 use super::server;
 use super::state::ServerState;
 use super::trace::{self, TraceBody};
-use crate::control::api::{Code, Problem, Upgrade};
 use http_body_util::{Either, Full};
 use hyper::body::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use shadowbell_control_api::api::{Code, Problem, Upgrade};
 use utoipa::OpenApi;
 
 /// Response body: complete, or streamed.

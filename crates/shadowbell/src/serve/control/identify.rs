@@ -2,7 +2,7 @@
 
 use super::lookup::find;
 use super::state::ServerState;
-use crate::control::api::{Code, Problem};
+use shadowbell_control_api::api::{Code, Problem};
 use shadowbell_controller::OutOfBandCommand;
 
 /// Read an Identify structure, as the guest sees it

@@ -1,7 +1,7 @@
 //! Latency measurement requests: state, on and off.
 
 use super::state::ServerState;
-use crate::control::api::Measure;
+use shadowbell_control_api::api::Measure;
 use tracing::info;
 
 /// State of the latency measurement

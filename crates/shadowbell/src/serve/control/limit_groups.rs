@@ -2,8 +2,8 @@
 
 use super::lookup::problem;
 use super::state::ServerState;
-use crate::control::api::{Code, LimitGroup, LimitSpec, Problem};
-use crate::limits::{self, DiskLimits};
+use shadowbell_config::limits::{self, DiskLimits};
+use shadowbell_control_api::api::{Code, LimitGroup, LimitSpec, Problem};
 
 /// List the limit groups
 #[utoipa::path(get, path = "/v1/limit-groups", operation_id = "limit_groups", tag = "namespaces",

@@ -1,9 +1,9 @@
 //! Lookup of controllers by id, and conversion of errors to problems.
 
 use super::state::ServerState;
-use crate::control::api::{Code, Problem};
 use crate::serve::registry::ServedController;
-use crate::uuid_text::parse_uuid;
+use shadowbell_config::uuid_text::parse_uuid;
+use shadowbell_control_api::api::{Code, Problem};
 use shadowbell_process::exit;
 use std::sync::Arc;
 

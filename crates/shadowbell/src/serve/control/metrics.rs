@@ -11,8 +11,8 @@
 //! once.
 
 use super::state::{ServerState, namespaces_of};
-use crate::control::api::Namespace;
 use crate::serve::registry::ServedController;
+use shadowbell_control_api::api::Namespace;
 use shadowbell_controller::Stats;
 use shadowbell_controller::latency_stats::{BUCKETS, Distribution, NamespaceLatency, bucket_end};
 use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};

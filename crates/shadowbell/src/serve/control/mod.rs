@@ -38,11 +38,11 @@ mod trace;
 
 pub(super) use state::ServerState;
 
-use crate::control::socket_path::{self, SocketPath};
 use crate::path_broker::Kind;
 use crate::serve::path_broker;
 use anyhow::{Context, anyhow};
 use serde::{Deserialize, Serialize};
+use shadowbell_config::socket_path::{self, SocketPath};
 use shadowbell_process::exit::bad_input;
 use shadowbell_process::logging;
 use shadowbell_state::{Descriptors, FdRef};

@@ -2,8 +2,8 @@
 
 use super::lookup::{find, problem, uuid};
 use super::state::{ServerState, namespaces_of};
-use crate::control::api::{Code, Namespace, NamespaceChange, NamespaceSpec, Problem, Size};
-use crate::controller_config::DiskConfig;
+use shadowbell_config::controller_config::DiskConfig;
+use shadowbell_control_api::api::{Code, Namespace, NamespaceChange, NamespaceSpec, Problem, Size};
 
 /// Add a namespace to a controller
 ///

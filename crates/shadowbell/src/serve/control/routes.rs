@@ -1,9 +1,9 @@
 //! Routes: the mapping of a request's method and path to a handler, by the OpenAPI document.
 
 use super::handlers::{HANDLERS, Handler, answer_document, openapi};
-use crate::control::api::{Code, Problem};
 use hyper::{Method, Uri};
 use percent_encoding::percent_decode_str;
+use shadowbell_control_api::api::{Code, Problem};
 use std::str::FromStr;
 use std::sync::LazyLock;
 

@@ -3,13 +3,15 @@
 use super::lookup::problem;
 use super::metrics;
 use super::state::ServerState;
-use crate::control::api::{Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade};
-use crate::live_stats::{Row, Snapshot};
-use crate::serve::config_file::{self, Settings};
 use crate::serve::reload::apply as apply_config;
-use crate::serve::server_config::SocketConfig;
 use crate::serve::stats_report;
 use crate::supervisor::client::{SupervisorClient, program};
+use shadowbell_config::config_file::{self, Settings};
+use shadowbell_config::server_config::SocketConfig;
+use shadowbell_control_api::api::{
+    Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade,
+};
+use shadowbell_control_api::live_stats::{Row, Snapshot};
 use shadowbell_process::{exit, logging};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

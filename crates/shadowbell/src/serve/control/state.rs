@@ -1,14 +1,14 @@
 //! Interface of the control socket to the server.
 
-use crate::control::api::{LimitSpec, Namespace};
-use crate::limits::DiskLimits;
-use crate::serve::config_file::Settings;
 use crate::serve::reconfigure::Changes;
 use crate::serve::registry::{Registry, ServedController};
 use crate::serve::tracer::Tracer;
 use crate::serve::worker_link::Asker;
-use crate::uuid_text::uuid_text;
 use parking_lot::Mutex;
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::limits::DiskLimits;
+use shadowbell_config::uuid_text::uuid_text;
+use shadowbell_control_api::api::{LimitSpec, Namespace};
 use std::sync::Arc;
 use std::time::Instant;
 

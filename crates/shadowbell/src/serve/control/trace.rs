@@ -1,9 +1,9 @@
 //! Doorbell trace requests: on, off, and download.
 
 use super::state::ServerState;
-use crate::control::api::{Code, Problem, Trace, TraceChange};
 use crate::serve::tracer::TraceStatus;
 use hyper::body::{Body, Bytes, Frame, SizeHint};
+use shadowbell_control_api::api::{Code, Problem, Trace, TraceChange};
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_process::exit;
 use std::io;

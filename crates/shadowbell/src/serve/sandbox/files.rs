@@ -5,11 +5,8 @@
 
 use super::asked::Asked;
 use super::open_broker::{self, Allowed};
-use crate::control::socket_path;
-use crate::disk_spec;
 use crate::path_broker::{PathPermissions, bytes_of};
 use crate::serve::path_broker;
-use crate::serve::server_config::ServerConfig;
 use crate::serve::worker_link::WorkerLink;
 use crate::supervisor::protocol::{self, to_supervisor};
 use landlock::{
@@ -17,6 +14,9 @@ use landlock::{
     PathFd, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
     path_beneath_rules,
 };
+use shadowbell_config::disk_spec;
+use shadowbell_config::server_config::ServerConfig;
+use shadowbell_config::socket_path;
 use shadowbell_process::process_env;
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;

@@ -26,18 +26,19 @@ pub(super) use asked::{Asked, Mode};
 pub(super) use open_broker::open_config;
 pub(super) use user::{User, parse_user};
 
-use super::server_config::ServerConfig;
 use super::worker_link::WorkerLink;
-use crate::control::socket_path;
-use crate::disk_spec;
 use anyhow::{Context, anyhow};
 use files::{Files, Held};
 use filter::Needs;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use shadowbell_config::disk_spec;
+use shadowbell_config::server_config::ServerConfig;
+use shadowbell_config::socket_path;
 use shadowbell_frontend::vfio_user::read_limits;
 use shadowbell_memory::processors;
 use shadowbell_process::exit::bad_input;
 use shadowbell_process::process_env;
+use shadowbell_storage::disk_open;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{info, warn};
@@ -83,7 +84,7 @@ pub(super) fn enter(
     if !is_on {
         return Ok(None);
     }
-    disk_spec::contain();
+    disk_open::contain();
     settle();
     limit();
     let by_itself = !files.as_ref().is_some_and(|files| files.by_supervisor);

@@ -1,12 +1,12 @@
 //! User that the server process becomes (`--user`).
 
-use crate::control::socket_path;
-use crate::serve::server_config::ServerConfig;
-use crate::serve::socket_access::{SocketAccess, parse_group};
 use anyhow::{Context, bail};
 use rustix::fs::{AtFlags, CWD, Gid, Uid, chownat};
 use rustix::process::{Resource, Rlimit, geteuid, setrlimit};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+use shadowbell_config::server_config::ServerConfig;
+use shadowbell_config::socket_access::{SocketAccess, parse_group};
+use shadowbell_config::socket_path;
 use std::fmt;
 use std::os::unix::fs::DirBuilderExt;
 
