@@ -5,10 +5,10 @@
 //! guest's memory. The thread polls the available ring for some time before it sleeps. While it
 //! polls, it suppresses notifications.
 
-use super::chain::{Bad, Chain, Job as Parsed, Piece, Request, part};
+use super::chain::{Bad, Chain, Request};
 use super::device::Device;
 use super::inflight::Tracker;
-use super::request::{MAX_DATA, QUEUE_SIZE, Rules, Status, identifier};
+use super::request::{Job as Parsed, MAX_DATA, QUEUE_SIZE, Rules, Status, identifier};
 use super::ring::Ring;
 use super::split_ring::{InvalidIndex, SplitRing};
 use crate::io_thread::{FIRST, IoThread};
@@ -116,7 +116,6 @@ pub(super) struct ServedQueue<'a, F> {
     /// Request that waits for a slot.
     stalled: Option<u16>,
     chain: Chain,
-    part: Vec<Piece>,
     /// Unused lists of segments, kept for their capacity.
     spare: Vec<Segments>,
     /// Completed requests. The list is empty between uses, and keeps its capacity.
@@ -157,7 +156,6 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             pieces: 0,
             stalled: None,
             chain: Chain::default(),
-            part: Vec::new(),
             spare: Vec::new(),
             done: Vec::with_capacity(SLOTS),
             context,
@@ -392,11 +390,12 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     }
 
     /// Writes bytes to the request's data buffer in the guest's memory.
-    fn put_data(&mut self, bytes: &[u8]) -> bool {
-        let mut data = Segments::new();
-        part(&self.chain.write, 0, bytes.len() as u64, &mut self.part);
-        data.resolve_ranges(&self.view, &self.part, true).is_ok()
-            && data.write_from(0, bytes).is_some()
+    fn put_data(&mut self, mut bytes: &[u8]) -> bool {
+        self.chain.write.iter().all(|(at, len)| {
+            let (now, later) = bytes.split_at(bytes.len().min(*len));
+            bytes = later;
+            now.is_empty() || self.view.write(*at, now).is_ok()
+        })
     }
 
     /// Submits the started requests, and answers completed ones. Returns true if there was any

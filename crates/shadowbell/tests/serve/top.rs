@@ -86,7 +86,7 @@ fn top_shows_a_guests_activity() {
     top.until("off");
     assert!(server.stop().success());
     assert!(!control.exists());
-    assert_eq!(top.0.wait().code(), Some(1));
+    assert_eq!(top.0.wait().code(), Some(3));
     let mut complaint = String::new();
     top.0.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
     assert!(complaint.contains("the server has ended"), "{complaint}");
