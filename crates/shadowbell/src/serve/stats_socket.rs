@@ -10,8 +10,6 @@
 use super::path_broker;
 use super::registry::Registry;
 use super::server::Server;
-use crate::path_broker::Kind;
-use crate::supervisor::protocol::is_ours;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SocketFlags, accept_with, recvmsg};
@@ -20,6 +18,8 @@ use shadowbell_control_api::live_stats::{Row, Snapshot, VERSION};
 use shadowbell_memory::EventFd;
 use shadowbell_process::exit::bad_input;
 use shadowbell_state::{Descriptors, FdRef, StateError};
+use shadowbell_supervisor::path_protocol::Kind;
+use shadowbell_supervisor::protocol::is_ours;
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, SavedListener};
 use std::io::{self, IoSliceMut};
