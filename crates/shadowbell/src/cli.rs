@@ -1,8 +1,8 @@
 //! Command line: verbs and global options.
 
 use crate::{
-    attach_many, bench, bind, ctl, demo, export, inspect, manage, manual, serve, supervisor, top,
-    trace, transfer, upgrade, verify,
+    attach_many, bench, bind, ctl, demo, export, inspect, manage, manual, serve, top, trace,
+    transfer, upgrade, verify,
 };
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
@@ -123,12 +123,12 @@ impl Verb {
 #[must_use]
 pub fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
-    if supervisor::is_asked_for(&arguments) {
+    if shadowbell_supervisor::is_asked_for(&arguments) {
         // Before any other initialization, to keep the memory use of the supervisor low.
-        return supervisor::run(arguments);
+        return shadowbell_supervisor::run(arguments);
     }
-    if arguments.len() == 2 && arguments[1] == supervisor::CHECK {
-        return supervisor::check();
+    if arguments.len() == 2 && arguments[1] == shadowbell_supervisor::CHECK {
+        return shadowbell_supervisor::check();
     }
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,

@@ -31,10 +31,6 @@
 //! | `overwrite` | confirmation before a disk is overwritten |
 //! | `banner` | description of an attached controller |
 //! | `local` | in-process controller for the driver |
-//! | `supervisor` | process that starts and restarts the server process, unless `--no-keeper` |
-//! | `checkpoint` | checkpoint of a server process, for recovery, and its packets |
-//! | `checkpoint_codec` | serialization of a checkpoint for the next supervisor |
-//! | `path_broker` | protocol for sockets and files that the supervisor creates |
 //! | `grant` | access to images for a sandboxed server |
 //! | `queue_options` | doorbell and completion modes of the driver |
 //! | `block_pattern`, `rng` | verifiable block content; random number generator |
@@ -42,7 +38,8 @@
 //! | `page` | HTML reports of measurements |
 //!
 //! Lower crates: `shadowbell-process` (exit statuses, log, output), `shadowbell-config`,
-//! `shadowbell-control-api`, `shadowbell-storage`.
+//! `shadowbell-control-api`, `shadowbell-storage`,
+//! `shadowbell-supervisor`.
 #![forbid(unsafe_code)]
 
 mod attach_many;
@@ -50,8 +47,6 @@ mod banner;
 mod bench;
 mod bind;
 mod block_pattern;
-mod checkpoint;
-mod checkpoint_codec;
 mod cli;
 mod ctl;
 mod ctl_ana;
@@ -68,13 +63,11 @@ mod manage;
 mod manual;
 mod overwrite;
 mod page;
-mod path_broker;
 mod queue_options;
 mod report;
 mod rng;
 mod serve;
 mod session;
-mod supervisor;
 mod top;
 mod trace;
 mod transfer;

@@ -3,7 +3,6 @@
 use super::event::{EventSender, ServerEvent};
 use super::path_broker;
 use super::registry::ServedController;
-use crate::path_broker::Kind;
 use anyhow::Context;
 use bytesize::ByteSize;
 use shadowbell_config::controller_config::{ConfigureError, OfferedDoorbells};
@@ -15,6 +14,7 @@ use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
 use shadowbell_process::exit::bad_input;
 use shadowbell_storage::disk_open;
+use shadowbell_supervisor::path_protocol::Kind;
 use shadowbell_vfio_user::server::{BindError, Listener};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,10 +1,10 @@
 //! Transport of checkpoint changes to the supervisor.
 
-use crate::checkpoint::{self, COMPLETE, Change, Checkpoint};
-use crate::supervisor::protocol::{self, to_supervisor};
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
 use shadowbell_state::Descriptors;
+use shadowbell_supervisor::checkpoint::{self, COMPLETE, Change, Checkpoint};
+use shadowbell_supervisor::protocol::{self, to_supervisor};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

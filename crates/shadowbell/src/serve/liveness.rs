@@ -5,8 +5,8 @@
 
 use super::server::Server;
 use super::worker_link::WorkerLink;
-use crate::supervisor::protocol::to_supervisor;
 use shadowbell_process::notify;
+use shadowbell_supervisor::protocol::to_supervisor;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -83,7 +83,6 @@ mod worker_link;
 
 pub(crate) use args::Args;
 
-use crate::supervisor::protocol::{Packet, to_supervisor, to_worker};
 use anyhow::anyhow;
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
@@ -100,6 +99,7 @@ use shadowbell_config::{config_file, socket_access};
 use shadowbell_config::{limits, pool, subsystems};
 use shadowbell_process::signals::{EndSignals, Wake};
 use shadowbell_process::{descriptor_limit, exit, logging, notify};
+use shadowbell_supervisor::protocol::{Packet, to_supervisor, to_worker};
 use signal_hook::consts::{SIGHUP, SIGUSR1};
 use startup_timing::Phases;
 use std::io;

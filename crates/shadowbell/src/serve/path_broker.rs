@@ -1,16 +1,16 @@
 //! Sockets and output files: created by the path broker of the supervisor, if it has one, and
-//! otherwise by this process. The protocol is in [`crate::path_broker`].
+//! otherwise by this process. The protocol is in [`shadowbell_supervisor::path_protocol`].
 
-use crate::path_broker::{
-    DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
-    PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
-    path_of,
-};
-use crate::supervisor::protocol::{self, Packet, send_bytes};
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::trace::TraceFile;
+use shadowbell_supervisor::path_protocol::{
+    DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
+    PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
+    path_of,
+};
+use shadowbell_supervisor::protocol::{self, Packet, send_bytes};
 use shadowbell_vfio_user::server::{BindError, Listener, ListenerParts, remove_sockets_by};
 use std::ffi::OsStr;
 use std::fs::File;

@@ -2,15 +2,15 @@
 
 use super::checkpoint_store::CheckpointStore;
 use super::path_broker;
-use crate::checkpoint::Checkpoint;
-use crate::supervisor::client::SupervisorClient;
-use crate::supervisor::protocol::{self, Packet, to_supervisor, to_worker};
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_config::server_config::known_path;
 use shadowbell_controller::Death;
 use shadowbell_process::exit::bad_input;
 use shadowbell_state::is_as_before;
+use shadowbell_supervisor::checkpoint::Checkpoint;
+use shadowbell_supervisor::client::SupervisorClient;
+use shadowbell_supervisor::protocol::{self, Packet, to_supervisor, to_worker};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;

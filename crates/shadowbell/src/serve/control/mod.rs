@@ -38,7 +38,6 @@ mod trace;
 
 pub(super) use state::ServerState;
 
-use crate::path_broker::Kind;
 use crate::serve::path_broker;
 use anyhow::{Context, anyhow};
 use serde::{Deserialize, Serialize};
@@ -46,6 +45,7 @@ use shadowbell_config::socket_path::{self, SocketPath};
 use shadowbell_process::exit::bad_input;
 use shadowbell_process::logging;
 use shadowbell_state::{Descriptors, FdRef};
+use shadowbell_supervisor::path_protocol::Kind;
 use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::{BindError, SavedListener};
 use std::fs::{self, DirBuilder, Permissions};

@@ -5,7 +5,6 @@ use super::metrics;
 use super::state::ServerState;
 use crate::serve::reload::apply as apply_config;
 use crate::serve::stats_report;
-use crate::supervisor::client::{SupervisorClient, program};
 use shadowbell_config::config_file::{self, Settings};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_control_api::api::{
@@ -13,6 +12,7 @@ use shadowbell_control_api::api::{
 };
 use shadowbell_control_api::live_stats::{Row, Snapshot};
 use shadowbell_process::{exit, logging};
+use shadowbell_supervisor::client::{SupervisorClient, program};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tracing::info;

@@ -5,10 +5,8 @@
 
 use super::asked::Asked;
 use super::open_broker::{self, Allowed};
-use crate::path_broker::{PathPermissions, bytes_of};
 use crate::serve::path_broker;
 use crate::serve::worker_link::WorkerLink;
-use crate::supervisor::protocol::{self, to_supervisor};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort,
     PathFd, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
@@ -18,6 +16,8 @@ use shadowbell_config::disk_spec;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::socket_path;
 use shadowbell_process::process_env;
+use shadowbell_supervisor::path_protocol::{PathPermissions, bytes_of};
+use shadowbell_supervisor::protocol::{self, to_supervisor};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};

@@ -1,11 +1,11 @@
 //! Images, opened by the open broker of the supervisor.
 
 use crate::serve::worker_link::WorkerLink;
-use crate::supervisor::protocol::{self, Packet, open_broker as requests, to_supervisor};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_disk_file::{Access, NamespaceFacts, Opener, open_images_by};
+use shadowbell_supervisor::protocol::{self, Packet, open_broker as requests, to_supervisor};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;

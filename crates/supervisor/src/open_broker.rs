@@ -13,7 +13,7 @@
 //! * or they were opened for an earlier server process: their path may have changed since then.
 
 use super::log::log_line;
-use crate::supervisor::protocol::{self, Packet, open_broker as requests};
+use crate::protocol::{self, Packet, open_broker as requests};
 use parking_lot::{Mutex, RwLock};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat, open};

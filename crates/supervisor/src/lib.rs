@@ -48,10 +48,13 @@
 //! ([`snapshot`]).
 //!
 //! [`checkpoint`]: crate::checkpoint
+#![forbid(unsafe_code)]
 
 mod adopt;
 mod by_recovery;
-pub(crate) mod client;
+pub mod checkpoint;
+mod checkpoint_codec;
+pub mod client;
 mod command_line;
 mod control;
 mod fd_store;
@@ -59,10 +62,11 @@ mod log;
 mod monotonic;
 mod open_broker;
 mod path_broker;
+pub mod path_protocol;
 mod pending_exec;
 mod process;
 mod process_exit;
-pub(crate) mod protocol;
+pub mod protocol;
 mod restart_policy;
 mod self_exec;
 mod service_manager;
@@ -97,11 +101,11 @@ use upgrade::{Step, tell_outcome};
 use watchdog::Watchdog;
 use worker::Worker;
 
-pub(crate) use command_line::is_asked_for;
-pub(crate) use self_exec::{CHECK, check};
+pub use command_line::is_asked_for;
+pub use self_exec::{CHECK, check};
 
 /// Supervises a server process until it ends or a signal ends the service.
-pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
+pub fn run(mut arguments: Vec<OsString>) -> ExitCode {
     // The supervisor holds the descriptors of all guests for recovery.
     descriptor_limit::raise();
     // Closing the last descriptor of guest memory frees it, which must not block this thread.

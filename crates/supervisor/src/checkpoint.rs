@@ -6,7 +6,7 @@
 //! that is too long for a packet is stored in a memfd, which is the first descriptor of its item.
 //! The supervisor reads keys and lengths, but never a body.
 
-use crate::supervisor::protocol::{MOST, MOST_FDS};
+use crate::protocol::{MOST, MOST_FDS};
 use rustix::fs::{MemfdFlags, memfd_create};
 use shadowbell_process::deferred_close;
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 /// Key of the item that marks a complete checkpoint, sent last. Without it, the other items are
 /// unusable.
-pub(crate) const COMPLETE: &str = "served";
+pub const COMPLETE: &str = "served";
 
 /// Prefix for the keys of an old process that died in an upgrade after a part of its controllers
 /// had moved to the new process. The items of the new process have no prefix and take precedence.
@@ -44,7 +44,7 @@ const MORE: u8 = b'a';
 const DELETE: u8 = b'd';
 
 /// Change of an item.
-pub(crate) enum Change<'a> {
+pub enum Change<'a> {
     /// Adds an item, or replaces the one with this key.
     Put { key: &'a str, body: &'a [u8], fds: &'a [BorrowedFd<'a>] },
     /// Removes the item with this key, if there is one.
@@ -53,14 +53,14 @@ pub(crate) enum Change<'a> {
 
 /// Stored item.
 #[derive(Debug)]
-pub(crate) struct Item {
-    pub(crate) body: Body,
-    pub(crate) fds: Vec<OwnedFd>,
+pub struct Item {
+    pub body: Body,
+    pub fds: Vec<OwnedFd>,
 }
 
 /// Body of an item.
 #[derive(Debug)]
-pub(crate) enum Body {
+pub enum Body {
     Here(Vec<u8>),
     /// Body in a memfd.
     There(OwnedFd),
@@ -77,7 +77,7 @@ impl Item {
     ///
     /// # Errors
     /// The memfd cannot be read.
-    pub(crate) fn read(mut self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    pub fn read(mut self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let body = match std::mem::take(&mut self.body) {
             Body::Here(body) => body,
             Body::There(memory) => {
@@ -100,16 +100,16 @@ impl Drop for Item {
 }
 
 /// Packet of a transaction with its descriptors.
-pub(crate) struct Packet<'a> {
-    pub(crate) bytes: Vec<u8>,
-    pub(crate) fds: Vec<BorrowedFd<'a>>,
+pub struct Packet<'a> {
+    pub bytes: Vec<u8>,
+    pub fds: Vec<BorrowedFd<'a>>,
 }
 
 /// Encodes a transaction as packets. `memory` receives the memfds of long bodies.
 ///
 /// # Errors
 /// A memfd cannot be created, or a key is too long.
-pub(crate) fn packets<'a>(
+pub fn packets<'a>(
     changes: &'a [Change<'a>],
     memory: &'a mut Vec<Option<OwnedFd>>,
 ) -> io::Result<Vec<Packet<'a>>> {
@@ -205,7 +205,7 @@ const PIECE: usize = 1 + 2 + 2 + 4;
 
 /// Error of a received packet.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Unreadable {
+pub enum Unreadable {
     /// Malformed packet.
     #[error("malformed packet")]
     Form,
@@ -216,11 +216,11 @@ pub(crate) enum Unreadable {
 
 /// Checkpoint, and the changes of an unfinished transaction.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Checkpoint {
-    pub(crate) all: BTreeMap<String, Arc<Item>>,
-    pub(crate) staged: Vec<(String, Option<Arc<Item>>)>,
+pub struct Checkpoint {
+    pub all: BTreeMap<String, Arc<Item>>,
+    pub staged: Vec<(String, Option<Arc<Item>>)>,
     /// The last packet did not end its transaction.
-    pub(crate) is_open: bool,
+    pub is_open: bool,
 }
 
 impl Checkpoint {
@@ -228,7 +228,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Unreadable`]: the checkpoint is no longer complete.
-    pub(crate) fn take(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<bool, Unreadable> {
+    pub fn take(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<bool, Unreadable> {
         let (flags, mut rest) = bytes.split_first().ok_or(Unreadable::Form)?;
         if flags & FIRST != 0 {
             self.staged.clear();
@@ -288,46 +288,46 @@ impl Checkpoint {
 
     /// True for each if the packet begins a transaction, and if it ends one. Applying a packet that
     /// does both twice is harmless.
-    pub(crate) fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
+    pub fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
         let flags = bytes.first().copied().unwrap_or_default();
         (flags & FIRST != 0, flags & LAST != 0)
     }
 
     /// Discards an unfinished transaction, after the connection was closed.
-    pub(crate) fn close(&mut self) {
+    pub fn close(&mut self) {
         self.staged.clear();
         self.is_open = false;
     }
 
     /// True if more packets of the last transaction are expected.
-    pub(crate) fn is_open(&self) -> bool {
+    pub fn is_open(&self) -> bool {
         self.is_open
     }
 
     /// True if there is an item with this key.
-    pub(crate) fn contains(&self, key: &str) -> bool {
+    pub fn contains(&self, key: &str) -> bool {
         self.all.contains_key(key)
     }
 
     /// Keys with the prefix `begin`.
-    pub(crate) fn keys(&self, begin: &str) -> Vec<String> {
+    pub fn keys(&self, begin: &str) -> Vec<String> {
         let keys = self.all.range(begin.to_owned()..).map(|(key, _)| key);
         keys.take_while(|key| key.starts_with(begin)).cloned().collect()
     }
 
     /// Removes and returns the item with this key.
-    pub(crate) fn remove(&mut self, key: &str) -> Option<Item> {
+    pub fn remove(&mut self, key: &str) -> Option<Item> {
         Arc::into_inner(self.all.remove(key)?)
     }
 
     /// Adds the items of the old process of an upgrade, whose controllers have moved in part.
-    pub(crate) fn add_older(&mut self, older: Self) {
+    pub fn add_older(&mut self, older: Self) {
         let all = older.all.into_iter();
         self.all.extend(all.map(|(key, item)| (format!("{OLDER}{key}"), item)));
     }
 
     /// Removes and returns the items that [`add_older`](Self::add_older) added.
-    pub(crate) fn take_older(&mut self) -> Option<Self> {
+    pub fn take_older(&mut self) -> Option<Self> {
         let all = std::mem::take(&mut self.all);
         let (older, own) =
             all.into_iter().partition::<BTreeMap<_, _>, _>(|(key, _)| key.starts_with(OLDER));
@@ -338,7 +338,7 @@ impl Checkpoint {
     }
 
     /// Parts of a transaction that sends all items to another process.
-    pub(crate) fn parts(&self) -> Vec<Part> {
+    pub fn parts(&self) -> Vec<Part> {
         let mut parts: Vec<Part> = Vec::new();
         for (key, item) in &self.all {
             let count = item.fds.len() + usize::from(matches!(item.body, Body::There(_)));
@@ -365,7 +365,7 @@ impl Checkpoint {
 }
 
 /// Item, or some of its descriptors, to send to another process.
-pub(crate) struct Part {
+pub struct Part {
     key: String,
     item: Option<Arc<Item>>,
     fds: Range<usize>,
@@ -374,7 +374,7 @@ pub(crate) struct Part {
 
 impl Part {
     /// Encodes the part as a packet.
-    pub(crate) fn packet(&self) -> Packet<'_> {
+    pub fn packet(&self) -> Packet<'_> {
         let mut bytes = vec![self.flags];
         let Some(item) = &self.item else { return Packet { bytes, fds: Vec::new() } };
         let (kind, body): (_, &[u8]) = match &item.body {

@@ -19,188 +19,188 @@ use std::path::PathBuf;
 /// Send buffer of the sockets, in bytes: messages that a blocked receiver may leave unread.
 const ROOM: usize = 1 << 20;
 /// Option that marks a server process, whose standard input is the socket to its supervisor.
-pub(crate) const AS_WORKER: &str = "--as-worker";
+pub const AS_WORKER: &str = "--as-worker";
 /// Value of [`AS_WORKER`] for a process that serves at once.
-pub(crate) const START: &str = "start";
+pub const START: &str = "start";
 /// Value of [`AS_WORKER`] for a process that takes over from a running one.
-pub(crate) const SUCCESSOR: &str = "successor";
+pub const SUCCESSOR: &str = "successor";
 /// Value of [`AS_WORKER`] for a process that recovers after another one's death.
-pub(crate) const RECOVER: &str = "recover";
+pub const RECOVER: &str = "recover";
 
 /// Maximum packet size: a letter and a path, a sentence, or checkpoint data.
-pub(crate) const MOST: usize = 16384;
+pub const MOST: usize = 16384;
 /// Bytes that the fd store adds in front of a forwarded packet's body.
 const ROOM_AROUND: usize = 64;
 /// Maximum number of descriptors in a packet on Linux (`SCM_MAX_FD`).
-pub(crate) const MOST_FDS: usize = 253;
+pub const MOST_FDS: usize = 253;
 
 /// A received packet.
 #[derive(Debug)]
-pub(crate) struct Packet {
-    pub(crate) letter: u8,
-    pub(crate) body: Vec<u8>,
-    pub(crate) fds: Vec<OwnedFd>,
+pub struct Packet {
+    pub letter: u8,
+    pub body: Vec<u8>,
+    pub fds: Vec<OwnedFd>,
 }
 
 impl Packet {
     /// The body as text for a person.
-    pub(crate) fn text(&self) -> String {
+    pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
-    pub(crate) fn path(self) -> PathBuf {
+    pub fn path(self) -> PathBuf {
         std::ffi::OsString::from_vec(self.body).into()
     }
 
     /// The descriptor of a packet that has one.
-    pub(crate) fn fd(mut self) -> Option<OwnedFd> {
+    pub fn fd(mut self) -> Option<OwnedFd> {
         self.fds.pop()
     }
 }
 
 /// Messages from the supervisor to a server process.
-pub(crate) mod to_worker {
+pub mod to_worker {
     /// End the service.
-    pub(crate) const END: u8 = b'E';
+    pub const END: u8 = b'E';
     /// Report the statistics (SIGUSR1).
-    pub(crate) const REPORT: u8 = b'R';
+    pub const REPORT: u8 = b'R';
     /// Reload the configuration file, and answer [`READ`](super::to_supervisor::READ).
-    pub(crate) const READ: u8 = b'L';
+    pub const READ: u8 = b'L';
     /// Answer [`ALIVE`](super::to_supervisor::ALIVE) once all I/O threads have passed a liveness
     /// check.
-    pub(crate) const VISIT: u8 = b'V';
+    pub const VISIT: u8 = b'V';
     /// Hand over to the process at the other end of the descriptor, which reads the state
     /// versions `FIRST LAST`.
-    pub(crate) const HAND_OVER: u8 = b'H';
+    pub const HAND_OVER: u8 = b'H';
     /// Like [`HAND_OVER`], one controller after the other: both processes
     /// [support](super::to_supervisor::MOVES) it.
-    pub(crate) const MOVE: u8 = b'M';
+    pub const MOVE: u8 = b'M';
     /// Like [`MOVE`], or quiesce for good and answer [`RESTS`](super::to_supervisor::RESTS): the
     /// process [supports](super::to_supervisor::CAN_REST) it.
-    pub(crate) const REPLACE: u8 = b'Q';
+    pub const REPLACE: u8 = b'Q';
     /// Take over from the process at the other end of the descriptor.
-    pub(crate) const TAKE_OVER: u8 = b'T';
+    pub const TAKE_OVER: u8 = b'T';
     /// The previous server process died by a fault and was not killed. Sent before its
     /// checkpoint.
-    pub(crate) const FAULT: u8 = b'F';
+    pub const FAULT: u8 = b'F';
     /// Checkpoint of the previous server process (see [`checkpoint`](crate::checkpoint)), in one
     /// transaction.
-    pub(crate) const CHECKPOINT: u8 = b'I';
+    pub const CHECKPOINT: u8 = b'I';
 }
 
 /// Messages from a server process to the supervisor.
-pub(crate) mod to_supervisor {
+pub mod to_supervisor {
     /// Path of a socket at which the process serves.
-    pub(crate) const SOCKET: u8 = b'S';
+    pub const SOCKET: u8 = b'S';
     /// The process serves. Body: a short status. The body is empty in an earlier release, which
     /// is sent no messages that it does not know.
-    pub(crate) const SERVING: u8 = b'R';
+    pub const SERVING: u8 = b'R';
     /// Result of a configuration reload. Body: a sentence.
-    pub(crate) const READ: u8 = b'L';
+    pub const READ: u8 = b'L';
     /// All I/O threads have passed the liveness check. Body: a short status.
-    pub(crate) const ALIVE: u8 = b'V';
+    pub const ALIVE: u8 = b'V';
     /// The process is prepared to take over, and reads the state versions `FIRST LAST`.
-    pub(crate) const PREPARED: u8 = b'P';
+    pub const PREPARED: u8 = b'P';
     /// The process has not handed over, and resumes. Body: the reason.
-    pub(crate) const GOES_ON: u8 = b'G';
+    pub const GOES_ON: u8 = b'G';
     /// The process has handed over, accesses no disk or guest any more, and ends.
-    pub(crate) const HANDED_OVER: u8 = b'C';
+    pub const HANDED_OVER: u8 = b'C';
     /// The process cannot serve. Body: the reason.
-    pub(crate) const FAILED: u8 = b'X';
+    pub const FAILED: u8 = b'X';
     /// Checkpoint change, for recovery after the process's death: see
     /// [`checkpoint`](crate::checkpoint).
-    pub(crate) const CHECKPOINT: u8 = b'I';
+    pub const CHECKPOINT: u8 = b'I';
     /// The process has recovered, and its own checkpoint is valid from now on.
-    pub(crate) const TAKEN: u8 = b'A';
+    pub const TAKEN: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: receives the result.
-    pub(crate) const UPGRADE: u8 = b'U';
+    pub const UPGRADE: u8 = b'U';
     /// The process can move controllers one by one, in both directions. Sent before other
     /// messages.
-    pub(crate) const MOVES: u8 = b'M';
+    pub const MOVES: u8 = b'M';
     /// The process can quiesce for good, so that another one recovers. Sent before other
     /// messages.
-    pub(crate) const CAN_REST: u8 = b'W';
+    pub const CAN_REST: u8 = b'W';
     /// The process has quiesced for good, and can be killed.
-    pub(crate) const RESTS: u8 = b'Z';
+    pub const RESTS: u8 = b'Z';
     /// The process moves controllers one by one, and cannot take them back. Repeated while the
     /// moves last.
-    pub(crate) const MOVING: u8 = b'N';
+    pub const MOVING: u8 = b'N';
     /// The process serves a part of the old one's controllers: both checkpoints are valid from
     /// now on.
-    pub(crate) const SHARED: u8 = b'B';
+    pub const SHARED: u8 = b'B';
     /// Descriptor: a socket for [requests to open images](super::open_broker).
-    pub(crate) const OPEN_BROKER: u8 = b'O';
-    /// Descriptor: a socket for [requests for sockets and files](crate::path_broker).
-    pub(crate) const PATH_BROKER: u8 = b'D';
+    pub const OPEN_BROKER: u8 = b'O';
+    /// Descriptor: a socket for [requests for sockets and files](crate::path_protocol).
+    pub const PATH_BROKER: u8 = b'D';
 }
 
 /// Requests of a sandboxed server process to the open broker, and the answers.
-pub(crate) mod open_broker {
+pub mod open_broker {
     use shadowbell_disk_file::Access;
 
     /// Registers the path of a permitted file or device, without symbolic links. No answer.
-    pub(crate) const FILE: u8 = b'f';
+    pub const FILE: u8 = b'f';
     /// Registers a directory, of which all files below are permitted. No answer.
-    pub(crate) const DIRECTORY: u8 = b'd';
+    pub const DIRECTORY: u8 = b'd';
     /// Registers the configuration file. Whenever it is opened, the images that it then names are
     /// permitted too. No answer.
-    pub(crate) const CONFIG: u8 = b'k';
+    pub const CONFIG: u8 = b'k';
     /// Ends the registration.
-    pub(crate) const COMPLETE: u8 = b'c';
+    pub const COMPLETE: u8 = b'c';
     /// Requests an `O_PATH` descriptor of this path.
-    pub(crate) const NAME: u8 = b'n';
+    pub const NAME: u8 = b'n';
     /// Requests that the image of an `O_PATH` descriptor is opened. Body: the access.
-    pub(crate) const OPEN: u8 = b'o';
+    pub const OPEN: u8 = b'o';
     /// Requests Identify data of the namespace whose character device the descriptor names.
     /// Answer: [`OPENED`] with JSON. Refused for the access `w` if the system uses the block
     /// device.
-    pub(crate) const IDENTIFY: u8 = b'i';
+    pub const IDENTIFY: u8 = b'i';
     /// Answer: success, with the descriptor.
-    pub(crate) const OPENED: u8 = b'y';
+    pub const OPENED: u8 = b'y';
     /// Answer: a system error. Body: the errno in decimal.
-    pub(crate) const ERRNO: u8 = b'e';
+    pub const ERRNO: u8 = b'e';
     /// Answer: refused. Body: the reason.
-    pub(crate) const REFUSED: u8 = b'r';
+    pub const REFUSED: u8 = b'r';
 
     const ACCESS: [(Access, &str); 3] =
         [(Access::Read, "r"), (Access::Write, "w"), (Access::WriteAlone, "x")];
 
     /// Encodes an access.
-    pub(crate) fn access(access: Access) -> &'static str {
+    pub fn access(access: Access) -> &'static str {
         ACCESS.iter().find(|(other, _)| *other == access).map_or("", |(_, letter)| letter)
     }
 
     /// Decodes an access.
-    pub(crate) fn parse_access(body: &[u8]) -> Option<Access> {
+    pub fn parse_access(body: &[u8]) -> Option<Access> {
         let known = ACCESS.iter().find(|(_, letter)| letter.as_bytes() == body);
         known.map(|(access, _)| *access)
     }
 }
 
 /// Requests of a supervisor's client.
-pub(crate) mod question {
+pub mod question {
     /// Tests if this process id is the supervisor's or its server process's.
-    pub(crate) const IS_YOURS: u8 = b'p';
+    pub const IS_YOURS: u8 = b'p';
     /// Tests if the server process serves at this path.
-    pub(crate) const SERVES: u8 = b's';
+    pub const SERVES: u8 = b's';
     /// Upgrades to the program at this path; an empty body stands for the current program.
-    pub(crate) const UPGRADE: u8 = b'u';
+    pub const UPGRADE: u8 = b'u';
     /// Permits the server process to open the image at this path, without symbolic links.
-    pub(crate) const GRANT: u8 = b'g';
+    pub const GRANT: u8 = b'g';
 }
 
 /// Answers of the supervisor.
-pub(crate) mod answer {
-    pub(crate) const YES: u8 = b'y';
-    pub(crate) const NO: u8 = b'n';
+pub mod answer {
+    pub const YES: u8 = b'y';
+    pub const NO: u8 = b'n';
 }
 
 /// Prefix of a supervisor's socket name, before the process id.
-pub(crate) const NAME: &str = "shadowbell-keeper/";
+pub const NAME: &str = "shadowbell-keeper/";
 
 /// Socket name, in the abstract namespace, of the supervisor with this process id. Several
 /// attempts exist because any process may have taken a name.
-pub(crate) fn name(pid: i32, attempt: u8) -> String {
+pub fn name(pid: i32, attempt: u8) -> String {
     format!("{NAME}{pid}/{attempt}")
 }
 
@@ -209,7 +209,7 @@ pub(crate) fn name(pid: i32, attempt: u8) -> String {
 /// The send buffers hold the messages that a server process sends while its supervisor is
 /// blocked, such as the checkpoint changes of a client that attaches. The system may grant less
 /// than [`ROOM`].
-pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     for end in [&pair.0, &pair.1] {
         let _ = set_socket_send_buffer_size(end, ROOM);
@@ -218,7 +218,7 @@ pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 }
 
 /// Sends a packet with text. Text beyond [`MOST`] is cut.
-pub(crate) fn send(
+pub fn send(
     socket: impl AsFd,
     letter: u8,
     body: impl AsRef<OsStr>,
@@ -233,7 +233,7 @@ pub(crate) fn send(
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] if the socket buffer is full; or another error of `sendmsg`.
-pub(crate) fn send_bytes(
+pub fn send_bytes(
     socket: impl AsFd,
     letter: u8,
     body: &[u8],
@@ -257,7 +257,7 @@ pub(crate) fn send_bytes(
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] if no packet is queued; or another error of `recvmsg`.
-pub(crate) fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>> {
+pub fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>> {
     let mut flags = RecvFlags::empty();
     flags.set(RecvFlags::DONTWAIT, now);
     receive_with(socket, flags)
@@ -267,12 +267,12 @@ pub(crate) fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>
 ///
 /// # Errors
 /// See [`receive`].
-pub(crate) fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
+pub fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
     receive_with(socket, RecvFlags::DONTWAIT | RecvFlags::PEEK)
 }
 
 /// Removes the next packet. Does not block, not even to close the packet's descriptors.
-pub(crate) fn drop_one(socket: impl AsFd) {
+pub fn drop_one(socket: impl AsFd) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
@@ -291,7 +291,7 @@ pub(crate) fn drop_one(socket: impl AsFd) {
 }
 
 /// Returns the sequence number of the next packet without removing it, if it has one.
-pub(crate) fn peek_number(socket: impl AsFd) -> Option<u64> {
+pub fn peek_number(socket: impl AsFd) -> Option<u64> {
     let mut bytes = [0; 9];
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     let (_, len) = rustix::io::retry_on_intr(|| recv(&socket, &mut bytes, flags)).ok()?;
@@ -325,18 +325,18 @@ fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet
 }
 
 /// Returns true if the peer runs as this process's user or as root.
-pub(crate) fn is_ours(socket: impl AsFd) -> bool {
+pub fn is_ours(socket: impl AsFd) -> bool {
     let peer = rustix::net::sockopt::socket_peercred(socket).map(|peer| peer.uid);
     peer.is_ok_and(|uid| uid.is_root() || uid == process_env::user())
 }
 
 /// Encodes a range of state versions.
-pub(crate) fn versions(range: &std::ops::RangeInclusive<u32>) -> String {
+pub fn versions(range: &std::ops::RangeInclusive<u32>) -> String {
     format!("{} {}", range.start(), range.end())
 }
 
 /// Decodes a range of state versions.
-pub(crate) fn parse_versions(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
+pub fn parse_versions(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
     let (first, last) = text.split_once(' ')?;
     Some(first.parse().ok()?..=last.parse().ok()?)
 }

@@ -1,7 +1,7 @@
 //! Control socket of the supervisor, in the abstract namespace: no file is left behind. Accepts
 //! connections of root and of the supervisor's own user.
 
-use crate::supervisor::protocol::{self, Packet};
+use crate::protocol::{self, Packet};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with,
 };

@@ -5,7 +5,7 @@ use super::state::{Reading, Supervisor};
 use super::upgrade::Step;
 use super::watchdog::Due;
 use super::worker::Worker;
-use crate::supervisor::protocol::to_worker;
+use crate::protocol::to_worker;
 use shadowbell_process::notify;
 use std::time::Instant;
 

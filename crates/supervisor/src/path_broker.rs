@@ -9,12 +9,12 @@
 
 use super::log::log_line;
 use super::open_broker::working;
-use crate::path_broker::{
+use crate::path_protocol::{
     DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, MOST, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
     PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
     path_of,
 };
-use crate::supervisor::protocol::{self, Packet};
+use crate::protocol::{self, Packet};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;

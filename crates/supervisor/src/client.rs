@@ -1,6 +1,6 @@
 //! Client of the supervisor: finds the supervisor of a server and sends it requests.
 
-use crate::supervisor::protocol::{self, Packet, answer, question};
+use crate::protocol::{self, Packet, answer, question};
 use anyhow::{Context, anyhow};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use shadowbell_config::server_config::known_path;
@@ -13,20 +13,20 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Connection to a supervisor.
-pub(crate) struct SupervisorClient(OwnedFd);
+pub struct SupervisorClient(OwnedFd);
 
 /// Error text if the supervisor closes the connection.
 const GONE: &str = "the supervisor has ended";
 
 impl SupervisorClient {
     /// Creates a client of the supervisor at the other end of this socket.
-    pub(crate) fn over(socket: OwnedFd) -> Self {
+    pub fn over(socket: OwnedFd) -> Self {
         Self(socket)
     }
 
     /// Permits the server process to open the image at this path, which contains no symbolic
     /// links. Returns false if the supervisor refuses.
-    pub(crate) fn grant(&self, image: &Path) -> bool {
+    pub fn grant(&self, image: &Path) -> bool {
         ask(&self.0, question::GRANT, image).is_ok_and(|packet| packet.letter == answer::YES)
     }
 
@@ -35,7 +35,7 @@ impl SupervisorClient {
     ///
     /// # Errors
     /// No supervisor answers for this server.
-    pub(crate) fn find(server: &Path) -> anyhow::Result<Self> {
+    pub fn find(server: &Path) -> anyhow::Result<Self> {
         let (letter, what) = match server.to_str().and_then(|text| text.parse::<u32>().ok()) {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
             None => (question::SERVES, known_path(server).into_os_string()),
@@ -82,14 +82,14 @@ impl SupervisorClient {
     ///
     /// # Errors
     /// The upgrade has failed, and the old process continues.
-    pub(crate) fn upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
+    pub fn upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
         let program = program.map_or(OsStr::new(""), Path::as_os_str);
         protocol::send(&self.0, question::UPGRADE, program, None).context(GONE)?;
         self.outcome()
     }
 
     /// Receives the result of a requested upgrade, as [`upgrade`](Self::upgrade) returns it.
-    pub(crate) fn outcome(&self) -> anyhow::Result<String> {
+    pub fn outcome(&self) -> anyhow::Result<String> {
         let packet = protocol::receive(&self.0, false).context(GONE)?.context(GONE)?;
         match packet.letter {
             answer::YES => Ok(packet.text()),
@@ -102,7 +102,7 @@ impl SupervisorClient {
 ///
 /// # Errors
 /// The file does not exist or is not executable.
-pub(crate) fn program(option: &str, path: &Path) -> anyhow::Result<PathBuf> {
+pub fn program(option: &str, path: &Path) -> anyhow::Result<PathBuf> {
     let full = std::fs::canonicalize(path)
         .with_context(|| format!("{option} {}", path.display()))
         .map_err(bad_input)?;

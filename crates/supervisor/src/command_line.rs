@@ -1,6 +1,6 @@
 //! Command line of the supervisor.
 
-use crate::supervisor::protocol;
+use crate::protocol;
 use std::ffi::{OsStr, OsString};
 use std::os::fd::RawFd;
 
@@ -10,7 +10,7 @@ pub(super) const AS_SUPERVISOR: &str = "--as-keeper";
 const SUPERVISOR: &str = "--keeper";
 /// Returns true if this command line starts a supervisor: it is `serve` without `--no-keeper`,
 /// `--check` or help. The command line of a server process is not (`--as-worker`).
-pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
+pub fn is_asked_for(arguments: &[OsString]) -> bool {
     let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
     if !words.next().is_some_and(|word| is_verb(word)) {
         return false;

@@ -7,7 +7,7 @@ use super::open_broker;
 use super::path_broker;
 use super::process::Process;
 use crate::checkpoint::{COMPLETE, Checkpoint, Part};
-use crate::supervisor::protocol::{self, AS_WORKER, Packet, to_supervisor, to_worker};
+use crate::protocol::{self, AS_WORKER, Packet, to_supervisor, to_worker};
 use rustix::process::Signal;
 use signal_hook::consts::SIGSYS;
 use std::collections::VecDeque;

@@ -34,7 +34,7 @@
 
 use super::open_broker;
 use super::snapshot::{PartialSnapshot, Snapshot};
-use crate::supervisor::protocol::{self, Packet, send_bytes};
+use crate::protocol::{self, Packet, send_bytes};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::process::take_inherited;

@@ -2,7 +2,7 @@
 
 use super::log::log_line;
 use super::worker::{Left, Worker};
-use crate::supervisor::protocol::{self, answer};
+use crate::protocol::{self, answer};
 use serde::{Deserialize, Serialize};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;

@@ -15,62 +15,62 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 /// Request: register the permitted paths ([`PathPermissions`] in the attached memory).
-pub(crate) const PLACES: u8 = b'p';
+pub const PLACES: u8 = b'p';
 /// Request: create a listening socket ([`Kind`] and path). The answer has [`Made`].
-pub(crate) const LISTEN: u8 = b'l';
+pub const LISTEN: u8 = b'l';
 /// Request: remove the file of a socket that is no longer served ([`Made`]).
-pub(crate) const REMOVE: u8 = b'r';
+pub const REMOVE: u8 = b'r';
 /// Request: as [`REMOVE`], without an answer.
-pub(crate) const REMOVE_UNANSWERED: u8 = b'q';
+pub const REMOVE_UNANSWERED: u8 = b'q';
 /// Request: remove the directory of a control socket (path), if it is empty.
-pub(crate) const REMOVE_DIRECTORY: u8 = b'd';
+pub const REMOVE_DIRECTORY: u8 = b'd';
 /// Request: create a trace file. With [`KEEP`], the previous file is renamed and kept.
-pub(crate) const TRACE: u8 = b't';
+pub const TRACE: u8 = b't';
 /// Argument of [`TRACE`].
-pub(crate) const KEEP: &str = "k";
+pub const KEEP: &str = "k";
 /// Request: create the TCP socket for metrics. The answer has its address.
-pub(crate) const METRICS: u8 = b'm';
+pub const METRICS: u8 = b'm';
 /// Request: create a connected pair of packet sockets.
-pub(crate) const PAIR: u8 = b's';
+pub const PAIR: u8 = b's';
 
 /// Answer: done.
-pub(crate) const DONE: u8 = b'y';
+pub const DONE: u8 = b'y';
 /// Answer: error number of the system.
-pub(crate) const ERRNO: u8 = b'e';
+pub const ERRNO: u8 = b'e';
 /// Answer: not permitted, with the reason.
-pub(crate) const REFUSED: u8 = b'n';
+pub const REFUSED: u8 = b'n';
 /// Answer: the socket cannot be created ([`NoSocket`]).
-pub(crate) const NO_SOCKET: u8 = b'b';
+pub const NO_SOCKET: u8 = b'b';
 
 /// Largest size of attached memory, in bytes.
-pub(crate) const MOST: u64 = 256 << 20;
+pub const MOST: u64 = 256 << 20;
 
 /// Paths and resources that a server process may request.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct PathPermissions {
+pub struct PathPermissions {
     /// Credentials for the operations: user, group, and supplementary groups.
-    pub(crate) user: Option<(u32, u32, Vec<u32>)>,
+    pub user: Option<(u32, u32, Vec<u32>)>,
     /// Directories in and below which sockets may be created and removed, without symbolic links.
-    pub(crate) directories: Vec<Bytes>,
+    pub directories: Vec<Bytes>,
     /// Parent directory of the servers' control directories, without symbolic links.
-    pub(crate) control: Option<Bytes>,
+    pub control: Option<Bytes>,
     /// File mode of the controllers' sockets. `group` is their group.
-    pub(crate) mode: Option<u32>,
+    pub mode: Option<u32>,
     /// Group of the controllers' sockets.
-    pub(crate) group: Option<String>,
-    pub(crate) trace: Option<Bytes>,
-    pub(crate) metrics: Option<SocketAddr>,
+    pub group: Option<String>,
+    pub trace: Option<Bytes>,
+    pub metrics: Option<SocketAddr>,
 }
 
 impl PathPermissions {
-    pub(crate) fn access(&self) -> SocketAccess {
+    pub fn access(&self) -> SocketAccess {
         SocketAccess { mode: self.mode, group: self.group.clone() }
     }
 }
 
 /// Access rights of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub enum Kind {
     /// Controller socket: the configured mode and group.
     Controller,
     /// Default mode of the system (umask).
@@ -84,14 +84,14 @@ impl Kind {
         [(Self::Controller, b'c'), (Self::Plain, b'p'), (Self::Private, b'u')];
 
     /// Encodes the argument of [`LISTEN`].
-    pub(crate) fn question(self, path: &Path) -> OsString {
+    pub fn question(self, path: &Path) -> OsString {
         let letter = Self::ALL.iter().find(|(kind, _)| *kind == self).map(|(_, letter)| *letter);
         let path = path.as_os_str().as_bytes().iter().copied();
         OsString::from_vec(letter.into_iter().chain(path).collect())
     }
 
     /// Decodes the argument of [`LISTEN`].
-    pub(crate) fn parse(question: &[u8]) -> Option<(Self, PathBuf)> {
+    pub fn parse(question: &[u8]) -> Option<(Self, PathBuf)> {
         let (letter, path) = question.split_first()?;
         let (kind, _) = Self::ALL.iter().find(|(_, other)| other == letter)?;
         Some((*kind, path_of(path)))
@@ -100,16 +100,16 @@ impl Kind {
 
 /// Socket that was created, or is to be removed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Made {
+pub struct Made {
     /// Absolute path.
-    pub(crate) path: Bytes,
+    pub path: Bytes,
     /// Device and inode number.
-    pub(crate) file: Option<(u64, u64)>,
+    pub file: Option<(u64, u64)>,
 }
 
 /// Reason why a socket cannot be created.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum NoSocket {
+pub enum NoSocket {
     TooLong(usize),
     NoDirectory(Bytes),
     InUse,
@@ -131,7 +131,7 @@ const STEPS: [&str; 8] = [
 ];
 
 impl NoSocket {
-    pub(crate) fn of(error: &BindError) -> Self {
+    pub fn of(error: &BindError) -> Self {
         match error {
             BindError::TooLong { len, .. } => Self::TooLong(*len),
             BindError::NoDirectory { directory, .. } => Self::NoDirectory(bytes_of(directory)),
@@ -145,7 +145,7 @@ impl NoSocket {
     }
 
     /// Converts back to a [`BindError`] for `path`.
-    pub(crate) fn into_error(self, path: &Path) -> BindError {
+    pub fn into_error(self, path: &Path) -> BindError {
         let path = path.to_owned();
         match self {
             Self::TooLong(len) => BindError::TooLong { path, len },
@@ -163,11 +163,11 @@ impl NoSocket {
     }
 }
 
-pub(crate) fn bytes_of(path: &Path) -> Bytes {
+pub fn bytes_of(path: &Path) -> Bytes {
     Bytes(path.as_os_str().as_bytes().to_vec())
 }
 
-pub(crate) fn path_of(bytes: &[u8]) -> PathBuf {
+pub fn path_of(bytes: &[u8]) -> PathBuf {
     OsString::from_vec(bytes.to_vec()).into()
 }
 

@@ -5,7 +5,7 @@ use super::fd_store::{self, FdStore, Found};
 use super::log::log_line;
 use super::open_broker;
 use super::state::Supervisor;
-use crate::supervisor::protocol::to_supervisor;
+use crate::protocol::to_supervisor;
 use rustix::process::Signal;
 use shadowbell_state::StateError;
 use std::time::Instant;

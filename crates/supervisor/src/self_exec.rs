@@ -17,7 +17,7 @@ use super::snapshot_codec::{self, Held};
 use super::state::Supervisor;
 use super::upgrade::tell_outcome;
 use super::{open_broker, path_broker};
-use crate::supervisor::protocol;
+use crate::protocol;
 use rustix::io::{FdFlags, fcntl_setfd};
 use shadowbell_memory::process::{block_signals, execute, take_inherited, unblock_signals};
 use std::ffi::OsString;
@@ -28,13 +28,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 /// Command-line argument of a program that is started to check a snapshot.
-pub(crate) const CHECK: &str = "keeper-check";
+pub const CHECK: &str = "keeper-check";
 
 /// Answer of a program that accepts the snapshot.
 const CAN: &str = "can go on";
 
 /// Prints whether this program could continue from the snapshot on its standard input.
-pub(crate) fn check() -> std::process::ExitCode {
+pub fn check() -> std::process::ExitCode {
     let answer = match io::stdin().as_fd().try_clone_to_owned() {
         Ok(memory) => match snapshot_codec::check(memory) {
             Ok(()) => CAN.to_owned(),

@@ -5,7 +5,7 @@ use super::restart_policy::Next;
 use super::state::{LEAVE, Supervisor};
 use super::upgrade::Step;
 use super::worker::{Worker, how, is_killed};
-use crate::supervisor::protocol::START;
+use crate::protocol::START;
 use shadowbell_process::{exit, notify};
 use std::time::{Duration, Instant};
 

@@ -5,7 +5,7 @@ use super::pending_exec::PendingExec;
 use super::state::{HAND_OVER, LEAVE, PREPARE, REHEARSE, Supervisor};
 use super::upgrade::{Step, Upgrade, tell_outcome};
 use super::worker::{Left, Worker, how, is_killed};
-use crate::supervisor::protocol::{SUCCESSOR, to_supervisor, to_worker};
+use crate::protocol::{SUCCESSOR, to_supervisor, to_worker};
 use shadowbell_process::notify;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

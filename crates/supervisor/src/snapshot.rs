@@ -7,7 +7,7 @@
 //! number, by which a reader recognizes duplicates.
 
 use crate::checkpoint_codec::Fds;
-use crate::supervisor::protocol::{MOST_FDS, Packet, send_bytes};
+use crate::protocol::{MOST_FDS, Packet, send_bytes};
 use rustix::fs::{MemfdFlags, memfd_create};
 use shadowbell_state::{Parcel, StateError};
 use std::fs::File;
