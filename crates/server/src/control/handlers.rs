@@ -185,7 +185,7 @@ fn bytes(body: Vec<u8>) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::serve::control::routes::{Via, route};
+    use crate::control::routes::{Via, route};
     use hyper::Method;
     use std::collections::BTreeSet;
 
