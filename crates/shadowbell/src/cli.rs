@@ -1,8 +1,8 @@
 //! Command line: verbs and global options.
 
 use crate::{
-    attach_many, bench, bind, ctl, demo, export, inspect, manage, manual, serve, top, trace,
-    transfer, upgrade, verify,
+    attach_many, bench, bind, ctl, demo, export, inspect, manage, manual, top, trace, transfer,
+    upgrade, verify,
 };
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
@@ -25,7 +25,7 @@ struct Cli {
 /// Verbs in the order of the help. Most have their help text and options in their own modules.
 #[derive(Debug, Subcommand)]
 enum Verb {
-    Serve(Box<serve::Args>),
+    Serve(Box<shadowbell_server::Args>),
     Demo(demo::Args),
     Bench(bench::Args),
     Verify(verify::Args),
@@ -80,7 +80,7 @@ impl Verb {
 
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
-            Self::Serve(args) => serve::run(*args),
+            Self::Serve(args) => shadowbell_server::run(*args),
             Self::Demo(args) => demo::run(&args),
             Self::Bench(args) => bench::run(&args),
             Self::Verify(args) => verify::run(&args),

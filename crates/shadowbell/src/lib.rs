@@ -8,7 +8,6 @@
 //!
 //! | verbs | function |
 //! |---|---|
-//! | `serve` | serve controllers over vfio-user sockets |
 //! | `demo` | measure the benefit of shadow doorbells |
 //! | `bench` | measure the performance of a controller |
 //! | `verify` | verify the data integrity of a controller |
@@ -39,7 +38,7 @@
 //!
 //! Lower crates: `shadowbell-process` (exit statuses, log, output), `shadowbell-config`,
 //! `shadowbell-control-api`, `shadowbell-storage`,
-//! `shadowbell-supervisor`.
+//! `shadowbell-supervisor`, `shadowbell-server` (the verb `serve`).
 #![forbid(unsafe_code)]
 
 mod attach_many;
@@ -66,7 +65,6 @@ mod page;
 mod queue_options;
 mod report;
 mod rng;
-mod serve;
 mod session;
 mod top;
 mod trace;

@@ -46,21 +46,34 @@ const DELETE: u8 = b'd';
 /// Change of an item.
 pub enum Change<'a> {
     /// Adds an item, or replaces the one with this key.
-    Put { key: &'a str, body: &'a [u8], fds: &'a [BorrowedFd<'a>] },
+    Put {
+        /// Key of the item.
+        key: &'a str,
+        /// Body of the item.
+        body: &'a [u8],
+        /// Descriptors of the item.
+        fds: &'a [BorrowedFd<'a>],
+    },
     /// Removes the item with this key, if there is one.
-    Delete { key: &'a str },
+    Delete {
+        /// Key of the item.
+        key: &'a str,
+    },
 }
 
 /// Stored item.
 #[derive(Debug)]
 pub struct Item {
+    /// Body.
     pub body: Body,
+    /// Descriptors.
     pub fds: Vec<OwnedFd>,
 }
 
 /// Body of an item.
 #[derive(Debug)]
 pub enum Body {
+    /// Body in memory of the process.
     Here(Vec<u8>),
     /// Body in a memfd.
     There(OwnedFd),
@@ -101,7 +114,9 @@ impl Drop for Item {
 
 /// Packet of a transaction with its descriptors.
 pub struct Packet<'a> {
+    /// Bytes of the packet.
     pub bytes: Vec<u8>,
+    /// Descriptors of the packet.
     pub fds: Vec<BorrowedFd<'a>>,
 }
 
@@ -217,7 +232,9 @@ pub enum Unreadable {
 /// Checkpoint, and the changes of an unfinished transaction.
 #[derive(Clone, Debug, Default)]
 pub struct Checkpoint {
+    /// Items by their keys.
     pub all: BTreeMap<String, Arc<Item>>,
+    /// Changes of the unfinished transaction; `None` removes an item.
     pub staged: Vec<(String, Option<Arc<Item>>)>,
     /// The last packet did not end its transaction.
     pub is_open: bool,

@@ -58,11 +58,14 @@ pub struct PathPermissions {
     pub mode: Option<u32>,
     /// Group of the controllers' sockets.
     pub group: Option<String>,
+    /// Path of the trace file.
     pub trace: Option<Bytes>,
+    /// TCP address of the metrics.
     pub metrics: Option<SocketAddr>,
 }
 
 impl PathPermissions {
+    /// Access rights of the controllers' sockets.
     pub fn access(&self) -> SocketAccess {
         SocketAccess { mode: self.mode, group: self.group.clone() }
     }
@@ -110,9 +113,13 @@ pub struct Made {
 /// Reason why a socket cannot be created.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NoSocket {
+    /// The path is longer than a socket address permits: its length.
     TooLong(usize),
+    /// The directory does not exist.
     NoDirectory(Bytes),
+    /// A server listens on the socket.
     InUse,
+    /// The path exists and is no socket.
     NotASocket,
     /// Operation that failed, and its error number.
     System(String, i32),
@@ -131,6 +138,7 @@ const STEPS: [&str; 8] = [
 ];
 
 impl NoSocket {
+    /// Reason for an error of the listener.
     pub fn of(error: &BindError) -> Self {
         match error {
             BindError::TooLong { len, .. } => Self::TooLong(*len),
@@ -163,10 +171,12 @@ impl NoSocket {
     }
 }
 
+/// Bytes of a path.
 pub fn bytes_of(path: &Path) -> Bytes {
     Bytes(path.as_os_str().as_bytes().to_vec())
 }
 
+/// Path of these bytes.
 pub fn path_of(bytes: &[u8]) -> PathBuf {
     OsString::from_vec(bytes.to_vec()).into()
 }

@@ -37,8 +37,11 @@ pub const MOST_FDS: usize = 253;
 /// A received packet.
 #[derive(Debug)]
 pub struct Packet {
+    /// Type of the message.
     pub letter: u8,
+    /// Content of the message.
     pub body: Vec<u8>,
+    /// Descriptors of the message.
     pub fds: Vec<OwnedFd>,
 }
 
@@ -48,6 +51,7 @@ impl Packet {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
+    /// The body as a path.
     pub fn path(self) -> PathBuf {
         std::ffi::OsString::from_vec(self.body).into()
     }
@@ -191,7 +195,9 @@ pub mod question {
 
 /// Answers of the supervisor.
 pub mod answer {
+    /// The request is granted or has succeeded.
     pub const YES: u8 = b'y';
+    /// The request is refused or has failed.
     pub const NO: u8 = b'n';
 }
 

@@ -3,7 +3,7 @@
 use super::ana;
 use super::lookup::{find, problem, uuid};
 use super::state::{ServerState, namespaces_of};
-use crate::serve::registry::ServedController;
+use crate::registry::ServedController;
 use shadowbell_config::config_file::{self};
 use shadowbell_config::controller_config::{ControllerConfig, DiskConfig};
 use shadowbell_config::server_config::{Own, SocketConfig, WorkerChoice};

@@ -1,9 +1,9 @@
 //! Interface of the control socket to the server.
 
-use crate::serve::reconfigure::Changes;
-use crate::serve::registry::{Registry, ServedController};
-use crate::serve::tracer::Tracer;
-use crate::serve::worker_link::Asker;
+use crate::reconfigure::Changes;
+use crate::registry::{Registry, ServedController};
+use crate::tracer::Tracer;
+use crate::worker_link::Asker;
 use parking_lot::Mutex;
 use shadowbell_config::config_file::Settings;
 use shadowbell_config::limits::DiskLimits;
@@ -13,25 +13,25 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// The part of the server that requests read and control.
-pub(in crate::serve) struct ServerState {
-    pub(in crate::serve) name: String,
+pub(crate) struct ServerState {
+    pub(crate) name: String,
     /// Start of the counters.
-    pub(in crate::serve) began: Instant,
+    pub(crate) began: Instant,
     /// Time at which this process began to serve.
-    pub(in crate::serve) serves_since: Instant,
-    pub(in crate::serve) workers: usize,
-    pub(in crate::serve) supervisor_pid: Option<u32>,
-    pub(in crate::serve) controllers: Arc<Registry>,
-    pub(in crate::serve) changes: Arc<Changes>,
+    pub(crate) serves_since: Instant,
+    pub(crate) workers: usize,
+    pub(crate) supervisor_pid: Option<u32>,
+    pub(crate) controllers: Arc<Registry>,
+    pub(crate) changes: Arc<Changes>,
     /// Server-wide settings.
-    pub(in crate::serve) settings: Settings,
+    pub(crate) settings: Settings,
     /// Ends the service.
-    pub(in crate::serve) end: Box<dyn Fn() + Send + Sync>,
+    pub(crate) end: Box<dyn Fn() + Send + Sync>,
     /// Reason for the failure of the last upgrade.
-    pub(in crate::serve) upgrade_error: Arc<Mutex<Option<String>>>,
-    pub(in crate::serve) tracer: Arc<Tracer>,
+    pub(crate) upgrade_error: Arc<Mutex<Option<String>>>,
+    pub(crate) tracer: Arc<Tracer>,
     /// Connection to the supervisor, for a sandboxed process.
-    pub(in crate::serve) asks: Option<Asker>,
+    pub(crate) asks: Option<Asker>,
 }
 
 /// Current namespaces of a controller.

@@ -1,7 +1,7 @@
 //! Lookup of controllers by id, and conversion of errors to problems.
 
 use super::state::ServerState;
-use crate::serve::registry::ServedController;
+use crate::registry::ServedController;
 use shadowbell_config::uuid_text::parse_uuid;
 use shadowbell_control_api::api::{Code, Problem};
 use shadowbell_process::exit;

@@ -1,7 +1,7 @@
 //! Doorbell trace requests: on, off, and download.
 
 use super::state::ServerState;
-use crate::serve::tracer::TraceStatus;
+use crate::tracer::TraceStatus;
 use hyper::body::{Body, Bytes, Frame, SizeHint};
 use shadowbell_control_api::api::{Code, Problem, Trace, TraceChange};
 use shadowbell_controller::trace::TraceFile;

@@ -38,7 +38,7 @@ mod trace;
 
 pub(super) use state::ServerState;
 
-use crate::serve::path_broker;
+use crate::path_broker;
 use anyhow::{Context, anyhow};
 use serde::{Deserialize, Serialize};
 use shadowbell_config::socket_path::{self, SocketPath};

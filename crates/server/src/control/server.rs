@@ -3,8 +3,8 @@
 use super::lookup::problem;
 use super::metrics;
 use super::state::ServerState;
-use crate::serve::reload::apply as apply_config;
-use crate::serve::stats_report;
+use crate::reload::apply as apply_config;
+use crate::stats_report;
 use shadowbell_config::config_file::{self, Settings};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_control_api::api::{

@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 /// Serve disks as an NVMe controller to a virtual machine, over a vfio-user socket
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
-pub(crate) struct Args {
+pub struct Args {
     /// Disks, one per namespace: disk.img, /dev/sdb, /dev/ng0n1, disk.qcow2, mem:1GiB, null:1TiB,
     /// an NBD export, nbd://host/export, nbd+unix:///export?socket=PATH, a Ceph RBD image,
     /// rbd:pool/image, or a namespace of another controller, nvme://0000:01:00.0/1,
@@ -286,7 +286,7 @@ impl Args {
     ///
     /// # Errors
     /// The file is invalid, or the options contradict each other.
-    pub(crate) fn config(self) -> anyhow::Result<ServerConfig> {
+    pub fn config(self) -> anyhow::Result<ServerConfig> {
         let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
         let names = self.config.as_deref().or(self.socket.as_deref());
         let default_name = names.map(socket_path::name_from).unwrap_or_default();

@@ -11,7 +11,7 @@
 //! once.
 
 use super::state::{ServerState, namespaces_of};
-use crate::serve::registry::ServedController;
+use crate::registry::ServedController;
 use shadowbell_control_api::api::Namespace;
 use shadowbell_controller::Stats;
 use shadowbell_controller::latency_stats::{BUCKETS, Distribution, NamespaceLatency, bucket_end};

@@ -1,6 +1,6 @@
 //! Statistics of the server, for the control socket and the log.
 
-use super::registry::ServedController;
+use crate::registry::ServedController;
 use serde::Serialize;
 use shadowbell_controller::{Controller, Stats};
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// Sums over the I/O queues of all controllers, deleted ones included, and the counters of each.
 #[derive(Debug, Default, Serialize)]
-pub(super) struct Report {
+pub(crate) struct Report {
     /// Commands fetched.
     pub commands: u64,
     /// Completions posted.
@@ -32,7 +32,7 @@ pub(super) struct Report {
 
 /// Counters of a controller.
 #[derive(Debug, Serialize)]
-pub(super) struct ControllerReport {
+pub(crate) struct ControllerReport {
     /// Path of the socket.
     pub socket: String,
     /// Serial number.
@@ -47,7 +47,7 @@ pub(super) struct ControllerReport {
 
 /// Counters of a disk.
 #[derive(Debug, Serialize)]
-pub(super) struct DiskReport {
+pub(crate) struct DiskReport {
     /// Name of the disk.
     pub disk: String,
     /// Counters by name.
@@ -65,7 +65,7 @@ fn disks(controller: &Controller) -> Vec<DiskReport> {
 }
 
 impl Report {
-    pub(super) fn of(served: &[Arc<ServedController>]) -> Self {
+    pub(crate) fn of(served: &[Arc<ServedController>]) -> Self {
         let mut report = Self::default();
         for served in served {
             let ServedController { name, controller, .. } = &**served;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 /// Mode of the sandbox.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub(in crate::serve) enum Mode {
+pub(crate) enum Mode {
     /// As far as the system and the disks permit.
     #[default]
     Auto,
@@ -17,12 +17,12 @@ pub(in crate::serve) enum Mode {
 
 /// Options of the sandbox.
 #[derive(Clone, Debug, Default)]
-pub(in crate::serve) struct Asked {
-    pub(in crate::serve) mode: Mode,
+pub(crate) struct Asked {
+    pub(crate) mode: Mode,
     /// User that the process becomes.
-    pub(in crate::serve) user: Option<User>,
+    pub(crate) user: Option<User>,
     /// Directories in which images may be opened and sockets created.
-    pub(in crate::serve) allow: Vec<PathBuf>,
+    pub(crate) allow: Vec<PathBuf>,
     /// Configuration file, which may be reloaded.
-    pub(in crate::serve) config: Option<PathBuf>,
+    pub(crate) config: Option<PathBuf>,
 }

@@ -78,7 +78,7 @@ pub(super) fn change_namespace(
     nsid: u32,
     wanted: &NamespaceChange,
 ) -> Result<Namespace, Problem> {
-    use crate::serve::namespaces::NamespaceChange as Change;
+    use crate::namespaces::NamespaceChange as Change;
     let change = match wanted.clone() {
         NamespaceChange { size: Some(Size::Whole), disk: None, read_only: None, limits: None } => {
             Change::Size(None)

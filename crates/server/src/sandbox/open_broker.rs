@@ -1,6 +1,6 @@
 //! Images, opened by the open broker of the supervisor.
 
-use crate::serve::worker_link::WorkerLink;
+use crate::worker_link::WorkerLink;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -30,7 +30,7 @@ struct BySupervisor(&'static Opening);
 ///
 /// # Errors
 /// The file cannot be opened.
-pub(in crate::serve) fn open_config(path: &Path) -> io::Result<File> {
+pub(crate) fn open_config(path: &Path) -> io::Result<File> {
     match OPENING.get() {
         Some(opening) => opening.open(opening.name(path)?.as_fd(), Access::Read),
         None => File::open(path),

@@ -2,7 +2,7 @@
 
 use super::lookup::{find, problem};
 use super::state::ServerState;
-use crate::serve::registry::ServedController;
+use crate::registry::ServedController;
 use shadowbell_control_api::api::{AnaGroup, AnaStateChange, Code, Problem};
 
 /// Change the ANA state of a group for a controller of a subsystem

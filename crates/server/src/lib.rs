@@ -41,6 +41,7 @@
 //! `shadowbell_process::log_thread`); one for the statistics socket, if there is one; one for the control
 //! socket; one that polls disks for new sizes; and the main thread, which waits for signals.
 //! Without clients none of them has a timer.
+#![forbid(unsafe_code)]
 
 mod ana;
 mod args;
@@ -81,7 +82,7 @@ mod tracer;
 mod transfer;
 mod worker_link;
 
-pub(crate) use args::Args;
+pub use args::Args;
 
 use anyhow::anyhow;
 use bytesize::ByteSize;
@@ -116,7 +117,7 @@ use worker_link::{Role, WorkerLink};
 ///
 /// # Errors
 /// The configuration cannot be served, or the service has failed.
-pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if let Some(file) = &args.check {
         return check(file);
     }

@@ -5,8 +5,8 @@
 
 use super::asked::Asked;
 use super::open_broker::{self, Allowed};
-use crate::serve::path_broker;
-use crate::serve::worker_link::WorkerLink;
+use crate::path_broker;
+use crate::worker_link::WorkerLink;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort,
     PathFd, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
