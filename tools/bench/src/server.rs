@@ -106,7 +106,7 @@ impl Server {
     /// Ends the server with SIGTERM. Returns its counters.
     pub(crate) fn stop(mut self) -> Result<Value> {
         let mut ctl = child(&self.binary);
-        ctl.args(["ctl", "stats", "-s"]).arg(self.directory.path().join("control"));
+        ctl.args(["ctl", "-s"]).arg(self.directory.path().join("control")).arg("stats");
         let counters = output("shadowbell ctl stats", ctl, LIMIT)?;
         self.process.signal(Signal::TERM)?;
         let status = self.process.wait(LIMIT)?;
