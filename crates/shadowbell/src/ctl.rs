@@ -4,7 +4,6 @@ use crate::ctl_ana::{AnaArgs, ana};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::grant::grant;
-use crate::supervisor::client::{SupervisorClient, program};
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
@@ -26,6 +25,7 @@ use shadowbell_process::logging::COMMON;
 use shadowbell_process::output::{Output, show};
 use shadowbell_process::table::Table;
 use shadowbell_process::units::count;
+use shadowbell_supervisor::client::{SupervisorClient, program};
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -107,7 +107,7 @@ enum What {
     ///
     /// After a change, the command waits for commands in flight to end.
     Ana(AnaArgs),
-    /// Show all statistics, in JSON as in `serve --stats-json`
+    /// Show all statistics, in JSON
     Stats,
     /// Record every decision about a doorbell for `shadowbell trace`, or show the state of this
     Trace {

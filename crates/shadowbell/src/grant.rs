@@ -1,10 +1,10 @@
 //! Access to images for a sandboxed server: its supervisor opens images that were named at the
 //! start, and images that `ctl` grants. The server process itself cannot grant any.
 
-use crate::supervisor::client::SupervisorClient;
 use shadowbell_config::disk_spec;
 use shadowbell_control_api::api::Status;
 use shadowbell_control_api::client::Client;
+use shadowbell_supervisor::client::SupervisorClient;
 use std::path::{Path, PathBuf};
 
 /// Asks the supervisor of a server, if there is one, to grant access to these disks. Failures are

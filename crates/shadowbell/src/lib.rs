@@ -8,7 +8,6 @@
 //!
 //! | verbs | function |
 //! |---|---|
-//! | `serve` | serve controllers over vfio-user sockets |
 //! | `demo` | measure the benefit of shadow doorbells |
 //! | `bench` | measure the performance of a controller |
 //! | `verify` | verify the data integrity of a controller |
@@ -31,10 +30,6 @@
 //! | `overwrite` | confirmation before a disk is overwritten |
 //! | `banner` | description of an attached controller |
 //! | `local` | in-process controller for the driver |
-//! | `supervisor` | process that starts and restarts the server process, unless `--no-keeper` |
-//! | `checkpoint` | checkpoint of a server process, for recovery, and its packets |
-//! | `checkpoint_codec` | serialization of a checkpoint for the next supervisor |
-//! | `path_broker` | protocol for sockets and files that the supervisor creates |
 //! | `grant` | access to images for a sandboxed server |
 //! | `queue_options` | doorbell and completion modes of the driver |
 //! | `block_pattern`, `rng` | verifiable block content; random number generator |
@@ -42,7 +37,8 @@
 //! | `page` | HTML reports of measurements |
 //!
 //! Lower crates: `shadowbell-process` (exit statuses, log, output), `shadowbell-config`,
-//! `shadowbell-control-api`, `shadowbell-storage`.
+//! `shadowbell-control-api`, `shadowbell-storage`,
+//! `shadowbell-supervisor`, `shadowbell-server` (the verb `serve`).
 #![forbid(unsafe_code)]
 
 mod attach_many;
@@ -50,8 +46,6 @@ mod banner;
 mod bench;
 mod bind;
 mod block_pattern;
-mod checkpoint;
-mod checkpoint_codec;
 mod cli;
 mod ctl;
 mod ctl_ana;
@@ -68,13 +62,10 @@ mod manage;
 mod manual;
 mod overwrite;
 mod page;
-mod path_broker;
 mod queue_options;
 mod report;
 mod rng;
-mod serve;
 mod session;
-mod supervisor;
 mod top;
 mod trace;
 mod transfer;

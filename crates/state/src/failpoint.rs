@@ -101,9 +101,9 @@ points! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WrongOrder {
-    /// Journal records (or in-flight marks) are freed before their completions are posted.
+    /// Journal records are freed before their completions are posted.
     FreedBeforePosted,
-    /// The completion queue tail is stored before journal records (or in-flight marks) are freed.
+    /// The completion queue tail is stored before journal records are freed.
     StoredBeforeFreed,
     /// Recovery does not wait for the in-flight commands of the dead process.
     NoFence,

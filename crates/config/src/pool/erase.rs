@@ -2,12 +2,16 @@
 
 use super::HostPool;
 use super::index::VACANT;
+use rustix::fs::{FallocateFlags, fallocate};
 use shadowbell_disk::OpenError;
 use shadowbell_disk_file::ImageFile;
 use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
 use std::io::{self, Seek, Write};
+use std::os::unix::fs::FileExt;
 
+/// Largest block of a file system, in bytes: the unit of the hole at the begin of a wiped file.
+const BLOCK: u64 = 1 << 16;
 /// Bytes per write of an overwrite.
 const CHUNK: usize = 1 << 20;
 
@@ -26,8 +30,13 @@ fn open(pool: &HostPool, nsid: u32) -> io::Result<ImageFile> {
 /// Errors of the file system.
 pub fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     let image = open(pool, nsid)?;
-    image.file().set_len(0)?;
+    // Never empty: after a crash at this point an empty file could not be opened.
+    image.file().set_len(1)?;
+    image.file().write_all_at(&[0], 0)?;
     image.file().set_len(bytes)?;
+    // The first block stays allocated if the file system cannot punch holes.
+    let _ =
+        fallocate(image.file(), FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, BLOCK);
     rustix::fs::fdatasync(image.file())?;
     Ok(())
 }

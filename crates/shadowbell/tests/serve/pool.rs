@@ -262,7 +262,8 @@ fn a_sanitize_operation_continues_across_upgrades() {
     let is_over = || guest.0.admin().sanitize_log().unwrap().sstat.sos() != sos::IN_PROGRESS;
     until("its end", is_over);
     let log = guest.0.admin().sanitize_log().unwrap();
-    assert_eq!((log.sstat.sos(), log.sstat.opc()), (sos::SUCCESSFUL, 8), "{progress:?}");
+    let result = (log.sstat.sos(), log.sstat.opc());
+    assert_eq!(result, (sos::SUCCESSFUL, 8), "{progress:?}\n{}", server.stderr());
     until("the namespace", || guest.read(1, 0) == Ok(0));
     assert!((0..32768).step_by(512).all(|lba| guest.read(1, lba) == Ok(0)));
     drop(guest);

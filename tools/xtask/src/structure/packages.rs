@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
 /// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
-pub(super) const LAYERS: [&str; 26] = [
+pub(super) const LAYERS: [&str; 28] = [
     "spec",
     "doorbell",
     "state",
@@ -33,6 +33,8 @@ pub(super) const LAYERS: [&str; 26] = [
     "config",
     "control-api",
     "storage",
+    "supervisor",
+    "server",
     "block",
     "export",
     "shadowbell",

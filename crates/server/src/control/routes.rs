@@ -1,0 +1,176 @@
+//! Routes: the mapping of a request's method and path to a handler, by the OpenAPI document.
+
+use super::handlers::{HANDLERS, Handler, answer_document, openapi};
+use hyper::{Method, Uri};
+use percent_encoding::percent_decode_str;
+use shadowbell_control_api::api::{Code, Problem};
+use std::str::FromStr;
+use std::sync::LazyLock;
+
+/// Socket by which a request arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Via {
+    /// Control socket.
+    Socket,
+    /// TCP socket, which serves only the metrics.
+    Tcp,
+}
+
+/// Handler of a request, and the parameters in its path and query.
+#[derive(Debug)]
+pub(super) struct Route {
+    pub(super) handler: Handler,
+    path: String,
+    parameters: Vec<(&'static str, String)>,
+    query: Option<String>,
+}
+
+impl Route {
+    /// Parameter of the path.
+    pub(super) fn text(&self, name: &str) -> &str {
+        let found = self.parameters.iter().find(|(known, _)| *known == name);
+        found.map_or("", |(_, value)| value)
+    }
+
+    /// Numeric parameter of the path.
+    pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<T, Problem> {
+        self.text(name).parse().map_err(|_| missing(&self.path))
+    }
+
+    pub(super) fn has_query(&self, query: &str) -> bool {
+        self.query.as_deref() == Some(query)
+    }
+}
+
+/// Path of the OpenAPI document with its operations.
+struct Entry {
+    /// Components; a parameter is in braces.
+    template: Vec<String>,
+    operations: Vec<(Method, Handler)>,
+    /// Methods of the operations.
+    allow: String,
+}
+
+/// Paths of the OpenAPI document, and that of the document itself.
+static TABLE: LazyLock<Vec<Entry>> = LazyLock::new(|| {
+    let own = ("/v1/openapi.json".to_owned(), vec![(Method::GET, answer_document as Handler)]);
+    let paths = openapi().paths.paths.into_iter().map(|(path, item)| {
+        let operations = [
+            (Method::DELETE, item.delete),
+            (Method::GET, item.get),
+            (Method::PATCH, item.patch),
+            (Method::POST, item.post),
+            (Method::PUT, item.put),
+        ];
+        let operations = operations.into_iter().filter_map(|(method, operation)| {
+            let id = operation?.operation_id?;
+            HANDLERS.iter().find(|(name, _)| *name == id).map(|(_, handler)| (method, *handler))
+        });
+        (path, operations.collect())
+    });
+    let entries = paths.chain([own]).map(|(path, operations): (String, Vec<_>)| {
+        let methods: Vec<_> = operations.iter().map(|(method, _)| method.as_str()).collect();
+        let allow = methods.join(", ");
+        let template = path.trim_start_matches('/').split('/').map(str::to_owned).collect();
+        Entry { template, operations, allow }
+    });
+    entries.collect()
+});
+
+impl Entry {
+    /// Parameters of a path, if it matches.
+    fn parameters(&'static self, parts: &[String]) -> Option<Vec<(&'static str, String)>> {
+        if parts.len() != self.template.len() {
+            return None;
+        }
+        let mut parameters = Vec::new();
+        for (part, template) in parts.iter().zip(&self.template) {
+            let name = template.strip_prefix('{').and_then(|name| name.strip_suffix('}'));
+            match name {
+                Some(name) => parameters.push((name, part.clone())),
+                None if part == template => {}
+                None => return None,
+            }
+        }
+        Some(parameters)
+    }
+}
+
+/// A request without a route.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Refused {
+    pub(super) problem: Problem,
+    /// Methods that the path supports.
+    pub(super) allow: Option<&'static str>,
+}
+
+impl From<Problem> for Refused {
+    fn from(problem: Problem) -> Self {
+        Self { problem, allow: None }
+    }
+}
+
+fn missing(path: &str) -> Problem {
+    Problem::new(Code::NotFound, format!("there is no path {path}"))
+}
+
+/// Returns the handler of a method and a path.
+///
+/// # Errors
+/// The path does not exist, or does not support the method.
+pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refused> {
+    let path = uri.path();
+    let parts: Option<Vec<String>> = path.trim_start_matches('/').split('/').map(decode).collect();
+    let parts = parts.filter(|parts| via == Via::Socket || parts[..] == ["metrics"]);
+    let found = parts
+        .and_then(|parts| TABLE.iter().find_map(|entry| Some((entry, entry.parameters(&parts)?))));
+    let (entry, parameters) = found.ok_or_else(|| missing(path))?;
+    let Some((_, handler)) = entry.operations.iter().find(|(known, _)| known == method) else {
+        let why = format!("{path} has no {method}; it has {}", entry.allow);
+        let problem = Problem::new(Code::MethodNotAllowed, why);
+        return Err(Refused { problem, allow: Some(&entry.allow) });
+    };
+    let (path, query) = (path.to_owned(), uri.query().map(str::to_owned));
+    Ok(Route { handler: *handler, path, parameters, query })
+}
+
+/// Decodes a path component. `None` if it is not UTF-8.
+fn decode(part: &str) -> Option<String> {
+    percent_decode_str(part).decode_utf8().ok().map(|text| text.into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(via: Via, method: Method, path: &str) -> Result<Route, Refused> {
+        route(via, &method, &path.parse().unwrap())
+    }
+
+    #[test]
+    fn a_request_is_what_it_says() {
+        let path = "/v1/controllers/%2Frun%2Fvm%200.sock/namespaces/7x";
+        let route = ask(Via::Socket, Method::PUT, path).unwrap();
+        assert_eq!(route.text("id"), "/run/vm 0.sock");
+        assert_eq!(route.number::<u32>("nsid").unwrap_err().status(), 404);
+        assert!(ask(Via::Tcp, Method::GET, "/metrics?x=1").is_ok());
+        assert!(ask(Via::Socket, Method::GET, "/v1/openapi.json").is_ok());
+        let refused = ask(Via::Socket, Method::DELETE, "/v1/log-level").unwrap_err();
+        assert_eq!((refused.problem.status(), refused.allow), (405, Some("GET, PUT")));
+        for path in ["/", "/v1", "/v1/status/x", "/v2/status", "/v1/controllers/%ff", "/v1/%2Fx"] {
+            let refused = ask(Via::Socket, Method::GET, path).unwrap_err();
+            assert_eq!(refused.problem.status(), 404, "{path}");
+        }
+        // TCP serves only the metrics.
+        for path in ["/v1/status", "/v1/openapi.json", "/"] {
+            assert_eq!(ask(Via::Tcp, Method::GET, path).unwrap_err().problem.status(), 404);
+        }
+        assert_eq!(ask(Via::Tcp, Method::POST, "/metrics").unwrap_err().problem.status(), 405);
+    }
+
+    #[test]
+    fn each_operation_has_a_handler() {
+        let operations: usize = TABLE.iter().map(|entry| entry.operations.len()).sum();
+        assert_eq!(operations, HANDLERS.len() + 1);
+    }
+}

@@ -1,0 +1,148 @@
+//! Management endpoint: the control socket. It stops before an upgrade.
+
+use super::control::{ControlSocket, Resting, SavedControl, ServerState};
+use super::server::Server;
+use super::worker_link::Asker;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::server_config::ServerConfig;
+use shadowbell_state::Descriptors;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+use tracing::{info, warn};
+
+/// Sockets of the endpoints while no thread serves them.
+pub(super) struct Endpoints {
+    /// `None` if the previous process had no control socket.
+    control: Option<Resting>,
+}
+
+/// Serialized [`Endpoints`], for the next process.
+#[derive(Serialize, Deserialize)]
+pub(super) struct SavedEndpoints {
+    control: Option<SavedControl>,
+}
+
+/// Threads that serve the endpoints.
+pub(super) struct RunningEndpoints {
+    control: Option<ControlSocket>,
+}
+
+/// Operations of the control socket on the process.
+#[derive(Clone)]
+pub(super) struct Powers {
+    pub(super) supervisor_pid: Option<u32>,
+    pub(super) end: Arc<dyn Fn() + Send + Sync>,
+    pub(super) serves_since: Instant,
+    pub(super) upgrade_error: Arc<Mutex<Option<String>>>,
+    /// Connection to the supervisor, for a sandboxed process, which cannot open one.
+    pub(super) asks: Option<Asker>,
+}
+
+impl Endpoints {
+    /// Creates the configured sockets.
+    ///
+    /// # Errors
+    /// A socket cannot be created.
+    pub(super) fn listen(
+        config: &ServerConfig,
+        supervisor_pid: Option<u32>,
+    ) -> anyhow::Result<Self> {
+        Ok(Self { control: Some(listen_control(config, supervisor_pid)?) })
+    }
+
+    /// Creates the sockets for recovery after a crash. Errors are logged, and guests are still
+    /// served.
+    pub(super) fn listen_again(config: &ServerConfig, supervisor_pid: Option<u32>) -> Self {
+        let control = listen_control(config, supervisor_pid)
+            .inspect_err(|why| warn!("there is no control socket: {why:#}"));
+        Self { control: control.ok() }
+    }
+
+    /// Serializes the sockets for the next process.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedEndpoints> {
+        let control = self.control.as_ref().map(|control| control.save(fds)).transpose()?;
+        Ok(SavedEndpoints { control })
+    }
+
+    /// Restores the sockets that [`save`](Self::save) has serialized.
+    ///
+    /// # Errors
+    /// A descriptor is missing.
+    pub(super) fn restore(saved: SavedEndpoints, fds: &mut Descriptors) -> anyhow::Result<Self> {
+        let control = saved.control.map(|saved| Resting::restore(saved, fds)).transpose()?;
+        Ok(Self { control })
+    }
+
+    /// Starts the threads, for new and for queued clients.
+    ///
+    /// # Errors
+    /// A thread cannot be started, or the descriptor limit is reached.
+    pub(super) fn start(
+        self,
+        server: &Server,
+        config: &ServerConfig,
+        powers: &Powers,
+    ) -> anyhow::Result<RunningEndpoints> {
+        // The previous process may have had no control socket. An error is not fatal, since
+        // guests do not need one.
+        let control = match self.control {
+            Some(control) => Ok(control),
+            None => listen_control(config, powers.supervisor_pid),
+        };
+        let control = match control {
+            Ok(control) => start_control(control, server, config, powers)?,
+            Err(why) => {
+                warn!("there is no control socket: {why:#}");
+                None
+            }
+        };
+        Ok(RunningEndpoints { control })
+    }
+}
+
+fn listen_control(config: &ServerConfig, supervisor_pid: Option<u32>) -> anyhow::Result<Resting> {
+    let pid = supervisor_pid.unwrap_or_else(std::process::id);
+    let resting = Resting::listen(&config.control, &config.default_name, pid, config.metrics)?;
+    if let Some(address) = resting.metrics() {
+        info!("metrics are at http://{address}/metrics, without access control");
+    }
+    Ok(resting)
+}
+
+fn start_control(
+    resting: Resting,
+    server: &Server,
+    config: &ServerConfig,
+    powers: &Powers,
+) -> io::Result<Option<ControlSocket>> {
+    let end = Arc::clone(&powers.end);
+    let state = ServerState {
+        name: resting.name().to_owned(),
+        began: resting.began(),
+        serves_since: powers.serves_since,
+        workers: server.workers(),
+        supervisor_pid: powers.supervisor_pid,
+        controllers: Arc::clone(server.registry()),
+        changes: Arc::clone(server.changes()),
+        settings: Settings::of(config),
+        end: Box::new(move || end()),
+        upgrade_error: Arc::clone(&powers.upgrade_error),
+        asks: powers.asks.clone(),
+        tracer: Arc::clone(server.tracer()),
+    };
+    ControlSocket::start(resting, Arc::new(state))
+}
+
+impl RunningEndpoints {
+    /// Stops the threads and returns their sockets.
+    pub(super) fn rest(self) -> Endpoints {
+        // A thread that has panicked returns `None`; the panic ends the process.
+        Endpoints { control: self.control.and_then(ControlSocket::rest) }
+    }
+}

@@ -1,0 +1,312 @@
+//! Upgrade of the server process: a planned death.
+//!
+//! The next process is started and prepared while the old one serves. It has then parsed the
+//! command line, started its threads, and checked the old process's checkpoint: it can decode all
+//! of it and map the memory of all clients. Only then does the old process quiesce. It releases
+//! its locks, and is killed; the next process recovers from the checkpoint, as after a crash.
+//!
+//! Until the old process has quiesced, it continues after any failure. If the next process fails
+//! after that (it cannot open a disk, for example), a process of the program that this supervisor
+//! runs recovers from the same checkpoint, and the requester of the upgrade receives the reason.
+
+use super::log::log_line;
+use super::pending_exec::PendingExec;
+use super::state::{LEAVE, Supervisor};
+use super::worker::{Worker, how};
+use crate::protocol::{self, RECOVER, answer, to_supervisor, to_worker};
+use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+/// Time limit for each step of an upgrade before the old process quiesces, and for the quiesce.
+/// The old process has a far shorter limit of its own for the quiesce.
+const STEP: Duration = Duration::from_secs(10);
+/// Time limit for recovery by the next process. Includes its wait for disks; guests wait
+/// meanwhile.
+const RECOVERS: Duration = Duration::from_secs(30);
+/// Executable of this process, even if the file at its path was replaced.
+const OURSELVES: &str = "/proc/self/exe";
+
+/// Progress of an upgrade until the old process has quiesced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Step {
+    /// The next process parses the command line and starts its threads.
+    Starting,
+    /// The next process checks the old process's checkpoint.
+    Checking,
+    /// The old process quiesces, or resumes.
+    Quiescing,
+}
+
+/// An upgrade whose old process has not quiesced yet.
+pub(super) struct Upgrade {
+    pub(super) new: Worker,
+    pub(super) step: Step,
+    pub(super) began: Instant,
+    pub(super) until: Instant,
+    /// Requester, who receives the result.
+    pub(super) asker: Option<OwnedFd>,
+    /// Reason for the end of the new process.
+    pub(super) why: Option<String>,
+}
+
+/// Pending recovery by the next process after the old one has quiesced.
+pub(super) struct Replacement {
+    /// Program of the new process.
+    program: PathBuf,
+    /// Requester of the upgrade, who receives the result.
+    asker: Option<OwnedFd>,
+    /// Time of the request.
+    began: Instant,
+    /// Time limit for the recovery.
+    pub(super) until: Instant,
+}
+
+impl Supervisor {
+    /// Starts the next server process of an upgrade.
+    pub(super) fn begin_upgrade(&mut self, program: Option<PathBuf>, asker: Option<OwnedFd>) {
+        let refusal = match &self.worker {
+            _ if self.ended != 0 => Some("the server is to end"),
+            _ if self.upgrade.is_some() => Some("another upgrade is running"),
+            Some(worker) if worker.serves_since.is_some() => None,
+            _ => Some("the server does not serve yet; try again in a moment"),
+        };
+        if let Some(why) = refusal {
+            return tell_outcome(asker, Err(why));
+        }
+        let program = program.unwrap_or_else(|| self.program.clone());
+        match Worker::start(&program, &self.arguments, RECOVER) {
+            Ok(new) => {
+                let began = Instant::now();
+                let (step, until) = (Step::Starting, began + STEP);
+                self.upgrade = Some(Upgrade { new, step, began, until, asker, why: None });
+                self.write_snapshot();
+            }
+            Err(error) => {
+                let program = program.display();
+                tell_outcome(asker, Err(&format!("cannot start {program}: {error}")));
+            }
+        }
+    }
+
+    /// Sends the running process's checkpoint to the next process, which has started its threads,
+    /// for a check.
+    pub(super) fn check_checkpoint(&mut self) {
+        let (Some(upgrade), Some(worker)) = (&mut self.upgrade, &self.worker) else { return };
+        let Some(checked) = worker.copy_of_checkpoint() else {
+            // The running process has the reason.
+            return self.quiesce();
+        };
+        upgrade.step = Step::Checking;
+        upgrade.until = Instant::now() + STEP;
+        upgrade.new.say(to_worker::CHECK, "", None);
+        upgrade.new.send_checkpoint(&checked);
+    }
+
+    /// Lets the running process quiesce: the next one can recover from its checkpoint.
+    pub(super) fn quiesce(&mut self) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        if upgrade.step == Step::Quiescing {
+            return;
+        }
+        upgrade.step = Step::Quiescing;
+        upgrade.until = Instant::now() + STEP;
+        self.tell_worker(to_worker::QUIESCE);
+    }
+
+    /// Ends the quiesced server process, and lets the next one recover from its checkpoint.
+    pub(super) fn has_quiesced(&mut self) {
+        let Some(mut old) = self.worker.take() else { return };
+        let left = old.leaves(None).map(|left| left.after_quiesce());
+        self.sockets.clear();
+        self.died = Some(Instant::now());
+        let pid = old.pid();
+        log_line(&format!("process {pid} has quiesced; another process recovers its clients"));
+        // The next process does not wait for the end: the locks are released.
+        old.process.signal(Signal::KILL);
+        self.leaving.push((old, Instant::now() + LEAVE));
+        self.left = left;
+        let Some(Upgrade { mut new, began, asker, why, .. }) = self.upgrade.take() else {
+            return self.start_instead(Path::new(OURSELVES));
+        };
+        let replacement = Replacement {
+            program: new.program.clone(),
+            asker,
+            began,
+            until: Instant::now() + RECOVERS,
+        };
+        if let Some(why) = why {
+            return self.go_back(replacement, &why);
+        }
+        let Some(left) = &self.left else {
+            new.kill();
+            return self
+                .go_back(replacement, "the checkpoint of the running process is incomplete");
+        };
+        new.recovers_from(left);
+        self.worker = Some(new);
+        self.replacement = Some(replacement);
+        // The snapshot precedes the checkpoint, which `run` sends.
+        self.write_snapshot();
+    }
+
+    /// Starts a server process of `program` from the last one's checkpoint.
+    fn start_instead(&mut self, program: &Path) {
+        let outcome = match &self.left {
+            Some(left) => Worker::start_to_recover(program, &self.arguments, left),
+            None => Worker::start(program, &self.arguments, protocol::START),
+        };
+        match outcome {
+            Ok(mut worker) => {
+                worker.program.clone_from(&self.program);
+                self.worker = Some(worker);
+                self.write_snapshot();
+            }
+            Err(error) => {
+                let what = format!("cannot start {}: {error}", program.display());
+                self.worker_has_died(&what, None, false);
+            }
+        }
+    }
+
+    /// Handles the exit of the next process before the old one has quiesced.
+    pub(super) fn new_has_ended(&mut self, status: ExitStatus) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        let pid = upgrade.new.pid();
+        let said = upgrade.new.why.take();
+        let why = upgrade.why.get_or_insert_with(|| {
+            said.unwrap_or_else(|| {
+                format!("the new process {pid} {} before it could recover", how(status))
+            })
+        });
+        // A process that quiesces decides: it resumes, or the previous program recovers.
+        if upgrade.step != Step::Quiescing {
+            let why = why.clone();
+            self.upgrade_failed(&why);
+        }
+    }
+
+    /// Handles an exceeded time limit of an upgrade.
+    pub(super) fn upgrade_is_late(&mut self, now: Instant) {
+        let Some(upgrade) = self.upgrade.as_mut().filter(|upgrade| upgrade.until <= now) else {
+            return;
+        };
+        let limit = STEP.as_secs();
+        match upgrade.step {
+            Step::Starting => {
+                self.upgrade_failed(&format!("the new process was not ready within {limit} s"));
+            }
+            Step::Checking => self.upgrade_failed(&format!(
+                "the new process did not check the checkpoint within {limit} s"
+            )),
+            Step::Quiescing => {
+                // `look_for_ends` sees the exit, and another process recovers.
+                self.upgrade_failed(&format!(
+                    "the running process did not quiesce within {limit} s, and was ended"
+                ));
+                if let Some(worker) = &self.worker {
+                    worker.process.signal(Signal::KILL);
+                }
+            }
+        }
+    }
+
+    /// Kills the new process and reports the failure. The old process continues.
+    pub(super) fn upgrade_failed(&mut self, why: &str) {
+        let Some(mut upgrade) = self.upgrade.take() else { return };
+        // The reason that the new process sent is more specific than its exit status.
+        while let Some(packet) = upgrade.new.hear(self.fd_store.as_mut()) {
+            if packet.letter == to_supervisor::FAILED {
+                upgrade.new.why = Some(packet.text());
+            }
+        }
+        upgrade.new.kill();
+        let reason = upgrade.new.why.take().or_else(|| upgrade.why.take());
+        tell_outcome(upgrade.asker.take(), Err(reason.as_deref().unwrap_or(why)));
+        if self.ended != 0 {
+            self.tell_worker(to_worker::END);
+        }
+    }
+
+    /// Makes the new program the one for later restarts: the new process has recovered, so only a
+    /// program that reads its checkpoint can continue.
+    pub(super) fn replacement_has_taken(&mut self) {
+        if let Some(replacement) = &self.replacement {
+            self.program.clone_from(&replacement.program);
+        }
+    }
+
+    /// Reports the upgrade as done and schedules the supervisor's own exec of the new program.
+    pub(super) fn replacement_serves(&mut self) {
+        if self.ended != 0 {
+            // The signal came while no process could receive it.
+            self.tell_worker(to_worker::END);
+        }
+        let Some(replacement) = self.replacement.take() else { return };
+        let Some(worker) = &self.worker else { return };
+        let text = format!(
+            "process {} serves ({}), {} ms after it was started",
+            worker.pid(),
+            self.program.display(),
+            replacement.began.elapsed().as_millis()
+        );
+        let pending_exec = PendingExec::new(self.program.clone(), replacement.asker, text);
+        if let Some(before) = self.pending_exec.replace(pending_exec) {
+            before.ends(None);
+        }
+    }
+
+    /// Falls back to the old program if a replacement has ended before it recovered.
+    ///
+    /// Returns true if the ended process was a replacement and the old program was started.
+    pub(super) fn is_replaced(&mut self, worker: &mut Worker, status: ExitStatus) -> bool {
+        if worker.has_begun() || self.ended != 0 {
+            return false;
+        }
+        let Some(replacement) = self.replacement.take() else { return false };
+        let why = worker.why.take();
+        let why = why.unwrap_or_else(|| format!("process {} {}", worker.pid(), how(status)));
+        self.go_back(replacement, &why);
+        true
+    }
+
+    /// Reports the failed upgrade and recovers with the program that served before.
+    fn go_back(&mut self, replacement: Replacement, why: &str) {
+        let why = format!("{why}; the previous program recovers the clients");
+        tell_outcome(replacement.asker, Err(&why));
+        self.start_instead(Path::new(OURSELVES));
+    }
+
+    /// Kills a replacement that has not recovered within its time limit.
+    pub(super) fn replacement_is_late(&mut self) {
+        let Some(replacement) = &mut self.replacement else { return };
+        replacement.until += RECOVERS;
+        // After `TAKEN` only the replacement's own checkpoint is valid, so it is not killed.
+        let Some(worker) = self.worker.as_mut().filter(|worker| !worker.has_begun()) else {
+            return;
+        };
+        worker.why.get_or_insert_with(|| {
+            let limit = RECOVERS.as_secs();
+            format!("the new process did not recover within {limit} s")
+        });
+        // `look_for_ends` sees the exit and falls back.
+        worker.kill();
+    }
+}
+
+/// Sends an upgrade's result to its requester. A failure is logged as well.
+pub(super) fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
+    let (letter, text) = match outcome {
+        Ok(text) => (answer::YES, text),
+        Err(why) => {
+            log_line(&format!("warning: no upgrade: {why}"));
+            (answer::NO, why)
+        }
+    };
+    if let Some(asker) = asker {
+        let _ = protocol::send(asker, letter, text, None);
+    }
+}
