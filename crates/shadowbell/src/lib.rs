@@ -70,6 +70,7 @@ mod controller_config;
 mod cpu_list;
 mod ctl;
 mod ctl_ana;
+mod ctl_disk;
 mod ctl_plan;
 mod ctl_trace;
 mod demo;

@@ -6,12 +6,13 @@ use super::registry::ServedController;
 use super::server_config::{SocketConfig, WorkerChoice};
 use super::socket_access;
 use crate::controller_config::{ConfigureError, OfferedDoorbells};
-use crate::disk_spec;
+use crate::disk_spec::{self, DiskSpecError};
 use crate::path_broker::Kind;
 use crate::uuid_text::uuid_text;
 use anyhow::Context;
 use bytesize::ByteSize;
 use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
+use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
 use shadowbell_process::exit::bad_input;
 use shadowbell_vfio_user::server::{BindError, Listener};
@@ -69,12 +70,19 @@ pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> Cl
     })
 }
 
-/// Opens the disks of a controller.
-pub(super) fn open_one(served: &SocketConfig, lasting: bool) -> anyhow::Result<Config> {
+/// Opens the disks of a controller. `named` returns disks with an id that are open already.
+pub(super) fn open_one(
+    served: &SocketConfig,
+    lasting: bool,
+    named: impl Fn(Option<&str>) -> Option<anyhow::Result<Arc<dyn Disk>>>,
+) -> anyhow::Result<Config> {
     let open = if lasting { disk_spec::open_lasting } else { disk_spec::open };
     let location = served.absolute_socket();
     let location = location.to_string_lossy();
-    let config = served.controller.open_by(&location, |_, spec| open(spec));
+    let config = served.controller.open_by(&location, |nth, spec| {
+        let id = served.controller.disks.get(nth).and_then(|disk| disk.id.as_deref());
+        named(id).map_or_else(|| open(spec), |disk| disk.map_err(DiskSpecError::Device))
+    });
     with_origin(served, config.map_err(ConfigureError::into_error))
 }
 

@@ -24,12 +24,14 @@ const ENDS: Duration = Duration::from_secs(5);
 /// Interval at which messages of the supervisor are polled.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Returns true if the server has a disk that can never be handed over.
+/// Returns true if the server has a disk that can never be handed over, or one that no controller
+/// has.
 pub(super) fn is_needed(server: &Server) -> bool {
-    server.disks().iter().any(|disk| {
-        let outcome = disk.hand_over(&mut Descriptors::default());
-        matches!(outcome, Err(HandOverError::Impossible { .. }))
-    })
+    !server.changes().unattached().lock().is_empty()
+        || server.disks().iter().any(|disk| {
+            let outcome = disk.hand_over(&mut Descriptors::default());
+            matches!(outcome, Err(HandOverError::Impossible { .. }))
+        })
 }
 
 /// Quiesces for good and waits for the supervisor's kill. Returns only on failure.

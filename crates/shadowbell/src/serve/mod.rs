@@ -10,6 +10,7 @@
 //! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
 //! | `reconfigure` | addition and removal of controllers at run time |
 //! | `namespaces` | addition, removal and change of namespaces at run time |
+//! | `disks` | disks by id, and those that no controller has |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
 //! | `args` | command line |
@@ -56,6 +57,7 @@ mod checkpointer;
 mod config_diff;
 mod config_file;
 mod control;
+mod disks;
 mod endpoints;
 mod event;
 mod event_log;
@@ -95,7 +97,7 @@ pub(crate) use config_file::read as read_config_file;
 use crate::disk_spec::{self, DiskSpecError};
 use crate::supervisor::protocol::{Packet, to_supervisor, to_worker};
 use crate::{limits, pool, subsystems};
-use anyhow::anyhow;
+use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
 use endpoints::{Endpoints, Powers, RunningEndpoints};
@@ -145,6 +147,10 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
             let known = disk_spec::check(&disk.disk).map_err(DiskSpecError::into_error);
             builder::with_origin(served, known)?;
         }
+    }
+    for disk in &config.disks {
+        let known = disk_spec::check(&disk.spec).map_err(DiskSpecError::into_error);
+        known.with_context(|| disk.origin.clone().unwrap_or_default())?;
     }
     let count = config.controllers.len();
     println!("{}: {count} controller{}", file.display(), if count == 1 { "" } else { "s" });
@@ -220,8 +226,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             let _watch = link.map(|link| ParentWatch::start(link, Duration::ZERO)).transpose()?;
             let endpoints = Endpoints::listen(&config, supervisor_pid)?;
             let keep = checkpointer.as_ref().map(|checkpointer| {
-                |controllers: &[_], reactor: &mut _, ports: &[_]| {
-                    checkpointer.begin(controllers, reactor, ports, false);
+                |server: &Server, reactor: &mut _, ports: &[_]| {
+                    checkpointer.begin(&server.controllers(), reactor, ports, false);
+                    checkpointer.keep_unattached(server.changes());
                     checkpointer.complete();
                 }
             });
@@ -300,8 +307,11 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
 
 /// Warns if the `mem:` disks together are larger than the memory of the machine.
 fn warn_of_memory(config: &ServerConfig) {
-    let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
-    let sizes = disks.filter_map(|disk| disk_spec::memory_of(&disk.disk));
+    // Named disks of controllers are in both lists.
+    let attached = config.controllers.iter().flat_map(|served| &served.controller.disks);
+    let unattached = config.unattached().map(|disk| &disk.spec);
+    let disks = attached.map(|disk| &disk.disk).chain(unattached);
+    let sizes = disks.filter_map(|disk| disk_spec::memory_of(disk));
     let wanted = sizes.fold(0, u64::saturating_add);
     let info = rustix::system::sysinfo();
     let there = info.totalram.saturating_mul(u64::from(info.mem_unit).max(1));

@@ -16,7 +16,8 @@
 use super::arriving::begin_trace;
 use super::builder;
 use super::checkpoint_store;
-use super::checkpointer::{Checkpointer, Complete, ControllerEntry, FENCE};
+use super::checkpointer::{Checkpointer, Complete, ControllerEntry, FENCE, UnattachedEntry};
+use super::disks::OpenDisk;
 use super::event::EventQueue;
 use super::parent_watch::ParentWatch;
 use super::registry::ServedController;
@@ -39,6 +40,7 @@ use shadowbell_state::{AbortPoint, Descriptors, READABLE, WrongOrder, abort_poin
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -95,6 +97,7 @@ pub(super) fn recover(
     abort_point(AbortPoint::Rebuilt);
     let is_changed = server.registry().is_changed();
     checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
+    checkpointer.keep_unattached(server.changes());
     phases.ended("own checkpoint");
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
@@ -210,10 +213,34 @@ fn rebuild(
     }
     phases.ended("disks and controllers");
     let server = Server::resting(served, events, pool, true);
+    recover_unattached(&mut sources, &server, fence)?;
+    phases.ended("other disks");
     if is_changed {
         server.registry().set_changed();
     }
     Ok(Rebuilt { server, reactor, ports, controllers })
+}
+
+/// Recovers the disks that no controller has. A disk that was being attached or detached may be
+/// in the checkpoint twice; the state of the controller decides.
+fn recover_unattached(
+    sources: &mut Sources,
+    server: &Server,
+    fence: &Fence<'_>,
+) -> anyhow::Result<()> {
+    let Some(Source { items, complete }) = sources.0.first_mut() else { return Ok(()) };
+    let attached: HashSet<_> = server.changes().disks().into_iter().map(|disk| disk.id).collect();
+    for (id, UnattachedEntry { key, spec }) in &complete.unattached {
+        if attached.contains(id) {
+            continue;
+        }
+        let (state, mut fds) = take(items, key)?;
+        let disk = disk_recovery::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec));
+        let disk = disk.map_err(disk_spec::DiskSpecError::into_error)?;
+        let open = OpenDisk { spec: spec.clone(), disk };
+        server.changes().unattached().lock().insert(id.clone(), open);
+    }
+    Ok(())
 }
 
 /// Checkpoint of one process.

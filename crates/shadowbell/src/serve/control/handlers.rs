@@ -4,6 +4,7 @@
 
 use super::ana;
 use super::controllers;
+use super::disks;
 use super::identify;
 use super::latency;
 use super::limit_groups;
@@ -74,9 +75,13 @@ impl Answer {
         controllers::controller,
         controllers::add_controller,
         controllers::remove_controller,
-        namespaces::add_namespace,
-        namespaces::remove_namespace,
-        namespaces::change_namespace,
+        namespaces::attach_namespace,
+        namespaces::detach_namespace,
+        disks::disks,
+        disks::disk,
+        disks::add_disk,
+        disks::change_disk,
+        disks::remove_disk,
         ana::set_ana,
         server::apply,
         server::configuration,
@@ -126,16 +131,25 @@ pub(super) fn answer(state: &ServerState, route: Route, body: &[u8]) -> Result<A
             controllers::remove_controller(state, &id, force)?;
             Answer { status: 204, content_type: JSON, body: whole(Vec::new()) }
         }
-        Route::AddNamespace { id, nsid } => {
-            let (is_new, namespace) = namespaces::add_namespace(state, &id, nsid, &parse(body)?)?;
+        Route::AttachNamespace { id, nsid } => {
+            let (is_new, namespace) =
+                namespaces::attach_namespace(state, &id, nsid, &parse(body)?)?;
             Answer::json(if is_new { 201 } else { 200 }, &namespace)
         }
-        Route::RemoveNamespace { id, nsid } => {
-            namespaces::remove_namespace(state, &id, nsid)?;
+        Route::DetachNamespace { id, nsid } => {
+            namespaces::detach_namespace(state, &id, nsid)?;
             Answer { status: 204, content_type: JSON, body: whole(Vec::new()) }
         }
-        Route::ChangeNamespace { id, nsid } => {
-            Answer::json(200, &namespaces::change_namespace(state, &id, nsid, &parse(body)?)?)
+        Route::Disks => Answer::json(200, &disks::disks(state)),
+        Route::Disk(id) => Answer::json(200, &disks::disk(state, &id)?),
+        Route::AddDisk(id) => {
+            let (is_new, disk) = disks::add_disk(state, &id, &parse(body)?)?;
+            Answer::json(if is_new { 201 } else { 200 }, &disk)
+        }
+        Route::ChangeDisk(id) => Answer::json(200, &disks::change_disk(state, &id, parse(body)?)?),
+        Route::RemoveDisk(id) => {
+            disks::remove_disk(state, &id)?;
+            Answer { status: 204, content_type: JSON, body: whole(Vec::new()) }
         }
         Route::SetAna { id, group } => {
             Answer::json(200, &ana::set_ana(state, &id, group, &parse(body)?)?)

@@ -23,9 +23,13 @@ pub(super) enum Route {
     LogPage { id: String, lid: u8 },
     AddController(String),
     RemoveController { id: String, force: bool },
-    AddNamespace { id: String, nsid: u32 },
-    RemoveNamespace { id: String, nsid: u32 },
-    ChangeNamespace { id: String, nsid: u32 },
+    AttachNamespace { id: String, nsid: u32 },
+    DetachNamespace { id: String, nsid: u32 },
+    Disks,
+    Disk(String),
+    AddDisk(String),
+    ChangeDisk(String),
+    RemoveDisk(String),
     SetAna { id: String, group: u32 },
     Apply,
     Configuration,
@@ -111,12 +115,11 @@ pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refus
         ["v1", "controllers", id, "namespaces", nsid] => {
             let (id, Ok(nsid)) = (id.to_owned(), nsid.parse()) else { return Err(missing()) };
             let route = match *method {
-                Method::PUT => Some(Route::AddNamespace { id, nsid }),
-                Method::DELETE => Some(Route::RemoveNamespace { id, nsid }),
-                Method::PATCH => Some(Route::ChangeNamespace { id, nsid }),
+                Method::PUT => Some(Route::AttachNamespace { id, nsid }),
+                Method::DELETE => Some(Route::DetachNamespace { id, nsid }),
                 _ => None,
             };
-            of("DELETE, PATCH, PUT", route)
+            of("DELETE, PUT", route)
         }
         ["v1", "controllers", id, "ana", group] => {
             let Ok(group) = group.parse() else { return Err(missing()) };
@@ -130,6 +133,18 @@ pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refus
         ["v1", "controllers", id, "log-page", lid] => {
             let Ok(lid) = lid.parse() else { return Err(missing()) };
             get(Route::LogPage { id: id.to_owned(), lid })
+        }
+        ["v1", "disks"] => get(Route::Disks),
+        ["v1", "disks", id] => {
+            let id = id.to_owned();
+            let route = match *method {
+                Method::GET => Some(Route::Disk(id)),
+                Method::PUT => Some(Route::AddDisk(id)),
+                Method::PATCH => Some(Route::ChangeDisk(id)),
+                Method::DELETE => Some(Route::RemoveDisk(id)),
+                _ => None,
+            };
+            of("DELETE, GET, PATCH, PUT", route)
         }
         ["v1", "namespaces"] => get(Route::Namespaces),
         ["v1", "stats"] => get(Route::Stats),
