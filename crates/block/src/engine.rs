@@ -258,7 +258,8 @@ impl Engine {
         let (mut wakers, mut ended) =
             (std::mem::take(&mut all.wakers), std::mem::take(&mut all.ended));
         drop(core);
-        // The borrow has ended, because a woken task or a released lock may submit other requests.
+        // The borrow ends before this call, because a woken task or a released lock may submit
+        // other requests.
         wakers.drain(..).for_each(Waker::wake);
         ended.clear();
         if let Some(core) = self.core.borrow_mut().as_mut() {
@@ -284,7 +285,7 @@ impl Engine {
         }
     }
 
-    /// Time until which the thread may sleep. `None` if there is no limit.
+    /// Longest time that the thread may sleep. `None` if there is no limit.
     pub(crate) fn sleep_limit(&self) -> Option<Duration> {
         (self.pending.get() > 0).then_some(TICK)
     }

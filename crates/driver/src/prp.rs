@@ -1,8 +1,8 @@
 //! PRPs (data pointers) for buffers that are contiguous in the device's address space.
 //!
 //! Base 2.1, 4.1.1 "Physical Region Page Entry and List". Because a buffer is contiguous, its PRPs
-//! are computed. Only the PRP list of a transfer of more than two pages needs memory, which is
-//! preallocated for the command's slot.
+//! are computed from its address. Only the PRP list of a transfer of more than two pages needs
+//! memory, which is preallocated for the command's slot.
 
 use shadowbell_memory::SharedBytes;
 

@@ -26,7 +26,7 @@ impl Entry {
     }
 }
 
-/// Maximum number of maps in a chunk of a table. Neighbouring chunks with fewer maps than `FEW`
+/// Maximum number of maps in a chunk of a table. Two neighbouring chunks with at most `FEW` maps
 /// together are merged.
 const CHUNK: usize = 512;
 const FEW: usize = CHUNK / 4;

@@ -27,8 +27,8 @@ impl View {
         write: bool,
         into: &mut Segments,
     ) -> Result<(), DataPointerError> {
-        // Fast path: data within one page of the map of the last hit needs neither a list nor PRP
-        // 2.
+        // Fast path: if the data is within one page and in the map of the last lookup, it needs
+        // neither a list nor PRP 2.
         let offset = prp1 as usize & (page - 1);
         if prp1 & 3 == 0 && len <= page - offset && into.set_whole(self, prp1, len, write) {
             return Ok(());

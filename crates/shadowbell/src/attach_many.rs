@@ -3,9 +3,9 @@
 
 use crate::latency::{Latency, histogram};
 use crate::session::Session;
-use crate::target::{self, Target};
 use anyhow::{Context, anyhow, bail};
 use serde::Serialize;
+use shadowbell_config::target::{self, Target};
 use shadowbell_driver::{AttachOptions, Buffer, QueuePair, SpinPolicy};
 use shadowbell_process::descriptor_limit;
 use std::io::{self, Read, Write};

@@ -1,8 +1,8 @@
 //! Command line: verbs and global options.
 
 use crate::{
-    attach_many, bench, bind, ctl, demo, export, inspect, manage, manual, serve, supervisor, top,
-    trace, transfer, upgrade, verify,
+    attach_many, bench, bind, ctl, demo, export, inspect, manage, manual, top, trace, transfer,
+    upgrade, verify,
 };
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
@@ -25,7 +25,7 @@ struct Cli {
 /// Verbs in the order of the help. Most have their help text and options in their own modules.
 #[derive(Debug, Subcommand)]
 enum Verb {
-    Serve(Box<serve::Args>),
+    Serve(Box<shadowbell_server::Args>),
     Demo(demo::Args),
     Bench(bench::Args),
     Verify(verify::Args),
@@ -80,7 +80,7 @@ impl Verb {
 
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
-            Self::Serve(args) => serve::run(*args),
+            Self::Serve(args) => shadowbell_server::run(*args),
             Self::Demo(args) => demo::run(&args),
             Self::Bench(args) => bench::run(&args),
             Self::Verify(args) => verify::run(&args),
@@ -123,12 +123,12 @@ impl Verb {
 #[must_use]
 pub fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
-    if supervisor::is_asked_for(&arguments) {
+    if shadowbell_supervisor::is_asked_for(&arguments) {
         // Before any other initialization, to keep the memory use of the supervisor low.
-        return supervisor::run(arguments);
+        return shadowbell_supervisor::run(arguments);
     }
-    if arguments.len() == 2 && arguments[1] == supervisor::CHECK {
-        return supervisor::check();
+    if arguments.len() == 2 && arguments[1] == shadowbell_supervisor::CHECK {
+        return shadowbell_supervisor::check();
     }
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,

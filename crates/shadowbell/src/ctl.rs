@@ -1,30 +1,31 @@
 //! `shadowbell ctl`: queries and changes a running server over its control socket.
 
-use crate::control::api::{
-    Apply, Configuration, Controller, ControllerSpec, ControllerState, Disk, DiskChange, DiskSpec,
-    LimitGroup, LimitSpec, LogLevel, Measure, Namespace, NamespaceSpec, Plan, Status, Upgrade,
-};
-use crate::control::client::{Client, part};
-use crate::control::discovery;
-use crate::controller_config::OfferedDoorbells;
 use crate::ctl_ana::{AnaArgs, ana};
 use crate::ctl_disk::{DiskVerb, disk, disk_path, disks, is_disk};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
-use crate::disk_spec;
-use crate::grant::{disks_of, grant};
-use crate::parse;
-use crate::supervisor::client::{SupervisorClient, program};
+use crate::grant::grant;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
+use shadowbell_config::config_file::disks_of;
+use shadowbell_config::controller_config::OfferedDoorbells;
+use shadowbell_config::disk_spec;
+use shadowbell_config::parse;
+use shadowbell_control_api::api::{
+    Apply, Configuration, Controller, ControllerSpec, ControllerState, Disk, DiskChange, DiskSpec,
+    LimitGroup, LimitSpec, LogLevel, Measure, Namespace, NamespaceSpec, Plan, Status, Upgrade,
+};
+use shadowbell_control_api::client::{Client, part};
+use shadowbell_control_api::discovery;
 use shadowbell_process::atomic_file::replace;
 use shadowbell_process::exit::{bad_input, not_there};
 use shadowbell_process::logging::COMMON;
 use shadowbell_process::output::{Output, show};
 use shadowbell_process::table::Table;
 use shadowbell_process::units::count;
+use shadowbell_supervisor::client::{SupervisorClient, program};
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -326,7 +327,7 @@ fn controller_path(id: &str) -> String {
     let socket = Path::new(id);
     let is_socket = std::fs::metadata(socket).is_ok_and(|about| about.file_type().is_socket());
     let id = match is_socket {
-        true => crate::supervisor::protocol::known_path(socket).to_string_lossy().into_owned(),
+        true => shadowbell_config::server_config::known_path(socket).to_string_lossy().into_owned(),
         false => id.to_owned(),
     };
     format!("/v1/controllers/{}", part(&id))

@@ -1,9 +1,9 @@
 //! `shadowbell ctl ana`: ANA states of the controllers of a subsystem.
 
-use crate::ana_state::AnaWord;
-use crate::control::api::{AnaGroup, AnaStateChange, Controller};
-use crate::control::client::Client;
 use hyper::Method;
+use shadowbell_config::ana_state::AnaWord;
+use shadowbell_control_api::api::{AnaGroup, AnaStateChange, Controller};
+use shadowbell_control_api::client::Client;
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
 use std::io::{self, Write};

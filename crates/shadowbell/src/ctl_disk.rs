@@ -1,15 +1,15 @@
 //! `shadowbell ctl disk`: lists, adds, changes and removes the disks of a server.
 
-use crate::control::api::{Disk, DiskChange, DiskSource, Size};
-use crate::control::client::{Client, part};
 use crate::ctl::{Switch, limits_text};
-use crate::disk_spec;
 use crate::grant::grant;
-use crate::parse;
-use crate::supervisor::protocol::known_path;
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
+use shadowbell_config::disk_spec;
+use shadowbell_config::parse;
+use shadowbell_config::server_config::known_path;
+use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, Size};
+use shadowbell_control_api::client::{Client, part};
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
 use std::io::{self, Write};

@@ -1,6 +1,6 @@
 //! Output of `ctl apply`: added, removed and changed controllers, and their changed settings.
 
-use crate::control::api::{Difference, Plan};
+use shadowbell_control_api::api::{Difference, Plan};
 use std::io::{self, Write};
 
 /// Prints a plan as text.

@@ -1,12 +1,12 @@
 //! `shadowbell ctl trace`: controls the doorbell trace of a running server.
 
-use crate::control::api::{Trace, TraceChange};
-use crate::control::client::Client;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
 use serde::Serialize;
+use shadowbell_control_api::api::{Trace, TraceChange};
+use shadowbell_control_api::client::Client;
 use shadowbell_process::atomic_file::replace;
 use shadowbell_process::exit::bad_input;
 use shadowbell_process::output::show;

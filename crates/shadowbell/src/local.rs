@@ -1,6 +1,6 @@
 //! In-process controller: target `local:` and plain disk names.
 
-use crate::controller_config::{ConfigureError, ControllerConfig, OfferedDoorbells};
+use shadowbell_config::controller_config::{ConfigureError, ControllerConfig, OfferedDoorbells};
 use shadowbell_controller::{Carrier, PoolOptions};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::InProcess;

@@ -3,10 +3,10 @@
 //! `create-ns`, `delete-ns`, `attach-ns`, `detach-ns`, `format`, `sanitize` and `write-uncor`
 //! attach the driver, send the command, and detach. Verbs that destroy data require `--force`.
 
-use crate::parse;
 use crate::session::Session;
-use crate::target::{self, Target};
 use anyhow::{Context, anyhow, bail};
+use shadowbell_config::parse;
+use shadowbell_config::target::{self, Target};
 use shadowbell_driver::{AttachOptions, CommandError};
 use shadowbell_process::exit::bad_input;
 use shadowbell_spec::admin::{FormatNvm, Identify, Sanitize};

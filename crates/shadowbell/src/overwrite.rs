@@ -1,8 +1,8 @@
 //! Confirmation before a disk with content is overwritten.
 
 use crate::session::Session;
-use crate::target::Target;
 use anyhow::{anyhow, bail};
+use shadowbell_config::target::Target;
 use shadowbell_driver::{AttachOptions, Buffer, Namespace, QueuePair};
 use shadowbell_process::exit::bad_input;
 use shadowbell_signature::{Found, SPAN, find};

@@ -1,14 +1,16 @@
 //! Attached controller with the namespace that a TARGET names.
 
-use crate::disk_spec::{self, DiskSpecError};
-use crate::target::Target;
-use crate::{banner, local, transport};
+use crate::{banner, local};
 use anyhow::{Context, anyhow};
+use shadowbell_config::disk_spec::DiskSpecError;
+use shadowbell_config::target::Target;
 use shadowbell_disk::OpenError;
 use shadowbell_driver::{
     AttachOptions, Controller, Doorbells, Namespace, QueueMap, Steered, Transport, steer_interrupts,
 };
 use shadowbell_process::exit;
+use shadowbell_storage::disk_open;
+use shadowbell_storage::transport;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -33,7 +35,7 @@ impl Session {
     pub fn attach(target: &Target, options: &AttachOptions) -> anyhow::Result<Self> {
         let transport: Arc<dyn Transport> = match target {
             Target::Local { disk } => {
-                let disk = disk_spec::open(disk).map_err(|error| match error {
+                let disk = disk_open::open(disk).map_err(|error| match error {
                     DiskSpecError::Disk(OpenError::Missing { path }) => {
                         exit::bad_input(anyhow!(nothing_at(&path)))
                     }

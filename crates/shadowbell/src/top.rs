@@ -3,14 +3,14 @@
 mod rates;
 mod screen;
 
-use crate::control::client::Client;
-use crate::control::discovery;
-use crate::live_stats::{Snapshot, VERSION};
-use crate::parse;
 use anyhow::{Context, anyhow};
 use rates::{HEADINGS, Rates, between};
 use screen::{Asked, Screen};
 use serde_json::json;
+use shadowbell_config::parse;
+use shadowbell_control_api::client::Client;
+use shadowbell_control_api::discovery;
+use shadowbell_control_api::live_stats::{Snapshot, VERSION};
 use shadowbell_process::exit::{self, bad_input};
 use shadowbell_process::output::Output;
 use shadowbell_process::table::Table;

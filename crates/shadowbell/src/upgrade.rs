@@ -1,9 +1,9 @@
 //! `shadowbell upgrade`: restarts a running server for an upgrade, by a request to its supervisor.
 
-use crate::control::api::Status;
-use crate::control::discovery;
-use crate::supervisor::client::{self, SupervisorClient};
 use anyhow::Context;
+use shadowbell_control_api::api::Status;
+use shadowbell_control_api::discovery;
+use shadowbell_supervisor::client::{self, SupervisorClient};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 

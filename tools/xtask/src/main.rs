@@ -177,8 +177,8 @@ struct GuestArguments {
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
     /// Number of rounds of a speed measurement, of which the median counts. With one round,
-    /// `readers` measures only one of its two controllers
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=99))]
+    /// `readers` measures only one of its two controllers; with none, only counts are measured
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(0..=99))]
     rounds: u8,
     /// Minimum number of upgrades or kills (suites `upgrade` and `kill`)
     #[arg(long, default_value_t = 100)]

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Pause of the queue thread after a request for the right to drive, in which the other thread can
-/// start to drive the queue.
+/// Pause of the queue thread after it has stopped driving on request. In this time, the requesting
+/// thread can start to drive the queue.
 const HANDOVER: Duration = Duration::from_millis(1);
 
 pub(super) fn spawn(parking: Arc<WorkerParking>) -> io::Result<JoinHandle<()>> {

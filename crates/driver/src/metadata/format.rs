@@ -200,8 +200,8 @@ mod tests {
 
     #[test]
     fn what_is_made_is_what_others_make() {
-        // A block of 512 bytes of 01h. The expected guard is computed bit by bit, by the T10 CRC of
-        // the kernel's crc_t10dif.
+        // A block of 512 bytes of 01h. The test computes the expected guard bit by bit, like the
+        // kernel's crc_t10dif.
         let data = [1; 512];
         let mut crc = 0u16;
         for byte in data {

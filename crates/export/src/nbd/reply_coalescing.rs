@@ -63,8 +63,8 @@ impl ReplyCoalescing {
             return true;
         }
         if self.is_probing {
-            // At half of the probed number, the client sends one half of its requests while the
-            // other half is answered.
+            // Half of the probed number is sent together, so that the client sends its next
+            // requests while the other half is answered.
             self.most = (replies / 2).clamp(1, MOST);
             (self.is_probing, self.left, self.misses) = (false, PERIOD, 0);
         } else if replies < most {

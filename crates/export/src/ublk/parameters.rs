@@ -53,8 +53,8 @@ pub(super) fn aligned(parameters: Parameters, align: usize) -> Parameters {
     Parameters { types, memory_mask: align - 1, ..parameters }
 }
 
-/// Describes a difference in the parameters because of which an existing device cannot continue
-/// with the disk of the parameters `wanted`.
+/// Describes a difference in the parameters that prevents an existing device from continuing with
+/// the disk of the parameters `wanted`.
 pub(super) fn difference(there: &Parameters, wanted: &Parameters) -> Option<String> {
     if there.size != wanted.size {
         let bytes = |parameters: &Parameters| parameters.size * SECTOR;

@@ -1,13 +1,13 @@
 //! Command line of `bench`. Options have the names that fio uses.
 
-use crate::cpu_list;
 use crate::load::{LoadConfig, MetadataMode, Workload, interval};
 use crate::overwrite::Overwrite;
-use crate::parse;
 use crate::queue_options::{CompletionMode, DoorbellMode};
-use crate::target::{self, Target};
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
+use shadowbell_config::cpu_list;
+use shadowbell_config::parse;
+use shadowbell_config::target::{self, Target};
 use shadowbell_process::exit;
 use shadowbell_process::output::BenchOutput;
 use std::path::PathBuf;

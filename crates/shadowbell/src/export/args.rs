@@ -1,7 +1,7 @@
 //! The command line of `export`.
 
-use crate::target::{self, Target};
 use clap::ArgGroup;
+use shadowbell_config::target::{self, Target};
 use shadowbell_export::nbd;
 use std::path::PathBuf;
 use std::sync::LazyLock;

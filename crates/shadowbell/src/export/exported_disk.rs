@@ -1,12 +1,11 @@
 //! Exports of one disk: NBD, FUSE, vhost-user-blk and ublk.
 
 use super::args::Args;
-use crate::disk_spec::{self, DiskSpecError};
 use crate::session::nothing_at;
-use crate::target::Target;
-use crate::transport;
 use anyhow::anyhow;
 use shadowbell_block::{BlockDevice, BlockOptions};
+use shadowbell_config::disk_spec::DiskSpecError;
+use shadowbell_config::target::Target;
 use shadowbell_disk::{Disk, OpenError};
 use shadowbell_disk_nvme::Options as NvmeOptions;
 use shadowbell_export::fuse::Mounted;
@@ -14,6 +13,8 @@ use shadowbell_export::nbd::{self, Server};
 use shadowbell_export::ublk::{self, Ublk, WhyCopied};
 use shadowbell_export::vhost::VhostUserBlk;
 use shadowbell_process::exit;
+use shadowbell_storage::disk_open;
+use shadowbell_storage::transport;
 use shadowbell_tls::ServerTls;
 use std::path::Path;
 use std::sync::Arc;
@@ -48,7 +49,7 @@ pub(super) struct ExportedDisk {
 /// `queues` queue pairs.
 fn open(target: &Target, queues: u16, timeout: Duration) -> anyhow::Result<Arc<dyn Disk>> {
     match target {
-        Target::Local { disk } => disk_spec::open(disk).map_err(|error| match error {
+        Target::Local { disk } => disk_open::open(disk).map_err(|error| match error {
             DiskSpecError::Disk(OpenError::Missing { path }) => {
                 exit::bad_input(anyhow!(nothing_at(&path)))
             }
@@ -58,7 +59,7 @@ fn open(target: &Target, queues: u16, timeout: Duration) -> anyhow::Result<Arc<d
             let mut options = NvmeOptions::default();
             (options.queue_pairs, options.timeout) = (queues, Some(timeout));
             let transport = transport::to(remote)?;
-            Ok(Arc::new(disk_spec::attach(transport, remote, &remote.to_string(), &options)?))
+            Ok(Arc::new(disk_open::attach(transport, remote, &remote.to_string(), &options)?))
         }
     }
 }

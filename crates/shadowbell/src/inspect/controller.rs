@@ -3,8 +3,8 @@
 use super::fields::{Fields, kelvins};
 use super::query::{Args, show};
 use super::subject::Subject;
-use crate::uuid_text::uuid_text;
 use serde_json::{Value, json};
+use shadowbell_config::uuid_text::uuid_text;
 use shadowbell_spec::identify::{IdentifyController, PowerState};
 use std::process::ExitCode;
 

@@ -4,10 +4,10 @@
 use super::fields::Fields;
 use super::query::{Args, show_json};
 use super::subject::{Subject, attach};
-use crate::target::{self, Target};
 use anyhow::{Context, anyhow};
 use clap::ValueEnum;
 use serde_json::{Map, Value};
+use shadowbell_config::target::{self, Target};
 use shadowbell_driver::Telemetry;
 use shadowbell_process::exit;
 use shadowbell_process::output::Output;

@@ -3,10 +3,10 @@
 use super::fields::{Fields, kelvins};
 use super::query::show_json;
 use super::subject::attach;
-use crate::target::{self, Target};
 use anyhow::anyhow;
 use clap::ValueEnum;
 use serde_json::{Map, Value, json};
+use shadowbell_config::target::{self, Target};
 use shadowbell_driver::{Admin, CommandError};
 use shadowbell_process::exit;
 use shadowbell_process::output::Output;

@@ -1,8 +1,8 @@
 //! `list`: prints a line for each namespace of the given controllers.
 
 use super::subject::Subject;
-use crate::target::{self, Target};
 use serde_json::{Map, Value, json};
+use shadowbell_config::target::{self, Target};
 use shadowbell_process::output::Output;
 use shadowbell_process::table::Table;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace};

@@ -3,8 +3,8 @@
 use super::fields::{Fields, kelvins};
 use super::query::{Args, show, show_json};
 use super::subject::Subject;
-use crate::target::{self, Target};
 use serde_json::{Map, Value};
+use shadowbell_config::target::{self, Target};
 use shadowbell_process::output::Output;
 use shadowbell_spec::Status;
 use shadowbell_spec::log::{ErrorLogEntry, SmartHealth};

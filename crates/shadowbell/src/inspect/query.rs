@@ -1,8 +1,8 @@
 //! Options and output that the verbs share.
 
 use super::fields::Fields;
-use crate::target::{self, Target};
 use serde_json::{Map, Value};
+use shadowbell_config::target::{self, Target};
 use shadowbell_process::output::Output;
 use std::io::{self, Write};
 

@@ -1,12 +1,12 @@
 //! Access to the controller that a verb queries: by the driver, or by its server's control socket
 //! while another client is connected.
 
-use crate::control::api::Controller as Described;
-use crate::control::client::{Client, part};
-use crate::control::discovery;
 use crate::session::Session;
-use crate::target::Target;
 use anyhow::{Context, anyhow};
+use shadowbell_config::target::Target;
+use shadowbell_control_api::api::Controller as Described;
+use shadowbell_control_api::client::{Client, part};
+use shadowbell_control_api::discovery;
 use shadowbell_driver::{AttachOptions, CommandError};
 use shadowbell_spec::Status;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};

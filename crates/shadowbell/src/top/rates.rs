@@ -1,7 +1,7 @@
 //! Rates of controllers and namespaces between two snapshots.
 
-use crate::live_stats::{NamespaceRow, Row, Snapshot};
 use serde_json::json;
+use shadowbell_control_api::live_stats::{NamespaceRow, Row, Snapshot};
 use shadowbell_controller::latency_stats::Distribution;
 use shadowbell_process::units::{bandwidth, count, nanoseconds, per_io};
 

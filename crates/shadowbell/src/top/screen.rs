@@ -217,9 +217,9 @@ fn doorbells(rates: &Rates) -> [String; 7] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::live_stats::{NamespaceRow, Row as Counters};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
+    use shadowbell_control_api::live_stats::{NamespaceRow, Row as Counters};
 
     fn rates(socket: &str, namespaces: u32) -> Rates {
         let namespace = |nsid| NamespaceRow {

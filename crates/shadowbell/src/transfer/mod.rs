@@ -7,14 +7,14 @@
 mod disk;
 
 use crate::overwrite::Overwrite;
-use crate::parse;
 use crate::session::Session;
-use crate::target::{self, Target};
 use anyhow::{Context, anyhow, bail};
 use disk::{DEPTH, DiskReader, DiskWriter, Piece};
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::io::Errno;
+use shadowbell_config::parse;
+use shadowbell_config::target::{self, Target};
 use shadowbell_driver::{AttachOptions, Namespace};
 use shadowbell_process::{exit, signals};
 use std::fs::{self, File};

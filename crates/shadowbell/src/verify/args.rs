@@ -2,9 +2,9 @@
 
 use super::job::JobLimits;
 use crate::overwrite::Overwrite;
-use crate::parse;
 use crate::queue_options::{CompletionMode, DoorbellMode, attach_options};
-use crate::target::{self, Target};
+use shadowbell_config::parse;
+use shadowbell_config::target::{self, Target};
 use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
 use shadowbell_process::output::Output;
 use std::time::Duration;

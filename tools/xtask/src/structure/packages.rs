@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
 /// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
-pub(super) const LAYERS: [&str; 23] = [
+pub(super) const LAYERS: [&str; 28] = [
     "spec",
     "doorbell",
     "state",
@@ -30,6 +30,11 @@ pub(super) const LAYERS: [&str; 23] = [
     "disk-nbd",
     "disk-qcow2",
     "disk-rbd",
+    "config",
+    "control-api",
+    "storage",
+    "supervisor",
+    "server",
     "block",
     "export",
     "shadowbell",

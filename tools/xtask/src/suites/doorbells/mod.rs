@@ -124,10 +124,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
         report.check("the server ends without an error", |_| server.stop());
     }
-    // One of the kernels is enough for a measurement that is not checked.
-    if setup.controller == ControllerKind::Shadowbell
-        && (setup.rounds > 1 || kernel == Kernel::V7_2)
-    {
+    if setup.controller == ControllerKind::Shadowbell && setup.rounds > 0 {
         cpu::run(setup, report, kernel, run)?;
     }
     Ok(())
@@ -144,12 +141,14 @@ fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> 
             }
         }
         for (contestant, measured) in contestants.iter_mut().zip(runs) {
-            let (commands, doorbell_writes, interrupts) = count(guest, contestant, depth)?;
+            let Counted { fio, doorbell_writes, interrupts } = count(guest, contestant, depth)?;
+            let commands = fio.total;
             rows.push(Row {
                 device: contestant.device,
                 doorbells: contestant.doorbells,
                 depth,
-                fio: median(measured).context("no rounds")?,
+                // Without rounds, the run for the counts is the only one.
+                fio: median(measured).unwrap_or(fio),
                 commands,
                 doorbell_writes,
                 interrupts,
@@ -159,27 +158,36 @@ fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> 
     Ok(rows)
 }
 
-/// Number of I/Os, trapped doorbell writes and interrupts of one run.
-fn count(guest: &mut Guest, contestant: &mut Contestant, depth: u32) -> Result<(u64, u64, u64)> {
+/// Counts of one run.
+struct Counted {
+    fio: Measured,
+    /// Number of trapped doorbell writes.
+    doorbell_writes: u64,
+    interrupts: u64,
+}
+
+/// Runs random reads, and counts trapped doorbell writes and interrupts.
+fn count(guest: &mut Guest, contestant: &mut Contestant, depth: u32) -> Result<Counted> {
     let Some(server) = &mut contestant.server else {
         let stretch = Stretch::begin(guest)?;
         let measured = random_reads(guest, &contestant.dev, depth, TIME);
         let counts = stretch.end(guest)?;
-        let total = measured?.total;
-        return Ok((total, counts.sq_doorbells + counts.cq_doorbells, counts.interrupts));
+        let doorbell_writes = counts.sq_doorbells + counts.cq_doorbells;
+        return Ok(Counted { fio: measured?, doorbell_writes, interrupts: counts.interrupts });
     };
     let before = server.stats()?;
-    let total = random_reads(guest, &contestant.dev, depth, TIME)?.total;
+    let fio = random_reads(guest, &contestant.dev, depth, TIME)?;
     let after = server.stats()?;
     let grown = |name: &str| {
         let of = |stats: &Value| stats.get(name).and_then(Value::as_u64).context(name.to_owned());
         Ok::<u64, anyhow::Error>(of(&after)?.saturating_sub(of(&before)?))
     };
-    let commands = grown("commands")?;
+    let (commands, total) = (grown("commands")?, fio.total);
     // The kernel may read the disk in addition to fio, but only a little.
     let close = commands >= total && commands <= total + total / 50 + 20;
     ensure!(close, "the server counted {commands} commands where fio did {total} I/Os");
-    Ok((total, grown("doorbell_mmio_writes")?, grown("interrupts")?))
+    let (doorbell_writes, interrupts) = (grown("doorbell_mmio_writes")?, grown("interrupts")?);
+    Ok(Counted { fio, doorbell_writes, interrupts })
 }
 
 /// The run of median speed.

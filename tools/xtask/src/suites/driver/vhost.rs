@@ -52,7 +52,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let mut rows = Vec::new();
         for (depth, bs, ios, _) in PATTERNS {
             let mut times = Vec::new();
-            for _ in 0..setup.rounds {
+            for _ in 0..setup.rounds.max(1) {
                 times.push(time(&mut guest, depth, bs, ios)?);
             }
             times.sort_by(f64::total_cmp);

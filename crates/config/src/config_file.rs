@@ -1,0 +1,527 @@
+//! Configuration file of `shadowbell serve --config`, with many controllers for one process.
+//!
+//! A file is accepted or refused as a whole. All errors that can be found are reported together,
+//! each with its line number.
+
+use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
+use crate::cpu_list;
+use crate::limits::{self, DiskLimits, Group};
+use crate::pool::PoolSpec;
+use crate::server_config::{
+    MAX_POLL_US, MAX_WORKERS, NamedDisk, Poll, ServerConfig, SocketConfig, TRACE_RECORDS,
+    WorkerChoice, pool_options,
+};
+use crate::socket_access::{self, SocketAccess};
+use crate::socket_path::{self, SocketPath};
+use crate::uuid_text::{no_uuid, parse_uuid};
+use anyhow::anyhow;
+use serde::Deserialize;
+use shadowbell_controller::config::MAX_NAMESPACES;
+use shadowbell_disk_layers::Limits;
+use shadowbell_process::error_text::plain;
+use shadowbell_process::exit::bad_input;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt;
+use std::fs;
+use std::io::{self, Read};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use toml::Spanned;
+
+/// Maximum size of the file: a line each for more controllers than a process can serve.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// Deserialized file.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct File {
+    trace: Option<PathBuf>,
+    trace_records: Option<Spanned<u32>>,
+    #[serde(default)]
+    measure: bool,
+    stats_json: Option<PathBuf>,
+    stats_socket: Option<PathBuf>,
+    name: Option<Spanned<String>>,
+    control_socket: Option<PathBuf>,
+    socket_mode: Option<Spanned<String>>,
+    socket_group: Option<Spanned<String>>,
+    metrics: Option<SocketAddr>,
+    workers: Option<Spanned<u16>>,
+    pin: Option<Spanned<Vec<usize>>>,
+    poll: Option<Spanned<Poll>>,
+    poll_max_us: Option<Spanned<u32>>,
+    #[serde(default)]
+    limit_group: Vec<Spanned<GroupTable>>,
+    #[serde(default)]
+    subsystem: Vec<Spanned<SubsystemTable>>,
+    #[serde(default)]
+    disk: Vec<Spanned<NamedDiskTable>>,
+    controller: Option<Vec<Spanned<ControllerTable>>>,
+}
+
+/// A `[[limit-group]]`: its name, and limits with the keys of disk options.
+#[derive(Debug, Deserialize)]
+struct GroupTable {
+    name: String,
+    #[serde(flatten)]
+    limits: BTreeMap<String, String>,
+}
+
+/// A `[[controller]]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct ControllerTable {
+    id: Option<Spanned<String>>,
+    socket: Spanned<PathBuf>,
+    disks: Option<Spanned<Vec<Spanned<DiskEntry>>>>,
+    pool: Option<Spanned<String>>,
+    serial: Option<Spanned<String>>,
+    model: Option<Spanned<String>>,
+    #[serde(default)]
+    doorbells: OfferedDoorbells,
+    queues: Option<Spanned<u16>>,
+    queue_entries: Option<Spanned<u32>>,
+    max_transfer: Option<Spanned<String>>,
+    #[serde(default)]
+    read_only: bool,
+    worker: Option<Spanned<WorkerChoice>>,
+    subsystem: Option<Spanned<String>>,
+    ana: Option<Spanned<AnaStates>>,
+}
+
+/// A disk: a string, or a table.
+#[derive(Debug, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "a disk is a string, or a table of `disk`, `uuid`, `nsid` and `share`"
+)]
+enum DiskEntry {
+    Plain(String),
+    Table(DiskTable),
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct DiskTable {
+    disk: String,
+    uuid: Option<String>,
+    nsid: Option<u32>,
+    #[serde(default)]
+    share: bool,
+}
+
+/// Reads a configuration file, which `open` opens. Disks and sockets are not opened.
+///
+/// # Errors
+/// All errors of the file, one per line, with line numbers.
+pub fn read(
+    path: &Path,
+    open: impl FnOnce(&Path) -> io::Result<fs::File>,
+) -> anyhow::Result<ServerConfig> {
+    let name = path.display();
+    let refuse = |why: fmt::Arguments<'_>| bad_input(anyhow!("{name}: {why}"));
+    let unreadable = |error| refuse(format_args!("cannot read the configuration: {error}"));
+    let metadata = fs::metadata(path).map_err(unreadable)?;
+    if !metadata.is_file() {
+        return Err(refuse(format_args!("not a regular file; give the path of a TOML file")));
+    }
+    if metadata.len() > MAX_BYTES {
+        return Err(refuse(format_args!(
+            "it has {} bytes, but a configuration has at most {MAX_BYTES}",
+            metadata.len()
+        )));
+    }
+    let mut text = String::new();
+    let read = open(path).and_then(|mut file| file.read_to_string(&mut text));
+    read.map_err(unreadable)?;
+    parse(&text, &name.to_string()).map_err(|why| bad_input(anyhow!(why)))
+}
+
+/// Disks that a configuration file names.
+pub fn disks_of(toml: &str) -> Vec<String> {
+    let Ok(file) = toml.parse::<toml::Table>() else { return Vec::new() };
+    let controllers = file.get("controller").and_then(toml::Value::as_array);
+    let disks = controllers.into_iter().flatten().filter_map(|c| c.get("disks")?.as_array());
+    let names = disks.flatten().filter_map(|disk| match disk {
+        toml::Value::String(name) => Some(name.clone()),
+        other => Some(other.get("disk")?.as_str()?.to_owned()),
+    });
+    names.collect()
+}
+
+/// Parses `text`, the content of the file `name`.
+pub fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
+    let file: File = toml::from_str(text).map_err(|error| {
+        let line = error.span().map_or(1, |span| line_of(text, span.start));
+        format!("{name}:{line}: {}", plain(error.message()))
+    })?;
+    let mut check =
+        Check { text, name, groups: HashSet::new(), disks: Vec::new(), wrong: Vec::new() };
+    let config = check.file(file);
+    if check.wrong.is_empty() {
+        return Ok(config);
+    }
+    check.wrong.sort_by_key(|(line, _)| *line);
+    let lines: Vec<_> =
+        check.wrong.iter().map(|(line, why)| format!("{name}:{line}: {why}")).collect();
+    Err(lines.join("\n"))
+}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    text.as_bytes().iter().take(offset).filter(|byte| **byte == b'\n').count() + 1
+}
+
+/// Validates a file and collects its errors.
+struct Check<'a> {
+    text: &'a str,
+    name: &'a str,
+    /// Names of the limit groups.
+    groups: HashSet<String>,
+    /// Named disks.
+    disks: Vec<NamedDisk>,
+    wrong: Vec<(usize, String)>,
+}
+
+impl Check<'_> {
+    fn line<T>(&self, value: &Spanned<T>) -> usize {
+        line_of(self.text, value.span().start)
+    }
+
+    fn refuse<T>(&mut self, value: &Spanned<T>, why: impl Into<String>) {
+        let line = self.line(value);
+        self.wrong.push((line, why.into()));
+    }
+
+    /// Returns the number. A number outside of the range is reported.
+    fn number<T: Copy + PartialOrd + fmt::Display>(
+        &mut self,
+        what: &str,
+        value: Option<Spanned<T>>,
+        range: std::ops::RangeInclusive<T>,
+    ) -> Option<T> {
+        let value = value?;
+        let number = *value.get_ref();
+        if !range.contains(&number) {
+            let (from, to) = (range.start(), range.end());
+            self.refuse(&value, format!("`{what}` is {from} to {to}, not {number}"));
+        }
+        Some(number)
+    }
+
+    fn file(&mut self, file: File) -> ServerConfig {
+        // An empty, truncated or unrelated file must not remove all controllers.
+        if file.controller.is_none() {
+            let why = "it has no controller: begin one with `[[controller]]`; or write `controller \
+                       = []`, and add controllers later by `shadowbell ctl controller add`";
+            self.wrong.push((1, why.into()));
+        }
+        let tables = file.controller.unwrap_or_default();
+        let workers_line = file.workers.as_ref().map(|value| self.line(value));
+        let poll_line = file.poll_max_us.as_ref().map(|value| self.line(value));
+        let pin_line = file.pin.as_ref().map(|value| self.line(value));
+        let workers = self.number("workers", file.workers, 1..=MAX_WORKERS);
+        let poll_max = self.number("poll-max-us", file.poll_max_us, 1..=MAX_POLL_US);
+        let records = self.number("trace-records", file.trace_records, 1024..=1 << 24);
+        let pin = file.pin.map_or_else(Vec::new, |pin| {
+            if let Err(why) = cpu_list::check(pin.get_ref()) {
+                self.refuse(&pin, why);
+            }
+            pin.into_inner()
+        });
+        let is_polling_open = file.poll.is_none() && poll_max.is_none();
+        let poll = file.poll.map(Spanned::into_inner);
+        let pool = pool_options(workers, pin, poll, poll_max).unwrap_or_else(|why| {
+            let line = poll_line.or(pin_line).or(workers_line).unwrap_or(1);
+            self.wrong.push((line, why));
+            shadowbell_controller::PoolOptions::default()
+        });
+        let mode = file.socket_mode.and_then(|text| {
+            let mode = socket_access::parse_mode(text.get_ref());
+            mode.map_err(|why| self.refuse(&text, format!("`socket-mode`: {why}"))).ok()
+        });
+        let group = file.socket_group.map(|text| {
+            if let Err(why) = socket_access::parse_group(text.get_ref()) {
+                self.refuse(&text, format!("`socket-group`: {why}"));
+            }
+            text.into_inner()
+        });
+        let groups: Vec<_> = file.limit_group.iter().map(|table| self.group(table)).collect();
+        for (table, group) in file.limit_group.iter().zip(&groups) {
+            if !self.groups.insert(group.name.clone()) {
+                self.refuse(table, format!("the limit group `{}` is there twice", group.name));
+            }
+        }
+        file.disk.iter().for_each(|table| self.named_disk(table));
+        let name = file.name.map(|name| {
+            if let Err(why) = socket_path::check_name(name.get_ref()) {
+                self.refuse(&name, format!("`name`: {why}"));
+            }
+            name.into_inner()
+        });
+        let mut shared = Subsystems::new(file.subsystem, |table, why| self.refuse(table, why));
+        let mut controllers = Vec::with_capacity(tables.len());
+        let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
+        let mut serials: HashMap<String, usize> = HashMap::new();
+        let mut ids: HashMap<String, usize> = HashMap::new();
+        for table in tables {
+            let origin = Some(format!("{}:{}", self.name, self.line(&table)));
+            let table = table.into_inner();
+            let socket = table.socket.get_ref().clone();
+            if socket.as_os_str().is_empty() {
+                self.refuse(&table.socket, "the path of the socket is empty");
+            }
+            let serial = table.serial.as_ref().map(|serial| (self.line(serial), serial.get_ref()));
+            if let Some((line, serial)) = serial
+                && let Some(first) = serials.insert(serial.clone(), line)
+            {
+                self.wrong.push((
+                    line,
+                    format!(
+                        "the serial number {serial:?} is that of another controller too (line \
+                         {first}): give each its own"
+                    ),
+                ));
+            }
+            let worker = table.worker.as_ref().map(|worker| *worker.get_ref());
+            if let (Some(value), Some(WorkerChoice::Shared(number))) = (&table.worker, worker)
+                && number >= pool.workers
+            {
+                let there_are = match pool.workers {
+                    0 => "how many there are depends on the machine: say `workers`".into(),
+                    count => format!("there are {count}, from 0"),
+                };
+                self.refuse(value, format!("`worker` is {number}, and {there_are}"));
+            }
+            let line = self.line(&table.socket);
+            let id = table.id.as_ref().map(|id| {
+                if let Err(why) = check_id(id.get_ref()) {
+                    self.refuse(id, why);
+                }
+                id.get_ref().clone()
+            });
+            let place =
+                table.subsystem.as_ref().map(|name| (self.line(name), name.get_ref().clone()));
+            let ana = table.ana.as_ref().map(|ana| (self.line(ana), ana.get_ref().clone()));
+            let mut controller = self.controller(table);
+            if let (None, Some((line, _))) = (&place, &ana) {
+                let why = "`ana` is of a controller with a `subsystem`: leave it out";
+                self.wrong.push((*line, why.to_owned()));
+            }
+            if let Some((line, _)) = &place
+                && controller.pool.is_some()
+            {
+                let why = "a pool is one controller's: leave out `pool` or `subsystem`";
+                self.wrong.push((*line, why.to_owned()));
+            }
+            if let Some((line, name)) = place {
+                match shared.membership(&name, &controller, ana.map(|(_, ana)| ana)) {
+                    Ok(place) => controller.subsystem = Some(place),
+                    Err(why) => self.wrong.push((line, why)),
+                }
+            }
+            let served = SocketConfig { id, socket, controller, worker, origin };
+            // Controllers without an id are identified by their sockets, which are compared
+            // below.
+            if let Some(id) = &served.id
+                && let Some(first) = ids.insert(id.clone(), line)
+            {
+                self.wrong.push((
+                    line,
+                    format!(
+                        "the id `{id}` is that of another controller too (line {first}): give each \
+                         its own"
+                    ),
+                ));
+            }
+            if let Some(first) = sockets.insert(served.absolute_socket(), line) {
+                self.wrong.push((
+                    line,
+                    format!(
+                        "the socket {} is that of another controller too (line {first}): give each \
+                         its own",
+                        served.socket.display()
+                    ),
+                ));
+            }
+            controllers.push(served);
+        }
+        self.check_references(&controllers, |served| {
+            sockets.get(&served.absolute_socket()).copied()
+        });
+        ServerConfig {
+            disks: self.disks.clone(),
+            controllers,
+            pool,
+            trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
+            measure: file.measure,
+            stats_json: file.stats_json,
+            stats_socket: file.stats_socket,
+            control: SocketPath { name, path: file.control_socket },
+            default_name: String::new(),
+            metrics: file.metrics,
+            groups,
+            socket_access: SocketAccess { mode, group },
+            polls_for_mapped: false,
+        }
+        .settled(is_polling_open)
+    }
+
+    fn group(&mut self, table: &Spanned<GroupTable>) -> Group {
+        let GroupTable { name, limits: texts } = table.get_ref();
+        if let Err(why) = limits::check_name(name) {
+            self.refuse(table, why);
+        }
+        let mut limits = Limits::default();
+        for (key, text) in texts {
+            match limits.set(key, text) {
+                Ok(true) => {}
+                Ok(false) => self.refuse(table, format!("a limit group has no `{key}`")),
+                Err(why) => self.refuse(table, why),
+            }
+        }
+        Group { name: name.clone(), limits }
+    }
+
+    fn controller(&mut self, table: ControllerTable) -> ControllerConfig {
+        let line = table.disks.as_ref().map(|disks| self.line(disks));
+        let line = line.unwrap_or_else(|| self.line(&table.socket));
+        let entries = table.disks.map(Spanned::into_inner).unwrap_or_default();
+        if entries.is_empty() && table.pool.is_none() {
+            self.wrong.push((line, "a controller has one disk at least, or a `pool`".to_owned()));
+        }
+        let disks: Vec<_> = entries.into_iter().map(|entry| self.disk(entry)).collect();
+        let pool = table.pool.and_then(|text| {
+            let pool = text.get_ref().parse::<PoolSpec>();
+            pool.map_err(|why| self.refuse(&text, format!("`pool`: {why}"))).ok()
+        });
+        if let Err(why) = check_nsids(&disks) {
+            self.wrong.push((line, why));
+        }
+        let max_transfer = table.max_transfer.and_then(|value| {
+            let size = shadowbell_disk::parse_size(value.get_ref());
+            size.map_err(|why| self.refuse(&value, format!("`max-transfer`: {why}"))).ok()
+        });
+        ControllerConfig {
+            disks,
+            serial: table.serial.map(Spanned::into_inner),
+            model: table.model.map(Spanned::into_inner),
+            queues: self.number("queues", table.queues, 1..=64),
+            queue_entries: self.number("queue-entries", table.queue_entries, 2..=4096),
+            max_transfer,
+            doorbells: table.doorbells,
+            read_only: table.read_only,
+            pool,
+            subsystem: None,
+        }
+    }
+
+    fn disk(&mut self, entry: Spanned<DiskEntry>) -> DiskConfig {
+        let DiskTable { disk, uuid, nsid, share } = match entry.get_ref() {
+            DiskEntry::Plain(disk) => {
+                DiskTable { disk: disk.clone(), uuid: None, nsid: None, share: false }
+            }
+            DiskEntry::Table(table) => table.clone(),
+        };
+        let uuid = uuid.and_then(|text| {
+            let uuid = parse_uuid(&text);
+            if uuid.is_none() {
+                self.refuse(&entry, no_uuid(&text));
+            }
+            uuid
+        });
+        let named = self.disks.iter().find(|named| named.id == disk).cloned();
+        if let Some(NamedDisk { id, spec, .. }) = named {
+            return DiskConfig { id: Some(id), share, ..DiskConfig::with(spec, uuid, nsid) };
+        }
+        self.check_group(&entry, &disk);
+        DiskConfig { share, ..DiskConfig::with(disk, uuid, nsid) }
+    }
+
+    /// Refuses an unknown limit group: a misspelt one would be a group without limits.
+    fn check_group<T>(&mut self, place: &Spanned<T>, spec: &str) {
+        let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
+        if let Some(group) = limits.group.filter(|group| !self.groups.contains(group)) {
+            let why = format!(
+                "there is no `[[limit-group]]` `{group}`, of which this disk is to be: add one of \
+                 this name, or correct the name"
+            );
+            self.refuse(place, why);
+        }
+    }
+
+    fn named_disk(&mut self, table: &Spanned<NamedDiskTable>) {
+        let id = table.get_ref().id.clone();
+        if let Err(why) = check_id(&id) {
+            self.refuse(table, why);
+        }
+        if self.disks.iter().any(|other| other.id == id) {
+            let why = format!("the id `{id}` is that of another disk too: give each its own");
+            self.refuse(table, why);
+        }
+        match table.get_ref().spec() {
+            Ok(spec) => {
+                self.check_group(table, &spec);
+                let origin = Some(format!("{}:{}", self.name, self.line(table)));
+                self.disks.push(NamedDisk { id, spec, origin });
+            }
+            Err(why) => self.refuse(table, why),
+        }
+    }
+
+    /// Refuses a named disk of two controllers that are not in one subsystem.
+    fn check_references(
+        &mut self,
+        controllers: &[SocketConfig],
+        line: impl Fn(&SocketConfig) -> Option<usize>,
+    ) {
+        let mut seen: HashMap<&str, Option<&str>> = HashMap::new();
+        for served in controllers {
+            let subsystem = served.controller.subsystem.as_ref().map(|place| &place.name[..]);
+            for id in served.controller.disks.iter().filter_map(|disk| disk.id.as_deref()) {
+                let Some(before) = seen.insert(id, subsystem) else { continue };
+                if before.is_none() || before != subsystem {
+                    let why = format!(
+                        "the disk `{id}` is that of another controller too: give each its own, or \
+                         make them controllers of one `[[subsystem]]`"
+                    );
+                    self.wrong.push((line(served).unwrap_or(1), why));
+                }
+            }
+        }
+    }
+}
+
+/// Checks an id, which must fit into a path component of the HTTP API.
+pub fn check_id(id: &str) -> Result<(), String> {
+    let fits = (1..=100).contains(&id.len());
+    let is_fine = |b: u8| b.is_ascii_alphanumeric() || b"-_.:".contains(&b);
+    match fits && id.bytes().all(is_fine) {
+        true => Ok(()),
+        false => {
+            Err(format!("`{id}` is no id: it has 1 to 100 letters, digits, `-`, `_`, `.`, `:`"))
+        }
+    }
+}
+
+/// Checks that the NSIDs are valid and ascend in the order of the disks.
+pub fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
+    let all: Vec<_> = nsids(disks).collect();
+    let fits = |nsid: &u32| (1..=MAX_NAMESPACES as u32).contains(nsid);
+    match all.iter().all(fits) && all.is_sorted_by(|a, b| a < b) {
+        true => Ok(()),
+        false => Err(format!(
+            "the `nsid` of each disk is 1 to {MAX_NAMESPACES}, and larger than that of the disk \
+             before; these are {all:?}"
+        )),
+    }
+}
+
+mod disks;
+mod shared;
+mod write;
+use disks::NamedDiskTable;
+use shared::{AnaStates, SubsystemTable, Subsystems};
+pub use write::{Settings, write};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,110 @@
+//! Layers around a disk in a specification: metadata or zones, then rate limits.
+
+use crate::limits::DiskLimits;
+use shadowbell_disk::{Disk, MetadataFormat, ZoneFormat};
+use shadowbell_disk_layers::{MetadataDisk, ZonedDisk};
+use std::sync::Arc;
+
+/// Layers around a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Layers {
+    /// Metadata of each block.
+    pub metadata: Option<MetadataFormat>,
+    /// Zones.
+    pub zoned: Option<ZoneFormat>,
+    /// Rate limits and limit group.
+    pub limits: DiskLimits,
+}
+
+impl Layers {
+    /// Splits `spec` into the options of layers and the rest.
+    ///
+    /// # Errors
+    /// A sentence about an invalid option.
+    pub fn split(spec: &str) -> Result<(String, Self), String> {
+        let (spec, limits) = DiskLimits::split(spec)?;
+        let Some((disk, options)) = spec.split_once('?') else {
+            return Ok((spec, Self { limits, ..Self::default() }));
+        };
+        let is_of = |options: &[&str], option: &str| {
+            option.split_once('=').is_some_and(|(name, _)| options.contains(&name))
+        };
+        let (metadata, rest): (Vec<&str>, Vec<_>) =
+            options.split('&').partition(|option| is_of(&MetadataFormat::OPTIONS, option));
+        let (zoned, rest): (Vec<&str>, Vec<_>) =
+            rest.into_iter().partition(|option| is_of(&ZoneFormat::OPTIONS, option));
+        let metadata =
+            MetadataFormat::parse(metadata.iter().filter_map(|option| option.split_once('=')))?;
+        let zoned = ZoneFormat::parse(zoned.iter().filter_map(|option| option.split_once('=')))?;
+        let rest = match &rest[..] {
+            [] => disk.to_owned(),
+            rest => format!("{disk}?{}", rest.join("&")),
+        };
+        Ok((rest, Self { metadata, zoned, limits }))
+    }
+
+    /// Puts the layers around `disk`. Limits are outermost, because they count the I/O of the host
+    /// without I/O for metadata. With `goes_on`, another process used the disk before, and its host
+    /// continues.
+    ///
+    /// # Errors
+    /// A sentence about a layer that the disk does not support.
+    pub fn put_around(&self, disk: Arc<dyn Disk>, goes_on: bool) -> Result<Arc<dyn Disk>, String> {
+        let disk = match self.metadata {
+            None => disk,
+            Some(format) => Arc::new(MetadataDisk::new(disk, format)?),
+        };
+        let disk = match self.zoned {
+            None => disk,
+            Some(format) => {
+                let disk = ZonedDisk::new(disk, format, goes_on)?;
+                if let Some(damaged) = disk.damaged() {
+                    tracing::warn!("{damaged}");
+                }
+                Arc::new(disk) as Arc<dyn Disk>
+            }
+        };
+        Ok(self.limits.limit(disk))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_disk_layers::LimitedDisk;
+
+    #[test]
+    fn layers_are_options_of_any_disk() {
+        let (rest, layers) = Layers::split("a.img?pi=1&direct=on&metadata=8&iops=7").unwrap();
+        assert_eq!(rest, "a.img?direct=on");
+        assert_eq!(layers.metadata.map(|format| (format.size, format.protection)), Some((8, 1)));
+        let disk = shadowbell_disk_file::open("mem:1MiB").unwrap();
+        let disk = layers.put_around(disk, false).unwrap();
+        assert_eq!(
+            (disk.info().metadata, LimitedDisk::of(&*disk).unwrap().limiters().len()),
+            (layers.metadata, 1)
+        );
+        for spec in ["a.img", "a.img?direct=on", "mem:1MiB?x", "a?"] {
+            assert_eq!(Layers::split(spec), Ok((spec.to_owned(), Layers::default())));
+        }
+        assert_eq!(Layers::split("a?metadata=0").unwrap().0, "a");
+        for spec in ["a?metadata=9", "a?pi=1", "a?metadata=8&guard=64", "a?iops=fast"] {
+            Layers::split(spec).unwrap_err();
+        }
+        let (rest, layers) =
+            Layers::split("mem:4MiB?zoned=1MiB&max-open=2&block-size=4096&iops=7").unwrap();
+        assert_eq!(rest, "mem:4MiB?block-size=4096");
+        let disk = shadowbell_disk_file::open(&rest).unwrap();
+        let disk = layers.put_around(disk, false).unwrap();
+        assert_eq!((disk.info().zoned, disk.info().blocks), (layers.zoned, 3 << 8));
+        for spec in ["a?zoned=1000", "a?max-open=1", "a?zoned=1MiB&zone-capacity=2MiB"] {
+            Layers::split(spec).unwrap_err();
+        }
+        let (_, layers) = Layers::split("a?metadata=8&zoned=64KiB").unwrap();
+        let both = layers.put_around(shadowbell_disk_file::open("mem:4MiB").unwrap(), false);
+        assert!(both.unwrap_err().contains("cannot have metadata"));
+        let (_, layers) = Layers::split("a?metadata=8&pi=1").unwrap();
+        let small = shadowbell_disk_file::open("mem:512").unwrap();
+        layers.put_around(small, false).unwrap_err();
+    }
+}

@@ -1,0 +1,16 @@
+//! Doorbell mechanism of a controller as an option.
+
+use serde::{Deserialize, Serialize};
+
+/// Doorbell mechanism that a controller offers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OfferedDoorbells {
+    /// Shadow doorbells (Doorbell Buffer Config); guests without support for them trap
+    #[default]
+    Shadow,
+    /// MMIO only: every doorbell write traps
+    Mmio,
+    /// Doorbells mapped into the client: no doorbell write traps, and the controller polls
+    Mapped,
+}

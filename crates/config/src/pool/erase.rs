@@ -1,0 +1,99 @@
+//! Erasure of namespace files: wiping, vacating and overwriting.
+
+use super::HostPool;
+use super::index::VACANT;
+use shadowbell_disk::OpenError;
+use shadowbell_disk_file::ImageFile;
+use shadowbell_spec::admin::Sanitize;
+use std::fs::File;
+use std::io::{self, Seek, Write};
+
+/// Bytes per write of an overwrite.
+const CHUNK: usize = 1 << 20;
+
+/// Opens the file of a namespace whose disk is closed.
+fn open(pool: &HostPool, nsid: u32) -> io::Result<ImageFile> {
+    ImageFile::open(&pool.file(nsid), false).map_err(|error| match error {
+        OpenError::System { source, .. } => source,
+        error => io::Error::other(error),
+    })
+}
+
+/// Discards the content of a namespace's file and sets its length. The file system gets the blocks
+/// back.
+///
+/// # Errors
+/// Errors of the file system.
+pub fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
+    let image = open(pool, nsid)?;
+    image.file().set_len(0)?;
+    image.file().set_len(bytes)?;
+    rustix::fs::fdatasync(image.file())?;
+    Ok(())
+}
+
+/// Wipes the file of a deleted namespace.
+///
+/// # Errors
+/// Errors of the file system.
+pub fn vacate(pool: &HostPool, nsid: u32) -> io::Result<()> {
+    wipe(pool, nsid, VACANT)
+}
+
+/// True if the file has the length that marks a namespace ID as unused.
+pub fn is_vacant(pool: &HostPool, nsid: u32) -> bool {
+    std::fs::metadata(pool.file(nsid)).is_ok_and(|about| about.len() == VACANT)
+}
+
+/// Overwrites the allocated parts of a namespace's file with the pattern of this pass. `goes_on` is
+/// called with the current offset and may stop the overwrite.
+///
+/// # Errors
+/// Errors of the file system; [`io::ErrorKind::Interrupted`] if `goes_on` returned false.
+pub fn overwrite(
+    pool: &HostPool,
+    nsid: u32,
+    (command, pass): (Sanitize, u8),
+    goes_on: &mut dyn FnMut(u64) -> bool,
+) -> io::Result<()> {
+    let image = open(pool, nsid)?;
+    let mut file = image.file();
+    let is_inverted = command.oipbp && pass % 2 == 1;
+    let pattern = if is_inverted { !command.ovrpat } else { command.ovrpat };
+    let chunk: Vec<u8> = pattern.to_le_bytes().into_iter().cycle().take(CHUNK).collect();
+    let end = file.metadata()?.len();
+    let mut at = 0;
+    while let Some((from, to)) = data(file, at, end)? {
+        at = from;
+        file.seek(io::SeekFrom::Start(at))?;
+        while at < to {
+            let len = (to - at).min(CHUNK as u64) as usize;
+            file.write_all(chunk.get(..len).unwrap_or_default())?;
+            at += len as u64;
+            if !goes_on(at) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+        }
+    }
+    rustix::fs::fdatasync(file)?;
+    Ok(())
+}
+
+/// Next allocated range from `at` on, up to the next hole.
+fn data(file: &File, at: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
+    use rustix::fs::SeekFrom;
+    use rustix::io::Errno;
+    if at >= end {
+        return Ok(None);
+    }
+    match rustix::fs::seek(file, SeekFrom::Data(at)) {
+        Ok(from) => {
+            let to = rustix::fs::seek(file, SeekFrom::Hole(from)).unwrap_or(end).min(end);
+            Ok((from < end).then_some((from, to.max(from + 1))))
+        }
+        Err(Errno::NXIO) => Ok(None),
+        // Without SEEK_DATA support, the whole file may be data.
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(Some((at, end))),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,244 @@
+//! Pool of namespaces: a directory with a sparse file per namespace and an index.
+//!
+//! All files are created before the process enters its sandbox. Afterwards files only grow or
+//! shrink. The index, not the length of a file, defines which namespaces exist. The sum of all
+//! namespace sizes never exceeds the capacity. Space is not reserved: if the file system is full
+//! earlier, writes fail with Capacity Exceeded, as with any sparse image.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `spec` | parser of `DIR?capacity=SIZE` |
+//! | `index` | stored state |
+//! | `erase` | erasure of files |
+//!
+//! The disks of a pool are in `pool_disks.rs`; requests of hosts are executed in
+//! `serve/namespace_requests.rs`.
+
+pub mod erase;
+pub mod index;
+mod spec;
+
+pub use spec::PoolSpec;
+
+use anyhow::{Context, anyhow};
+use index::{Index, MOST, VACANT};
+use parking_lot::Mutex;
+use shadowbell_controller::{NamespacePool, PoolDone, PoolOrder, PoolPort, PoolState};
+use shadowbell_disk_file::ImageFile;
+use shadowbell_process::exit::bad_input;
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
+
+/// File name of the index.
+const INDEX: &str = "index";
+
+/// Open pools of this process, by directory.
+static POOLS: Mutex<BTreeMap<PathBuf, Arc<HostPool>>> = Mutex::new(BTreeMap::new());
+
+/// Pool of namespaces in a directory.
+#[derive(Debug)]
+pub struct HostPool {
+    spec: PoolSpec,
+    /// Index file, for reading before this process has the lock.
+    reader: File,
+    kept: Mutex<Kept>,
+    /// Progress of a sanitize operation, in 65536ths.
+    parts: AtomicU16,
+    port: OnceLock<PoolPort>,
+    orders: Sender<(PoolOrder, PoolDone)>,
+    /// Receiver of `orders`, until the thread that executes them takes it.
+    waiting: Mutex<Option<Receiver<(PoolOrder, PoolDone)>>>,
+}
+
+#[derive(Debug)]
+struct Kept {
+    /// Locked index file; `None` while another process has the lock.
+    file: Option<ImageFile>,
+    number: u64,
+    index: Index,
+}
+
+impl HostPool {
+    /// Opens a pool and creates its missing files. Without `locked`, the pool is
+    /// [locked](Self::lock) later, after the previous process has released it.
+    fn open(spec: &PoolSpec, locked: bool) -> anyhow::Result<Self> {
+        make(&spec.directory)?;
+        let path = spec.directory.join(INDEX);
+        let file = locked.then(|| ImageFile::open(&path, false)).transpose();
+        let file = file.map_err(bad_input)?;
+        let reader = File::open(&path)?;
+        let (number, index) = index::read(&reader)?;
+        let (orders, waiting) = channel();
+        let own = Self {
+            spec: spec.clone(),
+            reader,
+            kept: Mutex::new(Kept { file, number, index }),
+            parts: AtomicU16::new(0),
+            port: OnceLock::new(),
+            orders,
+            waiting: Mutex::new(Some(waiting)),
+        };
+        Ok(own)
+    }
+
+    /// Path of a namespace's file.
+    pub fn file(&self, nsid: u32) -> PathBuf {
+        file_of(&self.spec.directory, nsid)
+    }
+
+    /// Current state of the index.
+    pub fn index(&self) -> Index {
+        self.kept.lock().index.clone()
+    }
+
+    /// Reads the index again, while another process has the lock and may change it.
+    pub fn refresh(&self) -> io::Result<()> {
+        let mut kept = self.kept.lock();
+        if kept.file.is_none() {
+            (kept.number, kept.index) = index::read(&self.reader)?;
+        }
+        Ok(())
+    }
+
+    /// Locks the pool for this process. No effect if it is locked already.
+    ///
+    /// # Errors
+    /// Another process has the lock, or the index cannot be read.
+    pub fn lock(&self) -> anyhow::Result<()> {
+        if self.kept.lock().file.is_some() {
+            return Ok(());
+        }
+        let file = ImageFile::open(&self.spec.directory.join(INDEX), false)?;
+        let (number, index) = index::read(file.file())?;
+        *self.kept.lock() = Kept { file: Some(file), number, index };
+        Ok(())
+    }
+
+    /// Changes the index in the file, then in memory. Called only by the thread that executes
+    /// requests.
+    ///
+    /// # Errors
+    /// Errors of the file system; the state in memory is unchanged then.
+    pub fn change(&self, change: impl FnOnce(&mut Index)) -> io::Result<()> {
+        let mut kept = self.kept.lock();
+        let mut after = kept.index.clone();
+        change(&mut after);
+        after.namespaces.sort_by_key(|entry| entry.nsid);
+        let Some(file) = kept.file.take() else {
+            return Err(io::Error::other("another process has locked the pool"));
+        };
+        let number = kept.number + 1;
+        // Readers of the state must not wait for the storage.
+        drop(kept);
+        let written = index::write(file.file(), number, &after);
+        let mut kept = self.kept.lock();
+        kept.file = Some(file);
+        if written.is_ok() {
+            (kept.number, kept.index) = (number, after);
+        }
+        written
+    }
+
+    /// Sets the progress of a sanitize operation.
+    pub fn set_parts(&self, parts: u16) {
+        self.parts.store(parts, Ordering::Relaxed);
+    }
+
+    /// Capacity in bytes: the limit for the sum of all namespace sizes.
+    pub fn capacity(&self) -> u64 {
+        self.spec.capacity
+    }
+
+    /// Directory of the pool.
+    pub fn directory(&self) -> &Path {
+        &self.spec.directory
+    }
+
+    /// Connection to the controller, once there is one.
+    pub fn port(&self) -> Option<&PoolPort> {
+        self.port.get()
+    }
+
+    /// Receiver of requests, for the thread that executes them. `None` after the first call.
+    pub fn take_orders(&self) -> Option<Receiver<(PoolOrder, PoolDone)>> {
+        self.waiting.lock().take()
+    }
+}
+
+impl NamespacePool for HostPool {
+    fn state(&self) -> PoolState {
+        let parts = self.parts.load(Ordering::Relaxed);
+        self.kept.lock().index.state(self.spec.capacity, parts)
+    }
+
+    fn connect(&self, port: PoolPort) {
+        let _ = self.port.set(port);
+    }
+
+    fn order(&self, order: PoolOrder, done: PoolDone) {
+        // Without a receiver, dropping `done` ends the request.
+        let _ = self.orders.send((order, done));
+    }
+}
+
+fn file_of(directory: &Path, nsid: u32) -> PathBuf {
+    directory.join(format!("namespace-{nsid:03}"))
+}
+
+/// Creates what is missing of a pool: the directory, the index, and a file for each namespace.
+fn make(directory: &Path) -> anyhow::Result<()> {
+    let here = || format!("the pool {}", directory.display());
+    if !directory.exists() {
+        DirBuilder::new().mode(0o700).create(directory).with_context(here).map_err(bad_input)?;
+    }
+    let create = |path: &Path| {
+        let mut how = OpenOptions::new();
+        how.write(true).create(true).truncate(false).mode(0o600).open(path).with_context(here)
+    };
+    let path = directory.join(INDEX);
+    if !path.exists() {
+        let new = directory.join("index.new");
+        let file = create(&new).map_err(bad_input)?;
+        // Writing both slots allocates their storage.
+        for number in 0..2 {
+            index::write(&file, number, &Index::default())?;
+        }
+        file.sync_all()?;
+        std::fs::rename(&new, &path)?;
+    }
+    for nsid in 1..=MOST {
+        let path = file_of(directory, nsid);
+        if !path.exists() {
+            create(&path).map_err(bad_input)?.set_len(VACANT)?;
+        }
+    }
+    File::open(directory)?.sync_all()?;
+    Ok(())
+}
+
+/// Open pool of this process in the directory of `spec`.
+pub fn opened(spec: &PoolSpec) -> Option<Arc<HostPool>> {
+    POOLS.lock().get(&spec.directory).cloned()
+}
+
+/// Opens the pools of all controllers at start-up, before the process enters its sandbox.
+///
+/// # Errors
+/// A pool cannot be opened or locked, or is named twice.
+pub fn open_all<'a>(specs: impl Iterator<Item = &'a PoolSpec>, locked: bool) -> anyhow::Result<()> {
+    for spec in specs {
+        let twice = || bad_input(anyhow!("the pool {} is named twice", spec.directory.display()));
+        if POOLS.lock().contains_key(&spec.directory) {
+            return Err(twice());
+        }
+        let pool = HostPool::open(spec, locked)?;
+        POOLS.lock().insert(spec.directory.clone(), Arc::new(pool));
+    }
+    Ok(())
+}

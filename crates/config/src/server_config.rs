@@ -1,0 +1,303 @@
+//! Configuration of `serve`, from the command line or a configuration file.
+
+use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
+use crate::limits::Group;
+use crate::pool_disks;
+use crate::socket_access::SocketAccess;
+use crate::socket_path::SocketPath;
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use shadowbell_controller::{Polling, PoolOptions};
+use shadowbell_process::process_env;
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Maximum number of I/O threads.
+pub const MAX_WORKERS: u16 = shadowbell_controller::MAX_WORKERS as u16;
+/// Maximum polling time of an idle I/O thread, in microseconds. After a second of idleness the
+/// cost of a wakeup does not matter.
+pub const MAX_POLL_US: u32 = 1_000_000;
+/// Default number of trace records per I/O thread: 8 MiB.
+pub const TRACE_RECORDS: u32 = 1 << 18;
+
+/// Validated configuration. Disks and sockets are not opened yet.
+#[derive(Debug)]
+pub struct ServerConfig {
+    /// Named disks.
+    pub disks: Vec<NamedDisk>,
+    /// Controllers.
+    pub controllers: Vec<SocketConfig>,
+    /// Options of the I/O threads.
+    pub pool: PoolOptions,
+    /// File of the doorbell trace, and the number of records per I/O thread.
+    pub trace: Option<(PathBuf, u32)>,
+    /// Latency measurement by namespace.
+    pub measure: bool,
+    /// Statistics file.
+    pub stats_json: Option<PathBuf>,
+    /// Statistics socket for `top`.
+    pub stats_socket: Option<PathBuf>,
+    /// Name and path for the control socket.
+    pub control: SocketPath,
+    /// Name of the server if none is configured.
+    pub default_name: String,
+    /// TCP address of the metrics.
+    pub metrics: Option<SocketAddr>,
+    /// Limit groups.
+    pub groups: Vec<Group>,
+    /// Mode and group of the controllers' sockets.
+    pub socket_access: SocketAccess,
+    /// I/O threads always poll because doorbells are mapped, and no polling option was given.
+    pub polls_for_mapped: bool,
+}
+
+/// A named disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedDisk {
+    /// Id in requests, controllers and exports.
+    pub id: String,
+    /// Specification, with options and limits.
+    pub spec: String,
+    /// Place in the configuration file (`vms.toml:12`).
+    pub origin: Option<String>,
+}
+
+/// A controller and its socket.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SocketConfig {
+    /// Id in requests. Default: its socket.
+    #[serde(default)]
+    pub id: Option<String>,
+    /// Path of the socket as configured.
+    pub socket: PathBuf,
+    /// Properties of the controller.
+    pub controller: ControllerConfig,
+    /// I/O thread that serves it. `None` for any.
+    pub worker: Option<WorkerChoice>,
+    /// Place in the configuration file (`vms.toml:12`).
+    pub origin: Option<String>,
+}
+
+impl SocketConfig {
+    /// Id in requests: the configured one, or the absolute path of the socket.
+    #[must_use]
+    pub fn id(&self) -> String {
+        self.id.clone().unwrap_or_else(|| self.known_socket())
+    }
+
+    /// Absolute path of the socket itself, also if a directory is configured.
+    #[must_use]
+    pub fn known_socket(&self) -> String {
+        known_path(&self.absolute_socket()).to_string_lossy().into_owned()
+    }
+
+    /// Returns true if both are the same controller at the same socket.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.known_socket() == other.known_socket()
+            && self.controller.is_same(&other.controller)
+            && self.worker == other.worker
+    }
+
+    /// Exclusive resources: the socket and the disks.
+    #[must_use]
+    pub fn takes(&self) -> Vec<String> {
+        let disks = self.controller.disks.iter().map(DiskConfig::takes);
+        disks.chain([self.known_socket()]).collect()
+    }
+
+    /// Exclusive resource of a namespace: its disk.
+    #[must_use]
+    pub fn takes_for(&self, nsid: u32) -> Option<String> {
+        let disks = &self.controller.disks;
+        let at = nsids(disks).position(|other| other == nsid)?;
+        disks.get(at).map(DiskConfig::takes)
+    }
+
+    /// Absolute path of the configured socket, which identifies the controller.
+    #[must_use]
+    pub fn absolute_socket(&self) -> PathBuf {
+        let path = process_env::absolute(&self.socket);
+        // Symbolic links of the directory are resolved, if it exists.
+        match (path.parent().map(Path::canonicalize), path.file_name()) {
+            (Some(Ok(directory)), Some(name)) => directory.join(name),
+            _ => path,
+        }
+    }
+}
+
+/// Canonical path of a socket.
+pub fn known_path(path: &Path) -> PathBuf {
+    let from_root = process_env::absolute(path);
+    let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
+    // A directory stands for the socket `cntrl` in it, as in SPDK.
+    if path.is_dir() { path.join("cntrl") } else { path }
+}
+
+/// I/O thread of a controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "`worker` is the number of a worker, from 0, or \"own\"")]
+pub enum WorkerChoice {
+    /// The I/O thread with this number.
+    Shared(usize),
+    /// A thread that serves no other controller.
+    Own(Own),
+}
+
+/// The keyword for a thread that serves no other controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Own {
+    /// `"own"`.
+    Own,
+}
+
+/// Polling of an idle I/O thread.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Poll {
+    /// Poll before sleeping, for a time that grows while that pays off and shrinks otherwise
+    #[default]
+    Adaptive,
+    /// Poll without sleeping: one CPU per I/O thread
+    Always,
+    /// Sleep at once
+    Never,
+}
+
+/// Checks and combines the options of the I/O threads.
+///
+/// # Errors
+/// The options contradict each other.
+pub fn pool_options(
+    workers: Option<u16>,
+    pin: Vec<usize>,
+    poll: Option<Poll>,
+    poll_max_us: Option<u32>,
+) -> Result<PoolOptions, String> {
+    let workers = match workers {
+        None => pin.len(),
+        Some(workers) if pin.len() > usize::from(workers) => {
+            return Err(format!(
+                "{} CPUs to pin to are too many for {workers} I/O threads: name at most one for \
+                 each",
+                pin.len()
+            ));
+        }
+        Some(workers) => workers.into(),
+    };
+    let polling = match (poll.unwrap_or_default(), poll_max_us) {
+        (Poll::Adaptive, None) => Polling::default(),
+        (Poll::Adaptive, Some(us)) => Polling::Adaptive(Duration::from_micros(us.into())),
+        (Poll::Always, None) => Polling::Always,
+        (Poll::Never, None) => Polling::Never,
+        (Poll::Always | Poll::Never, Some(_)) => {
+            return Err(
+                "a longest time to poll makes sense with adaptive polling only: leave it out"
+                    .into(),
+            );
+        }
+    };
+    Ok(PoolOptions { workers, polling, pin })
+}
+
+impl ServerConfig {
+    /// Specifications of all disks, the named ones included.
+    pub fn disk_specs(&self) -> impl Iterator<Item = &str> {
+        let of_controllers = self.controllers.iter().flat_map(|served| &served.controller.disks);
+        let named = self.disks.iter().map(|disk| &disk.spec[..]);
+        named.chain(of_controllers.map(|disk| &disk.disk[..]))
+    }
+
+    /// Named disks to which no controller refers.
+    pub fn unattached(&self) -> impl Iterator<Item = &NamedDisk> {
+        let of_controllers = || self.controllers.iter().flat_map(|served| &served.controller.disks);
+        self.disks.iter().filter(move |disk| {
+            of_controllers().all(|attached| attached.id.as_ref() != Some(&disk.id))
+        })
+    }
+
+    /// Adds the attached namespaces of pools.
+    ///
+    /// # Errors
+    /// A pool is missing, or one of its namespaces has the NSID of a disk.
+    pub fn add_attached(&mut self) -> anyhow::Result<()> {
+        for served in &mut self.controllers {
+            if let Some(spec) = &served.controller.pool {
+                let disks = pool_disks::with_attached(spec, &served.controller.disks);
+                served.controller.disks = match &served.origin {
+                    Some(origin) => disks.with_context(|| origin.clone())?,
+                    None => disks?,
+                };
+            }
+        }
+        Ok(())
+    }
+
+    /// Selects constant polling if no polling option was given (`is_open`) and a controller has
+    /// mapped doorbells, since a write to a mapped doorbell wakes no thread.
+    #[must_use]
+    pub fn settled(mut self, is_open: bool) -> Self {
+        let is_mapped = |one: &SocketConfig| one.controller.doorbells == OfferedDoorbells::Mapped;
+        self.polls_for_mapped = is_open && self.controllers.iter().any(is_mapped);
+        if self.polls_for_mapped {
+            self.pool.polling = Polling::Always;
+        }
+        self
+    }
+}
+
+/// Returns an error text if two controllers share a writable file or device. The lock of the file
+/// would report another program instead.
+#[must_use]
+pub fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<String> {
+    let mut seen: HashMap<PathBuf, (&str, String, bool, Option<&str>)> = HashMap::new();
+    for served in controllers {
+        for disk in &served.controller.disks {
+            let (name, options) = disk.disk.split_once('?').unwrap_or((&disk.disk, ""));
+            let path = process_env::absolute(Path::new(name)).canonicalize();
+            let Ok(path) = path else { continue };
+            let is_asked = |option| ["read-only=on", "read-only=true"].contains(&option);
+            let reads = served.controller.read_only || options.split('&').any(is_asked);
+            let socket = || served.socket.display().to_string();
+            let place = served.origin.clone().unwrap_or_else(socket);
+            let shared = served.controller.subsystem.as_ref().map(|place| &place.name[..]);
+            let before = seen.insert(path, (name, place.clone(), reads, shared));
+            let Some((before, other, others_read, its)) = before else { continue };
+            let is_shared = shared.is_some() && shared == its && other != place;
+            if reads && others_read || is_shared {
+                continue;
+            }
+            let of = match other == place {
+                true => format!("twice of {place}"),
+                false => format!("of {other} and of {place}"),
+            };
+            let also = if before == name { String::new() } else { format!(" ({before})") };
+            return Some(format!(
+                "{name}{also}: it is asked for as a disk {of}: name it once, or everywhere with \
+                 `read-only=on`"
+            ));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contradictions_are_refused() {
+        assert!(pool_options(Some(1), vec![0, 1], None, None).unwrap_err().contains("too many"));
+        assert_eq!(pool_options(None, vec![0, 1], None, None).unwrap().workers, 2);
+        for poll in [Poll::Always, Poll::Never] {
+            assert!(
+                pool_options(None, vec![], Some(poll), Some(5)).unwrap_err().contains("adaptive")
+            );
+        }
+        let adaptive = pool_options(None, vec![], None, Some(5)).unwrap();
+        assert_eq!(adaptive.polling, Polling::Adaptive(Duration::from_micros(5)));
+    }
+}

@@ -1,0 +1,95 @@
+//! Mode and group of the controllers' sockets.
+
+use rustix::fs::{AtFlags, CWD, chownat};
+use rustix::process::Gid;
+use std::fs::Permissions;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::OnceLock;
+
+/// Configured access for all controller sockets of the process.
+static ACCESS: OnceLock<SocketAccess> = OnceLock::new();
+
+/// Mode and group of sockets. `None` leaves the system's default.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SocketAccess {
+    /// Permission bits.
+    pub mode: Option<u32>,
+    /// Group name or number.
+    pub group: Option<String>,
+}
+
+/// Parses a mode in octal digits, as `chmod` does.
+///
+/// # Errors
+/// The text is no mode.
+pub fn parse_mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o777 => Ok(mode),
+        _ => Err(format!("`{text}` is no mode: it has three octal digits, as in 0660")),
+    }
+}
+
+/// Returns the number of a group.
+///
+/// # Errors
+/// /etc/group has no group of that name.
+pub fn parse_group(text: &str) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    let groups = std::fs::read_to_string("/etc/group").unwrap_or_default();
+    let found = groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next()? == text).then(|| fields.nth(1)?.parse().ok())?
+    });
+    found.ok_or_else(|| {
+        format!("/etc/group has no group `{text}`; give a group of another database by its number")
+    })
+}
+
+/// Sets the access of sockets that are created from now on.
+pub fn set(access: &SocketAccess) {
+    let _ = ACCESS.set(access.clone());
+}
+
+/// Applies the configured access to a new socket.
+///
+/// # Errors
+/// The group does not exist, or a system call fails.
+pub fn give(path: &Path) -> io::Result<()> {
+    ACCESS.get().map_or(Ok(()), |access| access.give_to(path))
+}
+
+impl SocketAccess {
+    /// Applies this access to a new socket.
+    ///
+    /// # Errors
+    /// The group does not exist, or a system call fails.
+    pub fn give_to(&self, path: &Path) -> io::Result<()> {
+        if let Some(group) = &self.group {
+            let number = parse_group(group).map_err(io::Error::other)?;
+            chownat(CWD, path, None, Some(Gid::from_raw(number)), AtFlags::empty())?;
+        }
+        match self.mode {
+            Some(mode) => std::fs::set_permissions(path, Permissions::from_mode(mode)),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_and_groups_are_understood() {
+        assert_eq!((parse_mode("0660"), parse_mode("666")), (Ok(0o660), Ok(0o666)));
+        for text in ["", "0888", "rw", "1777", "-1"] {
+            assert!(parse_mode(text).is_err(), "{text}");
+        }
+        assert_eq!((parse_group("root"), parse_group("107")), (Ok(0), Ok(107)));
+        assert!(parse_group("no such group").unwrap_err().contains("/etc/group"));
+    }
+}

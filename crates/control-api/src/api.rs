@@ -1,0 +1,505 @@
+//! Types of requests and answers on the control socket. Their doc comments are the descriptions in
+//! `docs/openapi.json`.
+
+use serde::{Deserialize, Serialize};
+use shadowbell_config::ana_state::AnaWord;
+use shadowbell_config::doorbell_mode::OfferedDoorbells;
+use shadowbell_config::limits::{self, DiskLimits};
+use shadowbell_disk_layers::Limits;
+use std::collections::BTreeMap;
+use utoipa::ToSchema;
+
+/// State of a server.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Status {
+    /// Name of the server, as in `shadowbell ctl --server NAME`.
+    pub name: String,
+    /// Version of the program.
+    pub version: String,
+    /// Process ID of the server process.
+    pub pid: u32,
+    /// Process ID of the supervisor; absent with `serve --no-keeper`.
+    pub keeper_pid: Option<u32>,
+    /// Seconds since this server process began to serve. An upgrade starts a new process.
+    pub uptime_seconds: f64,
+    /// Number of I/O threads.
+    pub workers: usize,
+    /// Number of controllers.
+    pub controllers: usize,
+    /// Number of controllers with a client.
+    pub clients: usize,
+    /// Log filter.
+    pub log_filter: String,
+    /// Reason why the last upgrade requested over this interface failed, if it did.
+    pub upgrade_error: Option<String>,
+}
+
+/// Controller and its socket.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Controller {
+    /// Identifier in requests: `id` in the configuration, otherwise the absolute path of the
+    /// socket.
+    pub id: String,
+    /// Absolute path of the socket.
+    pub socket: String,
+    /// Serial number.
+    pub serial: String,
+    /// Model number.
+    pub model: String,
+    /// True if a client is connected.
+    pub client: bool,
+    /// State of the controller registers.
+    pub state: ControllerState,
+    /// Maximum number of I/O queue pairs.
+    pub max_queues: u16,
+    /// Namespaces of the controller.
+    pub namespaces: Vec<Namespace>,
+    /// ANA groups and their states, if the controller belongs to a subsystem.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ana: Vec<AnaGroup>,
+}
+
+/// ANA group (Asymmetric Namespace Access) of a subsystem, with its state for one controller.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct AnaGroup {
+    /// ANA group identifier, from 1.
+    pub group: u32,
+    /// ANA state of the group for this controller.
+    pub state: AnaWord,
+    /// Namespace identifiers of the group.
+    pub namespaces: Vec<u32>,
+}
+
+/// Change of the ANA state of a group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AnaStateChange {
+    /// New ANA state.
+    pub state: AnaWord,
+}
+
+/// State of a controller, from its registers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum ControllerState {
+    /// Not enabled (CC.EN is 0).
+    Disabled,
+    /// Enabled and ready (CSTS.RDY is 1).
+    Ready,
+    /// Shut down by its guest.
+    ShutDown,
+    /// Fatal error (CSTS.CFS is 1), until the guest resets the controller.
+    Failed,
+}
+
+/// Namespace of a controller.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Namespace {
+    /// `id` of the controller.
+    pub controller: String,
+    /// Namespace identifier, from 1.
+    pub nsid: u32,
+    /// `id` of the disk.
+    pub disk_id: String,
+    /// File, device or URI of the disk.
+    pub disk: String,
+    /// Capacity in bytes.
+    pub bytes: u64,
+    /// Block size in bytes.
+    pub block_size: u32,
+    /// True if writes are refused.
+    pub read_only: bool,
+    /// UUID of the namespace.
+    pub uuid: String,
+    /// Rate limits, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitSpec>,
+    /// Counters of the disk, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// Log filter of the server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LogLevel {
+    /// Level (`error`, `warn`, `info`, `debug`, `trace`), or several with targets, as in
+    /// `info,shadowbell_vfio_user=debug`. Upgrades keep the filter; a restart does not.
+    #[schema(example = "debug")]
+    pub filter: String,
+}
+
+/// Measurement of command counts and latencies per namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Measure {
+    /// True if the measurement is on.
+    pub on: bool,
+}
+
+/// State of the doorbell trace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Trace {
+    /// True if doorbells are being recorded.
+    pub on: bool,
+    /// Capacity of the current or last recording, in records per I/O thread. Newer records replace
+    /// older ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub records: Option<u32>,
+    /// Size of the recording as a file, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+}
+
+/// Start or stop of the doorbell trace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TraceChange {
+    /// True to start the recording, false to stop it.
+    pub on: bool,
+    /// Capacity in records of 32 bytes per I/O thread, from 1024 to 16777216, and at most 256 MiB
+    /// for all I/O threads. The default is 262144.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub records: Option<u32>,
+}
+
+/// Restart for upgrade.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Upgrade {
+    /// Absolute path of the new program. The default is the path of the running program, where a
+    /// newer version may be installed.
+    #[serde(default)]
+    pub binary: Option<String>,
+}
+
+/// Error response: reason why a request was not executed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Problem {
+    /// Kind of error, for programs.
+    pub code: Code,
+    /// Explanation, for users.
+    pub message: String,
+}
+
+/// Kind of error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Code {
+    /// Malformed (400) or too long (413) request.
+    BadRequest,
+    /// No such object (404).
+    NotFound,
+    /// Method not supported by this object (405).
+    MethodNotAllowed,
+    /// Not possible in the current state of the server (409).
+    Conflict,
+    /// Failed during execution (500).
+    Failed,
+}
+
+impl Problem {
+    /// Error response with this code and explanation.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code, message: message.into() }
+    }
+
+    /// HTTP status code of the response, except 413 for an overlong request.
+    pub fn status(&self) -> u16 {
+        match self.code {
+            Code::BadRequest => 400,
+            Code::NotFound => 404,
+            Code::MethodNotAllowed => 405,
+            Code::Conflict => 409,
+            Code::Failed => 500,
+        }
+    }
+}
+
+/// Controller to add. The server opens the files that it names, so paths are absolute.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ControllerSpec {
+    /// Absolute path of the socket to create.
+    #[schema(example = "/run/vm0.sock")]
+    pub socket: String,
+    /// Disks in the order of the namespaces, in the syntax of `serve`.
+    #[schema(example = json!([{"disk": "/srv/vm0.img"}]))]
+    pub disks: Vec<DiskSpec>,
+    /// Serial number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// Model number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// Maximum number of I/O queue pairs, 1 to 64.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u16>,
+    /// Maximum queue size in entries, 2 to 4096.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue_entries: Option<u32>,
+    /// Maximum transfer size of a command in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_transfer: Option<u64>,
+    /// Doorbell mechanism: `shadow`, `mmio` or `mapped`.
+    #[serde(default)]
+    #[schema(value_type = String, example = "shadow")]
+    pub doorbells: OfferedDoorbells,
+    /// Refuse writes.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Number of the I/O thread, or `own` for a thread that serves no other controller.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, example = "own")]
+    pub worker: Option<String>,
+}
+
+/// Disk of a controller.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSpec {
+    /// Disk, in the syntax of `serve`.
+    pub disk: String,
+    /// UUID of the namespace. The default is derived from the serial number and the disk's name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+    /// Namespace identifier, larger than that of the previous disk. The default is the next one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nsid: Option<u32>,
+}
+
+/// Namespace to attach.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NamespaceSpec {
+    /// `id` of a disk without a controller; or a disk in the syntax of `serve` (paths are
+    /// absolute), which then has the id `CONTROLLER/NSID`.
+    #[schema(example = "data")]
+    pub disk: String,
+    /// UUID of the namespace. The default is derived from the serial number and the disk's name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+    /// Permit another writer of the disk, if that one permits it too.
+    #[serde(default)]
+    pub share: bool,
+}
+
+/// Disk of the server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Disk {
+    /// Identifier in requests: `id` in the configuration, otherwise `CONTROLLER/NSID`.
+    pub id: String,
+    /// File, device or URI.
+    pub source: String,
+    /// Capacity in bytes.
+    pub bytes: u64,
+    /// Block size in bytes.
+    pub block_size: u32,
+    /// True if writes are refused.
+    pub read_only: bool,
+    /// Rate limits, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitSpec>,
+    /// Namespaces that store their data on the disk. Several only in a subsystem.
+    pub namespaces: Vec<DiskUser>,
+    /// Counters of the disk, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// Namespace that stores its data on a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DiskUser {
+    /// `id` of the controller.
+    pub controller: String,
+    /// Namespace identifier.
+    pub nsid: u32,
+}
+
+/// Disk to add.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSource {
+    /// Disk, in the syntax of `serve`; paths are absolute.
+    #[schema(example = "/srv/data.img?iops=5000")]
+    pub source: String,
+}
+
+/// Change of a disk: exactly one of the fields.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskChange {
+    /// New size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<Size>,
+    /// New source with the same block size, in the syntax of `serve`. A guest gets a Namespace
+    /// Attribute Changed event and sees the same UUID. It has to discard cached data of the old
+    /// source itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<String>,
+    /// True to refuse writes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_only: Option<bool>,
+    /// New rate limits. They replace all limits: a limit that is not given is removed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitSpec>,
+}
+
+/// Rate limits, each `RATE` or `RATE:BURST`, in requests or bytes per second: `1000`, `1000:5000`,
+/// `100MiB:1GiB`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LimitSpec {
+    /// Reads and writes per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<String>,
+    /// Reads per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_iops: Option<String>,
+    /// Writes per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub write_iops: Option<String>,
+    /// Bytes read and written per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<String>,
+    /// Bytes read per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_bandwidth: Option<String>,
+    /// Bytes written per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub write_bandwidth: Option<String>,
+    /// Limit group to share; not allowed in the limits of a group.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+}
+
+impl LimitSpec {
+    /// Converts to the limits of a disk.
+    ///
+    /// # Errors
+    /// A sentence about the first invalid limit.
+    pub fn parse(&self) -> Result<DiskLimits, String> {
+        let mut limits = DiskLimits::default();
+        if let Some(group) = &self.group {
+            limits::check_name(group)?;
+            limits.group = Some(group.clone());
+        }
+        let texts = [
+            &self.iops,
+            &self.read_iops,
+            &self.write_iops,
+            &self.bandwidth,
+            &self.read_bandwidth,
+            &self.write_bandwidth,
+        ];
+        for (name, text) in Limits::NAMES.iter().zip(texts) {
+            if let Some(text) = text {
+                limits.own.set(name, text)?;
+            }
+        }
+        Ok(limits)
+    }
+
+    /// Converts from the limits of a disk.
+    pub fn of(limits: &DiskLimits) -> Self {
+        let mut spec = Self { group: limits.group.clone(), ..Self::default() };
+        for (name, text) in limits.own.texts() {
+            let field = match name {
+                "iops" => &mut spec.iops,
+                "read-iops" => &mut spec.read_iops,
+                "write-iops" => &mut spec.write_iops,
+                "bandwidth" => &mut spec.bandwidth,
+                "read-bandwidth" => &mut spec.read_bandwidth,
+                _ => &mut spec.write_bandwidth,
+            };
+            *field = Some(text);
+        }
+        spec
+    }
+}
+
+/// Limit group: rate limits that several disks share.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LimitGroup {
+    /// Name of the group, as in the disk option `limit-group=NAME`.
+    pub name: String,
+    /// Rate limits for all disks of the group together.
+    pub limits: LimitSpec,
+}
+
+/// Size of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Size {
+    /// Current size of the file.
+    Whole,
+    /// Size in bytes.
+    Bytes(u64),
+}
+
+/// Current configuration of a server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Configuration {
+    /// Configuration file for `serve --config` that describes what is served now.
+    pub toml: String,
+}
+
+/// Configuration to apply.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Apply {
+    /// Configuration file, in the syntax of `serve --config`.
+    pub toml: String,
+    /// File name for error messages.
+    #[serde(default = "default_file")]
+    pub file: String,
+    /// Return the plan without applying it.
+    #[serde(default)]
+    pub dry_run: bool,
+    /// Apply even if controllers with clients are removed.
+    #[serde(default)]
+    pub force: bool,
+}
+
+fn default_file() -> String {
+    "configuration".to_owned()
+}
+
+/// Steps that change a server to a new configuration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Plan {
+    /// True if the steps were executed.
+    pub applied: bool,
+    /// Controllers to add, by id.
+    pub add: Vec<String>,
+    /// Controllers to remove.
+    pub remove: Vec<String>,
+    /// Controllers to remove and add again with other properties.
+    pub replace: Vec<String>,
+    /// Controllers whose namespaces or limits change, while their clients stay connected.
+    #[serde(default)]
+    pub change: Vec<String>,
+    /// Number of controllers without changes.
+    pub unchanged: usize,
+    /// Controllers with a client that would lose the controller or one of its namespaces.
+    pub busy: Vec<String>,
+    /// Changes of controllers that exist before and after, and of limit groups.
+    #[serde(default)]
+    pub differences: Vec<Difference>,
+    /// True if server-wide settings differ. They take effect at the next upgrade or restart.
+    #[serde(default)]
+    pub later: bool,
+}
+
+/// Changed setting of a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Difference {
+    /// Id of the controller, for a setting of a controller.
+    pub controller: Option<String>,
+    /// Name of the setting: `namespace 2`, `serial`, `limit group db`.
+    pub what: String,
+    /// Old value, if there is one.
+    pub from: Option<String>,
+    /// New value, if there is one.
+    pub to: Option<String>,
+}

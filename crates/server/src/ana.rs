@@ -1,0 +1,79 @@
+//! ANA state changes while hosts use the controllers.
+
+use super::reconfigure::Changes;
+use super::registry::ServedController;
+use anyhow::anyhow;
+use shadowbell_config::ana_state::AnaWord;
+use shadowbell_process::exit;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+use tracing::info;
+
+/// Time limit for commands in flight on the namespaces of the group.
+const UNDER_WAY: Duration = Duration::from_secs(30);
+
+impl Changes {
+    /// Sets the ANA state of a group for a controller. Returns false if the group has that state
+    /// already.
+    ///
+    /// # Errors
+    /// The controller or the group does not exist, or commands in flight take too long.
+    pub(super) fn set_ana(&self, id: &str, group: u32, state: AnaWord) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        let served = self.find(id)?;
+        self.alter_ana(&served, group, state)
+    }
+
+    /// Like [`set_ana`](Self::set_ana), for a caller that holds the change lock.
+    ///
+    /// The checkpoint is updated before the controller, so that after a crash the next process
+    /// has the new state and reports it to the host.
+    ///
+    /// # Errors
+    /// As for [`set_ana`](Self::set_ana).
+    pub(super) fn alter_ana(
+        &self,
+        served: &ServedController,
+        group: u32,
+        state: AnaWord,
+    ) -> anyhow::Result<bool> {
+        let mut asked = (*served.asked()).clone();
+        let Some(membership) = &mut asked.controller.subsystem else {
+            return Err(exit::conflict(anyhow!(
+                "{} belongs to no subsystem, so it has no ANA groups",
+                served.name
+            )));
+        };
+        let count = membership.ana.count();
+        if !(1..=count).contains(&group) {
+            return Err(exit::not_there(anyhow!(
+                "the subsystem {} has ANA groups 1 to {count}, not {group}",
+                membership.name
+            )));
+        }
+        if membership.ana.state(group) == state {
+            return Ok(false);
+        }
+        membership.ana.set(group, state);
+        if let Some(kept) = self.kept() {
+            kept.ask_otherwise(served.index, &asked);
+        }
+        served.set_asked(asked);
+        self.set_changed();
+        let (ends, end) = channel();
+        served.controller.set_ana_state(group, state.into(), move || {
+            let _ = ends.send(());
+        });
+        info!("{}: ANA group {group} is {state}", served.name);
+        match end.recv_timeout(UNDER_WAY) {
+            // The channel is closed without a message if the controller was removed.
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(true),
+            Err(RecvTimeoutError::Timeout) => Err(anyhow!(
+                "ANA group {group} of {} is {state} for new commands, but earlier commands in \
+                 flight did not end within {} s",
+                served.name,
+                UNDER_WAY.as_secs()
+            )),
+        }
+    }
+}

@@ -1,0 +1,411 @@
+//! Command line of `serve`.
+
+use super::worker_link::Role;
+use super::{sandbox, stats_file};
+use anyhow::{Context, anyhow};
+use shadowbell_config::config_file;
+use shadowbell_config::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
+use shadowbell_config::cpu_list::{self, CpuList};
+use shadowbell_config::parse;
+use shadowbell_config::pool::PoolSpec;
+use shadowbell_config::server_config::{
+    MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
+};
+use shadowbell_config::socket_access::{self, SocketAccess};
+use shadowbell_config::socket_path::{self, SocketPath};
+use shadowbell_controller::PoolOptions;
+use shadowbell_controller::trace::TraceFile;
+use shadowbell_process::exit::bad_input;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+/// Serve disks as an NVMe controller to a virtual machine, over a vfio-user socket
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = AFTER_HELP)]
+pub struct Args {
+    /// Disks, one per namespace: disk.img, /dev/sdb, /dev/ng0n1, disk.qcow2, mem:1GiB, null:1TiB,
+    /// an NBD export, nbd://host/export, nbd+unix:///export?socket=PATH, a Ceph RBD image,
+    /// rbd:pool/image, or a namespace of another controller, nvme://0000:01:00.0/1,
+    /// vfio-user:/run/ssd.sock/1; options as in `disk.img?block-size=4096&read-only=on`
+    #[arg(value_name = "DISK", required_unless_present_any = ["config", "check", "namespaces"])]
+    disks: Vec<String>,
+
+    /// Path of the vfio-user socket; for SPDK a directory (the socket is `cntrl` in it)
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["config", "check"])]
+    socket: Option<PathBuf>,
+
+    /// Serve the controllers of a TOML configuration file; see below
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "controller", "pool"])]
+    config: Option<PathBuf>,
+
+    /// Check a configuration file without opening disks and sockets, and serve nothing
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "config", "controller", "pool"])]
+    pub(super) check: Option<PathBuf>,
+
+    /// Let the guest create, format and sanitize namespaces: files in this directory, with a
+    /// total capacity, as in `/srv/pool?capacity=1TiB`
+    #[arg(long = "pool", id = "namespaces", value_name = "DIR?capacity=SIZE", conflicts_with_all = ["config", "check"])]
+    namespaces: Option<PoolSpec>,
+
+    #[command(flatten)]
+    controller: ControllerArgs,
+
+    #[command(flatten)]
+    pool: PoolArgs,
+
+    /// Record every doorbell decision in this file, for `shadowbell trace`
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+
+    /// Number of trace records per I/O thread; newer records overwrite older ones
+    #[arg(long, value_name = "N", requires = "trace", value_parser = clap::value_parser!(u32).range(1024..=1 << 24))]
+    trace_records: Option<u32>,
+
+    /// Measure command latency by namespace, for `/metrics` and `shadowbell top`
+    #[arg(long)]
+    measure: bool,
+
+    /// Write statistics to this file, at the end and on SIGUSR1
+    #[arg(long, value_name = "FILE")]
+    stats_json: Option<PathBuf>,
+
+    /// Path of a statistics socket, for `shadowbell top` of the same user
+    #[arg(long, value_name = "PATH")]
+    stats_socket: Option<PathBuf>,
+
+    /// Path of the control socket, for `shadowbell ctl` [default:
+    /// /run/shadowbell/NAME/control.sock, or below $XDG_RUNTIME_DIR for a user other than root]
+    #[arg(long, value_name = "PATH")]
+    control_socket: Option<PathBuf>,
+
+    /// Name of the server [default: the name of the configuration file, or of the socket]
+    #[arg(long, value_name = "NAME", value_parser = socket_path::check_name)]
+    name: Option<String>,
+
+    /// Mode of the controllers' sockets, as in 0660 [default: set by the umask]
+    #[arg(long, value_name = "MODE", value_parser = socket_access::parse_mode)]
+    socket_mode: Option<u32>,
+
+    /// Group of the controllers' sockets, a name or a number [default: that of the process]
+    #[arg(long, value_name = "GROUP", value_parser = existing_group)]
+    socket_group: Option<String>,
+
+    /// Serve metrics at http://ADDR:PORT/metrics, without access control
+    #[arg(long, value_name = "ADDR:PORT")]
+    metrics: Option<SocketAddr>,
+
+    /// Serve in the started process itself, without a supervisor: no `shadowbell upgrade`, and a
+    /// crash ends the disks of all guests
+    #[arg(long = "no-keeper", conflicts_with = "supervisor")]
+    no_supervisor: bool,
+
+    /// Run a supervisor (the default)
+    #[arg(long = "keeper", hide = true)]
+    supervisor: bool,
+
+    /// Drop privileges before the server process reads guest data: system calls, access to other
+    /// files, new privileges. With auto as far as the system and the disks permit; file access
+    /// only with a supervisor
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t)]
+    sandbox: sandbox::Mode,
+
+    /// Run the server process as this user, a name or UID:GID; the supervisor stays root
+    #[arg(long, value_name = "USER", value_parser = sandbox::parse_user)]
+    user: Option<sandbox::User>,
+
+    /// Permit a sandboxed server to open images and to create sockets below this directory, when
+    /// the control socket requests that
+    #[arg(long, value_name = "DIRECTORY")]
+    allow: Vec<PathBuf>,
+
+    /// Start mode, set by the supervisor
+    #[arg(long, value_enum, hide = true, conflicts_with = "no_supervisor")]
+    pub(super) as_worker: Option<Role>,
+
+    #[cfg(feature = "faults")]
+    #[command(flatten)]
+    pub(super) faults: super::faults::FaultArgs,
+}
+
+const AFTER_HELP: &str = "\
+SIGINT, SIGTERM and SIGHUP end the service; a second one does not wait for the guests. With \
+--config, SIGHUP reloads the file, as `shadowbell ctl apply` does: controllers are added, removed \
+and changed; an invalid file is refused as a whole, and so is one that takes a controller from a \
+client. Signals that were ignored at start-up stay ignored, as SIGINT in a script's \
+`shadowbell serve ... &` and SIGHUP under nohup; SIGTERM always ends the service. \
+SIGUSR1 writes the statistics.
+
+The started process is a supervisor, which starts the server process. The signals are for the \
+supervisor. `shadowbell upgrade`, or SIGUSR2 to the supervisor, replaces the server process, and \
+then the supervisor, by the program that is now at its path; guests keep their controllers. If the \
+server process crashes, another one recovers its guests. A disk `mem:` is shared memory. With \
+--no-keeper, one process does everything, without upgrade and recovery. Under systemd: \
+Type=notify, ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 to replace a server process that \
+hangs. With Restart=on-failure, FileDescriptorStoreMax=16 and Environment=FDSTORE=16 guests keep \
+their controllers when the supervisor is killed.
+
+The server process runs in a sandbox, which the log describes at the start. With a supervisor, \
+which opens the images, file access is restricted too. With disks nbd:, rbd:, nvme:// and \
+vfio-user: there is no sandbox.
+
+Options of a disk, as in `disk.img?direct=on&iops=1000`:
+
+  read-only=on|off        refuse writes; with off, fail if the file is not writable
+  block-size=512|4096     block size in bytes
+  uuid=UUID               UUID that guests see [default: derived from the serial number and path]
+  direct=on|off|auto      of a file: bypass the page cache
+  aio=io_uring|threads    of a file: I/O method [default: io_uring if available]
+  format=raw|qcow2        of a file: image format, instead of detection by its first bytes
+  allow-backing=on        of a qcow2 image: permit a backing file
+  socket=PATH             of nbd+unix:///EXPORT: socket of the server
+  connections=N           of nbd: number of connections, if the server permits several [default: 4]
+  replay=SIZE|off         of nbd: size of unflushed writes to keep, to repeat them on a server that
+                          was restarted [default: 64MiB]
+  tls-certificates=DIR    of nbds://HOST/EXPORT, nbds+unix: TLS, with ca-cert.pem, and with
+                          client-cert.pem and client-key.pem if the server requires them
+  tls-hostname=NAME       of nbds: name in the server's certificate [default: HOST, localhost]
+  settle=SECONDS          of nbd: how long its server may still execute writes of a dead client;
+                          recovery, with a supervisor, waits for that
+  conf=FILE, id=USER,     of rbd:POOL/IMAGE[@SNAPSHOT]: configuration of the cluster, user
+  namespace=NAME          [default: admin], namespace in the pool
+  read-zeroes=on          of null: reads return zeroes
+  zero-copy=off           of nvme:// and vfio-user: copy data through memory of this process
+  iops=N[:BURST], read-iops=, write-iops=, bandwidth=SIZE[:BURST], read-bandwidth=,
+  write-bandwidth=        rate limits per second; requests beyond them wait
+  limit-group=NAME        share the limits of this group
+
+A configuration file:
+
+  trace = \"/var/tmp/shadowbell.trace\"        # all of these lines are optional
+  measure = true                             # command latency, for `/metrics` and `top`
+  stats-json = \"/run/shadowbell.json\"
+  stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
+  name = \"vms\"                               # for `shadowbell ctl --server vms`
+  control-socket = \"/run/vms.control\"        # path of the control socket
+  socket-mode = \"0660\"                      # of the controllers' sockets
+  socket-group = \"kvm\"
+  metrics = \"127.0.0.1:9477\"
+  workers = 2                                # number of I/O threads
+  pin = [2, 3]                               # CPUs to pin them to
+  poll = \"adaptive\"                          # or \"always\", \"never\"
+  poll-max-us = 100
+
+  [[limit-group]]                            # shared by disks with `limit-group=db`
+  name = \"db\"
+  write-bandwidth = \"500MiB\"
+
+  [[controller]]
+  id = \"vm0\"                                # for `shadowbell ctl` [default: the socket]
+  socket = \"/run/vm0.sock\"
+  disks = [\"vm0.img\", { disk = \"mem:1GiB\", uuid = \"0190163d-8694-739b-aea5-966c26f8ad91\" }]
+
+  [[controller]]
+  socket = \"/run/vm1.sock\"
+  disks = [\"/dev/vg/vm1\", { disk = \"vm1.img?iops=5000&limit-group=db\", nsid = 7 }]
+  serial = \"VM1\"
+  model = \"Shadowbell NVMe Controller\"
+  doorbells = \"shadow\"                       # or \"mmio\", \"mapped\"
+  queues = 16
+  queue-entries = 1024
+  max-transfer = \"1MiB\"
+  read-only = false
+  pool = \"/srv/vm1?capacity=1TiB\"             # for namespaces that the guest creates
+  worker = \"own\"                            # its own I/O thread; or the number of one, from 0
+
+A file with `controller = []` serves none at first; `shadowbell ctl controller add` adds some.
+
+Guests of one server share its I/O threads in fair shares. If your tenants do not trust each \
+other, run one server per tenant: then they share nothing here.
+
+Exit status:
+  0  ended by a signal
+  1  the service has failed, or a disk may have lost data
+  2  the command line, the configuration, a disk or a path is not usable";
+
+/// Properties of a controller.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[group(id = "controller", multiple = true)]
+pub(super) struct ControllerArgs {
+    /// Doorbell mechanism that the controller offers
+    #[arg(long, value_enum, value_name = "HOW", default_value_t, hide_default_value = false)]
+    doorbells: OfferedDoorbells,
+
+    /// Alias of `--doorbells mmio`
+    #[arg(long, conflicts_with = "doorbells")]
+    no_shadow_doorbells: bool,
+
+    /// Maximum number of I/O queue pairs, 1 to 64 [default: 64]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    queues: Option<u16>,
+
+    /// Maximum queue size in entries, 2 to 4096 [default: 4096]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=4096))]
+    queue_entries: Option<u32>,
+
+    /// Maximum transfer size of a command, a power of two from 1MiB to 16MiB [default: 1MiB]
+    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
+    max_transfer: Option<u64>,
+
+    /// Serial number, at most 20 characters [default: derived from the path of the socket]
+    #[arg(long, value_name = "TEXT")]
+    serial: Option<String>,
+
+    /// Model number, at most 40 characters
+    #[arg(long, value_name = "TEXT")]
+    model: Option<String>,
+
+    /// Refuse writes, whatever the disks allow
+    #[arg(long)]
+    read_only: bool,
+}
+
+/// I/O threads.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[group(id = "pool", multiple = true)]
+pub(super) struct PoolArgs {
+    /// Number of I/O threads [default: one for every two CPUs, or the number of CPUs in --pin]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_WORKERS)))]
+    workers: Option<u16>,
+
+    /// Pin the I/O threads to these CPUs, in order: 2,3 or 4-7
+    #[arg(long, value_name = "CPUS", value_parser = cpu_list::parse)]
+    pin: Option<CpuList>,
+
+    /// Polling of an idle I/O thread: adaptive before it sleeps, always, or never
+    #[arg(long, value_enum, value_name = "WHEN")]
+    poll: Option<Poll>,
+
+    /// Maximum polling time of an idle I/O thread in microseconds [default: 100]
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_POLL_US)))]
+    poll_max: Option<u32>,
+}
+
+impl Args {
+    /// Returns true if a configuration file was given.
+    pub(super) fn has_file(&self) -> bool {
+        self.config.is_some()
+    }
+
+    /// Options of the sandbox.
+    pub(super) fn sandbox(&self) -> sandbox::Asked {
+        let (mode, user, allow) = (self.sandbox, self.user.clone(), self.allow.clone());
+        sandbox::Asked { mode, user, allow, config: self.config.clone() }
+    }
+
+    /// Configuration from the command line and the file.
+    ///
+    /// # Errors
+    /// The file is invalid, or the options contradict each other.
+    pub fn config(self) -> anyhow::Result<ServerConfig> {
+        let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
+        let names = self.config.as_deref().or(self.socket.as_deref());
+        let default_name = names.map(socket_path::name_from).unwrap_or_default();
+        let is_polling_open = self.pool.poll.is_none() && self.pool.poll_max.is_none();
+        let mut config = match self.config {
+            Some(path) => config_file::read(&path, sandbox::open_config)?,
+            None => ServerConfig {
+                disks: Vec::new(),
+                controllers: vec![SocketConfig {
+                    id: None,
+                    socket: self.socket.unwrap_or_default(),
+                    controller: ControllerConfig {
+                        pool: self.namespaces,
+                        ..self.controller.config(self.disks)
+                    },
+                    worker: None,
+                    origin: None,
+                }],
+                pool: self.pool.options()?,
+                trace: None,
+                measure: false,
+                stats_json: None,
+                stats_socket: None,
+                control: SocketPath::default(),
+                default_name: String::new(),
+                metrics: None,
+                groups: Vec::new(),
+                socket_access: SocketAccess::default(),
+                polls_for_mapped: false,
+            }
+            .settled(is_polling_open),
+        };
+        config.trace = trace.or(config.trace);
+        config.measure |= self.measure;
+        config.stats_json = self.stats_json.or(config.stats_json);
+        config.stats_socket = self.stats_socket.or(config.stats_socket);
+        config.default_name = default_name;
+        config.metrics = self.metrics.or(config.metrics);
+        let SocketAccess { mode, group } = config.socket_access;
+        config.socket_access =
+            SocketAccess { mode: self.socket_mode.or(mode), group: self.socket_group.or(group) };
+        let SocketPath { name, path } = config.control;
+        config.control =
+            SocketPath { name: self.name.or(name), path: self.control_socket.or(path) };
+        if let Some(path) = &config.stats_json {
+            let checked = check_output(path).and_then(|()| stats_file::check(path));
+            checked.context("--stats-json").map_err(bad_input)?;
+        }
+        if let Some((path, _)) = &config.trace {
+            let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
+            checked.context("--trace").map_err(bad_input)?;
+        }
+        Ok(config)
+    }
+}
+
+impl ControllerArgs {
+    /// Configuration of a controller with these disks.
+    #[must_use]
+    fn config(self, disks: Vec<String>) -> ControllerConfig {
+        ControllerConfig {
+            disks: disks.into_iter().map(DiskConfig::of).collect(),
+            serial: self.serial,
+            model: self.model,
+            queues: self.queues,
+            queue_entries: self.queue_entries,
+            max_transfer: self.max_transfer,
+            doorbells: if self.no_shadow_doorbells {
+                OfferedDoorbells::Mmio
+            } else {
+                self.doorbells
+            },
+            read_only: self.read_only,
+            pool: None,
+            subsystem: None,
+        }
+    }
+}
+
+impl PoolArgs {
+    fn options(self) -> anyhow::Result<PoolOptions> {
+        let pin = self.pin.map_or_else(Vec::new, |CpuList(list)| list);
+        pool_options(self.workers, pin, self.poll, self.poll_max)
+            .map_err(|why| bad_input(anyhow!(why)))
+    }
+}
+
+fn existing_group(text: &str) -> Result<String, String> {
+    socket_access::parse_group(text).map(|_| text.to_owned())
+}
+
+/// Checks that a file can be created at `path`, as far as possible without creating it.
+fn check_output(path: &Path) -> anyhow::Result<()> {
+    if path == Path::new("-") {
+        return Err(anyhow!("standard output cannot be used; for a file of that name, give `./-`"));
+    }
+    if path.is_dir() {
+        return Err(anyhow!("{} is a directory; give the path of a file", path.display()));
+    }
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    if path.file_name().is_none() || !directory.is_dir() {
+        return Err(anyhow!(
+            "{} is in no directory: create {} first, or choose another path",
+            path.display(),
+            directory.display()
+        ));
+    }
+    Ok(())
+}

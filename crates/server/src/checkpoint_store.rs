@@ -1,0 +1,225 @@
+//! Transport of checkpoint changes to the supervisor.
+
+use parking_lot::Mutex;
+use shadowbell_memory::EventFd;
+use shadowbell_state::Descriptors;
+use shadowbell_supervisor::checkpoint::{self, COMPLETE, Change, Checkpoint};
+use shadowbell_supervisor::protocol::{self, to_supervisor};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+use tracing::error;
+
+/// Key of the item that marks a checkpoint as outdated. Its descriptor, an eventfd, is signalled
+/// as soon as a change could not be sent. A message would not suffice: a supervisor that does not
+/// read its socket cannot be told, and may die before it reads.
+const OLD: &str = "old";
+
+/// Sender of checkpoint changes, usable from any thread. A change of several items is atomic.
+#[derive(Clone, Debug)]
+pub(super) struct CheckpointStore(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    link: OwnedFd,
+    /// Eventfd of the item [`OLD`].
+    old: EventFd,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+enum State {
+    #[default]
+    Kept,
+    /// A change was lost, and the supervisor does not know that yet.
+    Lost,
+    /// The supervisor knows that the checkpoint is invalid.
+    Over,
+}
+
+impl CheckpointStore {
+    /// Creates a sender for the supervisor at the other end of `link`.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn new(link: OwnedFd) -> io::Result<Self> {
+        let old = EventFd::new()?;
+        Ok(Self(Arc::new(Shared { link, old, state: Mutex::default() })))
+    }
+
+    /// Sends the first two items, which have descriptors and no body: [`OLD`], by which
+    /// [`is_old`] recognizes an outdated checkpoint, and `fence`, a key and its descriptor.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub(super) fn begin(&self, fence: (&str, BorrowedFd<'_>)) -> io::Result<()> {
+        let (key, fence) = fence;
+        self.change(&[
+            Change::Put { key: OLD, body: &[], fds: &[self.0.old.as_fd()] },
+            Change::Put { key, body: &[], fds: &[fence] },
+        ])
+    }
+
+    /// Sends an item, which replaces the one with the same key.
+    ///
+    /// # Errors
+    /// This or an earlier change was not accepted in time. The checkpoint is invalid from then
+    /// on: the supervisor is told once it reads, and the next process finds the checkpoint
+    /// [outdated](is_old).
+    pub(super) fn put(&self, key: &str, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        self.change(&[Change::Put { key, body, fds }])
+    }
+
+    /// Deletes an item.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub(super) fn delete(&self, key: &str) -> io::Result<()> {
+        self.change(&[Change::Delete { key }])
+    }
+
+    /// Serializes a state and sends it with its descriptors.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub(super) fn put_state(
+        &self,
+        key: &str,
+        state: &impl serde::Serialize,
+        fds: &Descriptors,
+    ) -> io::Result<()> {
+        let body = serde_json::to_vec(state)?;
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        self.put(key, &body, &fds)
+    }
+
+    /// Sends changes of several items, which take effect together.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub(super) fn change(&self, changes: &[Change<'_>]) -> io::Result<()> {
+        let mut state = self.0.state.lock();
+        if *state == State::Kept {
+            let Err(error) = self.send(changes, false) else { return Ok(()) };
+            *state = State::Lost;
+            // Before the caller does anything that only this change would have recorded.
+            self.0.old.signal();
+            // The death of the supervisor is reported by the main loop.
+            if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) {
+                error!(
+                    "the supervisor does not accept the checkpoint ({error}): the clients will \
+                     lose their controllers if this process crashes; run `shadowbell upgrade` to \
+                     start a process with a new checkpoint"
+                );
+            }
+        }
+        if *state == State::Lost && self.send(&[Change::Delete { key: COMPLETE }], true).is_ok() {
+            *state = State::Over;
+        }
+        Err(io::Error::other("the checkpoint at the supervisor is incomplete"))
+    }
+
+    fn send(&self, changes: &[Change<'_>], now: bool) -> io::Result<()> {
+        let mut memory = Vec::new();
+        for packet in checkpoint::packets(changes, &mut memory)? {
+            let (bytes, fds) = (&packet.bytes, &packet.fds);
+            protocol::send_bytes(&self.0.link, to_supervisor::CHECKPOINT, bytes, fds, now)?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns true if the checkpoint `items` is outdated, since its process could not send a change.
+/// An earlier release does not record that.
+///
+/// # Errors
+/// A system call fails.
+pub(super) fn is_old(items: &mut Checkpoint) -> io::Result<bool> {
+    let Some(item) = items.remove(OLD) else { return Ok(false) };
+    let ends = item.read()?.1;
+    // `EventFd::wait` does not consume the signal, so a further attempt sees it too.
+    let is_signalled = |end| EventFd::from_fd(end)?.wait(Some(Duration::ZERO));
+    ends.into_iter().try_fold(false, |is, end| Ok(is || is_signalled(end)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::sockopt::{Timeout, set_socket_timeout};
+
+    /// A store, and the supervisor's end of its socket.
+    fn store() -> (CheckpointStore, OwnedFd) {
+        let (supervisor, worker) = protocol::pair().unwrap();
+        // A send times out if the supervisor does not receive.
+        let timeout = Some(Duration::from_millis(20));
+        set_socket_timeout(&worker, Timeout::Send, timeout).unwrap();
+        (CheckpointStore::new(worker).unwrap(), supervisor)
+    }
+
+    /// Reads all packets into the supervisor's copy of the items.
+    fn hear(supervisor: &OwnedFd, items: &mut Checkpoint) {
+        while let Ok(Some(packet)) = protocol::receive(supervisor, true) {
+            assert_eq!(packet.letter, to_supervisor::CHECKPOINT);
+            items.take(&packet.body, packet.fds).unwrap();
+        }
+    }
+
+    #[test]
+    fn threads_do_not_mix_what_they_put_there() {
+        shadowbell_process::descriptor_limit::raise();
+        let (store, supervisor) = store();
+        let (read, _write) = io::pipe().unwrap();
+        let putters: Vec<_> = (0..4_u8)
+            .map(|n| {
+                let (store, fd) = (store.clone(), read.try_clone().unwrap());
+                let fds: Vec<_> = (0..300).map(|_| fd.try_clone().unwrap()).collect();
+                std::thread::spawn(move || {
+                    let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+                    for len in [1, 20_000, 10] {
+                        store.put(&n.to_string(), &vec![n; len], &fds).unwrap();
+                    }
+                })
+            })
+            .collect();
+        let mut items = Checkpoint::default();
+        while putters.iter().any(|putter| !putter.is_finished()) {
+            hear(&supervisor, &mut items);
+        }
+        hear(&supervisor, &mut items);
+        putters.into_iter().for_each(|putter| putter.join().unwrap());
+        for n in 0..4_u8 {
+            let (body, fds) = items.remove(&n.to_string()).unwrap().read().unwrap();
+            assert_eq!((body, fds.len()), (vec![n; 10], 300));
+        }
+    }
+
+    #[test]
+    fn what_a_supervisor_did_not_take_is_of_no_use_and_nobody_waits_for_it() {
+        let (store, supervisor) = store();
+        let (fence, _write) = io::pipe().unwrap();
+        store.begin(("fence", fence.as_fd())).unwrap();
+        store.put(COMPLETE, b"", &[]).unwrap();
+        let mut items = Checkpoint::default();
+        hear(&supervisor, &mut items);
+        assert!(items.contains("fence") && !is_old(&mut items).unwrap());
+        store.begin(("fence", fence.as_fd())).unwrap();
+        let mut puts = 0;
+        while store.put("a", &[1; 10_000], &[]).is_ok() {
+            puts += 1;
+        }
+        assert!(puts > 0);
+        hear(&supervisor, &mut items);
+        assert!(items.contains(COMPLETE), "it could not be told");
+        assert!(is_old(&mut items).unwrap());
+        // The next change could be sent, but the missed ones are still lost.
+        store.put("a", b"", &[]).unwrap_err();
+        hear(&supervisor, &mut items);
+        assert!(!items.contains(COMPLETE));
+        store.put(COMPLETE, b"", &[]).unwrap_err();
+        hear(&supervisor, &mut items);
+        assert!(!items.contains(COMPLETE));
+        drop(supervisor);
+        store.delete("a").unwrap_err();
+    }
+}

@@ -1,0 +1,611 @@
+//! Checkpoint for recovery: sends the supervisor everything that the next process needs if this
+//! one dies.
+//!
+//! The checkpoint consists of items: [`fence`](FENCE); `old`, by which a
+//! [store](super::checkpoint_store) marks the other items as outdated; `disk/N.M`, `controller/N`
+//! and `port/N`, each with descriptors; `file/N.M`, the files of a client's memory if there are
+//! many; and, once all of them are sent, the list of what is served ([`COMPLETE`]), which names the
+//! others.
+//!
+//! Changes at run time are ordered so that the checkpoint is valid at every moment: a new item is
+//! sent before the list names it, and the list no longer names an item before it is deleted.
+//! While a namespace changes, the list names both the old and the new disk. The state of the
+//! controller, which has the namespaces that its guest may have seen, decides which of the two is
+//! used.
+
+use super::checkpoint_store::CheckpointStore;
+use super::reconfigure::Changes;
+use super::registry::ServedController;
+use super::transfer::{self, Served};
+use super::worker_link::WorkerLink;
+use anyhow::Context;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use shadowbell_config::controller_config::{DiskConfig, nsids};
+use shadowbell_config::limits::{self, Group};
+use shadowbell_config::server_config::SocketConfig;
+use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
+use shadowbell_disk::Disk;
+use shadowbell_state::{Descriptors, LastingChange, VERSION};
+use shadowbell_supervisor::checkpoint::{COMPLETE, Change};
+use shadowbell_vfio_user::Reactor;
+use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use tracing::info;
+
+/// Item with the fence descriptor, which shows that all I/O of the process has ended. No body.
+pub(super) const FENCE: &str = "fence";
+
+/// List of what is served, and the state version of the other items.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Complete {
+    pub(super) version: u32,
+    pub(super) served: Vec<Served>,
+    /// True if the list differs from the configuration.
+    pub(super) is_changed: bool,
+    pub(super) controllers: Vec<ControllerEntry>,
+    pub(super) groups: Vec<Group>,
+    /// Disks that no controller has, by id.
+    #[serde(default)]
+    pub(super) unattached: BTreeMap<String, UnattachedEntry>,
+}
+
+/// A disk in the checkpoint that no controller has.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct UnattachedEntry {
+    pub(super) key: String,
+    pub(super) spec: String,
+}
+
+/// A controller in the checkpoint.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct ControllerEntry {
+    /// Index, which is part of its items' keys.
+    pub(super) index: usize,
+    /// Configuration, apart from its disks.
+    pub(super) asked: SocketConfig,
+    /// Disks of its namespaces. A namespace that is being changed has two, the new one first.
+    pub(super) disks: Vec<DiskEntry>,
+    /// Namespaces that are being changed, so that the guest may have seen the old or the new
+    /// state.
+    pub(super) changing: Vec<u32>,
+}
+
+/// A disk in the checkpoint, and the properties of its namespace.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct DiskEntry {
+    key: String,
+    #[serde(default)]
+    id: Option<String>,
+    #[serde(default)]
+    share: bool,
+    nsid: u32,
+    pub(super) disk: String,
+    uuid: [u8; 16],
+    blocks: u64,
+    read_only: bool,
+}
+
+impl ControllerEntry {
+    /// Configuration of the controller with these of its disks.
+    pub(super) fn as_asked(&self, disks: &[&DiskEntry]) -> SocketConfig {
+        let mut asked = self.asked.clone();
+        let is_same = asked.controller.disks.len() == disks.len()
+            && asked.controller.disks.iter().zip(disks).all(|(one, kept)| one.disk == kept.disk);
+        // Without a change the original configuration is kept, which may leave UUIDs and NSIDs
+        // out.
+        if !is_same || !self.changing.is_empty() {
+            asked.controller.disks = disks.iter().map(|kept| kept.config()).collect();
+        }
+        asked
+    }
+
+    /// Disk of a namespace that the guest has seen with these properties.
+    pub(super) fn disk_of(&self, seen: &SeenNamespace) -> Option<&DiskEntry> {
+        self.disks.iter().find(|kept| {
+            (kept.nsid, kept.uuid) == (seen.nsid, seen.uuid)
+                && (kept.blocks, kept.read_only) == (seen.blocks, seen.read_only)
+        })
+    }
+}
+
+impl DiskEntry {
+    /// Key of its item.
+    pub(super) fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// Configuration of the disk.
+    pub(super) fn config(&self) -> DiskConfig {
+        DiskConfig {
+            id: self.id.clone(),
+            disk: self.disk.clone(),
+            uuid: Some(self.uuid),
+            nsid: Some(self.nsid),
+            share: self.share,
+        }
+    }
+}
+
+/// Checkpoint before and while it is completed. Created before any disk is opened.
+pub(super) struct Checkpointer {
+    kept: Arc<LiveCheckpoint>,
+    fence: OwnedFd,
+}
+
+/// Checkpoint, shared by everything that changes it.
+pub(super) struct LiveCheckpoint {
+    store: CheckpointStore,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The next process can recover from the checkpoint.
+    is_possible: bool,
+    /// All items are sent.
+    is_complete: bool,
+    /// The served controllers differ from the configuration.
+    is_changed: bool,
+    controllers: BTreeMap<usize, ControllerEntry>,
+    /// Keys of the `file/N.M` items, by controller.
+    files: BTreeMap<usize, BTreeSet<String>>,
+    /// Controllers whose `port` item is not sent yet.
+    coming: BTreeMap<usize, ControllerEntry>,
+    /// Disks that no controller has, by id.
+    unattached: BTreeMap<String, UnattachedEntry>,
+    /// Number of disks so far, for unique keys.
+    disks: u64,
+}
+
+impl Checkpointer {
+    /// Creates the checkpoint and its fence.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn new(link: &WorkerLink) -> io::Result<Self> {
+        let kept = LiveCheckpoint { store: link.store()?, state: Mutex::default() };
+        Ok(Self { kept: Arc::new(kept), fence: shadowbell_disk_file::fence()? })
+    }
+
+    /// Sends the items of all controllers; [`complete`](Checkpointer::complete) makes them valid.
+    /// If an item cannot be sent, that is logged, and the service continues without recovery.
+    /// `is_changed`: the served controllers differ from the configuration.
+    pub(super) fn begin(
+        &self,
+        controllers: &[Arc<ServedController>],
+        reactor: &mut Reactor,
+        ports: &[PortId],
+        is_changed: bool,
+    ) {
+        let outcome = self.keep_all(controllers, reactor, ports);
+        let mut state = self.kept.state.lock();
+        (state.is_possible, state.is_changed) = (outcome.is_ok(), is_changed);
+        drop(state);
+        if let Err(why) = outcome {
+            self.kept.give_up(&why);
+        }
+    }
+
+    /// Like [`begin`](Self::begin), for controllers that are added [one by one](Self::keep_one).
+    ///
+    /// # Errors
+    /// The supervisor does not accept the items.
+    pub(super) fn begin_with_none(&self, is_changed: bool) -> anyhow::Result<()> {
+        self.kept.store.begin((FENCE, self.fence.as_fd()))?;
+        let mut state = self.kept.state.lock();
+        (state.is_possible, state.is_changed) = (true, is_changed);
+        Ok(())
+    }
+
+    /// Sends the items of one more controller, which comes from another process.
+    ///
+    /// # Errors
+    /// A disk does not support recovery, or an item cannot be sent.
+    pub(super) fn keep_one(
+        &self,
+        served: &ServedController,
+        reactor: &mut Reactor,
+        port: PortId,
+    ) -> anyhow::Result<()> {
+        let kept = self.kept.keep_controller(served)?;
+        self.kept.state.lock().controllers.insert(served.index, kept);
+        reactor.record_with(port, self.kept.port_recorder(served.index));
+        Ok(())
+    }
+
+    /// Makes the checkpoint valid for the controllers so far, which are quiesced.
+    ///
+    /// # Errors
+    /// The list cannot be sent, so that a recovering process would not know of these controllers.
+    pub(super) fn name_all(&self) -> anyhow::Result<()> {
+        self.kept.state.lock().is_complete = true;
+        self.kept.try_publish().context("the supervisor does not accept the checkpoint")
+    }
+
+    /// Sends the items of the disks that no controller has.
+    pub(super) fn keep_unattached(&self, changes: &Changes) {
+        for (id, open) in &*changes.unattached().lock() {
+            self.kept.keep_unattached(id, &open.spec, &open.disk);
+            self.kept.watch_unattached(id, &open.disk);
+        }
+    }
+
+    /// Makes the checkpoint valid: all controllers are in it.
+    pub(super) fn complete(&self) {
+        self.kept.state.lock().is_complete = true;
+        self.kept.publish();
+    }
+
+    /// Shared checkpoint, for changes at run time.
+    pub(super) fn kept(&self) -> Arc<LiveCheckpoint> {
+        Arc::clone(&self.kept)
+    }
+
+    fn keep_all(
+        &self,
+        controllers: &[Arc<ServedController>],
+        reactor: &mut Reactor,
+        ports: &[PortId],
+    ) -> anyhow::Result<()> {
+        // Disks without support for recovery are found before any item is sent.
+        for disk in controllers.iter().flat_map(|served| served.disks()) {
+            disk.keep(&mut Descriptors::default())?;
+        }
+        self.kept.store.begin((FENCE, self.fence.as_fd()))?;
+        controllers
+            .iter()
+            .zip(ports)
+            .try_for_each(|(served, port)| self.keep_one(served, reactor, *port))
+    }
+}
+
+impl LiveCheckpoint {
+    /// Sends the items of a controller before it is served;
+    /// [`port_recorder`](Self::port_recorder) adds the socket. Returns false if that failed:
+    /// there is no checkpoint any more.
+    pub(super) fn add(self: &Arc<Self>, served: &ServedController) -> bool {
+        if !self.is_possible() {
+            return false;
+        }
+        match self.keep_controller(served) {
+            Ok(kept) => {
+                self.state.lock().coming.insert(served.index, kept);
+                true
+            }
+            Err(why) => {
+                self.give_up(&why);
+                false
+            }
+        }
+    }
+
+    /// Recorder for a controller's socket. The first record adds the controller to the list.
+    pub(super) fn port_recorder(self: &Arc<Self>, index: usize) -> Box<dyn PortRecorder> {
+        Box::new(PortRecord { kept: Arc::clone(self), index })
+    }
+
+    /// Removes a controller from the list, before it is removed.
+    pub(super) fn will_remove(&self, index: usize) {
+        let mut state = self.state.lock();
+        state.controllers.remove(&index);
+        state.coming.remove(&index);
+        state.is_changed = true;
+        drop(state);
+        self.publish();
+    }
+
+    /// Deletes the items of a removed controller, which had these disks.
+    pub(super) fn removed(&self, index: usize, disks: &[DiskEntry]) {
+        if self.is_possible() {
+            let own = [transfer::controller(index), transfer::port(index)];
+            let files = self.state.lock().files.remove(&index).unwrap_or_default();
+            for key in own.iter().chain(&files).chain(disks.iter().map(|disk| &disk.key)) {
+                let _ = self.store.delete(key);
+            }
+        }
+    }
+
+    /// Disks of a controller.
+    pub(super) fn disks(&self, index: usize) -> Vec<DiskEntry> {
+        let state = self.state.lock();
+        state.controllers.get(&index).map(|kept| kept.disks.clone()).unwrap_or_default()
+    }
+
+    /// Records that a namespace is about to get another disk, or to be removed (`None`). Until
+    /// [`settle`](Self::settle), a recovery may find the guest in the old or the new state.
+    pub(super) fn will_change(
+        &self,
+        index: usize,
+        nsid: u32,
+        after: Option<(&DiskConfig, &NamespaceConfig)>,
+    ) {
+        if !self.is_possible() {
+            return;
+        }
+        let after = after.map(|(disk, config)| self.keep_disk(index, nsid, disk, config));
+        let after = match after.transpose() {
+            Ok(after) => after,
+            Err(why) => return self.give_up(&why),
+        };
+        let mut state = self.state.lock();
+        if let Some(kept) = state.controllers.get_mut(&index) {
+            kept.changing.push(nsid);
+            let _ = after.map(|disk| kept.disks.insert(0, disk));
+        }
+        state.is_changed = true;
+        drop(state);
+        self.publish();
+    }
+
+    /// Records the end of a change: it was `done`, or nothing has changed. `asked`: the
+    /// controller's configuration now.
+    pub(super) fn settle(&self, index: usize, nsid: u32, done: bool, asked: &SocketConfig) {
+        let mut gone = Vec::new();
+        let mut state = self.state.lock();
+        if let Some(kept) = state.controllers.get_mut(&index) {
+            kept.asked = asked.clone();
+            kept.changing.retain(|other| *other != nsid);
+            let is_there = nsids(&asked.controller.disks).any(|other| other == nsid);
+            let (of_it, others): (Vec<_>, Vec<_>) =
+                kept.disks.drain(..).partition(|disk| disk.nsid == nsid);
+            kept.disks = others;
+            // If there are two disks, the new one is the first.
+            let stays = if done { of_it.first() } else { of_it.last() };
+            let stays = stays.filter(|_| is_there).cloned();
+            gone = of_it;
+            gone.retain(|disk| stays.as_ref().is_none_or(|stays| stays.key != disk.key));
+            kept.disks.extend(stays);
+        }
+        drop(state);
+        self.publish();
+        if self.is_possible() {
+            gone.iter().for_each(|disk| drop(self.store.delete(&disk.key)));
+        }
+    }
+
+    /// Updates a namespace's disk specification and its controller's configuration.
+    pub(super) fn say_otherwise(
+        &self,
+        index: usize,
+        nsid: u32,
+        spec: String,
+        asked: &SocketConfig,
+    ) {
+        let mut state = self.state.lock();
+        if let Some(kept) = state.controllers.get_mut(&index) {
+            kept.asked = asked.clone();
+            if let Some(disk) = kept.disks.iter_mut().find(|disk| disk.nsid == nsid) {
+                disk.disk = spec;
+            }
+        }
+        drop(state);
+        self.say_again();
+    }
+
+    /// Updates a controller's configuration; the disks stay the same.
+    pub(super) fn ask_otherwise(&self, index: usize, asked: &SocketConfig) {
+        let mut state = self.state.lock();
+        if let Some(kept) = state.controllers.get_mut(&index) {
+            kept.asked = asked.clone();
+        }
+        drop(state);
+        self.say_again();
+    }
+
+    /// Sends the list again after a change that concerns no controller.
+    pub(super) fn say_again(&self) {
+        self.state.lock().is_changed = true;
+        self.publish();
+    }
+
+    fn is_possible(&self) -> bool {
+        self.state.lock().is_possible
+    }
+
+    /// Invalidates the checkpoint for good.
+    fn give_up(&self, why: &anyhow::Error) {
+        info!("the clients will lose their controllers if this process crashes: {why:#}");
+        self.state.lock().is_possible = false;
+        // A checkpoint of the previous process is invalidated as well.
+        let _ = self.store.delete(COMPLETE);
+    }
+
+    /// Returns true if the next process could recover from the checkpoint.
+    pub(super) fn holds_all(&self) -> bool {
+        let state = self.state.lock();
+        state.is_possible && state.is_complete
+    }
+
+    /// Sends the list of what is served.
+    fn publish(&self) {
+        // The store logs its errors.
+        let _ = self.try_publish();
+    }
+
+    fn try_publish(&self) -> io::Result<()> {
+        let state = self.state.lock();
+        if !state.is_possible || !state.is_complete {
+            return Ok(());
+        }
+        let controllers: Vec<_> = state.controllers.values().cloned().collect();
+        let complete = Complete {
+            version: VERSION,
+            served: transfer::served_of(controllers.iter().map(|kept| &kept.asked)),
+            is_changed: state.is_changed,
+            controllers,
+            groups: limits::groups(),
+            unattached: state.unattached.clone(),
+        };
+        // The lock is held, so that lists are sent in the order of the changes.
+        self.store.put_state(COMPLETE, &complete, &Descriptors::default())
+    }
+
+    fn keep_controller(
+        self: &Arc<Self>,
+        served: &ServedController,
+    ) -> anyhow::Result<ControllerEntry> {
+        let index = served.index;
+        let asked = served.asked();
+        let mut disks = Vec::new();
+        let namespaces = served.controller.namespaces();
+        for ((nsid, config), disk) in namespaces.iter().zip(&asked.controller.disks) {
+            disks.push(self.keep_disk(index, *nsid, disk, config)?);
+        }
+        let recorder = Record { store: self.store.clone(), key: transfer::controller(index) };
+        served.controller.record_with(Arc::new(recorder))?;
+        Ok(ControllerEntry { index, asked: (*asked).clone(), disks, changing: Vec::new() })
+    }
+
+    fn keep_disk(
+        &self,
+        index: usize,
+        nsid: u32,
+        disk: &DiskConfig,
+        config: &NamespaceConfig,
+    ) -> anyhow::Result<DiskEntry> {
+        let nth = self.next_disk();
+        let key = format!("disk/{index}.{nth}");
+        put_disk(&self.store, &key, &*config.disk)?;
+        self.watch(&key, &config.disk);
+        let info = config.disk.info();
+        let DiskConfig { id, disk, share, .. } = disk.clone();
+        let (uuid, blocks, read_only) = (config.uuid, info.blocks, info.read_only);
+        Ok(DiskEntry { key, id, share, nsid, disk, uuid, blocks, read_only })
+    }
+
+    fn next_disk(&self) -> u64 {
+        let mut state = self.state.lock();
+        state.disks += 1;
+        state.disks
+    }
+
+    /// Sends the disk's item again whenever its state changes.
+    fn watch(&self, key: &str, disk: &Arc<dyn Disk>) {
+        let (store, weak, key) = (self.store.clone(), Arc::downgrade(disk), key.to_owned());
+        disk.on_change(Box::new(move || {
+            if let Some(disk) = weak.upgrade() {
+                // The store logs its errors.
+                let _ = put_disk(&store, &key, &*disk);
+            }
+        }));
+    }
+
+    /// Sends the item of a disk that no controller has, or its new state and specification.
+    pub(super) fn keep_unattached(&self, id: &str, spec: &str, disk: &Arc<dyn Disk>) {
+        if !self.is_possible() {
+            return;
+        }
+        let key = format!("disk/unattached.{}", self.next_disk());
+        if let Err(why) = put_disk(&self.store, &key, &**disk) {
+            return self.give_up(&why);
+        }
+        let entry = UnattachedEntry { key, spec: spec.to_owned() };
+        let mut state = self.state.lock();
+        let before = state.unattached.insert(id.to_owned(), entry);
+        state.is_changed |= state.is_complete;
+        drop(state);
+        self.publish();
+        if let Some(before) = before {
+            let _ = self.store.delete(&before.key);
+        }
+    }
+
+    /// Updates the item of a disk that no controller has with each change of its state.
+    pub(super) fn watch_unattached(&self, id: &str, disk: &Arc<dyn Disk>) {
+        let key = self.state.lock().unattached.get(id).map(|entry| entry.key.clone());
+        if let Some(key) = key {
+            self.watch(&key, disk);
+        }
+    }
+
+    /// Deletes the item of a disk that was removed, or that a controller has now.
+    pub(super) fn drop_unattached(&self, id: &str) {
+        let mut state = self.state.lock();
+        let Some(entry) = state.unattached.remove(id) else { return };
+        state.is_changed = true;
+        drop(state);
+        self.publish();
+        if self.is_possible() {
+            let _ = self.store.delete(&entry.key);
+        }
+    }
+}
+
+fn put_disk(store: &CheckpointStore, key: &str, disk: &dyn Disk) -> anyhow::Result<()> {
+    let mut fds = Descriptors::default();
+    let state = disk.keep(&mut fds)?;
+    Ok(store.put_state(key, &state, &fds)?)
+}
+
+/// Recorder that sends a controller's state.
+struct Record {
+    store: CheckpointStore,
+    key: String,
+}
+
+impl Recorder for Record {
+    fn record(&self, state: &SavedController, fds: Descriptors) {
+        // The store logs its errors.
+        let _ = self.store.put_state(&self.key, state, &fds);
+    }
+}
+
+/// Recorder that sends a socket's state.
+struct PortRecord {
+    kept: Arc<LiveCheckpoint>,
+    index: usize,
+}
+
+impl PortRecord {
+    /// Sends the state. Lasting descriptors are items of their own, in the same transaction.
+    fn put(&self, state: &SavedPort, fds: &mut Descriptors) {
+        let body = match serde_json::to_vec(state) {
+            Ok(body) => body,
+            Err(error) => return self.kept.give_up(&error.into()),
+        };
+        let (mut put, mut removed) = (Vec::new(), Vec::new());
+        for change in fds.take_changes() {
+            match change {
+                LastingChange::Put(number, fd) => {
+                    put.push((transfer::client_file(self.index, number), fd));
+                }
+                LastingChange::Remove(number) => {
+                    removed.push(transfer::client_file(self.index, number));
+                }
+            }
+        }
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let files: Vec<_> = put.iter().map(|(key, fd)| (key, [fd.as_fd()])).collect();
+        let key = transfer::port(self.index);
+        let port = Change::Put { key: &key, body: &body, fds: &fds };
+        let files = files.iter().map(|(key, fds)| Change::Put { key, body: &[], fds });
+        let gone = removed.iter().map(|key| Change::Delete { key });
+        let changes: Vec<_> = gone.chain(files).chain([port]).collect();
+        // The store logs its errors.
+        let _ = self.kept.store.change(&changes);
+        drop(changes);
+        let mut state = self.kept.state.lock();
+        let files = state.files.entry(self.index).or_default();
+        for key in &removed {
+            files.remove(key);
+        }
+        files.extend(put.into_iter().map(|(key, _)| key));
+    }
+}
+
+impl PortRecorder for PortRecord {
+    fn record(&mut self, state: &SavedPort, mut fds: Descriptors) {
+        self.put(state, &mut fds);
+        let mut state = self.kept.state.lock();
+        if let Some(coming) = state.coming.remove(&self.index) {
+            state.controllers.insert(self.index, coming);
+            state.is_changed = true;
+            drop(state);
+            self.kept.publish();
+        }
+    }
+}

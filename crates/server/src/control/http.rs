@@ -1,0 +1,205 @@
+//! HTTP connections and their limits.
+//!
+//! hyper implements the protocol; this module sets the limits. A client of the control socket
+//! runs as our user or as root, but may still be slow or faulty. All clients together have
+//! [`CLIENTS`] connections. A client has [`HEAD`] to send the head of a request, the same time
+//! for the body, and [`CONNECTION`] until it has read all responses. After that the connection is
+//! closed. Further clients wait in the listen queue.
+
+use super::handlers::{Answer, Body, answer};
+use super::routes::{self, Via};
+use super::socket_io::ClientSocket;
+use super::state::ServerState;
+use http_body_util::{BodyExt, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use rustix::io::Errno;
+use shadowbell_control_api::api::{Code, Problem};
+use shadowbell_supervisor::protocol::is_ours;
+use std::convert::Infallible;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::{sleep, timeout};
+use tracing::{debug, warn};
+
+/// Maximum number of connections, for each of the two sockets.
+const CLIENTS: usize = 16;
+/// Time limit for the head of a request, counted from the end of the last one, and for the body.
+const HEAD: Duration = Duration::from_secs(10);
+/// Maximum duration of a connection.
+const CONNECTION: Duration = Duration::from_secs(60);
+/// Maximum size of a request's head.
+const HEAD_BYTES: usize = 16 << 10;
+/// Maximum size of a body: a configuration file as a JSON string.
+const BODY_BYTES: usize = 2 << 20;
+/// Time limit for requests in flight before a handover to another process.
+const LEAVE: Duration = Duration::from_millis(50);
+/// Delay before the next accept if the system has no descriptor for a client.
+const RETRY_ACCEPT: Duration = Duration::from_millis(100);
+
+/// Serves until `stop` is dropped or signalled.
+///
+/// # Errors
+/// A socket cannot be registered with the runtime.
+pub(super) async fn serve(
+    control: Option<OwnedFd>,
+    metrics: Option<OwnedFd>,
+    state: Arc<ServerState>,
+    stop: oneshot::Receiver<()>,
+) -> io::Result<()> {
+    let graceful = Arc::new(GracefulShutdown::new());
+    let mut tasks = Vec::new();
+    if let Some(socket) = control {
+        let (state, graceful) = (Arc::clone(&state), Arc::clone(&graceful));
+        let socket = Listening::Unix(UnixListener::from_std(socket.into())?);
+        tasks.push(tokio::spawn(accept(socket, Via::Socket, state, graceful)));
+    }
+    if let Some(socket) = metrics {
+        let graceful = Arc::clone(&graceful);
+        let socket = Listening::Tcp(TcpListener::from_std(socket.into())?);
+        tasks.push(tokio::spawn(accept(socket, Via::Tcp, state, graceful)));
+    }
+    let _ = stop.await;
+    for task in tasks {
+        task.abort();
+        let _ = task.await;
+    }
+    if let Some(graceful) = Arc::into_inner(graceful) {
+        let _ = timeout(LEAVE, graceful.shutdown()).await;
+    }
+    Ok(())
+}
+
+/// A listening socket.
+enum Listening {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Listening {
+    async fn accept(&self) -> io::Result<ClientSocket> {
+        match self {
+            Self::Unix(socket) => {
+                socket.accept().await.map(|(stream, _)| ClientSocket::Unix(stream))
+            }
+            Self::Tcp(socket) => socket.accept().await.map(|(stream, _)| ClientSocket::Tcp(stream)),
+        }
+    }
+}
+
+async fn accept(
+    socket: Listening,
+    via: Via,
+    state: Arc<ServerState>,
+    graceful: Arc<GracefulShutdown>,
+) {
+    let slots = Arc::new(Semaphore::new(CLIENTS));
+    loop {
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
+        match socket.accept().await {
+            Ok(stream) if via == Via::Socket && !is_ours(&stream) => {
+                warn!("refused a client of another user at the control socket");
+            }
+            Ok(stream) => {
+                let client = connection(stream, via, &state, &graceful);
+                tokio::spawn(async move {
+                    client.await;
+                    drop(slot);
+                });
+            }
+            Err(error) => not_accepted(&error).await,
+        }
+    }
+}
+
+/// Handles an error of `accept`: the client has disconnected, or the system lacks resources.
+async fn not_accepted(error: &io::Error) {
+    let full = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
+    if full.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error())) {
+        debug!("a client of the control socket has to wait: {error}");
+        sleep(RETRY_ACCEPT).await;
+    }
+}
+
+/// Serves one client until it disconnects.
+fn connection(
+    stream: ClientSocket,
+    via: Via,
+    state: &Arc<ServerState>,
+    graceful: &GracefulShutdown,
+) -> impl Future<Output = ()> + Send + use<> {
+    let state = Arc::clone(state);
+    let service = service_fn(move |request| respond(request, via, Arc::clone(&state)));
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD)
+        .max_buf_size(HEAD_BYTES)
+        .serve_connection(TokioIo::new(stream), service);
+    let watched = graceful.watch(connection);
+    async move {
+        match timeout(CONNECTION, watched).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => debug!("a client of the control socket: {error}"),
+            Err(_) => debug!("a client of the control socket has stayed for too long"),
+        }
+    }
+}
+
+async fn respond(
+    request: Request<Incoming>,
+    via: Via,
+    state: Arc<ServerState>,
+) -> Result<Response<Body>, Infallible> {
+    let (head, body) = request.into_parts();
+    let outcome = match routes::route(via, &head.method, &head.uri) {
+        Err(refused) => Err(refused),
+        Ok(route) => match read(body).await {
+            Err(problem) => Err(problem.into()),
+            // A handler may wait for I/O threads or for the system.
+            Ok(body) => {
+                let work = tokio::task::spawn_blocking(move || answer(&state, route, &body));
+                let failed = || Problem::new(Code::Failed, "the server has failed at this request");
+                work.await.unwrap_or_else(|_| Err(failed())).map_err(Into::into)
+            }
+        },
+    };
+    Ok(match outcome {
+        Ok(answer) => response(answer),
+        Err(refused) => {
+            let mut response = response(Answer::problem(&refused.problem));
+            if let Some(allowed) = refused.allow {
+                response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+            }
+            response
+        }
+    })
+}
+
+fn response(answer: Answer) -> Response<Body> {
+    let mut response = Response::new(answer.body);
+    *response.status_mut() =
+        StatusCode::from_u16(answer.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let kind = HeaderValue::from_static(answer.content_type);
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+/// Reads the body of a request.
+async fn read(body: Incoming) -> Result<Bytes, Problem> {
+    let bad = |why: String| Problem::new(Code::BadRequest, why);
+    match timeout(HEAD, Limited::new(body, BODY_BYTES).collect()).await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) => Err(bad(format!(
+            "cannot read the request's body: {error}; it has {BODY_BYTES} bytes at most"
+        ))),
+        Err(_) => Err(bad(format!("the request's body did not come within {} s", HEAD.as_secs()))),
+    }
+}

@@ -1,0 +1,361 @@
+//! Control socket: HTTP/1.1 with JSON for `shadowbell ctl` and other programs, and `/metrics`.
+//!
+//! # Architecture
+//!
+//! | module | contents |
+//! |---|---|
+//! | `http` | connections and their limits |
+//! | `routes` | request paths and methods |
+//! | `state` | the part of the server that requests see |
+//! | `handlers` | request handlers and the OpenAPI document |
+//! | `trace` | handlers for the doorbell trace |
+//! | `metrics` | counters for Prometheus |
+//! | `socket_io` | socket I/O with few system calls |
+//!
+//! One thread (`sb-api`) serves the sockets. Requests that may block run on threads that exist
+//! only while there is work, [`BLOCKING`] at most. No such thread holds a lock that the reactor
+//! or an I/O thread takes. Without clients there is no timer.
+//!
+//! When a server is replaced, the listening sockets are passed to the new process. Requests in
+//! flight have 50 ms to end, and an idle connection is closed, which HTTP permits at any time.
+//! Clients that connect meanwhile wait in the listen queue.
+
+mod ana;
+mod controllers;
+mod disks;
+mod handlers;
+mod http;
+mod identify;
+mod latency;
+mod limit_groups;
+mod lookup;
+mod metrics;
+mod namespaces;
+mod routes;
+mod server;
+mod socket_io;
+mod state;
+mod trace;
+
+pub(super) use state::ServerState;
+
+use crate::path_broker;
+use anyhow::{Context, anyhow};
+use serde::{Deserialize, Serialize};
+use shadowbell_config::socket_path::{self, SocketPath};
+use shadowbell_process::exit::bad_input;
+use shadowbell_process::logging;
+use shadowbell_state::{Descriptors, FdRef};
+use shadowbell_supervisor::path_protocol::Kind;
+use shadowbell_vfio_user::Listener;
+use shadowbell_vfio_user::server::{BindError, SavedListener};
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+use tracing::{debug, info, warn};
+
+/// Maximum number of threads for requests that may block.
+const BLOCKING: usize = 4;
+
+/// Sockets while no thread serves them.
+pub(super) struct Resting {
+    /// Name of the server.
+    name: String,
+    /// `None` if there is no control socket, but only the metrics socket.
+    socket: Option<Socket>,
+    metrics: Option<TcpListener>,
+    /// Address of the metrics socket, if this process has created it.
+    metrics_at: Option<SocketAddr>,
+    /// Start of the counters.
+    began: Instant,
+    /// Records per I/O thread of the in-memory trace, if one was on.
+    tracing: Option<u32>,
+    /// Latency measurement of the previous process: on or off.
+    measures: Option<bool>,
+}
+
+struct Socket {
+    listener: Listener,
+    /// Removed after the socket in it, so declared after it.
+    directory: Option<OwnDirectory>,
+}
+
+/// A directory that was created for the socket, and is removed at the end if it is empty.
+struct OwnDirectory(PathBuf);
+
+impl Drop for OwnDirectory {
+    fn drop(&mut self) {
+        path_broker::remove_directory(&self.0);
+    }
+}
+
+/// Serialized [`Resting`], for another process.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Saved {
+    name: String,
+    socket: Option<SavedListener>,
+    directory: Option<PathBuf>,
+    metrics: Option<FdRef>,
+    /// Nanoseconds since the start of the counters.
+    elapsed: u64,
+    /// Log filter, if it was changed at run time.
+    log_filter: Option<String>,
+    /// Records per I/O thread of the in-memory trace, if one is on.
+    #[serde(default)]
+    tracing: Option<u32>,
+    /// Latency measurement: on or off.
+    #[serde(default)]
+    measures: Option<bool>,
+}
+
+impl Resting {
+    /// Creates the sockets. `default_name`: name of the server if none is configured. `pid`:
+    /// number that is appended if another server has the same name.
+    ///
+    /// # Errors
+    /// A configured socket cannot be created. If the default control socket cannot be created, a
+    /// warning is logged instead.
+    pub(super) fn listen(
+        place: &SocketPath,
+        default_name: &str,
+        pid: u32,
+        metrics: Option<SocketAddr>,
+    ) -> anyhow::Result<Self> {
+        let metrics = metrics.map(listen_tcp).transpose()?;
+        let (metrics, metrics_at) = metrics.unzip();
+        let name = place.name.clone().unwrap_or_else(|| default_name.to_owned());
+        let began = Instant::now();
+        let of = |name, socket| {
+            let (tracing, measures) = (None, None);
+            Self { name, socket, metrics, metrics_at, began, tracing, measures }
+        };
+        if let Some(path) = &place.path {
+            let listener = private(path).map_err(refused).context("the control socket")?;
+            let socket = Some(Socket { listener, directory: None });
+            return Ok(of(name, socket));
+        }
+        let Some(directory) = socket_path::directory() else {
+            if place.name.is_some() {
+                return Err(bad_input(anyhow!(
+                    "--name: XDG_RUNTIME_DIR is not set, so there is no usual place for the \
+                     control socket; name one by `--control-socket PATH`"
+                )));
+            }
+            debug!("no control socket: XDG_RUNTIME_DIR is not set");
+            return Ok(of(name, None));
+        };
+        let outcome = match listen_in(&directory, &name) {
+            // Another server has the same default name.
+            Err(BindError::InUse { .. }) if place.name.is_none() => {
+                let own = format!("{name}.{pid}");
+                info!(
+                    "another server is called {name}, so this one is {own} to `shadowbell ctl`; \
+                     `--name` gives it a name of your choice"
+                );
+                listen_in(&directory, &own).map(|socket| (own, socket))
+            }
+            outcome => outcome.map(|socket| (name.clone(), socket)),
+        };
+        match outcome {
+            Ok((name, socket)) => Ok(of(name, Some(socket))),
+            Err(error) if place.name.is_some() => Err(refused(error).context("the control socket")),
+            Err(error) => {
+                warn!("`shadowbell ctl` will not find this server: {error}");
+                Ok(of(name, None))
+            }
+        }
+    }
+
+    /// Serializes the sockets and settings for another process.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<Saved> {
+        let metrics = self.metrics.as_ref().map(TcpListener::try_clone).transpose()?;
+        Ok(Saved {
+            name: self.name.clone(),
+            socket: self.socket.as_ref().map(|socket| socket.listener.save(fds)).transpose()?,
+            directory: self.directory(),
+            metrics: metrics.map(|listener| fds.add(listener.into())),
+            elapsed: u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            log_filter: logging::changed_filter(),
+            tracing: self.tracing,
+            measures: self.measures,
+        })
+    }
+
+    /// Restores what [`save`](Self::save) has serialized.
+    ///
+    /// # Errors
+    /// A descriptor is missing.
+    pub(super) fn restore(saved: Saved, fds: &mut Descriptors) -> anyhow::Result<Self> {
+        let directory = saved.directory.map(OwnDirectory);
+        let socket = saved.socket.map(|socket| {
+            let listener = Listener::restore(&socket, fds)?;
+            Ok::<_, anyhow::Error>(Socket { listener, directory })
+        });
+        let metrics = saved.metrics.map(|fd| fds.take(fd)).transpose()?;
+        if let Some(filter) = saved.log_filter {
+            let _ = logging::set_filter(&filter);
+        }
+        let now = Instant::now();
+        Ok(Self {
+            began: now.checked_sub(Duration::from_nanos(saved.elapsed)).unwrap_or(now),
+            name: saved.name,
+            socket: socket.transpose()?,
+            metrics: metrics.map(TcpListener::from),
+            metrics_at: None,
+            tracing: saved.tracing,
+            measures: saved.measures,
+        })
+    }
+
+    /// Marks the sockets as shared with another process, so that a drop does not remove their
+    /// files.
+    fn set_lent(&mut self, is_lent: bool) {
+        if let Some(socket) = &mut self.socket {
+            socket.listener.set_lent(is_lent);
+        }
+    }
+
+    /// Drops the sockets without removing their files: another process serves them.
+    pub(super) fn leave(mut self) {
+        self.set_lent(true);
+    }
+
+    fn directory(&self) -> Option<PathBuf> {
+        self.socket.as_ref()?.directory.as_ref().map(|own| own.0.clone())
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn began(&self) -> Instant {
+        self.began
+    }
+
+    /// Address of the metrics socket.
+    pub(super) fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics_at
+    }
+}
+
+fn listen_tcp(address: SocketAddr) -> anyhow::Result<(TcpListener, SocketAddr)> {
+    let listener = path_broker::listen_tcp(address);
+    listener.map_err(|error| bad_input(anyhow!("--metrics {address}: {error}")))
+}
+
+fn refused(error: BindError) -> anyhow::Error {
+    match error {
+        BindError::System { .. } => error.into(),
+        _ => bad_input(error),
+    }
+}
+
+/// Creates the control socket of the server `name`, and the directories for it.
+fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
+    let path = socket_path::socket(directory, name);
+    let own = directory.join(name);
+    if path_broker::has_broker() {
+        // The supervisor creates the directory, too.
+        let listener = private(&path)?;
+        return Ok(Socket { listener, directory: Some(OwnDirectory(own)) });
+    }
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(directory).and_then(|()| {
+        match DirBuilder::new().mode(0o700).create(&own) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            outcome => outcome,
+        }
+    });
+    made.map_err(|source| BindError::System { path: path.clone(), what: "created", source })?;
+    let listener = private(&path)?;
+    Ok(Socket { listener, directory: Some(OwnDirectory(own)) })
+}
+
+/// Creates a socket for its own user only. Another user can connect before the mode is set; such
+/// a client is recognized by its peer credentials, and gets no answer.
+fn private(path: &Path) -> Result<Listener, BindError> {
+    let listener = path_broker::listen(path, Kind::Private)?;
+    if path_broker::has_broker() {
+        return Ok(listener);
+    }
+    let path = listener.path().to_owned();
+    match fs::set_permissions(&path, Permissions::from_mode(0o600)) {
+        Ok(()) => Ok(listener),
+        Err(source) => Err(BindError::System { path, what: "made private", source }),
+    }
+}
+
+/// The thread that serves the sockets. A drop ends the thread.
+pub(super) struct ControlSocket {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<Resting>>,
+}
+
+impl ControlSocket {
+    /// Starts the thread. `None` if there is no socket to serve.
+    ///
+    /// # Errors
+    /// A thread cannot be started, or the descriptor limit is reached.
+    pub(super) fn start(mut resting: Resting, state: Arc<ServerState>) -> io::Result<Option<Self>> {
+        resting.set_lent(false);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(BLOCKING)
+            .thread_name("sb-api-work")
+            .build()?;
+        let clone = |fd: &dyn AsFd| fd.as_fd().try_clone_to_owned();
+        let control: Option<OwnedFd> =
+            resting.socket.as_ref().map(|socket| clone(&socket.listener)).transpose()?;
+        let metrics: Option<OwnedFd> =
+            resting.metrics.as_ref().map(|tcp| clone(tcp)).transpose()?;
+        if control.is_none() && metrics.is_none() {
+            return Ok(None);
+        }
+        if let Some(records) = resting.tracing
+            && let Err(error) = state.tracer.start(Some(records))
+        {
+            warn!("the doorbell trace has ended: {error}");
+        }
+        if let Some(on) = resting.measures {
+            state.tracer.measure(on);
+        }
+        let (stop, until) = oneshot::channel();
+        let thread = std::thread::Builder::new().name("sb-api".into());
+        let thread = thread.spawn(move || {
+            let tracer = Arc::clone(&state.tracer);
+            if let Err(error) = runtime.block_on(http::serve(control, metrics, state, until)) {
+                warn!("cannot serve the control socket: {error}");
+            }
+            // Requests that still wait for an I/O thread end by themselves.
+            runtime.shutdown_background();
+            resting.tracing = tracer.in_memory();
+            resting.measures = Some(tracer.measures());
+            resting
+        })?;
+        Ok(Some(Self { stop: Some(stop), thread: Some(thread) }))
+    }
+
+    /// Stops the thread and returns the sockets. `None` if the thread has panicked.
+    pub(super) fn rest(mut self) -> Option<Resting> {
+        drop(self.stop.take());
+        self.thread.take()?.join().ok()
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Server-wide requests: status, configuration, statistics, log level, upgrade and shutdown.
+
+use super::lookup::problem;
+use super::metrics;
+use super::state::ServerState;
+use crate::reload::apply as apply_config;
+use crate::stats_file;
+use shadowbell_config::config_file::{self, Settings};
+use shadowbell_config::server_config::SocketConfig;
+use shadowbell_control_api::api::{
+    Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade,
+};
+use shadowbell_control_api::live_stats::{self, Row, Snapshot};
+use shadowbell_process::{exit, logging};
+use shadowbell_supervisor::client::{SupervisorClient, program};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tracing::info;
+
+/// Status of the server
+#[utoipa::path(get, path = "/v1/status", operation_id = "status", tag = "server",
+    responses((status = 200, description = "The status", body = Status)))]
+pub(super) fn status(state: &ServerState) -> Status {
+    let served = state.controllers.all();
+    Status {
+        name: state.name.clone(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        pid: std::process::id(),
+        keeper_pid: state.supervisor_pid,
+        uptime_seconds: state.serves_since.elapsed().as_secs_f64(),
+        workers: state.workers,
+        controllers: served.len(),
+        clients: served.iter().filter(|served| served.has_client()).count(),
+        log_filter: logging::filter(),
+        upgrade_error: state.upgrade_error.lock().clone(),
+    }
+}
+
+/// Apply a configuration file to the controllers
+///
+/// Controllers whose configuration is the same are not touched. Controllers that differ only in
+/// added or removed namespaces, in limits, or in read-only keep their clients. An invalid file is
+/// refused as a whole. Server-wide settings (I/O threads, polling, sockets of the server) take
+/// effect at the next upgrade or restart.
+#[utoipa::path(post, path = "/v1/apply", operation_id = "apply", tag = "controllers",
+    request_body = Apply,
+    responses(
+        (status = 200, description = "The changes that were made, or would be made", body = Plan),
+        (status = 400, description = "The file is invalid", body = Problem),
+        (status = 409, description = "Connected clients would lose controllers or namespaces", body = Problem)
+    ))]
+pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem> {
+    let config = config_file::parse(&wanted.toml, &wanted.file);
+    let mut config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
+    config.add_attached().map_err(problem)?;
+    let now = state.settings.with_measure(state.tracer.measures());
+    let later = Settings::of(&config).say_otherwise(&now);
+    let plan = apply_config(&state.changes, config, wanted.dry_run, wanted.force);
+    let plan = plan.map_err(problem)?;
+    let ids = |all: &[SocketConfig]| all.iter().map(SocketConfig::id).collect();
+    Ok(Plan {
+        applied: !wanted.dry_run,
+        add: ids(&plan.add),
+        remove: plan.remove,
+        replace: ids(&plan.replace),
+        change: plan.change.into_iter().map(|(id, _)| id).collect(),
+        unchanged: plan.unchanged,
+        busy: plan.busy,
+        differences: plan.differences,
+        later,
+    })
+}
+
+/// Configuration file of the running server
+///
+/// Paths are absolute, and each namespace that was changed has its NSID and UUID, so the file can
+/// be used in any directory.
+#[utoipa::path(get, path = "/v1/config", operation_id = "configuration", tag = "server",
+    responses((status = 200, description = "The file", body = Configuration)))]
+pub(super) fn configuration(state: &ServerState) -> Configuration {
+    let controllers: Vec<_> = state.controllers.all().iter().map(|one| one.asked()).collect();
+    let settings = state.settings.with_measure(state.tracer.measures());
+    Configuration {
+        toml: config_file::write(
+            &settings,
+            &state.name,
+            &state.changes.named_disks(),
+            &controllers,
+        ),
+    }
+}
+
+/// Statistics, as `serve --stats-json` writes them
+///
+/// Sums over the I/O queues of all controllers, and the counters of each controller's queues, I/O
+/// threads and disks.
+#[utoipa::path(get, path = "/v1/stats", operation_id = "stats", tag = "server",
+    responses((status = 200, description = "The counters", body = serde_json::Value)))]
+pub(super) fn stats(state: &ServerState) -> stats_file::Report {
+    stats_file::Report::of(&state.controllers.all())
+}
+
+/// Snapshot of the values that `shadowbell top` shows
+#[utoipa::path(get, path = "/v1/snapshot", operation_id = "snapshot", tag = "server",
+    responses((status = 200, description = "A row for each controller", body = Snapshot)))]
+pub(super) fn snapshot(state: &ServerState) -> Snapshot {
+    let at_ns = u64::try_from(state.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let rows = state.controllers.all();
+    let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller));
+    Snapshot { version: live_stats::VERSION, at_ns, controllers: rows.collect() }
+}
+
+/// Metrics for Prometheus: OpenMetrics 1.0
+///
+/// Also served at the address of `serve --metrics ADDR:PORT`, without access control.
+#[utoipa::path(get, path = "/metrics", operation_id = "metrics", tag = "server",
+    responses((status = 200, description = "The metrics", body = String,
+        content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8")))]
+pub(super) fn metrics(state: &ServerState) -> String {
+    metrics::text(state)
+}
+
+/// Log filter
+#[utoipa::path(get, path = "/v1/log-level", operation_id = "log_level", tag = "server",
+    responses((status = 200, description = "The filter", body = LogLevel)))]
+pub(super) fn log_level() -> LogLevel {
+    LogLevel { filter: logging::filter() }
+}
+
+/// Change the log filter
+#[utoipa::path(put, path = "/v1/log-level", operation_id = "set_log_level", tag = "server",
+    request_body = LogLevel,
+    responses(
+        (status = 200, description = "The new filter", body = LogLevel),
+        (status = 400, description = "Invalid filter", body = Problem)
+    ))]
+pub(super) fn set_log_level(wanted: &LogLevel) -> Result<LogLevel, Problem> {
+    logging::set_filter(&wanted.filter).map_err(|why| Problem::new(Code::BadRequest, why))?;
+    info!("the log filter is {} from now on", wanted.filter);
+    Ok(log_level())
+}
+
+/// Replace the server process
+///
+/// The upgrade is only started, and may fail: then `upgrade_error` of the status has the reason.
+/// After the upgrade the status has another `pid`. Requires a supervisor.
+#[utoipa::path(post, path = "/v1/upgrade", operation_id = "upgrade", tag = "server",
+    request_body = Option<Upgrade>,
+    responses(
+        (status = 202, description = "The upgrade was started", body = Status),
+        (status = 409, description = "The server has no supervisor; or a program is named, and the server is in a sandbox",
+            body = Problem)
+    ))]
+pub(super) fn upgrade(state: &ServerState, wanted: Upgrade) -> Result<Status, Problem> {
+    let pid = state.supervisor_pid.ok_or_else(|| {
+        let why = "the server has no supervisor, which an upgrade needs: start it with `shadowbell \
+                   serve` without `--no-keeper`";
+        Problem::new(Code::Conflict, why)
+    })?;
+    let failed = |error: anyhow::Error| Problem::new(Code::Failed, exit::line(&error));
+    let binary = wanted.binary.map(PathBuf::from);
+    let outcome: Box<dyn FnOnce() -> anyhow::Result<String> + Send> = match &state.asks {
+        Some(_) if binary.is_some() => {
+            let why = "a server in a sandbox cannot choose a program: use `shadowbell upgrade \
+                       --binary`";
+            return Err(Problem::new(Code::Conflict, why));
+        }
+        Some(asks) => {
+            let supervisor = asks.upgrade().map_err(|error| failed(error.into()))?;
+            Box::new(move || supervisor.outcome())
+        }
+        None => {
+            let supervisor = SupervisorClient::find(Path::new(&pid.to_string())).map_err(failed)?;
+            let binary = binary.as_deref().map(|path| program("`binary`", path)).transpose();
+            let binary =
+                binary.map_err(|error| Problem::new(Code::BadRequest, exit::line(&error)))?;
+            Box::new(move || supervisor.upgrade(binary.as_deref()))
+        }
+    };
+    let last_error = Arc::clone(&state.upgrade_error);
+    *last_error.lock() = None;
+    // The result comes when this process is replaced, or when the upgrade has failed.
+    let wait = move || {
+        if let Err(error) = outcome() {
+            *last_error.lock() = Some(exit::line(&error));
+        }
+    };
+    let thread = std::thread::Builder::new().name("sb-upgrade".into()).spawn(wait);
+    thread.map_err(|error| Problem::new(Code::Failed, error.to_string()))?;
+    Ok(status(state))
+}
+
+/// End the service, as SIGTERM does
+#[utoipa::path(post, path = "/v1/shutdown", operation_id = "shutdown", tag = "server",
+    responses((status = 202, description = "The service ends", body = Status)))]
+pub(super) fn shutdown(state: &ServerState) -> Status {
+    info!("shutdown was requested at the control socket");
+    let status = status(state);
+    (state.end)();
+    status
+}

@@ -1,0 +1,71 @@
+//! Interface of the control socket to the server.
+
+use crate::disks::id_of;
+use crate::reconfigure::Changes;
+use crate::registry::{Registry, ServedController};
+use crate::tracer::Tracer;
+use crate::worker_link::Asker;
+use parking_lot::Mutex;
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::limits::DiskLimits;
+use shadowbell_config::uuid_text::uuid_text;
+use shadowbell_control_api::api::{LimitSpec, Namespace};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The part of the server that requests read and control.
+pub(crate) struct ServerState {
+    pub(crate) name: String,
+    /// Start of the counters.
+    pub(crate) began: Instant,
+    /// Time at which this process began to serve.
+    pub(crate) serves_since: Instant,
+    pub(crate) workers: usize,
+    pub(crate) supervisor_pid: Option<u32>,
+    pub(crate) controllers: Arc<Registry>,
+    pub(crate) changes: Arc<Changes>,
+    /// Server-wide settings.
+    pub(crate) settings: Settings,
+    /// Ends the service.
+    pub(crate) end: Box<dyn Fn() + Send + Sync>,
+    /// Reason for the failure of the last upgrade.
+    pub(crate) upgrade_error: Arc<Mutex<Option<String>>>,
+    pub(crate) tracer: Arc<Tracer>,
+    /// Connection to the supervisor, for a sandboxed process.
+    pub(crate) asks: Option<Asker>,
+}
+
+/// Current namespaces of a controller.
+pub(super) fn namespaces_of(
+    served: &ServedController,
+) -> impl Iterator<Item = Namespace> + use<'_> {
+    let asked = served.asked();
+    let id = {
+        let asked = Arc::clone(&asked);
+        move |at: usize, nsid| {
+            let disk = asked.controller.disks.get(at)?;
+            Some(id_of(&served.id, nsid, disk))
+        }
+    };
+    let limits = move |at: usize| {
+        let disk = asked.controller.disks.get(at)?;
+        let (_, limits) = DiskLimits::split(&disk.disk).ok()?;
+        (!limits.is_none()).then(|| LimitSpec::of(&limits))
+    };
+    served.controller.namespaces().into_iter().enumerate().map(move |(at, (nsid, namespace))| {
+        let info = namespace.disk.info();
+        let counters = namespace.disk.counters().into_iter();
+        Namespace {
+            controller: served.id.clone(),
+            nsid,
+            disk_id: id(at, nsid).unwrap_or_default(),
+            disk: namespace.disk.name(),
+            bytes: info.bytes(),
+            block_size: info.block_size,
+            read_only: info.read_only,
+            uuid: uuid_text(&namespace.uuid),
+            limits: limits(at),
+            counters: counters.map(|(name, count)| (name.to_owned(), count)).collect(),
+        }
+    })
+}

@@ -1,0 +1,179 @@
+//! Management endpoints: control socket and statistics socket. Both stop together before a
+//! handover to another process, and start together.
+
+use super::control::{ControlSocket, Resting, ServerState};
+use super::server::Server;
+use super::stats_socket::{self, RestingStats, StatsSocket};
+use super::transfer;
+use super::worker_link::Asker;
+use parking_lot::Mutex;
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::server_config::ServerConfig;
+use shadowbell_state::Parcel;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+use tracing::{info, warn};
+
+/// Sockets of the endpoints while no thread serves them.
+pub(super) struct Endpoints {
+    stats: Option<RestingStats>,
+    /// `None` if the previous process had no control socket.
+    control: Option<Resting>,
+}
+
+/// Threads that serve the endpoints.
+pub(super) struct RunningEndpoints {
+    stats: Option<StatsSocket>,
+    control: Option<ControlSocket>,
+}
+
+/// Operations of the control socket on the process.
+#[derive(Clone)]
+pub(super) struct Powers {
+    pub(super) supervisor_pid: Option<u32>,
+    pub(super) end: Arc<dyn Fn() + Send + Sync>,
+    pub(super) serves_since: Instant,
+    pub(super) upgrade_error: Arc<Mutex<Option<String>>>,
+    /// Connection to the supervisor, for a sandboxed process, which cannot open one.
+    pub(super) asks: Option<Asker>,
+}
+
+impl Endpoints {
+    /// Creates the configured sockets.
+    ///
+    /// # Errors
+    /// A socket cannot be created.
+    pub(super) fn listen(
+        config: &ServerConfig,
+        supervisor_pid: Option<u32>,
+    ) -> anyhow::Result<Self> {
+        let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
+        Ok(Self {
+            stats: stats.map(RestingStats::new),
+            control: Some(listen_control(config, supervisor_pid)?),
+        })
+    }
+
+    /// Creates the sockets for recovery after a crash. Errors are logged, and guests are still
+    /// served.
+    pub(super) fn listen_again(config: &ServerConfig, supervisor_pid: Option<u32>) -> Self {
+        let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose();
+        let stats = stats.unwrap_or_else(|why| {
+            warn!("there is no statistics socket: {why:#}");
+            None
+        });
+        let control = listen_control(config, supervisor_pid)
+            .inspect_err(|why| warn!("there is no control socket: {why:#}"));
+        Self { stats: stats.map(RestingStats::new), control: control.ok() }
+    }
+
+    /// Serializes the sockets for another process.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn save(&self, parcel: &mut Parcel) -> anyhow::Result<()> {
+        if let Some(stats) = &self.stats {
+            let saved = stats.save(parcel.descriptors())?;
+            parcel.add(transfer::STATS, false, &saved)?;
+        }
+        if let Some(control) = &self.control {
+            let saved = control.save(parcel.descriptors())?;
+            parcel.add(transfer::CONTROL, false, &saved)?;
+        }
+        Ok(())
+    }
+
+    /// Restores the sockets that [`save`](Self::save) has serialized.
+    ///
+    /// # Errors
+    /// The serialized form is invalid.
+    pub(super) fn restore(parcel: &mut Parcel) -> anyhow::Result<Self> {
+        let stats = parcel.take(transfer::STATS)?;
+        let stats = stats.map(|saved| RestingStats::restore(saved, parcel.descriptors()));
+        let control = parcel.take(transfer::CONTROL)?;
+        let control = control.map(|saved| Resting::restore(saved, parcel.descriptors()));
+        Ok(Self { stats: stats.transpose()?, control: control.transpose()? })
+    }
+
+    /// Drops the sockets without removing their files: another process serves them.
+    pub(super) fn leave(self) {
+        if let Some(stats) = self.stats {
+            stats.leave();
+        }
+        if let Some(control) = self.control {
+            control.leave();
+        }
+    }
+
+    /// Starts the threads, for new and for queued clients.
+    ///
+    /// # Errors
+    /// A thread cannot be started, or the descriptor limit is reached.
+    pub(super) fn start(
+        self,
+        server: &Server,
+        config: &ServerConfig,
+        powers: &Powers,
+    ) -> anyhow::Result<RunningEndpoints> {
+        // The previous process may have had no control socket. An error is not fatal, since
+        // guests do not need one.
+        let control = match self.control {
+            Some(control) => Ok(control),
+            None => listen_control(config, powers.supervisor_pid),
+        };
+        let stats = self.stats.map(|stats| StatsSocket::start(stats, server)).transpose()?;
+        let control = match control {
+            Ok(control) => start_control(control, server, config, powers)?,
+            Err(why) => {
+                warn!("there is no control socket: {why:#}");
+                None
+            }
+        };
+        Ok(RunningEndpoints { stats, control })
+    }
+}
+
+fn listen_control(config: &ServerConfig, supervisor_pid: Option<u32>) -> anyhow::Result<Resting> {
+    let pid = supervisor_pid.unwrap_or_else(std::process::id);
+    let resting = Resting::listen(&config.control, &config.default_name, pid, config.metrics)?;
+    if let Some(address) = resting.metrics() {
+        info!("metrics are at http://{address}/metrics, without access control");
+    }
+    Ok(resting)
+}
+
+fn start_control(
+    resting: Resting,
+    server: &Server,
+    config: &ServerConfig,
+    powers: &Powers,
+) -> io::Result<Option<ControlSocket>> {
+    let end = Arc::clone(&powers.end);
+    let state = ServerState {
+        name: resting.name().to_owned(),
+        began: resting.began(),
+        serves_since: powers.serves_since,
+        workers: server.workers(),
+        supervisor_pid: powers.supervisor_pid,
+        controllers: Arc::clone(server.registry()),
+        changes: Arc::clone(server.changes()),
+        settings: Settings::of(config),
+        end: Box::new(move || end()),
+        upgrade_error: Arc::clone(&powers.upgrade_error),
+        asks: powers.asks.clone(),
+        tracer: Arc::clone(server.tracer()),
+    };
+    ControlSocket::start(resting, Arc::new(state))
+}
+
+impl RunningEndpoints {
+    /// Stops the threads and returns their sockets.
+    pub(super) fn rest(self) -> Endpoints {
+        // A thread that has panicked returns `None`; the panic ends the process.
+        Endpoints {
+            control: self.control.and_then(ControlSocket::rest),
+            stats: self.stats.and_then(StatsSocket::rest),
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! Command-line arguments for VMMs, printed at start-up.
+
+use shadowbell_config::controller_config::OfferedDoorbells;
+use shadowbell_config::server_config::{ServerConfig, SocketConfig};
+use shadowbell_process::{logging, shell_quote};
+use std::path::{Path, PathBuf};
+
+/// Socket name in a directory, as in SPDK.
+const IN_DIRECTORY: &str = "cntrl";
+
+/// Socket of a controller, with what SPDK needs.
+struct Endpoint {
+    socket: PathBuf,
+    /// Directory for SPDK, and whether doorbells are mapped as SPDK's client requires.
+    spdk: Option<(PathBuf, bool)>,
+}
+
+impl Endpoint {
+    fn new(served: &SocketConfig) -> Self {
+        let path = served.absolute_socket();
+        if !path.is_dir() {
+            return Self { socket: path, spdk: None };
+        }
+        let mapped = served.controller.doorbells == OfferedDoorbells::Mapped;
+        Self { socket: path.join(IN_DIRECTORY), spdk: Some((path, mapped)) }
+    }
+}
+
+/// Prints the arguments to standard output, except with `--quiet`.
+pub(super) fn show(config: &ServerConfig) {
+    if !logging::is_talkative() {
+        return;
+    }
+    let endpoints: Vec<Endpoint> = config.controllers.iter().map(Endpoint::new).collect();
+    shell_quote::print_commands(text(&endpoints));
+}
+
+fn text(endpoints: &[Endpoint]) -> String {
+    let mut text = String::from("For QEMU (10.1 or later), with the guest's memory as SIZE:\n\n");
+    text.push_str(
+        "  -m SIZE -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
+         memory-backend=mem \\\n",
+    );
+    let devices: Vec<_> =
+        endpoints.iter().map(|endpoint| format!("  {}", qemu(&endpoint.socket))).collect();
+    text.push_str(&devices.join(" \\\n"));
+    text.push_str("\n\nFor Cloud Hypervisor:\n\n  --memory size=SIZE,shared=on \\\n");
+    let devices: Vec<_> = endpoints
+        .iter()
+        .map(|endpoint| format!("  {}", cloud_hypervisor(&endpoint.socket)))
+        .collect();
+    text.push_str(&devices.join(" \\\n"));
+    text.push_str("\n\n");
+    let spdk: Vec<_> = endpoints.iter().filter_map(|endpoint| endpoint.spdk.as_ref()).collect();
+    if !spdk.is_empty() {
+        text.push_str("For SPDK, whose memory must be one file (-g in most of its programs):\n\n");
+        for (directory, mapped) in spdk {
+            let id = format!("trtype:VFIOUSER traddr:{}", directory.display());
+            // SPDK's client does not use shadow doorbells, and fails if it cannot map the
+            // doorbell page.
+            let lacks = if *mapped { "" } else { "    # needs `--doorbells mapped` here" };
+            text.push_str(&format!("  -r {}{lacks}\n", shell_quote::quote(&id)));
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn qemu(socket: &Path) -> String {
+    let device = serde_json::json!({
+        "driver": "vfio-user-pci",
+        "socket": { "type": "unix", "path": socket.to_string_lossy() },
+    });
+    format!("-device {}", shell_quote::quote(&device.to_string()))
+}
+
+fn cloud_hypervisor(socket: &Path) -> String {
+    format!("--user-device {}", shell_quote::quote(&format!("socket={}", socket.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_arguments_can_be_pasted() {
+        let endpoint = |path: &str| Endpoint { socket: path.into(), spdk: None };
+        let text = text(&[endpoint("/run/vm0.sock"), endpoint("/run/it's \"1\".sock")]);
+        let expected = "For QEMU (10.1 or later), with the guest's memory as SIZE:\n\n  \
+            -m SIZE -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem \\\n  \
+            -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"path\":\"/run/vm0.sock\",\"type\":\"unix\"}}' \\\n  \
+            -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"path\":\"/run/it'\\''s \\\"1\\\".sock\",\"type\":\"unix\"}}'\n\n\
+            For Cloud Hypervisor:\n\n  --memory size=SIZE,shared=on \\\n  \
+            --user-device socket=/run/vm0.sock \\\n  \
+            --user-device 'socket=/run/it'\\''s \"1\".sock'\n\n";
+        assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn a_directory_is_for_spdk_and_the_socket_in_it_for_all_others() {
+        let endpoint = |name: &str, mapped| Endpoint {
+            socket: Path::new(name).join("cntrl"),
+            spdk: Some((name.into(), mapped)),
+        };
+        let text = text(&[endpoint("/run/a", true), endpoint("/run/b", false)]);
+        assert!(text.contains(r#""path":"/run/a/cntrl""#), "{text}");
+        assert!(text.contains("--user-device socket=/run/b/cntrl"), "{text}");
+        assert!(text.contains("  -r 'trtype:VFIOUSER traddr:/run/a'\n"), "{text}");
+        let lacks = "  -r 'trtype:VFIOUSER traddr:/run/b'    # needs `--doorbells mapped` here\n";
+        assert!(text.contains(lacks), "{text}");
+    }
+}

@@ -1,0 +1,438 @@
+//! `shadowbell serve`: NVMe controllers for virtual machines, over vfio-user sockets.
+//!
+//! # Architecture
+//!
+//! | module | contents |
+//! |---|---|
+//! | `endpoints` | management endpoints: control socket and statistics socket |
+//! | `reload` | reconfiguration of a running server from a configuration |
+//! | `config_diff` | comparison of a configuration with what is served |
+//! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
+//! | `reconfigure` | addition and removal of controllers at run time |
+//! | `namespaces` | addition, removal and change of namespaces at run time |
+//! | `disks` | disks by id, and those that no controller has |
+//! | `control` | control socket and metrics |
+//! | `registry` | served controllers |
+//! | `args` | command line |
+//! | `builder` | builds a controller and its socket from the configuration |
+//! | `server` | I/O threads, reactor and controllers, from start to stop |
+//! | `flush` | synchronous flush of a disk |
+//! | `event` | queue of controller events for the log |
+//! | `event_log` | log lines for events of guests |
+//! | `launch_hint` | command-line arguments for QEMU, Cloud Hypervisor and SPDK |
+//! | `stats_file` | statistics as a JSON file |
+//! | `stats_socket` | statistics for `top` |
+//! | `reactor_thread` | thread that serves the vfio-user sockets |
+//! | `by_recovery` | upgrade by recovery in the new process |
+//! | `hand_over`, `take_over` | upgrade with a handover of all controllers at once |
+//! | `move_out`, `move_in` | upgrade with a handover of one controller after the other |
+//! | `arriving` | restore of controllers that are handed over |
+//! | `transfer` | protocol of a handover |
+//! | `checkpointer`, `checkpoint_store` | checkpoint at the supervisor, for recovery |
+//! | `recover` | recovery after the death of a server process |
+//! | `path_broker` | sockets and output files, created by the supervisor |
+//! | `startup_timing` | start-up timing |
+//! | `liveness` | liveness checks for a service manager |
+//! | `resize_watch` | automatic resize of namespaces |
+//! | `sandbox` | restriction of the process before it reads guest data |
+//! | `worker_link` | connection to the supervisor |
+//! | `faults` | `--faults`, in a build with that feature |
+//!
+//! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines
+//! for events; one that writes the log, so that a blocked terminal cannot block a guest (see
+//! `shadowbell_process::log_thread`); one for the statistics socket, if there is one; one for the control
+//! socket; one that polls disks for new sizes; and the main thread, which waits for signals.
+//! Without clients none of them has a timer.
+#![forbid(unsafe_code)]
+
+mod ana;
+mod args;
+mod arriving;
+mod builder;
+mod by_recovery;
+mod checkpoint_store;
+mod checkpointer;
+mod config_diff;
+mod control;
+mod disks;
+mod endpoints;
+mod event;
+mod event_log;
+#[cfg(feature = "faults")]
+mod faults;
+mod flush;
+mod hand_over;
+mod launch_hint;
+mod liveness;
+mod move_in;
+mod move_out;
+mod namespace_requests;
+mod namespaces;
+mod parent_watch;
+mod path_broker;
+mod reactor_thread;
+mod reconfigure;
+mod recover;
+mod registry;
+mod reload;
+mod resize_watch;
+mod sandbox;
+mod server;
+mod startup_timing;
+mod stats_file;
+mod stats_socket;
+mod take_over;
+mod tracer;
+mod transfer;
+mod worker_link;
+
+pub use args::Args;
+
+use anyhow::{Context, anyhow};
+use bytesize::ByteSize;
+use checkpointer::Checkpointer;
+use endpoints::{Endpoints, Powers, RunningEndpoints};
+use event_log::EventLog;
+use liveness::Liveness;
+use parent_watch::ParentWatch;
+use reload::Reload;
+use resize_watch::ResizeWatch;
+use server::Server;
+use shadowbell_config::disk_spec::{self, DiskSpecError};
+use shadowbell_config::server_config::ServerConfig;
+use shadowbell_config::{config_file, socket_access};
+use shadowbell_config::{limits, pool, subsystems};
+use shadowbell_process::signals::{EndSignals, Wake};
+use shadowbell_process::{descriptor_limit, exit, logging, notify};
+use shadowbell_supervisor::protocol::{Packet, to_supervisor, to_worker};
+use signal_hook::consts::{SIGHUP, SIGUSR1};
+use startup_timing::Phases;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tracing::{debug, error, info, warn};
+use worker_link::{Role, WorkerLink};
+
+/// Serves until a signal ends the service.
+///
+/// # Errors
+/// The configuration cannot be served, or the service has failed.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    if let Some(file) = &args.check {
+        return check(file);
+    }
+    let Some(role) = args.as_worker else { return serve(args, None) };
+    let link = WorkerLink::take()?;
+    let outcome = serve(args, Some((role, &link)));
+    if let Err(error) = &outcome {
+        link.say(to_supervisor::FAILED, &exit::line(error));
+    }
+    outcome
+}
+
+/// Validates a configuration file.
+fn check(file: &Path) -> anyhow::Result<ExitCode> {
+    let config = config_file::read(file, sandbox::open_config)?;
+    for served in &config.controllers {
+        for disk in &served.controller.disks {
+            let known = disk_spec::check(&disk.disk).map_err(DiskSpecError::into_error);
+            builder::with_origin(served, known)?;
+        }
+    }
+    for disk in &config.disks {
+        let known = disk_spec::check(&disk.spec).map_err(DiskSpecError::into_error);
+        known.with_context(|| disk.origin.clone().unwrap_or_default())?;
+    }
+    let count = config.controllers.len();
+    println!("{}: {count} controller{}", file.display(), if count == 1 { "" } else { "s" });
+    Ok(ExitCode::SUCCESS)
+}
+
+fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
+    #[cfg(feature = "faults")]
+    let faults = args.faults.clone();
+    let mut phases = Phases::begin();
+    let given = args.clone();
+    let asked = args.sandbox();
+    let mut config = args.config()?;
+    let reload = Reload::of(&given, &config);
+    // A process that recovers or takes over locks the pools once the old process has unlocked
+    // them.
+    let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
+    pool::open_all(
+        config.controllers.iter().filter_map(|one| one.controller.pool.as_ref()),
+        is_first,
+    )?;
+    config.add_attached()?;
+    // The number of CPUs is read here, because the sandbox forbids the system call.
+    config.pool.workers = config.pool.count();
+    descriptor_limit::raise();
+    limits::set_groups(&config.groups);
+    if config.polls_for_mapped {
+        info!(
+            "the I/O threads poll and use a CPU each, because a mapped doorbell cannot wake them; \
+             with `--poll adaptive` they sleep, and check once a millisecond"
+        );
+    }
+    socket_access::set(&config.socket_access);
+    warn_of_memory(&config);
+    // Before sockets exist, whose files an unhandled signal would leave behind.
+    let mut signals =
+        EndSignals::catch(if reload.is_some() { &[SIGUSR1, SIGHUP] } else { &[SIGUSR1] })?;
+    let handle = signals.handle();
+    let ended = move || handle.close();
+    let link = supervisor.map(|(_, link)| link);
+    // Before any disk is opened, so that the fence covers all I/O.
+    let checkpointer = link.map(Checkpointer::new).transpose()?;
+    let supervisor_pid = link.and_then(|_| rustix::process::getppid());
+    let supervisor_pid = supervisor_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
+    phases.ended("configuration");
+    // The sandbox forbids to open these files.
+    let places =
+        config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
+    subsystems::open(places).map_err(exit::bad_input)?;
+    // Before other threads are started, and before any untrusted data is read.
+    let contained = sandbox::enter(&asked, &config, link)?;
+    logging::begin();
+    phases.ended("sandbox");
+    let (mut server, endpoints) = match (supervisor, &checkpointer) {
+        (Some((Role::Successor, link)), Some(checkpointer)) => {
+            match take_over::take_over(&config, link, checkpointer, ended)? {
+                Some(taken) => taken,
+                // The old process resumes, and has reported the reason.
+                None => return Ok(ExitCode::from(exit::FAILED)),
+            }
+        }
+        (Some((Role::Recover, link)), Some(checkpointer)) => {
+            match recover::recover(&config, link, checkpointer, ended, &mut phases)? {
+                // The endpoints are created after the controllers serve, so that guests wait
+                // less.
+                Some(server) => (server, Endpoints::listen_again(&config, supervisor_pid)),
+                // The service is to end.
+                None => return Ok(ExitCode::from(exit::FAILED)),
+            }
+        }
+        _ => {
+            // A remote disk may not answer, so the open may block when the supervisor dies.
+            let _watch = link.map(|link| ParentWatch::start(link, Duration::ZERO)).transpose()?;
+            let endpoints = Endpoints::listen(&config, supervisor_pid)?;
+            let keep = checkpointer.as_ref().map(|checkpointer| {
+                |server: &Server, reactor: &mut _, ports: &[_]| {
+                    checkpointer.begin(&server.controllers(), reactor, ports, false);
+                    checkpointer.keep_unattached(server.changes());
+                    checkpointer.complete();
+                }
+            });
+            (Server::start(&config, keep, ended)?, endpoints)
+        }
+    };
+    #[cfg(feature = "faults")]
+    let injected = faults.begin(&server);
+    let event_log = EventLog::start(&mut server)?;
+    if let Some(checkpointer) = &checkpointer {
+        server.changes().set_checkpoint(checkpointer.kept());
+    }
+    namespace_requests::begin(&server)?;
+    let _sizes = ResizeWatch::start(&server)?;
+    let handle = signals.handle();
+    let powers = Powers {
+        supervisor_pid,
+        end: Arc::new(move || handle.close()),
+        serves_since: Instant::now(),
+        upgrade_error: Arc::default(),
+        asks: link.filter(|_| contained.is_some()).map(WorkerLink::asker).transpose()?,
+    };
+    let mut answering = Some(endpoints.start(&server, &config, &powers)?);
+    match supervisor {
+        Some((Role::Successor, link)) => {
+            link.say(to_supervisor::SERVING, &server.registry().summary())
+        }
+        Some((role, link)) => {
+            if role == Role::Start {
+                launch_hint::show(&config);
+            }
+            let sockets = config.controllers.iter().map(|served| served.socket.as_path());
+            link.serves(sockets, &server.registry().summary());
+            if role == Role::Recover {
+                phases.ended("control socket and statistics");
+                debug!("it took: {phases}");
+            }
+        }
+        None => {
+            launch_hint::show(&config);
+            notify::tell(&notify::ready(&server.registry().summary()));
+        }
+    }
+    #[cfg(feature = "faults")]
+    faults.attempt();
+    let mut watchdog = Liveness::wanted(link);
+    let is_left = loop {
+        match wait(&mut signals, link, &mut watchdog, &server, &config, reload.as_ref())? {
+            End::Asked => break false,
+            End::Left => break true,
+            End::Successor(link, packet) => {
+                if hand_over(&mut server, &mut answering, &config, &powers, link, packet)? {
+                    return Ok(ExitCode::SUCCESS);
+                }
+            }
+        }
+    };
+    if link.is_none() {
+        notify::tell(notify::STOPPING);
+    }
+    // Bounds the wait for an unresponsive disk. If the supervisor is dead, no process would kill
+    // this one.
+    let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
+    // The endpoints remove their socket files.
+    drop(answering.map(RunningEndpoints::rest));
+    let outcome = server.stop();
+    drop(event_log);
+    report(&config, &server);
+    #[cfg(feature = "faults")]
+    injected.report();
+    let is_kept = server.flush();
+    outcome?;
+    info!("ended");
+    Ok(if is_kept && !is_left { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
+}
+
+/// Warns if the `mem:` disks together are larger than the memory of the machine.
+fn warn_of_memory(config: &ServerConfig) {
+    // Named disks of controllers are in both lists.
+    let attached = config.controllers.iter().flat_map(|served| &served.controller.disks);
+    let unattached = config.unattached().map(|disk| &disk.spec);
+    let disks = attached.map(|disk| &disk.disk).chain(unattached);
+    let sizes = disks.filter_map(|disk| disk_spec::memory_of(disk));
+    let wanted = sizes.fold(0, u64::saturating_add);
+    let info = rustix::system::sysinfo();
+    let there = info.totalram.saturating_mul(u64::from(info.mem_unit).max(1));
+    if wanted > there {
+        let text = |bytes| ByteSize(bytes).display().iec();
+        warn!(
+            "the disks in memory have {} together, but the machine has {} of memory: guests that \
+             fill them cause the OOM killer to end processes",
+            text(wanted),
+            text(there)
+        );
+    }
+}
+
+/// Reason for the end of [`wait`].
+enum End<'a> {
+    /// A signal, a message of the supervisor, or a failure of the reactor.
+    Asked,
+    /// The supervisor has died.
+    Left,
+    /// Handover to another process is requested.
+    Successor(&'a WorkerLink, Packet),
+}
+
+fn wait<'a>(
+    signals: &mut EndSignals,
+    link: Option<&'a WorkerLink>,
+    liveness: &mut Liveness,
+    server: &Server,
+    config: &ServerConfig,
+    reload: Option<&Arc<Reload>>,
+) -> io::Result<End<'a>> {
+    let reload = |done: Box<dyn FnOnce(&str) + Send>| {
+        if let Some(reload) = reload {
+            reload.start(server.changes(), done);
+        }
+    };
+    loop {
+        match signals.wait_beside(link.map(AsFd::as_fd), liveness.next())? {
+            Wake::End => return Ok(End::Asked),
+            Wake::Time => liveness.look(server),
+            // A signal to the process group reaches the supervisor too, which sends `READ`.
+            Wake::Signal(SIGHUP) if link.is_some() => {}
+            Wake::Signal(SIGHUP) => {
+                notify::tell(&notify::reloading());
+                reload(Box::new(|outcome| notify::tell(&notify::ready(outcome))));
+            }
+            Wake::Signal(_) => report(config, server),
+            Wake::Readable => {
+                let Some(link) = link else { continue };
+                let Some(packet) = link.hear() else {
+                    error!(
+                        "the supervisor has ended, so this process ends too: start the server again"
+                    );
+                    return Ok(End::Left);
+                };
+                match packet.letter {
+                    to_worker::END => return Ok(End::Asked),
+                    to_worker::REPORT => report(config, server),
+                    to_worker::READ => {
+                        let link = link.clone();
+                        reload(Box::new(move |outcome| link.say(to_supervisor::READ, outcome)));
+                    }
+                    to_worker::VISIT => link.visit(server),
+                    to_worker::HAND_OVER | to_worker::MOVE | to_worker::REPLACE => {
+                        return Ok(End::Successor(link, packet));
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+}
+
+/// Hands over to the process that the supervisor names. Returns false if this process continues.
+fn hand_over(
+    server: &mut Server,
+    answering: &mut Option<RunningEndpoints>,
+    config: &ServerConfig,
+    powers: &Powers,
+    link: &WorkerLink,
+    packet: Packet,
+) -> anyhow::Result<bool> {
+    let versions = packet.text();
+    let is_asked = packet.letter != to_worker::HAND_OVER;
+    let may_rest = packet.letter == to_worker::REPLACE && by_recovery::is_needed(server);
+    let Some(fd) = packet.fd() else { return Ok(false) };
+    let transfer = UnixStream::from(fd);
+    let Some(resting) = answering.take().map(RunningEndpoints::rest) else { return Ok(false) };
+    let changes = Arc::clone(server.changes());
+    let outcome = match changes.pause() {
+        // If either process dies meanwhile, recovery needs a complete checkpoint.
+        Some(_paused) if may_rest && can_move(server) => {
+            by_recovery::rest_for_good(server, &transfer, &versions, link)
+        }
+        Some(_paused) if may_rest => by_recovery::is_possible(server),
+        Some(_paused) if is_asked && can_move(server) => {
+            move_out::move_out(server, &resting, &transfer, &versions, link)
+        }
+        Some(_paused) => hand_over::hand_over(server, &resting, &transfer, &versions, link),
+        None => Err(anyhow!("a controller is being added or removed; try again")),
+    };
+    let Err(why) = outcome else {
+        resting.leave();
+        return Ok(true);
+    };
+    // The reason is sent before the new process sees the end of the socket and ends.
+    link.say(to_supervisor::GOES_ON, &exit::line(&why));
+    drop(transfer);
+    *answering = Some(resting.start(server, config, powers)?);
+    Ok(false)
+}
+
+/// Returns true if controllers can be handed over one by one.
+fn can_move(server: &Server) -> bool {
+    server.registry().count() != 0 && server.changes().kept().is_some_and(|kept| kept.holds_all())
+}
+
+/// Writes the statistics to the configured file, or to the log.
+fn report(config: &ServerConfig, server: &Server) {
+    let report = stats_file::Report::of(&server.controllers());
+    match &config.stats_json {
+        Some(path) => match stats_file::write(path, &report) {
+            Ok(()) => debug!("statistics are in {}", path.display()),
+            Err(error) => error!("cannot write statistics to {}: {error}", path.display()),
+        },
+        None => info!("{report}"),
+    }
+}

@@ -1,0 +1,50 @@
+//! Liveness check of all threads, for the watchdog of a service manager (`WatchdogSec=`).
+//!
+//! With a supervisor, the supervisor feeds the watchdog and requests checks of the server
+//! process. Without one, the process checks itself. No other timer exists for it.
+
+use super::server::Server;
+use super::worker_link::WorkerLink;
+use shadowbell_process::notify;
+use shadowbell_supervisor::protocol::to_supervisor;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Watchdog timer of a process without a supervisor.
+pub(super) struct Liveness {
+    /// Interval; `None` if there is no watchdog.
+    every: Option<Duration>,
+    next: Option<Instant>,
+}
+
+impl Liveness {
+    /// Creates the timer that the service manager requests. With a supervisor there is none.
+    pub(super) fn wanted(link: Option<&WorkerLink>) -> Self {
+        let every = if link.is_some() { None } else { notify::watchdog() };
+        Self { every, next: every.map(|every| Instant::now() + every) }
+    }
+
+    /// Time of the next check.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.next
+    }
+
+    /// Starts a check. The watchdog is fed once all threads have answered, so not if one hangs.
+    pub(super) fn look(&mut self, server: &Server) {
+        self.next = self.every.map(|every| Instant::now() + every);
+        let registry = Arc::clone(server.registry());
+        server.visit(move || {
+            let status = notify::status(&registry.summary());
+            notify::tell_now(&format!("{}\n{status}", notify::WATCHDOG));
+        });
+    }
+}
+
+impl WorkerLink {
+    /// Starts a check, and reports to the supervisor once all threads have answered.
+    pub(super) fn visit(&self, server: &Server) {
+        let link = self.clone();
+        let registry = Arc::clone(server.registry());
+        server.visit(move || link.say_now(to_supervisor::ALIVE, &registry.summary()));
+    }
+}

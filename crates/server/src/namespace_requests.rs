@@ -1,0 +1,412 @@
+//! Execution of namespace management, Format NVM and Sanitize commands of guests with a
+//! [pool](shadowbell_config::pool), on a thread for each pool.
+//!
+//! Namespaces are attached and detached through [`Changes`], like those of `shadowbell ctl`, so
+//! the checkpoint is updated as well. The pool's index is written first. If the process dies in
+//! between, the next one makes the controller match the index before it executes other commands.
+
+use super::namespaces::explicit;
+use super::reconfigure::Changes;
+use super::registry::ServedController;
+use super::server::Server;
+use anyhow::Context;
+use parking_lot::MutexGuard;
+use rustix::io::Errno;
+use shadowbell_config::pool::erase::{is_vacant, overwrite, vacate, wipe};
+use shadowbell_config::pool::index::{Entry, MOST, Phase, SavedSanitize};
+use shadowbell_config::pool::{self, HostPool};
+use shadowbell_config::pool_disks;
+use shadowbell_controller::{PoolAct, PoolOrder, PoolOutcome};
+use shadowbell_disk::MetadataFormat;
+use shadowbell_spec::Status;
+use shadowbell_spec::admin::Sanitize;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tracing::{debug, error, info, warn};
+
+/// Interval at which the thread checks whether the previous process has unlocked the pool.
+const LOOK: Duration = Duration::from_millis(20);
+/// Maximum pause after a command. The thread pauses for as long as the command took, so that a
+/// guest uses at most half of the storage's performance, unless the command is longer than this.
+const REST: Duration = Duration::from_millis(100);
+
+/// Starts the threads for the pools of the server's controllers.
+///
+/// # Errors
+/// A thread cannot be started.
+pub(super) fn begin(server: &Server) -> io::Result<()> {
+    for served in server.controllers() {
+        let Some(pool) = served.asked().controller.pool.as_ref().and_then(pool::opened) else {
+            continue;
+        };
+        let Some(orders) = pool.take_orders() else { continue };
+        let changes = Arc::clone(server.changes());
+        let carrier = Carrier { pool, changes, id: served.id.clone() };
+        std::thread::Builder::new().name("sb-pool".into()).spawn(move || {
+            carrier.wait_for_lock();
+            carrier.resume();
+            while let Ok((order, done)) = orders.recv() {
+                let began = Instant::now();
+                let outcome = carrier.carry_out(&order);
+                debug!(?order, ?outcome, "a pool command");
+                done.end(outcome);
+                carrier.go_on_sanitizing();
+                std::thread::sleep(began.elapsed().min(REST));
+            }
+        })?;
+    }
+    Ok(())
+}
+
+struct Carrier {
+    pool: Arc<HostPool>,
+    changes: Arc<Changes>,
+    /// Id of the controller.
+    id: String,
+}
+
+/// A failed command: the error for the log, and the status for the guest.
+struct Failed(anyhow::Error, Status);
+
+impl From<anyhow::Error> for Failed {
+    fn from(error: anyhow::Error) -> Self {
+        Self(error, Status::INTERNAL)
+    }
+}
+
+impl From<io::Error> for Failed {
+    fn from(error: io::Error) -> Self {
+        let has_no_room = [Errno::NOSPC, Errno::DQUOT, Errno::FBIG];
+        let is_full = error.raw_os_error().map(Errno::from_raw_os_error);
+        let is_full = is_full.is_some_and(|errno| has_no_room.contains(&errno));
+        let status = if is_full {
+            Status::NAMESPACE_INSUFFICIENT_CAPACITY.with_dnr()
+        } else {
+            Status::INTERNAL
+        };
+        Self(error.into(), status)
+    }
+}
+
+impl Carrier {
+    fn served(&self) -> anyhow::Result<Arc<ServedController>> {
+        self.changes.find(&self.id)
+    }
+
+    /// Locks the pool, which the previous process may hold for a while.
+    fn wait_for_lock(&self) {
+        let mut is_told = false;
+        while let Err(error) = self.pool.lock() {
+            if !std::mem::replace(&mut is_told, true) {
+                debug!("waits for the pool {}: {error:#}", self.pool.directory().display());
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Locks out other changes of controllers and namespaces.
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        loop {
+            if let Some(turn) = self.changes.pause() {
+                return turn;
+            }
+        }
+    }
+
+    /// Makes everything match the index, and continues an interrupted Sanitize.
+    fn resume(&self) {
+        let outcome = self.mend();
+        if let Err(error) = outcome {
+            error!("the pool {}: {error:#}", self.pool.directory().display());
+        }
+        self.go_on_sanitizing();
+    }
+
+    /// Makes the files and the controller match the index.
+    fn mend(&self) -> anyhow::Result<()> {
+        let index = self.pool.index();
+        for nsid in (1..=MOST).filter(|nsid| index.find(*nsid).is_none()) {
+            // A leftover of an interrupted creation or deletion.
+            if !is_vacant(&self.pool, nsid) {
+                let _turn = self.turn();
+                self.take_away(nsid)?;
+                vacate(&self.pool, nsid)?;
+            }
+        }
+        if let Some((nsid, block_size)) = index.formatting {
+            let _turn = self.turn();
+            self.format_one(nsid, block_size, index.formatting_metadata)?;
+        }
+        let _turn = self.turn();
+        self.match_controller()
+    }
+
+    /// Attaches and detaches namespaces to match the index and the state of a Sanitize operation.
+    fn match_controller(&self) -> anyhow::Result<()> {
+        let index = self.pool.index();
+        let is_barred = self.is_barred();
+        let served = self.served()?;
+        let there: Vec<_> =
+            served.controller.namespaces().into_iter().map(|(nsid, _)| nsid).collect();
+        for nsid in self.own(&served) {
+            let is_attached = index.find(nsid).is_some_and(|entry| entry.attached);
+            if is_barred || !is_attached {
+                self.take_away(nsid)?;
+            }
+        }
+        for entry in index.namespaces.iter().filter(|entry| entry.attached && !is_barred) {
+            if !there.contains(&entry.nsid) {
+                self.give(entry)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn is_barred(&self) -> bool {
+        matches!(self.pool.index().sanitize.phase, Phase::InProgress | Phase::Failed)
+    }
+
+    /// Namespaces of the pool that are attached to the controller.
+    fn own(&self, served: &ServedController) -> Vec<u32> {
+        let asked = explicit(served);
+        let Some(spec) = &asked.controller.pool else { return Vec::new() };
+        let disks = asked.controller.disks.iter().filter(|disk| pool_disks::is_of(spec, disk));
+        disks.filter_map(|disk| disk.nsid).collect()
+    }
+
+    /// Attaches a namespace to the controller.
+    fn give(&self, entry: &Entry) -> anyhow::Result<()> {
+        let served = self.served()?;
+        let wanted = pool_disks::disk(&self.pool, entry);
+        let disk = self.changes.open_for(&served, &wanted)?;
+        self.changes.commit_namespace(&served, entry.nsid, &wanted, disk)
+    }
+
+    /// Detaches a namespace from the controller, if it is attached.
+    fn take_away(&self, nsid: u32) -> anyhow::Result<()> {
+        let served = self.served()?;
+        if !served.controller.namespaces().iter().any(|(other, _)| *other == nsid) {
+            return Ok(());
+        }
+        self.changes.drop_namespace(&served, nsid)
+    }
+
+    fn carry_out(&self, PoolOrder { act, .. }: &PoolOrder) -> PoolOutcome {
+        // A handover is running: the host may retry.
+        let Some(_turn) = self.changes.pause() else { return Err(Status::COMMAND_INTERRUPTED) };
+        let outcome = match act {
+            PoolAct::Create { uuid, blocks, block_size, metadata } => {
+                let (nsid, attached) = (0, false);
+                let (uuid, blocks, block_size) = (*uuid, *blocks, *block_size);
+                let metadata = *metadata;
+                self.create(Entry { nsid, uuid, blocks, block_size, metadata, attached })
+            }
+            PoolAct::Delete(nsids) => {
+                nsids.iter().try_for_each(|nsid| self.delete(*nsid)).map(|()| 0)
+            }
+            PoolAct::Attach(nsid) => self.attach(*nsid).map(|()| 0),
+            PoolAct::Detach(nsid) => self.detach(*nsid).map(|()| 0),
+            PoolAct::Format { nsids, block_size, metadata } => {
+                let mut format = |nsid: &u32| self.format(*nsid, *block_size, *metadata);
+                nsids.iter().try_for_each(&mut format).map(|()| 0)
+            }
+            PoolAct::Sanitize(command) => self.begin_sanitizing(*command).map(|()| 0),
+        };
+        outcome.map_err(|Failed(why, status)| {
+            warn!("{}: a pool command of the guest has failed: {why:#}", self.id);
+            status
+        })
+    }
+
+    fn create(&self, mut entry: Entry) -> Result<u32, Failed> {
+        let index = self.pool.index();
+        if let Some(there) = index.namespaces.iter().find(|there| there.uuid == entry.uuid) {
+            return Ok(there.nsid);
+        }
+        let taken = index.namespaces.iter().map(Entry::bytes);
+        let taken = taken.fold(entry.bytes(), u64::saturating_add);
+        if taken > self.pool.capacity() {
+            let why = anyhow::anyhow!("the pool has no room for {} bytes", entry.bytes());
+            return Err(Failed(why, Status::NAMESPACE_INSUFFICIENT_CAPACITY.with_dnr()));
+        }
+        let there = self.served()?.controller.namespaces();
+        let is_free = |nsid: &u32| {
+            index.find(*nsid).is_none() && there.iter().all(|(other, _)| other != nsid)
+        };
+        let Some(nsid) = (1..=MOST).find(is_free) else {
+            let why = anyhow::anyhow!("a pool has {MOST} namespaces at most");
+            return Err(Failed(why, Status::NAMESPACE_ID_UNAVAILABLE.with_dnr()));
+        };
+        entry.nsid = nsid;
+        let made = wipe(&self.pool, nsid, entry.bytes())
+            .and_then(|()| self.pool.change(|index| index.namespaces.push(entry.clone())));
+        if let Err(error) = made {
+            let _ = vacate(&self.pool, nsid);
+            return Err(error.into());
+        }
+        info!("{}: the guest has created namespace {nsid} of {} bytes", self.id, entry.bytes());
+        Ok(nsid)
+    }
+
+    fn delete(&self, nsid: u32) -> Result<(), Failed> {
+        // The deletion is final once the index is written, also after a crash.
+        self.pool.change(|index| index.namespaces.retain(|entry| entry.nsid != nsid))?;
+        self.take_away(nsid)?;
+        vacate(&self.pool, nsid)?;
+        info!("{}: the guest has deleted namespace {nsid}", self.id);
+        Ok(())
+    }
+
+    fn attach(&self, nsid: u32) -> Result<(), Failed> {
+        self.set_attached(nsid, true)?;
+        let index = self.pool.index();
+        let entry = index.find(nsid).context("the namespace is gone")?;
+        let there = self.served()?.controller.namespaces();
+        if there.iter().any(|(other, _)| *other == nsid) {
+            return Ok(());
+        }
+        self.give(entry).or_else(|why| {
+            self.set_attached(nsid, false)?;
+            Err(why.into())
+        })
+    }
+
+    fn detach(&self, nsid: u32) -> Result<(), Failed> {
+        self.set_attached(nsid, false)?;
+        Ok(self.take_away(nsid)?)
+    }
+
+    fn set_attached(&self, nsid: u32, attached: bool) -> io::Result<()> {
+        self.pool.change(|index| {
+            if let Some(entry) = index.find_mut(nsid) {
+                entry.attached = attached;
+            }
+        })
+    }
+
+    fn format(
+        &self,
+        nsid: u32,
+        block_size: u32,
+        metadata: Option<MetadataFormat>,
+    ) -> Result<(), Failed> {
+        self.pool.change(|index| {
+            (index.formatting, index.formatting_metadata) = (Some((nsid, block_size)), metadata);
+        })?;
+        self.format_one(nsid, block_size, metadata)?;
+        self.match_controller()?;
+        info!("{}: the guest has formatted namespace {nsid}", self.id);
+        Ok(())
+    }
+
+    /// Formats the namespace whose format the index records.
+    fn format_one(
+        &self,
+        nsid: u32,
+        block_size: u32,
+        metadata: Option<MetadataFormat>,
+    ) -> anyhow::Result<()> {
+        self.take_away(nsid)?;
+        let index = self.pool.index();
+        let new = index.find(nsid).and_then(|entry| entry.reformatted(block_size, metadata));
+        if let Some(new) = &new {
+            wipe(&self.pool, nsid, new.bytes())?;
+        }
+        self.pool.change(|index| {
+            (index.formatting, index.formatting_metadata) = (None, None);
+            if let (Some(entry), Some(new)) = (index.find_mut(nsid), new) {
+                *entry = new;
+            }
+        })?;
+        Ok(())
+    }
+
+    fn begin_sanitizing(&self, command: Sanitize) -> Result<(), Failed> {
+        if command.sanact == Sanitize::EXIT_FAILURE {
+            self.pool.change(|index| {
+                if index.sanitize.phase == Phase::Failed {
+                    index.sanitize.phase = Phase::FailureLeft;
+                }
+            })?;
+            return Ok(self.match_controller()?);
+        }
+        self.pool.set_parts(0);
+        self.pool.change(|index| {
+            let command = (command.dword10(), command.ovrpat);
+            index.sanitize =
+                SavedSanitize { phase: Phase::InProgress, command, passes: 0, nsid: 0 };
+        })?;
+        info!("{}: the guest has started a sanitize operation", self.id);
+        Ok(self.match_controller()?)
+    }
+
+    /// Performs a pending Sanitize operation until its end.
+    fn go_on_sanitizing(&self) {
+        if self.pool.index().sanitize.phase != Phase::InProgress {
+            return;
+        }
+        let outcome = self.sanitize();
+        if let Err(error) = &outcome {
+            error!("{}: cannot sanitize its namespaces: {error:#}", self.id);
+        }
+        let _turn = self.turn();
+        let (phase, said) = match outcome {
+            Ok(()) => (Phase::Successful, "has completed"),
+            Err(_) => (Phase::Failed, "has failed"),
+        };
+        let ended = self.pool.change(|index| index.sanitize.phase = phase);
+        let ended = ended.map_err(anyhow::Error::from).and_then(|()| self.match_controller());
+        match ended {
+            Ok(()) => info!("{}: the sanitize operation {said}", self.id),
+            Err(error) => error!("{}: the sanitize operation {said}; and then: {error:#}", self.id),
+        }
+        if let Some(port) = self.pool.port() {
+            port.sanitized();
+        }
+    }
+
+    fn sanitize(&self) -> anyhow::Result<()> {
+        let index = self.pool.index();
+        // A recovered controller may still have namespaces that Sanitize must detach.
+        {
+            let _turn = self.turn();
+            self.match_controller()?;
+        }
+        let (dword10, dword11) = index.sanitize.command;
+        let command = Sanitize::from_dwords(dword10, dword11);
+        let all = index.namespaces.iter().map(Entry::bytes).fold(0, u64::saturating_add).max(1);
+        if command.sanact == Sanitize::OVERWRITE {
+            let passes = command.passes();
+            for pass in index.sanitize.passes..passes {
+                let from = if pass == index.sanitize.passes { index.sanitize.nsid } else { 0 };
+                let mut before = 0_u64;
+                for entry in &index.namespaces {
+                    let mut tell = |at: u64| {
+                        let done = u128::from(pass) * u128::from(all) + u128::from(before + at);
+                        let parts = done * 65535 / (u128::from(all) * u128::from(passes));
+                        self.pool.set_parts(parts as u16);
+                        true
+                    };
+                    if entry.nsid > from {
+                        overwrite(&self.pool, entry.nsid, (command, pass), &mut tell)?;
+                        self.pool.change(|index| index.sanitize.nsid = entry.nsid)?;
+                    }
+                    before += entry.bytes();
+                }
+                self.pool.change(|index| {
+                    (index.sanitize.passes, index.sanitize.nsid) = (pass + 1, 0);
+                })?;
+            }
+        }
+        let mut done = 0_u64;
+        for entry in &index.namespaces {
+            wipe(&self.pool, entry.nsid, entry.bytes())?;
+            done += entry.bytes();
+            if command.sanact != Sanitize::OVERWRITE {
+                self.pool.set_parts((u128::from(done) * 65535 / u128::from(all)) as u16);
+            }
+        }
+        Ok(())
+    }
+}

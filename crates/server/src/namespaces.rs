@@ -1,0 +1,514 @@
+//! Addition, removal and change of namespaces while their controller is in use.
+//!
+//! As for controllers, one change runs at a time. The checkpoint is updated before each change
+//! with the state that may come, and after it with the state that it has led to.
+
+use super::builder::set_apart;
+use super::reconfigure::Changes;
+use super::registry::ServedController;
+use anyhow::{Context, anyhow};
+use bytesize::ByteSize;
+use shadowbell_config::controller_config::{
+    ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk,
+};
+use shadowbell_config::limits::{self, DiskLimits};
+use shadowbell_config::server_config::SocketConfig;
+use shadowbell_config::{disk_spec, pool};
+use shadowbell_controller::config::MAX_NAMESPACES;
+use shadowbell_controller::{NamespaceConfig, NamespaceError};
+use shadowbell_disk::{Disk, ResizeError};
+use shadowbell_disk_layers::{LimitedDisk, Limits};
+use shadowbell_process::exit;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+use tracing::{info, warn};
+
+/// Time limit for I/O threads to release a disk.
+const WORKERS: Duration = Duration::from_secs(30);
+
+/// A change of one property of a namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NamespaceChange {
+    /// Size in bytes; `None` for the size of its file.
+    Size(Option<u64>),
+    /// Disk specification.
+    Disk(String),
+    /// Read-only or not.
+    ReadOnly(bool),
+    /// Rate limits.
+    Limits(DiskLimits),
+}
+
+/// A namespace of a served controller, with its configuration and its position in the list of
+/// disks.
+struct Found {
+    at: usize,
+    disk: DiskConfig,
+    namespace: NamespaceConfig,
+}
+
+impl Changes {
+    /// Adds a namespace to a controller. Returns false if it exists already.
+    ///
+    /// # Errors
+    /// The namespace cannot be served, or its NSID belongs to a different namespace.
+    pub(super) fn add_namespace(
+        &self,
+        id: &str,
+        nsid: u32,
+        wanted: DiskConfig,
+    ) -> anyhow::Result<bool> {
+        let mut wanted = wanted;
+        let _turn = self.turn();
+        let served = self.find(id)?;
+        let asked = explicit(&served);
+        check_pool(&asked, nsid)?;
+        if let Some(found) = find(&served, &asked, nsid) {
+            let is_same = (found.disk.id.as_ref() == Some(&wanted.disk)
+                || disk_spec::from_root(&found.disk.disk) == disk_spec::from_root(&wanted.disk))
+                && wanted.uuid.is_none_or(|uuid| uuid == found.namespace.uuid);
+            return match is_same {
+                true => Ok(false),
+                false => Err(exit::conflict(anyhow!(
+                    "namespace {nsid} exists already, with other properties; remove it first, or \
+                     replace its disk"
+                ))),
+            };
+        }
+        if !(1..=MAX_NAMESPACES as u32).contains(&nsid) {
+            let why = anyhow!("an NSID is 1 to {MAX_NAMESPACES}, not {nsid}");
+            return Err(exit::bad_input(why));
+        }
+        self.resolve(std::slice::from_mut(&mut wanted))?;
+        let disk = self.open_for(&served, &wanted)?;
+        self.commit_namespace(&served, nsid, &wanted, disk)?;
+        Ok(true)
+    }
+
+    /// Opens a disk for a controller, unless it is a named one, which is open.
+    ///
+    /// # Errors
+    /// The disk cannot be opened.
+    pub(super) fn open_for(
+        &self,
+        served: &ServedController,
+        wanted: &DiskConfig,
+    ) -> anyhow::Result<Arc<dyn Disk>> {
+        let read_only = served.asked().controller.read_only;
+        match self.unattached_disk(wanted.id.as_deref(), read_only) {
+            Some(disk) => disk,
+            None => self.open_spec_for(served, &wanted.disk),
+        }
+    }
+
+    fn open_spec_for(
+        &self,
+        served: &ServedController,
+        spec: &str,
+    ) -> anyhow::Result<Arc<dyn Disk>> {
+        let read_only = served.asked().controller.read_only;
+        let disk = open_disk(spec, read_only, |spec| self.open(spec));
+        let disk = disk.map_err(ConfigureError::into_error)?;
+        if served.asked().worker.is_none() && disk_spec::is_of_a_controller(spec) {
+            set_apart(&served.controller);
+        }
+        Ok(disk)
+    }
+
+    /// Adds a namespace whose disk is open, and whose NSID is free. The caller holds the
+    /// [lock](Self::turn).
+    ///
+    /// # Errors
+    /// The controller does not accept the namespace.
+    pub(super) fn commit_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+        wanted: &DiskConfig,
+        disk: Arc<dyn Disk>,
+    ) -> anyhow::Result<()> {
+        check_alone(served)?;
+        let asked = explicit(served);
+        let taken = asked.controller.disks.iter().filter_map(|disk| disk.uuid).collect();
+        let serial = &served.controller.config().serial;
+        let uuid = wanted.uuid.unwrap_or_else(|| ControllerConfig::uuid_of(serial, &*disk, taken));
+        let config = NamespaceConfig { disk, uuid };
+        let own = DiskConfig { uuid: Some(uuid), nsid: Some(nsid), ..wanted.clone() };
+        let mut after = asked.clone();
+        let disks = &mut after.controller.disks;
+        let place = disks.iter().position(|disk| disk.nsid > Some(nsid)).unwrap_or(disks.len());
+        disks.insert(place, own.clone());
+        let name = config.disk.name();
+        self.change(served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
+            controller.add_namespace(Some(nsid), &config, done).map(drop)
+        })?;
+        self.attached(own.id.as_deref());
+        info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
+        Ok(())
+    }
+
+    /// Removes a namespace of a controller.
+    ///
+    /// # Errors
+    /// The namespace does not exist, or is the only one.
+    pub(super) fn remove_namespace(&self, id: &str, nsid: u32) -> anyhow::Result<()> {
+        let _turn = self.turn();
+        let served = self.find(id)?;
+        check_pool(&served.asked(), nsid)?;
+        self.take_namespace(&served, nsid)
+    }
+
+    /// Removes a namespace of a pool after the guest has deleted or detached it. Unlike
+    /// [`take_namespace`](Self::take_namespace), also the last one. The caller holds the lock.
+    ///
+    /// # Errors
+    /// The namespace does not exist, or its commands in flight take too long.
+    pub(super) fn drop_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+    ) -> anyhow::Result<()> {
+        let asked = explicit(served);
+        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
+        let mut after = asked.clone();
+        after.controller.disks.remove(found.at);
+        // The namespace may be attached again, and guests need not flush before a detach.
+        if let Err(error) = super::flush::flush(&*found.namespace.disk) {
+            warn!("{}: cannot flush {}: {error}", served.name, found.namespace.disk.name());
+        }
+        drop(found);
+        self.change(served, &asked, after, nsid, None, |controller, done| {
+            controller.remove_namespace(nsid, done)
+        })
+    }
+
+    /// Removes a namespace for a caller that holds the lock of changes. Unlike
+    /// [`remove_namespace`](Self::remove_namespace), does not check whether it is of a pool.
+    ///
+    /// # Errors
+    /// As for [`remove_namespace`](Self::remove_namespace).
+    pub(super) fn take_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+    ) -> anyhow::Result<()> {
+        check_alone(served)?;
+        let asked = explicit(served);
+        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
+        if asked.controller.disks.len() == 1 {
+            return Err(exit::conflict(anyhow!(
+                "{} has no other namespace, and a controller has one at least: add another one \
+                 first, replace the disk of this one, or remove the controller",
+                served.name
+            )));
+        }
+        let mut after = asked.clone();
+        after.controller.disks.remove(found.at);
+        let name = found.namespace.disk.name();
+        // Guests need not flush before a removal.
+        super::flush::flush(&*found.namespace.disk)
+            .with_context(|| format!("cannot flush {name}, so it is not removed"))?;
+        let detaching = self.detaching(&found.disk, &found.namespace.disk);
+        drop(found);
+        let outcome = self.change(served, &asked, after, nsid, None, |controller, done| {
+            controller.remove_namespace(nsid, done)
+        });
+        self.detached(detaching, outcome.is_ok());
+        outcome?;
+        info!("{}: namespace {nsid}, {name}, is removed", served.name);
+        Ok(())
+    }
+
+    /// Changes a namespace of a controller, which must not be of a pool. Returns false if it has
+    /// this property already. The caller holds the [lock](Self::turn).
+    ///
+    /// # Errors
+    /// The namespace does not exist, or the change is not possible.
+    pub(super) fn change_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+        change: &NamespaceChange,
+    ) -> anyhow::Result<bool> {
+        check_pool(&served.asked(), nsid)?;
+        self.alter_namespace(served, nsid, change)
+    }
+
+    /// Like [`change_namespace`](Self::change_namespace), for a caller that holds the lock.
+    ///
+    /// # Errors
+    /// As for [`change_namespace`](Self::change_namespace).
+    pub(super) fn alter_namespace(
+        &self,
+        served: &ServedController,
+        nsid: u32,
+        change: &NamespaceChange,
+    ) -> anyhow::Result<bool> {
+        check_alone(served)?;
+        let asked = explicit(served);
+        let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
+        if *change == NamespaceChange::ReadOnly(false) && asked.controller.read_only {
+            let why = anyhow!("{} is configured as read-only", served.name);
+            return Err(exit::conflict(why));
+        }
+        let open = |spec: &str| self.open_spec_for(served, spec);
+        let (spec, disk) = match altered(&found.disk.disk, &found.namespace.disk, change, open)? {
+            Altered::Same => return Ok(false),
+            Altered::InPlace(spec) => {
+                self.say_otherwise(served, asked, found.at, nsid, spec);
+                return Ok(true);
+            }
+            Altered::Disk(spec, disk) => (spec, disk),
+        };
+        let own = DiskConfig { disk: spec, ..found.disk.clone() };
+        let mut after = asked.clone();
+        if let Some(disk) = after.controller.disks.get_mut(found.at) {
+            *disk = own.clone();
+        }
+        let config = NamespaceConfig { disk: Arc::clone(&disk), uuid: found.namespace.uuid };
+        drop(found);
+        self.change(served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
+            controller.change_disk(nsid, disk, done)
+        })?;
+        let name = config.disk.name();
+        info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
+        Ok(true)
+    }
+
+    /// Records a changed disk specification. The disk itself has changed already.
+    fn say_otherwise(
+        &self,
+        served: &ServedController,
+        mut asked: SocketConfig,
+        at: usize,
+        nsid: u32,
+        spec: String,
+    ) {
+        if let Some(disk) = asked.controller.disks.get_mut(at) {
+            disk.disk.clone_from(&spec);
+        }
+        let limits = DiskLimits::split(&spec).unwrap_or_default().1;
+        if let Some(kept) = self.kept() {
+            kept.say_otherwise(served.index, nsid, spec, &asked);
+        }
+        info!("{}: namespace {nsid} has the limits {limits} from now on", served.name);
+        served.set_asked(asked);
+        self.set_changed();
+    }
+
+    /// Sets the limits of a group. Returns false if it has these limits already.
+    ///
+    /// # Errors
+    /// The name is invalid.
+    pub(super) fn limit_group(&self, name: &str, wanted: Limits) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        limits::check_name(name).map_err(|why| exit::bad_input(anyhow!(why)))?;
+        let group = limits::group(name);
+        if group.limits() == wanted {
+            return Ok(false);
+        }
+        group.set(wanted);
+        info!("the limit group {name} has the limits {wanted} from now on");
+        self.set_changed();
+        if let Some(kept) = self.kept() {
+            kept.say_again();
+        }
+        Ok(true)
+    }
+
+    /// Applies a change to the controller, waits for its end, and updates the checkpoint.
+    fn change(
+        &self,
+        served: &ServedController,
+        before: &SocketConfig,
+        after: SocketConfig,
+        nsid: u32,
+        disk: Option<(&DiskConfig, &NamespaceConfig)>,
+        act: impl FnOnce(&shadowbell_controller::Controller, Done) -> Result<(), NamespaceError>,
+    ) -> anyhow::Result<()> {
+        if let Some(kept) = self.kept() {
+            kept.will_change(served.index, nsid, disk);
+        }
+        let (ends, end) = channel();
+        let began = act(
+            &served.controller,
+            Box::new(move |outcome| {
+                let _ = ends.send(outcome);
+            }),
+        );
+        let mut is_slow = false;
+        let outcome = began.map_err(impossible).and_then(|()| {
+            end.recv_timeout(WORKERS).map_or_else(
+                |_| {
+                    is_slow = true;
+                    Ok(())
+                },
+                |outcome| outcome.map_err(impossible),
+            )
+        });
+        let asked = if outcome.is_ok() { after } else { before.clone() };
+        if let Some(kept) = self.kept() {
+            kept.settle(served.index, nsid, outcome.is_ok(), &asked);
+        }
+        if outcome.is_ok() {
+            served.set_asked(asked);
+            self.set_changed();
+        }
+        if is_slow {
+            return Err(anyhow!(
+                "namespace {nsid} changes once the commands in flight at its disk have ended, \
+                 which they have not within {} s",
+                WORKERS.as_secs()
+            ));
+        }
+        outcome
+    }
+}
+
+/// Outcome of a change of a disk.
+pub(super) enum Altered {
+    /// The disk has the property already.
+    Same,
+    /// The open disk was changed; its specification now.
+    InPlace(String),
+    /// Specification of the changed disk, and the disk itself, which replaces the old one.
+    Disk(String, Arc<dyn Disk>),
+}
+
+/// Changes a property of a disk with this specification. `open` opens another disk.
+///
+/// # Errors
+/// The change is not possible.
+pub(super) fn altered(
+    spec: &str,
+    old: &Arc<dyn Disk>,
+    change: &NamespaceChange,
+    open: impl FnOnce(&str) -> anyhow::Result<Arc<dyn Disk>>,
+) -> anyhow::Result<Altered> {
+    let info = old.info();
+    Ok(match change {
+        NamespaceChange::Size(bytes) => {
+            let disk = old.resized(*bytes).map_err(refused)?;
+            if disk.info().blocks == info.blocks {
+                return Ok(Altered::Same);
+            }
+            Altered::Disk(disk_spec::with_size(spec, disk.info().bytes()), disk)
+        }
+        NamespaceChange::ReadOnly(wanted) if *wanted == info.read_only => Altered::Same,
+        NamespaceChange::ReadOnly(wanted) => {
+            let disk = old.with_writes(!wanted).map_err(refused)?;
+            let value = if *wanted { "on" } else { "off" };
+            Altered::Disk(disk_spec::with_option(spec, "read-only", value), disk)
+        }
+        NamespaceChange::Limits(wanted) => {
+            let (_, before) = DiskLimits::split(spec).unwrap_or_default();
+            if *wanted == before {
+                return Ok(Altered::Same);
+            }
+            let spec = wanted.joined(spec);
+            let limited = LimitedDisk::of(&**old);
+            if let Some(own) = limited.and_then(|limited| limited.limiters().first())
+                && wanted.group == before.group
+                && !wanted.is_none()
+            {
+                own.set(wanted.own);
+                return Ok(Altered::InPlace(spec));
+            }
+            let bare = limited.map_or(old, LimitedDisk::unlimited);
+            Altered::Disk(spec, wanted.limit(Arc::clone(bare)))
+        }
+        NamespaceChange::Disk(new) => {
+            if disk_spec::from_root(new) == disk_spec::from_root(spec) {
+                return Ok(Altered::Same);
+            }
+            Altered::Disk(new.clone(), open(new)?)
+        }
+    })
+}
+
+/// Callback for the end of a change.
+type Done = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
+
+/// Describes a disk for the log: ` (64.0 MiB, read-only, iops=100, as db)`.
+fn about(disk: &dyn Disk, spec: &str) -> String {
+    let info = disk.info();
+    let mut said = vec![ByteSize(info.bytes()).display().iec().to_string()];
+    if info.read_only {
+        said.push("read-only".to_owned());
+    }
+    let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
+    if !limits.is_none() {
+        said.push(limits.to_string());
+    }
+    format!(" ({})", said.join(", "))
+}
+
+/// Configuration of a controller with all NSIDs and UUIDs of its namespaces filled in.
+pub(super) fn explicit(served: &ServedController) -> SocketConfig {
+    let mut asked = (*served.asked()).clone();
+    let namespaces = served.controller.namespaces();
+    for (disk, (nsid, namespace)) in asked.controller.disks.iter_mut().zip(namespaces) {
+        (disk.nsid, disk.uuid) = (Some(nsid), Some(namespace.uuid));
+    }
+    asked
+}
+
+fn find(served: &ServedController, asked: &SocketConfig, nsid: u32) -> Option<Found> {
+    let at = nsids(&asked.controller.disks).position(|other| other == nsid)?;
+    let disk = asked.controller.disks.get(at)?.clone();
+    let namespaces = served.controller.namespaces();
+    let (_, namespace) = namespaces.into_iter().find(|(other, _)| *other == nsid)?;
+    Some(Found { at, disk, namespace })
+}
+
+/// Refuses a namespace of a pool, which only the guest manages.
+fn check_pool(asked: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
+    let pool = asked.controller.pool.as_ref().and_then(pool::opened);
+    match pool.is_some_and(|pool| pool.index().find(nsid).is_some()) {
+        true => Err(exit::conflict(anyhow!(
+            "namespace {nsid} was created by the guest, and only the guest may change it"
+        ))),
+        false => Ok(()),
+    }
+}
+
+/// Refuses a controller of a subsystem, since all controllers of a subsystem share its
+/// namespaces.
+fn check_alone(served: &ServedController) -> anyhow::Result<()> {
+    match &served.asked().controller.subsystem {
+        None => Ok(()),
+        Some(membership) => Err(exit::conflict(anyhow!(
+            "{} belongs to the subsystem {}, whose namespaces change only with the configuration \
+             at the start of the server",
+            served.name,
+            membership.name
+        ))),
+    }
+}
+
+fn missing(served: &ServedController, nsid: u32) -> anyhow::Error {
+    exit::not_there(anyhow!(
+        "{} has no namespace {nsid}; `shadowbell ctl namespaces` lists them",
+        served.name
+    ))
+}
+
+/// Converts a refused change of a disk to an error with an exit status.
+fn refused(error: ResizeError) -> anyhow::Error {
+    match error {
+        ResizeError::System { .. } => error.into(),
+        ResizeError::Opened { .. } | ResizeError::Impossible { .. } => exit::conflict(error),
+        _ => exit::bad_input(error),
+    }
+}
+
+/// Converts a change that the controller refused to an error with an exit status.
+fn impossible(error: NamespaceError) -> anyhow::Error {
+    match error {
+        NamespaceError::Config(_) | NamespaceError::NoRoom => exit::bad_input(error),
+        NamespaceError::Missing(_) => exit::not_there(error),
+        NamespaceError::Open(_) => error.into(),
+        _ => exit::conflict(error),
+    }
+}

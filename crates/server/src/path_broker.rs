@@ -1,0 +1,213 @@
+//! Sockets and output files: created by the path broker of the supervisor, if it has one, and
+//! otherwise by this process. The protocol is in [`shadowbell_supervisor::path_protocol`].
+
+use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use shadowbell_controller::trace::TraceFile;
+use shadowbell_process::atomic_file;
+use shadowbell_supervisor::path_protocol::{
+    COUNTERS, DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
+    PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
+    path_of,
+};
+use shadowbell_supervisor::protocol::{self, Packet, send_bytes};
+use shadowbell_vfio_user::server::{BindError, Listener, ListenerParts, remove_sockets_by};
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Seek, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// Time limit for the supervisor's first answer. An earlier release does not answer.
+const ANSWERS: Duration = Duration::from_secs(5);
+
+/// Connection to the path broker.
+struct Broker {
+    /// Locked during a request and its answer.
+    socket: Mutex<OwnedFd>,
+    /// Duplicate for requests without an answer.
+    unanswered: OwnedFd,
+}
+
+static BROKER: OnceLock<Broker> = OnceLock::new();
+
+/// Uses the path broker at the other end of this socket from now on.
+///
+/// # Errors
+/// The supervisor has no path broker or refuses.
+pub(super) fn begin(socket: OwnedFd, places: &PathPermissions) -> Result<(), String> {
+    let begin = || -> io::Result<()> {
+        let memory = memory(&serde_json::to_vec(places)?)?;
+        set_socket_timeout(&socket, Timeout::Recv, Some(ANSWERS))?;
+        let answer = ask(&socket, PLACES, "", Some(&memory));
+        set_socket_timeout(&socket, Timeout::Recv, None)?;
+        answer.map(drop).map_err(Refusal::into_error)
+    };
+    begin().map_err(|error| format!("the supervisor cannot create sockets ({error})"))?;
+    let unanswered = socket.try_clone().map_err(|error| error.to_string())?;
+    let _ = BROKER.set(Broker { socket: Mutex::new(socket), unanswered });
+    remove_sockets_by(|path, file| {
+        let made = Made { path: bytes_of(path), file: Some(file) };
+        let (Some(broker), Ok(made)) = (BROKER.get(), serde_json::to_string(&made)) else {
+            return;
+        };
+        match broker.socket.try_lock() {
+            Some(socket) => drop(ask(&socket, REMOVE, made, None)),
+            // Another request may be slow, on a hung file system: guests do not wait for it.
+            None => {
+                let body = made.as_bytes();
+                let _ = send_bytes(&broker.unanswered, REMOVE_UNANSWERED, body, &[], true);
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Returns true if the supervisor creates sockets and files.
+pub(super) fn has_broker() -> bool {
+    BROKER.get().is_some()
+}
+
+/// Reason for a refused request.
+enum Refusal {
+    System(io::Error),
+    Socket(NoSocket),
+}
+
+impl Refusal {
+    fn into_error(self) -> io::Error {
+        match self {
+            Self::System(error) => error,
+            Self::Socket(_) => nonsense(),
+        }
+    }
+}
+
+fn nonsense() -> io::Error {
+    io::Error::other("unexpected answer of the supervisor")
+}
+
+fn ask(
+    socket: &OwnedFd,
+    letter: u8,
+    body: impl AsRef<OsStr>,
+    memory: Option<&OwnedFd>,
+) -> Result<Packet, Refusal> {
+    let packet = protocol::send(socket, letter, body, memory.map(AsFd::as_fd))
+        .and_then(|()| protocol::receive(socket, false))
+        .map_err(Refusal::System)?;
+    let Some(packet) = packet else {
+        return Err(Refusal::System(io::Error::other(
+            "the supervisor is of an earlier release, or has ended",
+        )));
+    };
+    Err(match packet.letter {
+        DONE => return Ok(packet),
+        NO_SOCKET => match serde_json::from_slice(&packet.body) {
+            Ok(why) => Refusal::Socket(why),
+            Err(_) => Refusal::System(nonsense()),
+        },
+        ERRNO => Refusal::System(
+            packet.text().parse().map_or_else(|_| nonsense(), io::Error::from_raw_os_error),
+        ),
+        REFUSED => Refusal::System(io::Error::new(io::ErrorKind::PermissionDenied, packet.text())),
+        _ => Refusal::System(nonsense()),
+    })
+}
+
+/// Creates a memfd with these bytes.
+fn memory(bytes: &[u8]) -> io::Result<OwnedFd> {
+    let mut memory = File::from(memfd_create("shadowbell-places", MemfdFlags::CLOEXEC)?);
+    memory.write_all(bytes)?;
+    memory.rewind()?;
+    Ok(memory.into())
+}
+
+/// Creates a socket at `path`. The path broker also sets its owner and mode by `kind`; without a
+/// broker the caller must do that.
+///
+/// # Errors
+/// The socket cannot be created.
+pub(super) fn listen(path: &Path, kind: Kind) -> Result<Listener, BindError> {
+    let Some(broker) = BROKER.get() else { return Listener::bind(path) };
+    let system = |source| BindError::System { path: path.to_owned(), what: "created", source };
+    match ask(&broker.socket.lock(), LISTEN, kind.question(path), None) {
+        Ok(packet) => {
+            let made: Result<Made, _> = serde_json::from_slice(&packet.body);
+            let (Ok(made), Some(socket)) = (made, packet.fd()) else {
+                return Err(system(nonsense()));
+            };
+            let path = path_of(&made.path.0);
+            Ok(Listener::from_parts(ListenerParts::new(socket, path, made.file)))
+        }
+        Err(Refusal::Socket(why)) => Err(why.into_error(path)),
+        Err(Refusal::System(error)) => Err(system(error)),
+    }
+}
+
+/// Removes the directory of a control socket, if it is empty.
+pub(super) fn remove_directory(path: &Path) {
+    let _ = match BROKER.get() {
+        Some(broker) => ask(&broker.socket.lock(), REMOVE_DIRECTORY, path, None).map(drop),
+        None => std::fs::remove_dir(path).map_err(Refusal::System),
+    };
+}
+
+/// Creates the TCP socket for metrics, and returns its address.
+///
+/// # Errors
+/// The address cannot be bound.
+pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, SocketAddr)> {
+    let Some(broker) = BROKER.get() else {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        return Ok((listener, address));
+    };
+    let packet = ask(&broker.socket.lock(), METRICS, "", None).map_err(Refusal::into_error)?;
+    let address = packet.text().parse().map_err(|_| nonsense())?;
+    Ok((packet.fd().ok_or_else(nonsense)?.into(), address))
+}
+
+/// Writes the statistics file.
+///
+/// # Errors
+/// The file cannot be written.
+pub(super) fn write_counters(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let Some(broker) = BROKER.get() else { return atomic_file::write(path, bytes) };
+    let memory = memory(bytes)?;
+    ask(&broker.socket.lock(), COUNTERS, "", Some(&memory)).map(drop).map_err(Refusal::into_error)
+}
+
+/// Creates the file of a new trace at `path`. With `keep`, the previous file is renamed.
+///
+/// # Errors
+/// As [`TraceFile::create_file`].
+pub(super) fn new_trace(path: &Path, keep: bool) -> io::Result<File> {
+    let Some(broker) = BROKER.get() else {
+        if keep {
+            let mut kept = path.to_owned().into_os_string();
+            kept.push(".before");
+            // The file may not exist.
+            let _ = rustix::fs::renameat(rustix::fs::CWD, path, rustix::fs::CWD, kept);
+        }
+        return TraceFile::create_file(path);
+    };
+    let keep = if keep { KEEP } else { "" };
+    let packet = ask(&broker.socket.lock(), TRACE, keep, None).map_err(Refusal::into_error)?;
+    Ok(packet.fd().ok_or_else(nonsense)?.into())
+}
+
+/// Creates a pair of packet sockets.
+///
+/// # Errors
+/// The descriptor limit is reached.
+pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let Some(broker) = BROKER.get() else { return protocol::pair() };
+    let mut packet = ask(&broker.socket.lock(), PAIR, "", None).map_err(Refusal::into_error)?;
+    packet.fds.pop().zip(packet.fds.pop()).ok_or_else(nonsense)
+}

@@ -1,0 +1,266 @@
+//! Addition and removal of controllers while the server runs.
+//!
+//! One change runs at a time, on the thread that requests it, and none during a handover. The new
+//! disks and sockets are opened before the old ones are removed, so a change that fails leaves
+//! the server unchanged.
+
+use super::builder::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
+use super::checkpointer::LiveCheckpoint;
+use super::disks::UnattachedDisks;
+use super::event::EventSender;
+use super::flush::flush;
+use super::registry::{Registry, ServedController};
+use super::sandbox;
+use anyhow::{Context, anyhow};
+use parking_lot::{Mutex, MutexGuard};
+use shadowbell_config::disk_spec::DiskSpecError;
+use shadowbell_config::server_config::{SocketConfig, disk_asked_for_twice};
+use shadowbell_controller::{Controller, Pool};
+use shadowbell_disk::Disk;
+use shadowbell_frontend::vfio_user::ControllerDevice;
+use shadowbell_process::exit;
+use shadowbell_storage::disk_open;
+use shadowbell_vfio_user::Listener;
+use shadowbell_vfio_user::server::Handle;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+
+/// Time limit for the disconnect of a client, and for the close of disks.
+const GONE: Duration = Duration::from_secs(5);
+
+/// Adds and removes controllers.
+pub(super) struct Changes {
+    pool: Pool,
+    events: EventSender,
+    /// Disks are opened in a way that permits a handover.
+    lasting: bool,
+    registry: Arc<Registry>,
+    /// Handle of the reactor, once it runs.
+    handle: Mutex<Option<Handle>>,
+    next: AtomicUsize,
+    /// Lock that serializes changes.
+    turn: Mutex<()>,
+    /// Named disks that no controller has.
+    unattached: UnattachedDisks,
+    /// Checkpoint at the supervisor, if there is one.
+    kept: OnceLock<Arc<LiveCheckpoint>>,
+}
+
+/// A controller that is ready to be served.
+pub(super) struct Prepared {
+    served: ServedController,
+    device: ControllerDevice,
+    listener: Listener,
+}
+
+impl Changes {
+    pub(super) fn new(
+        pool: Pool,
+        events: EventSender,
+        lasting: bool,
+        registry: Arc<Registry>,
+    ) -> Self {
+        let next = AtomicUsize::new(registry.all().len());
+        let (handle, turn, unattached, kept) = Default::default();
+        Self { pool, events, lasting, registry, handle, next, turn, unattached, kept }
+    }
+
+    /// Sets the reactor that serves the sockets.
+    pub(super) fn serve(&self, handle: Handle) {
+        *self.handle.lock() = Some(handle);
+    }
+
+    /// Reserves the indices of `count` controllers that come from another process.
+    pub(super) fn expect(&self, count: usize) {
+        self.next.store(count, Ordering::Relaxed);
+    }
+
+    /// Sets the checkpoint that is updated with each change.
+    pub(super) fn set_checkpoint(&self, kept: Arc<LiveCheckpoint>) {
+        let _ = self.kept.set(kept);
+    }
+
+    /// Blocks changes until the result is dropped. `None` if a running change takes too long.
+    pub(super) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
+        self.turn.try_lock_for(Duration::from_secs(1))
+    }
+
+    /// Adds a controller. Returns false if it is served already.
+    ///
+    /// # Errors
+    /// The controller cannot be served, or its id belongs to a different controller.
+    pub(super) fn add(&self, asked: SocketConfig) -> anyhow::Result<bool> {
+        let _turn = self.turn.lock();
+        if let Some(served) = self.registry.find(&asked.id()) {
+            return match served.asked().is_same(&asked) {
+                true => Ok(false),
+                false => Err(exit::conflict(anyhow!(
+                    "a controller `{}` exists already, with other properties; remove it first",
+                    served.id
+                ))),
+            };
+        }
+        self.commit(self.prepare(asked)?)?;
+        Ok(true)
+    }
+
+    /// Removes a controller; `forced` is required if it has a client.
+    ///
+    /// # Errors
+    /// The controller does not exist, or has a client.
+    pub(super) fn remove(&self, id: &str, forced: bool) -> anyhow::Result<()> {
+        let _turn = self.turn.lock();
+        let served = self.find(id)?;
+        if served.has_client() && !forced {
+            return Err(exit::conflict(anyhow!(
+                "{} has a client, which would lose its disks; disconnect it first, or force the \
+                 removal",
+                served.name
+            )));
+        }
+        self.take_away(served)
+    }
+
+    /// Takes the lock, for a change that consists of several.
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock()
+    }
+
+    /// Named disks that no controller has.
+    pub(super) fn unattached(&self) -> &UnattachedDisks {
+        &self.unattached
+    }
+
+    /// Controllers that are served.
+    pub(super) fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    /// Finds a controller by the id that a request gives.
+    ///
+    /// # Errors
+    /// The controller does not exist.
+    pub(super) fn find(&self, id: &str) -> anyhow::Result<Arc<ServedController>> {
+        self.registry.find_by_any(id).ok_or_else(|| {
+            exit::not_there(anyhow!(
+                "there is no controller `{id}`; `shadowbell ctl controllers` lists them"
+            ))
+        })
+    }
+
+    /// Checkpoint at the supervisor, if there is one.
+    pub(super) fn kept(&self) -> Option<&Arc<LiveCheckpoint>> {
+        self.kept.get()
+    }
+
+    /// Opens a disk; in a way that permits a handover if the server needs that.
+    ///
+    /// # Errors
+    /// The disk cannot be opened.
+    pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+        if self.lasting { disk_open::open_lasting(spec) } else { disk_open::open(spec) }
+    }
+
+    /// Records that the controllers differ from the configuration.
+    pub(super) fn set_changed(&self) {
+        self.registry.set_changed();
+    }
+
+    /// Opens everything that a controller needs, without serving it.
+    ///
+    /// # Errors
+    /// The controller cannot be served.
+    pub(super) fn prepare(&self, mut asked: SocketConfig) -> anyhow::Result<Prepared> {
+        self.resolve(&mut asked.controller.disks)?;
+        let index = self.next.fetch_add(1, Ordering::Relaxed);
+        let events = self.events.of(index);
+        if let Some(why) = disk_asked_for_twice(std::slice::from_ref(&asked)) {
+            return Err(exit::bad_input(anyhow!(why)));
+        }
+        let config = open_one(&asked, self.lasting, |id| {
+            self.unattached_disk(id, asked.controller.read_only)
+        })?;
+        let controller = Controller::new(config, self.pool.clone(), carrier(&asked, &events));
+        let controller = with_origin(&asked, controller.map_err(exit::bad_input))?;
+        with_origin(&asked, place(&asked, &controller).map_err(exit::bad_input))?;
+        let client = Arc::default();
+        let handler = client_events(events, &client);
+        let device = ControllerDevice::new(controller.clone(), handler)?;
+        let listener = bind_one(&asked).map_err(sandbox::explain)?;
+        let served = ServedController::new(index, asked, controller, client);
+        Ok(Prepared { served, device, listener })
+    }
+
+    /// Serves a prepared controller.
+    ///
+    /// # Errors
+    /// The server does not serve yet.
+    pub(super) fn commit(&self, prepared: Prepared) -> anyhow::Result<()> {
+        let Prepared { served, device, listener } = prepared;
+        let handle = self.handle.lock().clone().context("the server does not serve yet")?;
+        let kept = self.kept.get().filter(|kept| kept.add(&served));
+        let served = self.registry.add(served);
+        info!("{}", summary(&served));
+        let device = Box::new(device);
+        let port = match kept {
+            Some(kept) => handle.add_recorded(listener, device, kept.port_recorder(served.index)),
+            None => handle.add(listener, device),
+        };
+        served.set_port(port);
+        for disk in &served.asked().controller.disks {
+            self.attached(disk.id.as_deref());
+        }
+        Ok(())
+    }
+
+    /// Ends a controller. Returns when its disks are closed, or after a time limit.
+    ///
+    /// # Errors
+    /// The server does not serve yet.
+    pub(super) fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
+        let handle = self.handle.lock().clone().context("the server does not serve yet")?;
+        let index = served.index;
+        let asked = served.asked();
+        let namespaces = served.controller.namespaces();
+        // A subsystem's disks stay with its other controllers.
+        let named = asked.controller.disks.iter().zip(&namespaces);
+        let named = named.filter(|_| asked.controller.subsystem.is_none());
+        let named = named.filter_map(|(config, (_, own))| self.detaching(config, &own.disk));
+        let named: Vec<_> = named.collect();
+        let kept = self.kept.get().map(|kept| (kept, kept.disks(index)));
+        if let Some((kept, _)) = &kept {
+            kept.will_remove(index);
+        }
+        if let Some(port) = served.port() {
+            // The channel is closed without a message if the reactor has ended.
+            let _ = handle.remove(port).recv_timeout(GONE);
+        }
+        self.registry.remove(&served.id);
+        let name = served.name.clone();
+        let mut disks: Vec<Weak<dyn Disk>> = Vec::new();
+        for ((_, namespace), config) in namespaces.iter().zip(&asked.controller.disks) {
+            if let Err(error) = flush(&*namespace.disk) {
+                warn!("{name}: cannot flush {}: {error}", namespace.disk.name());
+            }
+            // Disks of a subsystem are shared with other controllers, so their close is not
+            // awaited.
+            if asked.controller.subsystem.is_none() && config.id.is_none() {
+                disks.push(Arc::downgrade(&namespace.disk));
+            }
+        }
+        drop((served, namespaces));
+        named.into_iter().for_each(|disk| self.detached(Some(disk), true));
+        // I/O threads drop the disk when they handle the removal; statistics may hold it briefly.
+        let until = Instant::now() + GONE;
+        while disks.iter().any(|disk| disk.strong_count() != 0) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if let Some((kept, disks)) = kept {
+            kept.removed(index, &disks);
+        }
+        info!("{name}: removed");
+        Ok(())
+    }
+}

@@ -1,0 +1,249 @@
+//! Reconfiguration of a running server from a configuration: `ctl apply` and SIGHUP.
+
+use super::args::Args;
+use super::config_diff::{Plan, Step};
+use super::reconfigure::{Changes, Prepared};
+use super::registry::ServedController;
+use anyhow::{Context, anyhow};
+use shadowbell_config::config_file::Settings;
+use shadowbell_config::controller_config::DiskConfig;
+use shadowbell_config::server_config::{NamedDisk, ServerConfig, SocketConfig};
+use shadowbell_disk::Disk;
+use shadowbell_process::exit;
+use std::collections::HashSet;
+use std::sync::Arc;
+use tracing::{error, info, warn};
+
+/// Changes the controllers and the limit groups to those of `config`. With `dry_run` the plan is
+/// only computed. All other settings of `config` are ignored.
+///
+/// # Errors
+/// The change is not possible. Nothing was changed unless the error says otherwise.
+pub(super) fn apply(
+    changes: &Changes,
+    config: ServerConfig,
+    dry_run: bool,
+    forced: bool,
+) -> anyhow::Result<Plan> {
+    let turn = changes.turn();
+    let named = config.disks;
+    let plan = Plan::of(changes.registry(), config.controllers, &config.groups);
+    if dry_run {
+        return Ok(plan);
+    }
+    if !plan.lost.is_empty() && !forced {
+        return Err(exit::conflict(anyhow!(
+            "nothing was changed: connected clients would lose {}; disconnect them first, or force \
+             the change",
+            plan.lost.join(", ")
+        )));
+    }
+    add_early(changes, &named, &plan).map_err(|error| error.context("nothing was changed"))?;
+    let ready = Ready::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
+    let mut failed = ready.carry_out(changes, &plan);
+    failed.extend(match_unattached(changes, &named));
+    drop(turn);
+    for group in config.groups {
+        changes.limit_group(&group.name, group.limits)?;
+    }
+    if failed.is_empty() {
+        return Ok(plan);
+    }
+    let failed: Vec<_> = failed.iter().map(exit::line).collect();
+    Err(anyhow!("only a part was applied: {}", failed.join("; ")))
+}
+
+/// Opens the new disks of a configuration that no controller names, except those whose file is in
+/// use until a removal.
+fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Result<()> {
+    let takes = |spec: &str| DiskConfig::of(spec).takes();
+    let all = changes.disks();
+    let taken: HashSet<_> = all.iter().map(|disk| takes(&disk.open.spec)).collect();
+    let is_new = |disk: &&NamedDisk| all.iter().all(|other| other.id != disk.id);
+    let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
+    let early = early.filter(|disk| !taken.contains(&takes(&disk.spec)));
+    early.map(|disk| changes.put_disk(disk).map(drop)).collect()
+}
+
+/// Removes the unattached disks that the configuration does not name, and adds or replaces the
+/// others. Returns the errors.
+fn match_unattached(changes: &Changes, named: &[NamedDisk]) -> Vec<anyhow::Error> {
+    let now: Vec<_> = changes.unattached().lock().keys().cloned().collect();
+    let gone = now.iter().filter(|id| named.iter().all(|disk| disk.id != **id));
+    let mut failed: Vec<_> = gone.filter_map(|id| changes.drop_disk(id).err()).collect();
+    for disk in named {
+        let there = changes.disk(&disk.id).ok();
+        let outcome = match there {
+            Some(there) if !there.namespaces.is_empty() => Ok(()),
+            Some(there) if !there.is_same(&disk.spec) => {
+                drop(there);
+                changes.drop_disk(&disk.id).and_then(|()| changes.put_disk(disk).map(drop))
+            }
+            _ => changes.put_disk(disk).map(drop),
+        };
+        failed.extend(outcome.err());
+    }
+    failed
+}
+
+/// A namespace to add: its controller, its NSID, and its disk.
+type Coming<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
+
+/// The part of a plan that was prepared before anything is removed.
+struct Ready<'a> {
+    going: Vec<Arc<ServedController>>,
+    controllers: Vec<Prepared>,
+    namespaces: Vec<(Coming<'a>, Arc<dyn Disk>)>,
+    /// Controllers and namespaces whose socket or disk is in use until a removal.
+    late_controllers: Vec<&'a SocketConfig>,
+    late_namespaces: Vec<Coming<'a>>,
+}
+
+impl<'a> Ready<'a> {
+    fn of(changes: &Changes, plan: &'a Plan) -> anyhow::Result<Self> {
+        let registry = changes.registry();
+        let going = plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
+        let going: Vec<_> = going.filter_map(|id| registry.find(&id)).collect();
+        let mut taken: HashSet<_> =
+            going.iter().flat_map(|served| served.asked().takes()).collect();
+        let mut coming = Vec::new();
+        for (id, steps) in &plan.change {
+            let served = changes.find(id)?;
+            for step in steps {
+                match step {
+                    Step::Add(nsid, disk) => coming.push((Arc::clone(&served), *nsid, disk)),
+                    Step::Remove(nsid) => taken.extend(served.asked().takes_for(*nsid)),
+                    Step::Change(..) | Step::Ana(..) => {}
+                }
+            }
+        }
+        let (late_controllers, early): (Vec<_>, Vec<_>) = plan
+            .add
+            .iter()
+            .partition(|asked| asked.takes().iter().any(|what| taken.contains(what)));
+        let (late_namespaces, namespaces): (Vec<_>, Vec<_>) =
+            coming.into_iter().partition(|(_, _, disk)| taken.contains(&disk.takes()));
+        let controllers = early.into_iter().map(|asked| changes.prepare(asked.clone()));
+        let controllers = controllers.collect::<Result<_, _>>()?;
+        let namespaces = namespaces.into_iter().map(|coming| {
+            let (served, _, disk) = &coming;
+            let open = changes.open_for(served, disk)?;
+            Ok((coming, open))
+        });
+        let namespaces = namespaces.collect::<anyhow::Result<_>>()?;
+        Ok(Self { going, controllers, namespaces, late_controllers, late_namespaces })
+    }
+
+    /// Carries out the plan and returns the errors.
+    fn carry_out(self, changes: &Changes, plan: &Plan) -> Vec<anyhow::Error> {
+        let mut failed = Vec::new();
+        let mut before = Vec::new();
+        for ((served, nsid, wanted), disk) in self.namespaces {
+            failed.extend(changes.commit_namespace(&served, nsid, wanted, disk).err());
+        }
+        for (id, steps) in &plan.change {
+            for step in steps {
+                let outcome = changes.find(id).and_then(|served| match step {
+                    Step::Add(..) => Ok(()),
+                    Step::Remove(nsid) => changes.take_namespace(&served, *nsid),
+                    Step::Change(nsid, change) => {
+                        changes.alter_namespace(&served, *nsid, change).map(drop)
+                    }
+                    Step::Ana(group, state) => changes.alter_ana(&served, *group, *state).map(drop),
+                });
+                failed.extend(outcome.err());
+            }
+        }
+        for served in self.going {
+            before.push(served.asked());
+            failed.extend(changes.take_away(served).err());
+        }
+        for prepared in self.controllers {
+            failed.extend(changes.commit(prepared).err());
+        }
+        let serve = |asked: &SocketConfig| {
+            changes.prepare(asked.clone()).and_then(|prepared| changes.commit(prepared))
+        };
+        for asked in self.late_controllers.into_iter().chain(&plan.replace) {
+            let Err(error) = serve(asked) else { continue };
+            failed.push(error);
+            // The controller could not be replaced: serve the previous one again, if possible.
+            if let Some(before) = before.iter().find(|before| before.id() == asked.id()) {
+                failed.extend(serve(before).err());
+            }
+        }
+        for (served, nsid, wanted) in self.late_namespaces {
+            let disk = changes.open_for(&served, wanted);
+            let outcome =
+                disk.and_then(|disk| changes.commit_namespace(&served, nsid, wanted, disk));
+            failed.extend(outcome.err());
+        }
+        failed
+    }
+}
+
+/// A configuration file that can be reloaded.
+pub(super) struct Reload {
+    args: Args,
+    settings: Settings,
+}
+
+impl Reload {
+    /// The file that `args` names and that contained `config`. `None` if there is no file.
+    pub(super) fn of(args: &Args, config: &ServerConfig) -> Option<Arc<Self>> {
+        let args = args.has_file().then(|| args.clone())?;
+        Some(Arc::new(Self { args, settings: Settings::of(config) }))
+    }
+
+    /// Reloads the file on a thread of its own, because disks may take long to open. That thread
+    /// finally calls `done` with the result in a sentence.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        changes: &Arc<Changes>,
+        done: impl FnOnce(&str) + Send + 'static,
+    ) {
+        let (ours, changes) = (Arc::clone(self), Arc::clone(changes));
+        let thread = std::thread::Builder::new().name("sb-reload".into());
+        let started = thread.spawn(move || done(&ours.run(&changes)));
+        if let Err(error) = started {
+            error!("the configuration is not reloaded: cannot start a thread ({error})");
+        }
+    }
+
+    /// Reloads the file, logs the result and returns it.
+    fn run(&self, changes: &Changes) -> String {
+        match self.read(changes) {
+            Ok(said) => {
+                info!("{said}");
+                said
+            }
+            Err(why) => {
+                let why = exit::line(&why);
+                error!("{why}");
+                why
+            }
+        }
+    }
+
+    fn read(&self, changes: &Changes) -> anyhow::Result<String> {
+        let refused = "the configuration is refused, and nothing was changed";
+        let mut config = self.args.clone().config().context(refused)?;
+        config.add_attached().context(refused)?;
+        if Settings::of(&config) != self.settings {
+            warn!(
+                "server-wide settings of the configuration have changed; they take effect at the \
+                 next `shadowbell upgrade` or restart"
+            );
+        }
+        let plan = apply(changes, config, false, false).context("the configuration")?;
+        let Plan { add, remove, replace, change, unchanged, .. } = plan;
+        Ok(format!(
+            "the configuration was reloaded; controllers: {} added, {} removed, {} replaced, {} \
+             changed, {unchanged} unchanged",
+            add.len(),
+            remove.len(),
+            replace.len(),
+            change.len(),
+        ))
+    }
+}

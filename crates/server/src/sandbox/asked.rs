@@ -1,0 +1,28 @@
+//! Options of the sandbox.
+
+use super::user::User;
+use std::path::PathBuf;
+
+/// Mode of the sandbox.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Mode {
+    /// As far as the system and the disks permit.
+    #[default]
+    Auto,
+    /// All restrictions, or an error.
+    On,
+    /// No sandbox.
+    Off,
+}
+
+/// Options of the sandbox.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Asked {
+    pub(crate) mode: Mode,
+    /// User that the process becomes.
+    pub(crate) user: Option<User>,
+    /// Directories in which images may be opened and sockets created.
+    pub(crate) allow: Vec<PathBuf>,
+    /// Configuration file, which may be reloaded.
+    pub(crate) config: Option<PathBuf>,
+}

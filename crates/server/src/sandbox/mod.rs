@@ -1,0 +1,146 @@
+//! Sandbox of the server process (`serve --sandbox`): limits the damage if the process is
+//! compromised.
+//!
+//! Guests, their VMMs and images are untrusted, and the server process reads their data. So
+//! before it reads any of it, and while it has one thread, the process drops privileges that it
+//! does not need:
+//!
+//! | privilege | mechanism | module |
+//! |---|---|---|
+//! | user | `--user` | `user` |
+//! | gain of privileges | `PR_SET_NO_NEW_PRIVS` | |
+//! | files, TCP, signals to others | Landlock; images by the supervisor | `files`, `opening` |
+//! | system calls | seccomp filter; a forbidden call ends the process | `calls`, `filter` |
+//! | core dumps, more descriptors, priorities | resource limits | `enter` |
+//!
+//! The command line and the configuration file are read before that.
+
+mod asked;
+mod calls;
+mod files;
+mod filter;
+mod open_broker;
+mod user;
+
+pub(super) use asked::{Asked, Mode};
+pub(super) use open_broker::open_config;
+pub(super) use user::{User, parse_user};
+
+use super::worker_link::WorkerLink;
+use anyhow::{Context, anyhow};
+use files::{Files, Held};
+use filter::Needs;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use shadowbell_config::disk_spec;
+use shadowbell_config::server_config::ServerConfig;
+use shadowbell_config::socket_path;
+use shadowbell_frontend::vfio_user::read_limits;
+use shadowbell_memory::processors;
+use shadowbell_process::exit::bad_input;
+use shadowbell_process::process_env;
+use shadowbell_storage::disk_open;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tracing::{info, warn};
+
+/// Proof that file access is restricted and the supervisor opens images. Must live as long as the
+/// process.
+pub(super) struct Contained(#[expect(dead_code, reason = "it is kept")] Held);
+
+/// Enters the sandbox. The process must have one thread.
+///
+/// # Errors
+/// The sandbox is required (`--sandbox on`), or a user was requested, and that is not possible.
+pub(super) fn enter(
+    asked: &Asked,
+    config: &ServerConfig,
+    link: Option<&WorkerLink>,
+) -> anyhow::Result<Option<Contained>> {
+    let is_on = match (asked.mode, hindrance(config)) {
+        (Mode::Off, _) => false,
+        (_, None) => true,
+        (Mode::On, Some(why)) => {
+            return Err(bad_input(anyhow!("--sandbox on: {why}; it needs `--sandbox off`")));
+        }
+        (Mode::Auto, Some(why)) => {
+            warn!("sandbox off: {why}");
+            false
+        }
+    };
+    let mut files = None;
+    if is_on {
+        match files::prepare(asked, config, link) {
+            Ok(prepared) => files = Some(prepared),
+            Err(why) if asked.mode == Mode::On => {
+                return Err(bad_input(anyhow!("--sandbox on: {why}")));
+            }
+            Err(why) if link.is_none() => info!("the sandbox does not restrict file access: {why}"),
+            Err(why) => warn!("the sandbox does not restrict file access: {why}"),
+        }
+    }
+    if let Some(user) = &asked.user {
+        user::become_user(user, config).context("--user")?;
+    }
+    if !is_on {
+        return Ok(None);
+    }
+    disk_open::contain();
+    settle();
+    limit();
+    let by_itself = !files.as_ref().is_some_and(|files| files.by_supervisor);
+    let files = files.map(Files::restrict).transpose().context("Landlock")?;
+    HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
+    let needs = Needs { supervisor: link.is_some(), tcp: config.metrics.is_some(), by_itself };
+    let calls = match filter::install(needs) {
+        Ok(()) => format!("{} system calls", calls::all(needs.by_itself).count()),
+        Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),
+        Err(why) => {
+            warn!("the sandbox does not restrict system calls: {why:#}");
+            "all system calls".to_owned()
+        }
+    };
+    let held = files.as_ref().map(|files| format!("{} and ", files.held)).unwrap_or_default();
+    let user = asked.user.as_ref().map(|user| format!(", user {user}")).unwrap_or_default();
+    info!("sandbox on: {calls} allowed; {held}privilege gain blocked{user}");
+    Ok(files.map(Contained))
+}
+
+/// File access is restricted.
+static HOLDS_FOR_FILES: AtomicBool = AtomicBool::new(false);
+
+/// Adds a remedy to the error of a socket that the sandbox may have prevented.
+pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
+    let mut causes = why.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    let is_denied = causes.any(|cause| cause.kind() == io::ErrorKind::PermissionDenied);
+    if !is_denied || !HOLDS_FOR_FILES.load(Ordering::Relaxed) {
+        return why;
+    }
+    why.context(
+        "the sandbox permits sockets only in the directories of those that the server was started \
+         with; restart `serve` with `--allow DIRECTORY` to permit others",
+    )
+}
+
+/// Reason why the configuration cannot be served in a sandbox.
+fn hindrance(config: &ServerConfig) -> Option<String> {
+    config.disk_specs().find_map(|disk| Some(format!("{disk} {}", disk_spec::outside(disk)?)))
+}
+
+/// Caches system values that the sandbox makes unreadable.
+fn settle() {
+    socket_path::settle();
+    process_env::settle();
+    processors::settle();
+    read_limits();
+}
+
+/// Sets resource limits that a server process never needs to exceed.
+fn limit() {
+    let none = Rlimit { current: Some(0), maximum: Some(0) };
+    // A core dump would write guests' memory to a file.
+    let _ = setrlimit(Resource::Core, none);
+    let _ = setrlimit(Resource::Msgqueue, none);
+    let _ = setrlimit(Resource::Rtprio, none);
+    let files = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { maximum: files.current, ..files });
+}

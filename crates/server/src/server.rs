@@ -1,0 +1,265 @@
+//! Running server: I/O threads, reactor and controllers, from start to stop.
+
+use super::builder::{bind_one, carrier, client_events, open_one, place, summary};
+use super::event::EventQueue;
+use super::flush::flush;
+use super::reactor_thread::ReactorThread;
+use super::reconfigure::Changes;
+use super::registry::{Registry, ServedController};
+use super::tracer::Tracer;
+use anyhow::{Context, anyhow};
+use shadowbell_config::server_config::{ServerConfig, disk_asked_for_twice};
+use shadowbell_controller::{Config, Controller, Pool};
+use shadowbell_disk::Disk;
+use shadowbell_frontend::vfio_user::ControllerDevice;
+use shadowbell_process::exit::bad_input;
+use shadowbell_vfio_user::server::{Limits, PortId, Reactor};
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+use tracing::{error, info};
+
+/// A server: I/O threads, reactor and controllers.
+pub(super) struct Server {
+    controllers: Arc<Registry>,
+    changes: Arc<Changes>,
+    events: Option<EventQueue>,
+    /// `None` before the start and after the end.
+    reactor: Option<ReactorThread>,
+    /// Owns the I/O threads.
+    pool: Pool,
+    tracer: Arc<Tracer>,
+}
+
+impl Server {
+    /// Starts to serve `config`, entirely or not at all. If `lasting` is given, disks are opened
+    /// in a way that permits a handover, and `lasting` is called before any client is served.
+    /// `ended` is called on the reactor thread when the reactor has ended.
+    ///
+    /// # Errors
+    /// The first error, with the line of the configuration that it concerns.
+    pub(super) fn start(
+        config: &ServerConfig,
+        lasting: Option<impl FnOnce(&Self, &mut Reactor, &[PortId])>,
+        ended: impl FnOnce() + Send + 'static,
+    ) -> anyhow::Result<Self> {
+        let configs = open(config, lasting.is_some())?;
+        let pool = Pool::start(&config.pool).context("cannot start the I/O threads")?;
+        let events = EventQueue::new();
+        let mut controllers = Vec::with_capacity(configs.len());
+        let mut devices = Vec::with_capacity(configs.len());
+        let served_configs = config.controllers.iter().zip(configs);
+        for (index, (served, controller_config)) in served_configs.enumerate() {
+            let carrier = carrier(served, &events.sender(index));
+            let controller = Controller::new(controller_config, pool.clone(), carrier)?;
+            place(served, &controller)?;
+            let client = Arc::default();
+            let handler = client_events(events.sender(index), &client);
+            devices.push(ControllerDevice::new(controller.clone(), handler)?);
+            controllers.push(ServedController::new(index, served.clone(), controller, client));
+        }
+        let listeners = config.controllers.iter().map(bind_one).collect::<Result<Vec<_>, _>>()?;
+        let mut server = Self::resting(controllers, events, pool, lasting.is_some());
+        for disk in config.unattached() {
+            let added = server.changes.put_disk(disk);
+            added.with_context(|| disk.origin.clone().unwrap_or_default())?;
+        }
+        server.trace(config, false)?;
+        for served in server.controllers() {
+            info!("{}", summary(&served));
+        }
+        let mut reactor = Reactor::new(Limits::default())?;
+        let ports = listeners.into_iter().zip(devices);
+        let ports = ports.map(|(listener, device)| reactor.add(listener, Box::new(device)));
+        let ports = ports.collect::<io::Result<Vec<_>>>()?;
+        server.controllers().iter().zip(&ports).for_each(|(served, port)| served.set_port(*port));
+        if let Some(keep) = lasting {
+            keep(&server, &mut reactor, &ports);
+        }
+        server.serve(reactor, ended)?;
+        Ok(server)
+    }
+
+    /// Creates a server that does not serve yet.
+    pub(super) fn resting(
+        controllers: Vec<ServedController>,
+        events: EventQueue,
+        pool: Pool,
+        lasting: bool,
+    ) -> Self {
+        let controllers = Arc::new(Registry::new(controllers));
+        let registry = Arc::clone(&controllers);
+        let changes = Changes::new(pool.clone(), events.sender(0), lasting, registry);
+        let changes = Arc::new(changes);
+        let tracer = Arc::new(Tracer::new(pool.clone()));
+        Self { controllers, changes, events: Some(events), reactor: None, pool, tracer }
+    }
+
+    /// Starts the configured doorbell trace and latency measurement. If this process `is_next`
+    /// after another one, the other one's trace file is kept.
+    ///
+    /// # Errors
+    /// The file cannot be created.
+    pub(super) fn trace(&self, config: &ServerConfig, is_next: bool) -> anyhow::Result<()> {
+        if config.measure {
+            self.tracer.measure(true);
+        }
+        match &config.trace {
+            Some((path, records)) => self.tracer.start_in(path, *records, is_next),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn tracer(&self) -> &Arc<Tracer> {
+        &self.tracer
+    }
+
+    /// Starts the reactor.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub(super) fn serve(
+        &mut self,
+        reactor: Reactor,
+        ended: impl FnOnce() + Send + 'static,
+    ) -> anyhow::Result<()> {
+        let thread = ReactorThread::start(reactor, ended)?;
+        self.changes.serve(thread.handle());
+        self.reactor = Some(thread);
+        Ok(())
+    }
+
+    /// Pauses the reactor and disables rate limits.
+    ///
+    /// # Errors
+    /// A request of a client takes too long. The reactor then continues.
+    pub(super) fn rest(&self, until: Instant) -> anyhow::Result<Reactor> {
+        self.wait_for_limits(false);
+        let reactor = self.rest_sockets(until);
+        if reactor.is_err() {
+            self.wait_for_limits(true);
+        }
+        reactor
+    }
+
+    /// Pauses the reactor only.
+    ///
+    /// # Errors
+    /// As for [`rest`](Self::rest).
+    pub(super) fn rest_sockets(&self, until: Instant) -> anyhow::Result<Reactor> {
+        let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
+        reactor.context("a request of a client took too long; try again")
+    }
+
+    /// Resumes the reactor.
+    pub(super) fn sockets_go_on(&self, reactor: Reactor) {
+        if let Some(thread) = &self.reactor {
+            thread.go_on(reactor);
+        }
+    }
+
+    /// Enables or disables the rate limits of all disks. They are disabled to quiesce without
+    /// delay.
+    fn wait_for_limits(&self, is_so: bool) {
+        self.controllers().iter().for_each(|served| served.wait_for_limits(is_so));
+    }
+
+    /// Resumes rate limits and controllers, then the reactor.
+    pub(super) fn go_on(&self, reactor: Reactor) {
+        self.wait_for_limits(true);
+        self.controllers().iter().for_each(|served| served.controller.resume());
+        self.sockets_go_on(reactor);
+    }
+
+    /// Drops the sockets without disconnecting clients, which another process serves.
+    pub(super) fn leave(&mut self, reactor: Reactor) {
+        reactor.hand_over();
+        if let Some(thread) = self.reactor.take() {
+            thread.leave();
+        }
+    }
+
+    /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one
+    /// after the other. `ended` is called on the reactor thread after the last one, so never if
+    /// one hangs.
+    pub(super) fn visit(&self, ended: impl FnOnce() + Send + 'static) {
+        let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
+        self.pool.visit(move || handle.visit(ended));
+    }
+
+    /// All disks: those of controllers, and those that no controller has.
+    pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
+        let mut all: Vec<_> = self
+            .controllers()
+            .iter()
+            .flat_map(|served| served.disks().collect::<Vec<_>>())
+            .collect();
+        let unattached = self.changes.unattached().lock();
+        all.extend(unattached.values().map(|open| Arc::clone(&open.disk)));
+        all
+    }
+
+    /// Sets whether another process may lock the disks too.
+    pub(super) fn share_locks(&self, shared: bool) {
+        self.disks().iter().for_each(|disk| disk.share_lock(shared));
+    }
+
+    /// Controllers, in the order of the configuration.
+    pub(super) fn controllers(&self) -> Vec<Arc<ServedController>> {
+        self.controllers.all()
+    }
+
+    /// Registry of the controllers.
+    pub(super) fn registry(&self) -> &Arc<Registry> {
+        &self.controllers
+    }
+
+    /// Changes at run time.
+    pub(super) fn changes(&self) -> &Arc<Changes> {
+        &self.changes
+    }
+
+    /// Number of I/O threads.
+    pub(super) fn workers(&self) -> usize {
+        self.pool.len()
+    }
+
+    /// Takes the event queue. `None` after the first call.
+    pub(super) fn take_events(&mut self) -> Option<EventQueue> {
+        self.events.take()
+    }
+
+    /// Disconnects all clients and removes the sockets. Afterwards no client's memory is
+    /// accessed.
+    ///
+    /// # Errors
+    /// The reactor had failed before.
+    pub(super) fn stop(&mut self) -> anyhow::Result<()> {
+        let Some(thread) = self.reactor.take() else { return Ok(()) };
+        match thread.stop() {
+            Ok(outcome) => outcome.context("the sockets are not served any more"),
+            Err(_) => Err(anyhow!("the thread that serves the sockets has panicked")),
+        }
+    }
+
+    /// Flushes all disks. Returns false if a flush failed.
+    #[must_use]
+    pub(super) fn flush(&self) -> bool {
+        let mut all = true;
+        for disk in self.disks() {
+            if let Err(error) = flush(&*disk) {
+                error!("cannot flush {}: {error}", disk.name());
+                all = false;
+            }
+        }
+        all
+    }
+}
+
+/// Opens the disks of all controllers. Creates no sockets.
+fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
+    if let Some(why) = disk_asked_for_twice(&server.controllers) {
+        return Err(bad_input(anyhow!(why)));
+    }
+    server.controllers.iter().map(|served| open_one(served, lasting, |_| None)).collect()
+}

@@ -1,0 +1,176 @@
+//! Server process's connection to its supervisor.
+
+use super::checkpoint_store::CheckpointStore;
+use super::path_broker;
+use anyhow::{Context, anyhow, bail};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use shadowbell_config::server_config::known_path;
+use shadowbell_controller::Death;
+use shadowbell_process::exit::bad_input;
+use shadowbell_state::is_as_before;
+use shadowbell_supervisor::checkpoint::Checkpoint;
+use shadowbell_supervisor::client::SupervisorClient;
+use shadowbell_supervisor::protocol::{self, Packet, to_supervisor, to_worker};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Send timeout. The supervisor's main thread always reads, so it is exceeded only by a fault.
+const LISTENS: Duration = Duration::from_secs(2);
+
+/// Start mode of a server process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Role {
+    /// Serve at once.
+    Start,
+    /// Take over from a running process.
+    Successor,
+    /// Recover after the death of a process.
+    Recover,
+}
+
+/// Reason to give up a start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Told {
+    /// The service is to end.
+    End,
+    /// The supervisor has died.
+    Gone,
+}
+
+/// Connection to the supervisor. It is closed when the supervisor dies.
+#[derive(Clone)]
+pub(super) struct WorkerLink(Arc<OwnedFd>);
+
+impl WorkerLink {
+    /// Takes the connection from standard input.
+    ///
+    /// # Errors
+    /// Standard input is no such socket.
+    pub(super) fn take() -> anyhow::Result<Self> {
+        let link = io::stdin().as_fd().try_clone_to_owned()?;
+        let kind = rustix::net::sockopt::socket_type(&link);
+        if kind != Ok(rustix::net::SocketType::SEQPACKET) {
+            let option = protocol::AS_WORKER;
+            return Err(bad_input(anyhow!(
+                "{option} is an internal option of the supervisor; leave it out"
+            )));
+        }
+        let null = std::fs::File::open("/dev/null").context("cannot open /dev/null")?;
+        rustix::stdio::dup2_stdin(null)?;
+        set_socket_timeout(&link, Timeout::Send, Some(LISTENS))?;
+        let link = Self(Arc::new(link));
+        if !is_as_before() {
+            link.say(to_supervisor::MOVES, "");
+            link.say(to_supervisor::CAN_REST, "");
+        }
+        Ok(link)
+    }
+
+    /// Creates a sender of checkpoint changes.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn store(&self) -> io::Result<CheckpointStore> {
+        CheckpointStore::new(self.0.try_clone()?)
+    }
+
+    /// Receives the dead process's checkpoint and kind of death. `None`: the service is to end.
+    ///
+    /// # Errors
+    /// The supervisor has died, or a packet is invalid.
+    pub(super) fn items(&self) -> anyhow::Result<Option<(Checkpoint, Death)>> {
+        let mut items = Checkpoint::default();
+        // An earlier release of the supervisor does not send the kind of death.
+        let mut death = Death::Killed;
+        loop {
+            match protocol::receive(&self.0, false)? {
+                Some(packet) if packet.letter == to_worker::CHECKPOINT => {
+                    if items.take(&packet.body, packet.fds)? {
+                        return Ok(Some((items, death)));
+                    }
+                }
+                Some(packet) if packet.letter == to_worker::END => return Ok(None),
+                Some(packet) if packet.letter == to_worker::FAULT => death = Death::Fault,
+                Some(_) => {}
+                None => bail!("the supervisor has ended"),
+            }
+        }
+    }
+
+    /// Creates a requester of upgrades.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached.
+    pub(super) fn asker(&self) -> io::Result<Asker> {
+        Ok(Asker(Arc::new(Self(Arc::new(self.0.try_clone()?)))))
+    }
+
+    /// Sends a message. An error is ignored: the main loop sees the supervisor's death.
+    pub(super) fn say(&self, letter: u8, body: &str) {
+        let _ = protocol::send(&self.0, letter, body, None);
+    }
+
+    /// Sends a message without blocking. It is lost if the socket is full.
+    pub(super) fn say_now(&self, letter: u8, body: &str) {
+        let _ = protocol::send_bytes(&self.0, letter, body.as_bytes(), &[], true);
+    }
+
+    /// Sends a descriptor.
+    ///
+    /// # Errors
+    /// The supervisor has died.
+    pub(super) fn give(&self, letter: u8, fd: OwnedFd) -> io::Result<()> {
+        protocol::send(&self.0, letter, "", Some(fd.as_fd()))
+    }
+
+    /// Reports the sockets, and that they are served. `what`: a short status.
+    pub(super) fn serves<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
+        for socket in sockets {
+            let known = known_path(socket);
+            let _ = protocol::send(&self.0, to_supervisor::SOCKET, known, None);
+        }
+        self.say(to_supervisor::SERVING, what);
+    }
+
+    /// Reads queued messages and returns a reason to give up, if there is one. Does not block.
+    pub(super) fn told(&self) -> Option<Told> {
+        loop {
+            match protocol::receive(&self.0, true) {
+                Ok(Some(packet)) if packet.letter == to_worker::END => return Some(Told::End),
+                Ok(Some(_)) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
+                Ok(None) | Err(_) => return Some(Told::Gone),
+            }
+        }
+    }
+
+    /// Receives the next message; `None` after the supervisor's death.
+    pub(super) fn hear(&self) -> Option<Packet> {
+        protocol::receive(&self.0, false).ok().flatten()
+    }
+}
+
+/// Requester of upgrades, for a sandboxed process that cannot connect to the supervisor.
+#[derive(Clone)]
+pub(super) struct Asker(Arc<WorkerLink>);
+
+impl Asker {
+    /// Requests an upgrade, and returns a client that receives the result.
+    ///
+    /// # Errors
+    /// The descriptor limit is reached, or the supervisor has died.
+    pub(super) fn upgrade(&self) -> io::Result<SupervisorClient> {
+        let (ours, theirs) = path_broker::pair()?;
+        self.0.give(to_supervisor::UPGRADE, theirs)?;
+        Ok(SupervisorClient::over(ours))
+    }
+}
+
+impl AsFd for WorkerLink {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}

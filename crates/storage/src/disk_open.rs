@@ -1,0 +1,278 @@
+//! Opening of disks by their specifications.
+
+use crate::transport;
+use anyhow::anyhow;
+use shadowbell_config::disk_layers::Layers;
+use shadowbell_config::disk_spec::{DiskSpecError, check_name, device, outside, split, wrong};
+use shadowbell_config::target::{Target, not_a_disk};
+use shadowbell_disk::{Disk, ImageFormat};
+use shadowbell_disk_file::{FileSpec, Format};
+use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
+use shadowbell_disk_nvme::{NvmeDisk, OpenError, Options};
+use shadowbell_disk_qcow2::Qcow2Disk;
+use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
+use shadowbell_driver::Transport;
+use shadowbell_process::exit;
+use shadowbell_state::Descriptors;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Opens the disk that `spec` names: any disk of [`shadowbell_disk_file::open`], and
+///
+/// | `spec` | disk |
+/// |---|---|
+/// | `disk.qcow2` | qcow2 image, detected by its first bytes, whatever its name |
+/// | `nbd://host:10809/export`, `nbd+unix:///export?socket=PATH` | NBD export: [`NbdSpec`] |
+/// | `rbd:pool/image`, `rbd:pool/image@snapshot` | image of a Ceph cluster: [`RbdSpec`] |
+/// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI function, with VFIO |
+/// | `vfio-user:/run/ssd.sock/1` | namespace 1 of a controller behind a vfio-user socket |
+///
+/// Options of the last two:
+///
+/// | option | value | default |
+/// |---|---|---|
+/// | `read-only` | `on`, `off` | `off`; `on` for a write-protected namespace |
+/// | `zero-copy` | `on`: the device accesses guest memory directly if possible; `off` | `on` |
+///
+/// Options of all disks: metadata (`metadata=8&pi=1`):
+/// [`MetadataFormat`](shadowbell_disk::MetadataFormat); rate limits (`iops=1000`,
+/// `write-bandwidth=100MiB:1GiB`) and a limit group (`limit-group=db`):
+/// [`Limits::set`](shadowbell_disk_layers::Limits::set).
+///
+/// Option of memory and raw images: zones (`zoned=64MiB`):
+/// [`ZoneFormat`](shadowbell_disk::ZoneFormat).
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    open_by(spec, Lifetime::Process)
+}
+
+/// As [`open`], for a disk that a later process can recover or take over if its type supports that.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    open_by(spec, Lifetime::Supervisor)
+}
+
+/// Takes over a disk that another process has passed on. `spec` is the specification by which that
+/// process opened it.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub fn adopt(
+    spec: &str,
+    state: &serde_json::Value,
+    fds: &mut Descriptors,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    let (spec, layers) = split(spec)?;
+    put_around(&spec, (&layers, true), shadowbell_disk_file::adopt(&spec, state, fds)?)
+}
+
+/// Adds the layers of `spec` to an open disk. With `goes_on`, another process used the disk before,
+/// and its hosts continue.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub fn put_around(
+    spec: &str,
+    (layers, goes_on): (&Layers, bool),
+    disk: Arc<dyn Disk>,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    layers.put_around(disk, goes_on).map_err(|why| wrong(spec, why))
+}
+
+/// Forbids disks that the sandbox does not permit ([`outside`]) from now on.
+pub fn contain() {
+    IS_CONTAINED.store(true, Ordering::Relaxed);
+}
+
+static IS_CONTAINED: AtomicBool = AtomicBool::new(false);
+
+/// Lifetime of the state that a disk has in memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lifetime {
+    /// Lifetime of this process.
+    Process,
+    /// Lifetime of the supervisor, across the server processes that it starts.
+    Supervisor,
+}
+
+fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    let (spec, layers) = split(spec)?;
+    check_name(&spec)?;
+    let disk = open_unlimited(&spec, lifetime)?;
+    if let Some(remark) = write_protection(&spec, disk.info().read_only)? {
+        tracing::warn!("{remark}");
+    }
+    put_around(&spec, (&layers, false), disk)
+}
+
+/// Checks whether a disk may be read-only. Returns a warning if that was not requested.
+fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, DiskSpecError> {
+    // The specification of an RBD image determines whether it is read-only.
+    if !is_read_only || RbdSpec::is_one(spec) {
+        return Ok(None);
+    }
+    let (name, options) = spec.split_once('?').unwrap_or((spec, ""));
+    let mut options = options.split('&').filter_map(|option| option.split_once('='));
+    match options.find(|(option, _)| *option == "read-only") {
+        None => Ok(Some(format!(
+            "{name}: read-only, because the system permits no writes; add `read-only=on` if this \
+             is intended"
+        ))),
+        Some((_, "off" | "false" | "no")) => Err(wrong(
+            spec,
+            "the system permits no writes; change its permissions, or leave out `read-only=off`"
+                .to_owned(),
+        )),
+        Some(_) => Ok(None),
+    }
+}
+
+fn open_unlimited(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    if let Some(why) = outside(spec).filter(|_| IS_CONTAINED.load(Ordering::Relaxed)) {
+        let why = anyhow!("{spec} {why}: the server needs `--sandbox off` for that");
+        return Err(DiskSpecError::Device(exit::bad_input(why)));
+    }
+    if NbdSpec::is_one(spec) {
+        let disk = NbdDisk::open(&NbdSpec::parse(spec)?)?;
+        tracing::info!("{}: {}", disk.name(), disk.describe());
+        return Ok(Arc::new(disk));
+    }
+    if RbdSpec::is_one(spec) {
+        let spec = RbdSpec::parse(spec)?;
+        let disk = match lifetime {
+            Lifetime::Process => RbdDisk::open(&spec)?,
+            Lifetime::Supervisor => RbdDisk::open_lasting(&spec)?,
+        };
+        return Ok(Arc::new(disk));
+    }
+    if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
+        let disk = open_own(spec, lifetime).map_err(|error| match &error {
+            DiskSpecError::Disk(shadowbell_disk::OpenError::NoFile { path, .. }) => {
+                match not_a_disk(path) {
+                    Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
+                    None => error,
+                }
+            }
+            _ => error,
+        })?;
+        if let Some(remark) = disk.remark() {
+            tracing::warn!("{remark}");
+        }
+        return Ok(disk);
+    }
+    let (target, options) = device(spec)?;
+    let transport = transport::to(&target).map_err(DiskSpecError::Device)?;
+    let disk = attach(transport, &target, spec, &options).map_err(DiskSpecError::Device)?;
+    Ok(Arc::new(disk))
+}
+
+/// Opens a file or a disk in memory, with detection of qcow2 images.
+fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    let open = match lifetime {
+        Lifetime::Process => shadowbell_disk_file::open,
+        Lifetime::Supervisor => shadowbell_disk_file::open_lasting,
+    };
+    let file = FileSpec::parse(spec)?;
+    let opened = match &file {
+        // Not opened as a raw disk, whose error messages would not fit.
+        Some(file) if file.options.format == Some(Format::Qcow2) => None,
+        _ => match open(spec) {
+            Err(shadowbell_disk::OpenError::Format { format: ImageFormat::Qcow2, .. }) => None,
+            opened => Some(opened?),
+        },
+    };
+    match (opened, file) {
+        (Some(_), Some(FileSpec { options, .. })) if options.allow_backing => {
+            Err(shadowbell_disk::OpenError::Spec {
+                spec: spec.to_owned(),
+                why: "a raw image names no other file; leave out `allow-backing`".to_owned(),
+            }
+            .into())
+        }
+        (None, Some(file)) => {
+            let disk = Qcow2Disk::open(&file.path, &file.options)?;
+            tracing::info!("{}: {}", disk.name(), disk.describe());
+            Ok(Arc::new(disk))
+        }
+        (Some(disk), _) => Ok(disk),
+        // Only files can have another format.
+        (None, None) => Ok(open(spec)?),
+    }
+}
+
+/// Attaches the controller at the other end of `transport` and opens its namespace `target`.
+///
+/// # Errors
+/// With exit status [`exit::BAD_INPUT`] if the namespace cannot be used as a disk.
+pub fn attach(
+    transport: Arc<dyn Transport>,
+    target: &Target,
+    spec: &str,
+    options: &Options,
+) -> anyhow::Result<NvmeDisk> {
+    NvmeDisk::open(transport, target.nsid(), spec, options).map_err(|error| match error {
+        OpenError::Attach(_) | OpenError::System(_) => {
+            anyhow::Error::new(error).context(target.to_string())
+        }
+        // The user has to name another namespace.
+        error => exit::bad_input(error).context(target.to_string()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_config::disk_spec::check;
+
+    #[test]
+    fn a_disk_may_have_a_uuid() {
+        let error = open("mem:1MiB?uuid=7").unwrap_err().into_error();
+        assert!(format!("{error:#}").contains("`7` is no UUID"), "{error:#}");
+        open("mem:1MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad91").unwrap();
+    }
+
+    #[test]
+    fn what_can_not_be_written_is_not_so_silently() {
+        for spec in ["a", "a?read-only=on", "a?direct=on&read-only=off"] {
+            assert_eq!(write_protection(spec, false).unwrap(), None);
+        }
+        assert_eq!(write_protection("a?read-only=on", true).unwrap(), None);
+        let remark = write_protection("a?direct=on", true).unwrap().unwrap();
+        assert!(remark.starts_with("a: read-only, because"), "{remark}");
+        let error = write_protection("a?read-only=off", true).unwrap_err();
+        assert!(error.to_string().contains("the system permits no writes"), "{error}");
+        assert_eq!(exit::status(&error.into_error()), exit::BAD_INPUT);
+        for spec in ["-", "-?read-only=on"] {
+            assert!(open(spec).unwrap_err().to_string().contains("give `./-`"));
+            assert!(check(spec).unwrap_err().to_string().contains("give `./-`"));
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_the_reason() {
+        for (spec, words) in [
+            ("nvme://nvme0n1", "is no PCI address"),
+            ("nvme://0000:01:00.0/0", "count from 1"),
+            ("vfio-user:", "lacks a socket"),
+            ("nbd://", "lacks a host"),
+            ("rbd:pool", "lacks an image"),
+            ("rbd:p/i@s?read-only=off", "takes no writes"),
+            ("nbd+unix:///x", "lacks a socket"),
+            ("nbd://host/x?direct=on", "no option `direct`"),
+            ("vfio-user:/nonexistent/a.sock/1", "no controller behind /nonexistent/a.sock"),
+            ("vfio-user:/a.sock?block-size=512", "that of the device"),
+            ("vfio-user:/a.sock?direct=on", "has no option `direct`"),
+            ("vfio-user:/a.sock?read-only=1", "`on` or `off`, not `1`"),
+            ("vfio-user:/a.sock?read-only", "no option; options are written"),
+        ] {
+            let error = open(spec).unwrap_err();
+            assert!(error.to_string().contains(words), "{spec}: {error}");
+            assert_eq!(exit::status(&error.into_error()), exit::BAD_INPUT, "{spec}");
+        }
+        assert!(matches!(open("mem:lots").unwrap_err(), DiskSpecError::Disk(_)));
+    }
+}

@@ -1,0 +1,115 @@
+//! Connection to a controller outside of this process.
+
+use anyhow::{anyhow, bail};
+use shadowbell_config::target::Target;
+use shadowbell_control_api::discovery;
+use shadowbell_driver::{Transport, Vfio, VfioError, VfioUser};
+use shadowbell_process::exit;
+use shadowbell_vfio_user::client::ClientError;
+use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Time limit for connecting to a server, which serves one client at a time.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Connects to the controller that `target` names: a PCI function, or one behind a socket.
+///
+/// # Errors
+/// With exit status [`exit::BAD_INPUT`] if there is no such controller or it is in use.
+pub fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
+    match target {
+        Target::VfioUser { socket, .. } => {
+            let transport = VfioUser::connect(socket, CONNECT_TIMEOUT).map_err(|error| {
+                let why = nobody_at(socket).or_else(|| who_has(socket));
+                let why = why.unwrap_or_else(|| error.to_string());
+                exit::bad_input(anyhow!("no controller behind {}: {why}", socket.display()))
+            })?;
+            Ok(Arc::new(transport))
+        }
+        Target::Vfio { address, .. } => {
+            Ok(Arc::new(Vfio::open(*address).map_err(exit::bad_input)?))
+        }
+        Target::Local { .. } => bail!("{target} is a controller in this process"),
+    }
+}
+
+/// True if the controller was in use by another client, so that a retry may succeed.
+#[must_use]
+pub fn is_in_use(error: &anyhow::Error) -> bool {
+    error.chain().any(|error| {
+        matches!(error.downcast_ref(), Some(ClientError::Timeout { .. }))
+            || matches!(error.downcast_ref(), Some(VfioError::Busy { .. }))
+    })
+}
+
+/// Connects to the controller of a dead process again. Keeps the type of the error for
+/// [`is_in_use`].
+///
+/// # Errors
+/// As [`to`].
+pub fn again(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
+    match target {
+        Target::VfioUser { socket, .. } => {
+            Ok(Arc::new(VfioUser::connect(socket, CONNECT_TIMEOUT)?))
+        }
+        other => to(other),
+    }
+}
+
+/// Error text if the server reports that another client is connected.
+fn who_has(path: &Path) -> Option<String> {
+    let (_, controller) = discovery::owner(path)?;
+    controller.client.then(|| {
+        "another client is connected, and a controller serves one at a time; `shadowbell list`, \
+         `id-ctrl`, `smart-log` and `error-log` query its server instead"
+            .to_owned()
+    })
+}
+
+/// Error text with a remedy if no server listens at a path.
+fn nobody_at(path: &Path) -> Option<String> {
+    let path = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
+    let serve = format!("`shadowbell serve DISK --socket {}`", path.display());
+    match std::fs::metadata(&path) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Some(format!("there is no such socket; {serve} creates one"))
+        }
+        Ok(file) if !file.file_type().is_socket() => Some("not a socket".into()),
+        Ok(_) => match UnixStream::connect(&path) {
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+                Some(format!("its server has ended; restart it, for example with {serve}"))
+            }
+            _ => None,
+        },
+        Err(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_does_not_answer_is_missed_in_a_sentence() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        std::fs::write(path("file"), "").unwrap();
+        drop(std::os::unix::net::UnixListener::bind(path("ended")).unwrap());
+        for (name, words) in [
+            ("none", "there is no such socket; `shadowbell serve DISK --socket "),
+            ("file/none", "there is no such socket"),
+            ("", "/cntrl` creates one"),
+            ("file", "not a socket"),
+            ("ended", "its server has ended; restart it"),
+        ] {
+            let target = Target::VfioUser { socket: path(name), nsid: 1 };
+            let Err(error) = to(&target) else { panic!("{name}") };
+            assert_eq!(exit::status(&error), exit::BAD_INPUT);
+            assert!(error.to_string().contains(words), "{name}: {error}");
+        }
+    }
+}

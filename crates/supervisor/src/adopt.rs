@@ -1,0 +1,114 @@
+//! Adoption of a killed supervisor's state from the fd store, and the writes to the store for the
+//! next supervisor: see [`fd_store`](super::fd_store).
+
+use super::fd_store::{self, FdStore, Found};
+use super::log::log_line;
+use super::open_broker;
+use super::state::Supervisor;
+use crate::protocol::to_supervisor;
+use rustix::process::Signal;
+use shadowbell_state::StateError;
+use std::time::Instant;
+
+impl Supervisor {
+    /// Adopts the state of a killed supervisor, if there is one. Returns true if it was adopted:
+    /// a server process then exists or is going to be started.
+    pub(super) fn resume(&mut self) -> bool {
+        if !fd_store::is_wanted() {
+            return false;
+        }
+        let found = match FdStore::begin() {
+            Ok((fd_store, found)) => {
+                self.fd_store = Some(fd_store);
+                found
+            }
+            Err(error) => {
+                lost(&error);
+                None
+            }
+        };
+        let Some(found) = found else { return false };
+        if let Err(why) = self.take_in(found) {
+            (self.worker, self.upgrade, self.left, self.restart) = (None, None, None, None);
+            self.leaving.clear();
+            log_line(&format!(
+                "error: the supervisor was killed, and its state in the fd store is unusable: \
+                 {why}. The clients have lost their controllers"
+            ));
+            return false;
+        }
+        log_line("error: the supervisor was killed; this one continues from the fd store");
+        true
+    }
+
+    fn take_in(&mut self, found: Found) -> Result<(), StateError> {
+        let Found { record, changes } = found;
+        self.restore(record.read()?, false)?;
+        let new = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
+        let leaving = self.leaving.iter_mut().map(|(worker, _)| worker);
+        let mut all: Vec<_> = self.worker.iter_mut().chain(new).chain(leaving).collect();
+        for (pid, packet) in changes {
+            if let Some(worker) = all.iter_mut().find(|worker| worker.pid() == pid) {
+                worker.keep(&packet.body, packet.fds);
+            }
+        }
+        // The service manager may have killed the processes already. Their queued messages and
+        // their exit are handled as usual.
+        all.iter().for_each(|worker| worker.process.signal(Signal::KILL));
+        if self.worker.is_none() && self.restart.is_none() && self.upgrade.is_none() {
+            self.restart = Some(Instant::now());
+        }
+        Ok(())
+    }
+
+    /// Writes a snapshot to the fd store, if there is one.
+    pub(super) fn write_snapshot(&mut self) {
+        if self.fd_store.is_none() {
+            return;
+        }
+        let opened = open_broker::changes();
+        let Some(mut fd_store) = self.fd_store.take() else { return };
+        let record = self.snapshot(None).map_err(std::io::Error::other);
+        match record.and_then(|record| fd_store.append_snapshot(&record, opened)) {
+            Ok(()) => self.fd_store = Some(fd_store),
+            Err(error) => {
+                lost(&error);
+                fd_store.end();
+            }
+        }
+    }
+
+    /// Writes a snapshot after the message `letter` of a server process, if the message changed
+    /// state that only a snapshot stores.
+    pub(super) fn has_heard(&mut self, letter: u8) {
+        let is_noted = matches!(
+            letter,
+            to_supervisor::SERVING
+                | to_supervisor::TAKEN
+                | to_supervisor::PREPARED
+                | to_supervisor::MOVING
+                | to_supervisor::SHARED
+                | to_supervisor::HANDED_OVER
+                | to_supervisor::GOES_ON
+                | to_supervisor::FAILED
+        );
+        if is_noted || self.fd_store.as_ref().is_some_and(FdStore::needs_snapshot) {
+            self.write_snapshot();
+        }
+    }
+
+    /// Writes a snapshot if one is due.
+    pub(super) fn update_fd_store(&mut self, now: Instant) {
+        let Some(fd_store) = &self.fd_store else { return };
+        if fd_store.needs_snapshot() || fd_store.deadline().is_some_and(|due| due <= now) {
+            self.write_snapshot();
+        }
+    }
+}
+
+fn lost(error: &dyn std::fmt::Display) {
+    log_line(&format!(
+        "error: cannot store the supervisor's state in the service manager's fd store: {error}. If \
+         the supervisor is killed, the clients lose their controllers"
+    ));
+}

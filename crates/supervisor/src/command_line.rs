@@ -1,0 +1,118 @@
+//! Command line of the supervisor.
+
+use crate::protocol;
+use std::ffi::{OsStr, OsString};
+use std::os::fd::RawFd;
+
+/// Option that marks a supervisor after exec and names the descriptor with its snapshot.
+pub(super) const AS_SUPERVISOR: &str = "--as-keeper";
+/// Option that requests a supervisor explicitly. A supervisor is the default.
+const SUPERVISOR: &str = "--keeper";
+/// Returns true if this command line starts a supervisor: it is `serve` without `--no-keeper`,
+/// `--check` or help. The command line of a server process is not (`--as-worker`).
+pub fn is_asked_for(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
+    if !words.next().is_some_and(|word| is_verb(word)) {
+        return false;
+    }
+    let mut options = words.take_while(|word| *word != "--");
+    let without = ["--no-keeper", protocol::AS_WORKER, "--check", "--help", "-h"];
+    !options.any(|word| {
+        without.iter().any(|option| word == option)
+            || word.as_encoded_bytes().starts_with(b"--check=")
+    })
+}
+
+/// Returns true if the command line names a configuration file.
+pub(super) fn has_file(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().take_while(|word| *word != "--");
+    words.any(|word| word == "--config" || word.as_encoded_bytes().starts_with(b"--config="))
+}
+
+fn is_option(word: &OsStr) -> bool {
+    word.as_encoded_bytes().starts_with(b"-")
+}
+
+/// Returns true if this word is the subcommand that has a supervisor.
+pub(super) fn is_verb(word: &OsStr) -> bool {
+    word == "serve"
+}
+
+/// Adds [`AS_SUPERVISOR`] with the descriptor of the snapshot to the supervisor's command line.
+///
+/// `--keeper` is added too: a program of the previous release runs a supervisor only with it.
+pub(super) fn with_left(arguments: &[OsString], left: RawFd) -> Vec<OsString> {
+    let verb = arguments.iter().skip(1).position(|word| is_verb(word)).map_or(1, |at| at + 2);
+    let (before, after) = arguments.split_at(verb.min(arguments.len()));
+    let is_said = after.iter().take_while(|word| *word != "--").any(|word| word == SUPERVISOR);
+    let said = (!is_said).then(|| SUPERVISOR.into());
+    let added = [AS_SUPERVISOR.into(), left.to_string().into()].into_iter().chain(said);
+    before.iter().cloned().chain(added).chain(after.iter().cloned()).collect()
+}
+
+/// Removes the options that [`with_left`] added, and returns the descriptor.
+pub(super) fn take_left(arguments: &mut Vec<OsString>) -> Option<RawFd> {
+    let at = arguments.iter().position(|word| is_verb(word))? + 1;
+    if arguments.get(at)? != AS_SUPERVISOR {
+        return None;
+    }
+    let left = arguments.get(at + 1)?.to_str()?.parse().ok();
+    arguments.drain(at..at + 2);
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_there_to_be_read_again_or_not() {
+        let has = |line: &str| has_file(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert!(has("shadowbell serve --config a.toml"));
+        assert!(has("shadowbell -v serve --config=a.toml"));
+        assert!(!has("shadowbell serve mem:1MiB --socket a -- --config"));
+    }
+
+    #[test]
+    fn the_supervisor_s_command_line_is_told_from_others() {
+        let asks =
+            |line: &str| is_asked_for(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert!(asks("shadowbell serve mem:1MiB --socket a"));
+        assert!(asks("shadowbell -v serve mem:1MiB --socket a --keeper"));
+        assert!(asks("shadowbell serve --socket a -- --no-keeper"));
+        for other in [
+            "shadowbell",
+            "shadowbell serve mem:1MiB --socket a --no-keeper",
+            "shadowbell serve --as-worker start mem:1MiB --socket a",
+            "shadowbell serve --help",
+            "shadowbell serve -h",
+            "shadowbell serve --check a.toml",
+            "shadowbell serve --check=a.toml",
+            "shadowbell bench serve",
+        ] {
+            assert!(!asks(other), "{other}");
+        }
+    }
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split(' ').map(OsString::from).collect()
+    }
+
+    #[test]
+    fn a_command_line_comes_back() {
+        for (line, back) in [
+            ("sb serve mem:1MiB --socket a", "sb serve --keeper mem:1MiB --socket a"),
+            ("sb -v serve a -- --keeper", "sb -v serve --keeper a -- --keeper"),
+            ("sb -v serve a --keeper -- serve", "sb -v serve a --keeper -- serve"),
+        ] {
+            let (line, back) = (words(line), words(back));
+            let mut with = with_left(&line, 77);
+            assert!(is_asked_for(&with));
+            assert_eq!(take_left(&mut with), Some(77));
+            // `--keeper` stays: the previous release starts no supervisor without it.
+            assert_eq!(with, back);
+            assert_eq!(take_left(&mut with), None);
+            assert_eq!(with, back);
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Control socket of the supervisor, in the abstract namespace: no file is left behind. Accepts
+//! connections of root and of the supervisor's own user.
+
+use crate::protocol::{self, Packet};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with,
+};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// Socket names to try, in case that other processes hold some of them.
+const ATTEMPTS: u8 = 16;
+/// Maximum number of connected clients.
+const MAX_CLIENTS: usize = 8;
+
+pub(super) struct Control {
+    socket: OwnedFd,
+    clients: Vec<OwnedFd>,
+}
+
+impl Control {
+    /// Creates the socket and listens.
+    ///
+    /// # Errors
+    /// A system call fails, or all names are in use.
+    pub(super) fn listen() -> io::Result<Self> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        let pid = rustix::process::getpid().as_raw_pid();
+        let mut outcome = Ok(());
+        for attempt in 0..ATTEMPTS {
+            let name = protocol::name(pid, attempt);
+            outcome = bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?);
+            if outcome.is_ok() {
+                break;
+            }
+        }
+        outcome?;
+        listen(&socket, 16)?;
+        Ok(Self { socket, clients: Vec::new() })
+    }
+
+    /// Restores the socket and its clients after exec.
+    pub(super) fn of_before(socket: OwnedFd, clients: Vec<OwnedFd>) -> Self {
+        Self { socket, clients }
+    }
+
+    /// The listening socket.
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Connected clients.
+    pub(super) fn clients(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.clients.iter().map(AsFd::as_fd)
+    }
+
+    /// Descriptors to poll for input.
+    pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.clients.iter().map(AsFd::as_fd).chain([self.socket.as_fd()])
+    }
+
+    /// Returns the next request and its client. Does not block.
+    pub(super) fn next(&mut self) -> Option<(Packet, OwnedFd)> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        while let Ok(client) = accept_with(&self.socket, flags) {
+            if self.clients.len() < MAX_CLIENTS && protocol::is_ours(&client) {
+                self.clients.push(client);
+            }
+        }
+        let mut at = 0;
+        while let Some(client) = self.clients.get(at) {
+            match protocol::receive(client, true) {
+                Ok(Some(packet)) => return Some((packet, self.clients.swap_remove(at))),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => at += 1,
+                Ok(None) | Err(_) => drop(self.clients.swap_remove(at)),
+            }
+        }
+        None
+    }
+
+    /// Returns a client after its answer, for further requests.
+    pub(super) fn keep(&mut self, client: OwnedFd) {
+        self.clients.push(client);
+    }
+}

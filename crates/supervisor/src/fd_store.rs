@@ -1,0 +1,474 @@
+//! State of the supervisor in systemd's fd store, from which the next supervisor continues if
+//! this one is killed.
+//!
+//! A service manager stores descriptors under names and passes them to the next process of the
+//! service. Storing each change there would cost a message per change, so the fd store holds only
+//! the two ends of one socket pair. The supervisor's state is queued in this socket as packets
+//! with their descriptors. The packets outlive the process that sent them: the kernel keeps them
+//! until they are received. Consequences: only two descriptors count against
+//! `FileDescriptorStoreMax=`, a change costs one or two packets, and each packet is stored
+//! entirely or not at all.
+//!
+//! # Contents
+//!
+//! A [snapshot](super::snapshot) of the supervisor, and the changes of the server processes'
+//! checkpoints since then. From time to time another snapshot is appended, and the packets before
+//! it are removed. A snapshot is valid once all its packets are queued. A reader uses the last
+//! valid snapshot and the changes after it.
+//!
+//! * A message of a server process is peeked at, queued in the store, and only then removed from
+//!   the server process's socket, which is part of the snapshot. So each message is in at least
+//!   one of the two. If the supervisor is killed in between, the message is in both and is
+//!   applied twice, which has the same result as once.
+//! * A server process is in the store before the supervisor sends it anything.
+//! * Descriptors that a server process has released stay in the store for a moment ([`STALE`]).
+//!   Until the next snapshot a client whose connection was closed may not see that.
+//!
+//! # Recovery
+//!
+//! The next supervisor moves the packets to a new socket, one by one: it queues each packet in
+//! the new socket before it removes the packet from the old one. If that supervisor dies
+//! meanwhile, both sockets remain, and the packets of the newer one are read first. Then it kills
+//! the server processes that it finds (by pidfd, since it is not their parent), reads their last
+//! messages, and continues as after the death of a server process.
+
+use super::open_broker;
+use super::snapshot::{PartialSnapshot, Snapshot};
+use crate::protocol::{self, Packet, send_bytes};
+use rustix::net::sockopt::set_socket_send_buffer_size;
+use serde::{Deserialize, Serialize};
+use shadowbell_memory::process::take_inherited;
+use shadowbell_process::notify;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// Packet type of a checkpoint change: the process id, and the packet that the process sent.
+const CHANGE: u8 = b'I';
+/// Prefix of the descriptors' names. A generation number and the end (`w` or `r`) follow.
+const NAME: &str = "shadowbell-keeper-";
+/// First descriptor number that a service manager passes (`SD_LISTEN_FDS_START`).
+const FIRST: i32 = 3;
+/// Requested size of the socket's send buffer. The system may grant less.
+const ROOM: usize = 1 << 20;
+/// Bytes of changes after a snapshot that trigger the next snapshot. A third of the smallest
+/// default buffer (`net.core.wmem_default`), so that the changes fit.
+const MOST_BEHIND: usize = 64 << 10;
+/// Upper estimate of a packet's overhead in the socket buffer.
+const PACKET: usize = 1 << 10;
+/// Maximum age of stale content, unless snapshots take long to write.
+const STALE: Duration = Duration::from_millis(10);
+
+/// Socket pair in the fd store, with this supervisor's state.
+pub(super) struct FdStore {
+    write: OwnedFd,
+    read: OwnedFd,
+    /// Number in the descriptors' names.
+    generation: u64,
+    /// Sequence number of the next packet.
+    number: u64,
+    /// A snapshot must be written before the next change.
+    is_wanted: bool,
+    /// Value of [`open_broker::changes`] at the last snapshot.
+    opened: u64,
+    /// Bytes of changes since the last snapshot.
+    behind: usize,
+    /// Time of the next snapshot, if the last one has stale content.
+    due: Option<Instant>,
+    /// Duration of the last snapshot's write.
+    took: Duration,
+}
+
+/// State that a dead supervisor has left.
+pub(super) struct Found {
+    pub(super) record: PartialSnapshot,
+    /// Changes since the snapshot, each with the process id of its server process.
+    pub(super) changes: Vec<(u32, Packet)>,
+}
+
+/// Returns true if the service manager stores descriptors of this process.
+pub(super) fn is_wanted() -> bool {
+    // systemd sets FDSTORE to the limit from version 254 on; for earlier ones the unit sets it.
+    let number = |name| std::env::var(name).ok()?.parse::<u32>().ok();
+    std::env::var_os("NOTIFY_SOCKET").is_some() && number("FDSTORE").is_some_and(|most| most >= 4)
+}
+
+fn name(generation: u64, end: &str) -> String {
+    format!("{NAME}{generation}-{end}")
+}
+
+/// Returns the socket pairs that the service manager passed to this process, the newest first,
+/// and all generation numbers found, also those with one end only.
+fn given() -> (Vec<(u64, OwnedFd, OwnedFd)>, Vec<u64>) {
+    let variable = |name| std::env::var(name).unwrap_or_default();
+    let ours = std::process::id().to_string();
+    if variable("LISTEN_PID") != ours {
+        return Default::default();
+    }
+    let names = variable("LISTEN_FDNAMES");
+    let mut ends: Vec<(u64, bool, OwnedFd)> = Vec::new();
+    let mut generations = Vec::new();
+    let count = variable("LISTEN_FDS").parse().unwrap_or(0);
+    for (nth, name) in (0..count).zip(names.split(':')) {
+        // Foreign descriptors are taken too, so that no server process inherits them.
+        let Some(fd) = take_inherited(FIRST + nth) else { continue };
+        let named = name.strip_prefix(NAME).and_then(|rest| rest.split_once('-'));
+        let Some((generation, end)) = named else { continue };
+        let Ok(generation) = generation.parse() else { continue };
+        generations.push(generation);
+        ends.push((generation, end == "w", fd));
+    }
+    generations.sort_unstable_by(|one, other| other.cmp(one));
+    generations.dedup();
+    let mut take = |generation: u64, writes: bool| {
+        let at = ends.iter().position(|(is, w, _)| (*is, *w) == (generation, writes))?;
+        Some(ends.swap_remove(at).2)
+    };
+    let pair =
+        |generation: &u64| Some((*generation, take(*generation, true)?, take(*generation, false)?));
+    let pairs = generations.iter().filter_map(pair).collect();
+    (pairs, generations)
+}
+
+impl FdStore {
+    /// Creates a store and moves the content of the stores that the service manager passed into
+    /// it.
+    ///
+    /// # Errors
+    /// A system call fails. The service manager then stores nothing.
+    pub(super) fn begin() -> io::Result<(Self, Option<Found>)> {
+        let (pairs, generations) = given();
+        let newest = generations.first().copied().unwrap_or_default();
+        let moved = Self::new(newest.saturating_add(1)).and_then(|mut fd_store| {
+            match fd_store.take_over(&pairs) {
+                Ok(found) => Ok((fd_store, found)),
+                Err(error) => {
+                    fd_store.end();
+                    Err(error)
+                }
+            }
+        });
+        // Also after an error: a later supervisor must not continue from outdated content.
+        generations.into_iter().for_each(forget);
+        moved
+    }
+
+    /// Creates a socket pair and passes both ends to the service manager.
+    fn new(generation: u64) -> io::Result<Self> {
+        let (write, read) = protocol::pair()?;
+        // The system may grant less.
+        let _ = set_socket_send_buffer_size(&write, ROOM);
+        for (end, fd) in [("w", &write), ("r", &read)] {
+            let state = format!("FDSTORE=1\nFDNAME={}\nFDPOLL=0", name(generation, end));
+            notify::keep(&state, fd.as_fd())?;
+        }
+        Ok(Self {
+            write,
+            read,
+            generation,
+            number: 1,
+            is_wanted: false,
+            opened: 0,
+            behind: 0,
+            due: None,
+            took: Duration::ZERO,
+        })
+    }
+
+    /// Moves the packets of older stores to this one and returns their content.
+    fn take_over(&mut self, pairs: &[(u64, OwnedFd, OwnedFd)]) -> io::Result<Option<Found>> {
+        let mut reader = Reader::default();
+        for (_, _write, read) in pairs {
+            while let Ok(Some(packet)) = protocol::peek(read) {
+                if reader.is_new(&packet) {
+                    let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
+                    self.put(packet.letter, &packet.body, &fds)?;
+                    reader.take(packet);
+                }
+                protocol::drop_one(read);
+            }
+        }
+        self.number = reader.number.saturating_add(1);
+        Ok(reader.found())
+    }
+
+    /// Restores the store that this process had before exec.
+    pub(super) fn of_before(write: OwnedFd, read: OwnedFd, saved: &SavedFdStore) -> Self {
+        Self {
+            write,
+            read,
+            generation: saved.generation,
+            number: saved.number,
+            is_wanted: true,
+            opened: 0,
+            behind: saved.behind,
+            due: None,
+            took: Duration::ZERO,
+        }
+    }
+
+    /// Returns the counters for serialization.
+    pub(super) fn save(&self) -> SavedFdStore {
+        SavedFdStore { generation: self.generation, number: self.number, behind: self.behind }
+    }
+
+    /// Both ends: the one that is written and the one that is read.
+    pub(super) fn ends(&self) -> (BorrowedFd<'_>, BorrowedFd<'_>) {
+        (self.write.as_fd(), self.read.as_fd())
+    }
+
+    /// Time at which a snapshot is due, if one is.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.due
+    }
+
+    /// Schedules a snapshot, which removes stale content.
+    pub(super) fn is_stale(&mut self) {
+        let wait = STALE.max(20 * self.took);
+        self.due.get_or_insert_with(|| Instant::now() + wait);
+    }
+
+    /// Stores a checkpoint change of a server process.
+    ///
+    /// # Errors
+    /// The socket buffer is full.
+    pub(super) fn change(&mut self, worker: u32, packet: &Packet) -> io::Result<()> {
+        let mut body = self.number.to_le_bytes().to_vec();
+        body.extend(worker.to_le_bytes());
+        body.extend(&packet.body);
+        let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
+        self.put(CHANGE, &body, &fds)?;
+        self.number = self.number.saturating_add(1);
+        self.behind += PACKET + body.len();
+        self.is_stale();
+        Ok(())
+    }
+
+    /// Requests a snapshot before the next change.
+    pub(super) fn wants_snapshot(&mut self) {
+        self.is_wanted = true;
+    }
+
+    /// Returns true if a snapshot must be written now.
+    pub(super) fn needs_snapshot(&self) -> bool {
+        self.is_wanted || self.behind > MOST_BEHIND || self.opened != open_broker::changes()
+    }
+
+    /// Appends a snapshot and removes the packets before it. `opened`: value of
+    /// [`open_broker::changes`] before the snapshot was made.
+    ///
+    /// # Errors
+    /// The socket buffer is full.
+    pub(super) fn append_snapshot(&mut self, record: &Snapshot<'_>, opened: u64) -> io::Result<()> {
+        let began = Instant::now();
+        let first = self.number;
+        record.send(&self.write, &mut self.number)?;
+        while protocol::peek_number(&self.read).is_some_and(|number| number < first) {
+            protocol::drop_one(&self.read);
+        }
+        (self.opened, self.is_wanted, self.behind, self.due) = (opened, false, 0, None);
+        self.took = began.elapsed();
+        Ok(())
+    }
+
+    fn put(&self, letter: u8, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        send_bytes(&self.write, letter, body, fds, true)
+    }
+
+    /// Removes the content from the service manager, when the service ends.
+    pub(super) fn end(self) {
+        forget(self.generation);
+        // The service manager may not act on the message, so the socket is emptied as well.
+        while protocol::peek_number(&self.read).is_some() {
+            protocol::drop_one(&self.read);
+        }
+    }
+}
+
+fn forget(generation: u64) {
+    for end in ["w", "r"] {
+        notify::tell(&format!("FDSTOREREMOVE=1\nFDNAME={}", name(generation, end)));
+    }
+}
+
+/// Serialized counters of a store, for exec.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct SavedFdStore {
+    generation: u64,
+    number: u64,
+    behind: usize,
+}
+
+/// Parser of a store's packets.
+#[derive(Default)]
+struct Reader {
+    /// Sequence number of the last packet.
+    number: u64,
+    arriving: Option<PartialSnapshot>,
+    record: Option<PartialSnapshot>,
+    changes: Vec<(u32, Packet)>,
+}
+
+impl Reader {
+    /// Returns true if the packet was not received from a newer socket already.
+    fn is_new(&self, packet: &Packet) -> bool {
+        number_of(&packet.body).is_some_and(|number| number > self.number)
+    }
+
+    fn take(&mut self, mut packet: Packet) {
+        let Some(number) = number_of(&packet.body) else { return };
+        self.number = number;
+        if PartialSnapshot::is_of(&packet) {
+            self.arriving = PartialSnapshot::take(self.arriving.take(), packet);
+            if let Some(record) = self.arriving.take_if(|record| record.is_complete()) {
+                self.record = Some(record);
+                self.changes.clear();
+            }
+            return;
+        }
+        // An incomplete snapshot is discarded.
+        self.arriving = None;
+        if let Some(worker) = packet.body.get(8..12).and_then(<[u8]>::first_chunk) {
+            let worker = u32::from_le_bytes(*worker);
+            packet.body.drain(..12);
+            self.changes.push((worker, packet));
+        }
+    }
+
+    fn found(self) -> Option<Found> {
+        Some(Found { record: self.record?, changes: self.changes })
+    }
+}
+
+fn number_of(body: &[u8]) -> Option<u64> {
+    body.first_chunk().map(|number| u64::from_le_bytes(*number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_state::Parcel;
+    use std::io::pipe;
+
+    fn fd_store() -> FdStore {
+        let (write, read) = protocol::pair().unwrap();
+        FdStore::of_before(write, read, &SavedFdStore { generation: 1, number: 1, behind: 0 })
+    }
+
+    /// A snapshot with the value `says` and these descriptors.
+    fn record(says: u32, fds: &[OwnedFd]) -> Snapshot<'_> {
+        let mut parcel = Parcel::new();
+        parcel.add("says", true, &says).unwrap();
+        Snapshot {
+            bytes: parcel.encode(fds.len()).unwrap(),
+            fds: fds.iter().map(AsFd::as_fd).collect(),
+        }
+    }
+
+    fn change(text: &str) -> Packet {
+        Packet { letter: b'I', body: text.into(), fds: vec![pipe().unwrap().0.into()] }
+    }
+
+    /// Snapshot value and changes that the last supervisor finds. Up to three supervisors before
+    /// it were killed while they moved packets to a new socket: each had queued one packet there.
+    /// The first and the third had also removed the packet from the old socket, the second had
+    /// not.
+    fn found(fd_store: FdStore) -> Option<(u32, Vec<String>)> {
+        let (mut pairs, mut count) = (vec![(1, fd_store.write, fd_store.read)], 0);
+        loop {
+            let mut next = self::fd_store();
+            let moved = pairs.iter().find_map(|(_, _, read)| protocol::peek(read).ok().flatten());
+            // A packet is moved, then the supervisor is killed before or after the removal.
+            if let Some(packet) = moved.filter(|_| count < 3) {
+                let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
+                next.put(packet.letter, &packet.body, &fds).unwrap();
+                if count % 2 == 0 {
+                    let holds =
+                        |pair: &&(u64, OwnedFd, OwnedFd)| protocol::peek_number(&pair.2).is_some();
+                    protocol::drop_one(&pairs.iter().find(holds).unwrap().2);
+                }
+                count += 1;
+                pairs.insert(0, (2, next.write, next.read));
+                continue;
+            }
+            let found = next.take_over(&pairs).unwrap()?;
+            assert!(pairs.iter().all(|(_, _, read)| protocol::peek_number(read).is_none()));
+            let says = found.record.read().unwrap().take("says").unwrap().unwrap();
+            let texts = found.changes.into_iter().map(|(pid, packet)| {
+                assert_eq!((pid, packet.fds.len()), (7, 1));
+                packet.text()
+            });
+            return Some((says, texts.collect()));
+        }
+    }
+
+    #[test]
+    fn the_last_record_that_is_whole_counts_and_what_is_behind_it() {
+        shadowbell_process::descriptor_limit::raise();
+        let fds: Vec<OwnedFd> = (0..300).map(|_| pipe().unwrap().0.into()).collect();
+        assert_eq!(found(fd_store()), None);
+        let mut one = fd_store();
+        one.append_snapshot(&record(1, &fds), 0).unwrap();
+        one.change(7, &change("a")).unwrap();
+        one.append_snapshot(&record(2, &fds[..3]), 0).unwrap();
+        one.change(7, &change("b")).unwrap();
+        one.change(7, &change("c")).unwrap();
+        assert_eq!(found(one), Some((2, vec!["b".into(), "c".into()])));
+        // Killed while it writes a snapshot.
+        let mut one = fd_store();
+        one.append_snapshot(&record(1, &[]), 0).unwrap();
+        one.change(7, &change("a")).unwrap();
+        let body = [one.number.to_le_bytes().to_vec(), 300_u32.to_le_bytes().to_vec()].concat();
+        let memory = record(2, &fds).memory().unwrap();
+        one.put(b'D', &body, &[memory.as_fd()]).unwrap();
+        one.number += 1;
+        assert_eq!(found_with(&mut one), Some((1, vec!["a".into()])));
+        // Changes are appended after the recovery.
+        one.change(7, &change("b")).unwrap();
+        assert_eq!(found(one), Some((1, vec!["a".into(), "b".into()])));
+        // Killed while it removes a snapshot: some packets with its descriptors remain.
+        let mut one = fd_store();
+        record(1, &fds).send(&one.write, &mut one.number).unwrap();
+        one.change(7, &change("a")).unwrap();
+        record(2, &fds).send(&one.write, &mut one.number).unwrap();
+        protocol::drop_one(&one.read);
+        assert_eq!(found(one), Some((2, vec![])));
+    }
+
+    /// Like [`found`], but the content stays in the store.
+    fn found_with(fd_store: &mut FdStore) -> Option<(u32, Vec<String>)> {
+        let copy = self::fd_store();
+        let mut packets = Vec::new();
+        while let Ok(Some(packet)) = protocol::receive(&fd_store.read, true) {
+            packets.push(packet);
+        }
+        for packet in &packets {
+            let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
+            copy.put(packet.letter, &packet.body, &fds).unwrap();
+            fd_store.put(packet.letter, &packet.body, &fds).unwrap();
+        }
+        found(copy)
+    }
+
+    #[test]
+    fn what_is_of_no_use_is_taken_out() {
+        let (mut pipe_read, pipe_write) = pipe().unwrap();
+        let fds = [OwnedFd::from(pipe_write)];
+        let mut one = fd_store();
+        one.append_snapshot(&record(1, &fds), 0).unwrap();
+        drop(fds);
+        assert!(one.deadline().is_none());
+        one.change(7, &change("a")).unwrap();
+        assert!(one.deadline().is_some(), "a record is due");
+        one.append_snapshot(&record(2, &[]), 0).unwrap();
+        assert!(one.deadline().is_none());
+        assert_eq!(io::Read::read(&mut pipe_read, &mut [0]).unwrap(), 0, "the last copy is closed");
+        // A large amount of changes triggers a snapshot at once.
+        let long = "x".repeat(16_000);
+        while !one.needs_snapshot() {
+            one.change(7, &change(&long)).unwrap();
+        }
+        one.append_snapshot(&record(3, &[]), 0).unwrap();
+        assert_eq!(found(one), Some((3, vec![])));
+    }
+}

@@ -1,0 +1,504 @@
+//! Supervisor process (`serve`, unless `--no-keeper`): starts the server process, restarts it
+//! after a crash, and replaces it on upgrade.
+//!
+//! The supervisor does no I/O and parses nothing that guests or their VMMs have written. One
+//! thread does all of its work, except for two jobs that may block: other threads open images and
+//! close descriptors. The server process parses the command line; the supervisor looks for its
+//! own options only.
+//!
+//! # Upgrade
+//!
+//! 1. The supervisor starts the new server process. The new process parses the command line,
+//!    starts its threads, and reports which state versions it reads, all within [`PREPARE`].
+//! 2. The old process receives one end of a socket pair; the new process has the other end. The
+//!    old process quiesces and sends its state.
+//! 3. The new process restores the state and reports that. The old process *commits*: it reports
+//!    the commit to the new process and to the supervisor, drops everything, reports that too,
+//!    and ends.
+//! 4. The new process waits for that report, then serves.
+//!
+//! If supervisor, old and new process all support it, controllers are moved to the new process
+//! one by one ([`to_worker::MOVE`]): steps 2 and 3 apply to each controller, and both processes
+//! serve between the first and the last of them. If one of the two processes dies meanwhile, the
+//! supervisor kills the other and starts a third one, which recovers from the checkpoints of both
+//! (`both_end` in [`upgrading`]).
+//!
+//! If the server has disks that cannot be handed over, the old process quiesces and is killed,
+//! and a process of the new program recovers as after a crash ([`by_recovery`]).
+//!
+//! Until the commit, the old process can resume, and does so after any error or timeout. After
+//! the commit it cannot. So two processes never serve the same controller, and the death of a
+//! process is seen at the end of its socket.
+//!
+//! # Crash of the server process
+//!
+//! A server process sends a checkpoint to the supervisor ([`checkpoint`]): the descriptors and
+//! opaque data that the next process needs to continue for the connected clients. If a signal ends
+//! the server process, the supervisor starts another one and sends it the checkpoint. The
+//! supervisor keeps the checkpoint for further attempts until the new process reports that it has
+//! recovered; from then on the new process's own checkpoint is valid. A process that cannot recover
+//! reports the reason and ends: the next one then starts without a checkpoint, and the clients lose
+//! their controllers.
+//!
+//! # Upgrade and crash of the supervisor
+//!
+//! After an upgrade the supervisor executes the new program too ([`self_exec`]). If a service
+//! manager stores descriptors for the supervisor, the supervisor may be killed, and the next one
+//! continues ([`fd_store`], [`adopt`]). Both use a snapshot of the supervisor's state
+//! ([`snapshot`]).
+//!
+//! [`checkpoint`]: crate::checkpoint
+#![forbid(unsafe_code)]
+
+mod adopt;
+mod by_recovery;
+pub mod checkpoint;
+mod checkpoint_codec;
+pub mod client;
+mod command_line;
+mod control;
+mod fd_store;
+mod log;
+mod monotonic;
+mod open_broker;
+mod path_broker;
+pub mod path_protocol;
+mod pending_exec;
+mod process;
+mod process_exit;
+pub mod protocol;
+mod restart_policy;
+mod self_exec;
+mod service_manager;
+mod snapshot;
+mod snapshot_codec;
+mod state;
+mod trim_memory;
+mod upgrade;
+mod upgrading;
+mod watchdog;
+mod worker;
+
+use command_line::has_file;
+use control::Control;
+use fd_store::FdStore;
+use log::log_line;
+use pending_exec::PendingExec;
+use protocol::{START, answer, question, to_supervisor, to_worker};
+use restart_policy::RestartPolicy;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_process::signals::{Caught, Meanings};
+use shadowbell_process::{deferred_close, descriptor_limit, exit, notify};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
+use state::{HAND_OVER, LEAVE, MOVE, PREPARE, Supervisor};
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+use trim_memory::TrimTimer;
+use upgrade::{Step, tell_outcome};
+use watchdog::Watchdog;
+use worker::Worker;
+
+pub use command_line::is_asked_for;
+pub use self_exec::{CHECK, check};
+
+/// Supervises a server process until it ends or a signal ends the service.
+pub fn run(mut arguments: Vec<OsString>) -> ExitCode {
+    // The supervisor holds the descriptors of all guests for recovery.
+    descriptor_limit::raise();
+    // Closing the last descriptor of guest memory frees it, which must not block this thread.
+    deferred_close::enable();
+    let supervisor = match command_line::take_left(&mut arguments) {
+        Some(left) => Supervisor::go_on(arguments, left),
+        None => Supervisor::start(arguments),
+    };
+    let status = match supervisor {
+        Ok(mut supervisor) => supervisor.run(),
+        Err(error) => {
+            log_line(&format!("shadowbell: the supervisor cannot start: {error}"));
+            exit::FAILED
+        }
+    };
+    ExitCode::from(status)
+}
+
+impl Supervisor {
+    /// Creates a supervisor without a server process and without sockets.
+    fn bare(arguments: Vec<OsString>) -> io::Result<Self> {
+        let others = [SIGCHLD, SIGUSR1, SIGUSR2, SIGHUP];
+        // Without a configuration file there is nothing to reload, so SIGHUP keeps its default.
+        let count = others.len() - usize::from(!has_file(&arguments));
+        let Meanings { ends, others } = Meanings::new(&others[..count]);
+        let signals = Caught::catch(&[&ends[..], &others].concat())?;
+        Ok(Self {
+            arguments,
+            // The path, not `/proc/self/exe`: a restart uses the file that is installed at that
+            // time.
+            program: std::env::current_exe()?,
+            signals,
+            ends,
+            others,
+            control: None,
+            worker: None,
+            upgrade: None,
+            pending_exec: None,
+            replacement: None,
+            leaving: Vec::new(),
+            deaths: RestartPolicy::default(),
+            died: None,
+            left: None,
+            fd_store: None,
+            restart: None,
+            sockets: Vec::new(),
+            is_ready: false,
+            rest: TrimTimer::default(),
+            reading: None,
+            watchdog: Watchdog::wanted(),
+            ended: 0,
+            over: None,
+        })
+    }
+
+    fn start(arguments: Vec<OsString>) -> io::Result<Self> {
+        let mut supervisor = Self::bare(arguments)?;
+        supervisor.listen();
+        if !supervisor.resume() {
+            supervisor.worker =
+                Some(Worker::start(&supervisor.program, &supervisor.arguments, START)?);
+        }
+        supervisor.write_snapshot();
+        Ok(supervisor)
+    }
+
+    /// Opens the control socket. Without it, only signals control the supervisor.
+    fn listen(&mut self) {
+        let control = Control::listen().inspect_err(|error| {
+            log_line(&format!(
+                "warning: `shadowbell upgrade` will not find this server: the supervisor has no \
+                 control socket ({error}); send it SIGUSR2 instead"
+            ));
+        });
+        self.control = control.ok();
+    }
+
+    /// All signals that the supervisor handles.
+    fn all_signals(&self) -> Vec<i32> {
+        [&self.ends[..], &self.others].concat()
+    }
+
+    fn run(&mut self) -> u8 {
+        loop {
+            while let Some(signal) = self.signals.next() {
+                self.take_signal(signal);
+            }
+            // Last messages of a server process are handled before its exit.
+            self.hear_workers();
+            self.look_for_ends();
+            self.look_at_the_clock(Instant::now());
+            self.have_it_read();
+            self.watch(Instant::now());
+            self.renew(Instant::now());
+            self.update_fd_store(Instant::now());
+            if let Some(worker) = &mut self.worker {
+                worker.pass_on();
+            }
+            while let Some((packet, client)) = self.control.as_mut().and_then(Control::next) {
+                self.answer(packet, client);
+            }
+            if let Some(status) = self.over {
+                if let Some(fd_store) = self.fd_store.take() {
+                    fd_store.end();
+                }
+                return status;
+            }
+            self.rest.look(Instant::now());
+            self.wait();
+        }
+    }
+
+    /// Waits for a descriptor, a signal or the next deadline.
+    fn wait(&self) {
+        let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
+        let deadlines = deadlines.chain(self.leaving.iter().map(|(_, until)| *until));
+        let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
+        let deadlines = deadlines.chain(self.pending_exec.as_ref().map(PendingExec::deadline));
+        let deadlines = deadlines.chain(self.fd_store.as_ref().and_then(FdStore::deadline));
+        let replacement = self.replacement.as_ref().map(|replacement| replacement.until);
+        let deadlines = deadlines.chain(self.rest.deadline()).chain(replacement);
+        let next = deadlines.chain(self.restart).min();
+        let timeout = next.and_then(|next| {
+            // Slightly longer, so that the deadline has passed when `poll` returns.
+            let wait = next.saturating_duration_since(Instant::now()) + Duration::from_micros(100);
+            Timespec::try_from(wait).ok()
+        });
+        let fds = self.workers().filter_map(Worker::link);
+        let fds = fds.chain(self.control.iter().flat_map(Control::fds));
+        let fds = fds.chain(self.workers().filter_map(|worker| worker.process.shows_end()));
+        let fds = fds.chain([self.signals.as_fd()]);
+        let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        let waits = self.worker.as_ref().filter(|worker| worker.has_more_to_hear());
+        let link = waits.and_then(Worker::link);
+        fds.extend(link.map(|link| PollFd::from_borrowed_fd(link, PollFlags::OUT)));
+        // The result does not matter: the main loop checks everything.
+        let _ = poll(&mut fds, timeout.as_ref());
+    }
+
+    /// All server processes that have not ended.
+    fn workers(&self) -> impl Iterator<Item = &Worker> {
+        let workers = self.worker.iter().chain(self.upgrade.iter().map(|upgrade| &upgrade.new));
+        workers.chain(self.leaving.iter().map(|(worker, _)| worker))
+    }
+
+    /// Returns true if the client is no server process. A server process must not extend its own
+    /// permissions.
+    fn is_outside(&self, client: &OwnedFd) -> bool {
+        let peer = rustix::net::sockopt::socket_peercred(client).ok();
+        let pid = peer.map(|peer| peer.pid.as_raw_pid().cast_unsigned());
+        pid.is_some_and(|pid| self.workers().all(|worker| worker.pid() != pid))
+    }
+
+    fn take_signal(&mut self, signal: i32) {
+        match signal {
+            SIGCHLD => {}
+            SIGUSR1 => self.tell_worker(to_worker::REPORT),
+            SIGUSR2 => self.begin_upgrade(None, None),
+            _ if self.ends.contains(&signal) => self.end(),
+            SIGHUP => self.read_again(),
+            _ => {}
+        }
+    }
+
+    fn tell_worker(&self, letter: u8) {
+        if let Some(worker) = &self.worker {
+            worker.say(letter, "", None);
+        }
+    }
+
+    /// Ends the service on a signal; kills the server processes on a second one.
+    fn end(&mut self) {
+        self.ended += 1;
+        if self.ended > 1 {
+            let mut new = self.upgrade.take().map(|upgrade| upgrade.new);
+            for worker in self.worker.iter_mut().chain(&mut new) {
+                worker.kill();
+            }
+            self.over = Some(exit::FAILED);
+            return;
+        }
+        notify::tell(notify::STOPPING);
+        match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
+            None => {}
+            Some(Step::Preparing) => self.upgrade_failed("the server is shutting down"),
+            // The upgrade completes or fails shortly; `END` is sent to the process that then
+            // serves.
+            Some(Step::HandingOver | Step::Moving | Step::Committed) => return,
+        }
+        match &self.worker {
+            Some(worker) => worker.say(to_worker::END, "", None),
+            None => self.over = Some(exit::FAILED),
+        }
+    }
+
+    fn hear_workers(&mut self) {
+        while let Some(packet) =
+            self.worker.as_mut().and_then(|worker| worker.hear(self.fd_store.as_mut()))
+        {
+            let letter = packet.letter;
+            match packet.letter {
+                to_supervisor::SOCKET => self.sockets.push(packet.path()),
+                to_supervisor::SERVING => self.serves(&packet.text()),
+                to_supervisor::READ => self.has_read(&packet.text()),
+                to_supervisor::ALIVE => self.is_alive(&packet.text()),
+                to_supervisor::MOVES => {
+                    if let Some(worker) = &mut self.worker {
+                        worker.moves = true;
+                    }
+                }
+                to_supervisor::CAN_REST => {
+                    if let Some(worker) = &mut self.worker {
+                        worker.can_rest = true;
+                    }
+                }
+                to_supervisor::RESTS => self.worker_rests(),
+                to_supervisor::TAKEN => {
+                    self.replacement_has_taken();
+                    self.left = None;
+                    if let Some(worker) = &mut self.worker {
+                        worker.takes();
+                    }
+                }
+                to_supervisor::FAILED => {
+                    if let Some(worker) = &mut self.worker {
+                        worker.why = Some(packet.text());
+                    }
+                }
+                // Upgrade to the current program only: a server process must not choose a
+                // program.
+                to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd()),
+                to_supervisor::GOES_ON => self.upgrade_failed(&packet.text()),
+                to_supervisor::MOVING => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.until = Instant::now() + MOVE;
+                        if std::mem::replace(&mut upgrade.step, Step::Moving) == Step::Moving {
+                            // `MOVING` is repeated; the snapshot is written for the first one
+                            // only.
+                            continue;
+                        }
+                    }
+                }
+                to_supervisor::HANDED_OVER => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.step = Step::Committed;
+                        upgrade.until = Instant::now() + LEAVE;
+                    }
+                }
+                _ => {}
+            }
+            self.has_heard(letter);
+        }
+        while let Some(packet) =
+            self.upgrade.as_mut().and_then(|upgrade| upgrade.new.hear(self.fd_store.as_mut()))
+        {
+            let letter = packet.letter;
+            match packet.letter {
+                to_supervisor::MOVES => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.new.moves = true;
+                    }
+                }
+                to_supervisor::CAN_REST => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.new.can_rest = true;
+                    }
+                }
+                to_supervisor::SHARED => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.is_shared = true;
+                    }
+                }
+                to_supervisor::PREPARED => self.hand_over(&packet.text()),
+                to_supervisor::SERVING => self.upgraded(&packet.text()),
+                to_supervisor::TAKEN => {
+                    if let Some(old) = &mut self.worker {
+                        old.leaves_nothing();
+                    }
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.left = None;
+                        upgrade.new.takes();
+                    }
+                }
+                to_supervisor::FAILED => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.new.why = Some(packet.text());
+                    }
+                }
+                _ => {}
+            }
+            self.has_heard(letter);
+        }
+    }
+
+    /// Records that the server process serves, and reports readiness to the service manager.
+    fn serves(&mut self, status: &str) {
+        self.restart = None;
+        let died = self.died.take();
+        if let Some(worker) = &mut self.worker {
+            worker.serves_since = Some(Instant::now());
+            worker.answers = !status.is_empty();
+            if let Some(died) = died.filter(|_| worker.has_taken) {
+                let (pid, took) = (worker.pid(), died.elapsed().as_millis());
+                log_line(&format!(
+                    "process {pid} has recovered the clients, {took} ms after the crash"
+                ));
+            }
+        }
+        self.replacement_serves();
+        if std::mem::replace(&mut self.is_ready, true) {
+            notify::tell(&notify::status(status));
+        } else {
+            notify::tell(&notify::ready(status));
+        }
+    }
+
+    fn look_at_the_clock(&mut self, now: Instant) {
+        for (worker, until) in &mut self.leaving {
+            if *until <= now {
+                worker.kill();
+            }
+        }
+        if self.replacement.as_ref().is_some_and(|replacement| replacement.until <= now) {
+            self.replacement_is_late();
+        }
+        if self.restart.is_some_and(|at| at <= now) && self.over.is_none() {
+            self.restart = None;
+            self.start_again();
+        }
+        let Some(upgrade) = &mut self.upgrade else { return };
+        if upgrade.until > now {
+            return;
+        }
+        match upgrade.step {
+            Step::Preparing => {
+                let limit = PREPARE.as_secs();
+                self.upgrade_failed(&format!("the new process was not ready within {limit} s"));
+            }
+            Step::HandingOver => {
+                // The old process sees the end of the socket, and resumes.
+                upgrade.why = Some("the running process did not hand over".to_owned());
+                upgrade.until = now + HAND_OVER;
+                upgrade.new.kill();
+            }
+            Step::Moving => self.both_end("the upgrade did not complete in time", false),
+            Step::Committed => {
+                upgrade.until = now + LEAVE;
+                match &mut self.worker {
+                    // The new process waits for the old one's end.
+                    Some(worker) if upgrade.why.is_none() => {
+                        worker.kill();
+                        upgrade.why = Some("the new process does not start to serve".to_owned());
+                    }
+                    _ => upgrade.new.kill(),
+                }
+            }
+        }
+    }
+
+    fn answer(&mut self, packet: protocol::Packet, client: OwnedFd) {
+        let is_yes = match packet.letter {
+            question::IS_YOURS => {
+                let ours = rustix::process::getpid().as_raw_pid().cast_unsigned();
+                let pid = packet.text().parse::<u32>().ok();
+                pid.is_some_and(|pid| {
+                    pid == ours || self.worker.as_ref().is_some_and(|w| w.pid() == pid)
+                })
+            }
+            question::GRANT => {
+                let is_outside = self.is_outside(&client);
+                if is_outside {
+                    open_broker::grant(packet.path());
+                }
+                is_outside
+            }
+            question::SERVES => self.sockets.contains(&packet.path()),
+            question::UPGRADE => {
+                let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
+                if program.is_some() && !self.is_outside(&client) {
+                    return tell_outcome(
+                        Some(client),
+                        Err("a server process must not choose the program of an upgrade"),
+                    );
+                }
+                return self.begin_upgrade(program, Some(client));
+            }
+            _ => return,
+        };
+        let letter = if is_yes { answer::YES } else { answer::NO };
+        if protocol::send(&client, letter, "", None).is_ok()
+            && let Some(control) = &mut self.control
+        {
+            control.keep(client);
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! Protocol of the path broker: a sandboxed server process asks its supervisor to create sockets
+//! and files.
+//!
+//! The supervisor acts with the credentials of the server process, and only on paths that were
+//! named before the server process entered its sandbox.
+
+use serde::{Deserialize, Serialize};
+use shadowbell_config::socket_access::SocketAccess;
+use shadowbell_state::Bytes;
+use shadowbell_vfio_user::server::BindError;
+use std::ffi::OsString;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+/// Request: register the permitted paths ([`PathPermissions`] in the attached memory).
+pub const PLACES: u8 = b'p';
+/// Request: create a listening socket ([`Kind`] and path). The answer has [`Made`].
+pub const LISTEN: u8 = b'l';
+/// Request: remove the file of a socket that is no longer served ([`Made`]).
+pub const REMOVE: u8 = b'r';
+/// Request: as [`REMOVE`], without an answer.
+pub const REMOVE_UNANSWERED: u8 = b'q';
+/// Request: remove the directory of a control socket (path), if it is empty.
+pub const REMOVE_DIRECTORY: u8 = b'd';
+/// Request: write the statistics file from the attached memory.
+pub const COUNTERS: u8 = b'c';
+/// Request: create a trace file. With [`KEEP`], the previous file is renamed and kept.
+pub const TRACE: u8 = b't';
+/// Argument of [`TRACE`].
+pub const KEEP: &str = "k";
+/// Request: create the TCP socket for metrics. The answer has its address.
+pub const METRICS: u8 = b'm';
+/// Request: create a connected pair of packet sockets.
+pub const PAIR: u8 = b's';
+
+/// Answer: done.
+pub const DONE: u8 = b'y';
+/// Answer: error number of the system.
+pub const ERRNO: u8 = b'e';
+/// Answer: not permitted, with the reason.
+pub const REFUSED: u8 = b'n';
+/// Answer: the socket cannot be created ([`NoSocket`]).
+pub const NO_SOCKET: u8 = b'b';
+
+/// Largest size of attached memory, in bytes.
+pub const MOST: u64 = 256 << 20;
+
+/// Paths and resources that a server process may request.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct PathPermissions {
+    /// Credentials for the operations: user, group, and supplementary groups.
+    pub user: Option<(u32, u32, Vec<u32>)>,
+    /// Directories in and below which sockets may be created and removed, without symbolic links.
+    pub directories: Vec<Bytes>,
+    /// Parent directory of the servers' control directories, without symbolic links.
+    pub control: Option<Bytes>,
+    /// File mode of the controllers' sockets. `group` is their group.
+    pub mode: Option<u32>,
+    /// Group of the controllers' sockets.
+    pub group: Option<String>,
+    /// Path of the statistics file.
+    pub counters: Option<Bytes>,
+    /// Path of the trace file.
+    pub trace: Option<Bytes>,
+    /// TCP address of the metrics.
+    pub metrics: Option<SocketAddr>,
+}
+
+impl PathPermissions {
+    /// Access rights of the controllers' sockets.
+    pub fn access(&self) -> SocketAccess {
+        SocketAccess { mode: self.mode, group: self.group.clone() }
+    }
+}
+
+/// Access rights of a socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Controller socket: the configured mode and group.
+    Controller,
+    /// Default mode of the system (umask).
+    Plain,
+    /// Private to the user.
+    Private,
+}
+
+impl Kind {
+    const ALL: [(Self, u8); 3] =
+        [(Self::Controller, b'c'), (Self::Plain, b'p'), (Self::Private, b'u')];
+
+    /// Encodes the argument of [`LISTEN`].
+    pub fn question(self, path: &Path) -> OsString {
+        let letter = Self::ALL.iter().find(|(kind, _)| *kind == self).map(|(_, letter)| *letter);
+        let path = path.as_os_str().as_bytes().iter().copied();
+        OsString::from_vec(letter.into_iter().chain(path).collect())
+    }
+
+    /// Decodes the argument of [`LISTEN`].
+    pub fn parse(question: &[u8]) -> Option<(Self, PathBuf)> {
+        let (letter, path) = question.split_first()?;
+        let (kind, _) = Self::ALL.iter().find(|(_, other)| other == letter)?;
+        Some((*kind, path_of(path)))
+    }
+}
+
+/// Socket that was created, or is to be removed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Made {
+    /// Absolute path.
+    pub path: Bytes,
+    /// Device and inode number.
+    pub file: Option<(u64, u64)>,
+}
+
+/// Reason why a socket cannot be created.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NoSocket {
+    /// The path is longer than a socket address permits: its length.
+    TooLong(usize),
+    /// The directory does not exist.
+    NoDirectory(Bytes),
+    /// A server listens on the socket.
+    InUse,
+    /// The path exists and is no socket.
+    NotASocket,
+    /// Operation that failed, and its error number.
+    System(String, i32),
+}
+
+/// Operations of [`BindError::System`], as static strings for the conversion back.
+const STEPS: [&str; 8] = [
+    "used",
+    "listened on",
+    "created",
+    "probed",
+    "replaced",
+    "probed for a server",
+    "made private",
+    "given its mode or its group",
+];
+
+impl NoSocket {
+    /// Reason for an error of the listener.
+    pub fn of(error: &BindError) -> Self {
+        match error {
+            BindError::TooLong { len, .. } => Self::TooLong(*len),
+            BindError::NoDirectory { directory, .. } => Self::NoDirectory(bytes_of(directory)),
+            BindError::InUse { .. } => Self::InUse,
+            BindError::NotASocket { .. } => Self::NotASocket,
+            BindError::System { what, source, .. } => {
+                Self::System((*what).to_owned(), source.raw_os_error().unwrap_or_default())
+            }
+            _ => Self::System(String::new(), 0),
+        }
+    }
+
+    /// Converts back to a [`BindError`] for `path`.
+    pub fn into_error(self, path: &Path) -> BindError {
+        let path = path.to_owned();
+        match self {
+            Self::TooLong(len) => BindError::TooLong { path, len },
+            Self::NoDirectory(directory) => {
+                BindError::NoDirectory { path, directory: path_of(&directory.0) }
+            }
+            Self::InUse => BindError::InUse { path },
+            Self::NotASocket => BindError::NotASocket { path },
+            Self::System(what, errno) => BindError::System {
+                path,
+                what: STEPS.into_iter().find(|step| *step == what).unwrap_or("made"),
+                source: io::Error::from_raw_os_error(errno),
+            },
+        }
+    }
+}
+
+/// Bytes of a path.
+pub fn bytes_of(path: &Path) -> Bytes {
+    Bytes(path.as_os_str().as_bytes().to_vec())
+}
+
+/// Path of these bytes.
+pub fn path_of(bytes: &[u8]) -> PathBuf {
+    OsString::from_vec(bytes.to_vec()).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn questions_and_answers_are_understood() {
+        for (kind, _) in Kind::ALL {
+            let question = kind.question(Path::new("/run/x.sock"));
+            assert_eq!(Kind::parse(question.as_bytes()), Some((kind, "/run/x.sock".into())));
+        }
+        assert_eq!((Kind::parse(b""), Kind::parse(b"?/x")), (None, None));
+        let path = Path::new("/x");
+        let system = |what| BindError::System {
+            path: path.to_owned(),
+            what,
+            source: io::Error::from_raw_os_error(13),
+        };
+        for error in [
+            BindError::TooLong { path: path.into(), len: 200 },
+            BindError::NoDirectory { path: path.into(), directory: "/no".into() },
+            BindError::InUse { path: path.into() },
+            BindError::NotASocket { path: path.into() },
+        ]
+        .into_iter()
+        .chain(STEPS.map(system))
+        {
+            let said = serde_json::to_string(&NoSocket::of(&error)).unwrap();
+            let heard: NoSocket = serde_json::from_str(&said).unwrap();
+            assert_eq!(heard.into_error(path).to_string(), error.to_string());
+        }
+    }
+}

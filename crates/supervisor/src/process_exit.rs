@@ -1,0 +1,147 @@
+//! Exit of a server process: restart, recovery or end of the service.
+
+use super::log::log_line;
+use super::restart_policy::Next;
+use super::state::{LEAVE, Supervisor};
+use super::upgrade::Step;
+use super::worker::{Worker, how, is_killed};
+use crate::protocol::START;
+use shadowbell_process::{exit, notify};
+use std::time::{Duration, Instant};
+
+impl Supervisor {
+    pub(super) fn look_for_ends(&mut self) {
+        self.leaving.retain_mut(|(worker, _)| worker.ended().is_none());
+        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
+        let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
+        // Messages that were sent after the last read and before the exit.
+        self.hear_workers();
+        if let Some(status) = new {
+            self.new_has_ended(status);
+        }
+        let Some((status, pid)) = old else { return };
+        // The messages may have made the new process the current one.
+        let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
+        if let Some(upgrade) = &mut self.upgrade {
+            match upgrade.step {
+                Step::Preparing => {
+                    self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
+                }
+                // The old process may have committed without reporting that to the supervisor.
+                // The new process knows: it serves, or ends.
+                Step::HandingOver => {
+                    upgrade.step = Step::Committed;
+                    upgrade.until = Instant::now() + LEAVE;
+                    upgrade.why = Some(format!("the running process {pid} {}", how(status)));
+                    upgrade.left = worker.leaves(Some(status));
+                    return;
+                }
+                Step::Moving => {
+                    self.worker = Some(worker);
+                    let what = format!("process {pid}, which served, {}", how(status));
+                    return self.both_end(&what, is_killed(status));
+                }
+                // The expected exit of the old process.
+                Step::Committed => {
+                    upgrade.left = worker.leaves(Some(status)).filter(|_| !upgrade.new.has_taken);
+                    return;
+                }
+            }
+        }
+        let served = if worker.has_begun() { "served" } else { "was to serve" };
+        let what = format!("process {pid}, which {served}, {}", how(status));
+        if self.is_replaced(&mut worker, status) {
+            return;
+        }
+        match status.code() {
+            None => {
+                if worker.has_begun() {
+                    self.left = worker.leaves(Some(status));
+                }
+                self.worker_has_died(&what, worker.has_served(), is_killed(status));
+            }
+            // The process has reported the reason, if there was an error. A process that was to
+            // recover is retried: the dead one's I/O may still hold locks of a disk.
+            Some(code)
+                if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
+            {
+                self.over = Some(u8::try_from(code).unwrap_or(exit::FAILED));
+            }
+            Some(_) => {
+                // The process has reported why it cannot recover: retry without the checkpoint.
+                self.left = None;
+                self.worker_has_died(&what, None, false);
+            }
+        }
+    }
+
+    /// Restarts after the death of the only server process, or ends the service. `served`: time
+    /// of service, if the process served.
+    pub(super) fn worker_has_died(
+        &mut self,
+        what: &str,
+        served: Option<Duration>,
+        is_killed: bool,
+    ) {
+        self.sockets.clear();
+        if self.ended != 0 {
+            log_line(&format!("error: {what} during shutdown"));
+            self.over = Some(exit::FAILED);
+            return;
+        }
+        let now = Instant::now();
+        self.died.get_or_insert(now);
+        notify::tell(&notify::status(
+            "the server process has died; another one is about to recover",
+        ));
+        match self.deaths.add(now, served, is_killed, self.left.is_some()) {
+            Next::Recover(Duration::ZERO) => {
+                log_line(&format!("error: {what}; another process recovers its clients"));
+                self.restart = Some(now);
+            }
+            Next::Recover(wait) => {
+                let wait_ms = wait.as_millis();
+                log_line(&format!(
+                    "error: {what}; another process recovers its clients in {wait_ms} ms"
+                ));
+                self.restart = Some(now + wait);
+            }
+            Next::Start(wait) => {
+                self.left = None;
+                log_line(&format!(
+                    "error: {what}; it is restarted in {} ms without a checkpoint, so its clients \
+                     have lost their controllers",
+                    wait.as_millis()
+                ));
+                self.restart = Some(now + wait);
+            }
+            Next::GiveUp => {
+                log_line(&format!(
+                    "error: {what}; after {} deaths within a minute it is not restarted",
+                    self.deaths.count()
+                ));
+                self.over = Some(exit::FAILED);
+            }
+        }
+    }
+
+    /// Starts a server process after the death of another one.
+    pub(super) fn start_again(&mut self) {
+        let started = match &self.left {
+            Some(left) => Worker::start_to_recover(&self.program, &self.arguments, left),
+            None => Worker::start(&self.program, &self.arguments, START),
+        };
+        match started {
+            Ok(worker) => {
+                self.worker = Some(worker);
+                // The process must be in the fd store before the supervisor sends it anything.
+                self.write_snapshot();
+            }
+            Err(error) => {
+                let program = self.program.display().to_string();
+                let what = format!("cannot start {program}: {error}");
+                self.worker_has_died(&what, None, false);
+            }
+        }
+    }
+}

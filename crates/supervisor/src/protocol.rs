@@ -1,0 +1,375 @@
+//! Protocol between supervisor, server processes and clients of the supervisor: packets over Unix
+//! sockets, each with a type letter, a body, and for some types descriptors.
+
+use rustix::io::Errno;
+use rustix::net::sockopt::set_socket_send_buffer_size;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
+};
+use shadowbell_process::deferred_close;
+use shadowbell_process::process_env;
+use std::ffi::OsStr;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+
+/// Send buffer of the sockets, in bytes: messages that a blocked receiver may leave unread.
+const ROOM: usize = 1 << 20;
+/// Option that marks a server process, whose standard input is the socket to its supervisor.
+pub const AS_WORKER: &str = "--as-worker";
+/// Value of [`AS_WORKER`] for a process that serves at once.
+pub const START: &str = "start";
+/// Value of [`AS_WORKER`] for a process that takes over from a running one.
+pub const SUCCESSOR: &str = "successor";
+/// Value of [`AS_WORKER`] for a process that recovers after another one's death.
+pub const RECOVER: &str = "recover";
+
+/// Maximum packet size: a letter and a path, a sentence, or checkpoint data.
+pub const MOST: usize = 16384;
+/// Bytes that the fd store adds in front of a forwarded packet's body.
+const ROOM_AROUND: usize = 64;
+/// Maximum number of descriptors in a packet on Linux (`SCM_MAX_FD`).
+pub const MOST_FDS: usize = 253;
+
+/// A received packet.
+#[derive(Debug)]
+pub struct Packet {
+    /// Type of the message.
+    pub letter: u8,
+    /// Content of the message.
+    pub body: Vec<u8>,
+    /// Descriptors of the message.
+    pub fds: Vec<OwnedFd>,
+}
+
+impl Packet {
+    /// The body as text for a person.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    /// The body as a path.
+    pub fn path(self) -> PathBuf {
+        std::ffi::OsString::from_vec(self.body).into()
+    }
+
+    /// The descriptor of a packet that has one.
+    pub fn fd(mut self) -> Option<OwnedFd> {
+        self.fds.pop()
+    }
+}
+
+/// Messages from the supervisor to a server process.
+pub mod to_worker {
+    /// End the service.
+    pub const END: u8 = b'E';
+    /// Report the statistics (SIGUSR1).
+    pub const REPORT: u8 = b'R';
+    /// Reload the configuration file, and answer [`READ`](super::to_supervisor::READ).
+    pub const READ: u8 = b'L';
+    /// Answer [`ALIVE`](super::to_supervisor::ALIVE) once all I/O threads have passed a liveness
+    /// check.
+    pub const VISIT: u8 = b'V';
+    /// Hand over to the process at the other end of the descriptor, which reads the state
+    /// versions `FIRST LAST`.
+    pub const HAND_OVER: u8 = b'H';
+    /// Like [`HAND_OVER`], one controller after the other: both processes
+    /// [support](super::to_supervisor::MOVES) it.
+    pub const MOVE: u8 = b'M';
+    /// Like [`MOVE`], or quiesce for good and answer [`RESTS`](super::to_supervisor::RESTS): the
+    /// process [supports](super::to_supervisor::CAN_REST) it.
+    pub const REPLACE: u8 = b'Q';
+    /// Take over from the process at the other end of the descriptor.
+    pub const TAKE_OVER: u8 = b'T';
+    /// The previous server process died by a fault and was not killed. Sent before its
+    /// checkpoint.
+    pub const FAULT: u8 = b'F';
+    /// Checkpoint of the previous server process (see [`checkpoint`](crate::checkpoint)), in one
+    /// transaction.
+    pub const CHECKPOINT: u8 = b'I';
+}
+
+/// Messages from a server process to the supervisor.
+pub mod to_supervisor {
+    /// Path of a socket at which the process serves.
+    pub const SOCKET: u8 = b'S';
+    /// The process serves. Body: a short status. The body is empty in an earlier release, which
+    /// is sent no messages that it does not know.
+    pub const SERVING: u8 = b'R';
+    /// Result of a configuration reload. Body: a sentence.
+    pub const READ: u8 = b'L';
+    /// All I/O threads have passed the liveness check. Body: a short status.
+    pub const ALIVE: u8 = b'V';
+    /// The process is prepared to take over, and reads the state versions `FIRST LAST`.
+    pub const PREPARED: u8 = b'P';
+    /// The process has not handed over, and resumes. Body: the reason.
+    pub const GOES_ON: u8 = b'G';
+    /// The process has handed over, accesses no disk or guest any more, and ends.
+    pub const HANDED_OVER: u8 = b'C';
+    /// The process cannot serve. Body: the reason.
+    pub const FAILED: u8 = b'X';
+    /// Checkpoint change, for recovery after the process's death: see
+    /// [`checkpoint`](crate::checkpoint).
+    pub const CHECKPOINT: u8 = b'I';
+    /// The process has recovered, and its own checkpoint is valid from now on.
+    pub const TAKEN: u8 = b'A';
+    /// Upgrade to a new process of the same program. Descriptor: receives the result.
+    pub const UPGRADE: u8 = b'U';
+    /// The process can move controllers one by one, in both directions. Sent before other
+    /// messages.
+    pub const MOVES: u8 = b'M';
+    /// The process can quiesce for good, so that another one recovers. Sent before other
+    /// messages.
+    pub const CAN_REST: u8 = b'W';
+    /// The process has quiesced for good, and can be killed.
+    pub const RESTS: u8 = b'Z';
+    /// The process moves controllers one by one, and cannot take them back. Repeated while the
+    /// moves last.
+    pub const MOVING: u8 = b'N';
+    /// The process serves a part of the old one's controllers: both checkpoints are valid from
+    /// now on.
+    pub const SHARED: u8 = b'B';
+    /// Descriptor: a socket for [requests to open images](super::open_broker).
+    pub const OPEN_BROKER: u8 = b'O';
+    /// Descriptor: a socket for [requests for sockets and files](crate::path_protocol).
+    pub const PATH_BROKER: u8 = b'D';
+}
+
+/// Requests of a sandboxed server process to the open broker, and the answers.
+pub mod open_broker {
+    use shadowbell_disk_file::Access;
+
+    /// Registers the path of a permitted file or device, without symbolic links. No answer.
+    pub const FILE: u8 = b'f';
+    /// Registers a directory, of which all files below are permitted. No answer.
+    pub const DIRECTORY: u8 = b'd';
+    /// Registers the configuration file. Whenever it is opened, the images that it then names are
+    /// permitted too. No answer.
+    pub const CONFIG: u8 = b'k';
+    /// Ends the registration.
+    pub const COMPLETE: u8 = b'c';
+    /// Requests an `O_PATH` descriptor of this path.
+    pub const NAME: u8 = b'n';
+    /// Requests that the image of an `O_PATH` descriptor is opened. Body: the access.
+    pub const OPEN: u8 = b'o';
+    /// Requests Identify data of the namespace whose character device the descriptor names.
+    /// Answer: [`OPENED`] with JSON. Refused for the access `w` if the system uses the block
+    /// device.
+    pub const IDENTIFY: u8 = b'i';
+    /// Answer: success, with the descriptor.
+    pub const OPENED: u8 = b'y';
+    /// Answer: a system error. Body: the errno in decimal.
+    pub const ERRNO: u8 = b'e';
+    /// Answer: refused. Body: the reason.
+    pub const REFUSED: u8 = b'r';
+
+    const ACCESS: [(Access, &str); 3] =
+        [(Access::Read, "r"), (Access::Write, "w"), (Access::WriteAlone, "x")];
+
+    /// Encodes an access.
+    pub fn access(access: Access) -> &'static str {
+        ACCESS.iter().find(|(other, _)| *other == access).map_or("", |(_, letter)| letter)
+    }
+
+    /// Decodes an access.
+    pub fn parse_access(body: &[u8]) -> Option<Access> {
+        let known = ACCESS.iter().find(|(_, letter)| letter.as_bytes() == body);
+        known.map(|(access, _)| *access)
+    }
+}
+
+/// Requests of a supervisor's client.
+pub mod question {
+    /// Tests if this process id is the supervisor's or its server process's.
+    pub const IS_YOURS: u8 = b'p';
+    /// Tests if the server process serves at this path.
+    pub const SERVES: u8 = b's';
+    /// Upgrades to the program at this path; an empty body stands for the current program.
+    pub const UPGRADE: u8 = b'u';
+    /// Permits the server process to open the image at this path, without symbolic links.
+    pub const GRANT: u8 = b'g';
+}
+
+/// Answers of the supervisor.
+pub mod answer {
+    /// The request is granted or has succeeded.
+    pub const YES: u8 = b'y';
+    /// The request is refused or has failed.
+    pub const NO: u8 = b'n';
+}
+
+/// Prefix of a supervisor's socket name, before the process id.
+pub const NAME: &str = "shadowbell-keeper/";
+
+/// Socket name, in the abstract namespace, of the supervisor with this process id. Several
+/// attempts exist because any process may have taken a name.
+pub fn name(pid: i32, attempt: u8) -> String {
+    format!("{NAME}{pid}/{attempt}")
+}
+
+/// Creates a pair of packet sockets.
+///
+/// The send buffers hold the messages that a server process sends while its supervisor is
+/// blocked, such as the checkpoint changes of a client that attaches. The system may grant less
+/// than [`ROOM`].
+pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    for end in [&pair.0, &pair.1] {
+        let _ = set_socket_send_buffer_size(end, ROOM);
+    }
+    Ok(pair)
+}
+
+/// Sends a packet with text. Text beyond [`MOST`] is cut.
+pub fn send(
+    socket: impl AsFd,
+    letter: u8,
+    body: impl AsRef<OsStr>,
+    fd: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    let body = body.as_ref().as_bytes();
+    let body = body.get(..MOST - 1).unwrap_or(body);
+    send_bytes(socket, letter, body, fd.as_slice(), false)
+}
+
+/// Sends a packet with bytes and up to [`MOST_FDS`] descriptors. Blocks unless `now`.
+///
+/// # Errors
+/// [`io::ErrorKind::WouldBlock`] if the socket buffer is full; or another error of `sendmsg`.
+pub fn send_bytes(
+    socket: impl AsFd,
+    letter: u8,
+    body: &[u8],
+    fds: &[BorrowedFd<'_>],
+    now: bool,
+) -> io::Result<()> {
+    let letter = [letter];
+    let bytes = [IoSlice::new(&letter), IoSlice::new(body)];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let mut flags = SendFlags::NOSIGNAL;
+    flags.set(SendFlags::DONTWAIT, now);
+    rustix::io::retry_on_intr(|| sendmsg(&socket, &bytes, &mut control, flags))?;
+    Ok(())
+}
+
+/// Receives a packet; `None` after the end of the connection. Blocks unless `now`.
+///
+/// # Errors
+/// [`io::ErrorKind::WouldBlock`] if no packet is queued; or another error of `recvmsg`.
+pub fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>> {
+    let mut flags = RecvFlags::empty();
+    flags.set(RecvFlags::DONTWAIT, now);
+    receive_with(socket, flags)
+}
+
+/// Returns the next packet without removing it. Does not block.
+///
+/// # Errors
+/// See [`receive`].
+pub fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
+    receive_with(socket, RecvFlags::DONTWAIT | RecvFlags::PEEK)
+}
+
+/// Removes the next packet. Does not block, not even to close the packet's descriptors.
+pub fn drop_one(socket: impl AsFd) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
+    let mut byte = [0];
+    let received = rustix::io::retry_on_intr(|| {
+        recvmsg(&socket, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
+    });
+    if received.is_err() {
+        return;
+    }
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            deferred_close::close(fds);
+        }
+    }
+}
+
+/// Returns the sequence number of the next packet without removing it, if it has one.
+pub fn peek_number(socket: impl AsFd) -> Option<u64> {
+    let mut bytes = [0; 9];
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let (_, len) = rustix::io::retry_on_intr(|| recv(&socket, &mut bytes, flags)).ok()?;
+    let number = bytes.get(1..len)?.first_chunk()?;
+    Some(u64::from_le_bytes(*number))
+}
+
+fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet>> {
+    let mut bytes = vec![0; MOST + ROOM_AROUND];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let received = loop {
+        match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
+            Ok(received) => break received,
+            // The peer has closed its end with unread packets in it. The error is reported once,
+            // and before the packets that the peer has sent, which are still queued.
+            Err(Errno::INTR | Errno::CONNRESET) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    };
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(some) = message {
+            fds.extend(some);
+        }
+    }
+    bytes.truncate(received.bytes);
+    let Some(letter) = bytes.first().copied() else { return Ok(None) };
+    Ok(Some(Packet { letter, body: bytes.split_off(1), fds }))
+}
+
+/// Returns true if the peer runs as this process's user or as root.
+pub fn is_ours(socket: impl AsFd) -> bool {
+    let peer = rustix::net::sockopt::socket_peercred(socket).map(|peer| peer.uid);
+    peer.is_ok_and(|uid| uid.is_root() || uid == process_env::user())
+}
+
+/// Encodes a range of state versions.
+pub fn versions(range: &std::ops::RangeInclusive<u32>) -> String {
+    format!("{} {}", range.start(), range.end())
+}
+
+/// Decodes a range of state versions.
+pub fn parse_versions(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
+    let (first, last) = text.split_once(' ')?;
+    Some(first.parse().ok()?..=last.parse().ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_arrive_one_by_one_with_their_descriptors() {
+        let (ours, theirs) = pair().unwrap();
+        assert_eq!(receive(&theirs, true).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        let (read, write) = io::pipe().unwrap();
+        send(&ours, to_worker::HAND_OVER, versions(&(1..=3)), Some(read.as_fd())).unwrap();
+        send(&ours, to_supervisor::FAILED, "x".repeat(2 * MOST), None).unwrap();
+        let packet = receive(&theirs, false).unwrap().unwrap();
+        assert_eq!((packet.letter, parse_versions(&packet.text())), (b'H', Some(1..=3)));
+        drop((read, write));
+        assert_eq!(rustix::io::read(packet.fd().unwrap(), &mut [0; 1]), Ok(0), "it is the pipe");
+        let packet = receive(&theirs, false).unwrap().unwrap();
+        assert_eq!((packet.letter, packet.body.len()), (b'X', MOST - 1));
+        assert!(packet.fds.is_empty() && parse_versions(&packet.text()).is_none());
+        // Queued packets are received although the peer has closed its end with unread ones.
+        send(&theirs, to_worker::END, "", None).unwrap();
+        send(&ours, to_supervisor::FAILED, "why", None).unwrap();
+        drop(ours);
+        assert_eq!(receive(&theirs, false).unwrap().unwrap().text(), "why");
+        assert!(receive(&theirs, false).unwrap().is_none());
+    }
+}

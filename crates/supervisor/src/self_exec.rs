@@ -1,0 +1,216 @@
+//! Exec of the new program by the supervisor, after a server process of that program serves. The
+//! process id stays the same.
+//!
+//! An error after exec could not be undone. So before exec the new program is started once with a
+//! snapshot ([`CHECK`]) and reports whether it could continue from it. Until exec, and after a
+//! failed exec, the old program continues.
+//!
+//! Exec happens only while one server process serves and no upgrade or restart runs. Messages of
+//! the server process and of clients stay in their sockets, signals are blocked, and a server
+//! process that ends stays a zombie until the new program waits for it.
+
+use super::command_line::{AS_SUPERVISOR, with_left};
+use super::log::log_line;
+use super::pending_exec::{Identity, LIMIT, PendingExec, Step, identity};
+use super::snapshot::PartialSnapshot;
+use super::snapshot_codec::{self, Held};
+use super::state::Supervisor;
+use super::upgrade::tell_outcome;
+use super::{open_broker, path_broker};
+use crate::protocol;
+use rustix::io::{FdFlags, fcntl_setfd};
+use shadowbell_memory::process::{block_signals, execute, take_inherited, unblock_signals};
+use std::ffi::OsString;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
+
+/// Command-line argument of a program that is started to check a snapshot.
+pub const CHECK: &str = "keeper-check";
+
+/// Answer of a program that accepts the snapshot.
+const CAN: &str = "can go on";
+
+/// Prints whether this program could continue from the snapshot on its standard input.
+pub fn check() -> std::process::ExitCode {
+    let answer = match io::stdin().as_fd().try_clone_to_owned() {
+        Ok(memory) => match snapshot_codec::check(memory) {
+            Ok(()) => CAN.to_owned(),
+            Err(why) => why.to_string(),
+        },
+        Err(error) => error.to_string(),
+    };
+    let is_said = io::stdout().write_all(answer.as_bytes()).is_ok();
+    std::process::ExitCode::from(u8::from(!is_said))
+}
+
+impl Supervisor {
+    /// Advances a pending exec, or gives it up.
+    pub(super) fn renew(&mut self, now: Instant) {
+        let Some(mut pending_exec) = self.pending_exec.take() else { return };
+        if self.ended != 0 || self.over.is_some() {
+            return pending_exec.ends(None);
+        }
+        match self.proceed(&mut pending_exec, now) {
+            Ok(()) if now < pending_exec.until => self.pending_exec = Some(pending_exec),
+            Ok(()) => {
+                let limit = LIMIT.as_secs();
+                let why = match pending_exec.step {
+                    Step::Asked(..) => format!("the new program did not answer within {limit} s"),
+                    _ => format!("there was no quiet moment within {limit} s"),
+                };
+                pending_exec.ends(Some(&why));
+            }
+            Err(why) => pending_exec.ends(Some(&why)),
+        }
+    }
+
+    /// Takes the next step, if its condition holds.
+    fn proceed(&mut self, pending_exec: &mut PendingExec, now: Instant) -> Result<(), String> {
+        match &mut pending_exec.step {
+            Step::Wanted => {
+                let (child, identity) = self
+                    .ask(&pending_exec.program)
+                    .map_err(|error| format!("cannot start the new program: {error}"))?;
+                pending_exec.step = Step::Asked(child, identity);
+            }
+            Step::Asked(child, identity) => {
+                if child.try_wait().is_ok_and(|ended| ended.is_none()) {
+                    return Ok(());
+                }
+                let answer = answer_of(child);
+                if answer != CAN {
+                    let why = if answer.is_empty() { "no support for that" } else { &answer };
+                    return Err(format!(
+                        "the new program cannot continue from the supervisor's state: {why}"
+                    ));
+                }
+                pending_exec.step = Step::Can(*identity);
+                pending_exec.until = now + LIMIT;
+                return self.become_another(pending_exec);
+            }
+            Step::Can(_) => return self.become_another(pending_exec),
+        }
+        Ok(())
+    }
+
+    /// Starts the program with a snapshot on its standard input.
+    fn ask(&self, program: &Path) -> io::Result<(Child, Identity)> {
+        let identity = identity(program)?;
+        let memory = self.snapshot(None).map_err(io::Error::other)?.memory()?;
+        let mut command = Command::new(program);
+        command.arg(CHECK).stdin(Stdio::from(memory));
+        command.stdout(Stdio::piped()).stderr(Stdio::null());
+        Ok((command.spawn()?, identity))
+    }
+
+    /// Returns true if one server process serves and no upgrade or restart runs.
+    fn is_quiet(&self) -> bool {
+        let worker = self.worker.as_ref();
+        worker.is_some_and(|worker| worker.serves_since.is_some() && !worker.has_more_to_hear())
+            && self.upgrade.is_none()
+            && self.leaving.is_empty()
+            && self.restart.is_none()
+            && self.died.is_none()
+            && self.left.is_none()
+    }
+
+    /// Executes the program if the supervisor is quiet now.
+    fn become_another(&mut self, pending_exec: &mut PendingExec) -> Result<(), String> {
+        if !self.is_quiet() {
+            return Ok(());
+        }
+        let all = self.all_signals();
+        block_signals(&all).map_err(|error| error.to_string())?;
+        let outcome = self.execute(pending_exec);
+        let _ = unblock_signals(&all);
+        outcome
+    }
+
+    /// Executes the program. Signals are blocked.
+    fn execute(&mut self, pending_exec: &mut PendingExec) -> Result<(), String> {
+        // Signals from before the block are handled first: one may end the service.
+        if let Some(signal) = self.signals.next() {
+            self.take_signal(signal);
+            return Ok(());
+        }
+        // If a broker answers a request, the exec is tried again later.
+        let Some(_paused) = open_broker::pause() else { return Ok(()) };
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        if !matches!(pending_exec.step, Step::Can(before) if identity(&pending_exec.program).is_ok_and(|now| now == before))
+        {
+            // The file was replaced again, so it is checked again.
+            pending_exec.step = Step::Wanted;
+            return Ok(());
+        }
+        let held = Held {
+            openers: open_broker::openers().map_err(|error| text(&error))?,
+            places: path_broker::all().map_err(|error| text(&error))?,
+            asker: pending_exec.asker.take(),
+            outcome: pending_exec.outcome.clone(),
+        };
+        let error = self.leave_to(&pending_exec.program, &held);
+        pending_exec.asker = held.asker;
+        Err(format!("{}: {error}", pending_exec.program.display()))
+    }
+
+    /// Sends the snapshot to a socket and executes the program. Returns only on failure.
+    fn leave_to(&self, program: &Path, held: &Held) -> io::Error {
+        let send = || {
+            let (ours, theirs) = protocol::pair()?;
+            let record = self.snapshot(Some(held)).map_err(io::Error::other)?;
+            record.send(&ours, &mut 0)?;
+            // `theirs` is inherited, and closed by its drop if exec fails.
+            fcntl_setfd(&theirs, FdFlags::empty())?;
+            Ok(theirs)
+        };
+        match send() {
+            Ok(left) => execute(program.as_os_str(), with_left(&self.arguments, left.as_raw_fd())),
+            Err(error) => error,
+        }
+    }
+
+    /// Creates the supervisor from the snapshot that this process sent before exec.
+    ///
+    /// # Errors
+    /// There is no complete snapshot at the descriptor `left`.
+    pub(super) fn go_on(arguments: Vec<OsString>, left: RawFd) -> io::Result<Self> {
+        let nothing = || {
+            io::Error::other(format!(
+                "{AS_SUPERVISOR} is an internal option of the supervisor; leave it out"
+            ))
+        };
+        let left = take_inherited(left).ok_or_else(nothing)?;
+        let mut record = None;
+        while let Ok(Some(packet)) = protocol::receive(&left, true) {
+            record = PartialSnapshot::take(record, packet);
+        }
+        let record = record.filter(PartialSnapshot::is_complete).ok_or_else(nothing)?;
+        let mut supervisor = Self::bare(arguments)?;
+        let parcel = record.read().map_err(io::Error::other)?;
+        let held = supervisor.restore(parcel, true).map_err(io::Error::other)?;
+        let held = held.unwrap_or_default();
+        held.openers.into_iter().for_each(|(socket, named)| open_broker::restore(socket, named));
+        held.places.into_iter().for_each(|(socket, saved)| path_broker::restore(socket, saved));
+        let program = supervisor.program.display().to_string();
+        log_line(&format!("the supervisor now runs {program}"));
+        tell_outcome(
+            held.asker,
+            Ok(&format!("{}; its supervisor runs that program too", held.outcome)),
+        );
+        unblock_signals(&supervisor.all_signals())?;
+        Ok(supervisor)
+    }
+}
+
+/// Reads the answer of a program that has ended.
+fn answer_of(child: &mut Child) -> String {
+    let Some(output) = child.stdout.take() else { return String::new() };
+    // A child of the program may still hold the pipe open: the read must not block.
+    let _ = rustix::io::ioctl_fionbio(&output, true);
+    let mut answer = [0; 512];
+    let len = { output }.read(&mut answer).unwrap_or_default();
+    String::from_utf8_lossy(&answer[..len]).trim().to_owned()
+}

@@ -1,0 +1,86 @@
+//! Requests of the service manager: configuration reload and watchdog.
+
+use super::log::log_line;
+use super::state::{Reading, Supervisor};
+use super::upgrade::Step;
+use super::watchdog::Due;
+use super::worker::Worker;
+use crate::protocol::to_worker;
+use shadowbell_process::notify;
+use std::time::Instant;
+
+impl Supervisor {
+    /// Records a reload request (SIGHUP).
+    pub(super) fn read_again(&mut self) {
+        if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
+            notify::tell(&notify::reloading());
+        }
+    }
+
+    /// Sends a pending reload request to the server process, if one serves and no upgrade runs.
+    /// If a server process ends before it has reloaded, the next one receives the request.
+    pub(super) fn have_it_read(&mut self) {
+        let (Some(reading), None) = (self.reading, &self.upgrade) else { return };
+        let Some(worker) = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())
+        else {
+            return;
+        };
+        if reading == Reading::Told(worker.pid()) {
+            return;
+        }
+        if worker.answers {
+            worker.say(to_worker::READ, "", None);
+            self.reading = Some(Reading::Told(worker.pid()));
+        } else {
+            let why = "the server process is of an earlier release, which cannot reload its \
+                       configuration; run `shadowbell upgrade` first";
+            log_line(&format!("warning: {why}"));
+            self.reading = None;
+            notify::tell(&notify::ready(why));
+        }
+    }
+
+    /// Reports the result of a reload to the service manager.
+    pub(super) fn has_read(&mut self, outcome: &str) {
+        // A signal that came during the reload has set `Reading::Wanted` again, which stays.
+        let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
+        if self.reading.take_if(told).is_some() {
+            notify::tell(&notify::ready(outcome));
+        }
+    }
+
+    /// Feeds the service manager's watchdog, and aborts a server process that hangs.
+    pub(super) fn watch(&mut self, now: Instant) {
+        let Some(watchdog) = &mut self.watchdog else { return };
+        let is_handed_over =
+            self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step != Step::Preparing);
+        let worker = self.worker.as_ref().filter(|worker| worker.answers && !is_handed_over);
+        match watchdog.due(now, worker.map(Worker::pid)) {
+            Due::Nothing => return,
+            Due::Visit => return self.tell_worker(to_worker::VISIT),
+            Due::Alive => {}
+            Due::Hangs => {
+                if let Some(worker) = worker {
+                    let pid = worker.pid();
+                    log_line(&format!(
+                        "error: process {pid} hangs: a thread failed its liveness check; the \
+                         process is aborted"
+                    ));
+                    worker.abort();
+                }
+            }
+            Due::Lost => return log_line("error: the hung process did not end after SIGABRT"),
+        }
+        notify::tell(notify::WATCHDOG);
+    }
+
+    /// Feeds the watchdog after the server process's answer to a liveness check.
+    pub(super) fn is_alive(&mut self, status: &str) {
+        let pid = self.worker.as_ref().map(Worker::pid);
+        if let (Some(watchdog), Some(pid)) = (&mut self.watchdog, pid)
+            && watchdog.answered(pid)
+        {
+            notify::tell(&format!("{}\n{}", notify::WATCHDOG, notify::status(status)));
+        }
+    }
+}

@@ -1,0 +1,439 @@
+//! Server process as seen by the supervisor: its handle, its messages and its checkpoint.
+
+use super::command_line::is_verb;
+use super::fd_store::FdStore;
+use super::log::log_line;
+use super::open_broker;
+use super::path_broker;
+use super::process::Process;
+use crate::checkpoint::{COMPLETE, Checkpoint, Part};
+use crate::protocol::{self, AS_WORKER, Packet, to_supervisor, to_worker};
+use rustix::process::Signal;
+use signal_hook::consts::SIGSYS;
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// Checkpoint of a dead server process.
+#[derive(Default)]
+pub(super) struct Left {
+    pub(super) items: Checkpoint,
+    /// The process died by a fault, so a command that was in flight may be the cause.
+    pub(super) by_fault: bool,
+}
+
+/// A server process.
+pub(super) struct Worker {
+    pub(super) process: Process,
+    /// Socket to the process, until it closes its end.
+    pub(super) link: Option<OwnedFd>,
+    /// Program that the process runs.
+    pub(super) program: PathBuf,
+    /// Time at which the process reported that it serves.
+    pub(super) serves_since: Option<Instant>,
+    /// The process answers liveness checks. Earlier releases do not.
+    pub(super) answers: bool,
+    /// The process can move controllers, in both directions, one by one.
+    pub(super) moves: bool,
+    /// The process can quiesce for good, so that another one recovers.
+    pub(super) can_rest: bool,
+    /// The process has recovered, and reported that its own checkpoint is valid from then on.
+    pub(super) has_taken: bool,
+    /// Reason that the process reported for a failure.
+    pub(super) why: Option<String>,
+    /// Checkpoint that the process has sent so far.
+    pub(super) items: Checkpoint,
+    /// The checkpoint is unusable: a change could not be stored.
+    pub(super) is_broken: bool,
+    /// The process has an open broker.
+    pub(super) has_opener: bool,
+    /// The process has a path broker.
+    pub(super) has_places: bool,
+    /// Parts of another process's checkpoint that are still to be sent.
+    pub(super) parts: VecDeque<Part>,
+    /// The next packet in the socket was handled and is to be removed.
+    pub(super) is_seen: bool,
+    /// A checkpoint change of several packets has begun, and a snapshot records that. If the
+    /// supervisor is killed after it has removed some of the packets from the socket, the change
+    /// is known to be lost.
+    pub(super) in_parts: bool,
+}
+
+impl Worker {
+    /// Starts a server process with the arguments of this process. `how`: value of [`AS_WORKER`].
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub(super) fn start(program: &Path, arguments: &[OsString], how: &str) -> io::Result<Self> {
+        let (ours, theirs) = protocol::pair()?;
+        // A server process that does not read its socket must not block the supervisor.
+        rustix::io::ioctl_fionbio(&ours, true)?;
+        let mut command = Command::new(program);
+        let mut words = arguments.iter();
+        command.arg0(words.next().map_or(program.as_os_str(), OsString::as_os_str));
+        let mut is_verb_there = false;
+        for word in words {
+            command.arg(word);
+            if !is_verb_there && is_verb(word) {
+                command.args([AS_WORKER, how]);
+                // Earlier releases accept `--as-worker` only together with `--keeper`.
+                if !arguments.iter().any(|word| word == "--keeper") {
+                    command.arg("--keeper");
+                }
+                is_verb_there = true;
+            }
+        }
+        // Socket activation variables are for the supervisor only.
+        for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
+            command.env_remove(name);
+        }
+        let child = command.stdin(Stdio::from(theirs)).spawn()?;
+        Ok(Self {
+            process: child.into(),
+            link: Some(ours),
+            program: program.to_owned(),
+            serves_since: None,
+            answers: false,
+            moves: false,
+            can_rest: false,
+            has_taken: false,
+            why: None,
+            items: Checkpoint::default(),
+            is_broken: false,
+            has_opener: false,
+            has_places: false,
+            parts: VecDeque::new(),
+            is_seen: false,
+            in_parts: false,
+        })
+    }
+
+    /// Starts a server process that recovers from the checkpoint `left`, which
+    /// [`pass_on`](Self::pass_on) sends to it.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub(super) fn start_to_recover(
+        program: &Path,
+        arguments: &[OsString],
+        left: &Left,
+    ) -> io::Result<Self> {
+        let mut worker = Self::start(program, arguments, protocol::RECOVER)?;
+        if left.by_fault {
+            worker.say(to_worker::FAULT, "", None);
+        }
+        worker.parts = left.items.parts().into();
+        // Until the process has recovered, its changes apply to the old checkpoint.
+        worker.items = left.items.clone();
+        Ok(worker)
+    }
+
+    /// Sends parts of the old checkpoint until the socket is full.
+    pub(super) fn pass_on(&mut self) {
+        while let (Some(link), Some(part)) = (&self.link, self.parts.front()) {
+            let packet = part.packet();
+            match protocol::send_bytes(
+                link,
+                to_worker::CHECKPOINT,
+                &packet.bytes,
+                &packet.fds,
+                true,
+            ) {
+                Ok(()) => drop(self.parts.pop_front()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                // The exit of the process is handled by `look_for_ends`.
+                Err(_) => self.parts.clear(),
+            }
+        }
+    }
+
+    /// Returns true if parts of the old checkpoint are still to be sent.
+    pub(super) fn has_more_to_hear(&self) -> bool {
+        !self.parts.is_empty()
+    }
+
+    /// Returns true if only this process's own checkpoint is valid: it has recovered, or serves.
+    pub(super) fn has_begun(&self) -> bool {
+        self.has_taken || self.serves_since.is_some()
+    }
+
+    /// Takes the checkpoint if it is complete. `ended`: exit status, or `None` if it was killed.
+    pub(super) fn leaves(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
+        let items = std::mem::take(&mut self.items);
+        let left = Left { items, by_fault: ended.is_some_and(is_fault) };
+        Some(left).filter(|left| left.items.contains(COMPLETE))
+    }
+
+    /// Takes the checkpoint, merged with the one of the old process of a per-controller move.
+    pub(super) fn leaves_with(&mut self, older: Option<Left>) -> Option<Left> {
+        let ended = self.process.ended();
+        let (mut left, older) = (self.leaves(ended)?, older?);
+        left.items.add_older(older.items);
+        left.by_fault |= older.by_fault;
+        Some(left)
+    }
+
+    /// Records that the process has recovered: the old process's part of the checkpoint is
+    /// dropped.
+    pub(super) fn takes(&mut self) {
+        self.has_taken = true;
+        drop(self.items.take_older());
+    }
+
+    /// Drops the checkpoint, since another process has taken over.
+    pub(super) fn leaves_nothing(&mut self) {
+        self.items = Checkpoint::default();
+    }
+
+    /// Returns the time of service so far.
+    pub(super) fn has_served(&self) -> Option<Duration> {
+        self.serves_since.map(|since| since.elapsed())
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.process.pid().as_raw_pid().cast_unsigned()
+    }
+
+    /// Socket from which the process's messages are read.
+    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
+        self.link.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Sends a message. Does nothing if the process is dead.
+    pub(super) fn say(&self, letter: u8, body: &str, fd: Option<BorrowedFd<'_>>) {
+        if let Some(link) = &self.link {
+            let _ = protocol::send(link, letter, body, fd);
+        }
+    }
+
+    /// Returns the next message; checkpoint changes and broker requests are handled here.
+    ///
+    /// If there is an fd store, each packet stays in the socket until the next call. By then the
+    /// packet is in the store, or a snapshot contains its effect, as [`FdStore::needs_snapshot`]
+    /// demands.
+    pub(super) fn hear(&mut self, mut fd_store: Option<&mut FdStore>) -> Option<Packet> {
+        loop {
+            let link = self.link.as_ref()?;
+            if std::mem::take(&mut self.is_seen) {
+                protocol::drop_one(link);
+            }
+            let heard = match fd_store {
+                Some(_) => protocol::peek(link),
+                None => protocol::receive(link, true),
+            };
+            let mut packet = match heard {
+                Ok(Some(packet)) => packet,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
+                Ok(None) | Err(_) => {
+                    self.link = None;
+                    return None;
+                }
+            };
+            self.is_seen = fd_store.is_some();
+            match packet.letter {
+                to_supervisor::CHECKPOINT => {}
+                to_supervisor::PATH_BROKER => {
+                    // One path broker per process: its permissions are registered before the
+                    // sandbox.
+                    if !std::mem::replace(&mut self.has_places, true) {
+                        packet.fd().into_iter().for_each(path_broker::start);
+                    }
+                    continue;
+                }
+                to_supervisor::OPEN_BROKER => {
+                    // One open broker per process: its permissions are registered before the
+                    // sandbox.
+                    if !std::mem::replace(&mut self.has_opener, true) {
+                        packet.fd().into_iter().for_each(open_broker::start);
+                    }
+                    continue;
+                }
+                _ => return Some(packet),
+            }
+            if let Some(fd_store) = &mut fd_store {
+                let (begins, ends) = Checkpoint::begins_and_ends(&packet.body);
+                if !self.items.is_open() {
+                    if !begins && !self.in_parts {
+                        // The last packet of a change that a snapshot contains.
+                        continue;
+                    }
+                    if !ends && !std::mem::replace(&mut self.in_parts, true) {
+                        fd_store.wants_snapshot();
+                    }
+                    if fd_store.needs_snapshot() {
+                        // The packet is read again after the snapshot.
+                        self.is_seen = false;
+                        packet.letter = 0;
+                        return Some(packet);
+                    }
+                }
+                // A change of several packets is not stored: the next snapshot contains it.
+                if begins && ends && fd_store.change(self.pid(), &packet).is_err() {
+                    fd_store.wants_snapshot();
+                }
+            }
+            self.keep(&packet.body, std::mem::take(&mut packet.fds));
+            if let Some(fd_store) = fd_store.as_mut().filter(|_| !self.items.is_open()) {
+                if std::mem::take(&mut self.in_parts) {
+                    fd_store.wants_snapshot();
+                }
+                if fd_store.needs_snapshot() {
+                    return Some(packet);
+                }
+            }
+        }
+    }
+
+    /// Applies a packet of a checkpoint change.
+    pub(super) fn keep(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) {
+        if self.is_broken {
+            return;
+        }
+        if let Err(error) = self.items.take(bytes, fds) {
+            self.is_broken = true;
+            self.items = Checkpoint::default();
+            log_line(&format!(
+                "error: the clients will lose their controllers if process {} crashes: its \
+                 checkpoint cannot be stored: {error}",
+                self.pid()
+            ));
+        }
+    }
+
+    /// Returns the exit status if the process has ended.
+    pub(super) fn ended(&mut self) -> Option<ExitStatus> {
+        self.process.ended()
+    }
+
+    /// Ends the process with SIGABRT, so that its commands in flight are suspected as the cause.
+    pub(super) fn abort(&self) {
+        // The exit of the process is handled by `look_for_ends`.
+        self.process.signal(Signal::ABORT);
+        // A stopped process receives SIGABRT only after SIGCONT.
+        self.process.signal(Signal::CONT);
+    }
+
+    /// Kills the process and waits for its end.
+    pub(super) fn kill(&mut self) {
+        self.process.kill();
+    }
+}
+
+/// Describes an exit status in a sentence's predicate.
+pub(super) fn how(status: ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match (status.signal(), status.code()) {
+        (Some(SIGSYS), _) => {
+            "was killed for a system call that its sandbox forbids (signal 31)".to_owned()
+        }
+        (Some(signal), _) => format!("was ended by signal {signal}"),
+        (None, code) => format!("ended with exit status {}", code.unwrap_or_default()),
+    }
+}
+
+/// Returns true if the process ended by a fault of its own, such as a panic or SIGSEGV.
+fn is_fault(status: ExitStatus) -> bool {
+    use std::os::unix::process::ExitStatusExt;
+    status.signal().is_some() && !is_killed(status)
+}
+
+/// Returns true if the process was killed from outside: by a user, or for lack of memory.
+pub(super) fn is_killed(status: ExitStatus) -> bool {
+    use std::os::unix::process::ExitStatusExt;
+    status.signal() == Some(signal_hook::consts::SIGKILL)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fd_store::SavedFdStore;
+    use super::super::snapshot::Snapshot;
+    use super::*;
+    use crate::checkpoint::{Change, packets};
+    use shadowbell_state::Parcel;
+
+    fn worker(link: &OwnedFd, items: Checkpoint, in_parts: bool) -> Worker {
+        Worker {
+            process: Process::of_another(rustix::process::getpid(), None),
+            link: Some(link.try_clone().unwrap()),
+            program: PathBuf::new(),
+            serves_since: None,
+            answers: true,
+            moves: false,
+            can_rest: false,
+            has_taken: false,
+            why: None,
+            items,
+            is_broken: false,
+            has_opener: false,
+            has_places: false,
+            parts: VecDeque::new(),
+            is_seen: false,
+            in_parts,
+        }
+    }
+
+    fn record(fd_store: &mut FdStore) {
+        let bytes = Parcel::new().encode(0).unwrap();
+        fd_store
+            .append_snapshot(&Snapshot { bytes, fds: Vec::new() }, open_broker::changes())
+            .unwrap();
+    }
+
+    /// A change of three packets, and a supervisor that is killed at each step of it.
+    #[test]
+    fn a_change_in_parts_counts_once_or_is_known_to_be_lost() {
+        shadowbell_process::descriptor_limit::raise();
+        let all: Vec<OwnedFd> = (0..600).map(|_| io::pipe().unwrap().0.into()).collect();
+        let fds: Vec<_> = all.iter().map(AsFd::as_fd).collect();
+        let changes = [Change::Put { key: "port/0", body: b"new", fds: &fds }];
+        // Number of steps before the kill.
+        for steps in 0..4 {
+            let (ours, theirs) = protocol::pair().unwrap();
+            let mut memory = Vec::new();
+            for packet in packets(&changes, &mut memory).unwrap() {
+                let (bytes, fds) = (&packet.bytes, &packet.fds);
+                protocol::send_bytes(&theirs, to_supervisor::CHECKPOINT, bytes, fds, true).unwrap();
+            }
+            let (write, read) = protocol::pair().unwrap();
+            let mut fd_store = FdStore::of_before(write, read, &SavedFdStore::default());
+            record(&mut fd_store);
+            let mut before = worker(&ours, Checkpoint::default(), false);
+            match steps {
+                // No packet was read.
+                0 => {}
+                // A snapshot records the begin of the change.
+                1 => assert_eq!(before.hear(Some(&mut fd_store)).unwrap().letter, 0),
+                // Some packets were removed from the socket.
+                2 => {
+                    assert_eq!(before.hear(Some(&mut fd_store)).unwrap().letter, 0);
+                    protocol::drop_one(&ours);
+                }
+                // A snapshot contains the change, and its last packet is still in the socket.
+                _ => {
+                    assert_eq!(before.hear(Some(&mut fd_store)).unwrap().letter, 0);
+                    record(&mut fd_store);
+                    let last = before.hear(Some(&mut fd_store)).unwrap();
+                    assert!(last.letter == to_supervisor::CHECKPOINT && fd_store.needs_snapshot());
+                    assert!(before.items.contains("port/0") && !before.in_parts);
+                }
+            }
+            let mut after = worker(&ours, std::mem::take(&mut before.items), before.in_parts);
+            for _ in 0..3 {
+                if after.hear(Some(&mut fd_store)).is_none() {
+                    break;
+                }
+                record(&mut fd_store);
+            }
+            assert_eq!(after.is_broken, steps == 2, "{steps}");
+            if steps != 2 {
+                let (body, its) = after.items.remove("port/0").unwrap().read().unwrap();
+                assert_eq!((&body[..], its.len()), (&b"new"[..], 600), "{steps}");
+            }
+        }
+    }
+}
