@@ -20,8 +20,7 @@
 //! | `event` | queue of controller events for the log |
 //! | `event_log` | log lines for events of guests |
 //! | `launch_hint` | command-line arguments for QEMU, Cloud Hypervisor and SPDK |
-//! | `stats_file` | statistics as a JSON file |
-//! | `stats_socket` | statistics for `top` |
+//! | `stats_report` | statistics for the control socket and the log |
 //! | `reactor_thread` | thread that serves the vfio-user sockets |
 //! | `by_recovery` | upgrade by recovery in the new process |
 //! | `hand_over`, `take_over` | upgrade with a handover of all controllers at once |
@@ -79,8 +78,7 @@ mod resize_watch;
 mod sandbox;
 mod server;
 mod startup_timing;
-mod stats_file;
-mod stats_socket;
+mod stats_report;
 mod take_over;
 mod tracer;
 mod transfer;
@@ -271,7 +269,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     faults.attempt();
     let mut watchdog = Liveness::wanted(link);
     let is_left = loop {
-        match wait(&mut signals, link, &mut watchdog, &server, &config, reload.as_ref())? {
+        match wait(&mut signals, link, &mut watchdog, &server, reload.as_ref())? {
             End::Asked => break false,
             End::Left => break true,
             End::Successor(link, packet) => {
@@ -291,7 +289,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     drop(answering.map(RunningEndpoints::rest));
     let outcome = server.stop();
     drop(event_log);
-    report(&config, &server);
+    report(&server);
     #[cfg(feature = "faults")]
     injected.report();
     let is_kept = server.flush();
@@ -336,7 +334,6 @@ fn wait<'a>(
     link: Option<&'a WorkerLink>,
     liveness: &mut Liveness,
     server: &Server,
-    config: &ServerConfig,
     reload: Option<&Arc<Reload>>,
 ) -> io::Result<End<'a>> {
     let reload = |done: Box<dyn FnOnce(&str) + Send>| {
@@ -354,7 +351,7 @@ fn wait<'a>(
                 notify::tell(&notify::reloading());
                 reload(Box::new(|outcome| notify::tell(&notify::ready(outcome))));
             }
-            Wake::Signal(_) => report(config, server),
+            Wake::Signal(_) => report(server),
             Wake::Readable => {
                 let Some(link) = link else { continue };
                 let Some(packet) = link.hear() else {
@@ -365,7 +362,7 @@ fn wait<'a>(
                 };
                 match packet.letter {
                     to_worker::END => return Ok(End::Asked),
-                    to_worker::REPORT => report(config, server),
+                    to_worker::REPORT => report(server),
                     to_worker::READ => {
                         let link = link.clone();
                         reload(Box::new(move |outcome| link.say(to_supervisor::READ, outcome)));
@@ -425,14 +422,7 @@ fn can_move(server: &Server) -> bool {
     server.registry().count() != 0 && server.changes().kept().is_some_and(|kept| kept.holds_all())
 }
 
-/// Writes the statistics to the configured file, or to the log.
-fn report(config: &ServerConfig, server: &Server) {
-    let report = stats_file::Report::of(&server.controllers());
-    match &config.stats_json {
-        Some(path) => match stats_file::write(path, &report) {
-            Ok(()) => debug!("statistics are in {}", path.display()),
-            Err(error) => error!("cannot write statistics to {}: {error}", path.display()),
-        },
-        None => info!("{report}"),
-    }
+/// Writes the statistics to the log.
+fn report(server: &Server) {
+    info!("{}", stats_report::Report::of(&server.controllers()));
 }
