@@ -105,7 +105,7 @@ mod tests {
         let disks = &config.controllers[0].controller.disks;
         assert_eq!((&disks[0].id, &disks[0].disk[..]), (&None, "/a.img"));
         assert_eq!((disks[1].id.as_deref(), disks[1].share), (Some("data"), true));
-        assert_eq!(disks[1].disk, "/d.img?direct=on&iops=500&limit-group=db");
+        assert_eq!(disks[1].disk, "/d.img?direct=on&limit-group=db&iops=500");
         let unattached: Vec<_> = config.unattached().map(|disk| &disk.id[..]).collect();
         assert_eq!(unattached, ["spare"]);
     }
