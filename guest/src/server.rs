@@ -2,7 +2,6 @@
 
 use shadowbell_testing::wait;
 use std::fs::{self, File};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -20,7 +19,8 @@ use crate::rundir::RunDir;
 pub struct Server {
     process: Process,
     log: PathBuf,
-    stats: PathBuf,
+    binary: PathBuf,
+    control: PathBuf,
 }
 
 /// Script that mounts a small file system, makes an image on it, and starts the server by exec.
@@ -61,7 +61,6 @@ impl Server {
         let name = serve.name;
         let socket = run.socket(name);
         let log = run.file(&format!("serve-{name}.log"));
-        let stats = run.file(&format!("serve-{name}.json"));
         let log_file = File::options().create(true).append(true).open(&log)?;
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]);
@@ -79,14 +78,15 @@ impl Server {
             command.arg(small.directory).arg(small.room.to_string()).arg(small.image.to_string());
         }
         command.arg(serve.binary).arg("serve").args(serve.disks);
-        command.arg("--socket").arg(&socket).arg("--stats-json").arg(&stats).args(serve.options);
+        command.arg("--socket").arg(&socket).args(serve.options);
         command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
         let process = Process::spawn("shadowbell serve", &mut command)?;
-        let mut server = Self { process, log, stats };
-        let deadline = wait::deadline();
-        let has_supervisor = !serve.options.contains(&"--no-keeper");
         let mut options = serve.options.iter().skip_while(|word| **word != "--control-socket");
         let control = options.nth(1).map_or_else(|| socket.clone(), PathBuf::from);
+        let binary = serve.binary.to_owned();
+        let mut server = Self { process, log, binary, control: control.clone() };
+        let deadline = wait::deadline();
+        let has_supervisor = !serve.options.contains(&"--no-keeper");
         let answers = || {
             let mut ctl = Command::new(serve.binary);
             ctl.arg("ctl").arg("-s").arg(&control).arg("status");
@@ -120,20 +120,14 @@ impl Server {
 
     /// Current counters of the server.
     pub fn stats(&mut self) -> Result<Value> {
-        // The file is replaced as a whole, so a new inode means new contents.
-        let inode = |path: &Path| fs::metadata(path).map(|m| (m.ino(), m.mtime_nsec())).ok();
-        let before = inode(&self.stats);
-        self.process.signal(Signal::USR1)?;
-        let deadline = wait::deadline();
-        while inode(&self.stats) == before {
-            self.check()?;
-            if Instant::now() > deadline {
-                bail!("shadowbell serve wrote no statistics on SIGUSR1: {}", self.log_tail());
-            }
-            wait::pause();
+        self.check()?;
+        let mut ctl = Command::new(&self.binary);
+        ctl.arg("ctl").arg("-s").arg(&self.control).arg("stats").stdin(Stdio::null());
+        let output = ctl.output().context("shadowbell ctl stats")?;
+        if !output.status.success() {
+            bail!("shadowbell ctl stats: {}", String::from_utf8_lossy(&output.stderr));
         }
-        let text = fs::read(&self.stats).with_context(|| self.stats.display().to_string())?;
-        serde_json::from_slice(&text).context("the statistics of shadowbell serve")
+        serde_json::from_slice(&output.stdout).context("the statistics of shadowbell serve")
     }
 
     /// Sends SIGTERM. The server must end soon with exit code 0.

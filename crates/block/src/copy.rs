@@ -2,7 +2,7 @@
 
 use crate::error::BlockError;
 use crate::locks::RangeGuard;
-use crate::operations::{Write, modify, read};
+use crate::operations::{Write, modify};
 use crate::queue::BlockQueue;
 use crate::range::Edge;
 use crate::stream::transfer;
@@ -36,31 +36,38 @@ impl CopyOrder {
     }
 }
 
-pub(crate) async fn copy(
-    queue: &BlockQueue,
-    from: u64,
-    to: u64,
-    len: u64,
-) -> Result<(), BlockError> {
-    queue.range(from, len)?;
-    let range = queue.range_to_change(to, len)?;
-    if from == to {
-        return Ok(());
+impl BlockQueue {
+    /// Copies `len` bytes from `from` to `to` by reading and writing. The ranges may overlap:
+    /// afterwards the destination has the content that the source had before.
+    ///
+    /// A concurrent write to a block of the source takes effect either before or after the copy of
+    /// that block, as with a read. Requests that overlap the destination are ordered as with a
+    /// write.
+    ///
+    /// # Errors
+    /// [`BlockError`]. Some of the bytes may have been copied; if source and destination overlap, a
+    /// part of the source may be overwritten.
+    pub async fn copy(&self, from: u64, to: u64, len: u64) -> Result<(), BlockError> {
+        self.range(from, len)?;
+        let range = self.range_to_change(to, len)?;
+        if from == to {
+            return Ok(());
+        }
+        let Some(guard) = self.lock(&range).await else { return Ok(()) };
+        let order = CopyOrder::of(from, to, len);
+        let whole = order.part(range.first_whole, range.end_whole);
+        // The partial blocks at the ends are copied before or after the whole blocks, according to the
+        // direction of the copy.
+        let before = |edge: &Edge| (edge.at < range.first_whole) != order.backward;
+        for edge in range.edges().filter(before) {
+            copy_edge(self, order, edge, &guard).await?;
+        }
+        copy_blocks(self, whole, &guard).await?;
+        for edge in range.edges().filter(|edge| !before(edge)) {
+            copy_edge(self, order, edge, &guard).await?;
+        }
+        Ok(())
     }
-    let Some(guard) = queue.lock(&range).await else { return Ok(()) };
-    let order = CopyOrder::of(from, to, len);
-    let whole = order.part(range.first_whole, range.end_whole);
-    // The partial blocks at the ends are copied before or after the whole blocks, according to the
-    // direction of the copy.
-    let before = |edge: &Edge| (edge.at < range.first_whole) != order.backward;
-    for edge in range.edges().filter(before) {
-        copy_edge(queue, order, edge, &guard).await?;
-    }
-    copy_blocks(queue, whole, &guard).await?;
-    for edge in range.edges().filter(|edge| !before(edge)) {
-        copy_edge(queue, order, edge, &guard).await?;
-    }
-    Ok(())
 }
 
 async fn copy_edge(
@@ -70,7 +77,7 @@ async fn copy_edge(
     guard: &Arc<RangeGuard>,
 ) -> Result<(), BlockError> {
     let mut bytes = vec![0; edge.len];
-    read(queue, edge.at - order.to + order.from, &mut bytes).await?;
+    queue.read(edge.at - order.to + order.from, &mut bytes).await?;
     modify(queue, edge, &bytes, false, guard).await
 }
 
@@ -90,7 +97,7 @@ async fn copy_blocks(
         let len = piece.min(order.len - done);
         let (from, to) = order.at(done, len);
         let data = memory.get_mut(..len as usize).ok_or(BlockError::Buffer)?;
-        read(queue, from, data).await?;
+        queue.read(from, data).await?;
         let mut parts = Write { offset: to, from: data, fua: false };
         transfer(queue, to, to + len, Some(guard), &mut parts).await?;
         done += len;

@@ -9,7 +9,7 @@
 //! | [`block_on`] | blocking execution, for threads that only wait for their request |
 //! | `engine` | requests in flight on a queue, including those whose futures were dropped |
 //! | `in_flight` | future of one request, with retries |
-//! | `operations` | read, write, compare, write zeroes, discard, flush; partial blocks |
+//! | `operations` | read, write, write zeroes, discard, flush; partial blocks |
 //! | `copy` | copy, by reading and writing |
 //! | `extents` | allocation status |
 //! | `stream` | splitting a range into requests, several of them in flight |
@@ -76,7 +76,6 @@ mod operations;
 mod options;
 mod queue;
 mod range;
-mod requests;
 mod shared;
 mod stream;
 mod waiting;

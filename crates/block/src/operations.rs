@@ -12,8 +12,6 @@ use shadowbell_memory::Segments;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Number of bytes that are copied from the buffer and compared in one step.
-const COMPARE_STEP: usize = 512;
 /// Largest part of a request with segments of the caller, in bytes. Every disk supports requests of
 /// this size.
 const SEGMENTS_STEP: usize = 1 << 20;
@@ -32,66 +30,141 @@ pub struct Zeroes {
     pub fast_only: bool,
 }
 
-pub(crate) async fn read(
-    queue: &BlockQueue,
-    offset: u64,
-    into: &mut [u8],
-) -> Result<(), BlockError> {
-    let range = queue.range(offset, into.len() as u64)?;
-    transfer(queue, range.start, range.end, None, &mut Read { offset, into }).await
-}
+impl BlockQueue {
+    /// Reads the bytes from `offset` on into all of `into`.
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub async fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
+        let range = self.range(offset, into.len() as u64)?;
+        transfer(self, range.start, range.end, None, &mut Read { offset, into }).await
+    }
 
-pub(crate) async fn write(
-    queue: &BlockQueue,
-    offset: u64,
-    from: &[u8],
-    fua: bool,
-) -> Result<(), BlockError> {
-    let range = queue.range_to_change(offset, from.len() as u64)?;
-    let Some(guard) = queue.lock(&range).await else { return Ok(()) };
-    let data = |at: u64| from.get((at - offset) as usize..).unwrap_or_default();
-    for edge in range.edges() {
-        modify(queue, edge, data(edge.at), fua, &guard).await?;
+    /// Writes all of `from` to the bytes from `offset` on. With `fua`, the bytes are durable when
+    /// the write completes.
+    ///
+    /// # Errors
+    /// [`BlockError`]; some of the bytes may have been written.
+    pub async fn write(&self, offset: u64, from: &[u8], fua: bool) -> Result<(), BlockError> {
+        let range = self.range_to_change(offset, from.len() as u64)?;
+        let Some(guard) = self.lock(&range).await else { return Ok(()) };
+        let data = |at: u64| from.get((at - offset) as usize..).unwrap_or_default();
+        for edge in range.edges() {
+            modify(self, edge, data(edge.at), fua, &guard).await?;
+        }
+        let mut parts = Write { offset, from, fua };
+        transfer(self, range.first_whole, range.end_whole, Some(&guard), &mut parts).await
     }
-    let mut parts = Write { offset, from, fua };
-    transfer(queue, range.first_whole, range.end_whole, Some(&guard), &mut parts).await
-}
 
-pub(crate) async fn read_to(
-    queue: &BlockQueue,
-    offset: u64,
-    mut data: Segments,
-) -> Result<Segments, BlockError> {
-    let len = data.len();
-    let range = queue.range(offset, len as u64)?;
-    if queue.is_whole(offset, len as u64) {
-        return run_with_segments(queue, Op::Read, offset, data, None).await;
+    /// Reads from `offset` on into all of `data`, which describes memory of the caller. Returns the
+    /// segments.
+    ///
+    /// # Errors
+    ///
+    /// [`BlockError`]; some of the bytes may have been read.
+    pub async fn read_to(&self, offset: u64, mut data: Segments) -> Result<Segments, BlockError> {
+        let len = data.len();
+        let range = self.range(offset, len as u64)?;
+        if self.is_whole(offset, len as u64) {
+            return run_with_segments(self, Op::Read, offset, data, None).await;
+        }
+        let mut parts = ReadTo { offset, into: &mut data };
+        transfer(self, range.start, range.end, None, &mut parts).await?;
+        Ok(data)
     }
-    let mut parts = ReadTo { offset, into: &mut data };
-    transfer(queue, range.start, range.end, None, &mut parts).await?;
-    Ok(data)
-}
 
-pub(crate) async fn write_from(
-    queue: &BlockQueue,
-    offset: u64,
-    data: Segments,
-    fua: bool,
-) -> Result<Segments, BlockError> {
-    let len = data.len();
-    let range = queue.range_to_change(offset, len as u64)?;
-    let Some(guard) = queue.lock(&range).await else { return Ok(data) };
-    if queue.is_whole(offset, len as u64) {
-        return run_with_segments(queue, Op::Write { fua }, offset, data, Some(guard)).await;
+    /// Writes all of `data`, which describes memory of the caller, to the bytes from `offset` on.
+    /// Returns the segments. `fua` is as for [`write`](Self::write).
+    ///
+    /// # Errors
+    ///
+    /// [`BlockError`]; some of the bytes may have been written.
+    pub async fn write_from(
+        &self,
+        offset: u64,
+        data: Segments,
+        fua: bool,
+    ) -> Result<Segments, BlockError> {
+        let len = data.len();
+        let range = self.range_to_change(offset, len as u64)?;
+        let Some(guard) = self.lock(&range).await else { return Ok(data) };
+        if self.is_whole(offset, len as u64) {
+            return run_with_segments(self, Op::Write { fua }, offset, data, Some(guard)).await;
+        }
+        for edge in range.edges() {
+            let mut bytes = vec![0; edge.len];
+            data.read_into((edge.at - offset) as usize, &mut bytes).ok_or(BlockError::Buffer)?;
+            modify(self, edge, &bytes, fua, &guard).await?;
+        }
+        let mut parts = WriteFrom { offset, from: &data, fua };
+        transfer(self, range.first_whole, range.end_whole, Some(&guard), &mut parts).await?;
+        Ok(data)
     }
-    for edge in range.edges() {
-        let mut bytes = vec![0; edge.len];
-        data.read_into((edge.at - offset) as usize, &mut bytes).ok_or(BlockError::Buffer)?;
-        modify(queue, edge, &bytes, fua, &guard).await?;
+
+    /// Zeroes `len` bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`BlockError`]; some of the bytes may have been zeroed.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, how: Zeroes) -> Result<(), BlockError> {
+        let range = self.range_to_change(offset, len)?;
+        let by_disk = self.device().write_zeroes.load(Ordering::Relaxed);
+        if how.fast_only && !by_disk {
+            return Err(BlockError::Unsupported { operation: "write zeroes" });
+        }
+        let Some(guard) = self.lock(&range).await else { return Ok(()) };
+        for edge in range.edges() {
+            // A block may be longer than `ZEROES`. Then a partial block is zeroed in several steps.
+            let mut edge = edge;
+            while edge.len > 0 {
+                let now = Edge { len: edge.len.min(ZEROES.len()), ..edge };
+                modify(self, now, &ZEROES, how.fua, &guard).await?;
+                edge = Edge { at: edge.at + now.len as u64, len: edge.len - now.len, ..edge };
+            }
+        }
+        let (start, end) = (range.first_whole, range.end_whole);
+        if by_disk {
+            let op = Op::WriteZeroes { deallocate: how.deallocate, fua: how.fua };
+            match run_without_data(self, op, start, end, &guard).await {
+                Err(BlockError::Disk(DiskError::Unsupported)) => {
+                    self.device().forget_write_zeroes();
+                    if how.fast_only {
+                        return Err(BlockError::Unsupported { operation: "write zeroes" });
+                    }
+                }
+                outcome => return outcome,
+            }
+        }
+        transfer(self, start, end, Some(&guard), &mut Fill { fua: how.fua }).await
     }
-    let mut parts = WriteFrom { offset, from: &data, fua };
-    transfer(queue, range.first_whole, range.end_whole, Some(&guard), &mut parts).await?;
-    Ok(data)
+
+    /// Discards the whole blocks within `len` bytes from `offset` on. Partial blocks at the ends
+    /// remain unchanged.
+    ///
+    /// # Errors
+    ///
+    /// [`BlockError::Unsupported`] if the disk cannot discard; other errors.
+    pub async fn discard(&self, offset: u64, len: u64) -> Result<(), BlockError> {
+        let range = self.range_to_change(offset, len)?;
+        if !self.geometry().discard {
+            return Err(BlockError::Unsupported { operation: "discard" });
+        }
+        let (start, end) = (range.first_whole, range.end_whole);
+        if start >= end {
+            return Ok(());
+        }
+        let guard = Arc::new(self.device().locks.acquire(start, end, false).await);
+        run_without_data(self, Op::Discard, start, end, &guard).await
+    }
+
+    /// Makes all writes durable that have completed on any queue.
+    ///
+    /// # Errors
+    ///
+    /// [`BlockError`].
+    pub async fn flush(&self) -> Result<(), BlockError> {
+        let request = Request { op: Op::Flush, offset: 0, len: 0 };
+        self.request(request, Data::NONE, None).await.map(drop)
+    }
 }
 
 /// Transfers whole blocks directly between the disk and memory of the caller.
@@ -128,72 +201,6 @@ fn segments_of(data: Data) -> Result<Segments, BlockError> {
         Data::Segments(segments) => Ok(segments),
         Data::Buffer(_) => Err(BlockError::Buffer),
     }
-}
-
-pub(crate) async fn write_zeroes(
-    queue: &BlockQueue,
-    offset: u64,
-    len: u64,
-    how: Zeroes,
-) -> Result<(), BlockError> {
-    let range = queue.range_to_change(offset, len)?;
-    let by_disk = queue.device().write_zeroes.load(Ordering::Relaxed);
-    if how.fast_only && !by_disk {
-        return Err(BlockError::Unsupported { operation: "write zeroes" });
-    }
-    let Some(guard) = queue.lock(&range).await else { return Ok(()) };
-    for edge in range.edges() {
-        // A block may be longer than `ZEROES`. Then a partial block is zeroed in several steps.
-        let mut edge = edge;
-        while edge.len > 0 {
-            let now = Edge { len: edge.len.min(ZEROES.len()), ..edge };
-            modify(queue, now, &ZEROES, how.fua, &guard).await?;
-            edge = Edge { at: edge.at + now.len as u64, len: edge.len - now.len, ..edge };
-        }
-    }
-    let (start, end) = (range.first_whole, range.end_whole);
-    if by_disk {
-        let op = Op::WriteZeroes { deallocate: how.deallocate, fua: how.fua };
-        match run_without_data(queue, op, start, end, &guard).await {
-            Err(BlockError::Disk(DiskError::Unsupported)) => {
-                queue.device().forget_write_zeroes();
-                if how.fast_only {
-                    return Err(BlockError::Unsupported { operation: "write zeroes" });
-                }
-            }
-            outcome => return outcome,
-        }
-    }
-    transfer(queue, start, end, Some(&guard), &mut Fill { fua: how.fua }).await
-}
-
-pub(crate) async fn discard(queue: &BlockQueue, offset: u64, len: u64) -> Result<(), BlockError> {
-    let range = queue.range_to_change(offset, len)?;
-    if !queue.geometry().discard {
-        return Err(BlockError::Unsupported { operation: "discard" });
-    }
-    let (start, end) = (range.first_whole, range.end_whole);
-    if start >= end {
-        return Ok(());
-    }
-    let guard = Arc::new(queue.device().locks.acquire(start, end, false).await);
-    run_without_data(queue, Op::Discard, start, end, &guard).await
-}
-
-pub(crate) async fn compare(
-    queue: &BlockQueue,
-    offset: u64,
-    with: &[u8],
-) -> Result<bool, BlockError> {
-    let range = queue.range(offset, with.len() as u64)?;
-    let mut parts = Compare { offset, with, equal: true };
-    transfer(queue, range.start, range.end, None, &mut parts).await?;
-    Ok(parts.equal)
-}
-
-pub(crate) async fn flush(queue: &BlockQueue) -> Result<(), BlockError> {
-    let request = Request { op: Op::Flush, offset: 0, len: 0 };
-    queue.request(request, Data::NONE, None).await.map(drop)
 }
 
 /// Read-modify-write of a partial block, which the caller has locked exclusively.
@@ -334,38 +341,6 @@ impl Parts for Fill {
     }
 
     fn drain(&mut self, _: u64, _: usize, _: &Buffer) -> Result<(), BlockError> {
-        Ok(())
-    }
-}
-
-struct Compare<'a> {
-    offset: u64,
-    with: &'a [u8],
-    equal: bool,
-}
-
-impl Parts for Compare<'_> {
-    fn op(&self) -> Op {
-        Op::Read
-    }
-
-    fn fill(&mut self, _: u64, _: usize, _: &mut Buffer) -> Result<(), BlockError> {
-        Ok(())
-    }
-
-    fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError> {
-        if !self.equal {
-            return Ok(());
-        }
-        let (mut here, there, count) = overlap(at, len, self.offset, self.with.len());
-        let with = self.with.get(there..there + count).ok_or(BlockError::Buffer)?;
-        let mut bytes = [0; COMPARE_STEP];
-        for part in with.chunks(COMPARE_STEP) {
-            let bytes = bytes.get_mut(..part.len()).ok_or(BlockError::Buffer)?;
-            fits(buffer.copy_to(here, bytes))?;
-            self.equal &= bytes == part;
-            here += part.len();
-        }
         Ok(())
     }
 }

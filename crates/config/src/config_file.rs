@@ -39,8 +39,6 @@ struct File {
     trace_records: Option<Spanned<u32>>,
     #[serde(default)]
     measure: bool,
-    stats_json: Option<PathBuf>,
-    stats_socket: Option<PathBuf>,
     name: Option<Spanned<String>>,
     control_socket: Option<PathBuf>,
     socket_mode: Option<Spanned<String>>,
@@ -339,8 +337,6 @@ impl Check<'_> {
             pool,
             trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
             measure: file.measure,
-            stats_json: file.stats_json,
-            stats_socket: file.stats_socket,
             control: SocketPath { name, path: file.control_socket },
             default_name: String::new(),
             metrics: file.metrics,

@@ -33,10 +33,6 @@ pub struct ServerConfig {
     pub trace: Option<(PathBuf, u32)>,
     /// Latency measurement by namespace.
     pub measure: bool,
-    /// Statistics file.
-    pub stats_json: Option<PathBuf>,
-    /// Statistics socket for `top`.
-    pub stats_socket: Option<PathBuf>,
     /// Name and path for the control socket.
     pub control: SocketPath,
     /// Name of the server if none is configured.

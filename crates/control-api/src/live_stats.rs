@@ -1,18 +1,13 @@
-//! Statistics protocol between a running server and `shadowbell top`: the request is a line, the
-//! answer is a [`Snapshot`] as a line of JSON.
+//! Statistics that `shadowbell top` reads from a running server: a [`Snapshot`] as JSON.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::latency_stats::{Distribution, NamespaceLatency};
 use shadowbell_controller::{Controller, Stats};
 use utoipa::ToSchema;
 
-/// Version of the snapshot's format.
-pub const VERSION: u32 = 1;
 /// Statistics of all controllers at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Snapshot {
-    /// Version of the snapshot format.
-    pub version: u32,
     /// Time in nanoseconds since the server began.
     pub at_ns: u64,
     /// Controllers in the order of the configuration.

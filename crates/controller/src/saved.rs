@@ -42,9 +42,8 @@ pub enum Death {
 impl SavedController {
     /// Namespaces in ascending order of NSID.
     pub fn namespaces(&self) -> impl Iterator<Item = SeenNamespace> {
-        // Snapshots without NSIDs number the namespaces from 1.
-        (1..).zip(&self.shape.namespaces).map(|(at, ns)| SeenNamespace {
-            nsid: if ns.nsid == 0 { at } else { ns.nsid },
+        self.shape.namespaces.iter().map(|ns| SeenNamespace {
+            nsid: ns.nsid,
             uuid: ns.uuid,
             blocks: ns.blocks,
             read_only: ns.read_only,
@@ -109,34 +108,16 @@ impl SavedShape {
             (self.mdts == other.mdts, "transfer limit"),
             (self.shadow_doorbells == other.shadow_doorbells, "shadow doorbell support"),
             (self.mapped_doorbells == other.mapped_doorbells, "doorbell mode"),
-            (self.has_namespaces_of(other), "set of namespaces"),
+            (self.namespaces == other.namespaces, "set of namespaces"),
         ]
         .into_iter()
         .find_map(|(is_same, what)| (!is_same).then_some(what))
     }
 }
 
-impl SavedShape {
-    fn has_namespaces_of(&self, other: &Self) -> bool {
-        // Snapshots without NSIDs number the namespaces from 1.
-        let nsid = |at: u32, ns: &SavedNamespace| if ns.nsid == 0 { at } else { ns.nsid };
-        let numbered = |namespaces: &[SavedNamespace]| -> Vec<_> {
-            (1..).zip(namespaces).map(|(at, ns)| (nsid(at, ns), ns.clone())).collect()
-        };
-        let same = |(a, b): (&(u32, SavedNamespace), &(u32, SavedNamespace))| {
-            let (nsid, namespace) = b;
-            a.0 == *nsid && a.1 == SavedNamespace { nsid: a.1.nsid, ..namespace.clone() }
-        };
-        let (ours, theirs) = (numbered(&self.namespaces), numbered(&other.namespaces));
-        ours.len() == theirs.len() && ours.iter().zip(&theirs).all(same)
-    }
-}
-
 /// Host-visible configuration of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SavedNamespace {
-    /// NSID, 0 in snapshots that number the namespaces from 1.
-    #[serde(default)]
     pub(crate) nsid: u32,
     pub(crate) uuid: [u8; 16],
     pub(crate) blocks: u64,
@@ -232,9 +213,7 @@ pub(crate) struct SavedFeatures {
     pub(crate) write_cache: bool,
     pub(crate) queues: Option<u32>,
     pub(crate) coalescing: u32,
-    /// True if the host has set Interrupt Coalescing. In snapshots of older versions, a nonzero
-    /// value means the same.
-    #[serde(default)]
+    /// True if the host has set Interrupt Coalescing.
     pub(crate) coalescing_chosen: bool,
     pub(crate) coalescing_disabled: Vec<u16>,
     pub(crate) write_atomicity: u32,
@@ -255,8 +234,7 @@ pub(crate) struct SavedFeatures {
 impl SavedFeatures {
     /// Interrupt Coalescing, if the host has set it.
     pub(crate) fn coalescing(&self) -> Option<InterruptCoalescing> {
-        let is_set = self.coalescing_chosen || self.coalescing != 0;
-        is_set.then(|| InterruptCoalescing::from_bits(self.coalescing))
+        self.coalescing_chosen.then(|| InterruptCoalescing::from_bits(self.coalescing))
     }
 }
 

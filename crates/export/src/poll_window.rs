@@ -1,5 +1,6 @@
 //! Adaptive polling time of a thread before it sleeps.
 
+use shadowbell_memory::AdaptivePoll;
 use std::time::{Duration, Instant};
 
 /// Number of passes without work between two readings of the clock.
@@ -7,15 +8,12 @@ const PASSES: u32 = 64;
 /// Time of polling without work after which the thread yields the processor. A client that also
 /// polls would have sent more requests in this time.
 const POLITE_AFTER: Duration = Duration::from_micros(5);
-/// First polling time after a sleep that was shorter than the limit.
-const FIRST: Duration = Duration::from_micros(8);
 
 /// Polling time that grows while work arrives soon after the start of a sleep, and shrinks
 /// otherwise.
 #[derive(Debug)]
 pub(crate) struct PollWindow {
-    most: Duration,
-    window: Duration,
+    poll: AdaptivePoll,
     passes: u32,
     since: Instant,
 }
@@ -23,7 +21,11 @@ pub(crate) struct PollWindow {
 impl PollWindow {
     /// Creates the state. The polling time is at most `most`.
     pub(crate) fn new(most: Duration) -> Self {
-        Self { most, window: FIRST.min(most), passes: 0, since: Instant::now() }
+        Self {
+            poll: AdaptivePoll::new(most, AdaptivePoll::FIRST),
+            passes: 0,
+            since: Instant::now(),
+        }
     }
 
     /// Records that a pass found work.
@@ -35,7 +37,7 @@ impl PollWindow {
     /// True if the thread should poll once more before a sleep. Called after a pass without work.
     #[inline]
     pub(crate) fn looks_again(&mut self) -> bool {
-        if self.window.is_zero() {
+        if self.poll.window().is_zero() {
             return false;
         }
         std::hint::spin_loop();
@@ -50,7 +52,7 @@ impl PollWindow {
     /// read after each pass, because a system call takes longer than the clock.
     #[cfg(any(feature = "nbd", feature = "fuse"))]
     pub(crate) fn looks_again_by_call(&mut self) -> bool {
-        if self.window.is_zero() {
+        if self.poll.window().is_zero() {
             return false;
         }
         self.passes += 1;
@@ -65,7 +67,7 @@ impl PollWindow {
             return true;
         }
         let waited = now.saturating_duration_since(self.since);
-        if waited >= self.window {
+        if waited >= self.poll.window() {
             return false;
         }
         if waited > POLITE_AFTER {
@@ -77,13 +79,7 @@ impl PollWindow {
     /// Adapts the polling time to the duration of a sleep.
     pub(crate) fn slept(&mut self, time: Duration) {
         self.passes = 0;
-        self.window = if time < self.most {
-            (self.window * 2).max(FIRST).min(self.most)
-        } else if self.window > FIRST {
-            self.window / 2
-        } else {
-            Duration::ZERO
-        };
+        self.poll.slept(time);
     }
 }
 
@@ -101,7 +97,7 @@ mod tests {
         for _ in 0..5 {
             window.slept(MOST / 2);
         }
-        assert_eq!(window.window, MOST);
+        assert_eq!(window.poll.window(), MOST);
         for _ in 0..4 {
             window.slept(MOST * 2);
         }

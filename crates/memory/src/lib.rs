@@ -31,6 +31,7 @@
 mod readme {}
 
 mod abort;
+mod adaptive_poll;
 mod bit_bucket;
 mod copy;
 mod dirty;
@@ -59,6 +60,7 @@ mod trim;
 mod yield_backoff;
 
 pub use abort::{AbortOnPanic, contain_panic, is_panic_contained};
+pub use adaptive_poll::AdaptivePoll;
 pub use copy::goes_past_caches;
 pub use dirty::DirtyLog;
 pub use dma::{DmaSpace, DmaTable, View, ViewWatch};

@@ -2,10 +2,9 @@
 
 use crate::exit::bad_input;
 use anyhow::Context;
-use rustix::fs::OFlags;
 use std::fs::{File, Permissions};
-use std::io::{self, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 /// Directory of a file, in which its replacement is created.
@@ -37,29 +36,4 @@ pub fn replace<T>(
     };
     keep().with_context(name).map_err(bad_input)?;
     Ok(outcome)
-}
-
-/// Writes `bytes` to a temporary file and renames it to `path`, without a sync. If `path` is no
-/// regular file (a symbolic link, a pipe, `/dev/stdout`), `bytes` are written to it in place.
-///
-/// # Errors
-/// Errors of the file system; a regular file is unchanged then.
-pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    if std::fs::symlink_metadata(path).is_ok_and(|about| !about.is_file()) {
-        let mut options = File::options();
-        // Does not wait for the reader of a pipe.
-        let nonblock = OFlags::NONBLOCK.bits().cast_signed();
-        let file = options.write(true).truncate(true).custom_flags(nonblock).open(path);
-        return file?.write_all(bytes);
-    }
-    // A new file with an unpredictable name: in a directory that others can write to, a predictable
-    // name could be a symbolic link planted by another user.
-    let mut draft = tempfile::Builder::new()
-        .prefix(path.file_name().unwrap_or_default())
-        .suffix(".tmp")
-        .permissions(Permissions::from_mode(0o644))
-        .tempfile_in(directory_of(path))?;
-    draft.write_all(bytes)?;
-    draft.persist(path).map_err(|error| error.error)?;
-    Ok(())
 }

@@ -1,7 +1,7 @@
 //! Command line of `serve`.
 
+use super::sandbox;
 use super::worker_link::Role;
-use super::{sandbox, stats_file};
 use anyhow::{Context, anyhow};
 use shadowbell_config::config_file;
 use shadowbell_config::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
@@ -64,14 +64,6 @@ pub struct Args {
     /// Measure command latency by namespace, for `/metrics` and `shadowbell top`
     #[arg(long)]
     measure: bool,
-
-    /// Write statistics to this file, at the end and on SIGUSR1
-    #[arg(long, value_name = "FILE")]
-    stats_json: Option<PathBuf>,
-
-    /// Path of a statistics socket, for `shadowbell top` of the same user
-    #[arg(long, value_name = "PATH")]
-    stats_socket: Option<PathBuf>,
 
     /// Path of the control socket, for `shadowbell ctl` [default:
     /// /run/shadowbell/NAME/control.sock, or below $XDG_RUNTIME_DIR for a user other than root]
@@ -178,8 +170,6 @@ A configuration file:
 
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines are optional
   measure = true                             # command latency, for `/metrics` and `top`
-  stats-json = \"/run/shadowbell.json\"
-  stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
   name = \"vms\"                               # for `shadowbell ctl --server vms`
   control-socket = \"/run/vms.control\"        # path of the control socket
   socket-mode = \"0660\"                      # of the controllers' sockets
@@ -317,8 +307,6 @@ impl Args {
                 pool: self.pool.options()?,
                 trace: None,
                 measure: false,
-                stats_json: None,
-                stats_socket: None,
                 control: SocketPath::default(),
                 default_name: String::new(),
                 metrics: None,
@@ -330,8 +318,6 @@ impl Args {
         };
         config.trace = trace.or(config.trace);
         config.measure |= self.measure;
-        config.stats_json = self.stats_json.or(config.stats_json);
-        config.stats_socket = self.stats_socket.or(config.stats_socket);
         config.default_name = default_name;
         config.metrics = self.metrics.or(config.metrics);
         let SocketAccess { mode, group } = config.socket_access;
@@ -340,10 +326,6 @@ impl Args {
         let SocketPath { name, path } = config.control;
         config.control =
             SocketPath { name: self.name.or(name), path: self.control_socket.or(path) };
-        if let Some(path) = &config.stats_json {
-            let checked = check_output(path).and_then(|()| stats_file::check(path));
-            checked.context("--stats-json").map_err(bad_input)?;
-        }
         if let Some((path, _)) = &config.trace {
             let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
             checked.context("--trace").map_err(bad_input)?;

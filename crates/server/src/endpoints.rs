@@ -1,9 +1,7 @@
-//! Management endpoints: control socket and statistics socket. Both stop together before a
-//! handover to another process, and start together.
+//! Management endpoint: the control socket. It stops before a handover to another process.
 
 use super::control::{ControlSocket, Resting, ServerState};
 use super::server::Server;
-use super::stats_socket::{self, RestingStats, StatsSocket};
 use super::transfer;
 use super::worker_link::Asker;
 use parking_lot::Mutex;
@@ -17,14 +15,12 @@ use tracing::{info, warn};
 
 /// Sockets of the endpoints while no thread serves them.
 pub(super) struct Endpoints {
-    stats: Option<RestingStats>,
     /// `None` if the previous process had no control socket.
     control: Option<Resting>,
 }
 
 /// Threads that serve the endpoints.
 pub(super) struct RunningEndpoints {
-    stats: Option<StatsSocket>,
     control: Option<ControlSocket>,
 }
 
@@ -48,24 +44,15 @@ impl Endpoints {
         config: &ServerConfig,
         supervisor_pid: Option<u32>,
     ) -> anyhow::Result<Self> {
-        let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
-        Ok(Self {
-            stats: stats.map(RestingStats::new),
-            control: Some(listen_control(config, supervisor_pid)?),
-        })
+        Ok(Self { control: Some(listen_control(config, supervisor_pid)?) })
     }
 
     /// Creates the sockets for recovery after a crash. Errors are logged, and guests are still
     /// served.
     pub(super) fn listen_again(config: &ServerConfig, supervisor_pid: Option<u32>) -> Self {
-        let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose();
-        let stats = stats.unwrap_or_else(|why| {
-            warn!("there is no statistics socket: {why:#}");
-            None
-        });
         let control = listen_control(config, supervisor_pid)
             .inspect_err(|why| warn!("there is no control socket: {why:#}"));
-        Self { stats: stats.map(RestingStats::new), control: control.ok() }
+        Self { control: control.ok() }
     }
 
     /// Serializes the sockets for another process.
@@ -73,10 +60,6 @@ impl Endpoints {
     /// # Errors
     /// The descriptor limit is reached.
     pub(super) fn save(&self, parcel: &mut Parcel) -> anyhow::Result<()> {
-        if let Some(stats) = &self.stats {
-            let saved = stats.save(parcel.descriptors())?;
-            parcel.add(transfer::STATS, false, &saved)?;
-        }
         if let Some(control) = &self.control {
             let saved = control.save(parcel.descriptors())?;
             parcel.add(transfer::CONTROL, false, &saved)?;
@@ -89,18 +72,13 @@ impl Endpoints {
     /// # Errors
     /// The serialized form is invalid.
     pub(super) fn restore(parcel: &mut Parcel) -> anyhow::Result<Self> {
-        let stats = parcel.take(transfer::STATS)?;
-        let stats = stats.map(|saved| RestingStats::restore(saved, parcel.descriptors()));
         let control = parcel.take(transfer::CONTROL)?;
         let control = control.map(|saved| Resting::restore(saved, parcel.descriptors()));
-        Ok(Self { stats: stats.transpose()?, control: control.transpose()? })
+        Ok(Self { control: control.transpose()? })
     }
 
     /// Drops the sockets without removing their files: another process serves them.
     pub(super) fn leave(self) {
-        if let Some(stats) = self.stats {
-            stats.leave();
-        }
         if let Some(control) = self.control {
             control.leave();
         }
@@ -122,7 +100,6 @@ impl Endpoints {
             Some(control) => Ok(control),
             None => listen_control(config, powers.supervisor_pid),
         };
-        let stats = self.stats.map(|stats| StatsSocket::start(stats, server)).transpose()?;
         let control = match control {
             Ok(control) => start_control(control, server, config, powers)?,
             Err(why) => {
@@ -130,7 +107,7 @@ impl Endpoints {
                 None
             }
         };
-        Ok(RunningEndpoints { stats, control })
+        Ok(RunningEndpoints { control })
     }
 }
 
@@ -171,9 +148,6 @@ impl RunningEndpoints {
     /// Stops the threads and returns their sockets.
     pub(super) fn rest(self) -> Endpoints {
         // A thread that has panicked returns `None`; the panic ends the process.
-        Endpoints {
-            control: self.control.and_then(ControlSocket::rest),
-            stats: self.stats.and_then(StatsSocket::rest),
-        }
+        Endpoints { control: self.control.and_then(ControlSocket::rest) }
     }
 }

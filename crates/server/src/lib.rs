@@ -19,8 +19,7 @@
 //! | `event` | queue of controller events for the log |
 //! | `event_log` | log lines for events of guests |
 //! | `launch_hint` | command-line arguments for QEMU, Cloud Hypervisor and SPDK |
-//! | `stats_file` | statistics as a JSON file |
-//! | `stats_socket` | statistics for `top` |
+//! | `stats_report` | statistics for the control socket and the log |
 //! | `reactor_thread` | thread that serves the vfio-user sockets |
 //! | `by_recovery` | upgrade by recovery in the new process |
 //! | `hand_over`, `take_over` | upgrade with a handover of all controllers at once |
@@ -39,9 +38,8 @@
 //!
 //! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines
 //! for events; one that writes the log, so that a blocked terminal cannot block a guest (see
-//! `shadowbell_process::log_thread`); one for the statistics socket, if there is one; one for the control
-//! socket; one that polls disks for new sizes; and the main thread, which waits for signals.
-//! Without clients none of them has a timer.
+//! `shadowbell_process::logging`); one for the control socket; one that polls disks for new sizes;
+//! and the main thread, which waits for signals. Without clients none of them has a timer.
 #![forbid(unsafe_code)]
 
 mod ana;
@@ -77,8 +75,7 @@ mod resize_watch;
 mod sandbox;
 mod server;
 mod startup_timing;
-mod stats_file;
-mod stats_socket;
+mod stats_report;
 mod take_over;
 mod tracer;
 mod transfer;
@@ -264,7 +261,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     faults.attempt();
     let mut watchdog = Liveness::wanted(link);
     let is_left = loop {
-        match wait(&mut signals, link, &mut watchdog, &server, &config, reload.as_ref())? {
+        match wait(&mut signals, link, &mut watchdog, &server, reload.as_ref())? {
             End::Asked => break false,
             End::Left => break true,
             End::Successor(link, packet) => {
@@ -284,7 +281,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     drop(answering.map(RunningEndpoints::rest));
     let outcome = server.stop();
     drop(event_log);
-    report(&config, &server);
+    report(&server);
     #[cfg(feature = "faults")]
     injected.report();
     let is_kept = server.flush();
@@ -326,7 +323,6 @@ fn wait<'a>(
     link: Option<&'a WorkerLink>,
     liveness: &mut Liveness,
     server: &Server,
-    config: &ServerConfig,
     reload: Option<&Arc<Reload>>,
 ) -> io::Result<End<'a>> {
     let reload = |done: Box<dyn FnOnce(&str) + Send>| {
@@ -344,7 +340,7 @@ fn wait<'a>(
                 notify::tell(&notify::reloading());
                 reload(Box::new(|outcome| notify::tell(&notify::ready(outcome))));
             }
-            Wake::Signal(_) => report(config, server),
+            Wake::Signal(_) => report(server),
             Wake::Readable => {
                 let Some(link) = link else { continue };
                 let Some(packet) = link.hear() else {
@@ -355,7 +351,7 @@ fn wait<'a>(
                 };
                 match packet.letter {
                     to_worker::END => return Ok(End::Asked),
-                    to_worker::REPORT => report(config, server),
+                    to_worker::REPORT => report(server),
                     to_worker::READ => {
                         let link = link.clone();
                         reload(Box::new(move |outcome| link.say(to_supervisor::READ, outcome)));
@@ -415,14 +411,7 @@ fn can_move(server: &Server) -> bool {
     server.registry().count() != 0 && server.changes().kept().is_some_and(|kept| kept.holds_all())
 }
 
-/// Writes the statistics to the configured file, or to the log.
-fn report(config: &ServerConfig, server: &Server) {
-    let report = stats_file::Report::of(&server.controllers());
-    match &config.stats_json {
-        Some(path) => match stats_file::write(path, &report) {
-            Ok(()) => debug!("statistics are in {}", path.display()),
-            Err(error) => error!("cannot write statistics to {}: {error}", path.display()),
-        },
-        None => info!("{report}"),
-    }
+/// Writes the statistics to the log.
+fn report(server: &Server) {
+    info!("{}", stats_report::Report::of(&server.controllers()));
 }

@@ -5,9 +5,8 @@ use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::trace::TraceFile;
-use shadowbell_process::atomic_file;
 use shadowbell_supervisor::path_protocol::{
-    COUNTERS, DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
+    DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
     PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
     path_of,
 };
@@ -171,16 +170,6 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
     let packet = ask(&broker.socket.lock(), METRICS, "", None).map_err(Refusal::into_error)?;
     let address = packet.text().parse().map_err(|_| nonsense())?;
     Ok((packet.fd().ok_or_else(nonsense)?.into(), address))
-}
-
-/// Writes the statistics file.
-///
-/// # Errors
-/// The file cannot be written.
-pub(super) fn write_counters(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let Some(broker) = BROKER.get() else { return atomic_file::write(path, bytes) };
-    let memory = memory(bytes)?;
-    ask(&broker.socket.lock(), COUNTERS, "", Some(&memory)).map(drop).map_err(Refusal::into_error)
 }
 
 /// Creates the file of a new trace at `path`. With `keep`, the previous file is renamed.

@@ -30,8 +30,6 @@ pub(super) const SERVED: &str = "serve";
 pub(super) const ASKED: &str = "asked";
 /// Section with the limits of groups, which accompanies [`ASKED`].
 pub(super) const GROUPS: &str = "limit-groups";
-/// Section of the statistics socket.
-pub(super) const STATS: &str = "stats-socket";
 /// Section of the control socket.
 pub(super) const CONTROL: &str = "control-socket";
 

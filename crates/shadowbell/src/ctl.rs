@@ -107,7 +107,7 @@ enum What {
     ///
     /// After a change, the command waits for commands in flight to end.
     Ana(AnaArgs),
-    /// Show all statistics, in JSON as in `serve --stats-json`
+    /// Show all statistics, in JSON
     Stats,
     /// Record every decision about a doorbell for `shadowbell trace`, or show the state of this
     Trace {

@@ -10,26 +10,18 @@ use serde_json::json;
 use shadowbell_config::parse;
 use shadowbell_control_api::client::Client;
 use shadowbell_control_api::discovery;
-use shadowbell_control_api::live_stats::{Snapshot, VERSION};
+use shadowbell_control_api::live_stats::Snapshot;
 use shadowbell_process::exit::{self, bad_input};
 use shadowbell_process::output::Output;
 use shadowbell_process::table::Table;
 use std::collections::BTreeMap;
-use std::io::{self, BufRead, BufReader, ErrorKind, IsTerminal, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Longest answer that is read, in bytes: room for more controllers than a process can have.
-const MAX_ANSWER: u64 = 64 << 20;
 /// Path of the statistics on a control socket.
 const SNAPSHOT: &str = "/v1/snapshot";
-/// Request on a statistics socket. A server of another protocol recognizes this line as invalid at
-/// once.
-const QUESTION: &[u8] = b"shadowbell top asks\n";
-/// Time limit of an answer. The server waits up to a second for each busy controller.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Show live statistics of the controllers of running servers
 ///
@@ -42,9 +34,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// quits, the arrow keys scroll, `d` shows the doorbells. Otherwise, lines are appended.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Server: its name, the socket of a controller, its control socket, or the socket of
-    /// `shadowbell serve --stats-socket` [default: all servers with a control socket in the usual
-    /// directory]
+    /// Server: its name, the socket of a controller, or its control socket [default: all servers
+    /// with a control socket in the usual directory]
     #[arg(value_name = "SERVER")]
     pub server: Option<String>,
     /// Update interval: 1, 500ms
@@ -144,8 +135,6 @@ type Looks = BTreeMap<String, Snapshot>;
 
 /// Source of snapshots.
 enum Source {
-    /// Statistics socket (`serve --stats-socket`).
-    Counters(Server),
     /// Control socket.
     Control(Client),
     /// Control sockets of all servers in a directory.
@@ -162,24 +151,16 @@ impl Source {
         if let Some((client, _)) = discovery::owner(path) {
             return Ok(Self::Control(client));
         }
-        let mut server = Server::connect(path)?;
-        let error = match server.ask() {
-            Ok(_) => return Ok(Self::Counters(server)),
-            Err(error) => error,
-        };
-        let control = Client::new(path);
-        if control.get::<Snapshot>(SNAPSHOT).is_ok() {
-            return Ok(Self::Control(control));
-        }
-        Err(bad_input(error.context(format!(
-            "{}: neither a control socket nor a statistics socket of `shadowbell serve`",
-            path.display()
-        ))))
+        let client = Client::new(path);
+        client.get::<Snapshot>(SNAPSHOT).map_err(|error| {
+            let text = format!("{}: not a control socket of `shadowbell serve`", path.display());
+            bad_input(error.context(text))
+        })?;
+        Ok(Self::Control(client))
     }
 
     fn look(&mut self) -> anyhow::Result<Looks> {
         match self {
-            Self::Counters(server) => Ok(Looks::from([(String::new(), server.ask()?)])),
             Self::Control(client) => Ok(Looks::from([(String::new(), client.get(SNAPSHOT)?)])),
             Self::Directory(directory) => {
                 let servers = discovery::running(directory).into_iter();
@@ -197,47 +178,6 @@ impl Source {
                 }
                 Ok(looks)
             }
-        }
-    }
-}
-
-struct Server(BufReader<UnixStream>);
-
-impl Server {
-    fn connect(path: &Path) -> anyhow::Result<Self> {
-        let stream = UnixStream::connect(path).map_err(|error| {
-            let why = match error.kind() {
-                ErrorKind::NotFound => format!(
-                    "no such socket; `shadowbell serve ... --stats-socket {}` creates one",
-                    path.display()
-                ),
-                ErrorKind::ConnectionRefused => "no server listens on this socket".into(),
-                _ => error.to_string(),
-            };
-            bad_input(anyhow!("{}: {why}", path.display()))
-        })?;
-        stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-        stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-        Ok(Self(BufReader::new(stream)))
-    }
-
-    fn ask(&mut self) -> anyhow::Result<Snapshot> {
-        // Only the text of the error is kept: a broken pipe in its source would be taken for one
-        // of this program's output (see `exit`).
-        let line = self.exchange().map_err(|error| anyhow!("{error}"))?;
-        let snapshot: Snapshot = serde_json::from_str(&line)?;
-        if snapshot.version != VERSION {
-            return Err(anyhow!("the server is of another version"));
-        }
-        Ok(snapshot)
-    }
-
-    fn exchange(&mut self) -> io::Result<String> {
-        self.0.get_mut().write_all(QUESTION)?;
-        let mut line = String::new();
-        match self.0.by_ref().take(MAX_ANSWER).read_line(&mut line)? {
-            0 => Err(io::Error::other("the server closed the connection")),
-            _ => Ok(line),
         }
     }
 }

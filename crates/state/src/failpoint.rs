@@ -82,23 +82,6 @@ points! {
     Committed = "committed",
     /// The next process of an upgrade has restored the state.
     TakenIn = "taken-in",
-    /// A vhost-user device has taken a request from the available ring.
-    RequestTaken = "request-taken",
-    /// The number of a vhost-user request is stored.
-    RequestNumbered = "request-numbered",
-    /// A vhost-user request is marked as in flight.
-    RequestMarked = "request-marked",
-    /// The disk has completed a vhost-user request, and the guest's memory has its data and
-    /// status.
-    RequestEnded = "request-ended",
-    /// A vhost-user request is first in the list of answered requests.
-    RequestListed = "request-listed",
-    /// A vhost-user request is in the used ring.
-    RequestUsed = "request-used",
-    /// The in-flight mark of a vhost-user request is cleared.
-    RequestFreed = "request-freed",
-    /// The index of the used ring is stored.
-    RequestAnswered = "request-answered",
     /// Controllers move to the next process one by one. The supervisor has recorded that the
     /// upgrade cannot be reverted.
     Moving = "moving",
@@ -113,9 +96,9 @@ points! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WrongOrder {
-    /// Journal records (or in-flight marks) are freed before their completions are posted.
+    /// Journal records are freed before their completions are posted.
     FreedBeforePosted,
-    /// The completion queue tail is stored before journal records (or in-flight marks) are freed.
+    /// The completion queue tail is stored before journal records are freed.
     StoredBeforeFreed,
     /// Recovery does not wait for the in-flight commands of the dead process.
     NoFence,

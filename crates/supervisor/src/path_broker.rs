@@ -10,8 +10,8 @@
 use super::log::log_line;
 use super::open_broker::working;
 use crate::path_protocol::{
-    COUNTERS, DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, MOST, Made, NO_SOCKET, NoSocket, PAIR,
-    PLACES, PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
+    DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, MOST, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
+    PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
     path_of,
 };
 use crate::protocol::{self, Packet};
@@ -22,7 +22,6 @@ use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::trace::TraceFile;
-use shadowbell_process::atomic_file;
 use shadowbell_vfio_user::server::{BindError, Listener, remove_socket};
 use std::ffi::OsString;
 use std::fs::{DirBuilder, File, Permissions};
@@ -175,13 +174,6 @@ impl PathBroker {
                     return Err(Errno::ACCESS.into());
                 }
                 Ok(nothing(std::fs::remove_dir(path)?))
-            }
-            COUNTERS => {
-                let (Some(path), Some(memory)) = (&places.counters, packet.fd()) else {
-                    return Err(Errno::ACCESS.into());
-                };
-                let bytes = contents(memory.as_fd())?;
-                Ok(nothing(atomic_file::write(&path_of(&path.0), &bytes)?))
             }
             TRACE => {
                 let path = places.trace.as_ref().ok_or(Errno::ACCESS)?;
@@ -346,7 +338,6 @@ mod tests {
             directories: vec![bytes_of(&at("sockets"))],
             control: Some(bytes_of(&at("run"))),
             mode: Some(0o640),
-            counters: Some(bytes_of(&at("counters"))),
             ..PathPermissions::default()
         };
         let places = serde_json::to_string(&places).unwrap();
@@ -381,8 +372,6 @@ mod tests {
             assert_eq!(worker.ask(REMOVE_DIRECTORY, at(name), None).letter, ERRNO, "{name}");
             assert!(at(name).exists());
         }
-        assert_eq!(worker.ask(COUNTERS, "", Some("{}")).letter, DONE);
-        assert_eq!(std::fs::read(at("counters")).unwrap(), b"{}");
         assert_eq!(worker.ask(TRACE, "", None).letter, ERRNO);
         assert_eq!(worker.ask(METRICS, "", None).letter, ERRNO);
         assert_eq!(worker.ask(b'?', "", None).letter, ERRNO);

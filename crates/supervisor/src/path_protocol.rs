@@ -24,8 +24,6 @@ pub const REMOVE: u8 = b'r';
 pub const REMOVE_UNANSWERED: u8 = b'q';
 /// Request: remove the directory of a control socket (path), if it is empty.
 pub const REMOVE_DIRECTORY: u8 = b'd';
-/// Request: write the statistics file from the attached memory.
-pub const COUNTERS: u8 = b'c';
 /// Request: create a trace file. With [`KEEP`], the previous file is renamed and kept.
 pub const TRACE: u8 = b't';
 /// Argument of [`TRACE`].
@@ -60,8 +58,6 @@ pub struct PathPermissions {
     pub mode: Option<u32>,
     /// Group of the controllers' sockets.
     pub group: Option<String>,
-    /// Path of the statistics file.
-    pub counters: Option<Bytes>,
     /// Path of the trace file.
     pub trace: Option<Bytes>,
     /// TCP address of the metrics.

@@ -267,12 +267,6 @@ impl ServerTls {
         Ok(Self { config: Arc::new(config), any_client })
     }
 
-    /// True if clients need no certificate.
-    #[must_use]
-    pub fn takes_any_client(&self) -> bool {
-        self.any_client
-    }
-
     /// Starts the server's session with a new client.
     ///
     /// # Errors

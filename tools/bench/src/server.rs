@@ -18,6 +18,7 @@ use tempfile::TempDir;
 #[derive(Debug)]
 pub(crate) struct Server {
     process: Process,
+    binary: PathBuf,
     directory: TempDir,
 }
 
@@ -38,7 +39,7 @@ impl Server {
         let mut command = child(binary);
         command.arg("serve").args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("vm0.sock"));
-        Self::spawn(command, directory)
+        Self::spawn(binary, command, directory)
     }
 
     /// Serves `count` controllers with one disk each. `head` is the beginning of the
@@ -57,15 +58,15 @@ impl Server {
         fs::write(&file, config).context("the configuration")?;
         let mut command = child(binary);
         command.args(["serve", "--no-keeper", "--config"]).arg(file);
-        Self::spawn(command, directory)
+        Self::spawn(binary, command, directory)
     }
 
-    fn spawn(mut command: Command, directory: TempDir) -> Result<Self> {
+    fn spawn(binary: &Path, mut command: Command, directory: TempDir) -> Result<Self> {
         let log = File::create(directory.path().join("log")).context("the server's log")?;
-        command.arg("--stats-json").arg(directory.path().join("stats.json"));
+        command.arg("--control-socket").arg(directory.path().join("control"));
         command.stdout(log.try_clone()?).stderr(log);
         let process = Process::spawn("shadowbell serve", &mut command)?;
-        let mut server = Self { process, directory };
+        let mut server = Self { process, binary: binary.to_owned(), directory };
         let deadline = wait::deadline();
         // The socket exists before the server listens.
         while UnixStream::connect(server.socket(0)).is_err() {
@@ -104,13 +105,15 @@ impl Server {
 
     /// Ends the server with SIGTERM. Returns its counters.
     pub(crate) fn stop(mut self) -> Result<Value> {
+        let mut ctl = child(&self.binary);
+        ctl.args(["ctl", "-s"]).arg(self.directory.path().join("control")).arg("stats");
+        let counters = output("shadowbell ctl stats", ctl, LIMIT)?;
         self.process.signal(Signal::TERM)?;
         let status = self.process.wait(LIMIT)?;
         if !status.success() {
             bail!("shadowbell serve: {}: {}", describe(status), self.log());
         }
-        let text = fs::read(self.directory.path().join("stats.json")).context("its counters")?;
-        serde_json::from_slice(&text).context("its counters")
+        serde_json::from_str(&counters).context("its counters")
     }
 
     fn log(&self) -> String {

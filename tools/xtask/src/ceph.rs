@@ -15,8 +15,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_bench::workspace::cargo;
 use shadowbell_guest::host::{in_path, install, last_lines};
 
-use crate::report::Report;
-use crate::step::step;
+use shadowbell_harness::Report;
+use shadowbell_harness::step;
 
 /// Programs, and the Debian package of each.
 const PROGRAMS: [(&str, &str); 5] = [

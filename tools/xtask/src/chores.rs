@@ -8,10 +8,13 @@ use clap::ValueEnum;
 use shadowbell_bench::workspace::{build_for_tests, cargo, root};
 use shadowbell_guest::Kernel;
 
-use crate::report::Report;
-use crate::step::{Job, side_by_side, step};
-use crate::suites::{ControllerKind, Setup, Suite};
-use crate::{crates, deb, hostile, soak, structure};
+use shadowbell_guest_suites::{ControllerKind, Setup, Suite};
+use shadowbell_harness::Report;
+use shadowbell_harness::{Job, side_by_side, step};
+use shadowbell_hostile as hostile;
+use shadowbell_soak as soak;
+
+use crate::{crates, deb, structure};
 
 /// Runs all steps, also after a failure. The report ends with the counts.
 pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {

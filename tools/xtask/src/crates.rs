@@ -4,8 +4,8 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use shadowbell_bench::workspace::cargo;
 
-use crate::report::Report;
-use crate::step::step;
+use shadowbell_harness::Report;
+use shadowbell_harness::step;
 
 /// Packages all published crates. With `verify`, builds each from its package alone.
 pub(crate) fn run(report: &mut Report, verify: bool) -> Result<()> {

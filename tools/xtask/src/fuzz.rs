@@ -15,7 +15,7 @@ use serde_json::json;
 use shadowbell_bench::table::Table;
 use shadowbell_bench::workspace::root;
 
-use crate::report::Report;
+use shadowbell_harness::Report;
 
 /// Number of programs in the initial corpus, and their size in bytes.
 const FIRST: u64 = 64;

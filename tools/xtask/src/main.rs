@@ -6,16 +6,7 @@ mod chores;
 mod crates;
 mod deb;
 mod fuzz;
-mod guest_shell;
-mod hostile;
-mod peer;
-mod processes;
-mod report;
-mod run_alone;
-mod soak;
-mod step;
 mod structure;
-mod suites;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -24,11 +15,13 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand, ValueEnum};
-use report::Report;
 use shadowbell_bench as bench;
 use shadowbell_bench::workspace::run_optimised;
 use shadowbell_guest::Kernel;
-use suites::{ControllerKind, Setup, Suite};
+use shadowbell_guest_suites::{ControllerKind, Setup, Suite, shell};
+use shadowbell_harness::{Report, run_alone};
+use shadowbell_hostile as hostile;
+use shadowbell_soak as soak;
 
 /// Chores of the Shadowbell workspace: tests, benchmarks, packages.
 ///
@@ -241,7 +234,7 @@ fn main() -> ExitCode {
         Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {
             Setup::new(device, shadowbell, &[kernel])
-                .and_then(|setup| guest_shell::run(&setup, kernel, commands))
+                .and_then(|setup| shell::run(&setup, kernel, commands))
         }
     };
     if let Err(error) = result {

@@ -8,14 +8,13 @@ use std::path::{Path, PathBuf};
 
 /// Directories below which all code is test code, but for the last ones: there, only files and
 /// modules of tests are.
-const TEST_CODE: [&str; 7] = [
+const TEST_CODE: [&str; 6] = [
     "crates/testing/src",
     "guest/src",
     "tools/xtask/src/deb",
-    "tools/xtask/src/hostile",
-    "tools/xtask/src/peer",
-    "tools/xtask/src/soak",
-    "tools/xtask/src/suites",
+    "tests/hostile",
+    "tests/soak",
+    "tests/guest",
 ];
 const ALL_CODE: [&str; 4] = ["crates", "fuzz/bodies", "guest", "tools"];
 /// The seconds of a limit that a busy machine does not exceed.

@@ -20,7 +20,6 @@ enum Step {
         deallocate: bool,
     },
     Read,
-    Compare,
     Flush,
     /// Copy from another slice of the same user.
     Copy {
@@ -42,7 +41,6 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
         6 => any::<bool>().prop_map(|fua| Step::Write { fua }),
         2 => any::<bool>().prop_map(|deallocate| Step::Zeroes { deallocate }),
         4 => Just(Step::Read),
-        2 => Just(Step::Compare),
         1 => Just(Step::Flush),
         3 => (0..SLICES / USERS as u64).prop_map(|from| Step::Copy { from }),
     ];
@@ -84,13 +82,6 @@ fn user(disk: &BlockQueue, user: usize, actions: &[Action]) -> Vec<u8> {
                     let mut bytes = vec![0xee; *len as usize];
                     disk.read(at, &mut bytes).await.unwrap();
                     assert!(bytes == model[range], "{len} bytes at {at}");
-                }
-                Step::Compare => {
-                    let mut with = model[range].to_vec();
-                    assert!(disk.compare(at, &with).await.unwrap());
-                    let last = with.len() - 1;
-                    with[last] ^= 1;
-                    assert!(!disk.compare(at, &with).await.unwrap());
                 }
                 Step::Flush => disk.flush().await.unwrap(),
                 Step::Copy { from: slice } => {
@@ -159,10 +150,6 @@ fn long_requests_are_split_and_arrive_whole() {
         let mut back = vec![0; len as usize];
         disk.block_on(disk.read(at, &mut back)).unwrap();
         assert!(back == bytes, "{len} at {at}");
-        assert!(disk.block_on(disk.compare(at, &bytes)).unwrap());
-        let mut other = bytes.clone();
-        other[(len / 2) as usize] ^= 1;
-        assert!(!disk.block_on(disk.compare(at, &other)).unwrap());
     }
     assert!(backing.seen().iter().all(|request| request.len <= 16384));
     disk.block_on(disk.write_zeroes(1, size - 2, Zeroes::default())).unwrap();

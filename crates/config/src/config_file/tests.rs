@@ -11,7 +11,6 @@ fn everything_can_be_said() {
     let text = r#"
         trace = "/var/tmp/trace"
         trace-records = 4096
-        stats-json = "stats.json"
         workers = 3
         poll = "never"
 
@@ -38,11 +37,10 @@ fn everything_can_be_said() {
     "#;
     let config = parse(text, "vms.toml").unwrap();
     assert_eq!(config.trace, Some(("/var/tmp/trace".into(), 4096)));
-    assert_eq!(config.stats_json, Some("stats.json".into()));
     assert_eq!((config.pool.workers, config.pool.polling), (3, Polling::Never));
     let [first, second, third] = &config.controllers[..] else { panic!("{config:?}") };
     assert_eq!(first.socket, Path::new("/run/vm0.sock"));
-    assert_eq!(first.origin.as_deref(), Some("vms.toml:8"));
+    assert_eq!(first.origin.as_deref(), Some("vms.toml:7"));
     assert_eq!(first.controller.disks[0], DiskConfig::of("vm0.img"));
     assert_eq!(first.controller.disks[1].uuid.unwrap()[..3], [0x01, 0x90, 0x16]);
     assert_eq!(first.controller.doorbells, OfferedDoorbells::Shadow);
@@ -151,7 +149,6 @@ fn what_is_written_is_read_as_the_same() {
     let text = r#"
         name = "vms"
         trace = "/var/tmp/trace"
-        stats-socket = "top.sock"
         metrics = "127.0.0.1:9477"
         socket-mode = "0660"
         socket-group = "root"
@@ -194,7 +191,6 @@ fn what_is_written_is_read_as_the_same() {
     assert_eq!((&again.trace, again.metrics), (&config.trace, config.metrics));
     assert_eq!(again.socket_access.mode, Some(0o660));
     assert_eq!(again.socket_access, config.socket_access);
-    assert_eq!(again.stats_socket.as_deref(), std::path::absolute("top.sock").ok().as_deref());
     assert_eq!(again.control.name.as_deref(), Some("vms"));
     let once_more: Vec<_> = again.controllers.iter().cloned().map(std::sync::Arc::new).collect();
     assert_eq!(write(&Settings::of(&again), "vms", &once_more), written);
@@ -243,8 +239,6 @@ fn what_a_file_leaves_open_is_nothing_that_it_says_otherwise() {
         "pin = [0]",
         "trace = \"t\"",
         "measure = true",
-        "stats-json = \"j\"",
-        "stats-socket = \"s\"",
         "control-socket = \"c\"",
         "metrics = \"127.0.0.1:9\"",
         "socket-mode = \"0660\"",

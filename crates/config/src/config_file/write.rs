@@ -24,8 +24,6 @@ pub struct Settings {
     pool: PoolOptions,
     trace: Option<(PathBuf, u32)>,
     measure: bool,
-    stats_json: Option<PathBuf>,
-    stats_socket: Option<PathBuf>,
     control_socket: Option<PathBuf>,
     metrics: Option<SocketAddr>,
     access: SocketAccess,
@@ -38,8 +36,6 @@ impl Settings {
             pool: config.pool.clone(),
             trace: config.trace.clone(),
             measure: config.measure,
-            stats_json: config.stats_json.clone(),
-            stats_socket: config.stats_socket.clone(),
             control_socket: config.control.path.clone(),
             metrics: config.metrics,
             access: config.socket_access.clone(),
@@ -58,8 +54,6 @@ impl Settings {
             || (!pool.pin.is_empty() && pool.pin != pool_now.pin)
             || differs(self.trace.as_ref(), now.trace.as_ref())
             || (self.measure && !now.measure)
-            || differs(self.stats_json.as_ref(), now.stats_json.as_ref())
-            || differs(self.stats_socket.as_ref(), now.stats_socket.as_ref())
             || differs(self.control_socket.as_ref(), now.control_socket.as_ref())
             || differs(self.metrics.as_ref(), now.metrics.as_ref())
             || differs(self.access.mode.as_ref(), now.access.mode.as_ref())
@@ -80,8 +74,6 @@ struct File {
     socket_mode: Option<String>,
     socket_group: Option<String>,
     metrics: Option<SocketAddr>,
-    stats_json: Option<PathBuf>,
-    stats_socket: Option<PathBuf>,
     trace: Option<PathBuf>,
     trace_records: Option<u32>,
     measure: Option<bool>,
@@ -144,7 +136,7 @@ enum Disk {
 
 /// Writes a file from which a server called `name` serves these controllers.
 pub fn write(settings: &Settings, name: &str, controllers: &[Arc<SocketConfig>]) -> String {
-    let Settings { pool, trace, stats_json, stats_socket, control_socket, .. } = settings;
+    let Settings { pool, trace, control_socket, .. } = settings;
     let Settings { measure, metrics, access, .. } = settings;
     let (poll, poll_max_us) = match pool.polling {
         Polling::Always => (Some("always"), None),
@@ -158,8 +150,6 @@ pub fn write(settings: &Settings, name: &str, controllers: &[Arc<SocketConfig>])
         socket_mode: access.mode.map(|mode| format!("{mode:04o}")),
         socket_group: access.group.clone(),
         metrics: *metrics,
-        stats_json: stats_json.as_deref().map(absolute),
-        stats_socket: stats_socket.as_deref().map(absolute),
         trace: trace.as_ref().map(|(path, _)| absolute(path)),
         trace_records: trace.as_ref().map(|(_, records)| *records),
         measure: measure.then_some(true),

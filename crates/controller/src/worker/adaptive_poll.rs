@@ -1,7 +1,7 @@
 //! Adaptive polling: time that an idle I/O thread polls before it sleeps.
 
 use crate::interrupt::HoldLimit;
-use shadowbell_memory::YieldBackoff;
+use shadowbell_memory::{AdaptivePoll, YieldBackoff};
 use std::time::{Duration, Instant};
 
 /// Polling mode of an idle I/O thread.
@@ -40,8 +40,6 @@ const PASSES: u32 = 64;
 /// Idle passes after which a thread that waits for a host yields the CPU: some microseconds, in
 /// which a polling host would have submitted its next command.
 const POLITE_AFTER: u32 = 8 * PASSES;
-/// First window after a short sleep, which polling would have avoided.
-const FIRST_WINDOW: Duration = Duration::from_micros(8);
 
 /// Action of an I/O thread after an idle pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,13 +118,13 @@ impl Polls {
 /// longer than the maximum window for its next command would not notice, so the CPU is better left
 /// to other threads, unless the host keeps several commands in flight and the disks busy.
 #[derive(Debug)]
-pub(super) struct AdaptivePoll {
+pub(super) struct IdlePolicy {
     polling: Polling,
     /// Window while no request is in flight.
-    host: Duration,
+    host: AdaptivePoll,
     host_polls: Polls,
     /// Window while requests are in flight.
-    disk: Duration,
+    disk: AdaptivePoll,
     disk_polls: Polls,
     /// Consecutive waits with requests in flight.
     busy: u32,
@@ -142,9 +140,10 @@ pub(super) struct AdaptivePoll {
     crowded: bool,
 }
 
-impl AdaptivePoll {
+impl IdlePolicy {
     pub(super) fn new(polling: Polling) -> Self {
-        let none = Duration::ZERO;
+        let most = if let Polling::Adaptive(most) = polling { most } else { Duration::ZERO };
+        let none = AdaptivePoll::new(most, Duration::ZERO);
         let since = Instant::now();
         Self {
             polling,
@@ -245,19 +244,18 @@ impl AdaptivePoll {
 
     /// Polling window of this wait.
     fn width(&self) -> Duration {
-        let host = if self.host_polls.is_paused() { Duration::ZERO } else { self.host };
+        let host = if self.host_polls.is_paused() { Duration::ZERO } else { self.host.window() };
         if !self.pending {
             host
         } else if self.disk_polls.is_paused() || host.is_zero() && self.busy < BUSY_AFTER {
             Duration::ZERO
         } else {
-            self.disk
+            self.disk.window()
         }
     }
 
     /// Adapts the window after a sleep of this length.
     pub(super) fn slept(&mut self, slept: Duration) {
-        let Polling::Adaptive(most) = self.polling else { return };
         // A crowded poll was counted by `gave_way` already.
         let in_vain = !self.width().is_zero() && !self.crowded;
         let (width, polls) = if self.pending {
@@ -265,7 +263,7 @@ impl AdaptivePoll {
         } else {
             (&mut self.host, &mut self.host_polls)
         };
-        *width = adapt(*width, slept, most);
+        width.slept(slept);
         if in_vain {
             polls.fail();
         }
@@ -275,18 +273,6 @@ impl AdaptivePoll {
     pub(super) fn restart(&mut self) {
         self.idle = 0;
         self.crowded = false;
-    }
-}
-
-/// Next window after a sleep of `slept`, as in KVM's haltpoll: grows if slightly longer polling
-/// would have avoided the sleep, otherwise shrinks.
-fn adapt(window: Duration, slept: Duration, most: Duration) -> Duration {
-    if slept < most {
-        (window * 2).max(FIRST_WINDOW).min(most)
-    } else if window <= FIRST_WINDOW {
-        Duration::ZERO
-    } else {
-        window / 2
     }
 }
 
@@ -301,7 +287,7 @@ mod tests {
 
     /// I/O thread in virtual time.
     struct Worker {
-        window: AdaptivePoll,
+        window: IdlePolicy,
         now: Instant,
         polled: Duration,
         sleeps: u32,
@@ -310,7 +296,7 @@ mod tests {
 
     impl Worker {
         fn new() -> Self {
-            let window = AdaptivePoll::new(Polling::Adaptive(MOST));
+            let window = IdlePolicy::new(Polling::Adaptive(MOST));
             Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
@@ -383,19 +369,6 @@ mod tests {
             let whole = (self.now - start).as_secs_f64();
             (self.polled.as_secs_f64() / whole, f64::from(self.sleeps) / f64::from(commands))
         }
-    }
-
-    #[test]
-    fn the_window_follows_the_load() {
-        let mut window = Duration::ZERO;
-        for _ in 0..10 {
-            window = adapt(window, Duration::from_micros(20), MOST);
-        }
-        assert_eq!(window, MOST);
-        for _ in 0..10 {
-            window = adapt(window, Duration::from_secs(1), MOST);
-        }
-        assert_eq!(window, Duration::ZERO);
     }
 
     #[test]
@@ -511,9 +484,9 @@ mod tests {
 
     #[test]
     fn nothing_is_learnt_where_nothing_is_to_be() {
-        let mut window = AdaptivePoll::new(Polling::Always);
+        let mut window = IdlePolicy::new(Polling::Always);
         assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::Look));
-        let mut window = AdaptivePoll::new(Polling::Never);
+        let mut window = IdlePolicy::new(Polling::Never);
         for _ in 0..100 {
             assert_eq!(window.next(|| (false, 0)), Next::Sleep);
             window.slept(Duration::from_micros(1));

@@ -6,7 +6,7 @@
 //! wait for trapped doorbells, messages and disk completions. Controllers that have been idle for a
 //! while are excluded from passes and arming until their doorbell is written (see `poll_group`).
 
-use super::adaptive_poll::{AdaptivePoll, Next, Polling};
+use super::adaptive_poll::{IdlePolicy, Next, Polling};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
 use super::mailbox::{Backlog, Mailbox, Message, QueueContext, Unread};
@@ -49,7 +49,7 @@ pub(super) struct Worker {
     /// Epoll tokens of signalled descriptors, between the wait and their handling.
     signalled: Vec<u64>,
     epoll: Arc<OwnedFd>,
-    window: AdaptivePoll,
+    window: IdlePolicy,
     trace: Option<Observer>,
     /// True if the thread has slept since its last turn.
     woken: bool,
@@ -71,7 +71,7 @@ impl Worker {
             sources: DoorbellSources::default(),
             signalled: Vec::new(),
             epoll,
-            window: AdaptivePoll::new(polling),
+            window: IdlePolicy::new(polling),
             trace: None,
             woken: false,
             awake: Some(Awake::new()),

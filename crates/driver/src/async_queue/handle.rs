@@ -1,6 +1,5 @@
 //! Shared handle of an async queue: its queue thread, and range buffers.
 
-use super::parking::WorkerParking;
 use super::shared::AsyncShared;
 use super::thread;
 use super::worker::Worker;
@@ -21,7 +20,7 @@ const RANGE_BYTES: usize = 256 * size_of::<CopyRange>();
 
 /// An async queue with its queue thread. Dropping the last reference closes the queue.
 pub(super) struct AsyncHandle {
-    pub(super) parking: Arc<WorkerParking>,
+    shared: Arc<AsyncShared>,
     thread: Option<JoinHandle<()>>,
     ranges: OnceLock<BufferPool>,
 }
@@ -30,14 +29,13 @@ impl AsyncHandle {
     /// Starts the queue thread of `queue`.
     pub(super) fn start(queue: QueuePair) -> io::Result<Self> {
         let sleeping = Arc::new(AtomicU32::new(0));
-        let parking = Arc::new(WorkerParking::new(AsyncShared::new(&queue, &sleeping)?));
-        parking.park(Box::new(Worker::new(queue, sleeping)));
-        let thread = Some(thread::spawn(Arc::clone(&parking))?);
-        Ok(Self { parking, thread, ranges: OnceLock::new() })
+        let shared = Arc::new(AsyncShared::new(&queue, &sleeping)?);
+        let thread = thread::spawn(Worker::new(queue, sleeping), Arc::clone(&shared))?;
+        Ok(Self { shared, thread: Some(thread), ranges: OnceLock::new() })
     }
 
     pub(super) fn shared(&self) -> &AsyncShared {
-        &self.parking.shared
+        &self.shared
     }
 
     /// Takes a buffer for `len` bytes of ranges.

@@ -1,41 +1,13 @@
 //! Asynchronous API: futures over a queue pair, for any executor.
 //!
-//! One thread at a time drives a queue pair. The driving thread submits the commands that futures
-//! put into the inbox, in batches, and wakes the futures when their commands complete. It polls
-//! while commands are in flight, limited by the queue's [`SpinPolicy`](crate::SpinPolicy), and then
-//! sleeps on an eventfd, which the controller's interrupt and new commands both signal. Futures
-//! only need a `std::task::Waker`, so they work with any executor.
+//! Each queue has a thread. It submits the commands that futures put into the inbox, in batches,
+//! and wakes the futures when their commands complete. It polls while commands are in flight,
+//! limited by the queue's [`SpinPolicy`](crate::SpinPolicy), and then sleeps on an eventfd, which
+//! the controller's interrupt and new commands both signal. Futures only need a `std::task::Waker`,
+//! so they work with any executor.
 //!
-//! # Driving thread
-//!
-//! An [`AsyncQueue`] has a queue thread, so futures make progress wherever they are polled. But
-//! passing a command to the queue thread and back costs two wakeups, more than the command itself.
-//! Therefore an event loop, or a thread that blocks until its futures complete, can drive the queue
-//! itself, with a [`Driver`]:
-//!
-//! ```no_run
-//! # use shadowbell_driver::AsyncQueue;
-//! # fn poll_futures_that_were_woken() -> bool { false }
-//! # fn serve(queue: &AsyncQueue) {
-//! let Some(mut driver) = queue.try_drive() else { return /* another thread drives */ };
-//! loop {
-//!     // `step` submits the commands of these futures in one batch, with one doorbell.
-//!     let polled = poll_futures_that_were_woken();
-//!     if driver.step() || polled {
-//!         continue;
-//!     }
-//!     if driver.is_idle() {
-//!         break;
-//!     }
-//!     if !driver.spin(|| false) {
-//!         driver.sleep(None, || false);
-//!     }
-//! }
-//! # }
-//! ```
-//!
-//! The [`Driver`] also serves futures of other threads. When the [`Driver`] is dropped, the queue
-//! thread continues with the commands in flight.
+//! Passing a command to the queue thread and back costs two wakeups, more than the command itself.
+//! An event loop that needs less polls a [`QueuePair`](crate::QueuePair) itself.
 //!
 //! # Dropping a future
 //!
@@ -54,7 +26,6 @@
 mod future;
 mod handle;
 mod namespace;
-mod parking;
 mod queue;
 mod shared;
 mod thread;
@@ -62,4 +33,4 @@ mod worker;
 
 pub use self::future::{Done, Io, Transfer, Unit};
 pub use self::namespace::AsyncNamespace;
-pub use self::queue::{AsyncQueue, Driver};
+pub use self::queue::AsyncQueue;

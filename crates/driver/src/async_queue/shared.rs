@@ -1,6 +1,5 @@
-//! State that futures share with the thread that drives the queue.
+//! State that futures share with the queue thread.
 
-use crate::admin::AdminCommands;
 use crate::attached_controller::AttachedController;
 use crate::command::Command;
 use crate::completion::Completion;
@@ -14,19 +13,10 @@ use shadowbell_doorbell::Waker as SleeperWaker;
 use shadowbell_memory::EventFd;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::Waker;
-use std::thread::Thread;
 use std::time::{Duration, Instant};
-
-/// Request: another thread tried to drive the queue and does not wait.
-pub(super) const TRIED: u8 = 1 << 0;
-/// Request: another thread waits to drive the queue.
-pub(super) const ASKED: u8 = 1 << 1;
-/// Mask of both requests.
-pub(super) const ANY: u8 = TRIED | ASKED;
 
 /// State of one command, from the first poll of its future until its completion. There are as many
 /// ops as slots of the queue.
@@ -42,7 +32,7 @@ pub(super) enum OpState {
     Free,
     /// In the inbox.
     Queued(Command, Option<Buffer>),
-    /// In the inbox, but the future was dropped: the driving thread frees the op when it reads the
+    /// In the inbox, but the future was dropped: the queue thread frees the op when it reads the
     /// inbox.
     Cancelled,
     /// In flight.
@@ -81,19 +71,11 @@ pub(super) struct AsyncState {
 /// State shared by an [`AsyncQueue`](super::AsyncQueue), its futures and its worker.
 pub(super) struct AsyncShared {
     state: Mutex<AsyncState>,
-    /// True if the inbox has commands or the queue is to be closed. The driving thread polls the
+    /// True if the inbox has commands or the queue is to be closed. The queue thread polls the
     /// flag without the lock.
     inbox_flag: AtomicBool,
     sleeper: SleeperWaker<Arc<AtomicU32>>,
     event: EventFd,
-    /// A socket that hangs up when the device disappears.
-    hang_up: Option<OwnedFd>,
-    /// True if no thread drives the queue.
-    parked: AtomicBool,
-    /// Requests (`TRIED`, `ASKED`) of other threads for the right to drive the queue.
-    requests: AtomicU8,
-    /// The queue thread, which drives the queue if no other thread does.
-    thread: OnceLock<Thread>,
     pub(super) capacity: usize,
     pub(super) timeout: Duration,
     controller: Weak<AttachedController>,
@@ -101,8 +83,7 @@ pub(super) struct AsyncShared {
 }
 
 impl AsyncShared {
-    /// Creates the shared state of `queue`. The caller must then
-    /// [park](super::parking::WorkerParking::park) the queue's worker.
+    /// Creates the shared state of `queue`.
     pub(super) fn new(queue: &QueuePair, sleeping: &Arc<AtomicU32>) -> io::Result<Self> {
         let capacity = queue.capacity();
         let op = || Op { state: OpState::Free, waker: None, deadline: None, opcode: 0 };
@@ -121,10 +102,6 @@ impl AsyncShared {
             inbox_flag: AtomicBool::new(false),
             sleeper: SleeperWaker::new(Arc::clone(sleeping)),
             event: queue.waker()?,
-            hang_up: queue.controller().plane().device.transport.hang_up(),
-            parked: AtomicBool::new(false),
-            requests: AtomicU8::new(0),
-            thread: OnceLock::new(),
             capacity,
             timeout: queue.longest_command(),
             controller: Arc::downgrade(queue.controller()),
@@ -146,10 +123,10 @@ impl AsyncShared {
         self.inbox_flag.store(false, Ordering::Relaxed);
     }
 
-    /// Notifies the driving thread of a new inbox entry. The caller holds the lock since it added
+    /// Notifies the queue thread of a new inbox entry. The caller holds the lock since it added
     /// the entry.
     pub(super) fn notify_inbox(&self) {
-        // If the flag is set, the driving thread was already notified. It clears the flag with the
+        // If the flag is set, the queue thread was already notified. It clears the flag with the
         // lock held, before it reads the inbox, so it will find the new entry.
         if !self.inbox_flag.load(Ordering::Acquire) {
             self.inbox_flag.store(true, Ordering::Release);
@@ -157,54 +134,11 @@ impl AsyncShared {
         }
     }
 
-    /// Wakes the driving thread if it sleeps, or the queue thread if no thread drives.
-    pub(super) fn nudge(&self) {
-        // `kick` has a full fence, which pairs with the fence in `WorkerParking::park_silently`.
+    /// Wakes the queue thread if it sleeps.
+    fn nudge(&self) {
         if self.sleeper.kick() {
             self.event.signal();
         }
-        if self.parked.load(Ordering::Relaxed) {
-            self.wake_thread();
-        }
-    }
-
-    /// Unparks the queue thread.
-    pub(super) fn wake_thread(&self) {
-        if let Some(thread) = self.thread.get() {
-            thread.unpark();
-        }
-    }
-
-    /// Stores the handle of the queue thread.
-    pub(super) fn set_thread(&self, thread: Thread) {
-        let _ = self.thread.set(thread);
-    }
-
-    /// Records whether the worker is parked. Called with the lock of the worker held.
-    pub(super) fn set_parked(&self, parked: bool) {
-        self.parked.store(parked, Ordering::Relaxed);
-    }
-
-    /// Requests the right to drive the queue from the driving thread.
-    pub(super) fn request(&self, how: u8) {
-        if self.requests.load(Ordering::Relaxed) & how == 0 {
-            self.requests.fetch_or(how, Ordering::Relaxed);
-        }
-    }
-
-    /// Takes all requests. Returns true if one of the kinds in `how` is among them.
-    pub(super) fn take_request(&self, how: u8) -> bool {
-        self.requests.load(Ordering::Relaxed) & how != 0
-            && self.requests.swap(0, Ordering::Relaxed) & how != 0
-    }
-
-    /// Eventfd that the queue's interrupt and new commands signal.
-    pub(super) fn event(&self) -> &EventFd {
-        &self.event
-    }
-
-    pub(super) fn hang_up(&self) -> Option<&OwnedFd> {
-        self.hang_up.as_ref()
     }
 
     pub(super) fn close(&self) {
@@ -278,7 +212,7 @@ impl AsyncState {
 
     /// Adds a waiter for an [`Op`], or updates the waker of the waiter with `ticket`. Returns the
     /// ticket, and a waker that must be dropped without the lock. For the first waiter of an empty
-    /// list, the caller must call [`notify_inbox`](AsyncShared::notify_inbox): the driving thread
+    /// list, the caller must call [`notify_inbox`](AsyncShared::notify_inbox): the queue thread
     /// then checks the waiter's deadline.
     pub(super) fn wait(
         &mut self,

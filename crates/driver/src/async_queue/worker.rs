@@ -1,5 +1,4 @@
 //! Worker of an async queue: submits commands of the inbox, completes futures, checks deadlines.
-//! The thread that owns the [`Worker`] drives the queue. Only one thread owns it at a time.
 
 use super::shared::{AsyncShared, Freed, OpState};
 use crate::command::{Beside, Command};
@@ -58,19 +57,6 @@ impl Worker {
             waiters: false,
             failed: false,
         }
-    }
-
-    /// True if commands are outstanding, futures wait for a free op, or a failure must be handled.
-    pub(super) fn has_work(&self) -> bool {
-        self.failed || self.waiters || self.queue.outstanding() != 0
-    }
-
-    pub(super) fn has_failed(&self) -> bool {
-        self.failed
-    }
-
-    pub(super) fn outstanding(&self) -> usize {
-        self.queue.outstanding()
     }
 
     /// True if the queue has failed, or if it is being closed and its outstanding commands have
@@ -232,14 +218,13 @@ impl Worker {
         self.wakers.drain(..).for_each(Waker::wake);
     }
 
-    /// Polls within the limit of the spin policy. Returns true if there is work for the queue or
-    /// `also` returned true.
-    pub(super) fn spin(&mut self, shared: &AsyncShared, mut also: impl FnMut() -> bool) -> bool {
+    /// Polls within the limit of the spin policy. Returns true if there is work for the queue.
+    pub(super) fn spin(&mut self, shared: &AsyncShared) -> bool {
         let began = Instant::now();
         let window = self.queue.spin_mut().window();
         loop {
             for _ in 0..LOOKS_PER_CLOCK {
-                if self.queue.is_ready() || shared.has_inbox() || also() {
+                if self.queue.is_ready() || shared.has_inbox() {
                     self.waiting = None;
                     self.queue.spin_mut().waited(began.elapsed());
                     return true;
@@ -253,9 +238,8 @@ impl Worker {
         }
     }
 
-    /// Arms the event: from now on, new work signals it. Returns true if there is no work yet. In
-    /// that case, the caller must call [`wake_up`](Self::wake_up) after its sleep.
-    pub(super) fn prepare_sleep(&mut self, shared: &AsyncShared) -> bool {
+    /// Sleeps until there is work.
+    pub(super) fn sleep(&mut self, shared: &AsyncShared) {
         shared.lock().stats = self.queue.stats();
         if let Err(error) = self.queue.prepare_sleep() {
             self.fail(shared, error);
@@ -263,78 +247,22 @@ impl Worker {
         let mut fenced = self.sleeper.prepare().fence();
         fenced.note(self.failed || shared.has_inbox() || self.queue.is_ready());
         let asleep = fenced.try_sleep();
-        let sleeps = asleep.is_some();
-        if let Some(asleep) = asleep {
-            // The sleep may take place in an event loop, outside of this function. Therefore
-            // `wake_up` ends it, not the drop of a guard.
-            asleep.stay();
+        let outcome = asleep.as_ref().map_or(Ok(()), |_| {
+            let until = if self.queue.outstanding() == 0 || self.queue.has_interrupt() {
+                // Without work, no deadline has to be checked.
+                self.next_scan.filter(|_| self.waiters || self.queue.outstanding() != 0)
+            } else {
+                Instant::now().checked_add(POLL_INTERVAL)
+            };
+            self.queue.block(until)
+        });
+        drop(asleep);
+        if let Err(error) = outcome {
+            self.fail(shared, error);
         }
-        sleeps
-    }
-
-    /// Ends a prepared sleep.
-    pub(super) fn wake_up(&mut self) {
-        self.sleeper.rise();
-        self.count_wait();
-    }
-
-    /// Reports a wait that took longer than its [spin](Self::spin) to the spin policy, which adapts
-    /// later spins.
-    pub(super) fn count_wait(&mut self) {
+        // The spin policy adapts later spins to a wait that took longer than this one.
         if let Some(began) = self.waiting.take() {
             self.queue.spin_mut().waited(began.elapsed());
-        }
-    }
-
-    /// Discards the recorded start of a wait that was not a wait for a completion.
-    pub(super) fn forget_wait(&mut self) {
-        self.waiting = None;
-    }
-
-    /// Sleeps until there is work, or until `deadline`. Does not sleep if `also` returns true.
-    pub(super) fn sleep(
-        &mut self,
-        shared: &AsyncShared,
-        deadline: Option<Instant>,
-        also: impl FnOnce() -> bool,
-    ) {
-        if self.prepare_sleep(shared) {
-            if also() {
-                return self.wake_up();
-            }
-            let until = match (self.sleep_until(), deadline) {
-                (Some(a), Some(b)) => Some(a.min(b)),
-                (a, b) => a.or(b),
-            };
-            let outcome = self.queue.block(until);
-            self.wake_up();
-            if let Err(error) = outcome {
-                self.fail(shared, error);
-            }
-        }
-    }
-
-    /// Deadline of a sleep.
-    pub(super) fn sleep_until(&self) -> Option<Instant> {
-        if self.queue.outstanding() == 0 || self.queue.has_interrupt() {
-            // Without work, no deadline has to be checked.
-            return self.next_scan.filter(|_| self.has_work());
-        }
-        Instant::now().checked_add(POLL_INTERVAL)
-    }
-
-    /// Fails the queue if the device has disappeared. For event loops that watch the hang-up
-    /// socket.
-    pub(super) fn check_gone(&mut self, shared: &AsyncShared) {
-        // `block` returns once for each pending signal before it reports the hang-up, so it is
-        // called several times.
-        for _ in 0..3 {
-            if self.failed {
-                return;
-            }
-            if let Err(error) = self.queue.block(Some(Instant::now())) {
-                self.fail(shared, error);
-            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! Adaptive polling before a sleep.
 
-use shadowbell_memory::YieldBackoff;
+use shadowbell_memory::{AdaptivePoll, YieldBackoff};
 use std::time::Duration;
 
 /// Polling policy: maximum time that a thread polls for completions before it sleeps until an
@@ -35,7 +35,7 @@ impl Default for SpinPolicy {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpinWindow {
     policy: SpinPolicy,
-    window: Duration,
+    poll: AdaptivePoll,
     /// Number of consecutive waits that took longer than the polling.
     missed: u32,
     /// Number of sleeps until the next trial. `between` is its value after the last trial.
@@ -44,8 +44,6 @@ pub(crate) struct SpinWindow {
     others: YieldBackoff,
 }
 
-/// Smallest useful window.
-const FLOOR: Duration = Duration::from_micros(2);
 /// Number of consecutive long waits that are tolerated before the window is shortened.
 const BAD_LUCK: u32 = 2;
 /// Sleeps between two trials: 16 after a success, up to 1024 after failures. At 1024, the trials
@@ -55,13 +53,13 @@ const BETWEEN: std::ops::RangeInclusive<u32> = 16..=1024;
 impl SpinWindow {
     pub(crate) fn new(policy: SpinPolicy) -> Self {
         let between = *BETWEEN.start();
-        let window = policy.max;
-        Self { policy, window, missed: 0, until_try: between, between, others: YieldBackoff::new() }
+        let (poll, others) = (AdaptivePoll::new(policy.max, policy.max), YieldBackoff::new());
+        Self { policy, poll, missed: 0, until_try: between, between, others }
     }
 
     /// Time to poll now.
     pub(crate) fn window(&self) -> Duration {
-        if self.is_trying() { self.policy.max } else { self.window }
+        if self.is_trying() { self.policy.max } else { self.poll.window() }
     }
 
     /// Yields the processor to other threads after polling without success for `waited`. Polling
@@ -85,7 +83,8 @@ impl SpinWindow {
         if waited <= self.window() {
             self.missed = 0;
             if trying {
-                (self.window, self.between) = (max, *BETWEEN.start());
+                self.poll.open();
+                self.between = *BETWEEN.start();
                 self.until_try = self.between;
             }
             return;
@@ -97,14 +96,8 @@ impl SpinWindow {
         } else {
             self.until_try -= 1;
         }
-        if waited <= max {
-            // A slightly longer window would have avoided the sleep.
-            self.window = (self.window * 2).max(FLOOR).min(max);
-        } else if self.missed > BAD_LUCK {
-            // Even the longest permitted window would have been too short, so a shorter window
-            // saves polling time.
-            let half = self.window / 2;
-            self.window = if half < FLOOR { Duration::ZERO } else { half };
+        if waited < max || self.missed > BAD_LUCK {
+            self.poll.slept(waited);
         }
     }
 }
@@ -150,12 +143,12 @@ mod tests {
         assert_eq!(spin.window(), us(40));
         spin.waited(us(30));
         assert_eq!(spin.window(), us(40), "found while polling");
-        for expected in [40, 40, 20, 10, 5, 2, 0, 0] {
+        for expected in [40, 40, 20, 10, 5, 0, 0] {
             spin.waited(us(500));
             assert_eq!(spin.window().as_micros(), expected);
         }
-        for expected in [2, 4, 8, 16, 32, 40] {
-            spin.waited(us(40));
+        for expected in [8, 16, 32, 40] {
+            spin.waited(us(39));
             assert_eq!(spin.window(), us(expected).min(us(40)));
         }
     }

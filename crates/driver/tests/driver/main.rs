@@ -3,7 +3,6 @@
 mod admin;
 mod attach;
 mod detach;
-mod driven;
 mod fake;
 mod futures;
 mod metadata;

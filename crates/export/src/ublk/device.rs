@@ -277,13 +277,6 @@ impl Ublk {
         self.why_copied
     }
 
-    /// Number of completed zero-copy requests, and number of other requests with data.
-    #[must_use]
-    pub fn zero_copy_counts(&self) -> (u64, u64) {
-        let QueueStatus { zero_copy, copied, .. } = &self.shared.status;
-        (zero_copy.load(Ordering::Relaxed), copied.load(Ordering::Relaxed))
-    }
-
     /// Removes the device when it is no longer in use. A program that has the device mounted or
     /// open may still have data to write. Returns the number of requests that failed because of the
     /// disk.

@@ -326,7 +326,9 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
         done.drain(..).for_each(|slot| io.tasks().release(slot));
         outcome.map(|()| busy)
     }
+}
 
+impl<F> Server<'_, F> {
     /// Adds the counted requests to the shared status.
     fn count(&mut self) {
         let (zero_copy, copied) = std::mem::take(&mut self.counts);
@@ -340,8 +342,6 @@ impl<F: Future<Output = Completed>> Server<'_, F> {
 
 impl<F> Drop for Server<'_, F> {
     fn drop(&mut self) {
-        let (zero_copy, copied) = self.counts;
-        self.status.zero_copy.fetch_add(zero_copy, Ordering::Relaxed);
-        self.status.copied.fetch_add(copied, Ordering::Relaxed);
+        self.count();
     }
 }

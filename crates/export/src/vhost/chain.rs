@@ -1,10 +1,9 @@
 //! virtio-blk request that is read from the queue's descriptors. Its data stays in the guest's
 //! memory.
 
-use super::request::{Action, HEADER, MAX_PIECES, Rules, SEGMENT, Status, understand};
+use super::request::{HEADER, Job, MAX_PIECES, Rules, SEGMENT, Status, understand};
 use super::split_ring::{DESCRIPTOR, Descriptor, SplitRing};
 use ::shadowbell_memory::View;
-use shadowbell_disk::Op;
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -18,20 +17,6 @@ pub(super) type Piece = (u64, usize);
 pub(super) struct Chain {
     pub(super) read: Vec<Piece>,
     pub(super) write: Vec<Piece>,
-}
-
-/// Operation of a request.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Job {
-    Disk {
-        op: Op,
-        offset: u64,
-        len: u64,
-    },
-    /// Query of the serial number, with `room` bytes for the answer.
-    Identify {
-        room: usize,
-    },
 }
 
 /// Validated request. The chain then contains only the data.
@@ -116,18 +101,7 @@ impl Chain {
             take_first(&mut self.read, view, &mut segment).map(|()| segment)
         };
         let understood = understand(header, (given, room), rules, segment);
-        let (action, offset) = understood.map_err(|answer| Bad::Status(answer, status))?;
-        let disk = |op, len: u64| Job::Disk { op, offset, len };
-        let job = match action {
-            Action::Read => disk(Op::Read, room as u64),
-            Action::Write { fua } => disk(Op::Write { fua }, given as u64),
-            Action::Flush => disk(Op::Flush, 0),
-            Action::Discard { len } => disk(Op::Discard, len),
-            Action::WriteZeroes { len, how } => {
-                disk(Op::WriteZeroes { deallocate: how.deallocate, fua: how.fua }, len)
-            }
-            Action::Answer => Job::Identify { room },
-        };
+        let job = understood.map_err(|answer| Bad::Status(answer, status))?;
         Ok(Request { job, status })
     }
 }
@@ -182,24 +156,6 @@ fn take_first(pieces: &mut Vec<Piece>, view: &View, into: &mut [u8]) -> Option<(
     Some(())
 }
 
-/// Appends the range of `len` bytes from offset `from` of the pieces to `into`.
-pub(super) fn part(pieces: &[Piece], from: u64, len: u64, into: &mut Vec<Piece>) {
-    into.clear();
-    let (mut skip, mut left) = (from as usize, len as usize);
-    for (at, here) in pieces {
-        if left == 0 {
-            return;
-        }
-        if skip >= *here {
-            skip -= here;
-            continue;
-        }
-        let now = (here - skip).min(left);
-        into.push((at.wrapping_add(skip as u64), now));
-        (skip, left) = (0, left - now);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -216,17 +172,5 @@ mod tests {
             assert_eq!(take_last(&mut pieces), last);
             assert_eq!(pieces, rest);
         }
-    }
-
-    #[test]
-    fn parts_follow_each_other_through_all_pieces() {
-        let pieces = [(0, 1000), (5000, 24), (9000, 1024)];
-        let mut found = Vec::new();
-        part(&pieces, 0, 1024, &mut found);
-        assert_eq!(found, [(0, 1000), (5000, 24)]);
-        part(&pieces, 512, 1024, &mut found);
-        assert_eq!(found, [(512, 488), (5000, 24), (9000, 512)]);
-        part(&pieces, 1536, 512, &mut found);
-        assert_eq!(found, [(9512, 512)]);
     }
 }

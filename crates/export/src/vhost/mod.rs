@@ -1,16 +1,19 @@
 //! vhost-user-blk export: the disk as a virtio-blk device for a VMM (QEMU, Cloud Hypervisor).
 //!
-//! rust-vmm's crates implement the protocol and the state of the virtio queues; this module
-//! implements the device. The socket serves one frontend at a time. When the frontend disconnects,
-//! for example because the guest restarts, the next one may connect. Each virtio queue has a thread
-//! with its own queue of the disk. The disk transfers data directly from and to the guest's memory
-//! (`serve`).
+//! The socket serves one frontend at a time; when it disconnects, the next one may connect (a
+//! restarted guest). A thread handles its messages (`protocol`). Each virtio queue has a thread,
+//! which opens one of the disk's queues and has the disk transfer the data from and to the guest's
+//! memory (`serve`).
+//!
+//! The crates of rust-vmm are not used: `virtio-queue` looks each ring access up in the guest's
+//! memory, and publishes each answer alone. That takes 130 ns more per request, and a request of
+//! 4 KiB takes 220 to 320 ns.
 //!
 //! # Trust
 //!
-//! The frontend and its guest are untrusted. Their messages pass through the `fd_filter` first. A
-//! thread of this process neither ends nor blocks if the guest's `memory` is truncated, or if the
-//! eventfds of a `ring` are full or empty.
+//! The frontend and its guest are untrusted. The `protocol` accepts only descriptors of memory and
+//! eventfds. The guest's `memory` may be truncated at any moment, and the eventfds of a `ring` may
+//! be full or empty, without ending or blocking a thread of this process.
 //!
 //! # When this process dies
 //!
@@ -21,30 +24,24 @@
 //!
 //! Migration (dirty logging), and zoned disks.
 
-mod backend;
 mod chain;
 mod config;
-mod fd_filter;
-mod guest_region;
+mod device;
 mod inflight;
-mod inflight_messages;
 mod memory;
 mod page_table_quota;
+mod protocol;
 mod queue;
 mod request;
 mod ring;
 mod serve;
-mod shared;
 mod split_ring;
-#[allow(unsafe_code)]
-mod sys;
 #[doc(hidden)]
 pub mod testing;
 
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;
-use backend::Device;
-use inflight_messages::InflightMessages;
+use device::Device;
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -61,8 +58,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use vhost_user_backend::VhostUserDaemon;
-use vmm_sys_util::epoll::EventSet;
 
 /// Pause after a frontend could not be accepted. Either descriptors, memory or threads are
 /// exhausted, or files of an earlier frontend are still being closed.
@@ -204,51 +199,13 @@ fn accept(listener: &shadowbell_vfio_user::Listener, offered: &Offered, shared: 
 
 type Failed = Box<dyn std::error::Error + Send + Sync>;
 
-/// Protocol backend of rust-vmm, with a thread per queue. Its drop ends the threads.
-struct Daemon {
-    device: Arc<Device>,
-    daemon: VhostUserDaemon<Arc<Device>>,
-}
-
-impl Daemon {
-    fn new(device: Arc<Device>) -> Result<Self, Failed> {
-        let memory = memory::Current::new(memory::Memory::new());
-        let daemon = VhostUserDaemon::new("vhost-user".into(), Arc::clone(&device), memory);
-        Ok(Self { daemon: daemon.map_err(|error| error.to_string())?, device })
-    }
-
-    /// Registers each queue's event with the queue's thread. Completed requests signal the event.
-    fn register_events(&self, shared: &ServerShared) -> Result<(), Failed> {
-        let device = &self.device;
-        for (queue, handler) in self.daemon.get_epoll_handlers().iter().enumerate() {
-            let Some(event) = device.event(queue) else { continue };
-            // The event is needed to end the thread, so a failed registration is retried.
-            while let Err(error) =
-                handler.register_listener(event, EventSet::IN, device.event_number())
-            {
-                tracing::warn!("the event of a queue cannot be registered, trying again: {error}");
-                let _ = shared.event.wait(Some(RETRY));
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        // Ends the threads, because the drop of `daemon` waits for them.
-        self.device.leave();
-    }
-}
-
-/// Session of a connected frontend.
+/// Session of a connected frontend, with a thread per queue. Dropping it ends the threads.
 struct Session {
-    daemon: Daemon,
+    device: Arc<Device>,
+    threads: Vec<JoinHandle<()>>,
     frontend: Channel,
     /// Duplicate of the frontend's socket.
     socket: UnixStream,
-    /// Connection to rust-vmm's backend, for messages of the frontend.
-    to_daemon: UnixStream,
 }
 
 /// Accepts the next frontend, if there is one.
@@ -269,69 +226,36 @@ fn accept_one(
     let ends = (socket.try_clone()?, Arc::clone(&shared.ending));
     let Offered { disk, id } = offered;
     let device = Arc::new(Device::new(disk, id, failures, ends)?);
-    let mut daemon = Daemon::new(device)?;
-    daemon.register_events(shared)?;
-    let to_daemon = fd_filter::connect_daemon(listener.path(), |path| {
-        daemon.daemon.start_client(path).map_err(|error| error.to_string())
-    })?;
-    Ok(Some(Session { daemon, frontend, socket, to_daemon }))
+    let mut session = Session { device, threads: Vec::new(), frontend, socket };
+    for queue in 0..session.device.queues() {
+        let device = Arc::clone(&session.device);
+        let thread = std::thread::Builder::new().name(format!("vhost-queue{queue}"));
+        session.threads.push(thread.spawn(move || device.run_queue(queue))?);
+    }
+    Ok(Some(session))
 }
 
 impl Session {
-    fn serve(self, shared: &ServerShared) -> Result<(), Failed> {
-        let Self { mut daemon, mut frontend, socket, to_daemon } = self;
-        *shared.frontend.lock() = Some(socket.try_clone()?);
+    fn serve(mut self, shared: &ServerShared) -> Result<(), Failed> {
+        *shared.frontend.lock() = Some(self.socket.try_clone()?);
         if shared.ending.load(Ordering::SeqCst) {
             shared.end();
         }
-        let answers = (to_daemon.try_clone()?, socket.try_clone()?);
-        let answers =
-            std::thread::Builder::new().name("vhost-answers".into()).spawn(move || {
-                let (mut to_daemon, mut socket) = answers;
-                let _ = io::copy(&mut to_daemon, &mut socket);
-                // One side has disconnected. The other side is also disconnected, so that no thread
-                // waits for it.
-                let _ = (to_daemon.shutdown(Shutdown::Both), socket.shutdown(Shutdown::Both));
-            })?;
-        let device = &daemon.device;
-        let queues = daemon.daemon.get_epoll_handlers().len();
-        let kept = Arc::clone(device.inflight());
-        let mut inflight = InflightMessages::new(kept, queues, request::QUEUE_SIZE);
-        let passed = fd_filter::pass(&mut frontend, &to_daemon, &mut inflight, &socket);
-        let _ = socket.shutdown(Shutdown::Both);
-        // The backend reads the messages that were already passed, and then ends.
-        let _ = to_daemon.shutdown(Shutdown::Write);
-        daemon.device.leave();
-        let handled = daemon.daemon.wait();
-        let _ = to_daemon.shutdown(Shutdown::Both);
-        let _ = answers.join();
+        let outcome = protocol::serve(&mut self.frontend, &self.socket, &self.device);
         shared.frontend.lock().take();
-        // Requests in flight must complete, even if the guest does not wait for them. If the
-        // frontend tracks them, the next session could otherwise execute them a second time at the
-        // same time.
-        for queue in 0..queues {
-            daemon.device.stop_queue(queue);
-        }
-        drop(daemon);
-        passed?;
-        match handled {
-            Err(vhost_user_backend::Error::HandleRequest(error)) if !is_end(&error) => {
-                Err(error.to_string().into())
-            }
-            _ => Ok(()),
-        }
+        Ok(outcome?)
     }
 }
 
-/// True if the error means that the frontend has disconnected.
-fn is_end(error: &vhost::vhost_user::Error) -> bool {
-    use vhost::vhost_user::Error;
-    matches!(
-        error,
-        Error::Disconnected
-            | Error::PartialMessage
-            | Error::SocketBroken(_)
-            | Error::SocketError(_)
-            | Error::SocketRetry(_)
-    )
+impl Drop for Session {
+    fn drop(&mut self) {
+        let _ = self.socket.shutdown(Shutdown::Both);
+        self.device.leave();
+        // Requests in flight are completed, even if the guest does not wait for them. If the
+        // frontend tracks them, the next session would otherwise execute them a second time
+        // concurrently.
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
 }

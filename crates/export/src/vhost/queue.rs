@@ -1,20 +1,15 @@
 //! State of a virtio queue that is kept while the queue is not served.
 
-use super::guest_region::Guarded;
+use super::device::Device;
 use super::inflight::{Found, Senseless, Tracker};
-use super::memory::{Current, look};
-use super::ring::Ring;
+use super::ring::{Config, Ring};
 use super::serve::{Context, ServedQueue, carry_out};
-use super::shared::DeviceShared;
 use super::split_ring::SplitRing;
-use ::shadowbell_memory::{DmaSpace, DmaTable, EventFd, SharedBytes};
+use ::shadowbell_memory::{DmaTable, SharedBytes};
 use shadowbell_block::BlockDevice;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use vhost_user_backend::VringT;
-use virtio_queue::QueueT;
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 /// Result of an attempt to serve a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,16 +58,13 @@ impl BlkQueue {
 
     /// Prepares the queue after a start by the frontend, and finds the requests that a dead process
     /// had in flight. Returns true if the queue may be served.
-    fn begin_queue(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
+    fn begin_queue(&mut self, device: &Device, vring: &Ring) -> bool {
         if self.has_begun {
             return true;
         }
         if let Some(region) = device.inflight.get() {
             let words = region.queue(self.index);
-            let (size, used) = {
-                let state = vring.get_ref();
-                (state.get_queue().size(), state.get_queue().next_used())
-            };
+            let Config { size, next_used: used, .. } = *vring.config();
             let started = words
                 .ok_or(Senseless::None)
                 .and_then(|words| Tracker::start(words, region.entries(), size, used));
@@ -103,20 +95,20 @@ impl BlkQueue {
     /// after a stop of the queue. The requests that were in flight are executed again.
     fn go_on(&mut self, vring: &Ring, found: &Found) {
         self.again = found.heads.iter().copied().collect();
-        vring.set_queue_next_avail(found.available);
+        vring.config().next_available = found.available;
         if !found.heads.is_empty() {
             let (queue, requests) = (self.index, found.heads.len());
             tracing::info!(queue, requests, "requests of a process before are carried out again");
         }
         // The dead process may not have notified the guest of its last answers.
-        let _ = vring.signal_used_queue();
+        vring.signal();
     }
 
     /// Serves the queue until its configuration or the memory changes.
-    pub(super) fn serve(&mut self, device: &DeviceShared, vring: &Ring, waker: &EventFd) -> Served {
+    pub(super) fn serve(&mut self, device: &Device, vring: &Ring) -> Served {
         let (disk, index) = (self.disk.clone(), self.index);
         let mut complained = self.complained;
-        let served = self.serve_by(device, vring, waker, |context, ring, table| {
+        let served = self.serve_by(device, vring, |context, ring, table| {
             let queue = ServedQueue::new(context, ring, table, &disk, carry_out)?;
             queue.serve(&mut |error| complain(&mut complained, index, error));
             Ok(())
@@ -128,9 +120,8 @@ impl BlkQueue {
     /// Implementation of [`serve`](Self::serve), with `run` as the serving function.
     pub(super) fn serve_by(
         &mut self,
-        device: &DeviceShared,
+        device: &Device,
         vring: &Ring,
-        waker: &EventFd,
         run: impl FnOnce(Context<'_>, SplitRing, &Arc<DmaTable>) -> io::Result<()>,
     ) -> Served {
         self.faults = ::shadowbell_memory::sigbus::faults();
@@ -138,8 +129,8 @@ impl BlkQueue {
             return Served::Refused;
         }
         let find = || {
-            let table = table(vring.current())?;
-            let ring = SplitRing::new(vring.get_ref().get_queue(), &table)?;
+            let table = Arc::clone(&device.memory().table);
+            let ring = SplitRing::new(&vring.config(), &table)?;
             Some((table, ring))
         };
         let nowhere = "a ring is not in one region of the guest's memory";
@@ -151,13 +142,13 @@ impl BlkQueue {
             return Served::Refused;
         }
         let _serving = vring.begin_serving();
-        let seen = (vring.changes(), device.changes());
-        // If the queue is stopped after this check, the counters that were read above change. If it
+        let seen = vring.changes();
+        // If the queue is stopped after this check, the counter that was read above changes. If it
         // was stopped before, `runs` returns false.
-        if !vring.runs() {
+        if !vring.config().runs() {
             return Served::UntilChange;
         }
-        // The memory and the ring may have changed before the counters were read, so both are
+        // The memory and the ring may have changed before the counter was read, so both are
         // looked up again.
         let Some((table, ring)) = find() else {
             self.complain(&nowhere);
@@ -169,7 +160,6 @@ impl BlkQueue {
             vring,
             tracker: &mut self.tracker,
             again: &mut self.again,
-            waker,
             seen,
             faults: self.faults,
         };
@@ -190,20 +180,6 @@ impl BlkQueue {
         // These requests are still marked in the in-flight tracking.
         self.again.clear();
     }
-}
-
-/// DMA table of the guest's memory by guest address. `None` if a region is not a guarded mapping.
-fn table(memory: &Current) -> Option<Arc<DmaTable>> {
-    let mut space = DmaSpace::default();
-    for region in look(memory).iter() {
-        let bytes = guarded(region)?.mapping()?.bytes();
-        space.map(region.start_addr().0, region.len(), &bytes).ok()?;
-    }
-    Some(Arc::clone(space.table()))
-}
-
-fn guarded(region: &GuestRegionMmap<Guarded>) -> Option<&Guarded> {
-    Some((**region).bitmap())
 }
 
 fn complain(complained: &mut bool, queue: usize, error: &dyn std::fmt::Display) {

@@ -1,6 +1,7 @@
 //! Validation of virtio-blk requests (Virtio 1.2, 5.2.6 "Device Operation").
 
-use shadowbell_block::{Geometry, Zeroes};
+use shadowbell_block::Geometry;
+use shadowbell_disk::Op;
 
 /// Largest queue size in entries.
 pub(super) const QUEUE_SIZE: usize = 1024;
@@ -27,23 +28,18 @@ pub(super) enum Status {
     Unsupported = 2,
 }
 
-/// Disk operation of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    Read,
-    Write {
-        fua: bool,
-    },
-    Flush,
-    Discard {
+/// Operation of a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Job {
+    Disk {
+        op: Op,
+        offset: u64,
         len: u64,
     },
-    WriteZeroes {
-        len: u64,
-        how: Zeroes,
+    /// Query of the serial number, with `room` bytes for the answer.
+    Identify {
+        room: usize,
     },
-    /// No disk operation: the data already has the answer.
-    Answer,
 }
 
 /// Validation rules that depend on the disk and the negotiated features.
@@ -62,7 +58,7 @@ pub(super) fn identifier(id: &[u8], room: usize) -> Vec<u8> {
     data
 }
 
-/// Decodes a request header to the operation and its offset, or returns the status of a refusal.
+/// Decodes a request header to the operation, or returns the status of a refusal.
 /// `given` is the number of data bytes that the device reads, `segment` returns the first of these
 /// bytes, and `room` is the number of data bytes that the device may write.
 pub(super) fn understand(
@@ -70,7 +66,7 @@ pub(super) fn understand(
     (given, room): (usize, usize),
     rules: &Rules,
     segment: impl FnOnce() -> Option<[u8; SEGMENT]>,
-) -> Result<(Action, u64), Status> {
+) -> Result<Job, Status> {
     let bad = Status::IoError;
     let [k0, k1, k2, k3, _, _, _, _, sector @ ..] = header;
     let kind = u32::from_le_bytes([k0, k1, k2, k3]);
@@ -83,10 +79,13 @@ pub(super) fn understand(
     };
     let changes = |found| if rules.geometry.read_only { Err(bad) } else { Ok(found) };
     match kind {
-        0 if whole(room) => Ok((Action::Read, offset)),
-        1 if whole(given) => changes((Action::Write { fua: rules.write_through }, offset)),
-        4 => Ok((Action::Flush, 0)),
-        8 => Ok((Action::Answer, 0)),
+        0 if whole(room) => Ok(Job::Disk { op: Op::Read, offset, len: room as u64 }),
+        1 if whole(given) => {
+            let op = Op::Write { fua: rules.write_through };
+            changes(Job::Disk { op, offset, len: given as u64 })
+        }
+        4 => Ok(Job::Disk { op: Op::Flush, offset: 0, len: 0 }),
+        8 => Ok(Job::Identify { room }),
         // The configuration space permits only one segment per request.
         11 | 13 if given == SEGMENT => changes(range(kind == 11, segment().ok_or(bad)?, rules)?),
         0 | 1 | 11 | 13 => Err(bad),
@@ -94,7 +93,7 @@ pub(super) fn understand(
     }
 }
 
-fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<(Action, u64), Status> {
+fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<Job, Status> {
     let bad = Status::IoError;
     let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, flags @ ..] = segment;
     let sector = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
@@ -108,12 +107,10 @@ fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<(Action
     if offset.checked_add(len).is_none_or(|end| end > rules.geometry.bytes) {
         return Err(bad);
     }
-    let action = if discard {
-        Action::Discard { len }
+    let op = if discard {
+        Op::Discard
     } else {
-        let fua = rules.write_through;
-        let how = Zeroes { deallocate: flags & 1 != 0, fua, fast_only: false };
-        Action::WriteZeroes { len, how }
+        Op::WriteZeroes { deallocate: flags & 1 != 0, fua: rules.write_through }
     };
-    Ok((action, offset))
+    Ok(Job::Disk { op, offset, len })
 }

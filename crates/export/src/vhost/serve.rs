@@ -5,12 +5,12 @@
 //! guest's memory. The thread polls the available ring for some time before it sleeps. While it
 //! polls, it suppresses notifications.
 
-use super::chain::{Bad, Chain, Job as Parsed, Piece, Request, part};
+use super::chain::{Bad, Chain, Request};
+use super::device::Device;
 use super::inflight::Tracker;
-use super::request::{MAX_DATA, QUEUE_SIZE, Rules, Status, identifier};
+use super::request::{Job as Parsed, MAX_DATA, QUEUE_SIZE, Rules, Status, identifier};
 use super::ring::Ring;
-use super::shared::DeviceShared;
-use super::split_ring::SplitRing;
+use super::split_ring::{InvalidIndex, SplitRing};
 use crate::io_thread::{FIRST, IoThread};
 use ::shadowbell_memory::page_tables::Awake;
 use ::shadowbell_memory::{DmaTable, EventFd, Segments, SharedBytes, View};
@@ -24,7 +24,6 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use virtio_queue::Error;
 
 /// Largest number of requests in flight.
 const SLOTS: usize = 128;
@@ -85,15 +84,13 @@ struct Pending {
 /// State of a queue that exists longer than a [`ServedQueue`].
 pub(super) struct Context<'a> {
     pub(super) index: usize,
-    pub(super) device: &'a DeviceShared,
+    pub(super) device: &'a Device,
     pub(super) vring: &'a Ring,
     pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
     /// Heads of the requests that a dead process had in flight. They are executed again.
     pub(super) again: &'a mut VecDeque<u16>,
-    /// Event that ends the thread's sleep.
-    pub(super) waker: &'a EventFd,
-    /// Change counters of the queue and the device when the queue's configuration was read.
-    pub(super) seen: (u64, u64),
+    /// Change counter of the queue when its configuration was read.
+    pub(super) seen: u64,
     pub(super) faults: u64,
 }
 
@@ -119,7 +116,6 @@ pub(super) struct ServedQueue<'a, F> {
     /// Request that waits for a slot.
     stalled: Option<u16>,
     chain: Chain,
-    part: Vec<Piece>,
     /// Unused lists of segments, kept for their capacity.
     spare: Vec<Segments>,
     /// Completed requests. The list is empty between uses, and keeps its capacity.
@@ -139,12 +135,12 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         disk: &BlockDevice,
         make: fn(BlockQueue, Job) -> F,
     ) -> io::Result<Self> {
-        let mut io = IoThread::new(SLOTS, context.waker.try_clone()?)?;
+        let mut io = IoThread::new(SLOTS, context.vring.event().try_clone()?)?;
         let disk = io.open(disk)?;
         disk.memory_changed(table);
         let kick = context.vring.kick();
-        for event in kick.iter().chain([context.vring.changed()]) {
-            io.add_fd(event.as_fd(), FIRST, EventFlags::IN)?;
+        if let Some(kick) = &kick {
+            io.add_fd(kick.as_fd(), FIRST, EventFlags::IN)?;
         }
         Ok(Self {
             rules: context.device.rules(),
@@ -160,7 +156,6 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             pieces: 0,
             stalled: None,
             chain: Chain::default(),
-            part: Vec::new(),
             spare: Vec::new(),
             done: Vec::with_capacity(SLOTS),
             context,
@@ -169,7 +164,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
 
     /// Serves the queue until its configuration or the memory changes. Then completes the requests
     /// in flight. `complain` is called if the queue is invalid.
-    pub(super) fn serve(mut self, complain: &mut dyn FnMut(&Error)) {
+    pub(super) fn serve(mut self, complain: &mut dyn FnMut(&InvalidIndex)) {
         while self.poll(complain) {
             // No event is signalled for a request that waits for a page table check, so the sleep
             // has a limit.
@@ -191,7 +186,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
 
     /// Serves the queue until there was no work for the polling time. Returns false if the thread
     /// has to stop serving the queue.
-    fn poll(&mut self, complain: &mut dyn FnMut(&Error)) -> bool {
+    fn poll(&mut self, complain: &mut dyn FnMut(&InvalidIndex)) -> bool {
         let _touches_memory = Awake::new();
         while !self.must_leave() {
             match self.pass(true) {
@@ -220,7 +215,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     }
 
     /// Executes all requests of the queue, including those that arrive during the call.
-    pub(super) fn run_dry(mut self, complain: &mut dyn FnMut(&Error)) {
+    pub(super) fn run_dry(mut self, complain: &mut dyn FnMut(&InvalidIndex)) {
         loop {
             match self.pass(true) {
                 Ok(true) if !self.must_leave() => {}
@@ -255,13 +250,13 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     #[inline]
     fn has_changed(&self) -> bool {
         let Context { device, vring, seen, .. } = &self.context;
-        device.is_over() || (vring.changes(), device.changes()) != *seen
+        device.is_over() || vring.changes() != *seen
     }
 
     /// If `takes` is true, takes new requests and starts them. Then answers completed requests.
     /// Returns true if there was any work.
     #[inline]
-    fn pass(&mut self, takes: bool) -> Result<bool, Error> {
+    fn pass(&mut self, takes: bool) -> Result<bool, InvalidIndex> {
         let outcome = self.take(takes);
         let any = self.collect();
         self.ring.publish();
@@ -273,7 +268,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
 
     /// Takes requests and starts them. Returns true if there were any.
     #[inline]
-    fn take(&mut self, takes: bool) -> Result<bool, Error> {
+    fn take(&mut self, takes: bool) -> Result<bool, InvalidIndex> {
         let mut any = false;
         // The loop is limited by the queue size, even if the guest changes its ring all the time.
         for _ in 0..QUEUE_SIZE {
@@ -395,11 +390,12 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
     }
 
     /// Writes bytes to the request's data buffer in the guest's memory.
-    fn put_data(&mut self, bytes: &[u8]) -> bool {
-        let mut data = Segments::new();
-        part(&self.chain.write, 0, bytes.len() as u64, &mut self.part);
-        data.resolve_ranges(&self.view, &self.part, true).is_ok()
-            && data.write_from(0, bytes).is_some()
+    fn put_data(&mut self, mut bytes: &[u8]) -> bool {
+        self.chain.write.iter().all(|(at, len)| {
+            let (now, later) = bytes.split_at(bytes.len().min(*len));
+            bytes = later;
+            now.is_empty() || self.view.write(*at, now).is_ok()
+        })
     }
 
     /// Submits the started requests, and answers completed ones. Returns true if there was any
@@ -477,7 +473,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
             if now >= deadline {
                 // The thread waits longer for tracked requests, because the next session would
                 // execute them at the same time.
-                let is_waited_for = self.context.tracker.is_some() && device.is_over();
+                let is_waited_for = self.context.tracker.is_some() && device.is_disconnected();
                 if is_cancelled && (device.is_ending() || !is_waited_for) {
                     break;
                 }

@@ -3,9 +3,9 @@
 //! The location of the rings in this process is looked up once. Afterwards the rings are accessed
 //! directly.
 
+use super::ring::Config;
 use ::shadowbell_memory::{DmaTable, SharedBytes};
 use std::sync::atomic::{Ordering, fence};
-use virtio_queue::{Error, Queue, QueueT};
 
 /// Size of a descriptor in bytes.
 pub(super) const DESCRIPTOR: usize = 16;
@@ -19,6 +19,11 @@ const USED: usize = 8;
 const NO_NOTIFY: u16 = 1;
 /// Flag of the available ring: the guest needs no interrupts.
 const NO_INTERRUPT: u16 = 1;
+
+/// The index of the available ring announces more requests than the queue has entries.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("the available ring announces more requests than it has entries")]
+pub(super) struct InvalidIndex;
 
 /// Descriptor that was copied from the guest's memory.
 #[derive(Clone, Copy, Debug)]
@@ -59,8 +64,8 @@ pub(super) struct SplitRing {
 impl SplitRing {
     /// Creates the queue in the configuration of the frontend. `None` if a part of the queue is not
     /// completely in one region of the guest's memory.
-    pub(super) fn new(queue: &Queue, table: &DmaTable) -> Option<Self> {
-        let (size, event_idx) = (queue.size(), queue.event_idx_enabled());
+    pub(super) fn new(queue: &Config, table: &DmaTable) -> Option<Self> {
+        let Config { size, event_idx, next_available, next_used, .. } = *queue;
         if !size.is_power_of_two() {
             return None;
         }
@@ -71,14 +76,14 @@ impl SplitRing {
         let ring = Self {
             size,
             event_idx,
-            descriptors: table.bytes(queue.desc_table(), (DESCRIPTOR * entries) as u64)?,
-            available: table.bytes(queue.avail_ring(), available)?,
-            used: table.bytes(queue.used_ring(), used)?,
-            next_available: queue.next_avail(),
-            seen: queue.next_avail(),
-            next_used: queue.next_used(),
-            published: queue.next_used(),
-            told: queue.next_used(),
+            descriptors: table.bytes(queue.descriptors, (DESCRIPTOR * entries) as u64)?,
+            available: table.bytes(queue.available, available)?,
+            used: table.bytes(queue.used, used)?,
+            next_available,
+            seen: next_available,
+            next_used,
+            published: next_used,
+            told: next_used,
             wants_kicks: true,
         };
         // The loads check the alignment, on which every later access depends.
@@ -106,20 +111,20 @@ impl SplitRing {
     ///
     /// If the index of the available ring announces more requests than the ring has entries.
     #[inline]
-    pub(super) fn take(&mut self) -> Result<Option<u16>, Error> {
+    pub(super) fn take(&mut self) -> Result<Option<u16>, InvalidIndex> {
         if self.seen == self.next_available {
             let index = self.available.load_u16_acquire(INDEX).map(u16::from_le);
-            let index = index.ok_or(Error::InvalidAvailRingIndex)?;
+            let index = index.ok_or(InvalidIndex)?;
             if index == self.next_available {
                 return Ok(None);
             }
             if index.wrapping_sub(self.next_available) > self.size {
-                return Err(Error::InvalidAvailRingIndex);
+                return Err(InvalidIndex);
             }
             self.seen = index;
         }
         let at = ENTRIES + 2 * self.slot(self.next_available);
-        let head = self.available.read::<[u8; 2]>(at).ok_or(Error::InvalidAvailRingIndex)?;
+        let head = self.available.read::<[u8; 2]>(at).ok_or(InvalidIndex)?;
         self.next_available = self.next_available.wrapping_add(1);
         Ok(Some(u16::from_le_bytes(head)))
     }
@@ -212,11 +217,8 @@ mod tests {
         let bytes = Mapping::anonymous(4096).unwrap().bytes();
         let mut space = DmaSpace::default();
         space.map(0, len, &bytes).unwrap();
-        let mut queue = Queue::new(SIZE).unwrap();
-        queue.set_desc_table_address(Some(0), Some(0));
-        queue.set_avail_ring_address(Some(AVAILABLE as u32), Some(0));
-        queue.set_used_ring_address(Some(USED as u32), Some(0));
-        queue.set_event_idx(event_idx);
+        let (size, available, used) = (SIZE, AVAILABLE, USED);
+        let queue = Config { size, event_idx, available, used, ..Config::default() };
         (SplitRing::new(&queue, space.table()), bytes)
     }
 

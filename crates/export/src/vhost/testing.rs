@@ -2,26 +2,20 @@
 //! workspace.
 
 use super::config::feature;
+use super::device::Device;
 use super::inflight::{Region as InflightRegion, Shape};
-use super::memory::{Current, Memory, guard, is_poisoned};
-use super::page_table_quota::PageTableQuota;
+use super::memory;
 use super::queue::{BlkQueue, Served};
-use super::request::QUEUE_SIZE;
-use super::ring::Ring;
+use super::ring::{Config, Ring};
 use super::serve::{ServedQueue, carry_out};
-use super::shared::DeviceShared;
 use ::shadowbell_memory::EventFd;
-use parking_lot::RwLock;
 use shadowbell_block::BlockDevice;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use vhost_user_backend::VringT;
-use virtio_queue::QueueT;
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryAtomic, GuestRegionMmap, MmapRegion};
+use std::sync::atomic::Ordering;
 
 /// Region of a guest's memory.
 #[derive(Debug)]
@@ -49,14 +43,12 @@ pub struct Place {
     pub used: u64,
 }
 
-/// Queue, with the shared state of its device.
+/// Queue, with its device.
 pub struct Queue {
     disk: BlockDevice,
     queue: BlkQueue,
-    device: DeviceShared,
-    memory: Current,
+    device: Device,
     ring: Ring,
-    waker: EventFd,
 }
 
 impl std::fmt::Debug for Queue {
@@ -71,25 +63,10 @@ impl Queue {
     /// # Errors
     /// The error of the system call if the process is out of descriptors.
     pub fn new(disk: &BlockDevice, id: &str) -> io::Result<Self> {
-        let memory: Current = GuestMemoryAtomic::new(Memory::new());
         let (socket, _) = UnixStream::pair()?;
-        let device = DeviceShared {
-            geometry: *disk.geometry(),
-            id: id.as_bytes().to_vec(),
-            memory: RwLock::new(Some(memory.clone())),
-            page_table_quota: PageTableQuota::new(1),
-            acked: AtomicU64::new(feature::FLUSH),
-            inflight: Arc::default(),
-            failures: Arc::default(),
-            socket,
-            over: AtomicBool::new(false),
-            ending: Arc::default(),
-            changes: AtomicU64::new(0),
-        };
-        let ring = Ring::new(memory.clone(), QUEUE_SIZE as u16).map_err(io::Error::other)?;
-        let disk = disk.clone();
-        let waker = EventFd::new()?;
-        Ok(Self { queue: BlkQueue::new(&disk, 0), disk, device, memory, ring, waker })
+        let device = Device::new(disk, id, Arc::default(), (socket, Arc::default()))?;
+        let (disk, queue) = (disk.clone(), BlkQueue::new(disk, 0));
+        Ok(Self { disk, queue, device, ring: Ring::new()? })
     }
 
     /// Replaces the guest's memory. The counterpart of a frontend's message.
@@ -99,16 +76,11 @@ impl Queue {
     /// If the regions are invalid or cannot be mapped.
     pub fn set_memory(&mut self, regions: Vec<Region>) -> io::Result<()> {
         let regions = regions.into_iter().map(|region| {
-            let place = FileOffset::new(region.file, region.offset);
-            let mapped = MmapRegion::from_file(place, region.len).map_err(io::Error::other)?;
-            let region = GuestRegionMmap::new(mapped, GuestAddress(region.address));
-            region.ok_or_else(|| io::ErrorKind::InvalidInput.into())
+            let len = region.len as u64;
+            memory::Region::map(region.file, region.offset, (region.address, len, region.address))
         });
-        let regions = regions.collect::<io::Result<Vec<_>>>()?;
-        let memory = Memory::from_regions(regions).map_err(io::Error::other)?;
-        let lock = self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        lock.replace(memory);
-        guard(&self.memory)
+        let regions = regions.collect::<Result<_, _>>().map_err(io::Error::other)?;
+        self.device.set_memory(regions).map_err(io::Error::other)
     }
 
     /// Sets the in-flight tracking memory, which the queue uses from its next start on. `file` is
@@ -133,11 +105,15 @@ impl Queue {
     pub fn replace(&mut self) -> io::Result<()> {
         self.queue.stop();
         self.queue = BlkQueue::new(&self.disk, 0);
-        if let Ok(used) = self.ring.queue_used_idx() {
-            self.ring.set_queue_next_used(used);
-            self.ring.set_queue_next_avail(used);
+        if let Some(used) = self.used_index(self.ring.config().used) {
+            self.ring.change(|config| (config.next_used, config.next_available) = (used, used));
         }
         Ok(())
+    }
+
+    fn used_index(&self, used: u64) -> Option<u16> {
+        let bytes = self.device.memory().table.bytes(used.checked_add(2)?, 2)?;
+        bytes.load_u16_acquire(0).map(u16::from_le)
     }
 
     /// Starts the queue at `place`.
@@ -146,23 +122,32 @@ impl Queue {
     /// If an address is invalid.
     pub fn start(&mut self, place: Place, event_idx: bool, flush: bool) -> io::Result<()> {
         self.device.acked.store(if flush { feature::FLUSH } else { 0 }, Ordering::Relaxed);
-        self.ring.set_queue_ready(false);
         self.queue.stop();
-        self.ring.set_queue_size(place.entries);
-        self.ring.set_queue_next_avail(0);
-        self.ring.set_queue_next_used(0);
-        self.ring.set_queue_event_idx(event_idx);
-        let Place { descriptors, available, used, .. } = place;
-        self.ring.set_queue_info(descriptors, available, used).map_err(io::Error::other)?;
-        self.ring.set_queue_ready(true);
-        self.ring.set_enabled(true);
+        let Place { entries: size, descriptors, available, used } = place;
+        let (ready, enabled, next_available, next_used) = (true, true, 0, 0);
+        let aligned = descriptors % 16 == 0 && available % 2 == 0 && used % 4 == 0;
+        if !aligned {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        self.ring.change(|config| {
+            *config = Config {
+                size,
+                ready,
+                enabled,
+                event_idx,
+                descriptors,
+                available,
+                used,
+                next_available,
+                next_used,
+            };
+        });
         Ok(())
     }
 
     /// Sets the eventfd that interrupts the guest.
     pub fn set_call(&mut self, event: Option<EventFd>) {
-        let file = event.and_then(|event| OwnedFd::try_from(event).ok()).map(File::from);
-        self.ring.set_call(file);
+        self.ring.set_call(event);
     }
 
     /// Simulates a notification by the guest. Executes and answers all requests of the queue.
@@ -171,12 +156,12 @@ impl Queue {
     ///
     /// If the queue is invalid.
     pub fn serve(&mut self) -> Result<(), String> {
-        if !self.ring.get_ref().get_queue().ready() {
+        if !self.ring.config().ready {
             return Ok(());
         }
-        let Self { disk, queue, device, ring, waker, .. } = self;
+        let Self { disk, queue, device, ring } = self;
         let mut senseless = None;
-        let served = queue.serve_by(device, ring, waker, |context, ring, table| {
+        let served = queue.serve_by(device, ring, |context, ring, table| {
             let queue = ServedQueue::new(context, ring, table, disk, carry_out)?;
             queue.run_dry(&mut |error| senseless = Some(error.to_string()));
             Ok(())
@@ -191,7 +176,7 @@ impl Queue {
     /// True if a part of the guest's memory was lost.
     #[must_use]
     pub fn has_lost_memory(&self) -> bool {
-        is_poisoned(&self.memory)
+        self.device.memory().is_poisoned()
     }
 }
 
@@ -217,8 +202,8 @@ mod tests {
         queue.start(place, false, true).unwrap();
         let is_served = |queue: &mut Queue| {
             let mut is_served = false;
-            let Queue { queue, device, ring, waker, .. } = queue;
-            let outcome = queue.serve_by(device, ring, waker, |_, _, _| {
+            let Queue { queue, device, ring, .. } = queue;
+            let outcome = queue.serve_by(device, ring, |_, _, _| {
                 is_served = true;
                 Ok(())
             });
@@ -226,11 +211,11 @@ mod tests {
             is_served
         };
         assert!(is_served(&mut queue));
-        queue.ring.set_enabled(false);
+        queue.ring.change(|config| config.enabled = false);
         assert!(!is_served(&mut queue));
-        queue.ring.set_enabled(true);
+        queue.ring.change(|config| config.enabled = true);
         assert!(is_served(&mut queue));
-        queue.ring.set_queue_ready(false);
+        queue.ring.change(|config| config.ready = false);
         assert!(!is_served(&mut queue));
     }
 }

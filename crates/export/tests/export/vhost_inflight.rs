@@ -28,10 +28,14 @@ fn memory(len: u64) -> File {
 
 /// Connects a guest whose frontend shares `file` as its tracking memory.
 fn guest(rig: &Rig, shape: &VhostUserInflight, file: &File) -> Guest {
+    guest_with(rig, 2, shape, file)
+}
+
+fn guest_with(rig: &Rig, queues: usize, shape: &VhostUserInflight, file: &File) -> Guest {
     let prepare = |frontend: &mut Frontend| {
         frontend.set_inflight_fd(shape, file.as_raw_fd()).unwrap();
     };
-    Guest::connect_prepared(rig, 2, 0, memory(MEMORY), QUEUE, prepare)
+    Guest::connect_prepared(rig, queues, 0, memory(MEMORY), QUEUE, prepare)
 }
 
 fn words(file: &File, queue: u64) -> Vec<u64> {
@@ -186,7 +190,8 @@ fn memory_that_makes_no_sense_ends_the_connection() {
         ] {
             let file = memory(2 * REGION);
             file.write_all_at(&bytes, at).unwrap();
-            let mut guest = guest(&rig, &shape, &file);
+            // The device disconnects when the first queue starts, so there is no second one.
+            let mut guest = guest_with(&rig, 1, &shape, &file);
             wait::until(&format!("a refusal of {what}"), || !guest.is_served());
             let mut after = vec![0; bytes.len()];
             file.read_exact_at(&mut after, at).unwrap();

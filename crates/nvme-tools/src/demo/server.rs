@@ -3,17 +3,17 @@
 use anyhow::{Context, anyhow, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use shadowbell_control_api::client::Client;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Time limit for the server to start, to write counters, or to end.
+/// Time limit for the server to start or to end.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of checks for these events.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
@@ -38,7 +38,7 @@ impl Server {
         // Without a supervisor, all costs are those of one process.
         command.args(["serve", "--no-keeper"]).args(disks).args(options);
         command.arg("--socket").arg(directory.path().join("socket"));
-        command.arg("--stats-json").arg(directory.path().join("stats.json"));
+        command.arg("--control-socket").arg(directory.path().join("control"));
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         // A process group of its own: Ctrl-C must end only this process, which then ends the
         // server.
@@ -68,21 +68,10 @@ impl Server {
     }
 
     /// Doorbell writes of I/O queues so far, by MMIO or by eventfd.
-    pub(super) fn doorbell_writes(&mut self) -> anyhow::Result<u64> {
-        let path = self.directory.path().join("stats.json");
-        let before = version(&path);
-        self.signal(Signal::USR1).context("sending a signal to the server")?;
-        let deadline = Instant::now() + TIMEOUT;
-        // The server replaces the file atomically, which changes its inode.
-        while version(&path) == before {
-            self.check()?;
-            if Instant::now() > deadline {
-                bail!("the server did not write its statistics: {}", self.log());
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        let counters: Value = serde_json::from_slice(&fs::read(&path)?)
-            .context("unexpected format of the server's statistics")?;
+    pub(super) fn doorbell_writes(&self) -> anyhow::Result<u64> {
+        let control = Client::new(&self.directory.path().join("control"));
+        let counters: Value =
+            control.get("/v1/stats").context("reading the server's statistics")?;
         let count = |name| counters.get(name).and_then(Value::as_u64);
         count("doorbell_mmio_writes")
             .and_then(|writes| Some(writes + count("doorbell_events")?))
@@ -110,11 +99,6 @@ impl Server {
         let id = id.ok_or_else(|| io::Error::other("it has no process identifier"))?;
         Ok(kill_process(id, signal)?)
     }
-}
-
-fn version(path: &Path) -> Option<(u64, i64, i64)> {
-    let about = fs::metadata(path).ok()?;
-    Some((about.ino(), about.mtime(), about.mtime_nsec()))
 }
 
 impl Drop for Server {

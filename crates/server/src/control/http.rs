@@ -6,7 +6,7 @@
 //! for the body, and [`CONNECTION`] until it has read all responses. After that the connection is
 //! closed. Further clients wait in the listen queue.
 
-use super::handlers::{Answer, Body, answer};
+use super::handlers::{Answer, Body, Request as HandlerRequest};
 use super::routes::{self, Via};
 use super::socket_io::ClientSocket;
 use super::state::ServerState;
@@ -165,7 +165,10 @@ async fn respond(
             Err(problem) => Err(problem.into()),
             // A handler may wait for I/O threads or for the system.
             Ok(body) => {
-                let work = tokio::task::spawn_blocking(move || answer(&state, route, &body));
+                let work = tokio::task::spawn_blocking(move || {
+                    let request = HandlerRequest { state: &state, route: &route, body: &body };
+                    (route.handler)(&request)
+                });
                 let failed = || Problem::new(Code::Failed, "the server has failed at this request");
                 work.await.unwrap_or_else(|_| Err(failed())).map_err(Into::into)
             }

@@ -1,8 +1,11 @@
-//! Routes: the mapping of a request's method and path to an operation.
+//! Routes: the mapping of a request's method and path to a handler, by the OpenAPI document.
 
+use super::handlers::{HANDLERS, Handler, answer_document, openapi};
 use hyper::{Method, Uri};
 use percent_encoding::percent_decode_str;
 use shadowbell_control_api::api::{Code, Problem};
+use std::str::FromStr;
+use std::sync::LazyLock;
 
 /// Socket by which a request arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,38 +16,84 @@ pub(super) enum Via {
     Tcp,
 }
 
-/// Requested operation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Route {
-    Status,
-    Controllers,
-    Controller(String),
-    Identify { id: String, cns: u8, nsid: u32 },
-    LogPage { id: String, lid: u8 },
-    AddController(String),
-    RemoveController { id: String, force: bool },
-    AddNamespace { id: String, nsid: u32 },
-    RemoveNamespace { id: String, nsid: u32 },
-    ChangeNamespace { id: String, nsid: u32 },
-    SetAna { id: String, group: u32 },
-    Apply,
-    Configuration,
-    LimitGroups,
-    SetLimitGroup(String),
-    Namespaces,
-    Stats,
-    Snapshot,
-    LogLevel,
-    SetLogLevel,
-    Upgrade,
-    Trace,
-    SetTrace,
-    TraceRecords,
-    Measure,
-    SetMeasure,
-    Shutdown,
-    Document,
-    Metrics,
+/// Handler of a request, and the parameters in its path and query.
+#[derive(Debug)]
+pub(super) struct Route {
+    pub(super) handler: Handler,
+    path: String,
+    parameters: Vec<(&'static str, String)>,
+    query: Option<String>,
+}
+
+impl Route {
+    /// Parameter of the path.
+    pub(super) fn text(&self, name: &str) -> &str {
+        let found = self.parameters.iter().find(|(known, _)| *known == name);
+        found.map_or("", |(_, value)| value)
+    }
+
+    /// Numeric parameter of the path.
+    pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<T, Problem> {
+        self.text(name).parse().map_err(|_| missing(&self.path))
+    }
+
+    pub(super) fn has_query(&self, query: &str) -> bool {
+        self.query.as_deref() == Some(query)
+    }
+}
+
+/// Path of the OpenAPI document with its operations.
+struct Entry {
+    /// Components; a parameter is in braces.
+    template: Vec<String>,
+    operations: Vec<(Method, Handler)>,
+    /// Methods of the operations.
+    allow: String,
+}
+
+/// Paths of the OpenAPI document, and that of the document itself.
+static TABLE: LazyLock<Vec<Entry>> = LazyLock::new(|| {
+    let own = ("/v1/openapi.json".to_owned(), vec![(Method::GET, answer_document as Handler)]);
+    let paths = openapi().paths.paths.into_iter().map(|(path, item)| {
+        let operations = [
+            (Method::DELETE, item.delete),
+            (Method::GET, item.get),
+            (Method::PATCH, item.patch),
+            (Method::POST, item.post),
+            (Method::PUT, item.put),
+        ];
+        let operations = operations.into_iter().filter_map(|(method, operation)| {
+            let id = operation?.operation_id?;
+            HANDLERS.iter().find(|(name, _)| *name == id).map(|(_, handler)| (method, *handler))
+        });
+        (path, operations.collect())
+    });
+    let entries = paths.chain([own]).map(|(path, operations): (String, Vec<_>)| {
+        let methods: Vec<_> = operations.iter().map(|(method, _)| method.as_str()).collect();
+        let allow = methods.join(", ");
+        let template = path.trim_start_matches('/').split('/').map(str::to_owned).collect();
+        Entry { template, operations, allow }
+    });
+    entries.collect()
+});
+
+impl Entry {
+    /// Parameters of a path, if it matches.
+    fn parameters(&'static self, parts: &[String]) -> Option<Vec<(&'static str, String)>> {
+        if parts.len() != self.template.len() {
+            return None;
+        }
+        let mut parameters = Vec::new();
+        for (part, template) in parts.iter().zip(&self.template) {
+            let name = template.strip_prefix('{').and_then(|name| name.strip_suffix('}'));
+            match name {
+                Some(name) => parameters.push((name, part.clone())),
+                None if part == template => {}
+                None => return None,
+            }
+        }
+        Some(parameters)
+    }
 }
 
 /// A request without a route.
@@ -61,109 +110,28 @@ impl From<Problem> for Refused {
     }
 }
 
-/// Returns the operation of a method and a path.
+fn missing(path: &str) -> Problem {
+    Problem::new(Code::NotFound, format!("there is no path {path}"))
+}
+
+/// Returns the handler of a method and a path.
 ///
 /// # Errors
 /// The path does not exist, or does not support the method.
 pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refused> {
     let path = uri.path();
-    let missing = || Problem::new(Code::NotFound, format!("there is no path {path}")).into();
     let parts: Option<Vec<String>> = path.trim_start_matches('/').split('/').map(decode).collect();
-    let Some(parts) = parts else { return Err(missing()) };
-    let parts: Vec<&str> = parts.iter().map(String::as_str).collect();
-    if via == Via::Tcp && parts != ["metrics"] {
-        return Err(missing());
-    }
-    let of = |allowed: &'static str, route: Option<Route>| {
-        route.ok_or_else(|| Refused {
-            problem: Problem::new(
-                Code::MethodNotAllowed,
-                format!("{path} has no {method}; it has {allowed}"),
-            ),
-            allow: Some(allowed),
-        })
+    let parts = parts.filter(|parts| via == Via::Socket || parts[..] == ["metrics"]);
+    let found = parts
+        .and_then(|parts| TABLE.iter().find_map(|entry| Some((entry, entry.parameters(&parts)?))));
+    let (entry, parameters) = found.ok_or_else(|| missing(path))?;
+    let Some((_, handler)) = entry.operations.iter().find(|(known, _)| known == method) else {
+        let why = format!("{path} has no {method}; it has {}", entry.allow);
+        let problem = Problem::new(Code::MethodNotAllowed, why);
+        return Err(Refused { problem, allow: Some(&entry.allow) });
     };
-    let get = |route| of("GET", (method == Method::GET).then_some(route));
-    let post = |route| of("POST", (method == Method::POST).then_some(route));
-    match parts[..] {
-        ["metrics"] => get(Route::Metrics),
-        ["v1", "status"] => get(Route::Status),
-        ["v1", "controllers"] => get(Route::Controllers),
-        ["v1", "controllers", id] => {
-            let id = id.to_owned();
-            let route = match *method {
-                Method::GET => Some(Route::Controller(id)),
-                Method::PUT => Some(Route::AddController(id)),
-                Method::DELETE => {
-                    Some(Route::RemoveController { id, force: uri.query() == Some("force=true") })
-                }
-                _ => None,
-            };
-            of("DELETE, GET, PUT", route)
-        }
-        ["v1", "apply"] => post(Route::Apply),
-        ["v1", "limit-groups"] => get(Route::LimitGroups),
-        ["v1", "limit-groups", name] => {
-            let route = Route::SetLimitGroup(name.to_owned());
-            of("PUT", (method == Method::PUT).then_some(route))
-        }
-        ["v1", "config"] => get(Route::Configuration),
-        ["v1", "controllers", id, "namespaces", nsid] => {
-            let (id, Ok(nsid)) = (id.to_owned(), nsid.parse()) else { return Err(missing()) };
-            let route = match *method {
-                Method::PUT => Some(Route::AddNamespace { id, nsid }),
-                Method::DELETE => Some(Route::RemoveNamespace { id, nsid }),
-                Method::PATCH => Some(Route::ChangeNamespace { id, nsid }),
-                _ => None,
-            };
-            of("DELETE, PATCH, PUT", route)
-        }
-        ["v1", "controllers", id, "ana", group] => {
-            let Ok(group) = group.parse() else { return Err(missing()) };
-            let route = Route::SetAna { id: id.to_owned(), group };
-            of("PUT", (method == Method::PUT).then_some(route))
-        }
-        ["v1", "controllers", id, "identify", cns, nsid] => {
-            let (Ok(cns), Ok(nsid)) = (cns.parse(), nsid.parse()) else { return Err(missing()) };
-            get(Route::Identify { id: id.to_owned(), cns, nsid })
-        }
-        ["v1", "controllers", id, "log-page", lid] => {
-            let Ok(lid) = lid.parse() else { return Err(missing()) };
-            get(Route::LogPage { id: id.to_owned(), lid })
-        }
-        ["v1", "namespaces"] => get(Route::Namespaces),
-        ["v1", "stats"] => get(Route::Stats),
-        ["v1", "snapshot"] => get(Route::Snapshot),
-        ["v1", "measure"] => {
-            let route = match *method {
-                Method::GET => Some(Route::Measure),
-                Method::PUT => Some(Route::SetMeasure),
-                _ => None,
-            };
-            of("GET, PUT", route)
-        }
-        ["v1", "log-level"] => of(
-            "GET, PUT",
-            match *method {
-                Method::GET => Some(Route::LogLevel),
-                Method::PUT => Some(Route::SetLogLevel),
-                _ => None,
-            },
-        ),
-        ["v1", "trace"] => of(
-            "GET, PUT",
-            match *method {
-                Method::GET => Some(Route::Trace),
-                Method::PUT => Some(Route::SetTrace),
-                _ => None,
-            },
-        ),
-        ["v1", "trace", "records"] => get(Route::TraceRecords),
-        ["v1", "upgrade"] => post(Route::Upgrade),
-        ["v1", "shutdown"] => post(Route::Shutdown),
-        ["v1", "openapi.json"] => get(Route::Document),
-        _ => Err(missing()),
-    }
+    let (path, query) = (path.to_owned(), uri.query().map(str::to_owned));
+    Ok(Route { handler: *handler, path, parameters, query })
 }
 
 /// Decodes a path component. `None` if it is not UTF-8.
@@ -181,9 +149,12 @@ mod tests {
 
     #[test]
     fn a_request_is_what_it_says() {
-        let controller = ask(Via::Socket, Method::GET, "/v1/controllers/%2Frun%2Fvm%200.sock");
-        assert_eq!(controller, Ok(Route::Controller("/run/vm 0.sock".into())));
-        assert_eq!(ask(Via::Tcp, Method::GET, "/metrics?x=1"), Ok(Route::Metrics));
+        let path = "/v1/controllers/%2Frun%2Fvm%200.sock/namespaces/7x";
+        let route = ask(Via::Socket, Method::PUT, path).unwrap();
+        assert_eq!(route.text("id"), "/run/vm 0.sock");
+        assert_eq!(route.number::<u32>("nsid").unwrap_err().status(), 404);
+        assert!(ask(Via::Tcp, Method::GET, "/metrics?x=1").is_ok());
+        assert!(ask(Via::Socket, Method::GET, "/v1/openapi.json").is_ok());
         let refused = ask(Via::Socket, Method::DELETE, "/v1/log-level").unwrap_err();
         assert_eq!((refused.problem.status(), refused.allow), (405, Some("GET, PUT")));
         for path in ["/", "/v1", "/v1/status/x", "/v2/status", "/v1/controllers/%ff", "/v1/%2Fx"] {
@@ -195,5 +166,11 @@ mod tests {
             assert_eq!(ask(Via::Tcp, Method::GET, path).unwrap_err().problem.status(), 404);
         }
         assert_eq!(ask(Via::Tcp, Method::POST, "/metrics").unwrap_err().problem.status(), 405);
+    }
+
+    #[test]
+    fn each_operation_has_a_handler() {
+        let operations: usize = TABLE.iter().map(|entry| entry.operations.len()).sum();
+        assert_eq!(operations, HANDLERS.len() + 1);
     }
 }

@@ -4,13 +4,13 @@ use super::lookup::problem;
 use super::metrics;
 use super::state::ServerState;
 use crate::reload::apply as apply_config;
-use crate::stats_file;
+use crate::stats_report;
 use shadowbell_config::config_file::{self, Settings};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_control_api::api::{
     Apply, Code, Configuration, LogLevel, Plan, Problem, Status, Upgrade,
 };
-use shadowbell_control_api::live_stats::{self, Row, Snapshot};
+use shadowbell_control_api::live_stats::{Row, Snapshot};
 use shadowbell_process::{exit, logging};
 use shadowbell_supervisor::client::{SupervisorClient, program};
 use std::path::{Path, PathBuf};
@@ -83,14 +83,14 @@ pub(super) fn configuration(state: &ServerState) -> Configuration {
     Configuration { toml: config_file::write(&settings, &state.name, &controllers) }
 }
 
-/// Statistics, as `serve --stats-json` writes them
+/// Statistics of the server
 ///
 /// Sums over the I/O queues of all controllers, and the counters of each controller's queues, I/O
 /// threads and disks.
 #[utoipa::path(get, path = "/v1/stats", operation_id = "stats", tag = "server",
     responses((status = 200, description = "The counters", body = serde_json::Value)))]
-pub(super) fn stats(state: &ServerState) -> stats_file::Report {
-    stats_file::Report::of(&state.controllers.all())
+pub(super) fn stats(state: &ServerState) -> stats_report::Report {
+    stats_report::Report::of(&state.controllers.all())
 }
 
 /// Snapshot of the values that `shadowbell top` shows
@@ -100,7 +100,7 @@ pub(super) fn snapshot(state: &ServerState) -> Snapshot {
     let at_ns = u64::try_from(state.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
     let rows = state.controllers.all();
     let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller));
-    Snapshot { version: live_stats::VERSION, at_ns, controllers: rows.collect() }
+    Snapshot { at_ns, controllers: rows.collect() }
 }
 
 /// Metrics for Prometheus: OpenMetrics 1.0

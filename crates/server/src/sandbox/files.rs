@@ -92,7 +92,6 @@ fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Re
             control: control.and_then(real),
             mode: config.socket_access.mode,
             group: config.socket_access.group.clone(),
-            counters: config.stats_json.as_ref().map(from_root),
             trace: config.trace.as_ref().map(|(path, _)| from_root(path)),
             metrics: config.metrics,
         },
@@ -157,8 +156,7 @@ fn make(directory: &Path) -> bool {
 /// Directories in which sockets are created and removed.
 fn socket_directories(asked: &Asked, config: &ServerConfig) -> Vec<PathBuf> {
     let controllers = config.controllers.iter().map(|served| &served.socket);
-    let others = config.stats_socket.iter().chain(&config.control.path);
-    let of_sockets = controllers.chain(others).map(|socket| {
+    let of_sockets = controllers.chain(&config.control.path).map(|socket| {
         // A directory stands for the socket in it, as in SPDK.
         if socket.is_dir() { socket.clone() } else { directory_of(socket) }
     });
@@ -170,9 +168,8 @@ fn socket_directories(asked: &Asked, config: &ServerConfig) -> Vec<PathBuf> {
 
 /// Output paths. A regular file is replaced, which needs its directory; other files are opened.
 fn written(config: &ServerConfig) -> Vec<PathBuf> {
-    let trace = config.trace.as_ref().map(|(path, _)| path);
-    let files = config.stats_json.iter().chain(trace);
-    files.flat_map(|path| [directory_of(path), path.clone()]).collect()
+    let trace = config.trace.iter().map(|(path, _)| path);
+    trace.flat_map(|path| [directory_of(path), path.clone()]).collect()
 }
 
 fn directory_of(path: &Path) -> PathBuf {

@@ -2,7 +2,6 @@
 
 use crate::killed::Service;
 use crate::machine::{BLOCK, BLOCKS, Machine};
-use shadowbell_state::AbortPoint;
 use shadowbell_testing::wait::{LIMIT, until};
 use std::time::{Duration, Instant};
 
@@ -13,9 +12,9 @@ struct Running {
 }
 
 impl Running {
-    fn start(variables: &[(&str, &str)]) -> Self {
+    fn start() -> Self {
         let arguments = ["--vhost-user-blk", "DIR/vm.sock", "--queues=1"];
-        let service = Service::start(BLOCK * BLOCKS, &arguments, variables);
+        let service = Service::start(BLOCK * BLOCKS, &arguments, &[]);
         let mut running = Self { service, machine: Machine::new() };
         running.connect();
         running
@@ -30,8 +29,8 @@ impl Running {
     }
 
     /// Starts the next device process after the death of the previous one, and connects.
-    fn again(&mut self, variables: &[(&str, &str)]) {
-        self.service.again(variables);
+    fn again(&mut self) {
+        self.service.again(&[]);
         self.connect();
     }
 
@@ -86,59 +85,9 @@ impl Running {
     }
 }
 
-/// Runs a machine whose device process dies at each of these points.
-fn die_at(points: &[(AbortPoint, u32)], more: &[(&str, &str)]) -> Result<(), String> {
-    let mut running = Running::start(more);
-    running.run(100)?;
-    running.service.kill();
-    for (point, nth) in points {
-        let at = format!("{}:{nth}", point.name());
-        let mut variables = vec![("SHADOWBELL_ABORT_AT", at.as_str())];
-        variables.extend(more);
-        running.again(&variables);
-        if !running.run(100_000)? {
-            return Err(format!("it has not died at {at}"));
-        }
-    }
-    running.again(more);
-    running.end()
-}
-
-const POINTS: [AbortPoint; 8] = [
-    AbortPoint::RequestTaken,
-    AbortPoint::RequestNumbered,
-    AbortPoint::RequestMarked,
-    AbortPoint::RequestEnded,
-    AbortPoint::RequestListed,
-    AbortPoint::RequestUsed,
-    AbortPoint::RequestFreed,
-    AbortPoint::RequestAnswered,
-];
-
-#[test]
-fn a_vhost_process_may_die_at_each_step_of_a_request() {
-    let points = POINTS.into_iter().flat_map(|point| [1, 7, 40].map(|nth| (point, nth)));
-    let points: Vec<_> = points.collect();
-    die_at(&points, &[]).unwrap();
-}
-
-#[test]
-fn a_wrong_order_of_journal_writes_is_detected() {
-    for (order, point) in [
-        ("freed-before-posted", AbortPoint::RequestListed),
-        ("stored-before-freed", AbortPoint::RequestFreed),
-    ] {
-        // A request that is executed twice may happen to be harmless, so several moments are tried.
-        let points: Vec<_> = (1..=30).map(|nth| (point, nth)).collect();
-        let found = die_at(&points, &[("SHADOWBELL_WRONG_ORDER", order)]);
-        println!("{order}: {found:?}");
-        assert!(found.is_err(), "{order} is as good as the right one");
-    }
-}
-
 #[test]
 fn a_vhost_process_may_be_killed_at_any_moment() {
-    let mut running = Running::start(&[]);
+    let mut running = Running::start();
     for moment in [0, 3, 50, 17, 1, 8, 130, 29, 5, 77] {
         running.run(20 + 13 * moment).unwrap();
         // Requests are in flight at the kill.
@@ -146,7 +95,7 @@ fn a_vhost_process_may_be_killed_at_any_moment() {
         // The kill may come at any moment.
         std::thread::sleep(Duration::from_micros(37 * moment));
         running.service.kill();
-        running.again(&[]);
+        running.again();
     }
     running.end().unwrap();
 }
@@ -154,13 +103,13 @@ fn a_vhost_process_may_be_killed_at_any_moment() {
 /// A paused machine has nothing in flight at the disk, and resumes with another process.
 #[test]
 fn a_paused_machine_resumes_with_a_new_vhost_process() {
-    let mut running = Running::start(&[]);
+    let mut running = Running::start();
     for _ in 0..3 {
         running.run(50).unwrap();
         running.machine.pause();
         running.machine.look().unwrap();
         running.service.kill();
-        running.again(&[]);
+        running.again();
         running.run(50).unwrap();
         // The VMM reconnects to the same process.
         running.connect();

@@ -1,6 +1,7 @@
 //! Configuration files: several controllers in one process, and files that are refused as a
 //! whole.
 
+use crate::control::ctl_json;
 use crate::harness::{Server, attach, finish, image, program, until};
 use shadowbell_driver::{AttachOptions, Doorbells};
 use std::path::Path;
@@ -12,7 +13,6 @@ fn each_controller_is_configured_by_its_table() {
     let text = r#"
         workers = 2
         poll-max-us = 50
-        stats-json = "stats.json"
 
         [[controller]]
         socket = "a.sock"
@@ -41,14 +41,13 @@ fn each_controller_is_configured_by_its_table() {
     for name in ["a.sock", "b.sock"] {
         until("the arguments", || server.stdout().contains(&format!("{name}\",")));
     }
+    let stats = ctl_json(&server, &["stats"]);
+    assert_eq!(stats["controllers"][1]["serial"], "SECOND");
     drop((a, b));
     assert!(server.stop().success());
     assert!(
         !server.directory().join("a.sock").exists() && !server.directory().join("b.sock").exists()
     );
-    let stats = std::fs::read(server.directory().join("stats.json")).unwrap();
-    let stats: serde_json::Value = serde_json::from_slice(&stats).unwrap();
-    assert_eq!(stats["controllers"][1]["serial"], "SECOND");
 }
 
 /// Serves `text`, which must be refused with all of `words`, without creating any file.
@@ -105,7 +104,7 @@ fn a_bad_file_is_refused_as_a_whole() {
         refused(at, &second(lines), words);
     }
     refused(at, "", &["vms.toml:1: it has no controller"]);
-    refused(at, &format!("stats-json = \"no/stats\"\n{good}"), &["no/stats is in no directory"]);
+    refused(at, &format!("trace = \"no/trace\"\n{good}"), &["no/trace is in no directory"]);
 }
 
 #[test]

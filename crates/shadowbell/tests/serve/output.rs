@@ -1,5 +1,6 @@
 //! Output of a server: log lines, arguments to paste, counters, traces.
 
+use crate::control::ctl_json;
 use crate::harness::{Server, finish, program, run, until};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -78,19 +79,13 @@ fn the_arguments_to_paste_are_on_standard_output() {
     assert_eq!((quiet.stdout(), quiet.stderr()), (String::new(), String::new()));
 }
 
-/// Counters that the server writes on SIGUSR1.
 fn counters(server: &Server) -> Value {
-    let path = server.directory().join("stats.json");
-    let _ = std::fs::remove_file(&path);
-    server.signal(Signal::USR1);
-    until("the counters", || path.exists());
-    // The file is replaced atomically, so it is always complete.
-    serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
+    ctl_json(server, &["stats"])
 }
 
 #[test]
 fn counters_add_up() {
-    let mut server = Server::start(&["mem:4MiB"], &["--stats-json", "stats.json"]);
+    let mut server = Server::start(&["mem:4MiB"], &[]);
     assert_eq!(counters(&server)["commands"], 0);
     let mut controller = server.attach();
     read_blocks(&mut controller, 100);
@@ -107,17 +102,14 @@ fn counters_add_up() {
     let mut controller = server.attach();
     read_blocks(&mut controller, 11);
     drop(controller);
-    std::fs::remove_file(server.directory().join("stats.json")).unwrap();
+    assert_eq!(counters(&server)["commands"], 111);
     assert!(server.stop().success());
-    let last = std::fs::read(server.directory().join("stats.json")).unwrap();
-    let last: Value = serde_json::from_slice(&last).unwrap();
-    assert_eq!(last["commands"], 111);
+    server.says("111 I/O commands, ");
 }
 
 #[test]
 fn trapped_doorbells_are_counted() {
-    let server =
-        Server::start(&["mem:4MiB"], &["--doorbells", "mmio", "--stats-json", "stats.json"]);
+    let server = Server::start(&["mem:4MiB"], &["--doorbells", "mmio"]);
     let mut controller = server.attach();
     read_blocks(&mut controller, 50);
     let now = counters(&server);
@@ -126,21 +118,11 @@ fn trapped_doorbells_are_counted() {
 }
 
 #[test]
-fn without_a_file_the_counters_are_logged() {
+fn counters_are_logged_on_sigusr1() {
     let mut server = Server::start(&["mem:4MiB"], &[]);
     server.signal(Signal::USR1);
     server.says("0 I/O commands, 0 doorbell writes trapped");
     assert!(server.is_alive());
-}
-
-#[test]
-fn an_unwritable_counter_file_does_not_end_the_server() {
-    let mut server = Server::start(&["mem:4MiB"], &["--stats-json", "stats.json"]);
-    std::fs::create_dir(server.directory().join("stats.json")).unwrap();
-    server.signal(Signal::USR1);
-    server.says("cannot write statistics");
-    assert!(server.is_alive());
-    drop(server.attach());
 }
 
 #[test]

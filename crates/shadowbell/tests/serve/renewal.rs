@@ -77,7 +77,7 @@ fn upgrade_to(server: &Server, program: &Path) -> String {
 
 #[test]
 fn a_supervisor_executes_the_new_program_after_an_upgrade() {
-    let mut server = server(4, &["--stats-socket", "top.sock"]);
+    let mut server = server(4, &[]);
     let mut client = Client::attach(&socket(&server, 2));
     client.write(1, 0, 1);
     client.write(2, 0, 2);

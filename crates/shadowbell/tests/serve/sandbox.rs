@@ -50,20 +50,11 @@ fn a_forbidden_system_call_ends_the_process() {
 fn other_files_cannot_be_opened_in_the_sandbox() {
     let directory = tempfile::tempdir().unwrap();
     let disk = image(directory.path(), "disk.img", 1 << 20);
-    let attempts = [
-        "open:/etc/passwd",
-        "open:disk.img",
-        "write:disk.img",
-        "write:new",
-        "open:/dev/null",
-        "write:stats.json",
-    ];
+    let attempts =
+        ["open:/etc/passwd", "open:disk.img", "write:disk.img", "write:new", "open:/dev/null"];
     let attempts: Vec<_> = attempts.into_iter().flat_map(|what| ["--attempt", what]).collect();
-    let mut server = Server::start_in(
-        directory,
-        &["disk.img"],
-        &[&["--keeper", "--stats-json", "stats.json"], &attempts[..]].concat(),
-    );
+    let mut server =
+        Server::start_in(directory, &["disk.img"], &[&["--keeper"], &attempts[..]].concat());
     for what in attempts.iter().filter(|word| **word != "--attempt") {
         server.says(&format!("attempt {what}: Permission denied"));
     }
@@ -261,8 +252,8 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "disk.img", 4 << 20);
     let options = [
-        &["--keeper", "--sandbox", "on", "--socket-mode", "0620", "--stats-socket", "top.sock"][..],
-        &["--stats-json", "stats.json", "--trace", "trace", "--metrics", "127.0.0.1:0"],
+        &["--keeper", "--sandbox", "on", "--socket-mode", "0620"][..],
+        &["--trace", "trace", "--metrics", "127.0.0.1:0"],
     ];
     let mut server = Server::start_in(directory, &["disk.img"], &options.concat());
     let has = |text: &str| {
@@ -291,13 +282,6 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
         stream.read_to_string(&mut text).unwrap();
         assert!(text.contains("shadowbell_server_info"), "{text}");
     };
-    let counters = || {
-        let _ = std::fs::remove_file(at("stats.json"));
-        server.signal(Signal::USR1);
-        until("the counters", || at("stats.json").exists());
-        let text = std::fs::read(at("stats.json")).unwrap();
-        serde_json::from_slice::<serde_json::Value>(&text).unwrap();
-    };
     let two = at("two.sock");
     let mut guest = Client::attach(&server.socket());
     for round in 0..3_u8 {
@@ -314,9 +298,8 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
         assert_eq!(guest.read(1, 0), round);
         until("the control socket", || ctl(&server, &["status"]).0 == Some(0));
         metrics();
-        counters();
         let mut top = program();
-        top.arg("top").arg(at("top.sock")).args(["--json", "--count", "1"]);
+        top.arg("top").arg(at("run/vm/control.sock")).args(["--json", "--count", "1"]);
         let (status, output, errors) = finish(top);
         assert!(status == Some(0) && output.contains("vm.sock"), "{errors}");
         assert_eq!(&std::fs::read(at("trace")).unwrap()[..7], b"SBTRACE".as_slice());
@@ -350,7 +333,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     let directory = server.directory().to_owned();
     assert!(server.stop().success(), "{}", server.stderr());
     assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
-    for name in ["vm.sock", "top.sock", "run/vm"] {
+    for name in ["vm.sock", "run/vm"] {
         assert!(!directory.join(name).exists(), "{name}");
     }
 }

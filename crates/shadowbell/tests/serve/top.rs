@@ -1,30 +1,26 @@
-//! `shadowbell top`, and the statistics socket that it reads.
+//! `shadowbell top`.
 
 use crate::harness::{Server, finish, program, run, until};
 use serde_json::Value;
 use shadowbell_spec::Status;
 use shadowbell_testing::process_group::ProcessGroup;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdout, Stdio};
 
-const STATS: &str = "vm.stats";
-
-fn server(disks: &[&str]) -> (Server, PathBuf) {
-    let directory = tempfile::tempdir().unwrap();
-    let stats = directory.path().join(STATS);
-    let option = stats.to_str().unwrap().to_owned();
-    (Server::start_in(directory, disks, &["--stats-socket", &option]), stats)
+fn server(disks: &[&str], options: &[&str]) -> (Server, PathBuf) {
+    let server = Server::start(disks, options);
+    let control = server.directory().join("run/vm/control.sock");
+    (server, control)
 }
 
 /// A `top` that runs until it is killed.
 struct Top(ProcessGroup, BufReader<ChildStdout>);
 
 impl Top {
-    fn start(stats: &Path, arguments: &[&str]) -> Self {
+    fn start(control: &Path, arguments: &[&str]) -> Self {
         let mut command = program();
-        command.arg("top").arg(stats).args(["--interval", "50ms"]).args(arguments);
+        command.arg("top").arg(control).args(["--interval", "50ms"]).args(arguments);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = ProcessGroup::spawn(&mut command).unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap());
@@ -57,8 +53,8 @@ impl Top {
 
 #[test]
 fn top_shows_a_guests_activity() {
-    let (mut server, stats) = server(&["mem:4MiB"]);
-    let mut top = Top::start(&stats, &["--json"]);
+    let (mut server, control) = server(&["mem:4MiB"], &[]);
+    let mut top = Top::start(&control, &["--json"]);
     let row = top.until("off");
     assert_eq!((&row["queues"], &row["iops"]), (&0.into(), &0.0.into()));
     assert_eq!((&row["rings_per_io"], &row["doorbells_saved"]), (&Value::Null, &Value::Null));
@@ -89,8 +85,8 @@ fn top_shows_a_guests_activity() {
     controller.detach().unwrap();
     top.until("off");
     assert!(server.stop().success());
-    assert!(!stats.exists());
-    assert_eq!(top.0.wait().code(), Some(1));
+    assert!(!control.exists());
+    assert_eq!(top.0.wait().code(), Some(3));
     let mut complaint = String::new();
     top.0.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
     assert!(complaint.contains("the server has ended"), "{complaint}");
@@ -98,12 +94,8 @@ fn top_shows_a_guests_activity() {
 
 #[test]
 fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
-    let directory = tempfile::tempdir().unwrap();
-    let stats = directory.path().join(STATS);
-    let option = stats.to_str().unwrap().to_owned();
-    let options = ["--stats-socket", &option, "--measure"];
-    let mut server = Server::start_in(directory, &["mem:4MiB", "null:1GiB"], &options);
-    let mut top = Top::start(&stats, &["--json"]);
+    let (mut server, control) = server(&["mem:4MiB", "null:1GiB"], &["--measure"]);
+    let mut top = Top::start(&control, &["--json"]);
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
     let pool = controller.buffers(1, 4096).unwrap();
@@ -131,7 +123,7 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
     assert_eq!(found["p99_ns"], two["p99_ns"]);
     // The text table has the namespaces, too.
     let mut command = program();
-    command.arg("top").arg(&stats).args(["--interval", "50ms", "--count", "1"]);
+    command.arg("top").arg(&control).args(["--interval", "50ms", "--count", "1"]);
     let (status, text, complaint) = finish(command);
     assert_eq!(status, Some(0), "{complaint}");
     let lines: Vec<_> = text.lines().collect();
@@ -143,10 +135,10 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
 
 #[test]
 fn top_on_a_terminal_is_a_screen_that_q_ends() {
-    let (server, stats) = server(&["mem:4MiB"]);
+    let (server, control) = server(&["mem:4MiB"], &[]);
     // `script` provides a terminal.
     let mut command = std::process::Command::new("script");
-    let line = format!("stty cols 80 rows 24; {} top {}", program_path(), stats.display());
+    let line = format!("stty cols 80 rows 24; {} top {}", program_path(), control.display());
     command.args(["--quiet", "--return", "--command", &line, "/dev/null"]).env("TERM", "xterm");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     let Ok(mut child) = ProcessGroup::spawn(&mut command) else {
@@ -181,9 +173,9 @@ fn program_path() -> String {
 
 #[test]
 fn top_prints_a_table_with_one_heading() {
-    let (server, stats) = server(&["mem:4MiB"]);
+    let (server, control) = server(&["mem:4MiB"], &[]);
     let mut command = program();
-    command.arg("top").arg(&stats).args(["--interval", "50ms", "--count", "3"]);
+    command.arg("top").arg(&control).args(["--interval", "50ms", "--count", "3"]);
     let (status, text, complaint) = finish(command);
     assert_eq!((status, complaint.as_str()), (Some(0), ""));
     let lines: Vec<_> = text.lines().collect();
@@ -198,8 +190,8 @@ fn top_prints_a_table_with_one_heading() {
 }
 
 #[test]
-fn top_refuses_what_is_no_statistics_socket() {
-    let (server, _) = server(&["mem:4MiB"]);
+fn top_refuses_other_sockets() {
+    let (server, _) = server(&["mem:4MiB"], &[]);
     let top = |path: &Path| {
         let mut command = program();
         command.arg("top").arg(path);
@@ -207,55 +199,12 @@ fn top_refuses_what_is_no_statistics_socket() {
         assert_eq!(status, Some(2), "{complaint}");
         complaint
     };
-    let complaint = top(Path::new("/nowhere/stats"));
-    assert!(complaint.contains("no such socket; `shadowbell serve"), "{complaint}");
-    let complaint = top(&server.socket());
-    assert!(complaint.contains("neither a control socket nor a statistics socket"), "{complaint}");
-    let complaint = top(&server.directory().join("stderr"));
-    assert!(complaint.contains("stderr: "), "{complaint}");
+    for path in
+        [Path::new("/nowhere/control"), &server.socket(), &server.directory().join("stderr")]
+    {
+        let complaint = top(path);
+        let expected = format!("{}: not a control socket", path.display());
+        assert!(complaint.contains(&expected), "{complaint}");
+    }
     drop(server.attach());
-
-    let mut command = program();
-    command.args([
-        "serve",
-        "mem:1MiB",
-        "--socket",
-        "other.sock",
-        "--stats-socket",
-        "/nowhere/stats",
-    ]);
-    command.current_dir(server.directory());
-    let (status, _, complaint) = finish(command);
-    assert_eq!(status, Some(2), "{complaint}");
-    assert!(
-        complaint.contains("--stats-socket") && complaint.contains("no directory"),
-        "{complaint}"
-    );
-    assert!(!server.directory().join("other.sock").exists());
-}
-
-/// Clients of the statistics socket cannot block the server.
-#[test]
-fn misbehaving_statistics_clients_are_disconnected() {
-    let (mut server, stats) = server(&["mem:4MiB"]);
-    let connect = || UnixStream::connect(&stats).unwrap();
-    // A client that sends requests and never reads.
-    let mut greedy = connect();
-    greedy.set_nonblocking(true).unwrap();
-    until("the write timeout", || match greedy.write(&[b'\n'; 4096]) {
-        Err(error) => error.kind() == std::io::ErrorKind::BrokenPipe,
-        Ok(_) => false,
-    });
-    // Silent clients, leaving one slot.
-    let silent: Vec<_> = (0..7).map(|_| connect()).collect();
-    Top::start(&stats, &["--json"]).until("off");
-    // One connection beyond the limit.
-    let eighth = connect();
-    let mut ninth = connect();
-    assert_eq!(ninth.read(&mut [0; 16]).unwrap_or(0), 0);
-    drop(server.attach());
-    assert!(server.is_alive());
-    drop((silent, eighth));
-    Top::start(&stats, &["--json"]).until("off");
-    assert!(server.stop().success());
 }

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::boot::{self, Machine};
 use super::tools::directory;
-use crate::report::Report;
+use shadowbell_harness::Report;
 
 /// Prefix of a command of a client like QEMU: a user in the group of the sockets.
 const CLIENT: &str = "setpriv --reuid=64000 --regid=64000 --groups=kvm";

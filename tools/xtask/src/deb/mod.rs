@@ -17,7 +17,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use shadowbell_bench::workspace::{build_shadowbell, root};
 
-use crate::report::Report;
+use shadowbell_harness::Report;
 use tools::{directory, need, output};
 
 pub(crate) const EXAMPLES: &str = "\

@@ -52,5 +52,5 @@ mod model;
 mod region;
 mod tracker;
 
-pub(super) use region::{Kept, Region, Shape};
+pub(super) use region::{Kept, Region, Shape, ShapeError};
 pub(super) use tracker::{Found, Senseless, Tracker};

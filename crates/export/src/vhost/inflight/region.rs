@@ -1,5 +1,6 @@
 //! In-flight tracking memory of all queues of a device.
 
+use super::super::request::QUEUE_SIZE;
 use super::layout::queue_bytes;
 use parking_lot::RwLock;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -7,6 +8,11 @@ use shadowbell_memory::{MapError, Mapping, Protection, SharedBytes};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+
+/// Length of a payload: two words of eight bytes and two of two bytes; and with a compiler's
+/// padding.
+const PAYLOAD: usize = 20;
+const PADDED: usize = 24;
 
 /// Geometry of the memory, from the payload of the messages about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,10 +26,52 @@ pub(in super::super) struct Shape {
 }
 
 impl Shape {
+    /// Decodes the payload of a message, for a device with `queues` queues.
+    pub(in super::super) fn parse(payload: &[u8], queues: usize) -> Result<Self, ShapeError> {
+        let bad = ShapeError::Length(payload.len());
+        let (Some(&[len, offset]), Some(&[q0, q1, e0, e1])) = (
+            payload.as_chunks().0.get(..2).and_then(<[_]>::as_array),
+            payload.get(16..PAYLOAD).and_then(<[u8]>::as_array),
+        ) else {
+            return Err(bad);
+        };
+        if payload.len() != PAYLOAD && payload.len() != PADDED {
+            return Err(bad);
+        }
+        let [len, offset] = [len, offset].map(u64::from_ne_bytes);
+        let [of_queues, entries] = [[q0, q1], [e0, e1]].map(u16::from_ne_bytes);
+        let possible =
+            (1..=queues).contains(&of_queues.into()) && (1..=QUEUE_SIZE).contains(&entries.into());
+        if !possible {
+            return Err(ShapeError::Queues { queues: of_queues, entries, have: queues });
+        }
+        Ok(Self { len, offset, queues: of_queues, entries })
+    }
+
+    /// Checks that the memory is large enough.
+    pub(in super::super) fn check_length(&self) -> Result<(), ShapeError> {
+        let (len, needed) = (self.len, self.needed());
+        if needed > len { Err(ShapeError::TooShort { len, needed }) } else { Ok(()) }
+    }
+
     /// Number of bytes that the queues need.
     pub(in super::super) fn needed(&self) -> u64 {
         usize::from(self.queues) as u64 * queue_bytes(self.entries) as u64
     }
+}
+
+/// Invalid geometry.
+#[derive(Debug, thiserror::Error)]
+pub(in super::super) enum ShapeError {
+    #[error("a message about requests in flight has {0} bytes")]
+    Length(usize),
+    #[error(
+        "requests in flight of {queues} queues of {entries} entries cannot be tracked: there are \
+         {have} queues of up to {QUEUE_SIZE} entries"
+    )]
+    Queues { queues: u16, entries: u16, have: usize },
+    #[error("memory of {len} bytes is too short to track requests in flight: {needed} are needed")]
+    TooShort { len: u64, needed: u64 },
 }
 
 /// Mapped tracking memory.

@@ -1,7 +1,6 @@
 //! Writer of a queue's in-flight tracking, and its evaluation by the next process.
 
 use super::layout::{Header, Mark, VERSION, Words, features, number, store_number};
-use shadowbell_state::{AbortPoint, WrongOrder, abort_point, is_wrong};
 
 /// Reason why the tracking memory of a queue is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -106,15 +105,12 @@ impl<W: Words> Tracker<W> {
 
     /// Records that a request was taken from the available ring.
     pub(in super::super) fn taken(&mut self, head: u16) {
-        abort_point(AbortPoint::RequestTaken);
         if head >= self.header.entries {
             return;
         }
         store_number(&self.words, head, self.number);
         self.number = self.number.wrapping_add(1);
-        abort_point(AbortPoint::RequestNumbered);
         Mark { in_flight: true, next: 0 }.store(&self.words, head);
-        abort_point(AbortPoint::RequestMarked);
     }
 
     /// Records that a request will be put into the used ring next.
@@ -122,12 +118,9 @@ impl<W: Words> Tracker<W> {
         if head >= self.header.entries {
             return;
         }
-        abort_point(AbortPoint::RequestEnded);
-        let freed_early = is_wrong(WrongOrder::FreedBeforePosted);
-        Mark { in_flight: !freed_early, next: self.header.last }.store(&self.words, head);
+        Mark { in_flight: true, next: self.header.last }.store(&self.words, head);
         self.header.last = head;
         self.header.store(&self.words);
-        abort_point(AbortPoint::RequestListed);
     }
 
     /// Records that a request is in the used ring, whose index is now `used`.
@@ -135,19 +128,9 @@ impl<W: Words> Tracker<W> {
         if head >= self.header.entries {
             return;
         }
-        abort_point(AbortPoint::RequestUsed);
         self.header.used = used;
-        let free = Mark { in_flight: false, next: 0 };
-        if is_wrong(WrongOrder::StoredBeforeFreed) {
-            self.header.store(&self.words);
-            abort_point(AbortPoint::RequestFreed);
-            free.store(&self.words, head);
-            return;
-        }
-        free.store(&self.words, head);
-        abort_point(AbortPoint::RequestFreed);
+        Mark { in_flight: false, next: 0 }.store(&self.words, head);
         self.header.store(&self.words);
-        abort_point(AbortPoint::RequestAnswered);
     }
 
     /// Volatile state, which is lost when the process dies.

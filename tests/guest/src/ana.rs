@@ -1,0 +1,217 @@
+//! Asymmetric Namespace Access in a Linux guest: the path that the kernel uses, depending on the
+//! ANA states of two paths.
+
+use shadowbell_testing::wait;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use shadowbell_guest::Guest;
+
+use super::dmesg;
+use super::nvme_cli::{json, number, nvme, refused};
+use super::setup::MINUTE;
+use shadowbell_harness::Report;
+
+const INACCESSIBLE: u16 = 0x302;
+
+/// Control socket of a server, and the program for its requests.
+pub(crate) struct Control<'a> {
+    pub(crate) program: &'a Path,
+    pub(crate) socket: PathBuf,
+    /// Sockets of the two controllers.
+    pub(crate) controllers: &'a [PathBuf; 2],
+}
+
+impl Control<'_> {
+    fn ctl(&self, words: &[&str]) -> Result<String> {
+        let mut command = Command::new(self.program);
+        command.arg("ctl").arg("--server").arg(&self.socket).args(words);
+        let output = command.output().context("shadowbell ctl")?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "ctl {}: {errors}", words.join(" "));
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// Sets the ANA state of the namespace for one controller.
+    fn set(&self, which: usize, state: &str) -> Result<()> {
+        let controller = self.controllers[which].display().to_string();
+        self.ctl(&["ana", &controller, "1", state]).map(drop)
+    }
+
+    /// Number of reads and writes that each controller has executed.
+    fn counts(&self) -> Result<[u64; 2]> {
+        let stats: Value = serde_json::from_str(&self.ctl(&["stats", "--json"])?)?;
+        let all = stats["controllers"].as_array().context("no controllers")?;
+        let count = |socket: &PathBuf| -> Result<u64> {
+            let name = socket.display().to_string();
+            let of = all.iter().find(|one| one["socket"].as_str() == Some(&name));
+            let io = &of.with_context(|| format!("no {name} in {stats}"))?["io"];
+            Ok(number(io, "reads")? + number(io, "writes")?)
+        };
+        let [one, other] = self.controllers;
+        Ok([count(one)?, count(other)?])
+    }
+
+    /// Number of commands that each controller executes in the time `length`.
+    fn busy(&self, length: Duration) -> Result<[u64; 2]> {
+        let before = self.counts()?;
+        // Commands of this time are counted.
+        sleep(length);
+        let after = self.counts()?;
+        Ok([after[0] - before[0], after[1] - before[1]])
+    }
+
+    /// Waits until a controller has executed 20 more commands; the guest may be slow.
+    fn moves(&self, which: usize) -> Result<()> {
+        let (before, until) = (self.counts()?[which], Instant::now() + MINUTE);
+        while self.counts()?[which] < before + 20 {
+            ensure!(Instant::now() < until, "controller {which} executes no commands");
+            wait::pause();
+        }
+        Ok(())
+    }
+}
+
+/// Waits until the guest reports the ANA state `state` for a path.
+fn known(guest: &mut Guest, controller: &str, state: &str) -> Result<()> {
+    let script = format!(
+        "for try in $(seq 100); do \
+            now=$(cat $(find /sys/class/nvme/{controller}/ -name ana_state | head -n 1)); \
+            [ \"$now\" = {state} ] && exit 0; sleep 0.1; \
+         done; echo it is \"$now\"; exit 1"
+    );
+    guest.sh(&script, MINUTE).map(drop)
+}
+
+/// Sets the round-robin policy, so that the kernel uses both paths if their states are equal.
+fn take_turns(guest: &mut Guest) -> Result<()> {
+    let script = "for policy in /sys/class/nvme-subsystem/nvme-subsys*/iopolicy; do \
+                    echo round-robin >$policy; done";
+    guest.sh(script, MINUTE).map(drop)
+}
+
+/// Checks of ANA. `names` are the two controllers, `disk` is their shared disk. The load runs
+/// until the file /tmp/enough exists, and then writes its exit status to /tmp/fio.done.
+pub(crate) fn check(
+    guest: &mut Guest,
+    report: &mut Report,
+    control: &Control<'_>,
+    (names, disk): (&[String; 2], &str),
+    load: &str,
+) {
+    report.check("the guest reports the ANA states of its paths", |_| {
+        let id = json(guest, &format!("id-ctrl /dev/{}", names[0]))?;
+        ensure!(number(&id, "cmic")? & 8 != 0, "CMIC");
+        ensure!(number(&id, "anacap")? == 0x5f && number(&id, "anatt")? == 60, "ANACAP, ANATT");
+        let id = json(guest, &format!("id-ns /dev/{disk}"))?;
+        ensure!(number(&id, "anagrpid")? == 1, "ANAGRPID");
+        for state in ["inaccessible", "persistent-loss", "non-optimized", "change", "optimized"] {
+            control.set(0, state)?;
+            known(guest, &names[0], state)?;
+            known(guest, &names[1], "optimized")?;
+        }
+        control.set(0, "inaccessible")?;
+        known(guest, &names[0], "inaccessible")?;
+        let list = nvme(guest, &format!("list-subsys /dev/{disk}"))?;
+        let states = ["inaccessible", "optimized"].map(|state| list.matches(state).count());
+        ensure!(states == [1, 1], "list-subsys: {list}");
+        let log = nvme(guest, &format!("ana-log /dev/{}", names[0]))?;
+        ensure!(log.contains("inaccessible"), "ana-log: {log}");
+        let read = format!(
+            "io-passthru /dev/{} --opcode=2 --namespace-id=1 --data-len=512 --read >/dev/null",
+            names[0]
+        );
+        refused(guest, &read, &[INACCESSIBLE])?;
+        // The kernel logs the failed passthrough command, which is not an error here.
+        guest.sh("dmesg -c >/dev/null", MINUTE)?;
+        control.set(0, "optimized")?;
+        known(guest, &names[0], "optimized")
+    });
+    report.check("a non-optimized path is not used beside an optimized one", |_| {
+        take_turns(guest)?;
+        guest.sh(load, MINUTE)?;
+        // Both paths are optimized, so both must execute commands.
+        control.moves(0)?;
+        control.moves(1)?;
+        for which in [0, 1] {
+            control.set(which, "non-optimized")?;
+            known(guest, &names[which], "non-optimized")?;
+            // Commands in flight have ended, so the counter of the path must not change any more.
+            // The time in which nothing must come.
+            let counts = control.busy(Duration::from_secs(2))?;
+            ensure!(
+                counts[which] == 0 && counts[1 - which] > 50,
+                "while {which} is not: {counts:?}"
+            );
+            control.set(which, "optimized")?;
+            known(guest, &names[which], "optimized")?;
+            control.moves(which)?;
+        }
+        // Two non-optimized paths are used if there is no optimized one.
+        control.set(0, "non-optimized")?;
+        control.set(1, "non-optimized")?;
+        control.moves(0)?;
+        for which in [0, 1] {
+            control.set(which, "optimized")?;
+            known(guest, &names[which], "optimized")?;
+        }
+        Ok(())
+    });
+    report.check("an inaccessible path is not used: ten changes under a verifying load", |_| {
+        for round in 0..10 {
+            let which = round % 2;
+            control.set(which, "inaccessible")?;
+            // The time in which nothing must come.
+            let counts = control.busy(Duration::from_millis(500))?;
+            ensure!(counts[which] == 0, "round {round}: {counts:?}");
+            control.moves(1 - which)?;
+            control.set(which, "optimized")?;
+            // The guest must know the optimized path before the other path becomes inaccessible;
+            // otherwise the kernel logs that no path is usable.
+            known(guest, &names[which], "optimized")?;
+        }
+        Ok(())
+    });
+    report.check("the kernel logs no warning about the changes", |_| dmesg::clean(guest, 2));
+    report.check("without a usable path the load waits, and then continues", |_| {
+        for state in ["inaccessible", "change"] {
+            control.set(0, state)?;
+            control.set(1, state)?;
+            // The time in which nothing must come.
+            let counts = control.busy(Duration::from_secs(1))?;
+            ensure!(counts == [0, 0], "{state}: {counts:?}");
+            control.set(1, "optimized")?;
+            control.moves(1)?;
+            control.set(0, "optimized")?;
+        }
+        let log = guest.dmesg()?;
+        ensure!(log.contains("no usable path"), "{log}");
+        guest.sh("dmesg -c >/dev/null", MINUTE).map(drop)
+    });
+    report.check("the load has no error", |_| ended(guest));
+}
+
+/// Waits for the end of the load, which must have succeeded.
+pub(crate) fn ended(guest: &mut Guest) -> Result<()> {
+    let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
+                sleep 0.1; done; tail -n 20 /tmp/fio.out; code=$(cat /tmp/fio.done || echo 99); \
+                rm -f /tmp/enough /tmp/fio.done; exit $code";
+    let output = guest.run(wait, 2 * MINUTE)?;
+    if output.code != 0 {
+        let more = guest.run(WHERE_IT_IS, MINUTE)?;
+        bail!("fio: {}{}", output.text, more.text);
+    }
+    Ok(())
+}
+
+/// Shell commands that print the state of a load that makes no progress.
+const WHERE_IT_IS: &str = "\
+    for disk in /sys/block/nvme*; do echo $disk in flight: $(cat $disk/inflight); done; \
+    for path in /sys/class/nvme/*/nvme*/ana_state; do echo $path $(cat $path); done; \
+    cat /sys/class/nvme/*/state; \
+    for process in $(pidof fio); do cat /proc/$process/stack; done; \
+    grep -i nvme /proc/interrupts; dmesg | tail -n 15";

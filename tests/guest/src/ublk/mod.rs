@@ -1,0 +1,282 @@
+//! A raw disk of the guest as `/dev/ublkbN`: data are transferred between the block layer's
+//! memory and the disk with zero copy, or are copied. Data written by one path are read by the
+//! other, and both paths are measured.
+//!
+//! The disks are namespaces of QEMU's controller under the kernel's driver: one is exported
+//! directly, the other has a file system with images.
+
+mod measure;
+
+use anyhow::{Context, Result, ensure};
+use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir};
+
+use super::readers::{Export, kernel_is_content, killed, refused};
+use super::setup::{MINUTE, Setup, names};
+use super::vfio::{boot, load, pack};
+use shadowbell_harness::Report;
+
+/// The kernel's ublk driver.
+const UBLK: &str = "ublk_drv";
+const SIZE: u64 = 512 << 20;
+/// Words in the log of an export with zero copy.
+const STRAIGHT: &str = "zero-copy I/O";
+/// An image on the file system of the second disk.
+const IMAGE: &str = "/img/disk.img";
+const IMAGE_BYTES: u64 = 384 << 20;
+
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    if setup.shadowbell.is_none() {
+        println!("   skipped: needs the program (--shadowbell)");
+        return Ok(());
+    }
+    if setup.roots.modules(kernel, &[UBLK]).is_empty() {
+        println!("   skipped: Debian's Linux {kernel} has no {UBLK}");
+        return Ok(());
+    }
+    pack(setup, kernel, run, &[], &[UBLK])?;
+    let devices = ["a.img", "b.img"].map(|name| -> Result<_> {
+        run.image(name, SIZE)?;
+        Ok(Device::QemuNvme { drive: Drive::Image(name.into()), dbcs: true })
+    });
+    let devices = devices.into_iter().collect::<Result<Vec<_>>>()?;
+    let mut guest = boot(setup, run, kernel, devices, |config| {
+        config.iommu = false;
+        config.firmware = shadowbell_guest::Firmware::Direct { append: String::new() };
+    })?;
+    load(&mut guest, &[UBLK])?;
+    let raw = format!("/dev/{}", names(&mut guest, 0)?.1);
+    let other = names(&mut guest, 1)?.1;
+    guest.sh(
+        &format!(
+            "mkfs.ext4 -q -F /dev/{other} && mkdir -p /img && mount /dev/{other} /img && \
+             truncate -s {IMAGE_BYTES} {IMAGE}"
+        ),
+        MINUTE,
+    )?;
+    let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
+        report.check(name, |_| run(&mut guest).or_else(|error| tidy(&mut guest).and(Err(error))))
+    };
+    check("zero copy on a block device, every byte verified", &|guest| content(guest, &raw, ""));
+    check("copies on a block device, every byte verified", &|guest| {
+        content(guest, &raw, "--ublk-copy")
+    });
+    check("a file system on an image is written, mounted again, trimmed, and clean", &file_system);
+    check("requests of a disk with a limit are copied", &|guest| limited(guest, &raw));
+    check("three kills under load: --recover recovers the device without data loss", &|guest| {
+        killed(guest, &raw, STRAIGHT)
+    });
+    check("a device is recovered with the other data path", &|guest| crossed(guest, &raw));
+    if setup.rounds > 0 {
+        let rows = report.check("speed with zero copy and with copies, in turn", |_| {
+            measure::measure(&mut guest, &raw, setup.rounds)
+        });
+        if let Some(rows) = rows {
+            report.table(measure::table(&rows, kernel));
+        }
+    }
+    report.check("the kernel logs no warning", |_| kernel_is_content(&mut guest));
+    // The kernel logs the errors of this check, so the check of its log comes before.
+    report.check("a truncated image gives errors, never zeroes", |_| shrunk(&mut guest));
+    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    Ok(())
+}
+
+/// Cleans up after a failure: the disks are free for the next check.
+fn tidy(guest: &mut Guest) -> Result<()> {
+    let script = "umount /mnt; for signal in TERM KILL; do \
+            kill -$signal $(cat /tmp/pid0); \
+            for i in $(seq 100); do [ -d /proc/$(cat /tmp/pid0) ] || exit 0; sleep 0.05; done; \
+        done";
+    guest.run(script, MINUTE).map(drop)
+}
+
+fn said(guest: &mut Guest) -> Result<String> {
+    guest.sh("cat /tmp/export0", MINUTE)
+}
+
+/// Ends an export with zero copy. Returns the number of requests with zero copy, and of those
+/// whose data were copied.
+fn stop(guest: &mut Guest, export: Export) -> Result<(u64, u64)> {
+    export.stop(guest)?;
+    counts(&said(guest)?)
+}
+
+fn counts(said: &str) -> Result<(u64, u64)> {
+    let words =
+        || said.split("zero-copy for ").nth(1).with_context(|| format!("no counts: {said}"));
+    let mut numbers = words()?.split_whitespace().filter_map(|word| word.parse().ok());
+    Ok((numbers.next().context("how many went straight")?, numbers.next().context("and copied")?))
+}
+
+fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
+    let export = Export::start(guest, raw, options)?;
+    let is_straight = options.is_empty();
+    let text = said(guest)?;
+    ensure!(text.contains(STRAIGHT) == is_straight, "{text}");
+    ensure!(text.contains("data is copied: an option requests it") != is_straight, "{text}");
+    let disk = &export.disk;
+    let fio = "--direct=1 --ioengine=libaio --verify=crc32c --verify_fatal=1 --output-format=terse";
+    guest.sh(
+        &format!(
+            "fio --name=verify --filename=/dev/{disk} --rw=randrw --bsrange=512-512k \
+             --blockalign=512 --do_verify=1 --numjobs=2 --size=16m --offset_increment=16m \
+             --iodepth=16 --fsync=32 {fio}"
+        ),
+        3 * MINUTE,
+    )?;
+    // Writes with FUA, Write Zeroes between blocks that are not zero, a discard, and data through
+    // the page cache.
+    guest.sh(
+        &format!(
+            "fio --name=durable --filename=/dev/{disk} --rw=randwrite --bs=16k --sync=dsync \
+             --offset=96m --size=2m --do_verify=1 {fio}"
+        ),
+        MINUTE,
+    )?;
+    guest.sh(
+        &format!(
+            "head -c 3000000 /dev/urandom >/tmp/data && \
+             yes shadowbell | dd of=/dev/{disk} bs=64k seek=640 count=64 iflag=fullblock \
+                oflag=direct && \
+             blkdiscard -f -z -o 41M -l 2M /dev/{disk} && \
+             dd if=/dev/{disk} bs=1M skip=41 count=2 iflag=direct | cmp -n 2097152 - /dev/zero && \
+             blkdiscard -f -o 43M -l 1M /dev/{disk} && \
+             dd if=/tmp/data of=/dev/{disk} bs=1M seek=64"
+        ),
+        MINUTE,
+    )?;
+    if is_straight {
+        let (straight, copied) = stop(guest, export)?;
+        println!("         {straight} requests straight, {copied} copied");
+        ensure!(straight > 100 && copied == 0, "{straight} requests straight, {copied} copied");
+    } else {
+        export.stop(guest)?;
+    }
+    // Data written through ublk are on the disk itself.
+    guest.sh(
+        &format!(
+            "dd if={raw} bs=1M skip=64 count=3 iflag=direct | cmp -n 3000000 - /tmp/data && \
+             yes shadowbell | head -c 65536 >/tmp/yes && \
+             dd if={raw} bs=64k skip=640 count=1 iflag=direct | cmp - /tmp/yes"
+        ),
+        MINUTE,
+    )?;
+    Ok(())
+}
+
+/// Checksum of every file, sorted by path. Input of a comparison.
+const SUMS: &str = "find usr/sbin -xdev -type f | sort | xargs sha256sum";
+
+fn file_system(guest: &mut Guest) -> Result<()> {
+    let export = Export::start(guest, IMAGE, "")?;
+    let disk = export.disk.clone();
+    guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
+    guest.sh(
+        &format!("cd / && {SUMS} >/tmp/before && mkdir /mnt/usr && cp -a usr/sbin /mnt/usr/ && umount /mnt"),
+        3 * MINUTE,
+    )?;
+    let (straight, copied) = stop(guest, export)?;
+    ensure!(straight > 100 && copied == 0, "{straight} requests straight, {copied} copied");
+    // The export is started again, with the other data path.
+    let export = Export::start(guest, IMAGE, "--ublk-copy")?;
+    guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
+    guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after && umount /mnt", MINUTE)?;
+    export.stop(guest)?;
+    let export = Export::start(guest, IMAGE, "")?;
+    guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
+    guest.sh("cmp /tmp/before /tmp/after", MINUTE)?;
+    guest.sh("rm -r /mnt/usr/sbin && fstrim /mnt && umount /mnt", MINUTE)?;
+    guest.sh(&format!("e2fsck -fn /dev/{disk}"), MINUTE)?;
+    stop(guest, export).map(drop)
+}
+
+fn shrunk(guest: &mut Guest) -> Result<()> {
+    let image = "/img/shrinks.img";
+    guest.sh(&format!("truncate -s 16M {image}"), MINUTE)?;
+    let export = Export::start(guest, image, "")?;
+    let disk = export.disk.clone();
+    ensure!(said(guest)?.contains(STRAIGHT), "it is copied");
+    let dd = |arguments: &str| format!("dd {arguments} bs=64k");
+    guest.sh(
+        &format!(
+            "yes shadowbell | {}",
+            dd(&format!("of=/dev/{disk} iflag=fullblock count=256 oflag=direct"))
+        ),
+        MINUTE,
+    )?;
+    guest.sh(&format!("truncate -s {} {image}", (8 << 20) + 32768), MINUTE)?;
+    let read = |at: u32| dd(&format!("if=/dev/{disk} of=/tmp/read iflag=direct count=1 skip={at}"));
+    guest.sh(
+        &format!("{} && head -c 65536 /dev/zero | cmp -s - /tmp/read && exit 1 || true", read(127)),
+        MINUTE,
+    )?;
+    // Reads across the end and beyond it fail, also after the file has grown back.
+    for at in [128, 200] {
+        ensure!(guest.run(&read(at), MINUTE)?.code != 0, "block {at} is read, though it is gone");
+    }
+    guest.sh(&format!("truncate -s 16M {image}"), MINUTE)?;
+    ensure!(guest.run(&read(200), MINUTE)?.code != 0, "what was lost is read as zeroes");
+    guest.sh(&read(127), MINUTE)?;
+    export.signal(guest, "TERM")?;
+    let said = export.ended(guest)?;
+    ensure!(said.contains("requests failed") || said.contains("may not be durable"), "{said}");
+    guest.sh(&format!("rm {image}"), MINUTE).map(drop)
+}
+
+fn limited(guest: &mut Guest, raw: &str) -> Result<()> {
+    let export = Export::start(guest, &format!("'{raw}?iops=2000'"), "")?;
+    ensure!(!said(guest)?.contains(STRAIGHT), "requests go past the limit");
+    let disk = &export.disk;
+    guest.sh(&format!("dd if=/dev/{disk} of=/dev/null bs=1M count=4 iflag=direct"), MINUTE)?;
+    export.stop(guest)
+}
+
+/// Recovery with the other data path: a device made for zero copy is taken over by a process that
+/// copies, and by one whose disk is not a file. A device made for copies keeps copying.
+fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
+    for (made, then, words) in [
+        ("", "--ublk-copy", "an option requests it"),
+        ("--ublk-copy", "", "created without zero copy"),
+    ] {
+        let export = Export::start(guest, raw, &format!("{made} --recover"))?;
+        guest.sh(
+            &format!("dd if=/tmp/data of=/dev/{} bs=1M seek=100 conv=fsync", export.disk),
+            MINUTE,
+        )?;
+        export.signal(guest, "KILL")?;
+        export.ended(guest)?;
+        refused(guest, &format!("{raw} --ublk --ublk-id 0"), &["ublkb0"])?;
+        let export = Export::start(guest, raw, &format!("{then} --recover"))?;
+        let text = said(guest)?;
+        ensure!(text.contains(": recovered") && text.contains(words), "{text}");
+        let disk = &export.disk;
+        guest.sh(
+            &format!(
+                "dd if=/dev/{disk} bs=1M skip=100 count=3 iflag=direct | cmp -n 3000000 - /tmp/data"
+            ),
+            MINUTE,
+        )?;
+        guest.sh(
+            &format!(
+                "fio --name=crossed --filename=/dev/{disk} --rw=randrw --bsrange=512-256k \
+                 --blockalign=512 --do_verify=1 --size=8m --iodepth=16 --direct=1 \
+                 --ioengine=libaio --verify=crc32c --verify_fatal=1 --output-format=terse"
+            ),
+            2 * MINUTE,
+        )?;
+        export.stop(guest)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_counted_is_read_off_what_is_said() {
+        let said = "INFO: zero-copy for 4711 requests, and copies for 8\nINFO: ended";
+        assert_eq!(counts(said).unwrap(), (4711, 8));
+        assert!(counts("INFO: ended").is_err());
+    }
+}

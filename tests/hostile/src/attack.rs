@@ -1,0 +1,220 @@
+//! Definition of an attack, and its environment (field).
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use shadowbell_spec::Sqe;
+
+use super::server::LogReader;
+use crate::peer::guest::Guest;
+
+/// Default memory size of an attacker's guest, in bytes.
+pub const MEMORY: u64 = 64 << 20;
+/// Pause between the batches of a flood, long enough that the attacker's own CPU time does not
+/// delay the victim.
+pub const PAUSE: Duration = Duration::from_micros(300);
+
+/// Attack of `cargo xtask hostile`.
+#[derive(Debug, Clone, Copy)]
+pub struct Attack {
+    pub name: &'static str,
+    /// Description, for `--list`.
+    pub about: &'static str,
+    /// Disks of the attackers' controllers. For `DIR/name=BYTES`, a file is made.
+    pub disks: &'static [&'static str],
+    pub log: LogReader,
+    pub kind: Kind,
+    /// True if the attack is in the short suite, which has one attack for each type of harm.
+    pub is_short: bool,
+    pub run: fn(&mut Field) -> Result<()>,
+}
+
+impl Attack {
+    /// A hostile attack. The server logs to a file.
+    pub const fn new(
+        name: &'static str,
+        about: &'static str,
+        disks: &'static [&'static str],
+        run: fn(&mut Field) -> Result<()>,
+    ) -> Self {
+        let (log, kind) = (LogReader::File, Kind::Hostile);
+        Self { name, about, disks, log, kind, is_short: false, run }
+    }
+
+    /// Adds the attack to the short suite.
+    pub const fn short(self) -> Self {
+        Self { is_short: true, ..self }
+    }
+}
+
+/// Type of attack, which determines the bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Hostile attack: all bounds apply.
+    Hostile,
+    /// Honest neighbours with a high load: the victim's median latency may triple.
+    Honest,
+    /// Attack on an export: all bounds apply. The victim and the attackers are clients of one
+    /// `shadowbell export`.
+    Export,
+    /// Control measurement without an attack on the server: the load of this machine alone.
+    Control,
+}
+
+/// Deadline of an attack, for all its threads.
+#[derive(Debug, Clone)]
+pub struct Clock {
+    until: Arc<Mutex<Instant>>,
+    time: Duration,
+}
+
+impl Clock {
+    /// Starts a clock of the duration `time`.
+    pub fn start(time: Duration) -> Self {
+        Self { until: Arc::new(Mutex::new(Instant::now() + time)), time }
+    }
+
+    pub fn is_over(&self) -> bool {
+        Instant::now() >= *self.until.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the attack now.
+    pub fn stop(&self) {
+        *self.until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    /// Restarts the duration, after the preparation of an attack.
+    fn restart(&self) {
+        let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
+        *until = Instant::now() + self.time;
+    }
+}
+
+/// Environment of an attack: the server, the attackers' sockets, and the results.
+#[derive(Debug)]
+pub struct Field {
+    /// Sockets of the attackers.
+    pub sockets: Vec<PathBuf>,
+    /// Directory for files of the attack.
+    pub directory: PathBuf,
+    pub clock: Clock,
+    /// Guests that are still attached at the end of the attack, and then reset their controllers.
+    pub guests: Vec<Guest>,
+    /// Durations of resets that the attack itself has measured.
+    pub resets: Vec<Duration>,
+    /// Amount of work that was done, in units of the attack.
+    pub done: u64,
+    /// Number of commands that failed.
+    pub refused: u64,
+}
+
+impl Field {
+    pub fn is_over(&self) -> bool {
+        self.clock.is_over()
+    }
+
+    /// Ends the preparation: the duration of the attack starts.
+    pub fn begin(&self) {
+        self.clock.restart();
+    }
+
+    /// Socket of the first attacker.
+    pub fn socket(&self) -> &Path {
+        self.sockets.first().map_or(Path::new(""), PathBuf::as_path)
+    }
+
+    /// Attaches a guest to the first attacker's controller.
+    pub fn guest(&self) -> Result<Guest> {
+        Guest::attach(self.socket(), MEMORY)
+    }
+
+    /// Attaches a guest with `queues` queues of `entries` entries.
+    pub fn guest_with(&self, queues: usize, entries: u16) -> Result<Guest> {
+        let mut guest = self.guest()?;
+        (0..queues).try_for_each(|_| guest.create_queue(entries))?;
+        Ok(guest)
+    }
+
+    /// Keeps all I/O queues of the guest full of commands from `make`, until the end.
+    pub fn fill(&mut self, guest: Guest, make: impl FnMut(u64) -> Sqe) -> Result<()> {
+        self.fill_many(vec![guest], u16::MAX, make)
+    }
+
+    /// Keeps at most `depth` commands in each I/O queue of these guests, until the end.
+    pub fn fill_many(
+        &mut self,
+        mut guests: Vec<Guest>,
+        depth: u16,
+        mut make: impl FnMut(u64) -> Sqe,
+    ) -> Result<()> {
+        while !self.is_over() {
+            for guest in &mut guests {
+                self.top_up(guest, depth, &mut make)?;
+            }
+            sleep(PAUSE);
+        }
+        self.guests.extend(guests);
+        Ok(())
+    }
+
+    /// Keeps the admin queue full of commands from `make`, until the end.
+    pub fn fill_admin(&mut self, mut guest: Guest, mut make: impl FnMut(u64) -> Sqe) -> Result<()> {
+        while !self.is_over() {
+            let (queue, link) = guest.admin_queue();
+            let mut bells = Vec::new();
+            let mut popped = false;
+            while let Some(cqe) = queue.pop() {
+                popped = true;
+                self.refused += u64::from(!cqe.status().is_success());
+            }
+            if popped {
+                bells.extend(queue.head_bell());
+            }
+            let room = queue.room();
+            for _ in 0..room {
+                queue.push(make(self.done))?;
+                self.done += 1;
+            }
+            if room > 0 {
+                bells.extend(queue.bell());
+            }
+            link.send(&bells, &[])?;
+            // The pace of the attack.
+            sleep(Duration::from_micros(100));
+        }
+        self.guests.push(guest);
+        Ok(())
+    }
+
+    /// Pops completions, and fills all I/O queues up to `depth`.
+    pub fn top_up(
+        &mut self,
+        guest: &mut Guest,
+        depth: u16,
+        make: &mut dyn FnMut(u64) -> Sqe,
+    ) -> Result<()> {
+        let mut bells = Vec::new();
+        for queue in &mut guest.queues {
+            let mut popped = false;
+            while let Some(cqe) = queue.pop() {
+                popped = true;
+                self.refused += u64::from(!cqe.status().is_success());
+            }
+            if popped {
+                bells.extend(queue.head_bell());
+            }
+            let room = queue.room().min(depth.saturating_sub(queue.outstanding()));
+            for _ in 0..room {
+                queue.push(make(self.done))?;
+                self.done += 1;
+            }
+            if room > 0 {
+                bells.extend(queue.bell());
+            }
+        }
+        guest.link.send(&bells, &[])
+    }
+}

@@ -1,0 +1,11 @@
+//! Clients for attacks: the client side of vfio-user, NBD and vhost-user-blk, with arbitrary
+//! messages.
+//!
+//! A [`connection::Connection`] sends arbitrary bytes and descriptors. A [`guest::Guest`] is a
+//! guest and its VMM: memory, registers, queues.
+
+pub mod connection;
+pub mod guest;
+pub mod nbd;
+pub mod queue;
+pub mod virtio;

@@ -1,0 +1,134 @@
+//! vhost-user-blk frontend with its guest: one virtqueue with arbitrary descriptors.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rustix::event::{EventfdFlags, eventfd};
+use shadowbell_memory::{Mapping, Protection, SharedBytes};
+use zerocopy::IntoBytes;
+
+use super::connection::send_fds;
+use super::guest::memfd;
+
+/// Number of entries of the virtqueue.
+pub const ENTRIES: u16 = 256;
+/// Size of the guest's memory, which starts at address 0.
+pub const MEMORY: u64 = 64 << 20;
+/// Guest addresses of the rings, and of free memory for tables and data.
+const AVAIL: usize = 0x2000;
+const USED: usize = 0x4000;
+pub const ROOM: u64 = 0x1_0000;
+/// User address of the guest's memory in the memory table.
+const USER: u64 = 1 << 40;
+/// VIRTIO_F_VERSION_1 and VIRTIO_F_INDIRECT_DESC.
+const FEATURES: u64 = 1 << 32 | 1 << 28;
+/// Time limit of a call to the server.
+const PATIENCE: Duration = Duration::from_secs(6);
+
+/// Descriptor flags.
+pub const NEXT: u16 = 1;
+pub const WRITE: u16 = 2;
+pub const INDIRECT: u16 = 4;
+
+/// Encodes a descriptor.
+pub fn descriptor(address: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&address.to_le_bytes());
+    bytes[8..12].copy_from_slice(&len.to_le_bytes());
+    bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+    bytes[14..].copy_from_slice(&next.to_le_bytes());
+    bytes
+}
+
+/// A frontend with one virtqueue that is set up.
+#[derive(Debug)]
+pub struct VirtioGuest {
+    stream: UnixStream,
+    pub memory: SharedBytes,
+    _file: OwnedFd,
+    kick: OwnedFd,
+    _call: OwnedFd,
+    available: u16,
+}
+
+impl VirtioGuest {
+    /// Connects, shares memory and sets up the first virtqueue.
+    pub fn attach(path: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(path)
+            .with_context(|| format!("connecting to {}", path.display()))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let file = memfd(MEMORY)?;
+        let memory = Mapping::from_fd(&file, 0, MEMORY, Protection::ReadWrite)?.bytes();
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let (kick, call) = (eventfd(0, flags)?, eventfd(0, flags)?);
+        let guest = Self { stream, memory, _file: file, kick, _call: call, available: 0 };
+        let (kick, call) = (guest.kick.as_fd(), guest._call.as_fd());
+        // SET_OWNER, SET_FEATURES, SET_MEM_TABLE
+        guest.say(3, &[], &[])?;
+        guest.say(2, FEATURES.as_bytes(), &[])?;
+        let table = [1u64, 0, MEMORY, USER, 0];
+        guest.say(5, table.as_bytes(), &[guest._file.as_fd()])?;
+        // SET_VRING_NUM, BASE, ADDR, CALL, KICK
+        guest.say(8, [0u32, u32::from(ENTRIES)].as_bytes(), &[])?;
+        guest.say(10, [0u32, 0].as_bytes(), &[])?;
+        let rings = [0, USER, USER + USED as u64, USER + AVAIL as u64, 0];
+        guest.say(9, rings.as_bytes(), &[])?;
+        guest.say(13, 0u64.as_bytes(), &[call])?;
+        guest.say(12, 0u64.as_bytes(), &[kick])?;
+        Ok(guest)
+    }
+
+    fn say(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let header = [request, 1, payload.len() as u32];
+        let bytes = [header.as_bytes(), payload].concat();
+        send_fds(self.stream.as_fd(), &bytes, fds).context("sending to the server")?;
+        Ok(())
+    }
+
+    /// True if the server has closed the connection.
+    pub fn is_closed(&self) -> bool {
+        use rustix::io::Errno;
+        use rustix::net::{RecvFlags, recv};
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        !matches!(recv(&self.stream, &mut [0u8; 1][..], flags), Ok((1, _)) | Err(Errno::AGAIN))
+    }
+
+    /// Writes bytes into the guest's memory.
+    pub fn put(&self, address: u64, bytes: &[u8]) -> Result<()> {
+        self.memory.write_from(address as usize, bytes).context("the guest's memory")
+    }
+
+    /// Writes descriptors into the descriptor table, from index `first`.
+    pub fn describe(&self, first: u16, descriptors: &[[u8; 16]]) -> Result<()> {
+        self.put(u64::from(first) * 16, descriptors.as_flattened())
+    }
+
+    /// The used index.
+    pub fn used(&self) -> u16 {
+        self.memory.load_u32_acquire(USED).map_or(0, |word| (word >> 16) as u16)
+    }
+
+    /// Number of available chains that are not used yet.
+    pub fn outstanding(&self) -> u16 {
+        self.available.wrapping_sub(self.used())
+    }
+
+    /// Makes these chains available, and kicks the device.
+    pub fn offer(&mut self, heads: &[u16]) -> Result<()> {
+        for head in heads {
+            let slot = self.available % ENTRIES;
+            self.put((AVAIL + 4) as u64 + u64::from(slot) * 2, &head.to_le_bytes())?;
+            self.available = self.available.wrapping_add(1);
+        }
+        // Release: the chains are visible before the available index.
+        fence(Ordering::Release);
+        self.put(AVAIL as u64 + 2, &self.available.to_le_bytes())?;
+        let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
+        Ok(())
+    }
+}

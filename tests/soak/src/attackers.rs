@@ -1,0 +1,143 @@
+//! Attackers: each has its own controller, and makes attacks of `cargo xtask hostile` one after
+//! the other.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::sleep;
+use std::time::Duration;
+
+use super::tally::{Tally, add};
+use shadowbell_hostile::attack::{Attack, Clock, Field, Kind};
+use shadowbell_hostile::attacks;
+use shadowbell_hostile::server::LogReader;
+
+/// Duration of an attack, and the pause until the next.
+const ATTACK: Duration = Duration::from_secs(2);
+// Until the next attack.
+const REST: Duration = Duration::from_millis(250);
+
+/// Attacks that are left out, because they need a FUSE file system.
+const LEFT_OUT: [&str; 2] = ["fuse-doorbell", "fuse-map"];
+/// Attacks that use gigabytes of memory, or thousands of descriptors, of the attacker: only one
+/// at a time, because the machine has no room for more.
+const ONE_AT_A_TIME: [&str; 4] = ["page-tables", "punch-holes", "big-unmap", "irq-waiters"];
+
+/// Disk of an attacker's controller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Disk {
+    Memory,
+    File,
+    Null,
+}
+
+impl Disk {
+    /// Disk of the attacker with this number.
+    pub(crate) fn of(number: usize) -> Self {
+        [Self::Memory, Self::File, Self::Null][number % 3]
+    }
+
+    /// Disk string for `Server::serve`.
+    pub(crate) fn target(self, number: usize) -> String {
+        match self {
+            Self::Memory => "mem:16MiB".to_owned(),
+            Self::File => format!("DIR/attacker{number}.img={}", 128 << 20),
+            Self::Null => "null:1TiB".to_owned(),
+        }
+    }
+
+    /// True if an attack can use this disk.
+    fn suits(self, attack: &Attack) -> bool {
+        let wanted = match attack.disks {
+            [disk] if disk.contains('=') => Self::File,
+            [disk] if disk.starts_with("null:") => Self::Null,
+            _ => Self::Memory,
+        };
+        // Most attacks work with any disk, which they declare by a small memory disk.
+        wanted == self || (self == Self::Null && attack.disks == ["mem:16MiB"])
+    }
+}
+
+/// Attacks for an attacker with this disk.
+fn repertoire(disk: Disk) -> Vec<Attack> {
+    let is_fit = |attack: &Attack| {
+        attack.kind == Kind::Hostile
+            && attack.log == LogReader::File
+            && !LEFT_OUT.contains(&attack.name)
+            && disk.suits(attack)
+    };
+    attacks::all().into_iter().filter(is_fit).collect()
+}
+
+/// Attacker with one controller.
+#[derive(Debug)]
+pub(crate) struct Attacker {
+    pub(crate) number: usize,
+    pub(crate) socket: PathBuf,
+    pub(crate) disk: Disk,
+}
+
+impl Attacker {
+    /// Attacks until `stop` is set.
+    pub(crate) fn run(
+        &self,
+        directory: &Path,
+        stop: &AtomicBool,
+        alone: &Mutex<()>,
+        tally: &Tally,
+    ) {
+        let attacks = repertoire(self.disk);
+        // Attackers start with different attacks, so that different attacks coincide.
+        for attack in attacks.iter().cycle().skip(self.number * 5) {
+            if stop.load(Ordering::Relaxed) {
+                return;
+            }
+            if ONE_AT_A_TIME.contains(&attack.name) {
+                if let Ok(_alone) = alone.try_lock() {
+                    self.make(attack, directory, tally);
+                }
+            } else {
+                self.make(attack, directory, tally);
+            }
+            sleep(REST);
+        }
+    }
+
+    fn make(&self, attack: &Attack, directory: &Path, tally: &Tally) {
+        let mut field = Field {
+            sockets: vec![self.socket.clone()],
+            directory: directory.to_owned(),
+            clock: Clock::start(ATTACK),
+            guests: Vec::new(),
+            resets: Vec::new(),
+            done: 0,
+            refused: 0,
+        };
+        add(&tally.attacks, 1);
+        if let Err(error) = (attack.run)(&mut field) {
+            tally.cut(format!("{}: {error:#}", attack.name));
+        }
+        field.resets.iter().for_each(|time| tally.reset_took(*time));
+        // A disconnected guest has no controller to reset.
+        for guest in &mut field.guests {
+            if let Ok(time) = guest.reset() {
+                tally.reset_took(time);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_attack_that_is_named_is_there_and_every_disk_has_attacks() {
+        let all = attacks::all();
+        let is_known = |name: &&str| all.iter().any(|attack| attack.name == *name);
+        assert!(LEFT_OUT.iter().chain(&ONE_AT_A_TIME).all(is_known));
+        for disk in [Disk::Memory, Disk::File, Disk::Null] {
+            assert!(repertoire(disk).len() > 5, "{disk:?}");
+        }
+    }
+}

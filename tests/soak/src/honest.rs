@@ -1,0 +1,304 @@
+//! Honest guests: each writes, and verifies what it has written.
+//!
+//! A disk has a few places. In each turn a guest writes the next place, and at the same time
+//! reads the place of the previous turn and one that was written long ago. Each block contains
+//! its controller, its number and the turn of the write. Every 64 turns a guest disconnects and
+//! connects again, like a reboot.
+
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use shadowbell_spec::Sqe;
+use zerocopy::IntoBytes;
+
+use super::pattern::pattern;
+use super::tally::{Tally, add};
+use shadowbell_hostile::peer::guest::{BASE, Guest, PAGE};
+use shadowbell_hostile::victim::hurry;
+
+/// Minimum time between two turns of a guest.
+const TURN: Duration = Duration::from_millis(200);
+/// Number of turns until a guest reconnects.
+const TURNS_ATTACHED: u64 = 64;
+/// Time limit of a command, as in Linux (`nvme_core.io_timeout`), and of a call to the socket.
+/// Calls while a guest attaches have 6 s each.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
+/// Time without progress after which the guest checks whether the server has closed the
+/// connection.
+const SLOW: Duration = Duration::from_secs(1);
+/// Polling interval of each guest.
+const LOOK: Duration = Duration::from_millis(1);
+/// Number of places of a disk, and blocks of the largest place.
+const PLACES: u64 = 32;
+const PLACE_BLOCKS: u64 = 32;
+const BLOCK: u64 = 512;
+/// Size of a disk with these places.
+pub(crate) const DISK: &str = "1MiB";
+pub(crate) const DISK_BYTES: u64 = PLACES * PLACE_BLOCKS * BLOCK * 2;
+/// Memory size of a guest: rings and three buffers.
+const MEMORY: u64 = 1 << 20;
+/// Number of entries of the I/O queue.
+const ENTRIES: u16 = 16;
+
+/// Number of blocks of a place.
+fn blocks(place: u64) -> u64 {
+    1 + place * 7 % PLACE_BLOCKS
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Buffer {
+    prp1: u64,
+    prp2: u64,
+}
+
+impl Buffer {
+    fn offset(self) -> usize {
+        (self.prp1 - BASE) as usize
+    }
+}
+
+/// A command in flight.
+#[derive(Debug, Clone, Copy)]
+struct Pending {
+    cid: u16,
+    buffer: Buffer,
+    place: u64,
+    is_read: bool,
+}
+
+/// Guest with one controller.
+#[derive(Debug)]
+pub(crate) struct Honest {
+    number: u64,
+    socket: PathBuf,
+    guest: Guest,
+    buffers: [Buffer; 3],
+    /// Turn of the last write of each place.
+    generations: [u64; PLACES as usize],
+    turn: u64,
+    pending: Vec<Pending>,
+    began: Instant,
+    due: Instant,
+    has_failed: bool,
+}
+
+fn attach(socket: &Path) -> Result<(Guest, [Buffer; 3])> {
+    let mut guest = Guest::attach(socket, MEMORY)?;
+    guest.link.set_patience(TIMEOUT)?;
+    guest.create_queue(ENTRIES)?;
+    let mut buffers = [Buffer::default(); 3];
+    for buffer in &mut buffers {
+        let (prp1, prp2) = guest.buffer(PLACE_BLOCKS * BLOCK)?;
+        *buffer = Buffer { prp1, prp2 };
+    }
+    Ok((guest, buffers))
+}
+
+impl Honest {
+    /// Attaches to a controller. The first turns of all guests are spread over the time of one
+    /// turn.
+    pub(crate) fn attach(number: u64, socket: PathBuf) -> Result<Self> {
+        let (guest, buffers) = attach(&socket)?;
+        let now = Instant::now();
+        Ok(Self {
+            number,
+            socket,
+            guest,
+            buffers,
+            generations: [0; PLACES as usize],
+            turn: 0,
+            pending: Vec::new(),
+            began: now,
+            due: now + TURN * (number % 64) as u32 / 64,
+            has_failed: false,
+        })
+    }
+
+    /// Takes completions, and starts the next turn when it is due.
+    fn step(&mut self, tally: &Tally) -> Result<()> {
+        self.take(tally)?;
+        if self.pending.is_empty() && Instant::now() >= self.due {
+            self.due = (self.due + TURN).max(Instant::now());
+            if (self.turn + 1 + self.number).is_multiple_of(TURNS_ATTACHED) {
+                self.come_back(tally)?;
+            }
+            self.begin_turn()?;
+        }
+        Ok(())
+    }
+
+    fn come_back(&mut self, tally: &Tally) -> Result<()> {
+        let began = Instant::now();
+        // The server allows one client at a time, so the old connection must be closed first.
+        self.guest.link.hang_up()?;
+        (self.guest, self.buffers) = attach(&self.socket).context("coming back")?;
+        add(&tally.attached, 1);
+        tally.took(began.elapsed());
+        Ok(())
+    }
+
+    fn begin_turn(&mut self) -> Result<()> {
+        let written = self.turn % PLACES;
+        let before = (self.turn + PLACES - 1) % PLACES;
+        let long_ago = (self.turn + PLACES / 2) % PLACES;
+        let generation = self.turn + 1;
+        let [first, second, third] = self.buffers;
+        for n in 0..blocks(written) {
+            let words = pattern(self.number, written * PLACE_BLOCKS + n, generation);
+            let at = first.offset() + (n * BLOCK) as usize;
+            self.guest.memory.write_from(at, words.as_bytes()).context("the buffer")?;
+        }
+        self.push(written, first, false)?;
+        self.push(before, second, true)?;
+        self.push(long_ago, third, true)?;
+        // No read of this turn is at this place.
+        if let Some(place) = self.generations.get_mut(written as usize) {
+            *place = generation;
+        }
+        self.turn += 1;
+        self.began = Instant::now();
+        let (queue, link) = self.guest.queue(0)?;
+        queue.ring(link)
+    }
+
+    fn push(&mut self, place: u64, buffer: Buffer, is_read: bool) -> Result<()> {
+        let (slba, nlb0) = (place * PLACE_BLOCKS, blocks(place) as u16 - 1);
+        let sqe = if is_read { Sqe::read(1, slba, nlb0, 0) } else { Sqe::write(1, slba, nlb0, 0) };
+        let (queue, _) = self.guest.queue(0)?;
+        // One or two pages need no PRP list.
+        let prp2 = match (blocks(place) * BLOCK).div_ceil(PAGE) {
+            1 => 0,
+            2 => buffer.prp1 + PAGE,
+            _ => buffer.prp2,
+        };
+        let cid = queue.push(sqe.with_prps(buffer.prp1, prp2))?;
+        self.pending.push(Pending { cid, buffer, place, is_read });
+        Ok(())
+    }
+
+    fn take(&mut self, tally: &Tally) -> Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let mut done = Vec::new();
+        let (queue, link) = self.guest.queue(0)?;
+        while let Some(cqe) = queue.pop() {
+            let at = self.pending.iter().position(|pending| pending.cid == cqe.cid);
+            let at = at.with_context(|| format!("a completion of no command: {cqe:?}"))?;
+            let pending = self.pending.remove(at);
+            if !cqe.status().is_success() {
+                let what = if pending.is_read { "read" } else { "write" };
+                bail!("the {what} of place {}: {}", pending.place, cqe.status());
+            }
+            done.push(pending);
+        }
+        let waited = self.began.elapsed();
+        if !done.is_empty() {
+            queue.consumed(link)?;
+            tally.took(waited);
+        } else if waited > TIMEOUT {
+            bail!("{} commands have no completion after {TIMEOUT:?}", self.pending.len());
+        } else if waited > SLOW && link.is_closed() {
+            bail!("the server has closed the connection");
+        }
+        add(&tally.commands, done.len() as u64);
+        done.iter().filter(|pending| pending.is_read).try_for_each(|read| self.check(read, tally))
+    }
+
+    /// Verifies the data of a read.
+    fn check(&self, read: &Pending, tally: &Tally) -> Result<()> {
+        let generation = self.generations.get(read.place as usize).copied().unwrap_or_default();
+        let mut found = vec![0; (blocks(read.place) * BLOCK) as usize];
+        self.guest.memory.read_into(read.buffer.offset(), &mut found).context("the buffer")?;
+        for (n, found) in found.chunks(BLOCK as usize).enumerate() {
+            let block = read.place * PLACE_BLOCKS + n as u64;
+            let wanted = pattern(self.number, block, generation);
+            if found != wanted.as_bytes() {
+                add(&tally.bad_blocks, 1);
+                let word = |at: usize| {
+                    let bytes = found.get(at * 8..at * 8 + 8).unwrap_or_default();
+                    u64::from_le_bytes(bytes.try_into().unwrap_or_default())
+                };
+                tally.say(format!(
+                    "controller {}: block {block} is not of turn {generation}; it says controller \
+                     {}, block {}, turn {}",
+                    self.number,
+                    word(0),
+                    word(1),
+                    word(2)
+                ));
+            }
+        }
+        add(&tally.blocks, blocks(read.place));
+        Ok(())
+    }
+
+    /// Waits for commands in flight, and reads the whole disk once more.
+    fn finish(&mut self, tally: &Tally) -> Result<()> {
+        while !self.pending.is_empty() {
+            self.take(tally)?;
+            sleep(LOOK);
+        }
+        let [first, second, third] = self.buffers;
+        for at in (0..PLACES).step_by(3) {
+            for (place, buffer) in (at..PLACES).zip([first, second, third]) {
+                self.push(place, buffer, true)?;
+            }
+            self.began = Instant::now();
+            let (queue, link) = self.guest.queue(0)?;
+            queue.ring(link)?;
+            while !self.pending.is_empty() {
+                self.take(tally)?;
+                // Shorter: these are many.
+                sleep(LOOK / 4);
+            }
+        }
+        self.guest.link.hang_up()
+    }
+
+    fn guarded(&mut self, tally: &Tally, run: impl FnOnce(&mut Self, &Tally) -> Result<()>) {
+        if !self.has_failed
+            && let Err(error) = run(self, tally)
+        {
+            self.has_failed = true;
+            tally.error(format!("controller {}: {error:#}", self.number));
+        }
+    }
+}
+
+/// Checks that a new client of this controller gets replies and completions.
+pub(crate) fn answers(socket: &Path) -> Result<()> {
+    let (mut guest, [buffer, ..]) = attach(socket)?;
+    let cqe = guest.io(0, Sqe::read(1, 0, 7, 0).with_prps(buffer.prp1, 0))?;
+    if !cqe.status().is_success() {
+        bail!("a read: {}", cqe.status());
+    }
+    guest.link.hang_up()
+}
+
+/// Runs the turns of these guests until `until`, and then reads all that they have written.
+pub(crate) fn drive(guests: &mut [Honest], until: Instant, tally: &Tally) {
+    hurry();
+    while Instant::now() < until && guests.iter().any(|guest| !guest.has_failed) {
+        guests.iter_mut().for_each(|guest| guest.guarded(tally, Honest::step));
+        sleep(LOOK);
+    }
+    guests.iter_mut().for_each(|guest| guest.guarded(tally, Honest::finish));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_turn_reads_the_place_that_it_writes_and_all_places_fit() {
+        for turn in 0..PLACES {
+            let reads = [(turn + PLACES - 1) % PLACES, (turn + PLACES / 2) % PLACES];
+            assert!(!reads.contains(&(turn % PLACES)));
+        }
+        assert!((0..PLACES).all(|place| (1..=PLACE_BLOCKS).contains(&blocks(place))));
+        assert_eq!(DISK_BYTES, 1 << 20);
+    }
+}

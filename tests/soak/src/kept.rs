@@ -1,0 +1,229 @@
+//! Server with a supervisor, and its disks.
+
+use shadowbell_testing::process_group::ProcessGroup;
+use shadowbell_testing::wait::{self, LIMIT};
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::places::{DISK_BYTES, Keeps};
+use shadowbell_hostile::server::{LogReader, Server};
+
+/// Disk type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, clap::ValueEnum)]
+pub(crate) enum DiskKind {
+    Direct,
+    PageCache,
+    Memory,
+    Null,
+    Qcow2,
+    /// A namespace of another server, which is not killed.
+    VfioUser,
+    /// An export of an NBD server, which is not killed.
+    Nbd,
+}
+
+/// Time for which an NBD server may still execute requests of a dead process (option `settle`).
+const SETTLE: &str = "50ms";
+
+impl DiskKind {
+    pub(crate) const ALL: [Self; 4] = [Self::Direct, Self::PageCache, Self::Memory, Self::Null];
+
+    /// Disk type of the disk with this number.
+    pub(crate) fn of(number: usize) -> Self {
+        Self::ALL[number % Self::ALL.len()]
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "file, O_DIRECT",
+            Self::PageCache => "file, page cache",
+            Self::Memory => "mem:",
+            Self::Null => "null:",
+            Self::Qcow2 => "qcow2",
+            Self::VfioUser => "vfio-user:",
+            Self::Nbd => "nbd:",
+        }
+    }
+
+    pub(crate) fn keeps(self) -> Keeps {
+        match self {
+            Self::Direct | Self::Memory | Self::Qcow2 | Self::VfioUser | Self::Nbd => Keeps::Blocks,
+            Self::PageCache => Keeps::Bytes,
+            Self::Null => Keeps::Nothing,
+        }
+    }
+
+    /// True if the disk is a raw file.
+    fn is_file(self) -> bool {
+        matches!(self, Self::Direct | Self::PageCache | Self::VfioUser | Self::Nbd)
+    }
+
+    /// True if the disk is a connection to another server, which the sandbox does not allow.
+    fn is_outside(self) -> bool {
+        matches!(self, Self::VfioUser | Self::Nbd)
+    }
+
+    /// Starts the server of the export or namespace, at `socket`.
+    fn below(self, binary: &Path, image: &Path, socket: &Path) -> Result<Option<ProcessGroup>> {
+        let mut command = Command::new(binary);
+        let disk = format!("{}?direct=on", image.display());
+        match self {
+            Self::VfioUser => command.args(["serve", "--no-keeper", &disk, "--socket"]).arg(socket),
+            Self::Nbd => {
+                let at = format!("unix:{}", socket.display());
+                command.args(["export", &disk, "--nbd", &at])
+            }
+            _ => return Ok(None),
+        };
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let child = ProcessGroup::spawn(&mut command).context("the server below")?;
+        let began = Instant::now();
+        while UnixStream::connect(socket).is_err() {
+            if began.elapsed() > LIMIT {
+                bail!("the server below does not serve {}", socket.display());
+            }
+            wait::pause();
+        }
+        Ok(Some(child))
+    }
+
+    /// Disk string for `serve`. `below` is the socket of the other server.
+    fn spec(self, image: &Path, below: &Path) -> String {
+        match self {
+            Self::Qcow2 => format!("{}?direct=on&format=qcow2", image.display()),
+            Self::VfioUser => format!("vfio-user:{}/1", below.display()),
+            Self::Nbd => {
+                format!("nbd+unix:///?socket={}&settle={SETTLE}", below.display())
+            }
+            Self::Direct => format!("{}?direct=on", image.display()),
+            Self::PageCache => format!("{}?direct=off", image.display()),
+            Self::Memory => format!("mem:{DISK_BYTES}"),
+            Self::Null => format!("null:{DISK_BYTES}"),
+        }
+    }
+}
+
+/// A server process and its supervisor. Both are killed when dropped.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    pub(crate) server: Server,
+    kinds: Vec<DiskKind>,
+    /// Servers of the disks.
+    _below: Vec<ProcessGroup>,
+}
+
+impl Kept {
+    /// Starts a server with a controller for each of the disks. `options` are those before the
+    /// verb.
+    ///
+    /// # Errors
+    ///
+    /// The server does not start.
+    pub(crate) fn serve(
+        binary: &Path,
+        options: &[&str],
+        kinds: &[DiskKind],
+        workers: u8,
+    ) -> Result<Self> {
+        let directory = tempfile::tempdir().context("a directory for sockets and images")?;
+        let mut config = format!("workers = {workers}\n");
+        let mut below = Vec::new();
+        for (n, kind) in kinds.iter().enumerate() {
+            let image = image(directory.path(), n);
+            if kind.is_file() {
+                File::create(&image)?.set_len(DISK_BYTES)?;
+            }
+            let socket = directory.path().join(format!("vm{n}.sock"));
+            if *kind == DiskKind::Qcow2 {
+                make_qcow2(&image)?;
+            }
+            let socket_below = directory.path().join(format!("below{n}"));
+            below.extend(kind.below(binary, &image, &socket_below)?);
+            let disk = kind.spec(&image, &socket_below);
+            config += &format!("[[controller]]\nsocket = {socket:?}\ndisks = [{disk:?}]\n");
+        }
+        let file = directory.path().join("serve.toml");
+        fs::write(&file, config).context("the configuration")?;
+        let is_outside = kinds.iter().any(|kind| kind.is_outside());
+        let sandbox: &[&str] = if is_outside { &["--sandbox", "off"] } else { &[] };
+        let arguments = [options, &["serve"], sandbox, &["--config"]].concat();
+        let mut arguments: Vec<_> = arguments.into_iter().map(str::to_owned).collect();
+        arguments.push(file.display().to_string());
+        let server = Server::start(binary, &arguments, directory, LogReader::File)?;
+        for n in 0..kinds.len() {
+            server.await_socket(&server.socket(n))?;
+        }
+        Ok(Self { server, kinds: kinds.to_vec(), _below: below })
+    }
+
+    /// Disk type of each controller.
+    pub(crate) fn kinds(&self) -> &[DiskKind] {
+        &self.kinds
+    }
+
+    /// Checks all qcow2 images, which no process may have open. Leaked clusters are allowed.
+    pub(crate) fn check_images(&self) -> Result<()> {
+        for (number, _) in self.kinds.iter().enumerate().filter(|(_, k)| **k == DiskKind::Qcow2) {
+            let mut command = Command::new("qemu-img");
+            command.args(["check", "-f", "qcow2"]).arg(image(self.server.directory(), number));
+            let output = command.output().context("`qemu-img`")?;
+            let text = String::from_utf8_lossy(&output.stdout);
+            ensure!(matches!(output.status.code(), Some(0 | 3)), "`qemu-img check`: {text}");
+        }
+        Ok(())
+    }
+
+    /// Image of the disk, if it is a raw file.
+    pub(crate) fn image(&self, number: usize) -> Option<PathBuf> {
+        let kind = self.kinds.get(number).filter(|kind| kind.is_file());
+        kind.map(|_| image(self.server.directory(), number))
+    }
+
+    /// Server processes, the newest last.
+    fn workers(&self) -> Vec<u32> {
+        let supervisor = self.server.id();
+        let list = fs::read_to_string(format!("/proc/{supervisor}/task/{supervisor}/children"));
+        list.unwrap_or_default().split_whitespace().flat_map(str::parse).collect()
+    }
+
+    /// Waits for a server process other than `before`.
+    pub(crate) fn next_worker(&mut self, before: Option<u32>) -> Result<u32> {
+        let began = Instant::now();
+        loop {
+            let newest = self.workers().last().copied().filter(|pid| Some(*pid) != before);
+            if let Some(pid) = newest {
+                return Ok(pid);
+            }
+            self.server.check()?;
+            if began.elapsed() > LIMIT {
+                bail!("no other worker has come after {before:?}: {}", self.server.log());
+            }
+            // Short: the time is measured.
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+}
+
+fn make_qcow2(image: &Path) -> Result<()> {
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", "qcow2"]).arg(image).arg(DISK_BYTES.to_string());
+    let status = command.status().context("`qemu-img`, which is in Debian's qemu-utils")?;
+    ensure!(status.success(), "`qemu-img create` has failed");
+    Ok(())
+}
+
+fn image(directory: &Path, number: usize) -> PathBuf {
+    directory.join(format!("{number}.img"))
+}
+
+/// Sends a signal to a server process.
+pub(crate) fn signal(worker: u32, signal: Signal) -> Result<()> {
+    let pid = Pid::from_raw(worker.cast_signed()).context("a process number")?;
+    kill_process(pid, signal).with_context(|| format!("a signal for process {worker}"))
+}

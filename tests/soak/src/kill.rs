@@ -1,0 +1,335 @@
+//! `cargo xtask soak kill`: the server process is killed repeatedly, and its clients must not
+//! notice.
+//!
+//! Each disk has a client in this process, which is not killed. The client keeps 128 commands in
+//! flight and verifies what it reads: acknowledged writes must be there, and nothing older.
+//!
+//! The server process is killed at random moments, mostly by SIGKILL, sometimes by a signal that
+//! simulates a crash. Sometimes the next process is killed as well, during recovery or just
+//! after. Each client measures the time without a completion, from the last one before to the
+//! first one after a kill. The next kill follows when each client has had twice as many
+//! completions as it has commands in flight, so all places of a disk are read and written between
+//! two kills.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::Signal;
+use serde_json::json;
+use shadowbell_bench::table::Table;
+use shadowbell_bench::workspace;
+
+use super::clients::{self, Totals, settle};
+use super::kept::{DiskKind, Kept, signal};
+use super::load::{Meter, Pace};
+use super::phases::Phases;
+use super::random::Random;
+use super::times::{Times, millis};
+use shadowbell_harness::Report;
+
+/// Number of commands that each client has in flight.
+const DEPTH: u32 = 128;
+/// Interval of progress lines.
+const LINE: Duration = Duration::from_secs(10);
+/// Minimum time for which a server process serves until it is killed; a random time is added. The
+/// supervisor restarts a process that has served for 50 ms and was killed by a signal without a
+/// delay, however often.
+const SERVED: Duration = Duration::from_millis(60);
+// Random part of the time.
+const LONGER: Duration = Duration::from_millis(140);
+/// Maximum of the random time after which the next process is killed as well.
+const TWICE: Duration = Duration::from_millis(60);
+/// One in so many kills uses another signal, and one in so many is followed by a kill of the next
+/// process.
+const OTHERS_EVERY: u64 = 12;
+const TWICE_EVERY: u64 = 8;
+/// Number of disk types.
+const KINDS: usize = DiskKind::ALL.len();
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Number of kills
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
+    kills: u32,
+    /// Seed of the random moments and data
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Number of controllers. The disks are in turn: file with O_DIRECT, file through the page
+    /// cache, memory, null
+    #[arg(long, default_value_t = KINDS as u16, value_parser = clap::value_parser!(u16).range(1..=256))]
+    controllers: u16,
+    /// Disk types to use instead, in turn
+    #[arg(long, value_name = "KIND")]
+    disk: Vec<DiskKind>,
+    /// One in so many commands is a flush; 0: none. A flush in flight has to end before recovery,
+    /// so it lengthens the time without a completion
+    #[arg(long, default_value_t = 0)]
+    flush_every: u64,
+    /// Number of I/O threads of the server
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
+    workers: u8,
+    /// Control: write older data into an image from time to time, like a late write. Passes if
+    /// verification fails
+    #[arg(long)]
+    control: bool,
+    /// Print the duration of each step of recovery (the server logs more)
+    #[arg(long)]
+    phases: bool,
+    /// Path of a built shadowbell program; without it, one is built
+    #[arg(long, value_name = "PATH")]
+    shadowbell: Option<PathBuf>,
+}
+
+pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
+    let binary = match &arguments.shadowbell {
+        Some(path) => path.canonicalize()?,
+        None => workspace::build_shadowbell()?,
+    };
+    soak(report, &binary, arguments);
+    report.summary();
+    Ok(())
+}
+
+/// Short run as a step of `cargo xtask test`: a few kills, and the control.
+pub fn test(report: &mut Report, binary: &Path) {
+    let few = Arguments {
+        kills: TEST_KILLS,
+        seed: 1,
+        controllers: KINDS as u16,
+        disk: Vec::new(),
+        flush_every: 4096,
+        workers: 2,
+        control: false,
+        phases: false,
+        shadowbell: None,
+    };
+    soak(report, binary, &few);
+    soak(report, binary, &Arguments { kills: 10, control: true, ..few });
+}
+
+impl Arguments {
+    /// Disk types, which the controllers have in turn.
+    fn kinds(&self) -> &[DiskKind] {
+        if self.disk.is_empty() { &DiskKind::ALL } else { &self.disk }
+    }
+}
+
+/// Number of kills in `cargo xtask test`.
+const TEST_KILLS: u32 = 200;
+
+fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
+    let what = if arguments.control { ", with old data put back" } else { "" };
+    report.begin(&format!("soak kill{what}"));
+    let single = vec![Times::default(); arguments.kinds().len()];
+    let mut gaps = Gaps { single, ..Gaps::default() };
+    if arguments.control {
+        report.check("old data are detected", |_| match work(binary, arguments, &mut gaps) {
+            Err(error) if format!("{error:#}").contains("which was acknowledged") => {
+                println!("   {error:#}");
+                Ok(())
+            }
+            Err(error) => Err(error),
+            Ok(_) => bail!("the old data were not detected"),
+        });
+        return;
+    }
+    report.check("no acknowledged write is lost or overwritten by an older one, no error", |_| {
+        work(binary, arguments, &mut gaps).map(drop)
+    });
+    report.table(gaps.table(arguments));
+    if let Some(phases) = gaps.phases {
+        report.table(phases.table());
+    }
+}
+
+/// Measured times.
+#[derive(Debug, Default)]
+struct Gaps {
+    kills: u32,
+    /// Time without a completion at one kill, by disk type.
+    single: Vec<Times>,
+    /// Time without a completion at two kills, of which the second was meant for the next
+    /// process.
+    double: Times,
+    /// Time from a kill until the next process exists.
+    until_next: Times,
+    /// Time without a completion between two kills.
+    without: Times,
+    phases: Option<Phases>,
+    totals: Totals,
+}
+
+impl Gaps {
+    fn add(&mut self, meters: &[Meter], is_double: bool) {
+        for (number, meter) in meters.iter().enumerate() {
+            let gap = meter.take().gap;
+            if is_double {
+                self.double.push(gap);
+            } else {
+                let kinds = self.single.len();
+                self.single.iter_mut().skip(number % kinds).take(1).for_each(|t| t.push(gap));
+            }
+        }
+    }
+
+    /// Times at one kill, all disk types together.
+    fn all(&self) -> Times {
+        let mut all = Times::default();
+        self.single.iter().for_each(|times| all.append(times));
+        all
+    }
+
+    fn table(&self, arguments: &Arguments) -> Table {
+        let mut table = Table::new(
+            "time without a completion around a kill, ms",
+            &["disk", "kills", "p50", "p99", "longest"],
+        );
+        let kinds = arguments.kinds().iter().map(|kind| kind.name()).zip(&self.single);
+        let all = self.all();
+        let rest = [
+            ("all of these", &all),
+            ("the next one as well", &self.double),
+            ("until another process is there", &self.until_next),
+            ("without a kill", &self.without),
+        ];
+        for (name, times) in kinds.chain(rest) {
+            let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
+            let [p50, p99, longest] = [0.5, 0.99, 1.0].map(|share| millis(times.at(share)));
+            let json = json!({
+                "table": "soak kill", "disk": name, "kills": times.count(), "p50_ms": p50,
+                "p99_ms": p99, "longest_ms": longest,
+            });
+            table.push(cells, json);
+        }
+        table.notes.push(format!(
+            "{} kills of {} controllers in {:.0} s; {} commands, {} blocks looked at. Targets: p50 50 \
+             ms, p99 250 ms.",
+            self.kills,
+            arguments.controllers,
+            self.totals.seconds,
+            self.totals.commands,
+            self.totals.blocks
+        ));
+        table
+    }
+}
+
+/// Kills as often as requested, and verifies the disks.
+fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
+    let kinds = arguments.kinds().iter().copied().cycle();
+    let kinds: Vec<_> = kinds.take(arguments.controllers.into()).collect();
+    let options: &[&str] = if arguments.phases { &["-v"] } else { &[] };
+    let mut kept = Kept::serve(binary, options, &kinds, arguments.workers)?;
+    let mut totals = Totals::default();
+    let outcome = clients::work(
+        &mut kept,
+        arguments.seed,
+        |_| pace(arguments),
+        &mut totals,
+        |kept, meters| kill(kept, arguments, meters, gaps),
+    );
+    let outcome = outcome.and_then(|()| kept.check_images());
+    gaps.totals = totals;
+    if arguments.phases {
+        let log = fs::read_to_string(kept.server.directory().join("log"))?;
+        gaps.phases = Some(Phases::read(&log));
+    }
+    outcome
+}
+
+fn pace(arguments: &Arguments) -> Pace {
+    Pace { depth: DEPTH, rest: Duration::ZERO, flush_every: arguments.flush_every }
+}
+
+fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gaps) -> Result<()> {
+    let mut random = Random::new(arguments.seed);
+    let (began, mut line) = (Instant::now(), Instant::now() + LINE);
+    let mut worker = kept.next_worker(None)?;
+    settle(kept, meters, |_| pace(arguments))?;
+    while gaps.kills < arguments.kills {
+        for meter in meters {
+            let _ = meter.take();
+        }
+        // Random moment: any is good.
+        sleep(SERVED + LONGER.mul_f64(random.share()));
+        let old = arguments.control.then(|| OldData::read(kept)).flatten();
+        gaps.without.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
+        let how = match random.below(OTHERS_EVERY) {
+            0 if random.below(2) == 0 => Signal::ABORT,
+            0 => Signal::ILL,
+            _ => Signal::KILL,
+        };
+        let is_last = gaps.kills + 1 == arguments.kills;
+        let twice = how == Signal::KILL && random.below(TWICE_EVERY) == 0 && !is_last;
+        let killed = Instant::now();
+        signal(worker, how)?;
+        gaps.kills += 1;
+        worker = kept.next_worker(Some(worker))?;
+        if !twice {
+            gaps.until_next.push(killed.elapsed());
+        }
+        if twice {
+            // Random moment: any is good.
+            sleep(TWICE.mul_f64(random.share()));
+            signal(worker, Signal::KILL)?;
+            gaps.kills += 1;
+            worker = kept.next_worker(Some(worker))?;
+        }
+        settle(kept, meters, |_| pace(arguments)).with_context(|| {
+            let again = if twice { ", and once more" } else { "" };
+            format!("after {} kills, of which the last was {how:?}{again}", gaps.kills)
+        })?;
+        gaps.add(meters, twice);
+        if let Some(old) = old {
+            old.put_back()?;
+        }
+        if Instant::now() >= line {
+            line += LINE;
+            print_line(gaps, &Totals::of(meters, began));
+        }
+    }
+    if arguments.control {
+        settle(kept, meters, |_| pace(arguments))?;
+    }
+    Ok(())
+}
+
+/// Old data of a part of an image.
+struct OldData {
+    image: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl OldData {
+    /// Reads data of the first raw image.
+    fn read(kept: &Kept) -> Option<Self> {
+        let image = (0..kept.kinds().len()).rev().find_map(|number| kept.image(number))?;
+        let bytes = fs::read(&image).ok()?;
+        Some(Self { image, bytes })
+    }
+
+    /// Writes the old data into the image, like a late write.
+    fn put_back(&self) -> Result<()> {
+        use std::os::unix::fs::FileExt;
+        let file = fs::OpenOptions::new().write(true).open(&self.image)?;
+        file.write_all_at(&self.bytes, 0).context("putting old data back")
+    }
+}
+
+fn print_line(gaps: &Gaps, totals: &Totals) {
+    let all = gaps.all();
+    println!(
+        "{:6.0} s  {} kills, {} commands, {} blocks looked at; time without a completion: p50 {:.0} \
+         ms, p99 {:.0} ms, longest {:.0} ms",
+        totals.seconds,
+        gaps.kills,
+        totals.commands,
+        totals.blocks,
+        millis(all.at(0.5)),
+        millis(all.at(0.99)),
+        millis(all.at(1.0)),
+    );
+}

@@ -1,0 +1,78 @@
+//! `cargo xtask soak`: stress tests of minutes that end by themselves.
+#![forbid(unsafe_code)]
+#![allow(missing_docs, reason = "the suites are no interface for other projects")]
+
+mod attackers;
+mod clients;
+mod honest;
+mod kept;
+pub mod kill;
+mod load;
+mod neighbours;
+mod pattern;
+mod phases;
+mod places;
+mod qcow2;
+mod random;
+mod tally;
+mod times;
+mod upgrade;
+
+use anyhow::Result;
+
+use shadowbell_harness::Report;
+
+/// Examples for the help text of the command line.
+pub const EXAMPLES: &str = "\
+Examples:
+  cargo xtask soak neighbours                   400 controllers for ten minutes
+  cargo xtask soak neighbours --minutes 0.5 --controllers 40
+  cargo xtask soak kill                         10,000 kills
+  cargo xtask soak kill --kills 200 --seed 7
+  cargo xtask soak qcow2 --operations 1000000
+  cargo xtask soak upgrade --previous /usr/bin/shadowbell";
+
+#[derive(clap::Args)]
+pub struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(clap::Subcommand)]
+enum What {
+    /// Attack one in eight of many controllers without pause, while the others verify what they
+    /// wrote.
+    ///
+    /// Fails if a command of an honest guest fails or takes 30 s, if data are wrong, if the
+    /// server does not answer at the end or its memory grows without bound, or if SIGTERM, under
+    /// attack, does not end it within 5 s.
+    Neighbours(neighbours::Arguments),
+    /// Kill the server process at random moments, while clients with 128 commands in flight each
+    /// verify their data.
+    ///
+    /// Fails if an acknowledged write is lost or overwritten by an older one, if a command fails
+    /// or has no completion within 30 s, or if an interrupt is lost. The time without a
+    /// completion is printed and not checked.
+    Kill(kill::Arguments),
+    /// Kill a process that executes random operations on a qcow2 image, at random moments.
+    ///
+    /// Fails if flushed data are lost (or acknowledged data, where the disk is recovered by the
+    /// next process), if `qemu-img check` finds a corruption after the image was opened again, or
+    /// if `qemu-img compare` finds a difference.
+    Qcow2(qcow2::Arguments),
+    /// Restart the server for upgrade repeatedly, while clients with 32 commands in flight each
+    /// verify their data.
+    ///
+    /// Fails as `kill` does, or if an upgrade fails, except if the disks did not quiesce in time,
+    /// or if the other program does not support the state's version.
+    Upgrade(upgrade::Arguments),
+}
+
+pub fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
+    match arguments.what {
+        What::Neighbours(arguments) => neighbours::run(report, &arguments),
+        What::Kill(arguments) => kill::run(report, &arguments),
+        What::Qcow2(arguments) => qcow2::run(report, &arguments),
+        What::Upgrade(arguments) => upgrade::run(report, &arguments),
+    }
+}

@@ -1,0 +1,253 @@
+//! `cargo xtask soak neighbours`: hundreds of controllers of one server, of which some are
+//! attacked.
+
+use shadowbell_testing::wait::LIMIT;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{scope, sleep};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use shadowbell_bench::workspace;
+
+use super::attackers::{Attacker, Disk};
+use super::honest::{self, DISK, DISK_BYTES, Honest, TIMEOUT, drive};
+use super::tally::{Tally, value};
+use shadowbell_harness::Report;
+use shadowbell_hostile::server::{LogReader, Server};
+use shadowbell_hostile::watch::{Usage, usage};
+
+/// One in so many controllers is attacked.
+const HOSTILE: usize = 8;
+/// Number of threads that run the honest guests.
+const DRIVERS: usize = 4;
+/// Interval of progress lines.
+const LINE: Duration = Duration::from_secs(10);
+/// Interval at which the server's memory is measured.
+const LOOK: Duration = Duration::from_millis(100);
+/// Bounds: time from SIGTERM to the server's end, and memory and page tables for each attacker.
+const END: Duration = Duration::from_secs(5);
+const GROWTH: u64 = 64 << 20;
+/// Maximum number of descriptors that the attackers use.
+const DESCRIPTORS: u64 = 1 << 18;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Duration in minutes, without start and end
+    #[arg(long, default_value_t = 10.0)]
+    minutes: f64,
+    /// Number of controllers; every eighth is attacked
+    #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(u16).range(8..=4000))]
+    controllers: u16,
+    /// Number of I/O threads of the server
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
+    workers: u8,
+    /// Path of a built shadowbell program; without it, one is built
+    #[arg(long, value_name = "PATH")]
+    shadowbell: Option<PathBuf>,
+}
+
+pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
+    if !(0.05..=10_000.0).contains(&arguments.minutes) {
+        bail!("--minutes takes 0.05 to 10000");
+    }
+    let binary = match &arguments.shadowbell {
+        Some(path) => path.canonicalize()?,
+        None => workspace::build_shadowbell()?,
+    };
+    report.begin("soak neighbours");
+    let mut soak = Soak::begin(&binary, arguments)?;
+    let end = soak.work(Duration::from_secs_f64(arguments.minutes * 60.0));
+    soak.judge(report, end);
+    report.summary();
+    Ok(())
+}
+
+/// A server and its clients.
+struct Soak {
+    server: Server,
+    honest: Vec<Honest>,
+    attackers: Vec<Attacker>,
+    tally: Tally,
+    /// Resource usage of the server before the first attack, and the maximum.
+    before: Usage,
+    peak: Usage,
+    began: Instant,
+}
+
+/// Results at the end.
+struct End {
+    /// Service of a new client at the end.
+    answer: Result<()>,
+    /// Time from SIGTERM, under attack, to the server's end; `None` if it did not end.
+    end: Result<Option<Duration>>,
+}
+
+impl Soak {
+    /// Starts the server, and attaches the honest guests.
+    fn begin(binary: &std::path::Path, arguments: &Arguments) -> Result<Self> {
+        let count = usize::from(arguments.controllers);
+        let is_hostile = |number: usize| number % HOSTILE == HOSTILE - 1;
+        let disk = |number: usize| match number {
+            _ if is_hostile(number) => Disk::of(number / HOSTILE).target(number),
+            _ if number.is_multiple_of(2) => format!("mem:{DISK}"),
+            _ => format!("DIR/honest{number}.img={DISK_BYTES}"),
+        };
+        let disks: Vec<String> = (0..count).map(disk).collect();
+        let began = Instant::now();
+        // The server starts with default limits; those of this process are raised afterwards.
+        let workers = usize::from(arguments.workers);
+        let server = Server::serve_with(binary, &disks, workers, LogReader::File)?;
+        raise_descriptor_limit();
+        let mut honest = Vec::new();
+        for number in (0..count).filter(|number| !is_hostile(*number)) {
+            let guest = Honest::attach(number as u64, server.socket(number));
+            honest.push(guest.with_context(|| format!("controller {number}"))?);
+        }
+        let attackers: Vec<Attacker> = (0..count)
+            .filter(|number| is_hostile(*number))
+            .map(|number| Attacker {
+                number: number / HOSTILE,
+                socket: server.socket(number),
+                disk: Disk::of(number / HOSTILE),
+            })
+            .collect();
+        let before = usage(&server.processes())?;
+        println!(
+            "{} honest controllers and {} that are attacked, {workers} workers; started in {:.1} s",
+            honest.len(),
+            attackers.len(),
+            began.elapsed().as_secs_f64()
+        );
+        let (tally, peak) = (Tally::default(), before);
+        Ok(Self { server, honest, attackers, tally, before, peak, began: Instant::now() })
+    }
+
+    /// Attacks and verifies for the duration `time`, checks that the server answers, and ends it.
+    fn work(&mut self, time: Duration) -> End {
+        let Self { server, honest, attackers, tally, peak, began, .. } = self;
+        let (server, tally) = (server, &*tally);
+        *began = Instant::now();
+        let until = *began + time;
+        let (stop, alone) = (AtomicBool::new(false), Mutex::new(()));
+        let directory = server.directory().to_owned();
+        let (stop, alone, directory) = (&stop, &alone, directory.as_path());
+        scope(|threads| {
+            for attacker in attackers.iter() {
+                threads.spawn(move || attacker.run(directory, stop, alone, tally));
+            }
+            let share = honest.len().div_ceil(DRIVERS);
+            let drivers: Vec<_> = honest
+                .chunks_mut(share)
+                .map(|guests| threads.spawn(move || drive(guests, until, tally)))
+                .collect();
+            let mut line = *began + LINE;
+            while drivers.iter().any(|driver| !driver.is_finished()) {
+                sleep(LOOK);
+                let now = usage(&server.processes()).unwrap_or_default();
+                peak.memory = peak.memory.max(now.memory);
+                peak.page_tables = peak.page_tables.max(now.page_tables);
+                if Instant::now() >= line {
+                    line += LINE;
+                    print_line(tally, began.elapsed(), now, server.logged());
+                }
+            }
+            if drivers.into_iter().any(|driver| driver.join().is_err()) {
+                tally.error("a thread of honest guests panicked".to_owned());
+            }
+            let answer = server.check().and_then(|()| honest::answers(&server.socket(0)));
+            // The attacks continue during the server's end.
+            let end = server.terminate(LIMIT);
+            if !matches!(end, Ok(Some(_))) {
+                server.kill();
+            }
+            stop.store(true, Ordering::Relaxed);
+            End { answer, end }
+        })
+    }
+
+    fn judge(&self, report: &mut Report, end: End) {
+        let tally = &self.tally;
+        println!(
+            "{} commands, {} blocks verified, {} times gone and come back; the longest of these took \
+             {:.0} ms",
+            value(&tally.commands),
+            value(&tally.blocks),
+            value(&tally.attached),
+            tally.longest().as_secs_f64() * 1e3
+        );
+        println!(
+            "{} attacks, of which {} ended before their time{}; longest reset {:.0} ms",
+            value(&tally.attacks),
+            value(&tally.cut_short),
+            tally.last_cut().map_or_else(String::new, |why| format!(" (the last: {why})")),
+            tally.longest_reset().as_secs_f64() * 1e3
+        );
+        let memory = self.peak.memory.saturating_sub(self.before.memory);
+        let page_tables = self.peak.page_tables.saturating_sub(self.before.page_tables);
+        println!(
+            "the server grew by {} MiB, disks in memory included, and {} MiB of page tables, and logged \
+             {} KiB",
+            memory >> 20,
+            page_tables >> 20,
+            self.server.logged() >> 10
+        );
+        let name = format!("no error, and no command that takes {} s", TIMEOUT.as_secs());
+        report.check(&name, |_| match value(&tally.errors) {
+            0 if value(&tally.commands) > 0 => Ok(()),
+            errors => bail!("{errors} errors:\n{}", tally.words().join("\n")),
+        });
+        report.check("every block has the data that were written", |_| {
+            match value(&tally.bad_blocks) {
+                0 if value(&tally.blocks) > 0 => Ok(()),
+                bad => bail!("{bad} bad blocks:\n{}", tally.words().join("\n")),
+            }
+        });
+        let bound = GROWTH * self.attackers.len() as u64;
+        report.check("the server grows by at most 64 MiB for each attacker", |_| {
+            if memory + page_tables > bound {
+                bail!("by {} MiB", (memory + page_tables) >> 20);
+            }
+            Ok(())
+        });
+        report.check("the server answers a new client at the end", |_| end.answer);
+        report.check("SIGTERM ends the server within 5 s, under attack", |_| match end.end? {
+            Some(time) if time <= END => Ok(()),
+            Some(time) => bail!("it took {time:.1?}"),
+            None => bail!("not within {LIMIT:?}"),
+        });
+    }
+}
+
+fn print_line(tally: &Tally, time: Duration, now: Usage, logged: u64) {
+    println!(
+        "{:6.0} s  {} commands, {} errors, {} bad blocks, longest lately {:.0} ms; {} attacks; the \
+         server has {} MiB, {} MiB of page tables and {} KiB of log",
+        time.as_secs_f64(),
+        value(&tally.commands),
+        value(&tally.errors),
+        value(&tally.bad_blocks),
+        tally.longest_lately().as_secs_f64() * 1e3,
+        value(&tally.attacks),
+        now.memory >> 20,
+        now.page_tables >> 20,
+        logged >> 10
+    );
+}
+
+/// Raises the descriptor limit to the number that the attackers use, if permitted.
+fn raise_descriptor_limit() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current.is_none_or(|current| current >= DESCRIPTORS) {
+        return;
+    }
+    let wanted = Rlimit { current: Some(DESCRIPTORS), maximum: Some(DESCRIPTORS) };
+    let has_enough = maximum.is_none_or(|maximum| maximum >= DESCRIPTORS);
+    let raised = !has_enough && setrlimit(Resource::Nofile, wanted).is_ok();
+    if !raised {
+        // An ordinary user may raise it up to the hard limit; attacks that need more end early.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+    }
+}

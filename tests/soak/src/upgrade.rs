@@ -1,0 +1,251 @@
+//! `cargo xtask soak upgrade`: the server is restarted for upgrade repeatedly, and its clients
+//! must not notice.
+//!
+//! Each controller has a client with 32 commands in flight that verifies its data. Four clients,
+//! one for each disk type, have nearly no pauses; the time without a completion is measured by
+//! them. The others have longer pauses, because the load of all of them would only measure the
+//! CPUs of this machine; of these clients, the longest command is reported.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::json;
+use shadowbell_bench::table::Table;
+use shadowbell_bench::workspace;
+
+use super::clients::{self, Totals, settle};
+use super::kept::{DiskKind, Kept};
+use super::load::{Meter, Pace};
+use super::random::Random;
+use super::times::{Times, millis};
+use shadowbell_harness::Report;
+
+/// Number of commands that each client has in flight.
+const DEPTH: u32 = 32;
+/// Number of clients with nearly no pauses; their pause and that of the others.
+const BUSY: usize = DiskKind::ALL.len();
+// The pace of a busy client.
+const SHORT_REST: Duration = Duration::from_micros(500);
+// Pace of the other clients.
+const LONG_REST: Duration = Duration::from_millis(50);
+/// Interval of progress lines.
+const LINE: Duration = Duration::from_secs(10);
+/// Minimum time until the next upgrade; a random time is added.
+const SHORTEST: Duration = Duration::from_millis(50);
+// Random part of the time.
+const LONGER: Duration = Duration::from_millis(100);
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Number of upgrades
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
+    upgrades: u32,
+    /// Seed of the random moments and data
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Number of controllers. The disks are in turn: file with O_DIRECT, file through the page
+    /// cache, memory, null
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=256))]
+    controllers: u16,
+    /// One in so many commands is a flush; 0: none. A flush in flight has to end before the
+    /// replacement, so it lengthens the time without a completion
+    #[arg(long, default_value_t = 0)]
+    flush_every: u64,
+    /// Number of I/O threads of the server
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
+    workers: u8,
+    /// Path of the program of the previous release: the server alternates between both
+    #[arg(long, value_name = "PATH")]
+    previous: Option<PathBuf>,
+    /// Path of a built shadowbell program; without it, one is built
+    #[arg(long, value_name = "PATH")]
+    shadowbell: Option<PathBuf>,
+}
+
+pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
+    let binary = match &arguments.shadowbell {
+        Some(path) => path.canonicalize()?,
+        None => workspace::build_shadowbell()?,
+    };
+    let previous = arguments.previous.as_ref();
+    let previous = previous.map(|path| path.canonicalize().context(path.display().to_string()));
+    let programs = [Some(binary), previous.transpose()?];
+    let programs: Vec<PathBuf> = programs.into_iter().flatten().collect();
+    report.begin("soak upgrade");
+    let mut seen = Seen::default();
+    report.check("no write is lost or overwritten by an older one, no error", |_| {
+        let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
+        let first = programs.first().context("no program")?;
+        let mut kept = Kept::serve(first, &[], &kinds, arguments.workers)?;
+        let mut totals = Totals::default();
+        let pace = |number| self::pace(arguments, number);
+        let outcome =
+            clients::work(&mut kept, arguments.seed, pace, &mut totals, |kept, meters| {
+                upgrade(kept, arguments, &programs, meters, &mut seen)
+            });
+        seen.totals = totals;
+        outcome
+    });
+    report.table(seen.table(arguments));
+    report.summary();
+    Ok(())
+}
+
+fn pace(arguments: &Arguments, number: usize) -> Pace {
+    let rest = if number < BUSY { SHORT_REST } else { LONG_REST };
+    Pace { depth: DEPTH, rest, flush_every: arguments.flush_every }
+}
+
+/// Measured times.
+#[derive(Debug, Default)]
+struct Seen {
+    upgrades: u32,
+    /// Upgrades that were cancelled because the old process did not quiesce in time.
+    put_off: u32,
+    /// Upgrades that were refused because the other program does not support the state's version.
+    refused: u32,
+    /// Time without a completion, by disk type.
+    gaps: [Times; BUSY],
+    /// Longest command.
+    commands: Times,
+    /// Time without a completion between two upgrades.
+    without: Times,
+    totals: Totals,
+}
+
+impl Seen {
+    fn add(&mut self, meters: &[Meter]) {
+        let longest: Vec<_> = meters.iter().map(Meter::take).collect();
+        for (times, longest) in self.gaps.iter_mut().zip(&longest) {
+            times.push(longest.gap);
+        }
+        self.commands.push(longest.iter().map(|one| one.command).max().unwrap_or_default());
+    }
+
+    fn all(&self) -> Times {
+        let mut all = Times::default();
+        self.gaps.iter().for_each(|times| all.append(times));
+        all
+    }
+
+    fn table(&self, arguments: &Arguments) -> Table {
+        let mut table = Table::new(
+            "time without a completion around an upgrade, ms",
+            &["disk", "upgrades", "p50", "p99", "longest"],
+        );
+        let all = self.all();
+        let kinds = DiskKind::ALL.map(DiskKind::name).into_iter().zip(&self.gaps);
+        let rest = [
+            ("all of these", &all),
+            ("longest command of any controller", &self.commands),
+            ("without an upgrade", &self.without),
+        ];
+        for (name, times) in kinds.chain(rest) {
+            let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
+            let [p50, p99, longest] = [0.5, 0.99, 1.0].map(|share| millis(times.at(share)));
+            let json = json!({
+                "table": "soak upgrade", "disk": name, "upgrades": times.count(), "p50_ms": p50,
+                "p99_ms": p99, "longest_ms": longest,
+            });
+            table.push(cells, json);
+        }
+        table.notes.push(format!(
+            "{} upgrades of {} controllers in {:.0} s, {} more put off, {} refused; {} commands, {} \
+             blocks looked at. Targets: p50 5 ms, p99 50 ms.",
+            self.upgrades,
+            arguments.controllers,
+            self.totals.seconds,
+            self.put_off,
+            self.refused,
+            self.totals.commands,
+            self.totals.blocks
+        ));
+        table
+    }
+}
+
+/// Outcome of an upgrade.
+enum Outcome {
+    Done,
+    PutOff,
+    Refused(String),
+}
+
+fn upgrade(
+    kept: &mut Kept,
+    arguments: &Arguments,
+    programs: &[PathBuf],
+    meters: &[Meter],
+    seen: &mut Seen,
+) -> Result<()> {
+    let mut random = Random::new(arguments.seed);
+    let (began, mut line) = (Instant::now(), Instant::now() + LINE);
+    let mut next = programs.iter().cycle().skip(1);
+    settle(kept, meters, |number| pace(arguments, number))?;
+    while seen.upgrades + seen.refused < arguments.upgrades {
+        for meter in meters {
+            let _ = meter.take();
+        }
+        // Random moment: any is good.
+        sleep(SHORTEST + LONGER.mul_f64(random.share()));
+        seen.without.append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
+        let program = next.next().context("no program")?;
+        let asker = programs.first().context("no program")?;
+        match once(asker, kept.server.id(), program)? {
+            Outcome::Done => seen.upgrades += 1,
+            Outcome::PutOff => seen.put_off += 1,
+            Outcome::Refused(why) => {
+                if seen.refused == 0 {
+                    println!("   {why}");
+                }
+                seen.refused += 1;
+            }
+        }
+        ensure!(
+            seen.put_off <= seen.upgrades + 10,
+            "most upgrades were cancelled, because the old process did not quiesce in time"
+        );
+        settle(kept, meters, |number| pace(arguments, number))
+            .with_context(|| format!("after {} upgrades", seen.upgrades))?;
+        seen.add(meters);
+        if Instant::now() >= line {
+            line += LINE;
+            print_line(seen, &Totals::of(meters, began));
+        }
+    }
+    Ok(())
+}
+
+/// Asks the supervisor for an upgrade, and waits for the outcome.
+fn once(asker: &Path, supervisor: u32, program: &Path) -> Result<Outcome> {
+    let mut command = Command::new(asker);
+    command.args(["upgrade", &supervisor.to_string(), "--binary"]).arg(program);
+    let output = command.output().context("shadowbell upgrade")?;
+    let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    match output.status.code() {
+        Some(0) => Ok(Outcome::Done),
+        Some(1) if why.contains(" within ") => Ok(Outcome::PutOff),
+        Some(1) if why.contains("reads state versions") => Ok(Outcome::Refused(why)),
+        _ => bail!("shadowbell upgrade: {}: {why}", output.status),
+    }
+}
+
+fn print_line(seen: &Seen, totals: &Totals) {
+    let all = seen.all();
+    println!(
+        "{:6.0} s  {} upgrades, {} put off, {} refused, {} commands, {} blocks looked at; time \
+         without a completion: p50 {:.1} ms, p99 {:.1} ms, longest {:.1} ms",
+        totals.seconds,
+        seen.upgrades,
+        seen.put_off,
+        seen.refused,
+        totals.commands,
+        totals.blocks,
+        millis(all.at(0.5)),
+        millis(all.at(0.99)),
+        millis(all.at(1.0)),
+    );
+}

@@ -1,0 +1,11 @@
+//! Harness of suites and chores: reports of checks, steps that are other programs, and processes
+//! that are left behind.
+#![forbid(unsafe_code)]
+
+mod processes;
+mod report;
+pub mod run_alone;
+mod step;
+
+pub use report::Report;
+pub use step::{Job, side_by_side, step};

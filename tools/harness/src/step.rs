@@ -1,0 +1,238 @@
+//! Step of a chore: another program, run to its end.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::processes;
+use crate::report::Report;
+
+/// Time without output after which a step counts as hung. A limit of the whole step would include
+/// compilation, which takes several times as long on a busy machine.
+const SILENCE: Duration = Duration::from_secs(15 * 60);
+/// Time that the output may stay open after the step has ended.
+const AFTERWARDS: Duration = Duration::from_secs(60);
+
+/// Runs a command and shows its output; adds the counts of the test runners in it to the report.
+pub fn step(report: &mut Report, name: &str, command: &mut Command) {
+    let mut counts = Counts::default();
+    report.check(name, |_| {
+        run(command, SILENCE, AFTERWARDS, |line| {
+            println!("{line}");
+            counts.read(line);
+        })
+    });
+    report.add(counts.passed, &counts.failed);
+}
+
+/// Part of a chore that is a program of its own, so that several can run side by side.
+pub struct Job {
+    /// Name in the report.
+    pub name: String,
+    /// Program that ends with the summary of a [`Report`].
+    pub command: Command,
+}
+
+/// Runs the jobs, as many at a time as the machine has processors, in their order. The output of a
+/// job is printed when the job has ended; its counts are added to the report.
+pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
+    let lanes = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
+    let jobs = Mutex::new(jobs.into_iter());
+    let (sender, results) = channel();
+    thread::scope(|scope| {
+        for _ in 0..lanes {
+            let (jobs, sender) = (&jobs, sender.clone());
+            scope.spawn(move || {
+                loop {
+                    let next = jobs.lock().expect("no lane panics with the lock").next();
+                    let Some(Job { name, mut command }) = next else { break };
+                    let (began, mut lines) = (Instant::now(), Vec::new());
+                    let result =
+                        run(&mut command, SILENCE, AFTERWARDS, |line| lines.push(line.to_owned()));
+                    if sender.send((name, lines, result, began.elapsed())).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        drop(sender);
+        for (name, lines, result, time) in results {
+            lines.iter().for_each(|line| println!("{line}"));
+            println!("   {name}: {:.1} s", time.as_secs_f64());
+            let summary = summary(&lines);
+            let ended = summary.is_some();
+            let (passed, failed) = summary.unwrap_or_default();
+            report.include(passed, &failed);
+            // With failed checks, the exit status repeats what the counts say.
+            if !ended || failed.is_empty() && result.is_err() {
+                report.begin(&name);
+                report.check("the program ends with a summary", |_| -> Result<()> {
+                    result.and_then(|()| bail!("its output has no summary"))
+                });
+            }
+        }
+    });
+}
+
+/// Parses the summary of a report: the number of passed checks, and the names of failed ones.
+fn summary(lines: &[String]) -> Option<(u64, Vec<String>)> {
+    let counts = lines.iter().rev().find(|line| line.ends_with(" failed"))?;
+    let (passed, _) = counts.split_once(" passed, ")?;
+    let failed = lines.iter().filter_map(|line| line.strip_prefix("failed: "));
+    Some((passed.parse().ok()?, failed.map(str::to_owned).collect()))
+}
+
+/// Runs a command to its end. Fails if the command fails, prints nothing for the time `silence`, or
+/// has ended and its output stays open for the time `afterwards`; the processes are then listed and
+/// killed. `each` gets the lines of standard output; standard error is inherited.
+fn run(
+    command: &mut Command,
+    silence: Duration,
+    afterwards: Duration,
+    mut each: impl FnMut(&str),
+) -> Result<()> {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+    let mut child = child.with_context(|| command.get_program().display().to_string())?;
+    let output = child.stdout.take().context("no output")?;
+    let pipe = rustix::fs::fstat(&output).context("the output")?.st_ino;
+    let (sender, lines) = channel();
+    let output = BufReader::new(output);
+    thread::spawn(move || output.lines().try_for_each(|line| sender.send(line).map_err(drop)));
+    let (mut heard, mut ended) = (Instant::now(), None);
+    let status = loop {
+        match lines.recv_timeout(Duration::from_millis(100)) {
+            Ok(line) => {
+                each(&line.context("reading the output")?);
+                heard = Instant::now();
+            }
+            Err(RecvTimeoutError::Disconnected) => break child.wait()?,
+            Err(RecvTimeoutError::Timeout) => match child.try_wait()? {
+                Some(status) if ended.get_or_insert_with(Instant::now).elapsed() > afterwards => {
+                    let left = processes::holders(pipe);
+                    processes::kill(&left);
+                    bail!("{status}, and processes left behind:\n{}", processes::list(&left));
+                }
+                None if heard.elapsed() > silence => {
+                    let hung = processes::descendants(child.id());
+                    processes::kill(&hung);
+                    child.kill()?;
+                    child.wait()?;
+                    let seconds = silence.as_secs();
+                    bail!("no output for {seconds} s; processes:\n{}", processes::list(&hung));
+                }
+                _ => {}
+            },
+        }
+    };
+    if status.success() { Ok(()) } else { bail!("{status}") }
+}
+
+/// Counts of `cargo test`.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Counts {
+    passed: u64,
+    failed: Vec<String>,
+}
+
+impl Counts {
+    /// Takes `test NAME ... FAILED` and the closing `test result: ...; N passed; ...` of each
+    /// runner.
+    fn read(&mut self, line: &str) {
+        if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
+            self.failed.push(name.to_owned());
+        }
+        if let Some(result) = line.strip_prefix("test result: ") {
+            let passed = result.split([';', '.']).find_map(|part| {
+                part.trim().strip_suffix(" passed").and_then(|number| number.trim().parse().ok())
+            });
+            self.passed += passed.unwrap_or(0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A limit that no run reaches.
+    const NEVER: Duration = Duration::from_secs(3600);
+
+    #[test]
+    fn a_process_left_behind_fails_the_step_and_is_killed() {
+        let mut lines = Vec::new();
+        let mut shell = Command::new("sh");
+        // A subshell, because a program that is being executed has no command line for a moment.
+        shell.args(["-c", "while :; do sleep 3600; done & echo $!"]);
+        let error = run(&mut shell, NEVER, Duration::ZERO, |line| lines.push(line.to_owned()));
+        let error = error.unwrap_err().to_string();
+        let [sleeper] = &lines[..] else { panic!("{lines:?}") };
+        assert!(error.contains(&format!("{sleeper} sh -c while")), "{error}");
+        shadowbell_testing::wait::until("the process is killed", || {
+            !Command::new("kill").args(["-0", sleeper]).status().unwrap().success()
+        });
+    }
+
+    #[test]
+    fn a_silent_step_fails_and_its_processes_are_listed() {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "sleep 3600; true"]);
+        let error = run(&mut shell, Duration::from_millis(1), NEVER, |_| {}).unwrap_err();
+        let error = error.to_string();
+        assert!(error.starts_with("no output for 0 s"), "{error}");
+    }
+
+    #[test]
+    fn jobs_side_by_side_add_their_counts_and_failures() {
+        let job = |name: &str, script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            Job { name: name.to_owned(), command }
+        };
+        let mut report = Report::default();
+        side_by_side(
+            &mut report,
+            vec![
+                job("good", "echo; echo '3 passed, 0 failed'"),
+                job("bad", "echo 'failed: part: check'; echo '4 passed, 1 failed'; exit 1"),
+                job("dead", "echo '== part'; exit 3"),
+                job("killed", "echo '2 passed, 0 failed'; kill -9 $$"),
+                job("silent", "exit 0"),
+            ],
+        );
+        let (passed, failures) = report.results();
+        assert_eq!(passed, 9);
+        let mut failures = failures.to_vec();
+        failures.sort();
+        assert_eq!(
+            failures,
+            [
+                "dead: the program ends with a summary",
+                "killed: the program ends with a summary",
+                "part: check",
+                "silent: the program ends with a summary"
+            ]
+        );
+    }
+
+    #[test]
+    fn the_runners_counts_are_added_up() {
+        let mut counts = Counts::default();
+        for line in [
+            "running 3 tests",
+            "test a::b ... ok",
+            "test a::c ... FAILED",
+            "test src/lib.rs - x (line 3) ... FAILED",
+            "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out",
+            "test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out",
+        ] {
+            counts.read(line);
+        }
+        let failed = vec!["a::c".to_owned(), "src/lib.rs - x (line 3)".to_owned()];
+        assert_eq!(counts, Counts { passed: 13, failed });
+    }
+}
