@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// Controller as requested by the user. `None` means a default that depends on other settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ControllerConfig {
-    /// Disks in the order of the namespaces, in the syntax of `shadowbell_storage::disk_open::open`.
+    /// Disks in the order of the namespaces, in the syntax of `shadowbell_storage::disk_open`.
     pub disks: Vec<DiskConfig>,
     /// Serial number.
     pub serial: Option<String>,

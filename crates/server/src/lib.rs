@@ -39,9 +39,8 @@
 //!
 //! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines
 //! for events; one that writes the log, so that a blocked terminal cannot block a guest (see
-//! `shadowbell_process::log_thread`); one for the statistics socket, if there is one; one for the control
-//! socket; one that polls disks for new sizes; and the main thread, which waits for signals.
-//! Without clients none of them has a timer.
+//! `shadowbell_process::logging`); one for the control socket; one that polls disks for new sizes;
+//! and the main thread, which waits for signals. Without clients none of them has a timer.
 #![forbid(unsafe_code)]
 
 mod ana;

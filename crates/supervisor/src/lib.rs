@@ -9,7 +9,7 @@
 //! # Upgrade
 //!
 //! 1. The supervisor starts the new server process. The new process parses the command line,
-//!    starts its threads, and reports which state versions it reads, all within [`PREPARE`].
+//!    starts its threads, and reports which state versions it reads, all within `PREPARE`.
 //! 2. The old process receives one end of a socket pair; the new process has the other end. The
 //!    old process quiesces and sends its state.
 //! 3. The new process restores the state and reports that. The old process *commits*: it reports
@@ -21,10 +21,10 @@
 //! one by one ([`to_worker::MOVE`]): steps 2 and 3 apply to each controller, and both processes
 //! serve between the first and the last of them. If one of the two processes dies meanwhile, the
 //! supervisor kills the other and starts a third one, which recovers from the checkpoints of both
-//! (`both_end` in [`upgrading`]).
+//! (`both_end` in `upgrading`).
 //!
 //! If the server has disks that cannot be handed over, the old process quiesces and is killed,
-//! and a process of the new program recovers as after a crash ([`by_recovery`]).
+//! and a process of the new program recovers as after a crash (`by_recovery`).
 //!
 //! Until the commit, the old process can resume, and does so after any error or timeout. After
 //! the commit it cannot. So two processes never serve the same controller, and the death of a
@@ -42,10 +42,10 @@
 //!
 //! # Upgrade and crash of the supervisor
 //!
-//! After an upgrade the supervisor executes the new program too ([`self_exec`]). If a service
+//! After an upgrade the supervisor executes the new program too (`self_exec`). If a service
 //! manager stores descriptors for the supervisor, the supervisor may be killed, and the next one
-//! continues ([`fd_store`], [`adopt`]). Both use a snapshot of the supervisor's state
-//! ([`snapshot`]).
+//! continues (`fd_store`, `adopt`). Both use a snapshot of the supervisor's state
+//! (`snapshot`).
 //!
 //! [`checkpoint`]: crate::checkpoint
 #![forbid(unsafe_code)]

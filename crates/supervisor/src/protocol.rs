@@ -132,7 +132,7 @@ pub mod to_supervisor {
     /// The process serves a part of the old one's controllers: both checkpoints are valid from
     /// now on.
     pub const SHARED: u8 = b'B';
-    /// Descriptor: a socket for [requests to open images](super::open_broker).
+    /// Descriptor: a socket for requests to open images (`open_broker`).
     pub const OPEN_BROKER: u8 = b'O';
     /// Descriptor: a socket for [requests for sockets and files](crate::path_protocol).
     pub const PATH_BROKER: u8 = b'D';

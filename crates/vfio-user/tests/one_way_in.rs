@@ -47,8 +47,8 @@ fn descriptors_are_received_in_listed_files_only() {
     assert_eq!(
         receive,
         [
-            "shadowbell/src/supervisor/protocol.rs",
             "state/src/channel.rs",
+            "supervisor/src/protocol.rs",
             "vfio-user/src/socket.rs"
         ]
     );

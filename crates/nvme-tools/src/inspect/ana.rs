@@ -13,7 +13,7 @@ use std::process::ExitCode;
 ///
 /// # Errors
 /// Errors of the driver, or the controller has no such log page.
-pub(crate) fn ana_log(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn ana_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.ana_log()?;
     subject.leave()?;

@@ -24,8 +24,9 @@ impl Overwrite {
     /// session of its own, which ends before the verb attaches.
     ///
     /// # Errors
-    /// With exit status [`exit::BAD_INPUT`](shadowbell_process::exit::BAD_INPUT) if the target has content;
-    /// errors of [`Session::attach`].
+    /// With exit status [`BAD_INPUT`] if the target has content; errors of [`Session::attach`].
+    ///
+    /// [`BAD_INPUT`]: shadowbell_process::exit::BAD_INPUT
     pub(crate) fn check(self, target: &Target) -> anyhow::Result<()> {
         // New disks in memory are empty.
         let is_new = |disk: &str| ["mem:", "null:"].iter().any(|kind| disk.starts_with(kind));

@@ -12,19 +12,19 @@ use std::process::ExitCode;
 /// List the namespaces of controllers
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct ListArgs {
+pub struct ListArgs {
     /// Controllers to list
     #[arg(value_name = "TARGET", required = true)]
     pub targets: Vec<Target>,
     #[command(flatten)]
-    pub output: Output,
+    pub(crate) output: Output,
 }
 
 /// Runs the verb.
 ///
 /// # Errors
 /// A controller cannot be attached; the first one ends the verb.
-pub(crate) fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
+pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let mut devices = Vec::new();
     let mut table =
         Table::new(["Target", "Serial", "Model", "Namespace", "Usage", "Format", "Firmware"]);

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 ///
 /// # Errors
 /// Errors of the driver.
-pub(crate) fn id_ctrl(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn id_ctrl(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let fields = fields(&subject.identify_controller()?, subject.mpsmin());
     subject.leave()?;

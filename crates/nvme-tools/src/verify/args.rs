@@ -70,7 +70,7 @@ pub struct Args {
     pub seed: u64,
     /// Output format.
     #[command(flatten)]
-    pub output: Output,
+    pub(crate) output: Output,
 }
 
 impl Args {

@@ -127,7 +127,7 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
 /// # Errors
 /// With exit status [`exit::BAD_INPUT`] if target or controller do not fit the options; errors of
 /// the driver.
-pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // The first signal ends the load; the verification pass still runs.
     let stop = signals::stop_flag()?;
     args.overwrite.check(&args.target)?;

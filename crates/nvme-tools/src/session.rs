@@ -11,7 +11,6 @@ use shadowbell_driver::{
 use shadowbell_process::exit;
 use shadowbell_storage::disk_open;
 use shadowbell_storage::transport;
-use std::path::Path;
 use std::sync::Arc;
 
 /// Attached controller with the requested namespace.
@@ -37,7 +36,7 @@ impl Session {
             Target::Local { disk } => {
                 let disk = disk_open::open(disk).map_err(|error| match error {
                     DiskSpecError::Disk(OpenError::Missing { path }) => {
-                        exit::bad_input(anyhow!(nothing_at(&path)))
+                        exit::bad_input(anyhow!(disk_open::nothing_at(&path)))
                     }
                     error => error.into_error(),
                 })?;
@@ -150,22 +149,6 @@ impl Session {
     pub fn detach(self) -> anyhow::Result<()> {
         self.controller.detach().with_context(|| self.target.to_string())
     }
-}
-
-/// Error text for a TARGET that is the path of a missing file.
-pub(crate) fn nothing_at(path: &str) -> String {
-    let looks_like_socket =
-        Path::new(path).extension().is_some_and(|end| end == "sock" || end == "socket");
-    let make = if looks_like_socket {
-        format!("`shadowbell serve DISK --socket {path}` creates such a socket")
-    } else {
-        format!("`truncate -s 10G {path}` creates an empty image")
-    };
-    format!(
-        "{path}: there is no such file; a TARGET is a disk (disk.img, /dev/sdb, mem:1GiB), \
-         vfio-user:PATH for a controller behind a socket, or nvme://0000:01:00.0 for a PCI device; \
-         {make}"
-    )
 }
 
 #[cfg(test)]

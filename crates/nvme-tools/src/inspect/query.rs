@@ -9,12 +9,12 @@ use std::io::{self, Write};
 /// Options of the verbs that query one target.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct Args {
+pub struct Args {
     /// Controller or namespace to query
     #[arg(value_name = "TARGET")]
     pub target: Target,
     #[command(flatten)]
-    pub output: Output,
+    pub(crate) output: Output,
 }
 
 /// Prints fields: below a heading, or as one line of JSON.

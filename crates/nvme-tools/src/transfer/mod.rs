@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Read bytes from a namespace
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct ReadArgs {
+pub struct ReadArgs {
     /// Namespace to read from
     #[arg(value_name = "TARGET")]
     pub target: Target,
@@ -44,7 +44,7 @@ pub(crate) struct ReadArgs {
 /// Write bytes to a namespace
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct WriteArgs {
+pub struct WriteArgs {
     /// Namespace to write to
     #[arg(value_name = "TARGET")]
     pub target: Target,
@@ -64,7 +64,7 @@ pub(crate) struct WriteArgs {
 /// Copy a namespace or disk to another one
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct CopyArgs {
+pub struct CopyArgs {
     /// Namespace or disk to copy
     #[arg(value_name = "SRC")]
     pub source: Target,
@@ -81,7 +81,7 @@ pub(crate) struct CopyArgs {
 /// # Errors
 /// Errors of the driver or the output; with exit status [`exit::BAD_INPUT`] if the range is not
 /// inside the namespace.
-pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
+pub fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     let output = args.output.as_deref().filter(|path| !is_standard(path));
     if output.is_none() && io::stdout().is_terminal() {
         let error = anyhow!("not writing disk data to a terminal; use `> FILE` or `-o FILE`");
@@ -145,7 +145,7 @@ fn create(path: &Path) -> anyhow::Result<File> {
 /// # Errors
 /// Errors of the driver or the input; with exit status [`exit::BAD_INPUT`] if the input does not
 /// fit.
-pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
+pub fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
     let (mut input, name, length): (Box<dyn Read>, String, Option<u64>) =
         match args.input.as_deref().filter(|path| !is_standard(path)) {
             Some(path) => {
@@ -214,7 +214,7 @@ pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// Errors of the driver; with exit status [`exit::BAD_INPUT`] if the destination is too small.
-pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
+pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     let CopyArgs { source, destination, overwrite } = args;
     let stop = signals::stop_flag().context("catching signals")?;
     let pump = |reader, writer, bytes| pump(reader, writer, bytes, (destination, &stop));

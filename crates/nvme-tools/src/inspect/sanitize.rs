@@ -10,7 +10,7 @@ use std::process::ExitCode;
 ///
 /// # Errors
 /// Errors of the driver.
-pub(crate) fn sanitize_log(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn sanitize_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.sanitize_log()?;
     subject.leave()?;

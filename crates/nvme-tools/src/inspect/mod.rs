@@ -20,15 +20,15 @@ mod query;
 mod sanitize;
 mod subject;
 
-pub(crate) use ana::ana_log;
-pub(crate) use controller::id_ctrl;
-pub(crate) use diagnostics::{
+pub use ana::ana_log;
+pub use controller::id_ctrl;
+pub use diagnostics::{
     SelfTestArgs, TelemetryArgs, device_self_test, persistent_event_log, self_test_log,
     telemetry_log,
 };
-pub(crate) use feature::{FeatureArgs, get_feature};
-pub(crate) use list::{ListArgs, list};
-pub(crate) use logs::{ErrorLogArgs, error_log, smart_log};
-pub(crate) use namespace::id_ns;
-pub(crate) use query::Args;
-pub(crate) use sanitize::sanitize_log;
+pub use feature::{FeatureArgs, get_feature};
+pub use list::{ListArgs, list};
+pub use logs::{ErrorLogArgs, error_log, smart_log};
+pub use namespace::id_ns;
+pub use query::Args;
+pub use sanitize::sanitize_log;

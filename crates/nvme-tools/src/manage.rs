@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Create a namespace (`attach-ns` makes it usable)
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct CreateArgs {
+pub struct CreateArgs {
     /// Controller that creates the namespace
     #[arg(value_name = "TARGET")]
     target: Target,
@@ -42,7 +42,7 @@ pub(crate) struct CreateArgs {
 /// Delete a namespace and its data
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct DeleteArgs {
+pub struct DeleteArgs {
     /// Controller
     #[arg(value_name = "TARGET")]
     target: Target,
@@ -56,7 +56,7 @@ pub(crate) struct DeleteArgs {
 /// Options of `attach-ns` and `detach-ns`.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct AttachArgs {
+pub struct AttachArgs {
     /// Controller that executes the command
     #[arg(value_name = "TARGET")]
     target: Target,
@@ -71,7 +71,7 @@ pub(crate) struct AttachArgs {
 /// Format a namespace: erase it and set its LBA format
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct FormatArgs {
+pub struct FormatArgs {
     /// Namespace to format
     #[arg(value_name = "TARGET")]
     target: Target,
@@ -103,7 +103,7 @@ pub(crate) struct FormatArgs {
 /// Sanitize a controller: erase all of its namespaces
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct SanitizeArgs {
+pub struct SanitizeArgs {
     /// Controller to sanitize
     #[arg(value_name = "TARGET")]
     target: Target,
@@ -149,7 +149,7 @@ enum Action {
 /// Mark blocks as unreadable until they are written again
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct UncorrectableArgs {
+pub struct UncorrectableArgs {
     /// Namespace
     #[arg(value_name = "TARGET")]
     target: Target,
@@ -223,7 +223,7 @@ fn format_of(identity: &IdentifyNamespace, block_size: u64) -> anyhow::Result<u8
 ///
 /// # Errors
 /// Errors of the driver or the controller.
-pub(crate) fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
+pub fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
     let session = attach_to(&args.target)?;
     let common = told(&args.target, session.controller.admin().identify_namespace(u32::MAX));
     let common = common.context("checking for namespace management")?;
@@ -264,7 +264,7 @@ fn blocks_of(text: &str, block_size: u64) -> anyhow::Result<u64> {
 ///
 /// # Errors
 /// Errors of the driver or the controller.
-pub(crate) fn delete(args: &DeleteArgs) -> anyhow::Result<ExitCode> {
+pub fn delete(args: &DeleteArgs) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id;
     args.force.check(&format!("namespace {nsid} of {}", args.target))?;
     let session = attach_to(&args.target)?;
@@ -278,7 +278,7 @@ pub(crate) fn delete(args: &DeleteArgs) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// Errors of the driver or the controller.
-pub(crate) fn attach(args: &AttachArgs, attached: bool) -> anyhow::Result<ExitCode> {
+pub fn attach(args: &AttachArgs, attached: bool) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id;
     let session = attach_to(&args.target)?;
     let own = [session.controller.identity().cntlid];
@@ -293,7 +293,7 @@ pub(crate) fn attach(args: &AttachArgs, attached: bool) -> anyhow::Result<ExitCo
 ///
 /// # Errors
 /// Errors of the driver or the controller.
-pub(crate) fn format(args: &FormatArgs) -> anyhow::Result<ExitCode> {
+pub fn format(args: &FormatArgs) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id.unwrap_or_else(|| args.target.nsid());
     args.force.check(&format!("what namespace {nsid} of {} holds", args.target))?;
     let session = attach_to(&args.target)?;
@@ -314,7 +314,7 @@ pub(crate) fn format(args: &FormatArgs) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// Errors of the driver or the controller.
-pub(crate) fn sanitize(args: &SanitizeArgs) -> anyhow::Result<ExitCode> {
+pub fn sanitize(args: &SanitizeArgs) -> anyhow::Result<ExitCode> {
     let sanact = match args.sanact {
         Action::ExitFailure => Sanitize::EXIT_FAILURE,
         Action::BlockErase => Sanitize::BLOCK_ERASE,
@@ -344,7 +344,7 @@ pub(crate) fn sanitize(args: &SanitizeArgs) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// Errors of the driver or the controller.
-pub(crate) fn write_uncorrectable(args: &UncorrectableArgs) -> anyhow::Result<ExitCode> {
+pub fn write_uncorrectable(args: &UncorrectableArgs) -> anyhow::Result<ExitCode> {
     let blocks = u32::from(args.block_count) + 1;
     args.force.check(&format!("{blocks} blocks of {}", args.target))?;
     let mut session = attach_to(&args.target)?;

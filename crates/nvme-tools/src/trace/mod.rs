@@ -27,7 +27,7 @@ this machine. It has a track for each I/O thread (worker), queue, doorbell and i
 arrows from commands to their completions and from doorbell writes to the I/O thread that they woke. \
 With --json, each record is an object on its own line: time_ns and kind, then worker, controller, \
 and sq or cq if they apply, and the fields of the kind.")]
-pub(crate) struct Args {
+pub struct Args {
     /// Trace file
     #[arg(value_name = "FILE")]
     file: PathBuf,
@@ -105,7 +105,7 @@ impl Args {
 ///
 /// # Errors
 /// The file is not a readable trace, or the output cannot be written.
-pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let records = read_trace(&args.file).map_err(|error| {
         let name = args.file.display();
         match error {

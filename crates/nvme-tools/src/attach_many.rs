@@ -21,7 +21,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// end of its standard input.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct Args {
+pub struct Args {
     /// Controllers to attach
     #[arg(value_name = "TARGET", required = true)]
     targets: Vec<Target>,
@@ -66,7 +66,7 @@ struct Attachment {
 ///
 /// # Errors
 /// A controller cannot be attached, or a read fails.
-pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     descriptor_limit::raise();
     let options = AttachOptions {
         queue_pairs: args.queues,

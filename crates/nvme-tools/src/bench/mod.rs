@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering;
 ///
 /// # Errors
 /// See [`measure`].
-pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let config = args.load_config()?;
     page::check(args.report.as_deref())?;
     // The first signal ends the run; the results so far are reported.

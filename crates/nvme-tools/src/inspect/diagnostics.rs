@@ -30,7 +30,7 @@ use zerocopy::FromBytes;
 /// Start or abort a self-test of a controller and its namespaces
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct SelfTestArgs {
+pub struct SelfTestArgs {
     /// Controller to test
     #[arg(value_name = "TARGET")]
     pub target: Target,
@@ -45,12 +45,12 @@ pub(crate) struct SelfTestArgs {
     #[arg(short, long)]
     pub wait: bool,
     #[command(flatten)]
-    pub output: Output,
+    pub(crate) output: Output,
 }
 
 /// Self-test code of the Device Self-test command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Code {
+pub enum Code {
     /// Short self-test, a minute or two
     #[value(alias = "1", alias = "0x1")]
     Short,
@@ -65,7 +65,7 @@ pub(crate) enum Code {
 /// Write the telemetry log page of a controller to a file
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct TelemetryArgs {
+pub struct TelemetryArgs {
     /// Controller to read from
     #[arg(value_name = "TARGET")]
     pub target: Target,
@@ -87,7 +87,7 @@ pub(crate) struct TelemetryArgs {
 ///
 /// # Errors
 /// Errors of the driver.
-pub(crate) fn device_self_test(args: &SelfTestArgs) -> anyhow::Result<ExitCode> {
+pub fn device_self_test(args: &SelfTestArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let admin = session.controller.admin();
     let code = match args.self_test_code {
@@ -117,7 +117,7 @@ pub(crate) fn device_self_test(args: &SelfTestArgs) -> anyhow::Result<ExitCode> 
 ///
 /// # Errors
 /// Errors of the driver.
-pub(crate) fn self_test_log(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn self_test_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.self_test_log()?;
     subject.leave()?;
@@ -176,7 +176,7 @@ fn self_test(result: &SelfTestResult) -> Fields {
 ///
 /// # Errors
 /// Errors of the driver, or the file cannot be written.
-pub(crate) fn telemetry_log(args: &TelemetryArgs) -> anyhow::Result<ExitCode> {
+pub fn telemetry_log(args: &TelemetryArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let which = match (args.controller_init, args.host_generate) {
         (true, _) => Telemetry::OfController,
@@ -194,7 +194,7 @@ pub(crate) fn telemetry_log(args: &TelemetryArgs) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// Errors of the driver, or the log page is malformed.
-pub(crate) fn persistent_event_log(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn persistent_event_log(args: &Args) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let page = session.controller.admin().persistent_events()?;
     session.detach()?;

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 ///
 /// # Errors
 /// Errors of the driver.
-pub(crate) fn smart_log(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn smart_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.smart_log()?;
     subject.leave()?;
@@ -79,7 +79,7 @@ fn health(log: &SmartHealth) -> Fields {
 /// Show the error log of a controller, newest entry first
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct ErrorLogArgs {
+pub struct ErrorLogArgs {
     /// Controller to query
     #[arg(value_name = "TARGET")]
     pub target: Target,
@@ -87,14 +87,14 @@ pub(crate) struct ErrorLogArgs {
     #[arg(short = 'e', long, default_value_t = 64, value_name = "N")]
     pub log_entries: u16,
     #[command(flatten)]
-    pub output: Output,
+    pub(crate) output: Output,
 }
 
 /// Runs `error-log`.
 ///
 /// # Errors
 /// Errors of the driver.
-pub(crate) fn error_log(args: &ErrorLogArgs) -> anyhow::Result<ExitCode> {
+pub fn error_log(args: &ErrorLogArgs) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let entries = subject.error_log(args.log_entries)?;
     subject.leave()?;

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 ///
 /// # Errors
 /// Errors of the driver, or the namespace is not active.
-pub(crate) fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let nsid = args.target.nsid();
     let missing = |what| exit::bad_input(anyhow!("{}: namespace {nsid} {what}", args.target));

@@ -40,9 +40,9 @@ use std::time::Duration;
 /// Serves two disks from a second process, attaches the driver, and measures with and without
 /// shadow doorbells. Requires no installation and leaves no files behind.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct Args {
+pub struct Args {
     #[command(flatten)]
-    pub output: Output,
+    pub(crate) output: Output,
     /// Duration of each of the twelve measurements, in milliseconds
     #[arg(long, default_value_t = 1500, value_name = "MS")]
     #[arg(value_parser = clap::value_parser!(u32).range(10..=60_000))]
@@ -73,7 +73,7 @@ const LEAD: &str = "4 KiB random reads over a vfio-user socket. S0: a disk in me
 ///
 /// # Errors
 /// The server or the driver fails.
-pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     page::check(args.report.as_deref())?;
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 /// Show the value of one feature, or of all supported features
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub(crate) struct FeatureArgs {
+pub struct FeatureArgs {
     /// Controller or namespace to query
     #[arg(value_name = "TARGET")]
     pub target: Target,
@@ -31,7 +31,7 @@ pub(crate) struct FeatureArgs {
     #[arg(long, value_parser = parse_number::<u32>, default_value = "0", value_name = "VALUE")]
     pub cdw11: u32,
     #[command(flatten)]
-    pub output: Output,
+    pub(crate) output: Output,
 }
 
 /// Select field of Get Features.
@@ -82,7 +82,7 @@ struct Got {
 ///
 /// # Errors
 /// Errors of the driver. If all features were requested, unsupported ones are skipped.
-pub(crate) fn get_feature(args: &FeatureArgs) -> anyhow::Result<ExitCode> {
+pub fn get_feature(args: &FeatureArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let admin = session.controller.admin();
     let mut got = Vec::new();

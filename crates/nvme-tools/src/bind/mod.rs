@@ -25,7 +25,7 @@ const VFIO: &str = "vfio-pci";
 /// mounted file system, active swap space, or another device (LVM, LUKS, RAID) on one of its
 /// namespaces.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct BindArgs {
+pub struct BindArgs {
     /// PCI addresses of the controllers: 0000:01:00.0
     #[arg(value_name = "ADDRESS", required = true, value_parser = parse_address)]
     pub addresses: Vec<PciAddress>,
@@ -33,7 +33,7 @@ pub(crate) struct BindArgs {
 
 /// Return an NVMe controller to its kernel driver
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct UnbindArgs {
+pub struct UnbindArgs {
     /// PCI addresses of the controllers: 0000:01:00.0
     #[arg(value_name = "ADDRESS", required = true, value_parser = parse_address)]
     pub addresses: Vec<PciAddress>,
@@ -50,7 +50,7 @@ fn parse_address(text: &str) -> Result<PciAddress, String> {
 /// # Errors
 /// With exit status [`exit::BAD_INPUT`] if there is no such controller or it is in use; otherwise
 /// errors of the kernel.
-pub(crate) fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
+pub fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
     each(&args.addresses, take)
 }
 
@@ -58,7 +58,7 @@ pub(crate) fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// As [`bind`].
-pub(crate) fn unbind(args: &UnbindArgs) -> anyhow::Result<ExitCode> {
+pub fn unbind(args: &UnbindArgs) -> anyhow::Result<ExitCode> {
     each(&args.addresses, give_back)
 }
 
