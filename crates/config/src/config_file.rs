@@ -8,8 +8,8 @@ use crate::cpu_list;
 use crate::limits::{self, DiskLimits, Group};
 use crate::pool::PoolSpec;
 use crate::server_config::{
-    MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, WorkerChoice,
-    pool_options,
+    MAX_POLL_US, MAX_WORKERS, NamedDisk, Poll, ServerConfig, SocketConfig, TRACE_RECORDS,
+    WorkerChoice, pool_options,
 };
 use crate::socket_access::{self, SocketAccess};
 use crate::socket_path::{self, SocketPath};
@@ -52,6 +52,8 @@ struct File {
     limit_group: Vec<Spanned<GroupTable>>,
     #[serde(default)]
     subsystem: Vec<Spanned<SubsystemTable>>,
+    #[serde(default)]
+    disk: Vec<Spanned<NamedDiskTable>>,
     controller: Option<Vec<Spanned<ControllerTable>>>,
 }
 
@@ -87,18 +89,23 @@ struct ControllerTable {
 
 /// A disk: a string, or a table.
 #[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "a disk is a string, or a table of `disk`, `uuid` and `nsid`")]
+#[serde(
+    untagged,
+    expecting = "a disk is a string, or a table of `disk`, `uuid`, `nsid` and `share`"
+)]
 enum DiskEntry {
     Plain(String),
     Table(DiskTable),
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct DiskTable {
     disk: String,
     uuid: Option<String>,
     nsid: Option<u32>,
+    #[serde(default)]
+    share: bool,
 }
 
 /// Reads a configuration file, which `open` opens. Disks and sockets are not opened.
@@ -146,7 +153,8 @@ pub fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
         format!("{name}:{line}: {}", plain(error.message()))
     })?;
-    let mut check = Check { text, name, groups: HashSet::new(), wrong: Vec::new() };
+    let mut check =
+        Check { text, name, groups: HashSet::new(), disks: Vec::new(), wrong: Vec::new() };
     let config = check.file(file);
     if check.wrong.is_empty() {
         return Ok(config);
@@ -167,6 +175,8 @@ struct Check<'a> {
     name: &'a str,
     /// Names of the limit groups.
     groups: HashSet<String>,
+    /// Named disks.
+    disks: Vec<NamedDisk>,
     wrong: Vec<(usize, String)>,
 }
 
@@ -239,6 +249,7 @@ impl Check<'_> {
                 self.refuse(table, format!("the limit group `{}` is there twice", group.name));
             }
         }
+        file.disk.iter().for_each(|table| self.named_disk(table));
         let name = file.name.map(|name| {
             if let Err(why) = socket_path::check_name(name.get_ref()) {
                 self.refuse(&name, format!("`name`: {why}"));
@@ -332,7 +343,11 @@ impl Check<'_> {
             }
             controllers.push(served);
         }
+        self.check_references(&controllers, |served| {
+            sockets.get(&served.absolute_socket()).copied()
+        });
         ServerConfig {
+            disks: self.disks.clone(),
             controllers,
             pool,
             trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
@@ -397,11 +412,11 @@ impl Check<'_> {
     }
 
     fn disk(&mut self, entry: Spanned<DiskEntry>) -> DiskConfig {
-        let DiskTable { disk, uuid, nsid } = match entry.get_ref() {
-            DiskEntry::Plain(disk) => DiskTable { disk: disk.clone(), uuid: None, nsid: None },
-            DiskEntry::Table(DiskTable { disk, uuid, nsid }) => {
-                DiskTable { disk: disk.clone(), uuid: uuid.clone(), nsid: *nsid }
+        let DiskTable { disk, uuid, nsid, share } = match entry.get_ref() {
+            DiskEntry::Plain(disk) => {
+                DiskTable { disk: disk.clone(), uuid: None, nsid: None, share: false }
             }
+            DiskEntry::Table(table) => table.clone(),
         };
         let uuid = uuid.and_then(|text| {
             let uuid = parse_uuid(&text);
@@ -410,16 +425,65 @@ impl Check<'_> {
             }
             uuid
         });
-        // An unknown name is refused: a misspelt one would be a group without limits.
-        let (_, limits) = DiskLimits::split(&disk).unwrap_or_default();
+        let named = self.disks.iter().find(|named| named.id == disk).cloned();
+        if let Some(NamedDisk { id, spec, .. }) = named {
+            return DiskConfig { id: Some(id), share, ..DiskConfig::with(spec, uuid, nsid) };
+        }
+        self.check_group(&entry, &disk);
+        DiskConfig { share, ..DiskConfig::with(disk, uuid, nsid) }
+    }
+
+    /// Refuses an unknown limit group: a misspelt one would be a group without limits.
+    fn check_group<T>(&mut self, place: &Spanned<T>, spec: &str) {
+        let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
         if let Some(group) = limits.group.filter(|group| !self.groups.contains(group)) {
             let why = format!(
                 "there is no `[[limit-group]]` `{group}`, of which this disk is to be: add one of \
                  this name, or correct the name"
             );
-            self.refuse(&entry, why);
+            self.refuse(place, why);
         }
-        DiskConfig::with(disk, uuid, nsid)
+    }
+
+    fn named_disk(&mut self, table: &Spanned<NamedDiskTable>) {
+        let id = table.get_ref().id.clone();
+        if let Err(why) = check_id(&id) {
+            self.refuse(table, why);
+        }
+        if self.disks.iter().any(|other| other.id == id) {
+            let why = format!("the id `{id}` is that of another disk too: give each its own");
+            self.refuse(table, why);
+        }
+        match table.get_ref().spec() {
+            Ok(spec) => {
+                self.check_group(table, &spec);
+                let origin = Some(format!("{}:{}", self.name, self.line(table)));
+                self.disks.push(NamedDisk { id, spec, origin });
+            }
+            Err(why) => self.refuse(table, why),
+        }
+    }
+
+    /// Refuses a named disk of two controllers that are not in one subsystem.
+    fn check_references(
+        &mut self,
+        controllers: &[SocketConfig],
+        line: impl Fn(&SocketConfig) -> Option<usize>,
+    ) {
+        let mut seen: HashMap<&str, Option<&str>> = HashMap::new();
+        for served in controllers {
+            let subsystem = served.controller.subsystem.as_ref().map(|place| &place.name[..]);
+            for id in served.controller.disks.iter().filter_map(|disk| disk.id.as_deref()) {
+                let Some(before) = seen.insert(id, subsystem) else { continue };
+                if before.is_none() || before != subsystem {
+                    let why = format!(
+                        "the disk `{id}` is that of another controller too: give each its own, or \
+                         make them controllers of one `[[subsystem]]`"
+                    );
+                    self.wrong.push((line(served).unwrap_or(1), why));
+                }
+            }
+        }
     }
 }
 
@@ -448,8 +512,10 @@ pub fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
     }
 }
 
+mod disks;
 mod shared;
 mod write;
+use disks::NamedDiskTable;
 use shared::{AnaStates, SubsystemTable, Subsystems};
 pub use write::{Settings, write};
 

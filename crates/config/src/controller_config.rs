@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// Controller as requested by the user. `None` means a default that depends on other settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ControllerConfig {
-    /// Disks in the order of the namespaces, in the syntax of `shadowbell_storage::disk_open::open`.
+    /// Disks in the order of the namespaces, in the syntax of `shadowbell_storage::disk_open`.
     pub disks: Vec<DiskConfig>,
     /// Serial number.
     pub serial: Option<String>,
@@ -46,6 +46,10 @@ pub struct ControllerConfig {
 /// Namespace as requested by the user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
+    /// Id of a named disk. `None` for a disk of the short form, whose id is derived from its
+    /// controller and NSID.
+    #[serde(default)]
+    pub id: Option<String>,
     /// Disk, in the syntax of `shadowbell_storage::disk_open::open`.
     pub disk: String,
     /// UUID of the namespace; `None` derives a stable one from the serial number and the disk's
@@ -54,6 +58,9 @@ pub struct DiskConfig {
     /// NSID; `None` is the NSID after that of the previous disk.
     #[serde(default)]
     pub nsid: Option<u32>,
+    /// Permit another writer of the disk, if that one permits it too.
+    #[serde(default)]
+    pub share: bool,
 }
 
 impl DiskConfig {
@@ -68,10 +75,11 @@ impl DiskConfig {
     pub fn with(disk: String, uuid: Option<[u8; 16]>, nsid: Option<u32>) -> Self {
         let (rest, option) = disk_spec::take_option(&disk, "uuid");
         // An invalid UUID stays among the options and is refused when the disk is opened.
-        match option.and_then(|text| parse_uuid(&text)) {
-            Some(option) => Self { disk: rest, uuid: uuid.or(Some(option)), nsid },
-            None => Self { disk, uuid, nsid },
-        }
+        let (disk, uuid) = match option.and_then(|text| parse_uuid(&text)) {
+            Some(option) => (rest, uuid.or(Some(option))),
+            None => (disk, uuid),
+        };
+        Self { id: None, disk, uuid, nsid, share: false }
     }
 
     /// Disk without options, a file or device by its absolute path: the resource that only one
@@ -184,6 +192,7 @@ impl ControllerConfig {
     pub fn is_same(&self, other: &Self) -> bool {
         let is_same_disk = |(one, other): (&DiskConfig, &DiskConfig)| {
             disk_spec::from_root(&one.disk) == disk_spec::from_root(&other.disk)
+                && (&one.id, one.share) == (&other.id, other.share)
                 && one.uuid.zip(other.uuid).is_none_or(|(one, other)| one == other)
         };
         self.is_same_but_disks(other)

@@ -15,7 +15,7 @@ pub fn disk(pool: &HostPool, entry: &Entry) -> DiskConfig {
     let file = pool.file(nsid);
     let metadata = metadata.map(|own| format!("&{}", own.options())).unwrap_or_default();
     let disk = format!("{}?format=raw&block-size={block_size}{metadata}", file.display());
-    DiskConfig { disk, uuid: Some(uuid), nsid: Some(nsid) }
+    DiskConfig::with(disk, Some(uuid), Some(nsid))
 }
 
 /// Disks of a controller: the `given` ones and those of attached namespaces of the pool, sorted by

@@ -25,6 +25,8 @@ pub const TRACE_RECORDS: u32 = 1 << 18;
 /// Validated configuration. Disks and sockets are not opened yet.
 #[derive(Debug)]
 pub struct ServerConfig {
+    /// Named disks.
+    pub disks: Vec<NamedDisk>,
     /// Controllers.
     pub controllers: Vec<SocketConfig>,
     /// Options of the I/O threads.
@@ -45,6 +47,17 @@ pub struct ServerConfig {
     pub socket_access: SocketAccess,
     /// I/O threads always poll because doorbells are mapped, and no polling option was given.
     pub polls_for_mapped: bool,
+}
+
+/// A named disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedDisk {
+    /// Id in requests, controllers and exports.
+    pub id: String,
+    /// Specification, with options and limits.
+    pub spec: String,
+    /// Place in the configuration file (`vms.toml:12`).
+    pub origin: Option<String>,
 }
 
 /// A controller and its socket.
@@ -187,6 +200,21 @@ pub fn pool_options(
 }
 
 impl ServerConfig {
+    /// Specifications of all disks, the named ones included.
+    pub fn disk_specs(&self) -> impl Iterator<Item = &str> {
+        let of_controllers = self.controllers.iter().flat_map(|served| &served.controller.disks);
+        let named = self.disks.iter().map(|disk| &disk.spec[..]);
+        named.chain(of_controllers.map(|disk| &disk.disk[..]))
+    }
+
+    /// Named disks to which no controller refers.
+    pub fn unattached(&self) -> impl Iterator<Item = &NamedDisk> {
+        let of_controllers = || self.controllers.iter().flat_map(|served| &served.controller.disks);
+        self.disks.iter().filter(move |disk| {
+            of_controllers().all(|attached| attached.id.as_ref() != Some(&disk.id))
+        })
+    }
+
     /// Adds the attached namespaces of pools.
     ///
     /// # Errors

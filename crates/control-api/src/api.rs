@@ -99,7 +99,9 @@ pub struct Namespace {
     pub controller: String,
     /// Namespace identifier, from 1.
     pub nsid: u32,
-    /// Disk that stores the namespace.
+    /// `id` of the disk.
+    pub disk_id: String,
+    /// File, device or URI of the disk.
     pub disk: String,
     /// Capacity in bytes.
     pub bytes: u64,
@@ -266,29 +268,75 @@ pub struct DiskSpec {
     pub nsid: Option<u32>,
 }
 
-/// Namespace to add.
+/// Namespace to attach.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NamespaceSpec {
-    /// Disk, in the syntax of `serve`; paths are absolute.
-    #[schema(example = "/srv/vm0-data.img")]
+    /// `id` of a disk without a controller; or a disk in the syntax of `serve` (paths are
+    /// absolute), which then has the id `CONTROLLER/NSID`.
+    #[schema(example = "data")]
     pub disk: String,
     /// UUID of the namespace. The default is derived from the serial number and the disk's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
+    /// Permit another writer of the disk, if that one permits it too.
+    #[serde(default)]
+    pub share: bool,
 }
 
-/// Change of a namespace: exactly one of the fields.
+/// Disk of the server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Disk {
+    /// Identifier in requests: `id` in the configuration, otherwise `CONTROLLER/NSID`.
+    pub id: String,
+    /// File, device or URI.
+    pub source: String,
+    /// Capacity in bytes.
+    pub bytes: u64,
+    /// Block size in bytes.
+    pub block_size: u32,
+    /// True if writes are refused.
+    pub read_only: bool,
+    /// Rate limits, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitSpec>,
+    /// Namespaces that store their data on the disk. Several only in a subsystem.
+    pub namespaces: Vec<DiskUser>,
+    /// Counters of the disk, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// Namespace that stores its data on a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DiskUser {
+    /// `id` of the controller.
+    pub controller: String,
+    /// Namespace identifier.
+    pub nsid: u32,
+}
+
+/// Disk to add.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSource {
+    /// Disk, in the syntax of `serve`; paths are absolute.
+    #[schema(example = "/srv/data.img?iops=5000")]
+    pub source: String,
+}
+
+/// Change of a disk: exactly one of the fields.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub struct NamespaceChange {
+pub struct DiskChange {
     /// New size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<Size>,
-    /// New disk with the same block size. The guest gets a Namespace Attribute Changed event and
-    /// sees the same UUID. It has to discard cached data of the old disk itself.
+    /// New source with the same block size, in the syntax of `serve`. A guest gets a Namespace
+    /// Attribute Changed event and sees the same UUID. It has to discard cached data of the old
+    /// source itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub disk: Option<String>,
+    pub source: Option<String>,
     /// True to refuse writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_only: Option<bool>,
@@ -379,7 +427,7 @@ pub struct LimitGroup {
     pub limits: LimitSpec,
 }
 
-/// Size of a namespace.
+/// Size of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Size {

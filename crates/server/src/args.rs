@@ -294,6 +294,7 @@ impl Args {
         let mut config = match self.config {
             Some(path) => config_file::read(&path, sandbox::open_config)?,
             None => ServerConfig {
+                disks: Vec::new(),
                 controllers: vec![SocketConfig {
                     id: None,
                     socket: self.socket.unwrap_or_default(),

@@ -6,11 +6,12 @@ use super::registry::ServedController;
 use anyhow::Context;
 use bytesize::ByteSize;
 use shadowbell_config::controller_config::{ConfigureError, OfferedDoorbells};
-use shadowbell_config::disk_spec;
+use shadowbell_config::disk_spec::{self, DiskSpecError};
 use shadowbell_config::server_config::{SocketConfig, WorkerChoice};
 use shadowbell_config::socket_access;
 use shadowbell_config::uuid_text::uuid_text;
 use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
+use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
 use shadowbell_process::exit::bad_input;
 use shadowbell_storage::disk_open;
@@ -70,12 +71,19 @@ pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> Cl
     })
 }
 
-/// Opens the disks of a controller.
-pub(super) fn open_one(served: &SocketConfig, lasting: bool) -> anyhow::Result<Config> {
+/// Opens the disks of a controller. `named` returns disks with an id that are open already.
+pub(super) fn open_one(
+    served: &SocketConfig,
+    lasting: bool,
+    named: impl Fn(Option<&str>) -> Option<anyhow::Result<Arc<dyn Disk>>>,
+) -> anyhow::Result<Config> {
     let open = if lasting { disk_open::open_lasting } else { disk_open::open };
     let location = served.absolute_socket();
     let location = location.to_string_lossy();
-    let config = served.controller.open_by(&location, |_, spec| open(spec));
+    let config = served.controller.open_by(&location, |nth, spec| {
+        let id = served.controller.disks.get(nth).and_then(|disk| disk.id.as_deref());
+        named(id).map_or_else(|| open(spec), |disk| disk.map_err(DiskSpecError::Device))
+    });
     with_origin(served, config.map_err(ConfigureError::into_error))
 }
 

@@ -16,6 +16,7 @@
 use super::checkpoint_items::{self, ENDPOINTS, Served};
 use super::checkpoint_store::CheckpointStore;
 use super::endpoints::Endpoints;
+use super::reconfigure::Changes;
 use super::registry::ServedController;
 use super::worker_link::WorkerLink;
 use parking_lot::Mutex;
@@ -47,6 +48,16 @@ pub(super) struct Complete {
     pub(super) is_changed: bool,
     pub(super) controllers: Vec<ControllerEntry>,
     pub(super) groups: Vec<Group>,
+    /// Disks that no controller has, by id.
+    #[serde(default)]
+    pub(super) unattached: BTreeMap<String, UnattachedEntry>,
+}
+
+/// A disk in the checkpoint that no controller has.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct UnattachedEntry {
+    pub(super) key: String,
+    pub(super) spec: String,
 }
 
 /// A controller in the checkpoint.
@@ -67,6 +78,10 @@ pub(super) struct ControllerEntry {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct DiskEntry {
     key: String,
+    #[serde(default)]
+    id: Option<String>,
+    #[serde(default)]
+    share: bool,
     nsid: u32,
     pub(super) disk: String,
     uuid: [u8; 16],
@@ -105,7 +120,13 @@ impl DiskEntry {
 
     /// Configuration of the disk.
     pub(super) fn config(&self) -> DiskConfig {
-        DiskConfig { disk: self.disk.clone(), uuid: Some(self.uuid), nsid: Some(self.nsid) }
+        DiskConfig {
+            id: self.id.clone(),
+            disk: self.disk.clone(),
+            uuid: Some(self.uuid),
+            nsid: Some(self.nsid),
+            share: self.share,
+        }
     }
 }
 
@@ -134,6 +155,8 @@ struct State {
     files: BTreeMap<usize, BTreeSet<String>>,
     /// Controllers whose `port` item is not sent yet.
     coming: BTreeMap<usize, ControllerEntry>,
+    /// Disks that no controller has, by id.
+    unattached: BTreeMap<String, UnattachedEntry>,
     /// Number of disks so far, for unique keys.
     disks: u64,
 }
@@ -164,6 +187,14 @@ impl Checkpointer {
         drop(state);
         if let Err(why) = outcome {
             self.kept.give_up(&why);
+        }
+    }
+
+    /// Sends the items of the disks that no controller has.
+    pub(super) fn keep_unattached(&self, changes: &Changes) {
+        for (id, open) in &*changes.unattached().lock() {
+            self.kept.keep_unattached(id, &open.spec, &open.disk);
+            self.kept.watch_unattached(id, &open.disk);
         }
     }
 
@@ -261,7 +292,7 @@ impl LiveCheckpoint {
         if !self.is_possible() {
             return;
         }
-        let after = after.map(|(disk, config)| self.keep_disk(index, nsid, &disk.disk, config));
+        let after = after.map(|(disk, config)| self.keep_disk(index, nsid, disk, config));
         let after = match after.transpose() {
             Ok(after) => after,
             Err(why) => return self.give_up(&why),
@@ -384,6 +415,7 @@ impl LiveCheckpoint {
             is_changed: state.is_changed,
             controllers,
             groups: limits::groups(),
+            unattached: state.unattached.clone(),
         };
         // The lock is held, so that lists are sent in the order of the changes.
         // The store logs its errors.
@@ -399,7 +431,7 @@ impl LiveCheckpoint {
         let mut disks = Vec::new();
         let namespaces = served.controller.namespaces();
         for ((nsid, config), disk) in namespaces.iter().zip(&asked.controller.disks) {
-            disks.push(self.keep_disk(index, *nsid, &disk.disk, config)?);
+            disks.push(self.keep_disk(index, *nsid, disk, config)?);
         }
         let recorder =
             Record { store: self.store.clone(), key: checkpoint_items::controller(index) };
@@ -411,27 +443,74 @@ impl LiveCheckpoint {
         &self,
         index: usize,
         nsid: u32,
-        spec: &str,
+        disk: &DiskConfig,
         config: &NamespaceConfig,
     ) -> anyhow::Result<DiskEntry> {
-        let nth = {
-            let mut state = self.state.lock();
-            state.disks += 1;
-            state.disks
-        };
+        let nth = self.next_disk();
         let key = format!("disk/{index}.{nth}");
         put_disk(&self.store, &key, &*config.disk)?;
-        let (store, weak) = (self.store.clone(), Arc::downgrade(&config.disk));
-        let named = key.clone();
-        config.disk.on_change(Box::new(move || {
+        self.watch(&key, &config.disk);
+        let info = config.disk.info();
+        let DiskConfig { id, disk, share, .. } = disk.clone();
+        let (uuid, blocks, read_only) = (config.uuid, info.blocks, info.read_only);
+        Ok(DiskEntry { key, id, share, nsid, disk, uuid, blocks, read_only })
+    }
+
+    fn next_disk(&self) -> u64 {
+        let mut state = self.state.lock();
+        state.disks += 1;
+        state.disks
+    }
+
+    /// Sends the disk's item again whenever its state changes.
+    fn watch(&self, key: &str, disk: &Arc<dyn Disk>) {
+        let (store, weak, key) = (self.store.clone(), Arc::downgrade(disk), key.to_owned());
+        disk.on_change(Box::new(move || {
             if let Some(disk) = weak.upgrade() {
                 // The store logs its errors.
-                let _ = put_disk(&store, &named, &*disk);
+                let _ = put_disk(&store, &key, &*disk);
             }
         }));
-        let info = config.disk.info();
-        let (disk, uuid) = (spec.to_owned(), config.uuid);
-        Ok(DiskEntry { key, nsid, disk, uuid, blocks: info.blocks, read_only: info.read_only })
+    }
+
+    /// Sends the item of a disk that no controller has, or its new state and specification.
+    pub(super) fn keep_unattached(&self, id: &str, spec: &str, disk: &Arc<dyn Disk>) {
+        if !self.is_possible() {
+            return;
+        }
+        let key = format!("disk/unattached.{}", self.next_disk());
+        if let Err(why) = put_disk(&self.store, &key, &**disk) {
+            return self.give_up(&why);
+        }
+        let entry = UnattachedEntry { key, spec: spec.to_owned() };
+        let mut state = self.state.lock();
+        let before = state.unattached.insert(id.to_owned(), entry);
+        state.is_changed |= state.is_complete;
+        drop(state);
+        self.publish();
+        if let Some(before) = before {
+            let _ = self.store.delete(&before.key);
+        }
+    }
+
+    /// Updates the item of a disk that no controller has with each change of its state.
+    pub(super) fn watch_unattached(&self, id: &str, disk: &Arc<dyn Disk>) {
+        let key = self.state.lock().unattached.get(id).map(|entry| entry.key.clone());
+        if let Some(key) = key {
+            self.watch(&key, disk);
+        }
+    }
+
+    /// Deletes the item of a disk that was removed, or that a controller has now.
+    pub(super) fn drop_unattached(&self, id: &str) {
+        let mut state = self.state.lock();
+        let Some(entry) = state.unattached.remove(id) else { return };
+        state.is_changed = true;
+        drop(state);
+        self.publish();
+        if self.is_possible() {
+            let _ = self.store.delete(&entry.key);
+        }
     }
 }
 

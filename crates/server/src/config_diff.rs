@@ -72,6 +72,18 @@ impl Plan {
         plan
     }
 
+    /// True if a controller to be added, replaced or changed refers to the disk with this id.
+    pub(super) fn names(&self, id: &str) -> bool {
+        let controllers = self.add.iter().chain(&self.replace);
+        let disks = controllers.flat_map(|asked| &asked.controller.disks);
+        let steps = self.change.iter().flat_map(|(_, steps)| steps);
+        let added = steps.filter_map(|step| match step {
+            Step::Add(_, disk) => Some(disk),
+            _ => None,
+        });
+        disks.chain(added).any(|disk| disk.id.as_deref() == Some(id))
+    }
+
     fn compare(&mut self, served: &ServedController, asked: SocketConfig) {
         let before = explicit(served);
         let steps = steps(&before, &asked, |nsid| takes_writes(served, nsid));
@@ -174,8 +186,9 @@ fn changes(
     takes_writes: impl FnOnce() -> bool,
 ) -> Option<Vec<NamespaceChange>> {
     let is_same_uuid = before.uuid.zip(after.uuid).is_none_or(|(one, other)| one == other);
+    let is_same_disk = (&before.id, before.share) == (&after.id, after.share);
     let (before, after) = (Parts::of(&before.disk)?, Parts::of(&after.disk)?);
-    if !is_same_uuid || before.bare != after.bare {
+    if !is_same_uuid || !is_same_disk || before.bare != after.bare {
         return None;
     }
     let mut changes = Vec::new();

@@ -10,6 +10,7 @@
 //! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
 //! | `reconfigure` | addition and removal of controllers at run time |
 //! | `namespaces` | addition, removal and change of namespaces at run time |
+//! | `disks` | disks by id, and those that no controller has |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
 //! | `args` | command line |
@@ -35,9 +36,8 @@
 //!
 //! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines
 //! for events; one that writes the log, so that a blocked terminal cannot block a guest (see
-//! `shadowbell_process::log_thread`); one for the statistics socket, if there is one; one for the control
-//! socket; one that polls disks for new sizes; and the main thread, which waits for signals.
-//! Without clients none of them has a timer.
+//! `shadowbell_process::logging`); one for the control socket; one that polls disks for new sizes;
+//! and the main thread, which waits for signals. Without clients none of them has a timer.
 #![forbid(unsafe_code)]
 
 mod ana;
@@ -48,6 +48,7 @@ mod checkpoint_store;
 mod checkpointer;
 mod config_diff;
 mod control;
+mod disks;
 mod endpoints;
 mod event;
 mod event_log;
@@ -76,7 +77,7 @@ mod worker_link;
 
 pub use args::Args;
 
-use anyhow::anyhow;
+use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use checkpointer::Checkpointer;
 use endpoints::{Endpoints, Powers, RunningEndpoints};
@@ -129,6 +130,10 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
             let known = disk_spec::check(&disk.disk).map_err(DiskSpecError::into_error);
             builder::with_origin(served, known)?;
         }
+    }
+    for disk in &config.disks {
+        let known = disk_spec::check(&disk.spec).map_err(DiskSpecError::into_error);
+        known.with_context(|| disk.origin.clone().unwrap_or_default())?;
     }
     let count = config.controllers.len();
     println!("{}: {count} controller{}", file.display(), if count == 1 { "" } else { "s" });
@@ -199,8 +204,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             let _watch = link.map(|link| ParentWatch::start(link, Duration::ZERO)).transpose()?;
             let endpoints = Endpoints::listen(&config, supervisor_pid)?;
             let keep = checkpointer.as_ref().map(|checkpointer| {
-                |controllers: &[_], reactor: &mut _, ports: &[_]| {
-                    checkpointer.begin(controllers, reactor, ports, false);
+                |server: &Server, reactor: &mut _, ports: &[_]| {
+                    checkpointer.begin(&server.controllers(), reactor, ports, false);
+                    checkpointer.keep_unattached(server.changes());
                     checkpointer.complete();
                 }
             });
@@ -272,8 +278,11 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
 
 /// Warns if the `mem:` disks together are larger than the memory of the machine.
 fn warn_of_memory(config: &ServerConfig) {
-    let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
-    let sizes = disks.filter_map(|disk| disk_spec::memory_of(&disk.disk));
+    // Named disks of controllers are in both lists.
+    let attached = config.controllers.iter().flat_map(|served| &served.controller.disks);
+    let unattached = config.unattached().map(|disk| &disk.spec);
+    let disks = attached.map(|disk| &disk.disk).chain(unattached);
+    let sizes = disks.filter_map(|disk| disk_spec::memory_of(disk));
     let wanted = sizes.fold(0, u64::saturating_add);
     let info = rustix::system::sysinfo();
     let there = info.totalram.saturating_mul(u64::from(info.mem_unit).max(1));

@@ -179,7 +179,7 @@ impl Carrier {
     fn give(&self, entry: &Entry) -> anyhow::Result<()> {
         let served = self.served()?;
         let wanted = pool_disks::disk(&self.pool, entry);
-        let disk = self.changes.open_for(&served, &wanted.disk)?;
+        let disk = self.changes.open_for(&served, &wanted)?;
         self.changes.commit_namespace(&served, entry.nsid, &wanted, disk)
     }
 

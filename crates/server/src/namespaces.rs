@@ -57,15 +57,16 @@ impl Changes {
         &self,
         id: &str,
         nsid: u32,
-        wanted: &DiskConfig,
+        wanted: DiskConfig,
     ) -> anyhow::Result<bool> {
+        let mut wanted = wanted;
         let _turn = self.turn();
         let served = self.find(id)?;
         let asked = explicit(&served);
         check_pool(&asked, nsid)?;
         if let Some(found) = find(&served, &asked, nsid) {
-            let is_same = disk_spec::from_root(&found.disk.disk)
-                == disk_spec::from_root(&wanted.disk)
+            let is_same = (found.disk.id.as_ref() == Some(&wanted.disk)
+                || disk_spec::from_root(&found.disk.disk) == disk_spec::from_root(&wanted.disk))
                 && wanted.uuid.is_none_or(|uuid| uuid == found.namespace.uuid);
             return match is_same {
                 true => Ok(false),
@@ -79,16 +80,29 @@ impl Changes {
             let why = anyhow!("an NSID is 1 to {MAX_NAMESPACES}, not {nsid}");
             return Err(exit::bad_input(why));
         }
-        let disk = self.open_for(&served, &wanted.disk)?;
-        self.commit_namespace(&served, nsid, wanted, disk)?;
+        self.resolve(std::slice::from_mut(&mut wanted))?;
+        let disk = self.open_for(&served, &wanted)?;
+        self.commit_namespace(&served, nsid, &wanted, disk)?;
         Ok(true)
     }
 
-    /// Opens a disk for a controller.
+    /// Opens a disk for a controller, unless it is a named one, which is open.
     ///
     /// # Errors
     /// The disk cannot be opened.
     pub(super) fn open_for(
+        &self,
+        served: &ServedController,
+        wanted: &DiskConfig,
+    ) -> anyhow::Result<Arc<dyn Disk>> {
+        let read_only = served.asked().controller.read_only;
+        match self.unattached_disk(wanted.id.as_deref(), read_only) {
+            Some(disk) => disk,
+            None => self.open_spec_for(served, &wanted.disk),
+        }
+    }
+
+    fn open_spec_for(
         &self,
         served: &ServedController,
         spec: &str,
@@ -120,7 +134,7 @@ impl Changes {
         let serial = &served.controller.config().serial;
         let uuid = wanted.uuid.unwrap_or_else(|| ControllerConfig::uuid_of(serial, &*disk, taken));
         let config = NamespaceConfig { disk, uuid };
-        let own = DiskConfig { disk: wanted.disk.clone(), uuid: Some(uuid), nsid: Some(nsid) };
+        let own = DiskConfig { uuid: Some(uuid), nsid: Some(nsid), ..wanted.clone() };
         let mut after = asked.clone();
         let disks = &mut after.controller.disks;
         let place = disks.iter().position(|disk| disk.nsid > Some(nsid)).unwrap_or(disks.len());
@@ -129,6 +143,7 @@ impl Changes {
         self.change(served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
             controller.add_namespace(Some(nsid), &config, done).map(drop)
         })?;
+        self.attached(own.id.as_deref());
         info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
         Ok(())
     }
@@ -194,28 +209,30 @@ impl Changes {
         // Guests need not flush before a removal.
         super::flush::flush(&*found.namespace.disk)
             .with_context(|| format!("cannot flush {name}, so it is not removed"))?;
+        let detaching = self.detaching(&found.disk, &found.namespace.disk);
         drop(found);
-        self.change(served, &asked, after, nsid, None, |controller, done| {
+        let outcome = self.change(served, &asked, after, nsid, None, |controller, done| {
             controller.remove_namespace(nsid, done)
-        })?;
+        });
+        self.detached(detaching, outcome.is_ok());
+        outcome?;
         info!("{}: namespace {nsid}, {name}, is removed", served.name);
         Ok(())
     }
 
-    /// Changes a namespace of a controller. Returns false if it has this property already.
+    /// Changes a namespace of a controller, which must not be of a pool. Returns false if it has
+    /// this property already. The caller holds the [lock](Self::turn).
     ///
     /// # Errors
     /// The namespace does not exist, or the change is not possible.
     pub(super) fn change_namespace(
         &self,
-        id: &str,
+        served: &ServedController,
         nsid: u32,
         change: &NamespaceChange,
     ) -> anyhow::Result<bool> {
-        let _turn = self.turn();
-        let served = self.find(id)?;
         check_pool(&served.asked(), nsid)?;
-        self.alter_namespace(&served, nsid, change)
+        self.alter_namespace(served, nsid, change)
     }
 
     /// Like [`change_namespace`](Self::change_namespace), for a caller that holds the lock.
@@ -231,52 +248,18 @@ impl Changes {
         check_alone(served)?;
         let asked = explicit(served);
         let found = find(served, &asked, nsid).ok_or_else(|| missing(served, nsid))?;
-        let old = &found.namespace.disk;
-        let info = old.info();
-        let (spec, disk): (String, Arc<dyn Disk>) = match change {
-            NamespaceChange::Size(bytes) => {
-                let disk = old.resized(*bytes).map_err(refused)?;
-                if disk.info().blocks == info.blocks {
-                    return Ok(false);
-                }
-                (disk_spec::with_size(&found.disk.disk, disk.info().bytes()), disk)
+        if *change == NamespaceChange::ReadOnly(false) && asked.controller.read_only {
+            let why = anyhow!("{} is configured as read-only", served.name);
+            return Err(exit::conflict(why));
+        }
+        let open = |spec: &str| self.open_spec_for(served, spec);
+        let (spec, disk) = match altered(&found.disk.disk, &found.namespace.disk, change, open)? {
+            Altered::Same => return Ok(false),
+            Altered::InPlace(spec) => {
+                self.say_otherwise(served, asked, found.at, nsid, spec);
+                return Ok(true);
             }
-            NamespaceChange::ReadOnly(wanted) if *wanted == info.read_only => return Ok(false),
-            NamespaceChange::ReadOnly(wanted) => {
-                if !wanted && asked.controller.read_only {
-                    return Err(exit::conflict(anyhow!(
-                        "{} is configured as read-only",
-                        served.name
-                    )));
-                }
-                let disk = old.with_writes(!wanted).map_err(refused)?;
-                let value = if *wanted { "on" } else { "off" };
-                (disk_spec::with_option(&found.disk.disk, "read-only", value), disk)
-            }
-            NamespaceChange::Limits(wanted) => {
-                let (_, before) = DiskLimits::split(&found.disk.disk).unwrap_or_default();
-                if *wanted == before {
-                    return Ok(false);
-                }
-                let spec = wanted.joined(&found.disk.disk);
-                let limited = LimitedDisk::of(&**old);
-                if let Some(own) = limited.and_then(|limited| limited.limiters().first())
-                    && wanted.group == before.group
-                    && !wanted.is_none()
-                {
-                    own.set(wanted.own);
-                    self.say_otherwise(served, asked, found.at, nsid, spec);
-                    return Ok(true);
-                }
-                let bare = limited.map_or(old, LimitedDisk::unlimited);
-                (spec, wanted.limit(Arc::clone(bare)))
-            }
-            NamespaceChange::Disk(spec) => {
-                if disk_spec::from_root(spec) == disk_spec::from_root(&found.disk.disk) {
-                    return Ok(false);
-                }
-                (spec.clone(), self.open_for(served, spec)?)
-            }
+            Altered::Disk(spec, disk) => (spec, disk),
         };
         let own = DiskConfig { disk: spec, ..found.disk.clone() };
         let mut after = asked.clone();
@@ -381,6 +364,67 @@ impl Changes {
         }
         outcome
     }
+}
+
+/// Outcome of a change of a disk.
+pub(super) enum Altered {
+    /// The disk has the property already.
+    Same,
+    /// The open disk was changed; its specification now.
+    InPlace(String),
+    /// Specification of the changed disk, and the disk itself, which replaces the old one.
+    Disk(String, Arc<dyn Disk>),
+}
+
+/// Changes a property of a disk with this specification. `open` opens another disk.
+///
+/// # Errors
+/// The change is not possible.
+pub(super) fn altered(
+    spec: &str,
+    old: &Arc<dyn Disk>,
+    change: &NamespaceChange,
+    open: impl FnOnce(&str) -> anyhow::Result<Arc<dyn Disk>>,
+) -> anyhow::Result<Altered> {
+    let info = old.info();
+    Ok(match change {
+        NamespaceChange::Size(bytes) => {
+            let disk = old.resized(*bytes).map_err(refused)?;
+            if disk.info().blocks == info.blocks {
+                return Ok(Altered::Same);
+            }
+            Altered::Disk(disk_spec::with_size(spec, disk.info().bytes()), disk)
+        }
+        NamespaceChange::ReadOnly(wanted) if *wanted == info.read_only => Altered::Same,
+        NamespaceChange::ReadOnly(wanted) => {
+            let disk = old.with_writes(!wanted).map_err(refused)?;
+            let value = if *wanted { "on" } else { "off" };
+            Altered::Disk(disk_spec::with_option(spec, "read-only", value), disk)
+        }
+        NamespaceChange::Limits(wanted) => {
+            let (_, before) = DiskLimits::split(spec).unwrap_or_default();
+            if *wanted == before {
+                return Ok(Altered::Same);
+            }
+            let spec = wanted.joined(spec);
+            let limited = LimitedDisk::of(&**old);
+            if let Some(own) = limited.and_then(|limited| limited.limiters().first())
+                && wanted.group == before.group
+                && !wanted.is_none()
+            {
+                own.set(wanted.own);
+                return Ok(Altered::InPlace(spec));
+            }
+            let bare = limited.map_or(old, LimitedDisk::unlimited);
+            Altered::Disk(spec, wanted.limit(Arc::clone(bare)))
+        }
+        NamespaceChange::Disk(new) => {
+            if disk_spec::from_root(new) == disk_spec::from_root(spec) {
+                return Ok(Altered::Same);
+            }
+            Altered::Disk(new.clone(), open(new)?)
+        }
+    })
 }
 
 /// Callback for the end of a change.

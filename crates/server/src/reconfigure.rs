@@ -6,6 +6,7 @@
 
 use super::builder::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
 use super::checkpointer::LiveCheckpoint;
+use super::disks::UnattachedDisks;
 use super::event::EventSender;
 use super::flush::flush;
 use super::registry::{Registry, ServedController};
@@ -41,6 +42,8 @@ pub(super) struct Changes {
     next: AtomicUsize,
     /// Lock that serializes changes.
     turn: Mutex<()>,
+    /// Named disks that no controller has.
+    unattached: UnattachedDisks,
     /// Checkpoint at the supervisor, if there is one.
     kept: OnceLock<Arc<LiveCheckpoint>>,
 }
@@ -60,8 +63,8 @@ impl Changes {
         registry: Arc<Registry>,
     ) -> Self {
         let next = AtomicUsize::new(registry.all().len());
-        let (handle, turn, kept) = Default::default();
-        Self { pool, events, lasting, registry, handle, next, turn, kept }
+        let (handle, turn, unattached, kept) = Default::default();
+        Self { pool, events, lasting, registry, handle, next, turn, unattached, kept }
     }
 
     /// Sets the reactor that serves the sockets.
@@ -120,6 +123,11 @@ impl Changes {
         self.turn.lock()
     }
 
+    /// Named disks that no controller has.
+    pub(super) fn unattached(&self) -> &UnattachedDisks {
+        &self.unattached
+    }
+
     /// Controllers that are served.
     pub(super) fn registry(&self) -> &Registry {
         &self.registry
@@ -159,13 +167,16 @@ impl Changes {
     ///
     /// # Errors
     /// The controller cannot be served.
-    pub(super) fn prepare(&self, asked: SocketConfig) -> anyhow::Result<Prepared> {
+    pub(super) fn prepare(&self, mut asked: SocketConfig) -> anyhow::Result<Prepared> {
+        self.resolve(&mut asked.controller.disks)?;
         let index = self.next.fetch_add(1, Ordering::Relaxed);
         let events = self.events.of(index);
         if let Some(why) = disk_asked_for_twice(std::slice::from_ref(&asked)) {
             return Err(exit::bad_input(anyhow!(why)));
         }
-        let config = open_one(&asked, self.lasting)?;
+        let config = open_one(&asked, self.lasting, |id| {
+            self.unattached_disk(id, asked.controller.read_only)
+        })?;
         let controller = Controller::new(config, self.pool.clone(), carrier(&asked, &events));
         let controller = with_origin(&asked, controller.map_err(exit::bad_input))?;
         with_origin(&asked, place(&asked, &controller).map_err(exit::bad_input))?;
@@ -193,6 +204,9 @@ impl Changes {
             None => handle.add(listener, device),
         };
         served.set_port(port);
+        for disk in &served.asked().controller.disks {
+            self.attached(disk.id.as_deref());
+        }
         Ok(())
     }
 
@@ -203,6 +217,13 @@ impl Changes {
     pub(super) fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
         let index = served.index;
+        let asked = served.asked();
+        let namespaces = served.controller.namespaces();
+        // A subsystem's disks stay with its other controllers.
+        let named = asked.controller.disks.iter().zip(&namespaces);
+        let named = named.filter(|_| asked.controller.subsystem.is_none());
+        let named = named.filter_map(|(config, (_, own))| self.detaching(config, &own.disk));
+        let named: Vec<_> = named.collect();
         let kept = self.kept.get().map(|kept| (kept, kept.disks(index)));
         if let Some((kept, _)) = &kept {
             kept.will_remove(index);
@@ -214,17 +235,18 @@ impl Changes {
         self.registry.remove(&served.id);
         let name = served.name.clone();
         let mut disks: Vec<Weak<dyn Disk>> = Vec::new();
-        for (_, namespace) in &served.controller.namespaces() {
+        for ((_, namespace), config) in namespaces.iter().zip(&asked.controller.disks) {
             if let Err(error) = flush(&*namespace.disk) {
                 warn!("{name}: cannot flush {}: {error}", namespace.disk.name());
             }
             // Disks of a subsystem are shared with other controllers, so their close is not
             // awaited.
-            if served.asked().controller.subsystem.is_none() {
+            if asked.controller.subsystem.is_none() && config.id.is_none() {
                 disks.push(Arc::downgrade(&namespace.disk));
             }
         }
-        drop(served);
+        drop((served, namespaces));
+        named.into_iter().for_each(|disk| self.detached(Some(disk), true));
         // I/O threads drop the disk when they handle the removal; statistics may hold it briefly.
         let until = Instant::now() + GONE;
         while disks.iter().any(|disk| disk.strong_count() != 0) && Instant::now() < until {

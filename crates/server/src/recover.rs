@@ -8,13 +8,14 @@
 //!
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see
-//! `shadowbell_disk_file::recover`. Only the disk limits the duration of this wait. For an upgrade, the
-//! old process has quiesced, so there is no such I/O.
+//! `shadowbell_disk_file::recover`. Only the disk limits the duration of this wait. For an upgrade,
+//! the old process has quiesced, so there is no such I/O.
 
 use super::builder;
 use super::checkpoint_items::{self, ENDPOINTS};
 use super::checkpoint_store;
-use super::checkpointer::{Checkpointer, Complete, FENCE};
+use super::checkpointer::{Checkpointer, Complete, FENCE, UnattachedEntry};
+use super::disks::OpenDisk;
 use super::endpoints::{Endpoints, SavedEndpoints};
 use super::event::EventQueue;
 use super::parent_watch::ParentWatch;
@@ -26,7 +27,7 @@ use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
 use shadowbell_config::controller_config::ConfigureError;
-use shadowbell_config::disk_spec;
+use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::limits;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_controller::{Controller, Death, Pool, SavedController};
@@ -38,6 +39,7 @@ use shadowbell_supervisor::protocol::to_supervisor;
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -104,6 +106,7 @@ pub(super) fn recover(
     abort_point(AbortPoint::Rebuilt);
     let is_changed = server.registry().is_changed();
     checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
+    checkpointer.keep_unattached(server.changes());
     phases.ended("own checkpoint");
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
@@ -237,7 +240,7 @@ fn rebuild(
         let location = asked.absolute_socket();
         let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
             let key = disks.get(nth).map_or("", |disk| disk.key());
-            let (state, mut fds) = take(items, key).map_err(disk_spec::DiskSpecError::Device)?;
+            let (state, mut fds) = take(items, key).map_err(DiskSpecError::Device)?;
             disk_recovery::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
         });
         let opened = builder::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
@@ -259,10 +262,34 @@ fn rebuild(
     }
     phases.ended("disks and controllers");
     let server = Server::resting(served, events, pool, true);
+    recover_unattached(&mut items, &complete, &server, fence)?;
+    phases.ended("other disks");
     if is_changed {
         server.registry().set_changed();
     }
     Ok(Rebuilt { server, reactor, ports, controllers })
+}
+
+/// Recovers the disks that no controller has. A disk that was being attached or detached may be
+/// in the checkpoint twice; the state of the controller decides.
+fn recover_unattached(
+    items: &mut Checkpoint,
+    complete: &Complete,
+    server: &Server,
+    fence: &Fence<'_>,
+) -> anyhow::Result<()> {
+    let attached: HashSet<_> = server.changes().disks().into_iter().map(|disk| disk.id).collect();
+    for (id, UnattachedEntry { key, spec }) in &complete.unattached {
+        if attached.contains(id) {
+            continue;
+        }
+        let (state, mut fds) = take(items, key)?;
+        let disk = disk_recovery::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec));
+        let disk = disk.map_err(DiskSpecError::into_error)?;
+        let open = OpenDisk { spec: spec.clone(), disk };
+        server.changes().unattached().lock().insert(id.clone(), open);
+    }
+    Ok(())
 }
 
 /// Decodes an item, and returns its state and descriptors.

@@ -7,7 +7,7 @@ use super::registry::ServedController;
 use anyhow::{Context, anyhow};
 use shadowbell_config::config_file::Settings;
 use shadowbell_config::controller_config::DiskConfig;
-use shadowbell_config::server_config::{ServerConfig, SocketConfig};
+use shadowbell_config::server_config::{NamedDisk, ServerConfig, SocketConfig};
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
 use std::collections::HashSet;
@@ -26,6 +26,7 @@ pub(super) fn apply(
     forced: bool,
 ) -> anyhow::Result<Plan> {
     let turn = changes.turn();
+    let named = config.disks;
     let plan = Plan::of(changes.registry(), config.controllers, &config.groups);
     if dry_run {
         return Ok(plan);
@@ -37,8 +38,10 @@ pub(super) fn apply(
             plan.lost.join(", ")
         )));
     }
+    add_early(changes, &named, &plan).map_err(|error| error.context("nothing was changed"))?;
     let ready = Ready::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
-    let failed = ready.carry_out(changes, &plan);
+    let mut failed = ready.carry_out(changes, &plan);
+    failed.extend(match_unattached(changes, &named));
     drop(turn);
     for group in config.groups {
         changes.limit_group(&group.name, group.limits)?;
@@ -48,6 +51,39 @@ pub(super) fn apply(
     }
     let failed: Vec<_> = failed.iter().map(exit::line).collect();
     Err(anyhow!("only a part was applied: {}", failed.join("; ")))
+}
+
+/// Opens the new disks of a configuration that no controller names, except those whose file is in
+/// use until a removal.
+fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Result<()> {
+    let takes = |spec: &str| DiskConfig::of(spec).takes();
+    let all = changes.disks();
+    let taken: HashSet<_> = all.iter().map(|disk| takes(&disk.open.spec)).collect();
+    let is_new = |disk: &&NamedDisk| all.iter().all(|other| other.id != disk.id);
+    let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
+    let early = early.filter(|disk| !taken.contains(&takes(&disk.spec)));
+    early.map(|disk| changes.put_disk(disk).map(drop)).collect()
+}
+
+/// Removes the unattached disks that the configuration does not name, and adds or replaces the
+/// others. Returns the errors.
+fn match_unattached(changes: &Changes, named: &[NamedDisk]) -> Vec<anyhow::Error> {
+    let now: Vec<_> = changes.unattached().lock().keys().cloned().collect();
+    let gone = now.iter().filter(|id| named.iter().all(|disk| disk.id != **id));
+    let mut failed: Vec<_> = gone.filter_map(|id| changes.drop_disk(id).err()).collect();
+    for disk in named {
+        let there = changes.disk(&disk.id).ok();
+        let outcome = match there {
+            Some(there) if !there.namespaces.is_empty() => Ok(()),
+            Some(there) if !there.is_same(&disk.spec) => {
+                drop(there);
+                changes.drop_disk(&disk.id).and_then(|()| changes.put_disk(disk).map(drop))
+            }
+            _ => changes.put_disk(disk).map(drop),
+        };
+        failed.extend(outcome.err());
+    }
+    failed
 }
 
 /// A namespace to add: its controller, its NSID, and its disk.
@@ -91,7 +127,7 @@ impl<'a> Ready<'a> {
         let controllers = controllers.collect::<Result<_, _>>()?;
         let namespaces = namespaces.into_iter().map(|coming| {
             let (served, _, disk) = &coming;
-            let open = changes.open_for(served, &disk.disk)?;
+            let open = changes.open_for(served, disk)?;
             Ok((coming, open))
         });
         let namespaces = namespaces.collect::<anyhow::Result<_>>()?;
@@ -137,7 +173,7 @@ impl<'a> Ready<'a> {
             }
         }
         for (served, nsid, wanted) in self.late_namespaces {
-            let disk = changes.open_for(&served, &wanted.disk);
+            let disk = changes.open_for(&served, wanted);
             let outcome =
                 disk.and_then(|disk| changes.commit_namespace(&served, nsid, wanted, disk));
             failed.extend(outcome.err());

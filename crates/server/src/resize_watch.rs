@@ -1,9 +1,10 @@
 //! Automatic resize of namespaces whose storage has changed its size.
 //!
 //! Only disks whose storage reports a size change are resized automatically
-//! (`Disk::takes_new_size`). For all other disks the operator runs `ctl namespace resize`, which
+//! (`Disk::takes_new_size`). For all other disks the operator runs `ctl disk resize`, which
 //! performs the same operation.
 
+use super::disks::ListedDisk;
 use super::namespaces::NamespaceChange;
 use super::reconfigure::Changes;
 use super::server::Server;
@@ -51,22 +52,13 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>) {
 }
 
 fn look(changes: &Changes) {
-    for served in changes.registry().all() {
-        for (nsid, namespace) in served.controller.namespaces() {
-            if !namespace.disk.takes_new_size() {
-                continue;
-            }
-            let name = namespace.disk.name();
-            drop(namespace);
-            if let Err(error) =
-                changes.change_namespace(&served.id, nsid, &NamespaceChange::Size(None))
-            {
-                warn!(
-                    "{}: cannot resize namespace {nsid} to a new size of {name}: {error:#}; try \
-                     again by `shadowbell ctl namespace resize`",
-                    served.name
-                );
-            }
+    let ids = |disk: ListedDisk| disk.open.disk.takes_new_size().then_some(disk.id);
+    for id in changes.disks().into_iter().filter_map(ids) {
+        if let Err(error) = changes.change_disk(&id, &NamespaceChange::Size(None)) {
+            warn!(
+                "cannot resize the disk {id} to its new size: {error:#}; try again by `shadowbell \
+                 ctl disk resize {id}`"
+            );
         }
     }
 }

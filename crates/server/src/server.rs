@@ -40,7 +40,7 @@ impl Server {
     /// The first error, with the line of the configuration that it concerns.
     pub(super) fn start(
         config: &ServerConfig,
-        lasting: Option<impl FnOnce(&[Arc<ServedController>], &mut Reactor, &[PortId])>,
+        lasting: Option<impl FnOnce(&Self, &mut Reactor, &[PortId])>,
         ended: impl FnOnce() + Send + 'static,
     ) -> anyhow::Result<Self> {
         let configs = open(config, lasting.is_some())?;
@@ -60,6 +60,10 @@ impl Server {
         }
         let listeners = config.controllers.iter().map(bind_one).collect::<Result<Vec<_>, _>>()?;
         let mut server = Self::resting(controllers, events, pool, lasting.is_some());
+        for disk in config.unattached() {
+            let added = server.changes.put_disk(disk);
+            added.with_context(|| disk.origin.clone().unwrap_or_default())?;
+        }
         server.trace(config, false)?;
         for served in server.controllers() {
             info!("{}", summary(&served));
@@ -70,7 +74,7 @@ impl Server {
         let ports = ports.collect::<io::Result<Vec<_>>>()?;
         server.controllers().iter().zip(&ports).for_each(|(served, port)| served.set_port(*port));
         if let Some(keep) = lasting {
-            keep(&server.controllers(), &mut reactor, &ports);
+            keep(&server, &mut reactor, &ports);
         }
         server.serve(reactor, ended)?;
         Ok(server)
@@ -175,9 +179,16 @@ impl Server {
         self.pool.visit(move || handle.visit(ended));
     }
 
-    /// Disks of all controllers.
+    /// All disks: those of controllers, and those that no controller has.
     pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
-        self.controllers().iter().flat_map(|served| served.disks().collect::<Vec<_>>()).collect()
+        let mut all: Vec<_> = self
+            .controllers()
+            .iter()
+            .flat_map(|served| served.disks().collect::<Vec<_>>())
+            .collect();
+        let unattached = self.changes.unattached().lock();
+        all.extend(unattached.values().map(|open| Arc::clone(&open.disk)));
+        all
     }
 
     /// Releases the locks of all disks, which are not accessed any more.
@@ -242,5 +253,5 @@ fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
     if let Some(why) = disk_asked_for_twice(&server.controllers) {
         return Err(bad_input(anyhow!(why)));
     }
-    server.controllers.iter().map(|served| open_one(served, lasting)).collect()
+    server.controllers.iter().map(|served| open_one(served, lasting, |_| None)).collect()
 }

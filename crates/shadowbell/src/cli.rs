@@ -1,11 +1,11 @@
 //! Command line: verbs and global options.
 
-use crate::{
-    attach_many, bench, bind, ctl, demo, export, inspect, manage, manual, top, trace, transfer,
-    upgrade, verify,
-};
+use crate::{ctl, export, manual, top, upgrade};
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
+use shadowbell_nvme_tools::{
+    attach_many, bench, bind, demo, inspect, manage, trace, transfer, verify,
+};
 use shadowbell_process::error_text::plain;
 use shadowbell_process::{exit, logging};
 use std::io::{self, IsTerminal};

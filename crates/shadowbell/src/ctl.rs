@@ -1,6 +1,7 @@
 //! `shadowbell ctl`: queries and changes a running server over its control socket.
 
 use crate::ctl_ana::{AnaArgs, ana};
+use crate::ctl_disk::{DiskVerb, disk, disk_path, disks, is_disk};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::grant::grant;
@@ -13,14 +14,13 @@ use shadowbell_config::controller_config::OfferedDoorbells;
 use shadowbell_config::disk_spec;
 use shadowbell_config::parse;
 use shadowbell_control_api::api::{
-    Apply, Configuration, Controller, ControllerSpec, ControllerState, DiskSpec, LimitGroup,
-    LimitSpec, LogLevel, Measure, Namespace, NamespaceChange, NamespaceSpec, Plan, Size, Status,
-    Upgrade,
+    Apply, Configuration, Controller, ControllerSpec, ControllerState, Disk, DiskChange, DiskSpec,
+    LimitGroup, LimitSpec, LogLevel, Measure, Namespace, NamespaceSpec, Plan, Status, Upgrade,
 };
 use shadowbell_control_api::client::{Client, part};
 use shadowbell_control_api::discovery;
 use shadowbell_process::atomic_file::replace;
-use shadowbell_process::exit::bad_input;
+use shadowbell_process::exit::{bad_input, not_there};
 use shadowbell_process::logging::COMMON;
 use shadowbell_process::output::{Output, show};
 use shadowbell_process::table::Table;
@@ -96,12 +96,15 @@ enum What {
     },
     /// List the namespaces
     Namespaces,
-    /// Add, remove or change a namespace while its guest runs
+    /// Attach a disk to a controller as a namespace, or detach a namespace, while the guest runs
     #[command(subcommand)]
     Namespace(NamespaceVerb),
-    /// Set rate limits of a namespace or limit group, or show the limit groups
+    /// List, add, remove or change disks
+    #[command(subcommand)]
+    Disk(DiskVerb),
+    /// Set rate limits of a disk or limit group, or show them
     ///
-    /// Limits that are not given are removed. Requests beyond a limit wait.
+    /// New limits replace all of the old ones. Requests beyond a limit wait.
     Limit(LimitArgs),
     /// Show or change the ANA states of a subsystem (Asymmetric Namespace Access)
     ///
@@ -142,60 +145,40 @@ enum What {
 
 #[derive(Clone, Debug, Subcommand)]
 enum NamespaceVerb {
-    /// Add a namespace to a controller
-    Add {
+    /// Attach a disk to a controller
+    Attach {
         #[command(flatten)]
         which: Which,
-        /// Disk, as for `serve`
+        /// Disk: the id of one without a controller; or a disk as for `serve`
         disk: String,
         /// UUID [default: derived from the serial number and the disk's name]
         #[arg(long)]
         uuid: Option<String>,
-        /// Refuse writes
+        /// Refuse writes; for a disk with an id, use `ctl disk read-only`
         #[arg(long)]
         read_only: bool,
+        /// Permit another writer of the disk, if that one permits it too
+        #[arg(long)]
+        share: bool,
     },
-    /// Remove a namespace after a flush
-    Remove {
+    /// Detach a namespace after a flush
+    Detach {
         #[command(flatten)]
         which: Which,
-    },
-    /// Resize a namespace (default: to the size of its file)
-    Resize {
-        #[command(flatten)]
-        which: Which,
-        /// New size: 16GiB; a file must have at least this size
-        #[arg(value_parser = parse::size)]
-        size: Option<u64>,
-    },
-    /// Replace the disk of a namespace
-    Replace {
-        #[command(flatten)]
-        which: Which,
-        /// New disk, with the same block size
-        disk: String,
-    },
-    /// Make a namespace read-only or writable
-    ReadOnly {
-        #[command(flatten)]
-        which: Which,
-        /// on: read-only; off: writable
-        #[arg(value_enum)]
-        switch: Switch,
     },
 }
 
 #[derive(Clone, Debug, clap::Args)]
 struct LimitArgs {
-    /// Controller: its id or socket
-    #[arg(requires = "nsid", conflicts_with = "of_group")]
-    controller: Option<String>,
-    /// Namespace identifier
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
-    nsid: Option<u32>,
-    /// Limit group, whose namespaces share the limits, instead of a namespace
+    /// Disk: its id, which is CONTROLLER/NSID unless the configuration gives one
+    #[arg(conflicts_with = "of_group")]
+    disk: Option<String>,
+    /// Limit group, whose disks share the limits, instead of a disk
     #[arg(long, value_name = "NAME")]
     of_group: Option<String>,
+    /// Remove all limits that are not given
+    #[arg(long)]
+    none: bool,
     /// Reads and writes per second, with an optional burst: 1000:5000
     #[arg(long, value_name = "N[:BURST]")]
     iops: Option<String>,
@@ -214,7 +197,7 @@ struct LimitArgs {
     /// Bytes written per second
     #[arg(long, value_name = "SIZE[:BURST]")]
     write_bandwidth: Option<String>,
-    /// Limit group whose limits the namespace shares as well
+    /// Limit group whose limits the disk shares as well
     #[arg(long, value_name = "NAME", conflicts_with = "of_group")]
     group: Option<String>,
 }
@@ -230,7 +213,7 @@ struct Which {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Switch {
+pub(crate) enum Switch {
     On,
     Off,
 }
@@ -306,6 +289,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
         What::Namespace(verb) => change_namespace(&client, verb, json),
+        What::Disk(verb) => disk(&client, verb, json),
         What::Limit(args) => limit(&client, args, json),
         What::SaveConfig { file } => save_config(&client, file, json),
         What::Ana(args) => ana(&client, args, controller_path, json),
@@ -387,12 +371,14 @@ fn controllers(out: &mut dyn Write, all: &Vec<Controller>) -> io::Result<()> {
 }
 
 fn namespaces(out: &mut dyn Write, all: &Vec<Namespace>) -> io::Result<()> {
-    let headings = ["Controller", "Namespace", "Disk", "Size", "Block", "Writes", "Limits", "UUID"];
+    let headings =
+        ["Controller", "Namespace", "Disk", "Source", "Size", "Block", "Writes", "Limits", "UUID"];
     let mut table = Table::new(headings);
     for namespace in all {
         table.line([
             namespace.controller.clone(),
             namespace.nsid.to_string(),
+            namespace.disk_id.clone(),
             namespace.disk.clone(),
             ByteSize(namespace.bytes).display().iec().to_string(),
             namespace.block_size.to_string(),
@@ -487,36 +473,22 @@ fn change_controllers(client: &Client, change: &Change, json: bool) -> anyhow::R
 fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow::Result<()> {
     let path =
         |which: &Which| format!("{}/namespaces/{}", controller_path(&which.controller), which.nsid);
-    let changed = |which: &Which, change: NamespaceChange| {
-        client.send::<Namespace>(&Method::PATCH, &path(which), &change)
-    };
     let now = match verb {
-        NamespaceVerb::Add { which, disk, uuid, read_only } => {
-            let disk = disk_spec::from_root(disk);
+        NamespaceVerb::Attach { which, disk, uuid, read_only, share } => {
+            let disk = match is_disk(client, disk)? {
+                true => disk.clone(),
+                false => disk_spec::from_root(disk),
+            };
             let disk = match read_only {
                 true => disk_spec::with_option(&disk, "read-only", "on"),
                 false => disk,
             };
             grant(client, std::iter::once(&disk[..]));
-            let spec = NamespaceSpec { disk, uuid: uuid.clone() };
+            let spec = NamespaceSpec { disk, uuid: uuid.clone(), share: *share };
             client.send(&Method::PUT, &path(which), &spec)
         }
-        NamespaceVerb::Remove { which } => {
+        NamespaceVerb::Detach { which } => {
             return client.send::<()>(&Method::DELETE, &path(which), &());
-        }
-        NamespaceVerb::Resize { which, size } => {
-            let size = Some(size.map_or(Size::Whole, Size::Bytes));
-            changed(which, NamespaceChange { size, ..NamespaceChange::default() })
-        }
-        NamespaceVerb::Replace { which, disk } => {
-            let disk = disk_spec::from_root(disk);
-            grant(client, std::iter::once(&disk[..]));
-            let disk = Some(disk);
-            changed(which, NamespaceChange { disk, ..NamespaceChange::default() })
-        }
-        NamespaceVerb::ReadOnly { which, switch } => {
-            let read_only = Some(*switch == Switch::On);
-            changed(which, NamespaceChange { read_only, ..NamespaceChange::default() })
         }
     };
     show(&vec![now?], json, namespaces)
@@ -532,21 +504,31 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
         write_bandwidth: args.write_bandwidth.clone(),
         group: args.group.clone(),
     };
-    if let (Some(controller), Some(nsid)) = (&args.controller, args.nsid) {
-        let path = format!("{}/namespaces/{nsid}", controller_path(controller));
-        let change = NamespaceChange { limits: Some(limits), ..NamespaceChange::default() };
-        let now: Namespace = client.send(&Method::PATCH, &path, &change)?;
-        return show(&vec![now], json, namespaces);
+    let is_change = args.none || limits != LimitSpec::default();
+    if let Some(id) = &args.disk {
+        let path = disk_path(id);
+        let now: Disk = match is_change {
+            true => {
+                let change = DiskChange { limits: Some(limits), ..DiskChange::default() };
+                client.send(&Method::PATCH, &path, &change)?
+            }
+            false => client.get(&path)?,
+        };
+        return show(&vec![now], json, disks);
     }
     let groups: Vec<LimitGroup> = match &args.of_group {
-        Some(name) => {
+        Some(name) if is_change => {
             let path = format!("/v1/limit-groups/{}", part(name));
             vec![client.send(&Method::PUT, &path, &limits)?]
         }
-        None if limits != LimitSpec::default() => {
+        Some(name) => {
+            let all: Vec<LimitGroup> = client.get("/v1/limit-groups")?;
+            let found = all.into_iter().find(|group| group.name == *name);
+            vec![found.ok_or_else(|| not_there(anyhow!("there is no limit group `{name}`")))?]
+        }
+        None if is_change => {
             return Err(bad_input(anyhow!(
-                "limits of which namespace? Name a controller and a namespace, or a group with \
-                 `--of-group`"
+                "no disk was named for the limits: give the id of a disk, or a group by `--of-group`"
             )));
         }
         None => client.get("/v1/limit-groups")?,
@@ -560,7 +542,7 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
     })
 }
 
-fn limits_text(spec: Option<&LimitSpec>) -> String {
+pub(crate) fn limits_text(spec: Option<&LimitSpec>) -> String {
     spec.and_then(|spec| spec.parse().ok()).unwrap_or_default().to_string()
 }
 

@@ -13,6 +13,7 @@ use shadowbell_disk_qcow2::Qcow2Disk;
 use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
 use shadowbell_driver::Transport;
 use shadowbell_process::exit;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -206,6 +207,23 @@ pub fn attach(
         // The user has to name another namespace.
         error => exit::bad_input(error).context(target.to_string()),
     })
+}
+
+/// Error text for a TARGET that is the path of a missing file.
+#[must_use]
+pub fn nothing_at(path: &str) -> String {
+    let looks_like_socket =
+        Path::new(path).extension().is_some_and(|end| end == "sock" || end == "socket");
+    let make = if looks_like_socket {
+        format!("`shadowbell serve DISK --socket {path}` creates such a socket")
+    } else {
+        format!("`truncate -s 10G {path}` creates an empty image")
+    };
+    format!(
+        "{path}: there is no such file; a TARGET is a disk (disk.img, /dev/sdb, mem:1GiB), \
+         vfio-user:PATH for a controller behind a socket, or nvme://0000:01:00.0 for a PCI device; \
+         {make}"
+    )
 }
 
 #[cfg(test)]

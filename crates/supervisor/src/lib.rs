@@ -9,7 +9,7 @@
 //! # Upgrade
 //!
 //! The next process is started and prepared; then the running one quiesces and is killed, and the
-//! next one recovers as after a crash: see [`upgrade`].
+//! next one recovers as after a crash (`upgrade`).
 //!
 //! # Crash of the server process
 //!
@@ -23,10 +23,10 @@
 //!
 //! # Upgrade and crash of the supervisor
 //!
-//! After an upgrade the supervisor executes the new program too ([`self_exec`]). If a service
+//! After an upgrade the supervisor executes the new program too (`self_exec`). If a service
 //! manager stores descriptors for the supervisor, the supervisor may be killed, and the next one
-//! continues ([`fd_store`], [`adopt`]). Both use a snapshot of the supervisor's state
-//! ([`snapshot`]).
+//! continues (`fd_store`, `adopt`). Both use a snapshot of the supervisor's state
+//! (`snapshot`).
 //!
 //! [`checkpoint`]: crate::checkpoint
 #![forbid(unsafe_code)]

@@ -115,7 +115,7 @@ pub mod to_supervisor {
     pub const TAKEN: u8 = b'A';
     /// Upgrade to a new process of the same program. Descriptor: receives the result.
     pub const UPGRADE: u8 = b'U';
-    /// Descriptor: a socket for [requests to open images](super::open_broker).
+    /// Descriptor: a socket for requests to open images (`open_broker`).
     pub const OPEN_BROKER: u8 = b'O';
     /// Descriptor: a socket for [requests for sockets and files](crate::path_protocol).
     pub const PATH_BROKER: u8 = b'D';

@@ -169,10 +169,11 @@ fn middle_and_most(mut times: Vec<Duration>) -> String {
     format!("{:.1} ms (at most {:.1})", ms(times.get(times.len() / 2)), ms(times.last()))
 }
 
-/// The controller's resource on the server's control socket.
+/// Namespace 2 of the controller, and its disk, on the server's control socket.
 struct Api {
     socket: PathBuf,
-    path: String,
+    namespace: String,
+    disk: String,
 }
 
 impl Api {
@@ -181,12 +182,14 @@ impl Api {
         let list: Value = serde_json::from_str(&list)?;
         let id = list.pointer("/0/id").and_then(Value::as_str).context("no controller")?;
         let id: String = id.bytes().map(|byte| format!("%{byte:02X}")).collect();
-        Ok(Self { socket, path: format!("/v1/controllers/{id}/namespaces/2") })
+        let disk = format!("/v1/disks/{id}%2F2");
+        Ok(Self { socket, namespace: format!("/v1/controllers/{id}/namespaces/2"), disk })
     }
 
-    /// Sends a request for namespace 2.
+    /// Sends a request: a change (`PATCH`) concerns the disk, all others the namespace.
     fn call(&self, method: &str, body: Option<&Value>) -> Result<()> {
-        request(&self.socket, method, &self.path, body).map(drop)
+        let path = if method == "PATCH" { &self.disk } else { &self.namespace };
+        request(&self.socket, method, path, body).map(drop)
     }
 }
 

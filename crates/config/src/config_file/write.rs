@@ -1,12 +1,13 @@
 //! Writer of a configuration file from the state of a running server.
 
+use super::disks::WrittenDisk;
 use crate::ana_state::AnaWord;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::disk_spec;
 use crate::limits::{self, Group};
 use crate::pool::PoolSpec;
 use crate::pool_disks;
-use crate::server_config::{Own, ServerConfig, SocketConfig, WorkerChoice};
+use crate::server_config::{NamedDisk, Own, ServerConfig, SocketConfig, WorkerChoice};
 use crate::socket_access::SocketAccess;
 use crate::uuid_text::uuid_text;
 use serde::Serialize;
@@ -83,6 +84,7 @@ struct File {
     poll_max_us: Option<u64>,
     limit_group: Vec<BTreeMap<&'static str, String>>,
     subsystem: Vec<Subsystem>,
+    disk: Vec<WrittenDisk>,
     controller: Vec<Controller>,
 }
 
@@ -131,11 +133,18 @@ enum Disk {
         nsid: Option<u32>,
         #[serde(skip_serializing_if = "Option::is_none")]
         uuid: Option<String>,
+        #[serde(skip_serializing_if = "std::ops::Not::not")]
+        share: bool,
     },
 }
 
 /// Writes a file from which a server called `name` serves these controllers.
-pub fn write(settings: &Settings, name: &str, controllers: &[Arc<SocketConfig>]) -> String {
+pub fn write(
+    settings: &Settings,
+    name: &str,
+    disks: &[NamedDisk],
+    controllers: &[Arc<SocketConfig>],
+) -> String {
     let Settings { pool, trace, control_socket, .. } = settings;
     let Settings { measure, metrics, access, .. } = settings;
     let (poll, poll_max_us) = match pool.polling {
@@ -159,6 +168,7 @@ pub fn write(settings: &Settings, name: &str, controllers: &[Arc<SocketConfig>])
         poll_max_us,
         limit_group: limits::groups().into_iter().map(group).collect(),
         subsystem: subsystems(controllers),
+        disk: disks.iter().map(WrittenDisk::of).collect(),
         controller: controllers.iter().map(|asked| controller(asked)).collect(),
     };
     // Numbers and texts only: serialization cannot fail.
@@ -225,11 +235,11 @@ fn disks(all: &[DiskConfig]) -> Vec<Disk> {
     let numbered = nsids(all).zip(all).map(|(nsid, config)| {
         let next = std::mem::replace(&mut before, nsid) + 1;
         let nsid = (nsid != next).then_some(nsid);
-        let disk = disk_spec::from_root(&config.disk);
+        let disk = config.id.clone().unwrap_or_else(|| disk_spec::from_root(&config.disk));
         let uuid = config.uuid.as_ref().map(uuid_text);
-        match (nsid, uuid) {
-            (None, None) => Disk::Plain(disk),
-            (nsid, uuid) => Disk::Table { disk, nsid, uuid },
+        match (nsid, uuid, config.share) {
+            (None, None, false) => Disk::Plain(disk),
+            (nsid, uuid, share) => Disk::Table { disk, nsid, uuid, share },
         }
     });
     numbered.collect()

@@ -5,6 +5,7 @@
 
 use super::ana;
 use super::controllers;
+use super::disks;
 use super::identify;
 use super::latency;
 use super::limit_groups;
@@ -116,15 +117,17 @@ routes! {
     controllers::remove_controller: |r| {
         removed(controllers::remove_controller(r.state, r.id(), r.route.has_query("force=true"))?)
     };
-    namespaces::add_namespace: |r| {
-        created(namespaces::add_namespace(r.state, r.id(), r.route.number("nsid")?, &r.body()?)?)
+    namespaces::attach_namespace: |r| {
+        created(namespaces::attach_namespace(r.state, r.id(), r.route.number("nsid")?, &r.body()?)?)
     };
-    namespaces::remove_namespace: |r| {
-        removed(namespaces::remove_namespace(r.state, r.id(), r.route.number("nsid")?)?)
+    namespaces::detach_namespace: |r| {
+        removed(namespaces::detach_namespace(r.state, r.id(), r.route.number("nsid")?)?)
     };
-    namespaces::change_namespace: |r| {
-        ok(namespaces::change_namespace(r.state, r.id(), r.route.number("nsid")?, &r.body()?)?)
-    };
+    disks::disks: |r| ok(disks::disks(r.state));
+    disks::disk: |r| ok(disks::disk(r.state, r.id())?);
+    disks::add_disk: |r| created(disks::add_disk(r.state, r.id(), &r.body()?)?);
+    disks::change_disk: |r| ok(disks::change_disk(r.state, r.id(), r.body()?)?);
+    disks::remove_disk: |r| removed(disks::remove_disk(r.state, r.id())?);
     ana::set_ana: |r| ok(ana::set_ana(r.state, r.id(), r.route.number("group")?, &r.body()?)?);
     server::apply: |r| ok(server::apply(r.state, &r.body()?)?);
     server::configuration: |r| ok(server::configuration(r.state));

@@ -22,6 +22,7 @@
 
 mod ana;
 mod controllers;
+mod disks;
 mod handlers;
 mod http;
 mod identify;

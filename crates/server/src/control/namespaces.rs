@@ -1,16 +1,16 @@
-//! Namespace requests: list, add, remove and change.
+//! Namespace requests: list, attach and detach.
 
 use super::lookup::{find, problem, uuid};
 use super::state::{ServerState, namespaces_of};
 use shadowbell_config::controller_config::DiskConfig;
-use shadowbell_control_api::api::{Code, Namespace, NamespaceChange, NamespaceSpec, Problem, Size};
+use shadowbell_control_api::api::{Code, Namespace, NamespaceSpec, Problem};
 
-/// Add a namespace to a controller
+/// Attach a disk to a controller, as a namespace
 ///
 /// The guest is notified, and may use the namespace at once. The request is idempotent: if the
 /// same namespace exists already, nothing changes (200).
 #[utoipa::path(put, path = "/v1/controllers/{id}/namespaces/{nsid}",
-    operation_id = "add_namespace", tag = "namespaces",
+    operation_id = "attach_namespace", tag = "namespaces",
     params(
         ("id" = String, Path, description = "The controller's `id`"),
         ("nsid" = u32, Path, description = "NSID of the namespace, from 1")
@@ -18,12 +18,12 @@ use shadowbell_control_api::api::{Code, Namespace, NamespaceChange, NamespaceSpe
     request_body = NamespaceSpec,
     responses(
         (status = 200, description = "The namespace exists already", body = Namespace),
-        (status = 201, description = "The namespace was added", body = Namespace),
+        (status = 201, description = "The namespace was attached", body = Namespace),
         (status = 400, description = "The namespace cannot be served", body = Problem),
         (status = 404, description = "No such controller", body = Problem),
         (status = 409, description = "Another namespace has that NSID", body = Problem)
     ))]
-pub(super) fn add_namespace(
+pub(super) fn attach_namespace(
     state: &ServerState,
     id: &str,
     nsid: u32,
@@ -32,79 +32,28 @@ pub(super) fn add_namespace(
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
     let uuid = wanted.uuid.as_deref().map(uuid).transpose().map_err(wrong)?;
     let disk = DiskConfig::with(wanted.disk.clone(), uuid, Some(nsid));
-    let is_new = state.changes.add_namespace(id, nsid, &disk).map_err(problem)?;
+    let disk = DiskConfig { share: wanted.share, ..disk };
+    let is_new = state.changes.add_namespace(id, nsid, disk).map_err(problem)?;
     Ok((is_new, namespace(state, id, nsid)?))
 }
 
-/// Remove a namespace of a controller
+/// Detach a namespace from its controller
 ///
-/// The guest is notified. Commands in flight end with an error; written data is flushed, and the
-/// disk is closed.
+/// The guest is notified. Commands in flight end with an error, and written data is flushed. A disk
+/// with an id of its own stays open; another one is closed.
 #[utoipa::path(delete, path = "/v1/controllers/{id}/namespaces/{nsid}",
-    operation_id = "remove_namespace", tag = "namespaces",
+    operation_id = "detach_namespace", tag = "namespaces",
     params(
         ("id" = String, Path, description = "The controller's `id`"),
         ("nsid" = u32, Path, description = "NSID of the namespace")
     ),
     responses(
-        (status = 204, description = "The namespace was removed"),
+        (status = 204, description = "The namespace was detached"),
         (status = 404, description = "No such controller or namespace", body = Problem),
         (status = 409, description = "The namespace is the only one of the controller", body = Problem)
     ))]
-pub(super) fn remove_namespace(state: &ServerState, id: &str, nsid: u32) -> Result<(), Problem> {
+pub(super) fn detach_namespace(state: &ServerState, id: &str, nsid: u32) -> Result<(), Problem> {
     state.changes.remove_namespace(id, nsid).map_err(problem)
-}
-
-/// Change a namespace: its size, its disk, read-only, or its limits
-///
-/// The guest is notified. If the namespace has that property already, nothing changes.
-#[utoipa::path(patch, path = "/v1/controllers/{id}/namespaces/{nsid}",
-    operation_id = "change_namespace", tag = "namespaces",
-    params(
-        ("id" = String, Path, description = "The controller's `id`"),
-        ("nsid" = u32, Path, description = "NSID of the namespace")
-    ),
-    request_body = NamespaceChange,
-    responses(
-        (status = 200, description = "The namespace after the change", body = Namespace),
-        (status = 400, description = "Invalid change", body = Problem),
-        (status = 404, description = "No such controller or namespace", body = Problem),
-        (status = 409, description = "Change not possible in this state of the disk or the server",
-            body = Problem)
-    ))]
-pub(super) fn change_namespace(
-    state: &ServerState,
-    id: &str,
-    nsid: u32,
-    wanted: &NamespaceChange,
-) -> Result<Namespace, Problem> {
-    use crate::namespaces::NamespaceChange as Change;
-    let change = match wanted.clone() {
-        NamespaceChange { size: Some(Size::Whole), disk: None, read_only: None, limits: None } => {
-            Change::Size(None)
-        }
-        NamespaceChange {
-            size: Some(Size::Bytes(bytes)),
-            disk: None,
-            read_only: None,
-            limits: None,
-        } => Change::Size(Some(bytes)),
-        NamespaceChange { size: None, disk: Some(disk), read_only: None, limits: None } => {
-            Change::Disk(disk)
-        }
-        NamespaceChange { size: None, disk: None, read_only: Some(on), limits: None } => {
-            Change::ReadOnly(on)
-        }
-        NamespaceChange { size: None, disk: None, read_only: None, limits: Some(limits) } => {
-            Change::Limits(limits.parse().map_err(|why| Problem::new(Code::BadRequest, why))?)
-        }
-        _ => {
-            let why = "give exactly one of `size`, `disk`, `read_only` and `limits`";
-            return Err(Problem::new(Code::BadRequest, why));
-        }
-    };
-    state.changes.change_namespace(id, nsid, &change).map_err(problem)?;
-    namespace(state, id, nsid)
 }
 
 pub(super) fn namespace(state: &ServerState, id: &str, nsid: u32) -> Result<Namespace, Problem> {

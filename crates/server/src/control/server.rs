@@ -80,7 +80,14 @@ pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem
 pub(super) fn configuration(state: &ServerState) -> Configuration {
     let controllers: Vec<_> = state.controllers.all().iter().map(|one| one.asked()).collect();
     let settings = state.settings.with_measure(state.tracer.measures());
-    Configuration { toml: config_file::write(&settings, &state.name, &controllers) }
+    Configuration {
+        toml: config_file::write(
+            &settings,
+            &state.name,
+            &state.changes.named_disks(),
+            &controllers,
+        ),
+    }
 }
 
 /// Statistics of the server

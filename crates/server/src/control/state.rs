@@ -1,5 +1,6 @@
 //! Interface of the control socket to the server.
 
+use crate::disks::id_of;
 use crate::reconfigure::Changes;
 use crate::registry::{Registry, ServedController};
 use crate::tracer::Tracer;
@@ -39,6 +40,13 @@ pub(super) fn namespaces_of(
     served: &ServedController,
 ) -> impl Iterator<Item = Namespace> + use<'_> {
     let asked = served.asked();
+    let id = {
+        let asked = Arc::clone(&asked);
+        move |at: usize, nsid| {
+            let disk = asked.controller.disks.get(at)?;
+            Some(id_of(&served.id, nsid, disk))
+        }
+    };
     let limits = move |at: usize| {
         let disk = asked.controller.disks.get(at)?;
         let (_, limits) = DiskLimits::split(&disk.disk).ok()?;
@@ -50,6 +58,7 @@ pub(super) fn namespaces_of(
         Namespace {
             controller: served.id.clone(),
             nsid,
+            disk_id: id(at, nsid).unwrap_or_default(),
             disk: namespace.disk.name(),
             bytes: info.bytes(),
             block_size: info.block_size,

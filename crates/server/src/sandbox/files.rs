@@ -100,8 +100,7 @@ fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Re
 
 /// Images that the process may request.
 fn allowed(asked: &Asked, config: &ServerConfig) -> Allowed {
-    let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
-    let paths = disks.filter_map(|disk| disk_spec::file(&disk.disk));
+    let paths = config.disk_specs().filter_map(disk_spec::file);
     let pools = config.controllers.iter().filter_map(|served| served.controller.pool.as_ref());
     let pools = pools.map(|pool| pool.directory.clone());
     Allowed {

@@ -123,9 +123,7 @@ pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
 
 /// Reason why the configuration cannot be served in a sandbox.
 fn hindrance(config: &ServerConfig) -> Option<String> {
-    let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
-    let mut disks = disks.map(|disk| &disk.disk);
-    disks.find_map(|disk| Some(format!("{disk} {}", disk_spec::outside(disk)?)))
+    config.disk_specs().find_map(|disk| Some(format!("{disk} {}", disk_spec::outside(disk)?)))
 }
 
 /// Caches system values that the sandbox makes unreadable.

@@ -1,7 +1,6 @@
 //! Exports of one disk: NBD, FUSE, vhost-user-blk and ublk.
 
 use super::args::Args;
-use crate::session::nothing_at;
 use anyhow::anyhow;
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_config::disk_spec::DiskSpecError;
@@ -51,7 +50,7 @@ fn open(target: &Target, queues: u16, timeout: Duration) -> anyhow::Result<Arc<d
     match target {
         Target::Local { disk } => disk_open::open(disk).map_err(|error| match error {
             DiskSpecError::Disk(OpenError::Missing { path }) => {
-                exit::bad_input(anyhow!(nothing_at(&path)))
+                exit::bad_input(anyhow!(disk_open::nothing_at(&path)))
             }
             error => error.into_error(),
         }),

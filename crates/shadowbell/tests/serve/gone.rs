@@ -83,7 +83,7 @@ fn goes_away_and_comes_back(behind: &Path, options: &str) {
     let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take()).status;
     assert_eq!(read.code(), Status::UNRECOVERED_READ);
     let disk = format!("{}{options}", mount.path().display());
-    let (status, _, errors) = ctl(&server, &["namespace", "replace", "vm.sock", "1", &disk]);
+    let (status, _, errors) = ctl(&server, &["disk", "replace", "vm.sock/1", &disk]);
     assert_eq!(status, Some(0), "{errors}\n{}", server.stderr());
     let read = run(&mut queue, gone.read(0, 8).unwrap(), pool.take());
     assert_eq!(read.status, Status::SUCCESS);

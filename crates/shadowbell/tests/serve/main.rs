@@ -8,6 +8,7 @@ mod clients;
 mod config;
 mod control;
 mod disk_kinds;
+mod disks;
 mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;

@@ -12,17 +12,17 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use std::os::unix::net::UnixStream;
 
-/// Runs `ctl namespace`, which must fail with this status and text.
+/// Runs `ctl`, which must fail with this status and text.
 #[track_caller]
 fn refused(server: &Server, arguments: &[&str], status: i32, words: &str) {
-    let (code, _, errors) = ctl(server, &[&["namespace"], arguments].concat());
+    let (code, _, errors) = ctl(server, arguments);
     assert!(code == Some(status) && errors.contains(words), "{arguments:?}: {code:?} {errors}");
 }
 
-/// Runs `ctl namespace`, which must succeed; returns the namespace in its response.
+/// Runs `ctl`, which must succeed; returns the namespace or disk in its response.
 #[track_caller]
 fn done(server: &Server, arguments: &[&str]) -> Value {
-    let answer = ctl_json(server, &[&["namespace"], arguments].concat());
+    let answer = ctl_json(server, arguments);
     answer[0].clone()
 }
 
@@ -40,48 +40,77 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     let mut server = Server::start_in(directory, &["a.img"], &[]);
     let mut guest = Client::attach(&server.socket());
     guest.write(1, 0, 1);
-    let add = ["add", "vm.sock", "3", "b.img", "--uuid", "0190163d-8694-739b-aea5-966c26f8ad91"];
+    let add = [
+        "namespace",
+        "attach",
+        "vm.sock",
+        "3",
+        "b.img",
+        "--uuid",
+        "0190163d-8694-739b-aea5-966c26f8ad91",
+    ];
     let added = done(&server, &add);
     assert_eq!((&added["nsid"], &added["bytes"]), (&json!(3), &json!(8 << 20)));
     assert_eq!(added["uuid"], "0190163d-8694-739b-aea5-966c26f8ad91");
     assert_eq!(done(&server, &add), added, "the same again changes nothing");
     assert_eq!(nsids(&server), [1, 3]);
-    refused(&server, &["add", "vm.sock", "3", "c.img"], 4, "namespace 3 exists already");
-    refused(&server, &["add", "vm.sock", "1", "b.img"], 4, "namespace 1 exists already");
-    refused(&server, &["add", "vm.sock", "2", "b.img"], 2, "b.img");
-    refused(&server, &["add", "vm.sock", "2", "no.img"], 2, "no.img");
-    refused(&server, &["add", "vm.sock", "257", "c.img"], 2, "257");
-    refused(&server, &["add", "vm7", "2", "c.img"], 3, "no controller `vm7`");
-    refused(&server, &["add", "vm.sock", "2", "c.img", "--uuid", "x"], 2, "no UUID");
+    refused(
+        &server,
+        &["namespace", "attach", "vm.sock", "3", "c.img"],
+        4,
+        "namespace 3 exists already",
+    );
+    refused(
+        &server,
+        &["namespace", "attach", "vm.sock", "1", "b.img"],
+        4,
+        "namespace 1 exists already",
+    );
+    refused(&server, &["namespace", "attach", "vm.sock", "2", "b.img"], 2, "b.img");
+    refused(&server, &["namespace", "attach", "vm.sock", "2", "no.img"], 2, "no.img");
+    refused(&server, &["namespace", "attach", "vm.sock", "257", "c.img"], 2, "257");
+    refused(&server, &["namespace", "attach", "vm7", "2", "c.img"], 3, "no controller `vm7`");
+    refused(
+        &server,
+        &["namespace", "attach", "vm.sock", "2", "c.img", "--uuid", "x"],
+        2,
+        "no UUID",
+    );
     let same = added["uuid"].as_str().unwrap();
-    refused(&server, &["add", "vm.sock", "2", "c.img", "--uuid", same], 2, "the same UUID");
+    refused(
+        &server,
+        &["namespace", "attach", "vm.sock", "2", "c.img", "--uuid", same],
+        2,
+        "the same UUID",
+    );
     assert_eq!(nsids(&server), [1, 3]);
 
     // The file has grown.
-    assert_eq!(done(&server, &["resize", "vm.sock", "1"])["bytes"], 4 << 20);
+    assert_eq!(done(&server, &["disk", "resize", "vm.sock/1"])["bytes"], 4 << 20);
     std::fs::OpenOptions::new().write(true).open(first).unwrap().set_len(16 << 20).unwrap();
-    refused(&server, &["resize", "vm.sock", "1", "32MiB"], 2, "make it larger first");
-    assert_eq!(done(&server, &["resize", "vm.sock", "1"])["bytes"], 16 << 20);
-    refused(&server, &["resize", "vm.sock", "7"], 3, "no namespace 7");
+    refused(&server, &["disk", "resize", "vm.sock/1", "32MiB"], 2, "make it larger first");
+    assert_eq!(done(&server, &["disk", "resize", "vm.sock/1"])["bytes"], 16 << 20);
+    refused(&server, &["disk", "resize", "vm.sock/7"], 3, "there is no disk");
 
     // A namespace becomes read-only and writable again.
-    assert_eq!(done(&server, &["read-only", "vm.sock", "3", "on"])["read_only"], true);
-    assert_eq!(done(&server, &["read-only", "vm.sock", "3", "on"])["read_only"], true);
-    assert_eq!(done(&server, &["read-only", "vm.sock", "3", "off"])["read_only"], false);
+    assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "on"])["read_only"], true);
+    assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "on"])["read_only"], true);
+    assert_eq!(done(&server, &["disk", "read-only", "vm.sock/3", "off"])["read_only"], false);
 
     // Another disk with the same UUID for the guest; the old disk is free then.
-    let replaced = done(&server, &["replace", "vm.sock", "3", "c.img"]);
-    assert_eq!((&replaced["uuid"], &replaced["bytes"]), (&added["uuid"], &json!(8 << 20)));
-    assert!(replaced["disk"].as_str().unwrap().ends_with("c.img"));
-    refused(&server, &["replace", "vm.sock", "3", "mem:1MiB?block-size=4096"], 4, "blocks of");
-    done(&server, &["add", "vm.sock", "2", "b.img", "--read-only"]);
+    let replaced = done(&server, &["disk", "replace", "vm.sock/3", "c.img"]);
+    assert_eq!(replaced["bytes"], json!(8 << 20));
+    assert!(replaced["source"].as_str().unwrap().ends_with("c.img"));
+    assert_eq!(ctl_json(&server, &["namespaces"])[1]["uuid"], added["uuid"]);
+    refused(&server, &["disk", "replace", "vm.sock/3", "mem:1MiB?block-size=4096"], 4, "blocks of");
+    done(&server, &["namespace", "attach", "vm.sock", "2", "b.img", "--read-only"]);
     assert_eq!(nsids(&server), [1, 2, 3]);
-    refused(&server, &["read-only", "vm.sock", "2", "off"], 4, "when it is opened");
+    refused(&server, &["disk", "read-only", "vm.sock/2", "off"], 4, "when it is opened");
 
-    assert_eq!(ctl(&server, &["namespace", "remove", "vm.sock", "2"]).0, Some(0));
-    refused(&server, &["remove", "vm.sock", "2"], 3, "no namespace 2");
-    assert_eq!(ctl(&server, &["namespace", "remove", "vm.sock", "3"]).0, Some(0));
-    refused(&server, &["remove", "vm.sock", "1"], 4, "has no other namespace");
+    assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "2"]).0, Some(0));
+    refused(&server, &["namespace", "detach", "vm.sock", "2"], 3, "no namespace 2");
+    assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "3"]).0, Some(0));
+    refused(&server, &["namespace", "detach", "vm.sock", "1"], 4, "has no other namespace");
     assert_eq!(guest.read(1, 0), 1);
     drop(guest);
     let (_, table, _) = ctl(&server, &["namespaces"]);
@@ -132,13 +161,14 @@ fn changed_controllers_and_namespaces_survive_crashes_and_upgrades() {
     };
     check(&server, &mut guest, &mut other);
     let vm = "vm0.sock";
-    done(&server, &["add", vm, "7", "b.img"]);
+    done(&server, &["namespace", "attach", vm, "7", "b.img"]);
     check(&server, &mut guest, &mut other);
-    assert_eq!(done(&server, &["resize", vm, "2", "32MiB"])["bytes"], 32 << 20);
-    done(&server, &["read-only", vm, "7", "on"]);
+    assert_eq!(done(&server, &["disk", "resize", "vm0.sock/2", "32MiB"])["bytes"], 32 << 20);
+    done(&server, &["disk", "read-only", "vm0.sock/7", "on"]);
     check(&server, &mut guest, &mut other);
-    let uuid = done(&server, &["replace", vm, "7", "mem:1MiB"])["uuid"].clone();
-    assert_eq!(ctl(&server, &["namespace", "remove", vm, "1"]).0, Some(0));
+    done(&server, &["disk", "replace", "vm0.sock/7", "mem:1MiB"]);
+    let uuid = ctl_json(&server, &["namespaces"])[2]["uuid"].clone();
+    assert_eq!(ctl(&server, &["namespace", "detach", vm, "1"]).0, Some(0));
     check(&server, &mut guest, &mut other);
     assert_eq!(nsids(&server), [2, 7, 1]);
     drop(other);
@@ -226,7 +256,7 @@ fn limits_change_at_run_time_and_survive_restarts() {
     read_many(&server, 2, 50);
     assert_eq!(delayed(&server, 0), 0);
     assert!(delayed(&server, 1) >= 40, "{}", delayed(&server, 1));
-    let limit = ["limit", "vm.sock", "1", "--iops", "1000:1", "--write-bandwidth", "100MiB"];
+    let limit = ["limit", "vm.sock/1", "--iops", "1000:1", "--write-bandwidth", "100MiB"];
     let now = ctl_json(&server, &limit);
     assert_eq!(now[0]["limits"], json!({"iops": "1000:1", "write_bandwidth": "100MiB"}));
     assert_eq!(ctl_json(&server, &limit), now);
@@ -234,14 +264,13 @@ fn limits_change_at_run_time_and_survive_restarts() {
     let before = delayed(&server, 0);
     assert!(before >= 40, "{before}");
     // Limits change in place, also for requests that already wait.
-    ctl_json(&server, &["limit", "vm.sock", "1", "--iops", "1000000:1000000", "--group", "slow"]);
+    ctl_json(&server, &["limit", "vm.sock/1", "--iops", "1000000:1000000", "--group", "slow"]);
     let groups = ctl_json(&server, &["limit", "--of-group", "slow", "--iops", "1000000"]);
     assert_eq!(groups, json!([{"name": "slow", "limits": {"iops": "1000000"}}]));
     for (arguments, words) in [
-        (&["vm.sock", "1", "--iops", "many"][..], "`iops`"),
-        (&["--iops", "7"], "limits of which namespace"),
+        (&["vm.sock/1", "--iops", "many"][..], "`iops`"),
+        (&["--iops", "7"], "no disk was named"),
         (&["--of-group", "a/b", "--iops", "7"], "is not a group name"),
-        (&["vm.sock"], "nsid"),
     ] {
         let (code, _, errors) = ctl(&server, &[&["limit"], arguments].concat());
         let errors = errors.to_lowercase();
@@ -260,7 +289,7 @@ fn limits_change_at_run_time_and_survive_restarts() {
     assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
     assert_eq!((seen(&server), ctl_json(&server, &["limit"])), (limits, groups));
     // A guest with throttled requests does not delay an upgrade.
-    ctl_json(&server, &["limit", "vm.sock", "1", "--iops", "1:1"]);
+    ctl_json(&server, &["limit", "vm.sock/1", "--iops", "1:1"]);
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();
     let pool = guest.buffers(8, 4096).unwrap();
@@ -274,7 +303,7 @@ fn limits_change_at_run_time_and_survive_restarts() {
     assert_eq!(code, Some(0), "{errors}");
     (0..8).for_each(|_| assert_eq!(complete(&mut queue).status, Status::SUCCESS));
     drop((queue, pool, guest));
-    ctl_json(&server, &["limit", "vm.sock", "1"]);
+    ctl_json(&server, &["limit", "vm.sock/1", "--none"]);
     assert_eq!(seen(&server)[0], Value::Null);
     let (_, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(saved.contains("[[limit-group]]\niops = \"1000000\"\nname = \"slow\""), "{saved}");

@@ -130,7 +130,7 @@ fn images_can_be_opened_after_the_supervisors_change() {
     // By the server process of before the change, and by the next ones.
     let image = crate::harness::image(server.directory(), "later.img", 1 << 20);
     let add = |nsid: &str| {
-        let add = ["namespace", "add", "vm0.sock", nsid, image.to_str().unwrap()];
+        let add = ["namespace", "attach", "vm0.sock", nsid, image.to_str().unwrap()];
         let (status, _, errors) = ctl(&server, &add);
         assert_eq!(status, Some(0), "{errors}");
     };

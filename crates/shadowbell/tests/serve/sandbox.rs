@@ -78,7 +78,8 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     server.says("privilege gain blocked");
     let mut guest = Client::attach(&server.socket());
     guest.write(1, 0, 1);
-    let (status, _, errors) = ctl(&server, &["namespace", "add", "vm.sock", "2", &path("a.img")]);
+    let (status, _, errors) =
+        ctl(&server, &["namespace", "attach", "vm.sock", "2", &path("a.img")]);
     assert_eq!(status, Some(0), "{errors}");
     for round in 2..6 {
         let before = worker(&server);
@@ -99,8 +100,7 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     std::fs::rename(path("a.img"), path("z.img")).unwrap();
     kill(&server, Signal::KILL);
     assert_eq!(guest.read(1, 0), 5);
-    let (status, _, errors) =
-        ctl(&server, &["namespace", "replace", "vm.sock", "2", &path("b.img")]);
+    let (status, _, errors) = ctl(&server, &["disk", "replace", "vm.sock/2", &path("b.img")]);
     assert_eq!(status, Some(0), "{errors}");
     // Clients of the control socket cannot open paths outside of the allowed directories.
     let namespace = |nsid: u32| {
@@ -207,8 +207,7 @@ fn a_qcow2_image_grows_and_frees_clusters_in_the_sandbox() {
             assert_eq!(read, [byte; 4096], "{nsid}: {lba}");
         }
         // Resizing a qcow2 image is refused, and does not kill the process.
-        let (status, _, errors) =
-            ctl(&server, &["namespace", "resize", "vm.sock", &nsid.to_string()]);
+        let (status, _, errors) = ctl(&server, &["disk", "resize", &format!("vm.sock/{nsid}")]);
         assert!(status == Some(4) && !errors.is_empty(), "{status:?} {errors}");
     }
     drop((queue, pool));
@@ -409,7 +408,7 @@ fn a_server_process_runs_as_another_user() {
     let (status, _, errors) = upgrade(&server.pid().to_string(), None);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!(ids(worker(&server)), ["65534"; 4]);
-    let add = ["namespace", "add", "vm.sock", "2", other.to_str().unwrap()];
+    let add = ["namespace", "attach", "vm.sock", "2", other.to_str().unwrap()];
     let (status, _, errors) = ctl(&server, &add);
     assert_eq!(status, Some(0), "{errors}");
     assert_eq!(guest.read(1, 0), 1);

@@ -136,7 +136,7 @@ fn an_invalid_reservations_file_is_refused() {
         finish(command)
     };
     let one: &Path = &server.directory().join("vm0.sock");
-    let (status, _, errors) = ctl(&["namespace", "remove", &one.display().to_string(), "2"]);
+    let (status, _, errors) = ctl(&["namespace", "detach", &one.display().to_string(), "2"]);
     assert!(status != Some(0) && errors.contains("belongs to the subsystem pair"), "{errors}");
     assert!(server.stop().success(), "{}", server.stderr());
 }

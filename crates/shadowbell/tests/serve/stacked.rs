@@ -130,7 +130,7 @@ fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
     assert_eq!(workers(), [0, 1, 0, 0]);
     // A disk of another controller that is added later moves its controller to a thread of its own.
     let third = ssd("mem:1MiB");
-    ctl_json(&server, &["namespace", "add", "vm3", "2", &third.1]);
+    ctl_json(&server, &["namespace", "attach", "vm3", "2", &third.1]);
     until("vm3 has moved", || workers() == [0, 1, 0, 2]);
     drop(guests);
     assert!(server.stop().success());

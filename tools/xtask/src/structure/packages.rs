@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// Directories below `crates/`, bottom up: a crate may depend only on crates before it. Packages
 /// outside of `crates/` (tests, tools) may depend on any crate, but no crate on them.
-pub(super) const LAYERS: [&str; 28] = [
+pub(super) const LAYERS: [&str; 29] = [
     "spec",
     "doorbell",
     "state",
@@ -35,6 +35,7 @@ pub(super) const LAYERS: [&str; 28] = [
     "storage",
     "supervisor",
     "server",
+    "nvme-tools",
     "block",
     "export",
     "shadowbell",

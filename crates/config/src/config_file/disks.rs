@@ -1,0 +1,134 @@
+//! `[[disk]]` tables of the configuration file: named disks.
+
+use crate::limits::GROUP;
+use crate::server_config::NamedDisk;
+use serde::{Deserialize, Serialize};
+use shadowbell_disk_layers::Limits;
+use std::collections::BTreeMap;
+
+/// A `[[disk]]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct NamedDiskTable {
+    pub(super) id: String,
+    /// Path or URI, with or without options.
+    pub(super) source: String,
+    /// Options of the disk's kind and of its layers (metadata, zones).
+    #[serde(default)]
+    options: BTreeMap<String, OptionValue>,
+    /// Rate limits; `group` is the limit group.
+    #[serde(default)]
+    limits: BTreeMap<String, OptionValue>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "an option is a string, a number, or `true` or `false`")]
+enum OptionValue {
+    Switch(bool),
+    Number(u64),
+    Text(String),
+}
+
+impl OptionValue {
+    fn text(&self) -> String {
+        match self {
+            Self::Switch(true) => "on".to_owned(),
+            Self::Switch(false) => "off".to_owned(),
+            Self::Number(number) => number.to_string(),
+            Self::Text(text) => text.clone(),
+        }
+    }
+}
+
+impl NamedDiskTable {
+    /// Specification of the disk: source, options and limits.
+    ///
+    /// # Errors
+    /// A sentence about an unknown limit, or an option with `&`.
+    pub(super) fn spec(&self) -> Result<String, String> {
+        let mut options = Vec::new();
+        for (name, value) in &self.options {
+            options.push(format!("{name}={}", value.text()));
+        }
+        for (name, value) in &self.limits {
+            let name = match &name[..] {
+                "group" => GROUP,
+                name if Limits::NAMES.contains(&name) => name,
+                name => {
+                    return Err(format!(
+                        "a disk has no limit `{name}`; its limits are {}, group",
+                        Limits::NAMES.join(", ")
+                    ));
+                }
+            };
+            options.push(format!("{name}={}", value.text()));
+        }
+        if let Some(option) = options.iter().find(|option| option.contains(['&', '?'])) {
+            return Err(format!("the option `{option}` has a `&` or `?`, which separates options"));
+        }
+        Ok(match (options.is_empty(), self.source.contains('?')) {
+            (true, _) => self.source.clone(),
+            (false, true) => format!("{}&{}", self.source, options.join("&")),
+            (false, false) => format!("{}?{}", self.source, options.join("&")),
+        })
+    }
+}
+
+/// A `[[disk]]` in the written file, with the options in the source.
+#[derive(Serialize)]
+pub(super) struct WrittenDisk {
+    id: String,
+    source: String,
+}
+
+impl WrittenDisk {
+    pub(super) fn of(disk: &NamedDisk) -> Self {
+        Self { id: disk.id.clone(), source: crate::disk_spec::from_root(&disk.spec) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config_file::parse;
+
+    #[test]
+    fn controllers_refer_to_named_disks() {
+        let config = parse(
+            "[[limit-group]]\nname = \"db\"\n[[disk]]\nid = \"data\"\nsource = \"/d.img\"\n\
+             options = { direct = true }\nlimits = { iops = 500, group = \"db\" }\n\
+             [[disk]]\nid = \"spare\"\nsource = \"mem:1MiB?block-size=4096\"\n\
+             [[controller]]\nsocket = \"/vm0.sock\"\n\
+             disks = [\"/a.img\", { disk = \"data\", nsid = 5, share = true }]\n",
+            "vms.toml",
+        );
+        let config = config.unwrap();
+        let disks = &config.controllers[0].controller.disks;
+        assert_eq!((&disks[0].id, &disks[0].disk[..]), (&None, "/a.img"));
+        assert_eq!((disks[1].id.as_deref(), disks[1].share), (Some("data"), true));
+        assert_eq!(disks[1].disk, "/d.img?direct=on&limit-group=db&iops=500");
+        let unattached: Vec<_> = config.unattached().map(|disk| &disk.id[..]).collect();
+        assert_eq!(unattached, ["spare"]);
+    }
+
+    #[test]
+    fn wrong_disks_are_refused_with_their_line() {
+        let refused = |text: &str| parse(text, "f").unwrap_err();
+        let head = "[[disk]]\nid = \"d\"\nsource = \"/d\"\n";
+        let tail = "[[controller]]\nsocket = \"/s\"\ndisks = [\"d\"]\n";
+        for (more, line, words) in [
+            ("limits = { speed = 1 }\n", 1, "no limit `speed`; its limits are iops"),
+            ("options = { x = \"a&b\" }\n", 1, "has a `&`"),
+            ("limits = { group = \"no\" }\n", 1, "no `[[limit-group]]` `no`"),
+            ("[[disk]]\nid = \"d\"\nsource = \"/e\"\n", 4, "the id `d` is that of another disk"),
+            ("[[disk]]\nid = \"a/b\"\nsource = \"/e\"\n", 4, "`a/b` is no id"),
+            (
+                "[[controller]]\nsocket = \"/t\"\ndisks = [\"d\"]\n",
+                8,
+                "the disk `d` is that of another controller too",
+            ),
+        ] {
+            let why = refused(&format!("{head}{more}{tail}"));
+            assert!(why.starts_with(&format!("f:{line}:")) && why.contains(words), "{more}: {why}");
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! Disks of the server: each has an id, and is used by controllers, by exports, or by none.
+//!
+//! A disk of a controller's short form (`disks = ["x.img"]`) has the derived id `CONTROLLER/NSID`,
+//! and is closed when its namespace is detached. A named disk (`[[disk]]`, `ctl disk add`) stays
+//! open: while no controller has it, [`UnattachedDisks`] holds it.
+
+use super::namespaces::{Altered, NamespaceChange, altered};
+use super::reconfigure::Changes;
+use super::registry::ServedController;
+use anyhow::{Context, anyhow};
+use parking_lot::Mutex;
+use shadowbell_config::controller_config::{DiskConfig, nsids};
+use shadowbell_config::disk_spec::{self, DiskSpecError};
+use shadowbell_config::server_config::NamedDisk;
+use shadowbell_disk::Disk;
+use shadowbell_process::exit;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use tracing::info;
+
+/// An open disk and its specification.
+#[derive(Clone)]
+pub(super) struct OpenDisk {
+    pub(super) spec: String,
+    pub(super) disk: Arc<dyn Disk>,
+}
+
+/// Named disks that no controller has, by id.
+pub(super) type UnattachedDisks = Mutex<BTreeMap<String, OpenDisk>>;
+
+/// A disk of the server, and its users.
+pub(super) struct ListedDisk {
+    pub(super) id: String,
+    pub(super) open: OpenDisk,
+    /// Namespaces of the disk: controller and NSID. Several only in a subsystem.
+    pub(super) namespaces: Vec<(Arc<ServedController>, u32)>,
+}
+
+impl ListedDisk {
+    /// True if the disk has this specification.
+    pub(super) fn is_same(&self, spec: &str) -> bool {
+        disk_spec::from_root(&self.open.spec) == disk_spec::from_root(spec)
+    }
+
+    /// True if the id names this disk: its own id, or with the path of a controller's socket.
+    fn is_called(&self, id: &str) -> bool {
+        let mut namespaces = self.namespaces.iter();
+        self.id == id
+            || namespaces.any(|(served, nsid)| {
+                [&served.id, &served.socket].iter().any(|of| derived_id(of, *nsid) == id)
+            })
+    }
+}
+
+/// Id of a disk of a controller's short form.
+fn derived_id(controller: &str, nsid: u32) -> String {
+    format!("{controller}/{nsid}")
+}
+
+/// Id of a namespace's disk.
+pub(super) fn id_of(controller: &str, nsid: u32, disk: &DiskConfig) -> String {
+    disk.id.clone().unwrap_or_else(|| derived_id(controller, nsid))
+}
+
+fn missing(id: &str) -> anyhow::Error {
+    exit::not_there(anyhow!("there is no disk `{id}`; `shadowbell ctl disk ls` lists them"))
+}
+
+impl Changes {
+    /// All disks: those of controllers in the order of the configuration, then the others by id.
+    pub(super) fn disks(&self) -> Vec<ListedDisk> {
+        let mut all: Vec<ListedDisk> = Vec::new();
+        for served in self.registry().all() {
+            let asked = served.asked();
+            let configs = nsids(&asked.controller.disks).zip(&asked.controller.disks);
+            let namespaces = served.controller.namespaces();
+            for ((nsid, config), (_, namespace)) in configs.zip(namespaces) {
+                let place = (Arc::clone(&served), nsid);
+                // Controllers of a subsystem share their disks.
+                let known =
+                    all.iter_mut().find(|disk| Arc::ptr_eq(&disk.open.disk, &namespace.disk));
+                match known {
+                    Some(disk) => disk.namespaces.push(place),
+                    None => all.push(ListedDisk {
+                        id: id_of(&served.id, nsid, config),
+                        open: OpenDisk { spec: config.disk.clone(), disk: namespace.disk },
+                        namespaces: vec![place],
+                    }),
+                }
+            }
+        }
+        let unattached = self.unattached().lock();
+        all.extend(unattached.iter().map(|(id, open)| ListedDisk {
+            id: id.clone(),
+            open: open.clone(),
+            namespaces: Vec::new(),
+        }));
+        all
+    }
+
+    /// Disks with an id of their own, as in a configuration.
+    pub(super) fn named_disks(&self) -> Vec<NamedDisk> {
+        let has_own_id = |disk: &ListedDisk| {
+            let mut namespaces = disk.namespaces.iter();
+            namespaces.all(|(served, nsid)| disk.id != derived_id(&served.id, *nsid))
+        };
+        let named = self.disks().into_iter().filter(has_own_id);
+        named
+            .map(|ListedDisk { id, open, .. }| NamedDisk { id, spec: open.spec, origin: None })
+            .collect()
+    }
+
+    /// Finds a disk by its id.
+    ///
+    /// # Errors
+    /// The disk does not exist.
+    pub(super) fn disk(&self, id: &str) -> anyhow::Result<ListedDisk> {
+        self.disks().into_iter().find(|disk| disk.is_called(id)).ok_or_else(|| missing(id))
+    }
+
+    /// Adds a disk that no controller has. Returns false if it exists already.
+    ///
+    /// # Errors
+    /// The disk cannot be opened, or its id belongs to a different disk.
+    pub(super) fn add_disk(&self, wanted: &NamedDisk) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        self.put_disk(wanted)
+    }
+
+    /// Like [`add_disk`](Self::add_disk), for a caller that holds the lock of changes.
+    ///
+    /// # Errors
+    /// As for [`add_disk`](Self::add_disk).
+    pub(super) fn put_disk(&self, NamedDisk { id, spec, .. }: &NamedDisk) -> anyhow::Result<bool> {
+        if let Ok(there) = self.disk(id) {
+            return match there.is_same(spec) {
+                true => Ok(false),
+                false => Err(exit::conflict(anyhow!(
+                    "a disk `{id}` exists already: {}; remove it first, or replace it",
+                    there.open.spec
+                ))),
+            };
+        }
+        let disk = self.open(spec).map_err(DiskSpecError::into_error)?;
+        self.keep_unattached(id, OpenDisk { spec: spec.clone(), disk });
+        info!("disk {id}: {spec}");
+        Ok(true)
+    }
+
+    /// Adds an open disk that no controller has.
+    fn keep_unattached(&self, id: &str, open: OpenDisk) {
+        if let Some(kept) = self.kept() {
+            kept.keep_unattached(id, &open.spec, &open.disk);
+            kept.watch_unattached(id, &open.disk);
+        }
+        self.unattached().lock().insert(id.to_owned(), open);
+        self.set_changed();
+    }
+
+    /// Removes a disk that has no user, after a flush.
+    ///
+    /// # Errors
+    /// The disk does not exist, or is in use.
+    pub(super) fn remove_disk(&self, id: &str) -> anyhow::Result<()> {
+        let _turn = self.turn();
+        self.drop_disk(id)
+    }
+
+    /// Like [`remove_disk`](Self::remove_disk), for a caller that holds the lock of changes.
+    ///
+    /// # Errors
+    /// As for [`remove_disk`](Self::remove_disk).
+    pub(super) fn drop_disk(&self, id: &str) -> anyhow::Result<()> {
+        let ListedDisk { id, open, namespaces, .. } = self.disk(id)?;
+        if let Some((served, nsid)) = namespaces.first() {
+            return Err(exit::conflict(anyhow!(
+                "the disk {id} is namespace {nsid} of {}; detach it first: `shadowbell ctl namespace \
+                 detach {} {nsid}`",
+                served.name,
+                served.id
+            )));
+        }
+        super::flush::flush(&*open.disk)
+            .with_context(|| format!("cannot flush {}, so it is not removed", open.disk.name()))?;
+        self.unattached().lock().remove(&id);
+        if let Some(kept) = self.kept() {
+            kept.drop_unattached(&id);
+        }
+        self.set_changed();
+        info!("disk {id}: removed");
+        Ok(())
+    }
+
+    /// Changes a disk, and the namespaces that it is. Returns false if it has the property already.
+    ///
+    /// # Errors
+    /// The disk does not exist, or the change is not possible.
+    pub(super) fn change_disk(&self, id: &str, change: &NamespaceChange) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        let ListedDisk { id, namespaces, .. } = self.disk(id)?;
+        if let Some((served, nsid)) = namespaces.first() {
+            return self.change_namespace(served, *nsid, change);
+        }
+        let open = |spec: &str| self.open(spec).map_err(DiskSpecError::into_error);
+        let before = self.unattached().lock().get(&id).cloned().ok_or_else(|| missing(&id))?;
+        let (spec, disk) = match altered(&before.spec, &before.disk, change, open)? {
+            Altered::Same => return Ok(false),
+            Altered::InPlace(spec) => (spec, before.disk),
+            Altered::Disk(spec, disk) => (spec, disk),
+        };
+        info!("disk {id}: {spec}");
+        self.keep_unattached(&id, OpenDisk { spec, disk });
+        Ok(true)
+    }
+
+    /// Fills in the disks of a controller or namespace that are named by id.
+    ///
+    /// # Errors
+    /// Another controller has the disk.
+    pub(super) fn resolve(&self, disks: &mut [DiskConfig]) -> anyhow::Result<()> {
+        let all = self.disks();
+        for wanted in disks {
+            let id = wanted.id.as_ref().unwrap_or(&wanted.disk);
+            let Some(found) = all.iter().find(|disk| disk.id == *id) else { continue };
+            if let Some((served, nsid)) = found.namespaces.first() {
+                return Err(exit::conflict(anyhow!(
+                    "the disk {id} is namespace {nsid} of {} already",
+                    served.name
+                )));
+            }
+            wanted.id = Some(found.id.clone());
+            wanted.disk.clone_from(&found.open.spec);
+        }
+        Ok(())
+    }
+
+    /// Disk with this id that no controller has, for a controller that may be `read_only`.
+    ///
+    /// # Errors
+    /// The disk cannot be made read-only.
+    pub(super) fn unattached_disk(
+        &self,
+        id: Option<&str>,
+        read_only: bool,
+    ) -> Option<anyhow::Result<Arc<dyn Disk>>> {
+        let found = self.unattached().lock().get(id?).cloned()?;
+        Some(match read_only && !found.disk.info().read_only {
+            true => found.disk.with_writes(false).map_err(exit::conflict),
+            false => Ok(found.disk),
+        })
+    }
+
+    /// Keeps a controller's named disk open, before the controller releases it. Returns a
+    /// [`Detaching`], which ends with the outcome.
+    pub(super) fn detaching(&self, config: &DiskConfig, disk: &Arc<dyn Disk>) -> Option<Detaching> {
+        let id = config.id.clone()?;
+        let open = OpenDisk { spec: config.disk.clone(), disk: Arc::clone(disk) };
+        if let Some(kept) = self.kept() {
+            kept.keep_unattached(&id, &open.spec, &open.disk);
+        }
+        Some(Detaching { id, open })
+    }
+
+    /// Ends a [`detaching`](Self::detaching): the controller has released the disk, or keeps it.
+    pub(super) fn detached(&self, detaching: Option<Detaching>, is_done: bool) {
+        let Some(Detaching { id, open }) = detaching else { return };
+        let kept = self.kept();
+        if !is_done {
+            kept.inspect(|kept| kept.drop_unattached(&id));
+            return;
+        }
+        kept.inspect(|kept| kept.watch_unattached(&id, &open.disk));
+        self.unattached().lock().insert(id, open);
+    }
+
+    /// Removes a disk from the unattached ones, because a controller has it now.
+    pub(super) fn attached(&self, id: Option<&str>) {
+        let Some(id) = id else { return };
+        if self.unattached().lock().remove(id).is_some()
+            && let Some(kept) = self.kept()
+        {
+            kept.drop_unattached(id);
+        }
+    }
+}
+
+/// Named disk that a controller is about to release.
+pub(super) struct Detaching {
+    id: String,
+    open: OpenDisk,
+}

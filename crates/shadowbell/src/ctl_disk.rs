@@ -1,0 +1,141 @@
+//! `shadowbell ctl disk`: lists, adds, changes and removes the disks of a server.
+
+use crate::ctl::{Switch, limits_text};
+use crate::grant::grant;
+use bytesize::ByteSize;
+use clap::Subcommand;
+use hyper::Method;
+use shadowbell_config::disk_spec;
+use shadowbell_config::parse;
+use shadowbell_config::server_config::known_path;
+use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, Size};
+use shadowbell_control_api::client::{Client, part};
+use shadowbell_process::output::show;
+use shadowbell_process::table::Table;
+use std::io::{self, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum DiskVerb {
+    /// List the disks and their users
+    Ls,
+    /// Add a disk, for `ctl namespace attach`; no effect if an equal one exists
+    Add {
+        /// Id of the disk
+        id: String,
+        /// Disk, as for `serve`
+        source: String,
+        /// Refuse writes
+        #[arg(long)]
+        read_only: bool,
+    },
+    /// Remove a disk that has no user, after a flush
+    Remove {
+        /// Id of the disk
+        disk: String,
+    },
+    /// Resize a disk (default: to the size of its file)
+    Resize {
+        /// Id of the disk
+        disk: String,
+        /// New size: 16GiB; a file must have at least this size
+        #[arg(value_parser = parse::size)]
+        size: Option<u64>,
+    },
+    /// Replace the source of a disk, without a copy of the data
+    Replace {
+        /// Id of the disk
+        disk: String,
+        /// New source, as for `serve`, with the same block size
+        source: String,
+    },
+    /// Make a disk read-only or writable
+    ReadOnly {
+        /// Id of the disk
+        disk: String,
+        /// on: read-only; off: writable
+        #[arg(value_enum)]
+        switch: Switch,
+    },
+}
+
+/// Request path of a disk. In `SOCKET/NSID`, the path of an existing socket is made absolute, as
+/// the server knows it.
+pub(crate) fn disk_path(id: &str) -> String {
+    let known = id.rsplit_once('/').and_then(|(socket, nsid)| {
+        let about = std::fs::metadata(socket).ok()?;
+        let socket = about.file_type().is_socket().then(|| known_path(Path::new(socket)))?;
+        Some(format!("{}/{nsid}", socket.display()))
+    });
+    format!("/v1/disks/{}", part(known.as_deref().unwrap_or(id)))
+}
+
+/// True if the server has a disk with this id.
+pub(crate) fn is_disk(client: &Client, id: &str) -> anyhow::Result<bool> {
+    let all: Vec<Disk> = client.get("/v1/disks")?;
+    Ok(all.iter().any(|disk| disk.id == id))
+}
+
+/// Runs a verb.
+///
+/// # Errors
+/// The server refuses the request.
+pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Result<()> {
+    let absolute = |source: &str| {
+        let source = disk_spec::from_root(source);
+        grant(client, std::iter::once(&source[..]));
+        source
+    };
+    let change = |id: &str, change: DiskChange| -> anyhow::Result<Vec<Disk>> {
+        Ok(vec![client.send(&Method::PATCH, &disk_path(id), &change)?])
+    };
+    let now = match verb {
+        DiskVerb::Ls => client.get("/v1/disks")?,
+        DiskVerb::Add { id, source, read_only } => {
+            let source = match read_only {
+                true => disk_spec::with_option(source, "read-only", "on"),
+                false => source.clone(),
+            };
+            let source = DiskSource { source: absolute(&source) };
+            vec![client.send(&Method::PUT, &disk_path(id), &source)?]
+        }
+        DiskVerb::Remove { disk } => {
+            return client.send::<()>(&Method::DELETE, &disk_path(disk), &());
+        }
+        DiskVerb::Resize { disk, size } => {
+            let size = Some(size.map_or(Size::Whole, Size::Bytes));
+            change(disk, DiskChange { size, ..DiskChange::default() })?
+        }
+        DiskVerb::Replace { disk, source } => {
+            let source = Some(absolute(source));
+            change(disk, DiskChange { source, ..DiskChange::default() })?
+        }
+        DiskVerb::ReadOnly { disk, switch } => {
+            let read_only = Some(*switch == Switch::On);
+            change(disk, DiskChange { read_only, ..DiskChange::default() })?
+        }
+    };
+    show(&now, json, disks)
+}
+
+/// Prints a table of disks.
+pub(crate) fn disks(out: &mut dyn Write, all: &Vec<Disk>) -> io::Result<()> {
+    let headings = ["Disk", "Source", "Size", "Block", "Writes", "Limits", "Users"];
+    let mut table = Table::new(headings);
+    for disk in all {
+        let users = disk.namespaces.iter();
+        let users: Vec<_> =
+            users.map(|user| format!("{} namespace {}", user.controller, user.nsid)).collect();
+        table.line([
+            disk.id.clone(),
+            disk.source.clone(),
+            ByteSize(disk.bytes).display().iec().to_string(),
+            disk.block_size.to_string(),
+            if disk.read_only { "no" } else { "yes" }.to_owned(),
+            limits_text(disk.limits.as_ref()),
+            if users.is_empty() { "none".to_owned() } else { users.join(", ") },
+        ]);
+    }
+    write!(out, "{table}")
+}

@@ -1,0 +1,88 @@
+//! Named disks: attached to one controller after another, and kept over crashes and upgrades.
+
+use crate::control::{ctl, ctl_json};
+use crate::harness::{Server, image, program, until};
+use crate::recover::kill;
+use crate::supervisor::worker;
+use crate::upgrade::Client;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+/// Source, namespaces and limits of the disk `id`.
+fn disk(server: &Server, id: &str) -> Value {
+    let all = ctl_json(server, &["disk", "ls"]);
+    let found = all.as_array().unwrap().iter().find(|disk| disk["id"] == id);
+    found.cloned().unwrap_or_default()
+}
+
+#[test]
+fn a_named_disk_moves_between_controllers_and_survives_crashes() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "data.img", 4 << 20);
+    let file = "[[disk]]\nid = \"data\"\nsource = \"data.img\"\n\
+                [[disk]]\nid = \"ram\"\nsource = \"mem:1MiB\"\nlimits = { iops = 9000 }\n\
+                [[controller]]\nid = \"a\"\nsocket = \"vm0.sock\"\ndisks = [\"mem:1MiB\", \"ram\"]\n\
+                [[controller]]\nid = \"b\"\nsocket = \"vm1.sock\"\ndisks = [\"mem:1MiB\"]\n";
+    std::fs::write(directory.path().join("vm.toml"), file).unwrap();
+    let mut command = program();
+    command.args(["serve", "--keeper", "--config", "vm.toml"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock", "vm1.sock"]);
+    assert_eq!(disk(&server, "ram")["namespaces"], json!([{"controller": "a", "nsid": 2}]));
+    assert_eq!(disk(&server, "ram")["limits"], json!({"iops": "9000"}));
+    assert_eq!(disk(&server, "b/1")["bytes"], 1 << 20);
+    assert_eq!(disk(&server, "data")["namespaces"], json!([]));
+    let restart = |server: &Server, is_crash: bool| {
+        let before = (worker(server), ctl_json(server, &["disk", "ls"]));
+        if is_crash {
+            kill(server, Signal::KILL);
+        } else {
+            assert_eq!(ctl(server, &["upgrade"]).0, Some(0), "{}", server.stderr());
+        }
+        until("another process", || worker(server) != before.0);
+        assert_eq!(ctl_json(server, &["disk", "ls"]), before.1);
+    };
+    restart(&server, true);
+    // Data that one guest has written is read by the next.
+    ctl_json(&server, &["namespace", "attach", "a", "5", "data"]);
+    let mut guest = Client::attach(&server.directory().join("vm0.sock"));
+    guest.write(5, 0, 7);
+    let (code, _, errors) = ctl(&server, &["namespace", "attach", "b", "5", "data"]);
+    assert!(code == Some(4) && errors.contains("namespace 5 of"), "{errors}");
+    let (code, _, errors) = ctl(&server, &["disk", "remove", "data"]);
+    assert!(code == Some(4) && errors.contains("ctl namespace detach a 5"), "{errors}");
+    restart(&server, true);
+    assert_eq!(guest.read(5, 0), 7);
+    assert_eq!(ctl(&server, &["namespace", "detach", "a", "5"]).0, Some(0));
+    assert_eq!(disk(&server, "data")["namespaces"], json!([]));
+    restart(&server, false);
+    restart(&server, true);
+    ctl_json(&server, &["namespace", "attach", "b", "2", "data"]);
+    let mut other = Client::attach(&server.directory().join("vm1.sock"));
+    assert_eq!(other.read(2, 0), 7);
+    drop((guest, other));
+    // A controller's end detaches its named disks.
+    until("its end", || ctl_json(&server, &["controllers", "b"])[0]["client"] == false);
+    assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
+    assert_eq!(disk(&server, "data")["namespaces"], json!([]));
+    assert_eq!(disk(&server, "b/1"), Value::Null);
+    let (_, saved, _) = ctl(&server, &["save-config", "-"]);
+    assert!(saved.contains("id = \"data\"") && saved.contains("\"ram\""), "{saved}");
+    // Unattached disks change and go.
+    let read_only = ctl_json(&server, &["disk", "read-only", "data", "on"]);
+    assert_eq!(read_only[0]["read_only"], true);
+    ctl_json(&server, &["limit", "data", "--iops", "5"]);
+    restart(&server, true);
+    assert_eq!(disk(&server, "data")["limits"], json!({"iops": "5"}));
+    assert_eq!(ctl(&server, &["disk", "remove", "data"]).0, Some(0));
+    ctl_json(&server, &["disk", "add", "spare", "data.img"]);
+    assert_eq!(disk(&server, "spare")["bytes"], 4 << 20);
+    let (code, _, errors) = ctl(&server, &["disk", "add", "spare", "mem:1MiB"]);
+    assert!(code == Some(4) && errors.contains("exists already"), "{errors}");
+    // The file again.
+    let (code, _, errors) = ctl(&server, &["apply", "vm.toml"]);
+    assert_eq!(code, Some(0), "{errors}");
+    assert_eq!(disk(&server, "spare"), Value::Null);
+    assert_eq!(disk(&server, "data")["read_only"], false);
+    restart(&server, true);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
