@@ -14,7 +14,7 @@
 //! used.
 
 use super::checkpoint_store::CheckpointStore;
-use super::reconfigure::Changes;
+use super::open_disk::UnattachedDisks;
 use super::registry::ServedController;
 use super::transfer::{self, Served};
 use super::worker_link::WorkerLink;
@@ -227,8 +227,8 @@ impl Checkpointer {
     }
 
     /// Sends the items of the disks that no controller has.
-    pub(super) fn keep_unattached(&self, changes: &Changes) {
-        for (id, open) in &*changes.unattached().lock() {
+    pub(super) fn keep_unattached(&self, unattached: &UnattachedDisks) {
+        for (id, open) in &*unattached.lock() {
             self.kept.keep_unattached(id, &open.spec, &open.disk);
             self.kept.watch_unattached(id, &open.disk);
         }

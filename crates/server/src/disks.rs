@@ -2,31 +2,20 @@
 //!
 //! A disk of a controller's short form (`disks = ["x.img"]`) has the derived id `CONTROLLER/NSID`,
 //! and is closed when its namespace is detached. A named disk (`[[disk]]`, `ctl disk add`) stays
-//! open: while no controller has it, [`UnattachedDisks`] holds it.
+//! open: while no controller has it, [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
 use super::namespaces::{Altered, NamespaceChange, altered};
+use super::open_disk::{OpenDisk, derived_id, id_of};
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
-use parking_lot::Mutex;
 use shadowbell_config::controller_config::{DiskConfig, nsids};
 use shadowbell_config::disk_spec::{self, DiskSpecError};
 use shadowbell_config::server_config::NamedDisk;
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use tracing::info;
-
-/// An open disk and its specification.
-#[derive(Clone)]
-pub(super) struct OpenDisk {
-    pub(super) spec: String,
-    pub(super) disk: Arc<dyn Disk>,
-}
-
-/// Named disks that no controller has, by id.
-pub(super) type UnattachedDisks = Mutex<BTreeMap<String, OpenDisk>>;
 
 /// A disk of the server, and its users.
 pub(super) struct ListedDisk {
@@ -50,16 +39,6 @@ impl ListedDisk {
                 [&served.id, &served.socket].iter().any(|of| derived_id(of, *nsid) == id)
             })
     }
-}
-
-/// Id of a disk of a controller's short form.
-fn derived_id(controller: &str, nsid: u32) -> String {
-    format!("{controller}/{nsid}")
-}
-
-/// Id of a namespace's disk.
-pub(super) fn id_of(controller: &str, nsid: u32, disk: &DiskConfig) -> String {
-    disk.id.clone().unwrap_or_else(|| derived_id(controller, nsid))
 }
 
 fn missing(id: &str) -> anyhow::Error {

@@ -10,7 +10,8 @@
 //! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
 //! | `reconfigure` | addition and removal of controllers at run time |
 //! | `namespaces` | addition, removal and change of namespaces at run time |
-//! | `disks` | disks by id, and those that no controller has |
+//! | `disks` | disks by id |
+//! | `open_disk` | open disks that no controller has |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
 //! | `args` | command line |
@@ -66,6 +67,7 @@ mod move_in;
 mod move_out;
 mod namespace_requests;
 mod namespaces;
+mod open_disk;
 mod parent_watch;
 mod path_broker;
 mod reactor_thread;
@@ -220,7 +222,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             let keep = checkpointer.as_ref().map(|checkpointer| {
                 |server: &Server, reactor: &mut _, ports: &[_]| {
                     checkpointer.begin(&server.controllers(), reactor, ports, false);
-                    checkpointer.keep_unattached(server.changes());
+                    checkpointer.keep_unattached(server.changes().unattached());
                     checkpointer.complete();
                 }
             });

@@ -6,9 +6,9 @@
 
 use super::builder::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
 use super::checkpointer::LiveCheckpoint;
-use super::disks::UnattachedDisks;
 use super::event::EventSender;
 use super::flush::flush;
+use super::open_disk::UnattachedDisks;
 use super::registry::{Registry, ServedController};
 use super::sandbox;
 use anyhow::{Context, anyhow};

@@ -17,8 +17,8 @@ use super::arriving::begin_trace;
 use super::builder;
 use super::checkpoint_store;
 use super::checkpointer::{Checkpointer, Complete, ControllerEntry, FENCE, UnattachedEntry};
-use super::disks::OpenDisk;
 use super::event::EventQueue;
+use super::open_disk::OpenDisk;
 use super::parent_watch::ParentWatch;
 use super::registry::ServedController;
 use super::server::Server;
@@ -98,7 +98,7 @@ pub(super) fn recover(
     abort_point(AbortPoint::Rebuilt);
     let is_changed = server.registry().is_changed();
     checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
-    checkpointer.keep_unattached(server.changes());
+    checkpointer.keep_unattached(server.changes().unattached());
     phases.ended("own checkpoint");
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {

@@ -1,7 +1,7 @@
 //! `shadowbell ctl`: queries and changes a running server over its control socket.
 
 use crate::ctl_ana::{AnaArgs, ana};
-use crate::ctl_disk::{DiskVerb, disk, disk_path, disks, is_disk};
+use crate::ctl_disk::{DiskVerb, Switch, disk, disk_path, disks, is_disk, limits_text};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::grant::grant;
@@ -210,12 +210,6 @@ struct Which {
     /// Namespace identifier
     #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
     nsid: u32,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Switch {
-    On,
-    Off,
 }
 
 #[derive(Clone, Debug, Subcommand)]
@@ -540,10 +534,6 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
         }
         write!(out, "{table}")
     })
-}
-
-pub(crate) fn limits_text(spec: Option<&LimitSpec>) -> String {
-    spec.and_then(|spec| spec.parse().ok()).unwrap_or_default().to_string()
 }
 
 fn save_config(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {

@@ -1,6 +1,5 @@
 //! `shadowbell ctl disk`: lists, adds, changes and removes the disks of a server.
 
-use crate::ctl::{Switch, limits_text};
 use crate::grant::grant;
 use bytesize::ByteSize;
 use clap::Subcommand;
@@ -8,7 +7,7 @@ use hyper::Method;
 use shadowbell_config::disk_spec;
 use shadowbell_config::parse;
 use shadowbell_config::server_config::known_path;
-use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, Size};
+use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, LimitSpec, Size};
 use shadowbell_control_api::client::{Client, part};
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
@@ -58,6 +57,12 @@ pub(crate) enum DiskVerb {
         #[arg(value_enum)]
         switch: Switch,
     },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Switch {
+    On,
+    Off,
 }
 
 /// Request path of a disk. In `SOCKET/NSID`, the path of an existing socket is made absolute, as
@@ -138,4 +143,9 @@ pub(crate) fn disks(out: &mut dyn Write, all: &Vec<Disk>) -> io::Result<()> {
         ]);
     }
     write!(out, "{table}")
+}
+
+/// Text of rate limits for a table.
+pub(crate) fn limits_text(spec: Option<&LimitSpec>) -> String {
+    spec.and_then(|spec| spec.parse().ok()).unwrap_or_default().to_string()
 }
