@@ -61,8 +61,8 @@ fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Res
     let taken: HashSet<_> = all.iter().map(|disk| takes(&disk.open.spec)).collect();
     let is_new = |disk: &&NamedDisk| all.iter().all(|other| other.id != disk.id);
     let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
-    let early = early.filter(|disk| !taken.contains(&takes(&disk.spec)));
-    early.map(|disk| changes.put_disk(disk).map(drop)).collect()
+    let mut early = early.filter(|disk| !taken.contains(&takes(&disk.spec)));
+    early.try_for_each(|disk| changes.put_disk(disk).map(drop))
 }
 
 /// Removes the unattached disks that the configuration does not name, and adds or replaces the
