@@ -24,10 +24,11 @@ const ENDS: Duration = Duration::from_secs(5);
 /// Interval at which messages of the supervisor are polled.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Returns true if the server has a disk that can never be handed over, or one that no controller
-/// has.
+/// Returns true if the server has a disk that can never be handed over, one that no controller
+/// has, or an export.
 pub(super) fn is_needed(server: &Server) -> bool {
     !server.changes().unattached().lock().is_empty()
+        || !server.changes().exports().is_empty()
         || server.disks().iter().any(|disk| {
             let outcome = disk.hand_over(&mut Descriptors::default());
             matches!(outcome, Err(HandOverError::Impossible { .. }))

@@ -23,6 +23,8 @@ pub(super) struct ListedDisk {
     pub(super) open: OpenDisk,
     /// Namespaces of the disk: controller and NSID. Several only in a subsystem.
     pub(super) namespaces: Vec<(Arc<ServedController>, u32)>,
+    /// True if the disk's controller permits another writer.
+    pub(super) share: bool,
 }
 
 impl ListedDisk {
@@ -64,6 +66,7 @@ impl Changes {
                         id: id_of(&served.id, nsid, config),
                         open: OpenDisk { spec: config.disk.clone(), disk: namespace.disk },
                         namespaces: vec![place],
+                        share: config.share,
                     }),
                 }
             }
@@ -73,6 +76,7 @@ impl Changes {
             id: id.clone(),
             open: open.clone(),
             namespaces: Vec::new(),
+            share: true,
         }));
         all
     }
@@ -159,6 +163,12 @@ impl Changes {
                 served.id
             )));
         }
+        if let Some(export) = self.exports().of(&id).first() {
+            return Err(exit::conflict(anyhow!(
+                "the disk {id} has the export {export}; remove it first: `shadowbell ctl export \
+                 remove {export}`"
+            )));
+        }
         super::flush::flush(&*open.disk)
             .with_context(|| format!("cannot flush {}, so it is not removed", open.disk.name()))?;
         self.unattached().lock().remove(&id);
@@ -189,6 +199,7 @@ impl Changes {
         };
         info!("disk {id}: {spec}");
         self.keep_unattached(&id, OpenDisk { spec, disk });
+        self.renew_exports(&id);
         Ok(true)
     }
 
@@ -207,6 +218,7 @@ impl Changes {
                     served.name
                 )));
             }
+            self.check_exports(&found.id, wanted.share)?;
             wanted.id = Some(found.id.clone());
             wanted.disk.clone_from(&found.open.spec);
         }

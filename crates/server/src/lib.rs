@@ -12,6 +12,7 @@
 //! | `namespaces` | addition, removal and change of namespaces at run time |
 //! | `disks` | disks by id |
 //! | `open_disk` | open disks that no controller has |
+//! | `exports`, `running_exports` | exports of disks by NBD |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
 //! | `args` | command line |
@@ -57,6 +58,7 @@ mod disks;
 mod endpoints;
 mod event;
 mod event_log;
+mod exports;
 #[cfg(feature = "faults")]
 mod faults;
 mod flush;
@@ -76,6 +78,7 @@ mod recover;
 mod registry;
 mod reload;
 mod resize_watch;
+mod running_exports;
 mod sandbox;
 mod server;
 mod startup_timing;
@@ -194,6 +197,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let places =
         config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
     subsystems::open(places).map_err(exit::bad_input)?;
+    running_exports::read_certificates(&config.exports)?;
     // Before other threads are started, and before any untrusted data is read.
     let contained = sandbox::enter(&asked, &config, link)?;
     logging::begin();
@@ -222,7 +226,10 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             let keep = checkpointer.as_ref().map(|checkpointer| {
                 |server: &Server, reactor: &mut _, ports: &[_]| {
                     checkpointer.begin(&server.controllers(), reactor, ports, false);
-                    checkpointer.keep_unattached(server.changes().unattached());
+                    checkpointer.keep_others(
+                        server.changes().unattached(),
+                        server.changes().exports().wanted(),
+                    );
                     checkpointer.complete();
                 }
             });
@@ -235,6 +242,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     if let Some(checkpointer) = &checkpointer {
         server.changes().set_checkpoint(checkpointer.kept());
     }
+    let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
+    server.changes().start_exports(is_first)?;
     namespace_requests::begin(&server)?;
     let _sizes = ResizeWatch::start(&server)?;
     let handle = signals.handle();
@@ -286,8 +295,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     // Bounds the wait for an unresponsive disk. If the supervisor is dead, no process would kill
     // this one.
     let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
-    // The endpoints remove their socket files.
+    // The endpoints and exports remove their socket files.
     drop(answering.map(RunningEndpoints::rest));
+    server.changes().exports().stop();
     let outcome = server.stop();
     drop(event_log);
     report(&server);
@@ -420,7 +430,9 @@ fn hand_over(
 
 /// Returns true if controllers can be handed over one by one.
 fn can_move(server: &Server) -> bool {
-    server.registry().count() != 0 && server.changes().kept().is_some_and(|kept| kept.holds_all())
+    let has_others = by_recovery::is_needed(server);
+    (server.registry().count() != 0 || has_others)
+        && server.changes().kept().is_some_and(|kept| kept.holds_all())
 }
 
 /// Writes the statistics to the log.

@@ -98,7 +98,7 @@ pub(super) fn recover(
     abort_point(AbortPoint::Rebuilt);
     let is_changed = server.registry().is_changed();
     checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
-    checkpointer.keep_unattached(server.changes().unattached());
+    checkpointer.keep_others(server.changes().unattached(), server.changes().exports().wanted());
     phases.ended("own checkpoint");
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
@@ -222,7 +222,7 @@ fn rebuild(
     Ok(Rebuilt { server, reactor, ports, controllers })
 }
 
-/// Recovers the disks that no controller has. A disk that was being attached or detached may be
+/// Recovers the disks that no controller has, and the list of exports. A disk that was being attached or detached may be
 /// in the checkpoint twice; the state of the controller decides.
 fn recover_unattached(
     sources: &mut Sources,
@@ -230,6 +230,7 @@ fn recover_unattached(
     fence: &Fence<'_>,
 ) -> anyhow::Result<()> {
     let Some(Source { items, complete }) = sources.0.first_mut() else { return Ok(()) };
+    server.changes().exports().set_wanted(complete.exports.clone());
     let attached: HashSet<_> = server.changes().disks().into_iter().map(|disk| disk.id).collect();
     for (id, UnattachedEntry { key, spec }) in &complete.unattached {
         if attached.contains(id) {

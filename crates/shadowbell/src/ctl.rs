@@ -2,6 +2,7 @@
 
 use crate::ctl_ana::{AnaArgs, ana};
 use crate::ctl_disk::{DiskVerb, Switch, disk, disk_path, disks, is_disk, limits_text};
+use crate::ctl_export::{ExportVerb, export};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::grant::grant;
@@ -102,6 +103,9 @@ enum What {
     /// List, add, remove or change disks
     #[command(subcommand)]
     Disk(DiskVerb),
+    /// List, add or remove exports of disks (NBD)
+    #[command(subcommand)]
+    Export(ExportVerb),
     /// Set rate limits of a disk or limit group, or show them
     ///
     /// New limits replace all of the old ones. Requests beyond a limit wait.
@@ -283,6 +287,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
         What::Namespace(verb) => change_namespace(&client, verb, json),
+        What::Export(verb) => export(&client, verb, json),
         What::Disk(verb) => disk(&client, verb, json),
         What::Limit(args) => limit(&client, args, json),
         What::SaveConfig { file } => save_config(&client, file, json),

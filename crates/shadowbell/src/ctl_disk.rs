@@ -65,15 +65,20 @@ pub(crate) enum Switch {
     Off,
 }
 
-/// Request path of a disk. In `SOCKET/NSID`, the path of an existing socket is made absolute, as
-/// the server knows it.
+/// Request path of a disk.
 pub(crate) fn disk_path(id: &str) -> String {
+    format!("/v1/disks/{}", part(&known_id(id)))
+}
+
+/// Id of a disk as the server knows it. In `SOCKET/NSID`, the path of an existing socket is made
+/// absolute.
+pub(crate) fn known_id(id: &str) -> String {
     let known = id.rsplit_once('/').and_then(|(socket, nsid)| {
         let about = std::fs::metadata(socket).ok()?;
         let socket = about.file_type().is_socket().then(|| known_path(Path::new(socket)))?;
         Some(format!("{}/{nsid}", socket.display()))
     });
-    format!("/v1/disks/{}", part(known.as_deref().unwrap_or(id)))
+    known.unwrap_or_else(|| id.to_owned())
 }
 
 /// True if the server has a disk with this id.
@@ -130,8 +135,9 @@ pub(crate) fn disks(out: &mut dyn Write, all: &Vec<Disk>) -> io::Result<()> {
     let mut table = Table::new(headings);
     for disk in all {
         let users = disk.namespaces.iter();
-        let users: Vec<_> =
-            users.map(|user| format!("{} namespace {}", user.controller, user.nsid)).collect();
+        let users = users.map(|user| format!("{} namespace {}", user.controller, user.nsid));
+        let exports = disk.exports.iter().map(|export| format!("export {export}"));
+        let users: Vec<_> = users.chain(exports).collect();
         table.line([
             disk.id.clone(),
             disk.source.clone(),
