@@ -214,7 +214,7 @@ pub fn name(pid: i32, attempt: u8) -> String {
 ///
 /// The send buffers hold the messages that a server process sends while its supervisor is
 /// blocked, such as the checkpoint changes of a client that attaches. The system may grant less
-/// than [`ROOM`].
+/// than `ROOM`.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     for end in [&pair.0, &pair.1] {
