@@ -5,6 +5,7 @@
 
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::cpu_list;
+use crate::export_config::ExportConfig;
 use crate::limits::{self, DiskLimits, Group};
 use crate::pool::PoolSpec;
 use crate::server_config::{
@@ -55,6 +56,8 @@ struct File {
     #[serde(default)]
     disk: Vec<Spanned<NamedDiskTable>>,
     controller: Option<Vec<Spanned<ControllerTable>>>,
+    #[serde(default)]
+    export: Vec<Spanned<ExportConfig>>,
 }
 
 /// A `[[limit-group]]`: its name, and limits with the keys of disk options.
@@ -348,6 +351,7 @@ impl Check<'_> {
         });
         ServerConfig {
             disks: self.disks.clone(),
+            exports: self.exports(file.export, &controllers),
             controllers,
             pool,
             trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
@@ -462,6 +466,40 @@ impl Check<'_> {
             }
             Err(why) => self.refuse(table, why),
         }
+    }
+
+    fn exports(
+        &mut self,
+        tables: Vec<Spanned<ExportConfig>>,
+        controllers: &[SocketConfig],
+    ) -> Vec<ExportConfig> {
+        let of_controllers = controllers.iter().flat_map(|served| {
+            nsids(&served.controller.disks).map(|nsid| format!("{}/{nsid}", served.id()))
+        });
+        let named = self.disks.iter().map(|disk| disk.id.clone());
+        let disks: HashSet<_> = named.chain(of_controllers).collect();
+        let mut ids = HashSet::new();
+        for table in &tables {
+            let ExportConfig { id, disk, nbd, .. } = table.get_ref();
+            if let Err(why) = check_id(id) {
+                self.refuse(table, why);
+            }
+            if !ids.insert(id.clone()) {
+                let why = format!("the id `{id}` is that of another export too: give each its own");
+                self.refuse(table, why);
+            }
+            if !disks.contains(disk) {
+                let why = format!(
+                    "there is no disk `{disk}`: give the `id` of a `[[disk]]`, or CONTROLLER/NSID"
+                );
+                self.refuse(table, why);
+            }
+            if !["unix:", "tcp:"].iter().any(|kind| nbd.starts_with(kind)) {
+                let why = format!("`nbd` is `unix:PATH` or `tcp:ADDRESS`, not `{nbd}`");
+                self.refuse(table, why);
+            }
+        }
+        tables.into_iter().map(Spanned::into_inner).collect()
     }
 
     /// Refuses a named disk of two controllers that are not in one subsystem.

@@ -8,6 +8,7 @@ pub mod cpu_list;
 pub mod disk_layers;
 pub mod disk_spec;
 pub mod doorbell_mode;
+pub mod export_config;
 pub mod limits;
 pub mod parse;
 pub mod pool;

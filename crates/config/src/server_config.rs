@@ -1,6 +1,7 @@
 //! Configuration of `serve`, from the command line or a configuration file.
 
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
+use crate::export_config::ExportConfig;
 use crate::limits::Group;
 use crate::pool_disks;
 use crate::socket_access::SocketAccess;
@@ -29,6 +30,8 @@ pub struct ServerConfig {
     pub disks: Vec<NamedDisk>,
     /// Controllers.
     pub controllers: Vec<SocketConfig>,
+    /// Exports.
+    pub exports: Vec<ExportConfig>,
     /// Options of the I/O threads.
     pub pool: PoolOptions,
     /// File of the doorbell trace, and the number of records per I/O thread.
@@ -205,6 +208,12 @@ impl ServerConfig {
         let of_controllers = self.controllers.iter().flat_map(|served| &served.controller.disks);
         let named = self.disks.iter().map(|disk| &disk.spec[..]);
         named.chain(of_controllers.map(|disk| &disk.disk[..]))
+    }
+
+    /// TCP addresses on which the server listens: of the metrics and of exports.
+    pub fn tcp(&self) -> impl Iterator<Item = SocketAddr> {
+        let exports = self.exports.iter().filter_map(|export| export.nbd.strip_prefix("tcp:"));
+        self.metrics.into_iter().chain(exports.filter_map(|address| address.parse().ok()))
     }
 
     /// Named disks to which no controller refers.

@@ -302,6 +302,9 @@ pub struct Disk {
     pub limits: Option<LimitSpec>,
     /// Namespaces that store their data on the disk. Several only in a subsystem.
     pub namespaces: Vec<DiskUser>,
+    /// `id` of each export of the disk.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub exports: Vec<String>,
     /// Counters of the disk, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counters: BTreeMap<String, u64>,
@@ -314,6 +317,55 @@ pub struct DiskUser {
     pub controller: String,
     /// Namespace identifier.
     pub nsid: u32,
+}
+
+/// Export of a disk by NBD.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Export {
+    /// Identifier in requests.
+    pub id: String,
+    /// `id` of the disk.
+    pub disk: String,
+    /// Listen address.
+    #[schema(example = "unix:/run/data.sock")]
+    pub nbd: String,
+    /// Name of the export for NBD clients.
+    pub name: String,
+    /// True if clients without TLS are refused.
+    pub tls: bool,
+    /// True if writes are refused.
+    pub read_only: bool,
+    /// True if another writer is permitted.
+    pub share: bool,
+    /// Number of requests that failed because of the disk.
+    pub failures: u64,
+}
+
+/// Export to add.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExportSpec {
+    /// `id` of the disk.
+    pub disk: String,
+    /// Listen address: `unix:PATH` with an absolute path, or `tcp:ADDRESS`.
+    #[schema(example = "unix:/run/data.sock")]
+    pub nbd: String,
+    /// Name of the export for NBD clients.
+    #[serde(default)]
+    pub name: String,
+    /// Absolute path of a directory with certificates. If it is set, clients without TLS are
+    /// refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls_certificates: Option<String>,
+    /// Accept clients without a certificate.
+    #[serde(default)]
+    pub tls_any_client: bool,
+    /// Refuse writes.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Permit another writer of the disk, if that one permits it too.
+    #[serde(default)]
+    pub share: bool,
 }
 
 /// Disk to add.

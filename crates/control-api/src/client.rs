@@ -109,7 +109,7 @@ impl Client {
     }
 
     /// Streams the answer to a GET request into a file. Returns the number of bytes. The answer
-    /// may be longer than [`MAX_ANSWER`].
+    /// may be longer than `MAX_ANSWER`.
     ///
     /// # Errors
     /// As [`get`](Self::get), and errors of the file.

@@ -83,6 +83,7 @@ impl Caught {
     }
 
     /// Returns a signal that has arrived, without waiting.
+    #[expect(clippy::should_implement_trait, reason = "`None` does not end the sequence")]
     pub fn next(&mut self) -> Option<i32> {
         while matches!(rustix::io::read(&self.read, &mut [0; 64]), Ok(1..) | Err(Errno::INTR)) {}
         let mut flags = self.flags.iter();

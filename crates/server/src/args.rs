@@ -295,6 +295,7 @@ impl Args {
             Some(path) => config_file::read(&path, sandbox::open_config)?,
             None => ServerConfig {
                 disks: Vec::new(),
+                exports: Vec::new(),
                 controllers: vec![SocketConfig {
                     id: None,
                     socket: self.socket.unwrap_or_default(),

@@ -17,6 +17,7 @@ use shadowbell_process::exit::bad_input;
 use shadowbell_storage::disk_open;
 use shadowbell_supervisor::path_protocol::Kind;
 use shadowbell_vfio_user::server::{BindError, Listener};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::warn;
@@ -89,21 +90,21 @@ pub(super) fn open_one(
 
 /// Creates the socket of a controller.
 pub(super) fn bind_one(served: &SocketConfig) -> anyhow::Result<Listener> {
-    let listener =
-        path_broker::listen(&served.socket, Kind::Controller).map_err(|error| match error {
-            BindError::System { .. } => error.into(),
-            _ => bad_input(error),
-        });
-    let listener = listener.and_then(|listener| {
-        if path_broker::has_broker() {
-            return Ok(listener);
-        }
+    with_origin(served, bind_socket(&served.socket))
+}
+
+/// Creates a socket for clients, with the configured mode and group.
+pub(super) fn bind_socket(path: &Path) -> anyhow::Result<Listener> {
+    let listener = path_broker::listen(path, Kind::Controller).map_err(|error| match error {
+        BindError::System { .. } => error.into(),
+        _ => bad_input(error),
+    })?;
+    if !path_broker::has_broker() {
         socket_access::give(listener.path())
             .with_context(|| format!("{}: cannot set its mode or group", listener.path().display()))
             .map_err(bad_input)?;
-        Ok(listener)
-    });
-    with_origin(served, listener)
+    }
+    Ok(listener)
 }
 
 pub(super) fn with_origin<T>(

@@ -16,12 +16,13 @@
 use super::checkpoint_items::{self, ENDPOINTS, Served};
 use super::checkpoint_store::CheckpointStore;
 use super::endpoints::Endpoints;
-use super::reconfigure::Changes;
+use super::open_disk::UnattachedDisks;
 use super::registry::ServedController;
 use super::worker_link::WorkerLink;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_config::controller_config::{DiskConfig, nsids};
+use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::limits::{self, Group};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
@@ -51,6 +52,8 @@ pub(super) struct Complete {
     /// Disks that no controller has, by id.
     #[serde(default)]
     pub(super) unattached: BTreeMap<String, UnattachedEntry>,
+    #[serde(default)]
+    pub(super) exports: Vec<ExportConfig>,
 }
 
 /// A disk in the checkpoint that no controller has.
@@ -157,6 +160,7 @@ struct State {
     coming: BTreeMap<usize, ControllerEntry>,
     /// Disks that no controller has, by id.
     unattached: BTreeMap<String, UnattachedEntry>,
+    exports: Vec<ExportConfig>,
     /// Number of disks so far, for unique keys.
     disks: u64,
 }
@@ -190,12 +194,13 @@ impl Checkpointer {
         }
     }
 
-    /// Sends the items of the disks that no controller has.
-    pub(super) fn keep_unattached(&self, changes: &Changes) {
-        for (id, open) in &*changes.unattached().lock() {
+    /// Sends the items of the disks that no controller has, and the list of exports.
+    pub(super) fn keep_others(&self, unattached: &UnattachedDisks, exports: Vec<ExportConfig>) {
+        for (id, open) in &*unattached.lock() {
             self.kept.keep_unattached(id, &open.spec, &open.disk);
             self.kept.watch_unattached(id, &open.disk);
         }
+        self.kept.set_exports(exports);
     }
 
     /// Makes the checkpoint valid: all controllers are in it.
@@ -416,6 +421,7 @@ impl LiveCheckpoint {
             controllers,
             groups: limits::groups(),
             unattached: state.unattached.clone(),
+            exports: state.exports.clone(),
         };
         // The lock is held, so that lists are sent in the order of the changes.
         // The store logs its errors.
@@ -491,6 +497,15 @@ impl LiveCheckpoint {
         if let Some(before) = before {
             let _ = self.store.delete(&before.key);
         }
+    }
+
+    /// Sets the exports.
+    pub(super) fn set_exports(&self, exports: Vec<ExportConfig>) {
+        let mut state = self.state.lock();
+        state.exports = exports;
+        state.is_changed |= state.is_complete;
+        drop(state);
+        self.publish();
     }
 
     /// Updates the item of a disk that no controller has with each change of its state.

@@ -2,31 +2,20 @@
 //!
 //! A disk of a controller's short form (`disks = ["x.img"]`) has the derived id `CONTROLLER/NSID`,
 //! and is closed when its namespace is detached. A named disk (`[[disk]]`, `ctl disk add`) stays
-//! open: while no controller has it, [`UnattachedDisks`] holds it.
+//! open: while no controller has it, [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
 use super::namespaces::{Altered, NamespaceChange, altered};
+use super::open_disk::{OpenDisk, derived_id, id_of};
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
-use parking_lot::Mutex;
 use shadowbell_config::controller_config::{DiskConfig, nsids};
 use shadowbell_config::disk_spec::{self, DiskSpecError};
 use shadowbell_config::server_config::NamedDisk;
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use tracing::info;
-
-/// An open disk and its specification.
-#[derive(Clone)]
-pub(super) struct OpenDisk {
-    pub(super) spec: String,
-    pub(super) disk: Arc<dyn Disk>,
-}
-
-/// Named disks that no controller has, by id.
-pub(super) type UnattachedDisks = Mutex<BTreeMap<String, OpenDisk>>;
 
 /// A disk of the server, and its users.
 pub(super) struct ListedDisk {
@@ -34,6 +23,8 @@ pub(super) struct ListedDisk {
     pub(super) open: OpenDisk,
     /// Namespaces of the disk: controller and NSID. Several only in a subsystem.
     pub(super) namespaces: Vec<(Arc<ServedController>, u32)>,
+    /// True if the disk's controller permits another writer.
+    pub(super) share: bool,
 }
 
 impl ListedDisk {
@@ -50,16 +41,6 @@ impl ListedDisk {
                 [&served.id, &served.socket].iter().any(|of| derived_id(of, *nsid) == id)
             })
     }
-}
-
-/// Id of a disk of a controller's short form.
-fn derived_id(controller: &str, nsid: u32) -> String {
-    format!("{controller}/{nsid}")
-}
-
-/// Id of a namespace's disk.
-pub(super) fn id_of(controller: &str, nsid: u32, disk: &DiskConfig) -> String {
-    disk.id.clone().unwrap_or_else(|| derived_id(controller, nsid))
 }
 
 fn missing(id: &str) -> anyhow::Error {
@@ -85,6 +66,7 @@ impl Changes {
                         id: id_of(&served.id, nsid, config),
                         open: OpenDisk { spec: config.disk.clone(), disk: namespace.disk },
                         namespaces: vec![place],
+                        share: config.share,
                     }),
                 }
             }
@@ -94,6 +76,7 @@ impl Changes {
             id: id.clone(),
             open: open.clone(),
             namespaces: Vec::new(),
+            share: true,
         }));
         all
     }
@@ -180,6 +163,12 @@ impl Changes {
                 served.id
             )));
         }
+        if let Some(export) = self.exports().of(&id).first() {
+            return Err(exit::conflict(anyhow!(
+                "the disk {id} has the export {export}; remove it first: `shadowbell ctl export \
+                 remove {export}`"
+            )));
+        }
         super::flush::flush(&*open.disk)
             .with_context(|| format!("cannot flush {}, so it is not removed", open.disk.name()))?;
         self.unattached().lock().remove(&id);
@@ -210,6 +199,7 @@ impl Changes {
         };
         info!("disk {id}: {spec}");
         self.keep_unattached(&id, OpenDisk { spec, disk });
+        self.renew_exports(&id);
         Ok(true)
     }
 
@@ -228,6 +218,7 @@ impl Changes {
                     served.name
                 )));
             }
+            self.check_exports(&found.id, wanted.share)?;
             wanted.id = Some(found.id.clone());
             wanted.disk.clone_from(&found.open.spec);
         }

@@ -10,7 +10,9 @@
 //! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
 //! | `reconfigure` | addition and removal of controllers at run time |
 //! | `namespaces` | addition, removal and change of namespaces at run time |
-//! | `disks` | disks by id, and those that no controller has |
+//! | `disks` | disks by id |
+//! | `open_disk` | open disks that no controller has |
+//! | `exports`, `running_exports` | exports of disks by NBD |
 //! | `control` | control socket and metrics |
 //! | `registry` | served controllers |
 //! | `args` | command line |
@@ -52,6 +54,7 @@ mod disks;
 mod endpoints;
 mod event;
 mod event_log;
+mod exports;
 #[cfg(feature = "faults")]
 mod faults;
 mod flush;
@@ -59,6 +62,7 @@ mod launch_hint;
 mod liveness;
 mod namespace_requests;
 mod namespaces;
+mod open_disk;
 mod parent_watch;
 mod path_broker;
 mod quiesce;
@@ -68,6 +72,7 @@ mod recover;
 mod registry;
 mod reload;
 mod resize_watch;
+mod running_exports;
 mod sandbox;
 mod server;
 mod startup_timing;
@@ -182,6 +187,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     let places =
         config.controllers.iter().filter_map(|served| served.controller.subsystem.as_ref());
     subsystems::open(places).map_err(exit::bad_input)?;
+    running_exports::read_certificates(&config.exports)?;
     // Before other threads are started, and before any untrusted data is read.
     let contained = sandbox::enter(&asked, &config, link)?;
     logging::begin();
@@ -206,7 +212,10 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             let keep = checkpointer.as_ref().map(|checkpointer| {
                 |server: &Server, reactor: &mut _, ports: &[_]| {
                     checkpointer.begin(&server.controllers(), reactor, ports, false);
-                    checkpointer.keep_unattached(server.changes());
+                    checkpointer.keep_others(
+                        server.changes().unattached(),
+                        server.changes().exports().wanted(),
+                    );
                     checkpointer.complete();
                 }
             });
@@ -219,6 +228,8 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     if let Some(checkpointer) = &checkpointer {
         server.changes().set_checkpoint(checkpointer.kept());
     }
+    let is_first = supervisor.is_none_or(|(role, _)| role == Role::Start);
+    server.changes().start_exports(is_first)?;
     namespace_requests::begin(&server)?;
     let _sizes = ResizeWatch::start(&server)?;
     let handle = signals.handle();
@@ -263,8 +274,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     // Bounds the wait for an unresponsive disk. If the supervisor is dead, no process would kill
     // this one.
     let _bounded = link.map(|link| ParentWatch::start(link, parent_watch::GRACE)).transpose()?;
-    // The endpoints remove their socket files.
+    // The endpoints and exports remove their socket files.
     drop(answering.map(RunningEndpoints::rest));
+    server.changes().exports().stop();
     let outcome = server.stop();
     drop(event_log);
     report(&server);

@@ -4,6 +4,7 @@
 //! with the state that may come, and after it with the state that it has led to.
 
 use super::builder::set_apart;
+use super::open_disk::id_of;
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
@@ -203,6 +204,13 @@ impl Changes {
                 served.name
             )));
         }
+        let id = id_of(&served.id, nsid, &found.disk);
+        if let (None, Some(export)) = (&found.disk.id, self.exports().of(&id).first()) {
+            return Err(exit::conflict(anyhow!(
+                "the disk {id} has the export {export}, and would be closed; remove the export first: \
+                 `shadowbell ctl export remove {export}`"
+            )));
+        }
         let mut after = asked.clone();
         after.controller.disks.remove(found.at);
         let name = found.namespace.disk.name();
@@ -273,6 +281,7 @@ impl Changes {
         })?;
         let name = config.disk.name();
         info!("{}: namespace {nsid} is {name}{}", served.name, about(&*config.disk, &own.disk));
+        self.renew_exports(&id_of(&served.id, nsid, &own));
         Ok(true)
     }
 

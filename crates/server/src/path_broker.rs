@@ -6,9 +6,8 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_supervisor::path_protocol::{
-    DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
-    PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
-    path_of,
+    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, NoSocket, PAIR, PLACES, PathPermissions,
+    REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE, bytes_of, path_of,
 };
 use shadowbell_supervisor::protocol::{self, Packet, send_bytes};
 use shadowbell_vfio_user::server::{BindError, Listener, ListenerParts, remove_sockets_by};
@@ -156,7 +155,7 @@ pub(super) fn remove_directory(path: &Path) {
     };
 }
 
-/// Creates the TCP socket for metrics, and returns its address.
+/// Creates a TCP socket, and returns its address.
 ///
 /// # Errors
 /// The address cannot be bound.
@@ -167,7 +166,8 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
         let address = listener.local_addr()?;
         return Ok((listener, address));
     };
-    let packet = ask(&broker.socket.lock(), METRICS, "", None).map_err(Refusal::into_error)?;
+    let packet =
+        ask(&broker.socket.lock(), TCP, address.to_string(), None).map_err(Refusal::into_error)?;
     let address = packet.text().parse().map_err(|_| nonsense())?;
     Ok((packet.fd().ok_or_else(nonsense)?.into(), address))
 }

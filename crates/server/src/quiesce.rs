@@ -40,8 +40,13 @@ pub(super) fn quiesce(
         return Err(why);
     }
     abort_point(AbortPoint::Quiesced);
-    server.release_locks();
-    link.say(to_supervisor::QUIESCED, "");
+    // Requests of an export's clients may still be in flight: then the next process waits for the
+    // fence.
+    let has_exports = !server.changes().exports().is_empty();
+    if !has_exports {
+        server.release_locks();
+    }
+    link.say(to_supervisor::QUIESCED, if has_exports { "exports" } else { "" });
     debug!("quiesced after {} us", began.elapsed().as_micros());
     info!("quiesced; another process recovers");
     // If the service ends or the supervisor dies instead, the checkpoint stays valid.

@@ -6,13 +6,15 @@
 
 use super::builder::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
 use super::checkpointer::LiveCheckpoint;
-use super::disks::UnattachedDisks;
 use super::event::EventSender;
 use super::flush::flush;
+use super::open_disk::{UnattachedDisks, id_of};
 use super::registry::{Registry, ServedController};
+use super::running_exports::Exports;
 use super::sandbox;
 use anyhow::{Context, anyhow};
 use parking_lot::{Mutex, MutexGuard};
+use shadowbell_config::controller_config::nsids;
 use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::server_config::{SocketConfig, disk_asked_for_twice};
 use shadowbell_controller::{Controller, Pool};
@@ -44,6 +46,7 @@ pub(super) struct Changes {
     turn: Mutex<()>,
     /// Named disks that no controller has.
     unattached: UnattachedDisks,
+    exports: Exports,
     /// Checkpoint at the supervisor, if there is one.
     kept: OnceLock<Arc<LiveCheckpoint>>,
 }
@@ -63,8 +66,8 @@ impl Changes {
         registry: Arc<Registry>,
     ) -> Self {
         let next = AtomicUsize::new(registry.all().len());
-        let (handle, turn, unattached, kept) = Default::default();
-        Self { pool, events, lasting, registry, handle, next, turn, unattached, kept }
+        let (handle, turn, unattached, exports, kept) = Default::default();
+        Self { pool, events, lasting, registry, handle, next, turn, unattached, exports, kept }
     }
 
     /// Sets the reactor that serves the sockets.
@@ -126,6 +129,11 @@ impl Changes {
     /// Named disks that no controller has.
     pub(super) fn unattached(&self) -> &UnattachedDisks {
         &self.unattached
+    }
+
+    /// Exports of disks.
+    pub(super) fn exports(&self) -> &Exports {
+        &self.exports
     }
 
     /// Controllers that are served.
@@ -216,6 +224,17 @@ impl Changes {
     /// The server does not serve yet.
     pub(super) fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
+        // A disk without an id of its own ends with its controller.
+        for (nsid, disk) in
+            nsids(&served.asked().controller.disks).zip(&served.asked().controller.disks)
+        {
+            let id = id_of(&served.id, nsid, disk);
+            let exports = if disk.id.is_none() { self.exports.of(&id) } else { Vec::new() };
+            for export in exports {
+                warn!("export {export}: removed with its disk {id}");
+                self.drop_export(&export)?;
+            }
+        }
         let index = served.index;
         let asked = served.asked();
         let namespaces = served.controller.namespaces();

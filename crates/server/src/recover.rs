@@ -15,9 +15,9 @@ use super::builder;
 use super::checkpoint_items::{self, ENDPOINTS};
 use super::checkpoint_store;
 use super::checkpointer::{Checkpointer, Complete, FENCE, UnattachedEntry};
-use super::disks::OpenDisk;
 use super::endpoints::{Endpoints, SavedEndpoints};
 use super::event::EventQueue;
+use super::open_disk::OpenDisk;
 use super::parent_watch::ParentWatch;
 use super::registry::ServedController;
 use super::server::Server;
@@ -106,7 +106,7 @@ pub(super) fn recover(
     abort_point(AbortPoint::Rebuilt);
     let is_changed = server.registry().is_changed();
     checkpointer.begin(&server.controllers(), &mut reactor, &ports, is_changed);
-    checkpointer.keep_unattached(server.changes());
+    checkpointer.keep_others(server.changes().unattached(), server.changes().exports().wanted());
     phases.ended("own checkpoint");
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
@@ -270,7 +270,7 @@ fn rebuild(
     Ok(Rebuilt { server, reactor, ports, controllers })
 }
 
-/// Recovers the disks that no controller has. A disk that was being attached or detached may be
+/// Recovers the disks that no controller has, and the list of exports. A disk that was being attached or detached may be
 /// in the checkpoint twice; the state of the controller decides.
 fn recover_unattached(
     items: &mut Checkpoint,
@@ -278,6 +278,7 @@ fn recover_unattached(
     server: &Server,
     fence: &Fence<'_>,
 ) -> anyhow::Result<()> {
+    server.changes().exports().set_wanted(complete.exports.clone());
     let attached: HashSet<_> = server.changes().disks().into_iter().map(|disk| disk.id).collect();
     for (id, UnattachedEntry { key, spec }) in &complete.unattached {
         if attached.contains(id) {

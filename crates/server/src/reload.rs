@@ -7,6 +7,7 @@ use super::registry::ServedController;
 use anyhow::{Context, anyhow};
 use shadowbell_config::config_file::Settings;
 use shadowbell_config::controller_config::DiskConfig;
+use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::server_config::{NamedDisk, ServerConfig, SocketConfig};
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
@@ -26,7 +27,7 @@ pub(super) fn apply(
     forced: bool,
 ) -> anyhow::Result<Plan> {
     let turn = changes.turn();
-    let named = config.disks;
+    let (named, exports) = (config.disks, config.exports);
     let plan = Plan::of(changes.registry(), config.controllers, &config.groups);
     if dry_run {
         return Ok(plan);
@@ -40,8 +41,10 @@ pub(super) fn apply(
     }
     add_early(changes, &named, &plan).map_err(|error| error.context("nothing was changed"))?;
     let ready = Ready::of(changes, &plan).map_err(|error| error.context("nothing was changed"))?;
-    let mut failed = ready.carry_out(changes, &plan);
+    let mut failed = drop_exports(changes, &exports);
+    failed.extend(ready.carry_out(changes, &plan));
     failed.extend(match_unattached(changes, &named));
+    failed.extend(exports.into_iter().filter_map(|export| changes.put_export(export).err()));
     drop(turn);
     for group in config.groups {
         changes.limit_group(&group.name, group.limits)?;
@@ -61,8 +64,15 @@ fn add_early(changes: &Changes, named: &[NamedDisk], plan: &Plan) -> anyhow::Res
     let taken: HashSet<_> = all.iter().map(|disk| takes(&disk.open.spec)).collect();
     let is_new = |disk: &&NamedDisk| all.iter().all(|other| other.id != disk.id);
     let early = named.iter().filter(is_new).filter(|disk| !plan.names(&disk.id));
-    let early = early.filter(|disk| !taken.contains(&takes(&disk.spec)));
-    early.map(|disk| changes.put_disk(disk).map(drop)).collect()
+    let mut early = early.filter(|disk| !taken.contains(&takes(&disk.spec)));
+    early.try_for_each(|disk| changes.put_disk(disk).map(drop))
+}
+
+/// Removes the exports that differ from the configuration. Returns the errors.
+fn drop_exports(changes: &Changes, wanted: &[ExportConfig]) -> Vec<anyhow::Error> {
+    let now = changes.exports().wanted();
+    let gone = now.iter().filter(|now| !wanted.iter().any(|export| export.is_same(now)));
+    gone.filter_map(|export| changes.drop_export(&export.id).err()).collect()
 }
 
 /// Removes the unattached disks that the configuration does not name, and adds or replaces the

@@ -60,6 +60,7 @@ impl Server {
         }
         let listeners = config.controllers.iter().map(bind_one).collect::<Result<Vec<_>, _>>()?;
         let mut server = Self::resting(controllers, events, pool, lasting.is_some());
+        server.changes.exports().set_wanted(config.exports.clone());
         for disk in config.unattached() {
             let added = server.changes.put_disk(disk);
             added.with_context(|| disk.origin.clone().unwrap_or_default())?;

@@ -1,7 +1,8 @@
 //! `shadowbell ctl`: queries and changes a running server over its control socket.
 
 use crate::ctl_ana::{AnaArgs, ana};
-use crate::ctl_disk::{DiskVerb, disk, disk_path, disks, is_disk};
+use crate::ctl_disk::{DiskVerb, Switch, disk, disk_path, disks, is_disk, limits_text};
+use crate::ctl_export::{ExportVerb, export};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::grant::grant;
@@ -102,6 +103,9 @@ enum What {
     /// List, add, remove or change disks
     #[command(subcommand)]
     Disk(DiskVerb),
+    /// List, add or remove exports of disks (NBD)
+    #[command(subcommand)]
+    Export(ExportVerb),
     /// Set rate limits of a disk or limit group, or show them
     ///
     /// New limits replace all of the old ones. Requests beyond a limit wait.
@@ -212,12 +216,6 @@ struct Which {
     nsid: u32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Switch {
-    On,
-    Off,
-}
-
 #[derive(Clone, Debug, Subcommand)]
 enum Change {
     /// Add a controller; no effect if an equal one exists
@@ -289,6 +287,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
         What::Namespace(verb) => change_namespace(&client, verb, json),
+        What::Export(verb) => export(&client, verb, json),
         What::Disk(verb) => disk(&client, verb, json),
         What::Limit(args) => limit(&client, args, json),
         What::SaveConfig { file } => save_config(&client, file, json),
@@ -540,10 +539,6 @@ fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
         }
         write!(out, "{table}")
     })
-}
-
-pub(crate) fn limits_text(spec: Option<&LimitSpec>) -> String {
-    spec.and_then(|spec| spec.parse().ok()).unwrap_or_default().to_string()
 }
 
 fn save_config(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {

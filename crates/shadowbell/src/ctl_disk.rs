@@ -1,6 +1,5 @@
 //! `shadowbell ctl disk`: lists, adds, changes and removes the disks of a server.
 
-use crate::ctl::{Switch, limits_text};
 use crate::grant::grant;
 use bytesize::ByteSize;
 use clap::Subcommand;
@@ -8,7 +7,7 @@ use hyper::Method;
 use shadowbell_config::disk_spec;
 use shadowbell_config::parse;
 use shadowbell_config::server_config::known_path;
-use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, Size};
+use shadowbell_control_api::api::{Disk, DiskChange, DiskSource, LimitSpec, Size};
 use shadowbell_control_api::client::{Client, part};
 use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
@@ -60,15 +59,26 @@ pub(crate) enum DiskVerb {
     },
 }
 
-/// Request path of a disk. In `SOCKET/NSID`, the path of an existing socket is made absolute, as
-/// the server knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Switch {
+    On,
+    Off,
+}
+
+/// Request path of a disk.
 pub(crate) fn disk_path(id: &str) -> String {
+    format!("/v1/disks/{}", part(&known_id(id)))
+}
+
+/// Id of a disk as the server knows it. In `SOCKET/NSID`, the path of an existing socket is made
+/// absolute.
+pub(crate) fn known_id(id: &str) -> String {
     let known = id.rsplit_once('/').and_then(|(socket, nsid)| {
         let about = std::fs::metadata(socket).ok()?;
         let socket = about.file_type().is_socket().then(|| known_path(Path::new(socket)))?;
         Some(format!("{}/{nsid}", socket.display()))
     });
-    format!("/v1/disks/{}", part(known.as_deref().unwrap_or(id)))
+    known.unwrap_or_else(|| id.to_owned())
 }
 
 /// True if the server has a disk with this id.
@@ -125,8 +135,9 @@ pub(crate) fn disks(out: &mut dyn Write, all: &Vec<Disk>) -> io::Result<()> {
     let mut table = Table::new(headings);
     for disk in all {
         let users = disk.namespaces.iter();
-        let users: Vec<_> =
-            users.map(|user| format!("{} namespace {}", user.controller, user.nsid)).collect();
+        let users = users.map(|user| format!("{} namespace {}", user.controller, user.nsid));
+        let exports = disk.exports.iter().map(|export| format!("export {export}"));
+        let users: Vec<_> = users.chain(exports).collect();
         table.line([
             disk.id.clone(),
             disk.source.clone(),
@@ -138,4 +149,9 @@ pub(crate) fn disks(out: &mut dyn Write, all: &Vec<Disk>) -> io::Result<()> {
         ]);
     }
     write!(out, "{table}")
+}
+
+/// Text of rate limits for a table.
+pub(crate) fn limits_text(spec: Option<&LimitSpec>) -> String {
+    spec.and_then(|spec| spec.parse().ok()).unwrap_or_default().to_string()
 }

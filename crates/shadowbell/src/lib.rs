@@ -21,6 +21,7 @@ mod cli;
 mod ctl;
 mod ctl_ana;
 mod ctl_disk;
+mod ctl_export;
 mod ctl_plan;
 mod ctl_trace;
 mod export;

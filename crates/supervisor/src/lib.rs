@@ -292,7 +292,7 @@ impl Supervisor {
                 to_supervisor::SERVING => self.serves(&packet.text()),
                 to_supervisor::READ => self.has_read(&packet.text()),
                 to_supervisor::ALIVE => self.is_alive(&packet.text()),
-                to_supervisor::QUIESCED => self.has_quiesced(),
+                to_supervisor::QUIESCED => self.has_quiesced(packet.text().is_empty()),
                 to_supervisor::TAKEN => {
                     self.replacement_has_taken();
                     self.left = None;

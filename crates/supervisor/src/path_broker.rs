@@ -4,14 +4,14 @@
 //! Each server process that requests it has a thread in the supervisor, which acts with the
 //! server process's user id. Before it enters its sandbox, a server process registers what it may
 //! request ([`PathPermissions`]): sockets in certain directories, one statistics file, one trace
-//! file, and one TCP socket. In these directories only socket files are created and removed. So the
+//! file, and certain TCP addresses. In these directories only socket files are created and removed. So the
 //! server process can neither read nor write other files through the broker.
 
 use super::log::log_line;
 use super::open_broker::working;
 use crate::path_protocol::{
-    DONE, ERRNO, KEEP, Kind, LISTEN, METRICS, MOST, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
-    PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TRACE, bytes_of,
+    DONE, ERRNO, KEEP, Kind, LISTEN, MOST, Made, NO_SOCKET, NoSocket, PAIR, PLACES,
+    PathPermissions, REFUSED, REMOVE, REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE, bytes_of,
     path_of,
 };
 use crate::protocol::{self, Packet};
@@ -180,8 +180,12 @@ impl PathBroker {
                 let file = trace(&path_of(&path.0), packet.body == KEEP.as_bytes())?;
                 Ok((vec![file.into()], OsString::new()))
             }
-            METRICS => {
-                let listener = listen_tcp(places.metrics.ok_or(Errno::ACCESS)?)?;
+            TCP => {
+                let address = packet.text().parse().map_err(|_| Errno::INVAL)?;
+                if !places.tcp.contains(&address) {
+                    return Err(Errno::ACCESS.into());
+                }
+                let listener = listen_tcp(address)?;
                 let address = listener.local_addr()?.to_string();
                 Ok((vec![listener.into()], address.into()))
             }
@@ -373,7 +377,7 @@ mod tests {
             assert!(at(name).exists());
         }
         assert_eq!(worker.ask(TRACE, "", None).letter, ERRNO);
-        assert_eq!(worker.ask(METRICS, "", None).letter, ERRNO);
+        assert_eq!(worker.ask(TCP, "", None).letter, ERRNO);
         assert_eq!(worker.ask(b'?', "", None).letter, ERRNO);
     }
 }

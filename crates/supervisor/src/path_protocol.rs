@@ -28,8 +28,8 @@ pub const REMOVE_DIRECTORY: u8 = b'd';
 pub const TRACE: u8 = b't';
 /// Argument of [`TRACE`].
 pub const KEEP: &str = "k";
-/// Request: create the TCP socket for metrics. The answer has its address.
-pub const METRICS: u8 = b'm';
+/// Request: create a TCP socket at a registered address. The answer has its address.
+pub const TCP: u8 = b'm';
 /// Request: create a connected pair of packet sockets.
 pub const PAIR: u8 = b's';
 
@@ -60,8 +60,9 @@ pub struct PathPermissions {
     pub group: Option<String>,
     /// Path of the trace file.
     pub trace: Option<Bytes>,
-    /// TCP address of the metrics.
-    pub metrics: Option<SocketAddr>,
+    /// TCP addresses of the metrics and of exports.
+    #[serde(default)]
+    pub tcp: Vec<SocketAddr>,
 }
 
 impl PathPermissions {

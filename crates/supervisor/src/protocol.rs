@@ -104,7 +104,8 @@ pub mod to_supervisor {
     pub const CHECKED: u8 = b'K';
     /// The process has not quiesced, and resumes. Body: the reason.
     pub const RESUMES: u8 = b'G';
-    /// The process has quiesced for good and released its locks, and can be killed.
+    /// The process has quiesced for good, and can be killed. Body: empty if it has released its
+    /// locks, otherwise what may still be in flight.
     pub const QUIESCED: u8 = b'Z';
     /// The process cannot serve. Body: the reason.
     pub const FAILED: u8 = b'X';
@@ -197,7 +198,7 @@ pub fn name(pid: i32, attempt: u8) -> String {
 ///
 /// The send buffers hold the messages that a server process sends while its supervisor is
 /// blocked, such as the checkpoint changes of a client that attaches. The system may grant less
-/// than [`ROOM`].
+/// than `ROOM`.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     for end in [&pair.0, &pair.1] {

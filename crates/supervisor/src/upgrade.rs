@@ -118,9 +118,11 @@ impl Supervisor {
     }
 
     /// Ends the quiesced server process, and lets the next one recover from its checkpoint.
-    pub(super) fn has_quiesced(&mut self) {
+    /// `is_clean`: no request of it is in flight at a disk, and it has released its locks.
+    pub(super) fn has_quiesced(&mut self, is_clean: bool) {
         let Some(mut old) = self.worker.take() else { return };
-        let left = old.leaves(None).map(|left| left.after_quiesce());
+        let left = old.leaves(None);
+        let left = left.map(|left| if is_clean { left.after_quiesce() } else { left });
         self.sockets.clear();
         self.died = Some(Instant::now());
         let pid = old.pid();

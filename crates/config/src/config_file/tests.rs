@@ -179,7 +179,7 @@ fn what_is_written_is_read_as_the_same() {
     "#;
     let config = parse(text, "vms.toml").unwrap();
     let asked: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
-    let written = write(&Settings::of(&config), "vms", &[], &asked);
+    let written = write(&Settings::of(&config), "vms", &[], &asked, &[]);
     let again = parse(&written, "written.toml").unwrap();
     for (one, other) in config.controllers.iter().zip(&again.controllers) {
         assert!(one.is_same(other) && one.id() == other.id(), "{written}");
@@ -193,10 +193,10 @@ fn what_is_written_is_read_as_the_same() {
     assert_eq!(again.socket_access, config.socket_access);
     assert_eq!(again.control.name.as_deref(), Some("vms"));
     let once_more: Vec<_> = again.controllers.iter().cloned().map(std::sync::Arc::new).collect();
-    assert_eq!(write(&Settings::of(&again), "vms", &[], &once_more), written);
+    assert_eq!(write(&Settings::of(&again), "vms", &[], &once_more, &[]), written);
     // A setting that was changed at run time.
     assert!(!again.measure);
-    let measured = write(&Settings::of(&again).with_measure(true), "vms", &[], &once_more);
+    let measured = write(&Settings::of(&again).with_measure(true), "vms", &[], &once_more, &[]);
     assert!(parse(&measured, "measured.toml").unwrap().measure, "{measured}");
 }
 
@@ -281,7 +281,7 @@ fn controllers_of_a_subsystem_have_their_places_in_order() {
     assert_eq!(places, [Some(("pair", 1)), None, Some(("pair", 2))]);
     // The written configuration is read as the same.
     let served: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
-    let again = write(&Settings::of(&config), "x", &[], &served);
+    let again = write(&Settings::of(&config), "x", &[], &served, &[]);
     let again = parse(&again, "x").unwrap();
     let all = |config: &ServerConfig| {
         config.controllers.iter().map(|one| one.controller.clone()).collect::<Vec<_>>()
@@ -348,7 +348,7 @@ fn groups_and_their_states_are_those_of_a_subsystem() {
     let states = ["inaccessible, change", "non-optimized, non-optimized"];
     assert_eq!(texts(&config), states.map(|states| (nsids.clone(), states.to_owned())));
     let served: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
-    let again = write(&Settings::of(&config), "x", &[], &served);
+    let again = write(&Settings::of(&config), "x", &[], &served, &[]);
     assert_eq!(texts(&parse(&again, "x").unwrap()), texts(&config));
     for (from, to, words) in [
         ("[[1], [2]]", "[[1], [1]]", "x:10: `ana-groups` has namespace 1 twice"),

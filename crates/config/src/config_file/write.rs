@@ -4,6 +4,7 @@ use super::disks::WrittenDisk;
 use crate::ana_state::AnaWord;
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::disk_spec;
+use crate::export_config::ExportConfig;
 use crate::limits::{self, Group};
 use crate::pool::PoolSpec;
 use crate::pool_disks;
@@ -86,6 +87,7 @@ struct File {
     subsystem: Vec<Subsystem>,
     disk: Vec<WrittenDisk>,
     controller: Vec<Controller>,
+    export: Vec<ExportConfig>,
 }
 
 #[derive(Serialize)]
@@ -144,6 +146,7 @@ pub fn write(
     name: &str,
     disks: &[NamedDisk],
     controllers: &[Arc<SocketConfig>],
+    exports: &[ExportConfig],
 ) -> String {
     let Settings { pool, trace, control_socket, .. } = settings;
     let Settings { measure, metrics, access, .. } = settings;
@@ -170,6 +173,7 @@ pub fn write(
         subsystem: subsystems(controllers),
         disk: disks.iter().map(WrittenDisk::of).collect(),
         controller: controllers.iter().map(|asked| controller(asked)).collect(),
+        export: exports.iter().map(ExportConfig::from_root).collect(),
     };
     // Numbers and texts only: serialization cannot fail.
     toml::to_string(&file).unwrap_or_default()

@@ -6,7 +6,7 @@
 //! at most three quarters.
 
 use parking_lot::Mutex;
-use rustix::net::{Shutdown, shutdown};
+use rustix::net::{Shutdown, SocketAddrAny, shutdown};
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -26,8 +26,8 @@ pub(super) enum Peer {
 }
 
 impl Peer {
-    pub(super) fn of(socket: BorrowedFd<'_>) -> Self {
-        let address = rustix::net::getpeername(socket).ok().flatten();
+    /// Peer of a socket that was accepted from this address.
+    pub(super) fn of(socket: BorrowedFd<'_>, address: Option<SocketAddrAny>) -> Self {
         if let Some(address) = address.and_then(|address| SocketAddr::try_from(address).ok()) {
             return Self::Address(address.ip());
         }

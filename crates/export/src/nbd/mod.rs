@@ -53,5 +53,5 @@ mod sys;
 
 pub use address::Address;
 pub use options::Options;
-pub use server::{Server, StartError};
+pub use server::{Listener, Server, StartError};
 pub use shadowbell_nbd::{reply, wire};

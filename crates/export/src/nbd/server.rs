@@ -8,7 +8,7 @@ use super::options::Options;
 use super::shared::{Registered, ServerShared};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{SocketFlags, accept_with};
+use rustix::net::{SocketAddrAny, SocketFlags, acceptfrom_with};
 use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::{MAX_STRING, transmission};
@@ -52,8 +52,11 @@ pub enum StartError {
     System(io::Error),
 }
 
-enum Listener {
+/// Listening socket.
+pub enum Listener {
+    /// UNIX socket, whose file is removed at the end.
     Unix(shadowbell_vfio_user::Listener),
+    /// Non-blocking TCP socket.
     Tcp(TcpListener),
 }
 
@@ -87,6 +90,22 @@ impl Server {
             return Err(StartError::Name { len: options.name.len() });
         }
         let (listener, address) = listen(address)?;
+        Self::start_on(disk, listener, address, options)
+    }
+
+    /// Serves `disk` on a socket that listens already, for a process that may not create one.
+    ///
+    /// # Errors
+    /// [`StartError`] if the thread cannot be started.
+    pub fn start_on(
+        disk: BlockDevice,
+        listener: Listener,
+        address: Address,
+        options: &Options,
+    ) -> Result<Self, StartError> {
+        if options.name.len() > MAX_STRING {
+            return Err(StartError::Name { len: options.name.len() });
+        }
         let geometry = disk.geometry();
         let mut flags = transmission::SEND_FLUSH
             | transmission::SEND_FUA
@@ -197,8 +216,8 @@ impl Accept {
             ];
             let _ = poll(&mut fds, None);
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match accept_with(self.listener.as_fd(), flags) {
-                Ok(socket) => self.admit(socket),
+            match acceptfrom_with(self.listener.as_fd(), flags) {
+                Ok((socket, address)) => self.admit(socket, address),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => {
                     tracing::warn!("a client could not be accepted: {errno}");
@@ -215,8 +234,8 @@ impl Accept {
         clients.join();
     }
 
-    fn admit(&mut self, socket: OwnedFd) {
-        let peer = Peer::of(socket.as_fd());
+    fn admit(&mut self, socket: OwnedFd, address: Option<SocketAddrAny>) {
+        let peer = Peer::of(socket.as_fd(), address);
         if self.shared.admitted.is_full(peer) {
             self.shared.log.warn("too many clients: further connections are refused");
             return;

@@ -32,11 +32,15 @@ pub(super) fn receive(
     first: &Room<'_>,
     then: &Room<'_>,
 ) -> Result<usize, Errno> {
-    let vectors = [first.vector, then.vector];
+    let mut vectors = [first.vector, then.vector];
+    // SAFETY: an all-zero `msghdr` is a valid message without an address, parts or control data.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = vectors.as_mut_ptr();
+    message.msg_iovlen = vectors.len() as _;
     // SAFETY: each vector belongs to a room that is borrowed until the call returns. The room is
     // either memory that is borrowed for writing, or shared memory that is writable, whose mapping
     // is borrowed, and into which no Rust reference points.
-    let count = unsafe { libc::readv(socket.as_raw_fd(), vectors.as_ptr(), 2) };
+    let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, 0) };
     usize::try_from(count).map_err(|_| last_error())
 }
 

@@ -11,7 +11,7 @@ use shadowbell_control_api::api::{
     Code, Disk, DiskChange, DiskSource, DiskUser, LimitSpec, Problem, Size,
 };
 
-fn describe(disk: &ListedDisk) -> Disk {
+fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
     let info = disk.open.disk.info();
     let limits = DiskLimits::split(&disk.open.spec).unwrap_or_default().1;
     let counters = disk.open.disk.counters().into_iter();
@@ -26,6 +26,7 @@ fn describe(disk: &ListedDisk) -> Disk {
         namespaces: namespaces
             .map(|(served, nsid)| DiskUser { controller: served.id.clone(), nsid: *nsid })
             .collect(),
+        exports: state.changes.exports().of(&disk.id),
         counters: counters.map(|(name, count)| (name.to_owned(), count)).collect(),
     }
 }
@@ -36,7 +37,7 @@ fn describe(disk: &ListedDisk) -> Disk {
 #[utoipa::path(get, path = "/v1/disks", operation_id = "disks", tag = "disks",
     responses((status = 200, description = "The disks", body = Vec<Disk>)))]
 pub(super) fn disks(state: &ServerState) -> Vec<Disk> {
-    state.changes.disks().iter().map(describe).collect()
+    state.changes.disks().iter().map(|disk| describe(state, disk)).collect()
 }
 
 /// Describe a disk
@@ -47,7 +48,7 @@ pub(super) fn disks(state: &ServerState) -> Vec<Disk> {
         (status = 404, description = "No such disk", body = Problem)
     ))]
 pub(super) fn disk(state: &ServerState, id: &str) -> Result<Disk, Problem> {
-    state.changes.disk(id).map(|disk| describe(&disk)).map_err(problem)
+    state.changes.disk(id).map(|disk| describe(state, &disk)).map_err(problem)
 }
 
 /// Add a disk

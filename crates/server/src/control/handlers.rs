@@ -6,6 +6,7 @@
 use super::ana;
 use super::controllers;
 use super::disks;
+use super::exports;
 use super::identify;
 use super::latency;
 use super::limit_groups;
@@ -128,6 +129,10 @@ routes! {
     disks::add_disk: |r| created(disks::add_disk(r.state, r.id(), &r.body()?)?);
     disks::change_disk: |r| ok(disks::change_disk(r.state, r.id(), r.body()?)?);
     disks::remove_disk: |r| removed(disks::remove_disk(r.state, r.id())?);
+    exports::exports: |r| ok(exports::exports(r.state));
+    exports::export: |r| ok(exports::export(r.state, r.id())?);
+    exports::add_export: |r| created(exports::add_export(r.state, r.id(), r.body()?)?);
+    exports::remove_export: |r| removed(exports::remove_export(r.state, r.id())?);
     ana::set_ana: |r| ok(ana::set_ana(r.state, r.id(), r.route.number("group")?, &r.body()?)?);
     server::apply: |r| ok(server::apply(r.state, &r.body()?)?);
     server::configuration: |r| ok(server::configuration(r.state));

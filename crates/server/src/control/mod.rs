@@ -23,6 +23,7 @@
 mod ana;
 mod controllers;
 mod disks;
+mod exports;
 mod handlers;
 mod http;
 mod identify;

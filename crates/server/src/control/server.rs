@@ -86,6 +86,7 @@ pub(super) fn configuration(state: &ServerState) -> Configuration {
             &state.name,
             &state.changes.named_disks(),
             &controllers,
+            &state.changes.exports().wanted(),
         ),
     }
 }

@@ -1,6 +1,6 @@
 //! Interface of the control socket to the server.
 
-use crate::disks::id_of;
+use crate::open_disk::id_of;
 use crate::reconfigure::Changes;
 use crate::registry::{Registry, ServedController};
 use crate::tracer::Tracer;

@@ -61,7 +61,6 @@ static CALLS: &[&[c_long]] = &[
         libc::SYS_epoll_ctl,
         #[cfg(target_arch = "x86_64")]
         libc::SYS_epoll_wait,
-        #[cfg(not(target_arch = "x86_64"))]
         libc::SYS_epoll_pwait,
         libc::SYS_eventfd2,
         libc::SYS_timerfd_create,
@@ -165,7 +164,7 @@ mod tests {
             for name in &names {
                 assert!(listed.contains(&format!("`{name}`")), "{name} is not in docs/sandbox.md");
             }
-            assert!(by_itself || names.len() <= 60, "{}", names.len());
+            assert!(by_itself || names.len() <= 61, "{}", names.len());
             if cfg!(target_arch = "x86_64") {
                 let count = format!("{words} {}", names.len());
                 assert!(listed.contains(&count), "{count}");

@@ -13,6 +13,7 @@ use landlock::{
     path_beneath_rules,
 };
 use shadowbell_config::disk_spec;
+use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::socket_path;
 use shadowbell_process::process_env;
@@ -93,7 +94,7 @@ fn ask_for_places(asked: &Asked, config: &ServerConfig, link: &WorkerLink) -> Re
             mode: config.socket_access.mode,
             group: config.socket_access.group.clone(),
             trace: config.trace.as_ref().map(|(path, _)| from_root(path)),
-            metrics: config.metrics,
+            tcp: config.tcp().collect(),
         },
     )
 }
@@ -142,10 +143,9 @@ fn rules(
     let control = control.filter(|directory| make(directory));
     let of_control = sockets() | AccessFs::MakeDir | AccessFs::RemoveDir;
     let rules = rules.add_rules(path_beneath_rules(control, of_control))?;
-    match config.metrics {
-        Some(address) => rules.add_rule(NetPort::new(address.port(), AccessNet::BindTcp)),
-        None => Ok(rules),
-    }
+    config.tcp().try_fold(rules, |rules, address| {
+        rules.add_rule(NetPort::new(address.port(), AccessNet::BindTcp))
+    })
 }
 
 fn make(directory: &Path) -> bool {
@@ -155,9 +155,11 @@ fn make(directory: &Path) -> bool {
 /// Directories in which sockets are created and removed.
 fn socket_directories(asked: &Asked, config: &ServerConfig) -> Vec<PathBuf> {
     let controllers = config.controllers.iter().map(|served| &served.socket);
-    let of_sockets = controllers.chain(&config.control.path).map(|socket| {
+    let exports = config.exports.iter().filter_map(ExportConfig::socket);
+    let paths = controllers.chain(&config.control.path).map(PathBuf::as_path);
+    let of_sockets = paths.chain(exports).map(|socket| {
         // A directory stands for the socket in it, as in SPDK.
-        if socket.is_dir() { socket.clone() } else { directory_of(socket) }
+        if socket.is_dir() { socket.to_owned() } else { directory_of(socket) }
     });
     let mut all: Vec<_> = of_sockets.chain(asked.allow.iter().cloned()).collect();
     all.sort();

@@ -90,7 +90,7 @@ pub(super) fn enter(
     let by_itself = !files.as_ref().is_some_and(|files| files.by_supervisor);
     let files = files.map(Files::restrict).transpose().context("Landlock")?;
     HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
-    let needs = Needs { supervisor: link.is_some(), tcp: config.metrics.is_some(), by_itself };
+    let needs = Needs { supervisor: link.is_some(), tcp: config.tcp().next().is_some(), by_itself };
     let calls = match filter::install(needs) {
         Ok(()) => format!("{} system calls", calls::all(needs.by_itself).count()),
         Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),

@@ -9,6 +9,7 @@ mod config;
 mod control;
 mod disk_kinds;
 mod disks;
+mod exports;
 mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;

@@ -262,7 +262,7 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
     let for_tests = if cfg!(feature = "faults") { 2 } else { 0 };
     // The log is written by a thread of its own.
     server.says("sandbox on: ");
-    assert!(has(&server.stderr()) - for_tests <= 60, "{}", server.stderr());
+    assert!(has(&server.stderr()) - for_tests <= 61, "{}", server.stderr());
     let at = |name: &str| server.directory().join(name);
     let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode("vm.sock"), 0o620);

@@ -34,10 +34,10 @@ pub(super) const LAYERS: [&str; 29] = [
     "control-api",
     "storage",
     "supervisor",
-    "server",
-    "nvme-tools",
     "block",
     "export",
+    "server",
+    "nvme-tools",
     "shadowbell",
 ];
 

@@ -1,0 +1,94 @@
+//! Export requests: list, add and remove.
+
+use super::lookup::problem;
+use super::state::ServerState;
+use crate::running_exports::RunningExport;
+use shadowbell_config::config_file;
+use shadowbell_config::export_config::ExportConfig;
+use shadowbell_control_api::api::{Code, Export, ExportSpec, Problem};
+use std::path::PathBuf;
+
+fn describe(export: &RunningExport) -> Export {
+    let RunningExport { config, server } = export;
+    Export {
+        id: config.id.clone(),
+        disk: config.disk.clone(),
+        nbd: server.address().to_string(),
+        name: config.name.clone(),
+        tls: config.tls_certificates.is_some(),
+        read_only: config.read_only,
+        share: config.share,
+        failures: server.failures(),
+    }
+}
+
+/// List the exports
+#[utoipa::path(get, path = "/v1/exports", operation_id = "exports", tag = "exports",
+    responses((status = 200, description = "The exports", body = Vec<Export>)))]
+pub(super) fn exports(state: &ServerState) -> Vec<Export> {
+    state.changes.exports().map(describe)
+}
+
+/// Describe an export
+#[utoipa::path(get, path = "/v1/exports/{id}", operation_id = "export", tag = "exports",
+    params(("id" = String, Path, description = "The export's `id`")),
+    responses(
+        (status = 200, description = "The export", body = Export),
+        (status = 404, description = "No such export", body = Problem)
+    ))]
+pub(super) fn export(state: &ServerState, id: &str) -> Result<Export, Problem> {
+    exports(state).into_iter().find(|export| export.id == id).ok_or_else(|| {
+        let why = format!("there is no export `{id}`; `shadowbell ctl export ls` lists them");
+        Problem::new(Code::NotFound, why)
+    })
+}
+
+/// Export a disk
+///
+/// The disk may have a controller at the same time if the export is read-only, or if both permit
+/// another writer. The request is idempotent: if the same export exists already, nothing changes
+/// (200).
+#[utoipa::path(put, path = "/v1/exports/{id}", operation_id = "add_export", tag = "exports",
+    params(("id" = String, Path, description = "`id` of the export")),
+    request_body = ExportSpec,
+    responses(
+        (status = 200, description = "The export exists already", body = Export),
+        (status = 201, description = "The export was added", body = Export),
+        (status = 400, description = "The export cannot be served", body = Problem),
+        (status = 404, description = "No such disk", body = Problem),
+        (status = 409, description = "Another export has that id, or the disk has another writer",
+            body = Problem)
+    ))]
+pub(super) fn add_export(
+    state: &ServerState,
+    id: &str,
+    wanted: ExportSpec,
+) -> Result<(bool, Export), Problem> {
+    config_file::check_id(id).map_err(|why| Problem::new(Code::BadRequest, why))?;
+    let ExportSpec { disk, nbd, name, tls_certificates, tls_any_client, read_only, share } = wanted;
+    let wanted = ExportConfig {
+        id: id.to_owned(),
+        disk,
+        nbd,
+        name,
+        tls_certificates: tls_certificates.map(PathBuf::from),
+        tls_any_client,
+        read_only,
+        share,
+    };
+    let is_new = state.changes.add_export(wanted).map_err(problem)?;
+    Ok((is_new, export(state, id)?))
+}
+
+/// Remove an export
+///
+/// Requests in flight are completed, and clients are disconnected. The disk stays open.
+#[utoipa::path(delete, path = "/v1/exports/{id}", operation_id = "remove_export", tag = "exports",
+    params(("id" = String, Path, description = "The export's `id`")),
+    responses(
+        (status = 204, description = "The export was removed"),
+        (status = 404, description = "No such export", body = Problem)
+    ))]
+pub(super) fn remove_export(state: &ServerState, id: &str) -> Result<(), Problem> {
+    state.changes.remove_export(id).map_err(problem)
+}

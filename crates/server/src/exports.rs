@@ -1,0 +1,204 @@
+//! Exports of the server's disks to programs other than NVMe hosts: NBD.
+//!
+//! An export refers to a disk by id, and uses the same open disk as a controller. Its listening
+//! socket has the mode and group of the controllers' sockets. The next server process after a crash
+//! or an upgrade listens again, and clients connect again.
+
+use super::builder::bind_socket;
+use super::disks::ListedDisk;
+use super::path_broker;
+use super::reconfigure::Changes;
+use super::running_exports::{RunningExport, tls_of};
+use anyhow::{Context, anyhow};
+use shadowbell_block::{BlockDevice, BlockOptions};
+use shadowbell_config::export_config::ExportConfig;
+use shadowbell_export::nbd::{Address, Listener, Options, Server};
+use shadowbell_process::exit;
+use tracing::{info, warn};
+
+impl Changes {
+    /// Starts the wanted exports. If `is_required`, the first error is returned; otherwise errors
+    /// are logged, and the others are served.
+    ///
+    /// # Errors
+    /// An export cannot be served.
+    pub(super) fn start_exports(&self, is_required: bool) -> anyhow::Result<()> {
+        for export in self.exports().wanted() {
+            let id = export.id.clone();
+            match self.serve_export(export) {
+                Err(error) if is_required => return Err(error.context(format!("export {id}"))),
+                Err(error) => warn!("export {id} is not served: {}", exit::line(&error)),
+                Ok(()) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds an export. Returns false if it exists already.
+    ///
+    /// # Errors
+    /// The export cannot be served, or its id belongs to a different export.
+    pub(super) fn add_export(&self, wanted: ExportConfig) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        self.put_export(wanted)
+    }
+
+    /// Like [`add_export`](Self::add_export), for a caller that holds the lock of changes.
+    ///
+    /// # Errors
+    /// As for [`add_export`](Self::add_export).
+    pub(super) fn put_export(&self, wanted: ExportConfig) -> anyhow::Result<bool> {
+        let there = self.exports().wanted().into_iter().find(|export| export.id == wanted.id);
+        let is_running = self.exports().running.lock().contains_key(&wanted.id);
+        if let Some(there) = there.filter(|_| is_running) {
+            return match there.is_same(&wanted) {
+                true => Ok(false),
+                false => Err(exit::conflict(anyhow!(
+                    "an export `{}` exists already, with other properties; remove it first",
+                    wanted.id
+                ))),
+            };
+        }
+        self.serve_export(wanted.clone())?;
+        let mut all = self.exports().wanted();
+        all.retain(|export| export.id != wanted.id);
+        all.push(wanted);
+        self.record_exports(all);
+        Ok(true)
+    }
+
+    /// Removes an export; its clients are disconnected.
+    ///
+    /// # Errors
+    /// The export does not exist.
+    pub(super) fn remove_export(&self, id: &str) -> anyhow::Result<()> {
+        let _turn = self.turn();
+        self.drop_export(id)
+    }
+
+    /// Like [`remove_export`](Self::remove_export), for a caller that holds the lock of changes.
+    ///
+    /// # Errors
+    /// As for [`remove_export`](Self::remove_export).
+    pub(super) fn drop_export(&self, id: &str) -> anyhow::Result<()> {
+        let mut all = self.exports().wanted();
+        let before = all.len();
+        all.retain(|export| export.id != id);
+        if all.len() == before {
+            return Err(exit::not_there(anyhow!(
+                "there is no export `{id}`; `shadowbell ctl export ls` lists them"
+            )));
+        }
+        self.record_exports(all);
+        let export = self.exports().running.lock().remove(id);
+        if let Some(export) = export {
+            let failures = export.server.stop();
+            info!("export {id}: removed; failed requests: {failures}");
+        }
+        Ok(())
+    }
+
+    /// Makes the exports of a disk use the disk as it is after a change: their clients connect
+    /// again.
+    pub(super) fn renew_exports(&self, disk: &str) {
+        for id in self.exports().of(disk) {
+            let Some(export) = self.exports().running.lock().remove(&id) else { continue };
+            let RunningExport { config, server } = export;
+            let _ = server.stop();
+            if let Err(error) = self.serve_export(config) {
+                warn!("export {id} is not served any more: {}", exit::line(&error));
+            }
+        }
+    }
+
+    /// Refuses a second writer of a disk, unless both permit it.
+    ///
+    /// # Errors
+    /// The disk has another writer.
+    fn check_writers(&self, wanted: &ExportConfig, disk: &ListedDisk) -> anyhow::Result<()> {
+        if wanted.read_only || disk.open.disk.info().read_only {
+            return Ok(());
+        }
+        let controller = disk.namespaces.first();
+        let controller = controller
+            .filter(|_| !(wanted.share && disk.share))
+            .map(|(served, nsid)| format!("namespace {nsid} of {}", served.name));
+        let running = self.exports().running.lock();
+        let mut others = running.values().map(|export| &export.config);
+        let other = others.find(|other| {
+            other.disk == disk.id && !other.read_only && !(wanted.share && other.share)
+        });
+        let writer = controller.or_else(|| other.map(|other| format!("the export {}", other.id)));
+        match writer {
+            None => Ok(()),
+            Some(writer) => Err(exit::conflict(anyhow!(
+                "the disk {} is written by {writer}: export it with `read-only`, or set `share` for \
+                 both, if the programs that write can share a disk",
+                disk.id
+            ))),
+        }
+    }
+
+    /// Refuses a controller that would write a disk which an export writes, unless both permit it.
+    ///
+    /// # Errors
+    /// An export writes the disk.
+    pub(super) fn check_exports(&self, disk: &str, share: bool) -> anyhow::Result<()> {
+        let running = self.exports().running.lock();
+        let writes = |export: &&RunningExport| {
+            let config = &export.config;
+            config.disk == disk && !config.read_only && !(share && config.share)
+        };
+        match running.values().find(writes) {
+            None => Ok(()),
+            Some(export) => Err(exit::conflict(anyhow!(
+                "the disk {disk} is written by the export {}: remove it, or set `share` for both, if \
+                 the programs that write can share a disk",
+                export.config.id
+            ))),
+        }
+    }
+
+    fn serve_export(&self, mut config: ExportConfig) -> anyhow::Result<()> {
+        let disk = self.disk(&config.disk)?;
+        config.disk.clone_from(&disk.id);
+        self.check_writers(&config, &disk)?;
+        let address: Address = config
+            .nbd
+            .parse()
+            .map_err(|why: String| exit::bad_input(anyhow!("`{}`: {why}", config.nbd)))?;
+        let mut options = Options::default();
+        options.name.clone_from(&config.name);
+        options.description.clone_from(&disk.id);
+        options.tls = tls_of(&config)?;
+        let mut block = BlockOptions::default();
+        block.read_only = config.read_only;
+        let block = BlockDevice::new(disk.open.disk, &block).map_err(exit::bad_input)?;
+        let (listener, address) = match address {
+            Address::Unix(path) => {
+                let listener = bind_socket(&path).map_err(super::sandbox::explain)?;
+                (Listener::Unix(listener), Address::Unix(path))
+            }
+            Address::Tcp(address) => {
+                let (listener, address) = path_broker::listen_tcp(address)
+                    .with_context(|| format!("cannot listen on {address}"))
+                    .map_err(exit::bad_input)?;
+                (Listener::Tcp(listener), Address::Tcp(address))
+            }
+        };
+        let server = Server::start_on(block, listener, address, &options);
+        let server = server.map_err(exit::bad_input)?;
+        info!("export {}: disk {} at {}", config.id, disk.id, server.address());
+        let id = config.id.clone();
+        self.exports().running.lock().insert(id, RunningExport { config, server });
+        Ok(())
+    }
+
+    fn record_exports(&self, all: Vec<ExportConfig>) {
+        self.exports().set_wanted(all.clone());
+        if let Some(kept) = self.kept() {
+            kept.set_exports(all);
+        }
+        self.set_changed();
+    }
+}

@@ -1,0 +1,94 @@
+//! Exports that are served, and those to serve.
+
+use parking_lot::Mutex;
+use shadowbell_config::export_config::ExportConfig;
+use shadowbell_export::nbd::Server;
+use shadowbell_process::exit;
+use shadowbell_tls::ServerTls;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use tracing::warn;
+
+/// An export that is served.
+pub(super) struct RunningExport {
+    pub(super) config: ExportConfig,
+    pub(super) server: Server,
+}
+
+/// Exports of the server.
+#[derive(Default)]
+pub(super) struct Exports {
+    pub(super) running: Mutex<BTreeMap<String, RunningExport>>,
+    /// Exports to start: of the configuration, or of the dead process.
+    wanted: Mutex<Vec<ExportConfig>>,
+}
+
+/// Certificates by directory, with or without clients that have none.
+static CERTIFICATES: Mutex<BTreeMap<(PathBuf, bool), ServerTls>> = Mutex::new(BTreeMap::new());
+
+/// Reads the certificates of these exports, which the sandbox makes unreadable.
+///
+/// # Errors
+/// Certificates cannot be read.
+pub(super) fn read_certificates(exports: &[ExportConfig]) -> anyhow::Result<()> {
+    for export in exports {
+        if let Some(directory) = &export.tls_certificates {
+            let tls = certificates(directory, export.tls_any_client)?;
+            CERTIFICATES.lock().insert((directory.clone(), export.tls_any_client), tls);
+        }
+    }
+    Ok(())
+}
+
+fn certificates(directory: &Path, any_client: bool) -> anyhow::Result<ServerTls> {
+    ServerTls::load(directory, any_client).map_err(exit::bad_input)
+}
+
+/// Certificates of an export. They are read again if possible, since they may have been renewed.
+pub(super) fn tls_of(export: &ExportConfig) -> anyhow::Result<Option<ServerTls>> {
+    let Some(directory) = &export.tls_certificates else { return Ok(None) };
+    let known = (directory.clone(), export.tls_any_client);
+    certificates(directory, export.tls_any_client)
+        .or_else(|error| CERTIFICATES.lock().get(&known).cloned().ok_or(error))
+        .map(Some)
+}
+
+impl Exports {
+    /// Sets the exports that [`Changes::start_exports`] starts.
+    pub(super) fn set_wanted(&self, exports: Vec<ExportConfig>) {
+        *self.wanted.lock() = exports;
+    }
+
+    /// Exports to start, or that run.
+    pub(super) fn wanted(&self) -> Vec<ExportConfig> {
+        self.wanted.lock().clone()
+    }
+
+    /// True if there are none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.running.lock().is_empty()
+    }
+
+    /// Calls `each` with every export.
+    pub(super) fn map<T>(&self, each: impl FnMut(&RunningExport) -> T) -> Vec<T> {
+        self.running.lock().values().map(each).collect()
+    }
+
+    /// Ids of the exports of a disk.
+    pub(super) fn of(&self, disk: &str) -> Vec<String> {
+        let running = self.running.lock();
+        let its = running.values().filter(|export| export.config.disk == disk);
+        its.map(|export| export.config.id.clone()).collect()
+    }
+
+    /// Ends all exports: requests in flight are completed, and clients disconnected.
+    pub(super) fn stop(&self) {
+        let running = std::mem::take(&mut *self.running.lock());
+        for (id, export) in running {
+            let failures = export.server.stop();
+            if failures > 0 {
+                warn!("export {id}: {failures} requests failed");
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Exports of a server's disks by NBD, beside controllers, and after crashes and upgrades.
+
+use crate::control::{ctl, ctl_json};
+use crate::harness::{Server, program, until};
+use crate::recover::kill;
+use crate::supervisor::worker;
+use crate::upgrade::Client;
+use rustix::process::Signal;
+use serde_json::json;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+/// NBD client of the default export. The server sends simple replies.
+struct Nbd(UnixStream);
+
+impl Nbd {
+    /// Connects, as soon as the server listens.
+    fn connect(socket: &Path) -> Self {
+        let mut stream = None;
+        until("the NBD server", || {
+            stream = UnixStream::connect(socket).ok();
+            stream.is_some()
+        });
+        let mut nbd = Self(stream.unwrap());
+        assert_eq!(nbd.take::<18>()[..16], *b"NBDMAGICIHAVEOPT");
+        nbd.0.write_all(&3_u32.to_be_bytes()).unwrap();
+        // NBD_OPT_EXPORT_NAME with an empty name: size and flags follow.
+        nbd.0.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+        nbd.take::<10>();
+        nbd
+    }
+
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.0.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// Sends a request of 512 bytes; returns the error of the reply.
+    fn request(&mut self, kind: u8, data: &[u8]) -> u32 {
+        let mut request = b"\x25\x60\x95\x13\0\0\0".to_vec();
+        request.push(kind);
+        request.extend([[7; 8], [0; 8]].concat());
+        request.extend(512_u32.to_be_bytes());
+        request.extend(data);
+        self.0.write_all(&request).unwrap();
+        let reply = self.take::<16>();
+        assert_eq!(reply[8..], [7; 8]);
+        u32::from_be_bytes(reply[4..8].try_into().unwrap())
+    }
+
+    fn read(&mut self) -> u8 {
+        assert_eq!(self.request(0, &[]), 0);
+        let data = self.take::<512>();
+        assert_eq!(data, [data[0]; 512]);
+        data[0]
+    }
+
+    fn write(&mut self, byte: u8) -> u32 {
+        self.request(1, &[byte; 512])
+    }
+}
+
+#[test]
+fn a_server_exports_its_disks_over_crashes_and_upgrades() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = "socket-mode = \"0600\"\n\
+                [[disk]]\nid = \"data\"\nsource = \"mem:8MiB\"\n\
+                [[controller]]\nid = \"a\"\nsocket = \"vm0.sock\"\ndisks = [\"mem:4MiB\"]\n\
+                [[export]]\nid = \"data\"\ndisk = \"data\"\nnbd = \"unix:data.sock\"\n\
+                [[export]]\nid = \"tcp\"\ndisk = \"a/1\"\nnbd = \"tcp:127.0.0.1:0\"\nread-only = true\n";
+    std::fs::write(directory.path().join("vm.toml"), file).unwrap();
+    let mut command = program();
+    command.args(["serve", "--keeper", "--sandbox", "on", "--config", "vm.toml"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock"]);
+    let socket = server.directory().join("data.sock");
+    // The control socket is served after the exports.
+    assert_eq!(ctl_json(&server, &["export", "ls"]).as_array().unwrap().len(), 2);
+    let mode = std::fs::metadata(&socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    assert_eq!(Nbd::connect(&socket).write(7), 0);
+    assert_eq!(Nbd::connect(&socket).read(), 7);
+    for is_crash in [true, false, true] {
+        let before =
+            (worker(&server), ctl_json(&server, &["export", "ls"]).as_array().unwrap().len());
+        if is_crash {
+            kill(&server, Signal::KILL);
+        } else {
+            assert_eq!(ctl(&server, &["upgrade"]).0, Some(0), "{}", server.stderr());
+        }
+        until("another process", || worker(&server) != before.0);
+        assert_eq!(Nbd::connect(&socket).read(), 7);
+        assert_eq!(ctl_json(&server, &["export", "ls"]).as_array().unwrap().len(), before.1);
+    }
+    // A second writer needs the permission of both.
+    let (code, _, errors) = ctl(&server, &["namespace", "attach", "a", "2", "data"]);
+    assert!(code == Some(4) && errors.contains("written by the export data"), "{errors}");
+    assert_eq!(ctl(&server, &["export", "remove", "data"]).0, Some(0));
+    assert!(!socket.exists());
+    ctl_json(&server, &["namespace", "attach", "a", "2", "data"]);
+    let add = |more: &[&str]| {
+        let words = ["export", "add", "data", "data", "--nbd", "unix:data.sock"];
+        ctl(&server, &[&words, more].concat())
+    };
+    let (code, _, errors) = add(&[]);
+    assert!(code == Some(4) && errors.contains("is written by namespace 2"), "{errors}");
+    assert_eq!(add(&["--share"]).0, Some(4));
+    assert_eq!(add(&["--read-only"]).0, Some(0));
+    let mut guest = Client::attach(&server.directory().join("vm0.sock"));
+    guest.write(2, 0, 9);
+    let mut client = Nbd::connect(&socket);
+    assert_eq!(client.write(1), 1, "EPERM");
+    kill(&server, Signal::KILL);
+    assert_eq!(guest.read(2, 0), 9);
+    drop(Nbd::connect(&socket));
+    let all = ctl_json(&server, &["disk", "ls"]);
+    let data = all.as_array().unwrap().iter().find(|disk| disk["id"] == "data").unwrap();
+    assert_eq!(data["exports"], json!(["data"]));
+    assert_eq!(data["namespaces"], json!([{"controller": "a", "nsid": 2}]));
+    let (_, saved, _) = ctl(&server, &["save-config", "-"]);
+    assert!(saved.contains("[[export]]\nid = \"data\""), "{saved}");
+    drop(guest);
+    assert!(server.stop().success(), "{}", server.stderr());
+    assert!(!socket.exists());
+}
