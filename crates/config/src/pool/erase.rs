@@ -8,7 +8,6 @@ use shadowbell_disk_file::ImageFile;
 use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
 use std::io::{self, Seek, Write};
-use std::os::unix::fs::FileExt;
 
 /// Largest block of a file system, in bytes: the unit of the hole at the begin of a wiped file.
 const BLOCK: u64 = 1 << 16;
@@ -32,7 +31,9 @@ pub fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     let image = open(pool, nsid)?;
     // Never empty: after a crash at this point an empty file could not be opened.
     image.file().set_len(1)?;
-    image.file().write_all_at(&[0], 0)?;
+    let mut file = image.file();
+    file.seek(io::SeekFrom::Start(0))?;
+    file.write_all(&[0])?;
     image.file().set_len(bytes)?;
     // The first block stays allocated if the file system cannot punch holes.
     let _ =
