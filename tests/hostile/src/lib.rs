@@ -3,7 +3,7 @@
 //! For each attack a server is started with one I/O thread and default options. Its first
 //! controller is the victim's: reads of 4 KiB, one at a time, a thousand per second, each with a
 //! doorbell message and verified data. The other controllers are the attackers', who use a
-//! vfio-user client of this program (`peer`) that sends arbitrary messages.
+//! vfio-user client of this crate (`peer`) that sends arbitrary messages.
 //!
 //! In some attacks the server is `shadowbell export`: the victim is an NBD client, and the
 //! attackers are other clients, or a VM on vhost-user-blk.

@@ -186,6 +186,7 @@ fn first_lines_name_their_subject_and_texts_have_no_riddles() {
         "crates",
         "tools",
         "guest",
+        "tests",
         "fuzz/bodies",
         "docs",
         "packaging",

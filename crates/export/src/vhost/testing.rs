@@ -105,7 +105,8 @@ impl Queue {
     pub fn replace(&mut self) -> io::Result<()> {
         self.queue.stop();
         self.queue = BlkQueue::new(&self.disk, 0);
-        if let Some(used) = self.used_index(self.ring.config().used) {
+        let used = self.ring.config().used;
+        if let Some(used) = self.used_index(used) {
             self.ring.change(|config| (config.next_used, config.next_available) = (used, used));
         }
         Ok(())
