@@ -5,15 +5,15 @@ use super::inflight::Kept;
 use super::memory::{GuestMemory, Region};
 use super::page_table_quota::PageTableQuota;
 use super::queue::{BlkQueue, Served};
-use super::request::Rules;
 use super::ring::Ring;
+use super::shared::DeviceShared;
 use crate::failures::FailureCount;
 use ::shadowbell_memory::DmaError;
-use parking_lot::{Mutex, RwLock, RwLockReadGuard};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use shadowbell_block::{BlockDevice, Geometry};
+use parking_lot::{Mutex, RwLock};
+use rustix::event::{PollFd, PollFlags, poll};
+use shadowbell_block::BlockDevice;
 use std::io;
-use std::net::Shutdown;
+use std::ops::Deref;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,22 +24,15 @@ const MAX_QUEUES: usize = 64;
 /// virtio-blk device for one frontend.
 pub(super) struct Device {
     queues: Vec<(Ring, Mutex<BlkQueue>)>,
-    pub(super) geometry: Geometry,
-    /// Serial number of the device, for `VIRTIO_BLK_T_GET_ID`.
-    pub(super) id: Vec<u8>,
-    memory: RwLock<GuestMemory>,
-    pub(super) page_table_quota: PageTableQuota,
-    /// Features that the guest's driver has accepted.
-    pub(super) acked: AtomicU64,
-    /// In-flight tracking memory of the queues.
-    pub(super) inflight: Kept,
-    pub(super) failures: Arc<FailureCount>,
-    /// Socket of the frontend, for a disconnect.
-    socket: UnixStream,
-    /// True once the frontend has disconnected, so that the threads of the queues end.
-    over: AtomicBool,
-    /// True once the server ends.
-    ending: Arc<AtomicBool>,
+    shared: DeviceShared,
+}
+
+impl Deref for Device {
+    type Target = DeviceShared;
+
+    fn deref(&self) -> &DeviceShared {
+        &self.shared
+    }
 }
 
 impl Device {
@@ -54,16 +47,18 @@ impl Device {
         let queue = |index| Ok((Ring::new()?, Mutex::new(BlkQueue::new(disk, index))));
         Ok(Self {
             queues: (0..count).map(queue).collect::<io::Result<_>>()?,
-            geometry: *disk.geometry(),
-            id: id.as_bytes().to_vec(),
-            memory: RwLock::new(GuestMemory::new(Vec::new()).map_err(io::Error::other)?),
-            page_table_quota: PageTableQuota::new(count),
-            acked: AtomicU64::new(0),
-            inflight: Kept::default(),
-            failures,
-            socket,
-            over: AtomicBool::new(false),
-            ending,
+            shared: DeviceShared {
+                geometry: *disk.geometry(),
+                id: id.as_bytes().to_vec(),
+                memory: RwLock::new(GuestMemory::new(Vec::new()).map_err(io::Error::other)?),
+                page_table_quota: PageTableQuota::new(count),
+                acked: AtomicU64::new(0),
+                inflight: Kept::default(),
+                failures,
+                socket,
+                over: AtomicBool::new(false),
+                ending,
+            },
         })
     }
 
@@ -102,7 +97,7 @@ impl Device {
     /// Ends the threads of the queues. A guest shares its memory and could keep them busy
     /// forever, even without its frontend.
     pub(super) fn leave(&self) {
-        self.over.store(true, Ordering::SeqCst);
+        self.shared.over.store(true, Ordering::SeqCst);
         self.changed();
     }
 
@@ -128,7 +123,7 @@ impl Device {
                 config.enabled |= features & feature::PROTOCOL_FEATURES == 0;
             });
         }
-        self.acked.store(features, Ordering::Relaxed);
+        self.shared.acked.store(features, Ordering::Relaxed);
         self.changed();
     }
 
@@ -139,57 +134,12 @@ impl Device {
         bytes.get(offset..offset + size).unwrap_or_default().to_vec()
     }
 
-    pub(super) fn memory(&self) -> RwLockReadGuard<'_, GuestMemory> {
-        self.memory.read()
-    }
-
     /// Replaces the guest's memory.
     pub(super) fn set_memory(&self, regions: Vec<Region>) -> Result<(), DmaError> {
         let memory = GuestMemory::new(regions)?;
-        self.page_table_quota.memory_changed(memory.lengths());
-        *self.memory.write() = memory;
+        self.shared.page_table_quota.memory_changed(memory.lengths());
+        *self.shared.memory.write() = memory;
         self.changed();
         Ok(())
-    }
-
-    #[inline]
-    pub(super) fn is_over(&self) -> bool {
-        self.over.load(Ordering::SeqCst)
-    }
-
-    pub(super) fn is_ending(&self) -> bool {
-        self.ending.load(Ordering::SeqCst)
-    }
-
-    /// True if the frontend has disconnected, also while its last message is being handled.
-    pub(super) fn is_disconnected(&self) -> bool {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-        self.is_over() || poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-    }
-
-    pub(super) fn rules(&self) -> Rules {
-        let acked = self.acked.load(Ordering::Relaxed);
-        let write_through = self.geometry.volatile_cache && acked & feature::FLUSH == 0;
-        Rules { geometry: self.geometry, write_through }
-    }
-
-    /// True if part of the guest's memory was lost and replaced by zeroes. The frontend is
-    /// disconnected then.
-    pub(super) fn has_lost_memory(&self) -> bool {
-        let lost = self.memory.read().is_poisoned()
-            || self.inflight.get().is_some_and(|region| region.is_poisoned());
-        if lost {
-            tracing::error!(
-                "guest memory was lost (its file was truncated, or no huge pages are left), so the \
-                 frontend is disconnected"
-            );
-            self.hang_up();
-        }
-        lost
-    }
-
-    /// Disconnects the frontend.
-    pub(super) fn hang_up(&self) {
-        let _ = self.socket.shutdown(Shutdown::Both);
     }
 }

@@ -35,6 +35,7 @@ mod queue;
 mod request;
 mod ring;
 mod serve;
+mod shared;
 mod split_ring;
 #[doc(hidden)]
 pub mod testing;

@@ -1,9 +1,9 @@
 //! State of a virtio queue that is kept while the queue is not served.
 
-use super::device::Device;
 use super::inflight::{Found, Senseless, Tracker};
 use super::ring::{Config, Ring};
 use super::serve::{Context, ServedQueue, carry_out};
+use super::shared::DeviceShared;
 use super::split_ring::SplitRing;
 use ::shadowbell_memory::{DmaTable, SharedBytes};
 use shadowbell_block::BlockDevice;
@@ -58,7 +58,7 @@ impl BlkQueue {
 
     /// Prepares the queue after a start by the frontend, and finds the requests that a dead process
     /// had in flight. Returns true if the queue may be served.
-    fn begin_queue(&mut self, device: &Device, vring: &Ring) -> bool {
+    fn begin_queue(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
         if self.has_begun {
             return true;
         }
@@ -105,7 +105,7 @@ impl BlkQueue {
     }
 
     /// Serves the queue until its configuration or the memory changes.
-    pub(super) fn serve(&mut self, device: &Device, vring: &Ring) -> Served {
+    pub(super) fn serve(&mut self, device: &DeviceShared, vring: &Ring) -> Served {
         let (disk, index) = (self.disk.clone(), self.index);
         let mut complained = self.complained;
         let served = self.serve_by(device, vring, |context, ring, table| {
@@ -120,7 +120,7 @@ impl BlkQueue {
     /// Implementation of [`serve`](Self::serve), with `run` as the serving function.
     pub(super) fn serve_by(
         &mut self,
-        device: &Device,
+        device: &DeviceShared,
         vring: &Ring,
         run: impl FnOnce(Context<'_>, SplitRing, &Arc<DmaTable>) -> io::Result<()>,
     ) -> Served {

@@ -6,10 +6,10 @@
 //! polls, it suppresses notifications.
 
 use super::chain::{Bad, Chain, Request};
-use super::device::Device;
 use super::inflight::Tracker;
 use super::request::{Job as Parsed, MAX_DATA, QUEUE_SIZE, Rules, Status, identifier};
 use super::ring::Ring;
+use super::shared::DeviceShared;
 use super::split_ring::{InvalidIndex, SplitRing};
 use crate::io_thread::{FIRST, IoThread};
 use ::shadowbell_memory::page_tables::Awake;
@@ -84,7 +84,7 @@ struct Pending {
 /// State of a queue that exists longer than a [`ServedQueue`].
 pub(super) struct Context<'a> {
     pub(super) index: usize,
-    pub(super) device: &'a Device,
+    pub(super) device: &'a DeviceShared,
     pub(super) vring: &'a Ring,
     pub(super) tracker: &'a mut Option<Tracker<SharedBytes>>,
     /// Heads of the requests that a dead process had in flight. They are executed again.

@@ -12,7 +12,7 @@ use super::latency;
 use super::limit_groups;
 use super::metrics;
 use super::namespaces;
-use super::routes::Route;
+use super::parameters::Parameters;
 use super::server;
 use super::state::ServerState;
 use super::trace::{self, TraceBody};
@@ -64,7 +64,7 @@ impl Answer {
 /// A request to a handler.
 pub(super) struct Request<'a> {
     pub(super) state: &'a ServerState,
-    pub(super) route: &'a Route,
+    pub(super) parameters: &'a Parameters,
     pub(super) body: &'a [u8],
 }
 
@@ -76,7 +76,7 @@ impl Request<'_> {
     }
 
     fn id(&self) -> &str {
-        self.route.text("id")
+        self.parameters.text("id")
     }
 }
 
@@ -116,13 +116,13 @@ routes! {
         created(controllers::add_controller(r.state, r.id(), &r.body()?)?)
     };
     controllers::remove_controller: |r| {
-        removed(controllers::remove_controller(r.state, r.id(), r.route.has_query("force=true"))?)
+        removed(controllers::remove_controller(r.state, r.id(), r.parameters.has_query("force=true"))?)
     };
     namespaces::attach_namespace: |r| {
-        created(namespaces::attach_namespace(r.state, r.id(), r.route.number("nsid")?, &r.body()?)?)
+        created(namespaces::attach_namespace(r.state, r.id(), r.parameters.number("nsid")?, &r.body()?)?)
     };
     namespaces::detach_namespace: |r| {
-        removed(namespaces::detach_namespace(r.state, r.id(), r.route.number("nsid")?)?)
+        removed(namespaces::detach_namespace(r.state, r.id(), r.parameters.number("nsid")?)?)
     };
     disks::disks: |r| ok(disks::disks(r.state));
     disks::disk: |r| ok(disks::disk(r.state, r.id())?);
@@ -133,19 +133,19 @@ routes! {
     exports::export: |r| ok(exports::export(r.state, r.id())?);
     exports::add_export: |r| created(exports::add_export(r.state, r.id(), r.body()?)?);
     exports::remove_export: |r| removed(exports::remove_export(r.state, r.id())?);
-    ana::set_ana: |r| ok(ana::set_ana(r.state, r.id(), r.route.number("group")?, &r.body()?)?);
+    ana::set_ana: |r| ok(ana::set_ana(r.state, r.id(), r.parameters.number("group")?, &r.body()?)?);
     server::apply: |r| ok(server::apply(r.state, &r.body()?)?);
     server::configuration: |r| ok(server::configuration(r.state));
     limit_groups::limit_groups: |_| ok(limit_groups::limit_groups());
     limit_groups::set_limit_group: |r| {
-        ok(limit_groups::set_limit_group(r.state, r.route.text("name"), &r.body()?)?)
+        ok(limit_groups::set_limit_group(r.state, r.parameters.text("name"), &r.body()?)?)
     };
     identify::identify: |r| {
-        let (cns, nsid) = (r.route.number("cns")?, r.route.number("nsid")?);
+        let (cns, nsid) = (r.parameters.number("cns")?, r.parameters.number("nsid")?);
         bytes(identify::identify(r.state, r.id(), cns, nsid)?)
     };
     identify::log_page: |r| {
-        bytes(identify::log_page(r.state, r.id(), r.route.number("lid")?)?)
+        bytes(identify::log_page(r.state, r.id(), r.parameters.number("lid")?)?)
     };
     namespaces::namespaces: |r| ok(namespaces::namespaces(r.state));
     server::stats: |r| ok(server::stats(r.state));

@@ -161,13 +161,13 @@ async fn respond(
     let (head, body) = request.into_parts();
     let outcome = match routes::route(via, &head.method, &head.uri) {
         Err(refused) => Err(refused),
-        Ok(route) => match read(body).await {
+        Ok((handler, parameters)) => match read(body).await {
             Err(problem) => Err(problem.into()),
             // A handler may wait for I/O threads or for the system.
             Ok(body) => {
                 let work = tokio::task::spawn_blocking(move || {
-                    let request = HandlerRequest { state: &state, route: &route, body: &body };
-                    (route.handler)(&request)
+                    let (state, parameters, body) = (&state, &parameters, &body);
+                    handler(&HandlerRequest { state, parameters, body })
                 });
                 let failed = || Problem::new(Code::Failed, "the server has failed at this request");
                 work.await.unwrap_or_else(|_| Err(failed())).map_err(Into::into)

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `http` | connections and their limits |
 //! | `routes` | request paths and methods |
+//! | `parameters` | parameters of a request's path and query |
 //! | `state` | the part of the server that requests see |
 //! | `handlers` | request handlers and the OpenAPI document |
 //! | `trace` | handlers for the doorbell trace |
@@ -32,6 +33,7 @@ mod limit_groups;
 mod lookup;
 mod metrics;
 mod namespaces;
+mod parameters;
 mod routes;
 mod server;
 mod socket_io;

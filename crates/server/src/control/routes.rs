@@ -1,10 +1,10 @@
 //! Routes: the mapping of a request's method and path to a handler, by the OpenAPI document.
 
 use super::handlers::{HANDLERS, Handler, answer_document, openapi};
+use super::parameters::{Parameters, missing};
 use hyper::{Method, Uri};
 use percent_encoding::percent_decode_str;
 use shadowbell_control_api::api::{Code, Problem};
-use std::str::FromStr;
 use std::sync::LazyLock;
 
 /// Socket by which a request arrived.
@@ -14,32 +14,6 @@ pub(super) enum Via {
     Socket,
     /// TCP socket, which serves only the metrics.
     Tcp,
-}
-
-/// Handler of a request, and the parameters in its path and query.
-#[derive(Debug)]
-pub(super) struct Route {
-    pub(super) handler: Handler,
-    path: String,
-    parameters: Vec<(&'static str, String)>,
-    query: Option<String>,
-}
-
-impl Route {
-    /// Parameter of the path.
-    pub(super) fn text(&self, name: &str) -> &str {
-        let found = self.parameters.iter().find(|(known, _)| *known == name);
-        found.map_or("", |(_, value)| value)
-    }
-
-    /// Numeric parameter of the path.
-    pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<T, Problem> {
-        self.text(name).parse().map_err(|_| missing(&self.path))
-    }
-
-    pub(super) fn has_query(&self, query: &str) -> bool {
-        self.query.as_deref() == Some(query)
-    }
 }
 
 /// Path of the OpenAPI document with its operations.
@@ -110,28 +84,28 @@ impl From<Problem> for Refused {
     }
 }
 
-fn missing(path: &str) -> Problem {
-    Problem::new(Code::NotFound, format!("there is no path {path}"))
-}
-
 /// Returns the handler of a method and a path.
 ///
 /// # Errors
 /// The path does not exist, or does not support the method.
-pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refused> {
+pub(super) fn route(
+    via: Via,
+    method: &Method,
+    uri: &Uri,
+) -> Result<(Handler, Parameters), Refused> {
     let path = uri.path();
     let parts: Option<Vec<String>> = path.trim_start_matches('/').split('/').map(decode).collect();
     let parts = parts.filter(|parts| via == Via::Socket || parts[..] == ["metrics"]);
     let found = parts
         .and_then(|parts| TABLE.iter().find_map(|entry| Some((entry, entry.parameters(&parts)?))));
-    let (entry, parameters) = found.ok_or_else(|| missing(path))?;
+    let (entry, values) = found.ok_or_else(|| missing(path))?;
     let Some((_, handler)) = entry.operations.iter().find(|(known, _)| known == method) else {
         let why = format!("{path} has no {method}; it has {}", entry.allow);
         let problem = Problem::new(Code::MethodNotAllowed, why);
         return Err(Refused { problem, allow: Some(&entry.allow) });
     };
     let (path, query) = (path.to_owned(), uri.query().map(str::to_owned));
-    Ok(Route { handler: *handler, path, parameters, query })
+    Ok((*handler, Parameters { path, values, query }))
 }
 
 /// Decodes a path component. `None` if it is not UTF-8.
@@ -143,16 +117,16 @@ fn decode(part: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn ask(via: Via, method: Method, path: &str) -> Result<Route, Refused> {
+    fn ask(via: Via, method: Method, path: &str) -> Result<(Handler, Parameters), Refused> {
         route(via, &method, &path.parse().unwrap())
     }
 
     #[test]
     fn a_request_is_what_it_says() {
         let path = "/v1/controllers/%2Frun%2Fvm%200.sock/namespaces/7x";
-        let route = ask(Via::Socket, Method::PUT, path).unwrap();
-        assert_eq!(route.text("id"), "/run/vm 0.sock");
-        assert_eq!(route.number::<u32>("nsid").unwrap_err().status(), 404);
+        let (_, parameters) = ask(Via::Socket, Method::PUT, path).unwrap();
+        assert_eq!(parameters.text("id"), "/run/vm 0.sock");
+        assert_eq!(parameters.number::<u32>("nsid").unwrap_err().status(), 404);
         assert!(ask(Via::Tcp, Method::GET, "/metrics?x=1").is_ok());
         assert!(ask(Via::Socket, Method::GET, "/v1/openapi.json").is_ok());
         let refused = ask(Via::Socket, Method::DELETE, "/v1/log-level").unwrap_err();
