@@ -87,7 +87,8 @@ impl WorkerLink {
         while let Some(packet) = protocol::receive(&self.0, false)? {
             match packet.letter {
                 to_worker::CHECKPOINT => {
-                    if items.take(&packet.body, packet.fds)? {
+                    let is_whole = items.take(&packet.body, packet.fds)?;
+                    if is_whole {
                         return Ok(Some(Received { items, death }));
                     }
                 }
