@@ -15,7 +15,6 @@
 
 use super::checkpoint_items::{self, ENDPOINTS, Served};
 use super::checkpoint_store::CheckpointStore;
-use super::endpoints::Endpoints;
 use super::open_disk::UnattachedDisks;
 use super::registry::ServedController;
 use super::worker_link::WorkerLink;
@@ -373,14 +372,16 @@ impl LiveCheckpoint {
         self.publish();
     }
 
-    /// Adds the management endpoints to the checkpoint.
+    /// Adds the serialized management endpoints, with their descriptors, to the checkpoint.
     ///
     /// # Errors
-    /// The item cannot be sent, or the descriptor limit is reached.
-    pub(super) fn put_endpoints(&self, endpoints: &Endpoints) -> anyhow::Result<()> {
-        let mut fds = Descriptors::default();
-        let saved = endpoints.save(&mut fds)?;
-        Ok(self.store.put_state(ENDPOINTS, &saved, &fds)?)
+    /// The item cannot be sent.
+    pub(super) fn put_endpoints(
+        &self,
+        saved: &impl Serialize,
+        fds: &Descriptors,
+    ) -> anyhow::Result<()> {
+        Ok(self.store.put_state(ENDPOINTS, saved, fds)?)
     }
 
     /// Deletes the management endpoints' item: the endpoints may change from now on.

@@ -33,7 +33,8 @@ pub(super) fn quiesce(
         Some(kept) => kept,
         None => return Err(why_incomplete(server)),
     };
-    kept.put_endpoints(resting)?;
+    let mut fds = Descriptors::default();
+    kept.put_endpoints(&resting.save(&mut fds)?, &fds)?;
     let began = Instant::now();
     if let Err(why) = quiesce_all(server, began + LIMIT) {
         kept.delete_endpoints();

@@ -55,6 +55,7 @@ mod snapshot_codec;
 mod state;
 mod trim_memory;
 mod upgrade;
+mod upgrade_progress;
 mod watchdog;
 mod worker;
 
@@ -76,7 +77,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use trim_memory::TrimTimer;
-use upgrade::{Step, tell_outcome};
+use upgrade_progress::{Step, tell_outcome};
 use watchdog::Watchdog;
 use worker::Worker;
 

@@ -1,7 +1,7 @@
 //! Pending exec of a new program by the supervisor.
 
 use super::log::log_line;
-use super::upgrade::tell_outcome;
+use super::upgrade_progress::tell_outcome;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;

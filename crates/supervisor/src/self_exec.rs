@@ -15,7 +15,7 @@ use super::pending_exec::{Identity, LIMIT, PendingExec, Step, identity};
 use super::snapshot::PartialSnapshot;
 use super::snapshot_codec::{self, Held};
 use super::state::Supervisor;
-use super::upgrade::tell_outcome;
+use super::upgrade_progress::tell_outcome;
 use super::{open_broker, path_broker};
 use crate::protocol;
 use rustix::io::{FdFlags, fcntl_setfd};

@@ -2,7 +2,7 @@
 
 use super::log::log_line;
 use super::state::{Reading, Supervisor};
-use super::upgrade::Step;
+use super::upgrade_progress::Step;
 use super::watchdog::Due;
 use super::worker::Worker;
 use crate::protocol::to_worker;

@@ -8,7 +8,7 @@ use super::path_broker::SavedPlaces;
 use super::process::Process;
 use super::snapshot::{Snapshot, bytes_in};
 use super::state::{LEAVE, Reading, Supervisor};
-use super::upgrade::{Step, Upgrade};
+use super::upgrade_progress::{Step, Upgrade};
 use super::watchdog::SavedWatchdog;
 use super::worker::{Left, Worker};
 use crate::checkpoint::Checkpoint;

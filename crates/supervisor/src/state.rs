@@ -5,7 +5,7 @@ use super::fd_store::FdStore;
 use super::pending_exec::PendingExec;
 use super::restart_policy::RestartPolicy;
 use super::trim_memory::TrimTimer;
-use super::upgrade::{Replacement, Upgrade};
+use super::upgrade_progress::{Replacement, Upgrade};
 use super::watchdog::Watchdog;
 use super::worker::{Left, Worker};
 use shadowbell_process::signals::Caught;

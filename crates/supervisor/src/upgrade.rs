@@ -12,10 +12,10 @@
 use super::log::log_line;
 use super::pending_exec::PendingExec;
 use super::state::{LEAVE, Supervisor};
+use super::upgrade_progress::{Replacement, Step, Upgrade, tell_outcome};
 use super::worker::{Worker, how};
-use crate::protocol::{self, RECOVER, answer, to_supervisor, to_worker};
+use crate::protocol::{self, RECOVER, to_supervisor, to_worker};
 use rustix::process::Signal;
-use serde::{Deserialize, Serialize};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
@@ -29,41 +29,6 @@ const STEP: Duration = Duration::from_secs(10);
 const RECOVERS: Duration = Duration::from_secs(30);
 /// Executable of this process, even if the file at its path was replaced.
 const OURSELVES: &str = "/proc/self/exe";
-
-/// Progress of an upgrade until the old process has quiesced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Step {
-    /// The next process parses the command line and starts its threads.
-    Starting,
-    /// The next process checks the old process's checkpoint.
-    Checking,
-    /// The old process quiesces, or resumes.
-    Quiescing,
-}
-
-/// An upgrade whose old process has not quiesced yet.
-pub(super) struct Upgrade {
-    pub(super) new: Worker,
-    pub(super) step: Step,
-    pub(super) began: Instant,
-    pub(super) until: Instant,
-    /// Requester, who receives the result.
-    pub(super) asker: Option<OwnedFd>,
-    /// Reason for the end of the new process.
-    pub(super) why: Option<String>,
-}
-
-/// Pending recovery by the next process after the old one has quiesced.
-pub(super) struct Replacement {
-    /// Program of the new process.
-    program: PathBuf,
-    /// Requester of the upgrade, who receives the result.
-    asker: Option<OwnedFd>,
-    /// Time of the request.
-    began: Instant,
-    /// Time limit for the recovery.
-    pub(super) until: Instant,
-}
 
 impl Supervisor {
     /// Starts the next server process of an upgrade.
@@ -296,19 +261,5 @@ impl Supervisor {
         });
         // `look_for_ends` sees the exit and falls back.
         worker.kill();
-    }
-}
-
-/// Sends an upgrade's result to its requester. A failure is logged as well.
-pub(super) fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
-    let (letter, text) = match outcome {
-        Ok(text) => (answer::YES, text),
-        Err(why) => {
-            log_line(&format!("warning: no upgrade: {why}"));
-            (answer::NO, why)
-        }
-    };
-    if let Some(asker) = asker {
-        let _ = protocol::send(asker, letter, text, None);
     }
 }

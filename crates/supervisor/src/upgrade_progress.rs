@@ -1,0 +1,58 @@
+//! Progress of an upgrade and of the recovery that follows, and the report of its result.
+
+use super::log::log_line;
+use super::worker::Worker;
+use crate::protocol::{self, answer};
+use serde::{Deserialize, Serialize};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Progress of an upgrade until the old process has quiesced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Step {
+    /// The next process parses the command line and starts its threads.
+    Starting,
+    /// The next process checks the old process's checkpoint.
+    Checking,
+    /// The old process quiesces, or resumes.
+    Quiescing,
+}
+
+/// An upgrade whose old process has not quiesced yet.
+pub(super) struct Upgrade {
+    pub(super) new: Worker,
+    pub(super) step: Step,
+    pub(super) began: Instant,
+    pub(super) until: Instant,
+    /// Requester, who receives the result.
+    pub(super) asker: Option<OwnedFd>,
+    /// Reason for the end of the new process.
+    pub(super) why: Option<String>,
+}
+
+/// Pending recovery by the next process after the old one has quiesced.
+pub(super) struct Replacement {
+    /// Program of the new process.
+    pub(super) program: PathBuf,
+    /// Requester of the upgrade, who receives the result.
+    pub(super) asker: Option<OwnedFd>,
+    /// Time of the request.
+    pub(super) began: Instant,
+    /// Time limit for the recovery.
+    pub(super) until: Instant,
+}
+
+/// Sends an upgrade's result to its requester. A failure is logged as well.
+pub(super) fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
+    let (letter, text) = match outcome {
+        Ok(text) => (answer::YES, text),
+        Err(why) => {
+            log_line(&format!("warning: no upgrade: {why}"));
+            (answer::NO, why)
+        }
+    };
+    if let Some(asker) = asker {
+        let _ = protocol::send(asker, letter, text, None);
+    }
+}
