@@ -1,4 +1,4 @@
-//! Disks of the namespaces of a [pool](crate::pool).
+//! Disks of the namespaces of a [pool].
 
 use crate::controller_config::{DiskConfig, nsids};
 use crate::pool::index::Entry;

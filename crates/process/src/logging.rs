@@ -156,7 +156,7 @@ pub fn begin() {
 }
 
 /// Writes a message on standard error after all queued lines. A blocked reader delays this for
-/// [`LAST_WORDS`] at most.
+/// two seconds at most.
 pub fn last_words(text: &str) {
     match LOG.get() {
         Some(log) => {
@@ -168,7 +168,7 @@ pub fn last_words(text: &str) {
     }
 }
 
-/// Waits until all queued lines are written, for [`LAST_WORDS`] at most.
+/// Waits until all queued lines are written, for two seconds at most.
 pub fn finish() {
     begin();
     if let Some(log) = LOG.get() {
