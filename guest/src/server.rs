@@ -122,7 +122,7 @@ impl Server {
     pub fn stats(&mut self) -> Result<Value> {
         self.check()?;
         let mut ctl = Command::new(&self.binary);
-        ctl.arg("ctl").arg("-s").arg(&self.control).arg("stats").stdin(Stdio::null());
+        ctl.arg("ctl").arg("-s").arg(&self.control).args(["stats", "--json"]).stdin(Stdio::null());
         let output = ctl.output().context("shadowbell ctl stats")?;
         if !output.status.success() {
             bail!("shadowbell ctl stats: {}", String::from_utf8_lossy(&output.stderr));

@@ -114,7 +114,7 @@ enum What {
     ///
     /// After a change, the command waits for commands in flight to end.
     Ana(AnaArgs),
-    /// Show all statistics, in JSON
+    /// Show statistics of all controllers; with --json, all of them
     Stats,
     /// Record every decision about a doorbell for `shadowbell trace`, or show the state of this
     Trace {

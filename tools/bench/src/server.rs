@@ -88,6 +88,11 @@ impl Server {
         }
     }
 
+    /// Control socket.
+    pub(crate) fn control(&self) -> PathBuf {
+        self.directory.path().join("control")
+    }
+
     /// Socket of a controller.
     pub(crate) fn socket(&self, index: usize) -> PathBuf {
         self.directory.path().join(format!("vm{index}.sock"))
@@ -106,7 +111,7 @@ impl Server {
     /// Ends the server with SIGTERM. Returns its counters.
     pub(crate) fn stop(mut self) -> Result<Value> {
         let mut ctl = child(&self.binary);
-        ctl.args(["ctl", "-s"]).arg(self.directory.path().join("control")).arg("stats");
+        ctl.args(["ctl", "-s"]).arg(self.control()).args(["stats", "--json"]);
         let counters = output("shadowbell ctl stats", ctl, LIMIT)?;
         self.process.signal(Signal::TERM)?;
         let status = self.process.wait(LIMIT)?;

@@ -7,7 +7,7 @@ use shadowbell_disk::OpenError;
 use shadowbell_disk_file::ImageFile;
 use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
-use std::io::{self, Seek, Write};
+use std::io::{self, Read, Seek, Write};
 
 /// Largest block of a file system, in bytes: the unit of the hole at the begin of a wiped file.
 const BLOCK: u64 = 1 << 16;
@@ -32,8 +32,14 @@ pub fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     // Never empty: after a crash at this point an empty file could not be opened.
     image.file().set_len(1)?;
     let mut file = image.file();
+    let mut first = [0];
     file.seek(io::SeekFrom::Start(0))?;
-    file.write_all(&[0])?;
+    file.read_exact(&mut first)?;
+    if first != [0] {
+        // The byte has a block: the write needs no space, which a full file system does not have.
+        file.seek(io::SeekFrom::Start(0))?;
+        file.write_all(&[0])?;
+    }
     image.file().set_len(bytes)?;
     // The first block stays allocated if the file system cannot punch holes.
     let _ =

@@ -106,7 +106,7 @@ fn start(guest: &mut Guest, disk: &str) -> Result<()> {
 fn stop(guest: &mut Guest) -> Result<Value> {
     let text = guest.sh(
         &format!(
-            "shadowbell ctl -s {SOCKET} stats >{STATISTICS} || exit 1; \
+            "shadowbell ctl -s {SOCKET} stats --json >{STATISTICS} || exit 1; \
              kill -TERM $(cat /tmp/served.pid); \
              for i in $(seq 200); do \
                 [ -d /proc/$(cat /tmp/served.pid) ] || break; sleep 0.05; \

@@ -137,14 +137,10 @@ fn measure(
     round: u32,
     found: &mut Found,
 ) -> Result<()> {
-    let directory = tempfile::tempdir()?;
-    let socket = directory.path().join("control.sock");
     let pin = settings.cpus[0];
-    let head = format!(
-        "workers = 1\npin = [{pin}]\npoll = \"adaptive\"\ncontrol-socket = {:?}",
-        socket.display().to_string()
-    );
+    let head = format!("workers = 1\npin = [{pin}]\npoll = \"adaptive\"");
     let server = Server::start_many(&settings.binary, "null:1GiB", controllers, &head)?;
+    let socket = server.control();
     let options = [format!("--queues={queues}")];
     let mut held = Held::start(settings, &server, 1..controllers, &options)?;
     held.line(0)?;
