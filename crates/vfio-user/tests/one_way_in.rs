@@ -46,11 +46,7 @@ fn descriptors_are_received_in_listed_files_only() {
     receive.sort();
     assert_eq!(
         receive,
-        [
-            "state/src/channel.rs",
-            "supervisor/src/protocol.rs",
-            "vfio-user/src/socket.rs"
-        ]
+        ["state/src/channel.rs", "supervisor/src/protocol.rs", "vfio-user/src/socket.rs"]
     );
     assert_eq!(
         close,
