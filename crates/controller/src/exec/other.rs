@@ -524,7 +524,7 @@ impl Engine {
     }
 }
 
-/// Next ticket, which identifies an in-flight reservation command in the process.
+/// Next ticket: process-wide number of a reservation command in flight.
 static NEXT_TICKET: AtomicU64 = AtomicU64::new(1);
 
 /// True if a command needs an access right that the controller does not have.
