@@ -38,7 +38,7 @@ impl Default for Polling {
 const LONGEST_HOLD: Duration = Duration::from_micros(100);
 /// Idle passes between two readings of the clock.
 const PASSES: u32 = 64;
-///  Idle passes after which a thread that waits for a host yields the CPU: some microseconds. A
+/// Idle passes after which a thread that waits for a host yields the CPU: some microseconds. A
 /// polling host submits its next command within this time.
 const POLITE_AFTER: u32 = 8 * PASSES;
 

@@ -43,7 +43,7 @@ pub(crate) struct ControllerQueues {
     pub(super) shadow: Option<(u64, u64)>,
     /// Eventfds that signal doorbell writes of this controller.
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
-    ///  Old DMA maps that in-flight commands may still use, with the latches that wait for the end
+    /// Old DMA maps that in-flight commands may still use, with the latches that wait for the end
     /// of this use. The maps are released in order, because two maps may contain the same memory.
     pub(super) draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Pending deletions, with the latches that wait for them.

@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 /// next command of a parked controller needs a doorbell write even while the thread is awake; the
 /// next command of one that is merely armed, only while the thread sleeps.
 const PARK_AFTER: u32 = 8;
-///  Idle time after which a controller is parked or becomes dormant while the thread stays awake.
+/// Idle time after which a controller is parked or becomes dormant while the thread stays awake.
 /// Its host thus needs at most one doorbell write per this time.
 const PARK_AFTER_TIME: Duration = Duration::from_millis(10);
 /// Number of passes between two readings of the clock for [`PARK_AFTER_TIME`].

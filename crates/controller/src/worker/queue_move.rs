@@ -86,7 +86,7 @@ pub(crate) struct Relocated {
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     pub(super) losses: u64,
     pub(super) lost: bool,
-    ///  Recovered commands that are executed again after the arrival.
+    /// Recovered commands that are executed again after the arrival.
     pub(super) inheritance: Inheritance,
     /// Latch that is released on arrival.
     pub(super) latch: Option<Latch>,

@@ -1,13 +1,13 @@
 //! Crash recovery of commands in flight, and detection of commands that crash the server process.
 //!
-//! Commands with a journal record are executed again, all at the same time. If that process crashes
-//! as well, one of them may be the cause, and the next process executes them one at a time
-//! ([`Turn`]). Commands without a record are fetched again. The first burst of each queue is
-//! fetched one command at a time, and the journal says which command is being started. If a third
-//! process crashes with the same command, the command is not executed again but completed with an
-//! error. Other commands are not affected. There is an exception: if a disk hangs for longer than a
-//! turn ([`LONGEST_TURN`]), two commands may be in flight at a crash, and the one that was started
-//! first counts as the cause.
+//! Commands with a journal record are executed again by the next process, all at the same time. If
+//! this process crashes as well, one of these commands may be the cause, and the process after it
+//! executes them one at a time ([`Turn`]). Commands without a record are fetched again. The first
+//! burst of each queue is fetched one command at a time, and the journal says which command is
+//! being started. If a third process crashes with the same command, the command is not executed
+//! again but completed with an error. Other commands are not affected. There is an exception: if a
+//! disk hangs for longer than a turn ([`LONGEST_TURN`]), two commands may be in flight at a crash,
+//! and the one that was started first counts as the cause.
 //!
 //! Only crashes by a fault count ([`Death`](crate::Death)). If an administrator kills processes
 //! repeatedly, the same commands may be in flight at each kill, although none of them is the cause.
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 /// for it forever. So a turn expires after [`LONGEST_TURN`]; then a second suspected command may be
 /// in flight.
 struct Turns {
-    ///  Time when the current turn was taken, in nanoseconds; 0 if no turn is taken.
+    /// Time when the current turn was taken, in nanoseconds; 0 if no turn is taken.
     taken: AtomicU64,
     /// Number of turns that were taken and not released, including expired ones.
     out: AtomicU32,
@@ -88,7 +88,7 @@ impl Drop for Turn<'_> {
 /// Submission queue whose next commands are started one at a time.
 struct Suspect {
     queue: SuspectQueue,
-    ///  Position behind the last command that was in the queue when this process first read the
+    /// Position behind the last command that was in the queue when this process first read the
     /// tail.
     end: Option<u32>,
 }

@@ -44,7 +44,7 @@ pub(super) struct Worker {
     /// Index of the thread in the pool.
     index: usize,
     poll_group: PollGroup,
-    ///  Doorbell sources, from which this thread receives doorbell writes directly.
+    /// Doorbell sources, from which this thread receives doorbell writes directly.
     sources: DoorbellSources,
     /// Epoll tokens of signalled descriptors that were returned by a wait and not handled yet.
     signalled: Vec<u64>,
