@@ -73,7 +73,7 @@ fn an_inaccessible_path_refuses_commands_and_the_other_accepts_them() {
         set(&one.host, 1, state);
         one.may(true, true, state.name());
     }
-    // Where the namespace is accessible, reservations apply.
+    // Reservations apply while the ANA state permits access.
     assert_eq!(other.register(2), Status::SUCCESS);
     assert_eq!(other.acquire(2, 2), Status::SUCCESS);
     set(&one.host, 1, AnaState::NonOptimized);

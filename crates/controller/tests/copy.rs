@@ -339,7 +339,7 @@ fn inline_errors_of_a_copy_report_the_range() {
     assert_eq!((status.code(), dw0), (Status::CAPACITY_EXCEEDED, 1));
 }
 
-/// There are more copies than buffers, and reads among them.
+/// Test with more copies than buffers, and with reads among them.
 #[test]
 fn copies_share_buffers_and_delay_no_other_command() {
     for polling in [Polling::Never, ADAPTIVE, Polling::Always] {

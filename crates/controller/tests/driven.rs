@@ -55,7 +55,7 @@ fn commands_are_executed_only_in_turns() {
     assert!(!turns.sleep());
     assert!(turns.turn());
     assert_eq!(host.reap(&mut queue).map(|done| done.0), Some(8));
-    // The turns find no work after the pool was dropped.
+    // After the pool was dropped, the turns find no work.
     drop(host);
     while turns.turn() {}
     assert!(!turns.turn());

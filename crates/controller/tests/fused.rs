@@ -302,7 +302,7 @@ fn fused_operations_are_atomic_across_queues_and_io_threads() {
                 }
             }
             let now = read(&mut host, &mut queues[0], 3, at[8]);
-            // The block holds the number of successful operations.
+            // The block contains the number of successful operations.
             assert_eq!(now, added.iter().sum::<u64>());
             guess = [now; 4];
         }

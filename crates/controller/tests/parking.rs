@@ -111,8 +111,8 @@ impl PoolOfHosts {
         assert!(self.reap(who));
     }
 
-    /// Parks all hosts but `who`: sleeps often enough for parking, three times, with passes in
-    /// between in which earlier signals are noticed.
+    /// Parks all controllers but that of `who`: lets the thread sleep often enough for parking,
+    /// repeatedly. In passes in between, the thread notices earlier signals.
     fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
             (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
@@ -419,7 +419,8 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
     assert_eq!(rings(&pool), before);
 }
 
-/// Each I/O thread has to poll the mapped doorbells of its own queues, also without the admin
+/// Each I/O thread polls the mapped doorbells of its own queues, even if the admin queue is
+/// elsewhere.
 /// queue.
 #[test]
 fn mapped_doorbells_are_found_by_every_io_thread() {

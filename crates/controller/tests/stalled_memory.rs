@@ -149,7 +149,8 @@ fn a_reset_waits_for_hung_memory() {
     host.must(identify(page));
 }
 
-/// Nothing else in the process waits for hung memory, not even the end of its threads.
+/// No other controller's reset waits for hung memory, and neither does the end of the process's
+/// threads.
 #[test]
 fn hung_memory_does_not_delay_other_resets_and_the_end() {
     let Some((mut mount, _file, memory)) = stalled() else { return };

@@ -383,7 +383,7 @@ pub(super) struct Appending {
     pub(super) tag: (usize, u32),
 }
 
-/// Zone Append commands of one engine, by entry.
+/// Zone Append commands of one engine, by in-flight entry.
 #[derive(Debug, Default)]
 pub(super) struct Appends {
     list: HashMap<u32, Appending>,

@@ -4,9 +4,9 @@
 //!
 //! 1. *Coalescing*: if the host has set features 08h and 09h, only these settings decide.
 //! 2. *Suppression*: the host has not consumed all completions of the last interrupt yet, so it
-//! will find later completions without another interrupt. The interrupt is raised when the host has
-//! consumed the announced completions, after a time limit, or before the I/O thread sleeps. It is
-//! never lost.
+//!    will find later completions without another interrupt. The interrupt is raised when the host
+//!    has consumed the announced completions, after a time limit, or before the I/O thread sleeps.
+//!    It is never lost.
 //! 3. *Moderation*: further completions are expected soon ([`Moderation`]).
 
 use super::moderation::{HoldLimit, Moderation};

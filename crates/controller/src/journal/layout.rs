@@ -175,8 +175,8 @@ pub(crate) enum Decision {
     Begin,
     /// The fused operation, of which this is the first command, is submitted as one disk request.
     Try,
-    /// The command has ended with this status. For the second command of a fused operation that
-    /// was one disk request, `dw0` is the status of the first command.
+    /// The command has ended with this status. If it is the second command of a fused operation
+    /// that was one disk request, `dw0` is the status of the first command.
     End { status: Status, dw0: u32 },
 }
 

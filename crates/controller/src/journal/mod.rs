@@ -7,12 +7,12 @@
 //! # Order of stores
 //!
 //! 1. A command with a request in flight is [recorded](JournalPart::record). The record contains a
-//! copy of its submission queue entry, because the host may overwrite the original, and the number
-//! of the command, counted from the creation of its queue.
+//!    copy of its submission queue entry, because the host may overwrite the original, and the
+//!    number of the command, counted from the creation of its queue.
 //! 2. Completions are posted.
 //! 3. The records of the posted commands are [freed](JournalPart::free).
 //! 4. The position of the submission queue is stored: first the number of posted completions, then
-//! the number of fetched commands.
+//!    the number of fetched commands.
 //! 5. The position of the completion queue is stored: the index of the next completion.
 //!
 //! Each queue is served by one I/O thread, which fetches no further command of it before step 5.

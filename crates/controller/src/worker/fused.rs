@@ -15,7 +15,7 @@ use shadowbell_state::{AbortPoint, abort_point};
 pub(super) struct Burst {
     /// Index of the entry that is fetched next.
     pub(super) head: u16,
-    /// Number of commands fetched, and the maximum of this burst.
+    /// Number of commands fetched so far, and the number to fetch in this burst.
     pub(super) done: u32,
     pub(super) fetched: u32,
     /// Number of commands in flight or parked.
