@@ -50,7 +50,7 @@ fn admin_commands_need_no_turn_of_an_io_thread() {
             host.put(&mut admin, &sqe.with_cid(cid));
         }
         host.ring(&admin, old);
-        // Completed, although the I/O thread has taken no turn.
+        // The commands complete without a turn of the I/O thread.
         for cid in 0..31 {
             assert_eq!(host.reap(&mut admin), Some((cid, Status::SUCCESS, 0)), "round {n}");
         }

@@ -82,7 +82,7 @@ fn an_unreadable_piece_fails_the_self_test() {
     }
     let result = until_over(&mut host).results[0];
     assert_eq!((result.dsts, result.segment, result.nsid.get()), (0x17, 3, 1));
-    // LBA of the failure: the self-test reads 32 pieces of 64 KiB, distributed over 512 MiB.
+    // Failing LBA: start of the second of 32 pieces of 64 KiB, which are distributed over 512 MiB.
     assert_eq!(result.flba.get(), ((512 << 20) - (64 << 10)) / 31 / 512);
     assert_eq!((result.sct, result.sc, result.valid.into_bits()), (2, 0x81, 0xf));
 }

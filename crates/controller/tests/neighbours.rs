@@ -344,7 +344,7 @@ fn much_guest_memory_does_not_limit_requests_in_flight() {
     let mut submit_all = |host: &mut Host, queues: &mut [Queue]| {
         for queue in queues {
             for _ in 0..DEPTH {
-                // The same addresses in each round.
+                // Each round uses the same addresses.
                 let number = commands % (u64::from(QUEUES) * DEPTH);
                 commands += 1;
                 let list = host.alloc(4096);

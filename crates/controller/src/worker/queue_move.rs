@@ -72,7 +72,7 @@ pub(crate) trait Arrivals: Send + Sync {
     fn deliver(&self, queues: Box<Relocated>);
 }
 
-/// Queues of one controller that move between I/O threads. No command of them is in flight.
+/// Queues of one controller that move between I/O threads. None of their commands is in flight.
 pub(crate) struct Relocated {
     pub(super) shared: Arc<ControllerShared>,
     pub(super) control: ControlHandle,

@@ -46,11 +46,11 @@ pub(crate) struct Task {
     pub(crate) recovers: bool,
     /// True if the previous process has died by a fault.
     pub(crate) by_fault: bool,
-    /// The controller gets a thread of its own.
+    /// True if the controller gets an I/O thread of its own.
     pub(crate) isolated: bool,
     /// True if a recovered controller quiesces at once, and then resumes.
     pub(crate) rests: bool,
-    /// The disk compares and writes atomically.
+    /// True if the disk supports atomic compare-and-write.
     pub(crate) one_step: bool,
 }
 
@@ -213,11 +213,11 @@ pub(crate) struct Orders {
     pub(crate) wrong: Option<&'static str>,
     /// Commands that crash this process and the next ones.
     pub(crate) deadly: Option<&'static str>,
-    /// The controller gets a thread of its own.
+    /// True if the controller gets an I/O thread of its own.
     pub(crate) isolated: bool,
     /// True if a recovered controller quiesces.
     pub(crate) rests: bool,
-    /// The disk compares and writes atomically.
+    /// True if the disk supports atomic compare-and-write.
     pub(crate) one_step: bool,
 }
 
