@@ -150,7 +150,7 @@ fn an_ana_change_waits_for_commands_in_flight() {
         }
     }
     end.recv_timeout(LIMIT).unwrap();
-    // To set the current state again is no change, and does not wait.
+    // Setting the current state again changes nothing, and does not wait.
     let changes = log(&mut one.host).changes;
     set(&one.host, 1, AnaState::Inaccessible);
     assert_eq!(log(&mut one.host).changes, changes);

@@ -29,7 +29,8 @@ pub(crate) struct Prefetch {
 }
 
 impl Prefetch {
-    /// Starts a burst. `cursor` counts its commands that the previous burst has announced already.
+    /// Starts a burst. `cursor` counts those of its commands that were announced during the
+    /// previous burst.
     pub(crate) fn of(burst: u32, cursor: PrefetchCursor) -> Self {
         Self { cursor, known: burst }
     }

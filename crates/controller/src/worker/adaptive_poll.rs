@@ -10,8 +10,8 @@ pub enum Polling {
     /// Polls for a window of up to this length, then sleeps. The window grows while work arrives
     /// soon after the thread has gone to sleep, and shrinks otherwise.
     Adaptive(Duration),
-    /// Never sleeps. Each I/O thread uses a whole CPU, and the host needs no doorbell writes that
-    /// trap.
+    /// Never sleeps. Each I/O thread uses a whole CPU, and hosts with shadow doorbells write no
+    /// registers.
     Always,
     /// Sleeps at once.
     Never,

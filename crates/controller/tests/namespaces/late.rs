@@ -1,4 +1,4 @@
-//! A disk under control of the test.
+//! Disk whose completions and errors the test controls.
 
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Request, Submitted};
 use shadowbell_disk_file::MemDisk;
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 pub(crate) struct Orders {
     /// True if the disk holds its requests.
     pub(crate) hold: AtomicBool,
-    /// The disk must not be used any more; and whether it was used after that.
+    /// True if the disk must not be used any more; and true if it was used in spite of that.
     pub(crate) gone: AtomicBool,
     pub(crate) used_after: AtomicBool,
     /// Number of queues that can be opened.

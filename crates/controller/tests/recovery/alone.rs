@@ -12,7 +12,7 @@ use shadowbell_testing::wait;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Crash points: step of the process, and how many times the step occurs before the crash.
+/// Crash points: a step of the process, and the occurrence of this step at which the process dies.
 const STEPS: &[(AbortPoint, u32)] = &[
     (AbortPoint::Fetched, 2),
     (AbortPoint::Recorded, 1),
