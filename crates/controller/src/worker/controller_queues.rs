@@ -428,7 +428,7 @@ impl ControllerQueues {
         let Some(exceeded) = self.set.engine.exceeded() else {
             return u32::from(!self.set.engine.is_full());
         };
-        //  While page tables of sparse memory are created, the host can reach `Pieces` without any
+        // While page tables of sparse memory are created, the host can reach `Pieces` without any
         // excess.
         let is_quota = exceeded != Exceeded::Pieces || !self.set.engine.is_sparse();
         if is_quota && self.set.shared.is_first_excess() {
