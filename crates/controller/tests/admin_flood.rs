@@ -1,5 +1,4 @@
-//! Floods of admin commands: their effect on an I/O thread and its mailbox, and the memory of a
-//! controller.
+//! Floods of admin commands: messages and work of the I/O thread, and memory use of the controller.
 
 mod common;
 #[path = "common/held.rs"]
@@ -37,7 +36,7 @@ fn smart(at: u64) -> Sqe {
     Sqe { cdw10: 127 << 16 | 2, ..Sqe::new(GET_LOG_PAGE, 0, 0) }.with_prps(at, 0)
 }
 
-/// Identify and Get Log Page need no message to an I/O thread.
+/// Identify and Get Log Page are executed without a message to an I/O thread.
 #[test]
 fn admin_commands_need_no_turn_of_an_io_thread() {
     let (mut host, mut queue, mut turns) = attached(config(&["mem:1MiB"]));
@@ -51,7 +50,7 @@ fn admin_commands_need_no_turn_of_an_io_thread() {
             host.put(&mut admin, &sqe.with_cid(cid));
         }
         host.ring(&admin, old);
-        // The I/O thread has taken no turn.
+        // The commands complete without a turn of the I/O thread.
         for cid in 0..31 {
             assert_eq!(host.reap(&mut admin), Some((cid, Status::SUCCESS, 0)), "round {n}");
         }
@@ -64,12 +63,12 @@ fn admin_commands_need_no_turn_of_an_io_thread() {
         }
     }
     assert!(!turns.turn(), "the worker has a message");
-    // Completed reads are in the log at once.
+    // A read that has completed is in the SMART log at once.
     host.must(smart(page));
     assert_eq!(host.peek(page + 64, 2), [4, 0]);
 }
 
-/// The mailbox of an I/O thread holds one message, however many commands there are.
+/// The I/O thread's mailbox contains at most one message, whatever the number of commands.
 #[test]
 fn doorbell_buffer_configs_are_executed_one_by_one() {
     let (mut host, _queue, mut turns) = attached(config(&["mem:1MiB"]));
@@ -85,17 +84,17 @@ fn doorbell_buffer_configs_are_executed_one_by_one() {
     host.ring(&admin, old);
     host.shadow = Some((shadow, event_idx));
     for cid in 0..30 {
-        // The I/O thread has taken no turn. The command after the last Doorbell Buffer Config does
-        // not wait.
+        // No Doorbell Buffer Config has completed before the turn of the I/O thread. The Identify
+        // command, 30, does not wait for the last one, so it completes first.
         assert_eq!(host.reap(&mut admin).map(|done| done.0), (cid == 29).then_some(30));
-        // The I/O thread has one message, and gets the next after handling it.
+        // The I/O thread has one message. The next is sent when this one is handled.
         assert!(turns.turn());
         assert_eq!(host.reap(&mut admin), Some((cid, Status::SUCCESS, 0)));
     }
     assert!(!turns.turn());
 }
 
-/// Every command in flight has a slot reserved in the completion queue.
+/// A command in flight has a reserved entry in the completion queue.
 #[test]
 fn no_more_is_fetched_than_can_be_completed() {
     let (mut host, _queue, mut turns) = attached(config(&["mem:1MiB"]));
@@ -117,17 +116,17 @@ fn no_more_is_fetched_than_can_be_completed() {
         }
         host.ring(admin, old);
     };
-    // Asynchronous Event Requests first: while they wait for events they reserve no slot.
+    // Asynchronous Event Requests first: while they wait for events, no entry is reserved for them.
     for event in 0..4 {
         let sqe = Sqe::new(0x0c, 1000 + event, 0);
         host.submit(&mut admin, &sqe);
     }
     assert_eq!(stats(&host, &mut turns), (before.0 + 4, before.1));
-    // As many commands as there are slots, and then as many again; the host consumes none.
+    // Twice as many commands as there are entries. The host consumes no completion.
     fill(&mut host, &mut admin);
     fill(&mut host, &mut admin);
     assert_eq!(stats(&host, &mut turns), (before.0 + 4 + 31, before.1 + 31));
-    // An event without a free slot waits for one.
+    // The completion of an event request waits for a free entry.
     host.controller.write_doorbell(regs::DOORBELLS + 8 * 9, 1);
     assert_eq!(stats(&host, &mut turns), (before.0 + 4 + 31, before.1 + 31));
     let mut done: Vec<u16> = Vec::new();
@@ -139,7 +138,7 @@ fn no_more_is_fetched_than_can_be_completed() {
     assert_eq!((events, done.len()), (1, 63));
     done.retain(|cid| *cid < 1000);
     assert_eq!(done, (0..62).collect::<Vec<_>>());
-    // The host can continue this indefinitely.
+    // The queue works as before, for any number of commands.
     host.admin = admin;
     for _ in 0..100 {
         host.must(identify(at));
@@ -155,7 +154,7 @@ fn no_more_is_fetched_than_can_be_completed() {
     assert_eq!(host.reap(&mut admin), Some((1, Status::SUCCESS, 0)));
 }
 
-/// Repeated writes of CC.SHN do not queue up messages and flushes.
+/// Repeated writes of CC.SHN do not accumulate messages and flushes.
 #[test]
 fn repeated_shutdowns_have_one_flush_in_flight() {
     let disk = Held::new(8);
@@ -177,11 +176,11 @@ fn repeated_shutdowns_have_one_flush_in_flight() {
         left -= 1;
         assert_ne!(left, 0, "the flush does not end");
     }
-    // Data written during the first flush are flushed by a second one.
+    // Data that were written during the first flush need a second one.
     assert_eq!(disk.seen().len(), 2);
 }
 
-/// The error count includes entries that the log had no room for; the log has the newest.
+/// The error count also includes errors whose log entries were overwritten by newer ones.
 #[test]
 fn every_error_is_counted() {
     let mut host = Host::new(&["mem:1MiB"], Polling::Never);

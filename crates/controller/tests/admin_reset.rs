@@ -1,4 +1,4 @@
-//! Resets at any moment of a flood of admin commands: each command completes at most once, and
+//! Resets at random moments of a flood of admin commands. Each command completes at most once, and
 //! the controller does not access the host's memory after CSTS.RDY is 0.
 
 mod common;
@@ -74,7 +74,7 @@ fn run(host: &mut Host, places: &Places, round: &Round) {
     }
     host.ring(&admin, 0);
     host.admin = admin;
-    // Asynchronous Event Requests stay outstanding, and so may an Abort of one.
+    // Asynchronous Event Requests remain outstanding, and an Abort of one may remain, too.
     let stay = round.commands.iter().filter(|kind| **kind == 2).count();
     let wait_for = round.wait_for.min(round.commands.len() - stay);
     let until = Instant::now() + LIMIT;
@@ -92,8 +92,8 @@ fn run(host: &mut Host, places: &Places, round: &Round) {
         host.write32(regs::CC, cc.with_en(false).into_bits());
         host.until("CSTS.RDY to clear", || !host.csts().rdy());
     }
-    // The reset has ended, so the controller must not write to the host's memory any more.
-    // The caller checks that the pattern filled in below stays unchanged.
+    // The reset has ended, so the controller must not write to the host's memory any more. The
+    // caller checks that this pattern remains unchanged.
     let all = completions(host);
     let once: BTreeSet<_> = all.iter().copied().collect();
     assert_eq!(once.len(), all.len(), "{all:?} of {round:?}");
@@ -114,7 +114,7 @@ fn each_command_completes_once_at_most_whenever_the_host_resets() {
         let outcome = runner.run(&round(), |round| {
             let mut host = host.borrow_mut();
             run(&mut host, &places, &round);
-            // Nothing is to be written in this time.
+            // The controller must not write anything during this time.
             let until = Instant::now() + Duration::from_micros(200);
             while Instant::now() < until {}
             let untouched = host.peek(BASE, 64 << 10).iter().all(|byte| *byte == 0xa5);

@@ -1,4 +1,4 @@
-//! Asymmetric Namespace Access: two controllers with one namespace, one of them not accessible.
+//! Asymmetric Namespace Access: two controllers share a namespace, which one of them cannot access.
 
 mod common;
 #[path = "common/held.rs"]
@@ -32,7 +32,7 @@ fn begin(host: &Host, group: u32, state: AnaState) -> Receiver<()> {
     end
 }
 
-/// Changes an ANA state, and waits until commands in flight have ended.
+/// Changes an ANA state, and waits until the affected commands in flight have ended.
 fn set(host: &Host, group: u32, state: AnaState) {
     begin(host, group, state).recv_timeout(LIMIT).unwrap();
 }
@@ -58,13 +58,13 @@ fn an_inaccessible_path_refuses_commands_and_the_other_accepts_them() {
         set(&one.host, 1, state);
         let refused = state.refusal().unwrap();
         for (name, _, _, status) in one.everything() {
-            // Do Not Retry is clear: by another path the same command succeeds.
+            // Do Not Retry is clear, because the same command succeeds through another controller.
             assert_eq!(status, refused, "{name} while {}", state.name());
         }
         assert_eq!(one.register(1), refused);
         let report = Sqe { cdw10: 1023, ..Sqe::new(0x0e, 0, 1) }.with_prps(one.data, 0);
         assert_eq!(one.run(report), refused);
-        // Errors of the command itself take precedence.
+        // Errors of the command itself have precedence over the ANA state.
         assert_eq!(one.run(Sqe::flush(2, 0)).code(), Status::INVALID_NAMESPACE_OR_FORMAT);
         assert_eq!(one.run(Sqe::new(0x7f, 0, 1)).code(), Status::INVALID_OPCODE);
         other.may(true, true, "the other way");
@@ -73,7 +73,7 @@ fn an_inaccessible_path_refuses_commands_and_the_other_accepts_them() {
         set(&one.host, 1, state);
         one.may(true, true, state.name());
     }
-    // Reservations apply where the namespace is accessible.
+    // Reservations apply while the ANA state permits access.
     assert_eq!(other.register(2), Status::SUCCESS);
     assert_eq!(other.acquire(2, 2), Status::SUCCESS);
     set(&one.host, 1, AnaState::NonOptimized);
@@ -138,26 +138,26 @@ fn an_ana_change_waits_for_commands_in_flight() {
     };
     assert_eq!((late.0, late.1), (6, Status::ANA_INACCESSIBLE));
     assert!(end.try_recv().is_err(), "the change waits for the write in flight");
-    // The log page has the new state at once, for hosts whose commands were refused.
+    // Hosts whose commands are refused already see the new state in the log page.
     assert_eq!(log(&mut one.host).groups[0].state, Some(AnaState::Inaccessible));
     held.order(|orders| orders.hold = false);
     loop {
         let (cid, status, _) = one.host.wait(&mut one.queue);
-        // Later commands may have started before the change.
+        // Other commands may have started before the change. Their status is not checked.
         if cid == 5 {
             assert_eq!(status, Status::SUCCESS, "begun before");
             break;
         }
     }
     end.recv_timeout(LIMIT).unwrap();
-    // Setting the current state is no change, and waits for nothing.
+    // Setting the current state again changes nothing, and does not wait.
     let changes = log(&mut one.host).changes;
     set(&one.host, 1, AnaState::Inaccessible);
     assert_eq!(log(&mut one.host).changes, changes);
 }
 
-/// Hosts of a subsystem whose namespace 2 is in group 5, which is non-optimized for the second
-/// host.
+/// Creates two hosts of a subsystem. Namespace 2 is in group 5, which is non-optimized for the
+/// second host.
 fn grouped() -> [Host; 2] {
     let (pool, subsystem) = (pool(), Subsystem::new(None).unwrap());
     let disks = [0, 1].map(|_| shadowbell_disk_file::open("mem:1MiB").unwrap());
@@ -209,7 +209,7 @@ fn ana_groups_have_separate_states_in_the_log_page() {
     assert_eq!(ends, [Status::ANA_INACCESSIBLE, Status::SUCCESS]);
     assert_eq!(other.run(Sqe::flush(2, 0)), Status::SUCCESS);
     assert_eq!(other.run(Sqe::flush(u32::MAX, 0)), Status::ANA_INACCESSIBLE, "not all of them");
-    // Any part of the page equals that part of the whole page.
+    // A part of the log page, read separately, equals that part of the whole page.
     let host = &mut other.host;
     let whole =
         host.page(Sqe::get_log_page(0, get_page(16 + 2 * 36, 0, 0), 0)).unwrap()[..88].to_vec();
@@ -258,10 +258,10 @@ fn an_ana_change_raises_the_enabled_event() {
     one.host.admin = admin;
     assert_eq!((cid, AsyncEvent::from_dw0(dw0)), (77, AsyncEvent::ANA_CHANGE));
     assert_eq!(dw0, 0x000c_0302, "a notice, type 03h, log page 0Ch");
-    // No event goes to a host that has not enabled it, or if the state does not change.
+    // A host gets no event if it has not enabled it or if the state does not change.
     let mut admin = std::mem::replace(&mut other.host.admin, Queue::none());
     assert!(other.host.reap(&mut admin).is_none());
-    // Only reading the log page enables the next event.
+    // The next event is sent only after the host has read the log page.
     let mut admin = std::mem::replace(&mut one.host.admin, Queue::none());
     one.host.submit(&mut admin, &Sqe::async_event_request(78));
     one.host.admin = admin;
@@ -303,7 +303,7 @@ fn a_successor_keeps_the_ana_count_and_reports_changes() {
     rests.recv_timeout(LIMIT).unwrap();
     let saved_fds = &mut Descriptors::default();
     let saved = controller.save(saved_fds).unwrap();
-    // The new process starts with a state that was changed meanwhile.
+    // The state was changed before the new process starts.
     let subsystem = Subsystem::new(None).unwrap();
     let disk = shadowbell_disk_file::open("mem:1MiB").unwrap();
     let mut config = shared::config(&disk, &subsystem);

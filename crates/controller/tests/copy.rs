@@ -24,7 +24,7 @@ use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
-/// Maximum of blocks of 512 bytes in one Copy.
+/// Maximum number of blocks of 512 bytes in one Copy.
 const MOST: u64 = (1 << 20) / 512;
 
 fn held_host(blocks: u64) -> (Host, Held) {
@@ -60,7 +60,7 @@ fn copy(host: &mut Host, queue: &mut Queue, to: u64, ranges: &[(u64, u64)]) -> (
     host.run(queue, sqe)
 }
 
-/// Expected block numbers after a copy whose sources are all read first.
+/// Expected block numbers after a copy that reads all sources before it writes.
 fn model(blocks: &mut [u64], to: u64, ranges: &[(u64, u64)]) {
     let sources = ranges.iter().flat_map(|(first, count)| *first..first + count);
     let copied: Vec<u64> = sources.map(|block| blocks[block as usize]).collect();
@@ -109,8 +109,8 @@ fn blocks_arrive_in_the_order_of_the_ranges() {
     }
 }
 
-/// NVM Command Set 1.2, 1.4.2.7 to 1.4.2.10: a Copy counts as a host read and a host write; its
-/// blocks are data units written, and not data units read.
+/// NVM Command Set 1.2, 1.4.2.7 to 1.4.2.10: a Copy counts as a host read command and a host write
+/// command. Its blocks count as data units written, but not as data units read.
 #[test]
 fn the_health_log_counts_copies() {
     let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);
@@ -130,8 +130,8 @@ fn the_health_log_counts_copies() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
-    /// On a memory disk, which completes at once, and on a disk that completes late and out of
-    /// order.
+    /// Tests a memory disk, which completes requests at once, and a disk that completes them late
+    /// and out of order.
     #[test]
     fn sources_are_read_before_the_destination_is_written(
         late in any::<bool>(),
@@ -212,7 +212,7 @@ fn every_invalid_copy_has_its_status() {
         (format(3), Status::INVALID_FIELD),
         (format(4), Status::INVALID_FIELD),
         (format(15), Status::INVALID_FIELD),
-        // Half of a fused operation; Copy cannot be fused.
+        // Copy cannot be fused.
         (Sqe { flags: 1, ..good }, Status::FUSED_MISSING),
         (Sqe { flags: 0xc0, ..good }, Status::INVALID_FIELD),
         (Sqe { nsid: 0, ..good }, Status::INVALID_NAMESPACE_OR_FORMAT),
@@ -287,13 +287,14 @@ fn a_failed_copy_reports_its_range() {
     let (mut host, held) = held_host(256);
     let mut queue = host.create(1, 16, false);
     let ranges = [(0, 4), (10, 4), (20, 4), (30, 4)];
-    // A source that cannot be read: nothing is written.
+    // If a source cannot be read, nothing is written.
     held.order(|orders| orders.fail_at = Some(20 * 512));
     let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
     assert_eq!((status.code(), dw0), (Status::UNRECOVERED_READ, 0));
     assert!(held.seen().iter().all(|request| request.op == Op::Read));
     assert_eq!(held.marks(100, 16), (100..116).collect::<Vec<_>>());
-    // A part of the destination that cannot be written.
+    // If a part of the destination cannot be written, the completion contains the number of its
+    // range.
     for (range, block) in [(0, 100), (2, 108), (3, 112)] {
         held.order(|orders| orders.fail_at = Some(block * 512));
         let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
@@ -338,7 +339,7 @@ fn inline_errors_of_a_copy_report_the_range() {
     assert_eq!((status.code(), dw0), (Status::CAPACITY_EXCEEDED, 1));
 }
 
-/// More copies than there are buffers, with other commands among them.
+/// Test with more copies than buffers, and with reads among them.
 #[test]
 fn copies_share_buffers_and_delay_no_other_command() {
     for polling in [Polling::Never, ADAPTIVE, Polling::Always] {
@@ -353,7 +354,7 @@ fn copies_share_buffers_and_delay_no_other_command() {
         let mut queue = host.create(1, 256, false);
         let page = host.alloc(4096);
         held.order(|orders| orders.hold = true);
-        // Copies of both disks, as many as may be in flight.
+        // Copies of both disks: more than can have a buffer.
         for cid in 0..60u16 {
             let to = 32768 + u64::from(cid) * 16;
             let sqe = command(&mut host, 1 + u32::from(cid % 2), to, &[(u64::from(cid), 16)]);
@@ -361,8 +362,8 @@ fn copies_share_buffers_and_delay_no_other_command() {
         }
         host.submit(&mut queue, &Sqe::read(2, 0, 7, 200).with_prps(page, 0));
         let mut done: Vec<u16> = Vec::new();
-        // Copies of the second disk wait for buffers held by those of the first one; reads do not
-        // wait.
+        // Copies of the second disk wait for buffers that copies of the first one hold. Reads do
+        // not wait.
         while !done.contains(&200) {
             let (cid, status, _) = host.wait(&mut queue);
             assert!(status.is_success());
@@ -390,8 +391,8 @@ fn long_copies_from_memory_yield_to_other_commands() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let config = common::config(&["mem:64MiB"]);
     let controller = Controller::new(config, pool, Carrier::default()).unwrap();
-    // Creating a queue needs turns of the I/O thread while the host waits, so the host runs on
-    // another thread.
+    // The host runs on another thread, because it waits for the creation of a queue, which needs
+    // turns of the I/O thread.
     let host = std::thread::spawn(move || {
         let mut host = Host::attach(controller);
         host.enable();
@@ -410,13 +411,13 @@ fn long_copies_from_memory_yield_to_other_commands() {
     }
     host.ring(&copying, 0);
     assert!(turns.turn());
-    // Two strides for each copy.
+    // Each copy needs two turns: one per phase.
     for cid in 0..16 {
         host.submit(&mut reading, &Sqe::read(1, 0, 7, cid).with_prps(page, 0));
         assert!(!turns.sleep(), "there is something to do");
         assert!(turns.turn());
         assert_eq!(host.reap(&mut reading).map(|done| done.0), Some(cid), "in the same turn");
-        // The copy that has a buffer goes first.
+        // The copies complete in order, at most one per two turns.
         assert!(host.reap(&mut copying).is_none_or(|done| done.0 <= cid / 2));
     }
     while turns.turn() {}
@@ -424,7 +425,7 @@ fn long_copies_from_memory_yield_to_other_commands() {
     assert_eq!(copying.head, 8);
 }
 
-/// A guest chooses the number of ranges, but not the number of requests in flight at a disk.
+/// A guest determines the number of ranges, but not how many requests are in flight at a disk.
 #[test]
 fn a_copy_has_few_requests_in_flight() {
     let held = Held::new(1024);
@@ -473,11 +474,11 @@ fn an_abort_stops_a_copy() {
     }
     host.until("the reads of four", || held.seen().len() == 8);
     let abort = |cid| Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid }, 0);
-    // A copy that waits for a buffer ends at once.
+    // A copy that waits for a buffer ends at once when it is aborted.
     assert_eq!(host.must(abort(5)) & 1, 0, "aborted");
     let (cid, status, dw0) = host.wait(&mut queue);
     assert_eq!((cid, status.code(), dw0), (5, Status::ABORT_REQUESTED, 0));
-    // A copy whose sources are being read ends after the reads.
+    // A copy whose sources are being read ends after these reads.
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &abort(1).with_cid(70));
     host.until("the reads of the others", || {
@@ -581,19 +582,19 @@ fn deleting_a_queue_ends_its_copies() {
     }
 }
 
-/// Set Features, Host Behavior Support: enables these copy descriptor formats.
+/// Enables these copy descriptor formats by Set Features, Host Behavior Support.
 fn enable_formats(host: &mut Host, cdfe: u16) {
     let at = host.alloc(4096);
     host.poke(at, HostBehaviorSupport { cdfe, ..HostBehaviorSupport::default() }.as_bytes());
     host.must(Sqe { cdw10: 0x16, ..Sqe::new(0x09, 0, 0).with_prps(at, 0) });
 }
 
-/// A Copy to namespace 1 from these ranges (namespace, first block, number of blocks).
+/// Builds a Copy to namespace 1 from these ranges (namespace, first block, number of blocks).
 fn copy_between(host: &mut Host, format: u8, to: u64, ranges: &[(u32, u64, u64)]) -> Sqe {
     let at = host.alloc(8192);
     let short = |(snsid, slba, blocks): (u32, u64, u64)| {
         let nlb0 = (blocks - 1) as u16;
-        // Fast copy is always available.
+        // SOPT bit 15: fast copies only. They are always possible.
         CopyRange { snsid, slba, nlb0, sopt: 1 << 15, ..zero() }
     };
     let long = |(snsid, slba, blocks): (u32, u64, u64)| {
@@ -610,7 +611,7 @@ fn copy_between(host: &mut Host, format: u8, to: u64, ranges: &[(u32, u64, u64)]
     Sqe::copy(1, fields, 0).with_prps(at, at + 4096)
 }
 
-/// Writes `blocks` blocks of a namespace, each with its number and that of the namespace.
+/// Fills each of `blocks` blocks of a namespace with the namespace's and its own number.
 fn mark(host: &mut Host, queue: &mut Queue, nsid: u32, blocks: u64) {
     let page = host.alloc(4096);
     for block in 0..blocks {
@@ -638,8 +639,8 @@ fn a_copy_reads_from_other_namespaces() {
             assert_eq!(host.peek(page, 512), [[nsid, block]; 256].concat(), "{format} {at}");
         }
     }
-    // Formats 0h and 1h ignore the namespace in the descriptor: the source is the destination's
-    // namespace.
+    // Formats 0h and 1h ignore the NSID in the descriptor: the source namespace is that of the
+    // destination.
     let sqe = copy_between(&mut host, 1, 3000, &[(2, 5, 1)]);
     assert_eq!(host.run(&mut queue, sqe), (Status::SUCCESS, 0));
     let page = host.alloc(4096);
@@ -690,7 +691,7 @@ fn a_bad_source_namespace_has_its_status() {
     assert_eq!(host.run(&mut queue, sqe).0.code(), Status::INVALID_FIELD);
 }
 
-/// The source namespace is removed while it is read.
+/// Test of the removal of a copy's source namespace while it is being read.
 #[test]
 fn a_copy_ends_with_its_source_namespace() {
     let held = Held::new(1024);

@@ -24,7 +24,7 @@ fn self_test(stc: u8, nsid: u32) -> Sqe {
     DeviceSelfTest { stc }.encode(Sqe::new(0x14, 0, nsid))
 }
 
-/// Reads `len` bytes of a log page from `lpo` on.
+/// Reads `len` bytes of a log page, with the other fields of `request`.
 fn page(host: &mut Host, request: GetLogPage, len: u32) -> Result<Vec<u8>, Status> {
     let fields = GetLogPage { numd0: len / 4 - 1, ..request };
     host.page(Sqe::get_log_page(0, fields, 0)).map(|page| page[..len as usize].to_vec())
@@ -82,7 +82,7 @@ fn an_unreadable_piece_fails_the_self_test() {
     }
     let result = until_over(&mut host).results[0];
     assert_eq!((result.dsts, result.segment, result.nsid.get()), (0x17, 3, 1));
-    // 512 MiB in 32 pieces of 64 KiB.
+    // Failing LBA: start of the second of 32 pieces of 64 KiB, which are distributed over 512 MiB.
     assert_eq!(result.flba.get(), ((512 << 20) - (64 << 10)) / 31 / 512);
     assert_eq!((result.sct, result.sc, result.valid.into_bits()), (2, 0x81, 0xf));
 }
@@ -105,7 +105,7 @@ fn a_reset_aborts_only_a_short_self_test() {
     gate.end(Ok(()));
     host.until("the reset", || !host.csts().rdy());
     host.enable();
-    // The extended self-test continues by itself.
+    // After the reset, the extended self-test continues without a command.
     host.until("a piece", || gate.waiting() == 1);
     assert_eq!(self_test_log(&mut host).operation, stc::EXTENDED);
     host.must(self_test(stc::ABORT, 1));
@@ -136,12 +136,12 @@ fn telemetry_is_captured_for_a_host_and_stays_until_the_next() {
         assert!(text.contains(line), "{line:?} in {text}");
     }
     assert!(text.contains("\nerror 0.80 1 LBA Out of Range\n"), "{text}");
-    // The captured data do not change.
+    // The captured data do not change after further errors.
     host.run(&mut queue, Sqe::read(1, 1 << 40, 0, 0));
     assert_eq!(page(&mut host, GetLogPage { lpo: 512, ..read }, 1024).unwrap(), first);
     assert_eq!(header(&mut host, GetLogPage { lsp: 1, ..read }).host_generation, 2);
     assert_ne!(page(&mut host, GetLogPage { lpo: 512, ..read }, 1024).unwrap(), first);
-    // Reads must be of whole blocks, and within the log.
+    // A read must consist of whole blocks of 512 bytes, and must not exceed the log.
     for (lpo, len) in [(4, 512), (512, 4), (256, 512), (0, 516)] {
         let refused = page(&mut host, GetLogPage { lpo, ..read }, len).unwrap_err();
         assert_eq!(refused.code(), Status::INVALID_FIELD, "{len} at {lpo}");
@@ -158,7 +158,7 @@ fn telemetry_is_captured_for_a_host_and_stays_until_the_next() {
 fn a_fatal_status_is_in_the_telemetry_after_the_reset() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
     host.disable();
-    // An admin queue of one entry is invalid.
+    // The controller refuses an admin queue of one entry with Controller Fatal Status.
     let aqa = host.read32(0x24);
     host.write32(0x24, 0);
     host.write32(0x14, 0x46_0001);
@@ -202,11 +202,11 @@ fn events_are_kept_over_resets() {
         rest = &data[event.el.get().into()..];
     }
     assert_eq!(types.len() as u32, head.tnev.get());
-    // A SMART snapshot event may be recorded in between.
+    // A SMART snapshot event may have been recorded as well.
     types.retain(|event| *event != event_type::SMART);
     let (enabled, changed) = (event_type::POWER_ON_OR_RESET, event_type::TIMESTAMP_CHANGE);
     assert_eq!(types, [enabled, changed, enabled]);
-    // The same context, read in pieces.
+    // The context can be read in several pieces.
     let piece = page(&mut host, GetLogPage { lpo: 512, ..read }, 1024).unwrap();
     assert_eq!(piece, all[512..1536]);
     assert_eq!(page(&mut host, establish, 512).unwrap_err().code(), Status::COMMAND_SEQUENCE_ERROR);

@@ -1,4 +1,4 @@
-//! Doorbell sources that an I/O thread takes over while it sleeps.
+//! Doorbell sources that an I/O thread polls while it sleeps.
 
 mod common;
 
@@ -8,7 +8,7 @@ use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
 
-/// A host with one queue, attached while the I/O thread takes its turns.
+/// Creates a host with one queue, while this thread takes the I/O thread's turns.
 fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
     let config = shadowbell_controller::Config { io_queues: 2, ..config(&["null:1GiB"]) };
     let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
@@ -20,7 +20,8 @@ fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
     })
 }
 
-/// Stores a command in the queue's memory; returns the tail that announces it.
+/// Stores a command in the queue's memory. Returns the new tail, which is not written to the
+/// doorbell.
 fn put(host: &mut Host, queue: &mut Queue) -> u32 {
     let buffer = host.alloc(4096);
     let cid = host.next_cid();
@@ -50,7 +51,7 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
     let controller = host.controller.clone();
     let stats = meanwhile(&mut turns, move || controller.stats());
     let (sq, cq) = stats.io_queues();
-    // The host's own head writes are counted in addition.
+    // The completion queue's doorbell was also written by the host when it consumed completions.
     assert_eq!((sq.commands, sq.doorbell.mmio_writes, cq.doorbell.mmio_writes), (20, 20, 40));
     let spurious: u64 = stats.workers.iter().map(|worker| worker.spurious_wakes).sum();
     assert_eq!(spurious, 0);
@@ -67,7 +68,7 @@ fn writes_to_other_registers_stay_in_the_source() {
         regs::CC,
         sq_doorbell_offset(0, 0),
         cq_doorbell_offset(0, 0),
-        // A queue that does not exist, one that cannot exist, no doorbell, and no register at all.
+        // Queue that does not exist, queue that cannot exist, no doorbell, and no register.
         sq_doorbell_offset(2, 0),
         sq_doorbell_offset(65, 0),
         sq_doorbell_offset(1, 0) + 2,
@@ -84,7 +85,7 @@ fn writes_to_other_registers_stay_in_the_source() {
         while turns.turn() {}
     }
     assert!(host.csts().rdy() && !host.csts().cfs());
-    // Wakeups for other writes are bounded.
+    // After some wakeups by writes that it cannot handle, the I/O thread drops the source.
     for _ in 0..7 {
         wire.write(regs::CC, 0);
         turns.sleep();
@@ -126,14 +127,14 @@ fn a_reset_or_a_new_source_ends_the_old_source() {
     let controller = host.controller.clone();
     meanwhile(&mut turns, move || host.disable());
     assert!(!second.is_watched());
-    // Earlier writes have no effect, and the source is not polled.
+    // The I/O thread does not poll the dropped source, so this write remains in it.
     second.write(sq_doorbell_offset(1, 0), 1);
     let (third, source) = Wire::new();
     controller.add_doorbell_source(0, source);
     while turns.turn() {}
     assert!(!third.is_watched());
     assert_eq!(second.take(), [(sq_doorbell_offset(1, 0), 1)]);
-    // The source is dropped with the I/O thread.
+    // The source is dropped together with the I/O thread.
     drop((pool, controller));
 }
 
@@ -157,7 +158,7 @@ fn a_doorbell_write_returns_the_woken_io_thread() {
     let mut queue = host.create(1, 8, false);
     let offset = sq_doorbell_offset(1, 0);
     host.until("the worker sleeps", || host.controller.write_doorbell(offset, 0) == Some(0));
-    // The I/O thread does not sleep while commands are in flight.
+    // Doorbells of the admin queue and of a queue that does not exist wake no I/O thread.
     assert!(host.run(&mut queue, Sqe::flush(1, 0)).0.is_success());
     assert_eq!(host.controller.write_doorbell(sq_doorbell_offset(0, 0), host.admin.tail), None);
     assert_eq!(host.controller.write_doorbell(sq_doorbell_offset(2, 0), 0), None);

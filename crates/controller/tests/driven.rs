@@ -1,4 +1,4 @@
-//! A pool whose I/O thread takes its turns when the test says so.
+//! Driven pool: the test takes the turns of its I/O thread.
 
 mod common;
 
@@ -14,10 +14,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A host with one queue of `entries` entries, attached while the I/O thread takes its turns.
+/// Creates a host with one queue of `entries` entries, while this thread takes the I/O thread's
+/// turns.
 fn attached(controller: Controller, turns: &mut Turns, entries: u32) -> (Host, Queue) {
-    // Creating a queue needs a turn of the I/O thread while the host waits, so the host runs on
-    // another thread.
+    // The host runs on another thread, because it waits for the creation of a queue, which needs
+    // turns of the I/O thread.
     let host = std::thread::spawn(move || {
         let mut host = Host::attach(controller);
         host.enable();
@@ -49,12 +50,12 @@ fn commands_are_executed_only_in_turns() {
     assert_eq!(done, (7, Status::SUCCESS, 0));
     assert!(!turns.turn());
 
-    // With work to do there is no sleep; a sleep ends with a trapped doorbell write.
+    // The thread does not sleep while there is work. A trapped doorbell write ends a sleep.
     host.submit(&mut queue, &read.with_cid(8));
     assert!(!turns.sleep());
     assert!(turns.turn());
     assert_eq!(host.reap(&mut queue).map(|done| done.0), Some(8));
-    // Dropping the pool ends the turns.
+    // After the pool was dropped, the turns find no work.
     drop(host);
     while turns.turn() {}
     assert!(!turns.turn());
@@ -70,8 +71,7 @@ fn a_liveness_check_ends_at_the_io_threads_next_turn() {
     while turns.turn() {}
     comes.try_recv().unwrap();
 
-    // With several I/O threads, all of them have to respond; a thread of an isolated controller
-    // does not count.
+    // All shared I/O threads have to respond. A thread of an isolated controller is not waited for.
     let options = PoolOptions { workers: 3, ..PoolOptions::default() };
     let pool = Pool::start(&options).unwrap();
     let (came, comes) = std::sync::mpsc::channel();
@@ -103,8 +103,8 @@ fn burst(host: &mut Host, queue: &mut Queue, turns: &mut Turns, depth: u32, read
 
 #[test]
 fn completions_that_come_together_share_an_interrupt() {
-    // A busy machine that keeps this thread from a processor for longer costs one more interrupt,
-    // and 150 of them are allowed.
+    // If a busy machine stops this thread for longer, there is one more interrupt. The limit below
+    // allows 150 of these.
     const GRACE: Duration = Duration::from_millis(100);
     let (pool, mut turns) = Pool::driven(Polling::Adaptive(GRACE * 10)).unwrap();
     let controller = Controller::new(config(&["null:1GiB"]), pool, Carrier::default()).unwrap();
@@ -117,15 +117,15 @@ fn completions_that_come_together_share_an_interrupt() {
         (0..times).map(|_| burst(&mut host, &mut queue, &mut turns, depth, &read)).sum()
     };
     let raised = run(16, 50);
-    // About one interrupt for sixteen completions; more only if the machine stalled for a grace
-    // period.
+    // Ideally one interrupt for sixteen completions. There are more only if the machine has stopped
+    // this thread for the whole grace.
     assert!(raised <= 200, "{raised} interrupts for 800 completions");
-    // At depth 1, each completion has its interrupt.
+    // At depth 1, there is an interrupt for each completion.
     assert_eq!(run(1, 7), 7);
 }
 
-/// A disk whose block 0 never completes. Holds a write of the host at the end of a batch, and
-/// the number of `memory_changed` calls.
+/// Disk whose block 0 never completes. Fields: a write to the host's memory that the disk executes
+/// at the end of a batch, and the number of `memory_changed` calls.
 #[derive(Clone, Debug, Default)]
 struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
 
@@ -175,8 +175,8 @@ fn over(disk: &Meanwhile, pool: Pool) -> Controller {
     Controller::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Room in a completion queue that was noticed outside of the check before a sleep is not
-/// signalled again: the host has made it, and waits.
+/// The I/O thread notices new room in a completion queue in a pass and not in the check before a
+/// sleep. The host does not signal this room again and waits, so the thread must not sleep.
 #[test]
 fn completion_room_seen_in_a_pass_prevents_sleep() {
     let disk = Meanwhile::default();
@@ -184,15 +184,16 @@ fn completion_room_seen_in_a_pass_prevents_sleep() {
     let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
     let buffer = host.alloc(4096);
     let read = |lba, cid| Sqe::read(1, lba, 0, cid).with_prps(buffer, 0);
-    // One command is pending, one completion is announced, and one is suppressed for that: the
-    // completion queue is full.
+    // One command is pending, one completion is announced, and one is not announced because the
+    // host has not consumed the first. The completion queue is full.
     host.put(&mut queue, &read(0, 1));
     host.submit(&mut queue, &read(8, 2));
     turns.turn();
     host.submit(&mut queue, &read(8, 3));
     turns.turn();
     host.submit(&mut queue, &read(8, 4));
-    // The host consumes both after the check for room and before the check for the interrupt.
+    // The host consumes both between two checks of a pass: the one for room, and the one for the
+    // interrupt.
     let doorbells = host.controller.doorbells().clone();
     let head = (cq_doorbell_offset(1, 0) - regs::DOORBELLS) as usize;
     *disk.0.lock().unwrap() = Some((doorbells, head, 2));
@@ -214,8 +215,8 @@ fn completion_room_seen_in_a_pass_prevents_sleep() {
     assert_eq!(host.reap(&mut queue), Some((4, Status::SUCCESS, 0)));
 }
 
-/// Toggling bus mastering removes all DMA access and restores it without a new map, whatever
-/// the amount of memory.
+/// Disabling of bus mastering removes all DMA access. Enabling restores it without a new map,
+/// whatever the amount of memory.
 #[test]
 fn dma_is_disabled_and_restored_with_the_same_map() {
     let disk = Meanwhile::default();
@@ -226,7 +227,7 @@ fn dma_is_disabled_and_restored_with_the_same_map() {
     host.controller.disable_dma(move || gone.send(()).unwrap());
     while turns.turn() {}
     is_gone.recv_timeout(common::LIMIT).unwrap();
-    // Memory shared meanwhile is usable from then on.
+    // Memory that is shared while bus mastering is disabled is usable after it is enabled.
     let page = Mapping::anonymous(4096).unwrap().bytes();
     host.controller.add_dma(1 << 40, 4096, &page).unwrap();
     assert_eq!(host.controller.dma_table().len(), table.len() + 1);
@@ -238,8 +239,8 @@ fn dma_is_disabled_and_restored_with_the_same_map() {
     assert_eq!(host.reap(&mut queue), Some((9, Status::SUCCESS, 0)));
 }
 
-/// A guest with an IOMMU shares tens of thousands of ranges, and other controllers of the I/O
-/// thread would wait for each change.
+/// A guest with an IOMMU shares tens of thousands of ranges. If each range were a change of the
+/// map, other controllers of the I/O thread would have to wait for all of them.
 #[test]
 fn ranges_added_together_are_one_change() {
     let disk = Meanwhile::default();

@@ -36,7 +36,7 @@ fn field(volatile: bool) -> Field {
 }
 
 impl Field {
-    /// Runs a command with these bits in dword 12; returns its status and the disk's requests.
+    /// Runs a command with these bits set in dword 12. Returns its status and the disk's requests.
     fn run(&mut self, sqe: Sqe, cdw12: u32) -> (Status, Vec<Op>) {
         self.held.order(|orders| orders.seen.clear());
         let mut sqe = sqe.with_prps(self.page, 0);
@@ -61,12 +61,12 @@ fn a_read_with_fua_flushes_first() {
         assert_eq!(field.run(sqe, FUA), (Status::SUCCESS, vec![Op::Flush, op]));
     }
     assert_eq!(field.host.peek(field.page, 8), 3u64.to_le_bytes());
-    // If the flush fails, the read is not executed.
+    // If the flush fails, the read is not submitted.
     for (sqe, _) in reads() {
         field.held.order(|orders| orders.fail_at = Some(0));
         let (status, seen) = field.run(sqe, FUA);
         assert_eq!((status.is_success(), seen), (false, vec![Op::Flush]));
-        // A read that fails after the flush fails the command.
+        // If the flush succeeds and the read fails, the command fails.
         field.held.order(|orders| orders.fail_at = Some(3 * 512));
         let (status, seen) = field.run(sqe, FUA);
         assert_eq!((status.is_success(), seen.len()), (false, 2));
@@ -82,7 +82,8 @@ fn fua_needs_no_flush_without_a_cache() {
     for (sqe, op) in reads() {
         assert_eq!(other.run(sqe, FUA), (Status::SUCCESS, vec![op]));
     }
-    // Neither if the host has switched the cache off: later writes are on the medium.
+    // There is no flush either if the host has switched the cache off: later writes are on the
+    // medium.
     let mut field = field(true);
     let off = SetFeatures { fid: fid::VOLATILE_WRITE_CACHE, ..SetFeatures::default() };
     field.host.must(off.encode(Sqe::new(0x09, 0, 0)));

@@ -31,14 +31,14 @@ fn write(slba: u64, cid: u16) -> Sqe {
     Sqe { flags: SECOND, ..Sqe::write(1, slba, 0, cid) }
 }
 
-/// Fills a block at `at` of the host's memory, which begins with a number.
+/// Fills a block at `at` in the host's memory with zeroes, and writes the number at its start.
 fn block(host: &Host, at: u64, value: u64) -> u64 {
     host.poke(at, &[0; 512]);
     host.poke(at, &value.to_le_bytes());
     at
 }
 
-/// Stores both commands, and rings once.
+/// Stores both commands in the queue, then rings its doorbell once.
 fn submit_both(host: &mut Host, queue: &mut Queue, first: &Sqe, second: &Sqe) {
     let old = queue.tail;
     host.put(queue, first);
@@ -46,7 +46,7 @@ fn submit_both(host: &mut Host, queue: &mut Queue, first: &Sqe, second: &Sqe) {
     host.ring(queue, old);
 }
 
-/// Statuses of commands 1 and 2.
+/// Waits for commands 1 and 2, and returns their statuses.
 fn ends(host: &mut Host, queue: &mut Queue) -> [Status; 2] {
     let mut both = [host.wait(queue), host.wait(queue)];
     both.sort_by_key(|done| done.0);
@@ -82,7 +82,8 @@ fn a_fused_write_follows_only_an_equal_compare() {
         assert_eq!((identify.fuses, identify.acwu), (1, 0));
         let mut queue = host.create(1, 8, true);
         let (a, b, c) = (host.alloc(4096), host.alloc(4096), host.alloc(4096));
-        // More rounds than entries, so the pair also wraps around the end of the queue.
+        // There are more rounds than queue entries, so a pair also wraps around the end of the
+        // queue.
         for round in 0..20 {
             let (old, new) = (block(&host, a, round), block(&host, b, round + 1));
             let first = compare(9, 1).with_prps(old, 0);
@@ -97,7 +98,7 @@ fn a_fused_write_follows_only_an_equal_compare() {
     }
 }
 
-/// A disk with other users: one of them may write after the Compare and before the Write.
+/// The disk has other users. One of them may write after the Compare and before the Write.
 #[test]
 fn an_atomic_disk_gets_one_compare_and_write_request() {
     let mut held = Held::new(64);
@@ -105,7 +106,7 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
     let mut host = held_host(&held);
     let mut queue = host.create(1, 8, true);
     let (a, b) = (host.alloc(8192), host.alloc(4096));
-    // Data of the Compare are in two pages.
+    // The data of the Compare are in two pages.
     let a = a + 4096 - 8;
     let first = compare(9, 1).with_prps(block(&host, a, 0), a + 8);
     let second = write(9, 2).with_prps(block(&host, b, 1), 0);
@@ -113,16 +114,16 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
     let both = Op::CompareAndWrite { fua: false };
     assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
     assert_eq!((ops(0), held.marks(9, 1)), (vec![Op::Compare, both], vec![1]));
-    // After a Compare that is not equal, the disk gets no compare-and-write request.
+    // After a Compare that finds different blocks, the disk gets no compare-and-write request.
     let failed = [Status::COMPARE_FAILURE, Status::FUSED_FAILED];
     assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
     assert_eq!((ops(2), held.marks(9, 1)), (vec![Op::Compare], vec![1]));
-    // Another user writes after the Compare: its data stay.
+    // If another user writes after the Compare, this user's data remain.
     held.order(|orders| orders.after_compare = Some((9, 77)));
     let first = first.with_prps(block(&host, a, 1), a + 8);
     assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
     assert_eq!((ops(3), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
-    // A compare-and-write with FUA on a full disk: whether the blocks were equal is unknown.
+    // A compare-and-write with FUA on a full disk fails. The result of its comparison is unknown.
     held.order(|orders| orders.fail_both = true);
     let first = first.with_prps(block(&host, a, 77), a + 8);
     let forced = Sqe { cdw12: 1 << 30, ..second };
@@ -130,7 +131,7 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
     assert_eq!(run(&mut host, &mut queue, &first, &forced).map(Status::code), full);
     let both = Op::CompareAndWrite { fua: true };
     assert_eq!((ops(5), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
-    // Errors of the Write command are found before the disk gets a request.
+    // An error of the Write command is found before the compare-and-write request is submitted.
     let nowhere = second.with_prps(8 << 30, 0);
     let faulty = [Status::FUSED_FAILED, Status::DATA_XFER_ERROR];
     assert_eq!(run(&mut host, &mut queue, &first, &nowhere).map(Status::code), faulty);
@@ -140,7 +141,7 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
     assert_eq!((stats.reads, stats.writes, stats.errors), (4, 1, 8));
 }
 
-/// The disk's request ends whatever the host does meanwhile, and later commands succeed.
+/// An abort or a reset does not prevent the end of the disk's request. Later commands succeed.
 #[test]
 fn an_abort_or_a_reset_during_compare_and_write() {
     let mut held = Held::new(64);
@@ -160,7 +161,7 @@ fn an_abort_or_a_reset_during_compare_and_write() {
         host.submit(&mut admin, &Sqe::abort(Abort { sqid: 1, cid }, 99));
         wait::moment();
         held.order(|orders| orders.hold_both = false);
-        // The Abort came too late.
+        // The Abort is too late for the request.
         let (_, status, dw0) = host.wait(&mut admin);
         assert_eq!((status, dw0), (Status::SUCCESS, 1));
         host.admin = admin;
@@ -189,12 +190,13 @@ fn a_half_without_the_other_is_aborted() {
     let mut queue = host.create(1, 8, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    // Each half alone; the first half does not wait for a second one of a later doorbell write.
+    // Each command alone fails. The first one does not wait for a second one of a later doorbell
+    // write.
     for sqe in [first, second] {
         let (status, _) = host.run(&mut queue, sqe);
         assert_eq!(status.code(), Status::FUSED_MISSING);
     }
-    // With another command in between, and in the wrong order.
+    // The pair fails with another command in between, and in the wrong order.
     let between = Sqe { flags: 0, ..Sqe::write(1, 5, 0, 2) }.with_prps(at, 0);
     let [one, other] = run(&mut host, &mut queue, &first, &between);
     assert_eq!((one.code(), other), (Status::FUSED_MISSING, Status::SUCCESS));
@@ -228,10 +230,10 @@ fn fused_operations_of_more_than_one_block_are_refused() {
     let two = |sqe: Sqe| Sqe { cdw12: 1, ..sqe };
     let exceeded = [Status::ATOMIC_WRITE_UNIT_EXCEEDED, Status::FUSED_FAILED];
     assert_eq!(codes(two(first), two(second)), exceeded);
-    // Errors of the Compare command are its own status.
+    // An error of the Compare command is its own status.
     let far = |sqe: Sqe| Sqe { cdw10: 4096, ..sqe };
     assert_eq!(codes(far(first), far(second)), [Status::LBA_OUT_OF_RANGE, Status::FUSED_FAILED]);
-    // Errors of the Write command are its own status.
+    // An error of the Write command is its own status.
     let nowhere = second.with_prps(8 << 30, 0);
     assert_eq!(codes(first, nowhere), [Status::SUCCESS, Status::DATA_XFER_ERROR]);
 }
@@ -242,19 +244,20 @@ fn a_fused_pair_waits_for_two_completion_slots() {
     let mut queue = host.create(1, 4, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    // The completion queue has three slots, of which two are used and not consumed.
+    // The completion queue has three usable entries. Two of them contain completions that the host
+    // has not consumed.
     for _ in 0..2 {
         host.submit(&mut queue, &Sqe::read(1, 0, 0, 7).with_prps(at, 0));
     }
     let posted = |host: &Host| host.controller.stats().completion_queues[1].completions;
     host.until("two completions", || posted(&host) == 2);
-    // The submission queue has been read.
+    // The I/O thread reads both commands, but there is no room for two completions.
     submit_both(&mut host, &mut queue, &first, &second);
     wait::moment();
     assert_eq!(posted(&host), 2);
     let _ = (host.wait(&mut queue), host.wait(&mut queue));
     assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
-    // A queue that never has room for both completions.
+    // This queue can never have room for two completions.
     let mut small = host.create(2, 2, false);
     let (status, _) = host.run(&mut small, first);
     assert_eq!(status.code(), Status::FUSED_MISSING);
@@ -299,7 +302,7 @@ fn fused_operations_are_atomic_across_queues_and_io_threads() {
                 }
             }
             let now = read(&mut host, &mut queues[0], 3, at[8]);
-            // The block holds the number of successful operations.
+            // The block contains the number of successful operations.
             assert_eq!(now, added.iter().sum::<u64>());
             guess = [now; 4];
         }
@@ -308,8 +311,8 @@ fn fused_operations_are_atomic_across_queues_and_io_threads() {
     }
 }
 
-/// A plain write in flight ends before a fused operation starts; one submitted during it starts
-/// afterwards.
+/// A plain write that is in flight ends before a fused operation starts. A write that is submitted
+/// during a fused operation starts afterwards.
 #[test]
 fn no_other_command_is_in_flight_during_a_fused_pair() {
     let held = Held::new(64);
@@ -332,7 +335,7 @@ fn no_other_command_is_in_flight_during_a_fused_pair() {
     held.order(|orders| orders.hold = false);
     assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
     assert_eq!(host.wait(&mut other).0, 9);
-    // Now the Compare is held, and a write is submitted meanwhile.
+    // The Compare is held at the disk while the host submits a write.
     block(&host, expected, 0);
     held.order(|orders| orders.hold = true);
     submit_both(&mut host, &mut queue, &first, &second);
@@ -364,7 +367,7 @@ fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
         };
         let before = fetched(host);
         submit_both(host, queue, &first, &second);
-        // Fetched commands wait for the read.
+        // Both commands are fetched, and wait for the end of the read.
         host.until("both to be fetched", || fetched(host) == before + 2);
     };
     for (cid, expected, seen) in [
@@ -398,7 +401,7 @@ fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
     assert_eq!(run(&mut host, &mut queue, &first, &second), [Status::SUCCESS; 2]);
 }
 
-/// With the Compare done and the Write at the disk, a reset posts neither completion.
+/// A reset after the Compare has ended and while the Write is at the disk posts neither completion.
 #[test]
 fn a_reset_between_fused_halves_does_not_wait() {
     let (mut host, gate) = common::slow_host(ADAPTIVE);
@@ -419,7 +422,7 @@ fn a_reset_between_fused_halves_does_not_wait() {
         assert!(host.peek(queue.cq, 256).iter().all(|byte| *byte == 0));
         host.enable();
     }
-    // Later commands succeed.
+    // Commands after the reset succeed.
     let mut queue = host.create(1, 16, false);
     gate.end(Ok(()));
     let (status, _) = host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(at, 0));

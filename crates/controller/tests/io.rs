@@ -84,7 +84,7 @@ fn write_zeroes_deallocate_verify_and_flush_work() {
         let expected = if [1, 3, 5, 6].contains(&block) { 0 } else { 0xaa };
         assert!(chunk.iter().all(|b| *b == expected), "block {block}");
     }
-    // Verify counts in the SMART log's data units read, and not in its host read commands.
+    // Verify counts in the SMART log's data units read, but not in its host read commands.
     let before = host.controller.stats().io;
     assert!(host.run(&mut queue, Sqe::verify(1, 0, 100, 0)).0.is_success());
     let io = host.controller.stats().io;
@@ -151,7 +151,7 @@ fn random_entries_never_stop_the_queue() {
             .new_tree(&mut runner)
             .map(|t| proptest::strategy::ValueTree::current(&t))
             .unwrap();
-        // Mostly valid, so that commands get past decoding.
+        // Every second command is mostly valid, so that it passes the decoding.
         if round % 2 == 0 {
             bytes[0] = [0, 1, 2, 5, 8, 9, 0xc, 0x19][round as usize / 2 % 8];
             bytes[4..8].copy_from_slice(&1u32.to_le_bytes());
@@ -178,7 +178,7 @@ fn a_4096_byte_namespace_and_larger_host_pages() {
         )
         .unwrap(),
     );
-    // CC.MPS 4: pages of 64 KiB. The admin queue must be aligned to that as well.
+    // With CC.MPS 4, pages have 64 KiB. The admin queue must be aligned to this size, too.
     (host.admin.sq, host.admin.cq) = (common::BASE + 0x10_0000, common::BASE + 0x11_0000);
     host.enable_with(Cc::new().with_iosqes(6).with_iocqes(4).with_mps(4));
     assert!(host.csts().rdy());
@@ -305,7 +305,7 @@ fn bit_bucket_descriptors_discard_data() {
     let blocks: Vec<u8> = (0..8u8).flat_map(|block| [block + 1; 512]).collect();
     host.poke(page, &blocks);
     assert!(host.run(&mut queue, Sqe::write(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
-    // Of eight blocks, the third and the last are transferred.
+    // The SGL transfers the third and the last of eight blocks.
     let parts = [
         SglDescriptor::bit_bucket(1024),
         SglDescriptor::data_block(page, 512),

@@ -1,25 +1,26 @@
-//! Exhaustive model of the journal of commands in flight: every order of a host, an I/O thread,
-//! a disk and crashes, for a few commands. With each step out of its order, a command is lost,
-//! completed twice, or executed again over newer data.
+//! Exhaustive model of the journal of commands in flight. It covers every order of the steps of a
+//! host, an I/O thread, a disk and crashes, for a few commands. The test also shows that each step
+//! needs its place in the order: otherwise a command is lost, completed twice, or executed again
+//! over newer data.
 //!
-//! The model has the order of stores that `journal` describes, for one queue pair. A process
-//! may die between any two of them. The disk executes its requests in any order, also those of
-//! a dead process. The host reuses an identifier as soon as it has seen the completion, and
-//! slots in the submission queue without regard to the fetch position, as Linux does.
+//! The model has one queue pair and the order of stores that `journal` describes. A process may die
+//! between any two stores. The disk executes its requests in any order, also those of a dead
+//! process. Like Linux, the host reuses an identifier as soon as it has seen the completion. It
+//! also reuses entries of the submission queue without a look at the controller's fetch position.
 
 use std::collections::HashSet;
 
-/// Entries of both queues: two commands fill them.
+/// Number of entries of both queues. Two commands fill a queue.
 const ENTRIES: u8 = 3;
-/// Block that each command writes. The host submits a command after the completion of the
-/// previous one that writes the same block. So the first command may be in flight while others
-/// take its slot in the queue.
+/// Block that each command writes. The host submits a command only after the completion of the
+/// previous command for the same block. So command 0 may be in flight while commands 1 to 3 use its
+/// entry in the queue.
 const BLOCKS: [usize; 7] = [0, 1, 1, 1, 0, 1, 0];
 const DEATHS: u8 = 3;
 const NONE: u8 = u8::MAX;
 
-/// Deliberate errors in the model, to prove that the search finds them: a step is left out, or
-/// done in another order.
+/// Deliberate errors in the model, which the search has to find: a step that is missing, or is done
+/// in another order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     FreedBeforePosted,
@@ -35,7 +36,7 @@ enum Mistake {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Completion {
-    /// Command identifier: the block.
+    /// Command identifier: the number of the block.
     cid: u8,
     sq_head: u8,
     phase: bool,
@@ -55,7 +56,7 @@ struct Journal {
     records: Vec<Record>,
     sq_head: u8,
     fetched: u8,
-    /// Number of completions posted up to the position `.0`.
+    /// Number of posted completions (`.1`) when the position `.0` was stored.
     covers: (u8, u8),
     cq_tail: u8,
     cq_phase: bool,
@@ -65,7 +66,7 @@ struct Journal {
 /// Next step of an I/O thread.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Step {
-    /// Any work that is available.
+    /// The thread chooses any available work.
     Choose,
     Fetch {
         left: u8,
@@ -100,13 +101,13 @@ enum Step {
         count: u8,
         spare: u8,
     },
-    /// The process is dead, and the next one has not started to recover.
+    /// The process is dead, and the next one has not recovered yet.
     Recover,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct State {
-    // The host, and its shared memory.
+    // Host, and its shared memory.
     submitted: u8,
     sq: [u8; ENTRIES as usize],
     sq_tail: u8,
@@ -115,16 +116,16 @@ struct State {
     host_phase: bool,
     /// Outstanding command by identifier.
     outstanding: [u8; 2],
-    /// Last command known to be complete, by block.
+    /// Last command of each block whose completion the host has seen.
     acknowledged: [u8; 2],
-    // The disk: its contents, and its requests in flight by process.
+    // Disk: its contents, and its requests in flight, with the number of the process.
     blocks: [u8; 2],
     in_hand: Vec<(u8, u8)>,
     journal: Journal,
     worker: Worker,
 }
 
-/// State that is lost in a crash.
+/// State of a process, which is lost in a crash.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Worker {
     number: u8,
@@ -134,7 +135,7 @@ struct Worker {
     tail: u8,
     phase: bool,
     completions: u8,
-    /// Commands at the disk, and their records.
+    /// Commands at the disk, and the places of their records.
     pending: Vec<(u8, u8)>,
     /// Commands that the disk has completed and the I/O thread has not reaped.
     ended: Vec<u8>,
@@ -166,7 +167,7 @@ impl Worker {
 
 struct Model {
     mistake: Option<Mistake>,
-    /// A disk that completes commands at once, such as memory.
+    /// True if the disk completes commands at once, like memory.
     at_once: bool,
 }
 
@@ -201,7 +202,7 @@ impl State {
         usize::from(self.submitted) == BLOCKS.len() && self.outstanding == [NONE; 2]
     }
 
-    /// Free slots of the completion queue.
+    /// Number of free entries of the completion queue.
     fn room(&self) -> u8 {
         let taken = usize::from(distance(self.cq_head, self.worker.tail));
         (usize::from(ENTRIES) - 1).saturating_sub(
@@ -221,7 +222,7 @@ impl State {
         let place = self.free_place();
         self.journal.records.push(Record { place, count, command });
         self.journal.records.sort_unstable();
-        // Unless it has completed meanwhile.
+        // Not found if the command has completed already.
         if let Some(pending) = self.worker.pending.iter_mut().find(|pending| pending.0 == command) {
             pending.1 = place;
         }
@@ -235,7 +236,7 @@ impl Model {
         self.mistake == Some(mistake)
     }
 
-    /// All possible next states. The error describes a violation.
+    /// All possible next states, or a description of a violated rule.
     fn next(&self, state: &State) -> Result<Next, String> {
         let mut next = Vec::new();
         self.host(state, &mut next)?;
@@ -442,7 +443,7 @@ impl Model {
         }
     }
 
-    /// Replays come first; then an I/O thread does its work in any order.
+    /// An I/O thread executes replays first, and then its other work in any order.
     fn choose(&self, state: &State, next: &mut Next) {
         if !state.worker.replays.is_empty() && state.room() > 0 {
             let mut replays = state.clone();
@@ -476,7 +477,7 @@ impl Model {
     }
 
     /// The next process recovers from the journal, as `RecoveredJournal` does. Its own new journal
-    /// is taken in one step: the supervisor stores all of it or none.
+    /// comes into existence in one step, because the supervisor stores it only when it is complete.
     fn recover(&self, state: &mut State) {
         let Journal { mut records, sq_head, fetched, covers, .. } = state.journal.clone();
         let (mut head, mut count) = (sq_head, fetched);
@@ -530,7 +531,7 @@ impl Model {
         state.worker.step = Step::Choose;
     }
 
-    /// Visits all states; returns their number.
+    /// Visits all reachable states. Returns their number.
     fn explore(&self) -> Result<usize, String> {
         let mut seen = HashSet::from([State::new()]);
         let mut open = vec![State::new()];

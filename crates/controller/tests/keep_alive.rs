@@ -1,4 +1,4 @@
-//! Keep Alive: a host that sets a timer, and then is silent for longer.
+//! Keep Alive: the host sets a timer and then sends no command for a longer time.
 
 mod common;
 
@@ -36,10 +36,10 @@ fn a_silent_host_gets_a_fatal_status() {
     assert_eq!(host.must(granted()), 0);
     host.must(timer(4900));
     assert_eq!(host.must(granted()), 5000, "in units of a second");
-    // Without Traffic Based Keep Alive only Keep Alive commands count. Together they
-    // take longer than the timer, and each by far not as long.
+    // Without Traffic Based Keep Alive, only Keep Alive commands restart the timer. The pauses
+    // together are longer than the timer, but each is much shorter.
     for _ in 0..4 {
-        // A part of the timer.
+        // Less than the timer.
         sleep(Duration::from_millis(1500));
         assert_eq!(host.admin(Sqe::new(0x18, 0, 0)).0, Status::SUCCESS);
     }
@@ -49,7 +49,7 @@ fn a_silent_host_gets_a_fatal_status() {
     host.submit(&mut queue, &command);
     wait::moment();
     assert_eq!(host.reap(&mut queue), None, "no command is carried out");
-    // The same or another host enables the controller again.
+    // The same host or another one enables the controller again.
     host.disable();
     host.enable();
     assert!(!host.csts().cfs());
@@ -71,10 +71,10 @@ fn a_host_without_a_timer_may_be_silent() {
     assert_eq!(host.admin(Sqe::new(0x18, 0, 0)).0, Status::SUCCESS);
     host.must(timer(3000));
     host.must(timer(0));
-    // Longer than the timer that counts no more.
+    // Longer than the timer, which is disabled now.
     sleep(Duration::from_millis(3300));
     assert!(!host.csts().cfs());
-    // A timer does not count during a shutdown.
+    // The timer does not run during a shutdown.
     host.must(timer(3000));
     let cc = host.read32(shadowbell_spec::regs::CC);
     host.write32(shadowbell_spec::regs::CC, cc | 1 << 14);

@@ -1,4 +1,4 @@
-//! Get LBA Status: the reported allocated blocks, and its limits.
+//! Get LBA Status: reported allocated blocks, and limits of the command.
 
 mod common;
 
@@ -51,7 +51,7 @@ impl Gate {
     }
 }
 
-/// Disk with made-up extents: alternating data and holes of a given size.
+/// Disk with artificial extents, which a function defines.
 #[derive(Clone, Debug)]
 struct Patchy {
     inner: MemDisk,
@@ -60,7 +60,7 @@ struct Patchy {
 }
 
 impl Patchy {
-    /// `extent` returns the extent at a byte of the disk.
+    /// Creates a disk for which `extent` returns the extent at a byte offset.
     fn new(blocks: u64, extent: fn(u64) -> Extent) -> Self {
         let inner = MemDisk::new(blocks, 512).unwrap();
         Self { inner, extent, gate: Arc::default() }
@@ -134,7 +134,7 @@ fn status(host: &mut Host, nsid: u32, fields: GetLbaStatus) -> Result<(u8, Found
     host.page(Sqe::get_lba_status(nsid, fields, 0)).map(|page| parse(&page))
 }
 
-/// Alternating data and holes of 64 KiB.
+/// Extents of 64 KiB: data and holes alternate.
 fn by_turns(at: u64) -> Extent {
     let len = (64 << 10) - at % (64 << 10);
     Extent { len, allocated: (at >> 16).is_multiple_of(2) }
@@ -162,12 +162,13 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
     let all: Found = (0..32).map(|n| (n * 256, n * 256 + 128)).collect();
     let complete = LbaStatusList::COMPLETE;
     assert_eq!(status(&mut host, 1, ask(0, 0, 4096)), Ok((complete, all.clone())));
-    // From the middle of one extent to the middle of another.
+    // Ranges that begin or end within an extent.
     let some = vec![(100, 128), (256, 260)];
     assert_eq!(status(&mut host, 1, ask(100, 160, 4096)), Ok((complete, some)));
     assert_eq!(status(&mut host, 1, ask(130, 100, 4096)), Ok((complete, vec![])));
     assert_eq!(status(&mut host, 1, ask(64 * 128 - 1, 1, 4096)), Ok((complete, vec![])));
-    // Room for a header, for a header and part of a descriptor, for some descriptors.
+    // Buffers with room for a header, for a header and a part of a descriptor, for some
+    // descriptors.
     for (bytes, count) in [(8, 0), (12, 0), (20, 0), (24, 1), (36, 1), (40, 2), (8 + 31 * 16, 31)] {
         let some = all[..count].to_vec();
         let expected = Ok((LbaStatusList::INCOMPLETE, some));
@@ -175,7 +176,7 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
     }
     assert_eq!(status(&mut host, 1, ask(0, 0, 8 + 32 * 16)), Ok((complete, all)));
     assert_eq!(status(&mut host, 1, ask(128, 128, 8)), Ok((complete, vec![])));
-    // The list needs the first page only, so the second PRP is not accessed.
+    // The list fits in the first page, so the second PRP is not accessed.
     let at = host.alloc(4096);
     let sqe = Sqe::get_lba_status(1, ask(0, 0, 8192), 0).with_prps(at, at + 4096);
     let (ended, _) = host.admin(sqe);
@@ -214,12 +215,12 @@ fn invalid_get_lba_status_fields_are_refused() {
         let fields = GetLbaStatus { atype, ..ask(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Err(FIELD), "{atype}");
     }
-    // Too short for the header; longer than a transfer may be.
+    // A buffer too short for the header, and transfers longer than permitted.
     for mndw0 in [0, (1 << 20) - 1, u32::MAX] {
         let fields = GetLbaStatus { mndw0, ..ask(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Err(FIELD), "{mndw0}");
     }
-    // No block is known to be unrecoverable.
+    // The disk knows no unrecoverable blocks.
     for atype in [atype::SCAN_UNRECOVERABLE, atype::UNRECOVERABLE] {
         let fields = GetLbaStatus { atype, ..ask(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Ok((LbaStatusList::COMPLETE, vec![])));
@@ -257,7 +258,7 @@ fn a_command_examines_a_bounded_number_of_extents() {
     let disk = Patchy::new(1 << 20, fragmented);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
-    // The buffer has room for more descriptors than that.
+    // The buffer has room for more descriptors than the disk may be asked for at a time.
     let (at, list) = (host.alloc(65536), host.alloc(4096));
     for page in 1..16 {
         host.poke(list + (page - 1) * 8, &(at + page * 4096).to_le_bytes());
@@ -267,7 +268,7 @@ fn a_command_examines_a_bounded_number_of_extents() {
     assert_eq!((cmpc, found.len(), found[0]), (LbaStatusList::INCOMPLETE, 255, (1, 2)));
     assert!(gate.told.load(Ordering::SeqCst) <= 1100);
 
-    // Holes only: the single descriptor shows how far the command has got.
+    // For a disk with only holes, a single descriptor shows how far the command has got.
     let disk = Patchy::new(1 << 20, crumbs);
     let gate = Arc::clone(&disk.gate);
     let mut host = self::host(disk);
@@ -324,7 +325,7 @@ fn each_disk_type_reports_its_extents() {
     let mut host = Host::with(over(disks), ADAPTIVE);
     let complete = LbaStatusList::COMPLETE;
     let (cmpc, found) = status(&mut host, 1, ask(0, 0, 4096)).unwrap();
-    // The allocation unit may be a huge page.
+    // The disk's allocation unit may be a huge page, so more blocks may be reported.
     assert_eq!((cmpc, found.len()), (complete, 1));
     assert!(found[0].0 <= 16384 && found[0].1 >= 16392 && found[0].1 - found[0].0 <= 8192);
     for nsid in [2, 3] {
@@ -334,7 +335,7 @@ fn each_disk_type_reports_its_extents() {
     assert_eq!(status(&mut host, 4, ask(0, 0, 4096)), Ok((complete, vec![])));
 }
 
-/// Submits a Get LBA Status that the disk holds, and waits until it is there.
+/// Submits a Get LBA Status, and waits until the disk holds it.
 fn stalled(host: &mut Host, gate: &Gate) -> (Queue, u64) {
     gate.stall(true);
     let at = host.alloc(4096);
@@ -370,7 +371,7 @@ fn a_hung_extents_call_delays_no_other_command() {
             Sqe::identify(0, Identify { cns: cns::CONTROLLER, ..Identify::default() }, 0);
         assert!(host.run(&mut admin, identify.with_prps(page, 0)).0.is_success());
     }
-    // An Abort comes too late for it.
+    // The command has started, so an Abort is too late.
     let abort = Sqe::abort(shadowbell_spec::admin::Abort { sqid: 0, cid: 900 }, 0);
     assert_eq!(host.run(&mut admin, abort), (Status::SUCCESS, 1));
     gate.stall(false);
@@ -409,7 +410,7 @@ fn a_reset_does_not_wait_for_the_disk() {
     host.enable();
     assert!(host.page(Sqe::identify(1, Identify::default(), 0)).is_ok());
     gate.stall(false);
-    // The command from before the reset posts nothing; the next one completes.
+    // The command from before the reset posts no completion. The next one completes.
     assert_eq!(status(&mut host, 1, ask(0, 0, 4096)).unwrap().1.len(), 32);
     assert!(host.peek(at, 4096).iter().all(|byte| *byte == 0xee));
 }
@@ -420,7 +421,7 @@ fn a_removal_waits_for_a_running_extents_call() {
     let (gate, weak) = (Arc::clone(&disk.gate), Arc::downgrade(&disk.gate));
     let mut host = host(disk);
     let (mut admin, at) = stalled(&mut host, &gate);
-    // A second command that has not started.
+    // The second command waits for the first, so it has not started.
     host.submit(&mut admin, &Sqe::get_lba_status(1, ask(0, 0, 4096), 901).with_prps(at, 0));
     let page = host.alloc(4096);
     let identify = Sqe::identify(1, Identify::default(), 0).with_prps(page, 0);
@@ -494,8 +495,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// After every step, written and not discarded blocks are reported as allocated, and
-/// unallocated blocks read as zeroes.
+/// Checks after every step: blocks that were written and not discarded are reported as allocated,
+/// and blocks that are reported as not allocated read as zeroes.
 fn model(disk: Arc<dyn Disk>, steps: &[Step]) {
     use shadowbell_disk::{Op, Request, Submitted};
     use shadowbell_memory::{Mapping, Segments};

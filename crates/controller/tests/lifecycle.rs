@@ -38,7 +38,7 @@ fn registers_follow_the_specification() {
     host.write32(regs::INTMS, 0b110);
     host.write32(regs::INTMC, 0b010);
     assert_eq!(host.read32(regs::INTMS), 0b100);
-    // Every access is answered.
+    // A read of any offset and length returns.
     for offset in (0..0x2100).chain([u64::MAX - 3, u64::MAX]) {
         for len in 0..9 {
             host.controller.read(offset, &mut vec![1; len]);
@@ -51,7 +51,7 @@ fn registers_follow_the_specification() {
     }
 }
 
-/// Identify Controller.
+/// Builds an Identify Controller command.
 fn identify() -> Sqe {
     Sqe { cdw10: 1, ..Sqe::new(0x06, 0, 0) }
 }
@@ -70,7 +70,7 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
         assert!(host.csts().rdy() && !host.csts().cfs(), "the queue is not needed yet");
         host
     };
-    // An invalid address, and one left over from a previous host.
+    // ACQ before the host sets it: an invalid address, and an address of a previous host.
     for before in [0, common::BASE + (1 << 20)] {
         let mut host = configure(before);
         let acq = host.admin.cq;
@@ -80,7 +80,7 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
         assert_eq!(host.read64(regs::ACQ), acq);
         let buffer = host.alloc(4096);
         host.must(identify().with_prps(buffer, 0));
-        // From here on the address cannot change.
+        // After the first command, the address cannot change.
         host.controller.write(regs::ACQ, &(acq + 4096).to_le_bytes());
         assert_eq!(host.read64(regs::ACQ), acq);
         host.must(identify().with_prps(buffer, 0));
@@ -95,8 +95,8 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
     host.enable();
 }
 
-/// Base 2.1, 3.7.2: a Controller Level Reset resets all registers except those of the admin
-/// queue.
+/// Base 2.1, 3.7.2: a Controller Level Reset resets all registers except those of the admin queue.
+/// So interrupts are not masked any more.
 #[test]
 fn a_reset_unmasks_the_interrupts() {
     let mut host = Host::new(&["null:1GiB"], ADAPTIVE);
@@ -116,7 +116,7 @@ fn impossible_configurations_end_in_fatal_status_until_reset() {
     for (cc, aqa, asq) in [
         (cc.with_mps(5), good, common::BASE),
         (cc.with_css(1), good, common::BASE),
-        // The admin command set only: CAP.CSS bit 7 is 0.
+        // Admin command set only, which CAP.CSS (bit 7 is 0) does not announce.
         (cc.with_css(7), good, common::BASE),
         (cc.with_ams(1), good, common::BASE),
         (cc, good.with_asqs(0), common::BASE),
@@ -163,7 +163,7 @@ fn write_zeroes_has_the_limit_of_wzsl() {
     config.namespaces.push(shadowbell_controller::NamespaceConfig { disk, uuid: [9; 16] });
     let mut host = Host::with(config, ADAPTIVE);
     let mut queue = host.create(1, 16, false);
-    // WZSL is 65536 blocks of 512 bytes, for both namespaces.
+    // WZSL is 65536 blocks of 512 bytes. It applies to both namespaces.
     let zeroes = |nsid, blocks0: u16| {
         let mut sqe = Sqe::new(0x08, 0, nsid);
         sqe.cdw12 = u32::from(blocks0);
@@ -189,7 +189,7 @@ fn a_reset_waits_for_requests_in_flight() {
     host.until("the disk to be asked to stop", || gate.cancelled.lock().unwrap().len() >= 4);
     wait::moment();
     assert!(host.csts().rdy(), "the disk still writes to the host's memory");
-    // Setting CC.EN early takes effect after the reset.
+    // If the host sets CC.EN before the reset has ended, the controller is enabled afterwards.
     host.write32(regs::CC, cc.into_bits());
     for _ in 0..4 {
         gate.end(Ok(()));
@@ -205,8 +205,8 @@ fn a_reset_waits_for_requests_in_flight() {
     assert!(host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(page, 0)).0.is_success());
 }
 
-/// The DMA table has been replaced since the command was fetched, so the table that the unmap
-/// replaces is not the command's.
+/// A command in flight may use an older DMA table than the one that the unmap replaces. The unmap
+/// has to wait for this command.
 #[test]
 fn unmapping_waits_for_commands_of_an_earlier_dma_table() {
     let (mut host, gate) = slow_host(ADAPTIVE);
@@ -218,7 +218,7 @@ fn unmapping_waits_for_commands_of_an_earlier_dma_table() {
     host.until("the request", || gate.waiting() == 1);
     let another = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     host.controller.map_dma(iova + 8192, 4096, &another).unwrap();
-    // The statistics are a reply of the I/O thread: it has adopted the new table.
+    // The statistics need a reply of the I/O thread, so it uses the new table afterwards.
     let _ = host.controller.stats();
     let (sent, unmapped) = mpsc::channel();
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
@@ -244,7 +244,7 @@ fn unmapping_waits_for_commands_in_flight() {
     host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
     wait::moment();
     assert!(unmapped.try_recv().is_err(), "still in flight");
-    // New commands cannot access the memory.
+    // New commands cannot access the unmapped memory.
     let (status, _) = host.run(&mut queue, Sqe::write(1, 0, 0, 2).with_prps(iova, 0));
     assert_eq!(status, Status::DATA_XFER_ERROR);
     gate.end(Ok(()));
@@ -283,7 +283,7 @@ fn queues_are_created_and_deleted_by_the_rules() {
     host.must(Sqe::delete_io_sq(3, 0));
     host.must(Sqe::delete_io_cq(1, 0));
     assert_eq!(bad(&mut host, Sqe::delete_io_cq(1, 0)), Status::INVALID_QID);
-    // Repeated with I/O: nothing of the old queue is left.
+    // Repeated with I/O: nothing of the old queue has an effect.
     let page = host.alloc(4096);
     for round in 0..50 {
         host.memory.fill((at - common::BASE) as usize, 1 << 20, 0).unwrap();
@@ -361,14 +361,14 @@ fn shutdown_flushes_writes_of_deleted_queues() {
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
         gate.end(Ok(()));
         host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
-        // After a reset, too, without any queue since.
+        // The same after a reset, without a queue created since.
         host.disable();
         host.enable();
     }
 }
 
-/// Data written before a reset may be in a disk's cache: a host that disables the controller
-/// first gets a flush as well.
+/// Data written before a reset may be in a disk's cache. So a shutdown flushes even if the host has
+/// disabled the controller first.
 #[test]
 fn a_shutdown_of_a_disabled_controller_flushes() {
     let (mut host, gate) = slow_host(ADAPTIVE);
@@ -414,7 +414,7 @@ fn the_write_cache_is_disabled_after_a_flush() {
         gate.end(outcome);
         let (cid, status, _) = host.wait(&mut admin);
         assert_eq!((cid, status.is_success()), (700, outcome.is_ok()));
-        // With the cache off there is nothing to flush.
+        // If the cache is off, there is nothing to flush, and the command ends at once.
         host.submit(&mut admin, &set(701, 0));
         assert_eq!(host.wait(&mut admin), (701, Status::SUCCESS, 0));
         host.submit(&mut admin, &set(702, 1));
@@ -512,7 +512,8 @@ fn mapped_doorbells_are_found_without_a_trap() {
 
 #[test]
 fn mapped_memory_is_usable_at_once() {
-    // On one CPU, so that the I/O thread is often preempted between its messages and its queues.
+    // The test runs on one CPU, so that the I/O thread is often preempted between its messages and
+    // its queues.
     let mut cpus = rustix::thread::CpuSet::new();
     cpus.set(0);
     rustix::thread::sched_setaffinity(None, &cpus).unwrap();
@@ -529,7 +530,8 @@ fn mapped_memory_is_usable_at_once() {
     }
 }
 
-/// VMMs unmap memory while a guest boots: a doorbell rung meanwhile is not rung again.
+/// VMMs unmap memory while a guest boots. The host rings a doorbell only once, even if the queue's
+/// memory is unmapped at that time.
 #[test]
 fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
     let (mut host, gate) = slow_host(ADAPTIVE);
@@ -549,8 +551,8 @@ fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
     host.submit(&mut admin, &Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid: 9 }, 70));
     back(&host, gone);
     assert_eq!(host.wait(&mut admin).0, 70);
-    // A command that completes while the memory is unmapped: it waits for a read, which the disk
-    // ends only then.
+    // This command completes while the memory is unmapped: it waits for a read that the disk ends
+    // only then.
     let data = host.alloc(4096);
     host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(data, 0));
     host.until("the request", || gate.waiting() == 1);
@@ -561,8 +563,8 @@ fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
     assert_eq!(host.wait(&mut admin).0, 71);
 }
 
-/// Three pages are requested, so PRP2 is a list; the log page has one page of data, across two
-/// pages.
+/// Three pages are requested, so PRP2 is a list. The log page has one page of data, which lies in
+/// two pages of the host.
 #[test]
 fn a_log_page_shorter_than_asked_for_is_not_written_over_the_prp_list() {
     let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);

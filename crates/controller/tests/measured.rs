@@ -9,7 +9,7 @@ use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Tur
 use shadowbell_spec::Sqe;
 use std::time::{Duration, Instant};
 
-/// A host with one queue, attached while the I/O thread takes its turns.
+/// Creates a host with one queue, while this thread takes the I/O thread's turns.
 fn attached(controller: Controller, turns: &mut Turns) -> (Host, Queue) {
     meanwhile(turns, move || {
         let mut host = Host::attach(controller);
@@ -34,7 +34,7 @@ fn commands_are_measured_by_namespace_on_request() {
     let mut run = |host: &mut Host, turns: &mut Turns, sqe: Sqe| {
         let sqe = sqe.with_prps(buffer, 0).with_cid(host.next_cid());
         host.submit(&mut queue, &sqe);
-        // So that the command has waited for a time that can be measured.
+        // The command waits, so that its latency can be measured.
         std::thread::sleep(Duration::from_micros(50));
         while turns.turn() {}
         host.reap(&mut queue).expect("these disks are memory").1
@@ -48,7 +48,7 @@ fn commands_are_measured_by_namespace_on_request() {
         }
         assert!(!run(host, turns, Sqe::read(1, 1 << 40, 7, 0)).is_success());
         assert!(run(host, turns, Sqe::new(0x00, 0, 2)).is_success(), "a Flush");
-        // To all namespaces, and to namespaces that do not or cannot exist.
+        // Commands to all namespaces, and to namespaces that do not or cannot exist.
         assert!(run(host, turns, Sqe::new(0x00, 0, u32::MAX)).is_success());
         for nsid in [0, 257, 4711] {
             assert!(!run(host, turns, Sqe::read(nsid, 0, 7, 0)).is_success());
@@ -74,13 +74,14 @@ fn commands_are_measured_by_namespace_on_request() {
     round(&mut host, &mut turns);
     let before = host.controller.stats().measured;
     assert_eq!(counts(&before[0])[0].0, 12);
-    // Turning it on again continues the counts.
+    // The counts continue when the measurement is switched on again.
     pool.measure(true);
     round(&mut host, &mut turns);
     assert_eq!(counts(&host.controller.stats().measured[0])[0].0, 18);
 }
 
-/// With a trace turned on and off meanwhile, every command counts exactly once at any depth.
+/// A trace is switched on and off during the measurement. Every command counts exactly once, at any
+/// depth.
 #[test]
 fn every_command_counts_once_beside_a_trace() {
     const TOTAL: u64 = 20_000;
@@ -106,7 +107,7 @@ fn every_command_counts_once_beside_a_trace() {
         }
         let old = queue.tail;
         while submitted < TOTAL && submitted - completed < 200 {
-            // Reused identifiers, as a guest's are.
+            // Identifiers are reused, as by a guest.
             let cid = (submitted % 256) as u16 | 0x3000;
             host.put(&mut queue, &Sqe::read(1, submitted % 64, 7, cid).with_prps(buffer, 0));
             submitted += 1;

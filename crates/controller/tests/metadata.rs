@@ -91,7 +91,7 @@ impl Guest {
         self.format.size.into()
     }
 
-    /// A command with its data and metadata pointers.
+    /// Builds a command with its data and metadata pointers.
     fn command(&self, op: NvmOpcode, fields: RwFields) -> Sqe {
         let count = usize::from(fields.nlb0) + 1;
         let extended = if self.format.extended { self.size() } else { 0 };
@@ -99,7 +99,7 @@ impl Guest {
         assert!(len <= 65536);
         let sqe = Sqe::with_rw(op, 1, fields, 0);
         let descriptor = SglDescriptor::data_block(self.data, len as u32);
-        // PRPs of more than two pages would need a list.
+        // PRPs for more than two pages would need a list, so an SGL is used.
         let sqe = if len <= 4096 { sqe.with_prps(self.data, 0) } else { sqe.with_sgl(descriptor) };
         Sqe { mptr: self.metadata, ..sqe }
     }
@@ -305,7 +305,7 @@ impl Model {
     }
 }
 
-/// A command, possibly with errors that a correct host would not make.
+/// Command of the test, possibly with an error that a correct host would not make.
 #[derive(Clone, Debug)]
 struct Step {
     op: NvmOpcode,
@@ -314,7 +314,7 @@ struct Step {
     prinfo: u8,
     apptag: u16,
     apptag_mask: u16,
-    /// Injected error: the reference tag, a guard, an application tag, or none.
+    /// Injected error: in the reference tag, a guard or an application tag, or none.
     wrong: u8,
     escapes: bool,
     fill: u8,
@@ -451,11 +451,11 @@ fn invalid_metadata_pointers_are_refused() {
     assert_eq!(run(&mut guest, Sqe { flags: 0b1000_0000, ..list }), invalid);
     let far = run(&mut guest, Sqe { mptr: 1 << 50, ..read });
     assert!(!far.is_success());
-    // No metadata are transferred, so the pointer need not be valid.
+    // No metadata are transferred, so the metadata pointer may be invalid.
     let stripped = RwFields { prinfo: PRINFO_PRACT, ..rw(0, 1) };
     let stripped = guest.command(NvmOpcode::Read, stripped);
     assert_eq!(run(&mut guest, Sqe { mptr: 1 << 50, ..stripped }), Status::SUCCESS);
-    // Longer than a transfer may be, counting the metadata.
+    // With its metadata, the transfer is longer than MDTS.
     let guest = Guest::new("mem:4MiB", "metadata=8&extended=on");
     let mdts = 1usize << (12 + config(&["mem:1MiB"]).mdts);
     let sqe = Sqe::with_rw(NvmOpcode::Read, 1, rw(0, mdts / 512), 0);
@@ -474,7 +474,7 @@ fn deallocated_blocks_are_not_checked() {
         let fields = DatasetManagement { ad: true, ..Default::default() };
         let sqe = Sqe::dsm(1, fields, 0).with_prps(guest.data, 0);
         assert_eq!(guest.host.run(&mut guest.queue, sqe).0, Status::SUCCESS);
-        // Whatever tags the read expects.
+        // The check is disabled by the block's tags, whatever tags the read expects.
         let prinfo = PRINFO_GUARD | PRINFO_APPTAG;
         let read = RwFields { prinfo, apptag: 9, apptag_mask: 0xffff, ..rw(7, 1) };
         assert_eq!(guest.run(NvmOpcode::Read, read), Status::SUCCESS);
@@ -492,7 +492,7 @@ fn a_long_range_is_verified_in_pieces() {
     assert_eq!(guest.run_plain(NvmOpcode::WriteZeroes, fields), Status::SUCCESS);
     let verify = RwFields { prinfo: ALL, apptag_mask: 0xffff, ..fields };
     assert_eq!(guest.run_plain(NvmOpcode::Verify, verify), Status::SUCCESS);
-    // The last block has another tag, and the block after it was never written.
+    // The last block has another tag than expected, and the block after it was never written.
     let last = RwFields { reftag: 9, apptag: 1, prinfo: PRINFO_PRACT, ..rw(3 + 5999, 1) };
     assert_eq!(guest.run(NvmOpcode::Write, last), Status::SUCCESS);
     assert_eq!(guest.run_plain(NvmOpcode::Verify, verify), Status::REFERENCE_TAG_CHECK);
@@ -549,7 +549,7 @@ fn copies_check_and_insert() {
         assert_eq!(guest.run(NvmOpcode::Read, checked), Status::SUCCESS);
         let copied: Vec<u8> = guest.get(3).into_iter().flat_map(|(data, _)| data).collect();
         assert_eq!(copied, [&mark[1024..], &mark[..512]].concat());
-        // Tags that do not match.
+        // The copy fails if the tags do not match.
         assert_eq!(guest.copy(copy, &both(4), 0), Status::APPLICATION_TAG_CHECK);
         let invalid = Status::INVALID_PROTECTION_INFORMATION.with_dnr();
         let elsewhere = [range(12, 2, 13, 5), range(10, 1, 10, 5)].concat();
@@ -559,7 +559,7 @@ fn copies_check_and_insert() {
         let other = CopyFields { desfmt: desfmt ^ 1, ..copy };
         let refused = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
         assert_eq!(guest.copy(other, &both(5), 0), refused);
-        // Copied unchanged, the reference tags are those of other blocks.
+        // The reference tags are copied unchanged, so they are those of other blocks.
         let kept = CopyFields { prinfor: ALL, prinfow: ALL, ..copy };
         let kept = CopyFields { apptag: 5, apptag_mask: 0xffff, ..kept };
         assert_eq!(guest.copy(kept, &both(5), 0), Status::REFERENCE_TAG_CHECK);

@@ -1,5 +1,5 @@
-//! Fair shares of an I/O thread: a controller's limit of requests in flight, and of work in one
-//! turn.
+//! Fair shares of an I/O thread: limits of a controller's requests in flight, and of its work in
+//! one turn.
 
 mod common;
 #[path = "common/held.rs"]
@@ -15,7 +15,7 @@ use shadowbell_spec::{Sqe, Status};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Maximum of requests in flight for commands of many ranges.
+/// Maximum number of requests in flight for commands of many ranges.
 const PARTS: usize = 32;
 
 fn held_host(blocks: u64) -> (Host, Held) {
@@ -25,7 +25,8 @@ fn held_host(blocks: u64) -> (Host, Held) {
     (Host::with(Config { namespaces, ..Config::default() }, Polling::Never), held)
 }
 
-/// A deallocation of blocks 0 to 255, each as a range of its own; `page` is for the list.
+/// Builds a deallocation of blocks 0 to 255, with one range per block. `page` is for the list of
+/// ranges.
 fn dsm(host: &Host, page: u64, cid: u16) -> Sqe {
     for n in 0..256u64 {
         host.poke(page + n * 16 + 4, &1u32.to_le_bytes());
@@ -47,7 +48,7 @@ fn ranges_are_submitted_in_batches_and_a_reset_drops_the_rest() {
     }
     host.ring(&queue, 0);
     host.until("the first ranges", || held.seen().len() == PARTS);
-    // A queue deletion or a reset cancels the requests in flight, once each, and submits no others.
+    // A queue deletion or a reset cancels each request in flight once, and submits no further ones.
     let cancelled = held.clone();
     let release = std::thread::spawn(move || {
         while cancelled.cancelled() < PARTS {
@@ -67,7 +68,7 @@ fn all_ranges_of_all_commands_are_executed() {
     let mut queue = host.create(1, 512, false);
     let page = host.alloc(4096);
     let sqe = dsm(&host, page, 0);
-    // More commands than may be in flight.
+    // More commands are submitted than may be in flight.
     for cid in 0..100 {
         host.put(&mut queue, &sqe.with_cid(cid));
     }
@@ -97,12 +98,12 @@ fn an_abort_stops_a_command_of_many_ranges() {
         host.submit(&mut queue, &sqe.with_cid(cid));
     }
     host.until("the first ranges", || held.seen().len() == PARTS);
-    // A command that has not been fetched cannot be aborted.
+    // A command can be aborted only after it was fetched.
     host.until("both to be fetched", || {
         host.controller.stats().submission_queues.iter().any(|sq| (sq.qid, sq.commands) == (1, 2))
     });
     let abort = |cid| Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid }, 0);
-    // The second command has not started, so it ends at once.
+    // The second command has no request in flight, so it ends at once.
     assert_eq!(host.must(abort(1)) & 1, 0, "aborted");
     let (cid, status, _) = host.wait(&mut queue);
     assert_eq!((cid, status.code()), (1, Status::ABORT_REQUESTED));
@@ -126,7 +127,7 @@ fn requests_in_flight_are_limited_by_the_quota() {
         host.ring(queue, 0);
     }
     host.until("the quota to be met", || held.seen().len() == most);
-    // An I/O thread that can only wait sleeps.
+    // An I/O thread sleeps if it can only wait for the disk.
     host.until("a sleep", || is_asleep(&host));
     assert_eq!(held.seen().len(), most);
     held.order(|orders| orders.hold = false);
@@ -142,7 +143,7 @@ fn requests_in_flight_are_limited_by_the_quota() {
 fn is_asleep(host: &Host) -> bool {
     let awake = || host.controller.stats().workers[0].awake_ns;
     let before = awake();
-    // The worker is asleep if it is not awake for any of this time.
+    // If the awake time does not grow during this time, the I/O thread is asleep.
     std::thread::sleep(Duration::from_millis(1));
     awake() == before
 }
@@ -179,7 +180,7 @@ fn pieces_of_memory_and_bytes_have_a_quota_as_well() {
     }
 }
 
-/// Two controllers of one I/O thread: the first with `queues` queues, the second with one.
+/// Creates two controllers on one I/O thread: the first with `queues` queues, the second with one.
 fn neighbours(turns: &mut Turns, pool: &Pool, queues: u16) -> (Host, Vec<Queue>, Host, Queue) {
     let controller = || {
         let config = common::config(&["mem:512MiB?block-size=4096"]);
@@ -201,8 +202,9 @@ fn neighbours(turns: &mut Turns, pool: &Pool, queues: u16) -> (Host, Vec<Queue>,
     (busy, all, victim, queue)
 }
 
-/// In each turn the victim reads a block, as long as the other controller has work. Returns the
-/// most commands of the other that completed in one turn, and the number of turns.
+/// Runs turns while the busy controller has commands left; the victim reads a block in each.
+/// Returns the maximum number of the busy controller's commands that completed in one turn, and the
+/// number of turns.
 fn beside(
     turns: &mut Turns,
     (busy, queues): (&mut Host, &mut [Queue]),
@@ -221,7 +223,8 @@ fn beside(
                 .iter_mut()
                 .map(|queue| std::iter::from_fn(|| busy.reap(queue)).count())
                 .sum();
-            // More are completed if the victim had to wait for a CPU.
+            // More commands complete if the victim has to wait for a CPU, so `done` may exceed
+            // `left`.
             left = left.saturating_sub(done);
             most = most.max(done);
             all += 1;
@@ -231,8 +234,8 @@ fn beside(
                 break;
             }
             waited += 1;
-            // The controller's own passes take time, too, and a preempted thread seems to have
-            // worked all the while. Each preemption costs it 40 turns.
+            // The time of the controller's passes is measured. A preemption of the thread counts as
+            // such time, and costs the victim up to 40 turns.
             assert!(waited < 10_000, "the victim is starved");
         }
     }
@@ -255,10 +258,10 @@ fn long_reads_of_many_queues_share_a_turn() {
     }
     let others = (&mut busy, &mut queues[..]);
     let (most, all) = beside(&mut turns, others, (&mut victim, &mut queue), 64 * 8);
-    // One read takes longer than a controller's share of a turn, so there is never a second one.
+    // One read takes longer than a controller's share of a turn, so there is one per turn.
     assert_eq!(most, 1);
     assert!(all >= 64 * 8, "{all}");
-    // Each turn continues with the queue after the previous one.
+    // Each turn begins with the queue after the last one of the previous turn.
     let heads: Vec<_> = queues.iter().map(|queue| queue.head).collect();
     assert!(heads.iter().all(|head| (7..=9).contains(head)), "{heads:?}");
 }
@@ -298,7 +301,7 @@ fn a_message_flood_does_not_starve_other_controllers() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (busy, _, mut victim, mut queue) = neighbours(&mut turns, &pool, 1);
     let page = victim.alloc(4096);
-    // A message of the other controller is always pending: a map is sent in each round.
+    // A map is sent in each round, so a message of the other controller is always pending.
     let memory = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     for round in 0..1000u64 {
         let cid = victim.next_cid();
@@ -313,7 +316,7 @@ fn a_message_flood_does_not_starve_other_controllers() {
     }
 }
 
-/// Page tables of this process, in MiB.
+/// Size of this process's page tables, in MiB.
 fn page_tables() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).unwrap();
@@ -341,7 +344,7 @@ fn much_guest_memory_does_not_limit_requests_in_flight() {
     let mut submit_all = |host: &mut Host, queues: &mut [Queue]| {
         for queue in queues {
             for _ in 0..DEPTH {
-                // The same addresses in each round.
+                // Each round uses the same addresses.
                 let number = commands % (u64::from(QUEUES) * DEPTH);
                 commands += 1;
                 let list = host.alloc(4096);
@@ -370,11 +373,11 @@ fn much_guest_memory_does_not_limit_requests_in_flight() {
     drop(memory);
 }
 
-/// Single bytes scattered over a terabyte: each needs a page table.
+/// Single bytes are touched, scattered over a terabyte: each needs its own page table.
 #[test]
 fn page_tables_are_reclaimed_as_fast_as_they_grow() {
     const SPAN: u64 = 2 << 20;
-    // Only the first part of each map is touched. Four terabytes take a while to scan.
+    // Only the first part of each map is touched, because a scan of four terabytes would take long.
     const SIZE: u64 = 64 << 30;
     const PART: u64 = 8 << 30;
     const COUNT: u64 = 64;
@@ -412,7 +415,7 @@ fn page_tables_are_reclaimed_as_fast_as_they_grow() {
         done += 1;
         most = most.max(page_tables().saturating_sub(before));
     }
-    // 16 MiB before pages are reclaimed, and those touched between two checks.
+    // Page tables are reclaimed from 16 MiB on. More of them are touched between two checks.
     assert!(most <= 40, "{most} MiB");
     drop(maps);
 }

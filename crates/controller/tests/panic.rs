@@ -1,4 +1,4 @@
-//! A panic of an I/O thread ends the process, so that no other thread waits for it.
+//! A panic of an I/O thread ends the process: otherwise other threads would wait for it forever.
 
 mod common;
 
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 const CHILD: &str = "PANIC_TEST_CHILD";
 
-/// A disk with a bug.
+/// Disk with a bug: a panic.
 #[derive(Debug)]
 struct Broken;
 

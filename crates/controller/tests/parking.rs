@@ -1,5 +1,5 @@
-//! Parked controllers: many idle controllers on one I/O thread cost the others nothing, and a
-//! parked controller with work is noticed.
+//! Parked controllers: many idle controllers of an I/O thread cost the others nothing, and the
+//! thread notices work for a parked controller.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(100));
-/// Number of consecutive sleeps, with a margin, after which an idle controller is parked.
+/// Number of consecutive sleeps after which an idle controller is parked for certain.
 const LONG_ENOUGH: usize = 12;
 
 /// Kind of doorbell that a host uses.
@@ -49,7 +49,7 @@ fn boot(host: &mut Host, kind: DoorbellKind) -> Queue {
     queue
 }
 
-/// Sleeps; fails the test if the sleep does not end.
+/// Takes a sleep of the I/O thread. Ends the test process if the sleep does not end.
 fn fall_asleep(turns: &mut Turns) -> bool {
     let (awake, asleep) = mpsc::channel::<()>();
     std::thread::spawn(move || {
@@ -63,7 +63,7 @@ fn fall_asleep(turns: &mut Turns) -> bool {
     slept
 }
 
-/// Hosts of one I/O thread, with a buffer each.
+/// Hosts of controllers on one I/O thread, with a buffer each.
 struct PoolOfHosts {
     turns: Turns,
     pool: Pool,
@@ -103,7 +103,7 @@ impl PoolOfHosts {
         host.reap(queue).is_some_and(|(_, status, _)| status.is_success())
     }
 
-    /// Submits a command that the I/O thread finds while it goes to sleep or sleeps.
+    /// Submits a command, which the I/O thread finds before or during a sleep.
     fn disturb(&mut self, who: usize) {
         self.submit(who);
         fall_asleep(&mut self.turns);
@@ -111,8 +111,8 @@ impl PoolOfHosts {
         assert!(self.reap(who));
     }
 
-    /// Parks all hosts but `who`: sleeps often enough for parking, three times, with passes in
-    /// between in which earlier signals are noticed.
+    /// Parks all controllers but that of `who`: lets the thread sleep often enough for parking,
+    /// repeatedly. In passes in between, the thread notices earlier signals.
     fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
             (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
@@ -123,7 +123,7 @@ impl PoolOfHosts {
         (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
     }
 
-    /// Takes turns until a controller has completed its command.
+    /// Takes turns until the controller of `who` has completed its command.
     fn answer(&mut self, who: usize) {
         let mut turns = 0;
         while !self.reap(who) {
@@ -138,7 +138,7 @@ impl PoolOfHosts {
         meanwhile(&mut self.turns, move || controller.stats())
     }
 
-    /// Number of checks of a submission queue's doorbell, in passes and before sleeps.
+    /// Number of reads of a submission queue's doorbell: in passes, and before sleeps.
     fn looks(&mut self, who: usize) -> [u64; 3] {
         let sq = self.stats(who).io_queues().0.doorbell;
         [sq.looks, sq.rechecks, sq.event_idx_armed]
@@ -167,7 +167,7 @@ fn idle_controllers_are_left_alone() {
         }
     }
     assert!(pool.looks(busy)[0] >= own[0] + 200);
-    // Parked controllers are in the statistics, too.
+    // Statistics contain parked controllers, too.
     assert!(idle.iter().all(|who| pool.stats(*who).submission_queues.len() == 2));
 }
 
@@ -183,12 +183,12 @@ fn a_parked_controller_is_noticed_asleep_and_awake() {
             pool.submit(idle);
             assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: the host must ring");
             if round == 0 {
-                // The sleep ends, or does not start.
+                // The submission ends the sleep or prevents it.
                 fall_asleep(&mut pool.turns);
                 pool.turns.turn();
             } else {
-                // The I/O thread does not sleep: the other host is busy all the time, or the thread
-                // finds no work.
+                // The I/O thread stays awake: the other host is busy all the time, or the thread
+                // polls without work.
                 let mut turns = 0;
                 while pool.stats(idle).io_queues().0.commands != round + 1 {
                     turns += 1;
@@ -225,7 +225,7 @@ fn a_parked_controller_is_noticed_by_a_doorbell_source() {
     }
 }
 
-/// A hundred eventfds at once exceed the batch of one epoll_wait.
+/// One epoll_wait returns fewer events than these hundred eventfds signal.
 #[test]
 fn a_hundred_parked_controllers_are_all_noticed() {
     let mut pool = PoolOfHosts::new(ADAPTIVE);
@@ -272,7 +272,7 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
         let mut pool = PoolOfHosts::new(ADAPTIVE);
         let busy = pool.add(DoorbellKind::Shadow);
         let idle = pool.add(kind);
-        // Seven completions are posted and not consumed; an eighth has no room.
+        // Seven completions are posted and not consumed. There is no room for an eighth.
         for _ in 0..7 {
             pool.submit(idle);
             pool.turns.turn();
@@ -302,7 +302,7 @@ fn control_operations_reach_parked_controllers() {
         let idle = pool.add(kind);
         pool.disturb(idle);
         pool.park_all_but(busy);
-        // The host's memory is mapped anew, and the old map is released.
+        // The host's memory is mapped again, and the old map is released.
         let controller = pool.hosts[idle].0.controller.clone();
         let other = shadowbell_memory::Mapping::shared("other", 1 << 20).unwrap().bytes();
         let gone = Arc::downgrade(other.mapping());
@@ -322,7 +322,7 @@ fn control_operations_reach_parked_controllers() {
         assert_eq!(gone.strong_count(), 0, "{kind:?}: the old memory is released");
         pool.disturb(idle);
 
-        // Doorbell Buffer Config, and the next command by its rule.
+        // Doorbell Buffer Config is enabled, and the next command is submitted by its rule.
         pool.park_all_but(busy);
         let (mut host, mut queue, buffer) = pool.hosts.remove(idle);
         let tail = queue.tail;
@@ -346,7 +346,7 @@ fn control_operations_reach_parked_controllers() {
         pool.park_all_but(busy);
         pool.disturb(idle);
 
-        // A reset releases everything, and the host enables the controller again.
+        // A reset ends the parking, and the host enables the controller again.
         pool.park_all_but(busy);
         let (mut host, ..) = pool.hosts.remove(idle);
         let (mut host, queue) = meanwhile(&mut pool.turns, move || {
@@ -384,7 +384,7 @@ fn a_parked_controllers_disk_completion_is_noticed() {
     assert_eq!(pool.looks(idle), before, "the controller is parked");
 }
 
-/// A host with shadow doorbells does not ring for an I/O thread that always polls.
+/// With an I/O thread that always polls, a host with shadow doorbells writes no doorbell registers.
 #[test]
 fn a_polling_io_thread_needs_no_doorbell_writes() {
     let mut pool = PoolOfHosts::new(Polling::Always);
@@ -394,7 +394,7 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
         pool.submit(*who);
         pool.answer(*who);
     });
-    // Wait until idle controllers are checked occasionally instead of in every pass.
+    // Waits until idle controllers are visited only occasionally instead of in every pass.
     let started = Instant::now();
     loop {
         let before = pool.looks(idle[7])[0];
@@ -419,7 +419,9 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
     assert_eq!(rings(&pool), before);
 }
 
-/// Each I/O thread has to check its own queues, and not only the one with the admin queue.
+/// Each I/O thread polls the mapped doorbells of its own queues, even if the admin queue is
+/// elsewhere.
+/// queue.
 #[test]
 fn mapped_doorbells_are_found_by_every_io_thread() {
     for polling in [Polling::Never, ADAPTIVE] {
@@ -459,7 +461,7 @@ fn no_command_is_lost_with_many_hosts() {
     }
 }
 
-/// Runs one host; returns the number of completed commands.
+/// Runs one host. Returns the number of completed commands.
 fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
     let mut random = Random(seed);
     let kind =
@@ -472,18 +474,18 @@ fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
     let (mut host, mut queue) = attach(controller, kind);
     let buffer = host.alloc(4096);
     let (mut done, mut next) = (0, 2);
-    // The length of the load.
+    // Duration of the load.
     let end = Instant::now() + Duration::from_millis(1500);
     while Instant::now() < end {
         match random.below(40) {
-            // Long enough to be parked.
+            // The sleep is long enough for the controller to be parked.
             0..10 => std::thread::sleep(Duration::from_micros(random.below(20_000))),
             10 => {
                 host.disable();
                 queue = boot(&mut host, kind);
             }
             11 if next < 20 => {
-                // Create, use and delete another queue pair; the first one is unchanged.
+                // Creates, uses and deletes another queue pair. The first one remains.
                 let other = host.create(2, 8, false);
                 let read = Sqe::read(1, 0, 7, 0).with_prps(buffer, 0);
                 let mut other = other;
@@ -514,7 +516,7 @@ fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
     done
 }
 
-/// xorshift64*.
+/// Pseudo-random numbers (xorshift64*).
 struct Random(u64);
 
 impl Random {

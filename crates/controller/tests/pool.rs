@@ -43,10 +43,10 @@ struct MemPool {
     controller: Mutex<Option<(Controller, PoolPort)>>,
     port: Mutex<Option<PoolPort>>,
     orders: Mutex<Vec<PoolOrder>>,
-    /// Requests wait while this is set.
+    /// True while the pool's requests have to wait.
     holds: Mutex<bool>,
     goes_on: Condvar,
-    /// The next sanitize operation fails.
+    /// True if the next sanitize operation has to fail.
     fails: Mutex<bool>,
 }
 
@@ -192,7 +192,7 @@ impl MemPool {
         }
     }
 
-    /// Background part of a sanitize operation.
+    /// Executes the background part of a sanitize operation.
     fn sanitize(&self) {
         self.waits();
         let fails = *self.fails.lock().unwrap();
@@ -211,8 +211,8 @@ impl MemPool {
     }
 }
 
-/// The pool as the controller has it: the controller must not own the pool, which owns the
-/// controller.
+/// Reference to the pool for the controller. The pool owns the controller, so the controller must
+/// not own the pool.
 #[derive(Debug)]
 struct Shared(Arc<MemPool>);
 
@@ -447,7 +447,7 @@ fn invalid_namespace_creations_are_refused() {
     let fields = NamespaceManagement { sel: 2, csi: 0 };
     let (status, _) = ours.host.admin(Sqe::namespace_management(1, fields, 0));
     assert_eq!(status.code(), Status::INVALID_FIELD);
-    // The whole capacity, and not a block more.
+    // A namespace may have the whole capacity. Then there is no room for another block.
     assert_eq!(ours.create(&wanted(most, 0)), (Status::SUCCESS, 1));
     let (status, _) = ours.create(&wanted(1, 0));
     assert_eq!(status.code(), Status::NAMESPACE_INSUFFICIENT_CAPACITY);
@@ -513,7 +513,7 @@ fn a_format_changes_the_block_size_and_erases() {
         assert!(!ours.format(nsid, fields).is_success(), "{fields:?}");
     }
     assert_eq!(ours.read(&mut queue, nsid, 9), Ok(7));
-    // During a format the namespace exists and cannot be accessed.
+    // During a format, the namespace exists, but cannot be accessed.
     ours.pool.hold(true);
     let fields = FormatNvm { lbaf: 1, ses: 1, ..plain };
     ours.begin(Sqe::format_nvm(nsid, fields, 900));
@@ -547,7 +547,7 @@ fn a_format_completes_across_a_reset() {
     ours.host.until("the order", || ours.pool.orders.lock().unwrap().len() == 3);
     ours.host.disable();
     ours.host.enable();
-    // One format at a time: this one waits for the previous one.
+    // This format waits for the end of the previous one.
     ours.begin(Sqe::format_nvm(nsid, FormatNvm::default(), 901));
     ours.pool.hold(false);
     assert_eq!(ours.ends(), (901, Status::SUCCESS, 0), "the one of before is not heard of");
@@ -555,7 +555,7 @@ fn a_format_completes_across_a_reset() {
     assert_eq!((own.nsze, own.flbas.index()), (1024, 0));
 }
 
-/// Commands are in flight at the disk when the namespace is formatted.
+/// Test of a format while the disk has commands of the namespace in flight.
 #[test]
 fn commands_in_flight_end_before_a_format() {
     let pool = MemPool::new();
@@ -616,7 +616,7 @@ fn a_sanitize_operation_refuses_access_until_its_end() {
     assert_eq!(log.scdw10, erase.dword10());
     assert_eq!(ours.read(&mut queue, nsid, 3), Ok(0));
 
-    // A sanitize operation that fails.
+    // The next sanitize operation fails.
     *pool.fails.lock().unwrap() = true;
     assert_eq!(ours.sanitize(erase), Status::SUCCESS);
     ours.host.until("the failure", || {
@@ -643,7 +643,7 @@ fn a_sanitize_operation_refuses_access_until_its_end() {
     assert_eq!(ours.read(&mut queue, nsid, 3), Ok(0));
     assert_eq!(ours.sanitize(leave), Status::SUCCESS, "there is nothing to leave");
 
-    // After a failed restricted operation, only another restricted one is allowed.
+    // After a failed restricted sanitize operation, only another restricted one is allowed.
     let restricted = Sanitize { ause: false, ..erase };
     assert_eq!(ours.sanitize(restricted), Status::SUCCESS);
     ours.host.until("the failure", || {
@@ -662,7 +662,7 @@ fn a_sanitize_operation_refuses_access_until_its_end() {
     }
 }
 
-/// A controller that starts during a sanitize operation refuses access, too.
+/// A controller that starts during a sanitize operation refuses access to the namespaces, too.
 #[test]
 fn a_sanitize_operation_outlives_the_controller() {
     let pool = MemPool::new();

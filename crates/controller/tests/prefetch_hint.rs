@@ -1,4 +1,4 @@
-//! Prefetch hints: a disk that wants them gets two hints of each command before its submission.
+//! Prefetch hints: a disk that requests them gets two hints for each command before its submission.
 
 mod common;
 
@@ -62,13 +62,14 @@ impl Queue for Curious {
     }
 }
 
-/// Six reads of blocks 10 to 15. The host submits `at_once` of them together and, with shadow
-/// doorbells, the others while the first is executed.
+/// Runs six reads, of blocks 10 to 15. The host submits `at_once` of them together. With shadow
+/// doorbells, it submits the others while the first is executed.
 fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
     let curious = Curious::default();
     let disk: Arc<dyn Disk> = Arc::new(curious.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
-    // An I/O thread that always polls has seen the shadow entry change before the six reads.
+    // The I/O thread always polls, so it has seen a change of the shadow entry before the six
+    // reads.
     let config = Config { namespaces, ..Config::default() };
     let mut host = Host::with(config, Polling::Always);
     if shadow {

@@ -34,7 +34,7 @@ fn attach(config: Config, pool: &Pool) -> Host {
 /// Two pages for data, at the end of the host's memory.
 const DATA: u64 = BASE + MEMORY - 2 * 4096;
 
-/// The only I/O thread that serves a controller.
+/// Index of the I/O thread that serves the controller. Fails if there are several.
 fn worker(host: &Host) -> usize {
     let workers = host.controller.stats().workers;
     assert_eq!(workers.len(), 1, "{workers:?}");
@@ -72,13 +72,13 @@ fn an_isolated_controller_continues_on_its_own_thread() {
         host.controller.isolate().unwrap();
         work(&mut host, &mut queues, 2);
         assert_eq!(worker(&host), 1);
-        // Counters survive the move, and count once.
+        // The move keeps the counters, and counts nothing twice.
         let after = host.controller.stats();
         assert_eq!(after.io.writes, before.io.writes * 2);
         assert_eq!(after.submission_queues.len(), before.submission_queues.len());
         work(&mut neighbour, &mut others, 1);
         assert_eq!(worker(&neighbour), 0);
-        // New queues, and those after a reset, are on that thread as well.
+        // New queues, and queues created after a reset, are on the same thread.
         queues.push(host.create(3, 16, false));
         work(&mut host, &mut queues, 3);
         assert_eq!(worker(&host), 1);
@@ -88,7 +88,7 @@ fn an_isolated_controller_continues_on_its_own_thread() {
         work(&mut host, &mut queues, 4);
         assert_eq!(worker(&host), 1);
         assert!(matches!(host.controller.isolate(), Err(RelocateError::Placed)));
-        // The thread is reused for the next controller.
+        // The thread is free again, and can serve the next isolated controller.
         drop((host, queues));
         neighbour.controller.isolate().unwrap();
         work(&mut neighbour, &mut others, 2);
@@ -153,8 +153,8 @@ fn a_move_waits_for_commands_in_flight() {
     for cid in 2..20 {
         host.submit(&mut queue, &Sqe::read(1, u64::from(cid), 0, cid).with_prps(page, 0));
     }
-    // Memory that is unmapped meanwhile is released in the end, and messages to the old I/O thread
-    // reach the new one.
+    // Memory that is unmapped during the move is released at its end. Messages to the old I/O
+    // thread reach the new one.
     let memory = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     host.controller.map_dma(1 << 40, 4096, &memory).unwrap();
     let unmapped = Arc::new(AtomicBool::new(false));
@@ -187,7 +187,7 @@ fn a_reset_during_a_move_does_not_wait() {
     host.controller.isolate().unwrap();
     let disk = held.clone();
     let release = std::thread::spawn(move || {
-        // Commands in flight are cancelled for the reset.
+        // The reset cancels the commands in flight.
         while disk.cancelled() < 4 {
             std::thread::yield_now();
         }
@@ -201,7 +201,7 @@ fn a_reset_during_a_move_does_not_wait() {
     assert_eq!(worker(&host), 1);
 }
 
-/// Moves controllers while their hosts do everything that hosts do.
+/// Moves controllers at random moments of all operations of their hosts.
 #[test]
 fn any_operation_may_come_during_a_move() {
     // Linear congruential generator (Knuth).
@@ -222,7 +222,7 @@ fn any_operation_may_come_during_a_move() {
         let when = random() % 400;
         let controller = host.controller.clone();
         let mover = std::thread::spawn(move || {
-            // Random moment: any is good.
+            // Random moment of the host's operations.
             std::thread::sleep(Duration::from_micros(u64::from(when)));
             if workers > 1 && when % 2 == 0 {
                 controller.pin_to(workers - 1).unwrap();
@@ -266,7 +266,7 @@ fn any_operation_may_come_during_a_move() {
     }
 }
 
-/// Memory disk that is slow in each submission.
+/// Memory disk whose submissions take long.
 #[derive(Debug)]
 struct Sluggish(Arc<dyn Disk>);
 
@@ -288,7 +288,7 @@ impl Disk for Sluggish {
 
 impl shadowbell_disk::Queue for SluggishQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        // The time of a slow disk.
+        // Time that a slow disk needs for a submission.
         std::thread::sleep(Duration::from_millis(5));
         self.0.submit(tag, request, data)
     }
@@ -318,7 +318,7 @@ fn a_slow_controller_is_isolated_from_its_neighbour() {
     let mut slow = Host::attach(controller);
     slow.enable();
     let mut queues = vec![slow.create(1, 16, false)];
-    // A controller alone on its I/O thread delays no other.
+    // A controller that is alone on its I/O thread is not isolated, because it delays no other one.
     work(&mut slow, &mut queues, 1);
     assert_eq!(worker(&slow), 0);
     let mut neighbour = attach(config(&["mem:4MiB"]), &pool);

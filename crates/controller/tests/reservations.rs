@@ -1,4 +1,4 @@
-//! Reservations: two controllers with one namespace, and the excluded commands.
+//! Reservations: two controllers share a namespace, and commands that conflict with a reservation.
 
 mod common;
 #[path = "common/held.rs"]
@@ -74,7 +74,7 @@ fn identify_reports_several_controllers() {
     assert_eq!(alone.identify_as(1).unwrap_err().code(), Status::INVALID_FIELD);
 }
 
-/// Base 2.1, 5.1.12.1.14: each event names its controller.
+/// Base 2.1, 5.1.12.1.14: each event contains the identifier of its controller.
 #[test]
 fn events_name_the_controller_that_they_are_of() {
     let [_, mut two] = mem();
@@ -107,7 +107,7 @@ fn reservations_need_a_host_identifier_and_valid_fields() {
     let codes = [
         (one.entry(0x0d, 3, (1, 1)), Status::INVALID_FIELD),
         (one.entry(0x0d, 1 << 30, (1, 1)), Status::INVALID_FIELD),
-        // Persistence needs a file.
+        // Persistence through power loss needs a file.
         (one.entry(0x0d, 3 << 30, (1, 1)), Status::INVALID_FIELD),
         (one.entry(0x0d, 0, (0, 0)), Status::INVALID_FIELD),
         (one.entry(0x11, 1 << 8 | 3, (1, 1)), Status::INVALID_FIELD),
@@ -122,13 +122,14 @@ fn reservations_need_a_host_identifier_and_valid_fields() {
         (Sqe { cdw11: 1, ..one.entry(0x0e, 0, (0, 0)) }, Status::HOST_ID_INCONSISTENT_FORMAT),
     ];
     for (sqe, expected) in codes {
-        // The keys are those of the last entry, but none of these commands gets to check them.
+        // These keys are valid for the last entry. All these commands fail before their keys are
+        // checked.
         one.host.poke(one.keys, &1u64.to_le_bytes());
         let zero = u64::from(sqe.opcode != 0x0d || sqe.cdw10 != 0);
         one.host.poke(one.keys + 8, &zero.to_le_bytes());
         assert_eq!(one.run(sqe).code(), expected, "{sqe:?}");
     }
-    // A host identifier of 128 bits beside one of 64.
+    // Host identifiers of 64 and of 128 bits cannot be used in the same subsystem.
     let fields = SetFeatures { fid: fid::HOST_IDENTIFIER, cdw11: 1, ..SetFeatures::default() };
     other.host.poke(other.keys, &[5; 16]);
     let (status, _) = other.host.admin(Sqe::set_features(0, fields, 0).with_prps(other.keys, 0));
@@ -145,7 +146,7 @@ fn a_reservation_report_lists_registrants_and_a_reset_clears_hosts() {
     assert_eq!((u32::from_le_bytes(head.generation), head.rtype, head.ptpls), (2, 1, 0));
     let listed: Vec<_> = all.iter().map(|c| (c.cntlid, c.rcsts, c.hostid, c.rkey)).collect();
     assert_eq!(listed, [(1, 0, 1, 0xa), (2, 1, 2, 0xb)]);
-    // The holder returns without a host identifier, and may not write any more.
+    // After a reset, the holder has no host identifier, so it may not write any more.
     other.host.disable();
     other.host.enable();
     other = One::new(other.host);
@@ -236,7 +237,7 @@ fn reservation_changes_raise_events_and_fill_the_log_page() {
     assert_eq!((cid, status), (77, Status::SUCCESS));
     assert_eq!(AsyncEvent::from_dw0(dw0), AsyncEvent::RESERVATION_LOG_PAGE);
     assert_eq!(page(&mut one), (1, ReservationNotification::RESERVATION_RELEASED, 0, 1));
-    // This notification is masked, and that one enabled.
+    // The host masks this type of notification. Another type is still enabled.
     let mask = |fields| Sqe::set_features(1, fields, 0);
     one.host.must(mask(SetFeatures {
         fid: fid::RESERVATION_NOTIFICATION_MASK,
@@ -274,8 +275,8 @@ fn persistent_reservations_survive_a_restart_and_all_a_handover() {
     assert_eq!(other.register(2), Status::SUCCESS);
     assert_eq!(one.host.must(Sqe::get_features(1, get, 0)), 0);
     assert_eq!(one.acquire(1, 2), Status::SUCCESS);
-    // A handover: the other controller has no host identifier in the new process, and then its
-    // previous one.
+    // The other controller moves to a new process. There it first has no host identifier, and then
+    // its previous one.
     let controller = other.host.controller.clone();
     let (rested, rests) = std::sync::mpsc::channel();
     controller.freeze(move || rested.send(()).unwrap());

@@ -1,4 +1,4 @@
-//! Shadow doorbells with hosts of every kind, and a controller whose I/O thread really sleeps.
+//! Shadow doorbells with all kinds of hosts, and with an I/O thread that sleeps.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn stream(host: &mut Host, queue: &mut Queue, depth: u32, total: u64) {
             completed += 1;
             progress = Instant::now();
         }
-        // The I/O thread may share this CPU with others.
+        // The I/O thread may need this CPU.
         std::thread::yield_now();
         assert!(
             progress.elapsed() < LIMIT,
@@ -65,11 +65,10 @@ fn a_polling_controller_is_not_rung_ring_wraps_included() {
     let mut host = Host::new(&["null:1GiB"], Polling::Always);
     assert!(host.configure_shadow(|_, _| 0).is_success());
     let mut queue = host.create(1, 256, false);
-    // Updates of at most an eighth of the ring (here 16 of 256 entries): a polling
-    // controller keeps EventIdx away from these, so the host writes no register. That
-    // begins after the first update of each doorbell, which does ring: until the shadow
-    // entry has changed once, EventIdx is the last position that the controller has seen.
-    // So the first 256 reads are not part of the check.
+    // A polling controller keeps EventIdx away from updates of at most an eighth of the ring (here
+    // 16 of 256 entries), so the host writes no register. The first update of each doorbell is an
+    // exception and does ring: until the shadow entry has changed once, EventIdx is the last
+    // position that the controller has seen. So the first 256 reads are not part of the check.
     stream(&mut host, &mut queue, 16, 256);
     let before = host.rings;
     stream(&mut host, &mut queue, 16, 256 * 500);
@@ -107,7 +106,7 @@ fn an_eventfd_wakes_like_a_doorbell_write() {
         assert_eq!((sq.commands, sq.doorbell.mmio_writes + cq.doorbell.mmio_writes), (6_000, 0));
         let rings = host.rings - admin_rings(&host);
         assert_eq!(host.controller.stats().doorbell_events, rings);
-        // A process that shares the eventfd can make it block. No thread may wait for it.
+        // A process that shares the eventfd can make it blocking. Still, no thread may wait for it.
         let event = &host.doorbell_eventfds.events[0];
         event.drain();
         let flags = rustix::fs::fcntl_getfl(event).unwrap();
@@ -116,7 +115,7 @@ fn an_eventfd_wakes_like_a_doorbell_write() {
         stream(&mut host, &mut queue, 4, 1_000);
         drop((queue, plain));
 
-        // After a reset the eventfds have no meaning; signalling them is harmless.
+        // After a reset, a signal of the old eventfds has no effect.
         let old = std::mem::take(&mut host.doorbell_eventfds);
         host.disable();
         assert!(none(&host));
@@ -162,7 +161,8 @@ fn plain_doorbells_work_after_the_configuration() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let mut queue = host.create(1, 16, false);
     stream(&mut host, &mut queue, 8, 1000);
-    // After the configuration too, for a queue whose host does not use its entries.
+    // This also holds after Doorbell Buffer Config, for a host that does not use the queue's shadow
+    // entries.
     assert!(host.configure_shadow(|_, _| 0).is_success());
     stream(&mut host, &mut queue, 8, 1000);
 }
@@ -171,10 +171,10 @@ fn plain_doorbells_work_after_the_configuration() {
 fn the_admin_queue_may_be_shadowed_or_not() {
     for shadowed in [false, true] {
         let mut host = Host::new(&["null:1GiB"], SLEEPY);
-        // The specification requires the entries to hold the doorbells' current values. Linux has
-        // zeroes in them and never reads them again.
+        // The specification requires that the entries contain the doorbells' current values. Linux
+        // leaves zeroes in them, and never reads them again.
         let status = host.configure_shadow(|host, entry| match (shadowed, entry) {
-            // The command itself advances the tail by one, before the host shadows it.
+            // The Doorbell Buffer Config command itself advances the tail by one.
             (true, 0) => host.admin.tail + 1,
             (true, 4) => host.admin.head,
             _ => 0,
@@ -209,7 +209,7 @@ fn enabling_shadow_doorbells_loses_no_command_in_flight() {
             _ => 0,
         });
         assert!(status.is_success());
-        // Two more by the old rule, which the host may have used at that moment.
+        // The host may still ring without the shadow entries at that moment.
         host.submit(&mut queue, &read(5));
         queue.shadowed = true;
         for cid in 6..9 {
@@ -231,7 +231,7 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
         if shadowed {
             assert!(host.configure_shadow(|_, _| 0).is_success());
         }
-        // A completion queue of 4 (room for 3) under a submission queue of 16.
+        // Completion queue of 4 entries (room for 3), for a submission queue of 16.
         let (cq, sq) = (host.alloc(4096), host.alloc(4096));
         host.must(common::create_cq(1, 3, None, cq));
         host.must(common::create_sq(1, 15, 1, sq));
@@ -247,7 +247,7 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
         host.until("a full completion queue", || blocked() > 0);
         let mut seen = Vec::new();
         for _ in 0..10 {
-            // The worker goes to sleep blocked, as a rule.
+            // The I/O thread usually goes to sleep here, while the queue waits for room.
             wait::pause();
             seen.push(host.wait(&mut queue).0);
         }
@@ -255,7 +255,7 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
     }
 }
 
-/// First entry of the Error Information log page.
+/// Newest entry of the Error Information log page.
 fn newest_error(host: &mut Host) -> ErrorLogEntry {
     let fields = GetLogPage { lid: lid::ERROR_INFORMATION, numd0: 15, ..GetLogPage::default() };
     let page = host.page(Sqe::get_log_page(0, fields, 0)).unwrap();
@@ -283,13 +283,13 @@ fn values_outside_the_ring_are_refused_with_the_event() {
         let entry = newest_error(&mut host);
         assert_eq!((entry.sqid, entry.cid), (0xffff, 0xffff), "of no command");
         assert_eq!(entry.status >> 1, Status::INVALID_FIELD.bits());
-        // The queue continues from its position.
+        // The queue continues at its previous position.
         host.doorbell(shadowed, shadowbell_spec::regs::sq_doorbell_offset(1, 0), 0, 0);
         stream(&mut host, &mut queue, 8, 100);
     }
 }
 
-/// Also while there is room for completions, so that nothing waits for the head.
+/// The head is checked even if there is room for completions, so that no queue waits for it.
 #[test]
 fn an_invalid_mapped_head_is_reported_before_use() {
     let carrier = Carrier { mapped_doorbells: true, listener: None };
@@ -388,7 +388,7 @@ fn remapped_shadow_pages_continue_to_work() {
         let done = move || sent.send(()).unwrap();
         host.controller.unmap_dma(common::BASE, common::MEMORY, done).unwrap();
         unmapped.recv_timeout(LIMIT).unwrap();
-        // A doorbell rung meanwhile is found when the memory is mapped again.
+        // A doorbell write while the memory is unmapped is found after the memory was mapped again.
         let old = queue.tail;
         let at = common::BASE + common::MEMORY - 4096;
         host.put(&mut queue, &Sqe::read(1, 0, 0, 500).with_prps(at, 0));
@@ -402,8 +402,8 @@ fn remapped_shadow_pages_continue_to_work() {
     }
 }
 
-/// Linux shuts the controller down and frees the pages. Later it enables bus mastering before
-/// it resets the controller: the pages may be page tables by then.
+/// Linux shuts the controller down and frees the pages. Later it enables bus mastering before it
+/// resets the controller. By then, the pages may have another use, such as page tables.
 #[test]
 fn shadow_pages_are_not_accessed_after_a_shutdown() {
     for polling in [SLEEPY, Polling::Always] {
@@ -420,7 +420,7 @@ fn shadow_pages_are_not_accessed_after_a_shutdown() {
         let fill = |page: u64| (0..4096).step_by(4).for_each(|at| host.poke32(page + at, 7));
         fill(shadow);
         fill(event_idx);
-        // In the second round, the memory of the first is in use.
+        // In the second round, the memory map of the first round is used.
         for _ in 0..2 {
             let (gone, is_gone) = channel();
             host.controller.disable_dma(move || gone.send(()).unwrap());

@@ -1,4 +1,4 @@
-//! Guest memory that hangs: only its own controller waits for it.
+//! Guest memory whose accesses hang: only its own controller waits for it.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn fuse_daemon() {
 /// Bus address of the hung memory.
 const STALLED: u64 = 1 << 40;
 
-/// A mount, the open file, and its memory.
+/// Creates a FUSE mount whose reads hang. Returns the mount, an open file, and the file's memory.
 fn stalled() -> Option<(Mount, OwnedFd, SharedBytes)> {
     let mount = Mount::new("fuse_daemon")?;
     let file = mount.open();
@@ -41,7 +41,7 @@ fn identify(at: u64) -> Sqe {
     Sqe { cdw10: 1, ..Sqe::new(0x06, 0, 0) }.with_prps(at, 0)
 }
 
-/// Runs `work` on a thread of its own; fails if it does not return in time.
+/// Runs `work` on a thread of its own. Fails the test if it does not return in time.
 fn soon<T: Send + 'static>(
     mount: &mut Mount,
     what: &str,
@@ -50,7 +50,7 @@ fn soon<T: Send + 'static>(
     let (done, is_done) = channel();
     std::thread::spawn(move || done.send(work()));
     is_done.recv_timeout(LIMIT).unwrap_or_else(|_| {
-        // Otherwise the end of this process would wait, too.
+        // Without the end of the mount, the exit of this process would hang, too.
         mount.end();
         panic!("{what}: blocked by hung memory")
     })
@@ -61,7 +61,7 @@ fn stall(host: &mut Host, memory: &SharedBytes) -> Queue {
     host.controller.map_dma(STALLED, 4096, memory).unwrap();
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &identify(STALLED).with_cid(7));
-    // The next command does not start before this one has ended.
+    // The command must not have completed, because the thread hangs in it.
     wait::moment();
     assert_eq!(host.reap(&mut admin), None);
     admin
@@ -110,7 +110,7 @@ fn hung_guest_memory_delays_only_its_own_controller() {
         other
     });
 
-    // In the end the commands complete, with success or an error.
+    // After the end of the mount, the hung commands complete, with success or an error.
     mount.end();
     assert_eq!(one.wait(&mut admin).0, 7);
     assert_eq!(third.wait(&mut admin_of_third).0, 7);
@@ -149,7 +149,8 @@ fn a_reset_waits_for_hung_memory() {
     host.must(identify(page));
 }
 
-/// No part of the process waits for hung memory, the end of its threads included.
+/// No other controller's reset waits for hung memory, and neither does the end of the process's
+/// threads.
 #[test]
 fn hung_memory_does_not_delay_other_resets_and_the_end() {
     let Some((mut mount, _file, memory)) = stalled() else { return };

@@ -1,4 +1,4 @@
-//! Controllers that quiesce, and successors that serve their hosts.
+//! Controllers that quiesce, and new controllers (successors) that continue to serve their hosts.
 
 mod common;
 #[path = "common/held.rs"]
@@ -32,7 +32,7 @@ fn pool(workers: usize, polling: Polling) -> Pool {
     Pool::start(&PoolOptions { workers, polling, pin: Vec::new() }).unwrap()
 }
 
-/// Identify Controller.
+/// Builds an Identify Controller command.
 fn identify(cid: u16) -> Sqe {
     Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, cid, 0))
 }
@@ -44,7 +44,7 @@ struct Lab {
     mapped: bool,
     /// Eventfds by vector.
     interrupts: BTreeMap<usize, EventFd>,
-    /// Recorder of the successors.
+    /// Recorder of checkpoints that successors use.
     recorder: Option<Arc<Last>>,
 }
 
@@ -81,7 +81,8 @@ impl Lab {
         frozen.recv_timeout(common::LIMIT).expect("the controller is quiesced");
     }
 
-    /// Replaces the controller by a successor; the host runs `meanwhile` while neither serves it.
+    /// Replaces the controller by a successor. Calls `meanwhile` while neither of them serves the
+    /// host.
     fn replace(&mut self, pool: Pool, meanwhile: impl FnOnce(&mut Host)) {
         self.freeze();
         let mut parcel = Parcel::new();
@@ -154,7 +155,7 @@ impl Model {
         }
     }
 
-    /// Takes a completion.
+    /// Takes a completion and checks it. Returns false if there is none.
     fn reap(&mut self, host: &mut Host, queue: &mut Queue, data: u64) -> bool {
         let Some((cid, status, _)) = host.reap(queue) else { return false };
         assert!(status.is_success(), "{status}");
@@ -185,7 +186,7 @@ enum Step {
         meanwhile: u8,
     },
     Resume {
-        /// Resumes possibly before it is quiesced.
+        /// True if the controller resumes at once, possibly before it is quiesced.
         at_once: bool,
     },
 }
@@ -257,8 +258,8 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 let delete = DeleteIoQueue { qid: queue.qid };
                 lab.host.must(delete.encode(Sqe::new(0x00, 0, 0)));
                 lab.host.must(delete.encode(Sqe::new(0x04, 0, 0)));
-                // Clears the shadow entry before a queue is created, as Linux does: an entry that
-                // returns to its old value unseen would be taken for unchanged.
+                // Clears the shadow entry before a queue is created, like Linux. Otherwise an entry
+                // that returns to its old value unseen would count as unchanged.
                 if let Some((shadow, event_idx)) = lab.host.shadow {
                     for entry in [shadow, event_idx] {
                         lab.host.poke(entry + u64::from(queue.qid) * 8, &[0; 8]);
@@ -271,7 +272,7 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 let before: Vec<_> = queues.iter().map(|queue| queue.tail).collect();
                 let queue = &mut queues[at];
                 lab.replace(pool(workers, polling), |host| {
-                    // The carrier holds doorbell writes back meanwhile.
+                    // The front end delays doorbell writes until the successor serves.
                     (0..meanwhile).for_each(|_| model.submit(host, queue, data, false));
                 });
                 if queues[at].tail != before[at] {
@@ -386,7 +387,7 @@ fn a_quiesce_can_be_cancelled() {
         lab.host.controller.resume();
         assert!(frozen.recv().is_err(), "the callback is dropped and not called");
         lab.host.submit(&mut queue, &Sqe::read(1, 2, 0, second).with_prps(page, 0));
-        // The second request is submitted beside the held one.
+        // The second request is submitted while the first one is held.
         lab.host.until("the second", || held.seen().len() == usize::from(second) + 1);
         held.order(|orders| orders.hold = false);
         let mut ended = [lab.host.wait(&mut queue).0, lab.host.wait(&mut queue).0];
@@ -432,11 +433,11 @@ fn features_events_and_errors_survive_a_replacement() {
     lab.host.must(set(fid::INTERRUPT_COALESCING, 0x102).encode(Sqe::new(0x09, 0, 0)));
     lab.host.must(set(fid::ASYNC_EVENT_CONFIGURATION, 0x1ff).encode(Sqe::new(0x09, 0, 0)));
     let page = lab.host.alloc(4096);
-    // An event request, which stays outstanding. (The temperature event from above does not use it:
-    // it is not cleared.)
+    // Event request that stays outstanding. (The temperature event from above does not complete it,
+    // because the host has not cleared that event.)
     let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
     lab.host.submit(&mut admin, &Sqe::new(0x0c, 900, 0));
-    // An error for the log.
+    // This command adds an error to the log.
     let (status, _) = lab.host.run(&mut queue, Sqe::read(1, 1 << 40, 0, 0).with_prps(page, 0));
     assert_eq!(status.code(), Status::LBA_OUT_OF_RANGE);
     lab.host.admin = admin;
@@ -563,7 +564,7 @@ fn a_successor_with_another_configuration_is_refused() {
     assert!(lab.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
 }
 
-/// A saved state comes from a trusted server, and may still be corrupt.
+/// A saved state comes from a trusted server, but may be corrupt.
 #[test]
 fn a_corrupt_state_never_panics() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
@@ -602,7 +603,7 @@ fn a_corrupt_state_never_panics() {
     assert!(*count.lock().unwrap() > 10);
 }
 
-/// Counters may have any value, except those whose sum overflows.
+/// Field whose values are not changed to extremes: the sum of counters must not overflow.
 const COUNTERS: &str = "counters";
 
 fn visit(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
@@ -619,7 +620,7 @@ fn visit(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
     }
 }
 
-/// Replaces the number at this position.
+/// Replaces the number at this position of the state. Returns the position behind `value`.
 fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
     match value {
         serde_json::Value::Array(items) => {
@@ -638,8 +639,8 @@ fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
     }
 }
 
-/// A successor's checkpoint has its current state, and not that of a fresh start: otherwise
-/// earlier admin commands would be executed again after its death.
+/// The checkpoint of a successor contains the current state. With the state of its start, earlier
+/// admin commands would be executed again after a crash.
 #[test]
 fn a_successors_checkpoint_has_its_current_state() {
     let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);

@@ -17,7 +17,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 
-/// A command for blocks without data.
+/// Builds a command for blocks, without a data pointer.
 fn blocks(opcode: u8, slba: u64, nlb0: u16) -> Sqe {
     RwFields { slba, nlb0, ..RwFields::default() }.encode(Sqe::new(opcode, 0, 1))
 }
@@ -79,7 +79,7 @@ fn marked_blocks_are_unreadable_until_written() {
         let (head, ranges) = log(&mut host);
         assert_eq!((head.lslplen, head.nlslne, head.estulb, head.lsgc), (48, 1, 4, 1));
         assert_eq!(ranges, [(10, 4)]);
-        // Read, Compare and Verify of any marked block.
+        // Read, Compare and Verify fail if any of their blocks is marked.
         for opcode in [0x02, 0x05, 0x0c] {
             for (slba, nlb0) in [(10, 0), (13, 0), (9, 1), (13, 5), (0, 31)] {
                 let sqe = blocks(opcode, slba, nlb0).with_prps(at, list);
@@ -90,7 +90,7 @@ fn marked_blocks_are_unreadable_until_written() {
                 assert_eq!(code(&mut host, &mut queue, sqe), Status::SUCCESS);
             }
         }
-        // A Copy of marked blocks, which writes nothing.
+        // A Copy of marked blocks fails and writes nothing.
         let copy = |host: &mut Host, slba, sdlba, nlb0| {
             let source = host.alloc(4096);
             host.poke(source, CopyRange { slba, nlb0, ..CopyRange::default() }.as_bytes());
@@ -99,8 +99,8 @@ fn marked_blocks_are_unreadable_until_written() {
         };
         let sqe = copy(&mut host, 8, 100, 7);
         assert_eq!(code(&mut host, &mut queue, sqe), Status::UNRECOVERED_READ);
-        // Deallocated blocks stay marked. Written blocks are readable again: by Write, Write Zeroes
-        // and Copy.
+        // Deallocated blocks stay marked. Blocks written by Write, Write Zeroes or Copy are
+        // readable again.
         assert_eq!(
             code(&mut host, &mut queue, blocks(0x01, 11, 0).with_prps(at, 0)),
             Status::SUCCESS
@@ -174,14 +174,14 @@ fn write_uncorrectable_has_a_limit_and_a_quota() {
     host.disable();
     host.enable();
     assert_eq!(log(&mut host).0.estulb, 4096);
-    // A removed namespace takes its marks with it.
+    // The marks of a namespace disappear with its removal.
     let (sent, removed) = std::sync::mpsc::channel();
     host.controller.remove_namespace(1, move |_| sent.send(()).unwrap()).unwrap();
     removed.recv_timeout(common::LIMIT).unwrap();
     assert_eq!(log(&mut host).0.nlslne, 0);
 }
 
-/// All I/O threads know of a mark before the command completes.
+/// All I/O threads apply a mark before the Write Uncorrectable command completes.
 #[test]
 fn all_io_threads_see_a_mark() {
     let options = PoolOptions { workers: 3, polling: ADAPTIVE, pin: Vec::new() };

@@ -1,5 +1,5 @@
-//! Known requirements of the Windows driver (stornvme): see "Windows" in `docs/nvme.md`. Not
-//! tested with Windows itself.
+//! Known requirements of the Windows driver (stornvme): see "Windows" in `docs/nvme.md`. These
+//! tests do not run Windows.
 
 mod common;
 
@@ -15,8 +15,8 @@ use zerocopy::FromBytes;
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 
-/// stornvme reads ASQ again after its first command, and gives up on the controller if it
-/// differs.
+/// stornvme reads ASQ again after its first command. If the value differs, it does not use the
+/// controller.
 #[test]
 fn the_registers_of_the_admin_queue_can_be_read_while_it_is_used() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
@@ -25,7 +25,7 @@ fn the_registers_of_the_admin_queue_can_be_read_while_it_is_used() {
     assert_eq!(host.read32(regs::AQA), aqa.into_bits());
     assert_eq!(host.read64(regs::ASQ), host.admin.sq);
     assert_eq!(host.read64(regs::ACQ), host.admin.cq);
-    // As two halves, too.
+    // The registers can also be read as two halves.
     assert_eq!(host.read32(regs::ASQ), host.admin.sq as u32);
     assert_eq!(u64::from(host.read32(regs::ASQ + 4)), host.admin.sq >> 32);
 }
@@ -47,7 +47,7 @@ fn an_event_request_waits_for_an_event() {
     assert_eq!(host.reap(&mut admin), None);
 }
 
-/// A controller with 512 vectors did not start; those with 64 and 128 did.
+/// stornvme did not start a controller with 512 vectors, but did start those with 64 and 128.
 #[test]
 fn a_controller_has_at_most_128_vectors() {
     let host = Host::new(&["mem:1MiB"], ADAPTIVE);

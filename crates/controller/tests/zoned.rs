@@ -32,11 +32,11 @@ use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
-/// Blocks of a zone, and the writable ones of them.
+/// Number of blocks of a zone, and number of its writable blocks.
 const SIZE: u64 = 128;
 const CAPACITY: u64 = 96;
 const SMALL: &str = "zoned=64KiB&zone-capacity=48KiB&max-open=2&max-active=3&zone-extension=64";
-/// Size that gives eight zones.
+/// Size of a disk with eight zones.
 const MEMORY: &str = "mem:1536KiB";
 
 fn zones(disk: Arc<dyn Disk>, options: &str, goes_on: bool) -> Arc<dyn Disk> {
@@ -54,7 +54,7 @@ fn file(path: &Path, options: &str, goes_on: bool) -> Arc<dyn Disk> {
     zones(Arc::new(disk), options, goes_on)
 }
 
-/// A host of a zoned namespace.
+/// Host of a zoned namespace.
 struct Guest {
     host: Host,
     queues: Vec<Queue>,
@@ -107,7 +107,7 @@ impl Guest {
         (status, u64::from(high) << 32 | u64::from(low))
     }
 
-    /// Reads blocks; returns the first byte of each.
+    /// Reads blocks. Returns the first byte of each.
     fn read(&mut self, slba: u64, blocks: u64) -> Result<Vec<u8>, Status> {
         self.fill(blocks, 0xee);
         let (status, _) = self.run(1, self.rw(NvmOpcode::Read, slba, blocks));
@@ -411,7 +411,7 @@ fn identify_reports_the_format() {
     };
     assert_eq!(effects(&mut guest, csi::ZONED), [false, true, true, true]);
     assert_eq!(effects(&mut guest, csi::NVM), [true, false, false, false]);
-    // Limit of an append, and a read across zones.
+    // Tests the limit of an append, and a read across zones.
     assert_eq!(guest.append(0, 33, 1).0, DNR(Status::INVALID_FIELD));
     assert_eq!(guest.append(0, 32, 1), (Status::SUCCESS, 0));
     assert_eq!(guest.append(SIZE, 32, 2), (Status::SUCCESS, SIZE));
@@ -501,7 +501,8 @@ fn zone_reports_have_the_requested_zones() {
     let bytes = guest.report(extended).unwrap();
     assert_eq!((found(&bytes).0, found(&bytes).1.za), (1, 0x80));
     assert_eq!(bytes[128..192], [0xab; 64]);
-    // Room for two zones: the count is of all zones, or of those two.
+    // The buffer has room for two zones. The count includes all zones, or only these two if
+    // `partial` is set.
     let short = ZoneManagementReceive { nd0: 47, slba: 3 * SIZE + 5, ..Default::default() };
     assert_eq!(found(&guest.report(short).unwrap()).0, 5);
     assert_eq!(
@@ -599,7 +600,7 @@ fn zones_of_a_file_survive_a_restart() {
     assert_eq!(guest.read(SIZE, 8).unwrap(), [2, 2, 2, 2, 2, 2, 2, 0]);
     assert_eq!(guest.read(0, 96).unwrap(), [1; 96]);
     assert_eq!(guest.write(SIZE + 7, 1, 3), Status::SUCCESS);
-    // After a zone reset, no old data return.
+    // After a zone reset, old data cannot be read any more.
     assert_eq!(guest.send(4, 0, true), Status::SUCCESS);
     assert_eq!(guest.write(0, 1, 9), Status::SUCCESS);
     assert_eq!(guest.read(0, 3).unwrap(), [9, 0, 0]);

@@ -1,15 +1,16 @@
 //! Copy command: copies blocks within a namespace or from other namespaces. NVM 1.1, "Copy
 //! command".
 //!
-//! A copy has two phases ([`Stride`]): all source ranges are read into a buffer, then the whole
-//! destination is written. So the destination gets the previous contents of the sources even if
-//! ranges overlap, and nothing is written if a source cannot be read. MCL bounds the size of the
-//! buffer. An I/O thread has a few buffers per controller; further copies wait for one, in order.
+//! A copy has two phases ([`Stride`]): the controller reads all source ranges into a buffer, then
+//! it writes the whole destination. Therefore overlapping ranges are copied correctly, and nothing
+//! is written if a source cannot be read. The Maximum Copy Length (MCL) bounds the size of the
+//! buffer. An I/O thread has a few buffers per controller; if all are in use, further copies wait
+//! for one in order of arrival.
 //!
-//! A copy is never executed where its entry is fetched: it advances between two passes over the
-//! queues, range by range, within the controller's share of the turn. On a disk that completes
-//! requests inline, other commands get their turn in between. On an asynchronous disk, several
-//! requests of a phase are in flight at a time.
+//! The start of a Copy command only appends it to a list. Its requests are submitted between two
+//! passes over the queues, range by range, and are charged to the controller's share of the I/O
+//! thread's time. On a disk that completes requests inline, other commands are executed between the
+//! ranges. On an asynchronous disk, several requests of a phase are in flight at a time.
 
 use super::data_pointer::{Protection, read_list, submit_any};
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
@@ -30,8 +31,8 @@ const BUFFERS: usize = 4;
 /// Bytes per buffer: the data, and metadata of up to 64 bytes per block of 512 bytes.
 const BUFFER: usize = COPY_BYTES + COPY_BYTES / 8;
 
-/// Descriptor formats that the host need not enable (0h and 1h, without source NSID): bit n for
-/// format n.
+/// Copy descriptor formats that need no enabling by the host: 0h and 1h, which have no source NSID.
+/// Bit n stands for format n.
 pub(super) const ALWAYS_ENABLED: u16 = 1 << 0 | 1 << 1;
 
 /// Source range, in bytes of the disk.
@@ -75,7 +76,7 @@ pub(super) struct Copy {
     /// Next source range of this phase, and the offset of its data in the buffer.
     next: usize,
     at: u64,
-    /// Bytes of metadata before `at`: in the buffer, the metadata follow the data of each range.
+    /// Bytes of metadata before `at`. In the buffer, the metadata of each range follow its data.
     metadata_at: u64,
     /// In-flight requests of this phase.
     left: u32,
@@ -251,8 +252,8 @@ pub(super) fn parse_copy(
     let mut sources = Vec::with_capacity(count);
     for entry in raw.chunks_exact(entry) {
         // Both entry types begin with the same fields; the rest is protection information. SOPT
-        // (fast copies only) needs no check, because data never leave the controller: each copy is
-        // fast.
+        // requires fast copies only. It needs no check: the data stay in the controller, so every
+        // copy is a fast one.
         let (range, _) = CopyRange::read_from_prefix(entry).map_err(|_| Status::INTERNAL)?;
         let from = match fields.desfmt {
             0 | 1 => index,
@@ -264,7 +265,7 @@ pub(super) fn parse_copy(
         }
         let blocks = u64::from(range.nlb0) + 1;
         total += blocks;
-        // MSSRL equals MCL, so this check covers both limits.
+        // MSSRL (limit of a single range) equals MCL (limit of the sum), so this check covers both.
         if total > most {
             return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
         }
@@ -323,7 +324,7 @@ impl Copies {
         });
     }
 
-    /// Number of further requests that may be in flight.
+    /// Number of further requests that may be submitted now.
     fn room(&self) -> u32 {
         MAX_IN_FLIGHT.saturating_sub(self.list.iter().map(|copy| copy.left).sum())
     }

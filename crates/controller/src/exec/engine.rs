@@ -1,5 +1,5 @@
 //! I/O command execution of one controller on one I/O thread: start, progress, completion and abort
-//! of commands, and changes of the namespaces meanwhile.
+//! of commands, and namespace changes while commands are in flight.
 
 use super::copy::{Copies, CopyEnd};
 use super::exclusive_state::Exclusive;
@@ -34,11 +34,11 @@ pub(crate) enum Closed {
 
 /// Upper bound of memory locations that a short command touches: its PRP list and three data pages.
 const PLACES: u64 = 4;
-/// Upper bound of memory locations that a command's PRP or SGL list occupies, also if it is
-/// refused.
+/// Upper bound of memory locations that a command's PRP or SGL list occupies. It also applies to
+/// commands that fail.
 pub(super) const MAX_PLACES: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
-/// Limit of in-flight memory pieces whose page table did not exist before. In-flight requests can
-/// create their page tables even after a reclaim, so their number has to be bounded.
+/// Limit of in-flight memory pieces that had no page table when they were submitted. Requests in
+/// flight can create page tables even after a reclaim, so their number is bounded.
 const FRESH_IN_FLIGHT: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
@@ -66,12 +66,13 @@ pub(crate) struct Engine {
     pub(super) quota: Quota,
     /// Quota weight of a memory piece whose page table does not exist yet.
     pub(super) fresh_weight: usize,
-    /// Remaining budget of this pass, in units of [`cost`]; negative if the last command cost more
-    /// than the remainder.
+    /// Remaining budget of this pass, in units of [`cost`]. It is negative if the last command cost
+    /// more than was left.
     pub(super) budget: i64,
     /// Bit mask of [`Closed`] reasons. If it is not 0, no new command is started.
     closed: u8,
-    /// Memory locations of the host touched since the last check (upper bound), and their limit.
+    /// Upper bound of the host's memory locations touched since the last page-table check, and its
+    /// limit.
     pub(super) touched: u64,
     pub(super) may_touch: u64,
     /// Memory spans touched recently, if touches are counted.
@@ -168,8 +169,8 @@ impl Engine {
         self.spans.resize(bytes);
     }
 
-    /// True if the host's memory map has sparse ranges. Accesses are counted then, so that page
-    /// tables are reclaimed at a limit.
+    /// True if the host's memory map has sparse ranges. Then accesses are counted, and page tables
+    /// are reclaimed when the count reaches a limit.
     #[inline]
     pub(crate) fn is_sparse(&self) -> bool {
         self.may_touch != u64::MAX
@@ -188,8 +189,8 @@ impl Engine {
         self.namespaces.iter().chain(self.draining.iter())
     }
 
-    /// Publishes the transfer counters. Called before completions are posted, so that the counters
-    /// include every command whose completion the host has seen.
+    /// Publishes the transfer counters. Called before completions are posted: the counters then
+    /// include every command whose completion the host can see.
     #[inline]
     pub(crate) fn publish(&self) {
         self.counters.io.publish(&self.transfers);
@@ -214,16 +215,16 @@ impl Engine {
         self.budget > 0
     }
 
-    /// True if the engine is closed or a quota is reached: no command is fetched until a command
+    /// True if the engine is closed or a quota is reached. Then no command is fetched until one
     /// ends.
     #[inline]
     pub(crate) fn is_full(&self) -> bool {
         self.closed != 0 || self.exceeded().is_some()
     }
 
-    /// [`is_full`](Self::is_full) for commands that a dead process had fetched. They are executed
-    /// even if the queues are about to move to another thread or if a command waits for exclusive
-    /// execution.
+    /// Variant of [`is_full`](Self::is_full) for replayed commands, which a dead process had
+    /// fetched. They are executed even if the queues are about to move to another thread or another
+    /// command waits for exclusive execution.
     pub(crate) fn is_full_for_replays(&self) -> bool {
         let passed = Closed::Leaves as u8 | Closed::Exclusive as u8;
         self.closed & !passed != 0 || self.exceeded().is_some()
@@ -244,8 +245,8 @@ impl Engine {
         self.closed & why as u8 != 0
     }
 
-    /// True if the touched memory locations reach the limit. The caller then asks
-    /// [`page_tables`] whether page tables have to be reclaimed.
+    /// True if the number of touched memory locations has reached its limit. The caller then checks
+    /// with [`page_tables`] if page tables have to be reclaimed.
     pub(crate) fn has_spent(&self) -> bool {
         self.touched >= self.may_touch
     }
@@ -407,9 +408,9 @@ fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
     namespaces.iter().any(|namespace| namespace.queue.wants_prefetch_hints())
 }
 
-/// Maximum capacity, in pieces, of an emptied buffer that is kept for reuse, and the maximum
-/// number of kept buffers: enough for the commands of common hosts. Larger buffers are freed, so a
-/// guest that once used many pieces does not occupy memory for ever.
+/// Limits of the pool of emptied buffers: capacity of a buffer in pieces, and number of buffers.
+/// They suffice for the commands of common hosts. Larger buffers are freed, so that a guest's
+/// single large command does not occupy memory permanently.
 const SPARE_ROOM: usize = 512;
 const SPARE: usize = 256;
 
@@ -424,8 +425,8 @@ impl Engine {
         }
     }
 
-    /// Calls `ended` for every command that has ended. True if further work is possible at once,
-    /// which no disk will signal.
+    /// Calls `ended` for every command that has ended. Returns true if more work can be done at
+    /// once; the caller must call again, because no disk event will signal it.
     pub(crate) fn reap(&mut self, mut ended: impl FnMut(CompletedCommand)) -> bool {
         let mut namespaces = std::mem::take(&mut self.namespaces);
         self.reap_queues(namespaces.iter_mut(), &mut ended);
@@ -470,11 +471,12 @@ impl Engine {
         }
     }
 
-    /// Advances commands of many requests. True if further work is possible at once.
+    /// Advances commands of many requests. Returns true if more work can be done at once.
     #[cold]
     fn advance(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
         let Self { copies, multi_step, fua_reads, namespaces, in_flight, .. } = self;
-        // Half of the budget; the other half is for the queues.
+        // Half of the budget is for these commands, the other half for new commands from the
+        // queues.
         let half = (self.budget + 1) / 2;
         let mut left = half;
         let copied = copies.advance(namespaces, in_flight, &mut left);
@@ -511,7 +513,7 @@ impl Engine {
         self.can_advance()
     }
 
-    /// True if further work is possible at once, which no disk will signal.
+    /// True if more work can be done at once, which no disk event will signal.
     pub(crate) fn can_advance(&self) -> bool {
         self.copies.can_advance()
             || self.multi_step.can_advance()
@@ -521,7 +523,7 @@ impl Engine {
             || self.appends.has_ended()
     }
 
-    /// Handles the end of a request. Returns the command if it has ended, too.
+    /// Handles the end of a request. Returns the command if this was its last request.
     fn request_ended(
         &mut self,
         tag: u32,
@@ -534,7 +536,7 @@ impl Engine {
         self.end(tag)
     }
 
-    /// Ends an entry. Returns the command if it has ended and its completion can be posted.
+    /// Ends an entry. Returns its command if the command's completion can be posted now.
     pub(super) fn end(&mut self, tag: u32) -> Option<CompletedCommand> {
         let InFlight { owner, status, kind, nsid, lba, waiting, .. } =
             self.in_flight.remove(tag)?;
@@ -592,7 +594,7 @@ impl Engine {
 /// Command abort: Abort, deletion of queues, controller reset.
 impl Engine {
     /// Asks the disks to cancel the command (`sq`, `cid`). `latch` is released when the command has
-    /// ended; its status is Command Abort Requested if the command was aborted.
+    /// ended. If the command was aborted, the latch gets the status Command Abort Requested.
     pub(crate) fn abort(&mut self, sq: usize, cid: u16, latch: Latch) {
         let Some(found) = self.in_flight.find(sq, cid) else { return };
         self.cancel_command(found);
@@ -628,14 +630,15 @@ impl Engine {
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
         self.fua_reads.cancel(|command| of.is_none_or(|queue| command.sq == queue));
         self.multi_step.cancel_all(of);
-        // A reset: the control plane will not send the end of exclusive execution any more.
+        // `None` means a controller reset, after which the control plane does not send
+        // `end_exclusive`.
         self.exclusive.is_reset |= of.is_none();
         let which = |_, sq| of.is_none_or(|queue| sq == queue);
         self.exclusive.cancel(which, &mut self.in_flight);
     }
 }
 
-/// Cancels the disk request of an in-flight entry. Does nothing if the entry is no disk request.
+/// Cancels the disk request of an in-flight entry. Does nothing for entries without a disk request.
 fn cancel_request(
     namespaces: &mut [NamespaceQueue],
     draining: &mut Draining,
@@ -652,12 +655,12 @@ fn cancel_request(
 
 /// Attach, detach and change of namespaces while commands are in flight.
 impl Engine {
-    /// Replaces the namespace at `index` by `new`, or removes it. Returns the place of the old
-    /// queue, if there was one, for [`take_drained`](Self::take_drained).
+    /// Replaces the namespace at `index` by `new`, or removes it. If there was an old queue,
+    /// returns its place, which is the argument for [`take_drained`](Self::take_drained).
     ///
-    /// Requests in flight continue on the old disk; requests that a command has not submitted yet
-    /// go to the new disk. On removal, all commands of this namespace end with the status `absence`
-    /// as soon as the disk has released their requests.
+    /// Requests in flight continue on the old disk. Requests that were not submitted yet go to the
+    /// new disk, even if they belong to a command in flight. After a removal, all commands of the
+    /// namespace end with the status `absence` as soon as the disk has released their requests.
     pub(crate) fn change_namespace(
         &mut self,
         index: usize,

@@ -3,34 +3,35 @@
 //!
 //! # Compare and Write as one atomic disk request
 //!
-//! With respect to commands of this server, a fused operation is atomic because it is executed
-//! [exclusively](super::exclusive_state). If the storage has other users, such as an image that
-//! several machines share, another machine may write between the Compare and the Write. So on a
-//! disk with atomic compare-and-write ([`Queue::compares_and_writes`]), the Write is replaced by
-//! that request once the Compare was equal. Namespaces with metadata, zones or uncorrectable blocks
-//! are excluded, because the request does not support these: there a plain Write follows the
-//! Compare.
+//! A fused operation is executed [exclusively](super::exclusive_state), so it is atomic with
+//! respect to commands of this server. If the storage has other users, such as an image that
+//! several machines share, another machine may write between the Compare and the Write. A disk with
+//! atomic compare-and-write ([`Queue::compares_and_writes`]) prevents this: after a successful
+//! Compare, the controller submits that request instead of the Write. The request does not support
+//! metadata, zones and uncorrectable blocks. On such namespaces, a plain Write follows the Compare.
 //!
-//! If the atomic request finds different blocks, another user has written in between: the Compare
-//! ends with Compare Failure and the Write with Command Aborted due to Failed Fused Command. If it
-//! fails in another way, the Write gets the error and the Compare ends with Command Aborted due to
-//! Failed Fused Command, because it is unknown whether the blocks were equal.
+//! If the atomic request finds different blocks, another user has written in between. Then the
+//! Compare ends with Compare Failure and the Write with Command Aborted due to Failed Fused
+//! Command. If the request fails for another reason, the Write gets the error and the Compare ends
+//! with Command Aborted due to Failed Fused Command, because the result of the comparison is
+//! unknown.
 //!
 //! ## Crash recovery
 //!
 //! [`Decision::Try`] is written to the journal before the request is submitted. The process that
 //! recovers the controller submits the request again, before any other command of the controller.
-//! At that time, I/O of the dead process is fenced. The blocks were equal just before the crash and
-//! no other command of this server was in flight. So the result means:
+//! By then, all I/O of the dead process has ended. The Compare had found equal blocks just before
+//! the crash, and no other command of this server was in flight. Therefore the result of the second
+//! request means:
 //!
-//! * Equal: the data are written now, possibly a second time, as with any write in flight.
+//! * Equal: the data are written now. As with any write in flight, it may be the second time.
 //! * Equal to the data of the Write: the dead process has written them, and the operation has
-//!   succeeded. A write of identical data by another user at the same moment looks the same; hosts
-//!   that have to tell the two apart write unique data, such as a name beside a counter.
-//! * Different from both: another user has written, either before the operation or after it has
-//!   succeeded. Compare Failure could be wrong, and the host would then repeat an operation that
-//!   has succeeded. So the Compare ends with Internal Error and Do Not Retry. This does not happen
-//!   if the storage has no other user.
+//!   succeeded. A write of identical data by another user at the same time has the same result.
+//!   Hosts that must tell the two cases apart write unique data, such as a host name and a counter.
+//! * Different from both: another user has written, either before the operation or after its
+//!   success. In the second case, Compare Failure would be wrong, and the host would repeat an
+//!   operation that has succeeded. Therefore the Compare ends with Internal Error and Do Not Retry.
+//!   This happens only on storage with other users.
 //!
 //! If the dead process had not submitted the request, the operation is executed from its start.
 //!
@@ -55,7 +56,7 @@ use shadowbell_spec::status::Status;
 use shadowbell_state::{AbortPoint, abort_point};
 use std::sync::Arc;
 
-/// Permits and statuses of the two commands of a fused operation that failed before it began.
+/// Permits and statuses of the two commands of a fused operation that failed before its execution.
 pub(crate) type FusedFailed = ((Permit, Permit), (Status, Status));
 
 impl Engine {
@@ -76,7 +77,7 @@ impl Engine {
         }
     }
 
-    /// Routes all commands of a namespace with uncorrectable blocks through the slow path.
+    /// Makes all commands of namespaces with uncorrectable blocks take the slow path.
     fn flag_namespaces(&mut self) {
         let Self { namespaces, exclusive, .. } = self;
         for (nsid, namespace) in (1..).zip(namespaces) {
@@ -89,12 +90,12 @@ impl Engine {
         self.close(Closed::Exclusive);
     }
 
-    /// True if nothing is in flight except commands that are parked for exclusive execution.
+    /// True if all commands in flight are parked for exclusive execution.
     pub(crate) fn is_drained(&self) -> bool {
         self.in_flight.len() == self.exclusive.entries()
     }
 
-    /// Grants exclusive execution until the latch is released.
+    /// Grants exclusive execution to this I/O thread. It ends when the latch is released.
     pub(crate) fn grant_exclusive(&mut self, latch: Latch) {
         self.exclusive.is_asked_for = false;
         if self.exclusive.parked.is_empty() {
@@ -103,8 +104,9 @@ impl Engine {
         self.exclusive.granted = Some(latch);
     }
 
-    /// Writes the postponed decisions, because the uncorrectable blocks are recorded now. The latch
-    /// is released when the journal has them, so that a recovery does not repeat the changes.
+    /// Queues the postponed decisions for the journal, after the uncorrectable blocks were
+    /// recorded. The latch is released when the journal contains them. From then on, a recovery
+    /// does not repeat the commands.
     pub(crate) fn settle(&mut self, latch: Latch) {
         self.exclusive.decided.append(&mut self.exclusive.late);
         if !self.exclusive.decided.is_empty() {
@@ -119,7 +121,7 @@ impl Engine {
         self.open(Closed::Exclusive);
     }
 
-    /// Takes the decisions, which the caller writes to the journal before they have an effect.
+    /// Takes the new decisions. The caller writes them to the journal before they take effect.
     pub(crate) fn take_decided(&mut self) -> Vec<(u32, Decision)> {
         std::mem::take(&mut self.exclusive.decided)
     }
@@ -170,7 +172,7 @@ impl Engine {
     }
 
     /// Parks the two commands of a fused operation and returns their entries. `was_asked` is true
-    /// if a dead process may have submitted the atomic disk request.
+    /// if a dead process may have submitted the atomic disk request for them.
     ///
     /// # Errors
     /// The statuses of the commands, if they are not a supported fused operation.
@@ -199,7 +201,7 @@ impl Engine {
         Ok(tags)
     }
 
-    /// Parks the Write of a fused operation whose Compare was equal before a crash.
+    /// Parks the Write of a fused operation whose Compare succeeded before a crash.
     pub(crate) fn park_second(&mut self, second: &Sqe, sq: usize, permit: Permit) -> Started {
         let sqe = Sqe { flags: second.flags & !FUSE, ..*second };
         let tag = self.park_entry(&sqe, sq, permit);
@@ -215,7 +217,7 @@ impl Engine {
                 ended(end);
             }
         }
-        // The journal must have the decisions before the next step.
+        // The caller must write the decisions to the journal before the next step.
         if !self.exclusive.decided.is_empty() {
             return;
         }
@@ -267,7 +269,7 @@ impl Engine {
                 self.count_error(status);
                 (permit, status)
             }
-            // The FUSE bits of parked commands are cleared.
+            // Unreachable: the FUSE bits of parked commands are cleared.
             Started::Fused(permit) => (permit, Status::INTERNAL),
             Started::Pending => {
                 debug_assert_eq!(self.last_tag, tag, "the entry freed last is reused first");
@@ -277,7 +279,8 @@ impl Engine {
         self.exclusive_ended((sq, cid), permit, status);
     }
 
-    /// Handles the end of the command in execution: holds its completion, continues a fused pair.
+    /// Handles the end of the exclusive command in execution: holds its completion, and continues
+    /// with the second command of a fused pair.
     pub(super) fn exclusive_ended(
         &mut self,
         (sq, cid): (usize, u16),
@@ -323,15 +326,18 @@ impl Engine {
         }
         let end = (at, Decision::End { status, dw0 });
         if changes_marks {
-            // Until the change is recorded, a recovery has to repeat the command.
+            // Until the control plane has recorded the changed blocks, a recovery has to repeat the
+            // command.
             self.exclusive.late.push(end);
         } else {
-            // The first command of a pair is decided last: its decision implies the second's.
+            // The decision about the first command of a pair comes last, because it implies the
+            // second's.
             self.exclusive.decided.push(end);
         }
     }
 
-    /// Holds the completion of a command that was in entry `tag`; returns the entry.
+    /// Creates an entry that holds the completion of the command that was in entry `tag`. Returns
+    /// its tag.
     pub(super) fn hold(&mut self, tag: u32, entry: InFlight, dw0: u32) -> u32 {
         let at = self.in_flight.next_tag();
         debug_assert_eq!(at, tag, "the entry freed last is reused first");
@@ -340,7 +346,7 @@ impl Engine {
         at
     }
 
-    /// Executes Write Uncorrectable, or parks it for exclusive execution.
+    /// Executes Write Uncorrectable if execution is exclusive already; otherwise parks the command.
     #[cold]
     pub(super) fn write_uncorrectable(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         match self.check_uncorrectable(sqe) {
@@ -385,12 +391,12 @@ impl Engine {
 /// Statuses of the first and the second command.
 pub(super) type Ends = (Status, Status);
 
-/// Statuses if the Compare has failed.
+/// Statuses of the two commands if the Compare has failed with `status`.
 fn by_compare(status: Status) -> Ends {
     (status, Status::FUSED_FAILED)
 }
 
-/// Statuses if the Write has failed.
+/// Statuses of the two commands if the Write has failed with `status`.
 fn by_write(status: Status) -> Ends {
     (Status::FUSED_FAILED, status)
 }
@@ -407,8 +413,8 @@ impl Engine {
             && !namespace.is_marked()
     }
 
-    /// Parks the fused operation in execution again, as the next command, for one more step: the
-    /// atomic disk request (after the journal has its [`Decision::Try`]) or the look.
+    /// Parks the running fused operation again, as the next command, for one more step: the atomic
+    /// disk request (after [`Decision::Try`] is in the journal) or [`Step::Look`].
     fn park_again(&mut self, asked: Asked, (sq, cid): (usize, u16), permit: Permit) {
         let Some(Running { parked, waiting, .. }) = self.exclusive.running.take() else { return };
         abort_point(AbortPoint::AloneEnded);
@@ -424,8 +430,8 @@ impl Engine {
         self.exclusive.parked.push_front(Parked { asked, ..parked });
     }
 
-    /// Starts the atomic request or the look of a fused operation. Returns the parked command if it
-    /// is not fused or if neither of these steps applies.
+    /// Starts the next step of a fused operation, the atomic request or [`Step::Look`]. Returns the
+    /// parked command if it is not fused or if neither step applies.
     fn begin_fused_step(&mut self, parked: Parked) -> Option<Parked> {
         let step = match parked.asked {
             Asked::Differs => Step::Look,
@@ -481,7 +487,7 @@ impl Engine {
         Ok(Request { op: Op::CompareAndWrite { fua }, offset, len })
     }
 
-    /// Builds the Compare request with the data of the Write, to find out if they were written.
+    /// Builds the request for [`Step::Look`]: a Compare with the data of the Write.
     fn prepare_look(&mut self, write: &Sqe) -> Result<Request, Ends> {
         let Self { namespaces, view, limits, scratch, .. } = self;
         let at = (write.nsid as usize).checked_sub(1);
@@ -537,7 +543,7 @@ impl Engine {
         let is_different = status.code() == Status::COMPARE_FAILURE;
         let ends = match (step, parked.asked) {
             _ if status.is_success() => (status, status),
-            // It is unknown whether the dead process's request has succeeded.
+            // The dead process's request may have succeeded before another user wrote.
             (Step::Look, _) if is_different => by_compare(Status::INTERNAL.with_dnr()),
             (_, Asked::Before) if is_different => {
                 return self.park_again(Asked::Differs, (sq, cid), permit);
@@ -566,8 +572,8 @@ impl Engine {
             }
             self.in_flight.fail(second, other);
             self.exclusive.held.push(Held { tag: second, dw0: 0 });
-            // This decision also contains the status of the first command, in case that the process
-            // dies between the two journal writes.
+            // This decision also contains the status of the first command, for the case that the
+            // process dies before it writes the first command's decision.
             let dw0 = u32::from(first.bits());
             self.exclusive.decided.push((second, Decision::End { status: other, dw0 }));
         }

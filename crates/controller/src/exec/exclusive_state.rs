@@ -1,23 +1,25 @@
 //! Exclusive commands: executed while no other command of the controller is in flight on any I/O
 //! thread.
 //!
-//! Three kinds need exclusive execution. A fused Compare and Write is atomic with respect to all
-//! other commands (NVM 1.1, "Compare and Write"). Write Uncorrectable changes the list of
-//! uncorrectable blocks, which all I/O threads have a copy of; so does a write to such blocks. All
-//! three are rare, so the cost is theirs alone: an I/O thread parks such a command and notifies the
-//! control plane. The control plane stops fetching on all I/O threads, waits until nothing is in
-//! flight, and lets one thread after the other execute its parked commands, one command at a time
-//! (module `control`). Completions are held until the control plane has recorded the changes.
+//! Three kinds of commands need exclusive execution. A fused Compare and Write is atomic with
+//! respect to all other commands (NVM 1.1, "Compare and Write"). Write Uncorrectable changes the
+//! list of uncorrectable blocks, and so does a write to such blocks; every I/O thread has a copy of
+//! this list. All three are rare, so they may be slow. An I/O thread parks such a command and
+//! notifies the control plane. The control plane stops fetching on all I/O threads and waits until
+//! nothing is in flight. Then one thread after the other executes its parked commands, one command
+//! at a time (module `control`). The I/O threads hold the completions until the control plane has
+//! recorded the changes.
 //!
 //! # Crash recovery
 //!
-//! A parked command has an entry in the journal, as any command in flight. Each outcome is written
-//! to that entry as a [`Decision`] before it has an effect: that a Compare was equal, before its
-//! Write begins; how a command has ended, before other commands continue. So the process that
-//! recovers the controller executes such a Write without a second Compare, which would find the
-//! Write's own data, and does not repeat a write over newer data of other commands. A command that
-//! changes the uncorrectable blocks is an exception: its end is written to the journal after the
-//! change is recorded, and before other commands continue.
+//! A parked command has an entry in the journal, like any command in flight. Each outcome is
+//! written to that entry as a [`Decision`] before it takes effect. There are two outcomes: a
+//! successful Compare, recorded before its Write begins, and the end of a command, recorded before
+//! other commands continue. Thus the process that recovers the controller does not repeat a
+//! Compare, which would find the data of its own Write, and does not repeat a write over newer
+//! data. A command that changes the uncorrectable blocks is an exception: first the control plane
+//! records the change, then the command's end is written to the journal, then other commands
+//! continue.
 
 use super::in_flight::InFlightTable;
 use super::namespace::NamespaceQueue;
@@ -43,9 +45,9 @@ pub(super) enum Asked {
     No,
     /// Submitted by this process, or about to be: the journal has [`Decision::Try`].
     Now,
-    /// Submitted by a dead process, possibly.
+    /// Possibly submitted by a dead process.
     Before,
-    /// Submitted by a dead process, possibly, and the blocks differ from the Compare data now.
+    /// Possibly submitted by a dead process; the blocks differ from the Compare data now.
     Differs,
 }
 
@@ -74,7 +76,7 @@ pub(super) enum Step {
     Plain,
     /// Compare and Write of a fused operation as one disk request.
     CompareAndWrite,
-    /// Compare with the data of the Write, to find out if a dead process has written them.
+    /// Compare with the data of the Write, to detect if a dead process has written them.
     Look,
 }
 
@@ -101,7 +103,7 @@ pub(super) type Decided = (u32, Decision);
 /// Exclusive commands of one engine.
 #[derive(Default)]
 pub(super) struct Exclusive {
-    /// Handle of the control plane, and the state shared by all I/O threads of the controller.
+    /// Control plane, and the state that all I/O threads of the controller share; `None` until set.
     pub(super) with: Option<(ControlHandle, Arc<ControllerShared>)>,
     /// True if the control plane was asked for exclusive execution.
     pub(super) is_asked_for: bool,
@@ -161,8 +163,8 @@ impl Exclusive {
         self.ask();
     }
 
-    /// Inserts a command that a dead process had begun before all others: the dead process executed
-    /// it exclusively, so it has to end first.
+    /// Inserts a command before all others, because a dead process had begun it. The dead process
+    /// executed it exclusively, so it has to end before any other command.
     pub(super) fn park_begun(&mut self, parked: Parked) {
         self.parked.push_front(parked);
         self.ask();
@@ -176,8 +178,8 @@ impl Exclusive {
         }
     }
 
-    /// Aborts the parked ones of these commands. A command in execution is aborted by its disk
-    /// request.
+    /// Aborts those parked commands for which `which` is true. A command in execution is aborted
+    /// through its disk request instead.
     pub(super) fn cancel(
         &mut self,
         which: impl Fn(u32, usize) -> bool,
@@ -190,8 +192,8 @@ impl Exclusive {
                 continue;
             }
             parked.cancelled = true;
-            // A fused pair is aborted as a whole, even if only one of the two commands is to be
-            // aborted.
+            // A fused pair is aborted as a whole, even if the host aborts only one of the two
+            // commands.
             let (first, other) = match (which(parked.tag, parked.sq), is_second) {
                 (true, false) => (Status::ABORT_REQUESTED, Status::FUSED_FAILED),
                 (false, true) => (Status::FUSED_FAILED, Status::ABORT_REQUESTED),
@@ -210,7 +212,7 @@ impl Exclusive {
 
 /// Consequence of uncorrectable blocks for a command.
 pub(super) enum Marked {
-    /// None: no such blocks are affected, or the command is in exclusive execution.
+    /// No consequence: no such blocks are affected, or the command is in exclusive execution.
     No,
     /// The command requires exclusive execution.
     Park,
@@ -230,7 +232,7 @@ pub(super) fn check_fused(first: &Sqe, second: &Sqe) -> Result<(), (Status, Stat
     if !is_compare_and_write || !is_of_the_same {
         return Err((invalid, invalid));
     }
-    // ACWU is one block.
+    // The Atomic Compare and Write Unit (ACWU) is one block.
     if compare.nlb0 != 0 {
         return Err((Status::ATOMIC_WRITE_UNIT_EXCEEDED.with_dnr(), Status::FUSED_FAILED));
     }

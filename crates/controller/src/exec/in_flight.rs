@@ -1,7 +1,7 @@
 //! In-flight table: commands, and the disk requests that a command consists of.
 //!
-//! Beside it, the reservation commands in flight, and the Zone Append commands in flight: the
-//! written LBA is part of their completion.
+//! The module also contains the tables of reservation commands and Zone Append commands in flight.
+//! The completion of a Zone Append contains the written LBA.
 
 use crate::notice::Latch;
 use crate::queue::Permit;
@@ -18,7 +18,7 @@ pub(crate) struct CompletedCommand {
     pub(crate) cid: u16,
     /// Tag of the command while it was in flight.
     pub(crate) tag: u32,
-    /// Reservation of an entry in the completion queue.
+    /// Reserved slot of the completion queue.
     pub(crate) permit: Permit,
     pub(crate) status: Status,
     pub(crate) nsid: u32,
@@ -34,7 +34,7 @@ pub(super) enum Kind {
     Read(u64),
     Write(u64),
     Copy(u64),
-    /// Bytes that the disk reads without a transfer to the host.
+    /// Bytes that the disk reads and checks, but does not transfer to the host.
     Verify(u64),
     Other,
 }
@@ -48,7 +48,7 @@ impl Kind {
         }
     }
 
-    /// True if a media error is a read error (Unrecovered Read Error).
+    /// True if a media error of this command is reported as Unrecovered Read Error.
     pub(super) fn is_reading(self) -> bool {
         matches!(self, Self::Read(_) | Self::Verify(_))
     }
@@ -81,14 +81,14 @@ pub(super) struct InFlight {
     pub(super) namespace: usize,
     pub(super) status: Status,
     pub(super) kind: Kind,
-    /// Quota weight: pieces of host memory that the data lie in.
+    /// Quota weight: number of pieces of host memory that contain the data.
     pieces: usize,
-    /// True if a disk executes the entry; false for a command whose requests are entries of their
-    /// own.
+    /// True if a disk executes the entry. False for a command whose disk requests have entries of
+    /// their own.
     pub(super) is_request: bool,
     pub(super) nsid: u32,
     pub(super) lba: u64,
-    /// Latch that is released at the end: of an Abort command, or of a flush at shutdown.
+    /// Latch that is released at the entry's end: of an Abort command, or of a flush at shutdown.
     pub(super) waiting: Option<Latch>,
 }
 
@@ -108,24 +108,24 @@ impl InFlight {
         }
     }
 
-    /// Sets the namespace and the LBA that an error is reported for.
+    /// Sets the namespace and LBA for error reports.
     pub(super) fn at(self, nsid: u32, lba: u64) -> Self {
         Self { nsid, lba, ..self }
     }
 
-    /// Marks a command whose requests are entries of their own.
+    /// Marks a command whose disk requests have entries of their own.
     pub(super) fn of_requests(self) -> Self {
         Self { is_request: false, ..self }
     }
 
-    /// Sets the number of host memory pieces that the data lie in.
+    /// Sets the number of pieces of host memory that contain the data.
     pub(super) fn in_pieces(self, pieces: usize) -> Self {
         Self { pieces, ..self }
     }
 }
 
-/// Random multiplier of the identifier hash, one per table. A host does not know it, so it cannot
-/// choose command identifiers that all hash to one list.
+/// Random multiplier of the identifier hash, one per table. Without it, a host could choose command
+/// identifiers that all hash to one list.
 #[derive(Debug)]
 struct Seed(u64);
 
@@ -143,14 +143,15 @@ impl Seed {
 
 /// Table of all in-flight entries. The index of an entry is the tag of its request.
 ///
-/// The host determines how many entries are in flight and which of them are aborted. So every
-/// operation takes constant time per entry found: linked lists lead from an identifier to its
-/// command, from a command to its requests and from a submission queue to all of its entries.
+/// The host determines how many entries are in flight and which commands are aborted. So each
+/// operation takes constant time per entry found. Linked lists connect an identifier with its
+/// commands, a command with its requests, and a submission queue with all of its entries.
 #[derive(Debug, Default)]
 pub(super) struct InFlightTable {
     entries: Vec<Option<InFlight>>,
     /// Index of the next entry: a free one, or the length of the table. It is determined in
-    /// advance, because most requests end inside of `submit` and need only a tag.
+    /// advance: most requests need only the tag, because they complete inside `submit` and never
+    /// get an entry.
     next: u32,
     /// Further free entries.
     free: Vec<u32>,
@@ -165,7 +166,7 @@ pub(super) struct InFlightTable {
     by_command: Lists,
     /// Commands and requests by submission queue.
     by_queue: Lists,
-    /// Bytes of data in flight, and the pieces of host memory that the data lie in.
+    /// Bytes of data in flight, and the number of pieces of host memory that contain them.
     bytes: u64,
     pieces: usize,
     /// Latches that are released at the end of an entry, in addition to the entry's own.
@@ -189,7 +190,7 @@ impl InFlightTable {
         self.bytes
     }
 
-    /// Pieces of host memory that in-flight data lie in.
+    /// Number of pieces of host memory that contain in-flight data.
     pub(super) fn pieces(&self) -> usize {
         self.pieces
     }
@@ -320,8 +321,8 @@ impl InFlightTable {
         self.get_mut(tag).is_none_or(|entry| !entry.status.is_success())
     }
 
-    /// Finds a command by identifier. If the host has reused an identifier that is in flight, the
-    /// newest command is found.
+    /// Finds a command by identifier. If the host has several commands with this identifier in
+    /// flight, the newest one is found.
     pub(super) fn find(&self, sq: usize, cid: u16) -> Option<u32> {
         let mut list = self.by_identifier.iter(self.bucket(sq, cid));
         list.find(|tag| self.identifier(*tag) == Some((sq, cid)))
@@ -376,13 +377,13 @@ impl InFlightTable {
 /// Zone Append command in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Appending {
-    /// Byte offset on the disk where the data are appended, if the disk has returned it already.
+    /// Byte offset on the disk where the data are appended; `None` until the disk has returned it.
     pub(super) place: Option<u64>,
     /// Namespace index and tag of the disk request.
     pub(super) tag: (usize, u32),
 }
 
-/// Zone Append commands of one engine, by entry.
+/// Zone Append commands of one engine, by in-flight entry.
 #[derive(Debug, Default)]
 pub(super) struct Appends {
     list: HashMap<u32, Appending>,
@@ -505,7 +506,7 @@ mod tests {
         table.remove(part).unwrap();
         table.remove(own).unwrap();
         assert_eq!((tags(table.requests_of(first)), table.len()), (vec![range], 3));
-        // Of two commands with one identifier, the newer one is found, then the older one.
+        // Two commands have the same identifier: the newer one is found first, then the older one.
         let again = command(&mut table, 2, 7);
         assert_eq!(table.find(2, 7), Some(again));
         table.remove(again).unwrap();
@@ -514,12 +515,12 @@ mod tests {
         assert_eq!((table.find(2, 7), tags(table.of_queue(2))), (None, vec![]));
     }
 
-    /// Lookup cost is linear in the number of commands: a quadratic one would take minutes.
+    /// Lookup of 100,000 commands: with quadratic cost, this test would take minutes.
     #[test]
     fn a_hundred_thousand_commands_are_found_at_once() {
         let mut table = InFlightTable::default();
-        // Every identifier of three queues, and a fourth queue with one identifier for all
-        // commands.
+        // Three queues use every identifier once; in the fourth, all commands have the same
+        // identifier.
         let all = || (0..3).flat_map(|sq| (0..=u16::MAX).map(move |cid| (sq, cid)));
         let tags: Vec<u32> = all().map(|(sq, cid)| command(&mut table, sq, cid)).collect();
         let same: Vec<u32> = (0..=u16::MAX).map(|_| command(&mut table, 3, 5)).collect();
@@ -531,7 +532,7 @@ mod tests {
             table.remove(*tag).unwrap();
             assert_eq!((table.find(sq, cid), table.find(3, 5)), (None, same.last().copied()));
         }
-        // Oldest first: the worst order for a search from the front.
+        // Oldest first: the worst order for a linear search.
         same.iter().for_each(|tag| assert!(table.remove(*tag).is_some()));
         assert_eq!((table.len(), table.find(3, 5)), (0, None));
     }

@@ -1,19 +1,19 @@
 //! Commands of many requests without data, and reads with Force Unit Access.
 //!
-//! The former are Dataset Management with many ranges, a Flush of all namespaces, and a long Write
-//! Zeroes on a disk that executes it inline.
+//! Commands of many requests are Dataset Management with many ranges, a Flush of all namespaces,
+//! and a long Write Zeroes on a disk that executes it inline.
 //!
-//! The host determines the number and length of ranges, so the requests are not submitted all at
-//! once. A few requests of such a command are in flight at a time; further ones follow between two
-//! passes over the queues, within the controller's share of the turn.
+//! The host determines the number and length of ranges, so a command's requests are not submitted
+//! all at once. A few of them are in flight at a time. Further ones are submitted between two
+//! passes over the queues, and are charged to the controller's share of the I/O thread's time.
 //!
 //! # Force Unit Access
 //!
-//! Read, Compare and Verify of data on the medium.
+//! A Read, Compare or Verify with Force Unit Access accesses the data on the medium.
 //!
-//! On a disk with a volatile write cache, such a command first commits the cached data and then
-//! reads (NVM 1.1, "Read command"; likewise Compare and Verify). So it consists of two requests in
-//! sequence: a flush of the whole disk, and the request of the command.
+//! If the disk has a volatile write cache, the cached data must be committed before the read (NVM
+//! 1.1, "Read command"; likewise Compare and Verify). So the command consists of two requests in
+//! sequence: a flush of the whole disk, and the read itself.
 
 use super::data_pointer::submit_any;
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
@@ -27,8 +27,8 @@ use std::collections::VecDeque;
 /// Disk flush request.
 pub(super) const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
 
-/// Maximum number of in-flight requests of all multi-step commands of a controller; the copies of a
-/// controller have the same limit for themselves.
+/// Maximum number of in-flight requests of all multi-step commands of a controller. A separate
+/// limit of the same size applies to its copies.
 pub(super) const MAX_IN_FLIGHT: u32 = 32;
 
 /// Request of a multi-step command, with the index of its namespace.
@@ -44,7 +44,7 @@ pub(super) struct MultiStepCommand {
     parts: Box<[Part]>,
     /// Metadata parameters, if the command has a single part.
     metadata: Option<Metadata>,
-    /// Next part, and the number of its bytes that are submitted already.
+    /// Index of the next part, and the number of this part's bytes that were submitted already.
     next: usize,
     within: u64,
     /// In-flight requests.
@@ -60,7 +60,7 @@ impl MultiStepCommand {
         Self { parent, sq, parts, metadata: None, next: 0, within: 0, left: 0, cancelled: false }
     }
 
-    /// Sets the metadata parameters of the command's only part.
+    /// Sets the metadata parameters. Only for a command with a single part.
     pub(super) fn with(self, metadata: Option<Metadata>) -> Self {
         Self { metadata, ..self }
     }
@@ -113,8 +113,8 @@ impl MultiStepCommand {
                     *room -= 1;
                     self.left += 1;
                     let owner = Owner::Part { parent: self.parent };
-                    // `Kind::Verify` selects read errors; the bytes are counted by the command's
-                    // entry.
+                    // `Kind::Verify` selects read errors. Its byte count is 0 because the entry of
+                    // the command has it.
                     let kind = if reading { Kind::Verify(0) } else { Kind::Other };
                     in_flight.insert(tag, InFlight::new(owner, index, kind));
                 }
@@ -123,7 +123,8 @@ impl MultiStepCommand {
     }
 }
 
-/// Bytes of a request to submit at once: all of it, if the disk has no limit (`longest`).
+/// Number of bytes of a request to submit at once, at most `longest` for operations that may be
+/// split.
 pub(super) fn piece(request: &Request, longest: u64) -> u64 {
     match request.op {
         Op::WriteZeroes { .. } | Op::Discard | Op::Verify => request.len.min(longest.max(1)),
@@ -131,7 +132,7 @@ pub(super) fn piece(request: &Request, longest: u64) -> u64 {
     }
 }
 
-/// Long commands of one engine.
+/// Multi-step commands of one engine.
 #[derive(Debug, Default)]
 pub(super) struct MultiStepCommands {
     /// Commands in order of arrival.
@@ -145,7 +146,7 @@ impl MultiStepCommands {
         self.list.len()
     }
 
-    /// Begins a command. True if it has ended already; then the caller ends its entry.
+    /// Begins a command. Returns true if it has ended already; then the caller ends its entry.
     pub(super) fn begin(
         &mut self,
         mut command: MultiStepCommand,
@@ -153,7 +154,7 @@ impl MultiStepCommands {
         in_flight: &mut InFlightTable,
         budget: &mut i64,
     ) -> bool {
-        // An earlier command has precedence.
+        // Earlier commands have precedence, so the command starts now only if there are none.
         if self.list.is_empty() {
             let mut room = MAX_IN_FLIGHT.saturating_sub(self.requests);
             command.advance(namespaces, in_flight, budget, &mut room);
@@ -211,9 +212,9 @@ impl MultiStepCommands {
             .for_each(|command| command.cancelled = true);
     }
 
-    /// Drops the unsubmitted parts of the removed namespace `index`. Returns the entries of the
-    /// commands that lost parts, without those in `except`: commands of all namespaces, which
-    /// continue with the remaining ones.
+    /// Drops the unsubmitted parts for the removed namespace `index`. Returns the entries of the
+    /// commands that lost parts. Commands in `except` are not returned: they address all namespaces
+    /// and continue with the remaining ones.
     pub(super) fn remove_namespace(
         &mut self,
         index: usize,
@@ -250,7 +251,7 @@ impl MultiStepCommand {
     }
 }
 
-/// Progress of a forced read.
+/// Progress of a read with Force Unit Access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// The flush is in flight.
@@ -317,7 +318,7 @@ impl FuaRead {
     }
 }
 
-/// Submits a request of the command in entry `parent`. `Some` if the request is in flight.
+/// Submits a request of the command in entry `parent`. Returns `Some` if the request is in flight.
 fn submit(
     namespaces: &mut [NamespaceQueue],
     in_flight: &mut InFlightTable,
@@ -333,7 +334,8 @@ fn submit(
     let reading = request.op != Op::Flush;
     match submit_any(&mut *namespaces[namespace].queue, tag, request, metadata, data) {
         Submitted::Pending => {
-            // `Kind::Verify` selects read errors; the bytes are counted by the command's entry.
+            // `Kind::Verify` selects read errors. Its byte count is 0 because the command's entry
+            // has it.
             let kind = if reading { Kind::Verify(0) } else { Kind::Other };
             in_flight.insert(tag, InFlight::new(Owner::Part { parent }, namespace, kind));
             Some(())
@@ -347,7 +349,7 @@ fn submit(
     }
 }
 
-/// Forced reads of one engine.
+/// Reads with Force Unit Access of one engine.
 #[derive(Debug, Default)]
 pub(super) struct FuaReads(Vec<FuaRead>);
 
@@ -404,7 +406,7 @@ impl FuaReads {
         over
     }
 
-    /// Cancels these commands: requests that are not submitted yet are dropped.
+    /// Cancels the commands for which `which` is true: their unsubmitted requests are dropped.
     pub(super) fn cancel(&mut self, which: impl Fn(&FuaRead) -> bool) {
         self.0
             .iter_mut()

@@ -1,8 +1,8 @@
 //! Namespace of one controller on one I/O thread: the queue to its disk, draining queues, and disk
 //! errors.
 //!
-//! A queue of a removed or changed namespace drains while it has requests in flight. Disk errors
-//! are converted to NVMe status codes.
+//! The queue of a removed or changed namespace drains: it gets no new requests, and is dropped when
+//! its requests in flight have ended. Disk errors are converted to NVMe status codes.
 
 use super::quota::cost;
 use crate::namespace::{INACTIVE, Namespace, Namespaces};
@@ -19,32 +19,32 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Namespace flags: write-protected; disk with a volatile write cache; with uncorrectable blocks,
-/// so that all commands take the slow path.
+/// Namespace flags: write-protected; disk with a volatile write cache; uncorrectable blocks present
+/// (all commands then take the slow path).
 const READ_ONLY: u8 = 1;
 const VOLATILE_CACHE: u8 = 2;
 const MARKED: u8 = 4;
 
-/// Namespace and this I/O thread's queue to its disk. A namespace without blocks is an inactive
-/// NSID.
+/// Namespace and this I/O thread's queue to its disk. An inactive NSID is a namespace without
+/// blocks.
 pub(crate) struct NamespaceQueue {
     pub(super) blocks: u64,
     pub(super) block_shift: u8,
     flags: u8,
-    /// Number of blocks of the shortest long command - 1 (as NLB).
+    /// Smallest NLB field (number of blocks - 1) that makes a command long.
     long_from: u32,
-    /// Status of commands if there is no namespace.
+    /// Status of commands if the NSID is inactive.
     pub(super) absence: Status,
     /// Attributes that most namespaces do not have.
     extra: Option<Box<Extra>>,
     pub(super) queue: Box<dyn Queue>,
 }
 
-// An element address in a list is base + 5 * 8 * index, which x86 addressing computes without a
-// multiplication: with 48 bytes, an I/O takes 7 more instructions, most of them register spills.
+// With 40 bytes per element, x86 addressing computes an element's address (base + 5 * 8 * index)
+// without a multiplication. With 48 bytes, an I/O took 7 more instructions, mostly register spills.
 const _: () = assert!(size_of::<NamespaceQueue>() == 40);
 
-/// Attributes that most namespaces do not have. With metadata or zones, all commands are long.
+/// Attributes that most namespaces do not have. With metadata or zones, all commands are long ones.
 #[derive(Clone, Debug)]
 struct Extra {
     /// Subsystem attributes, if other controllers share the namespace.
@@ -60,7 +60,8 @@ pub(super) struct SharedNamespace {
     pub(super) member: Arc<Member>,
     pub(super) uuid: [u8; 16],
     nsid: u32,
-    /// Access under reservations and ANA. If it is restricted, all commands are long.
+    /// Access of the controller under reservations and ANA. If it is restricted, all commands are
+    /// long.
     access: Access,
 }
 
@@ -194,16 +195,17 @@ impl NamespaceQueue {
         Ok((rw.slba << self.block_shift, u64::from(rw.blocks()) << self.block_shift))
     }
 
-    /// Status of a command whose blocks do not exist. The check for an inactive NSID is in this
-    /// cold path, so it costs commands of an active namespace nothing.
+    /// Status of a command whose blocks do not exist. The check for an inactive NSID is here, in
+    /// the cold path, so that commands of active namespaces do not pay for it.
     #[cold]
     #[inline(never)]
     fn out_of_range(&self) -> Status {
         if self.is_none() { self.absence } else { Status::LBA_OUT_OF_RANGE.with_dnr() }
     }
 
-    /// True if a read or write is long: more than [`cost::SHORT_BYTES`], or Force Unit Access, or
-    /// further checks are needed. FUA is a bit above NLB in CDW12, so one comparison covers both.
+    /// True if a read or write takes the slow path: it has more than [`cost::SHORT_BYTES`] or Force
+    /// Unit Access, or needs further checks. One comparison covers both size and FUA, because FUA
+    /// is a higher bit of CDW12 than NLB.
     #[inline]
     pub(super) fn is_long(&self, sqe: &Sqe) -> bool {
         const FUA: u32 = 1 << 30;
@@ -247,8 +249,8 @@ pub(super) fn index_of(list: &[NamespaceQueue], nsid: u32) -> Result<usize, Stat
     }
 }
 
-/// Gives the disk a hint of the command in ring entry `index`, which will be fetched and started
-/// after `ahead - 1` others. The entry is not validated, because it is read again when fetched.
+/// Announces a future command to the disk: the one in ring entry `index`, which will be started
+/// after `ahead - 1` others. The entry is not validated here; it is read again when it is fetched.
 #[inline]
 pub(super) fn prefetch_hint(
     list: &[NamespaceQueue],
@@ -274,7 +276,7 @@ pub(super) fn prefetch_hint(
     }
 }
 
-/// Queue of an inactive NSID, which receives no requests.
+/// Disk queue of an inactive NSID. It receives no requests.
 struct Nothing;
 
 impl Queue for Nothing {
@@ -283,7 +285,7 @@ impl Queue for Nothing {
     }
 }
 
-/// Queue to a disk whose volatile cache is hidden from the host: every write is forced.
+/// Queue to a disk whose volatile cache is hidden from the host: all writes have Force Unit Access.
 struct WriteThrough(Box<dyn Queue>);
 
 /// Adds Force Unit Access to an operation.
@@ -382,10 +384,11 @@ impl Queue for WriteThrough {
     }
 }
 
-/// First place number: above the index of any namespace, so that an in-flight entry can hold both.
+/// First place number of draining queues. It is above all namespace indexes, so an in-flight entry
+/// can store either in one field.
 const FIRST: usize = 1 << 31;
 
-/// Disk queues without new requests.
+/// Disk queues that get no new requests and have requests in flight.
 #[derive(Default)]
 pub(super) struct Draining(Vec<Option<NamespaceQueue>>);
 
@@ -416,7 +419,7 @@ impl Draining {
     pub(super) fn take_idle(&mut self, place: usize) -> Option<NamespaceQueue> {
         let kept = self.0.get_mut(place.checked_sub(FIRST)?)?;
         let queue = kept.take_if(|queue| queue.queue.pending() == 0);
-        // Places of the other queues are referenced by in-flight entries, so they never shift.
+        // In-flight entries refer to queues by place, so the other queues keep their places.
         if self.0.iter().all(Option::is_none) {
             self.0.clear();
         }

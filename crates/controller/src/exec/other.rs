@@ -5,17 +5,17 @@
 //!
 //! ZNS 1.1.
 //!
-//! The disk owns the zones (`shadowbell_disk::Zones`), so zone errors of Read, Write and others
-//! are found at submission. This module decodes the three zone commands, and checks commands that
-//! consist of several requests before they begin.
+//! The disk owns the zones (`shadowbell_disk::Zones`). It checks Read, Write and other commands
+//! against them at submission. This module decodes the three zone commands. If a command consists
+//! of several requests, this module checks its zones before the first request.
 //!
 //! # Reservations
 //!
-//! Conflict checks and the reservation commands.
+//! Checks for reservation conflicts, and execution of the reservation commands.
 //!
-//! While a controller has full access to all of its namespaces, reads and writes are not checked. A
-//! namespace with restricted access routes all of its commands through the slow path, as
-//! uncorrectable blocks do. Commands that change reservations are sent to the
+//! While a controller has full access to all of its namespaces, reads and writes are not checked.
+//! If access to a namespace is restricted, all of the namespace's commands take the slow path,
+//! which checks them. Commands that change reservations are sent to the
 //! [subsystem](crate::subsystem), which reports their end.
 
 use super::copy::{ALWAYS_ENABLED, ParsedCopy, parse_copy};
@@ -45,7 +45,7 @@ use shadowbell_spec::status::Status;
 use shadowbell_spec::zns::{ZoneAction, ZoneManagementReceive, ZoneManagementSend};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Disk requests of a command, with the index of the namespace.
+/// Disk requests of a command.
 enum Requests {
     One(usize, Request, Kind),
     /// Requests without data; the command ends with the last of them.
@@ -84,7 +84,7 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         let requests = match op {
-            // Zones require sequential writes, so marking blocks inside of a zone is not supported.
+            // Write Uncorrectable is not supported in zones, which require sequential writes.
             NvmOpcode::WriteUncorrectable if self.zones_of(sqe.nsid).is_some() => {
                 Err(Status::INVALID_OPCODE.with_dnr())
             }
@@ -133,7 +133,7 @@ impl Engine {
         }
     }
 
-    /// Request of Write Zeroes or Verify, which have no data.
+    /// Request of Write Zeroes or Verify, which transfer no data.
     fn without_data(&self, op: NvmOpcode, sqe: &Sqe) -> Result<Requests, Status> {
         let index = index_of(&self.namespaces, sqe.nsid)?;
         let namespace = &self.namespaces[index];
@@ -187,7 +187,8 @@ impl Engine {
                 parts.push((index, Request { op: Op::Discard, offset, len }));
             }
         }
-        // The other attributes are access pattern hints, which are ignored.
+        // The other attributes (integral dataset for reads and writes) are hints, which are
+        // ignored.
         if !dsm.ad {
             parts.clear();
         } else if namespace.is_read_only() {
@@ -196,7 +197,7 @@ impl Engine {
         Ok(Requests::Several(parts))
     }
 
-    /// Starts a Copy command, which is executed between passes over the queues.
+    /// Starts a Copy command. Its requests are submitted between passes over the queues.
     fn copy(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         let Self { view, limits, scratch, namespaces, copy_formats, .. } = self;
         let formats = ALWAYS_ENABLED | copy_formats.load(Ordering::Relaxed);
@@ -271,8 +272,8 @@ impl Engine {
         }
     }
 
-    /// Starts a command of several requests. It ends with the last request; its status is the first
-    /// error, reported for block `lba`.
+    /// Starts a command of several requests. It ends with its last request. If requests fail, the
+    /// first error becomes its status, reported for block `lba`.
     fn begin(
         &mut self,
         (parts, metadata): (Vec<Part>, Option<Metadata>),
@@ -311,14 +312,14 @@ const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 
 /// Zoned Namespace Command Set.
 impl Engine {
-    /// Zones of a namespace, if it exists and is zoned.
+    /// Zones of a namespace; `None` if it does not exist or is not zoned.
     fn zones_of(&self, nsid: u32) -> Option<&dyn Zones> {
         let index = (nsid as usize).checked_sub(1)?;
         let namespace = self.namespaces.get(index).filter(|namespace| namespace.is_zoned())?;
         namespace.queue.zones()
     }
 
-    /// Checks a Write Zeroes or Verify, which may be several requests, against the zones.
+    /// Checks a Write Zeroes or Verify, which may consist of several requests, against the zones.
     fn check_zones(&self, op: NvmOpcode, sqe: &Sqe) -> Result<(), Status> {
         let Some(zones) = self.zones_of(sqe.nsid) else { return Ok(()) };
         let index = index_of(&self.namespaces, sqe.nsid)?;
@@ -378,7 +379,7 @@ impl Engine {
         }
     }
 
-    /// Executes Zone Management Receive. Returns the bytes transferred, as the cost.
+    /// Executes Zone Management Receive. Returns its cost: transferred bytes plus examined zones.
     fn zone_report(&mut self, index: usize, sqe: &Sqe) -> Result<u64, Status> {
         let command = ZoneManagementReceive::decode(sqe);
         let namespace = &self.namespaces[index];
@@ -404,7 +405,7 @@ impl Engine {
         resolve_flagged(&self.view, sqe, len, page, true, scratch)?;
         scratch.write_from(0, &bytes).ok_or(Status::INTERNAL)?;
         scratch.rewind();
-        // The report was built from all following zones, so each adds to the cost.
+        // All zones from the first one on were examined for the report, so each adds to the cost.
         Ok(len as u64 + zones.count())
     }
 
@@ -484,7 +485,7 @@ impl Engine {
         }
     }
 
-    /// Submits an append. The command always ends later, because its result includes the LBA.
+    /// Submits a Zone Append. It is always pending at first, because its completion needs the LBA.
     fn append(
         &mut self,
         index: usize,
@@ -523,7 +524,7 @@ impl Engine {
     }
 }
 
-/// Next ticket, which identifies an in-flight reservation command in the process.
+/// Next ticket: process-wide number of a reservation command in flight.
 static NEXT_TICKET: AtomicU64 = AtomicU64::new(1);
 
 /// True if a command needs an access right that the controller does not have.
@@ -540,14 +541,14 @@ fn lacks(op: NvmOpcode, access: Access) -> bool {
         | NvmOpcode::DatasetManagement
         | NvmOpcode::ZoneManagementSend
         | NvmOpcode::ZoneAppend => !access.write,
-        // Copy involves several namespaces (see `copy_refusal`); reservation commands check rights
-        // themselves.
+        // A Copy involves several namespaces (see `copy_refusal`). Reservation commands check their
+        // rights when they are executed.
         _ => false,
     }
 }
 
-/// Status of a refused command. An ANA state that refuses it has precedence, so that a controller
-/// without access to the namespace learns nothing about reservations.
+/// Status of a refused command. A refusal by ANA state has precedence over a reservation conflict:
+/// a controller without access to the namespace must not learn about its reservations.
 fn refused(op: NvmOpcode, access: Access) -> Option<Status> {
     let conflict = || lacks(op, access).then_some(Status::RESERVATION_CONFLICT.with_dnr());
     access.ana.refusal().or_else(conflict)
@@ -563,7 +564,7 @@ impl Engine {
 
     #[cold]
     fn look_for_refusal(&self, op: NvmOpcode, sqe: &Sqe) -> Option<Status> {
-        // A Flush of all namespaces is refused if it may not flush one of them.
+        // A Flush of all namespaces is refused if one of the namespaces refuses it.
         if op == NvmOpcode::Flush && sqe.nsid == NSID_ALL {
             return self.namespaces.iter().find_map(|namespace| refused(op, namespace.access()));
         }
@@ -588,7 +589,8 @@ impl Engine {
     }
 
     /// Applies a change of the controller's access to a namespace. The latch is released when the
-    /// commands in flight on that namespace have ended; they are aborted if `aborts` is true.
+    /// commands in flight on that namespace have ended. If `aborts` is true, these commands are
+    /// aborted.
     pub(crate) fn review_access(&mut self, uuid: &[u8; 16], aborts: bool, latch: &Latch) {
         let of = |shared: &SharedNamespace| shared.uuid == *uuid;
         let found = self.namespaces.iter().position(|ns| ns.shared().is_some_and(of));
@@ -601,7 +603,8 @@ impl Engine {
         self.in_flight.for_each(|tag, entry| {
             let is_command = matches!(entry.owner, Owner::Command { .. } | Owner::Exclusive { .. });
             let is_there = entry.nsid == nsid || entry.nsid == NSID_ALL || copies.uses(tag, index);
-            // Reservation commands are excluded: two that wait for each other would deadlock.
+            // Reservation commands are excluded. Otherwise two of them could wait for each other
+            // forever.
             if is_command && is_there && !reservations.is_one(tag) {
                 concerned.push(tag);
             }
@@ -663,7 +666,7 @@ impl Engine {
         Started::Pending
     }
 
-    /// Decodes a command and reads its keys from the host.
+    /// Decodes a reservation command and reads its keys from the host's memory.
     fn reservation_command(
         &mut self,
         op: NvmOpcode,
@@ -721,7 +724,7 @@ impl Engine {
         Ok(Command { host, action, persistent, aborts })
     }
 
-    /// Executes Reservation Report. The host buffer beyond the report is left unchanged.
+    /// Executes Reservation Report. Only the length of the report is written to the host's buffer.
     fn report(&mut self, sqe: &Sqe, shared: &SharedNamespace) -> Result<(), Status> {
         let command = ReservationReport::decode(sqe);
         let len = usize::try_from(command.length()).unwrap_or(usize::MAX);
@@ -746,15 +749,15 @@ impl Engine {
 
 /// Requests of the controller itself, not of a host command: flush at shutdown, self-test.
 impl Engine {
-    /// Flushes every writable namespace; `latch` is released when the flushes have ended.
+    /// Flushes every writable namespace. `latch` is released when the flushes have ended.
     pub(crate) fn flush_all(&mut self, latch: Latch) {
         let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].is_read_only());
         let parts = writable.map(|index| (index, FLUSH)).collect();
         self.begin_internal(parts, latch);
     }
 
-    /// Verifies a piece of a namespace for the controller; `latch` is released at the end, with the
-    /// status of an error.
+    /// Verifies a part of a namespace for the self-test. `latch` is released at the end; it gets
+    /// the status if there is an error.
     pub(crate) fn verify(&mut self, piece: Piece, latch: Latch) {
         let Piece { nsid, offset, len } = piece;
         let index = index_of(&self.namespaces, nsid);

@@ -1,9 +1,9 @@
-//! Prefetch hints: announces requests to a disk before they are submitted.
+//! Prefetch hints: announcements of commands to a disk before their requests are submitted.
 //!
-//! A disk in memory spends most of a command waiting for the first cache lines of the block that it
-//! copies. With a hint it prefetches these lines. Each command is announced twice, two commands
-//! ahead and one command ahead, because a processor accepts only a limited number of outstanding
-//! prefetches at a time.
+//! For a disk in memory, most of a command's time is a wait for the first cache lines of the block
+//! that is copied. With a hint, the disk prefetches these lines. A processor accepts only a limited
+//! number of outstanding prefetches, so each command is announced twice: two commands ahead and one
+//! command ahead.
 
 use super::namespace::{NamespaceQueue, prefetch_hint};
 use crate::queue::PrefetchCursor;
@@ -11,30 +11,32 @@ use shadowbell_memory::Ring;
 use shadowbell_spec::Sqe;
 
 /// Distance of the first hint, in commands. The copy of a 4 KiB block takes about as long as a
-/// memory access; a distance of two leaves time to spare.
+/// memory access, so a distance of one would hardly suffice.
 const FIRST: u32 = 2;
 
 /// Completions per batch while more commands wait. The batch is smaller than for a disk without
-/// hints, since commands take longer there, and the host has to submit the next commands before
-/// the last command of the batch begins.
+/// hints. Commands on a disk in memory take longer, and the host has to submit the next commands
+/// before the I/O thread begins the last command of the batch.
 pub(crate) const POST_AFTER: u32 = 8;
 
 /// Prefetch state of a queue during a burst of its commands.
 pub(crate) struct Prefetch {
     cursor: PrefetchCursor,
-    /// Commands known, counted from the first of the burst: the whole burst and, towards its end,
-    /// newer submissions of the host. Without these, the first command of each burst has no hint.
+    /// Number of commands that are known to be in the queue, counted from the start of the burst.
+    /// Near the end of the burst it includes newer submissions; without these, the first command of
+    /// each burst would have no hint.
     known: u32,
 }
 
 impl Prefetch {
-    /// Starts a burst; `cursor` counts the hints that the previous burst has given already.
+    /// Starts a burst. `cursor` counts those of its commands that were announced during the
+    /// previous burst.
     pub(crate) fn of(burst: u32, cursor: PrefetchCursor) -> Self {
         Self { cursor, known: burst }
     }
 
-    /// Gives hints of the commands behind the one at `head`, which is number `done` of its burst.
-    /// `waiting` returns the number of commands that wait now, from `head` on; it is called only
+    /// Announces the commands behind the one at `head`, which is number `done` of its burst.
+    /// `waiting` returns the number of commands in the queue, from `head` on. It is called only
     /// near the end of the burst.
     #[inline]
     pub(crate) fn hint(
@@ -46,8 +48,8 @@ impl Prefetch {
         waiting: impl Fn() -> u32,
     ) {
         if done + FIRST >= self.known {
-            // A tail that moves backwards is not detected for hints, only when commands are
-            // fetched.
+            // A tail that the host moves backwards is an error. It is detected when commands are
+            // fetched, not here.
             self.known = self.known.max(done + waiting());
         }
         let PrefetchCursor { once, twice } = &mut self.cursor;
@@ -59,7 +61,7 @@ impl Prefetch {
         }
     }
 
-    /// Ends a burst of `burst` commands; returns the cursor for the next one.
+    /// Ends a burst of `burst` commands. Returns the cursor for the next burst.
     pub(crate) fn end(self, burst: u32) -> PrefetchCursor {
         let PrefetchCursor { once, twice } = self.cursor;
         PrefetchCursor { once: once.saturating_sub(burst), twice: twice.saturating_sub(burst) }

@@ -3,10 +3,9 @@
 //!
 //! # Blocks with metadata
 //!
-//! Metadata are transferred, and protection information is inserted, stripped or checked.
-//!
-//! All of these commands take the slow path. The disk does the work
-//! (`Queue::submit_with_metadata`); this module decodes the command.
+//! This part decodes commands with metadata and protection information. The disk transfers,
+//! inserts, strips and checks them (`Queue::submit_with_metadata`). All of these commands take the
+//! slow path.
 
 use super::data_pointer::{fields, resolve_flagged, uses_extended, weigh_pieces};
 use super::engine::{Engine, Limits, Started};
@@ -37,7 +36,7 @@ fn prepare<const SLOW: bool>(
 ) -> Result<(Request, Kind), Status> {
     let rw = RwFields::decode(sqe);
     let (offset, len) = namespace.range(&rw)?;
-    // A short transfer (not `SLOW`) is below any MDTS.
+    // A short transfer (not `SLOW`) is below every possible MDTS.
     if SLOW && len > limits.max_transfer as u64 {
         return Err(Status::INVALID_FIELD.with_dnr());
     }
@@ -50,7 +49,7 @@ fn prepare<const SLOW: bool>(
         _ => (Op::Compare, Kind::Read(len)),
     };
     let (bytes, write) = (len as usize, matches!(op, Op::Read));
-    // A command without flags has PRPs and is not fused.
+    // A fast-path command has no flags, so it has PRPs and is not fused.
     if !SLOW {
         view.resolve_prps(sqe.prp1(), sqe.prp2(), bytes, limits.page_size, write, data)
             .map_err(|e| e.status())?;
@@ -61,8 +60,8 @@ fn prepare<const SLOW: bool>(
 }
 
 impl Engine {
-    /// Executes Read, Write or Compare. Nearly all commands take this path, so its lookups happen
-    /// once, and errors are built out of line.
+    /// Executes Read, Write or Compare. Nearly all commands take this path, so each lookup is done
+    /// only once, and errors are built out of line.
     #[inline(always)]
     pub(super) fn transfer<const SLOW: bool>(
         &mut self,
@@ -71,7 +70,7 @@ impl Engine {
         sq: usize,
         permit: Permit,
     ) -> Started {
-        // Flags: an SGL, a fused command or an invalid value.
+        // Flags may select an SGL or a fused operation, or be invalid.
         if !SLOW && sqe.flags != 0 {
             return self.slow_transfer(op, sqe, sq, permit);
         }
@@ -87,7 +86,8 @@ impl Engine {
             Ok(prepared) => prepared,
             Err(status) => return Started::Failed(permit, status),
         };
-        // PRPs are whole pages, but an SGL may consist of many short pieces.
+        // PRPs are whole pages, but an SGL may consist of many short pieces, so SGL pieces are
+        // weighed.
         let (mut pieces, mut places) = (0, 0);
         if SLOW {
             let Self { scratch, spans, budget, .. } = self;
@@ -105,8 +105,8 @@ impl Engine {
         }
         match submitted {
             Submitted::Done(Ok(())) => {
-                // The segments keep their data and view: the next command most likely reuses the
-                // same list entry and the same view, which saves reference counting.
+                // The segments are not cleared: the next command most likely uses the same list
+                // entry and view, which saves reference counting.
                 self.count(kind);
                 if SLOW { self.long_done(request.len, permit) } else { Started::Done(permit) }
             }
@@ -129,7 +129,7 @@ impl Engine {
         }
     }
 
-    /// Number of memory spans (upper bound) that a short command's PRPs touch for the first time.
+    /// Upper bound of the memory spans that a short command's PRPs touch for the first time.
     #[cold]
     #[inline(never)]
     fn touch_short(&mut self, sqe: &Sqe, len: u64) -> usize {
@@ -138,14 +138,14 @@ impl Engine {
         let (second, listed) = match len.saturating_sub(first) {
             0 => (None, 0),
             left if left <= page => (Some(sqe.prp2()), 0),
-            // The pages are in a PRP list, which is not read a second time: each counts.
+            // These pages are in a PRP list. It is not read a second time; each page counts as new.
             left => (Some(sqe.prp2()), left.div_ceil(page) as usize),
         };
         let places = std::iter::once(sqe.prp1()).chain(second);
         self.spans.touch(places.filter_map(|iova| Some((view.address(iova)?, 1)))) + listed
     }
 
-    /// [`transfer`](Self::transfer) for commands that need further checks or take long.
+    /// Slow path of [`transfer`](Self::transfer): commands that need further checks or are long.
     #[inline(never)]
     fn slow_transfer(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         if sqe.fuse() != Fuse::Normal {
@@ -189,8 +189,8 @@ impl Engine {
             && RwFields::decode(sqe).fua
     }
 
-    /// Starts a forced read, whose request follows a flush. Its data, in `pieces` pieces, are in
-    /// `scratch`.
+    /// Starts a read with Force Unit Access: first a flush, then the read itself. The read's data,
+    /// in `pieces` pieces, are in `scratch`.
     pub(super) fn begin_fua_read(
         &mut self,
         index: usize,
@@ -214,14 +214,14 @@ impl Engine {
         Started::Pending
     }
 
-    /// Ends a successful long command and charges its cost.
+    /// Charges the cost of a long command that has succeeded, and returns its outcome.
     #[inline(never)]
     pub(super) fn long_done(&mut self, bytes: u64, permit: Permit) -> Started {
         self.budget -= cost::of_command(bytes);
         Started::DoneLong(permit)
     }
 
-    /// Registers a request of `bytes` bytes that is in flight on a disk now.
+    /// Registers a request of `bytes` bytes, which is now in flight on a disk.
     pub(super) fn keep(&mut self, tag: u32, bytes: u64, entry: InFlight) {
         self.scratch = self.spare.pop().unwrap_or_default();
         self.last_tag = tag;
@@ -248,7 +248,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Metadata parameters of a Write Zeroes or Verify, if its blocks have metadata.
+    /// Metadata parameters of a Write Zeroes or Verify; `None` if the blocks have no metadata.
     pub(super) fn metadata_without_data(
         &self,
         op: NvmOpcode,
@@ -287,7 +287,7 @@ impl Engine {
             return Err(Status::INVALID_PROTECTION_INFORMATION.with_dnr());
         }
         // With PRACT, the controller inserts or strips the protection information. If the metadata
-        // consist of nothing else, no metadata are transferred.
+        // consist only of protection information, no metadata are transferred.
         let buffer = match makes && format.protection_size() == usize::from(format.size) {
             true => MetadataBuffer::None,
             false if format.extended => MetadataBuffer::Extended,
@@ -313,13 +313,14 @@ impl Engine {
             let is_wrong = match sqe.psdt() {
                 Psdt::Prp => sqe.mptr & 3 != 0,
                 Psdt::SglContiguousMetadata => false,
-                // SGLS does not announce an SGL segment at MPTR.
+                // An SGL segment at MPTR is not supported: SGLS (Identify Controller) does not
+                // announce it.
                 Psdt::SglSegmentMetadata | Psdt::Reserved => true,
             };
             if is_wrong {
                 return Err(Status::INVALID_FIELD.with_dnr());
             }
-            // An SGL may be longer than the data; the excess is not used.
+            // An SGL may be longer than the data. The excess is ignored.
             self.scratch.truncate(len as usize);
             let extended = self.scratch.extend(&self.view, sqe.mptr, metadata_len as usize);
             extended.map_err(|fault| DataPointerError::from(fault).status())?;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 #[derive(Debug)]
 pub(super) struct FaultState {
     injector: Mutex<Arc<Injector>>,
-    /// True if no command is fetched any more, because the controller is fatal or removed.
+    /// True if the controller is fatal or removed and therefore fetches no commands.
     dead: AtomicBool,
 }
 
@@ -22,7 +22,7 @@ impl FaultState {
         *self.injector.lock() = injector;
     }
 
-    /// The current injector. Called once per batch.
+    /// Current injector. Called once per batch.
     pub(super) fn injector(&self) -> Arc<Injector> {
         Arc::clone(&self.injector.lock())
     }
@@ -104,8 +104,8 @@ impl Injector {
         self.rules.iter().map(|w| (w.rule, w.injected.load(Ordering::Relaxed))).collect()
     }
 
-    /// Returns the fault of the first due rule among those that `could` apply. Each of these rules
-    /// counts the occasion.
+    /// Returns the fault of the first rule that is due, among those for which `could` is true. Each
+    /// of these rules counts the occasion.
     fn decide(&self, could: impl Fn(&Rule) -> bool) -> Option<Fault> {
         let mut chosen = None;
         for state in self.rules.iter().filter(|state| could(&state.rule)) {
@@ -138,7 +138,7 @@ impl Injector {
         self.decide(|rule| [Fault::Refuse(opcode), Fault::Ignore(opcode)].contains(&rule.fault))
     }
 
-    /// True if `fault`, which concerns CSTS.RDY, happens now.
+    /// True if `fault`, which affects CSTS.RDY, happens now.
     pub(super) fn ready(&self, fault: Fault) -> bool {
         self.decide(|rule| rule.fault == fault).is_some()
     }

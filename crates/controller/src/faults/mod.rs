@@ -1,14 +1,14 @@
 //! Fault injection: a controller that misbehaves on request, for tests of hosts.
 //!
-//! Available with the cargo feature `faults`. Faults are injected from the first call of
-//! [`Controller::inject`](crate::Controller::inject) on; from then on, a separate implementation
-//! serves the queues, one command at a time.
+//! Available with the cargo feature `faults`. After the first call of
+//! [`Controller::inject`](crate::Controller::inject), a separate implementation serves the queues,
+//! one command at a time, and injects faults.
 //!
 //! # Text format
 //!
-//! Rules are separated by commas: `FAULT[=ARGUMENT]`, followed in any order by `:every=N`,
-//! `:rate=1/N` or `:at=N` (the Nth time only; the default is `every=1`), `:queue=QID` and
-//! `:limit=N`. `seed=N` is the seed of the random choices of `rate`.
+//! Rules are separated by commas. A rule is `FAULT[=ARGUMENT]`, followed in any order by
+//! `:queue=QID`, `:limit=N` and one of `:every=N` (the default is `every=1`), `:rate=1/N` and
+//! `:at=N` (only the Nth time). `seed=N` is the seed of the random choices of `rate`.
 //!
 //! | fault | effect |
 //! |---|---|
@@ -33,7 +33,7 @@
 //! | `subsystem-reset` | the controller is reset, and CSTS.NSSRO is set |
 //! | `removal` | all registers read as all ones from then on |
 //!
-//! The last three happen, and are counted, when a command is fetched from an I/O queue.
+//! The last three faults happen, and are counted, when a command is fetched from an I/O queue.
 //!
 //! ```
 //! use shadowbell_controller::faults::{Fault, Faults, When};
@@ -58,8 +58,8 @@ use overrides::FaultyControl;
 use std::sync::Arc;
 
 impl Controller {
-    /// Injects `faults` from now on, in place of those of an earlier call. [`Faults::default`] ends
-    /// the injection; faults that have already happened keep their effect.
+    /// Injects `faults` from now on, instead of those of an earlier call. [`Faults::default`] ends
+    /// the injection. Faults that have already happened keep their effect.
     pub fn inject(&self, faults: Faults) -> Injected {
         let injector = Arc::new(Injector::new(faults));
         self.inner().with(|control, cx| {

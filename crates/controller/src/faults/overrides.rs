@@ -1,7 +1,7 @@
 //! Overrides that inject faults into queues, registers and admin commands.
 //!
-//! [`FaultyQueues`] serves the queues one command at a time. [`FaultyControl`] has wrong register
-//! values and failing admin commands.
+//! [`FaultyQueues`] serves the queues one command at a time. [`FaultyControl`] returns wrong
+//! register values and fails admin commands.
 
 use super::injector::{FaultState, Injector};
 use super::rules::Fault;
@@ -29,7 +29,7 @@ struct Delayed {
     cqe: Cqe,
 }
 
-/// Hanging command, with the time of its end if it does not hang for ever.
+/// Hanging command. `until` is the time of its end; `None` if it hangs forever.
 struct Hung {
     until: Option<Instant>,
     sq: usize,
@@ -51,7 +51,7 @@ pub(super) struct FaultyQueues {
     delayed: Vec<Delayed>,
     hung: Vec<Hung>,
     stalled: Vec<Stalled>,
-    /// Commands in flight whose completion will have a fault: queue index, identifier, fault.
+    /// Commands in flight whose completions will be faulty: queue index, identifier, fault.
     marked: Vec<(usize, u16, Fault)>,
 }
 
@@ -104,7 +104,7 @@ impl FaultyQueues {
         Some(self.marked.swap_remove(at).2)
     }
 
-    /// Completes a command, with its fault.
+    /// Completes a command. If it is marked with a fault, its completion is faulty.
     fn finish(
         &mut self,
         injector: &Injector,
@@ -136,7 +136,8 @@ impl FaultyQueues {
                     _ => cqe.status ^= ((noise >> 32) as u16 & 0x0fff | 1) << 1,
                 }
             }
-            // A host that numbers its commands from 0 never has so many.
+            // The changed identifier is free: a host that numbers its commands from 0 never uses so
+            // high a number.
             Some(Fault::WrongCid) => cqe.cid ^= 0x8000,
             Some(Fault::WrongHead) => cqe.sq_head = u16::MAX,
             Some(Fault::WrongSqId) => cqe.sq_id ^= 0x40,
@@ -184,7 +185,7 @@ impl FaultyQueues {
         }
     }
 
-    /// Executes delayed commands that are due, as if they were fetched now.
+    /// Executes delayed commands that are due, like newly fetched ones.
     fn start_stalled(&mut self, set: &mut QueueSet, now: Instant) {
         let QueueSet { sqs, cqs, engine, shared, .. } = set;
         for Stalled { sq, permit, sqe, .. } in take(&mut self.stalled, |stalled| now >= stalled.due)
@@ -202,7 +203,7 @@ impl FaultyQueues {
         }
     }
 
-    /// Fetches one command and starts it. False if no more commands can be fetched.
+    /// Fetches one command and starts it. Returns false if no more commands can be fetched.
     fn fetch_one(
         &mut self,
         injector: &Injector,
@@ -241,7 +242,7 @@ impl FaultyQueues {
                 return true;
             }
             Some(fault @ (Fault::Fatal | Fault::SubsystemReset | Fault::Removal)) => {
-                // The command is not executed: the fault happened before it.
+                // The command is not executed, because the fault happens first.
                 cq.release(permit);
                 control.notify(Notice::Condition(match fault {
                     Fault::Fatal => Condition::Fatal,
@@ -292,7 +293,7 @@ impl QueueOverride for FaultyQueues {
             return 0;
         }
         if cq.look().is_err() || cq.free() == 0 {
-            // An invalid head is not reported while faults are injected.
+            // While faults are injected, an invalid head only blocks the queue and is not reported.
             sq.blocked = true;
             return 0;
         }

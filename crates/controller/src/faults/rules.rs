@@ -13,7 +13,8 @@ pub enum Fault {
     DropAfter,
     /// Command that hangs until it is aborted, or until this time, when it ends with an error.
     Hang(Option<Duration>),
-    /// Execution delayed by this time; the data are those in memory at that moment.
+    /// Execution delayed by this time. A write writes the data that are in memory at the time of
+    /// execution.
     Stall(Duration),
     /// Completion delayed by this time.
     Delay(Duration),
@@ -47,7 +48,7 @@ pub enum Fault {
     Removal,
 }
 
-/// Frequency of a fault, among its possible occasions.
+/// Frequency of a fault, among the occasions at which it could happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
     /// Every nth occasion.
@@ -79,7 +80,7 @@ impl Rule {
     }
 }
 
-/// Fault rules. A command gets at most one fault: that of the first rule that applies.
+/// Fault rules. If several rules apply to a command, it gets the fault of the first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Seed of the random choices.
@@ -118,7 +119,7 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// Maximum time of a fault: far beyond any host's timeout, and without overflow of the clock.
+/// Maximum time of a fault. It exceeds all timeouts of hosts, and cannot overflow the clock.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 fn time(text: &str) -> Option<Duration> {

@@ -1,52 +1,54 @@
 //! Interrupt moderation: adapts the number of completions per interrupt.
 //!
-//! A host with many commands in flight can handle many completions per interrupt; a host that
-//! waits for a single command needs its interrupt at once. The number of completions that arrive
-//! close together distinguishes the two, and is learnt for each completion queue: an interrupt is
-//! raised as soon as the learnt number of completions is posted, and held for a short *grace* while
-//! there are fewer and more keep arriving. From time to time, the queue waits for twice that number
-//! (a *probe*), to find out if there would be more. While probes fail, they become rarer, so that a
-//! host with one command in flight is delayed only once in a thousand times.
+//! A host with many commands in flight can handle many completions per interrupt. A host that waits
+//! for a single command needs its interrupt at once. The two differ in the number of completions
+//! that arrive close together, which is learnt for each completion queue. An interrupt is raised as
+//! soon as the learnt number of completions is posted. With fewer, it is held for a short *grace*
+//! after each completion. From time to time, the queue waits for twice the learnt number (a
+//! *probe*), to find out if more completions would arrive. After failed probes, the next ones
+//! become rarer. So a host with one command in flight is delayed only once in a thousand times.
 //!
-//! Two rules prevent a host that submits many commands one by one from being mistaken for a host
-//! with few commands in flight:
-//! * The pace of its submissions is learnt, too. While submissions continue at that pace, the host
-//!   is busy and not waiting, and an interrupt would only disturb it.
-//! * The completions left at the end of such a run are fewer than the learnt number, but are no
-//!   evidence: they count together with those announced before in the same run.
+//! A host that submits many commands one by one can look like a host with few commands in flight.
+//! Two rules distinguish them:
+//! * The pace of the host's submissions is learnt, too. While the host submits at that pace, it is
+//!   busy and not waiting, and an interrupt would only disturb it.
+//! * At the end of such a run of submissions, fewer completions than the learnt number are left.
+//!   This does not reduce the learnt number, because they are counted together with the completions
+//!   that were announced before in the same run.
 //!
-//! A host is also stopped occasionally, by its own interrupts or by other load on its CPU. That
-//! looks like the end of a run, so the learnt number drops only after two in a row.
+//! A host also stops submitting occasionally, because of its own interrupts or other load on its
+//! CPU. That looks like the end of a run. So the learnt number drops substantially only after two
+//! short runs in a row.
 //!
-//! Moderation is the controller's own choice and applies only if the host has not set Interrupt
+//! Moderation is the controller's own choice. It applies only if the host has not set Interrupt
 //! Coalescing (feature 08h), which has precedence.
 
 use std::time::{Duration, Instant};
 
 /// Maximum number of completions per interrupt.
 const MOST: u32 = 64;
-/// Interrupts between two probes: initial and maximum number.
+/// Number of interrupts between two probes: initial and maximum.
 const PROBE_AFTER: (u32, u32) = (8, 1024);
-/// Multiple of the usual submission pace after which a host's run counts as ended.
+/// A host's run has ended when it has not submitted for this multiple of its usual pace.
 const PACES: u32 = 12;
-/// Multiple of the hold limit for a host that is still submitting, and so not waiting.
+/// Multiple of the hold limit that applies while the host is still submitting, and so not waiting.
 const BUSY: u32 = 2;
 
 /// Maximum hold times of an interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HoldLimit {
-    /// Time after the last completion.
+    /// Maximum time after the latest completion.
     grace: Duration,
-    /// Time after the first completion, unless the host is busy submitting.
+    /// Maximum time after the first completion, unless the host is busy submitting.
     pub(crate) most: Duration,
 }
 
 impl HoldLimit {
-    /// No holding: every completion is announced at once.
+    /// Limits without holding: every completion is announced at once.
     pub(crate) const NONE: Self = Self { grace: Duration::ZERO, most: Duration::ZERO };
 
-    /// Limits for an I/O thread that polls for `window`: a tenth of it per completion, and all of
-    /// it in total. A thread that polls for that long expects the host to be active.
+    /// Limits for an I/O thread that polls for up to `window`: a tenth of the window after each
+    /// completion, the whole window in total. A thread with a long window expects an active host.
     pub(crate) fn of(window: Duration) -> Self {
         Self { grace: window / 10, most: window }
     }
@@ -62,15 +64,16 @@ pub(crate) struct Moderation {
     until_probe: u32,
     /// Interrupts between two probes.
     probe_after: u32,
-    /// Completions of the last interrupt of the current run that was raised at the target.
+    /// Number of completions announced by the last interrupt of the current run that was raised at
+    /// the target.
     announced: u32,
     /// Time of that interrupt.
     announced_at: Option<Instant>,
-    /// True if the host has submitted commands since the clock was read last.
+    /// True if the host has submitted commands since the last reading of the clock.
     has_submitted: bool,
     /// Usual time between two submissions of a run; zero if unknown.
     pace: Duration,
-    /// Length of the last run, if it ended below the target.
+    /// Length of the last run; `None` unless it ended below the target.
     missed: Option<u32>,
     held: Option<Held>,
 }
@@ -83,8 +86,8 @@ struct Held {
     grown: Instant,
     /// Time of the host's last submission.
     submitted: Option<Instant>,
-    /// Maximum number of completions that the interrupt would have announced. The host may have
-    /// consumed some of them without an interrupt since.
+    /// Maximum number of completions that the interrupt could have announced. Meanwhile, the host
+    /// may have consumed some of them without an interrupt.
     peak: u32,
 }
 
@@ -121,20 +124,23 @@ impl Moderation {
         self.has_submitted = true;
     }
 
-    /// Number of completions at which the next interrupt is raised.
+    /// Number of completions at which the next interrupt is raised; twice the target during a
+    /// probe.
     fn wanted(&self) -> u32 {
         if self.until_probe == 0 { (self.target * 2).min(MOST) } else { self.target }
     }
 
-    /// Time after a submission for which a further one is expected. If the pace of the host is
-    /// slower than the grace, it may wait for each of its commands, so only the grace applies.
+    /// Time after a submission within which the next one is expected. If the pace of the host is
+    /// slower than the grace, the host may be waiting for each of its commands. Then this is only
+    /// the grace.
     fn run_ends_after(&self) -> Duration {
         let HoldLimit { grace, most } = self.limit;
         if self.pace <= grace { self.pace.saturating_mul(PACES).clamp(grace, most) } else { grace }
     }
 
-    /// Handles new completions, `count` in total to announce at `now`. True if the interrupt has to
-    /// be raised; otherwise it is held, and [`is_due`](Self::is_due) has to be called again soon.
+    /// Handles new completions at `now`; `count` completions in total are to be announced. Returns
+    /// true if the interrupt has to be raised. Otherwise it is held, and [`is_due`](Self::is_due)
+    /// has to be called again soon.
     pub(crate) fn add(&mut self, count: u32, now: Instant) -> bool {
         if self.limit.grace.is_zero() {
             return true;
@@ -170,13 +176,13 @@ impl Moderation {
         due
     }
 
-    /// Ends holding: the interrupt was raised or is not needed any more.
+    /// Ends the holding, because the interrupt was raised or is not needed any more.
     pub(crate) fn let_go(&mut self) {
         self.held = None;
     }
 
-    /// Learns the submission pace. Only while an interrupt is held, the clock is read often enough
-    /// for that, and the host is not disturbed by interrupts.
+    /// Learns the submission pace. This is possible only while an interrupt is held: then the clock
+    /// is read often enough, and no interrupts disturb the host.
     fn see_submissions(&mut self, now: Instant) {
         if !std::mem::take(&mut self.has_submitted) {
             return;
@@ -191,7 +197,7 @@ impl Moderation {
     fn reached(&mut self) {
         self.missed = None;
         if self.until_probe == 0 {
-            // The probe was successful, so there may be even more.
+            // The probe was successful, so there may be even more completions to wait for.
             self.target = self.wanted();
             self.probe_after = PROBE_AFTER.0;
             self.until_probe = self.probe_after;
@@ -200,7 +206,8 @@ impl Moderation {
         }
     }
 
-    /// Handles an interrupt that was raised after its hold time with only `count` completions.
+    /// Handles an interrupt that was raised at the end of its hold time, with only `count`
+    /// completions.
     fn late(&mut self, count: u32) {
         let in_vain = self.until_probe == 0 && count <= self.target;
         if in_vain {
@@ -208,13 +215,13 @@ impl Moderation {
         } else if count > self.target {
             self.probe_after = PROBE_AFTER.0;
         }
-        // With a target of 1, there are no runs; and a failed probe has shown the length of this
-        // run.
+        // These completions are the whole run in two cases: a target of 1, which has no runs, and a
+        // failed probe, which has waited for the end of the run.
         let alone = self.target == 1 || in_vain;
         let run = if alone { count } else { self.announced.saturating_add(count) };
         let kept = match self.missed.take() {
-            // A single short run may be caused by other load on the host, so the target drops
-            // little.
+            // A single short run may be caused by other load on the host, so the target drops only
+            // slightly.
             None => {
                 self.missed = Some(run);
                 self.target * 7 / 8
@@ -233,8 +240,9 @@ mod tests {
 
     const GRACE: Duration = Duration::from_secs(1000);
 
-    /// Simulates a host with bursts of `depth` completions, for `interrupts` interrupts. Returns
-    /// the completions of each interrupt, and the number of waits for the whole grace.
+    /// Simulates a host with bursts of `depth` completions until `interrupts` interrupts were
+    /// raised. Returns the number of completions of each interrupt, and the number of waits for the
+    /// whole grace.
     fn bursts(moderation: &mut Moderation, depth: u32, interrupts: usize) -> (Vec<u32>, usize) {
         let (mut sizes, mut waits) = (Vec::new(), 0);
         while sizes.len() < interrupts {
@@ -259,7 +267,8 @@ mod tests {
         let mut moderation = moderation();
         let (sizes, waits) = bursts(&mut moderation, 1, 100_000);
         assert!(sizes.iter().all(|size| *size == 1));
-        // Eight probes until the interval between two of them is a thousand interrupts.
+        // There are eight probes until the interval between two probes is about a thousand
+        // interrupts.
         assert!(waits <= 8 + 100_000 / 1024, "{waits}");
         assert!(bursts(&mut moderation, 1, 1000).1 <= 1, "the interval stays long");
     }
@@ -272,13 +281,14 @@ mod tests {
         let (sizes, waits) = bursts(&mut moderation, 32, 1000);
         assert!(sizes.iter().all(|size| *size == 32));
         assert!(waits < 20, "{waits}");
-        // When the queue becomes shallow, the second short run is believed, after a short wait for
-        // each; completions announced before the first one counted with it.
+        // When the depth of the queue drops to 1, the target drops at the second short run. Each
+        // short run costs a short wait. Completions that were announced before the first one count
+        // with it.
         assert_eq!(bursts(&mut moderation, 1, 4), (vec![1; 4], 4));
         assert_eq!(bursts(&mut moderation, 1, 7), (vec![1; 7], 0));
         let (sizes, waits) = bursts(&mut moderation, 1, 1000);
         assert!(sizes.iter().all(|size| *size == 1));
-        // Only the probes that every host with one command in flight gets.
+        // The only waits are the probes that every host with one command in flight gets.
         assert!(waits <= 8, "{waits}");
     }
 
@@ -304,7 +314,8 @@ mod tests {
     struct Outcome {
         interrupts: u32,
         completions: u32,
-        /// Microseconds from a submission to the guest's handling of its completion.
+        /// 99th percentile of the microseconds from a submission to the guest's handling of its
+        /// completion.
         p99: u64,
     }
 
@@ -315,10 +326,11 @@ mod tests {
     }
 
     /// Simulates a guest with one CPU that keeps `depth` commands in flight on a disk that
-    /// completes inline. A submission takes `least` and a little, occasionally much longer (as
-    /// Linux with fio under emulation: one in a hundred takes a third of a millisecond, one in a
-    /// thousand more than one). Every interrupt stops it for 40 us plus 4 us per completion, and it
-    /// submits as many commands as were completed. Times are microseconds of virtual time.
+    /// completes inline. A submission takes slightly more than `least`, and occasionally much
+    /// longer, as with Linux and fio under emulation: one in a hundred takes a third of a
+    /// millisecond, one in a thousand more than a millisecond. Every interrupt stops the guest for
+    /// 40 us plus 4 us per completion; then the guest submits as many commands as were completed.
+    /// Times are microseconds of virtual time.
     fn guest(moderation: &mut Moderation, depth: u32, least: u64, stolen: u64) -> Outcome {
         let start = Instant::now();
         let at = |time: u64| start + Duration::from_micros(time);
@@ -344,7 +356,7 @@ mod tests {
         let (mut unannounced, mut known, mut to_submit) = (0u32, 0u32, depth);
         let (mut interrupts, mut completions, mut latencies) = (0, 0, Vec::new());
         while completions < 30_000 {
-            // Without commands to submit, the guest only waits.
+            // Without commands to submit, the guest only waits for an interrupt.
             let end = if to_submit == 0 { u64::MAX } else { time + submission() };
             // The controller polls about once per microsecond.
             let mut raised = false;
@@ -380,7 +392,8 @@ mod tests {
     #[test]
     fn a_slow_guest_is_not_stopped_in_its_work() {
         let patient = || Moderation::new(HoldLimit::of(Duration::from_millis(1)));
-        // Shadow doorbells and trapped doorbells; an idle machine and one with other load.
+        // `least` for shadow doorbells and for trapped doorbells; `stolen` for an idle machine and
+        // one with other load.
         for (least, stolen) in [(20, 0), (20, 8), (38, 0), (38, 8)] {
             for (depth, at_most) in [(2, 0.6), (4, 0.35), (8, 0.2), (32, 0.065)] {
                 let each = guest(&mut patient(), depth, least, stolen).each();
@@ -400,7 +413,7 @@ mod tests {
 
     #[test]
     fn a_host_slower_than_the_grace_is_not_waited_for() {
-        // Independent commands every 15 us, each waited for by its submitter.
+        // Independent commands, one every 15 us. The submitter of each waits for its completion.
         let mut moderation = Moderation::new(HoldLimit::of(Duration::from_micros(100)));
         let start = Instant::now();
         let (mut interrupts, mut held_for) = (0, Duration::ZERO);

@@ -2,10 +2,11 @@
 //!
 //! Three mechanisms hold an interrupt, in this order:
 //!
-//! 1. *Coalescing*: if the host has set features 08h and 09h, these alone decide.
-//! 2. *Suppression*: the host has not yet consumed the completions of the last interrupt, so it
-//!    will find later completions without another one. The interrupt is raised when the host has
-//!    consumed these, after a time limit, or before the I/O thread sleeps; it is never lost.
+//! 1. *Coalescing*: if the host has set features 08h and 09h, only these settings decide.
+//! 2. *Suppression*: the host has not consumed all completions of the last interrupt yet, so it
+//!    will find later completions without another interrupt. The interrupt is raised when the host
+//!    has consumed the announced completions, after a time limit, or before the I/O thread sleeps.
+//!    It is never lost.
 //! 3. *Moderation*: further completions are expected soon ([`Moderation`]).
 
 use super::moderation::{HoldLimit, Moderation};
@@ -13,8 +14,8 @@ use super::table::IrqLine;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Minimum of the time limit of suppression while the I/O thread is awake and the host consumes
-/// nothing. A longer hold limit replaces it.
+/// Time limit of suppression if the I/O thread stays awake and the host consumes nothing. If the
+/// hold limit is longer, it applies instead.
 const SUPPRESSED_AT_MOST: Duration = Duration::from_micros(100);
 
 /// Decision about completions that were just posted.
@@ -22,7 +23,7 @@ const SUPPRESSED_AT_MOST: Duration = Duration::from_micros(100);
 pub(crate) enum Decision {
     /// Raise the interrupt now.
     Raise,
-    /// Hold the interrupt: [`InterruptPolicy::is_holding`] is true until it is raised.
+    /// Hold the interrupt. Until it is raised, [`InterruptPolicy::is_holding`] is true.
     Hold,
 }
 
@@ -33,9 +34,9 @@ pub(crate) struct InterruptPolicy {
     line: Option<IrqLine>,
     /// Completions posted since the last interrupt.
     unannounced: u32,
-    /// Announced entries that the host has not consumed yet.
+    /// Number of announced entries that the host has not consumed yet.
     unconsumed: u32,
-    /// Begin of the current suppression.
+    /// Start of the current suppression.
     suppressed: Option<Instant>,
     /// Deadline of the current coalescing.
     coalesced: Option<Instant>,
@@ -89,7 +90,7 @@ impl InterruptPolicy {
         self.unconsumed != 0
     }
 
-    /// Decision by the host's coalescing setting; `None` if the host has set nothing.
+    /// Decision by the host's coalescing settings; `None` if the host has set nothing.
     pub(crate) fn coalesce(&mut self, coalescing: &Coalescing) -> Option<Decision> {
         let line = self.line.as_ref()?;
         match coalescing.of(line.vector()) {
@@ -104,8 +105,8 @@ impl InterruptPolicy {
         }
     }
 
-    /// Decides about posted completions without a setting of the host. The caller has just read the
-    /// host's head.
+    /// Decides about posted completions if the host has set no coalescing. The caller has just read
+    /// the host's head.
     pub(crate) fn decide(&mut self) -> Decision {
         if self.is_unconsumed() {
             self.suppressed.get_or_insert_with(Instant::now);
@@ -124,7 +125,7 @@ impl InterruptPolicy {
         self.suppressed.is_some() || self.coalesced.is_some() || self.moderation.is_holding()
     }
 
-    /// True if an interrupt is held by moderation: too briefly for a sleep to be worthwhile.
+    /// True if an interrupt is held by moderation, so briefly that a sleep is not worthwhile.
     pub(crate) fn is_moderating(&self) -> bool {
         self.moderation.is_holding()
     }
@@ -140,7 +141,8 @@ impl InterruptPolicy {
     }
 
     /// Decides about a held interrupt. The caller has just read the host's head: `unread` entries
-    /// are posted and not consumed. Completions consumed without an interrupt need none.
+    /// are posted and not consumed. Completions that the host has already consumed need no
+    /// interrupt.
     pub(crate) fn decide_held(&mut self, unread: u32, now: Instant) -> Decision {
         self.unannounced = self.unannounced.min(unread);
         if self.unannounced == 0 {
@@ -161,7 +163,7 @@ impl InterruptPolicy {
         if due { Decision::Raise } else { Decision::Hold }
     }
 
-    /// Deadline of coalescing, which limits a sleep.
+    /// Deadline of coalescing, at which a sleep of the thread must end.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.coalesced
     }
@@ -172,7 +174,7 @@ impl InterruptPolicy {
         self.line.is_some()
     }
 
-    /// Raises the interrupt, if the queue has one. It announces the `unread` entries that are
+    /// Raises the interrupt, if the queue has one. It announces `unread` entries: those that are
     /// posted and not consumed.
     pub(crate) fn raise(&mut self, unread: u32) {
         self.suppressed = None;
@@ -190,10 +192,10 @@ impl InterruptPolicy {
 /// I/O threads. Base 2.1, "Interrupt Coalescing".
 #[derive(Debug, Default)]
 pub(crate) struct Coalescing {
-    /// Aggregation Threshold in bits 7:0 (0's based), Aggregation Time in 15:8 (units of 100 µs),
-    /// and bit 16 if the host has set them.
+    /// Aggregation Threshold in bits 7:0 (0's based) and Aggregation Time in bits 15:8 (units of
+    /// 100 µs). Bit 16 is set if the host has set these.
     setting: AtomicU32,
-    /// Bit per vector: coalescing disabled.
+    /// One bit per vector: set if coalescing is disabled.
     disabled: [AtomicU64; 2],
 }
 
@@ -238,9 +240,9 @@ impl Coalescing {
         self.disabled.iter().for_each(|word| word.store(0, Ordering::Relaxed));
     }
 
-    /// Setting of `vector`. A threshold or a time of 0 disables coalescing, as does feature 09h
-    /// for a single vector. Vector 0, of the admin queue, is never aggregated, because the clause
-    /// applies to I/O queues only.
+    /// Coalescing setting of `vector`. A threshold or a time of 0 disables coalescing, and feature
+    /// 09h can disable it for a single vector. Interrupts of vector 0, which the admin queue uses,
+    /// are never aggregated, because the clause applies to I/O queues only.
     pub(crate) fn of(&self, vector: u16) -> Wish {
         let setting = self.setting.load(Ordering::Relaxed);
         let disabled = &self.disabled.get(usize::from(vector / 64));
@@ -317,14 +319,14 @@ mod tests {
             }
             decision
         };
-        // Bursts of 32, so that fewer completions are held.
+        // After bursts of 32 completions, moderation holds the interrupt of a single one.
         for _ in 0..100 {
             post(&mut policy, 32, &coalescing);
         }
         assert_eq!(post(&mut policy, 1, &coalescing), Decision::Hold);
         coalescing.set(0, 0);
         (0..10).for_each(|_| assert_eq!(post(&mut policy, 1, &coalescing), Decision::Raise));
-        // The same setting for a single vector.
+        // The same with coalescing disabled for a single vector.
         coalescing.reset();
         for _ in 0..100 {
             post(&mut policy, 32, &coalescing);

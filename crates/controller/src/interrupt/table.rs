@@ -1,14 +1,14 @@
-//! Table of message-signalled interrupts: eventfds of the VMM or the driver.
+//! Table of interrupt vectors (MSI-X): eventfds of the VMM or the driver.
 
 use parking_lot::{Mutex, MutexGuard};
 use shadowbell_memory::EventFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Interrupt vectors of a controller. The control plane sets them, I/O threads raise them.
+/// Interrupt vectors of a controller. The control plane sets them, and I/O threads raise them.
 ///
-/// An I/O thread caches the eventfd of a vector and reads the table only if the generation has
-/// changed, so raising takes no lock.
+/// An I/O thread caches the eventfd of a vector. It reads the table again only if the generation
+/// has changed, so it takes no lock to raise an interrupt.
 #[derive(Debug)]
 pub(crate) struct IrqTable {
     generation: AtomicU32,
@@ -18,7 +18,8 @@ pub(crate) struct IrqTable {
 #[derive(Debug, Default)]
 struct Line {
     event: Option<Arc<EventFd>>,
-    /// Raised while no eventfd was connected: signalled when one is connected.
+    /// True if the vector was raised while no eventfd was connected. The next connected eventfd is
+    /// signalled.
     pending: bool,
 }
 
@@ -51,7 +52,8 @@ impl IrqTable {
         true
     }
 
-    /// Raises `vector` for a client's SET_IRQS with a trigger. False if it does not exist.
+    /// Raises `vector` when a client requests it by SET_IRQS. Returns false if the vector does not
+    /// exist.
     pub(crate) fn trigger(&self, vector: usize) -> bool {
         let mut lines = self.lock();
         match lines.get_mut(vector) {
@@ -74,7 +76,7 @@ impl IrqTable {
         self.generation.fetch_add(1, Ordering::Release);
     }
 
-    /// Clears pending interrupts, whose queues do not exist any more.
+    /// Clears pending interrupts after their queues were deleted.
     pub(crate) fn forget_pending(&self) {
         self.lock().iter_mut().for_each(|line| line.pending = false);
     }

@@ -2,7 +2,7 @@
 //! decisions about exclusive commands.
 //!
 //! A decision about an exclusive command is stored in its journal record, in two dwords of the
-//! recorded entry that no exclusive command uses.
+//! recorded submission queue entry that exclusive commands do not use.
 
 use crate::saved::Death;
 use shadowbell_doorbell::{DoorbellState, Truth};
@@ -12,8 +12,8 @@ use shadowbell_spec::status::Status;
 use std::io;
 use std::os::fd::AsFd;
 
-/// Bytes of the queue positions. Each queue identifier has a cache line of its own, so that queues
-/// of two I/O threads never share one.
+/// Bytes of the queue positions. Each queue identifier has a cache line of its own, because queues
+/// of different I/O threads must not share one.
 pub(super) const POSITIONS: usize = 8192;
 pub(super) const LINE: usize = 64;
 pub(super) const SQ: usize = 0;
@@ -27,13 +27,13 @@ pub(crate) const QUEUES: usize = POSITIONS / LINE;
 
 /// Bytes of a record: its key and the submission queue entry.
 pub(super) const RECORD: usize = 8 + Sqe::SIZE;
-/// Records beyond the request quota: the last batch is fetched as a whole, and long commands
-/// consist of several requests.
+/// Records beyond the request quota. They are needed because the last batch is fetched as a whole,
+/// and because long commands consist of several requests.
 pub(super) const BEYOND_QUOTA: usize = 2048;
 
 /// Maximum number of commands fetched from one queue before other queues get their turn: round
-/// robin with a burst (Base 2.1, "Round Robin Arbitration"). The queue's position is stored after a
-/// burst, so an unrecorded command that crashes the process is one of this many.
+/// robin with a burst (Base 2.1, "Round Robin Arbitration"). The queue's position is stored after
+/// each burst. So if an unrecorded command crashes the process, it is one of at most this many.
 pub(crate) const BURST: u32 = 64;
 
 /// Key flag: the record is valid.
@@ -42,11 +42,12 @@ pub(super) const VALID: u64 = 1 << 63;
 pub(super) const WAITS: u64 = 1 << 47;
 /// Key flag: the entry contains a decision about the command.
 pub(super) const DECIDED: u64 = 1 << 46;
-/// Position of the crash count in the key: three bits, which a queue identifier does not need.
+/// Position of the crash count in the key: three bits that are free, because queue identifiers are
+/// small.
 const DEATHS: u32 = 40;
 const MOST_DEATHS: u8 = 7;
 
-/// Key of a record: command number `count` of queue `sqid` after `generation` resets.
+/// Key of a record: command number `count` of queue `sqid` after `generation` controller resets.
 pub(super) fn key(generation: u64, sqid: u16, count: u32) -> u64 {
     VALID | (generation & 0x7fff) << 48 | u64::from(sqid) << 32 | u64::from(count)
 }
@@ -57,7 +58,7 @@ pub(super) fn pack_deaths(deaths: u8) -> u64 {
 }
 
 /// Decodes a key: queue, command number, number of crashes; `None` for a record of another
-/// generation. `death` is the cause of death of the process that has written it.
+/// generation. `death` is the cause of death of the process that has written the key.
 pub(super) fn unpack(found: u64, generation: u64, death: Death) -> Option<(u16, u32, u8)> {
     let (sqid, count) = ((found >> 32 & 0xff) as u16, found as u32);
     let deaths = (found >> DEATHS) as u8 & MOST_DEATHS;
@@ -70,15 +71,15 @@ pub(super) fn unpack(found: u64, generation: u64, death: Death) -> Option<(u16, 
     Some((sqid, count, (deaths + u8::from(counts)).min(MOST_DEATHS)))
 }
 
-/// Encodes the command of a queue that is being started (or waits for that), with the number of
-/// processes that have crashed with it.
+/// Encodes the command that is being started, or waits for its start, and the number of processes
+/// that have crashed with it.
 pub(super) fn pack_trying(count: u32, deaths: u8, waits: bool) -> u64 {
     let waits = if waits { WAITS } else { 0 };
     VALID | waits | u64::from(deaths.min(MOST_DEATHS)) << 32 | u64::from(count)
 }
 
-/// Number of processes that have crashed with command `count`; `None` if the word is about another
-/// command. `death` is the cause of death of the process that has written it.
+/// Number of processes that have crashed with command `count`; `None` if the word describes another
+/// command. `death` is the cause of death of the process that has written the word.
 pub(super) fn unpack_trying(word: u64, count: u32, death: Death) -> Option<u8> {
     let counts = word & WAITS == 0 && death == Death::Fault;
     let deaths = (word >> 32) as u8 & MOST_DEATHS;
@@ -89,7 +90,7 @@ pub(super) fn unpack_trying(word: u64, count: u32, death: Death) -> Option<u8> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RecoveredCommand {
     pub(crate) sqid: u16,
-    /// Number of commands fetched from its queue before it.
+    /// Number of commands fetched from the same queue before this one.
     pub(crate) count: u32,
     /// Number of consecutive processes that have crashed with the command in flight.
     pub(crate) deaths: u8,
@@ -113,10 +114,10 @@ pub(crate) struct Position {
     /// Index of the entry that is fetched next (submission queue) or posted next (completion
     /// queue).
     pub(crate) at: u16,
-    /// The phase tag of the next completion.
+    /// Phase tag of the next completion.
     pub(crate) phase: bool,
-    /// Number of commands fetched, modulo 2^32 (submission queue), or of completions posted,
-    /// modulo 2^45 (completion queue).
+    /// Counter: commands fetched, modulo 2^32 (submission queue), or completions posted, modulo
+    /// 2^45 (completion queue).
     pub(crate) count: u64,
     /// Source of the doorbell's value.
     pub(crate) truth: Truth,
@@ -143,18 +144,20 @@ impl Position {
     }
 }
 
-/// Encodes the number of completions posted when a submission queue's position `at` was stored.
+/// Encodes the number of completions that were posted when position `at` of a submission queue was
+/// stored.
 pub(super) fn pack_covers(at: u16, completions: u64) -> u64 {
     u64::from(at) | completions << 19
 }
 
-/// True if completion number `nth` is among them and the stored position is `at`.
+/// True if completion number `nth` is among these, and the stored position is still `at`.
 pub(super) fn covers(word: u64, at: u16, nth: u64) -> bool {
     // Completion numbers are modulo 2^45.
     word as u16 == at && ((word >> 19).wrapping_sub(nth) << 19) as i64 >= 0
 }
 
-/// Encodes the last value and the snapshot of a doorbell; `truth` is part of the position.
+/// Encodes the last value and the snapshot of a doorbell. (`truth` is part of the queue's
+/// position.)
 pub(super) fn pack_doorbell(state: DoorbellState) -> u64 {
     let snapshot = state.snapshot.map_or(0, |value| u64::from(value) | 1 << 48);
     snapshot | u64::from(state.last) << 32
@@ -172,8 +175,8 @@ pub(crate) enum Decision {
     Begin,
     /// The fused operation, of which this is the first command, is submitted as one disk request.
     Try,
-    /// The command has ended with this status. For the second command of a fused operation that
-    /// was one disk request, `dw0` is the status of the first command.
+    /// The command has ended with this status. If it is the second command of a fused operation
+    /// that was one disk request, `dw0` is the status of the first command.
     End { status: Status, dw0: u32 },
 }
 
@@ -234,7 +237,7 @@ mod tests {
             let word = pack_covers(9, count);
             assert!(covers(word, 9, count) && covers(word, 9, count.wrapping_sub(70_000)));
             assert!(!covers(word, 9, count + 1) && !covers(word, 9, count + 70_000));
-            // The process died before it stored the position itself.
+            // The process died after it stored this word and before it stored the position itself.
             assert!(!covers(word, 8, count));
         }
     }

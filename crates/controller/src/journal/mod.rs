@@ -1,49 +1,53 @@
 //! Journal: queue positions and commands in flight, for recovery from a killed process.
 //!
 //! The journal is a memory file (memfd) that outlives the process. I/O threads write it with plain
-//! stores: no system call, no lock. Only the process dies, not the machine, so all executed stores
-//! are visible to the recovering process, in their order.
+//! stores, without system calls or locks. If only the process dies and not the machine, all
+//! executed stores are visible to the recovering process, in the order of their execution.
 //!
 //! # Order of stores
 //!
-//! 1. A command with a request in flight is [recorded](JournalPart::record): a copy of its
-//!    submission queue entry, because the host may overwrite the original, and the number of the
-//!    command, counted from the creation of its queue.
+//! 1. A command with a request in flight is [recorded](JournalPart::record). The record contains a
+//!    copy of its submission queue entry, because the host may overwrite the original, and the
+//!    number of the command, counted from the creation of its queue.
 //! 2. Completions are posted.
 //! 3. The records of the posted commands are [freed](JournalPart::free).
-//! 4. The position of the submission queue is stored: the number of posted completions first, then
+//! 4. The position of the submission queue is stored: first the number of posted completions, then
 //!    the number of fetched commands.
 //! 5. The position of the completion queue is stored: the index of the next completion.
 //!
-//! No further command is fetched before step 5. (Each queue is served by one I/O thread.)
+//! Each queue is served by one I/O thread, which fetches no further command of it before step 5.
 //!
 //! # Recovery
 //!
 //! Completions that were posted after the last step 5 are found in the completion queue itself, by
 //! their phase tags. Each contains the identifier of its command, and the head of its submission
-//! queue when it was posted. If step 4 has counted a completion, the stored position is further
-//! than that head. The commands to execute again are the recorded ones without a completion, and
-//! all commands behind the position in the submission queue. The latter include commands that were
-//! fetched and executed inline, but not posted: a second execution is equivalent to a late one. A
-//! record of a command that is fetched again is ignored.
+//! queue at the time of its posting. If the last step 4 has counted this completion already, the
+//! stored position of the submission queue is ahead of this head. The commands to execute again are
+//! the recorded ones without a completion, and all commands behind the position in the submission
+//! queue. The latter may include commands that were executed inline and whose completions were not
+//! posted. For the host, their second execution is equivalent to a late one. The record of a
+//! command is ignored if the command is fetched again.
 //!
-//! If step 3 came before step 2, a command could be lost. If step 5 came before step 3, a completed
-//! command could be executed again and overwrite newer data. If step 5 came before step 4, the same
-//! could happen to commands that were executed inline. If step 4 did not count completions, a head
-//! behind the stored position could not be distinguished from one almost a whole turn ahead of it.
+//! The order prevents these errors. With step 3 before step 2, a command could be lost. With step 5
+//! before step 3, a completed command could be executed again and overwrite newer data. With step 5
+//! before step 4, the same could happen to commands that were executed inline. Without the number
+//! of completions in step 4, recovery could confuse a head that is older than the stored position
+//! with one that is almost a whole turn of the queue ahead.
 //!
 //! # Exclusive commands
 //!
 //! Decisions about an exclusive command are [stored](JournalPart::decide) in its record: first the
-//! decision, then the flag that it exists. The decision about the first command of a fused
-//! operation is stored last.
+//! decision, then the flag that there is one. For a fused operation, the decision about the first
+//! command is stored after the decision about the second.
 //!
 //! # Commands that crash the process
 //!
-//! A command may be the cause of a crash. A record contains the number of processes that have
-//! crashed with the command in flight. An unrecorded command is only known to be one of the burst
-//! that begins at the stored position. So after a fault, the next process fetches the commands of
-//! that burst one at a time, and [stores](JournalPart::store_trying) the number of each before it
+//! A command may be the cause of a crash. Its record contains the number of processes that have
+//! crashed with the command in flight. Of an unrecorded command it is only known that it belongs to
+//! the burst that begins at the stored position. So after a crash by a fault, the next process
+//! fetches the commands of that burst one at a time. Before it starts each, it
+//! [stores](JournalPart::store_trying) the command's number. `worker::recovery` evaluates records
+//! and numbers.
 //! starts it. `worker::recovery` evaluates these.
 
 mod layout;
@@ -78,16 +82,17 @@ impl Journal {
     /// Creates an empty journal for up to `workers` I/O threads, each with up to `requests`
     /// requests in flight.
     pub(crate) fn new(workers: usize, requests: usize) -> io::Result<Self> {
-        // Twice as many: for commands in flight, and for those in flight in the previous process.
+        // Twice as many records: for commands in flight, and for those inherited from the previous
+        // process.
         let records = (requests + BEYOND_QUOTA) * 2;
         let file = memfd_create("shadowbell-journal", MemfdFlags::CLOEXEC)?;
-        // A memfd allocates no memory for pages that are never touched.
+        // Pages of a memfd that are never touched occupy no memory.
         ftruncate(&file, (POSITIONS + workers * table_bytes(records)) as u64)?;
         let positions = map(&file, 0, POSITIONS)?;
         Ok(Self { file, positions, records, workers })
     }
 
-    /// A duplicate of the file descriptor, for the supervisor.
+    /// Duplicate of the journal's file descriptor, for the supervisor.
     pub(crate) fn file(&self) -> io::Result<OwnedFd> {
         self.file.try_clone()
     }
@@ -97,7 +102,8 @@ impl Journal {
         self.records
     }
 
-    /// Part of the journal that the I/O thread `worker` writes, after `generation` resets.
+    /// Part of the journal that the I/O thread `worker` writes after `generation` controller
+    /// resets.
     pub(crate) fn part(&self, worker: usize, generation: u64) -> io::Result<JournalPart> {
         let table = table_bytes(self.records);
         let at = POSITIONS + worker.min(self.workers.saturating_sub(1)) * table;
@@ -112,8 +118,8 @@ impl Journal {
     }
 }
 
-/// Record table of one I/O thread for one controller's commands. A record has a place of its own
-/// instead of the request's tag, because a tag is reused before the completion is posted.
+/// Record table of one I/O thread for one controller's commands. A record's place is not the
+/// request's tag, because the tag may be reused before the completion is posted.
 #[derive(Clone, Debug)]
 pub(crate) struct Records {
     table: SharedBytes,
@@ -124,7 +130,7 @@ pub(crate) struct Records {
 impl Records {
     fn write(&self, place: u32, key: u64, sqe: &Sqe) {
         let at = place as usize * RECORD;
-        // A place beyond the table has no effect; the quota prevents it.
+        // A write beyond the table would have no effect, but the quota prevents it.
         if self.table.write(at + 8, sqe).is_some() {
             let _ = self.table.store_u64_release(at, key);
         }
@@ -159,11 +165,11 @@ pub(crate) struct JournalPart {
     positions: SharedBytes,
     records: Records,
     generation: u64,
-    /// Places that were used and are free again.
+    /// Places whose records were freed.
     free: Vec<u32>,
     /// First place that was never used.
     next: u32,
-    /// Place of the command's record, by request tag.
+    /// Place of the command's record, indexed by request tag.
     by_tag: Vec<u32>,
 }
 
@@ -175,7 +181,7 @@ impl JournalPart {
         })
     }
 
-    /// Records a command whose request `tag` is in flight: number `count` of queue `sqid`.
+    /// Records the command of request `tag`, which is in flight: number `count` of queue `sqid`.
     #[inline]
     pub(crate) fn record(&mut self, tag: u32, sqid: u16, count: u32, sqe: &Sqe) {
         self.record_as(tag, key(self.generation, sqid, count), sqe);
@@ -218,7 +224,7 @@ impl JournalPart {
     #[inline]
     pub(crate) fn free(&mut self, place: u32) {
         self.records.free(place);
-        // Spare places (see `record_spare`) are used only once.
+        // Spare places (see `record_spare`) are used only once, so they are not added.
         if place < self.next {
             self.free.push(place);
         }
@@ -238,8 +244,9 @@ impl JournalPart {
         Some(here)
     }
 
-    /// Records the `nth` command that was in flight in a previous process. Returns its place, which
-    /// is counted from the end of the table, so that new records do not use it.
+    /// Records the `nth` command that was in flight in a previous process, as not started yet.
+    /// Returns its place. Places are counted from the end of the table here, where new records do
+    /// not use them.
     pub(crate) fn record_spare(&self, nth: usize, command: &RecoveredCommand) -> u32 {
         let place = (self.records.capacity - 1).saturating_sub(nth) as u32;
         self.records.write(place, self.key_of(command) | WAITS, &command.sqe);
@@ -251,24 +258,25 @@ impl JournalPart {
         self.records.write(place, self.key_of(command), &command.sqe);
     }
 
-    /// Stores that command `count` of a submission queue is started next and alone, and that
+    /// Stores that command `count` of a submission queue is started next, one at a time, and that
     /// `deaths` processes have crashed with it.
     pub(crate) fn store_trying(&self, qid: u16, count: u32, deaths: u8) {
         self.store(qid, TRYING, pack_trying(count, deaths, false));
     }
 
-    /// Stores that `deaths` processes have crashed with a command that is not started yet. If this
-    /// process crashes before it starts the command, another command is the cause.
+    /// Stores that `deaths` processes have crashed with command `count`, which is not started yet.
+    /// If this process crashes before the start, this command is not the cause.
     pub(crate) fn store_suspect(&self, qid: u16, count: u32, deaths: u8) {
         self.store(qid, TRYING, pack_trying(count, deaths, true));
     }
 
-    /// Stores that no command of the queue is being started alone.
+    /// Stores that the commands of the queue are not started one at a time (any more).
     pub(crate) fn clear_trying(&self, qid: u16) {
         self.store(qid, TRYING, 0);
     }
 
-    /// Stores the position of a submission queue, and the number of completions posted by then.
+    /// Stores the position of a submission queue, and the number of completions that were posted
+    /// before.
     #[inline]
     pub(crate) fn store_sq(&self, qid: u16, position: Position, completions: u64) {
         self.store(qid, SQ_COVERS, layout::pack_covers(position.at, completions));
@@ -281,8 +289,8 @@ impl JournalPart {
         self.store(qid, CQ, position.pack());
     }
 
-    /// Stores the doorbell state of a submission queue, when the queue was created or its doorbell
-    /// got a shadow entry.
+    /// Stores the doorbell state of a submission queue. Called when the queue was created or its
+    /// doorbell got a shadow entry.
     pub(crate) fn store_sq_doorbell(&self, qid: u16, state: DoorbellState) {
         self.store(qid, SQ_DOORBELL, layout::pack_doorbell(state));
     }
@@ -322,7 +330,8 @@ impl RecoveredJournal {
         let bytes = table_bytes(records);
         let mut at = POSITIONS;
         while bytes != 0 && at + bytes <= len {
-            // Most tables were never written, and reading a hole of the file would allocate it.
+            // Most tables were never written. They are skipped, because reading a hole would
+            // allocate memory.
             if has_data(file, at as u64, bytes as u64) {
                 let table = map(file, at, bytes)?;
                 for command in (0..records).filter_map(|nth| record(&table, nth, generation, death))
@@ -345,13 +354,13 @@ impl RecoveredJournal {
         (position, unpack_doorbell(self.word(qid, SQ_DOORBELL), position.truth))
     }
 
-    /// Number of processes that have crashed while starting command `count` of a submission queue,
-    /// which is its next command.
+    /// Number of processes that have crashed while starting command `count`, the next one of a
+    /// submission queue.
     pub(crate) fn deaths_with(&self, qid: u16, count: u32) -> u8 {
         unpack_trying(self.word(qid, TRYING), count, self.death).unwrap_or(0)
     }
 
-    /// True if the process crashed by a fault, of which one of its commands may be the cause.
+    /// True if the process crashed by a fault, which one of its commands may have caused.
     pub(crate) fn is_of_a_fault(&self) -> bool {
         self.death == Death::Fault
     }
@@ -362,11 +371,13 @@ impl RecoveredJournal {
         (position, unpack_doorbell(self.word(qid, CQ_DOORBELL), position.truth))
     }
 
-    /// Processes a completion that the dead process has posted, number `nth` of its queue: removes
-    /// the command's record, and advances `position` of its submission queue of `size` entries.
+    /// Processes completion number `nth` of its queue, which the dead process has posted: removes
+    /// the command's record, and advances `position` of the submission queue, which has `size`
+    /// entries.
     pub(crate) fn posted(&mut self, cqe: &Cqe, nth: u64, size: RingSize, position: &mut Position) {
         let word = self.word(cqe.sq_id, SQ_COVERS);
-        // The stored position may already be further than the completion's head.
+        // If the stored position covers the completion, it may be further than the completion's
+        // head.
         let is_covered = covers(word, self.sq(cqe.sq_id).0.at, nth);
         if let Some(head) = size.position(u32::from(cqe.sq_head)).filter(|_| !is_covered) {
             let further = size.distance(position.at, head);
@@ -374,8 +385,8 @@ impl RecoveredJournal {
                 Position { at: head, count: position.count + u64::from(further), ..*position };
         }
         let Some(commands) = self.commands.get_mut(&cqe.sq_id) else { return };
-        // A host may reuse an identifier as soon as it has seen the completion. A command fetched
-        // after that has not been fetched yet at `position`, so its age is not above 0.
+        // A host may reuse an identifier as soon as it has seen the completion. The newer command
+        // with this identifier was not yet fetched at `position`, so its age is 0 or less.
         let age = |command: &RecoveredCommand| age(*position, command);
         let is_it = |command: &&RecoveredCommand| command.sqe.cid == cqe.cid && age(command) > 0;
         let oldest = commands.iter().filter(is_it).max_by_key(|command| age(command));
@@ -384,21 +395,21 @@ impl RecoveredJournal {
         }
     }
 
-    /// Takes the commands of queue `sqid` to execute again, oldest first; `position` is the
-    /// queue's.
+    /// Takes the recorded commands of queue `sqid` that have to be executed again, oldest first.
+    /// `position` is the position of the queue.
     pub(crate) fn take(&mut self, sqid: u16, position: Position) -> Vec<RecoveredCommand> {
         let mut commands = self.commands.remove(&sqid).unwrap_or_default();
-        // Commands behind the position are fetched again.
+        // Commands behind the position are fetched again, so their records are not used.
         commands.retain(|command| age(position, command) > 0);
         commands.sort_by_key(|command| std::cmp::Reverse(age(position, command)));
-        // A command whose record was being moved has two records.
+        // A command has two records if its record was being moved at the crash.
         commands.dedup_by_key(|command| command.count);
         commands
     }
 }
 
-/// Number of commands fetched since this one (inclusive) if the queue is at `position`; 0 or less
-/// if it is not fetched yet.
+/// Number of commands that were fetched since this one, inclusive, if the queue is at `position`.
+/// It is 0 or less if the command is not fetched yet.
 fn age(position: Position, command: &RecoveredCommand) -> i32 {
     (position.count as u32).wrapping_sub(command.count) as i32
 }
@@ -418,7 +429,7 @@ fn record(
 ) -> Option<RecoveredCommand> {
     let at = nth * RECORD;
     let found = table.load_u64_acquire(at).filter(|found| found & VALID != 0)?;
-    // Records from before a reset are ignored.
+    // Records of other generations, from before a controller reset, are ignored.
     let (sqid, count, deaths) = unpack(found, generation, death)?;
     let sqe = table.read(at + 8)?;
     let decision = if found & DECIDED != 0 { Decision::unpack(&sqe) } else { None };

@@ -23,11 +23,11 @@ pub(crate) struct AdminCompletion {
     pub(crate) cid: u16,
     pub(crate) status: Status,
     pub(crate) dw0: u32,
-    /// True if an entry of the completion queue is reserved for it.
+    /// True if an entry of the completion queue is reserved for this completion.
     pub(crate) placed: bool,
 }
 
-/// Admin queue pair. It is not polled: its doorbells are armed whenever a turn finds no command.
+/// Admin queue pair. No thread polls it: its doorbells are armed whenever a turn finds no command.
 pub(crate) struct AdminQueue {
     sq: Sq,
     cq: Cq,
@@ -37,9 +37,9 @@ pub(crate) struct AdminQueue {
     replays: VecDeque<Sqe>,
     /// Command identifier and status of each staged completion.
     staged: VecDeque<(u16, Status)>,
-    /// True if the completion queue was never in memory that the host shares.
+    /// True if the completion queue has never been in memory that the host shares.
     acq_missing: bool,
-    /// Sleeper for the protocol of arming (publish, fence, recheck); no thread sleeps on it.
+    /// Sleeper for the arming protocol (publish, fence, recheck). No thread sleeps on it.
     sleeper: Sleeper<Arc<AtomicU32>>,
 }
 
@@ -80,7 +80,7 @@ impl AdminQueue {
     }
 
     /// Restores the queues of a dead process from its saved state and its `journal`; `None` if the
-    /// state is invalid.
+    /// saved state is invalid.
     pub(crate) fn recover(
         saved: &SavedAdminQueue,
         shared: &ControllerShared,
@@ -137,8 +137,8 @@ impl AdminQueue {
         let sleeper = Sleeper::new(Arc::default());
         let acq_missing = saved.lacks_cq;
         let replays = VecDeque::new();
-        // The upper 8 bytes of a completion have the command identifier in bits 47:32, the phase
-        // tag in bit 48 and the status above.
+        // The upper 8 bytes of a completion contain the command identifier in bits 47:32, the phase
+        // tag in bit 48, and the status above.
         let command = |high: u64| ((high >> 32) as u16, Status::from_bits((high >> 49) as u16));
         let staged = saved.cq.staged.iter().map(|&(_, high)| command(high)).collect();
         let mut queue = Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper };
@@ -146,7 +146,8 @@ impl AdminQueue {
         Some(queue)
     }
 
-    /// Position of the completion queue, and the identifiers of completions still to be posted.
+    /// Position of the completion queue, and the identifiers of completions that are not posted
+    /// yet.
     pub(crate) fn to_post(&self) -> ((u16, bool), impl Iterator<Item = u16>) {
         ((self.cq.tail, self.cq.phase), self.staged.iter().map(|(cid, _)| *cid))
     }
@@ -162,7 +163,7 @@ impl AdminQueue {
         self.acq_missing = self.cq.resolve(table).is_err();
     }
 
-    /// True if there is a command but no completion queue yet.
+    /// True if a command is waiting but the memory of the completion queue is missing.
     pub(crate) fn lacks_cq(&mut self) -> bool {
         self.acq_missing && self.sq.tail.look().is_ok_and(|tail| tail != self.sq.head)
     }
@@ -205,8 +206,8 @@ impl AdminQueue {
         Ok(sqe)
     }
 
-    /// Releases the completion entry of a fetched command that may stay in flight for ever, such as
-    /// an Asynchronous Event Request.
+    /// Releases the completion entry of the last fetched command, which may stay in flight forever,
+    /// such as an Asynchronous Event Request.
     pub(crate) fn give_up_place(&mut self) {
         if let Some(place) = self.places.pop() {
             self.cq.release(place);
@@ -223,9 +224,9 @@ impl AdminQueue {
         }
     }
 
-    /// Posts staged completions as far as there is room, and raises the interrupt. In between,
-    /// `posted` is called with the position of the completion queue and the commands posted, if
-    /// there were any.
+    /// Posts staged completions as far as there is room, and raises the interrupt. If any were
+    /// posted, calls `posted` before the interrupt, with the position of the completion queue and
+    /// the posted commands.
     pub(crate) fn post(
         &mut self,
         shared: &ControllerShared,
@@ -238,11 +239,11 @@ impl AdminQueue {
             posted((self.cq.tail, self.cq.phase), self.staged.drain(..count).collect());
             self.cq.notify_host(&shared.coalescing);
         }
-        // No later poll would raise a held interrupt, so it is raised now.
+        // The interrupt is raised at once, because no later poll would raise a held one.
         self.cq.flush_interrupts();
     }
 
-    /// Arms the doorbells and rechecks them. True if there is no work.
+    /// Arms the doorbells and rechecks them. Returns true if there is no work.
     pub(crate) fn arm(&mut self) -> Result<bool, InvalidDoorbell> {
         let Self { sq, cq, sleeper, .. } = self;
         let wait_for_room = sq.blocked || cq.has_staged();
@@ -260,7 +261,8 @@ impl AdminQueue {
         Ok(idle)
     }
 
-    /// Retires the queues: the counters of their doorbell writes are not used for later queues.
+    /// Ends the queues. The counters of their doorbell writes are cleared, so that later queues
+    /// start anew.
     pub(crate) fn retire(self, shared: &ControllerShared) {
         shared.take_traps(0, DoorbellKind::Sq);
         shared.take_traps(0, DoorbellKind::Cq);

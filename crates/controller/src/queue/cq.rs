@@ -19,16 +19,16 @@ use std::time::Instant;
 /// Completions per cache line.
 const PER_LINE: u32 = 4;
 
-/// Reservation of one completion queue entry. A command is fetched only with a permit, which is
-/// returned with its completion ([`Cq::complete`]) or without one ([`Cq::release`]). So there is
-/// always room for a completion.
+/// Reservation of one completion queue entry. A command is fetched only with a permit, so there is
+/// always room for its completion. The permit is returned with the completion ([`Cq::complete`]) or
+/// without one ([`Cq::release`]).
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the entry stays reserved until `Cq::complete` or `Cq::release`"]
 pub(crate) struct Permit(());
 
 #[cfg(test)]
 impl Permit {
-    /// A permit of no queue.
+    /// Creates a permit that belongs to no queue.
     pub(crate) fn of_nothing() -> Self {
         Self(())
     }
@@ -59,19 +59,19 @@ pub(crate) struct Cq {
     pub(crate) tail: u16,
     /// Phase tag of the next entry.
     pub(crate) phase: bool,
-    /// Reserved entries that are not written yet: permits and staged completions.
+    /// Number of reserved entries that are not written yet: permits and staged completions.
     promised: u32,
     /// Completions of the current batch. They are written together, because the host polls the
-    /// same cache line.
+    /// cache lines that they are written to.
     staged: Vec<[u64; 2]>,
-    /// Journal records to free once their completions are posted: the number of completions posted
-    /// before each, and the place of the record.
+    /// Journal records to free once their completions are posted. For each: the number of
+    /// completions to be posted before its own, and the place of the record.
     recorded: VecDeque<(u64, u32)>,
-    /// Record table with these records, while the queue moves between two I/O threads.
+    /// Record table that contains these records, while the queue moves between two I/O threads.
     recorded_in: Option<Records>,
-    /// Completions posted since the head was last read.
+    /// Number of completions posted since the head was last read.
     unlooked: u32,
-    /// Position up to which completions are traced, or were posted before the trace.
+    /// Position up to which completions are recorded in the trace or were posted before its start.
     pub(crate) traced: u16,
     interrupt: InterruptPolicy,
     pub(crate) counters: Arc<CqCounters>,
@@ -127,8 +127,8 @@ impl Cq {
         }
     }
 
-    /// Restores a saved queue; `irq` is the line of its vector, and [`remap`](Self::remap) resolves
-    /// its memory. Interrupts for its unread completions may have been raised or not.
+    /// Restores a saved queue. `irq` is the line of its vector. [`remap`](Self::remap) resolves its
+    /// memory. For its unread completions, an interrupt may or may not have been raised.
     pub(crate) fn restore(
         saved: &SavedCq,
         shared: &ControllerShared,
@@ -161,7 +161,8 @@ impl Cq {
         }
     }
 
-    /// Resolves the queue and its doorbell in another DMA map, as [`Sq::remap`](super::Sq::remap).
+    /// Resolves the queue and its doorbell in another DMA map, like
+    /// [`Sq::remap`](super::Sq::remap).
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         let _ = self.resolve(table);
         self.head.disable();
@@ -173,7 +174,7 @@ impl Cq {
         }
     }
 
-    /// Number of entries that can be reserved, by the head as last read.
+    /// Number of entries that can be reserved, according to the last read of the head.
     #[inline]
     pub(crate) fn free(&self) -> u32 {
         let size = self.layout.size;
@@ -182,7 +183,7 @@ impl Cq {
             .saturating_sub(self.promised)
     }
 
-    /// Reserves `count` entries, of those that are [free](Self::free).
+    /// Reserves `count` entries, at most as many as are [free](Self::free).
     #[inline(always)]
     pub(crate) fn reserve(&mut self, count: u32) -> Permits {
         debug_assert!(count <= self.free(), "only free entries are reserved");
@@ -190,7 +191,7 @@ impl Cq {
         Permits(count)
     }
 
-    /// Returns the unused permits, of which there are `left`.
+    /// Returns unused permits; `left` is their number.
     #[inline(always)]
     pub(crate) fn give_back(&mut self, permits: Permits, left: u32) {
         debug_assert_eq!(permits.0, left, "the number of unused permits");
@@ -203,20 +204,21 @@ impl Cq {
         (self.free() != 0).then(|| self.reserve(1).take())
     }
 
-    /// Returns a permit without a completion, or before a completion without a reserved entry.
+    /// Returns a permit whose command ends without a completion or gets one without a reserved
+    /// entry.
     pub(crate) fn release(&mut self, permit: Permit) {
         let Permit(()) = permit;
         self.promised -= 1;
     }
 
-    /// Stages a completion. The phase tag is set when it is posted.
+    /// Stages a completion. Its phase tag is set when it is posted.
     #[inline]
     pub(crate) fn complete(&mut self, permit: Permit, cqe: Cqe) {
         let Permit(()) = permit;
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
-    /// Registers the journal record at `place`, of the command whose completion is staged next.
+    /// Registers the journal record at `place`. The completion of its command must be staged next.
     pub(crate) fn ends_record(&mut self, place: u32) {
         self.recorded.push_back((self.posted() + self.staged.len() as u64, place));
     }
@@ -233,7 +235,7 @@ impl Cq {
         }
     }
 
-    /// Prepares a move to an I/O thread with a journal part of its own.
+    /// Prepares a move to an I/O thread that writes another journal part.
     pub(crate) fn leave_journal(&mut self, journal: &JournalPart) {
         self.recorded_in = Some(journal.records());
     }
@@ -266,17 +268,17 @@ impl Cq {
         Position { at: self.tail, phase: self.phase, count: self.posted(), truth }
     }
 
-    /// Writes the queue's state to the journal, when it was created or its doorbell location
-    /// changed.
+    /// Writes the queue's state to the journal. Called when the queue was created or the location
+    /// of its doorbell has changed.
     pub(crate) fn write_down(&self, journal: &JournalPart) {
         journal.store_cq_doorbell(self.layout.qid, self.head.state());
         journal.store_cq(self.layout.qid, self.position());
     }
 
-    /// Restores the queue of a dead process at `position`, with the known state of its doorbell;
-    /// `irq` is the line of its vector. The queue is resolved in `table`, and the caller calls
-    /// [`remap`](Self::remap) afterwards. Calls `found` with each completion that the dead process
-    /// had posted after `position`, and its number.
+    /// Restores the queue of a dead process at `position`, with the journal's state of its
+    /// doorbell. `irq` is the line of its vector. The queue is resolved in `table`, and the caller
+    /// calls [`remap`](Self::remap) afterwards. Calls `found` with each completion that the dead
+    /// process had posted after `position`, and with the number of the completion.
     pub(crate) fn recover(
         saved: &SavedCq,
         shared: &ControllerShared,
@@ -292,7 +294,7 @@ impl Cq {
         let _ = cq.resolve(table);
         cq.find_posted(position.count, found);
         cq.traced = cq.tail;
-        // The host's real head is unknown. A full queue is the safe assumption, with which any
+        // The host's real head is unknown. The queue is assumed to be full, because then every
         // value of the doorbell is valid.
         let full = layout.size.next(cq.tail);
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { full };
@@ -319,7 +321,7 @@ impl Cq {
     }
 
     /// Stages a completion without a reserved entry, which may have to wait for room. Used for
-    /// admin commands, because an Asynchronous Event Request would occupy an entry for ever.
+    /// admin commands: an Asynchronous Event Request would otherwise occupy an entry forever.
     pub(crate) fn complete_unreserved(&mut self, cqe: Cqe) {
         self.promised += 1;
         self.staged.push(zerocopy::transmute!(cqe));
@@ -335,7 +337,7 @@ impl Cq {
         outcome
     }
 
-    /// Records that the head may have moved from `before`, after any read of it.
+    /// Records that the head may have moved from `before`. Called after every read of the head.
     #[inline]
     pub(crate) fn moved_from(&mut self, before: u16) {
         self.interrupt.consumed(self.layout.size.distance(before, self.head.last()));
@@ -364,20 +366,21 @@ impl Cq {
         !self.staged.is_empty()
     }
 
-    /// Posts staged completions as far as there is room. True if there were any. While the queue's
-    /// memory is not mapped, they stay staged.
+    /// Posts staged completions as far as there is room. Returns true if any were posted. While the
+    /// queue's memory is not mapped, completions stay staged.
     #[inline]
     pub(crate) fn post(&mut self) -> bool {
         let size = self.layout.size;
         let space = |cq: &Self| size.entries() - 1 - size.distance(cq.head.last(), cq.tail);
-        // I/O completions have reserved entries; an admin completion may have to wait for room.
+        // The entries of I/O completions are reserved, but an admin completion may have to wait for
+        // room.
         let mut count = self.staged.len() as u32;
         if count > space(self) {
             let _ = self.look();
             count = count.min(space(self));
         }
         let Some(ring) = &self.ring else { return false };
-        // The phase tag is the lowest bit of the status field, and clear in staged completions.
+        // The phase tag is the lowest bit of the status field. It is 0 in staged completions.
         let tag = |phase: bool| u64::from(phase) << 48;
         let to_end = (size.entries() - u32::from(self.tail)).min(count);
         self.counters.completions.add(u64::from(count));
@@ -398,7 +401,8 @@ impl Cq {
         self.interrupt.posted(count);
         self.unlooked += count;
         if self.unlooked >= self.layout.size.entries() / 4 {
-            // Read regularly, so that EventIdx runs ahead of a head that no queue waits for.
+            // Read regularly, so that EventIdx stays ahead of the head even if no queue waits for
+            // room.
             let _ = self.look();
         }
         count != 0
@@ -421,7 +425,8 @@ impl Cq {
             }
             None => {}
         }
-        // An invalid head is reported when commands are fetched; here it counts as not moved.
+        // The result is ignored: an invalid head is reported when commands are fetched, and does
+        // not move here.
         if self.interrupt.is_unconsumed() {
             let _ = self.look();
         }
@@ -437,7 +442,7 @@ impl Cq {
         self.interrupt.is_holding()
     }
 
-    /// True if an interrupt is held too briefly for a sleep to be worthwhile.
+    /// True if an interrupt is held by moderation, so briefly that a sleep is not worthwhile.
     pub(crate) fn is_about_to_notify(&self) -> bool {
         self.interrupt.is_moderating()
     }
@@ -459,8 +464,8 @@ impl Cq {
         }
     }
 
-    /// Raises held interrupts before a sleep. Returns the deadline of coalesced interrupts, which
-    /// may wait until then.
+    /// Raises held interrupts before a sleep, except coalesced ones. Returns the deadline of the
+    /// latter.
     pub(crate) fn flush_interrupts(&mut self) -> Option<Instant> {
         if self.interrupt.is_suppressed_or_moderated() {
             self.raise();
@@ -468,7 +473,7 @@ impl Cq {
         self.interrupt.deadline()
     }
 
-    /// Number of entries posted and not consumed, by the head as last read.
+    /// Number of entries that are posted and not consumed, according to the last read of the head.
     fn unread(&self) -> u32 {
         self.layout.size.distance(self.head.last(), self.tail)
     }

@@ -1,5 +1,5 @@
-//! Location of a queue and its shadow doorbells in the host's memory, and serialized doorbell
-//! states.
+//! Location of a queue and of its shadow doorbells in the host's memory, and serialization of
+//! doorbell states.
 
 use crate::saved::{SavedDoorbell, SavedTruth};
 use crate::shared::MAX_QUEUES;
@@ -22,7 +22,7 @@ impl QueueLayout {
     }
 }
 
-/// Cells of one doorbell: Shadow Doorbell and EventIdx entry.
+/// Cells of one doorbell: its entries in the Shadow Doorbell and EventIdx buffers.
 #[derive(Clone, Debug)]
 pub(crate) struct ShadowCells {
     pub(crate) value: SharedU32,
@@ -30,7 +30,8 @@ pub(crate) struct ShadowCells {
 }
 
 impl ShadowCells {
-    /// Resolves the entries at `offset` of the two pages, if both are mapped and writable.
+    /// Resolves the entries at `offset` of the two pages. `None` unless both are mapped and
+    /// writable.
     pub(crate) fn resolve(
         table: &DmaTable,
         (shadow, event_idx): (u64, u64),

@@ -13,8 +13,8 @@ use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 
-/// Prefetch hints given for waiting commands, counted from the head: all commands before `once`
-/// have got one hint, all before `twice` two.
+/// Prefetch hints that waiting commands have got, counted from the head. The first `twice` commands
+/// have got two hints, the others of the first `once` commands one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PrefetchCursor {
     pub(crate) once: u32,
@@ -29,7 +29,7 @@ pub(crate) struct Sq {
     pub(crate) ring: Option<Ring<{ Sqe::SIZE }>>,
     pub(crate) tail: SqTail<SharedU32, SharedU32, CountedBy<SqCounters>>,
     pub(crate) head: u16,
-    /// Number of commands fetched, modulo 2^32. Continued by a recovery.
+    /// Number of commands fetched, modulo 2^32. The count continues across crash recovery.
     pub(crate) fetched: u32,
     /// Index of the completion queue in the queue set.
     pub(crate) cq: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Sq {
     pub(crate) in_flight: u32,
     /// True if fetching waits for room in the completion queue.
     pub(crate) blocked: bool,
-    /// True if it waits for room for two completions.
+    /// True if fetching waits for room for two completions.
     pub(crate) waits_for_two: bool,
     /// True if the queue is being deleted: no commands are fetched.
     pub(crate) stopped: bool,
@@ -45,7 +45,8 @@ pub(crate) struct Sq {
     /// have crashed the process. The normal fetch skips the queue.
     pub(crate) careful: bool,
     pub(crate) prefetch: PrefetchCursor,
-    /// Position up to which commands are traced, or were in the queue before the trace.
+    /// Position up to which commands are recorded in the trace or were in the queue before its
+    /// start.
     pub(crate) traced: u16,
     pub(crate) counters: Arc<SqCounters>,
 }
@@ -81,14 +82,15 @@ impl Sq {
         }
     }
 
-    /// Serializes the queue while no command is in flight. `cqid` is its completion queue.
+    /// Serializes the queue while no command is in flight. `cqid` is the identifier of its
+    /// completion queue.
     pub(crate) fn save(&self, cqid: u16) -> SavedSq {
         let QueueLayout { qid, iova, size } = self.layout;
         let tail = save_doorbell(self.tail.state());
         SavedSq { qid, iova, entries: size.entries(), cqid, head: self.head, tail }
     }
 
-    /// Restores a saved queue, whose completion queue has index `cq` in the queue set.
+    /// Restores a saved queue. `cq` is the index of its completion queue in the queue set.
     /// [`remap`](Self::remap) resolves its memory.
     pub(crate) fn restore(saved: &SavedSq, shared: &ControllerShared, cq: usize) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
@@ -107,8 +109,9 @@ impl Sq {
         Position { at: self.head, phase: false, count: u64::from(self.fetched), truth }
     }
 
-    /// Writes the queue's state to the journal, when it was created or its doorbell location
-    /// changed. `completions` is the number of completions posted to its completion queue.
+    /// Writes the queue's state to the journal. Called when the queue was created or the location
+    /// of its doorbell has changed. `completions` is the number of completions posted to its
+    /// completion queue.
     pub(crate) fn write_down(&self, journal: &JournalPart, completions: u64) {
         journal.store_sq_doorbell(self.layout.qid, self.tail.state());
         if !self.careful {
@@ -117,8 +120,8 @@ impl Sq {
         journal.store_sq(self.layout.qid, self.position(), completions);
     }
 
-    /// Restores the queue of a dead process at `position`, with the known state of its doorbell.
-    /// [`remap`](Self::remap) resolves its memory.
+    /// Restores the queue of a dead process at `position`, with the journal's state of its
+    /// doorbell. [`remap`](Self::remap) resolves its memory.
     pub(crate) fn recover(
         saved: &SavedSq,
         shared: &ControllerShared,
@@ -127,7 +130,8 @@ impl Sq {
     ) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         let head = layout.size.position(u32::from(position.at))?;
-        // The journal's last value is current only if the doorbell got no further values.
+        // In other states, the journal's last value may be older than the doorbell. Then the head
+        // is used.
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { head };
         let register = shared.register(saved.qid, DoorbellKind::Sq);
         let tail = SqTail::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
@@ -139,7 +143,8 @@ impl Sq {
     #[inline]
     pub(crate) fn complete(&mut self, cid: u16, status: Status, dw0: u32) -> Cqe {
         let status = match status.code() {
-            // No Abort command was involved: the deletion of the queue has aborted it.
+            // The abort was not requested by an Abort command, but is part of the deletion of the
+            // queue.
             Status::ABORT_REQUESTED if self.stopped => Status::ABORTED_SQ_DELETION,
             _ => status,
         };
@@ -175,7 +180,8 @@ impl Sq {
         }
     }
 
-    /// Fetches the next entry. The caller has checked that there is one (head and tail differ).
+    /// Fetches the next entry. The caller has checked that there is one (the head differs from the
+    /// tail).
     pub(crate) fn fetch(&mut self) -> Option<Sqe> {
         let sqe = self.ring.as_ref()?.read(u32::from(self.head));
         self.head = self.layout.size.next(self.head);

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 /// Polling mode of an idle I/O thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polling {
-    /// Polls for a window of up to this length, then sleeps. The window grows while work returns
-    /// soon after the thread went to sleep, and shrinks otherwise.
+    /// Polls for a window of up to this length, then sleeps. The window grows while work arrives
+    /// soon after the thread has gone to sleep, and shrinks otherwise.
     Adaptive(Duration),
-    /// Never sleeps: each I/O thread uses a whole CPU, and no doorbell needs a trap.
+    /// Never sleeps. Each I/O thread uses a whole CPU, and hosts with shadow doorbells write no
+    /// registers.
     Always,
     /// Sleeps at once.
     Never,
@@ -33,12 +34,12 @@ impl Default for Polling {
     }
 }
 
-/// Default maximum of the polling window, and of the time for which an interrupt is held.
+/// Default maximum of the polling window and of the interrupt hold time.
 const LONGEST_HOLD: Duration = Duration::from_micros(100);
 /// Idle passes between two readings of the clock.
 const PASSES: u32 = 64;
-/// Idle passes after which a thread that waits for a host yields the CPU: some microseconds, in
-/// which a polling host would have submitted its next command.
+/// Idle passes after which a thread that waits for a host yields the CPU: some microseconds. A
+/// polling host submits its next command within this time.
 const POLITE_AFTER: u32 = 8 * PASSES;
 
 /// Action of an I/O thread after an idle pass.
@@ -46,34 +47,35 @@ const POLITE_AFTER: u32 = 8 * PASSES;
 pub(super) enum Next {
     /// Poll again.
     Look,
-    /// Yield the CPU, then poll again. On a small machine, the next command may depend on a thread
-    /// that waits for this CPU: the VMM's thread with the interrupt, or the server of a disk.
+    /// Yield the CPU, then poll again. On a machine with few CPUs, the next command may depend on a
+    /// thread that waits for this CPU: the VMM's thread that handles the interrupt, or the server
+    /// of a disk.
     Yield,
     /// Sleep.
     Sleep,
 }
 
-/// Consecutive waits with requests in flight after which a host counts as one that keeps its disks
-/// busy.
+/// Number of consecutive waits with requests in flight after which a host counts as one that keeps
+/// its disks busy.
 const BUSY_AFTER: u32 = 64;
 
-/// Consecutive polls ending in a sleep after which polling is paused. A window grows to its
-/// maximum in half of that number.
+/// Consecutive futile polls (polls that end in a sleep) after which polling is paused. A window
+/// grows to its maximum in half of that number.
 const VAIN: u32 = 8;
-/// Length of that pause in waits: first and maximum. It bounds the delay before a load that
-/// became quick is noticed to some hundredths of a second, and the cost of futile polls to about
-/// a microsecond per wait.
+/// Length of a polling pause in waits: first and maximum. The maximum bounds two things: the time
+/// until the thread notices that a load has become quick (some hundredths of a second), and the
+/// cost of futile polls (about a microsecond per wait).
 const PAUSE: (u32, u32) = (64, 512);
 
 /// Success of polls for one kind of event (host or disk).
 ///
-/// A short sleep speaks for a longer window, but an event that takes a little longer than the
-/// maximum window is never caught by polling. Moreover, a disk may be slow *because* the thread
-/// polls: the kernel may complete its requests in a thread bound to this CPU, which only runs
-/// once the poller sleeps.
+/// A short sleep is a reason for a longer window. But polling never finds an event that takes
+/// slightly longer than the maximum window. Moreover, the polling itself may make a disk slow: the
+/// kernel may complete the disk's requests in a thread that is bound to this CPU and runs only when
+/// the I/O thread sleeps.
 ///
-/// A poll for a disk counts as futile, too, if another thread wanted the CPU: the disk may be on a
-/// server of this machine, which gets the CPU when the I/O thread sleeps.
+/// A poll for a disk also counts as futile if another thread wanted the CPU. This may be the disk's
+/// server, which runs when the I/O thread sleeps.
 #[derive(Debug, Default)]
 struct Polls {
     /// Consecutive futile polls.
@@ -98,7 +100,7 @@ impl Polls {
     fn fail(&mut self) {
         self.vain += 1;
         if self.vain >= VAIN {
-            // After the pause, half as many futile polls lead to the next pause.
+            // After the pause, half as many futile polls start the next pause.
             self.vain = VAIN / 2;
             self.pause = (self.pause * 2).clamp(PAUSE.0, PAUSE.1);
             self.left = self.pause;
@@ -112,11 +114,11 @@ impl Polls {
 
 /// Polling state of one I/O thread.
 ///
-/// The host's next command and a disk's completion have separate windows. The host's is adapted
-/// while no request is in flight, the disks' while requests are. To poll for a disk pays off if the
-/// host is quick, too: it gets its completion sooner by the cost of a wakeup. A host that needs
-/// longer than the maximum window for its next command would not notice, so the CPU is better left
-/// to other threads, unless the host keeps several commands in flight and the disks busy.
+/// There are two windows: one for the host's next command, which is adapted while no request is in
+/// flight, and one for completions of disks, which is adapted while requests are in flight. Polling
+/// for a disk saves the time of a wakeup per command. Only a quick host benefits from that. If a
+/// host takes longer than the maximum window for its next command, the CPU is left to other
+/// threads. An exception is a host that keeps several commands in flight, and thus its disks busy.
 #[derive(Debug)]
 pub(super) struct IdlePolicy {
     polling: Polling,
@@ -130,10 +132,11 @@ pub(super) struct IdlePolicy {
     busy: u32,
     /// Consecutive idle passes.
     idle: u32,
-    /// True if requests were in flight at the first idle pass, and the number ended before it.
+    /// True if requests were in flight at the first idle pass; and the number of requests that had
+    /// ended by then.
     pending: bool,
     ended: u64,
-    /// Start of the idle passes, to within [`PASSES`].
+    /// Time of the first idle pass, at most [`PASSES`] passes late.
     since: Instant,
     others: YieldBackoff,
     /// True if another thread wanted the CPU during this wait for a disk.
@@ -173,14 +176,15 @@ impl IdlePolicy {
             if !self.pending {
                 self.host_polls.succeed();
             } else if ended() != self.ended {
-                // A request has ended: not only the host's next command was found.
+                // A request has ended, so the pass has found more than the host's next command.
                 self.disk_polls.succeed();
             }
         }
     }
 
-    /// Action after an idle pass. `pending` returns whether requests are in flight, which cannot
-    /// change until a pass finds work, and the number of ended requests so far.
+    /// Action after an idle pass. `pending` returns two values: true if requests are in flight
+    /// (this cannot change until a pass finds work), and the number of requests that have ended so
+    /// far.
     #[inline]
     pub(super) fn next(&mut self, pending: impl FnOnce() -> (bool, u64)) -> Next {
         self.next_by(Instant::now, pending)
@@ -233,7 +237,8 @@ impl IdlePolicy {
 
     /// Next action after a yield; `crowded` is true if another thread has run.
     fn gave_way(&mut self, crowded: bool) -> Next {
-        // A thread of the host has had the CPU now, and submits soon most of the time.
+        // Without a request in flight, the thread that has run is most likely the host's and
+        // submits soon.
         if !crowded || !self.pending {
             return Next::Look;
         }
@@ -256,7 +261,7 @@ impl IdlePolicy {
 
     /// Adapts the window after a sleep of this length.
     pub(super) fn slept(&mut self, slept: Duration) {
-        // A crowded poll was counted by `gave_way` already.
+        // `gave_way` has already counted the poll if another thread wanted the CPU.
         let in_vain = !self.width().is_zero() && !self.crowded;
         let (width, polls) = if self.pending {
             (&mut self.disk, &mut self.disk_polls)
@@ -269,7 +274,7 @@ impl IdlePolicy {
         }
     }
 
-    /// Begins a new wait, after the thread was about to sleep or has slept.
+    /// Begins a new wait, after a sleep or a decision to sleep.
     pub(super) fn restart(&mut self) {
         self.idle = 0;
         self.crowded = false;
@@ -285,7 +290,7 @@ mod tests {
     /// Duration of an idle pass.
     const PASS: Duration = Duration::from_nanos(50);
 
-    /// I/O thread in virtual time.
+    /// Simulated I/O thread in virtual time.
     struct Worker {
         window: IdlePolicy,
         now: Instant,
@@ -300,7 +305,7 @@ mod tests {
             Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
-        /// Finds no work for `micros` microseconds.
+        /// Simulates `micros` microseconds without work.
         fn looks(&mut self, pending: bool, micros: u64) {
             let end = self.now + Duration::from_micros(micros);
             while self.now < end {
@@ -327,19 +332,19 @@ mod tests {
             self.now += slept;
         }
 
-        /// Finds no work for `micros` microseconds, then finds the expected event.
+        /// Simulates `micros` microseconds without work, then the expected event.
         fn waits(&mut self, pending: bool, micros: u64) {
             self.looks(pending, micros);
             self.finds(pending);
         }
 
-        /// Receives the host's next command while a request is in flight.
+        /// Simulates the arrival of the host's next command while a request is in flight.
         fn waits_for_command(&mut self, micros: u64) {
             self.looks(true, micros);
             self.finds(false);
         }
 
-        /// Waits for a disk that completes nothing until the thread has slept for `micros`.
+        /// Simulates a disk that completes nothing until the thread has slept for `micros`.
         fn starves(&mut self, micros: u64) {
             while self.step(true) != Next::Sleep {}
             self.sleeps(Duration::from_micros(micros));
@@ -352,10 +357,10 @@ mod tests {
             self.window.found(|| ended);
         }
 
-        /// Serves a host with one command in flight at a time. Returns the share of time polled,
-        /// and the sleeps per command.
+        /// Simulates a host with one command in flight at a time. Returns the share of time spent
+        /// polling, and the number of sleeps per command.
         fn serves(&mut self, commands: u32, host: u64, disk: u64) -> (f64, f64) {
-            // Warm-up, so that earlier adaptation does not count.
+            // Warm-up, which replaces the result of earlier adaptation.
             (0..100).for_each(|_| {
                 self.waits(false, host);
                 self.waits(true, disk);
@@ -375,10 +380,10 @@ mod tests {
     fn a_host_that_takes_its_time_is_not_polled_for_nor_its_disk() {
         let mut worker = Worker::new();
         assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
-        // A host that submits at once is polled for, without sleeps.
+        // A host that submits at once: the thread polls for it and never sleeps.
         let (awake, sleeps) = worker.serves(1000, 15, 60);
         assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
-        // The slow host again.
+        // Again the host that takes 400 us to submit.
         assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
     }
 
@@ -415,8 +420,8 @@ mod tests {
         let turns = |worker: &mut Worker| {
             let polled = worker.polled;
             for _ in 0..1000 {
-                // After each completion the host submits its next command at once, found by
-                // polling.
+                // After each completion, the host submits its next command at once. Polling finds
+                // it.
                 worker.starves(5);
                 worker.finds(false);
                 worker.waits_for_command(3);
@@ -432,7 +437,7 @@ mod tests {
     fn nobody_is_kept_from_the_processor_who_wants_it_each_time() {
         let mut worker = Worker::new();
         worker.serves(1000, 15, 40);
-        // The disk depends on a thread that wants this CPU, and completes from there.
+        // The disk's server needs this CPU to complete the request.
         let answers = |worker: &mut Worker, crowded: bool| {
             worker.waits(false, 15);
             loop {
@@ -442,7 +447,7 @@ mod tests {
                     Next::Yield | Next::Sleep => break,
                 }
             }
-            // The completion is there before the thread has gone to sleep.
+            // The request completes before the I/O thread has gone to sleep.
             worker.window.restart();
             worker.finds(true);
         };
@@ -454,7 +459,7 @@ mod tests {
         polled(&mut worker);
         let polled = polled(&mut worker);
         assert!(polled < Duration::from_micros(16), "{polled:?}, 15 us of it for the host");
-        // Occasional crowding has no effect.
+        // If another thread wants the CPU only occasionally, polling continues.
         let mut worker = Worker::new();
         worker.serves(1000, 15, 40);
         for _ in 0..1000 {
@@ -462,7 +467,7 @@ mod tests {
             (0..VAIN).for_each(|_| worker.waits(true, 40));
             assert!(!worker.window.disk_polls.is_paused());
         }
-        // Polling resumes after the other thread has ended.
+        // Polling resumes when the other thread no longer wants the CPU.
         for _ in 0..1000 {
             answers(&mut worker, true);
         }

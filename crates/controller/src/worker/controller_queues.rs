@@ -1,5 +1,5 @@
-//! Part of one controller that one I/O thread serves: queue creation and deletion, remapping of
-//! queue memory, and departure and arrival of queues that move between I/O threads.
+//! Queues of one controller on one I/O thread: creation and deletion, remapping of queue memory,
+//! and moves between I/O threads.
 
 use super::mailbox::{QueueContext, Unread};
 use super::observer::Observer;
@@ -24,7 +24,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Object that is deleted, or condition that is met, once nothing of it is in flight.
+/// Object of a deletion, or condition of a wait, that is complete once nothing of it is in flight.
 pub(super) enum Deleting {
     /// Submission queue of this index.
     Sq(usize),
@@ -43,25 +43,25 @@ pub(crate) struct ControllerQueues {
     pub(super) shadow: Option<(u64, u64)>,
     /// Eventfds that signal doorbell writes of this controller.
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
-    /// Old DMA maps that in-flight commands may still use, with the latches that wait for their
-    /// end. They are released in order, because memory in one map may be in earlier ones, too.
+    /// Old DMA maps that in-flight commands may still use, with the latches that wait for the end
+    /// of this use. The maps are released in order, because two maps may contain the same memory.
     pub(super) draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Pending deletions, with the latches that wait for them.
     deleting: Vec<(Deleting, Latch)>,
     detaching: Option<Latch>,
-    /// `memory::sigbus::losses` at the last check. Initially 0: memory that was lost before the
-    /// first queue was created is still part of the map.
+    /// `memory::sigbus::losses` at the last check. The initial value is 0, because memory that was
+    /// lost before the first queue was created may be in the current map.
     pub(super) losses: u64,
     /// True if lost memory in the current map was reported.
     pub(super) lost: bool,
-    /// Index of the submission queue that the next pass begins with: behind the one at which the
-    /// budget of the last pass was used up.
+    /// Index of the submission queue that the next pass begins with: the one after that at which
+    /// the last pass used up its budget.
     pub(super) first: usize,
     /// Parameters for opening the namespaces on another I/O thread.
     pub(super) opening: Opening,
     /// Pending move to another I/O thread, which happens once nothing is in flight.
     pub(super) departure: Option<Departure>,
-    /// Pending check of page tables, after many sparse touches of the host's memory.
+    /// Requested check of the page tables, after many sparse touches of the host's memory.
     pub(super) look: Option<Look>,
     /// Commands that are recovered from a dead process.
     pub(super) recovery: Option<Box<Recovery>>,
@@ -98,7 +98,7 @@ impl ControllerQueues {
         self.set.shared.id
     }
 
-    /// Publishes in the statistics whether the thread skips this controller in its passes.
+    /// Publishes in the statistics if the thread skips this controller in its passes.
     pub(super) fn set_left_out(&self, left_out: bool) {
         self.set.engine.counters.set_left_out(left_out);
     }
@@ -111,13 +111,14 @@ impl ControllerQueues {
         self.set.engine.namespaces()
     }
 
-    /// File descriptors by which the disks wake the thread.
+    /// File descriptors that the disks signal to wake the thread.
     pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.set.engine.queues().flat_map(NamespaceQueue::wake_fds)
     }
 
-    /// Changes namespace `nsid` to the one in `namespaces`, or removes it, for all following
-    /// commands. If its disk cannot be opened, nothing changes and the latch gets a status.
+    /// Applies the entry for `nsid` of `namespaces` to all following commands: a changed namespace,
+    /// or its removal. If the disk cannot be opened, nothing changes, and the latch gets an error
+    /// status.
     pub(crate) fn change_namespace(
         &mut self,
         nsid: u32,
@@ -149,11 +150,12 @@ impl ControllerQueues {
 
     /// Sets an override that serves the queues from now on.
     pub(crate) fn set_override(&mut self, overriding: Box<dyn QueueOverride>) {
-        // An existing override is kept: it has delayed commands, and it sees new faults by itself.
+        // An existing override is kept: it holds delayed commands, and applies new faults by
+        // itself.
         self.overriding.get_or_insert(overriding);
     }
 
-    /// Keeps an eventfd that the thread waits for, as long as the queues exist.
+    /// Stores an eventfd that the thread waits for, for the lifetime of the queues.
     pub(crate) fn keep_eventfd(&mut self, event: EventFd) {
         let event = Arc::new(event);
         self.set.engine.counters.add_doorbell_eventfd(Arc::clone(&event));
@@ -179,8 +181,8 @@ impl ControllerQueues {
         }
     }
 
-    /// Stops fetching for an exclusive command. The latch is released when nothing is in flight
-    /// except commands that wait for exclusive execution.
+    /// Stops fetching for an exclusive command. The latch is released when all commands in flight
+    /// are parked for exclusive execution.
     pub(crate) fn pause(&mut self, latch: Latch) {
         self.set.engine.pause();
         self.deleting.push((Deleting::Others, latch));
@@ -222,7 +224,7 @@ impl ControllerQueues {
     }
 
     pub(crate) fn detach(&mut self, latch: Latch) {
-        // Shadow pages first: after a reset, the guest may use that memory for anything.
+        // Shadow pages are dropped first: after a reset, the guest may reuse their memory.
         self.shadow = None;
         for sq in self.set.sqs.iter_mut().flatten() {
             sq.tail.disable();
@@ -240,7 +242,7 @@ impl ControllerQueues {
         self.detaching = Some(latch);
     }
 
-    /// True if an interrupt is held for a moment.
+    /// True if an interrupt is held by moderation, so briefly that a sleep is not worthwhile.
     pub(crate) fn is_about_to_notify(&self) -> bool {
         self.set.cqs.iter().flatten().any(Cq::is_about_to_notify)
     }
@@ -269,12 +271,13 @@ impl ControllerQueues {
             && !self.has_replays()
     }
 
-    /// True if a latch waits for something on this thread.
+    /// True if an operation on this thread has to end before its latch is released.
     fn is_waited_for(&self) -> bool {
         !(self.draining.is_empty() && self.deleting.is_empty()) || self.override_is_waiting()
     }
 
-    /// Reports that the controller's turns delay other controllers of this thread.
+    /// Reports to the control plane that this controller's turns delay other controllers of the
+    /// thread.
     #[cold]
     pub(crate) fn report_slow(&self, took: Duration) {
         self.set.control.notify(Notice::SlowTurns { took });
@@ -289,8 +292,8 @@ impl ControllerQueues {
     }
 
     /// Makes one pass: reaps the disks, fetches and starts commands, posts completions, raises
-    /// interrupts. Commands are started while `budget` lasts, in nanoseconds. Returns the amount
-    /// of work, in commands.
+    /// interrupts. Commands are started until `budget`, in nanoseconds, is used up. Returns the
+    /// amount of work, in commands.
     // Inlined into the thread's loop, which makes nearly all passes.
     #[inline(always)]
     pub(crate) fn pass(
@@ -343,7 +346,7 @@ impl ControllerQueues {
         self.set.begin_trace();
     }
 
-    /// Stops fetching while page tables created by this controller's touches may be too many.
+    /// Stops fetching while the touches of this controller may have created too many page tables.
     #[cold]
     #[inline(never)]
     fn bound_page_tables(&mut self) {
@@ -372,14 +375,14 @@ impl ControllerQueues {
         started
     }
 
-    /// True if commands of a dead process wait, or if a command is in flight that may have crashed
-    /// it.
+    /// True if commands of a dead process wait for execution, or if a command that may have crashed
+    /// the process is in flight.
     fn has_replays(&self) -> bool {
         let has = |recovery: &Recovery| recovery.has_replays() || recovery.has_turn();
         self.recovery.as_deref().is_some_and(has)
     }
 
-    /// Serves the queues from index `first` on, where the budget of the last pass was used up.
+    /// Serves the queues from index `first` on. The last pass used up its budget before this queue.
     #[inline(never)]
     fn serve_from(
         &mut self,
@@ -387,7 +390,7 @@ impl ControllerQueues {
         unread: Unread<'_>,
         trace: &mut Option<Observer>,
     ) -> u32 {
-        // A pass without budget leaves `first` to the next pass.
+        // Without budget, the queues are not served; `first` stays for the next pass.
         if self.set.engine.has_budget() {
             self.first = 0;
         }
@@ -397,10 +400,10 @@ impl ControllerQueues {
     #[inline]
     fn serve(&mut self, index: usize, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let Some(tail) = self.set.look(index, trace) else { return 0 };
-        // Messages that were sent before the submission have precedence: memory that the host has
-        // just mapped for these commands may still be in a message. The tail was loaded with
-        // acquire ordering, so a message that was sent before the host moved the tail is visible
-        // here.
+        // Messages that were sent before the submission have precedence: for example, a message may
+        // contain the memory that the host has just mapped for these commands. The tail was loaded
+        // with acquire ordering, so every message that was sent before the host moved the tail is
+        // visible here.
         if unread.has_of(self.id()) {
             return 1;
         }
@@ -417,15 +420,16 @@ impl ControllerQueues {
         fetched
     }
 
-    /// Defers commands of a queue: to the next turn, or until a command in flight ends.
+    /// Defers commands of a queue until the next turn or, at a quota, until a command in flight
+    /// ends.
     #[cold]
     #[inline(never)]
     fn put_off(&mut self) -> u32 {
         let Some(exceeded) = self.set.engine.exceeded() else {
             return u32::from(!self.set.engine.is_full());
         };
-        // With sparse memory, `Pieces` is reached while page tables are created: no excess of the
-        // host.
+        // While page tables of sparse memory are created, the host can reach `Pieces` without any
+        // excess.
         let is_quota = exceeded != Exceeded::Pieces || !self.set.engine.is_sparse();
         if is_quota && self.set.shared.is_first_excess() {
             let controller = self.set.shared.id;
@@ -438,8 +442,8 @@ impl ControllerQueues {
         0
     }
 
-    /// Checks if memory of this host was lost. A client that loses a piece in each of tens of
-    /// thousands of maps causes one scan per current map, not one per piece.
+    /// Checks if memory of this host was lost. A client may lose a piece in each of tens of
+    /// thousands of maps; only current maps are scanned, once each.
     #[cold]
     pub(crate) fn check_memory(&mut self) {
         let losses = shadowbell_memory::sigbus::losses(self.set.shared.id);
@@ -452,7 +456,7 @@ impl ControllerQueues {
         }
     }
 
-    /// Releases the latches of what has ended.
+    /// Releases the latches of operations that have ended.
     fn finish(&mut self) {
         while self.draining.front().is_some_and(|(watch, _)| watch.is_idle()) {
             self.draining.pop_front();
@@ -515,7 +519,8 @@ impl ControllerQueues {
         self.overriding.as_ref().is_some_and(|overriding| overriding.is_waiting())
     }
 
-    /// True if an operation waits for an end that no event signals.
+    /// True if an operation waits for an end that no event signals, so the thread must not sleep
+    /// long.
     pub(crate) fn needs_polling(&self) -> bool {
         let waited_for = !(self.draining.is_empty() && self.deleting.is_empty());
         self.override_is_waiting()
@@ -523,7 +528,7 @@ impl ControllerQueues {
             || !self.is_pending() && (waited_for || self.can_replay())
     }
 
-    /// True if recovered commands wait for something other than room in a completion queue.
+    /// True if a recovered command waits, and not just for room in a completion queue.
     fn can_replay(&self) -> bool {
         self.has_replays() && self.set.sqs.iter().flatten().all(|sq| !sq.blocked)
     }
@@ -533,8 +538,8 @@ impl ControllerQueues {
         self.set.shared.mapped
     }
 
-    /// True if any further work begins with a doorbell or a message: nothing is in flight, held or
-    /// waited for.
+    /// True if only a doorbell or a message can start further work: nothing is in flight or held,
+    /// and no latch waits.
     pub(crate) fn is_quiescent(&self) -> bool {
         !self.override_is_waiting()
             && !self.is_pending()
@@ -547,13 +552,13 @@ impl ControllerQueues {
             && !self.set.holds_back()
     }
 
-    /// Progress counter, which changes with every command.
+    /// Progress counter; its value changes with every command.
     pub(crate) fn progress(&self) -> u64 {
         self.set.progress()
     }
 }
 
-/// Inserts an item at the first free index, so that other indices stay valid. Returns the index.
+/// Inserts an item at the first free index and returns the index. Other items keep their indices.
 pub(super) fn insert<T>(list: &mut Vec<Option<T>>, item: T) -> usize {
     let place = list.iter().position(Option::is_none).unwrap_or(list.len());
     if place == list.len() {
@@ -573,7 +578,8 @@ impl ControllerQueues {
         let shared = &self.set.shared;
         let irq = vector.map(|v| IrqLine::new(Arc::clone(&shared.irqs), v));
         let mut cq = Cq::new(layout, shared, irq, limit);
-        // The control plane refuses unmapped memory; if it was unmapped since, the queue waits.
+        // The control plane refuses unmapped memory. If it was unmapped since then, the queue
+        // waits.
         let _ = cq.resolve(&self.table());
         cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
         insert(&mut self.set.cqs, cq);
@@ -590,8 +596,8 @@ impl ControllerQueues {
         Ok(())
     }
 
-    /// Writes the state of all queues to the journal, after a queue or doorbell location has
-    /// changed.
+    /// Writes the state of all queues to the journal. Called after a change of a queue or of the
+    /// location of a doorbell.
     pub(super) fn write_down(&self) {
         if let Some(journal) = &self.set.journal {
             for sq in self.set.sqs.iter().flatten() {
@@ -621,8 +627,8 @@ impl ControllerQueues {
         }
     }
 
-    /// Applies Doorbell Buffer Config: every queue gets its shadow entry, even with commands in
-    /// flight. With `None`, a queue whose doorbells were in the buffer stops.
+    /// Applies Doorbell Buffer Config: every queue gets its shadow entry, also while commands are
+    /// in flight. `None` removes the buffer, and a queue whose doorbells were in it stops.
     pub(crate) fn change_shadow(&mut self, pages: Option<(u64, u64)>) {
         self.shadow = pages;
         let table = self.table();
@@ -636,8 +642,8 @@ impl ControllerQueues {
         self.write_down();
     }
 
-    /// Replaces the DMA map. Queues are resolved in the new map; a queue that it does not contain
-    /// stops until a later map contains it. Shadow doorbell state survives the remapping.
+    /// Replaces the DMA map and resolves the queues in the new one. A queue that the new map does
+    /// not contain stops until a later map contains it. The state of shadow doorbells is kept.
     pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
         let old = self.set.engine.change_view(View::new(Arc::clone(&table)));
         self.lost = false;
@@ -652,8 +658,8 @@ impl ControllerQueues {
 
 /// Departure and arrival of queues that move between I/O threads.
 impl ControllerQueues {
-    /// Begins a move to another I/O thread: fetching stops, and when nothing is in flight,
-    /// [`is_over`](Self::is_over) is true.
+    /// Begins a move to another I/O thread: fetching stops. When nothing is in flight any more,
+    /// [`is_over`](Self::is_over) returns true.
     pub(crate) fn leave(&mut self, departure: Departure) {
         self.set.engine.close(Closed::Leaves);
         self.departure = Some(departure);
@@ -666,7 +672,7 @@ impl ControllerQueues {
         }
     }
 
-    /// Aborts commands in flight, because a controller reset waits for the pending move.
+    /// Aborts commands in flight, because a controller reset waits for the pending move to end.
     pub(crate) fn hurry(&mut self) {
         if self.departure.is_some() {
             self.recovery = None;
@@ -677,20 +683,21 @@ impl ControllerQueues {
         }
     }
 
-    /// Sends the queues to their destination, unless they are being detached. True if they were
-    /// sent.
+    /// Sends the queues to their destination, unless they are being detached. Returns true if they
+    /// were sent.
     pub(crate) fn depart(&mut self, worker: usize) -> bool {
         let Some(Departure { to, latch }) = self.departure.take() else { return false };
         if self.detaching.is_some() {
             return false;
         }
         let table = self.table();
-        // A namespace change may end at the destination before `self` is dropped; until then
-        // nothing here may refer to the old disk.
+        // At the destination, a namespace change may end before `self` is dropped. So the queues of
+        // this thread must not refer to the old disk any more.
         self.set.engine.forget_namespaces();
-        // Nothing is in flight, so the dirty log is complete; a live migration may read it at once.
+        // Nothing is in flight, so the log of dirty pages is complete. A live migration may read it
+        // at once.
         self.set.engine.view().hand_in_log();
-        // At the destination, or in another process, all commands are served normally.
+        // At the destination (a thread or another process), all commands are served normally.
         self.recovery = None;
         self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);
         if let Some(journal) = &self.set.journal {
@@ -712,8 +719,8 @@ impl ControllerQueues {
             inheritance: Inheritance::default(),
             latch: Some(latch),
         };
-        // A doorbell's writer reads the owner again after the write. So either the destination sees
-        // the doorbell, or the writer sees the new owner.
+        // The writer of a doorbell reads the owner again after the write. So either the destination
+        // sees the new doorbell value, or the writer sees the new owner.
         self.set.shared.change_owner(worker, to.worker);
         to.arrivals.deliver(Box::new(relocated));
         true
@@ -755,7 +762,7 @@ impl ControllerQueues {
         Ok((arrived, latch))
     }
 
-    /// Adds moved queues to the queues of the same controller on this thread.
+    /// Merges moved queues into the queues of the same controller on this thread.
     pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
         let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
         self.set.shared.join_parts(&counters, &self.set.engine.counters);
@@ -775,13 +782,13 @@ impl ControllerQueues {
         let mut indices = Vec::with_capacity(sqs.len());
         for sq in sqs {
             indices.push(sq.and_then(|mut sq| {
-                // A submission queue has its completion queue on the same I/O thread.
+                // A submission queue and its completion queue are always on the same I/O thread.
                 sq.cq = places.get(sq.cq).copied().flatten()?;
                 sq.remap(&table, pages);
                 Some(insert(&mut self.set.sqs, sq))
             }));
         }
-        // Queues of several threads may be recovered by one.
+        // Several threads may have recovered queues that are now on one thread.
         let inheritance = inheritance.moved(|sq| indices.get(sq).copied().flatten());
         if let Some(more) = Recovery::new(inheritance, &mut self.set) {
             match &mut self.recovery {

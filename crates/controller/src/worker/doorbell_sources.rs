@@ -1,10 +1,10 @@
-//! Doorbell sources: hosts whose doorbell writes a sleeping I/O thread receives without the reactor
-//! thread.
+//! Doorbell sources: descriptors from which a sleeping I/O thread receives doorbell writes
+//! directly, without the reactor thread.
 //!
-//! The carrier of a controller delivers a trapped doorbell write with
-//! [`Controller::write_doorbell`](crate::Controller::write_doorbell) on its own thread, which then
-//! wakes the I/O thread: two wakeups per command. If the writes arrive through a descriptor, the
-//! I/O thread can wait for the descriptor as well and take the writes that wake it.
+//! Without a source, the front end of a controller receives a trapped doorbell write on its own
+//! thread, calls [`Controller::write_doorbell`](crate::Controller::write_doorbell), and so wakes
+//! the I/O thread: two wakeups per command. If the writes arrive through a descriptor, the I/O
+//! thread can wait for this descriptor too, and receive the writes itself.
 
 use super::observer::Observer;
 use crate::shared::{ControllerShared, DSTRD, MAX_QUEUES};
@@ -15,7 +15,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Consecutive futile wakeups by a source after which the source is removed.
+/// Number of consecutive wakeups without a doorbell write after which a source is removed.
 const WAKES_IN_VAIN: u32 = 8;
 
 struct Registered {
@@ -53,8 +53,8 @@ impl DoorbellSources {
         self.0.remove(&controller);
     }
 
-    /// Handles an event of a source: receives the doorbell writes of queues that `worker` serves,
-    /// the calling thread, which is awake.
+    /// Handles an event of a source. Receives the doorbell writes of those queues that `worker`,
+    /// the calling thread, serves.
     pub(super) fn poll_doorbells(
         &mut self,
         controller: u32,
@@ -94,23 +94,24 @@ impl DoorbellSources {
 pub struct PolledDoorbells {
     /// Number of doorbell writes that were taken.
     pub writes: u32,
-    /// True if no more writes were pending. If false, the registrant of the source delivers the
+    /// True if no more writes were pending. If false, the owner of the source has to deliver the
     /// rest.
     pub all: bool,
 }
 
-/// Source of a host's doorbell writes. An I/O thread calls all methods, so none may block. The
+/// Source of a host's doorbell writes. An I/O thread calls all methods, so they must not block. The
 /// source is dropped when the I/O thread stops polling it.
 pub trait DoorbellSource: Send {
-    /// Registers the source with `epoll` under `token`: edge-triggered, and if possible reporting
-    /// only while a thread sleeps in `epoll`. Called once, before all other methods.
+    /// Registers the source with `epoll` under `token`, edge-triggered. If possible, the source
+    /// reports events only while a thread sleeps in `epoll`. Called once, before all other methods.
     ///
     /// # Errors
-    /// The source cannot be registered, or not now. It is then dropped.
+    /// The source cannot be registered now or at all. The caller then drops it.
     fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()>;
 
-    /// Takes a few doorbell writes after an event of `epoll`, and passes each to `ring` as offset
-    /// in BAR0 and value, in the order of arrival. `ring` returns true if it took the write. A
-    /// write that it does not take, and all that follow it, must be delivered the usual way.
+    /// Takes a few doorbell writes after an event of `epoll`. Passes each to `ring`, in order of
+    /// arrival, as its offset in BAR0 and its value. `ring` returns true if it has handled the
+    /// write. If it returns false, this write and all later ones must be delivered by the owner of
+    /// the source.
     fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> PolledDoorbells;
 }

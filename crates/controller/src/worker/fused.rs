@@ -15,7 +15,7 @@ use shadowbell_state::{AbortPoint, abort_point};
 pub(super) struct Burst {
     /// Index of the entry that is fetched next.
     pub(super) head: u16,
-    /// Number of commands fetched, and the maximum of this burst.
+    /// Number of commands fetched so far, and the number to fetch in this burst.
     pub(super) done: u32,
     pub(super) fetched: u32,
     /// Number of commands in flight or parked.
@@ -44,7 +44,7 @@ pub(super) enum Paired {
     Later,
 }
 
-/// Pairs a fetched command that has FUSE bits with the command behind it.
+/// Fetches the second command of a fused operation, after a fetched command with FUSE bits.
 #[cold]
 #[inline(never)]
 pub(super) fn pair(
@@ -66,7 +66,7 @@ pub(super) fn pair(
         }
         _ => None,
     };
-    // A completion queue that can never hold two entries cannot support fused operations.
+    // A completion queue with room for only one entry cannot support fused operations.
     let Some(second) = second.filter(|_| cq.layout.size.entries() > 2) else {
         return (burst, Paired::Failed(permit, missing));
     };
@@ -107,8 +107,8 @@ pub(super) fn pair(
     (burst, Paired::Both)
 }
 
-/// Starts the two commands of a fused operation again that were in flight in a dead process, each
-/// with its journal record; or fails them if `gives_up`. Returns the number in flight.
+/// Starts the two commands of a fused operation again, which were in flight in a dead process. Each
+/// comes with its journal record. If `gives_up`, fails them instead. Returns the number in flight.
 #[cold]
 pub(super) fn replay(
     with: Fetcher<'_>,

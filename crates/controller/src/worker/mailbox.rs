@@ -1,15 +1,15 @@
 //! Mailbox of an I/O thread: messages, wakeups and the backlog of unhandled messages.
 //!
-//! A thread reads its messages between two passes over its queues, so no lock is taken while
-//! commands are served.
+//! A thread reads its messages between two passes over its queues, so no lock is taken while it
+//! serves commands.
 //!
 //! # Backlog
 //!
-//! The backlog has the messages that a thread has taken from its mailbox and not handled yet.
+//! The backlog contains messages that a thread has taken from its mailbox and not handled yet.
 //!
-//! A message takes some microseconds, and guests determine their number. So a thread handles
-//! messages for a bounded time per turn, one of each controller in rotation. A controller with many
-//! messages delays itself, not the others.
+//! A message takes some microseconds, and guests determine the number of messages. So a thread
+//! handles messages only for a bounded time per turn, and takes them from the controllers in
+//! rotation. A controller with many messages delays only itself.
 
 use super::doorbell_sources::DoorbellSource;
 use super::queue_move::{Arrivals, Departure, Relocated};
@@ -63,7 +63,7 @@ pub(crate) enum Message {
         controller: u32,
         event: EventFd,
     },
-    /// Registration of a source from which the thread receives the host's doorbell writes itself.
+    /// Registration of a source from which the thread receives the host's doorbell writes directly.
     DoorbellSource {
         controller: u32,
         source: Box<dyn DoorbellSource>,
@@ -97,15 +97,15 @@ pub(crate) enum Message {
         pages: Option<(u64, u64)>,
         latch: Latch,
     },
-    /// Replaces the DMA map; the latches are released once nothing uses the old one.
+    /// Replaces the DMA map. The latches are released when nothing uses the old map any more.
     Table {
         controller: u32,
         table: Arc<DmaTable>,
         latches: Vec<Latch>,
     },
-    /// Changes namespace `nsid` to the one in `namespaces`, or removes it. The latch is released
-    /// once nothing uses the old disk. If the new disk cannot be opened, nothing changes and the
-    /// latch gets a status.
+    /// Applies the entry for `nsid` of `namespaces`: a changed namespace, or its removal. The latch
+    /// is released when nothing uses the old disk any more. If the new disk cannot be opened,
+    /// nothing changes, and the latch gets an error status.
     ChangeNamespace {
         controller: u32,
         nsid: u32,
@@ -113,7 +113,8 @@ pub(crate) enum Message {
         latch: Latch,
     },
     /// Applies a change of the controller's access to a namespace. The latch is released when the
-    /// commands in flight on it have ended; they are aborted if `aborts` is true.
+    /// commands in flight on the namespace have ended. If `aborts` is true, these commands are
+    /// aborted.
     ReviewAccess {
         controller: u32,
         uuid: [u8; 16],
@@ -131,13 +132,14 @@ pub(crate) enum Message {
         context: Box<QueueContext>,
         latch: Latch,
     },
-    /// Verifies a piece of a namespace. The latch gets the status of an error.
+    /// Verifies a part of a namespace. If there is an error, the latch gets its status.
     Verify {
         context: Box<QueueContext>,
         piece: Piece,
         latch: Latch,
     },
-    /// Aborts a command. The latch gets the status Command Abort Requested if it was aborted.
+    /// Aborts a command. If the command was aborted, the latch gets the status Command Abort
+    /// Requested.
     Abort {
         controller: u32,
         sqid: u16,
@@ -151,8 +153,9 @@ pub(crate) enum Message {
         latch: Latch,
     },
     /// Moves the controller's queues to another I/O thread once nothing is in flight. Until the
-    /// latch is released, the route holds back further messages about the controller, except
-    /// [`Stay`](Self::Stay), [`Hurry`](Self::Hurry) and those of exclusive execution.
+    /// latch is released, the route (the path of messages to the controller's thread) holds back
+    /// further messages for the controller, except [`Stay`](Self::Stay), [`Hurry`](Self::Hurry) and
+    /// those of exclusive execution.
     Leave {
         controller: u32,
         departure: Departure,
@@ -161,8 +164,8 @@ pub(crate) enum Message {
     Stay {
         controller: u32,
     },
-    /// Stops fetching. The latch is released when nothing is in flight except commands that wait
-    /// for exclusive execution.
+    /// Stops fetching. The latch is released when all commands in flight are parked for exclusive
+    /// execution.
     Pause {
         controller: u32,
         latch: Latch,
@@ -172,7 +175,8 @@ pub(crate) enum Message {
         controller: u32,
         latch: Latch,
     },
-    /// Reports that changes are recorded. The latch is released when the journal says so.
+    /// Reports that the control plane has recorded the changes of uncorrectable blocks. The latch
+    /// is released when the decisions about the commands are in the journal.
     Settle {
         controller: u32,
         latch: Latch,
@@ -192,11 +196,11 @@ pub(crate) enum Message {
         controller: u32,
         overriding: Box<dyn QueueOverride>,
     },
-    /// Starts recording in this ring, or stops.
+    /// Starts recording of a trace in this ring, or ends it (`None`).
     Trace(Option<TraceRing>),
     /// Starts or stops the measurement of command latencies.
     Measure(bool),
-    /// Liveness check: the thread drops the message.
+    /// Liveness check. The thread only has to drop the message.
     Visit(Visit),
     Stop,
 }
@@ -235,14 +239,14 @@ impl Message {
     }
 }
 
-/// Number of messages that are searched for an earlier DMA map of the same controller.
+/// Number of latest messages in which an earlier DMA map of the same controller is searched for.
 const NEAR: usize = 16;
 
-/// Adds a message. A DMA map replaces an unread earlier map of the same controller: to resolve all
-/// queues in a map takes longer than to send one, so a client that sends maps without a pause would
-/// keep the thread busy with nothing else. Latches that wait for the end of the replaced maps wait
-/// for the end of the thread's current map. Returns the replaced map, which the caller drops
-/// without the lock, because it may own memory.
+/// Adds a message. A DMA map replaces an unread earlier map of the same controller. Otherwise a
+/// client that continuously sends maps would keep the thread busy, because the thread needs longer
+/// to resolve all queues in a map than the client to send it. The latches of replaced maps move to
+/// the new message. Returns the replaced map, which the caller drops after it has released the
+/// lock, because this may unmap memory.
 fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTable>> {
     let Message::Table { controller, table, mut latches } = message else {
         messages.push_back(message);
@@ -254,9 +258,10 @@ fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTabl
                 all.append(&mut latches);
                 return Some(std::mem::replace(old, table));
             }
-            // These messages commute with a map.
+            // The order between these messages and a map does not matter.
             Message::Table { .. } | Message::DoorbellWritten { .. } => {}
-            // Any other message (queue creation, reset) has to see the maps in order.
+            // Any other message (such as queue creation or reset) must be handled between the same
+            // two maps.
             _ => break,
         }
     }
@@ -264,7 +269,7 @@ fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTabl
     None
 }
 
-/// Mailbox of an I/O thread, with the means to wake the thread.
+/// Mailbox of an I/O thread: its messages, and the wakeup of the thread.
 pub(crate) struct Mailbox {
     /// True if there are messages. Read by the thread in every pass.
     has_any: AtomicBool,
@@ -292,7 +297,7 @@ impl Mailbox {
         })
     }
 
-    /// Sends a message and wakes the thread if it sleeps. True if it woke it up.
+    /// Sends a message and wakes the thread if it sleeps. Returns true if the thread was asleep.
     pub(crate) fn send(&self, message: Message) -> bool {
         let mut messages = self.messages.lock();
         let parting = add(&mut messages, message);
@@ -303,7 +308,7 @@ impl Mailbox {
         self.wake()
     }
 
-    /// Wakes the thread if it sleeps. True if it woke it up.
+    /// Wakes the thread if it sleeps. Returns true if it was asleep.
     pub(crate) fn wake(&self) -> bool {
         let asleep = self.waker().kick();
         if asleep {
@@ -312,9 +317,9 @@ impl Mailbox {
         asleep
     }
 
-    /// Delivers a trapped doorbell write of a controller whose state on the thread is `park_state`.
-    /// If the controller is parked, a message names it; otherwise, the thread is only woken. True
-    /// if it woke it up.
+    /// Delivers a trapped doorbell write for a controller, which has the state `park_state` on the
+    /// thread. If the controller is parked, the thread gets a message with its number; otherwise,
+    /// it is only woken. Returns true if the thread was asleep.
     pub(crate) fn write_doorbell(
         &self,
         controller: u32,
@@ -354,8 +359,8 @@ impl Mailbox {
 
     /// Takes all messages, oldest first.
     pub(crate) fn take(&self) -> VecDeque<Message> {
-        // The flag is cleared before the messages are taken, so a message sent in between sets it
-        // again.
+        // The flag is cleared first. A message that is sent in between sets it again, so none is
+        // missed.
         self.has_any.store(false, Ordering::Release);
         std::mem::take(&mut *self.messages.lock())
     }
@@ -408,7 +413,7 @@ impl Backlog {
         false
     }
 
-    /// Calls `handle` with messages for the duration of one turn.
+    /// Calls `handle` with messages for the duration of one turn, at least once.
     pub(super) fn take_turn(&mut self, mut handle: impl FnMut(Message)) {
         let began = Instant::now();
         while let Some(message) = self.next() {
@@ -443,7 +448,8 @@ impl Backlog {
     }
 }
 
-/// Query for unhandled messages of a controller, made before its commands are fetched.
+/// Query for unhandled messages of a controller. An I/O thread makes it before it fetches the
+/// controller's commands.
 #[derive(Clone, Copy)]
 pub(crate) struct Unread<'a> {
     pub(super) mailbox: &'a Mailbox,
@@ -470,7 +476,7 @@ mod tests {
     use crate::notice::{Latch, Notice};
     use shadowbell_memory::{DmaSpace, Mapping};
 
-    /// DMA map message with `ranges` ranges and these latches.
+    /// Creates a DMA map message with `ranges` ranges and the given latches.
     fn table(controller: u32, ranges: u64, latches: Vec<Latch>) -> Message {
         let bytes = Mapping::anonymous(4096).unwrap().bytes();
         let mut space = DmaSpace::default();
@@ -478,7 +484,8 @@ mod tests {
         Message::Table { controller, table: Arc::clone(space.table()), latches }
     }
 
-    /// Taken messages as (controller, ranges, latches), or `None` for other messages.
+    /// Takes all messages. Returns (controller, ranges, latches) of DMA maps, and `None` for
+    /// others.
     fn taken(mailbox: &Mailbox) -> Vec<Option<(u32, usize, usize)>> {
         let of = |message: &Message| match message {
             Message::Table { controller, table, latches } => {
@@ -501,7 +508,7 @@ mod tests {
             mailbox.send(Message::DoorbellWritten { controller: 3 });
         }
         assert!(mailbox.has_messages());
-        // Each round also sends a doorbell message; a map behind sixteen of these is not found.
+        // Each round also sends a doorbell message. A map behind sixteen of these is not searched.
         let all = taken(&mailbox);
         let maps: Vec<_> = all.iter().flatten().collect();
         let waiting: usize = maps.iter().map(|(.., waiting)| waiting).sum();
@@ -533,7 +540,7 @@ mod tests {
         mailbox.send(table(1, 2, Vec::new()));
         mailbox.send(table(1, 3, Vec::new()));
         assert_eq!(taken(&mailbox), [Some((1, 1, 0)), None, Some((1, 3, 0))]);
-        // A map that was taken is not replaced any more.
+        // A map that the thread has already taken is not replaced.
         mailbox.send(table(1, 4, Vec::new()));
         assert_eq!(taken(&mailbox), [Some((1, 4, 0))]);
     }

@@ -1,10 +1,10 @@
 //! Observer of an I/O thread: trace, command latency and failed commands.
 //!
-//! The observer has the trace and the latency meter. Both disabled, they cost one branch.
+//! The observer consists of a trace and a latency meter. If both are off, the cost is one branch.
 //!
 //! * Trace records of doorbell decisions, and command events for the latency meter.
-//! * Command latency measurement, outside of the I/O path, at the events that the trace records:
-//!   entries are read again from the queues, and the clock is read once per batch.
+//! * Command latency measurement, at the same events as the trace and outside of the normal I/O
+//!   path. Entries are read again from the queues, and the clock is read once per batch.
 //! * Reports of failed commands to the Error Information log.
 
 use crate::config::MAX_NAMESPACES;
@@ -38,7 +38,7 @@ impl Observer {
     }
 }
 
-/// Starts recording in this ring, or stops.
+/// Starts recording of a trace in this ring, or ends it (`None`).
 pub(super) fn trace(observer: &mut Option<Observer>, ring: Option<TraceRing>) {
     change(observer, |observer| observer.ring = ring);
 }
@@ -62,8 +62,8 @@ fn change(observer: &mut Option<Observer>, with: impl FnOnce(&mut Observer)) {
     }
 }
 
-/// Records the result of a look at a tail, and the new commands; `last` and `before` are the state
-/// before the look.
+/// Records the new commands that a read of the tail has found. `last` and `before` are the tail and
+/// the statistics before this read.
 #[cold]
 pub(super) fn trace_look(
     trace: &mut Option<Observer>,
@@ -72,14 +72,14 @@ pub(super) fn trace_look(
     (last, before): (u16, ControllerStats),
 ) {
     let (now, qid, at) = (sq.tail.stats(), sq.layout.qid, u32::from(sq.tail.last()));
-    // The recheck before a sleep has a counter of its own, so the tail itself is compared.
+    // A recheck before a sleep updates another counter, so this compares the tail itself.
     if sq.tail.last() != last && sq.tail.state().truth == Truth::Shadow {
         record(trace, Kind::ShadowNew, shared, qid, at, last.into());
     }
     if now.event_idx_moved != before.event_idx_moved {
         record(trace, Kind::EventIdxMoved, shared, qid, at, 0);
     }
-    // Commands found by a recheck before a sleep are included.
+    // The commands may also have been found by a recheck before a sleep.
     let Some(ring) = &sq.ring else { return };
     let seen_at = time_of(trace);
     while sq.traced != sq.tail.last() {
@@ -92,8 +92,8 @@ pub(super) fn trace_look(
     }
 }
 
-/// Records the completions posted since the last call. Their entries are still in the queue: they
-/// are not overwritten before the thread posts again.
+/// Records the completions that were posted since the last call. Their entries are read from the
+/// queue, where they are intact until the thread posts again.
 #[cold]
 pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &mut Cq) {
     let Some(ring) = &cq.ring else { return };
@@ -110,18 +110,18 @@ pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShar
     }
 }
 
-/// Time of the meter; 0 without a meter.
+/// Time of the meter, or 0 if there is no meter.
 fn time_of(trace: &Option<Observer>) -> u64 {
     let meter = trace.as_ref().and_then(|trace| trace.meter.as_ref());
     meter.map_or(0, Meter::now)
 }
 
-/// Numbers of raised and of suppressed interrupts of a queue.
+/// Number of raised and number of suppressed interrupts of a queue.
 pub(super) fn interrupts(cq: &Cq) -> (u64, u64) {
     (cq.counters.interrupts.get(), cq.counters.interrupts_suppressed.get())
 }
 
-/// Records the interrupt decision since `before`.
+/// Records the interrupt decision that was made after `before` was read.
 #[cold]
 pub(super) fn trace_interrupts(
     trace: &mut Option<Observer>,
@@ -153,7 +153,8 @@ pub(crate) fn record(
 
 /// Associativity of the table: commands per set.
 const WAYS: usize = 4;
-/// Number of sets: the table holds more commands than are in flight, so overflows are rare.
+/// Number of sets. The table has more entries than there are commands in flight, so overflows are
+/// rare.
 const SETS: usize = 8192;
 /// Maximum number of cached namespace counters; beyond that, the cache is cleared.
 const AT_HAND: usize = 4096;
@@ -172,7 +173,7 @@ pub(super) struct Meter {
 struct Seen {
     /// Controller, submission queue and command identifier.
     key: u64,
-    /// Time of the submission in nanoseconds since the meter began; 0 for an empty slot.
+    /// Time of the submission in nanoseconds since the meter was created; 0 for an empty slot.
     at: u64,
     nsid: u32,
     blocks: u32,
@@ -214,15 +215,17 @@ impl Meter {
 
     /// Records a command that was found in its queue at `now`.
     pub(super) fn sees(&mut self, controller: u32, sqid: u16, sqe: &Sqe, now: u64) {
-        // Invalid and broadcast NSIDs are ignored, so a guest cannot create counters for them.
+        // Invalid and broadcast NSIDs are ignored. Otherwise a guest could create counters for
+        // them.
         if sqe.nsid == 0 || sqe.nsid > MAX_NAMESPACES as u32 {
             return;
         }
         let key = key_of(controller, sqid, sqe.cid);
         let (kind, blocks) = kind_of(sqe);
         let Some(set) = self.set(key) else { return };
-        // An entry of the same key ended without a completion. Otherwise the oldest entry of the
-        // set is replaced, which most likely has ended in the same way.
+        // If there is an entry of the same key, its command has ended without a completion.
+        // Otherwise the oldest entry of the set is replaced; its command has probably ended without
+        // a completion, too.
         let same = set.iter().position(|seen| seen.at != 0 && seen.key == key);
         let oldest = || (0..WAYS).min_by_key(|way| set[*way].at).unwrap_or(0);
         let way = same.unwrap_or_else(oldest);
@@ -252,14 +255,14 @@ impl fmt::Debug for Meter {
     }
 }
 
-/// Reports a command that failed when it was fetched.
+/// Reports a command that has failed at its start.
 #[cold]
 pub(crate) fn report_error(control: &ControlHandle, sqid: u16, sqe: &Sqe, status: Status) {
     let (cid, nsid, lba) = (sqe.cid, sqe.nsid, sqe.cdw10_11());
     control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
 }
 
-/// Reports a command that failed after it was in flight.
+/// Reports a command that has failed while it was in flight.
 #[cold]
 pub(crate) fn report_ended(control: &ControlHandle, sqid: u16, ended: &CompletedCommand) {
     let &CompletedCommand { cid, status, nsid, lba, .. } = ended;

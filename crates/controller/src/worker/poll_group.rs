@@ -1,24 +1,24 @@
 //! Poll group: separates the active controllers of an I/O thread from the idle ones.
 //!
-//! On a host with hundreds of virtual machines, most are idle. If every pass polled all of them and
-//! every sleep armed all of their doorbells, the few active ones would pay for the idle ones. So an
-//! I/O thread does this for *active* controllers only. Idle controllers are
+//! On a host with hundreds of virtual machines, most are idle. If every pass polled all controllers
+//! and every sleep armed all doorbells, the few active controllers would pay for the idle ones. So
+//! an I/O thread polls and arms only *active* controllers. Idle controllers are
 //!
-//! * *parked*, if a doorbell write signals new commands. A controller is parked when the thread
-//!   goes to sleep: its own state cell is set to asleep, its doorbells are armed, a full fence is
-//!   executed, and everything is checked once more. Only if no work is found, the controller stays
-//!   parked, and is excluded from passes and from the arming of later sleeps. The writer of a
-//!   doorbell stores the register, executes a fence and reads the state cell. So at least one side
-//!   sees the other: either the recheck sees the write, or the writer sees the parked controller
-//!   and sends a message that names it. A thread never sleeps with unread messages. Only the first
-//!   writer that sees the controller parked sends a message; a later writer may rely on it even
-//!   before it is sent, because its receipt makes the thread check all doorbells of the controller.
-//!   (The crate `doorbell` has a model of this protocol: `tests/loom/park.rs`.) A doorbell eventfd
-//!   stays signalled until the thread takes the event, either in its sleep or in a periodic check
-//!   while it is awake.
-//! * *dormant*, if no doorbell write signals: with mapped doorbells, or if the thread polls always
-//!   and has promised its hosts that they need no doorbell writes. Dormant controllers are visited
-//!   in turn, a few in each pass and all of them before a sleep.
+//! * *parked*, if a doorbell write signals new commands. The thread parks a controller when the
+//!   thread itself goes to sleep: it sets the controller's state cell to asleep, arms the
+//!   controller's doorbells, executes a full fence, and checks everything once more. If it finds no
+//!   work, the controller stays parked, and is excluded from passes and from the arming of later
+//!   sleeps. The writer of a doorbell stores the register, executes a fence, and reads the state
+//!   cell. Thus at least one side sees the other: the recheck sees the write, or the writer sees
+//!   the parked controller and sends a message with its number. A thread never sleeps with unread
+//!   messages. Only the first writer that sees the controller parked sends a message. Other writers
+//!   need not wait for it, because after its receipt the thread checks all doorbells of the
+//!   controller. (The crate `doorbell` has a model of this protocol: `tests/loom/park.rs`.) A
+//!   doorbell eventfd stays signalled until the thread takes the event, either from its sleep or in
+//!   a periodic check while it is awake.
+//! * *dormant*, if no doorbell write signals new commands. This is so with mapped doorbells, or if
+//!   the thread polls always and has told its hosts that they need no doorbell writes. The thread
+//!   visits dormant controllers in rotation, a few in each pass, and all of them before a sleep.
 //!
 //! Only a quiescent controller is parked or dormant: nothing in flight, no held interrupt, no
 //! waiting latch. Any message for it makes it active first.
@@ -34,31 +34,32 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// Consecutive sleeps in which a controller was armed in vain before it is parked. Armed or parked,
-/// its next command needs a doorbell write; but parked, also while the thread is awake for others.
+/// Number of consecutive sleeps for which a controller was armed in vain before it is parked. The
+/// next command of a parked controller needs a doorbell write even while the thread is awake; the
+/// next command of one that is merely armed, only while the thread sleeps.
 const PARK_AFTER: u32 = 8;
-/// Idle time after which a controller is parked or dormant while the thread does not sleep. Its
-/// host needs at most one doorbell write per this time.
+/// Idle time after which a controller is parked or becomes dormant while the thread stays awake.
+/// Its host thus needs at most one doorbell write per this time.
 const PARK_AFTER_TIME: Duration = Duration::from_millis(10);
-/// Passes between two readings of the clock for that check.
+/// Number of passes between two readings of the clock for [`PARK_AFTER_TIME`].
 const REVIEW: u32 = 1024;
-/// Work, in commands, after which a dormant controller is visited: some percent of the thread's
-/// time.
+/// Work, in commands, after which one dormant controller is visited. The visits take a few percent
+/// of the thread's time.
 const VISIT: u32 = 32;
-/// Weight of a pass in that count; and the number of consecutive idle passes after which every
-/// pass makes a visit, because the thread has nothing better to do.
+/// Weight of a pass in the work between visits; and the number of consecutive idle passes after
+/// which every pass makes a visit, because the thread is idle anyway.
 const VISIT_PER_PASS: u32 = 2;
 const STILL: u32 = 64;
-/// Idle passes, or half as many commands, after which a thread that is awake checks descriptors:
-/// some tens of microseconds.
+/// Work after which an awake thread checks descriptors: this number of idle passes or half as many
+/// commands, some tens of microseconds.
 const CHECK_AFTER: u32 = 512;
 
 /// Controller in the group.
 pub(super) struct PollEntry {
     pub(super) queues: ControllerQueues,
-    /// State cell of the controller, for the time that it is parked.
+    /// State cell of the controller, used while it is parked.
     sleeper: Sleeper<SleepCell>,
-    /// Progress at the last sleep, and the number of sleeps since it changed.
+    /// Progress at the last sleep, and the number of sleeps without progress.
     done: u64,
     idle_streak: u32,
     /// Progress at the last review.
@@ -76,13 +77,13 @@ impl PollEntry {
         self.idle_streak > PARK_AFTER
     }
 
-    /// True if the controller was idle since the last review.
+    /// True if the controller has made no progress since the last review.
     fn was_idle_since_review(&mut self) -> bool {
         let done = self.queues.progress();
         std::mem::replace(&mut self.reviewed, done) == done
     }
 
-    /// Parks the controller, unless there is work for it. True if it is parked.
+    /// Parks the controller, unless there is work for it. Returns true if it is parked.
     fn park(&mut self, trace: &mut Option<Observer>) -> bool {
         if !self.queues.is_quiescent() {
             return false;
@@ -90,7 +91,7 @@ impl PollEntry {
         let mut arming = self.sleeper.prepare();
         self.queues.arm(&mut arming, trace);
         let mut fenced = arming.fence();
-        // A quiescent controller holds no interrupt, so there is no deadline.
+        // A quiescent controller holds no interrupt, so the recheck returns no deadline.
         let due = self.queues.recheck(&mut fenced, trace);
         fenced.note(due.is_some());
         if let Some(asleep) = fenced.try_sleep() {
@@ -112,7 +113,7 @@ impl PollEntry {
     }
 }
 
-/// Publishes that passes include the controller again.
+/// Publishes in the statistics that passes include the controller again.
 fn is_back(entry: &PollEntry) {
     entry.queues.set_left_out(false);
 }
@@ -121,7 +122,8 @@ fn is_back(entry: &PollEntry) {
 pub(super) struct PollGroup {
     #[allow(clippy::vec_box, reason = "they move from here to there")]
     pub(super) active: Vec<Box<PollEntry>>,
-    /// Parked controllers by number. A parked controller is not being detached, so it is unique.
+    /// Parked controllers by number. The number is unique here: queues that are being detached (a
+    /// controller may have new queues beside them) are never parked.
     parked: HashMap<u32, Box<PollEntry>>,
     dormant: VecDeque<Box<PollEntry>>,
     /// True if the thread never sleeps.
@@ -130,7 +132,7 @@ pub(super) struct PollGroup {
     parked_with_eventfd: usize,
     /// Work since the last check of descriptors, in the unit of [`CHECK_AFTER`].
     unchecked: u32,
-    /// Work since the last visit of dormant controllers, in the unit of [`VISIT`]; and the number
+    /// Work since the last visit of a dormant controller, in the unit of [`VISIT`]; and the number
     /// of consecutive idle passes.
     unvisited: u32,
     still: u32,
@@ -172,8 +174,8 @@ impl PollGroup {
         }));
     }
 
-    /// Activates a controller and returns its queues; not queues of the same controller that are
-    /// being detached.
+    /// Activates a controller and returns its queues. Queues of the same controller that are being
+    /// detached are not returned.
     pub(super) fn activate(&mut self, id: u32) -> Option<&mut ControllerQueues> {
         self.doorbell_written(id);
         if let Some(at) = self.dormant.iter().position(|entry| entry.queues.id() == id) {
@@ -222,7 +224,7 @@ impl PollGroup {
         self.pass_by_shares(unread, trace)
     }
 
-    /// Makes a pass in which each controller gets its share of time.
+    /// Makes a pass in which each active controller gets its share of time.
     #[inline(never)]
     fn pass_by_shares(&mut self, unread: Unread<'_>, trace: &mut Option<Observer>) -> u32 {
         let mut work = 0;
@@ -253,9 +255,9 @@ impl PollGroup {
         work
     }
 
-    /// Before a sleep: activates dormant controllers, so that their doorbells are armed, and parks
-    /// controllers that have been armed in vain for a while. One controller stays active, so that
-    /// the only controller of a thread takes no detour.
+    /// Prepares a sleep: activates dormant controllers, so that their doorbells are armed, and
+    /// parks controllers that were armed in vain for a while. One controller always stays active:
+    /// the only controller of a thread is never parked.
     pub(super) fn park_idle(&mut self, trace: &mut Option<Observer>) {
         self.active.extend(self.dormant.drain(..).inspect(|entry| is_back(entry)));
         let mut index = 0;
@@ -277,7 +279,7 @@ impl PollGroup {
         self.parked.insert(entry.queues.id(), entry);
     }
 
-    /// After a pass with this amount of work: checks memory losses, reviews idle controllers and
+    /// After a pass with this amount of work: checks for lost memory, reviews idle controllers and
     /// visits dormant ones. Returns the amount of work found.
     #[inline]
     pub(super) fn check_others(
@@ -314,13 +316,13 @@ impl PollGroup {
         if self.dormant.is_empty() { 0 } else { self.visit(work, unread, trace) }
     }
 
-    /// True if descriptors have to be checked although the thread is awake.
+    /// True if descriptors have to be checked now although the thread is awake.
     #[inline]
     pub(super) fn must_check_eventfds(&self) -> bool {
         self.unchecked >= CHECK_AFTER
     }
 
-    /// Records a check of descriptors; `all` is true if none is left.
+    /// Records a check of descriptors. `all` is true if no signalled descriptor is left.
     pub(super) fn checked(&mut self, all: bool) {
         self.unchecked = if all { 0 } else { CHECK_AFTER };
     }
@@ -382,7 +384,7 @@ impl PollGroup {
         found
     }
 
-    /// Removes controllers that are detached or move to another thread.
+    /// Removes controllers whose queues are detached or move to another thread.
     #[cold]
     pub(super) fn remove_over(&mut self, epoll: &OwnedFd, worker: usize) {
         for index in (0..self.active.len()).rev() {
@@ -391,14 +393,16 @@ impl PollGroup {
                 for fd in entry.queues.wake_fds() {
                     let _ = epoll::delete(epoll, fd);
                 }
-                // The host has a duplicate, so closing this eventfd would not remove it from epoll.
+                // Closing this eventfd would not remove it from epoll, because the host has a
+                // duplicate.
                 for event in entry.queues.doorbell_eventfds() {
                     let _ = epoll::delete(epoll, event);
                 }
                 if !entry.queues.depart(worker) {
                     entry.queues.retire();
                 }
-                // Dropping it releases its latch: from now on nothing touches the host's memory.
+                // The drop releases the latch of the detach: from now on, nothing touches the
+                // host's memory.
                 drop(entry);
             }
         }

@@ -25,12 +25,12 @@ use std::time::Duration;
 pub struct Pool(Arc<Workers>);
 
 struct Workers {
-    /// Shared threads first, then threads that are claimed by one controller each.
+    /// Shared threads first, then threads that one controller each can claim.
     handles: Vec<OnceLock<Handle>>,
     /// Number of shared threads.
     shared: usize,
     polling: Polling,
-    /// Claimable threads that were claimed and given back.
+    /// Claimable threads that are running but not claimed now.
     spare: Mutex<Vec<usize>>,
     /// Thread of the control planes.
     control: ControlThread,
@@ -46,15 +46,16 @@ struct Tracing {
     measures: AtomicBool,
     /// Trace ring of the control plane.
     control: Mutex<Option<TraceRing>>,
-    /// Trace file, for rings of threads that are claimed later.
+    /// Trace file, which provides rings for threads that are started later.
     file: Mutex<Option<Arc<TraceFile>>>,
 }
 
-/// Number of claimable I/O threads: at most so many controllers are served by a thread of their
-/// own. A claimable thread is started when it is first claimed.
+/// Number of claimable I/O threads, each of which can serve a single controller. A claimable thread
+/// is started when it is claimed for the first time.
 pub const CLAIMABLE: usize = 64;
 
-/// Maximum number of shared I/O threads: a thread index, including claimable threads, is a byte.
+/// Maximum number of shared I/O threads: thread indexes, including claimable threads, fit in a
+/// byte.
 pub const MAX_WORKERS: usize = u8::MAX as usize - 1 - CLAIMABLE;
 
 struct Handle {
@@ -93,11 +94,11 @@ impl Handle {
 /// Number of I/O threads, their polling mode and CPU affinity.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {
-    /// Number of I/O threads, at most [`MAX_WORKERS`]; 0 for one per two CPUs, at least one.
+    /// Number of I/O threads, at most [`MAX_WORKERS`]; 0 for one per two CPUs, but at least one.
     pub workers: usize,
     /// Polling mode: when threads sleep.
     pub polling: Polling,
-    /// CPUs to pin the threads to, in order; may be fewer than threads.
+    /// CPUs to which threads are pinned, in order. Threads beyond the list are not pinned.
     pub pin: Vec<usize>,
 }
 
@@ -116,7 +117,7 @@ impl Pool {
     /// Starts the I/O threads and the thread of the control planes.
     ///
     /// # Errors
-    /// An OS error: no more threads or descriptors, or a CPU to pin to that does not exist.
+    /// An OS error: no more threads or descriptors, or a CPU of `pin` does not exist.
     pub fn start(options: &PoolOptions) -> io::Result<Self> {
         let count = options.count();
         let mut handles: Vec<OnceLock<Handle>> = Vec::with_capacity(count + CLAIMABLE);
@@ -138,12 +139,12 @@ impl Pool {
         Self(Arc::new(Workers { handles, shared, polling, spare, control, tracing }))
     }
 
-    /// Creates a pool of one worker without a thread: it works only in the caller's turns. Admin
-    /// commands run on the thread that writes the admin doorbell; the rest of a series of admin
-    /// commands runs in the next turn. For programs with an event loop of their own, and for
-    /// deterministic tests.
+    /// Creates a pool with one I/O thread's work but without the thread: it works only when the
+    /// caller calls [`Turns::turn`]. Admin commands run on the thread that writes the admin
+    /// doorbell; if that write starts a series of admin commands, the rest of the series runs in
+    /// the next turn. For programs with their own event loop, and for deterministic tests.
     ///
-    /// The caller determines when to sleep, so `polling` affects only how long interrupts are held.
+    /// The caller decides when to sleep. So `polling` determines only how long interrupts are held.
     ///
     /// # Errors
     /// An OS error: no more descriptors.
@@ -184,7 +185,8 @@ impl Pool {
         let Some((index, place)) = places.find(|(_, place)| place.get().is_none()) else {
             return Ok(None);
         };
-        // The lock of `spare` is held, so no other thread starts this one.
+        // No other thread starts this I/O thread at the same time, because the lock of `spare` is
+        // held.
         let handle = Handle::start(index, None, *polling)?;
         let ring = tracing.file.lock().as_ref().and_then(|file| file.worker(index as u16));
         if let Some(ring) = ring {
@@ -197,7 +199,7 @@ impl Pool {
         Ok(Some(index))
     }
 
-    /// Returns a [claimed](Self::claim) thread. It sleeps until it is claimed again.
+    /// Returns a [claimed](Self::claim) thread to the pool. It sleeps until it is claimed again.
     pub(crate) fn give_back(&self, worker: usize) {
         self.0.spare.lock().push(worker);
     }
@@ -210,7 +212,7 @@ impl Pool {
         self.0.handles[..self.0.shared].iter().filter_map(OnceLock::get)
     }
 
-    /// Destination for moving queues to the I/O thread `worker`.
+    /// Destination for queues that move to the I/O thread `worker`.
     pub(crate) fn destination(&self, worker: usize) -> Option<Destination> {
         let mailbox = Arc::clone(&self.handle(worker)?.mailbox);
         let arrivals: Arc<dyn Arrivals> = mailbox;
@@ -223,24 +225,26 @@ impl Pool {
         self.0.handles.is_empty()
     }
 
-    /// Records every doorbell decision in `file` from now on, instead of in an earlier file. A file
-    /// can be used only once: a second call with the same file has no effect.
+    /// Records every doorbell decision in `file` from now on. An earlier trace ends. A file can be
+    /// used only once: a second call with the same file has no effect.
     pub fn trace(&self, file: &Arc<TraceFile>) {
-        // The lock excludes concurrent claims and concurrent begins or ends of a trace.
+        // This lock excludes concurrent claims of threads, and concurrent starts or ends of a
+        // trace.
         let _spare = self.0.spare.lock();
         let Some(control) = file.control() else { return };
         *self.0.tracing.control.lock() = Some(control);
         *self.0.tracing.file.lock() = Some(Arc::clone(file));
         self.0.tracing.on.store(true, Relaxed);
         for (index, place) in self.0.handles.iter().enumerate() {
-            // A thread for which the file has no ring must stop recording in its earlier ring.
+            // If the file has no ring for a thread, this ends the recording in the thread's earlier
+            // ring.
             if let Some(handle) = place.get() {
                 handle.mailbox.send(Message::Trace(file.worker(index as u16)));
             }
         }
     }
 
-    /// Ends the trace. The file may still get records of work that is in progress during the call.
+    /// Ends the trace. Work in progress may still write records to the file during this call.
     pub fn end_trace(&self) {
         let _spare = self.0.spare.lock();
         self.0.tracing.on.store(false, Relaxed);
@@ -251,9 +255,9 @@ impl Pool {
         }
     }
 
-    /// Switches the measurement of command latencies and per-namespace counters on or off; the
-    /// results are in [`Stats::measured`](crate::Stats::measured). It costs a little per command
-    /// while it is on.
+    /// Switches the measurement of command latencies and per-namespace counters on or off. The
+    /// results are in [`Stats::measured`](crate::Stats::measured). While the measurement is on,
+    /// each command costs slightly more.
     pub fn measure(&self, on: bool) {
         let _spare = self.0.spare.lock();
         if self.0.tracing.measures.swap(on, Relaxed) == on {
@@ -270,10 +274,10 @@ impl Pool {
         self.0.tracing.measures.load(Relaxed)
     }
 
-    /// Liveness check: calls `ended` once every shared I/O thread and the control plane thread have
-    /// handled a message, on the last of these threads. If one hangs, `ended` is never called.
-    /// Threads of a single controller are not checked, because their guest may delay them. In a
-    /// [driven](Self::driven) pool, `ended` is called by [`Turns::turn`].
+    /// Liveness check: sends a message to every shared I/O thread and to the control plane thread.
+    /// The last of them to handle it calls `ended`. If one hangs, `ended` is never called. Threads
+    /// claimed by a single controller are not checked, because its guest may delay them. In a
+    /// [driven](Self::driven) pool, [`Turns::turn`] calls `ended`.
     pub fn visit(&self, ended: impl FnOnce() + Send + 'static) {
         let visit = Visit::new(ended);
         self.shared().for_each(|handle| {
@@ -299,7 +303,7 @@ impl Pool {
         }
     }
 
-    /// Places a queue on the I/O thread with the fewest queues; returns the thread's index.
+    /// Adds a queue to the I/O thread with the fewest queues. Returns the thread's index.
     pub(crate) fn place(&self) -> usize {
         let index = self.least_loaded();
         if let Some(handle) = self.handle(index) {
@@ -314,7 +318,7 @@ impl Pool {
         loads.min_by_key(|(_, load)| *load).map_or(0, |(index, _)| index)
     }
 
-    /// Places a queue on this I/O thread.
+    /// Adds a queue to the load of this I/O thread.
     pub(crate) fn place_at(&self, worker: usize) {
         if let Some(handle) = self.handle(worker) {
             handle.load.fetch_add(1, Relaxed);
@@ -326,7 +330,7 @@ impl Pool {
         self.0.polling.hold_limit()
     }
 
-    /// Removes a queue from the load of `worker`, where [`place`](Self::place) has put it.
+    /// Removes a queue from the load of `worker`, to which [`place`](Self::place) has added it.
     pub(crate) fn unplace(&self, worker: usize) {
         if let Some(handle) = self.handle(worker) {
             let _ = handle.load.fetch_update(Relaxed, Relaxed, |load| load.checked_sub(1));
@@ -355,8 +359,8 @@ impl Pool {
         }
     }
 
-    /// Delivers a trapped doorbell write to `worker`, which serves the queue. True if it woke it
-    /// up.
+    /// Delivers a trapped doorbell write to `worker`, which serves the queue. Returns true if the
+    /// thread was asleep.
     pub(crate) fn write_doorbell(
         &self,
         worker: usize,
@@ -389,10 +393,10 @@ impl Drop for Workers {
     }
 }
 
-/// Worker of a [driven](Pool::driven) pool, in the thread that created it.
+/// I/O thread's work of a [driven](Pool::driven) pool, done by the thread that created the pool.
 ///
 /// Requests of the control plane to the worker (queue creation, release of memory) are handled in
-/// turns as well: waiting for such a request on the same thread is a deadlock.
+/// turns, too. To wait for such a request on the same thread is a deadlock.
 pub struct Turns {
     worker: Worker,
     control: ControlThread,
@@ -402,7 +406,7 @@ pub struct Turns {
 
 impl Turns {
     /// Handles messages, then makes one pass over every queue: fetches, executes, posts, raises
-    /// interrupts. True if there was work.
+    /// interrupts. Returns true if there was work.
     pub fn turn(&mut self) -> bool {
         if self.stopped {
             return false;
@@ -414,8 +418,8 @@ impl Turns {
         turn.unwrap_or(false) | rung | controlled
     }
 
-    /// Arms the doorbells and sleeps until a doorbell, a message or a disk completion. False if it
-    /// did not sleep, because there was work or the pool was dropped.
+    /// Arms the doorbells and sleeps until a doorbell write, a message or a disk completion.
+    /// Returns false if it did not sleep, because there was work or the pool was dropped.
     pub fn sleep(&mut self) -> bool {
         if self.stopped || self.control.has_inline_work() {
             return false;
@@ -423,8 +427,8 @@ impl Turns {
         self.worker.sleep(self.control.has_polls().then_some(MAPPED_POLL))
     }
 
-    /// Returns and resets the maximum number of waiting control plane messages. For the fuzz
-    /// targets of this workspace, which bound it.
+    /// Returns and resets the maximum number of waiting control plane messages. For fuzz targets,
+    /// which check that it is bounded.
     #[doc(hidden)]
     pub fn most_messages(&mut self) -> usize {
         self.worker.most_messages()

@@ -32,7 +32,7 @@ pub(crate) struct Opening {
 }
 
 impl Opening {
-    /// Takes the parameters and leaves them without namespaces.
+    /// Takes the parameters. The namespaces are moved, the rest is copied.
     pub(super) fn take(&mut self) -> Self {
         Self { namespaces: std::mem::take(&mut self.namespaces), ..self.clone() }
     }
@@ -86,7 +86,7 @@ pub(crate) struct Relocated {
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     pub(super) losses: u64,
     pub(super) lost: bool,
-    /// Recovered commands to execute on arrival.
+    /// Recovered commands that are executed again after the arrival.
     pub(super) inheritance: Inheritance,
     /// Latch that is released on arrival.
     pub(super) latch: Option<Latch>,
@@ -119,7 +119,7 @@ impl Relocated {
         &self.control
     }
 
-    /// Serializes the queues, which `worker` has served.
+    /// Serializes the queues, which were served by `worker`.
     ///
     /// # Errors
     /// An OS error: no more descriptors.
@@ -154,8 +154,8 @@ impl Relocated {
         self.overriding.is_some()
     }
 
-    /// Restores saved queues for `worker`; `None` if the saved state is invalid. No latch waits for
-    /// their arrival, because it could be mistaken for the latch of a later move.
+    /// Restores saved queues for `worker`; `None` if the saved state is invalid. They have no
+    /// arrival latch, because it could be mistaken for the latch of a later move.
     pub(crate) fn restore(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
@@ -165,7 +165,8 @@ impl Relocated {
         let Some(queues) = Self::restore_queues(saved, doorbell_eventfds, with) else {
             return Ok(None);
         };
-        // This process may crash before the I/O thread has the queues.
+        // Written now, because this process may crash before the I/O thread has received the
+        // queues.
         if let Some(part) = with.shared.journal_part(worker, with.opening.generation)? {
             queues.sqs.iter().flatten().for_each(|sq| sq.write_down(&part, 0));
             queues.cqs.iter().flatten().for_each(|cq| cq.write_down(&part));
@@ -196,7 +197,7 @@ impl Relocated {
         Some(Self::at_rest(with, saved.worker, sqs, cqs, doorbell_eventfds))
     }
 
-    /// Creates idle queues that `worker` will serve.
+    /// Creates queues without commands in flight, which `worker` will serve.
     fn at_rest(
         with: &Restoring<'_>,
         worker: usize,
@@ -228,8 +229,8 @@ impl Relocated {
     }
 
     /// Restores the queues of a dead process, with positions from its `journal`; `None` if the
-    /// saved state is invalid. `worker` will serve them, and `others` commands of other queues that
-    /// it has to execute again.
+    /// saved state is invalid. `worker` will serve them. `others` is the number of commands of
+    /// other queues that `worker` has to execute again.
     pub(crate) fn recover(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
@@ -274,7 +275,8 @@ impl Relocated {
             let mut commands = journal.take(saved_sq.qid, state.0);
             let mut deaths = journal.deaths_with(saved_sq.qid, sq.fetched);
             if deaths >= DEADLY {
-                // The command is not fetched again, because it would be executed then.
+                // The command is taken out of the queue here. If it were fetched normally, it would
+                // be executed.
                 let (sqid, count) = (saved_sq.qid, sq.fetched);
                 let fetched = sq.fetch();
                 let decision = None;
@@ -295,7 +297,8 @@ impl Relocated {
             sqs.push(Some(sq));
             let before = replays.len();
             for command in commands {
-                // All recovered commands of one I/O thread share the record table.
+                // All recovered commands of one I/O thread share the thread's record table, so they
+                // are numbered across queues.
                 let nth = others + records;
                 records += 1;
                 let spare = part.as_ref().map_or(0, |part| part.record_spare(nth, &command));
@@ -304,7 +307,7 @@ impl Relocated {
             replays.iter().skip(before).for_each(Replay::suspect_others);
         }
         if let Some(part) = &part {
-            // Of the completions posted from now on, none is counted yet.
+            // The counts of completions start at 0: they cover only completions posted from now on.
             sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part, 0));
             cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
             for suspect in suspects.iter().filter(|suspect: &&SuspectQueue| suspect.deaths != 0) {
@@ -326,8 +329,8 @@ impl Relocated {
     }
 }
 
-/// Holds the queues of a quiesced controller: they return to their I/O thread, or are serialized
-/// for another process.
+/// Holds the queues of a quiesced controller until they return to their I/O thread or are
+/// serialized for another process.
 pub(crate) struct Stopover {
     home: Destination,
     queues: Mutex<Option<Box<Relocated>>>,
@@ -344,7 +347,8 @@ impl Stopover {
         Arc::new(Self { home, queues: Mutex::new(Some(Box::new(queues))) })
     }
 
-    /// Destination for moving queues into this stopover. The thread index stays that of `home`.
+    /// Destination for queues that move into this stopover. The thread index remains that of
+    /// `home`.
     pub(crate) fn destination(self: &Arc<Self>) -> Destination {
         let arrivals: Arc<dyn Arrivals> = Arc::<Self>::clone(self);
         Destination { worker: self.home.worker, arrivals }
@@ -360,7 +364,7 @@ impl Stopover {
         self.queues.lock().as_deref().map(look)
     }
 
-    /// Drops the queues, and adds their counters to the controller's.
+    /// Drops the queues and adds their counters to the controller's statistics.
     pub(crate) fn give_up(&self) {
         let queues = self.queues.lock().take();
         let Some(queues) = queues else { return };

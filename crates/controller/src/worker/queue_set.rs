@@ -2,10 +2,9 @@
 //!
 //! # Queue override
 //!
-//! An alternative implementation that serves a controller's queues.
-//!
-//! Fault injection implements it. Without an override, a batch of commands costs a check of an
-//! empty `Option`.
+//! An override is another implementation that serves a controller's queues; fault injection uses
+//! it. If there is none, the check for it costs little: one test of an empty `Option` per batch of
+//! commands.
 
 pub(crate) use crate::journal::BURST;
 
@@ -30,12 +29,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
-/// Prefetch distance of submission queue entries, in commands: long enough for the cache line to
-/// arrive, short enough that few lines of a short queue are fetched in vain.
+/// Prefetch distance of submission queue entries, in commands. It is long enough for the cache line
+/// to arrive in time, and so short that few lines of a short queue are fetched unnecessarily.
 const AHEAD: u32 = 4;
 
-/// Completions per batch while more commands wait: four cache lines, which the host processes
-/// in parallel.
+/// Completions per batch while more commands wait: four cache lines, which the host processes in
+/// parallel with the next batch.
 const POST_AFTER: u32 = 16;
 
 /// State cell of an I/O thread's sleeper.
@@ -74,7 +73,7 @@ impl QueueSet {
         self.cqs.iter().position(|q| q.as_ref().is_some_and(|q| q.layout.qid == qid))
     }
 
-    /// Reads the tail of a queue; `Some` if there are commands to fetch.
+    /// Reads the tail of a queue. Returns `Some` if there are commands to fetch.
     #[inline]
     pub(crate) fn look(&mut self, index: usize, trace: &mut Option<Observer>) -> Option<u16> {
         let sq = self.sqs[index].as_mut()?;
@@ -98,7 +97,7 @@ impl QueueSet {
         self.sqs[index].as_ref().is_some_and(|sq| sq.head != tail).then_some(tail)
     }
 
-    /// [`look`](Self::look) at a queue whose commands are fetched one at a time.
+    /// Variant of [`look`](Self::look) for a queue whose commands are fetched one at a time.
     pub(crate) fn look_carefully(
         &mut self,
         index: usize,
@@ -110,9 +109,9 @@ impl QueueSet {
         tail
     }
 
-    /// Fetches a single command of a queue that has some. The journal gets an entry before, which
-    /// says that this command is being started and that `deaths` processes have crashed with it.
-    /// Returns 0 if there was no room for its completion.
+    /// Fetches a single command of a queue that has at least one. Before it starts the command, it
+    /// writes to the journal that this command is being started and that `deaths` processes have
+    /// crashed with it. Returns 0 if there was no room for the command's completion.
     pub(crate) fn serve_one(
         &mut self,
         index: usize,
@@ -131,7 +130,8 @@ impl QueueSet {
         fetched
     }
 
-    /// Fetches a burst of commands, starts them and posts completions. Returns their number.
+    /// Fetches a burst of commands, starts them and posts completions. Returns the number of
+    /// commands.
     #[inline]
     pub(crate) fn serve(&mut self, index: usize, tail: u16, trace: &mut Option<Observer>) -> u32 {
         if self.engine.takes_turns() {
@@ -144,7 +144,7 @@ impl QueueSet {
         }
     }
 
-    // Not inlined: within the code of a turn, the loop would run out of registers.
+    // Not inlined: together with the code of a turn, the loop would run out of registers.
     #[inline(never)]
     fn fetch<const HINT: bool>(
         &mut self,
@@ -180,7 +180,8 @@ impl QueueSet {
         let Some(ring) = &sq.ring else { return 0 };
         let (mut head, mut pending, mut posted) = (sq.head, 0, false);
         let mut fetched = room.min(sq.layout.size.distance(head, tail));
-        // Not beyond the host's tail: the host would have to fetch those cache lines back.
+        // Entries beyond the host's tail are not prefetched. The host will write them, and would
+        // have to fetch their cache lines back.
         (0..fetched.min(AHEAD)).for_each(|ahead| ring.prefetch(u32::from(head) + ahead));
         cq.prefetch(fetched);
         cq.submitted();
@@ -213,9 +214,9 @@ impl QueueSet {
                         pending += 1;
                         abort_point(AbortPoint::Started);
                         if let Some(journal) = &mut self.journal {
-                            // Read a second time, so that the first copy can stay in registers. A
-                            // change by the host in between is harmless, because recovery validates
-                            // the entry again.
+                            // The entry is read from the ring again, because the first copy then
+                            // stays in registers. The host may have changed it in between; this is
+                            // harmless, because recovery validates the entry.
                             let slot = sq.layout.size.back(head, 1);
                             let count = sq.fetched.wrapping_add(done - 1);
                             let tag = self.engine.last_tag();
@@ -293,15 +294,15 @@ impl QueueSet {
         fetched
     }
 
-    /// Starts a command again that was in flight in a dead process. False if the completion queue
-    /// has no room for it.
+    /// Starts a command again that was in flight in a dead process. Returns false if the completion
+    /// queue has no room for the completion.
     pub(crate) fn replay(&mut self, replay: &Replay) -> bool {
         let Self { engine, sqs, cqs, control, journal, .. } = self;
         let Replay { sq: index, command, spare, second } = replay;
         let Some(sq) = sqs.get_mut(*index).and_then(Option::as_mut) else { return true };
         let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return true };
         if cq.free() == 0 {
-            // An invalid head is reported when commands are fetched.
+            // The result is ignored: an invalid head is reported when commands are fetched.
             let _ = cq.look();
         }
         (sq.blocked, sq.waits_for_two) =
@@ -358,7 +359,7 @@ impl QueueSet {
                 report_error(control, qid, sqe, status);
                 (permit, status)
             }
-            // The second half of the fused operation is missing.
+            // The record of the second half of the fused operation is missing.
             Started::Fused(permit) => (permit, Status::FUSED_MISSING.with_dnr()),
         };
         if journal.is_some() {
@@ -368,8 +369,8 @@ impl QueueSet {
         true
     }
 
-    /// Stages the completions of commands that have ended. True if there were any, or if further
-    /// work is possible at once.
+    /// Stages the completions of commands that have ended. Returns true if there were any, or if
+    /// more work can be done at once.
     pub(crate) fn reap(&mut self) -> bool {
         let mut busy = false;
         let Self { engine, sqs, cqs, control, journal, .. } = self;
@@ -433,7 +434,7 @@ impl QueueSet {
         }
     }
 
-    /// Starts a trace: entries before the current tails are not recorded.
+    /// Starts a trace. Commands and completions that are in the queues already are not recorded.
     pub(crate) fn begin_trace(&mut self) {
         self.sqs.iter_mut().flatten().for_each(|sq| sq.traced = sq.tail.last());
         self.cqs.iter_mut().flatten().for_each(|cq| cq.traced = cq.tail);
@@ -465,8 +466,8 @@ impl QueueSet {
     }
 
     /// Second phase before a sleep, after [`arm`](Self::arm) and a fence: reads the doorbells
-    /// again, and notes work that must prevent the sleep. Returns the earliest deadline of
-    /// interrupts that are held back for coalescing.
+    /// again, and notes work that prevents the sleep. Returns the earliest deadline of interrupts
+    /// that are held for Interrupt Coalescing.
     pub(crate) fn recheck(
         &mut self,
         fenced: &mut Fenced<'_, SleepCell>,
@@ -478,8 +479,9 @@ impl QueueSet {
         fenced.note(engine.can_advance());
         // Commands that wait for a quota do not keep the thread awake.
         let is_full = engine.is_full();
-        // An invalid head in mapped doorbells does not trap, and fetching reads the head only if
-        // the queue is nearly full. So it is checked here; a valid head is evaluated below.
+        // A write of an invalid head to a mapped doorbell does not trap, and a fetch reads the head
+        // only if the queue is nearly full. So the head is checked here. A valid one is evaluated
+        // below.
         for cq in cqs.iter_mut().flatten().filter(|_| shared.mapped) {
             if let Err(error) = cq.look() {
                 invalid.push((cq.layout.qid | COMPLETION_QUEUE, error));
@@ -494,7 +496,7 @@ impl QueueSet {
                 if let Some(before) = before {
                     trace_look(trace, shared, sq, before);
                 }
-                // A burst may have left commands behind.
+                // An earlier burst may not have fetched all commands.
                 let reachable =
                     cqs.get(sq.cq).and_then(Option::as_ref).is_some_and(|cq| cq.ring.is_some());
                 let waits = sq.ring.is_some() && sq.head != sq.tail.last();
@@ -505,7 +507,8 @@ impl QueueSet {
                     invalid.push((cq.layout.qid | COMPLETION_QUEUE, error));
                 }
                 cq.moved_from(before);
-                // The head may already have been read elsewhere, for interrupt coalescing.
+                // The head may have been read before, for interrupts. So the room is checked even
+                // if the head has not moved now.
                 let reachable = sq.ring.is_some() && cq.ring.is_some();
                 let room = 1 + u32::from(sq.waits_for_two);
                 let waits = cq.free() >= room && sq.head != sq.tail.last();
@@ -591,8 +594,8 @@ fn post_staged(cq: &mut Cq, journal: &mut Option<JournalPart>) -> bool {
     posted
 }
 
-/// Writes to the journal what was posted and how far the submission queue is fetched, in the
-/// order that the [journal](crate::journal) requires.
+/// Writes to the journal which completions were posted and up to which position the submission
+/// queue was fetched, in the order that the [journal](crate::journal) requires.
 #[inline]
 fn write_down(journal: &mut JournalPart, cq: &mut Cq, sq: Option<&Sq>) {
     let is_wrong = is_wrong(WrongOrder::StoredBeforeFreed);
@@ -623,18 +626,18 @@ pub(crate) trait QueueOverride: Send {
         trace: &mut Option<Observer>,
     ) -> u32;
 
-    /// Completes commands that have ended. True if there were any, or if further work is possible
-    /// at once.
+    /// Completes commands that have ended. Returns true if there were any, or if more work can be
+    /// done at once.
     fn reap(&mut self, set: &mut QueueSet) -> bool;
 
     /// Executes delayed work that is due. Called in every pass while
     /// [`is_waiting`](Self::is_waiting).
     fn tick(&mut self, set: &mut QueueSet);
 
-    /// True if delayed work waits for its time.
+    /// True if delayed work exists.
     fn is_waiting(&self) -> bool;
 
-    /// Handles an Abort. True if the command was held by the override, which has aborted it.
+    /// Handles an Abort. Returns true if the override held the command and has aborted it.
     fn abort(&mut self, set: &mut QueueSet, sq: usize, cid: u16) -> bool;
 
     /// Deletes a submission queue: its held commands end without a completion.

@@ -1,15 +1,16 @@
 //! Crash recovery of commands in flight, and detection of commands that crash the server process.
 //!
-//! Commands with a journal record are executed again, all at once. If the next process crashes as
-//! well, one of them may be the cause; then they are executed one at a time ([`Turn`]). Commands
-//! without a record are fetched again: the first burst of each queue one at a time, each with a
-//! journal entry that says that it is being started. The command with which a third process crashes
-//! is completed with an error and not executed again; no other command is affected. If a disk hangs
-//! for longer than a turn ([`LONGEST_TURN`]), two commands are in flight at a crash, and the one
-//! that was started first counts as the cause.
+//! Commands with a journal record are executed again by the next process, all at the same time. If
+//! this process crashes as well, one of these commands may be the cause, and the process after it
+//! executes them one at a time ([`Turn`]). Commands without a record are fetched again. The first
+//! burst of each queue is fetched one command at a time, and the journal says which command is
+//! being started. If a third process crashes with the same command, the command is not executed
+//! again but completed with an error. Other commands are not affected. There is an exception: if a
+//! disk hangs for longer than a turn ([`LONGEST_TURN`]), two commands may be in flight at a crash,
+//! and the one that was started first counts as the cause.
 //!
 //! Only crashes by a fault count ([`Death`](crate::Death)). If an administrator kills processes
-//! repeatedly, commands are in flight at each kill, often the same ones, and none is the cause.
+//! repeatedly, the same commands may be in flight at each kill, although none of them is the cause.
 
 use super::mailbox::Unread;
 use super::observer::Observer;
@@ -20,13 +21,14 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Rights of this process to execute commands that may crash it: one at a time, so that no other
-/// command is suspected. A disk may hang, and other commands must not wait for it, so a right
-/// expires after [`LONGEST_TURN`]; a command that is started then is not alone.
+/// Turns of this process to execute commands that may crash it. Only one such command is in flight
+/// at a time, so a crash has a single suspect. A disk may hang, and other commands must not wait
+/// for it forever. So a turn expires after [`LONGEST_TURN`]; then a second suspected command may be
+/// in flight.
 struct Turns {
-    /// Time when the last turn was taken, in nanoseconds; 0 if it is free.
+    /// Time when the current turn was taken, in nanoseconds; 0 if no turn is taken.
     taken: AtomicU64,
-    /// Number of turns that were taken and not released.
+    /// Number of turns that were taken and not released, including expired ones.
     out: AtomicU32,
 }
 
@@ -37,7 +39,7 @@ static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 const LONGEST_TURN: Duration = Duration::from_secs(1);
 
 impl Turns {
-    /// Takes the turn at `now`, in nanoseconds from 1.
+    /// Takes the turn at time `now`, in nanoseconds; at least 1.
     fn take(&self, now: u64) -> Option<Turn<'_>> {
         let before = self.taken.load(Ordering::Relaxed);
         let is_free = before == 0 || now.saturating_sub(before) > LONGEST_TURN.as_nanos() as u64;
@@ -54,8 +56,8 @@ impl Turns {
 struct Turn<'a> {
     turns: &'a Turns,
     taken: u64,
-    /// False if a command whose turn has expired is still in flight. If the process crashes, that
-    /// command is suspected, and this one is not.
+    /// False if an older command, whose turn has expired, was still in flight at the start of the
+    /// turn. If the process crashes, the older command is suspected instead of this one.
     is_alone: bool,
 }
 
@@ -66,8 +68,8 @@ impl Turn<'static> {
 }
 
 impl Turn<'_> {
-    /// Number of crashes to store for the command of the turn, which is suspected of `deaths`
-    /// crashes. The next process adds one.
+    /// Number of crashes to store for the command of this turn, which is suspected of `deaths`
+    /// crashes so far. After a crash of this process, the next one adds 1 to the stored number.
     fn deaths_to_store(&self, deaths: u8) -> u8 {
         deaths.saturating_sub(u8::from(!self.is_alone))
     }
@@ -76,7 +78,8 @@ impl Turn<'_> {
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         self.turns.out.fetch_sub(1, Ordering::AcqRel);
-        // After expiry, another command may have taken the turn.
+        // The turn may have expired. Then another command may have taken it, and it must not be
+        // cleared.
         let taken = &self.turns.taken;
         let _ = taken.compare_exchange(self.taken, 0, Ordering::AcqRel, Ordering::Relaxed);
     }
@@ -85,13 +88,14 @@ impl Drop for Turn<'_> {
 /// Submission queue whose next commands are started one at a time.
 struct Suspect {
     queue: SuspectQueue,
-    /// Position behind the last command that was in the queue at the first look.
+    /// Position behind the last command that was in the queue when this process first read the
+    /// tail.
     end: Option<u32>,
 }
 
 impl Suspect {
-    /// Number of crashes that command `count`, which is about to be started, may have caused: at
-    /// least one if it was in the queue when the previous process crashed by a fault.
+    /// Number of crashes that command `count`, which is about to be started, may have caused. It is
+    /// at least one if the command was in the queue when the previous process crashed by a fault.
     fn deaths_of(&self, count: u32) -> u8 {
         let was_there = self.queue.is_of_a_fault
             && self.end.is_some_and(|end| end.wrapping_sub(count) as i32 > 0);
@@ -99,7 +103,8 @@ impl Suspect {
         known.max(u8::from(was_there))
     }
 
-    /// True if a queue at position `count` is past the commands that may have crashed a process.
+    /// True if a queue at position `count` is past the commands that may have crashed the dead
+    /// process.
     fn is_over(&self, count: u32) -> bool {
         count.wrapping_sub(self.queue.begin) >= BURST
     }
@@ -146,7 +151,7 @@ impl Recovery {
         !self.replays.is_empty()
     }
 
-    /// True if one of them requires exclusive execution.
+    /// True if a waiting command requires exclusive execution.
     pub(crate) fn needs_exclusive(&self) -> bool {
         self.replays.iter().any(Replay::needs_exclusive)
     }
@@ -188,7 +193,7 @@ impl Recovery {
         started
     }
 
-    /// Releases the turn when its command has ended and the completion is posted.
+    /// Releases the turn if its command has ended and the completion was posted.
     fn end_turn(&mut self, set: &QueueSet) {
         let is_under_way = |sq: usize| {
             let Some(sq) = set.sqs.get(sq).and_then(Option::as_ref) else { return false };
@@ -209,7 +214,7 @@ impl Recovery {
         false
     }
 
-    /// Starts a command again. False if it has to wait.
+    /// Starts a command again. Returns false if it has to wait.
     fn replay(&mut self, set: &mut QueueSet, replay: &mut Replay) -> bool {
         if set.engine.is_paused() && !replay.needs_exclusive() {
             return false;
@@ -248,7 +253,7 @@ impl Recovery {
             || self.replays.iter().any(|replay| replay.sq == index && replay.needs_turn())
     }
 
-    /// Fetches commands of a queue one at a time, up to the end of its first burst.
+    /// Fetches commands of a suspected queue one at a time, up to the end of its first burst.
     fn fetch(
         &mut self,
         set: &mut QueueSet,
@@ -268,7 +273,7 @@ impl Recovery {
             return 0;
         }
         let Some(tail) = tail else { return 0 };
-        // As for any other command, earlier messages have precedence.
+        // Messages that were sent before the submission have precedence, as in the normal fetch.
         if unread.has_of(set.shared.id) {
             return 1;
         }
@@ -305,7 +310,7 @@ mod tests {
         let second = turns.take(2 + expiry).unwrap();
         assert_eq!(second.deaths_to_store(2), 1);
         drop(second);
-        // The first command is still in flight.
+        // The first command is still in flight, with an expired turn.
         let third = turns.take(3 + expiry).unwrap();
         assert_eq!(third.deaths_to_store(2), 1);
         drop(first);

@@ -1,4 +1,4 @@
-//! Commands and queues that a process inherits from a dead process.
+//! Commands and queues that a recovering process inherits from a dead process.
 
 use crate::journal::{Decision, RecoveredCommand};
 use shadowbell_spec::sqe::Fuse;
@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Number of crashes after which a command is not executed any more.
 pub(crate) const DEADLY: u8 = 3;
-/// Number of crashes after which it and all other commands are executed one at a time.
+/// Number of crashes after which the command, and all others, are executed one at a time.
 const SUSPECT: u8 = 2;
-/// True if this process executes recovered commands one at a time, of all controllers.
+/// True if this process executes the recovered commands of all controllers one at a time.
 static ONE_AT_A_TIME: AtomicBool = AtomicBool::new(false);
 
 /// Command that was in flight in a dead process.
@@ -17,9 +17,9 @@ pub(crate) struct Replay {
     /// Index of the submission queue.
     pub(crate) sq: usize,
     pub(crate) command: RecoveredCommand,
-    /// Journal record of the command, until it is started and gets a record of its own.
+    /// Place of the journal record that the command has until it is started and gets a new record.
     pub(crate) spare: u32,
-    /// Second command of a fused operation, with its journal record.
+    /// Second command of a fused operation, with the place of its journal record.
     pub(crate) second: Option<(RecoveredCommand, u32)>,
 }
 
@@ -28,11 +28,12 @@ impl Replay {
         Self { sq, command, spare, second: None }
     }
 
-    /// Adds a command of a submission queue behind those fetched earlier, which begin at `from`.
-    /// The two commands of a fused operation become one replay if the journal has no end of the
-    /// first, whose decision is always the last to be written.
+    /// Adds a command of a submission queue. The earlier commands of this queue begin at index
+    /// `from` of `all`. The two commands of a fused operation become one replay if the first has no
+    /// end in the journal. (The end of the first command is always written last.)
     pub(crate) fn add(all: &mut Vec<Self>, from: usize, mut replay: Self) {
-        // Status of the first command, if the operation was one disk request.
+        // Status of the first command, stored with the second if the operation was one disk
+        // request.
         let mut told = None;
         if let Some(Decision::End { dw0, .. }) = &mut replay.command.decision
             && replay.command.sqe.fuse() == Fuse::Second
@@ -66,13 +67,13 @@ impl Replay {
             && self.command.sqe.fuse() == fuse
     }
 
-    /// True if no other command may begin before this one has ended.
+    /// True if no other command may be in flight during the execution of this one.
     pub(crate) fn needs_exclusive(&self) -> bool {
         self.command.decision == Some(Decision::Begin) || self.second.is_some()
     }
 
-    /// Switches to one command at a time if this command is suspected. Called for all commands
-    /// before any is started.
+    /// Switches this process to one recovered command at a time if this command is suspected.
+    /// Called for all commands before the first one is started.
     pub(crate) fn suspect_others(&self) {
         if self.command.deaths >= SUSPECT {
             ONE_AT_A_TIME.store(true, Ordering::Relaxed);
@@ -91,7 +92,7 @@ impl Replay {
 }
 
 /// Submission queue whose next commands are started one at a time, because one of them may have
-/// crashed the process.
+/// crashed the dead process.
 pub(crate) struct SuspectQueue {
     /// Index of the queue.
     pub(crate) sq: usize,
@@ -99,7 +100,7 @@ pub(crate) struct SuspectQueue {
     pub(crate) begin: u32,
     /// Number of processes that have crashed while starting that command.
     pub(crate) deaths: u8,
-    /// True if the last process crashed by a fault, so any of the queue's commands may be the
+    /// True if the last process crashed by a fault: any of the queue's next commands may be the
     /// cause.
     pub(crate) is_of_a_fault: bool,
 }
@@ -112,7 +113,7 @@ pub(crate) struct Inheritance {
 }
 
 impl Inheritance {
-    /// Maps the queue indices with `index`; drops queues that have no new index.
+    /// Replaces the queue indexes by `index` of them. Queues without a new index are dropped.
     pub(crate) fn moved(self, index: impl Fn(usize) -> Option<usize>) -> Self {
         let replays = self.replays.into_iter().filter_map(|replay| {
             let sq = index(replay.sq)?;

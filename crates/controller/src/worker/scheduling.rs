@@ -3,28 +3,29 @@
 //!
 //! # Deficit round robin
 //!
-//! The share of the thread's time for each controller.
+//! Deficit round robin divides the thread's time between its controllers.
 //!
-//! In each turn of the thread, each active controller gets the same time quantum, and commands are
-//! fetched while some of it is left. The last command may overdraw the quantum; the deficit is
-//! taken from the following turns. So fewer commands are fetched of a controller with long
-//! commands, and no controller can prolong a turn by more than its quantum and one command.
+//! In each turn of the thread, each active controller gets the same time quantum. Its commands are
+//! fetched while some of the quantum is left. The last command may take more than the rest of the
+//! quantum; this deficit is deducted in the following turns. So a controller with long commands
+//! gets fewer of them fetched, and no controller can prolong a turn by more than its quantum and
+//! one command.
 //!
-//! The cost of a command is estimated before its execution (`exec::quota::cost`), and the time of
-//! a pass is measured afterwards. A thread with only one controller measures no time.
+//! The cost of a command is estimated before its execution (`exec::quota::cost`). After a pass, its
+//! time is measured and deducted. A thread with only one controller measures no time.
 //!
 //! # Isolation of slow controllers
 //!
-//! Detects controllers whose turns take too long.
+//! Controllers whose turns take too long are detected, and get a thread of their own.
 //!
-//! Most work of a turn is bounded (see above and `exec::quota`), but some depends on a peer: a
-//! page fault in memory shared by a client waits while the client punches holes, and a disk may
-//! execute long requests inline. A controller that takes long repeatedly is detected here, and
-//! moves to an I/O thread of its own.
+//! Most work of a turn is bounded (see above and `exec::quota`), but some depends on a peer. A page
+//! fault in memory that a client shares waits while the client punches holes in it. A disk may
+//! execute long requests inline. This module detects a controller with repeated long turns, which
+//! then moves to an I/O thread of its own.
 //!
-//! A turn also takes long if the kernel preempts the thread, which is not the controller's fault.
-//! So the first long turn only starts to watch the controller. A second long turn in which the
-//! thread itself used that much CPU time, or blocked, is reported.
+//! A turn also takes long if the kernel preempts the thread, for which the controller is not the
+//! cause. So the first long turn only starts a watch of the controller. A second long turn is
+//! reported if, during this turn, the thread used that much CPU time itself or blocked.
 
 use shadowbell_memory::ThreadUsage;
 use std::sync::atomic::AtomicU64;
@@ -33,13 +34,13 @@ use std::time::{Duration, Instant};
 
 /// Time quantum per turn, in nanoseconds: about ten reads of 4 KiB.
 const QUANTUM: i64 = 5_000;
-/// Maximum deficit.
+/// Maximum deficit of a controller.
 const DEBT: i64 = 40 * QUANTUM;
-/// Budget of a pass of the only active controller of a thread, in nanoseconds. It bounds the delay
-/// of a controller that becomes active.
+/// Budget of a pass, in nanoseconds, if only one controller of the thread is active. It bounds the
+/// delay of a controller that becomes active during the pass.
 pub(crate) const SOLE: i64 = 100_000;
 
-/// Remaining share of a controller.
+/// Remaining share of a controller; a negative value is its deficit.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Share {
     left: i64,
@@ -64,7 +65,7 @@ impl Share {
     }
 }
 
-/// Minimum duration of a long turn of one controller.
+/// Minimum duration of a turn that counts as long.
 const LONG: Duration = Duration::from_millis(1);
 /// Duration of the watch after a long turn.
 const WATCHED: Duration = Duration::from_secs(10);
@@ -77,8 +78,7 @@ pub(super) struct SlowTurns {
 }
 
 impl SlowTurns {
-    /// Begins a turn. Returns the resource usage of the thread so far, if the controller is
-    /// watched.
+    /// Begins a turn. If the controller is watched, returns the thread's resource usage so far.
     #[inline]
     pub(super) fn begin(&self) -> Option<ThreadUsage> {
         if self.watched_until.is_none() { None } else { self.measure() }
@@ -89,8 +89,8 @@ impl SlowTurns {
         (!self.reported).then(ThreadUsage::now)
     }
 
-    /// Ends a turn at `now`, after `took`. True, once, if the controller is too slow to share the
-    /// thread.
+    /// Ends a turn at `now` that has taken `took`. Returns true, once, if the controller is too
+    /// slow to share the thread.
     #[inline]
     pub(super) fn end(
         &mut self,
@@ -196,7 +196,7 @@ mod tests {
         assert_eq!(turns as i64, DEBT / QUANTUM);
     }
 
-    /// Makes a turn that executes `work`.
+    /// Makes a turn that executes `work`. Returns true if the controller is reported.
     fn turn(slow: &mut SlowTurns, work: impl FnOnce()) -> bool {
         let (before, began) = (slow.begin(), Instant::now());
         work();
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn the_second_long_turn_is_one_too_many() {
-        // A turn is long by its work, or by a sleep.
+        // A turn is long because of computation or because of a sleep.
         for work in [compute as fn(), || std::thread::sleep(2 * LONG)] {
             let mut slow = SlowTurns::default();
             assert!(!turn(&mut slow, work));
@@ -257,12 +257,12 @@ mod tests {
         clock.sleeps(asleep);
         let awake = clock.awake();
         assert!(awake >= Duration::from_millis(2));
-        // Not counted; a longer sleep is as good.
+        // The sleep must not be counted. It may be longer than requested.
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(clock.awake(), awake);
         clock.wakes();
         assert!(clock.awake() >= awake);
-        // Lower bound: the time asleep is missing.
+        // Lower bound: the time of the sleep is not contained in the awake time.
         assert!(clock.awake() + Duration::from_millis(19) < before.elapsed());
     }
 }

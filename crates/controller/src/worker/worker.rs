@@ -1,10 +1,10 @@
 //! I/O thread: serves I/O queues of many controllers.
 //!
-//! The thread passes over all active controllers as long as there is work. Without work it
-//! continues to poll for a window that adapts to how soon work returns. Then it arms the EventIdx
-//! of every doorbell, executes a full fence, checks everything once more, and sleeps in a single
-//! wait for trapped doorbells, messages and disk completions. Controllers that have been idle for a
-//! while are excluded from passes and arming until their doorbell is written (see `poll_group`).
+//! The thread passes over all active controllers as long as there is work. Without work, it polls
+//! for a window, whose length it adapts to the time until work arrives. Then it arms the EventIdx
+//! of every doorbell, executes a full fence, checks everything once more, and sleeps. A single wait
+//! covers trapped doorbells, messages and disk completions. Controllers that were idle for a while
+//! are excluded from passes and arming until their doorbell is written (see `poll_group`).
 
 use super::adaptive_poll::{IdlePolicy, Next, Polling};
 use super::controller_queues::ControllerQueues;
@@ -27,14 +27,14 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Poll interval of a sleeping I/O thread with mapped doorbells, whose writes cannot wake the
+/// Poll interval of a sleeping I/O thread that has mapped doorbells, whose writes cannot wake the
 /// thread. Epoll timeouts are whole milliseconds, and a timer costs about 20 us of CPU time.
 pub(super) const MAPPED_POLL: Duration = Duration::from_millis(1);
 /// Poll interval of a sleeping I/O thread while an operation waits for an end that no event
 /// signals.
 const UNANNOUNCED_POLL: Duration = Duration::from_millis(1);
 
-/// The pool was dropped: the I/O thread ends.
+/// Result of a turn after which the I/O thread ends, because the pool was dropped.
 pub(super) struct Stop;
 
 pub(super) struct Worker {
@@ -44,23 +44,24 @@ pub(super) struct Worker {
     /// Index of the thread in the pool.
     index: usize,
     poll_group: PollGroup,
-    /// Hosts whose doorbell writes this thread receives directly.
+    /// Doorbell sources, from which this thread receives doorbell writes directly.
     sources: DoorbellSources,
-    /// Epoll tokens of signalled descriptors, between the wait and their handling.
+    /// Epoll tokens of signalled descriptors that were returned by a wait and not handled yet.
     signalled: Vec<u64>,
     epoll: Arc<OwnedFd>,
     window: IdlePolicy,
     trace: Option<Observer>,
     /// True if the thread has slept since its last turn.
     woken: bool,
-    /// Held while the thread may touch hosts' memory.
+    /// Held while the thread is awake and may touch hosts' memory.
     awake: Option<Awake>,
 }
 
 impl Worker {
     pub(super) fn new(index: usize, mailbox: Arc<Mailbox>, polling: Polling) -> io::Result<Self> {
         let epoll = Arc::new(epoll::create(CreateFlags::CLOEXEC)?);
-        // Edge-triggered: a signal wakes the thread once, and the eventfd need not be read.
+        // Edge-triggered: each signal wakes the thread once, and the thread need not read the
+        // eventfd.
         epoll::add(&epoll, &mailbox.event, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?;
         Ok(Self {
             sleeper: Sleeper::new(Arc::clone(&mailbox.state)),
@@ -95,7 +96,7 @@ impl Worker {
         }
     }
 
-    /// After a turn without work: true if the thread polls once more instead of sleeping.
+    /// Decision after a turn without work: true if the thread polls again instead of sleeping.
     fn looks_again(&mut self) -> bool {
         std::hint::spin_loop();
         let Self { window, poll_group, .. } = self;
@@ -120,8 +121,8 @@ impl Worker {
         window.found(|| poll_group.ended());
     }
 
-    /// Handles messages, then passes over the queues of all active controllers. True if there was
-    /// work.
+    /// Handles messages, then passes over the queues of all active controllers. Returns true if
+    /// there was work.
     pub(super) fn turn(&mut self) -> Result<bool, Stop> {
         let mut busy = false;
         if self.poll_group.must_check_eventfds() {
@@ -151,8 +152,8 @@ impl Worker {
         Ok(busy)
     }
 
-    /// Arms doorbells, rechecks, and sleeps for `limit` at most if there is no work. True if it
-    /// slept.
+    /// Arms doorbells and rechecks them. If there is no work, sleeps for at most `limit`. Returns
+    /// true if it slept.
     pub(super) fn sleep(&mut self, limit: Option<Duration>) -> bool {
         self.poll_group.park_idle(&mut self.trace);
         let mut arming = self.sleeper.prepare();
@@ -211,7 +212,7 @@ impl Worker {
         slept.is_some()
     }
 
-    /// Checks descriptors that controllers have signalled while the thread was awake.
+    /// Checks for descriptors that were signalled while the thread was awake.
     #[cold]
     fn check_eventfds(&mut self) {
         let all = wait(&self.epoll, Some(Duration::ZERO), &mut self.trace, &mut self.signalled);
@@ -276,7 +277,8 @@ impl Worker {
             }
             Message::Table { controller, table, latches } => {
                 self.poll_group.activate(controller);
-                // Queues that are being detached use the old map as well.
+                // All queues of the controller use the map, including those that are being
+                // detached.
                 let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
                 for queues in active.filter(|queues| queues.id() == controller) {
                     queues.change_table(Arc::clone(&table), latches.clone());
@@ -284,7 +286,8 @@ impl Worker {
             }
             Message::ChangeNamespace { controller, nsid, namespaces, latch } => {
                 self.poll_group.activate(controller);
-                // Queues that are being detached use the disk as well.
+                // All queues of the controller use the disk, including those that are being
+                // detached.
                 let Self { poll_group, epoll, .. } = self;
                 let active = poll_group.active.iter_mut().map(|entry| &mut entry.queues);
                 for queues in active.filter(|queues| queues.id() == controller) {
@@ -293,7 +296,8 @@ impl Worker {
             }
             Message::ReviewAccess { controller, uuid, aborts, latch } => {
                 self.poll_group.activate(controller);
-                // Queues that are being detached may have commands in flight as well.
+                // Queues that are being detached are included, because they may have commands in
+                // flight.
                 let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
                 for queues in active.filter(|queues| queues.id() == controller) {
                     queues.review_access(&uuid, aborts, &latch);
@@ -346,7 +350,7 @@ impl Worker {
                 }
             }
             Message::Leave { controller, departure } => {
-                // The destination thread receives the host's doorbells from now on.
+                // From now on, the destination thread receives the host's doorbell writes.
                 self.sources.remove(controller);
                 if let Some(queues) = self.queues(controller) {
                     queues.leave(departure);
@@ -406,7 +410,7 @@ impl Worker {
         queues.namespaces().iter().try_for_each(|namespace| namespace.watch(&self.epoll))
     }
 
-    /// Takes over a controller's queues from another I/O thread.
+    /// Receives a controller's queues from another I/O thread.
     fn arrive(&mut self, relocated: Relocated) {
         let (controller, control) = (relocated.id(), relocated.control().clone());
         let watched: io::Result<()> = relocated
@@ -431,13 +435,14 @@ impl Worker {
 
     /// Registers an eventfd that signals doorbell writes of a controller.
     fn watch_eventfd(&self, controller: u32, event: &EventFd) -> io::Result<()> {
-        // Edge-triggered, as the mailbox. An eventfd that is signalled already counts as an edge.
+        // Edge-triggered, like the mailbox. If the eventfd is signalled already, this counts as an
+        // edge.
         let flags = EventFlags::IN | EventFlags::ET;
         let data = EventData::new_u64(DOORBELL_EVENTFD | u64::from(controller) << 8);
         Ok(epoll::add(&self.epoll, event, data, flags)?)
     }
 
-    /// The queues of a controller on this thread; created if there are none yet.
+    /// Queues of a controller on this thread. They are created if there are none yet.
     fn find_or_open(&mut self, context: QueueContext) -> Option<&mut ControllerQueues> {
         let shared = Arc::clone(&context.shared);
         if self.queues(shared.id).is_none() {
@@ -469,11 +474,11 @@ fn record(trace: &mut Option<Observer>, kind: Kind, value: u32) {
     }
 }
 
-/// Maximum number of events per wait; further ones are taken after the next pass.
+/// Maximum number of events per wait. Further events are taken after the next pass.
 const EVENTS: usize = 64;
 
-/// Waits for any event of the thread. Appends tokens of controllers' descriptors to `signalled`;
-/// true if these are all signalled descriptors.
+/// Waits for any event of the thread. Appends tokens of controllers' descriptors to `signalled`.
+/// Returns true if no further descriptors are signalled.
 fn wait(
     epoll: &OwnedFd,
     timeout: Option<Duration>,
@@ -481,7 +486,7 @@ fn wait(
     signalled: &mut Vec<u64>,
 ) -> bool {
     let mut events = [const { MaybeUninit::uninit() }; EVENTS];
-    // Errors and process signals end the wait, too; no event is lost by that.
+    // Errors and process signals end the wait, too. No event is lost by that.
     let Ok(events) = epoll_wait(epoll, &mut events[..], timeout) else {
         return true;
     };

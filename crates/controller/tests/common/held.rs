@@ -1,4 +1,4 @@
-//! Memory disk that holds its requests while a test wants it to, and completes them out of
+//! Memory disk that holds its requests as long as the test requires, and completes them in another
 //! order.
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug, Default)]
 pub struct Orders {
     pub hold: bool,
-    /// Requests that start at this byte fail.
+    /// Requests that start at this byte offset fail.
     pub fail_at: Option<u64>,
-    /// One write by another user of the storage after a Compare: a block, and the number that it
-    /// then begins with.
+    /// Simulates one write by another user of the storage after a Compare: block, and number at the
+    /// start of the block.
     pub after_compare: Option<(u64, u64)>,
-    /// Compare-and-write requests are held, or fail with a full disk.
+    /// True if compare-and-write requests are held.
     pub hold_both: bool,
     pub fail_both: bool,
     pub seen: Vec<Request>,
@@ -30,9 +30,9 @@ pub struct Orders {
 #[derive(Clone, Debug)]
 pub struct Held {
     pub mem: MemDisk,
-    /// The disk reports a volatile cache.
+    /// True if the disk reports a volatile cache.
     pub volatile: bool,
-    /// The disk compares and writes atomically.
+    /// True if the disk supports atomic compare-and-write.
     pub one_step: bool,
     orders: Arc<Mutex<Orders>>,
 }
@@ -57,20 +57,20 @@ impl Held {
         self.orders.lock().unwrap().cancelled
     }
 
-    /// The number that each of these blocks begins with.
+    /// Numbers at the start of these blocks.
     pub fn marks(&self, first: u64, count: u64) -> Vec<u64> {
         let read = |block| self.mem.bytes().read::<u64>((block * 512) as usize).unwrap();
         (first..first + count).map(read).collect()
     }
 
-    /// Sets a block to this number, followed by zeroes.
+    /// Fills a block with zeroes, and writes this number at its start.
     pub fn set(&self, block: u64, value: u64) {
         let at = (block * 512) as usize;
         self.mem.bytes().fill(at, 512, 0).unwrap();
         self.mem.bytes().write(at, &value).unwrap();
     }
 
-    /// Sets every block to its own number.
+    /// Fills every block with its own number.
     pub fn mark(&self) {
         for block in 0..self.mem.info().blocks {
             let at = (block * 512) as usize;
@@ -133,7 +133,7 @@ impl shadowbell_disk::Queue for HeldQueue {
             orders => (orders.fail_at, orders.hold_both, orders.fail_both),
         };
         let mut held = Vec::new();
-        // Last in, first out.
+        // The request that was submitted last completes first.
         while let Some((tag, request, mut data)) = self.held.pop() {
             if matches!(request.op, Op::CompareAndWrite { .. }) {
                 let outcome = match fail_both {
@@ -167,7 +167,7 @@ impl shadowbell_disk::Queue for HeldQueue {
     }
 
     fn cancel(&mut self, _: u32) {
-        // A cancelled request completes normally.
+        // A cancelled request is only counted; it completes normally.
         self.disk.orders.lock().unwrap().cancelled += 1;
     }
 

@@ -1,5 +1,5 @@
-//! A host under full control of the test: queues laid out by hand, doorbells rung or not,
-//! shadow entries written or not.
+//! Host under full control of the test, which decides about each queue entry, doorbell write and
+//! shadow entry.
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
-/// Runs `work` on another thread while this one takes the I/O thread's turns.
+/// Runs `what` on another thread while this thread takes the turns of the I/O thread.
 pub fn meanwhile<T: Send + 'static>(
     turns: &mut Turns,
     what: impl FnOnce() -> T + Send + 'static,
@@ -35,7 +35,7 @@ pub fn meanwhile<T: Send + 'static>(
 pub const BASE: u64 = 0x10_0000;
 /// Size of the host's memory.
 pub const MEMORY: u64 = 64 << 20;
-/// Limit for expected events.
+/// Time limit of waits for expected events.
 pub use shadowbell_testing::wait::LIMIT;
 
 pub fn pool(polling: Polling) -> Pool {
@@ -54,7 +54,7 @@ pub fn config(disks: &[&str]) -> Config {
     Config { namespaces, ..Config::default() }
 }
 
-/// A queue pair from the host's side.
+/// Queue pair, as the host sees it.
 pub struct Queue {
     pub qid: u16,
     pub entries: u32,
@@ -76,9 +76,9 @@ pub struct Host {
     pub admin: Queue,
     pub shadow: Option<(u64, u64)>,
     pub rings: u64,
-    /// Eventfds that are signalled instead of doorbell writes, if there are any.
+    /// Eventfds that the host signals instead of doorbell writes.
     pub doorbell_eventfds: shadowbell_controller::DoorbellEventfds,
-    /// True if the host writes the mapped doorbell page.
+    /// True if the host writes doorbells in the mapped page.
     pub mapped: bool,
     cid: u16,
 }
@@ -87,7 +87,8 @@ pub struct Host {
 pub type Done = (u16, Status, u32);
 
 impl Host {
-    /// Attaches to a controller over `disks`: enabled, admin queue of 32 entries.
+    /// Creates a controller of `disks`, attaches to it and enables it. The admin queue has 32
+    /// entries.
     pub fn new(disks: &[&str], polling: Polling) -> Self {
         Self::with(config(disks), polling)
     }
@@ -99,7 +100,7 @@ impl Host {
         host
     }
 
-    /// A host that has mapped its memory, and done nothing else.
+    /// Creates a host that has only mapped its memory.
     pub fn attach(controller: Controller) -> Self {
         let memory = Mapping::shared("host", MEMORY).unwrap().bytes();
         controller.map_dma(BASE, MEMORY, &memory).unwrap();
@@ -145,7 +146,7 @@ impl Host {
         Csts::from_bits(self.read32(regs::CSTS))
     }
 
-    /// Waits until `what` holds.
+    /// Waits until `holds` returns true; `what` is for the message on a timeout.
     pub fn until(&self, what: &str, mut holds: impl FnMut() -> bool) {
         let start = Instant::now();
         while !holds() {
@@ -216,13 +217,14 @@ impl Host {
         queue.tail = (queue.tail + 1) % queue.entries;
     }
 
-    /// Rings a queue's tail doorbell, as this host does it.
+    /// Rings a queue's tail doorbell, through the mechanism that this host uses.
     pub fn ring(&mut self, queue: &Queue, old: u32) {
         let offset = sq_doorbell_offset(queue.qid, 0);
         self.doorbell(queue.shadowed, offset, old, queue.tail);
     }
 
-    /// Writes a doorbell: to the register, or to the shadow page by Linux's rule.
+    /// Writes a doorbell: to the register or to the shadow page. After a write to the shadow page,
+    /// the host writes the register only if EventIdx requires it, like Linux.
     pub fn doorbell(&mut self, shadowed: bool, offset: u64, old: u32, new: u32) {
         if let (true, Some((shadow, event_idx))) = (shadowed, self.shadow) {
             let entry = offset - regs::DOORBELLS;
@@ -254,7 +256,7 @@ impl Host {
         self.ring(queue, old);
     }
 
-    /// The next completion, if it was posted. Advances the head and rings its doorbell.
+    /// Returns the next completion, if it was posted. Advances the head and rings its doorbell.
     pub fn reap(&mut self, queue: &mut Queue) -> Option<Done> {
         let at = (queue.cq + u64::from(queue.head) * 16 - BASE) as usize;
         let word = self.memory.load_u64_acquire(at + 8).unwrap();
@@ -308,14 +310,14 @@ impl Host {
         done
     }
 
-    /// Runs an admin command that has to succeed.
+    /// Runs an admin command that must succeed. Returns dword 0 of its completion.
     pub fn must(&mut self, sqe: Sqe) -> u32 {
         let (status, dw0) = self.admin(sqe);
         assert!(status.is_success(), "opcode {:#x}: {status}", sqe.opcode);
         dw0
     }
 
-    /// Runs an admin command with a page of data to the host.
+    /// Runs an admin command that returns a page of data.
     pub fn page(&mut self, sqe: Sqe) -> Result<Vec<u8>, Status> {
         let at = self.alloc(4096);
         let (status, _) = self.admin(sqe.with_prps(at, 0));
@@ -393,7 +395,7 @@ pub fn create_sq(qid: u16, qsize0: u16, cqid: u16, at: u64) -> Sqe {
     command.encode(Sqe::new(0x01, 0, 0)).with_prps(at, 0)
 }
 
-/// A disk whose requests complete when, and as, a test decides.
+/// Disk whose requests complete when the test decides, with the outcome that it decides.
 pub mod slow {
     use shadowbell_disk::{Disk, DiskError, DiskInfo, Queue, Request, Submitted};
     use shadowbell_memory::{EventFd, Segments};
@@ -403,12 +405,12 @@ pub mod slow {
 
     #[derive(Debug, Default)]
     pub struct Gate {
-        /// Outcomes for the oldest pending requests.
+        /// Outcomes of requests that the test has released, for the oldest pending requests.
         pub release: Mutex<VecDeque<Result<(), DiskError>>>,
         /// Tags of pending requests, oldest first, and of cancelled ones.
         pub pending: Mutex<Vec<u32>>,
         pub cancelled: Mutex<Vec<u32>>,
-        /// True if a cancelled request completes.
+        /// True if the disk completes a request when it is cancelled.
         pub heed_cancel: std::sync::atomic::AtomicBool,
         wake: Mutex<Option<EventFd>>,
     }
@@ -500,7 +502,7 @@ pub mod slow {
     }
 }
 
-/// A host over a [`slow::Slow`] disk.
+/// Creates a host with a [`slow::Slow`] disk.
 pub fn slow_host(polling: Polling) -> (Host, Arc<slow::Gate>) {
     let gate = Arc::new(slow::Gate::default());
     let disk: Arc<dyn shadowbell_disk::Disk> = Arc::new(slow::Slow(Arc::clone(&gate)));

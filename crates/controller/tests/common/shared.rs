@@ -37,7 +37,7 @@ pub fn pool() -> Pool {
     Pool::start(&PoolOptions { workers: 2, polling: ADAPTIVE, pin: Vec::new() }).unwrap()
 }
 
-/// Hosts with host identifiers 1, 2 and so on of the same namespace.
+/// Creates hosts with a namespace in common. Their host identifiers are 1, 2 and so on.
 pub fn hosts<const N: usize>(disk: Arc<dyn Disk>, state: Option<File>) -> [One; N] {
     let (pool, subsystem) = (pool(), Subsystem::new(state).unwrap());
     std::array::from_fn(|n| {
@@ -115,7 +115,8 @@ impl One {
         (head, all.map(|one| RegisteredController::read_from_bytes(one).unwrap()).collect())
     }
 
-    /// Every command that reads or writes: its name, the access that it needs, and its status.
+    /// Runs every command that reads or writes. Returns for each: name, if it needs read access, if
+    /// it needs write access, and status.
     pub fn everything(&mut self) -> Vec<(&'static str, bool, bool, Status)> {
         let at = self.data;
         let range = |host: &Host, slba: u64| {
@@ -144,7 +145,7 @@ impl One {
         step("copy", true, true, self.run(plain(Sqe::copy(1, copy, 0))));
         step("write uncorrectable", false, true, self.run(Sqe::write_uncorrectable(1, 40, 0, 0)));
         step("make it good", false, true, self.run(plain(Sqe::write(1, 40, 0, 0))));
-        // Both halves of a fused operation; the first one succeeds if reading is allowed.
+        // Both commands of a fused operation. The first one succeeds if reading is allowed.
         self.host.poke(at, &[0; 512]);
         let first = Sqe { flags: 1, ..plain(Sqe::compare(1, 50, 0, 1)) };
         let second = Sqe { flags: 2, ..plain(Sqe::write(1, 50, 0, 2)) };

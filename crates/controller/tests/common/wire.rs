@@ -1,4 +1,4 @@
-//! A doorbell source in memory, which an I/O thread polls.
+//! Doorbell source in memory, for tests: an I/O thread polls it.
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use shadowbell_controller::{DoorbellSource, PolledDoorbells};
@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Doorbell writes in transit.
+/// Doorbell writes that no thread has received yet.
 pub struct Wire {
     event: EventFd,
     writes: Mutex<VecDeque<(u64, u32)>>,
@@ -17,7 +17,7 @@ pub struct Wire {
     pub watched: AtomicBool,
 }
 
-/// The I/O thread's end.
+/// End of the wire that the I/O thread uses.
 pub struct Far(Arc<Wire>);
 
 impl Wire {

@@ -1,4 +1,4 @@
-//! Namespaces that are added.
+//! Addition of namespaces.
 
 use crate::host::{
     INACTIVE, INVALID, OUTSIDE, active, add, change, changed, ends, event, get_features, host,
@@ -34,7 +34,7 @@ fn a_namespace_is_added_and_removed() {
     for queue in &mut queues {
         assert!(write_and_read(&mut host, queue, 3, 99, 7).is_success());
         assert_eq!(write_and_read(&mut host, queue, 3, 100, 7), OUTSIDE);
-        // An inactive NSID has another status than an invalid one.
+        // The status for an inactive NSID differs from the one for an invalid NSID.
         assert_eq!(write_and_read(&mut host, queue, 2, 0, 7), INACTIVE);
         assert_eq!(host.run(queue, Sqe::flush(2, 0)).0, INACTIVE);
         assert_eq!(write_and_read(&mut host, queue, 4, 0, 7), INVALID);
@@ -56,7 +56,7 @@ fn a_namespace_is_added_and_removed() {
     }
     let there: Vec<_> = host.controller.namespaces().iter().map(|(nsid, _)| *nsid).collect();
     assert_eq!(there, [3]);
-    // Without an event request, events are kept and merged into one.
+    // While there is no event request, events are stored and merged into one.
     let (nsid, outcome) = add(&host, None, &Late::memory(8), "third");
     assert_eq!(nsid, 1, "the lowest that is free");
     ends(&outcome).unwrap();
@@ -67,7 +67,7 @@ fn a_namespace_is_added_and_removed() {
     request_event(&mut host, 503);
     no_event(&mut host);
     assert!(!first.was_used_after() && !other.was_used_after());
-    // Without the event enabled, there are none.
+    // If the host has not enabled the event, none is sent.
     host.disable();
     host.enable();
     let mut queue = host.create(1, 16, true);
@@ -106,7 +106,7 @@ fn invalid_additions_are_refused() {
     let error = change(1, large).to_string();
     assert!(error.contains("512 bytes") && error.contains("4096"), "{error}");
 
-    // One change at a time of one namespace.
+    // Only one change of a namespace can be in progress.
     let mut host = host;
     let mut queue = host.create(1, 16, true);
     let page = host.alloc(4096);

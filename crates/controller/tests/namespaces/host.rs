@@ -1,4 +1,4 @@
-//! A host whose namespaces change, and the owner of the controller, which changes them.
+//! Host whose namespaces change, and the functions that change them.
 
 use crate::common::{self, BASE, Host, MEMORY, Queue};
 use crate::late::Late;
@@ -35,7 +35,7 @@ pub(crate) fn namespace(disk: &Late, name: &str) -> NamespaceConfig {
     NamespaceConfig { disk: disk.shared(), uuid: uuid_from(name) }
 }
 
-/// A host of a controller with this disk, served by two I/O threads.
+/// Creates a host of a controller with this disk. Two I/O threads serve the controller.
 pub(crate) fn host(disk: &Late) -> Host {
     let config = Config { namespaces: vec![namespace(disk, "first")], ..Config::default() };
     let controller = Controller::new(config, pool(2), Carrier::default()).unwrap();
@@ -126,7 +126,7 @@ pub(crate) fn no_event(host: &mut Host) {
     host.admin = admin;
 }
 
-/// Writes one block of this value, and reads it back.
+/// Writes one block filled with this value, and reads it back.
 pub(crate) fn write_and_read(
     host: &mut Host,
     queue: &mut Queue,
@@ -150,7 +150,7 @@ pub(crate) fn get_features(nsid: u32) -> Sqe {
     GetFeatures { fid: fid::ERROR_RECOVERY, ..GetFeatures::default() }.encode(Sqe::new(10, 0, nsid))
 }
 
-/// Restores the host's controller in a successor.
+/// Serializes the host's controller, and restores it in a new one.
 pub(crate) fn replace(host: &mut Host, interrupts: &BTreeMap<usize, EventFd>) {
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());

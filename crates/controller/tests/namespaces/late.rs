@@ -1,4 +1,4 @@
-//! A disk under control of the test.
+//! Disk whose completions and errors the test controls.
 
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Request, Submitted};
 use shadowbell_disk_file::MemDisk;
@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 /// Instructions for a [`Late`] disk, and its history.
 #[derive(Debug, Default)]
 pub(crate) struct Orders {
-    /// The disk holds its requests.
+    /// True if the disk holds its requests.
     pub(crate) hold: AtomicBool,
-    /// The disk must not be used any more; and whether it was used after that.
+    /// True if the disk must not be used any more; and true if it was used in spite of that.
     pub(crate) gone: AtomicBool,
     pub(crate) used_after: AtomicBool,
     /// Number of queues that can be opened.
@@ -23,8 +23,8 @@ pub(crate) struct Orders {
     pub(crate) events: Mutex<Vec<EventFd>>,
 }
 
-/// A disk whose requests complete when they are reaped, in another order; cancelled ones
-/// complete normally.
+/// Disk whose requests complete when they are reaped, in another order. Cancelled requests complete
+/// normally.
 #[derive(Clone, Debug)]
 pub(crate) struct Late {
     pub(crate) inner: Arc<dyn Disk>,

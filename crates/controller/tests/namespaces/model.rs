@@ -1,5 +1,4 @@
-//! Model test: changes of all kinds in any order, compared with the state that the owner and
-//! the host expect.
+//! Model test: changes of all kinds in any order, compared with the expected state.
 
 use crate::common::{self, Host, Queue};
 use crate::host::{
@@ -25,7 +24,7 @@ struct Command {
     nsid: u32,
     lba: u64,
     write: Option<u8>,
-    /// Number of changes of the namespace at submission, unless a change was in progress.
+    /// Number of changes of the namespace at submission; `None` if a change was in progress.
     age: Option<u64>,
     page: u64,
 }
@@ -70,7 +69,7 @@ struct World {
     /// Number of changes of each namespace.
     ages: BTreeMap<u32, u64>,
     under_way: BTreeMap<(usize, u16), Command>,
-    /// Changes in progress, and the disks that are released when they have ended.
+    /// Changes in progress, each with the disk that it releases at its end.
     changing: Vec<(u32, Outcome, Option<Late>)>,
     gone: Vec<Late>,
     next: u16,
@@ -150,7 +149,7 @@ impl World {
             match &known {
                 Some(known) if lba < known.blocks => assert!(status.is_success(), "{status}"),
                 Some(_) => assert_eq!(status, OUTSIDE, "namespace {nsid}, block {lba}"),
-                // Either status is valid, depending on when another namespace was added.
+                // Either status is valid: which one depends on other additions of namespaces.
                 None => assert!([INACTIVE, INVALID].contains(&status), "{status}"),
             }
         } else {
@@ -162,7 +161,7 @@ impl World {
             Some(value) if status.is_success() && is_settled => {
                 known.written.insert(lba, value);
             }
-            // The write may have gone to the disk before the change.
+            // If there was a change, the write may have been executed on the old disk.
             Some(_) => drop(known.written.remove(&lba)),
             None if status.is_success() && is_settled => {
                 if let Some(value) = known.written.get(&lba) {
@@ -175,10 +174,10 @@ impl World {
         true
     }
 
-    /// Records changes that have ended; with `all`, waits for every change.
+    /// Records changes that have ended. If `all` is true, waits for every change.
     fn settle(&mut self, all: bool) {
         if all {
-            // Queues that move to another I/O thread wait for every disk.
+            // Queues that move to another I/O thread wait for requests of every disk.
             let known = self.known.values().map(|known| &known.disk);
             let leaving = self.changing.iter().filter_map(|(.., gone)| gone.as_ref());
             known.chain(leaving).for_each(|disk| disk.hold(false));
@@ -269,7 +268,7 @@ impl World {
                 self.settle(true);
                 self.host.disable();
                 self.under_way.clear();
-                // After a reset, written data are unknown.
+                // A reset may abort writes, so the contents of written blocks are unknown.
                 self.known.values_mut().for_each(|known| known.written.clear());
                 self.host.enable();
                 self.create_queues();

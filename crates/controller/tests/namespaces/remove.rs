@@ -32,7 +32,7 @@ fn removal_ends_commands_and_releases_the_disk() {
             Sqe::read(1, 1, 0, 1).with_prps(page, 0),
             Sqe::write(1, 2, 0, 2).with_prps(page, 0),
             Sqe::copy(1, copy, 3).with_prps(page, 0),
-            // Commands of many requests, of which some are not submitted yet.
+            // Commands of many requests, some of which are not submitted yet.
             zeroes,
             deallocate.with_prps(page + 4096, 0),
             Sqe::flush(1, 6),
@@ -43,7 +43,7 @@ fn removal_ends_commands_and_releases_the_disk() {
     }
     host.until("the requests", || first.seen().len() > 60);
     let outcome = remove(&host, 1, &first);
-    // New commands are refused, and the other namespace is served meanwhile.
+    // New commands are refused. The other namespace is served.
     let mut ended: [BTreeMap<u16, Status>; 2] = Default::default();
     for (queue, ended) in queues.iter_mut().zip(&mut ended) {
         host.submit(queue, &Sqe::read(1, 1, 0, 20).with_prps(page, 0));

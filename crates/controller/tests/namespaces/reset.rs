@@ -21,7 +21,7 @@ fn namespace_changes_during_a_reset_take_effect() {
     host.until("the write", || first.seen().len() == 1);
     let cc = Cc::from_bits(host.read32(regs::CC));
     host.write32(regs::CC, cc.with_en(false).into_bits());
-    // The reset waits for the disk, and so does a removal meanwhile.
+    // The reset waits for the disk, and so does a removal during the reset.
     let outcome = remove(&host, 1, &first);
     let added = add(&host, None, &Late::memory(9), "other").1;
     wait::moment();
@@ -31,7 +31,7 @@ fn namespace_changes_during_a_reset_take_effect() {
     ends(&outcome).unwrap();
     ends(&added).unwrap();
     host.until("the reset", || !host.csts().rdy());
-    // A removal while the controller is disabled, of the last namespace.
+    // Removal of the last namespace, while the controller is disabled.
     ends(&remove(&host, 2, &Late::memory(1))).unwrap();
     host.enable();
     assert_eq!(active(&mut host), [0; 0]);
@@ -41,7 +41,7 @@ fn namespace_changes_during_a_reset_take_effect() {
     ends(&add(&host, None, &Late::memory(9), "another").1).unwrap();
     assert!(write_and_read(&mut host, &mut queue, 1, 0, 1).is_success());
     assert!(!first.was_used_after());
-    // A removal before any use of the controller.
+    // Removal of a namespace of a controller that was never enabled.
     let controller = Controller::new(config(&["mem:1MiB"]), pool(1), Carrier::default()).unwrap();
     let mut host = Host::attach(controller);
     ends(&add(&host, Some(7), &Late::memory(9), "another").1).unwrap();

@@ -46,7 +46,7 @@ fn a_namespace_grows_and_shrinks() {
     host.submit(&mut queues[1], &Sqe::read(1, 999, 0, 1).with_prps(page, 0));
     host.until("the read", || large.seen().len() == 2 * 3 + 1);
     let outcome = change(&host, 1, &large.of_blocks(10));
-    // A smaller size is reported at once.
+    // The smaller size is reported before the change has ended.
     event(&mut host, 501);
     assert_eq!(size(&mut host, 1), 10);
     large.hold(false);

@@ -1,4 +1,4 @@
-//! Namespace changes that a successor controller takes over.
+//! Namespace changes that are transferred to a new controller.
 
 use crate::common;
 use crate::host::{
@@ -33,11 +33,11 @@ fn a_successor_keeps_changed_namespaces() {
     assert_eq!(write_and_read(&mut host, &mut queue, 6, 0, 4), INVALID);
     ends(&remove(&host, 3, &Late::memory(1))).unwrap();
     event(&mut host, 500);
-    // An unread event and list are transferred, and so is an empty set of namespaces.
+    // An unread event, an unread list, and an empty set of namespaces are transferred.
     replace(&mut host, &BTreeMap::new());
     assert_eq!((active(&mut host), changed(&mut host)), (vec![], vec![1, 3, 5]));
 
-    // A successor with other namespaces is refused.
+    // A new controller with other namespaces cannot be restored.
     ends(&add(&host, Some(2), &Late::memory(9), "second").1).unwrap();
     let (done, frozen) = channel();
     host.controller.freeze(move || done.send(()).unwrap());

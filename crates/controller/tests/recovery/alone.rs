@@ -1,4 +1,4 @@
-//! Exclusive commands, and processes that die while one is executed.
+//! Exclusive commands, and crashes of the process during their execution.
 
 use crate::ALONE;
 use crate::host::Host;
@@ -12,16 +12,16 @@ use shadowbell_testing::wait;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Crash point, and the number of its occurrence.
+/// Crash points: a step of the process, and the occurrence of this step at which the process dies.
 const STEPS: &[(AbortPoint, u32)] = &[
     (AbortPoint::Fetched, 2),
     (AbortPoint::Recorded, 1),
     (AbortPoint::SqStored, 1),
-    // End of the Compare, of the Write, and of the next ones.
+    // Ends: of the Compare, of the Write, and of the next command.
     (AbortPoint::AloneEnded, 1),
     (AbortPoint::AloneEnded, 2),
     (AbortPoint::AloneEnded, 3),
-    // Recorded: the start of the Write, the end of the Compare, the end of the Write.
+    // Decisions in the journal: start of the Write, end of the Compare, end of the Write.
     (AbortPoint::Decided, 1),
     (AbortPoint::Decided, 2),
     (AbortPoint::Decided, 3),
@@ -31,7 +31,7 @@ const STEPS: &[(AbortPoint, u32)] = &[
     (AbortPoint::Freed, 1),
 ];
 
-/// Completions that the host gets, across crashes.
+/// Waits for `wanted` completions, across crashes. Returns them.
 fn completions(host: &mut Host, wanted: usize) -> Vec<Cqe> {
     let (began, mut all) = (Instant::now(), Vec::new());
     while all.len() < wanted {
@@ -48,7 +48,7 @@ fn completions(host: &mut Host, wanted: usize) -> Vec<Cqe> {
     all
 }
 
-/// Waits for the armed process's death, unless it has died already.
+/// Waits until the process has died at its crash point.
 fn until_dead(host: &mut Host) {
     let began = Instant::now();
     while host.orders.abort_at.is_some() {
@@ -61,7 +61,7 @@ fn until_dead(host: &mut Host) {
     }
 }
 
-/// Submits both commands with one doorbell write; returns their identifiers.
+/// Submits both commands with one doorbell write. Returns their identifiers.
 fn submit_both(host: &mut Host, at: usize, first: Sqe, second: Sqe) -> (u16, u16) {
     let old = host.queues[at].tail;
     let mut put = |sqe: Sqe| {
@@ -78,7 +78,7 @@ fn submit_both(host: &mut Host, at: usize, first: Sqe, second: Sqe) -> (u16, u16
     cids
 }
 
-/// Value in block 0.
+/// Reads the counter in block 0.
 fn counter(host: &mut Host) -> u64 {
     let page = DATA + 64 * 1024;
     host.submit(Some(0), Sqe::read(1, 0, 0, 0).with_prps(BASE + page, 0));
@@ -86,7 +86,7 @@ fn counter(host: &mut Host) -> u64 {
     host.memory.read(page as usize).unwrap()
 }
 
-/// Both queues increment the same block.
+/// Both queues increment the counter in block 0 by fused operations, across crashes.
 fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, orders: Orders) {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::with_orders(disk, mapped, false, orders);
@@ -153,7 +153,8 @@ fn atomic_compare_and_write_is_atomic_across_crashes() {
     count(memory(), false, Orders { one_step: true, ..Orders::default() });
 }
 
-/// Result for the host if another user of the storage writes in between.
+/// Statuses of a fused operation if another user writes to the storage between the crash and the
+/// recovery.
 #[test]
 fn recovery_detects_writes_of_other_users() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -171,12 +172,12 @@ fn recovery_detects_writes_of_other_users() {
         ((AbortPoint::AloneEnded, 1), 9, failed, 9),
         ((AbortPoint::AloneEnded, 1), 2, failed, 2),
         ((AbortPoint::AloneEnded, 1), 1, success, 2),
-        // The request is recorded, and was executed; the host has no completion.
+        // The request is in the journal and was executed, but the host has no completion.
         ((AbortPoint::Decided, 1), 1, success, 2),
         ((AbortPoint::Decided, 1), 9, unknown, 9),
         ((AbortPoint::AloneEnded, 2), 2, success, 2),
         ((AbortPoint::AloneEnded, 2), 9, unknown, 9),
-        // The end is recorded: of the Write, and then of the Compare.
+        // The end is in the journal: first that of the Write, then also that of the Compare.
         ((AbortPoint::Decided, 2), 9, success, 9),
         ((AbortPoint::Decided, 3), 9, success, 9),
     ] {
@@ -205,14 +206,16 @@ fn recovery_detects_writes_of_other_users() {
         let status = |cid| all.iter().find(|cqe| cqe.cid == cid).unwrap().status();
         let both = (status(cids.0), status(cids.1));
         assert_eq!((both.0.code(), both.1.code()), expected, "{step:?} {other}");
-        // Do Not Retry: a host that retries would execute it twice.
+        // A failed Compare has Do Not Retry, because a retry could execute the operation a second
+        // time.
         assert_eq!(both.0.dnr(), !both.0.is_success());
         assert!(all.iter().all(|cqe| cqe.dw0 == 0));
         assert_eq!(counter(&mut host), left, "{step:?} {other}");
     }
 }
 
-/// Across crashes, marked blocks stay marked and written blocks stay readable.
+/// Test across crashes: blocks that are marked uncorrectable stay marked, and blocks that were
+/// written stay readable.
 #[test]
 fn uncorrectable_marks_survive_crashes() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! The host of a controller whose process dies.
+//! Host of a controller whose process dies.
 
 use crate::process::{
     ADMIN_CQ, ADMIN_SQ, BASE, BLOCKS, DATA, EVENT_IDX, LIMIT, MEMORY, Orders, Process, QUEUES,
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// A queue pair.
+/// Queue pair, as the host sees it.
 pub(crate) struct Queue {
     pub(crate) qid: u16,
     pub(crate) entries: u32,
@@ -30,18 +30,18 @@ pub(crate) struct Queue {
 pub(crate) struct Host {
     pub(crate) memory: SharedBytes,
     pub(crate) file: OwnedFd,
-    /// Path of a file, or a lasting memory disk.
+    /// Path of a file, or a memory disk that outlives the process.
     pub(crate) disk: Result<String, Arc<dyn Disk>>,
     pub(crate) mapped: bool,
     pub(crate) polling: bool,
     pub(crate) process: Option<Process>,
-    /// Instructions for the next processes.
+    /// Injected errors and crash points of the processes that are started from now on.
     pub(crate) orders: Orders,
-    /// Limit for expected events.
+    /// Time limit of waits for expected events.
     pub(crate) patience: Duration,
     /// Checkpoint for the next process.
     pub(crate) record: Option<Parcel>,
-    /// True if the process that left the checkpoint died by a fault.
+    /// True if the process that wrote the checkpoint died by a fault.
     pub(crate) by_fault: bool,
     pub(crate) doorbells: Option<SharedBytes>,
     pub(crate) shadow: bool,
@@ -53,10 +53,10 @@ pub(crate) struct Host {
     /// Commands in flight by queue and identifier: the block, and the written value of a write.
     pub(crate) under_way: BTreeMap<(u16, u16), (u64, Option<u64>)>,
     pub(crate) written: BTreeMap<u64, u64>,
-    /// Completions since the last kill.
+    /// Number of completions since the last kill.
     pub(crate) completed: u64,
     pub(crate) replayed: usize,
-    /// Blocks of commands that must fail, and of those that did.
+    /// Blocks of the commands that must fail, and of the commands that have failed.
     pub(crate) deadly: BTreeSet<u64>,
     pub(crate) given_up: BTreeSet<u64>,
     /// Number of processes that died at a crash point.
@@ -106,7 +106,8 @@ impl Host {
         host
     }
 
-    /// Starts a process, which serves afresh or recovers.
+    /// Starts a process. It recovers the controller if there is a checkpoint, and creates a new one
+    /// otherwise.
     pub(crate) fn start(&mut self) {
         let mut fds = Descriptors::default();
         let memory = fds.add(self.file.try_clone().unwrap());
@@ -133,8 +134,8 @@ impl Host {
         self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.orders));
     }
 
-    /// Kills the process, and starts another one. The current checkpoint may be of the process
-    /// before the last.
+    /// Kills the process and starts another one. If the killed process has not recovered the
+    /// controller yet, the current checkpoint is that of an earlier process.
     pub(crate) fn kill(&mut self) {
         let (records, by_fault) = self.process.take().unwrap().kill();
         if let Some(replays) = records.taken {
@@ -145,8 +146,8 @@ impl Host {
         self.doorbells = self.doorbells.take().or(records.doorbells);
         self.completed = 0;
         self.start();
-        // With a real client, unread doorbell writes stay in its socket for the next process. Each
-        // process of this test has its own socket, so the last value of each doorbell is sent
+        // With a real client, unread doorbell writes stay in its socket for the next process. In
+        // this test, each process has its own socket, so the last value of each doorbell is sent
         // again.
         let rung: Vec<_> = self.rung.iter().map(|(offset, value)| (*offset, *value)).collect();
         for (offset, value) in rung {
@@ -168,7 +169,7 @@ impl Host {
         }
         let mut parcel = Parcel::new();
         parcel.add("ring", true, &(offset, value)).unwrap();
-        // The process may have been killed.
+        // An error is ignored, because the process may have been killed.
         let _ = parcel.send(&self.process.as_ref().unwrap().host);
     }
 
@@ -176,7 +177,8 @@ impl Host {
         self.memory.write_from(at as usize, bytes).unwrap();
     }
 
-    /// Rings a doorbell, as Linux does.
+    /// Writes a doorbell by the rule of Linux: with shadow doorbells, the register only if EventIdx
+    /// requires it.
     pub(crate) fn doorbell(&mut self, index: u64, old: u32, new: u32) {
         if self.shadow {
             fence(Ordering::SeqCst);
@@ -224,7 +226,7 @@ impl Host {
         Some(cqe)
     }
 
-    /// Runs an admin command, during which `kill` may kill the process.
+    /// Runs an admin command. The process is killed whenever `kill` returns true.
     pub(crate) fn admin(&mut self, sqe: Sqe, kill: &mut dyn FnMut() -> bool) -> Cqe {
         let cid = self.submit(None, sqe);
         let began = Instant::now();
@@ -253,7 +255,7 @@ impl Host {
         }
     }
 
-    /// Makes the process reset the controller and die, and another one recover.
+    /// Makes the process reset the controller and die. Another process recovers the controller.
     pub(crate) fn reset_and_kill(&mut self) {
         self.poke(ADMIN_CQ, &[0; 16 * 16]);
         self.admin = queue(0, 16, ADMIN_SQ, ADMIN_CQ);
@@ -353,7 +355,7 @@ impl Host {
         true
     }
 
-    /// Waits for all commands in flight.
+    /// Waits for the completions of all commands in flight.
     pub(crate) fn drain(&mut self) {
         let began = Instant::now();
         while !self.under_way.is_empty() {
@@ -361,7 +363,7 @@ impl Host {
                 self.reap_io(at);
             }
             assert!(began.elapsed() < self.patience, "these never end: {:?}", self.under_way);
-            // Shorter than a pause: there are many commands.
+            // Shorter than `wait::pause`, because there are many commands.
             std::thread::sleep(Duration::from_micros(20));
             if self.has_died() {
                 self.kill();
@@ -369,7 +371,8 @@ impl Host {
         }
     }
 
-    /// Returns true if the process has died at its crash point. The next process gets none.
+    /// Returns true if the process has died at its crash point. The next process gets no crash
+    /// point.
     pub(crate) fn has_died(&mut self) -> bool {
         let has_died = self.process.as_mut().is_some_and(Process::has_died);
         if has_died {
@@ -379,11 +382,11 @@ impl Host {
         has_died
     }
 
-    /// Reads every written block.
+    /// Reads every written block and checks its contents.
     pub(crate) fn verify(&mut self) {
         self.drain();
         for lba in self.written.keys().copied().collect::<Vec<_>>() {
-            // The value selects a read.
+            // This value of `random` selects a read of the block.
             assert!(self.submit_io(0, lba));
             self.drain();
         }

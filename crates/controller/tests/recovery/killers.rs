@@ -1,4 +1,4 @@
-//! Commands that crash the process that executes them.
+//! Commands that crash the process by which they are executed.
 
 use crate::host::Host;
 use crate::process::{BLOCKS, Orders};
@@ -12,7 +12,7 @@ use std::time::Instant;
 /// Bits that make `submit_io` write.
 const WRITES: u64 = BLOCKS << 50 | 1 << 40;
 
-/// Fills both queues, with the commands of `deadly` among others.
+/// Fills both queues. The commands for the blocks in `deadly` crash the process.
 fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[u64]) {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let orders = Orders { deadly: Some(orders), ..Orders::default() };
@@ -20,7 +20,7 @@ fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[
     host.deadly = deadly.iter().copied().collect();
     host.begin();
     host.until_taken();
-    // The first queue has 15 slots, the other 4.
+    // The first queue has room for 15 commands, the other for 4.
     for lba in 100..115 {
         assert!(host.submit_io(0, lba | WRITES));
     }
@@ -30,9 +30,9 @@ fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[
     host.drain();
     assert_eq!(host.given_up, host.deadly);
     let deaths = host.deaths;
-    // Two commands may crash a process together.
+    // A process may crash because of two commands at the same time.
     assert!((3..=3 * deadly.len() as u32).contains(&deaths), "{deaths} processes have died");
-    // Later commands succeed, across kills.
+    // Later commands succeed, also if the process is killed.
     for round in 0..100 {
         for lba in [0, 1, 2, 3, 4, 5, 6, 7] {
             assert!(host.submit_io((lba % 2) as usize, (lba + 300) | WRITES));
@@ -65,7 +65,8 @@ fn a_deadly_command_on_a_file_fails_after_three_crashes() {
     survive(file(&directory), "start:107", &[107]);
 }
 
-/// A crash is not attributed to other commands, of the same queue or not.
+/// Crashes are attributed to the commands that cause them, not to others of the same or another
+/// queue.
 #[test]
 fn several_deadly_commands_are_distinguished() {
     let directory = tempfile::tempdir().unwrap();
@@ -73,7 +74,7 @@ fn several_deadly_commands_are_distinguished() {
     survive(memory(), "start:103,start:109,start:202", &[103, 109, 202]);
 }
 
-/// A command in flight at any number of kills from outside is executed in the end.
+/// A command may be in flight at any number of kills from outside. It is still executed.
 #[test]
 fn a_process_that_is_killed_from_outside_blames_no_command() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -99,7 +100,7 @@ fn a_process_that_is_killed_from_outside_blames_no_command() {
             host.orders.abort_at = step.map(|step| (step, 1));
             host.kill();
         }
-        // A completion with an error makes this panic.
+        // `drain` panics if a completion has an error.
         host.drain();
         assert_eq!(host.deaths, 5);
         host.verify();

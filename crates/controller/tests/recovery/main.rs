@@ -1,9 +1,9 @@
-//! Crash recovery of a controller: processes that are killed at any moment, and others that
-//! recover their hosts.
+//! Crash recovery of a controller: processes are killed at random moments, and other processes
+//! recover the controller.
 //!
-//! This process is the host: it has the memory, the queues and the doorbells, and the
-//! checkpoints of the process with the controller. That process is this test program once more,
-//! and is killed.
+//! This process is the host. It has the memory, the queues and the doorbells, and stores the
+//! checkpoints of the process with the controller. That process runs the same test program, and is
+//! killed.
 
 mod alone;
 mod host;
@@ -38,10 +38,11 @@ fn kills(default: u32) -> u32 {
     asked.unwrap_or(default)
 }
 
-/// One test at a time: on busy CPUs, the kernel takes long to end the I/O of a dead process.
+/// Lock that runs one test at a time: on busy CPUs, the kernel needs long to end a dead process's
+/// I/O.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Writes and reads while the process is killed repeatedly.
+/// Submits writes and reads while the process is killed repeatedly.
 fn survive(disk: Result<String, Arc<dyn Disk>>, mapped: bool, polling: bool, seed: u64) {
     survive_as(Orders::default(), disk, mapped, polling, seed);
 }
@@ -65,7 +66,7 @@ fn survive_as(
     println!("{} commands were carried out again", host.replayed);
 }
 
-/// Writes and reads for a moment.
+/// Submits writes and reads until a random number of them has completed.
 fn work(host: &mut Host, random: &mut Random) {
     host.until_taken();
     let (until, began) = (random.next() % 400, Instant::now());
@@ -79,7 +80,7 @@ fn work(host: &mut Host, random: &mut Random) {
             reaped |= host.reap_io(at);
         }
         if !reaped {
-            // Shorter than a pause: there are many commands.
+            // Shorter than `wait::pause`, because there are many commands.
             std::thread::sleep(Duration::from_micros(20));
         }
         assert!(began.elapsed() < LIMIT, "no progress: {:?}", host.under_way);
@@ -102,7 +103,7 @@ fn a_memory_disk_with_shadow_doorbells_survives_kills() {
     survive(memory(), false, false, 0x3333_4444);
 }
 
-/// The queues were served by two I/O threads, and are recovered on one thread.
+/// Two I/O threads have served the queues, and one thread recovers them.
 #[test]
 fn an_isolated_controller_survives_kills() {
     let orders = Orders { isolated: true, ..Orders::default() };
@@ -116,7 +117,7 @@ fn an_isolated_controller_survives_kills() {
     }
 }
 
-/// A controller that quiesces fetches no commands, but executes those of the dead process.
+/// While a controller quiesces, it fetches no commands, but executes those of the dead process.
 #[test]
 fn a_controller_that_quiesces_after_recovery_survives_kills() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -157,7 +158,7 @@ fn a_file_with_mapped_doorbells_survives_kills() {
     survive(Ok(path.display().to_string()), true, true, 0x7777_8888);
 }
 
-/// Queues are created and deleted, and events requested, while the process is killed.
+/// The process is killed while the host creates and deletes queues and requests events.
 #[test]
 fn admin_commands_end_once_each() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -193,9 +194,9 @@ fn admin_commands_end_once_each() {
     }
 }
 
-/// Writes and reads until the process has died at its crash point; false if it does not get
-/// there. With `admin`, queues are created and deleted meanwhile, and the process may have been
-/// replaced already.
+/// Submits writes and reads until the process has died at its crash point. Returns false if the
+/// crash point is not reached. If `admin` is true, also creates and deletes queues, during which
+/// another process may already have been started.
 fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
     let (began, mut completed) = (Instant::now(), 0);
     while !host.has_died() && host.orders.abort_at.is_some() && completed < 300 {
@@ -219,14 +220,14 @@ fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
     host.orders.abort_at.take().is_none()
 }
 
-/// Processes that die at each crash point, and others that recover.
+/// Lets a process die at each crash point. Other processes recover the controller.
 fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint]) {
     host.begin();
     host.until_taken();
     for (point, nth) in points.iter().flat_map(|point| [(*point, 1), (*point, 2), (*point, 5)]) {
         println!("{}, time {nth}", point.name());
         if matches!(point, AbortPoint::ReplayStarted | AbortPoint::ReplayRecorded) {
-            // Leaves commands to recover.
+            // This earlier crash leaves commands to recover.
             host.orders.abort_at = Some((AbortPoint::SqStored, 3));
             host.kill();
             assert!(work_until_dead(host, random, false), "nothing is ever fetched");
@@ -234,7 +235,7 @@ fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint])
         host.orders.abort_at = Some((point, nth));
         host.kill();
         let is_reached = work_until_dead(host, random, true);
-        // There may be fewer commands to recover than that.
+        // Only the first occurrence is certain: there may be fewer than `nth` commands to recover.
         assert!(is_reached || nth != 1, "crash point {} is not reached", point.name());
         host.kill();
         host.until_taken();
@@ -242,7 +243,7 @@ fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint])
     host.verify();
 }
 
-/// Crash points of a controller of a file.
+/// Crash points of a controller with a file as its disk.
 const OF_FILES: &[AbortPoint] = &[
     AbortPoint::Fetched,
     AbortPoint::Started,
@@ -261,7 +262,8 @@ const OF_FILES: &[AbortPoint] = &[
     AbortPoint::QueuesRecovered,
 ];
 
-/// Crash points of a controller of a memory disk, which has no command in flight.
+/// Crash points of a controller with a memory disk. Its requests complete inline, so none is in
+/// flight.
 const OF_MEMORY: &[AbortPoint] = &[
     AbortPoint::Fetched,
     AbortPoint::Staged,
@@ -290,8 +292,8 @@ fn a_process_may_die_at_each_step() {
     }
 }
 
-/// Counterproof: with the steps in a wrong order, commands are lost, completed twice, or
-/// executed again after newer ones.
+/// Counterproof of the tests above: if steps are executed in a wrong order, commands are lost,
+/// completed twice, or executed again over newer data.
 #[test]
 fn steps_in_a_wrong_order_do_not_survive() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -305,7 +307,7 @@ fn steps_in_a_wrong_order_do_not_survive() {
         let outcome = std::panic::catch_unwind(move || {
             let mut host = Host::new(Ok(disk), false, false);
             host.orders.wrong = Some(order);
-            // Shorter than elsewhere: this test expects a failure, and a timeout counts as one.
+            // Shorter than elsewhere, because the expected failure may be a timeout.
             host.patience = Duration::from_secs(10);
             die_at_each_step(&mut host, &mut Random(0xeeee_ffff), &[point; 4]);
         });
@@ -313,7 +315,8 @@ fn steps_in_a_wrong_order_do_not_survive() {
     }
 }
 
-/// The doorbells of the admin queue are those after the reset.
+/// After a reset and a crash, recovery must use the admin doorbells that were written after the
+/// reset.
 #[test]
 fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -328,8 +331,8 @@ fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
     }
 }
 
-/// A process finds the completions posted by the previous one. The process after it knows of
-/// them, too.
+/// A recovering process finds the completions that the previous process has posted. The process
+/// after it must not post them again.
 #[test]
 fn completions_are_not_posted_again_after_a_second_crash() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

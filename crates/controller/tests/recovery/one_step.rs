@@ -1,11 +1,11 @@
-//! A memory disk with atomic compare-and-write.
+//! Memory disk with atomic compare-and-write.
 
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::io;
 use std::sync::Arc;
 
-/// Wraps a memory disk, which completes everything at once.
+/// Wrapper of a memory disk, which completes all requests inline.
 #[derive(Debug)]
 pub(crate) struct OneStep(pub(crate) Arc<dyn Disk>);
 

@@ -1,4 +1,4 @@
-//! The process with the controller, which is this test program once more.
+//! Process with the controller. It runs the same test program as the host.
 
 use crate::one_step::OneStep;
 use serde::{Deserialize, Serialize};
@@ -38,19 +38,19 @@ pub(crate) const DATA: u64 = 0x10_0000;
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Task {
     pub(crate) memory: FdRef,
-    /// Path of a file; or the state of a `mem:` disk.
+    /// Path of a file, or the saved state of a `mem:` disk.
     pub(crate) disk: Result<String, serde_json::Value>,
     pub(crate) polling: bool,
     pub(crate) workers: usize,
     pub(crate) mapped: bool,
     pub(crate) recovers: bool,
-    /// The previous process has died by a fault.
+    /// True if the previous process has died by a fault.
     pub(crate) by_fault: bool,
-    /// The controller gets a thread of its own.
+    /// True if the controller gets an I/O thread of its own.
     pub(crate) isolated: bool,
-    /// A recovered controller quiesces at once, and resumes.
+    /// True if a recovered controller quiesces at once, and then resumes.
     pub(crate) rests: bool,
-    /// The disk compares and writes atomically.
+    /// True if the disk supports atomic compare-and-write.
     pub(crate) one_step: bool,
 }
 
@@ -62,7 +62,7 @@ impl ToHost {
         *parcel.descriptors() = fds;
         parcel.add(what, true, body).unwrap();
         let host = self.0.lock().unwrap();
-        // The host may have ended.
+        // An error is ignored, because the host may have ended.
         let _ = parcel.send(&host);
     }
 }
@@ -86,7 +86,7 @@ pub(crate) fn open(
                     Ok(disk) => return disk,
                     Err(error) => assert!(Instant::now() < until, "{path}: {error}"),
                 }
-                // The kernel needs a CPU to end that I/O.
+                // The pause leaves the CPU to the kernel, which ends that I/O.
                 wait::pause();
             }
         }
@@ -97,7 +97,7 @@ pub(crate) fn open(
     }
 }
 
-/// Entry point of the child process, not a test of its own: serves the controller.
+/// Entry point of the child process, which serves the controller. No test of its own.
 #[test]
 #[ignore = "the process that is killed, for the other tests"]
 fn worker() {
@@ -117,7 +117,8 @@ fn worker() {
         vec![NamespaceConfig { disk, uuid: shadowbell_controller::config::uuid_from("recovery") }];
     let mut config = Config { namespaces, ..Config::default() };
     if task.rests {
-        // One request at a time, so that some commands have not started when it quiesces.
+        // With one request in flight at a time, some commands have not started when the controller
+        // quiesces.
         config.quota.requests = 1;
     }
     let polling = match task.polling {
@@ -168,10 +169,10 @@ fn worker() {
         recorder.say("taken", &0usize, Descriptors::default());
     }
     if task.isolated {
-        // The controller may be isolated from before.
+        // An error is ignored, because a recovered controller may be isolated already.
         let _ = controller.isolate();
     }
-    // Until the process is killed, or the host has ended.
+    // The loop runs until the process is killed or the host has ended.
     while let Ok(mut parcel) = Parcel::receive(&host) {
         if parcel.take::<()>("reset").unwrap().is_some() {
             reset_and_die(&controller);
@@ -182,7 +183,7 @@ fn worker() {
     std::process::exit(0);
 }
 
-/// Resets the controller, and is killed as soon as it is ready again.
+/// Resets the controller. Kills this process as soon as the controller is ready again.
 fn reset_and_die(controller: &Controller) {
     let cc = |en| Cc::new().with_en(en).with_iosqes(6).with_iocqes(4).into_bits().to_le_bytes();
     controller.write(regs::CC, &cc(false));
@@ -198,7 +199,7 @@ fn reset_and_die(controller: &Controller) {
         .unwrap();
 }
 
-/// Checkpoints of a process.
+/// Checkpoints that a process has sent.
 #[derive(Default)]
 pub(crate) struct Records {
     pub(crate) last: Option<Parcel>,
@@ -213,11 +214,11 @@ pub(crate) struct Orders {
     pub(crate) wrong: Option<&'static str>,
     /// Commands that crash this process and the next ones.
     pub(crate) deadly: Option<&'static str>,
-    /// The controller gets a thread of its own.
+    /// True if the controller gets an I/O thread of its own.
     pub(crate) isolated: bool,
-    /// The controller quiesces after recovery.
+    /// True if a recovered controller quiesces.
     pub(crate) rests: bool,
-    /// The disk compares and writes atomically.
+    /// True if the disk supports atomic compare-and-write.
     pub(crate) one_step: bool,
 }
 
@@ -292,7 +293,7 @@ impl Process {
         true
     }
 
-    /// Kills the process, unless it is dead. Returns its checkpoints, and whether it died by a
+    /// Kills the process, unless it is dead. Returns its checkpoints, and true if it died by a
     /// fault.
     pub(crate) fn kill(mut self) -> (Records, bool) {
         self.child.kill().unwrap();
