@@ -477,7 +477,7 @@ fn processor_time() -> Duration {
     Duration::try_from(time).unwrap_or_default()
 }
 
-/// Takes the doorbell eventfds of each part.
+/// Takes the doorbell eventfds out of `fds`, for the queues of each I/O thread.
 fn take_eventfds(
     parts: &[SavedPart],
     fds: &mut Descriptors,

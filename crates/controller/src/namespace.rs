@@ -89,8 +89,8 @@ impl Namespaces {
         namespaces
     }
 
-    /// Adds the pool's namespaces that a sanitize operation blocks. They are barred in the first
-    /// returned set, and placeholders in the second one, which is for Identify.
+    /// Adds the pool's namespaces that a sanitize operation blocks. They are barred (not served) in
+    /// the first returned set, and placeholders in the second one, which is for Identify.
     pub(crate) fn with_barred(&self, state: &PoolState) -> (Self, Self) {
         let (mut serving, mut identified) = (self.clone(), self.clone());
         if let Some(status) = state.sanitize.barrier() {
@@ -104,8 +104,8 @@ impl Namespaces {
         (serving, identified)
     }
 
-    /// Creates a copy in which namespace `nsid` is barred with `status`, or no longer barred if
-    /// `status` is `None`. The host continues to see a barred namespace.
+    /// Creates a copy in which namespace `nsid` is barred: it is not served, its commands end with
+    /// `status`, and the host continues to see it. With `None`, it is no longer barred.
     pub(crate) fn barring(&self, nsid: u32, status: Option<Status>) -> Arc<Self> {
         let mut changed = self.clone();
         match status {
@@ -115,7 +115,7 @@ impl Namespaces {
         Arc::new(changed)
     }
 
-    /// NSIDs of barred namespaces.
+    /// NSIDs of barred namespaces, which the host sees but which are not served.
     pub(crate) fn barred(&self) -> impl Iterator<Item = u32> + '_ {
         self.barred.keys().copied()
     }

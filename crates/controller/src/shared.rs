@@ -282,13 +282,14 @@ impl ControllerShared {
         counters
     }
 
-    /// Adds a part's counters to the sums of deleted queues and removes the part.
+    /// Removes an I/O thread's counters, and adds them to the sums of deleted queues.
     pub(crate) fn retire_part(&self, counters: &Arc<PartCounters>) {
         let mut counted = self.counted.lock();
         counted.retire_part(counters);
     }
 
-    /// Merges part `from` into part `to`, after a move of its queues.
+    /// Merges the counters `from` of one I/O thread into those of another, `to`, after a move of
+    /// the queues.
     pub(crate) fn join_parts(&self, from: &Arc<PartCounters>, to: &PartCounters) {
         let mut counted = self.counted.lock();
         to.absorb(from);

@@ -322,8 +322,7 @@ impl PartCounters {
         events.iter().map(|event| event.count()).fold(0, u64::saturating_add)
     }
 
-    /// Moves the doorbell eventfds of another part to this one, after that part's queues have
-    /// moved.
+    /// Takes over the doorbell eventfds of `other`, after its queues have moved to this I/O thread.
     pub(crate) fn absorb(&self, other: &Self) {
         let events = std::mem::take(&mut *other.doorbell_eventfds.lock());
         self.doorbell_eventfds.lock().extend(events);

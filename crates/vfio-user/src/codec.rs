@@ -154,7 +154,7 @@ impl Decoder {
 
     /// Adds the result of a receive: `len` bytes in [`space`](Self::space), and `fds`.
     ///
-    /// The caller calls this once per receive. The descriptors of a receive belong to the message
+    /// Must be called once per receive. The descriptors of a receive belong to the message
     /// that contains its last byte, because the kernel ends a receive after data with descriptors.
     pub fn advance(&mut self, len: usize, fds: Vec<Descriptor>) {
         self.end = self.end.saturating_add(len).min(self.buffer.len());

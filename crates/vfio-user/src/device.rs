@@ -150,7 +150,7 @@ pub struct DmaMap {
 /// DMA_UNMAP: memory that the device must not access any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DmaUnmap {
-    /// One range, which must be mapped exactly so.
+    /// One range, which the client must have mapped.
     Range {
         /// First bus address.
         iova: u64,

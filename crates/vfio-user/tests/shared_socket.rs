@@ -159,7 +159,7 @@ fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<ToyShared>, Raw, 
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
     let poller = Poller::start(epoll, Some(socket), &shared);
-    // The reactor handles the turn in which it becomes the second one, and then sleeps again.
+    // The reactor's epoll instance becomes the second one in its next turn. Then the reactor sleeps.
     wait_idle(&server, &poller);
     (server, path, shared, raw, poller)
 }
@@ -263,7 +263,8 @@ fn fuse_daemon() {
 }
 
 /// The poller receives a descriptor behind a doorbell write, and the client disconnects before the
-/// reactor handles it. The thread that drops the descriptor must not close it.
+/// reactor handles it. To close the descriptor would block, so the thread that drops it must leave
+/// the close to another thread.
 #[test]
 fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     let (server, path, shared) = Server::with_toy(Limits::default());

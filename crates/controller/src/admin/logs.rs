@@ -134,7 +134,7 @@ pub(crate) struct Health {
     pub(crate) powered: Duration,
     /// Number of power cycles.
     pub(crate) power_cycles: u64,
-    /// Number of times that power or the host was lost without a shutdown notification.
+    /// Number of times that power was lost, or the host disconnected, without a shutdown.
     pub(crate) unsafe_shutdowns: u64,
     /// Number of commands that ended in a media error.
     pub(crate) media_errors: u64,
@@ -363,8 +363,8 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             }
             page.as_bytes().to_vec()
         }
-        // The controller has no management interface, so the page lists no commands. LPA bit 5
-        // requires it, because that bit announces this page and the two pages above together.
+        // The controller has no management interface, so the page lists no commands. The page
+        // must exist, because LPA bit 5 announces it together with the two pages above.
         lid::MI_COMMANDS_SUPPORTED_EFFECTS => vec![0; MI_PAGE_BYTES],
         _ => return Err(Status::INVALID_LOG_PAGE.with_dnr()),
     })

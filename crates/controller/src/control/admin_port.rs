@@ -221,7 +221,7 @@ impl AdminPort {
         self.complete(cid, status, 0);
     }
 
-    /// Completes the Asynchronous Event Request that a raised event completes, if there is one.
+    /// Completes an Asynchronous Event Request, if `event` is its completion and not `None`.
     pub(super) fn complete_event(&mut self, event: Option<Completion>) {
         if let Some(Completion { cid, dw0 }) = event {
             self.complete_unplaced(cid, Status::SUCCESS, dw0);

@@ -81,7 +81,7 @@ impl Control {
     }
 
     /// Restores a snapshot of a quiesced controller. Host memory must be mapped already. `eventfds`
-    /// are the doorbell eventfds of each part of the snapshot.
+    /// are the doorbell eventfds of each I/O thread in the snapshot.
     ///
     /// # Errors
     /// [`RestoreError`]; the controller is then unusable.

@@ -82,7 +82,7 @@ impl HostMemory {
         ticket
     }
 
-    /// Takes the callback with this ticket.
+    /// Removes and returns the callback with this ticket number, when its memory is unused.
     pub(super) fn released(&mut self, ticket: u64) -> Option<Callback> {
         self.releases.remove(&ticket)
     }

@@ -173,7 +173,8 @@ impl Control {
 
     /// Changes a namespace in Identify, or removes it, and notifies the host.
     fn publish_namespace(&mut self, cx: &Context, nsid: u32, namespace: Option<Namespace>) {
-        // A barred namespace stays active for the host. Only its disk is dropped.
+        // A barred namespace is not served, but stays active for the host. Only its disk is
+        // dropped.
         if namespace.is_none() && cx.serving().barred().any(|barred| barred == nsid) {
             let identified = cx.identified();
             if let Some(there) = identified.get(nsid) {
@@ -231,7 +232,8 @@ impl Control {
     }
 }
 
-/// Results of pool commands and sanitize operations, and the namespaces that they barred meanwhile.
+/// Results of pool commands and sanitize operations. During these, namespaces were barred: visible
+/// to the host, but not served.
 impl Control {
     /// Completes the command that the pool has finished.
     pub(super) fn pool_ended(
@@ -269,8 +271,8 @@ impl Control {
         self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
     }
 
-    /// Removes the bar from namespaces after a pool command. If the pool has not added a barred
-    /// namespace again, the host gets an event for its removal.
+    /// Handles barred namespaces after the pool command that has barred them. If the pool has not
+    /// added such a namespace again, the namespace is removed and the host gets an event.
     fn review_barred(&mut self, cx: &Context, deferred: &mut Deferred) {
         let Some(pool) = &cx.config.pool else { return };
         let barrier = pool.state().sanitize.barrier();
@@ -278,8 +280,7 @@ impl Control {
         for nsid in barred {
             cx.serve(cx.serving().barring(nsid, barrier));
             if barrier.is_none() {
-                // The addition of a namespace removes its bar. This namespace is still barred, so
-                // it was not added.
+                // An added namespace is no longer barred. This one is, so it was not added again.
                 self.publish_namespace(cx, nsid, None);
             }
             self.switch_namespace(cx, nsid, None, deferred);
@@ -348,8 +349,8 @@ impl Control {
         }
     }
 
-    /// Restores the ANA state of another process. A state may have changed in the meantime, so the
-    /// caller must call [`tell_ana`](Self::tell_ana) when the admin queue exists.
+    /// Restores the ANA state of another process. The state of a group may have changed since it
+    /// was saved, so the caller must call [`tell_ana`](Self::tell_ana) when the admin queue exists.
     fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
         self.commands.ana.changes = AnaChanges::restore(saved);
         if saved == &SavedAna::default() {

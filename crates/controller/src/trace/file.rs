@@ -350,7 +350,7 @@ pub enum TraceError {
 }
 
 /// Reads the records of the trace at `path`, ordered by time. The trace may be written at the same
-/// time. Damaged records are omitted, and records that are overwritten during the read.
+/// time. Damaged records, and records that are overwritten during the read, are omitted.
 ///
 /// # Errors
 /// A [`TraceError`], if the file is not a trace or is incomplete.

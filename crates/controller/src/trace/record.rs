@@ -94,8 +94,8 @@ kinds! {
     QueueCreated = 15, "queue created";
     /// Queue deleted.
     QueueDeleted = 16, "queue deleted";
-    /// Doorbell eventfd of a controller found signalled, when the I/O thread went to sleep or
-    /// checked its eventfds.
+    /// I/O thread found the doorbell eventfd of a controller signalled, when it prepared to sleep
+    /// or checked its eventfds.
     DoorbellEvent = 17, "doorbell eventfd signalled";
     /// Command found in a submission queue. `value`: its command identifier; `extra`: its opcode.
     CommandSeen = 18, "command seen";

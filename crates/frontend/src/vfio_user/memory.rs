@@ -166,8 +166,9 @@ impl Memory {
         let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
             return Err(Errno::INVAL);
         };
-        // The alignment is required, as by every IOMMU. Otherwise structures that are aligned in
-        // the client's address space, such as queues, would not be aligned in this process.
+        // A range must start at a page boundary, as every IOMMU requires. Otherwise structures that
+        // are aligned in the client's address space, such as queues, would not be aligned in this
+        // process.
         if !iova.is_multiple_of(PAGE) {
             self.log.warn(format_args!(
                 "a client shares memory at IOVA {iova:#x}, which is no multiple of {PAGE}"
@@ -421,7 +422,7 @@ impl Memory {
     }
 }
 
-/// Creates a callback from the [`Done`] of a request, which two callers can have. The first call
+/// Converts the [`Done`] of a request to a callback that two callers can share. The first call
 /// completes the request.
 fn share(done: Done) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
     let done = Arc::new(Mutex::new(Some(done)));

@@ -32,7 +32,8 @@ use parking_lot::{Condvar, Mutex};
 use rustix::net::{Shutdown, shutdown};
 use tracing::warn;
 
-/// Maximum number of foreign descriptors that may wait to be closed, for all clients of a device.
+/// Maximum number of descriptors with a possibly blocking close (foreign descriptors) that may wait
+/// to be closed, for all clients of a device.
 const MAX_FOREIGN: usize = 16;
 
 /// Maximum number of memory and eventfd descriptors that may wait to be closed.

@@ -18,8 +18,8 @@ pub struct PeerFd {
 }
 
 impl PeerFd {
-    /// Wraps a descriptor, which the caller must do immediately after its receipt. Descriptors that
-    /// this crate receives are already wrapped.
+    /// Wraps a descriptor. A program that receives descriptors itself must call this immediately
+    /// after the receipt. Descriptors that this crate receives are already wrapped.
     #[must_use]
     pub fn new(fd: OwnedFd, closer: &Arc<Closer>) -> Self {
         Self { fd: Some(fd), closer: Arc::clone(closer), lane: Lane::Foreign }

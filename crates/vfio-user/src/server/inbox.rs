@@ -59,7 +59,7 @@ struct RequestQueue {
     sleeping: bool,
 }
 
-/// Queue of requests, shared by a reactor and its requesters.
+/// Queue of requests that other threads send to a reactor.
 pub(super) struct Inbox {
     queue: Mutex<RequestQueue>,
     wake: OwnedFd,

@@ -71,7 +71,7 @@ struct Port {
     /// True if no more clients are accepted. When the port is removed, `gone` is notified.
     closing: bool,
     gone: Vec<SyncSender<()>>,
-    /// Number of completion callbacks that were created for the port.
+    /// Number of completion callbacks that were created for the device.
     sequence: u64,
     /// Closer of the clients' descriptors.
     closer: Arc<Closer>,
@@ -110,7 +110,7 @@ impl Port {
         }
     }
 
-    /// Stores a checkpoint of the port and its client.
+    /// Stores a checkpoint of the device and its client.
     fn record(&mut self) {
         let Some(recorder) = &mut self.recorder else { return };
         let mut fds = Descriptors::default();
@@ -178,8 +178,8 @@ impl Port {
     }
 }
 
-/// Stores a checkpoint of a port. If the state of the client cannot be saved, the checkpoint
-/// contains no client.
+/// Stores a checkpoint of a device and its client. If the state of the client cannot be saved, the
+/// checkpoint contains no client.
 fn record(
     recorder: &mut dyn PortRecorder,
     listener: Option<&Listener>,
@@ -643,7 +643,7 @@ impl Reactor {
         Ok(())
     }
 
-    /// Accepts the next client of a port, if possible.
+    /// Accepts the next client of a device, if possible.
     fn accept(&mut self, id: PortId) {
         if self.freezing {
             return;
@@ -780,7 +780,7 @@ impl Reactor {
         }
     }
 
-    /// Closes the connection of a port.
+    /// Closes the connection of a device's client.
     fn end(&mut self, id: PortId, why: EndReason) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         let State::Attached(attachment) = std::mem::replace(&mut port.state, State::Free) else {
@@ -827,7 +827,7 @@ impl Reactor {
         self.set_timer(id);
     }
 
-    /// Marks the port as free, after the device has released its client.
+    /// Marks the device as free, after it has released its client.
     fn free(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.state = State::Free;
@@ -853,7 +853,7 @@ impl Reactor {
         }
     }
 
-    /// Stops serving a port.
+    /// Stops serving a device.
     fn close(&mut self, id: PortId, gone: Option<SyncSender<()>>) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.closing = true;

@@ -1,4 +1,4 @@
-//! Interface for storing checkpoints of a port, for crash recovery.
+//! Interface for storing checkpoints of a port (a device and its client), for crash recovery.
 
 use shadowbell_state::Descriptors;
 

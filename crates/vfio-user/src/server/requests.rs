@@ -356,7 +356,7 @@ impl Link {
                 self.out.put_reply(header, &[]);
                 Ok(())
             }
-            // A connection has only one version negotiation, and it is over.
+            // The version is already negotiated, and a connection negotiates it only once.
             command::VERSION => Err(Errno::INVAL),
             _ => Err(Errno::OPNOTSUPP),
         }

@@ -1,4 +1,4 @@
-//! Serialized state of a port, for the next server process.
+//! Serialized state of a port (a device, its socket and its client), for the next server process.
 
 use std::path::PathBuf;
 

@@ -12,13 +12,14 @@ pub(super) struct Context<'a> {
     pub(super) inbox: &'a Arc<Inbox>,
     pub(super) port: PortId,
     pub(super) limits: &'a Limits,
-    /// Counter of this port's [`Done`]s. Outdated completions are detected by their number.
+    /// Number of [`Done`]s that were created for this device. Outdated completions are detected by
+    /// their number.
     pub(super) sequence: &'a mut u64,
     /// Time slice of the client's turn.
     pub(super) slice: Slice,
-    /// True if the port has checkpoints.
+    /// True if checkpoints of the device and its client are stored.
     pub(super) is_recorded: bool,
-    /// Sends replies for a port with checkpoints.
+    /// Ring that sends replies if checkpoints are stored.
     pub(super) exchange: Option<&'a mut Exchange>,
 }
 
