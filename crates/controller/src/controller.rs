@@ -432,8 +432,8 @@ impl Controller {
         Arc::clone(self.0.control().mapped())
     }
 
-    /// Enables or disables dirty page logging of the controller's writes. When `done` runs, as for
-    /// [`renew_views`](Self::renew_views), all later writes are logged. If the setting is
+    /// Enables or disables dirty page logging of the controller's writes. `done` runs as for
+    /// [`renew_views`](Self::renew_views); from then on, all writes are logged. If the setting is
     /// unchanged, returns false and drops `done`.
     ///
     /// Whenever the log is read, completion queues and EventIdx count as dirty.

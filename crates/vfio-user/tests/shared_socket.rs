@@ -159,7 +159,8 @@ fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<ToyShared>, Raw, 
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
     let poller = Poller::start(epoll, Some(socket), &shared);
-    // The reactor's epoll instance becomes the second one in its next turn. Then the reactor sleeps.
+    // The reactor's epoll instance becomes the second one in the reactor's next turn. Then the
+    // reactor sleeps.
     wait_idle(&server, &poller);
     (server, path, shared, raw, poller)
 }
