@@ -33,7 +33,8 @@ pub(crate) fn sanitize(sqe: &Sqe, state: &PoolState, given: bool) -> Result<Pool
     let has_failed = state.sanitize.phase == SanitizePhase::Failed;
     let is_restricted = has_failed && !state.sanitize.command.ause;
     match command.sanact {
-        // A failed restricted operation can only be followed by another restricted operation.
+        // After a failed restricted operation, the host cannot exit the failure mode; it can only
+        // start another restricted operation.
         Sanitize::EXIT_FAILURE if is_restricted => Err(Status::SANITIZE_FAILED.with_dnr()),
         Sanitize::EXIT_FAILURE => Ok(PoolAct::Sanitize(command)),
         Sanitize::BLOCK_ERASE | Sanitize::OVERWRITE => {
