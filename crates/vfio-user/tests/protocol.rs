@@ -309,8 +309,8 @@ fn interrupts_are_set_up_masked_and_raised() {
     let rest = set(4 | 32, 2, 16, 2);
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[rest.as_bytes()], &fds[..2]).ok();
     assert_eq!(shared.eventfds.lock().unwrap().len(), 18);
-    // The first request has no descriptors, which removes eventfds. The second one has zero vectors,
-    // which disables all vectors. The third one has flags, which select some vectors.
+    // The first request has no descriptors, which removes eventfds. The second one has zero
+    // vectors, which disables all vectors. The third one has flags, which select some vectors.
     raw.request(command::DEVICE_SET_IRQS, &[set(4 | 32, 2, 3, 2).as_bytes()]).ok();
     raw.request(command::DEVICE_SET_IRQS, &[set(1 | 32, 2, 0, 0).as_bytes()]).ok();
     let payload = [set(2 | 8, 2, 1, 3).as_bytes(), &[1, 0, 2]].concat();
