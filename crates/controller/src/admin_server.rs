@@ -1,10 +1,10 @@
-//! Admin queue service: fetches commands, has them executed, transfers their data and posts their
-//! completions.
+//! Admin queue server: fetches admin commands, passes them to the control plane for execution,
+//! transfers their data and posts their completions.
 //!
-//! All accesses of the control plane to guest memory are in this module, and none happens under
-//! the control plane's lock, because an access to guest memory can block for as long as the guest
-//! likes (userfaultfd, FUSE). The server therefore owns the queue. The control plane's decisions
-//! arrive as [`Orders`](crate::control::Orders), which are read before a command is executed.
+//! An access to guest memory can block for as long as the guest likes (userfaultfd, FUSE). So it
+//! must not happen under the control plane's lock. This module therefore owns the admin queue and
+//! makes all accesses of the control plane to guest memory. The control plane controls it by
+//! [`Orders`](crate::control::Orders), which the server reads before it executes a command.
 
 use crate::context::Context;
 use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing};
@@ -26,7 +26,7 @@ pub(crate) enum Next {
     Command(Fetched),
     /// The queue changed during the poll: poll again.
     Look,
-    /// The queue is empty, and the host's next doorbell write requests a turn.
+    /// The queue is empty. The host's next doorbell write requests a turn.
     Idle,
 }
 
@@ -36,15 +36,15 @@ pub(crate) struct AdminServer {
     attached: Option<Attach>,
     /// Shadow doorbell page and EventIdx page of Doorbell Buffer Config.
     shadow: Option<(u64, u64)>,
-    /// Command that cannot start yet. No further command is fetched until it starts.
+    /// Command that cannot start yet. Until it starts, no further command is fetched.
     held: Option<Sqe>,
     standing: Standing,
     journal: Option<JournalPart>,
 }
 
 impl AdminServer {
-    /// Applies the control plane's orders to the queue. Returns true if commands were completed,
-    /// so that the state has to be checkpointed again.
+    /// Executes the control plane's orders. Returns true if commands were completed, so that the
+    /// caller has to checkpoint the state again.
     pub(crate) fn follow_orders(
         &mut self,
         control: &Mutex<Control>,
@@ -107,13 +107,13 @@ impl AdminServer {
         Some(&mut attached.queue)
     }
 
-    /// True if a command waits while the completion queue's memory is not mapped.
+    /// True if a command cannot complete because the memory of the completion queue is not mapped.
     pub(crate) fn lacks_cq(&mut self) -> bool {
         self.queue().is_some_and(AdminQueue::lacks_cq)
     }
 
-    /// Fetches the next command, if the completion queue has a free entry for it. Before
-    /// [`Next::Idle`] is returned, pending completions are posted and doorbell events are enabled.
+    /// Fetches the next command, if there is one and the completion queue has a free entry for it.
+    /// Otherwise posts pending completions and enables doorbell events.
     pub(crate) fn next(&mut self, control: &Mutex<Control>, cx: &Context) -> Next {
         let held = self.held.take();
         if self.queue().is_none() {
@@ -152,7 +152,7 @@ impl AdminServer {
         deferred: &mut Deferred,
     ) -> bool {
         let page_size = self.standing.page_size;
-        // After a reset the queue is detached: its commands are dropped.
+        // A reset detaches the queue and drops its commands.
         let Some(Attach { queue, table, generation, .. }) = &mut self.attached else {
             return false;
         };
@@ -202,8 +202,8 @@ impl AdminServer {
         self.held.is_none() && self.attached.as_ref().is_none_or(|a| a.queue.is_quiet())
     }
 
-    /// Snapshot of the queue while no command is in flight. `used` is true if the queue has
-    /// executed a command since the controller was enabled.
+    /// Snapshot of the queue. No command may be in flight. `used` is true if a command was executed
+    /// since the controller was enabled.
     pub(crate) fn save(&self, used: bool) -> Option<SavedAdminQueue> {
         self.attached.as_ref().map(|attached| attached.queue.save(used))
     }
@@ -217,7 +217,7 @@ impl AdminServer {
     }
 }
 
-/// Posts pending completions of the queue and reports the posted ones to the control plane.
+/// Posts pending completions of the queue, and reports them to the control plane.
 fn post(queue: &mut AdminQueue, control: &Mutex<Control>, cx: &Context) {
     queue.post(&cx.shared, |at, commands| {
         for (cid, status) in &commands {
@@ -243,9 +243,9 @@ fn resolve(
     Ok(data)
 }
 
-/// Writes an admin command's data to host memory. `data.len` can be shorter than the command's
-/// transfer length, and the PRPs are resolved for the shorter length: it decides whether PRP2 is
-/// a page or a PRP list (Base 2.1, 4.3.1), and data must not be written into the list.
+/// Writes an admin command's data to host memory. The PRPs are resolved for `data.len`, which can
+/// be below the command's transfer length. The length decides whether PRP2 is a page or a PRP list
+/// (Base 2.1, 4.3.1), and a wrong length would overwrite the list with data.
 fn write(table: &Arc<DmaTable>, sqe: &Sqe, page: usize, data: &Data) -> Result<(), Status> {
     let segments = resolve(table, sqe, page, data.len, true)?;
     segments.write_from(0, &data.bytes).ok_or(Status::INTERNAL)

@@ -6,16 +6,16 @@ use crate::subsystem::Member;
 use shadowbell_disk::Disk;
 use std::sync::Arc;
 
-/// PCI vendor and subsystem vendor identifier, reported in Identify Controller and in
-/// configuration space. No hardware vendor uses this value, so that drivers do not apply the
-/// quirks of a real device.
+/// PCI vendor and subsystem vendor identifier, in Identify Controller and in configuration space.
+/// No hardware vendor has this value, because a driver might apply the quirks of that vendor's
+/// devices.
 pub const PCI_VENDOR_ID: u16 = 0x5342;
 
 /// Maximum number of namespaces of a controller.
 pub const MAX_NAMESPACES: usize = 256;
 /// Valid values of [`Config::mdts`]. The lower limit is 1 MiB, so that a large request of the host
-/// is one command. The upper limit is 16 MiB, so that the work per command is bounded; the longest
-/// SGL that is accepted describes as much in pages.
+/// fits into one command. The upper limit is 16 MiB, which bounds the work per command. The longest
+/// valid SGL describes the same size in pages.
 pub const MDTS_RANGE: std::ops::RangeInclusive<u8> = 8..=12;
 
 /// Configuration of one namespace.
@@ -23,8 +23,8 @@ pub const MDTS_RANGE: std::ops::RangeInclusive<u8> = 8..=12;
 pub struct NamespaceConfig {
     /// Disk that stores the namespace's blocks.
     pub disk: Arc<dyn Disk>,
-    /// UUID of the namespace (RFC 9562, big-endian bytes). NGUID and EUI-64 are derived from it.
-    /// [`uuid_from`] makes one that is stable across restarts.
+    /// UUID of the namespace (RFC 9562, big-endian bytes), from which NGUID and EUI-64 are derived.
+    /// [`uuid_from`] derives a UUID that is the same after a restart.
     pub uuid: [u8; 16],
 }
 
@@ -46,14 +46,15 @@ pub struct Config {
     pub io_queues: u16,
     /// Maximum number of entries of a queue, 2 to 4096 (CAP.MQES + 1).
     pub max_queue_entries: u32,
-    /// MDTS: the largest transfer is 2^mdts pages of 4096 bytes; 8 is 1 MiB.
+    /// MDTS: the largest transfer is 2^mdts pages of 4096 bytes, for example 1 MiB for 8.
     pub mdts: u8,
     /// True if Doorbell Buffer Config is supported.
     pub shadow_doorbells: bool,
     /// Membership in a [`Subsystem`](crate::Subsystem) of several controllers, which share
     /// namespaces, NSIDs, serial number and model number.
     pub member: Option<Arc<Member>>,
-    /// In-flight limit on each I/O thread. Commands beyond the limit wait in their queue.
+    /// Limit of commands in flight on each I/O thread. Commands beyond the limit wait in their
+    /// queue.
     pub quota: Quota,
     /// Pool from which the host creates namespaces (Namespace Management). Attached namespaces of
     /// the pool are also in `namespaces`, unless a sanitize operation
@@ -112,7 +113,7 @@ pub enum ConfigError {
     /// The number of namespaces is out of range.
     #[error("{0} namespaces: a controller has 1 to {MAX_NAMESPACES}")]
     Namespaces(usize),
-    /// The NSIDs are out of range, not ascending, or not as many as the namespaces.
+    /// The NSIDs are out of range or not ascending, or their number is not that of the namespaces.
     #[error(
         "the NSIDs {0:?}: each of the namespaces has one, 1 to {MAX_NAMESPACES}, in ascending order"
     )]
@@ -148,7 +149,7 @@ pub enum ConfigError {
     /// The UUID is all zeroes, which means "no UUID".
     #[error("namespace {0}: its UUID is all zeroes")]
     NilUuid(u32),
-    /// Two namespaces have the same UUID: a host would take them for two paths to the same data.
+    /// Two namespaces have the same UUID. A host would treat them as two paths to the same data.
     #[error("namespaces {first} and {second} have the same UUID")]
     SameUuid {
         /// Lower NSID of the two.
@@ -244,17 +245,18 @@ fn text(field: &'static str, value: &str, max: usize) -> Result<(), ConfigError>
     Ok(())
 }
 
-/// Derives a stable UUID from a text, for example from the serial number and the name of a disk:
-/// a guest then finds its disk again after a restart. Different texts give different UUIDs.
+/// Derives a UUID from a text, for example from the serial number and the name of a disk. The UUID
+/// stays the same after a restart, so a guest finds its disk again. Different texts give different
+/// UUIDs.
 ///
-/// The UUID has version 8 (RFC 9562, 5.8, "custom") and 122 bits of an FNV-1a hash. A
-/// cryptographic hash is not needed, because the author of the disk names could set the UUIDs
-/// directly.
+/// The UUID has version 8 (RFC 9562, 5.8, "custom") and contains 122 bits of an FNV-1a hash. A
+/// cryptographic hash is not needed: an author of disk names who wants two equal UUIDs can also set
+/// them directly.
 #[must_use]
 pub fn uuid_from(text: &str) -> [u8; 16] {
     const OFFSET_BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
-    // 16 zero bytes at the end spread the last characters over the whole hash.
+    // 16 zero bytes at the end let the last characters affect all bits of the hash.
     let bytes = text.bytes().chain([0; 16]);
     let hash = bytes.fold(OFFSET_BASIS, |h, b| (h ^ u128::from(b)).wrapping_mul(PRIME));
     let mut uuid = hash.to_be_bytes();
@@ -350,7 +352,7 @@ mod tests {
 
     #[test]
     fn a_uuid_stays_the_same_for_ever() {
-        // The UUID may be in a guest's /etc/fstab: it must never change.
+        // A guest's /etc/fstab may contain the UUID, so the function must never change.
         let uuid = u128::from_be_bytes(uuid_from("SHADOWBELL0/disk.img"));
         assert_eq!(uuid, 0xb090_3256_1d0b_8af2_874a_27a4_6401_4069);
         for uuid in [uuid_from(""), uuid_from("a"), uuid_from(&"long".repeat(1000))] {

@@ -17,15 +17,15 @@ use shadowbell_spec::regs::CC_CSS_ALL;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Namespaces as the I/O threads serve them and as Identify reports them. The two sets differ
+/// Two sets of namespaces: one that I/O threads serve, and one that Identify reports. They differ
 /// while a namespace is being changed.
 struct Views {
     serving: Arc<Namespaces>,
     identified: Arc<Namespaces>,
 }
 
-/// Environment of a controller's control plane. Constant apart from the namespaces and the
-/// selected command sets.
+/// Environment of a controller's control plane. Only the namespaces and the selected command sets
+/// ever change.
 pub(crate) struct Context {
     /// Configuration with an empty namespace list.
     pub(crate) config: Config,
@@ -66,7 +66,8 @@ impl Context {
         };
         let lba_status = Arc::new(LbaStatusServer::new(control.clone()));
         Self {
-            // The list is emptied, so that a removed namespace's disk is dropped.
+            // The configuration must not keep a removed namespace's disk alive, so its list is
+            // empty.
             config: Config { namespaces: Vec::new(), nsids: Vec::new(), ..config },
             namespaces: Mutex::new(Views { serving, identified }),
             all_command_sets: AtomicBool::new(false),
@@ -89,14 +90,12 @@ impl Context {
         Arc::clone(&self.namespaces.lock().identified)
     }
 
-    /// [`serving`](Self::serving), without namespaces of command sets that the host has not
-    /// selected.
+    /// Namespaces that the I/O threads serve and whose command set the host has selected.
     pub(crate) fn visible(&self) -> Arc<Namespaces> {
         self.serving().visible(self.all_command_sets.load(Ordering::Relaxed))
     }
 
-    /// [`identified`](Self::identified), without namespaces of command sets that the host has not
-    /// selected.
+    /// Namespaces that Identify reports and whose command set the host has selected.
     pub(crate) fn identified_and_visible(&self) -> Arc<Namespaces> {
         self.identified().visible(self.all_command_sets.load(Ordering::Relaxed))
     }
@@ -116,12 +115,12 @@ impl Context {
         self.namespaces.lock().identified = namespaces;
     }
 
-    /// Latch that sends `notice` when the last I/O thread has dropped its clone.
+    /// Creates a latch. When the last I/O thread has dropped its clone, `notice` is sent.
     pub(crate) fn latch(&self, notice: Notice) -> Latch {
         Latch::new(self.control.clone(), notice)
     }
 
-    /// Sends a message about this controller to each of `workers`. `message` makes it from the
+    /// Sends a message about this controller to each of `workers`. `message` creates it from the
     /// controller's identifier.
     pub(crate) fn send_all(
         &self,
@@ -133,8 +132,8 @@ impl Context {
         }
     }
 
-    /// Sends a message about this controller to the I/O thread that now serves the queues placed
-    /// at `worker`.
+    /// Sends a message about this controller to the I/O thread that now serves the queues of
+    /// `worker`. After a move it is another one than `worker`.
     pub(crate) fn send(&self, worker: usize, message: Message) {
         self.route.send(&self.pool, worker, message);
     }
@@ -181,7 +180,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // A dedicated I/O thread has no other controller: return it to the pool.
+        // A dedicated I/O thread serves no other controller, so the pool gets it back.
         if let Some(worker) = self.route.target().filter(|worker| *worker >= self.pool.len()) {
             self.pool.give_back(worker);
         }

@@ -1,5 +1,5 @@
-//! Shared interior of a [`Controller`](crate::Controller): the control plane under its lock, its
-//! inbox and its turns on the control thread.
+//! Shared interior of a [`Controller`](crate::Controller): its control plane and the lock around
+//! it, its inbox, and its turns on the control thread.
 
 use crate::admin::Budget;
 use crate::admin_server::{AdminServer, Next};
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 /// Maximum number of admin commands per turn.
 const TURN_COMMANDS: u32 = 16;
-/// Maximum duration of a turn before its last command.
+/// Time limit of a turn. No further command is started after it.
 const TURN_TIME: Duration = Duration::from_micros(100);
 
 /// Shared interior of a controller.
@@ -33,11 +33,13 @@ pub(crate) struct ControllerInner {
     control: Mutex<Control>,
     inbox: Inbox,
     run_state: RunState,
-    /// State of the turn in progress. Lock order: before `control`. The thread of the carrier and
-    /// I/O threads never lock it, because guest memory is accessed under it and may block.
+    /// State of the turn in progress. Lock order: before `control`. Guest memory is accessed while
+    /// this lock is held, and such an access may block. So neither the front end's thread nor an
+    /// I/O thread ever takes it.
     admin: Mutex<Admin>,
     recorder: OnceLock<Arc<dyn Recorder>>,
-    /// Serializes checkpoints. `changed` is true if the state has changed since the last one.
+    /// Lock that serializes checkpoints. `changed` is true if the state has changed since the last
+    /// one.
     recording: Mutex<()>,
     changed: AtomicBool,
 }
@@ -62,13 +64,14 @@ impl ControllerInner {
         }
     }
 
-    /// Locks the control plane. The caller passes the guard and the deferred work to
+    /// Locks the control plane. The caller must pass the guard and the deferred work to
     /// [`release`](Self::release).
     pub(crate) fn control(&self) -> MutexGuard<'_, Control> {
         self.control.lock()
     }
 
-    /// Runs `act` under the control plane's lock, and then its deferred work without the lock.
+    /// Runs `act` under the control plane's lock. Runs its deferred work after the lock is
+    /// released.
     pub(crate) fn with(&self, act: impl FnOnce(&mut Control, &Context) -> Deferred) {
         let mut control = self.control.lock();
         let deferred = act(&mut control, &self.context);
@@ -76,7 +79,7 @@ impl ControllerInner {
         self.release(control, deferred);
     }
 
-    /// Marks the state as changed: it has to be checkpointed before the host sees the change.
+    /// Marks the state as changed. It is then checkpointed before the host can see the change.
     pub(crate) fn note_change(&self) {
         self.changed.store(true, Ordering::Release);
     }
@@ -90,8 +93,8 @@ impl ControllerInner {
         Ok(())
     }
 
-    /// Checkpoints the controller, if it has a recorder and has changed. On return the latest
-    /// change is checkpointed, by this or by another thread.
+    /// Checkpoints the controller, if it has a recorder and has changed. Another thread may store
+    /// the latest change instead; this method then waits for it.
     pub(crate) fn record(&self) {
         let Some(recorder) = self.recorder.get() else { return };
         let _one_after_the_other = self.recording.lock();
@@ -167,8 +170,7 @@ impl ControllerInner {
         Ok(replays)
     }
 
-    /// Raises every vector once, because the interrupts that the previous process raised are
-    /// unknown.
+    /// Raises every vector once. The previous process may have died before it raised an interrupt.
     pub(crate) fn announce(&self, saved: &SavedController) {
         self.raise(&vectors(saved));
     }
@@ -180,7 +182,7 @@ impl ControllerInner {
         }
     }
 
-    /// Unlocks the control plane, checkpoints it and runs the deferred work.
+    /// Unlocks the control plane, checkpoints the controller and runs the deferred work.
     pub(crate) fn release(&self, control: MutexGuard<'_, Control>, deferred: Deferred) {
         let has_orders = control.has_admin_orders();
         drop(control);
@@ -191,7 +193,7 @@ impl ControllerInner {
         }
     }
 
-    /// Runs deferred work. The caller holds no lock.
+    /// Runs deferred work. The caller must hold no lock.
     fn run(&self, deferred: Deferred) {
         let Deferred { events, latches, callbacks } = deferred;
         if let Some(listener) = &self.context.listener {
@@ -201,7 +203,7 @@ impl ControllerInner {
         callbacks.into_iter().for_each(|done| done());
     }
 
-    /// Moves the controller to another I/O thread, as `act` decides.
+    /// Moves the controller to another I/O thread. `act` selects the I/O thread.
     pub(crate) fn relocate(
         &self,
         act: impl FnOnce(&mut Control, &Context) -> Result<(), RelocateError>,
@@ -269,7 +271,7 @@ impl ControllerInner {
         })
     }
 
-    /// Restores the state of another controller. Host memory is already mapped, and interrupts are
+    /// Restores the state of another controller. Host memory must be mapped already, and interrupts
     /// connected.
     pub(crate) fn restore(
         &self,
@@ -292,7 +294,8 @@ impl ControllerInner {
         if self.context.config.pool.is_some() {
             return Err(SaveError::Pool);
         }
-        // Descriptors are not migrated and are dropped at the end of this function.
+        // Descriptors are not part of a migrated state. They are closed at the end of this
+        // function.
         let mut fds = Descriptors::default();
         let saved = self.save(&mut fds)?;
         let doorbells = self.context.shared.doorbells();
@@ -302,7 +305,7 @@ impl ControllerInner {
         Ok(MigrationState::new(saved, registers))
     }
 
-    /// Loads a migrated state; the controller stays quiesced. Returns the vectors that have to be
+    /// Loads a migrated state. The controller stays quiesced. Returns the vectors that must be
     /// raised when the controller [runs](crate::Controller::run_migrated).
     pub(crate) fn load(&self, migrated: MigrationState) -> Result<Vec<u16>, RestoreError> {
         let cx = &self.context;
@@ -321,7 +324,7 @@ impl ControllerInner {
         Ok(vectors(&saved))
     }
 
-    /// Has the admin queue server apply the control plane's orders.
+    /// Lets the admin queue server execute the control plane's orders.
     fn follow_orders(&self, server: &mut AdminServer, has_fetched: bool) {
         if server.follow_orders(&self.control, &self.context, has_fetched) {
             self.note_change();
@@ -332,7 +335,7 @@ impl ControllerInner {
         self.context.pool.control().is_inline()
     }
 
-    /// Charges CPU time of admin commands to the controller's budget.
+    /// Charges CPU time to the controller's budget for admin commands.
     fn spend(&self, budget: &mut Budget, used: Duration) {
         let cx = &self.context;
         if !cx.pool.control().is_inline() && budget.spend(used, Instant::now()) {
@@ -351,7 +354,7 @@ impl ControllerInner {
         self.follow_orders(server, false);
         self.record();
         server.post(control, cx);
-        // CPU time that Get LBA Status commands took in their own turns.
+        // Get LBA Status commands have turns of their own, whose CPU time is charged here.
         let elsewhere = cx.lba_status.take_used();
         if !elsewhere.is_zero() {
             self.spend(budget, elsewhere);
@@ -363,16 +366,18 @@ impl ControllerInner {
             control.lock().lacks_admin_cq(cx, deferred);
             return Turn::Idle;
         }
-        // Measured only if there is a command, because the CPU clock costs a system call.
+        // CPU time is measured only if there is a command, because the CPU clock costs a system
+        // call.
         let mut processor = None;
         let mut served = 0;
         let turn = loop {
-            // Inline turns run on a caller's thread, which limits them itself. They are bounded by
-            // the number of commands only.
+            // In inline mode, turns run on a caller's thread, and only the number of commands
+            // limits them. The caller limits the time.
             if served == TURN_COMMANDS || !is_inline && began.elapsed() >= TURN_TIME {
                 break Turn::Again;
             }
-            // Before `next` posts completions, the state that they reveal is checkpointed.
+            // `next` posts completions, which reveal the current state to the host. So the state is
+            // checkpointed first.
             self.record();
             match server.next(control, cx) {
                 Next::Idle => break Turn::Idle,
@@ -381,7 +386,8 @@ impl ControllerInner {
                     if !is_inline {
                         processor.get_or_insert_with(processor_time);
                     }
-                    // Notices sent before the host submitted the command take effect first.
+                    // Notices are handled first, because I/O threads may have sent them before the
+                    // host submitted the command.
                     self.receive(deferred);
                     self.follow_orders(server, true);
                     if !server.serve(control, cx, command, deferred) {
@@ -412,7 +418,7 @@ impl TakesTurns for ControllerInner {
 
     fn turn(&self) -> Turn {
         let mut deferred = Deferred::default();
-        // Exclusive commands can be repeated by a host at will, so their CPU time is charged.
+        // A host can repeat exclusive commands without limit, so their CPU time is charged too.
         let has_price = self.control.lock().has_exclusive() && !self.is_inline();
         let began = has_price.then(processor_time);
         self.receive(&mut deferred);
@@ -437,8 +443,8 @@ impl TakesTurns for ControllerInner {
         if control.watch_host(&self.context, now, &mut deferred) {
             self.note_change();
         }
-        // Only an idle turn needs a timer: otherwise another turn follows anyway. In inline mode
-        // there are no timers, so the Keep Alive Timer is checked in turns for other work.
+        // A timer is needed only after an idle turn, because another turn follows otherwise. Inline
+        // mode has no timers, and checks the Keep Alive Timer in turns for other work.
         let is_last = turn == Turn::Idle && !self.context.pool.control().is_inline();
         let watch = if is_last { control.next_watch(now) } else { None };
         drop(control);
@@ -455,8 +461,8 @@ impl ControlPlane for ControllerInner {
     }
 }
 
-/// Interrupt vectors of the controller's completion queues, and vectors that were raised without
-/// an eventfd.
+/// Interrupt vectors of the controller's completion queues, and vectors that were raised while no
+/// eventfd was connected.
 fn vectors(saved: &SavedController) -> Vec<u16> {
     let cqs = saved.parts.iter().flat_map(|part| &part.cqs).filter_map(|cq| cq.vector);
     let of_admin = saved.admin.as_ref().map(|_| 0);
@@ -467,14 +473,13 @@ fn vectors(saved: &SavedController) -> Vec<u16> {
     vectors
 }
 
-/// CPU time of the calling thread. Unlike wall-clock time, it excludes the time that a turn is
-/// blocked.
+/// CPU time of the calling thread. It excludes the time during which the thread is blocked.
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::try_from(time).unwrap_or_default()
 }
 
-/// Takes the doorbell eventfds of each part.
+/// Takes the doorbell eventfds out of `fds`, for the queues of each I/O thread.
 fn take_eventfds(
     parts: &[SavedPart],
     fds: &mut Descriptors,

@@ -1,13 +1,13 @@
-//! Thread that runs the control planes of all controllers, beside the reactor and the I/O threads:
-//! it executes admin commands and handles the notices of I/O threads.
+//! Control thread of a pool, beside the reactor and the I/O threads: executes the admin commands of
+//! all controllers and handles the notices of I/O threads.
 //!
 //! Controllers with pending work wait in a run queue, each at most once, and get turns. A turn is
-//! short, with one exception: it may access guest memory, and such an access can block for as long
-//! as the guest likes. A second, standby thread therefore watches the turn in progress while
-//! others wait, and takes over the run queue if the turn takes too long. The blocked thread exits
-//! after its turn. A controller can block one thread, and delays only its own work.
+//! short, unless it accesses guest memory: such an access can block for as long as the guest likes.
+//! So a standby thread watches the running turn while other controllers wait. If the turn takes too
+//! long, the standby thread continues with the run queue, and the blocked thread exits after its
+//! turn. So a controller can block one thread, but delays only its own work.
 //!
-//! The pool of a program with an event loop of its own has no control threads: turns run
+//! A pool in inline mode, for a program with its own event loop, has no control threads. Turns run
 //! immediately on the thread that requests them.
 
 use crate::notice::{ControlHandle, Notice, Visit};
@@ -22,12 +22,13 @@ use std::sync::{Arc, Weak};
 use std::thread::{Builder, ThreadId};
 use std::time::{Duration, Instant};
 
-/// Longest turn while others wait. After it the standby thread takes over the run queue.
+/// Time limit of a turn while others wait. After it, the standby thread continues with the run
+/// queue.
 const HELD_UP: Duration = Duration::from_millis(20);
-/// Poll interval of memory-mapped admin doorbells, whose writes cause no event.
+/// Poll interval of admin doorbells that are mapped into a guest, whose writes cause no event.
 const MAPPED_POLL: Duration = Duration::from_millis(1);
-/// Time that [`ControlThread::stop`] waits for the threads. A thread that a guest blocks may
-/// exceed it.
+/// Time limit for [`ControlThread::stop`] to wait for the threads, because a guest may block a
+/// thread for longer.
 const END: Duration = Duration::from_secs(1);
 /// Maximum number of turns per call of [`ControlThread::run_inline`].
 const INLINE_TURNS: u32 = 16;
@@ -35,11 +36,11 @@ const INLINE_TURNS: u32 = 16;
 /// Result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// No work until another turn is requested.
+    /// No work is pending. The next turn runs when one is requested.
     Idle,
-    /// More work: the next turn follows after those of the others in the run queue.
+    /// More work is pending. The next turn runs after those of the others in the run queue.
     Again,
-    /// More work, but not before this time.
+    /// More work is pending, but not before this time.
     At(Instant),
 }
 
@@ -54,14 +55,14 @@ pub(crate) trait TakesTurns: Send + Sync {
 const IDLE: u8 = 0;
 const SCHEDULED: u8 = 1;
 const RUNNING: u8 = 2;
-/// A turn was requested while a turn was running.
+/// A turn is running, and another one was requested after its start.
 const RUNNING_AGAIN: u8 = 3;
 
-/// Scheduling state of a [`TakesTurns`]: idle, queued or running. It ensures that an object is in
-/// the run queue at most once and runs on one thread at a time.
+/// Scheduling state of a [`TakesTurns`]: idle, queued or running. By this state, an object is in
+/// the run queue at most once, and runs on one thread at a time.
 ///
-/// Every transition is a read-modify-write, even if the value stays the same: a turn that begins
-/// after [`request`](Self::request) therefore sees the caller's earlier writes.
+/// Every transition is a read-modify-write, even if the value stays the same. So a turn that starts
+/// after [`request`](Self::request) sees all earlier writes of the caller.
 #[derive(Debug, Default)]
 pub(crate) struct RunState(AtomicU8);
 
@@ -93,8 +94,8 @@ impl RunState {
     }
 }
 
-/// Poller of the admin doorbells of a controller whose doorbells are mapped into the guest: writes
-/// do not trap, so the control thread reads the registers periodically.
+/// Poller of the admin doorbells of a controller whose doorbells are mapped into the guest. Writes
+/// to them do not trap, so the control thread reads the registers periodically.
 pub(crate) struct AdminDoorbellPoll {
     tail: SharedU32,
     head: SharedU32,
@@ -121,13 +122,15 @@ struct RunQueue {
     ready: VecDeque<Waiting>,
     /// Liveness checks, which are dropped between two turns.
     visits: Vec<Visit>,
-    /// Objects whose next turn is due at a time. The address distinguishes entries of equal time.
+    /// Objects whose next turn has a fixed time. The address distinguishes objects with equal
+    /// times.
     timed: BTreeMap<(Instant, usize), Waiting>,
     /// Time of the last poll of mapped doorbells.
     looked: Option<Instant>,
     /// Start time of the running turn.
     turn_began: Option<Instant>,
-    /// Number of the thread that takes turns. Threads with lower numbers were blocked in a turn.
+    /// Number of the thread that runs turns. Threads with lower numbers were blocked in a turn and
+    /// replaced.
     leader: u32,
     /// True if the standby thread watches the running turn.
     watching: bool,
@@ -137,19 +140,20 @@ struct RunQueue {
 
 struct Shared {
     queue: Mutex<RunQueue>,
-    /// Signal for the thread that takes turns.
+    /// Wakes the thread that runs turns.
     work: Condvar,
-    /// Signal for the standby thread.
+    /// Wakes the standby thread.
     watch: Condvar,
-    /// Signal that a thread has exited.
+    /// Reports the exit of a thread.
     ended: Condvar,
-    /// Doorbell pollers by controller. Lock order: never lock `queue` while this is locked.
+    /// Doorbell pollers by controller. Lock order: `queue` before this lock.
     polls: Mutex<BTreeMap<u32, AdminDoorbellPoll>>,
-    /// Hints that `polls` and the run queue may have entries. An inline event loop reads both in
-    /// every iteration, which must not cost a lock.
+    /// Hints that `polls` and the run queue may have entries. An inline event loop reads the hints
+    /// in every iteration, so that it need not take a lock.
     has_polls: AtomicBool,
     has_turns: AtomicBool,
-    /// Callback of inline mode, called if work is left after a request; `None` with threads.
+    /// Callback of inline mode, called if a request leaves work in the run queue; `None` if the
+    /// pool has threads.
     inline: Option<Box<dyn Fn() + Send + Sync>>,
 }
 
@@ -183,8 +187,8 @@ impl ControlThread {
         Ok(control)
     }
 
-    /// Creates inline mode, without threads: turns run on the thread that requests them. `more` is
-    /// called if work is left for [`run_inline`](Self::run_inline).
+    /// Creates inline mode, without threads. Turns run on the thread that requests them. If work is
+    /// left for [`run_inline`](Self::run_inline), `more` is called.
     pub(crate) fn inline(more: impl Fn() + Send + Sync + 'static) -> Self {
         Self::new(Some(Box::new(more)))
     }
@@ -194,7 +198,8 @@ impl ControlThread {
         self.0.inline.is_some()
     }
 
-    /// Puts `who` into the run queue. [`RunState::request`] has returned true for it before.
+    /// Puts `who` into the run queue. The caller does this only if [`RunState::request`] has
+    /// returned true.
     pub(crate) fn schedule(&self, who: Waiting) {
         let mut queue = self.0.queue.lock();
         queue.ready.push_back(who);
@@ -212,7 +217,7 @@ impl ControlThread {
         }
     }
 
-    /// Drops `visit` between two turns, which reports that the control thread is alive.
+    /// Drops `visit` between two turns. The drop shows that the control thread is alive.
     pub(crate) fn visit(&self, visit: Visit) {
         if self.is_inline() {
             return;
@@ -232,8 +237,9 @@ impl ControlThread {
             Some(poll) => {
                 let before = self.0.polls.lock().insert(controller, poll);
                 self.0.has_polls.store(true, Release);
-                // The thread reads `polls` under the queue's lock before it waits. Taking the lock
-                // here ensures that it either sees the new entry or gets the signal.
+                // The thread reads `polls` under the queue's lock before it waits. The lock is
+                // taken here too, so the thread either sees the new entry or is already waiting and
+                // gets the signal.
                 drop(self.0.queue.lock());
                 self.0.work.notify_one();
                 before
@@ -274,7 +280,7 @@ impl ControlThread {
                 queue.ready.push_back(next);
             }
         }
-        // Stored under the lock, because `schedule` sets the flag under it as well.
+        // `schedule` sets the flag under the same lock, so neither overwrites the other's value.
         self.0.has_turns.store(!queue.ready.is_empty(), Release);
         turns != 0
     }
@@ -326,7 +332,8 @@ fn take_turn(who: &Waiting) -> Next {
 impl Shared {
     fn spawn(self: &Arc<Self>, run: fn(&Arc<Self>)) -> io::Result<()> {
         let shared = Arc::clone(self);
-        // The lock is held until the thread is listed, so that `stop` waits for it.
+        // The lock is held until the thread is in the list, because `stop` waits for the threads in
+        // it.
         let mut queue = self.queue.lock();
         let thread = Builder::new().name("sb-control".into()).spawn(move || {
             let _guard = AbortOnPanic::new();
@@ -339,7 +346,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes turns until the end, or until the standby thread takes over.
+    /// Runs turns until the control thread is stopped or the standby thread takes over.
     fn lead(self: &Arc<Self>) {
         let number = self.queue.lock().leader;
         self.take_turns(number);
@@ -357,7 +364,8 @@ impl Shared {
                 continue;
             }
             let (polling, now) = (!self.polls.lock().is_empty(), Instant::now());
-            // Without the lock, because waking or dropping an object locks the queue.
+            // The lock is released first, because a poll locks the queue when it wakes or drops an
+            // object.
             if polling && queue.looked.is_none_or(|at| now >= at + MAPPED_POLL) {
                 queue.looked = Some(now);
                 drop(queue);
@@ -404,7 +412,7 @@ impl Shared {
         }
     }
 
-    /// Requests turns for objects whose time has come.
+    /// Requests turns for objects whose time is reached.
     fn wake(&self, due: Vec<Waiting>) {
         let mut ready = Vec::new();
         for waiting in due {
@@ -430,14 +438,15 @@ impl Shared {
         !rung.is_empty()
     }
 
-    /// Has the standby thread limit the running turn, because others wait for its end.
+    /// Starts the time limit of the running turn: wakes the standby thread, because others wait.
     fn start_watching(&self, queue: &mut RunQueue) {
         if !std::mem::replace(&mut queue.watching, true) {
             self.watch.notify_one();
         }
     }
 
-    /// Watches the running turn while others wait, and takes over if it exceeds [`HELD_UP`].
+    /// Main function of the standby thread: watches the running turn while others wait, and takes
+    /// over the run queue if the turn exceeds [`HELD_UP`].
     fn stand_by(self: &Arc<Self>) {
         let mut queue = self.queue.lock();
         let number = loop {
@@ -481,7 +490,7 @@ impl RunQueue {
         !(self.ready.is_empty() && self.timed.is_empty() && self.visits.is_empty())
     }
 
-    /// Removes and returns the objects whose time has come.
+    /// Removes and returns the objects whose time is reached.
     fn take_due(&mut self, now: Instant) -> Vec<Waiting> {
         let mut due = Vec::new();
         while let Some(entry) = self.timed.first_entry()
@@ -501,13 +510,13 @@ mod tests {
 
     use shadowbell_testing::wait::LIMIT;
 
-    /// Reports its name in each of its turns.
+    /// Object that reports its name in each of its turns.
     struct Counting {
         state: RunState,
         name: usize,
         left: AtomicUsize,
         said: Sender<usize>,
-        /// Channel whose message ends the turn, if present.
+        /// Channel that blocks the turn until a message arrives, if present.
         gate: Option<Mutex<Receiver<()>>>,
         running: AtomicBool,
     }
@@ -555,12 +564,12 @@ mod tests {
     #[test]
     fn turns_go_round() {
         // If this thread is preempted between the requests, the standby thread may run the first
-        // turns early. Such a run is repeated.
+        // turns before the last request. Such an attempt is repeated.
         assert!((0..50).any(|_| went_round()));
     }
 
-    /// Checks the round-robin order. Returns false if the requests took so long that the first
-    /// turn may have been taken over.
+    /// Checks the round-robin order. Returns false if the requests took so long that the standby
+    /// thread may have taken over.
     fn went_round() -> bool {
         let (said, turns) = channel();
         let thread = ControlThread::start().unwrap();
@@ -573,7 +582,7 @@ mod tests {
         others.iter().for_each(|who| ask(&thread, who));
         // A second request must not add a second entry to the queue.
         others.iter().for_each(|who| ask(&thread, who));
-        // Later, another thread may have taken turns meanwhile, and their order is any.
+        // If the requests took longer, another thread may have run turns meanwhile, in any order.
         let in_time = began.elapsed() < HELD_UP / 2;
         drop(open);
         let order: Vec<_> = (0..9).map(|_| turns.recv_timeout(LIMIT).unwrap()).collect();
@@ -596,8 +605,8 @@ mod tests {
             ask(&thread, &stuck);
             assert_eq!(turns.recv_timeout(LIMIT), Ok(name));
             gates.push((open, stuck));
-            // No further request follows: the standby thread has to see by itself that an object
-            // waits when the turn exceeds its time.
+            // No further request follows. The standby thread must notice without one that an object
+            // waits when the turn exceeds its time limit.
             let quick = counting(100 + name, 2, &said, None);
             ask(&thread, &quick);
             assert_eq!(turns.recv_timeout(LIMIT), Ok(100 + name));
@@ -635,7 +644,7 @@ mod tests {
         visit();
         drop(open);
         thread.stop();
-        // After `stop` no thread drops the check.
+        // After `stop`, no thread is left that could drop the check.
         let (late, visited) = Visit::for_tests();
         thread.visit(late);
         assert!(visited.try_recv().is_err());
@@ -649,7 +658,7 @@ mod tests {
         let stuck = counting(1, 1, &said, Some(gate));
         ask(&thread, &stuck);
         assert_eq!(turns.recv_timeout(LIMIT), Ok(1));
-        // The turn never ends.
+        // The turn does not end before the test does.
         thread.stop();
     }
 
@@ -669,7 +678,7 @@ mod tests {
         }
         let (said, turns) = channel();
         let thread = ControlThread::start().unwrap();
-        // Longer than five turns take on a busy machine.
+        // Time that five turns do not exceed even on a busy machine.
         let when = Instant::now() + Duration::from_secs(5);
         let who = Arc::new(Later(RunState::default(), said, when));
         let mut early = 0;

@@ -48,13 +48,13 @@ pub enum NewError {
     Memory(#[from] shadowbell_memory::MapError),
 }
 
-/// Properties of the carrier, which connects a controller to its host.
+/// Properties of the front end, which connects a controller to its host.
 #[derive(Default)]
 pub struct Carrier {
-    /// True if the host maps the doorbell page and writes it directly. Writes then do not trap, and
-    /// I/O threads poll the doorbells at least every millisecond.
+    /// True if the host maps the doorbell page and writes to it directly. Writes then do not trap,
+    /// so I/O threads poll the doorbells at least every millisecond.
     pub mapped_doorbells: bool,
-    /// Callback for events. Called on the thread that causes the event.
+    /// Callback for events. It runs on the thread that causes the event.
     pub listener: Option<Listener>,
 }
 
@@ -64,11 +64,11 @@ impl fmt::Debug for Carrier {
     }
 }
 
-/// NVMe controller without a transport. The carrier, which is a vfio-user server or a driver in the
-/// same process, reads and writes its registers and maps host memory.
+/// NVMe controller without a transport. Its front end, a vfio-user server or a driver in the same
+/// process, reads and writes registers and maps host memory.
 ///
-/// A clone is another handle of the same controller. All methods may be called from any thread, and
-/// none waits for I/O.
+/// A clone is another handle of the same controller. All methods may be called from any thread.
+/// None of them waits for I/O.
 #[derive(Clone)]
 pub struct Controller(Arc<ControllerInner>);
 
@@ -92,12 +92,13 @@ impl Controller {
         Ok(Self::with_doorbells(config, namespaces, pool, carrier, None)?)
     }
 
-    /// Creates a controller that continues a [quiesced](Self::freeze) one of this process or of a
-    /// process that is about to end. `config` and `carrier` must be the same from the host's view.
+    /// Creates a controller that continues a [quiesced](Self::freeze) one, of this process or of a
+    /// process that is about to end. The host-visible parts of `config` and `carrier` must be the
+    /// same.
     ///
-    /// The new controller uses the doorbell page of the old one, and is disabled until
-    /// [`restore`](Self::restore). Before that, host memory has to be mapped and interrupts
-    /// connected as for the old one.
+    /// The new controller uses the doorbell page of the old one. It is disabled until
+    /// [`restore`](Self::restore). Before that call, host memory must be mapped and interrupts
+    /// connected as they were for the old one.
     ///
     /// # Errors
     /// [`RestoreError`].
@@ -147,9 +148,10 @@ impl Controller {
     }
 
     /// Moves the controller to a dedicated I/O thread, for the rest of its lifetime. Commands in
-    /// flight end first; others wait in their queues, and the host does not notice the move. It is
-    /// useful for a guest that is less trusted than others, or that has paid for it. A guest that
-    /// delays other guests is moved automatically ([`Event::Isolated`](crate::Event::Isolated)).
+    /// flight end before the move, and others wait in their queues. The host does not notice it.
+    /// The caller uses this for a guest that is less trusted than others or has paid for the
+    /// thread. A guest that delays other guests is moved automatically
+    /// ([`Event::Isolated`](crate::Event::Isolated)).
     ///
     /// # Errors
     /// [`RelocateError`].
@@ -181,17 +183,17 @@ impl Controller {
     }
 
     /// Resets the controller, for a function level reset or a reset of the transport. Registers get
-    /// their power-on values; DMA maps and interrupt vectors stay. `done` runs, on any thread, when
-    /// no command is in flight. It is dropped instead if the last handle of the controller is
-    /// dropped earlier.
+    /// their power-on values; DMA maps and interrupt vectors stay. `done` runs on any thread, when
+    /// no command is in flight. If the last handle of the controller is dropped before that, `done`
+    /// is dropped without a call.
     pub fn reset(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.reset(cx, Box::new(done)));
     }
 
     /// Handles a disconnected host: resets the controller, then drops DMA maps and interrupts.
-    /// `done` runs, on any thread, when the host's memory is no longer accessed.
+    /// `done` runs on any thread, when the controller no longer accesses host memory.
     pub fn disconnect(&self, done: impl FnOnce() + Send + 'static) {
-        // The callback keeps the controller alive until then, even if all handles are dropped.
+        // The callback keeps the controller alive until it runs, even if all handles are dropped.
         let inner = Arc::clone(&self.0);
         let done: Callback = Box::new(move || {
             done();
@@ -200,8 +202,8 @@ impl Controller {
         self.0.with(|control, cx| control.disconnect(cx, done));
     }
 
-    /// Executes an out-of-band Identify or Get Log Page. No queue is needed, and the controller's
-    /// state is not changed, so the method can be called at any time.
+    /// Executes an out-of-band Identify or Get Log Page. It may be called at any time, because it
+    /// needs no queue and does not change the controller's state.
     ///
     /// # Errors
     /// The completion status of the command.
@@ -209,8 +211,8 @@ impl Controller {
         self.0.control().out_of_band(&self.0.context, command)
     }
 
-    /// Returns and resets the maximum number of pending notices. Used by the fuzz targets of this
-    /// workspace, which check that it is bounded.
+    /// Returns and resets the maximum number of pending notices. The fuzz targets of this workspace
+    /// check that the number is bounded.
     #[doc(hidden)]
     #[must_use]
     pub fn most_notices(&self) -> usize {
@@ -219,7 +221,7 @@ impl Controller {
 
     /// Statistics of the controller. The counters are read directly, without a message to an I/O
     /// thread, so a blocked I/O thread does not block the call. An event is counted before the host
-    /// can observe it. Values of a busy controller are not from one instant.
+    /// can observe it. While the controller is busy, the values are not all from the same instant.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let Context { shared, pool, .. } = &self.0.context;
@@ -238,18 +240,18 @@ impl fmt::Debug for Controller {
 
 /// Register accesses, doorbells and interrupts.
 impl Controller {
-    /// Reads BAR0. Registers are little-endian. Any length and alignment inside
-    /// [`BAR0_BYTES`] is valid, and bytes beyond are zero.
+    /// Reads BAR0. Registers are little-endian. Any offset, length and alignment is valid; bytes
+    /// beyond [`BAR0_BYTES`] are zero.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
-        // Doorbells read as zero: their read value is vendor specific (PCIe 1.1, 3.1.2.1).
+        // Doorbells read as zero, because their read value is vendor specific (PCIe 1.1, 3.1.2.1).
         if offset < DOORBELLS {
             self.0.control().read(offset, data);
         }
     }
 
-    /// Writes BAR0. Registers accept aligned accesses of 4 bytes, or of 8 bytes for 8-byte
-    /// registers. Other accesses are undefined by the specification and are ignored.
+    /// Writes BAR0. Registers accept aligned accesses of 4 bytes; 8-byte registers also accept 8
+    /// bytes. The specification leaves other accesses undefined, and they are ignored.
     pub fn write(&self, offset: u64, data: &[u8]) {
         if offset >= DOORBELLS {
             if let Ok(value) = data.try_into().map(u32::from_le_bytes) {
@@ -286,16 +288,17 @@ impl Controller {
             DoorbellKind::Sq => pool.write_doorbell(worker, shared, &register, value),
             DoorbellKind::Cq => {
                 shadowbell_doorbell::Cell::store_release(&register, value);
-                // Pairs with the sleeper's fence, which follows its `want_head`: either the
-                // sleeper sees the head in its recheck, or this thread sees that it has to wake it.
+                // Pairs with the fence of the I/O thread that goes to sleep, after its call of
+                // `want_head`. Either that thread sees the head in its recheck, or this thread sees
+                // that it has to wake it.
                 fence(Ordering::SeqCst);
                 shared.is_head_wanted(doorbell.qid)
                     && pool.write_doorbell(worker, shared, &register, value)
             }
         };
         let woken = ring(worker);
-        // The queue may have moved to another I/O thread, which read the register before the
-        // write. The doorbell is then delivered there as well.
+        // The queue may have moved to another I/O thread that read the register before this write.
+        // In that case the doorbell is delivered to that thread too.
         match shared.owner(doorbell.qid, doorbell.kind) {
             Some(now) if now != worker => ring(now).then_some(now),
             _ => woken.then_some(worker),
@@ -323,14 +326,14 @@ impl Controller {
         });
     }
 
-    /// Eventfds that replace doorbell writes of the existing I/O queues; empty unless Doorbell
-    /// Buffer Config is in use. A host may signal the eventfd instead of writing the doorbell,
-    /// after it has stored the value in its shadow doorbell page.
+    /// Eventfds that replace doorbell writes of the existing I/O queues. There are none unless
+    /// Doorbell Buffer Config is in use. A host first stores the value in its shadow doorbell page.
+    /// It may then signal the eventfd instead of writing the doorbell register.
     ///
     /// An eventfd has no effect after its queue is deleted or the controller is reset.
     ///
     /// # Errors
-    /// The error of the system if it has no more descriptors.
+    /// The error of the system if no more file descriptors are available.
     pub fn doorbell_eventfds(&self) -> io::Result<DoorbellEventfds> {
         let events = self.0.control().doorbell_eventfds(&self.0.context);
         self.0.note_change();
@@ -338,10 +341,11 @@ impl Controller {
         events
     }
 
-    /// Has I/O thread `worker`, as returned by [`write_doorbell`](Self::write_doorbell), receive
-    /// doorbell writes of its I/O queues from `source` while it sleeps. The I/O thread drops the
-    /// source when the controller is reset, when another source is added, or after several wakeups
-    /// in a row without a doorbell write.
+    /// Adds a source of doorbell writes to I/O thread `worker`, the one that
+    /// [`write_doorbell`](Self::write_doorbell) has returned. While the I/O thread sleeps, it
+    /// receives doorbell writes of its I/O queues from `source`. It drops the source when the
+    /// controller is reset, when another source is added, or after several wakeups in a row without
+    /// a doorbell write.
     pub fn add_doorbell_source(&self, worker: usize, source: Box<dyn DoorbellSource>) {
         let Context { shared, pool, .. } = &self.0.context;
         pool.send(worker, Message::DoorbellSource { controller: shared.id, source });
@@ -353,9 +357,9 @@ impl Controller {
         self.0.context.shared.irqs.len()
     }
 
-    /// Connects an interrupt vector to an eventfd, or disconnects it. An interrupt that was raised
-    /// while no eventfd was connected is delivered immediately. Returns false if the vector does
-    /// not exist.
+    /// Connects an interrupt vector to an eventfd, or disconnects it. If the interrupt was raised
+    /// while no eventfd was connected, it is delivered immediately. Returns false if the vector
+    /// does not exist.
     pub fn set_interrupt(&self, vector: usize, event: Option<EventFd>) -> bool {
         self.0.context.shared.irqs.set(vector, event)
     }
@@ -386,9 +390,9 @@ impl Controller {
         Ok(())
     }
 
-    /// Maps one of several ranges, like [`map_dma`](Self::map_dma). The range is accessible at the
-    /// latest after [`settle_dma`](Self::settle_dma), so that I/O threads switch to a new DMA table
-    /// once and not once per range.
+    /// Adds one of several maps, like [`map_dma`](Self::map_dma). The caller must call
+    /// [`settle_dma`](Self::settle_dma) after the last one, which makes them accessible. So I/O
+    /// threads switch to a new DMA table once, and not once per map.
     ///
     /// # Errors
     /// [`DmaError`] if the range is invalid or in use.
@@ -399,15 +403,15 @@ impl Controller {
         outcome
     }
 
-    /// Makes ranges of [`add_dma`](Self::add_dma) accessible.
+    /// Makes the ranges of [`add_dma`](Self::add_dma) accessible.
     pub fn settle_dma(&self) {
         let mut control = self.0.control();
         control.publish_table(&self.0.context, None);
         self.0.release(control, Deferred::default());
     }
 
-    /// Enables access to the mapped memory, which is the initial state. The cost does not depend on
-    /// the size of the memory.
+    /// Enables access to the mapped memory, which is the initial state. The duration does not
+    /// depend on the size of the memory.
     pub fn enable_dma(&self) {
         let mut control = self.0.control();
         control.enable_memory();
@@ -415,23 +419,24 @@ impl Controller {
         self.0.release(control, Deferred::default());
     }
 
-    /// Disables access to memory until [`enable_dma`](Self::enable_dma), for current and later
-    /// maps. `done` is as for [`unmap_dma`](Self::unmap_dma).
+    /// Disables access to current and later maps until [`enable_dma`](Self::enable_dma). `done` is
+    /// as for [`unmap_dma`](Self::unmap_dma).
     pub fn disable_dma(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.disable_memory(cx, Box::new(done)));
     }
 
-    /// DMA table of all maps. Dropping its last reference unmaps the memory.
+    /// DMA table of all maps. The memory is unmapped when the last reference to the table is
+    /// dropped.
     #[must_use]
     pub fn dma_table(&self) -> Arc<DmaTable> {
         Arc::clone(self.0.control().mapped())
     }
 
-    /// Enables or disables dirty page logging of the controller's writes. `done` is as for
-    /// [`renew_views`](Self::renew_views): all later writes are logged. Returns false, and drops
-    /// `done`, if the state is unchanged.
+    /// Enables or disables dirty page logging of the controller's writes. `done` runs as for
+    /// [`renew_views`](Self::renew_views); from then on, all writes are logged. If the setting is
+    /// unchanged, returns false and drops `done`.
     ///
-    /// Completion queues and EventIdx count as dirty whenever the log is read.
+    /// Whenever the log is read, completion queues and EventIdx count as dirty.
     pub fn log_writes(&self, log: bool, done: impl FnOnce() + Send + 'static) -> bool {
         let mut control = self.0.control();
         let Some(deferred) = control.set_logged(&self.0.context, log, Box::new(done)) else {
@@ -441,9 +446,9 @@ impl Controller {
         true
     }
 
-    /// Completes the [dirty page log](Self::dirty_log) for all writes up to now: `done` runs, on
-    /// any thread, when all commands that are now in flight have ended. As for
-    /// [`unmap_dma`](Self::unmap_dma), it may be dropped instead.
+    /// Completes the [dirty page log](Self::dirty_log) for all writes up to now. `done` runs on any
+    /// thread, when all commands that are now in flight have ended. It may be dropped without a
+    /// call, as for [`unmap_dma`](Self::unmap_dma).
     pub fn renew_views(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.renew_views(cx, Box::new(done)));
     }
@@ -454,9 +459,9 @@ impl Controller {
         self.0.control().dirty_log()
     }
 
-    /// Unmaps a range. `done` runs, on any thread, when no command in flight can access the range,
-    /// possibly before this method returns. It is dropped instead if the last handle of the
-    /// controller is dropped earlier.
+    /// Unmaps a range. `done` runs on any thread, when no command in flight can access the range;
+    /// this can be before the method returns. If the last handle of the controller is dropped
+    /// earlier, `done` is dropped without a call.
     ///
     /// # Errors
     /// [`DmaError`] if the range is not mapped, or a map would be split; `done` does not run in
@@ -493,13 +498,13 @@ impl Controller {
 
     /// Adds a namespace while the host uses the controller, with this NSID or with the lowest free
     /// one. Returns its NSID. When every I/O thread serves the namespace, it appears in Identify,
-    /// the host gets the event Namespace Attribute Changed, and `done` runs, on any thread and
-    /// possibly before this method returns. If an I/O thread cannot open the disk, the namespace is
-    /// not added, and `done` gets the error. `done` is dropped instead if the last handle of the
-    /// controller is dropped earlier.
+    /// the host gets the event Namespace Attribute Changed, and `done` runs. `done` runs on any
+    /// thread, possibly before this method returns. If an I/O thread cannot open the disk, the
+    /// namespace is not added, and `done` gets the error. If the last handle of the controller is
+    /// dropped earlier, `done` is dropped without a call.
     ///
-    /// A host that was told that no volatile write cache is present does not flush. Every write to
-    /// a namespace with a cache is then forced to the medium.
+    /// If Identify has reported no volatile write cache, the host never sends Flush. Every write to
+    /// an added namespace with a cache is then forced to the medium.
     ///
     /// # Errors
     /// [`NamespaceError`]; `done` does not run in that case.
@@ -517,11 +522,11 @@ impl Controller {
         Ok(nsid)
     }
 
-    /// Sets the state of an ANA group, from 1, for this controller, which must belong to a
-    /// [`Subsystem`](crate::Subsystem). The host gets the event Asymmetric Namespace Access Change
-    /// if it is enabled. Later commands for the group's namespaces are executed or refused
-    /// according to the state; commands in flight end normally. `done` runs when these have ended,
-    /// and is dropped if the controller is dropped earlier.
+    /// Sets the state of an ANA group (1 or higher) for this controller, which must belong to a
+    /// [`Subsystem`](crate::Subsystem). The host gets the event Asymmetric Namespace Access Change,
+    /// if it has enabled that event. Later commands for the group's namespaces are executed or
+    /// refused according to the state. Commands in flight end normally. `done` runs when they have
+    /// ended. If the controller is dropped earlier, `done` is dropped without a call.
     pub fn set_ana_state(&self, group: u32, state: AnaState, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.set_ana_state(cx, (group, state), Box::new(done)));
     }
@@ -535,9 +540,8 @@ impl Controller {
 
     /// Removes a namespace while the host uses the controller. The host gets the event Namespace
     /// Attribute Changed immediately. Commands for the namespace, including those in flight, end
-    /// with Invalid Field in Command, as for any inactive NSID. `done` runs, as for
-    /// [`add_namespace`](Self::add_namespace), when the disk is unused and the controller has
-    /// dropped it.
+    /// with Invalid Field in Command, as for any inactive NSID. `done` runs when the controller has
+    /// dropped the disk, on a thread as for [`add_namespace`](Self::add_namespace).
     ///
     /// # Errors
     /// [`NamespaceError`]; `done` does not run in that case.
@@ -555,9 +559,9 @@ impl Controller {
 
     /// Replaces the disk of a namespace by `disk` with the same contents, usually in another size
     /// ([`Disk::resized`]) or read-only. Commands in flight end on the old disk. The host gets the
-    /// event Namespace Attribute Changed: immediately for a smaller disk, and when every I/O thread
-    /// serves the new disk for a larger one. `done` runs, as for
-    /// [`add_namespace`](Self::add_namespace), when the old disk is unused.
+    /// event Namespace Attribute Changed. For a smaller disk, it gets the event immediately; for a
+    /// larger one, when every I/O thread serves the new disk. `done` runs when the old disk is
+    /// unused, on a thread as for [`add_namespace`](Self::add_namespace).
     ///
     /// # Errors
     /// [`NamespaceError`]; `done` does not run in that case.
@@ -574,8 +578,8 @@ impl Controller {
         Ok(())
     }
 
-    /// Raises the event Namespace Attribute Changed again after a recovery, because the dead
-    /// process may have crashed between a change and its event.
+    /// Raises the event Namespace Attribute Changed again after a recovery. The dead process may
+    /// have crashed between a change and its event.
     pub fn announce_namespace(&self, nsid: u32) {
         self.0.with(|control, _| {
             control.announce_namespace(nsid);
@@ -587,29 +591,29 @@ impl Controller {
 
 /// Quiesce, restore, migration and crash recovery.
 impl Controller {
-    /// Quiesces the controller, so that another process can continue it: admin commands in flight
-    /// end and no new one starts, then no I/O command is fetched and those in flight end. Commands
-    /// that the host submits meanwhile wait in its queues. `done` runs, on any thread, when the
-    /// controller is quiesced. It is dropped instead if [`resume`](Self::resume) is called earlier,
-    /// or the last handle of the controller is dropped.
+    /// Quiesces the controller, so that another process can continue it. First, admin commands in
+    /// flight end and no new one starts. Then no I/O command is fetched, and those in flight end.
+    /// Commands that the host submits meanwhile wait in its queues. `done` runs on any thread, when
+    /// the controller is quiesced. It is dropped without a call if [`resume`](Self::resume) is
+    /// called or the last handle of the controller is dropped before that.
     ///
-    /// The quiesce waits for pending operations of the carrier, such as a reset or an unmap. The
-    /// carrier should not start new operations: they would run after `resume`, or never.
+    /// The quiesce waits for pending operations of the front end, such as a reset or an unmap. The
+    /// front end should not start new operations, because they would run after `resume` or never.
     pub fn freeze(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, _| control.begin_quiesce(Box::new(done)));
         self.0.schedule();
     }
 
     /// Ends the quiesce of [`freeze`](Self::freeze), or cancels it if it is not complete. The
-    /// controller continues as before.
+    /// controller then serves its queues again.
     pub fn resume(&self) {
         let dropped = self.0.control().end_quiesce(&self.0.context);
         drop(dropped);
         self.0.schedule();
     }
 
-    /// Snapshot of the quiesced controller for another process. The controller is not changed. Host
-    /// memory and interrupts are not included: the carrier has to transfer them.
+    /// Snapshot of the quiesced controller for another process. The controller is not changed. The
+    /// front end has to transfer host memory and interrupts, which are not included.
     ///
     /// # Errors
     /// [`SaveError`].
@@ -618,11 +622,11 @@ impl Controller {
         self.0.save(fds)
     }
 
-    /// Restores a snapshot and runs the controller. It must be the last step, because commands are
-    /// fetched immediately. This controller was created by [`successor`](Self::successor), and the
-    /// saved one must not be [resumed](Self::resume).
+    /// Restores a snapshot and runs the controller. The call must be the last step of the front
+    /// end, because commands are fetched immediately. This controller must be a
+    /// [`successor`](Self::successor), and the saved one must not be [resumed](Self::resume).
     ///
-    /// Each interrupt vector in use is raised once, because the saved controller may have delayed
+    /// Each interrupt vector in use is raised once, because the saved controller may have held back
     /// an interrupt.
     ///
     /// # Errors
@@ -650,8 +654,8 @@ impl Controller {
         self.0.restore(saved, fds)
     }
 
-    /// Snapshot of the [quiesced](Self::freeze) controller for an equal controller on another
-    /// machine, whose namespaces must be on the same disks. As for [`save`](Self::save), memory and
+    /// Snapshot of the [quiesced](Self::freeze) controller for a controller on another machine,
+    /// with the same configuration and the same disks. As for [`save`](Self::save), host memory and
     /// interrupts are not included, and the controller is not changed.
     ///
     /// # Errors
@@ -660,30 +664,32 @@ impl Controller {
         self.0.save_for_migration()
     }
 
-    /// Loads a migrated state into this controller, which must be disabled, for example by a
-    /// [`reset`](Self::reset), and leaves it quiesced. The state is validated, because its sender
-    /// is not trusted. [`run_migrated`](Self::run_migrated) must follow, with the returned value.
+    /// Loads a migrated state into this controller, and leaves it quiesced. The controller must be
+    /// disabled, for example by a [`reset`](Self::reset). The state is validated, because its
+    /// sender is not trusted. The caller must call [`run_migrated`](Self::run_migrated) afterwards,
+    /// with the returned value.
     ///
     /// # Errors
-    /// [`RestoreError`]; the controller must then be reset, and has not accessed host memory.
+    /// [`RestoreError`]. The controller has not accessed host memory, and must then be reset.
     pub fn load_migrated(&self, migrated: MigrationState) -> Result<Announcement, RestoreError> {
         self.0.load(migrated).map(Announcement)
     }
 
     /// Runs a controller after [`load_migrated`](Self::load_migrated), when all host memory has its
-    /// final contents. Each interrupt vector in use is raised once, because the source may have
-    /// delayed an interrupt.
+    /// final contents. Each interrupt vector in use is raised once, because the controller on the
+    /// source machine may have held back an interrupt.
     pub fn run_migrated(&self, announcement: Announcement) {
-        // A new DMA table makes the queues rewrite their fields in host memory.
+        // The queues also write their fields (EventIdx) to host memory again when they get a new
+        // DMA table.
         self.settle_dma();
         self.resume();
         self.0.raise(&announcement.0);
     }
 
-    /// Starts checkpointing the controller to `recorder`, for crash recovery. Called before the
-    /// controller is enabled, [restored](Self::restore) or [recovered](Self::recover). State that
-    /// changes with every command is not checkpointed: it is in a memory file (the journal), which
-    /// is one of the checkpoint's descriptors.
+    /// Starts checkpointing the controller to `recorder`, for crash recovery. It must be called
+    /// before the controller is enabled, [restored](Self::restore) or [recovered](Self::recover).
+    /// State that changes with every command is not in checkpoints, but in a memory file (the
+    /// journal), whose descriptor each checkpoint contains.
     ///
     /// # Errors
     /// The memory file could not be created.
@@ -693,17 +699,17 @@ impl Controller {
 
     /// Recovers the controller of a dead process from its [checkpoint](Self::record_with). All
     /// threads of the process must have ended, and none of its requests may still reach a disk or
-    /// host memory. This controller was created by [`successor`](Self::successor) and is
-    /// checkpointed itself. It is quiesced until [`resume`](Self::resume); the new checkpoint is
-    /// then complete, and the old one no longer needed. Afterwards the host has to be
-    /// [interrupted](Self::announce_recovery).
+    /// host memory. This controller must be a [`successor`](Self::successor) with a recorder of its
+    /// own. When the method returns, its own checkpoint is complete, and the old one is no longer
+    /// needed. The controller stays quiesced until [`resume`](Self::resume). After that, the caller
+    /// must call [`announce_recovery`](Self::announce_recovery).
     ///
-    /// Commands in flight at the time of death are executed again; their number is returned. A
-    /// command with which three processes in a row have crashed is completed with Internal Error
-    /// instead, and logged: `death` is the cause of the last death.
+    /// Commands that were in flight when the process died are executed again; their number is
+    /// returned. A command with which three processes in a row have crashed is completed with
+    /// Internal Error instead, and logged. `death` is the cause of the last death.
     ///
     /// # Errors
-    /// [`RestoreError`]; the controller is then unusable, and has not accessed host memory.
+    /// [`RestoreError`]. The controller has not accessed host memory, and is then unusable.
     pub fn recover(
         &self,
         saved: &SavedController,
@@ -714,8 +720,8 @@ impl Controller {
     }
 
     /// Raises each interrupt vector of a [recovered](Self::recover) controller once, because the
-    /// interrupts that the dead process raised are unknown. Called after [`resume`](Self::resume),
-    /// when all controllers are served, because it takes some microseconds per vector.
+    /// dead process may have held back an interrupt. It takes some microseconds per vector, so it
+    /// is called when all controllers are served again, after [`resume`](Self::resume).
     pub fn announce_recovery(&self, saved: &SavedController) {
         self.0.announce(saved);
     }

@@ -1,4 +1,4 @@
-//! Controller events for the owner of a controller, for example for a log.
+//! Controller events that the owner of a controller may log.
 
 use std::time::Duration;
 
@@ -10,22 +10,22 @@ pub enum Event {
     Enabled,
     /// The host configured shadow doorbells.
     ShadowDoorbells,
-    /// The host created an I/O queue: number of submission queues that now exist.
+    /// The host created an I/O queue. The value is the number of existing submission queues.
     QueueCreated(usize),
-    /// A write failed because the storage of this namespace (NSID) is full. Rate-limited.
+    /// A write failed because the storage of the namespace with this NSID is full. Rate-limited.
     Full(u32),
-    /// Data written to this namespace (NSID) may be lost. Rate-limited.
+    /// Data written to the namespace with this NSID may be lost. Rate-limited.
     Lost(u32),
-    /// The controller's passes took too long for other controllers on the same I/O thread, the
-    /// last one this long: the controller moves to a dedicated I/O thread.
+    /// The controller moves to a dedicated I/O thread, because its passes delayed other controllers
+    /// on the same I/O thread. The value is the duration of the last pass.
     Isolated(Duration),
     /// The host shut the controller down.
     Shutdown,
     /// The controller was reset, and no command is in flight.
     Disabled,
-    /// The controller is in a fatal state (CSTS.CFS) until a reset, for this reason.
+    /// The controller is in a fatal state (CSTS.CFS) until a reset. The text is the reason.
     Fatal(&'static str),
 }
 
-/// Callback for events. Called on the thread that causes the event.
+/// Callback for events. It runs on the thread that causes the event.
 pub(crate) type Listener = Box<dyn Fn(&Event) + Send + Sync>;

@@ -1,20 +1,20 @@
-//! Latency histograms and command counts by namespace and kind of command. Counting is on only
-//! while it is requested ([`Pool::measure`](crate::Pool::measure)).
+//! Latency histograms and command counts by namespace and kind of command. They are counted only
+//! while [`Pool::measure`](crate::Pool::measure) is on.
 //!
-//! A histogram has eight buckets of equal width per power of two, from one microsecond to 17
-//! seconds: the relative error is at most an eighth, and finding a bucket takes a few
-//! instructions. Each set of counters has one writing thread and any number of reading threads.
+//! A histogram covers one microsecond to 17 seconds, with eight buckets of equal width per power of
+//! two. So the relative error is at most an eighth, and finding a bucket takes a few instructions.
+//! Each set of counters has one writing thread and any number of reading threads.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::Counter;
 
-/// Buckets per power of two, as a power of two.
+/// Base-2 logarithm of the number of buckets per power of two.
 const FINE: u32 = 3;
-/// Lower end of the histogram as a power of two, in nanoseconds. Shorter times go into the first
-/// bucket.
+/// Base-2 logarithm of the histogram's lower end in nanoseconds. Shorter times are counted in the
+/// first bucket.
 const SHORTEST: u32 = 10;
-/// Upper end of the histogram as a power of two, in nanoseconds. Longer times go into the last
-/// bucket.
+/// Base-2 logarithm of the histogram's upper end in nanoseconds. Longer times are counted in the
+/// last bucket.
 const LONGEST: u32 = 34;
 /// Number of buckets of a histogram.
 pub const BUCKETS: usize = ((LONGEST - SHORTEST) << FINE) as usize;
@@ -73,7 +73,7 @@ impl Default for KindCounters {
 }
 
 impl LatencyCounters {
-    /// Counts a command that ended after `ns`. Called by one thread only.
+    /// Counts a command that ended after `ns` nanoseconds. Only one thread may call this.
     pub(crate) fn count(&self, kind: CommandKind, blocks: u32, is_error: bool, ns: u64) {
         let kind = match kind {
             CommandKind::Read => &self.reads,
@@ -120,7 +120,7 @@ pub struct NamespaceLatency {
     pub reads: KindLatency,
     /// Write.
     pub writes: KindLatency,
-    /// All other commands; they count no blocks.
+    /// All other commands, whose blocks are not counted.
     pub others: KindLatency,
 }
 
@@ -131,8 +131,8 @@ pub struct KindLatency {
     pub errors: u64,
     /// Logical blocks of the commands that succeeded.
     pub blocks: u64,
-    /// Latencies of all commands, from the time when the controller found them in the queue until
-    /// their completion was posted.
+    /// Latencies of all commands: from the time when the controller found the command in the queue
+    /// until it posted the completion.
     pub latency: Distribution,
 }
 
@@ -141,8 +141,8 @@ pub struct KindLatency {
 pub struct Distribution {
     /// Sum of all latencies in nanoseconds.
     pub total_ns: u64,
-    /// Counts by bucket: [`BUCKETS`] of them, or none if nothing was counted. [`bucket_end`] gives
-    /// the range of a bucket.
+    /// Counts by bucket. There are [`BUCKETS`] of them, or none if nothing was counted.
+    /// [`bucket_end`] returns the upper end of a bucket.
     pub counts: Vec<u64>,
 }
 
@@ -173,8 +173,8 @@ impl Distribution {
         }
     }
 
-    /// Quantile of the latencies in nanoseconds, rounded up by at most an eighth. `part` is 0 to
-    /// 1. `None` if the histogram is empty.
+    /// Quantile of the latencies in nanoseconds, rounded up by at most an eighth. `part` is between
+    /// 0 and 1. `None` if the histogram is empty.
     #[must_use]
     pub fn quantile(&self, part: f64) -> Option<u64> {
         let count = self.count();

@@ -1,11 +1,11 @@
 //! Get LBA Status: logical blocks of a namespace that are allocated or marked as uncorrectable.
 //! NVM 1.1, 4.2.1.
 //!
-//! Only the disk knows its allocated blocks, and a disk may wait for its storage. The command is
-//! therefore executed neither under the control plane's lock, like other admin commands, nor by an
-//! I/O thread. It has its own turns on the control thread, where a blocked turn delays no other
-//! controller (`control_thread`). Extents per turn, extents per command and commands per controller
-//! are limited.
+//! Only the disk knows its allocated blocks, and a query of the disk may wait for storage. So
+//! neither the control plane executes the command under its lock, like other admin commands, nor an
+//! I/O thread. The command has its own turns on the control thread, where a blocked turn delays no
+//! other controller (`control_thread`). Extents per turn, extents per command and commands per
+//! controller are limited.
 
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::notice::{ControlHandle, Latch, Notice, Operation};
@@ -23,14 +23,14 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use zerocopy::IntoBytes;
 
-/// Maximum number of Get LBA Status commands in flight per controller. The next one waits, and
-/// with it all later admin commands.
+/// Maximum number of Get LBA Status commands in flight per controller. If the host submits one
+/// more, it and all later admin commands wait.
 const MAX_UNDER_WAY: usize = 8;
-/// Maximum number of descriptors per command: as many as fit into a page.
+/// Maximum number of descriptors per command, which is the number that fits into a page.
 const MAX_DESCRIPTORS: usize =
     (4096 - size_of::<LbaStatusList>()) / size_of::<LbaStatusDescriptor>();
-/// Maximum number of disk extents per command: twice the number of descriptors, with a reserve for
-/// disks that report an extent in pieces.
+/// Maximum number of disk extents per command. It is more than twice the number of descriptors,
+/// because allocated and unallocated extents alternate and some disks report an extent in pieces.
 const COMMAND_EXTENTS: u32 = 1024;
 /// Maximum number of extents per turn.
 const TURN_EXTENTS: u32 = 32;
@@ -42,7 +42,7 @@ const DESCRIPTOR_BLOCKS: u64 = 1 << 32;
 pub(crate) struct Question {
     /// Submission queue entry.
     pub(crate) sqe: Sqe,
-    /// Number of resets before the command.
+    /// Number of controller resets before the command.
     pub(crate) generation: u64,
     pub(crate) disk: Arc<dyn Disk>,
     /// Size of a logical block as a power of two.
@@ -55,8 +55,8 @@ pub(crate) struct Question {
     pub(crate) room: usize,
 }
 
-/// LBA Status Descriptor List of the blocks in `[slba, end)` that are marked as uncorrectable,
-/// limited to the descriptors that fit.
+/// LBA Status Descriptor List of the blocks in `[slba, end)` that are marked as uncorrectable, up
+/// to the number of descriptors that fit.
 pub(crate) fn uncorrectable(marks: &Uncorrectable, nsid: u32, question: &Question) -> Vec<u8> {
     let all: Vec<_> = marks.of(nsid, question.slba, question.end).collect();
     let told = &all[..all.len().min(question.room).min(MAX_DESCRIPTORS)];
@@ -85,12 +85,12 @@ struct Search {
     found: Vec<(u64, u64)>,
     /// Offset in bytes of the next extent.
     at: u64,
-    /// Number of extents so far.
+    /// Number of extents that were read so far.
     seen: u32,
     /// True if the list is incomplete.
     is_cut: bool,
     is_over: bool,
-    /// Latches that are dropped when the disk is no longer used.
+    /// Latches that are dropped when the command no longer uses the disk.
     latches: Vec<Latch>,
 }
 
@@ -116,7 +116,7 @@ impl Search {
             !self.is_over && left != 0
         });
         if left == TURN_EXTENTS {
-            // A disk without extent information counts as fully allocated.
+            // A disk that reports no extents counts as fully allocated.
             self.take(Extent::data(end.saturating_sub(self.at)), end);
         }
     }
@@ -135,8 +135,9 @@ impl Search {
         } else if self.seen >= COMMAND_EXTENTS {
             (self.is_cut, self.is_over) = (true, true);
             if self.found.is_empty() {
-                // The host continues behind the last descriptor of an incomplete list. An empty
-                // list would make it start over, so one block, allocated or not, is reported.
+                // For an incomplete list, the host continues behind the last descriptor. After an
+                // empty list it would start again at the same block. So one block is reported even
+                // if it is not allocated.
                 self.add(self.at, self.at + 1);
             }
         }
@@ -148,7 +149,7 @@ impl Search {
         let shift = self.question.block_shift;
         let (mut first, after) = (from >> shift, to.div_ceil(1 << shift));
         let room = self.question.room.min(MAX_DESCRIPTORS);
-        // Two extents may meet in the middle of a block: the block is listed once.
+        // If two extents meet in the middle of a block, the block is listed once.
         first = first.max(self.found.last().map_or(0, |last| last.1));
         while first < after {
             let count = self.found.len();
@@ -175,17 +176,17 @@ impl Search {
     }
 }
 
-/// Ended command: its submission queue entry and the data for its host.
+/// Submission queue entry of an ended command, and the data for its host.
 pub(crate) type Ended = (Sqe, Vec<u8>);
 
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Search>,
-    /// NSID of the command whose turn is running, and the latches that wait for its end. The
-    /// command itself is not in `waiting` during its turn.
+    /// NSID of the command whose turn is running, and latches that are dropped at the end of that
+    /// command. During its turn, the command is not in `waiting`.
     running: Option<(u32, Vec<Latch>)>,
     ended: Vec<Ended>,
-    /// Number of calls of [`LbaStatusServer::forget`].
+    /// Number of calls of [`LbaStatusServer::forget`]. A running turn detects a reset by it.
     forgotten: u64,
 }
 
@@ -208,8 +209,8 @@ impl LbaStatusServer {
         }
     }
 
-    /// Starts a command; the caller has checked [`has_room`](Self::has_room). Returns true if the
-    /// caller has to schedule a turn.
+    /// Starts a command. The caller must have checked [`has_room`](Self::has_room). Returns true if
+    /// the caller has to schedule a turn.
     pub(crate) fn begin(&self, question: Question) -> bool {
         self.state.lock().waiting.push_back(Search::new(question));
         self.run_state.request()
@@ -240,13 +241,14 @@ impl LbaStatusServer {
         Duration::from_nanos(self.taken.swap(0, Relaxed))
     }
 
-    /// Ends commands on namespace `nsid`, whose disk was replaced or removed. `latch` is dropped
-    /// when none of them uses the old disk.
+    /// Ends all commands on namespace `nsid`, because its disk was replaced or removed. `latch` is
+    /// dropped when no command uses the old disk.
     pub(crate) fn wait_for(&self, nsid: u32, latch: &Latch) {
         let mut state = self.state.lock();
         for search in state.waiting.iter_mut().filter(|search| search.question.sqe.nsid == nsid) {
             search.latches.push(latch.clone());
-            // The rest of the answer would describe the old disk.
+            // The command ends with an incomplete list, because further extents would describe the
+            // old disk.
             (search.is_cut, search.is_over) = (true, true);
         }
         if let Some((_, latches)) = state.running.as_mut().filter(|running| running.0 == nsid) {
@@ -254,7 +256,8 @@ impl LbaStatusServer {
         }
     }
 
-    /// Drops all commands, for a reset. The caller drops the returned latches without a lock.
+    /// Drops all commands, for a reset. The caller must hold no lock when it drops the returned
+    /// latches.
     pub(crate) fn forget(&self) -> Vec<Latch> {
         let mut state = self.state.lock();
         state.forgotten += 1;
@@ -298,7 +301,8 @@ impl TakesTurns for LbaStatusServer {
         let turn = if state.waiting.is_empty() { Turn::Idle } else { Turn::Again };
         drop(state);
         let (generation, cid) = (search.question.generation, search.question.sqe.cid);
-        // The disk is dropped before the latches, which announce that it is unused.
+        // The disk is dropped before the latches, because their drop reports that the disk is
+        // unused.
         let latches = std::mem::take(&mut search.latches);
         drop(search);
         drop(latches);

@@ -5,19 +5,19 @@
 //! A [`Controller`] has a control plane and a data plane, which share no lock.
 //!
 //! * The control plane (`control`, `admin`) handles the rare operations of a host: registers, the
-//!   admin queue, DMA maps, interrupts, reset. A register access is answered on the thread that
-//!   brings it, under one lock. Admin commands and notices from I/O threads are handled by the
-//!   control thread, which all controllers share in turns (`control_thread`). The lock is never
-//!   held during an access to guest memory, and no I/O thread ever takes it. A long operation is
-//!   sent to the I/O threads as a message, and continues when the last of them drops its latch.
-//! * The data plane (`worker`) is a [`Pool`] of I/O threads that all controllers of a process
+//!   admin queue, DMA maps, interrupts, reset. Register accesses are handled under one lock, on the
+//!   thread of the caller. Admin commands and notices from I/O threads are handled by the control
+//!   thread, on which all controllers take turns (`control_thread`). No thread accesses guest
+//!   memory under the lock, and no I/O thread ever takes it. A long operation is a message to the
+//!   I/O threads; it continues when the last of them drops its clone of the operation's latch.
+//! * The data plane (`worker`) is a [`Pool`] of I/O threads, which all controllers of a process
 //!   share. A submission queue, its completion queue and its queues to the disks belong to one I/O
 //!   thread. Between the fetch of a command and the post of its completion there is no lock, no
 //!   shared counter and no allocation.
 //!
-//! The crate contains neither sockets nor PCI: the carrier of a controller calls
-//! [`Controller::read`], [`Controller::write`] and [`Controller::map_dma`], and connects
-//! interrupts to eventfds.
+//! The crate contains neither sockets nor PCI. The front end of a controller calls
+//! [`Controller::read`], [`Controller::write`] and [`Controller::map_dma`], and connects interrupts
+//! to eventfds.
 //!
 //! # Unsupported features
 //!

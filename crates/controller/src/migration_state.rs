@@ -1,5 +1,5 @@
-//! Controller state in a VM live migration. The stream comes from another machine and is
-//! untrusted, so the whole state is validated before any of it is used.
+//! Controller state in a VM live migration. The state comes from another machine and is untrusted,
+//! so all of it is validated before any part is used.
 //!
 //! The format is that of [`saved`](crate::saved), without descriptors and counters.
 
@@ -20,7 +20,7 @@ use shadowbell_spec::regs::{Aqa, Cc, Csts};
 use shadowbell_state::Bytes;
 use std::collections::BTreeSet;
 
-/// Maximum number of events per list; more than a controller stores.
+/// Maximum number of events per list. A controller never stores more.
 const MOST_EVENTS: usize = 64;
 
 /// State of a quiesced controller for VM migration to an equal controller on another machine.
@@ -33,7 +33,7 @@ pub struct MigrationState {
 
 impl MigrationState {
     pub(crate) fn new(mut controller: SavedController, doorbells: Vec<u8>) -> Self {
-        // Descriptors and the state of this process are not migrated.
+        // Descriptors and state that concerns only this process are not migrated.
         controller.parts.iter_mut().for_each(|part| part.doorbell_eventfds.clear());
         controller.journal = None;
         controller.isolated = false;
@@ -153,7 +153,8 @@ fn check_admin(admin: &SavedAdminQueue, control: &SavedControl) -> Result<(), &'
     if !is_there || !under_way.is_empty() {
         return Err("the admin queue");
     }
-    // Staged completions of the admin queue may exceed the free entries of its completion queue.
+    // The admin queue may have more staged completions than its completion queue has free entries,
+    // so the list is limited separately.
     let waits = SavedCq { staged: Vec::new(), ..cq.clone() };
     if cq.staged.len() > MOST_EVENTS {
         return Err("the completions of the admin queue");
@@ -186,7 +187,7 @@ fn check_cq(cq: &SavedCq, control: &SavedControl) -> Result<(), &'static str> {
         let free = size.entries() - 1 - size.distance(head, tail);
         cq.staged.len() as u64 <= u64::from(free)
     });
-    // Staged entries must not have a phase tag: the tag is set when they are posted.
+    // Staged entries have no phase tag, because it is set when they are posted.
     let has_tag = cq.staged.iter().any(|(_, high)| high >> 48 & 1 != 0);
     if is_sound && !has_tag && is_doorbell(&cq.head, size, control) {
         Ok(())

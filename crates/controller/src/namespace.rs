@@ -1,5 +1,5 @@
-//! Namespace of a controller: a disk, an NSID and the permanent identifiers; placeholder disks of
-//! namespaces that Identify reports and no I/O thread serves.
+//! Namespace of a controller: a disk, an NSID and the permanent identifiers. Also placeholder
+//! disks, for namespaces that Identify reports and no I/O thread serves.
 
 use crate::config::{Config, MAX_NAMESPACES, NamespaceConfig};
 use crate::pool::{PoolNamespace, PoolState};
@@ -11,25 +11,27 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
-/// IEEE OUI of the generated identifiers, big-endian. The "locally administered" bit is set, so it
-/// belongs to no vendor.
+/// IEEE OUI of the generated identifiers, big-endian. It belongs to no vendor, because the "locally
+/// administered" bit is set.
 pub(crate) const IEEE_OUI: [u8; 3] = [0x02, 0x53, 0x42];
 
-/// Status of a command for an inactive NSID (Base 2.1, 3.2.1.5). A command in flight when its
-/// namespace is removed ends with the same status (Base 2.1, 8.1.15).
+/// Status of a command for an inactive NSID (Base 2.1, 3.2.1.5). If a namespace is removed,
+/// commands in flight end with the same status (Base 2.1, 8.1.15).
 pub(crate) const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
 
-/// Maximum size of a Copy command in bytes (MCL, MSSRL). It equals the smallest MDTS that a
-/// controller may have, because an I/O thread buffers the data of a whole command.
+/// Maximum size of a Copy command in bytes (MCL, MSSRL). An I/O thread buffers the data of a whole
+/// command, so the size equals the smallest MDTS that a controller may have.
 pub(crate) const COPY_BYTES: usize = 1 << 20;
-/// Maximum number of source ranges of a Copy command (MSRC): as many as fit into a page.
+/// Maximum number of source ranges of a Copy command (MSRC), which is the number that fits into a
+/// page.
 pub(crate) const COPY_RANGES: usize = 128;
 
-/// Properties of all namespaces in Identify Controller. A host reads them once and relies on them
-/// for namespaces that are added later, so they are constant for the lifetime of the controller.
+/// Common properties of all namespaces in Identify Controller. A host reads them once and applies
+/// them to namespaces that are added later, so they stay constant for the lifetime of the
+/// controller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Promises {
-    /// VWC: a volatile write cache is present. If absent, hosts never send Flush.
+    /// VWC: a volatile write cache is present. Without it, hosts never send Flush.
     pub(crate) volatile_cache: bool,
     /// WZSL: the largest Write Zeroes in bytes.
     pub(crate) zeroes: u64,
@@ -42,11 +44,11 @@ impl Promises {
     /// Properties for a controller that starts with the namespaces of `config`.
     fn of(config: &Config) -> Self {
         let infos = || config.namespaces.iter().map(|namespace| namespace.disk.info());
-        // The limit in bytes is one for all namespaces, so the smallest block size decides.
+        // All namespaces have the same limit in bytes, so it depends on the smallest block size.
         let pool = config.pool.as_ref().map(|_| 512);
         let smallest = infos().map(|info| info.block_size).chain(pool).min().unwrap_or(512);
         Self {
-            // A namespace that is created later from a pool may have a volatile write cache.
+            // A namespace that the host creates later from a pool may have a volatile write cache.
             volatile_cache: config.pool.is_some() || infos().any(|info| info.volatile_cache),
             zeroes: ZEROES_BLOCKS * u64::from(smallest),
         }
@@ -57,13 +59,13 @@ impl Promises {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Namespaces {
     active: BTreeMap<u32, Namespace>,
-    /// Namespaces that the host sees as active and that are temporarily not served, with the
-    /// status of commands for them.
+    /// Namespaces that the host sees as active but that are temporarily not served. The value is
+    /// the status of commands for them.
     barred: BTreeMap<u32, Status>,
     /// NN: the highest NSID so far.
     highest: u32,
     pub(crate) promises: Promises,
-    /// Membership in a subsystem whose controllers share the namespaces.
+    /// Membership in a subsystem, if its controllers share the namespaces.
     member: Option<Arc<Member>>,
 }
 
@@ -73,8 +75,8 @@ impl Namespaces {
         Self::going_on(config, Promises::of(config), 0)
     }
 
-    /// Namespaces for a host that has already read `promises` and `highest` (NN), which may exceed
-    /// what the configuration says.
+    /// Namespaces for a host that has already read `promises` and `highest` (NN) from a previous
+    /// process. These values may exceed those of the current configuration.
     pub(crate) fn going_on(config: &Config, promises: Promises, highest: u32) -> Self {
         // With a pool, a namespace that the host creates may get any NSID.
         let highest = if config.pool.is_some() { MAX_NAMESPACES as u32 } else { highest };
@@ -87,8 +89,8 @@ impl Namespaces {
         namespaces
     }
 
-    /// Adds the pool's namespaces that a sanitize operation blocks: in the first set as barred, in
-    /// the second set, for Identify, as placeholders.
+    /// Adds the pool's namespaces that a sanitize operation blocks. They are barred (not served) in
+    /// the first returned set, and placeholders in the second one, which is for Identify.
     pub(crate) fn with_barred(&self, state: &PoolState) -> (Self, Self) {
         let (mut serving, mut identified) = (self.clone(), self.clone());
         if let Some(status) = state.sanitize.barrier() {
@@ -102,8 +104,8 @@ impl Namespaces {
         (serving, identified)
     }
 
-    /// Copy in which namespace `nsid` is barred with `status`, or no longer barred if `None`. The
-    /// host continues to see a barred namespace.
+    /// Creates a copy in which namespace `nsid` is barred: it is not served, its commands end with
+    /// `status`, and the host continues to see it. With `None`, it is no longer barred.
     pub(crate) fn barring(&self, nsid: u32, status: Option<Status>) -> Arc<Self> {
         let mut changed = self.clone();
         match status {
@@ -113,7 +115,7 @@ impl Namespaces {
         Arc::new(changed)
     }
 
-    /// NSIDs of barred namespaces.
+    /// NSIDs of barred namespaces, which the host sees but which are not served.
     pub(crate) fn barred(&self) -> impl Iterator<Item = u32> + '_ {
         self.barred.keys().copied()
     }
@@ -123,8 +125,8 @@ impl Namespaces {
         self.barred.get(&nsid).copied().unwrap_or(INACTIVE)
     }
 
-    /// Namespaces that the host sees: all if it selected all I/O command sets, otherwise those of
-    /// the NVM command set.
+    /// Namespaces that the host sees: all of them if it selected all I/O command sets, otherwise
+    /// only those of the NVM command set.
     pub(crate) fn visible(self: &Arc<Self>, to_all: bool) -> Arc<Self> {
         let is_hidden = |namespace: &Namespace| namespace.csi() != csi::NVM;
         if to_all || !self.active.values().any(is_hidden) {
@@ -169,7 +171,7 @@ impl Namespaces {
     }
 }
 
-/// Namespace in the view of control plane and I/O threads.
+/// Namespace as the control plane and the I/O threads see it.
 #[derive(Clone, Debug)]
 pub(crate) struct Namespace {
     nsid: u32,
@@ -181,8 +183,8 @@ pub(crate) struct Namespace {
 }
 
 impl Namespace {
-    /// Namespace `nsid` of a valid configuration. If the host was told that there is no volatile
-    /// write cache, a disk with a volatile cache is used in write-through mode.
+    /// Namespace `nsid` of a valid configuration. If Identify has reported no volatile write cache
+    /// to the host, a disk with a volatile cache is used in write-through mode.
     pub(crate) fn new(nsid: u32, config: &NamespaceConfig, promises: &Promises) -> Self {
         let NamespaceConfig { disk, uuid } = config;
         let mut info = disk.info();
@@ -252,8 +254,8 @@ impl Namespace {
         self.uuid
     }
 
-    /// Namespace Globally Unique Identifier, big-endian. Bytes 8 to 10 are the OUI, the other bytes
-    /// are assigned by its owner (Base 2.1, "Namespace Globally Unique Identifier").
+    /// Namespace Globally Unique Identifier, big-endian. Bytes 8 to 10 are the OUI; the owner of
+    /// the OUI assigns the other bytes (Base 2.1, "Namespace Globally Unique Identifier").
     pub(crate) fn nguid(&self) -> [u8; 16] {
         let mut nguid = self.uuid;
         nguid[8..11].copy_from_slice(&IEEE_OUI);
@@ -261,7 +263,7 @@ impl Namespace {
     }
 
     /// IEEE Extended Unique Identifier, big-endian: three bytes of OUI and five vendor-assigned
-    /// bytes. The five bytes are from a hash of the UUID (64-bit FNV-1a, folded), because any five
+    /// bytes. The five bytes come from a hash of the UUID (64-bit FNV-1a, folded), because five
     /// bytes of the UUID itself may be equal in all namespaces.
     pub(crate) fn eui64(&self) -> [u8; 8] {
         let hash = self.uuid.iter().fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
@@ -273,7 +275,7 @@ impl Namespace {
     }
 }
 
-/// Disk with properties and without queues.
+/// Disk that has properties, but no queues.
 #[derive(Debug)]
 struct Placeholder(DiskInfo);
 
@@ -330,7 +332,7 @@ mod tests {
 
     #[test]
     fn names_differ_and_carry_the_oui() {
-        // UUIDs that differ in one byte only, then UUIDs of `uuid_from`.
+        // The first UUIDs differ in one byte only; the others come from `uuid_from`.
         let mut uuids: Vec<[u8; 16]> = Vec::new();
         for byte in 0..16 {
             for value in 1..=255 {
@@ -348,7 +350,8 @@ mod tests {
         assert!(namespaces.iter().all(|namespace| namespace.eui64()[..3] == IEEE_OUI));
         let eui64s: HashSet<_> = namespaces.iter().map(Namespace::eui64).collect();
         assert_eq!(eui64s.len(), uuids.len());
-        // The OUI replaces three bytes of the UUID, so only `uuid_from` gives unique NGUIDs.
+        // The OUI replaces three bytes of the UUID. So NGUIDs are unique only for UUIDs of
+        // `uuid_from`.
         let nguids: HashSet<_> = namespaces[16 * 255..].iter().map(Namespace::nguid).collect();
         assert_eq!(nguids.len(), 20_000);
         assert_eq!(IEEE_OUI[0] & 0b11, 0b10, "locally administered, not a group");

@@ -2,15 +2,15 @@
 //!
 //! A [`Notice`] is plain data without closures, so it can be sent, queued and compared.
 //!
-//! A completion latch sends a notice when the last participant has finished.
+//! A completion latch sends a notice when all participants of an operation have finished.
 //!
 //! # Inbox
 //!
-//! The inbox has the notices that the control plane has not read yet.
+//! The inbox contains the notices that the control plane has not handled yet.
 //!
-//! A sender holds the inbox's own lock for a short time, and never the control plane's lock.
-//! Notices that a guest can cause without limit are bounded by what the control plane would store
-//! of them: the newest errors, and a count of invalid doorbell writes.
+//! A sender holds only the inbox's own lock, for a short time, and never the control plane's lock.
+//! A guest can cause some notices without limit. Of those, the inbox keeps only what the control
+//! plane would store: the newest errors, and a count of invalid doorbell writes.
 
 use crate::admin::ERROR_LOG_ENTRIES;
 use parking_lot::Mutex;
@@ -30,7 +30,7 @@ pub(crate) enum Notice {
         /// Queue identifier.
         qid: u16,
     },
-    /// Command that ended in an error for the error log.
+    /// A command ended in an error, which belongs in the error log.
     CommandError {
         /// Submission queue identifier.
         sqid: u16,
@@ -43,7 +43,7 @@ pub(crate) enum Notice {
         /// First logical block.
         lba: u64,
     },
-    /// Mapped host memory became inaccessible: the controller enters a fatal state.
+    /// Mapped host memory became inaccessible. The controller enters a fatal state.
     MemoryLost,
     /// The controller's passes take too long for other controllers on the same I/O thread.
     SlowTurns {
@@ -55,11 +55,13 @@ pub(crate) enum Notice {
         /// Number of the I/O thread in the pool.
         from: usize,
     },
-    /// All queues of the controller have left their I/O threads for a quiesce, or stay there.
+    /// All queues of the controller have left their I/O threads for a quiesce. If the quiesce was
+    /// cancelled, some may have stayed.
     Left,
-    /// Queues of the controller are lost, because another I/O thread could not take them over.
+    /// Queues of the controller are lost, because the I/O thread to which they moved could not
+    /// serve them.
     Stranded,
-    /// Injected condition of the whole controller.
+    /// Fault injection has caused a condition of the whole controller.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     Condition(Condition),
     /// A command waits for exclusive execution.
@@ -86,14 +88,14 @@ pub(crate) enum Notice {
     },
     /// A sanitize operation has finished.
     Sanitized,
-    /// Unmapped host memory is no longer used.
+    /// No thread uses the unmapped host memory any more.
     MemoryReleased {
         /// Number that the control plane gave to the unmap.
         ticket: u64,
     },
     /// The state of the controller's subsystem has changed.
     Shared,
-    /// All commands have ended that were in flight when an ANA group changed its state.
+    /// All commands that were in flight when an ANA group changed its state have ended.
     AnaChanged {
         /// Number that the control plane gave to the change.
         ticket: u64,
@@ -107,7 +109,8 @@ pub(crate) enum Notice {
     },
     /// All I/O threads have finished their part of a control plane operation.
     Ended {
-        /// Number of resets before the operation. Notices from before a reset are ignored.
+        /// Number of resets before the operation. The control plane ignores notices from before a
+        /// reset.
         generation: u64,
         /// Kind of operation.
         operation: Operation,
@@ -116,7 +119,7 @@ pub(crate) enum Notice {
     },
 }
 
-/// Operation of the control plane with participation of I/O threads. `cid` identifies the admin
+/// Operation of the control plane in which I/O threads participate. `cid` identifies the admin
 /// command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
@@ -136,17 +139,18 @@ pub(crate) enum Operation {
     LbaStatus { cid: u16 },
     /// Set Features of a feature that belongs to the subsystem.
     Feature { cid: u16 },
-    /// Flush before the volatile write cache is disabled.
+    /// Flush that precedes disabling the volatile write cache.
     Flush { cid: u16 },
-    /// End of the commands in flight before exclusive execution of a command.
+    /// Pause before exclusive execution: commands in flight end.
     Pause,
     /// Exclusive execution of a command by an I/O thread.
     Exclusive,
     /// Checkpoint of changes made by exclusive commands.
     Recorded,
-    /// Journal entries for the outcome of exclusive commands: a recovery would not repeat any.
+    /// Journal entries with the outcomes of exclusive commands, so that a recovery repeats none of
+    /// them.
     Settled,
-    /// Segment of a device self-test.
+    /// Verification of one piece of a namespace, in a device self-test.
     SelfTest { run: u32, nsid: u32 },
     /// Flush of a shutdown.
     Shutdown,
@@ -166,7 +170,7 @@ pub(crate) enum Condition {
     Removed,
 }
 
-/// Receiver of notices, callable from any thread without blocking.
+/// Receiver of notices. Any thread may call it, and it does not block.
 pub(crate) trait ControlPlane: Send + Sync {
     fn notify(&self, notice: Notice);
 }
@@ -197,12 +201,13 @@ impl fmt::Debug for ControlHandle {
     }
 }
 
-/// Sends its notice to the control plane when the last clone is dropped, on the thread that drops
-/// it.
+/// Latch of an operation: when the last clone is dropped, the dropping thread sends the notice to
+/// the control plane.
 ///
-/// In an operation of several I/O threads, each thread gets a clone. A thread without work drops
-/// its clone immediately, so no code path can forget to answer. Never drop a clone under the
-/// control plane's lock, because sending the notice may take that lock.
+/// In an operation of several I/O threads, each thread gets a clone. A thread drops its clone when
+/// its part is done, or immediately if it has no work. No code has to send an answer, so none can
+/// be forgotten. Never drop a clone under the control plane's lock, because sending the notice may
+/// take that lock.
 #[derive(Clone, Debug)]
 pub(crate) struct Latch(Arc<Pending>);
 
@@ -217,7 +222,8 @@ impl Latch {
         Self(Arc::new(Pending { control, notice: Mutex::new(notice) }))
     }
 
-    /// Sets the status of the operation, for notices that have a status. The last call wins.
+    /// Sets the status in the notice, if that kind of notice has one. The last call determines the
+    /// status.
     pub(crate) fn set_status(&self, new: Status) {
         if let Notice::Ended { status, .. }
         | Notice::NamespaceChanged { status, .. }
@@ -234,11 +240,11 @@ impl Drop for Pending {
     }
 }
 
-/// Maximum number of namespaces that are remembered for discarded errors. In practice a controller
-/// has fewer namespaces.
+/// Maximum number of NSIDs that are stored for discarded errors. A controller has fewer namespaces
+/// in practice.
 const NAMESPACES: usize = 1024;
 
-/// Summary of error notices that were discarded because too many were pending.
+/// Summary of discarded error notices, for which the inbox had no room.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MissedErrors {
     /// Number of discarded errors.
@@ -263,11 +269,11 @@ pub(crate) struct Notices {
 impl Notices {
     fn push(&mut self, notice: Notice) {
         match notice {
-            // The notice only requests a turn, which `notify` has scheduled.
+            // An admin doorbell only requests a turn, and `notify` has already scheduled the turn.
             Notice::AdminDoorbell => {}
             Notice::MemoryLost | Notice::Condition(_) | Notice::Shared
                 if self.others.contains(&notice) => {}
-            // An equal notice is already pending: only the count matters.
+            // If an equal notice is pending, only the count changes.
             Notice::InvalidDoorbell { .. } if self.errors.contains(&notice) => {
                 self.missed.count += 1;
             }
@@ -309,7 +315,7 @@ impl MissedErrors {
 pub(crate) struct Inbox {
     has_any: AtomicBool,
     notices: Mutex<Notices>,
-    /// Maximum number of notices that were pending at a time.
+    /// Highest number of notices that were pending at the same time.
     most: AtomicUsize,
 }
 
@@ -327,8 +333,8 @@ impl Inbox {
         if !self.has_any.load(Acquire) {
             return None;
         }
-        // The flag is cleared before the notices are taken, otherwise a notice pushed between the
-        // two would be missed.
+        // The flag is cleared before the notices are taken. In the opposite order, a notice added
+        // between the two steps would stay in the inbox until the next one arrives.
         self.has_any.store(false, Release);
         Some(std::mem::take(&mut *self.notices.lock())).filter(|notices| !notices.is_empty())
     }
@@ -360,7 +366,7 @@ impl Visit {
         Self { _pending: Arc::new(PendingVisit(Mutex::new(Some(Box::new(ended))))) }
     }
 
-    /// Creates a check whose end is reported through a channel.
+    /// Creates a check that sends a message through a channel when it ends.
     #[cfg(test)]
     pub(crate) fn for_tests() -> (Self, std::sync::mpsc::Receiver<()>) {
         let (send, receive) = std::sync::mpsc::channel();
@@ -383,7 +389,7 @@ impl Drop for PendingVisit {
 pub(crate) mod tests {
     use super::*;
 
-    /// Collects the notices that it receives.
+    /// Control plane for tests that stores the notices it receives.
     #[derive(Default)]
     pub(crate) struct Notices(pub(crate) Mutex<Vec<Notice>>);
 

@@ -1,9 +1,9 @@
 //! Namespace pool: interface to the storage from which a host creates namespaces.
 //!
-//! The controller decodes and checks Namespace Management, Namespace Attachment, Format NVM and
-//! Sanitize, and completes them. A [`NamespacePool`], which outlives the controller, manages the
-//! namespaces and their storage. The pool executes one [order](PoolOrder) at a time on its own
-//! thread, and adds and removes attached namespaces like any owner of the controller
+//! The controller decodes, checks and completes Namespace Management, Namespace Attachment, Format
+//! NVM and Sanitize. A [`NamespacePool`] manages the namespaces and their storage; it outlives the
+//! controller. It executes one [order](PoolOrder) at a time on its own thread. To add or remove
+//! attached namespaces, it uses the public methods of the controller
 //! ([`Controller::add_namespace`](crate::Controller::add_namespace)).
 
 use crate::notice::{ControlHandle, Notice};
@@ -55,14 +55,14 @@ pub enum SanitizePhase {
     /// No sanitize operation has been started.
     #[default]
     Never,
-    /// The operation is in progress; progress in 65536ths.
+    /// The operation is in progress. The value is the progress in 65536ths.
     InProgress(u16),
     /// The operation was successful.
     Successful,
-    /// The operation failed. The namespaces stay inaccessible until another operation succeeds or
+    /// The operation failed. The namespaces are inaccessible until another operation succeeds or
     /// the host exits the failure mode.
     Failed,
-    /// The host exited the failure mode: the namespaces are accessible.
+    /// The host exited the failure mode, so the namespaces are accessible.
     FailureLeft,
 }
 
@@ -78,7 +78,7 @@ pub struct SanitizeStatus {
 }
 
 impl SanitizeStatus {
-    /// Status of commands that access a namespace, if the operation blocks them.
+    /// Status of commands that access a namespace, if the operation blocks such commands.
     #[must_use]
     pub fn barrier(&self) -> Option<Status> {
         match self.phase {
@@ -115,14 +115,14 @@ impl PoolState {
     }
 }
 
-/// Action that a host requests from a pool. The controller has checked it against the
-/// [state](PoolState).
+/// Action that a host requests from a pool. The controller has already checked the action against
+/// the [state](PoolState).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PoolAct {
-    /// Creates a detached namespace. The outcome is its NSID.
+    /// Creates a detached namespace. The outcome is the NSID of the namespace.
     Create {
-        /// UUID chosen by the controller. If a namespace with this UUID exists, the order was
-        /// already executed.
+        /// UUID, chosen by the controller. If a namespace with this UUID exists already, the pool
+        /// has executed the order before.
         uuid: [u8; 16],
         /// Size in logical blocks.
         blocks: u64,
@@ -147,26 +147,26 @@ pub enum PoolAct {
         /// Metadata format, if blocks have metadata.
         metadata: Option<MetadataFormat>,
     },
-    /// Starts a sanitize operation of all namespaces. The order ends when the operation has
-    /// started, and [`PoolPort::sanitized`] reports the end of the operation. With Exit Failure
-    /// Mode, a failed operation is cleared instead.
+    /// Starts a sanitize operation on all namespaces. The order ends when the operation has
+    /// started, and [`PoolPort::sanitized`] reports the end of the operation. If the command is
+    /// Exit Failure Mode, the order clears a failed operation instead.
     Sanitize(Sanitize),
 }
 
-/// Order for a pool: an action and whether it may be repeated.
+/// Order for a pool: an action, and whether it is repeated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolOrder {
     /// Action to execute.
     pub act: PoolAct,
-    /// True after a crash recovery: the dead process may have executed the action without
-    /// completing the command, so an already executed action is not an error.
+    /// True if the order is repeated after a crash. The dead process may have executed the action
+    /// without completing the command, so an already executed action is not an error.
     pub is_again: bool,
 }
 
 /// Outcome of an order: dword 0 of the completion, or the error status.
 pub type PoolOutcome = Result<u32, Status>;
 
-/// Storage pool of a host's namespaces.
+/// Storage pool from which a host creates namespaces.
 ///
 /// The methods are called under the lock of a control plane, so none may wait for storage.
 pub trait NamespacePool: Send + Sync + fmt::Debug {
@@ -176,18 +176,19 @@ pub trait NamespacePool: Send + Sync + fmt::Debug {
     /// Connects the pool to its controller.
     fn connect(&self, port: PoolPort);
 
-    /// Starts an order and returns immediately. Before `done` is called, all changes that have to
-    /// survive a power loss must be on stable storage.
+    /// Starts an order and returns immediately. All changes that must survive a power loss have to
+    /// be on stable storage before `done` is called.
     fn order(&self, order: PoolOrder, done: PoolDone);
 }
 
-/// Handle by which a pool notifies its controller.
+/// Handle with which a pool notifies its controller.
 #[derive(Clone, Debug)]
 pub struct PoolPort(pub(crate) ControlHandle);
 
 impl PoolPort {
-    /// Reports the end of a sanitize operation. The [state](NamespacePool::state) gives its
-    /// result, and the accessible namespaces have been added to the controller again.
+    /// Reports the end of a sanitize operation. The pool's [state](NamespacePool::state) must have
+    /// the result already, and the pool must have added the accessible namespaces to the controller
+    /// again.
     pub fn sanitized(&self) {
         self.0.notify(Notice::Sanitized);
     }

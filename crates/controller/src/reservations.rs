@@ -1,10 +1,11 @@
 //! Reservations of namespaces (Base 2.1, 8.1.22): state machine and reservation file.
 //!
-//! The state machine of one namespace has its registrants, keys and holder. It is independent of
-//! controllers, queues and files. The file stores the reservations of a subsystem.
+//! The state machine of one namespace has its registrants, their keys and the holder of the
+//! reservation. It does not depend on controllers, queues or files. The file stores the
+//! reservations of a subsystem.
 //!
-//! Writes alternate between [two places](AbSlots), so one valid version survives a power loss at
-//! any time.
+//! The file has [two places](AbSlots) for the contents, which are written alternately. So one valid
+//! version survives a power loss at any time.
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -17,8 +18,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Maximum number of registrants of a namespace. A host may change its Host Identifier after each
-/// reset, so the number needs a limit.
+/// Maximum number of registrants of a namespace. Without a limit, a host could add registrants by
+/// changing its Host Identifier after each reset.
 const MAX_REGISTRANTS: usize = 128;
 
 /// Host Identifier.
@@ -71,7 +72,7 @@ impl Access {
     /// Unrestricted access.
     pub(crate) const ALL: Self = Self { read: true, write: true, ana: AnaState::Optimized };
 
-    /// True if some commands are refused. A non-optimized ANA state refuses none.
+    /// True if some commands are refused. In a non-optimized ANA state, none are.
     pub(crate) fn restricts(self) -> bool {
         !self.read || !self.write || self.ana.refusal().is_some()
     }
@@ -82,13 +83,13 @@ impl Access {
 pub(crate) enum Action {
     /// Reservation Register, register.
     Register { key: u64 },
-    /// Reservation Register, unregister. `key` is the current key, `None` to ignore it.
+    /// Reservation Register, unregister. `key` is the current key, or `None` to ignore the key.
     Unregister { key: Option<u64> },
-    /// Reservation Register, replace. `key` is the current key, `None` to ignore it.
+    /// Reservation Register, replace. `key` is the current key, or `None` to ignore the key.
     Replace { key: Option<u64>, new: u64 },
     /// Reservation Acquire.
     Acquire { key: u64, kind: ReservationType },
-    /// Reservation Acquire, Preempt. `of` is the key of the registrants to preempt.
+    /// Reservation Acquire, Preempt. Registrants with the key `of` are preempted.
     Preempt { key: u64, of: u64, kind: ReservationType },
     /// Reservation Release. `kind` may be an undefined type.
     Release { key: u64, kind: u8 },
@@ -127,14 +128,14 @@ pub(crate) struct Consequences {
 /// Reservation state of one namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Reservations {
-    /// Generation: number of registration changes.
+    /// Generation of the Reservation Status: number of registration changes.
     pub(crate) generation: u32,
     /// Persist Through Power Loss.
     pub(crate) persistent: bool,
     /// Registrants and their keys.
     registrants: Vec<(HostId, u64)>,
-    /// RTYPE of the reservation, and its holder. If all registrants are holders, the stored host
-    /// is the one that acquired the reservation, and is not used.
+    /// RTYPE and holder of the reservation. For the types whose holders are all registrants, the
+    /// host that acquired the reservation is stored but not used.
     held: Option<(u8, HostId)>,
 }
 
@@ -194,7 +195,7 @@ impl Reservations {
                 self.unregister(host, &mut then);
                 self.count();
             }
-            // With Ignore Existing Key, the host need not be registered.
+            // With Ignore Existing Key, the host may be unregistered and is then registered.
             Action::Replace { key: None, new } if self.key(host).is_none() => {
                 self.add(host, new)?
             }
@@ -247,7 +248,7 @@ impl Reservations {
         Ok(())
     }
 
-    /// Checks that the host is registered, and with `key` unless the key is ignored.
+    /// Checks that the host is registered with `key`. If `key` is `None`, any key is valid.
     fn check(&self, host: HostId, key: Option<u64>) -> Result<(), Status> {
         match (self.key(host), key) {
             (None, _) => Err(CONFLICT),
@@ -262,7 +263,7 @@ impl Reservations {
         then.told.extend(others.map(|(other, _)| (other, told)));
     }
 
-    /// Unregisters a host, and releases the reservation if the host was its last holder.
+    /// Unregisters a host. If it was the last holder, releases the reservation.
     fn unregister(&mut self, host: HostId, then: &mut Consequences) {
         let was_holder = self.is_holder(host);
         self.registrants.retain(|(other, _)| *other != host);
@@ -277,7 +278,8 @@ impl Reservations {
         }
     }
 
-    /// Preempts the registrants that `whom` selects.
+    /// Unregisters the registrants that `whom` selects, on behalf of host `by`, which preempts
+    /// them.
     fn remove(&mut self, by: HostId, whom: impl Fn(HostId, u64) -> bool, then: &mut Consequences) {
         let chosen: Vec<_> = self.registrants().filter(|(host, key)| whom(*host, *key)).collect();
         for (host, _) in chosen {
@@ -322,8 +324,8 @@ impl Reservations {
                 return Ok(());
             }
         }
-        // Registrations with the given key are removed; a reservation is released only if its
-        // holder is among them.
+        // Registrants with the given key are unregistered. The reservation is released only if its
+        // holder is one of them.
         if of == 0 || self.registrants().all(|(_, key)| key != of) {
             return Err(CONFLICT);
         }
@@ -361,7 +363,7 @@ impl Reservations {
 pub(crate) type AllReservations = BTreeMap<[u8; 16], Reservations>;
 
 const MAGIC: [u8; 8] = *b"SBRESV01";
-/// Bytes of a place. Large enough for the maximum: 128 registrants in each of 256 namespaces.
+/// Size of a place in bytes, sufficient for the maximum: 128 registrants in each of 256 namespaces.
 const PLACE: u64 = 8 << 20;
 const PLACES: AbSlots =
     AbSlots { magic: &MAGIC, order: HeadOrder::LengthFirst, place: PLACE, is_padded: false };
@@ -386,12 +388,12 @@ impl ReservationFile {
         Self { file, writing: Mutex::default() }
     }
 
-    /// Newest valid version.
+    /// Newest valid version in the file.
     fn newest(&self) -> Option<Newest<Vec<u8>>> {
         PLACES.read(&self.file, |text| Some(text.to_vec()))
     }
 
-    /// Reads the newest version; an empty file has no reservations.
+    /// Reads the newest version. An empty file contains no reservations.
     ///
     /// # Errors
     /// The file is not a reservation file, or cannot be read.
@@ -408,7 +410,8 @@ impl ReservationFile {
         Ok(content.namespaces.into_iter().collect())
     }
 
-    /// True if power was lost during the first write: the file has at most a partial first place.
+    /// True if the file has at most a partial first place, because power was lost during the first
+    /// write.
     fn is_new(&self) -> io::Result<bool> {
         let mut magic = [0; 8];
         let len = self.file.read_at(&mut magic, 0)?;
@@ -420,7 +423,7 @@ impl ReservationFile {
     /// Writes a new version. On failure the previous version stays valid.
     ///
     /// # Errors
-    /// The error of the system, or the reservations do not fit into a place.
+    /// The error of the system, or an error if the reservations do not fit into a place.
     pub(crate) fn write(&self, all: &AllReservations) -> io::Result<()> {
         let _one_after_the_other = self.writing.lock();
         let namespaces = all.iter().map(|(uuid, its)| (*uuid, its.clone())).collect();

@@ -32,7 +32,7 @@ pub enum RestoreError {
     /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The configuration differs from what the host has seen.
+    /// The configuration differs from the one that the host has already seen.
     #[error("the configured {0} differs from what the host has seen")]
     Shape(&'static str),
     /// The state is inconsistent.
@@ -47,7 +47,7 @@ pub enum RestoreError {
     /// The system could not use a descriptor.
     #[error("cannot use a descriptor of the controller: {0}")]
     System(#[from] io::Error),
-    /// The controller needs a dedicated I/O thread, and the pool has none for it.
+    /// The controller needs a dedicated I/O thread, and the pool cannot provide one.
     #[error(transparent)]
     Worker(#[from] RelocateError),
 }

@@ -1,10 +1,11 @@
 //! Message routing of a controller: to the I/O thread at which a queue was placed, or to the one
 //! that has taken the controller over.
 //!
-//! The control plane identifies I/O threads by the numbers at which queues were placed. The numbers
-//! stay valid when the controller moves to another I/O thread (see `worker::scheduling`): the route
-//! translates them. While queues are moving, messages to their I/O thread are kept here in order,
-//! and sent to the new I/O thread after the queues have arrived.
+//! The control plane identifies an I/O thread by the number that it had when queues were assigned
+//! to it. These numbers stay valid if the controller moves to another I/O thread (see
+//! `worker::scheduling`), because the route translates them. While queues move, the route keeps the
+//! messages to their I/O thread in order. It sends them to the new I/O thread when the queues have
+//! arrived.
 
 use crate::worker::Pool;
 use crate::worker::mailbox::Message;
@@ -29,7 +30,7 @@ pub enum RelocateError {
     /// The maximum number of dedicated I/O threads is reached.
     #[error("all dedicated I/O threads of this process are in use")]
     TooMany,
-    /// The controller is quiesced or quiescing.
+    /// The controller is quiesced, or a quiesce is in progress.
     #[error("the controller is quiesced, because another process is about to serve it")]
     Frozen,
     /// The system could not create a thread.
@@ -43,24 +44,28 @@ pub(crate) struct Route(Mutex<RouteState>);
 
 #[derive(Default)]
 struct RouteState {
-    /// I/O thread that serves the controller, instead of those at which its queues were placed.
+    /// I/O thread that serves the controller after a move, instead of the I/O threads to which its
+    /// queues were assigned.
     to: Option<usize>,
-    /// I/O threads whose queues have not left yet, with the messages to send after the move.
+    /// I/O threads that the moving queues have not left yet, each with the messages to send after
+    /// the move.
     leaving: BTreeMap<usize, Vec<Message>>,
     quiesce: Option<Quiesce>,
 }
 
-/// Routing state of a quiesced or quiescing controller.
+/// Routing state of a controller that is quiesced or about to be quiesced.
 struct Quiesce {
     /// Queues of each I/O thread after they have left it.
     stopovers: Vec<Arc<Stopover>>,
-    /// Messages to send after the quiesce, with the I/O thread number at placement.
+    /// Messages to send after the quiesce, each with the number of the I/O thread to which the
+    /// queues were assigned.
     kept: Vec<(usize, Message)>,
 }
 
 impl Quiesce {
-    /// Keeps a message to `worker`. Of several DMA tables only the last one is kept, as in a
-    /// mailbox, because a client can map memory without limit while its controller is quiesced.
+    /// Keeps a message to `worker`. If there are several DMA tables, only the last one is kept, as
+    /// in a mailbox. Otherwise a client that maps memory without limit during a quiesce could
+    /// exhaust memory.
     fn keep(&mut self, worker: usize, message: Message) {
         let of_worker = self.kept.iter_mut().rev().find(|(other, _)| *other == worker);
         match (message, of_worker) {
@@ -77,7 +82,8 @@ impl Quiesce {
 }
 
 impl Route {
-    /// I/O thread that serves queues placed at `worker`, or will after a move in progress.
+    /// I/O thread that serves the queues assigned to `worker`, or will serve them after a move in
+    /// progress.
     pub(crate) fn resolve(&self, worker: usize) -> usize {
         self.0.lock().to.unwrap_or(worker)
     }
@@ -92,8 +98,8 @@ impl Route {
         self.0.lock().to
     }
 
-    /// Sends `message` to the I/O thread that serves queues placed at `worker`. The message is
-    /// kept while the queues are moving or quiesced.
+    /// Sends `message` to the I/O thread that serves the queues assigned to `worker`. While these
+    /// queues move or are quiesced, the route keeps the message.
     pub(crate) fn send(&self, pool: &Pool, worker: usize, message: Message) {
         let mut state = self.0.lock();
         if let Some(quiesce) = &mut state.quiesce {
@@ -105,8 +111,8 @@ impl Route {
         }
     }
 
-    /// Moves the controller to I/O thread `to`. Each of `workers`, which have queues of the
-    /// controller, is sent a message made by `leave`. A second call has no effect.
+    /// Starts to move the controller to I/O thread `to`. Sends a message created by `leave` to each
+    /// of `workers`, which have queues of the controller. A second call has no effect.
     pub(crate) fn divert(
         &self,
         pool: &Pool,
@@ -125,7 +131,8 @@ impl Route {
         }
     }
 
-    /// Sends the kept messages after the queues of `worker` have arrived.
+    /// Sends the kept messages to `worker`'s queues, after these queues have arrived at the new I/O
+    /// thread.
     pub(crate) fn arrived(&self, pool: &Pool, worker: usize) {
         let mut state = self.0.lock();
         let to = state.to.unwrap_or(worker);
@@ -134,14 +141,14 @@ impl Route {
         }
     }
 
-    /// Sends a message made by `hurry` to I/O threads whose queues have not left, because a reset
-    /// waits for them.
+    /// Sends a message created by `hurry` to each I/O thread that queues have not left yet, because
+    /// a reset waits for these queues.
     pub(crate) fn hurry(&self, pool: &Pool, hurry: impl Fn() -> Message) {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
     }
 
-    /// I/O threads that may have queues of the controller: those of `workers`, where queues were
-    /// placed, and the target of a move. Moving queues are at one of them, or already lost.
+    /// I/O threads that may have queues of the controller: `workers`, to which queues were
+    /// assigned, and the target of a move. Queues that are moving are at one of these, or lost.
     pub(crate) fn everywhere(&self, workers: impl IntoIterator<Item = usize>) -> Vec<usize> {
         let state = self.0.lock();
         let mut all: BTreeSet<_> = workers.into_iter().collect();
@@ -154,8 +161,8 @@ impl Route {
         !self.0.lock().leaving.is_empty()
     }
 
-    /// Starts a quiesce: sends a message made by `leave` to each I/O thread that serves queues
-    /// placed at `workers`. All later messages are kept.
+    /// Starts a quiesce: sends a message created by `leave` to each I/O thread that serves queues
+    /// assigned to `workers`. The route keeps all later messages.
     pub(crate) fn begin_quiesce(
         &self,
         pool: &Pool,
@@ -173,7 +180,7 @@ impl Route {
         state.quiesce = Some(Quiesce { stopovers, kept: Vec::new() });
     }
 
-    /// Starts quiesced, with restored queues.
+    /// Starts in the quiesced state, with restored queues.
     pub(crate) fn begin_quiesced(&self, stopovers: Vec<Arc<Stopover>>) {
         self.0.lock().quiesce = Some(Quiesce { stopovers, kept: Vec::new() });
     }
@@ -183,16 +190,16 @@ impl Route {
         self.0.lock().quiesce.iter().flat_map(|quiesce| quiesce.stopovers.iter().cloned()).collect()
     }
 
-    /// Cancels a quiesce: sends a message made by `stay` to the I/O threads, which keep the queues
-    /// that have not left.
+    /// Cancels a quiesce: sends a message created by `stay` to the I/O threads. They keep the
+    /// queues that have not left.
     pub(crate) fn cancel_quiesce(&self, pool: &Pool, stay: impl Fn() -> Message) {
         let state = self.0.lock();
         let stopovers = state.quiesce.iter().flat_map(|quiesce| &quiesce.stopovers);
         stopovers.for_each(|stopover| pool.send(stopover.worker(), stay()));
     }
 
-    /// Drops the quiesced queues and the kept messages for good. The caller calls the returned
-    /// function without a lock.
+    /// Drops the quiesced queues and the kept messages. The caller must call the returned function
+    /// after it has released its locks.
     pub(crate) fn drop_quiesced(&self) -> impl FnOnce() + Send + 'static {
         let quiesce = self.0.lock().quiesce.take();
         move || {
@@ -202,8 +209,8 @@ impl Route {
         }
     }
 
-    /// Ends a quiesce: returns the queues to their I/O threads, then sends the kept messages. No
-    /// queue may still be leaving.
+    /// Ends a quiesce: returns the queues to their I/O threads, then sends the kept messages. All
+    /// queues must have left their I/O threads before.
     pub(crate) fn end_quiesce(&self, pool: &Pool) {
         let mut state = self.0.lock();
         let Some(Quiesce { stopovers, kept }) = state.quiesce.take() else { return };

@@ -1,4 +1,5 @@
-//! Snapshot format of a controller, as plain data for the next process, and the checkpoint sink.
+//! Snapshot format of a controller, as plain data for the next process, and the interface that
+//! stores checkpoints.
 //!
 //! A later release may add a field with a default. A change of a field's meaning, or the removal
 //! of a field, must increment [`shadowbell_state::VERSION`].
@@ -8,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use shadowbell_spec::feature::InterruptCoalescing;
 use shadowbell_state::{Bytes, Descriptors, FdRef};
 
-/// Serializable snapshot of a controller: quiesced
-/// ([`Controller::freeze`](crate::Controller::freeze)), or running for crash recovery. Descriptors
-/// are passed separately ([`Descriptors`]).
+/// Serializable snapshot of a controller. It is either quiesced
+/// ([`Controller::freeze`](crate::Controller::freeze)), or running, in a checkpoint for crash
+/// recovery. Descriptors are passed separately ([`Descriptors`]).
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SavedController {
     pub(crate) shape: SavedShape,
@@ -21,7 +22,7 @@ pub struct SavedController {
     pub(crate) parts: Vec<SavedPart>,
     /// True if the controller has a dedicated I/O thread.
     pub(crate) isolated: bool,
-    /// Vectors that were raised while no eventfd was connected.
+    /// Interrupt vectors that were raised while no eventfd was connected.
     pub(crate) pending_vectors: Vec<u16>,
     pub(crate) counters: SavedCounters,
     /// Journal with the queue positions, in a snapshot of a running controller.
@@ -29,13 +30,13 @@ pub struct SavedController {
     pub(crate) journal: Option<SavedJournal>,
 }
 
-/// Cause of death of a process whose controllers are recovered.
+/// Cause of death of a process, for the recovery of its controllers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Death {
-    /// Killed from outside or by the OOM killer: its commands in flight are not suspect.
+    /// Another process or the OOM killer killed it, so the commands in flight are not the cause.
     #[default]
     Killed,
-    /// Crashed by a program fault: a command in flight may be the cause.
+    /// A program fault crashed it. A command in flight may be the cause.
     Fault,
     /// Ended by an upgrade after it had quiesced: no command was in flight.
     Planned,
@@ -75,7 +76,7 @@ pub(crate) struct SavedJournal {
     pub(crate) records: usize,
 }
 
-/// Host-visible configuration, which must be equal in the next process.
+/// Host-visible configuration. The next process must have the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SavedShape {
     pub(crate) serial: String,
@@ -86,7 +87,7 @@ pub(crate) struct SavedShape {
     pub(crate) shadow_doorbells: bool,
     pub(crate) mapped_doorbells: bool,
     pub(crate) namespaces: Vec<SavedNamespace>,
-    /// Properties of all namespaces that the host has read in Identify Controller.
+    /// Common properties of all namespaces, which the host has read in Identify Controller.
     #[serde(default)]
     pub(crate) told: Option<SavedPromises>,
 }
@@ -100,7 +101,7 @@ pub(crate) struct SavedPromises {
 }
 
 impl SavedShape {
-    /// First difference to `other`, as a noun for an error message.
+    /// First difference from `other`, as a noun for an error message.
     pub(crate) fn difference(&self, other: &Self) -> Option<&'static str> {
         [
             (self.serial == other.serial, "serial number"),
@@ -141,7 +142,7 @@ pub(crate) struct SavedControl {
     /// Shadow doorbell page and EventIdx page of Doorbell Buffer Config.
     pub(crate) shadow: Option<(u64, u64)>,
     pub(crate) features: SavedFeatures,
-    /// Changed Namespace List.
+    /// Changed Attached Namespace List.
     pub(crate) changed: Vec<u32>,
     pub(crate) events: SavedEvents,
     pub(crate) errors: SavedErrors,
@@ -161,10 +162,10 @@ pub(crate) struct SavedControl {
     /// Time since the last reset in milliseconds.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) reset_ms: u64,
-    /// UUID of the last namespace whose creation the host requested.
+    /// UUID of the namespace whose creation the host has requested last.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) creating: Option<[u8; 16]>,
-    /// Reset in progress: true if it resets all registers.
+    /// Present if a reset is in progress; true if the reset restores all registers.
     #[serde(default)]
     pub(crate) resetting: Option<bool>,
 }
@@ -172,7 +173,7 @@ pub(crate) struct SavedControl {
 /// State of a controller in a subsystem: host identity, notifications and ANA.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SavedSharing {
-    /// Host Identifier, as the feature transfers it.
+    /// Host Identifier, in the format of the feature's data.
     pub(crate) host: Vec<u8>,
     /// Reservation Notification Mask by NSID.
     pub(crate) masks: Vec<(u32, u32)>,
@@ -210,7 +211,7 @@ pub(crate) struct SavedFeatures {
     pub(crate) power: u32,
     pub(crate) over_temperature: u16,
     pub(crate) under_temperature: u16,
-    /// NSID and TLER.
+    /// NSIDs with their value of Time Limited Error Recovery (TLER).
     pub(crate) error_recovery: Vec<(u32, u16)>,
     pub(crate) write_cache: bool,
     pub(crate) queues: Option<u32>,
@@ -220,8 +221,8 @@ pub(crate) struct SavedFeatures {
     pub(crate) coalescing_disabled: Vec<u16>,
     pub(crate) write_atomicity: u32,
     pub(crate) events: u32,
-    /// Timestamp in milliseconds, the time of this machine's clock at which it was set, and
-    /// whether the host has set it.
+    /// Timestamp in milliseconds, the time on this machine's clock when it was set, and true if the
+    /// host has set it.
     pub(crate) clock: (u64, u64, bool),
     #[serde(default)]
     pub(crate) knows_interrupted: bool,
@@ -269,7 +270,7 @@ pub(crate) struct SavedSelfTest {
     pub(crate) results: Vec<Vec<u8>>,
 }
 
-/// Failure: segment, NSID and block, and status.
+/// Failure of a self-test: segment, NSID and block (if known), and status.
 pub(crate) type SavedFailure = (u8, Option<(u32, u64)>, u16);
 
 /// Device self-test in progress.
@@ -279,7 +280,7 @@ pub(crate) struct SavedSelfTestRun {
     /// NSIDs of the remaining namespaces; `count` is the number of all tested namespaces.
     pub(crate) nsids: Vec<u32>,
     pub(crate) count: usize,
-    /// Next piece of the first remaining namespace.
+    /// Index of the next piece in the first remaining namespace.
     pub(crate) piece: u64,
     /// First failure.
     pub(crate) failure: Option<SavedFailure>,
@@ -320,7 +321,7 @@ pub(crate) struct SavedDiagnostics {
     pub(crate) events: SavedEventLog,
 }
 
-/// Doorbell state on the controller's side.
+/// Doorbell state that the controller keeps.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedDoorbell {
     pub(crate) last: u16,
@@ -328,7 +329,7 @@ pub(crate) struct SavedDoorbell {
     pub(crate) snapshot: Option<u32>,
 }
 
-/// Location of a doorbell's current value.
+/// Place where the current value of a doorbell is.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum SavedTruth {
     Register,
@@ -371,7 +372,7 @@ pub(crate) struct SavedAdminQueue {
     pub(crate) under_way: Vec<Bytes>,
 }
 
-/// Queues of one I/O thread.
+/// Snapshot of the queues of one I/O thread.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedPart {
     /// Number of the I/O thread.
@@ -389,13 +390,14 @@ pub(crate) struct SavedCounters {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
-    /// Number of recoveries. A migration resets it, which keeps the migration stream readable for
-    /// earlier releases.
+    /// Number of recoveries. A migration resets it to 0, so the field is omitted and earlier
+    /// releases can read the migrated state.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(crate) recoveries: u64,
 }
 
-/// True if the field can be omitted: releases without the field can then read the snapshot.
+/// True if the value is the default. The field is then omitted, so that releases without the field
+/// can read the snapshot.
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
@@ -410,9 +412,9 @@ pub(crate) struct Recorded {
 /// Stores checkpoints of a running controller. If this process dies, the next process recovers the
 /// controller from the last checkpoint ([`Controller::recover`](crate::Controller::recover)).
 pub trait Recorder: Send + Sync {
-    /// Stores a checkpoint; `fds` are the descriptors to which `state` refers. The host sees no
-    /// change of the state before this method returns. The method is called for rare operations
-    /// (registers, admin commands) on the thread that handles them, and should take at most about
-    /// ten microseconds.
+    /// Stores a checkpoint. `fds` are the descriptors to which `state` refers. The host does not
+    /// see the new state before this method returns. It is called for rare operations (registers,
+    /// admin commands), on the thread that handles them, and should take at most about ten
+    /// microseconds.
     fn record(&self, state: &SavedController, fds: Descriptors);
 }

@@ -19,75 +19,78 @@ use std::sync::{Arc, OnceLock, Weak};
 
 /// Doorbell stride (CAP.DSTRD): doorbells are 4 bytes apart, as on every PCIe controller.
 pub(crate) const DSTRD: u8 = 0;
-/// Size of the doorbell registers: one page, which can be mapped.
+/// Size of the doorbell registers in bytes: one page, which a host can map.
 pub(crate) const DOORBELL_BYTES: u64 = 4096;
-/// Maximum number of queue pairs, including the admin queue's.
+/// Maximum number of queue pairs, including the admin queue pair.
 pub(crate) const MAX_QUEUES: usize = 65;
 const _: () = assert!(MAX_QUEUES <= journal::QUEUES);
 
-/// Sums of deleted queues, and the counters of existing queues.
+/// Counters of existing queues, and the sums of the counters of deleted queues.
 #[derive(Debug, Default)]
 struct Counted {
     retired_sq: SqStats,
     retired_cq: CqStats,
     retired_io: IoStats,
-    /// Eventfd doorbells of deleted queues.
+    /// Number of doorbell signals by eventfd to deleted queues.
     retired_events: u64,
     /// Number of recoveries after a crash.
     recoveries: u64,
     /// Current counters, each written by one I/O thread.
     parts: Vec<Arc<PartCounters>>,
-    /// Latency counters by NSID, each written by one thread.
+    /// Latency counters with their NSID, each written by one thread.
     measured: Vec<(u32, Arc<LatencyCounters>)>,
     sqs: Vec<Weak<SqCounters>>,
     cqs: Vec<Weak<CqCounters>>,
 }
 
-/// Removes `one` from the list, and entries without an owner.
+/// Removes `one` from the list, and all entries whose counters no longer exist.
 fn take_out<T>(all: &mut Vec<Weak<T>>, one: &Arc<T>) {
     all.retain(|other| {
         other.strong_count() != 0 && !std::ptr::eq(other.as_ptr(), Arc::as_ptr(one))
     });
 }
 
-/// State that the control plane and the I/O threads of one controller share. Apart from the
-/// doorbell registers, nothing in it is accessed once per I/O.
+/// State that the control plane and the I/O threads of one controller share. Only the doorbell
+/// registers are accessed for each I/O command.
 pub(crate) struct ControllerShared {
     pub(crate) id: u32,
     doorbells: SharedBytes,
-    /// Trapped doorbell writes, by register index.
+    /// Numbers of trapped doorbell writes, by register index.
     traps: Vec<AtomicU64>,
-    /// I/O thread that serves a queue: its number + 1, or 0 for none; by register index.
+    /// I/O thread that serves a queue, by register index: the number of the thread plus 1, or 0 if
+    /// there is none.
     owners: Vec<AtomicU8>,
-    /// Park state of the controller on each I/O thread, read on delivery of a doorbell write.
+    /// Park state of the controller on each I/O thread. It is read for each doorbell write that is
+    /// delivered.
     park_states: Vec<Arc<AtomicU32>>,
-    /// True if a sleeping I/O thread waits for the completion queue's head; by queue identifier.
+    /// True if a sleeping I/O thread waits for a new head of the completion queue; by queue
+    /// identifier.
     head_wanted: Vec<AtomicBool>,
-    /// True if the volatile write cache is disabled (feature 06h): every write is forced to the
-    /// medium.
+    /// True if the volatile write cache is disabled (feature 06h). Every write is then forced to
+    /// the medium.
     write_through: AtomicBool,
     /// Enabled descriptor formats of Copy (feature 16h): bit n for format n.
     copy_formats: Arc<AtomicU16>,
-    /// True if a command runs exclusively or waits for that: queues that arrive at an I/O thread
-    /// must not fetch commands.
+    /// True while a command runs exclusively or waits for exclusive execution. Queues that arrive
+    /// at an I/O thread must then not fetch commands.
     exclusive: AtomicBool,
     /// Logical blocks that the host marked as uncorrectable. Each I/O thread has its own copy,
     /// which it updates while no command is in flight.
     uncorrectable: Mutex<Arc<Uncorrectable>>,
-    /// True if the doorbell page is mapped into the guest: writes do not trap, so the doorbells
-    /// have to be polled.
+    /// True if the doorbell page is mapped into the guest. Writes then do not trap, so the
+    /// doorbells are polled.
     pub(crate) mapped: bool,
     pub(crate) irqs: Arc<IrqTable>,
     pub(crate) coalescing: Coalescing,
     counted: Mutex<Counted>,
-    /// True if reaching the in-flight limit was already logged.
+    /// True if a message that the in-flight limit is reached was already logged.
     excess_reported: AtomicBool,
     /// Journal for crash recovery, if enabled.
     journal: OnceLock<Journal>,
 }
 
-/// Maps the doorbell page at its BAR0 offset in the file: a client that maps the page expects the
-/// file offset to equal the region offset.
+/// Maps the doorbell page. Its offset in the file equals its offset in BAR0, because a client that
+/// maps the page uses the region offset as file offset.
 fn doorbell_page(file: Option<OwnedFd>) -> Result<SharedBytes, shadowbell_memory::MapError> {
     let len = shadowbell_spec::regs::DOORBELLS + DOORBELL_BYTES;
     let bar = match file {
@@ -104,8 +107,8 @@ fn index(qid: u16, kind: DoorbellKind) -> usize {
 }
 
 impl ControllerShared {
-    /// Shared state of a new controller. `doorbells` is the doorbell file of the previous process;
-    /// if `None`, a new file is created.
+    /// Shared state of a new controller. `doorbells` is the doorbell file of the previous process,
+    /// or `None` to create a new file.
     pub(crate) fn new(
         id: u32,
         mapped: bool,
@@ -132,7 +135,7 @@ impl ControllerShared {
         })
     }
 
-    /// Creates the journal for crash recovery. Called before any queue exists.
+    /// Creates the journal for crash recovery. It must be called before any queue exists.
     pub(crate) fn keep_journal(&self, requests: usize) -> io::Result<()> {
         let _ = self.journal.set(Journal::new(self.park_states.len(), requests)?);
         Ok(())
@@ -153,7 +156,7 @@ impl ControllerShared {
         part.transpose()
     }
 
-    /// Duplicate of the doorbell file for the next process.
+    /// Duplicates the doorbell file for the next process.
     pub(crate) fn doorbell_file(&self) -> io::Result<OwnedFd> {
         let file = self.doorbells.mapping().fd().ok_or(io::ErrorKind::NotFound)?;
         file.try_clone_to_owned()
@@ -192,7 +195,7 @@ impl ControllerShared {
         self.traps.get(index(qid, kind)).map_or(0, |c| c.load(Ordering::Relaxed))
     }
 
-    /// Returns and resets the number of trapped writes of this doorbell, for a deleted queue.
+    /// Returns and resets the number of trapped writes of this doorbell, when its queue is deleted.
     pub(crate) fn take_traps(&self, qid: u16, kind: DoorbellKind) -> u64 {
         self.traps.get(index(qid, kind)).map_or(0, |c| c.swap(0, Ordering::Relaxed))
     }
@@ -216,22 +219,22 @@ impl ControllerShared {
         }
     }
 
-    /// Sets whether a sleeping I/O thread waits for the head of completion queue `qid`. Called
-    /// before the sleeper's full fence, otherwise the wakeup could be lost.
+    /// Sets whether a sleeping I/O thread waits for the head of completion queue `qid`. The thread
+    /// calls it before its full fence; after the fence, a wakeup could be lost.
     pub(crate) fn want_head(&self, qid: u16, wanted: bool) {
         if let Some(flag) = self.head_wanted.get(usize::from(qid)) {
             flag.store(wanted, Ordering::Release);
         }
     }
 
-    /// True if a trapped head write of `qid` has to wake the I/O thread. Called after the register
-    /// store and a full fence.
+    /// True if a trapped head write of `qid` has to wake the I/O thread. It must be called after
+    /// the register is stored and a full fence.
     pub(crate) fn is_head_wanted(&self, qid: u16) -> bool {
         self.head_wanted.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
 
-    /// Returns true for the first call only: reaching the in-flight limit is logged once, otherwise
-    /// a guest could fill the log.
+    /// Returns true only for the first call. So the message that the in-flight limit is reached is
+    /// logged once, and a guest cannot fill the log.
     pub(crate) fn is_first_excess(&self) -> bool {
         !self.excess_reported.swap(true, Ordering::Relaxed)
     }
@@ -253,7 +256,7 @@ impl ControllerShared {
         self.exclusive.store(exclusive, Ordering::Release);
     }
 
-    /// True if a command runs exclusively or waits for that.
+    /// True while a command runs exclusively or waits for exclusive execution.
     pub(crate) fn is_exclusive(&self) -> bool {
         self.exclusive.load(Ordering::Acquire)
     }
@@ -279,28 +282,30 @@ impl ControllerShared {
         counters
     }
 
-    /// Adds a part's counters to the sums of deleted queues and removes the part.
+    /// Removes an I/O thread's counters, and adds them to the sums of deleted queues.
     pub(crate) fn retire_part(&self, counters: &Arc<PartCounters>) {
         let mut counted = self.counted.lock();
         counted.retire_part(counters);
     }
 
-    /// Merges part `from` into part `to`, after a move of its queues.
+    /// Merges the counters `from` of one I/O thread into those of another, `to`, after a move of
+    /// the queues.
     pub(crate) fn join_parts(&self, from: &Arc<PartCounters>, to: &PartCounters) {
         let mut counted = self.counted.lock();
         to.absorb(from);
         counted.retire_part(from);
     }
 
-    /// Latency counters of a namespace for one thread: new ones, or those that another thread no
-    /// longer uses.
+    /// Latency counters of a namespace for one thread: counters that no thread uses any more, or
+    /// new ones.
     pub(crate) fn measured(&self, nsid: u32) -> Arc<LatencyCounters> {
         let mut counted = self.counted.lock();
         let given_up = |(of, counters): &&(u32, Arc<LatencyCounters>)| {
             *of == nsid && Arc::strong_count(counters) == 1
         };
         if let Some((_, counters)) = counted.measured.iter().find(given_up) {
-            // Pairs with the other thread's drop of the `Arc`: its counts are visible.
+            // Pairs with the drop of the `Arc` by the other thread, so that its counts are visible
+            // here.
             std::sync::atomic::fence(Ordering::Acquire);
             return Arc::clone(counters);
         }
@@ -378,7 +383,7 @@ impl ControllerShared {
         self.counted.lock().io()
     }
 
-    /// Sums of deleted queues, for a snapshot. The I/O statistics in it are zero.
+    /// Sums of the counters of deleted queues, for a snapshot. The I/O statistics in it are zero.
     pub(crate) fn counters(&self) -> SavedCounters {
         let counted = self.counted.lock();
         SavedCounters {
@@ -390,7 +395,7 @@ impl ControllerShared {
         }
     }
 
-    /// Continues the counters of a snapshot.
+    /// Restores the counters of a snapshot, which then continue.
     pub(crate) fn restore_counters(&self, saved: &SavedCounters) {
         let mut counted = self.counted.lock();
         counted.retired_io = saved.io;

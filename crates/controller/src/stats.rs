@@ -1,7 +1,7 @@
 //! Statistics of a controller.
 //!
-//! The thread that serves a queue increments the counters without locks, and readers load them
-//! directly. A counter is incremented before the host can observe the counted event.
+//! The thread that serves a queue increments its counters without locks, and readers load them
+//! directly. A counter is incremented before the host can observe the event that it counts.
 
 use crate::latency_stats::NamespaceLatency;
 use parking_lot::Mutex;
@@ -16,19 +16,19 @@ use std::time::Duration;
 /// Doorbell statistics of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DoorbellCounts {
-    /// MMIO writes received (trapped; writes to a mapped doorbell are not counted).
+    /// MMIO writes received by trap. Writes to a mapped doorbell are not counted.
     pub mmio_writes: u64,
-    /// Reads of the value while polling.
+    /// Reads of the doorbell value while polling.
     pub looks: u64,
     /// Reads that found a new value.
     pub found_new: u64,
-    /// EventIdx updates while polling that keep the host from ringing.
+    /// EventIdx updates while polling, after which the host need not write the doorbell register.
     pub event_idx_moved: u64,
-    /// EventIdx updates that make the host's next update ring.
+    /// EventIdx updates after which the host's next update writes the doorbell register.
     pub event_idx_armed: u64,
-    /// Rechecks of the value after arming and the fence.
+    /// Rechecks of the doorbell value after EventIdx was armed, behind a full fence.
     pub rechecks: u64,
-    /// Rechecks that found a new value: each would have been a lost wakeup.
+    /// Rechecks that found a new value. Without the recheck, each would have been a lost wakeup.
     pub rechecks_found: u64,
     /// Invalid values.
     pub invalid: u64,
@@ -86,8 +86,8 @@ pub struct CqStats {
     pub completions: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Batches of completions without an interrupt, because the host had not consumed the entries
-    /// of the last interrupt, or because of coalescing.
+    /// Batches of completions for which no interrupt was raised, because of coalescing or because
+    /// the host had not yet consumed the entries of the last interrupt.
     pub interrupts_suppressed: u64,
     /// Head doorbell.
     pub doorbell: DoorbellCounts,
@@ -108,11 +108,11 @@ pub struct IoStats {
     pub bytes_read: u64,
     /// Bytes written.
     pub bytes_written: u64,
-    /// Bytes copied by Copy commands; not included in `bytes_read` and `bytes_written`.
+    /// Bytes copied by Copy commands. They are not part of `bytes_read` and `bytes_written`.
     pub bytes_copied: u64,
     /// Commands that ended in an error.
     pub errors: u64,
-    /// Commands that ended in a media error, also counted in `errors`.
+    /// Commands that ended in a media error. They are also counted in `errors`.
     pub media_errors: u64,
 }
 
@@ -193,7 +193,7 @@ impl CqCounters {
     }
 }
 
-/// Adapter that gives a doorbell access to its queue's counters.
+/// Adapter with which a doorbell updates the counters of its queue.
 #[derive(Debug)]
 pub(crate) struct CountedBy<T>(pub(crate) Arc<T>);
 
@@ -211,7 +211,7 @@ impl AsRef<ControllerCounters> for CountedBy<CqCounters> {
     }
 }
 
-/// Read and write counts of an I/O thread in private memory, published
+/// Read and write counts of an I/O thread in private memory. They are published
 /// ([`IoCounters::publish`]) before completions are posted.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TransferStats {
@@ -236,7 +236,7 @@ pub(crate) struct IoCounters {
 }
 
 impl IoCounters {
-    /// Private counts that continue from the published values.
+    /// Private counts that start with the published values.
     pub(crate) fn transfers(&self) -> TransferStats {
         TransferStats {
             reads: self.reads.get(),
@@ -276,7 +276,8 @@ impl IoCounters {
 pub(crate) struct PartCounters {
     pub(crate) io: IoCounters,
     worker: AtomicUsize,
-    /// True if the controller is parked: the I/O thread skips it until a doorbell rings.
+    /// True if the controller is parked: the I/O thread does not poll it until a doorbell write
+    /// arrives.
     left_out: AtomicBool,
     /// Doorbell eventfds, whose kernel counters give the number of signals.
     doorbell_eventfds: Mutex<Vec<Arc<EventFd>>>,
@@ -314,14 +315,14 @@ impl PartCounters {
         self.doorbell_eventfds.lock().push(event);
     }
 
-    /// Number of doorbell eventfd signals. The count is obtained without reading the eventfds: the
-    /// host shares them and could make a read block.
+    /// Number of doorbell eventfd signals. The count comes from the kernel without a read of the
+    /// eventfds, because the host also has the eventfds and could make a read block.
     pub(crate) fn doorbell_events(&self) -> u64 {
         let events = self.doorbell_eventfds.lock();
         events.iter().map(|event| event.count()).fold(0, u64::saturating_add)
     }
 
-    /// Takes over the doorbell eventfds of another part, whose queues have moved here.
+    /// Takes over the doorbell eventfds of `other`, after its queues have moved to this I/O thread.
     pub(crate) fn absorb(&self, other: &Self) {
         let events = std::mem::take(&mut *other.doorbell_eventfds.lock());
         self.doorbell_eventfds.lock().extend(events);
@@ -331,19 +332,20 @@ impl PartCounters {
 /// Sleep statistics of an I/O thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct SleepStats {
-    /// Attempts to sleep.
+    /// Number of times that the thread prepared to sleep.
     pub rounds: u64,
-    /// Attempts that a recheck ended.
+    /// Preparations to sleep after which a recheck found work, so the thread stayed awake.
     pub stayed_awake: u64,
-    /// Sleeps.
+    /// Number of times that the thread slept.
     pub sleeps: u64,
-    /// Sleeps after which no work was found.
+    /// Sleeps after which the thread found no work.
     pub spurious_wakes: u64,
     /// Nanoseconds spent awake.
     pub awake_ns: u64,
     /// Number of the I/O thread, from 0.
     pub worker: usize,
-    /// True if the controller is parked on this I/O thread: it is skipped until a doorbell rings.
+    /// True if the controller is parked on this I/O thread, which does not poll it until a doorbell
+    /// write arrives.
     pub parked: bool,
 }
 
@@ -382,18 +384,18 @@ pub struct Stats {
     pub retired_sq: SqStats,
     /// Sums over deleted completion queues.
     pub retired_cq: CqStats,
-    /// Doorbells rung by an eventfd instead of an MMIO write
+    /// Number of doorbell signals by eventfd instead of an MMIO write
     /// ([`Controller::doorbell_eventfds`](crate::Controller::doorbell_eventfds)).
     pub doorbell_events: u64,
     /// I/O statistics.
     pub io: IoStats,
-    /// Latencies by namespace, of commands that began and ended while
-    /// [`Pool::measure`](crate::Pool::measure) was on. Empty if it never was on.
+    /// Latencies by namespace, of commands that started and ended while
+    /// [`Pool::measure`](crate::Pool::measure) was on. Empty if it was never on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub measured: Vec<NamespaceLatency>,
     /// Number of recoveries after a crash of the server process.
     pub recoveries: u64,
-    /// I/O threads that serve this controller; each may serve others too.
+    /// I/O threads that serve this controller. They may serve other controllers too.
     pub workers: Vec<SleepStats>,
 }
 

@@ -1,14 +1,15 @@
 //! NVM subsystem of several controllers with shared namespaces.
 //!
 //! All controllers belong to one process, and each is a [`Member`] with a controller identifier.
-//! The shared state is the reservations. A thread of the subsystem executes reservation commands
-//! one at a time, because a change is written to a file before it takes effect, and no I/O thread
-//! may wait for a file. Afterwards each controller whose access rights change is notified. The
-//! command ends when all I/O threads of these controllers have applied the change and the commands
-//! that they started before it have ended ([`Change`]).
+//! They share the reservations. A thread of the subsystem executes reservation commands one at a
+//! time: it writes each change to a file before the change takes effect, and no I/O thread may wait
+//! for a file. Then it notifies each controller whose access rights change. The command ends when
+//! all I/O threads of these controllers have applied the change and the commands that they had
+//! started before have ended ([`Change`]).
 //!
-//! The file stores the state of namespaces with Persist Through Power Loss for the next start, and
-//! of all namespaces for the next process after a restart for upgrade or a crash.
+//! For the next start after a power loss, the file stores the state of namespaces with Persist
+//! Through Power Loss. For the next process after a restart for upgrade or a crash, it stores the
+//! state of all namespaces.
 
 use crate::notice::{ControlHandle, Latch, Notice};
 use crate::reservations::{
@@ -56,9 +57,9 @@ pub struct Subsystem {
 }
 
 impl Subsystem {
-    /// Creates a subsystem. The file `state`, which is empty or was used before, stores the
-    /// reservations. Without a file, reservations survive neither a power loss nor a process
-    /// change.
+    /// Creates a subsystem. The file `state` stores the reservations; it is empty, or was used by a
+    /// subsystem before. Without a file, reservations are lost when power is lost or the process
+    /// ends.
     ///
     /// # Errors
     /// The file cannot be read or is not a reservation file, or the system cannot create a thread.
@@ -74,9 +75,8 @@ impl Subsystem {
         Ok(Self { shared, jobs })
     }
 
-    /// Adds a member for a controller's [`Config`](crate::Config), with this controller
-    /// identifier or with the lowest free one. The identifier is free again after the member is
-    /// dropped.
+    /// Adds a member for a controller's [`Config`](crate::Config), with this controller identifier
+    /// or with the lowest free one. When the member is dropped, its identifier is free again.
     ///
     /// # Errors
     /// [`JoinError`].
@@ -114,12 +114,12 @@ impl fmt::Debug for Member {
     }
 }
 
-/// Change of a member's access rights to a namespace, for its I/O threads. The latch is dropped
-/// when all of them have applied the change and their commands from before it have ended.
+/// Change of a member's access rights to a namespace. The I/O threads drop the latch when all of
+/// them have applied the change and their earlier commands have ended.
 #[derive(Debug)]
 pub(crate) struct Change {
     pub(crate) uuid: Uuid,
-    /// True if commands in flight are aborted.
+    /// True if the change aborts commands in flight.
     pub(crate) aborts: bool,
     pub(crate) latch: Latch,
 }
@@ -131,11 +131,11 @@ pub(crate) struct Command {
     pub(crate) action: Action,
     /// New value of Persist Through Power Loss, if it changes.
     pub(crate) persistent: Option<bool>,
-    /// True if commands in flight of preempted hosts are aborted.
+    /// True if the command aborts commands in flight of preempted hosts.
     pub(crate) aborts: bool,
 }
 
-/// Job of the subsystem's thread. On failure the latch gets a status.
+/// Job of the subsystem's thread. If the job fails, the thread sets the status of the latch.
 #[derive(Debug)]
 pub(crate) enum Job {
     /// Reservation command for a namespace.
@@ -156,7 +156,7 @@ struct Shared {
 struct State {
     all: AllReservations,
     members: BTreeMap<u16, MemberState>,
-    /// True once a controller exists and the state of the file has been adopted.
+    /// True if a controller exists, so that the state of the file is in use.
     has_begun: bool,
     /// True if the state has changed since the file was read.
     has_changed: bool,
@@ -183,8 +183,8 @@ impl State {
         }
     }
 
-    /// Control planes of members with changes or notifications. The caller notifies them without
-    /// the lock, because in inline mode they read the state immediately.
+    /// Control planes of members with changes or notifications. The caller must notify them after
+    /// it has released the lock, because in inline mode they read the state immediately.
     fn concerned(&self) -> Vec<ControlHandle> {
         let has_some =
             |member: &&MemberState| !member.changes.is_empty() || !member.told.is_empty();
@@ -197,7 +197,7 @@ impl State {
 }
 
 impl Shared {
-    /// Main function of the subsystem's thread. Returns when no sender of jobs is left.
+    /// Main function of the subsystem's thread. Returns when all senders of jobs are dropped.
     fn serve(&self, jobs: &Receiver<Job>) {
         while let Ok(job) = jobs.recv() {
             match job {
@@ -262,7 +262,8 @@ impl Shared {
     fn set_host(&self, cntlid: u16, host: Option<HostId>, latch: &Latch) -> Result<(), Status> {
         let mut state = self.state.lock();
         if let Some(host) = host {
-            // Identifiers of 64 and 128 bits in one subsystem would not be comparable.
+            // All hosts of a subsystem must use the same identifier size, because identifiers of 64
+            // and 128 bits cannot be compared.
             let registrants = state.all.values().flat_map(Reservations::registrants);
             let others = state.members.iter().filter(|(other, _)| **other != cntlid);
             let others = others.filter_map(|(_, member)| member.host);
@@ -306,7 +307,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Writes the changed state to the file. Called by the subsystem's thread only.
+    /// Applies a change to the reservations in the file. Only the subsystem's thread calls it.
     fn write_with(&self, change: impl FnOnce(&mut AllReservations)) -> Result<(), Status> {
         let Some(file) = &self.state_file else { return Ok(()) };
         let mut all = self.state.lock().all.clone();
@@ -354,8 +355,8 @@ impl Member {
         self.shared.state.lock().members.get_mut(&self.cntlid).map(act).unwrap_or_default()
     }
 
-    /// Starts a new controller. If it is the subsystem's first one, the start counts as a power
-    /// cycle, and reservations without Persist Through Power Loss are dropped.
+    /// Starts a new controller. The start of the subsystem's first controller counts as a power
+    /// cycle: reservations without Persist Through Power Loss are dropped.
     pub(crate) fn power_on(&self) {
         let mut state = self.shared.state.lock();
         if std::mem::replace(&mut state.has_begun, true) {
@@ -372,8 +373,8 @@ impl Member {
         }
     }
 
-    /// Continues the controller of another process. That process may have changed the file after
-    /// this one read it, so the file is read again.
+    /// Continues the controller of another process. This process reads the file again, because the
+    /// other one may have changed it since the first read.
     pub(crate) fn go_on(&self) {
         let mut state = self.shared.state.lock();
         state.has_begun = true;
@@ -401,8 +402,9 @@ impl Member {
     }
 
     /// Sets the initial ANA configuration: pairs of NSID and group for namespaces outside group 1,
-    /// and states of groups that are not optimized. Called after [joining](Subsystem::join), before
-    /// a controller is created. Invalid group identifiers are ignored.
+    /// and states of groups that are not optimized. It must be called after
+    /// [joining](Subsystem::join), before a controller is created. Invalid group identifiers are
+    /// ignored.
     #[must_use]
     pub fn with_ana(
         self: Arc<Self>,
@@ -428,7 +430,7 @@ impl Member {
         self.with(|member| member.ana.get(&group).copied().unwrap_or_default())
     }
 
-    /// Sets the state of an ANA group. The caller handles the consequences.
+    /// Sets the state of an ANA group. The caller must notify the host and the I/O threads.
     pub(crate) fn set_ana_state(&self, group: u32, state: AnaState) {
         self.with(|member| member.ana.insert(group, state));
     }
@@ -445,7 +447,7 @@ impl Member {
 
     /// Submits a job to the subsystem's thread.
     pub(crate) fn submit(&self, job: Job) {
-        // If the thread has ended, the job and its latch are dropped here.
+        // If the subsystem's thread has ended, the job and its latch are dropped here.
         let _ = self.jobs.send(job);
     }
 
@@ -534,7 +536,7 @@ impl Member {
 impl Drop for Member {
     fn drop(&mut self) {
         let gone = self.shared.state.lock().members.remove(&self.cntlid);
-        // Dropping its changes drops their latches, so it happens without the lock.
+        // Dropping the member's changes drops their latches, which must not happen under the lock.
         drop(gone);
     }
 }

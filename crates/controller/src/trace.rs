@@ -1,20 +1,20 @@
-//! The doorbell trace: every decision about a doorbell, one by one, and the commands between them.
+//! Doorbell trace: a record of each decision about a doorbell, and of the commands in between.
 //!
-//! A trace is a file of rings, one for each worker and one for the control plane, which their
-//! owners write through a shared mapping: a record costs the clock, a copy of 32 bytes and a store,
-//! no system call, and what was recorded survives a crash of the process. When a ring is full its
-//! oldest records give way. [`read_trace`] merges the rings by time, while they are being written
-//! too.
+//! A trace is a file with one ring per I/O thread and one for the control plane. Each ring has one
+//! writing thread, which writes through a shared mapping. A record costs a read of the clock, a
+//! copy of 32 bytes and a store, but no system call, and survives a crash of the process. In a full
+//! ring, the newest record overwrites the oldest one. [`read_trace`] merges the rings by time, even
+//! while they are being written.
 //!
-//! # The file
+//! # File format
 //!
 //! All numbers are little-endian.
 //!
-//! | offset | what |
+//! | offset | contents |
 //! |---|---|
-//! | 0 | `Header`: what the rest is |
-//! | 64 + 64 r | how many records were ever written to ring r (each count in a line of its own, so that two workers never share one) |
-//! | the next multiple of 4096 | the rings, one after the other, of records of 32 bytes |
+//! | 0 | `Header` |
+//! | 64 + 64 r | number of records ever written to ring r; each count has its own cache line |
+//! | next multiple of 4096 | the rings, one after the other: arrays of records of 32 bytes |
 
 mod file;
 mod record;

@@ -1,8 +1,8 @@
 //! Logical blocks that a host has marked by Write Uncorrectable (NVM 1.1, "Write Uncorrectable
 //! command").
 //!
-//! The host decides how many blocks it marks and how they are scattered. The number of blocks is
-//! therefore limited: in the worst case each block is a range of its own.
+//! The host decides how many blocks it marks and where they are. In the worst case each block is a
+//! separate range. So the number of marked blocks is limited.
 
 use shadowbell_spec::lba_status::{LbaRange, LbaStatusElement, LbaStatusLog, atype};
 use shadowbell_spec::status::Status;
@@ -23,7 +23,8 @@ pub(crate) struct BlockRange {
     pub(crate) to: u64,
 }
 
-/// Block ranges of one namespace: first block to the block after the last.
+/// Block ranges of one namespace: the key is the first block, the value is the block after the last
+/// one.
 type Ranges = BTreeMap<u64, u64>;
 
 /// Marked blocks of a controller.
@@ -35,7 +36,7 @@ pub(crate) struct Uncorrectable {
 }
 
 impl Uncorrectable {
-    /// Restores saved marks. Marks that exceed the limit are dropped.
+    /// Restores marks from a snapshot. Marks that exceed the limit are dropped.
     pub(crate) fn restore(ranges: &[(u32, u64, u64)], changes: u16) -> Self {
         let mut marks = Self::default();
         for (nsid, from, to) in ranges.iter().filter(|(_, from, to)| from < to) {
@@ -105,18 +106,18 @@ impl Uncorrectable {
         [head.as_bytes(), &elements].concat()
     }
 
-    /// Marks the blocks of `[from, to)`, which must not be empty.
+    /// Marks the blocks of `[from, to)`. The range must not be empty.
     ///
     /// # Errors
-    /// Command Size Limit Exceeded if more than [`MOST_BLOCKS`] would be marked. The marks are
-    /// unchanged in that case.
+    /// Command Size Limit Exceeded if more than [`MOST_BLOCKS`] blocks would be marked. The marks
+    /// are then unchanged.
     pub(crate) fn mark(&mut self, nsid: u32, from: u64, to: u64) -> Result<(), Status> {
         let known: u64 = self.of(nsid, from, to).map(|(begin, end)| end - begin).sum();
         if self.blocks() + (to - from - known) > MOST_BLOCKS {
             return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
         }
         let ranges = self.by_nsid.entry(nsid).or_default();
-        // Merged with the ranges that it overlaps or touches.
+        // The new range is merged with ranges that overlap or adjoin it.
         let (mut first, mut last) = (from, to);
         let before = ranges.range(..from).next_back().filter(|(_, end)| **end >= from);
         if let Some((begin, end)) = before.map(|(begin, end)| (*begin, *end)) {
@@ -130,7 +131,7 @@ impl Uncorrectable {
         Ok(())
     }
 
-    /// Clears the marks of `[from, to)`, which was written.
+    /// Clears the marks of `[from, to)`, because these blocks were written.
     pub(crate) fn clear(&mut self, nsid: u32, from: u64, to: u64) {
         if !self.touches(nsid, from, to) {
             return;
@@ -152,8 +153,8 @@ impl Uncorrectable {
         }
     }
 
-    /// Clears the marks from block `blocks` on, after namespace `nsid` was replaced, removed
-    /// (`blocks` is 0) or resized.
+    /// Clears the marks from block `blocks` on, after namespace `nsid` was replaced, removed or
+    /// resized. For a removed namespace, `blocks` is 0.
     pub(crate) fn forget(&mut self, nsid: u32, blocks: u64) {
         self.clear(nsid, blocks, u64::MAX);
     }
@@ -171,7 +172,7 @@ mod tests {
         marks.mark(1, 10, 10 + MOST_BLOCKS - 1).unwrap();
         assert_eq!(marks.mark(2, 0, 2).unwrap_err().code(), Status::COMMAND_SIZE_LIMIT_EXCEEDED);
         assert!(!marks.has_any_of(2));
-        // Blocks that are already marked do not count again.
+        // Blocks that are already marked are not counted again.
         marks.mark(1, 10, 20).unwrap();
         marks.mark(2, u64::MAX - 1, u64::MAX).unwrap();
         assert!(marks.mark(1, 0, 1).is_err());

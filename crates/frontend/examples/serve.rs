@@ -1,4 +1,4 @@
-//! Serves a disk of 64 MiB of memory as an NVMe controller, at a vfio-user socket:
+//! Serves a 64 MiB memory disk as an NVMe controller, at a vfio-user socket:
 //!
 //! ```sh
 //! cargo run --release --example serve -- /tmp/nvme0.sock
@@ -20,14 +20,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Err("usage: serve SOCKET".into());
     };
 
-    // The controller: one namespace, and two threads that carry out its commands.
+    // The controller has one namespace, and two I/O threads execute its commands.
     let disk = shadowbell_disk_file::open("mem:64MiB")?;
     let namespace = NamespaceConfig { uuid: uuid_from("an example"), disk };
     let config = Config { namespaces: vec![namespace], ..Config::default() };
     let pool = Pool::start(&PoolOptions { workers: 2, ..PoolOptions::default() })?;
     let controller = Controller::new(config, pool, Carrier::default())?;
 
-    // The PCI function around it, and the socket at which a VMM finds it.
+    // The device is the PCI function of the controller. A VMM connects to the listener's socket.
     let events = Arc::new(|event| println!("client: {event:?}"));
     let device = ControllerDevice::new(controller, events)?;
     let mut reactor = Reactor::new(Default::default())?;

@@ -1,18 +1,18 @@
-//! Instruction count per I/O of the driver and of the controller, which take turns on one thread.
-//! Neither of them waits, so the count is equal in every run.
+//! Instruction count per I/O of the driver and of the controller. They take turns on one thread,
+//! and neither of them waits, so the count is equal in every run.
 //!
 //!     cargo build --release --example step
 //!     valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*controller_side*' \
 //!         target/release/examples/step 10000 32
 //!
-//! counts the instructions of the controller (`*driver_side*`: of the driver), to be divided by the
-//! number of I/Os that the program prints.
+//! This counts the instructions of the controller (with `*driver_side*`, those of the driver).
+//! Divide the count by the number of I/Os that the program prints.
 //!
 //! Optional arguments: disk, opcode, metadata format of the blocks, bits of PRINFO. For example
 //! `10000 32 mem:256MiB 2`, and `10000 32 mem:256MiB 2 'metadata=8&pi=3' 12` for reads with guard
-//! checks. The last printed number is the time of an I/O in nanoseconds, driver and controller
-//! together. It is meaningful for a disk that completes every request inline, as a memory disk
-//! does.
+//! checks. The last printed number is the time per I/O in nanoseconds, of driver and controller
+//! together. It is meaningful only for a disk that completes every request inline, such as a memory
+//! disk.
 
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
@@ -31,11 +31,11 @@ const IO: u32 = 4096;
 /// Bytes per write when the disk is filled.
 const FILL: u64 = 1 << 20;
 
-/// Form of the I/O commands.
+/// Form of the I/O commands that the program submits.
 struct Form {
     opcode: u8,
     prinfo: u32,
-    /// Logical blocks per I/O, and number of such I/Os that fit on the disk.
+    /// Number of logical blocks per I/O, and number of I/Os of this size that fit on the disk.
     blocks: u32,
     places: u64,
 }
@@ -62,7 +62,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (pool, mut turns) = Pool::driven(Polling::Never)?;
     let controller = Controller::new(config, pool, Carrier::default())?;
     let transport = Arc::new(InProcess::new(controller, "local:null:1TiB".into()));
-    // A separate thread attaches, because attaching waits for the controller, which runs in `turn`.
+    // Another thread attaches, because it waits for the controller, and the controller runs in
+    // `turn` on this thread.
     let options = AttachOptions { queue_pairs: 1, interrupts: false, ..AttachOptions::default() };
     let attaching =
         std::thread::spawn(move || shadowbell_driver::Controller::attach(transport, &options));
@@ -90,12 +91,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("{done}");
     println!("{:?}", queue.stats());
     println!("{:.1}", took.as_nanos() as f64 / done as f64);
-    // Exits without detaching, which would wait for the controller as well.
+    // The program exits without detaching. Detaching would wait for the controller, which no longer
+    // runs.
     std::process::exit(0);
 }
 
-/// Writes the whole disk. Blocks that were never written are not checked by their metadata, and are
-/// one page of zeroes in the processor's caches.
+/// Writes the whole disk before reads are measured. Metadata of blocks that were never written are
+/// not checked, and their data are one page of zeroes, which stays in the CPU caches.
 fn fill(disk: &dyn Disk) -> Result<(), Box<dyn Error>> {
     let (mut queue, bytes) = (disk.queue()?, disk.info().bytes());
     let memory = Mapping::anonymous(FILL)?.bytes();
@@ -125,7 +127,7 @@ fn controller_side(turns: &mut Turns) {
     black_box(turns.turn());
 }
 
-/// Takes every completion and submits as many commands.
+/// One turn of the driver: takes all completions, and submits the same number of commands.
 #[inline(never)]
 fn driver_side(
     queue: &mut QueuePair,

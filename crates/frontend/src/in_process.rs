@@ -25,10 +25,11 @@ use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-/// Timeout until the controller no longer accesses memory. Its I/O threads wait for disks first.
+/// Maximum time to wait until the controller no longer accesses memory. Its I/O threads first wait
+/// for their disks.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Failure to start a controller in this process.
+/// Error in starting a controller in this process.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
@@ -40,7 +41,7 @@ pub enum StartError {
     Controller(#[from] NewError),
 }
 
-/// A [`Transport`] to a controller in this process. Dropping it resets the controller, which then
+/// A [`Transport`] to a controller in this process. When it is dropped, the controller is reset and
 /// no longer accesses shared memory.
 #[derive(Debug)]
 pub struct InProcess {
@@ -49,8 +50,8 @@ pub struct InProcess {
 }
 
 impl InProcess {
-    /// Creates a controller with `disk` as namespace 1, shadow doorbells and one I/O thread: a
-    /// complete SSD for a test, an example or an experiment.
+    /// Creates a complete SSD for a test, an example or an experiment: a controller with `disk` as
+    /// namespace 1, shadow doorbells and one I/O thread.
     ///
     /// # Errors
     /// [`StartError`].
@@ -62,7 +63,7 @@ impl InProcess {
         Self::start(config, Carrier::default(), &pool, name)
     }
 
-    /// Creates a controller with its own I/O threads and the human-readable name `name`.
+    /// Creates a controller with its own I/O threads. `name` is the name in messages for users.
     ///
     /// # Errors
     /// [`StartError`].
@@ -76,7 +77,7 @@ impl InProcess {
         Ok(Self::new(Controller::new(config, pool, carrier)?, name))
     }
 
-    /// Wraps `controller`, which must have no other transport.
+    /// Wraps `controller`, to which no other transport or front end may be connected.
     #[must_use]
     pub fn new(controller: Controller, name: String) -> Self {
         Self { controller, name }
@@ -96,7 +97,7 @@ impl InProcess {
         TransportError::Failed { device: self.name.clone(), doing, source: source.into() }
     }
 
-    /// Calls `start` and waits until it has called its completion callback.
+    /// Calls `start`, and waits until its completion callback is called.
     fn wait(
         &self,
         doing: &'static str,

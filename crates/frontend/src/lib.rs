@@ -21,13 +21,13 @@
 //!                     Pool: I/O threads ──► Disk (shadowbell-disk)
 //! ```
 //!
-//! This crate is not on the path of a command: the I/O threads read the host's queues in the memory
-//! that the host shares. This crate handles register accesses, trapped doorbells, memory maps and
-//! the eventfds of interrupts.
+//! No I/O command passes through this crate, because the I/O threads access the host's queues
+//! directly, in memory that the host shares. This crate handles register accesses, trapped
+//! doorbells, memory maps and the eventfds of interrupts.
 //!
 //! # A controller for a VM
 //!
-//! The complete program is `examples/serve.rs`.
+//! `examples/serve.rs` is the complete program.
 //!
 //! ```no_run
 //! use shadowbell_controller::config::uuid_from;
@@ -68,9 +68,9 @@
 //!
 //! # Not implemented
 //!
-//! * Configuration files, command line, signals: see the program `shadowbell`.
-//! * Interrupt pin and I/O space; D3hot keeps the registers accessible.
-//! * Memory without a descriptor: a VMM has to share its guest's memory as a file.
+//! * Configuration files, command line, signals: the program `shadowbell` has them.
+//! * Interrupt pin and I/O space. In D3hot, the registers remain accessible.
+//! * Memory without a descriptor: a VMM must share its guest's memory as a file.
 #![forbid(unsafe_code)]
 
 #[cfg(doctest)]

@@ -1,4 +1,4 @@
-//! A controller embedded by an integrator, with this crate and its public dependencies only.
+//! Tests of a controller in a program that uses only this crate and its public dependencies.
 
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
@@ -27,7 +27,7 @@ fn controller(mapped_doorbells: bool) -> Controller {
     Controller::new(config, pool, Carrier { mapped_doorbells, ..Carrier::default() }).unwrap()
 }
 
-/// A controller behind a socket, until it is dropped.
+/// Controller behind a socket, which is served until the value is dropped.
 struct Server {
     handle: Handle,
     thread: Option<JoinHandle<()>>,

@@ -1,4 +1,4 @@
-//! A server that is replaced while a client is attached.
+//! Tests in which the server is replaced while a client is attached.
 
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
@@ -43,7 +43,7 @@ fn run(mut reactor: Reactor) -> Running {
     })
 }
 
-/// A controller behind a socket, and its saved state while it is quiesced.
+/// Controller behind a socket, and its saved state while it is quiesced.
 struct Server {
     directory: tempfile::TempDir,
     controller: Controller,
@@ -74,7 +74,7 @@ impl Server {
         self.running = Some(run(reactor));
     }
 
-    /// Replaces the server; returns the number of transferred descriptors.
+    /// Replaces the server. Returns the number of transferred descriptors.
     fn replace(&mut self) -> usize {
         let mut old = self.freeze();
         let (saved, mut parcel) = travel(&mut old);
@@ -117,8 +117,8 @@ fn share<'a>(iova: u64, len: u64, fd: Option<BorrowedFd<'a>>, fd_offset: u64) ->
 fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     let mut server = Server::start();
     let client = Client::connect(server.directory.path(), Options::default()).unwrap();
-    // Single pages of one file, more than are mapped one by one; another file; a read-only one; and
-    // one that cannot be mapped.
+    // The client shares single pages of one file (more than get their own mappings), another file,
+    // a read-only file, and a range that cannot be mapped.
     let [pages, other, read_only] =
         [600, 8, 2].map(|pages| Mapping::shared("guest", pages * PAGE).unwrap());
     for n in 0..300 {
@@ -133,13 +133,13 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     for (vector, event) in [0_u32, 1, 3].into_iter().zip(&events) {
         client.set_irq_eventfds(irq::MSIX, vector, &[event.as_fd()]).unwrap();
     }
-    // Bus mastering, a BAR address, an interrupt line.
+    // The client enables bus mastering, and sets a BAR address and an interrupt line.
     for (offset, value) in [(4, &[6, 4][..]), (0x10, &[0, 0, 0, 0xf0, 1, 0, 0, 0]), (0x3c, &[11])] {
         client.region_write(region::CONFIG, offset, value).unwrap();
     }
     client.region_write(MSIX_BAR, 16, &[1; 16]).unwrap();
     let registers = || {
-        // The MSI-X table up to its end; beyond it are zeroes.
+        // The MSI-X table is read up to its end; bytes beyond it are zeroes.
         [(region::CONFIG, 4096), (MSIX_BAR, 64)].map(|(region, len)| {
             let mut bytes = vec![0; len];
             client.region_read(region, 0, &mut bytes).unwrap();
@@ -152,7 +152,7 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     assert_eq!(ranges.len(), 302);
 
     for _ in 0..2 {
-        // The listener, the socket, the files, the eventfds.
+        // Descriptors of the listener, the connected socket, the files and the eventfds.
         assert_eq!(server.replace(), 1 + 1 + 3 + 3);
         assert_eq!(registers(), before);
         let table = server.controller.dma_table();
@@ -172,7 +172,7 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
             assert_eq!(event.drain(), 1);
         }
     }
-    // The client can unmap them as before.
+    // The client can unmap the ranges as before the replacement.
     assert!(client.dma_map(&share(PAGE, 2 * PAGE, other.fd(), 0)).is_err(), "the map overlaps");
     for iova in [2 * PAGE, 2 << 30, 3 << 30] {
         let len = if iova == 2 << 30 { 2 * PAGE } else { PAGE };
@@ -201,7 +201,7 @@ fn a_driver_attaches_after_a_replacement() {
     driver.detach().unwrap();
 }
 
-/// Bus mastering stays on in the successor.
+/// Bus mastering stays enabled in the next server.
 #[test]
 fn a_successor_keeps_bus_mastering() {
     let mut server = Server::start();
@@ -210,7 +210,7 @@ fn a_successor_keeps_bus_mastering() {
     client.dma_map(&share(0, 3 * PAGE, memory.fd(), 0)).unwrap();
     client.region_write(region::CONFIG, 4, &[6, 0]).unwrap();
     server.replace();
-    // Admin queues in the first two pages, and Identify Controller into the third.
+    // The first two pages are for admin queues. Identify Controller writes to the third page.
     let write = |offset, value: &[u8]| client.region_write(region::BAR0, offset, value).unwrap();
     write(regs::AQA, &0x000f_000f_u32.to_le_bytes());
     write(regs::ASQ, &0_u64.to_le_bytes());
@@ -247,7 +247,7 @@ fn a_failed_successor_reports_why_and_the_old_server_continues() {
     let without = &mut Descriptors::default();
     let error = new.restore(saved.clone(), without, device(&controller())).unwrap_err();
     assert!(error.to_string().contains("refers to descriptor"), "{error}");
-    // Memory that cannot be mapped.
+    // The saved memory range cannot be mapped.
     let mut text = serde_json::to_value(&saved).unwrap();
     text["device"]["memory"]["ranges"][0][3] = 1.into();
     let saved = serde_json::from_value(text).unwrap();

@@ -1,4 +1,4 @@
-//! Live migration of a working guest from one server to another.
+//! Tests of live migration: a guest that executes I/O moves from one server to another.
 
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
@@ -17,7 +17,7 @@ use shadowbell_vfio_user::{Client, Errno, Listener, Reactor};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-/// A controller behind a socket.
+/// Controller behind a socket.
 struct Server {
     directory: tempfile::TempDir,
     handle: shadowbell_vfio_user::server::Handle,
@@ -61,7 +61,7 @@ fn disk() -> Arc<dyn Disk> {
     Arc::new(shadowbell_disk_file::MemDisk::new(1024, 512).unwrap())
 }
 
-/// A disk with asynchronous requests.
+/// Creates a file-backed disk, whose requests are asynchronous.
 fn file(directory: &tempfile::TempDir) -> Arc<dyn Disk> {
     let path = directory.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
@@ -119,12 +119,12 @@ fn a_suspended_device_serves_the_next_client() {
         guest.work(10);
         let (memory, stream, _) = guest.suspend(1);
         if turn == 2 {
-            // The suspended device is reset and enabled again.
+            // The stopped device is reset and enabled again.
             guest.client().reset().unwrap();
             assert_eq!(guest.client().migration_state().unwrap(), MigrationState::Running);
             assert!(!guest.is_ready());
         }
-        // The guest moves with its memory; its commands must not be executed at the source, too.
+        // The guest moves together with its memory. The source must not execute its commands too.
         drop(guest);
         let target = Server::start(&disk, 1);
         let mut next = Guest::boot(server.connect(), 1, false);
@@ -159,11 +159,11 @@ fn operations_invalid_in_a_migration_state_are_refused() {
         assert_eq!(client.migration_state().unwrap(), state);
         let write = client.region_write(region::BAR0, regs::AQA, &[0; 4]);
         assert_eq!(refused(write), Errno::BUSY);
-        // A function level reset.
+        // The guest writes Initiate Function Level Reset.
         let reset = client.region_write(region::CONFIG, 0x68, &0x8000_u16.to_le_bytes());
         assert_eq!(refused(reset), Errno::BUSY);
     }
-    // An empty stream is no valid state; from there only a reset leads back.
+    // An empty stream is not a valid state. After it, only a reset makes the device usable again.
     assert_eq!(refused(client.set_migration_state(MigrationState::Running)), Errno::INVAL);
     assert_eq!(client.migration_state().unwrap(), MigrationState::Error);
     assert_eq!(refused(client.set_migration_state(MigrationState::Stop)), Errno::INVAL);
@@ -199,8 +199,8 @@ fn a_state_of_another_controller_is_refused() {
     guest.verify();
 }
 
-/// Every number, list and text of a state is replaced: the state is refused, or affects only
-/// the client itself.
+/// Each number, list and text of a state is replaced in turn. The server refuses the corrupted
+/// state, or the state affects only the client that sent it.
 #[test]
 fn corrupt_migration_states_do_no_harm() {
     let disk = disk();
@@ -228,7 +228,7 @@ fn corrupt_migration_states_do_no_harm() {
     share(&client, &Mapping::shared("a guest", MEMORY).unwrap());
     let (mut taken, mut refusals) = (0, 0);
     for (n, place) in places.iter().enumerate() {
-        // All values at all places would take too long.
+        // One third of the values is tested at each place, because all values would take too long.
         for value in values.iter().skip(n % 3).step_by(3) {
             let mut state = state.clone();
             *state.pointer_mut(place).unwrap() = value.clone();
@@ -248,7 +248,7 @@ fn corrupt_migration_states_do_no_harm() {
     }
     assert!(taken > 50 && refusals > 100, "{taken} taken, {refusals} refused");
     drop(client);
-    // The server still works.
+    // The server still serves a guest.
     let mut guest = Guest::boot(there.connect(), 2, false);
     guest.work(10);
     guest.verify();
@@ -261,10 +261,10 @@ fn share(client: &Client, memory: &Mapping) {
     client.dma_map(&share).unwrap();
 }
 
-/// Lists the places at which two states, which are long, differ. For a stream of the first
-/// release with migration: this release restores it and saves the same state.
-/// (`SHADOWBELL_CAPTURE=PATH` captures a stream; add it for each release that has to be
-/// readable.)
+/// Lists the places at which two states differ, because the states are too long to print. It is
+/// used with a stream of the first release with migration: this release restores it and must save
+/// the same state. (`SHADOWBELL_CAPTURE=PATH` captures a stream. Add one for each release whose
+/// streams must stay readable.)
 fn differences(at: &str, a: &serde_json::Value, b: &serde_json::Value) -> Vec<String> {
     use serde_json::Value::{Array, Null, Object};
     match (a, b) {
@@ -307,7 +307,7 @@ fn a_stream_of_another_release_is_restored() {
         let again = client.read_migration_stream().unwrap();
         let state = |stream: &[u8]| {
             let mut state: serde_json::Value = serde_json::from_slice(&stream[24..]).unwrap();
-            // Values that depend on time, on the history of this server, and on the addresses of
+            // These values depend on time, on the history of this server, or on the addresses of
             // queues.
             for place in [
                 "/0/body/controller/control/powered_ms",
@@ -317,7 +317,7 @@ fn a_stream_of_another_release_is_restored() {
             ] {
                 *state.pointer_mut(place).unwrap() = 0.into();
             }
-            // Left out of the stream if it is zero.
+            // A snapshot omits this field if it is zero.
             let control = state.pointer_mut("/0/body/controller/control").unwrap();
             control.as_object_mut().unwrap().remove("reset_ms");
             state
@@ -327,7 +327,7 @@ fn a_stream_of_another_release_is_restored() {
         let admin = &after[0]["body"]["controller"]["admin"];
         let number = |at: &serde_json::Value| at.as_u64().unwrap() as usize;
         let (head, tail) = (number(&admin["sq"]["head"]), number(&admin["cq"]["tail"]));
-        // The next admin command, Identify Controller into a page of its own.
+        // The next admin command is Identify Controller, which writes to a page of its own.
         let bytes = memory.bytes();
         let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, 77, 0));
         bytes.write(head * 64, &identify.with_prps(1 << 20, 0)).unwrap();

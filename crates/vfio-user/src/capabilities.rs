@@ -29,9 +29,9 @@ pub struct Capabilities {
     /// True if REGION_WRITE_MULTI is supported.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub write_multiple: bool,
-    /// Migration parameters, if migration is supported. Later versions of the specification have no
-    /// such capability: a client queries the feature instead. Therefore this crate does not depend
-    /// on it.
+    /// Migration parameters, if migration is supported. Later versions of the specification do not
+    /// have this capability, and a client queries the device's migration feature instead. So this
+    /// crate does not rely on the capability.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub migration: Option<MigrationCapability>,
 }
@@ -40,9 +40,9 @@ pub struct Capabilities {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MigrationCapability {
-    /// Page size of the log of written pages, in bytes.
+    /// Page size of the dirty page log, in bytes.
     pub pgsize: u64,
-    /// Maximum length of a bitmap of written pages, in bytes.
+    /// Maximum length of a dirty page bitmap, in bytes.
     pub max_bitmap_size: u64,
 }
 
@@ -54,7 +54,7 @@ impl MigrationCapability {
 }
 
 impl Default for MigrationCapability {
-    /// Values of an empty migration capability.
+    /// Values of a migration capability without members.
     fn default() -> Self {
         Self { pgsize: LOG_PAGE, max_bitmap_size: 256 << 20 }
     }
@@ -82,7 +82,7 @@ struct VersionData {
 impl Capabilities {
     /// Encodes the version data that follows [`Version`](crate::wire::Version), with the final NUL.
     pub fn to_version_data(&self) -> Vec<u8> {
-        // Numbers and booleans in a flat structure: serializing them cannot fail.
+        // The structure contains only numbers and booleans, so its serialization cannot fail.
         let mut json = serde_json::to_vec(&VersionData { capabilities: *self }).unwrap_or_default();
         json.push(0);
         json
@@ -90,8 +90,8 @@ impl Capabilities {
 
     /// Parses the version data of the peer.
     ///
-    /// Missing or empty data stand for the defaults (SPDK sends none). A missing NUL is accepted;
-    /// bytes after a NUL are ignored.
+    /// If the data are missing or empty, the defaults apply (SPDK sends no data). The final NUL may
+    /// be missing, and bytes after it are ignored.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
 //! Decoder and send queue of a connection, without its socket.
 //!
-//! A byte stream has no message boundaries, and descriptors are received beside it. [`Decoder`]
-//! restores messages with their descriptors, in bounded memory whatever the peer sends.
-//! [`SendQueue`] holds messages until the socket has accepted them.
+//! A byte stream has no message boundaries, and descriptors are received separately from the bytes.
+//! [`Decoder`] restores messages and their descriptors; its memory is bounded, whatever the peer
+//! sends. [`SendQueue`] stores messages until the socket has accepted them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,15 +17,16 @@ use crate::Errno;
 use crate::descriptor::{Closer, Descriptor, SavedDescriptor};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
-/// Maximum number of descriptors in one message; more end the connection. Messages with more than
-/// was negotiated ([`MAX_MSG_FDS`](crate::server::MAX_MSG_FDS)) are refused.
+/// Maximum number of descriptors in one message. A message with more ends the connection. A message
+/// with more than was negotiated ([`MAX_MSG_FDS`](crate::server::MAX_MSG_FDS)) is refused.
 pub const MAX_MESSAGE_FDS: usize = 32;
 
-/// Maximum size of a message without the data of its transfer: headers, and the JSON of VERSION.
+/// Maximum size of the parts of a message that are not transferred data: headers, and the JSON of
+/// VERSION.
 pub const MESSAGE_OVERHEAD: usize = 4096;
 
-/// Size of the receive buffer, for a batch of messages per receive. A larger message gets a larger
-/// buffer until it is decoded.
+/// Size of the receive buffer, which holds several messages. For a larger message, the buffer grows
+/// until the message is decoded.
 const BUFFER_LEN: usize = 16 * 1024;
 
 /// Error of an undecodable stream, after which the connection is unusable.
@@ -64,11 +65,12 @@ pub struct Message<'a> {
     pub header: Header,
     /// Bytes after the header.
     pub payload: &'a [u8],
-    /// Received descriptors. Dropping the message closes those that were not taken.
+    /// Received descriptors. When the message is dropped, the descriptors that were not taken are
+    /// closed.
     pub fds: Vec<Descriptor>,
 }
 
-/// Descriptors of one receive, and the position in the stream after its bytes.
+/// Descriptors of one receive, and the position in the stream after the bytes of that receive.
 #[derive(Debug)]
 struct Batch {
     end: u64,
@@ -79,7 +81,7 @@ struct Batch {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct SavedDecoder {
     bytes: Bytes,
-    /// Descriptors, and the number of `bytes` received up to them.
+    /// Descriptors of each receive, and the number of `bytes` that had been received after it.
     #[serde(default)]
     fds: Vec<(u64, Vec<SavedDescriptor>)>,
 }
@@ -88,7 +90,7 @@ pub(crate) struct SavedDecoder {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct SavedQueue {
     bytes: Bytes,
-    /// Descriptors, and the offset of their message in `bytes`.
+    /// Descriptors of each message, and the offset of the message in `bytes`.
     #[serde(default)]
     fds: Vec<(usize, FdRef)>,
 }
@@ -122,8 +124,9 @@ impl Decoder {
         }
     }
 
-    /// Buffer for the next receive, whose result is passed to [`advance`](Self::advance). Never
-    /// empty if [`decode`](Self::decode) was called before until it returned `None`.
+    /// Buffer for the next receive. Its result must be passed to [`advance`](Self::advance). The
+    /// buffer is not empty, if the caller has called [`decode`](Self::decode) until it returned
+    /// `None`.
     pub fn space(&mut self) -> &mut [u8] {
         let held = self.end - self.start;
         if held == 0 {
@@ -151,14 +154,15 @@ impl Decoder {
 
     /// Adds the result of a receive: `len` bytes in [`space`](Self::space), and `fds`.
     ///
-    /// To be called once per receive. The descriptors of one receive belong to the message of its
-    /// last byte, because the kernel ends a receive after data that have descriptors.
+    /// Must be called once per receive. The descriptors of a receive belong to the message
+    /// that contains its last byte, because the kernel ends a receive after data with descriptors.
     pub fn advance(&mut self, len: usize, fds: Vec<Descriptor>) {
         self.end = self.end.saturating_add(len).min(self.buffer.len());
         if fds.is_empty() {
             return;
         }
-        // If the current message ends before the new bytes, the descriptors belong to a later one.
+        // If the current message ends before the new bytes, the new descriptors belong to a later
+        // message.
         let held = self.end - self.start;
         let is_next = self.header().is_some_and(|header| (header.size as usize) < held);
         let before = if is_next { 0 } else { self.pending_fds };
@@ -215,8 +219,8 @@ impl Decoder {
         Some((header, payload?)).filter(|_| is_sound)
     }
 
-    /// True if bytes are buffered: an incomplete message, unless [`decode`](Self::decode) has to be
-    /// called.
+    /// True if received bytes are left. If [`decode`](Self::decode) has returned `None`, they are
+    /// an incomplete message.
     pub fn is_partial(&self) -> bool {
         self.start != self.end
     }
@@ -226,13 +230,15 @@ impl Decoder {
         self.position
     }
 
-    /// Last `len` bytes that were decoded. Valid only right after [`decode`](Self::decode).
+    /// Last `len` bytes that were decoded. The result is valid only directly after
+    /// [`decode`](Self::decode).
     pub(crate) fn handed_out(&self, len: usize) -> &[u8] {
         let begin = self.start.saturating_sub(len);
         self.buffer.get(begin..self.start).unwrap_or_default()
     }
 
-    /// [`space`](Self::space) with at least `room` bytes.
+    /// Buffer for the next receive, as [`space`](Self::space) returns it, with at least `room`
+    /// bytes.
     pub(crate) fn space_of(&mut self, room: usize) -> &mut [u8] {
         let _ = self.space();
         let held = self.held();
@@ -246,12 +252,12 @@ impl Decoder {
         self.buffer.get_mut(self.end..).unwrap_or_default()
     }
 
-    /// Number of bytes that were received and not decoded.
+    /// Number of bytes that were received and not decoded yet.
     pub(crate) fn held(&self) -> usize {
         self.end - self.start
     }
 
-    /// Serializes the received data that are not decoded. The stream must not have failed.
+    /// Serializes the received data that are not decoded yet. The stream must not have failed.
     pub(crate) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedDecoder> {
         let bytes = self.buffer.get(self.start..self.end).unwrap_or_default().to_vec();
         let mut batches = Vec::new();
@@ -291,8 +297,8 @@ impl Decoder {
         Header::read_from_prefix(held).ok().map(|(header, _)| header)
     }
 
-    /// Takes the descriptors that were received up to the current position. Descriptors received
-    /// with a part of a later message belong to that message.
+    /// Takes the descriptors of the message that ends at the current position. If a receive also
+    /// contained a part of the next message, its descriptors belong to that message.
     fn take_fds(&mut self) -> Vec<Descriptor> {
         let mut fds = Vec::new();
         while self.batches.front().is_some_and(|batch| batch.end <= self.position) {
@@ -320,7 +326,7 @@ impl Decoder {
 pub struct SendQueue {
     bytes: Vec<u8>,
     sent: usize,
-    /// Descriptors, and the offset of their message in `bytes`.
+    /// Descriptors of each message, and the offset of the message in `bytes`.
     fds: VecDeque<(usize, OwnedFd)>,
 }
 
@@ -366,8 +372,8 @@ impl SendQueue {
         }
     }
 
-    /// Queues a reply to `to` whose payload is `head` and `len` bytes that `fill` writes in place.
-    /// If `fill` fails, an error reply is queued instead.
+    /// Queues a reply to `to`. Its payload is `head` and `len` bytes that `fill` writes into the
+    /// queue. If `fill` fails, an error reply is queued instead.
     pub fn put_reply_filled(
         &mut self,
         to: &Header,
@@ -391,8 +397,8 @@ impl SendQueue {
         }
     }
 
-    /// Queues an error reply to `to`, unless NO_REPLY is set. An [`Errno`] is never 0, which QEMU
-    /// would treat as success.
+    /// Queues an error reply to `to`, unless NO_REPLY is set. QEMU would treat the error number 0
+    /// as success, but an [`Errno`] is never 0.
     pub fn put_error(&mut self, to: &Header, errno: Errno) {
         if to.no_reply() {
             return;
@@ -439,8 +445,8 @@ impl SendQueue {
             self.bytes.shrink_to(BUFFER_LEN);
             self.sent = 0;
         } else if self.sent >= BUFFER_LEN && self.sent >= self.bytes.len() / 2 {
-            // Sent bytes are discarded even if the peer never empties the queue, so the queue
-            // stays bounded.
+            // Sent bytes are also discarded if the queue is never empty. Otherwise the queue would
+            // grow without limit for a peer that reads slowly.
             self.bytes.drain(..self.sent);
             for (at, _) in &mut self.fds {
                 *at -= self.sent;

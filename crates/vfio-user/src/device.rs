@@ -64,8 +64,8 @@ impl Default for DeviceInfo {
     }
 }
 
-/// Part of a region, in bytes from the start of the region. A part that a client may map starts and
-/// ends at page boundaries.
+/// Part of a region, in bytes from the start of the region. If a client may map the part, it starts
+/// and ends at page boundaries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Area {
     /// Offset in the region.
@@ -77,19 +77,19 @@ pub struct Area {
 /// File behind the mappable part of a region.
 #[derive(Debug)]
 pub struct Mapping {
-    /// Duplicate of the descriptor for the peer; closed after it was sent with the reply.
+    /// Duplicate of the descriptor for the peer. It is closed after the reply is sent.
     pub fd: OwnedFd,
-    /// Offset of the region in the file: byte *n* of the region is byte `offset + n`.
+    /// Offset of the region in the file. Byte *n* of the region is byte `offset + n` of the file.
     pub offset: u64,
-    /// Mappable areas; empty for the whole region.
+    /// Mappable areas. If there are none, the whole region is mappable.
     ///
-    /// One descriptor is sent, whatever the number of areas. QEMU accepts no more. SPDK's client
-    /// requires one per area, so a device for both clients has one area per region.
+    /// One descriptor is sent for all areas, because QEMU accepts only one. SPDK's client requires
+    /// one per area. So a device for both clients has at most one area per region.
     pub areas: Vec<Area>,
 }
 
-/// Reply to DEVICE_GET_REGION_INFO. The default is an absent region, which has size 0: clients
-/// query every index, and an error reply would end their attach.
+/// Reply to DEVICE_GET_REGION_INFO. The default is an absent region, with size 0. An error would
+/// not do for it: clients query every index, and give up the device after an error reply.
 #[derive(Debug, Default)]
 pub struct RegionInfo {
     /// Size in bytes; 0 for an absent region.
@@ -103,16 +103,16 @@ pub struct RegionInfo {
 }
 
 /// Reply to DEVICE_GET_REGION_IO_FDS: eventfds that replace writes to parts of a region. A client
-/// may signal the eventfd instead of writing, because the written value is irrelevant.
+/// may signal the eventfd instead of writing, because the device does not use the written value.
 #[derive(Debug, Default)]
 pub struct IoFds {
-    /// Duplicates of the eventfds for the peer; closed after they were sent with the reply.
+    /// Duplicates of the eventfds for the peer. They are closed after the reply is sent.
     pub events: Vec<OwnedFd>,
     /// Parts of the region, and the index of the eventfd of each part.
     pub areas: Vec<(Area, usize)>,
 }
 
-/// Reply to DEVICE_GET_IRQ_INFO. The default is an absent index.
+/// Reply to DEVICE_GET_IRQ_INFO. The default is an interrupt index without interrupts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct IrqInfo {
     /// Number of interrupts of this index (for MSI-X, vectors).
@@ -123,7 +123,7 @@ pub struct IrqInfo {
     pub maskable: bool,
     /// True if an interrupt masks itself when it is signalled.
     pub automasked: bool,
-    /// True if the number of interrupts can only be changed by disabling all of them first.
+    /// True if the number of interrupts can only be changed after all of them are disabled.
     pub noresize: bool,
 }
 
@@ -138,10 +138,10 @@ pub struct DmaMap {
     pub readable: bool,
     /// True if the device may write the range.
     pub writable: bool,
-    /// File to map, which never blocks (see [`descriptor`](crate::descriptor)). Without a file the
-    /// memory can only be accessed by messages. A device that requires mapped memory should refuse
-    /// the range with [`Errno::OPNOTSUPP`] and log a clear message: a QEMU without `share=on` sends
-    /// such ranges.
+    /// File to map; accesses to it never block (see [`descriptor`](crate::descriptor)). Without a
+    /// file, the memory can only be accessed by messages. QEMU without `share=on` sends such maps.
+    /// A device that requires mapped memory should refuse them with [`Errno::OPNOTSUPP`] and log a
+    /// clear message.
     pub fd: Option<PeerFd>,
     /// Offset of the range in the file, in bytes.
     pub fd_offset: u64,
@@ -150,7 +150,7 @@ pub struct DmaMap {
 /// DMA_UNMAP: memory that the device must not access any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DmaUnmap {
-    /// One range, which must be a mapped one.
+    /// One range, which the client must have mapped.
     Range {
         /// First bus address.
         iova: u64,
@@ -168,25 +168,25 @@ pub enum IrqAction {
     Mask,
     /// Unmasks interrupts.
     Unmask,
-    /// Raises interrupts; with eventfds, sets the eventfds that the device signals.
+    /// Raises interrupts. If the request has eventfds, sets the eventfds that the device signals.
     Trigger,
 }
 
 /// Data of SET_IRQS (`VFIO_IRQ_SET_DATA_*`).
 #[derive(Debug)]
 pub enum IrqData {
-    /// No data: the action applies to the whole range. Trigger with `count` 0 disables all
+    /// No data: the action applies to the whole range. With `count` 0, Trigger disables all
     /// interrupts of the index.
     None,
-    /// One flag per interrupt of the range: the action applies to interrupts whose flag is set.
+    /// One flag per interrupt of the range. The action applies to interrupts whose flag is true.
     Bools(Vec<bool>),
-    /// One eventfd per interrupt of the range (their type was checked), or none, which removes the
-    /// eventfds of the range.
+    /// One eventfd per interrupt of the range; the server has checked that they are eventfds. An
+    /// empty list removes the eventfds of the range.
     Eventfds(Vec<PeerFd>),
 }
 
-/// SET_IRQS request. `start + count` does not overflow; the device has to check that the range
-/// exists.
+/// SET_IRQS request. The server has checked that `start + count` does not overflow. The device has
+/// to check that the range exists.
 #[derive(Debug)]
 pub struct SetIrqs {
     /// Interrupt index, see [`irq`].
@@ -210,19 +210,19 @@ pub struct Peer {
     pub max_data_xfer_size: u64,
 }
 
-/// Source of a completion callback for a register write: see [`Device::region_write`].
+/// Source of a completion callback for a register write, see [`Device::region_write`].
 pub struct Later<'a> {
     make: &'a mut dyn FnMut() -> Option<Done>,
 }
 
 impl<'a> Later<'a> {
-    /// Wraps `make`, which returns `None` from its second call on.
+    /// Wraps `make`, which returns a callback on its first call, and `None` afterwards.
     pub fn new(make: &'a mut dyn FnMut() -> Option<Done>) -> Self {
         Self { make }
     }
 
-    /// Creates the completion callback of the write. If `region_write` returns `Ok`, the write is
-    /// answered when the callback completes, with its result. A second call returns `None`.
+    /// Creates the completion callback of the write. If `region_write` then returns `Ok`, the reply
+    /// is sent when the callback completes, with its result. A second call returns `None`.
     pub fn done(&mut self) -> Option<Done> {
         (self.make)()
     }
@@ -237,12 +237,12 @@ impl fmt::Debug for Later<'_> {
 /// Device behind a server.
 ///
 /// All methods are called on the reactor's thread, one at a time, and must not block. A method that
-/// has to wait for I/O in flight takes a [`Done`], which may be completed on any thread. While a
-/// [`Done`] is outstanding, the server calls no other method of this device; other devices of the
-/// reactor are served.
+/// may have to wait for I/O in flight gets a [`Done`], which any thread may complete. While a
+/// [`Done`] is outstanding, the server calls no other method of this device. It serves the
+/// reactor's other devices.
 ///
-/// All values come from an untrusted peer, and are checked only as far as their documentation says.
-/// An `Err` is sent as error reply.
+/// All arguments come from an untrusted peer. Only what the documentation of a method says was
+/// checked. If a method returns `Err`, the server sends an error reply.
 pub trait Device: Send {
     /// Replies to DEVICE_GET_INFO. Called once for each client, in the version negotiation.
     fn info(&mut self) -> DeviceInfo {
@@ -250,7 +250,7 @@ pub trait Device: Send {
     }
 
     /// Maximum number of memory ranges that a client may map at the same time. The server only
-    /// announces it in the version negotiation: [`dma_map`](Self::dma_map) has to enforce it.
+    /// announces it in the version negotiation; [`dma_map`](Self::dma_map) has to enforce it.
     fn max_dma_maps(&self) -> u32 {
         DEFAULT_MAX_DMA_MAPS
     }
@@ -258,8 +258,8 @@ pub trait Device: Send {
     /// Replies to DEVICE_GET_REGION_INFO for an index below [`DeviceInfo::regions`].
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno>;
 
-    /// Replies to DEVICE_GET_REGION_IO_FDS for an index below [`DeviceInfo::regions`]. The client
-    /// gets [`Errno::OPNOTSUPP`] by default, and if there are no areas.
+    /// Replies to DEVICE_GET_REGION_IO_FDS for an index below [`DeviceInfo::regions`]. The default
+    /// replies [`Errno::OPNOTSUPP`]; the server also sends this error if the reply has no areas.
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         let _ = index;
         Err(Errno::OPNOTSUPP)
@@ -268,25 +268,25 @@ pub trait Device: Send {
     /// Replies to DEVICE_GET_IRQ_INFO for an index below [`DeviceInfo::irqs`].
     fn irq_info(&mut self, index: u32) -> Result<IrqInfo, Errno>;
 
-    /// A client has completed the version negotiation; any request may follow.
+    /// Handles a client that has completed the version negotiation. Any request may follow.
     fn connected(&mut self, peer: &Peer) {
         let _ = peer;
     }
 
-    /// The client has disconnected. The device releases every DMA map and eventfd, and completes
-    /// `done` when nothing accesses the client's memory any more; the next client is accepted
-    /// afterwards. Called once for each [`connected`](Device::connected). The result of `done` is
-    /// only logged.
+    /// Handles a client that has disconnected. The device releases every DMA map and eventfd. It
+    /// completes `done` when no thread accesses the client's memory any more, and the next client
+    /// is accepted then. Called once for each [`connected`](Device::connected). The server only
+    /// logs the result of `done`.
     fn disconnected(&mut self, done: Done);
 
-    /// Reads `data.len()` bytes, at least one, from a region with an index below
+    /// Reads `data.len()` bytes (at least one) from a region with an index below
     /// [`DeviceInfo::regions`]. `offset` plus the length does not overflow, but may exceed the size
     /// of the region.
     fn region_read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno>;
 
     /// Writes `data` to a region; the range is checked as for [`region_read`](Device::region_read).
     ///
-    /// A write that has to wait (a function level reset) takes a callback from `later`.
+    /// If the write has to wait (a function level reset), the device takes a callback from `later`.
     fn region_write(
         &mut self,
         region: u32,
@@ -295,15 +295,17 @@ pub trait Device: Send {
         later: &mut Later<'_>,
     ) -> Result<(), Errno>;
 
-    /// True if a thread of the device should poll this client's socket as well: because that thread
-    /// sleeps, and most messages are writes that only wake it. Called whenever all messages are
-    /// handled, unless the client's [`SharedSocket`] is in use.
+    /// True if a thread of the device should poll this client's socket beside the reactor. A device
+    /// requests this if that thread sleeps and most messages are doorbell writes that wake it. The
+    /// server calls this when all messages are handled, unless the client's [`SharedSocket`]
+    /// already exists.
     fn wants_shared_socket(&mut self) -> bool {
         false
     }
 
-    /// Passes the socket, after [`wants_shared_socket`](Self::wants_shared_socket) returned true.
-    /// Writes that the second thread handles do not reach [`region_write`](Self::region_write).
+    /// Passes the client's socket to the device, after
+    /// [`wants_shared_socket`](Self::wants_shared_socket) has returned true. Writes that the second
+    /// thread handles do not reach [`region_write`](Self::region_write).
     fn share_socket(&mut self, socket: SharedSocket) {
         drop(socket);
     }
@@ -314,15 +316,15 @@ pub trait Device: Send {
     /// Adds a range of the client's memory. [`Errno::EXIST`] if it overlaps a mapped range.
     fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno>;
 
-    /// Removes memory, and completes `done` when nothing accesses it any more.
+    /// Removes memory, and completes `done` when no thread accesses it any more.
     fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done);
 
-    /// Applies all requests so far. Called after a few requests and before their replies are sent,
-    /// so that a device can apply several maps at once.
+    /// Applies all requests so far. The server calls this after a few requests, before it sends
+    /// their replies. So a device can apply several maps together.
     fn settle(&mut self) {}
 
-    /// Resets the device to its power-on state, and completes `done` afterwards. DMA maps and
-    /// eventfds remain, because they belong to the client.
+    /// Resets the device to its power-on state, and then completes `done`. DMA maps and eventfds
+    /// stay, because they belong to the client.
     fn reset(&mut self, done: Done);
 
     /// Callbacks for migration, if the device supports it.
@@ -330,9 +332,9 @@ pub trait Device: Send {
         None
     }
 
-    /// Serializes the state of the device and of its client for the next server process, with
-    /// duplicates of the client's descriptors in `fds`. No [`Done`] is outstanding. The device may
-    /// continue to serve afterwards.
+    /// Serializes the state of the device and of its client for the next server process. `fds` gets
+    /// duplicates of the client's descriptors. No [`Done`] is outstanding. The device may be used
+    /// afterwards.
     ///
     /// # Errors
     ///
@@ -342,9 +344,9 @@ pub trait Device: Send {
         Err(SaveError::Device)
     }
 
-    /// [`save`](Self::save) for a checkpoint, which replaces the previous one. The cost of a
-    /// checkpoint must not depend on the number of earlier messages: `fds` gets only changes of
-    /// [lasting](Descriptors::put_lasting) descriptors.
+    /// Serializes the state like [`save`](Self::save), for a checkpoint, which replaces the
+    /// previous one. The cost of a checkpoint must not depend on the number of earlier messages. So
+    /// of [lasting](Descriptors::put_lasting) descriptors, `fds` gets only changes.
     ///
     /// # Errors
     ///
@@ -353,14 +355,14 @@ pub trait Device: Send {
         self.save(fds)
     }
 
-    /// The next [`record`](Self::record) is the first checkpoint of its receiver, which has no
-    /// lasting descriptors: it must be complete.
+    /// Prepares the device for a new sequence of checkpoints. The next [`record`](Self::record)
+    /// must include all lasting descriptors, because the receiver does not have any yet.
     fn begin_records(&mut self) {}
 
     /// Restores the state of [`save`](Self::save) or [`record`](Self::record). Called once, before
     /// any other method. The previous server process may still resume, so this must have no effect
-    /// on the client. The client's descriptors are wrapped in [`PeerFd::of_predecessor`] with this
-    /// `closer`.
+    /// on the client. The device wraps the client's descriptors in [`PeerFd::of_predecessor`] with
+    /// this `closer`.
     ///
     /// # Errors
     ///

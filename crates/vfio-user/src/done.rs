@@ -4,19 +4,19 @@ use std::fmt;
 
 use crate::Errno;
 
-/// Completion callback of an asynchronous request. Can be completed on any thread, once.
+/// Completion callback of an asynchronous request. Any thread may complete it, once.
 ///
-/// The reply is sent on completion; until then no other message of this client is handled.
-/// Dropping the callback completes it with [`Errno::IO`], so no request remains without a reply.
+/// The reply is sent on completion. Until then, the server handles no other message of this client.
+/// If the callback is dropped, it completes with [`Errno::IO`], so every request gets a reply.
 #[must_use = "dropping it fails the request with EIO"]
 pub struct Done(Option<Then>);
 
 type Then = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 
 impl Done {
-    /// Creates a callback that runs `then` with the result on the completing thread. The server
-    /// creates callbacks itself; tests and in-process users of a [`Device`](crate::Device) create
-    /// their own.
+    /// Creates a callback that runs `then` with the result, on the thread that completes it. The
+    /// server creates its callbacks itself; tests and in-process users of a
+    /// [`Device`](crate::Device) use this function.
     pub fn new(then: impl FnOnce(Result<(), Errno>) + Send + 'static) -> Self {
         Self(Some(Box::new(then)))
     }

@@ -1,12 +1,12 @@
-//! Errors of transferring a client to another server process.
+//! Errors in the transfer of a client to another server process.
 //!
-//! The transfer is described in [`server`](crate::server).
+//! [`server`](crate::server) describes the transfer.
 
 use std::io;
 
 use shadowbell_state::StateError;
 
-/// Error of saving a client. The current server process continues to serve it.
+/// Error in saving a client. The current server process continues to serve the client.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
@@ -27,7 +27,7 @@ pub enum SaveError {
     Json(#[from] serde_json::Error),
 }
 
-/// Error of restoring a client. The process that saved it can continue to serve it.
+/// Error in restoring a client. The process that saved the client can continue to serve it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RestoreError {

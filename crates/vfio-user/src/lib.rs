@@ -21,7 +21,7 @@
 //!
 //! # Example
 //!
-//! A server and its client; usually in different processes.
+//! A server and its client, which usually run in different processes.
 //!
 //! ```no_run
 //! use shadowbell_vfio_user::{Client, Device, Listener, Reactor};
@@ -44,8 +44,8 @@
 //! # Not implemented
 //!
 //! The optional migration states (P2P, PRE_COPY), twin sockets, and DMA by message (DMA_READ,
-//! DMA_WRITE): the server passes a map without a descriptor to the device, which accepts or refuses
-//! it. Commands that are not implemented are refused with EOPNOTSUPP.
+//! DMA_WRITE). The server passes a map without a descriptor to the device, which accepts or refuses
+//! the map. Other commands are refused with EOPNOTSUPP.
 #![deny(unsafe_code)]
 
 #[cfg(doctest)]

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tracing::warn;
 
-/// Messages that may be logged at once.
+/// Maximum number of messages that may be logged without a pause.
 const BURST: u32 = 16;
 
-/// Interval in which one more message is allowed.
+/// Interval after which one more message is allowed.
 const EACH: Duration = Duration::from_secs(10);
 
 /// Rate limit of log messages that a client can cause. All clients of a device share one limit, so
@@ -78,8 +78,8 @@ mod tests {
         assert_eq!((at(10), at(19)), (Some(1000), None));
         assert_eq!((at(40), at(40), at(41)), (Some(1), Some(0), Some(0)));
         assert_eq!(at(49), None);
-        // A time before that of the last call occurs if another thread reads the clock first
-        // and gets the lock later. It allows no further message.
+        // The time may be before that of the previous call, if another thread reads the clock first
+        // and takes the lock later. No message is allowed in that case.
         assert_eq!(at(0), None);
     }
 }

@@ -1,23 +1,22 @@
 //! Device migration: messages, states, and the callbacks of a device.
 //!
-//! The protocol uses version 2 of `<linux/vfio.h>`'s migration, with messages instead of a
-//! descriptor: DEVICE_FEATURE changes the state and controls the log of written pages, and
-//! MIG_DATA_READ and MIG_DATA_WRITE transfer the stream. The optional states P2P and PRE_COPY are
-//! not supported.
+//! The protocol is version 2 of the migration in `<linux/vfio.h>`, with messages instead of a
+//! descriptor. DEVICE_FEATURE changes the state and controls the dirty page log. MIG_DATA_READ and
+//! MIG_DATA_WRITE transfer the stream. The optional states P2P and PRE_COPY are not supported.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::Errno;
 use crate::done::Done;
 
-/// Maximum length of a migration stream in bytes. The stream is received completely before it is
-/// parsed, which may temporarily take thirty times as much memory.
+/// Maximum length of a migration stream in bytes. The stream is parsed only when it is complete,
+/// and parsing may temporarily need thirty times as much memory.
 pub const MAX_STREAM: usize = 1 << 20;
 
 /// Maximum number of ranges in DMA_LOGGING_START. (`<linux/vfio.h>` requires at least 256.)
 pub const MAX_LOGGED_RANGES: u32 = 4096;
 
-/// Page size of the log of written pages, in bytes. Reports may use another size.
+/// Page size of the dirty page log, in bytes. Reports may use another size.
 pub const LOG_PAGE: u64 = 4096;
 
 /// Feature indexes of DEVICE_FEATURE.
@@ -30,7 +29,7 @@ pub mod feature {
     pub const DMA_LOGGING_START: u32 = 6;
     /// Stops logging.
     pub const DMA_LOGGING_STOP: u32 = 7;
-    /// Reads and clears the log of written pages.
+    /// Reads and clears the dirty page log.
     pub const DMA_LOGGING_REPORT: u32 = 8;
 }
 
@@ -46,7 +45,7 @@ pub mod feature_flags {
     pub const PROBE: u32 = 1 << 18;
 }
 
-/// `VFIO_MIGRATION_STOP_COPY`: STOP, STOP_COPY and RESUMING are supported.
+/// `VFIO_MIGRATION_STOP_COPY`: the device supports STOP, STOP_COPY and RESUMING.
 pub const MIGRATION_STOP_COPY: u64 = 1 << 0;
 
 /// DEVICE_FEATURE, command and reply; the data of the feature follow.
@@ -65,7 +64,7 @@ pub struct DeviceFeature {
 pub struct DeviceState {
     /// Number of a [`MigrationState`].
     pub state: u32,
-    /// Unused: messages transfer the stream.
+    /// Unused, because messages transfer the stream.
     pub data_fd: u32,
 }
 
@@ -91,8 +90,8 @@ pub struct LoggingRange {
     pub length: u64,
 }
 
-/// Data of [`feature::DMA_LOGGING_REPORT`]. In the reply a bitmap follows, with one bit for each
-/// `page_size` bytes from `iova` on, in 64-bit words from the lowest bit.
+/// Data of [`feature::DMA_LOGGING_REPORT`]. In the reply, a bitmap of 64-bit words follows, with
+/// one bit for each `page_size` bytes. The lowest bit of the first word is the page at `iova`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct LoggingReport {
@@ -117,16 +116,16 @@ pub struct MigData {
 /// `enum vfio_device_mig_state`, without the optional states.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum MigrationState {
-    /// Failed: unusable until a reset.
+    /// Failed. The device is unusable until a reset.
     Error = 0,
     /// Stopped: neither the device state nor the client's memory changes.
     Stop = 1,
     /// Running.
     #[default]
     Running = 2,
-    /// Stopped, and the state can be read.
+    /// Stopped, and the client can read the state.
     StopCopy = 3,
-    /// Stopped, and a state can be loaded.
+    /// Stopped, and the client can write a state.
     Resuming = 4,
 }
 
@@ -138,8 +137,8 @@ impl MigrationState {
             .find(|state| *state as u32 == number)
     }
 
-    /// First step on the shortest path from this state to `to`; `None` if there is no path, or both
-    /// are equal.
+    /// First step on the shortest path from this state to `to`. `None` if no path exists, or if the
+    /// states are equal.
     pub fn next(self, to: Self) -> Option<Self> {
         match (self, to) {
             (Self::Error, _) | (_, Self::Error) => None,
@@ -150,15 +149,15 @@ impl MigrationState {
     }
 }
 
-/// Migration callbacks of a device. The server calls them in a valid order and reports the state.
-/// As for [`Device`](crate::Device), no method may block, and none is called while a [`Done`] is
-/// outstanding.
+/// Migration callbacks of a device. The server stores the state, and calls the methods in a valid
+/// order. As for [`Device`](crate::Device), no method may block, and none is called while a
+/// [`Done`] is outstanding.
 ///
-/// The stream does not contain the state of the client's connection: the client at the destination
-/// maps its memory and connects its interrupts before it changes the device's state to RUNNING.
+/// The stream does not contain the state of the client's connection. The client at the destination
+/// maps its memory and connects its interrupts, before it changes the device's state to RUNNING.
 pub trait Migration {
-    /// RUNNING to STOP: starts no new work, and completes `done` when no work is in flight. If this
-    /// fails, the device keeps running.
+    /// RUNNING to STOP: starts no new work, and completes `done` when no work is in flight. If it
+    /// fails, the device stays in RUNNING.
     fn stop(&mut self, done: Done);
 
     /// STOP to RUNNING.
@@ -173,18 +172,19 @@ pub trait Migration {
     /// The state cannot be serialized.
     fn save_state(&mut self) -> Result<Vec<u8>, Errno>;
 
-    /// STOP to RESUMING: discards the state, except for what belongs to the client, before another
-    /// state is loaded.
+    /// STOP to RESUMING: discards the state, so that another one can be loaded. State that belongs
+    /// to the client stays.
     fn forget_state(&mut self, done: Done);
 
     /// RESUMING to STOP: loads `stream`, which comes from an untrusted client.
     ///
     /// # Errors
-    /// The stream is not a state of such a device. The device is unusable until a reset.
+    /// The stream is not a valid state for the device. The device is then unusable until a reset.
     fn load_state(&mut self, stream: &[u8]) -> Result<(), Errno>;
 
-    /// Starts to log the pages that the device writes, at least in `ranges`, or everywhere if it is
-    /// empty. [`settle_log`](Self::settle_log) follows; all writes after its completion are logged.
+    /// Starts to log the pages that the device writes: at least those in `ranges`, or all if
+    /// `ranges` is empty. The server then calls [`settle_log`](Self::settle_log). All writes after
+    /// its completion are logged.
     ///
     /// # Errors
     /// Logging is active ([`Errno::BUSY`]), or not possible.
@@ -196,12 +196,13 @@ pub trait Migration {
     /// Logging is not active.
     fn stop_logging(&mut self) -> Result<(), Errno>;
 
-    /// Completes `done` when the log contains all writes until now. A report follows.
+    /// Completes `done` when the log contains all writes up to now. The server then calls
+    /// [`take_log`](Self::take_log).
     fn settle_log(&mut self, done: Done);
 
     /// Sets a bit in `bitmap` for each unit of the report's range that was written, and clears the
-    /// log of the range. The bitmap has the required size. The range was checked: it does not
-    /// overflow, is not empty, and its unit is a power of two.
+    /// log of the range. The server has checked the arguments: the bitmap has the required size,
+    /// the range is not empty and does not overflow, and the unit is a power of two.
     ///
     /// # Errors
     /// Logging is not active.

@@ -1,7 +1,7 @@
-//! Socket of a client that a second thread polls beside the reactor, passed to a
-//! [`Device`](crate::Device) by [`share_socket`](crate::Device::share_socket).
+//! Socket of a client that a second thread polls in addition to the reactor. A
+//! [`Device`](crate::Device) gets it by [`share_socket`](crate::Device::share_socket).
 //!
-//! The protocol between reactor and polling thread is described in `server/attachment.rs`.
+//! `server/attachment.rs` describes the protocol between the reactor and the second thread.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -28,12 +28,13 @@ pub(crate) trait SocketOwner: Send + Sync {
     fn give_back(&self);
 }
 
-/// Socket of a client that a second thread polls beside the reactor. The client's messages wake
-/// that thread from its own epoll instance, and it handles writes that are only meant to wake it.
-/// A device gets the socket by [`share_socket`](crate::Device::share_socket).
+/// Socket of a client that a second thread polls in addition to the reactor. The client's messages
+/// wake the second thread through its own epoll instance. It handles doorbell writes; the reactor
+/// handles all other messages. A device gets the socket by
+/// [`share_socket`](crate::Device::share_socket).
 ///
-/// Dropping the value returns the socket to the reactor. It is useless after the client has
-/// disconnected.
+/// When the value is dropped, only the reactor polls the socket. When the client has disconnected,
+/// the value has no effect any more.
 pub struct SharedSocket(Arc<dyn SocketOwner>);
 
 impl SharedSocket {
@@ -41,7 +42,7 @@ impl SharedSocket {
         Self(owner)
     }
 
-    /// Adds the socket to `epoll` with `token`, edge-triggered. To be called once.
+    /// Adds the socket to `epoll` with `token`, edge-triggered. The caller may do this once.
     ///
     /// # Errors
     ///
@@ -50,9 +51,9 @@ impl SharedSocket {
         self.0.watch(epoll, token)
     }
 
-    /// Handles received writes after such an event: passes some of them to `write` by region,
-    /// offset and data. `write` executes the write and returns true; if it returns false, the
-    /// reactor handles this write and all later messages.
+    /// Handles received writes, after an event of the socket. Calls `write` for each, with region,
+    /// offset and data. If `write` returns true, it has executed the write. If it returns false,
+    /// the reactor handles this write and all later messages.
     pub fn poll_writes(&self, write: &mut dyn FnMut(u32, u64, &[u8]) -> bool) -> PolledWrites {
         self.0.poll_writes(write)
     }

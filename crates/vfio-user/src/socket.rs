@@ -22,7 +22,7 @@ pub(crate) const SCM_MAX_FD: usize = 253;
 pub(crate) enum Received {
     /// Bytes were added to the decoder.
     Bytes {
-        /// True if the socket was emptied.
+        /// True if no data are left in the socket.
         drained: bool,
     },
     /// The peer has closed the connection.
@@ -37,7 +37,7 @@ pub(crate) struct Arrival {
     pub(crate) bytes: usize,
     /// True if the buffer was not filled.
     pub(crate) is_short: bool,
-    /// Descriptors, not inspected.
+    /// Descriptors that are not inspected yet.
     pub(crate) fds: Vec<PeerFd>,
     /// True if descriptors were lost, because this process has too many open files.
     pub(crate) fds_lost: bool,
@@ -50,9 +50,9 @@ impl Arrival {
     }
 }
 
-/// Receives bytes and the descriptors with them; 0 bytes mean the end of the stream.
+/// Receives bytes and their descriptors. 0 bytes mean the end of the stream.
 ///
-/// All descriptors of peers enter the process by this function, which wraps them in [`PeerFd`].
+/// This function receives all descriptors of peers, and wraps them in [`PeerFd`].
 pub(crate) fn receive_some(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
@@ -61,8 +61,8 @@ pub(crate) fn receive_some(
     receive_how(socket, into, closer, RecvFlags::empty())
 }
 
-/// [`receive_some`] without consuming the data. The next call returns the data after them: see
-/// [`peek_from`].
+/// Receives like [`receive_some`], but the data stay in the socket. The next call returns the data
+/// after them, see [`peek_from`].
 pub(crate) fn peek_some(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
@@ -71,13 +71,14 @@ pub(crate) fn peek_some(
     receive_how(socket, into, closer, RecvFlags::PEEK)
 }
 
-/// Sets the offset of the next [`peek_some`], from the first unread byte; later calls continue from
-/// there (SO_PEEK_OFF). The offset is a property of the socket, shared by all processes.
+/// Sets the offset of the next [`peek_some`], from the first unread byte (SO_PEEK_OFF). Later calls
+/// continue from there. All processes that have the socket share this offset.
 pub(crate) fn peek_from(socket: BorrowedFd<'_>, offset: usize) -> Result<(), Errno> {
     sys::set_peek_offset(socket, i32::try_from(offset).unwrap_or(i32::MAX))
 }
 
-/// Consumes `len` bytes that were [peeked](peek_some). Returns the number of consumed bytes.
+/// Removes `len` bytes that were [peeked at](peek_some) from the socket. Returns the number of
+/// removed bytes.
 pub(crate) fn discard(
     socket: BorrowedFd<'_>,
     len: usize,
@@ -91,7 +92,7 @@ pub(crate) fn discard(
             Ok(Arrival { bytes: 0, .. }) | Err(Errno::AGAIN) => break,
             Ok(arrival) => {
                 left -= arrival.bytes;
-                // Second copies of descriptors that were peeked before.
+                // These are duplicates of descriptors that an earlier peek has returned.
                 drop(inspector.inspect(arrival.fds));
             }
             Err(errno) => return Err(errno),
@@ -106,7 +107,8 @@ fn receive_how(
     closer: &Arc<Closer>,
     how: RecvFlags,
 ) -> Result<Arrival, Errno> {
-    // Room for the kernel's maximum: descriptors that do not fit would be closed on this thread.
+    // The buffer has space for the kernel's maximum. Otherwise the kernel would close the remaining
+    // descriptors on this thread, and that may block.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let room = into.len();
@@ -127,7 +129,7 @@ fn receive_how(
     Ok(Arrival { bytes: received.bytes, is_short: received.bytes < room, fds, fds_lost })
 }
 
-/// Receives available data into `decoder`; descriptors are checked by `inspector`.
+/// Receives available data into `decoder`. `inspector` checks the descriptors.
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     decoder: &mut Decoder,
@@ -137,7 +139,7 @@ pub(crate) fn receive(
     Ok(take_in(arrival, decoder, inspector))
 }
 
-/// Adds the result of a receive into the decoder's buffer.
+/// Passes the result of a receive to the decoder.
 pub(crate) fn take_in(arrival: Arrival, decoder: &mut Decoder, inspector: &Inspector) -> Received {
     let fds = inspector.inspect(arrival.fds);
     if arrival.fds_lost {
@@ -146,14 +148,15 @@ pub(crate) fn take_in(arrival: Arrival, decoder: &mut Decoder, inspector: &Inspe
     if arrival.bytes == 0 {
         return Received::Closed;
     }
-    // A receive ends at a message with descriptors, even if the socket has more data.
+    // A receive also ends at a message with descriptors. So even if the buffer is not full, the
+    // socket may have more data.
     let drained = arrival.is_short && fds.is_empty();
     decoder.advance(arrival.bytes, fds);
     Received::Bytes { drained }
 }
 
-/// Sends some of `bytes`, with `fds` (at most [`SCM_MAX_FD`]) beside the first byte. Returns the
-/// number of sent bytes.
+/// Sends some of `bytes`. The first byte has the descriptors `fds` (at most [`SCM_MAX_FD`]).
+/// Returns the number of sent bytes.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     bytes: &[&[u8]],
@@ -179,7 +182,7 @@ pub(crate) fn send(
     }
 }
 
-/// [`send`] for owned descriptors.
+/// Sends like [`send`], with owned descriptors.
 pub(crate) fn send_owned<'a>(
     socket: BorrowedFd<'_>,
     bytes: &[u8],

@@ -1,7 +1,8 @@
 //! Header and payloads of vfio-user messages, in memory layout.
 //!
 //! All fields are in host byte order, as the protocol requires. Names are those of the
-//! specification (`docs/interop/vfio-user.rst`), or of `<linux/vfio.h>` where it refers to that.
+//! specification (`docs/interop/vfio-user.rst`), or of `<linux/vfio.h>` where the specification
+//! refers to it.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -32,9 +33,9 @@ pub(crate) fn split<T: FromBytes + KnownLayout + Immutable>(
 pub mod command {
     /// Negotiates version and capabilities; the first message of a connection.
     pub const VERSION: u16 = 1;
-    /// Shares a memory range with the server.
+    /// Maps a memory range for the device.
     pub const DMA_MAP: u16 = 2;
-    /// Removes shared memory.
+    /// Unmaps memory.
     pub const DMA_UNMAP: u16 = 3;
     /// Queries the device.
     pub const DEVICE_GET_INFO: u16 = 4;
@@ -56,7 +57,7 @@ pub mod command {
     pub const DMA_WRITE: u16 = 12;
     /// Resets the device.
     pub const DEVICE_RESET: u16 = 13;
-    /// Dirty page tracking: removed from the specification, but old clients send it.
+    /// Dirty page tracking. The specification no longer has the command, but old clients send it.
     pub const DIRTY_PAGES: u16 = 14;
     /// Writes several short values to regions.
     pub const REGION_WRITE_MULTI: u16 = 15;
@@ -111,7 +112,8 @@ pub mod header_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Header {
-    /// Chosen by the sender of a command and echoed in the reply. Need not be unique.
+    /// Identifier that the sender of a command chooses. The reply has the same one. It need not be
+    /// unique.
     pub id: u16,
     /// See [`command`].
     pub command: u16,
@@ -119,7 +121,7 @@ pub struct Header {
     pub size: u32,
     /// See [`header_flags`].
     pub flags: u32,
-    /// An errno value; meaningful in a reply with the error flag.
+    /// Error number (errno), valid in a reply with the error flag.
     pub error: u32,
 }
 
@@ -135,13 +137,13 @@ impl Header {
     }
 }
 
-/// VERSION, command and reply; JSON with a terminating NUL may follow.
+/// VERSION, command and reply. JSON with a final NUL may follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Version {
-    /// Major version, equal at client and server.
+    /// Major version, which must be equal in client and server.
     pub major: u16,
-    /// Minor version: the lower one of client and server is used.
+    /// Minor version. The lower one of client and server applies.
     pub minor: u16,
 }
 
@@ -153,7 +155,7 @@ pub mod dma_map_flags {
     pub const WRITE: u32 = 1 << 1;
 }
 
-/// DMA_MAP; the reply has no payload. A descriptor is attached if the memory can be mapped.
+/// DMA_MAP; the reply has no payload. If the memory can be mapped, the message has a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DmaMap {
@@ -219,7 +221,7 @@ pub mod region_flags {
     pub const READ: u32 = 1 << 0;
     /// The region can be written.
     pub const WRITE: u32 = 1 << 1;
-    /// The region can be mapped; a descriptor is attached.
+    /// The region can be mapped, and the message has a descriptor.
     pub const MMAP: u32 = 1 << 2;
     /// Capabilities follow.
     pub const CAPS: u32 = 1 << 3;
@@ -266,9 +268,9 @@ pub const IO_FD_EVENT: u32 = 0;
 pub struct IoFd {
     /// Offset in the region.
     pub offset: u64,
-    /// Length; 0 if accesses of any size match.
+    /// Length; 0 if accesses of any size at the offset match.
     pub size: u64,
-    /// Index among the attached descriptors.
+    /// Index of the descriptor among those of the message.
     pub fd_index: u32,
     /// See [`IO_FD_EVENT`].
     pub kind: u32,
@@ -276,7 +278,7 @@ pub struct IoFd {
     pub flags: u32,
     /// Padding.
     pub padding: u32,
-    /// Only matching value, if `flags` has `KVM_IOEVENTFD_FLAG_DATAMATCH`.
+    /// The only value that matches, if `flags` has `KVM_IOEVENTFD_FLAG_DATAMATCH`.
     pub datamatch: u64,
 }
 
@@ -323,7 +325,7 @@ pub mod irq_info_flags {
     pub const MASKABLE: u32 = 1 << 1;
     /// An interrupt masks itself when it is signalled.
     pub const AUTOMASKED: u32 = 1 << 2;
-    /// The number of interrupts can only be changed by disabling all of them first.
+    /// The number of interrupts can only be changed after all of them are disabled.
     pub const NORESIZE: u32 = 1 << 3;
 }
 
@@ -347,7 +349,7 @@ pub mod set_irqs_flags {
     pub const DATA_NONE: u32 = 1 << 0;
     /// One byte per interrupt follows.
     pub const DATA_BOOL: u32 = 1 << 1;
-    /// Eventfds are attached.
+    /// The message has eventfds.
     pub const DATA_EVENTFD: u32 = 1 << 2;
     /// Masks interrupts.
     pub const ACTION_MASK: u32 = 1 << 3;
@@ -355,9 +357,9 @@ pub mod set_irqs_flags {
     pub const ACTION_UNMASK: u32 = 1 << 4;
     /// Raises interrupts, or sets their eventfds.
     pub const ACTION_TRIGGER: u32 = 1 << 5;
-    /// All data bits.
+    /// Mask of all data bits.
     pub const DATA_MASK: u32 = DATA_NONE | DATA_BOOL | DATA_EVENTFD;
-    /// All action bits.
+    /// Mask of all action bits.
     pub const ACTION_BITS: u32 = ACTION_MASK | ACTION_UNMASK | ACTION_TRIGGER;
 }
 
@@ -417,7 +419,7 @@ pub struct MultiEntry {
     pub region: u32,
     /// Number of valid bytes in `data`; at most 8.
     pub count: u32,
-    /// Data, left-aligned.
+    /// Data, in the first bytes of the field.
     pub data: [u8; 8],
 }
 

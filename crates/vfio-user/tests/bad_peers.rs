@@ -1,4 +1,4 @@
-//! Clients that send garbage, truncate, flood or stall, and the clients after them.
+//! Tests with clients that send garbage, truncate, flood or stall, and with the clients after them.
 
 mod common;
 
@@ -15,7 +15,7 @@ use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
 use zerocopy::IntoBytes;
 
-/// Checks that the device accepts a client and works.
+/// Checks that the device accepts a new client and handles its requests.
 fn assert_served(path: &Path) {
     let mut raw = Raw::attach(path);
     raw.write(3, &[42]).ok();
@@ -71,12 +71,12 @@ fn a_client_may_disconnect_in_mid_message() {
         raw.send(&message[..len]);
     };
     for len in [1, 8, 15, 16, 20, 35] {
-        // A client that closes its end for writing sees the end of the connection.
+        // If a client shuts down its socket for writing, the server closes the connection.
         let mut raw = Raw::attach(&path);
         half(&mut raw, len);
         raw.stream.shutdown(std::net::Shutdown::Write).unwrap();
         raw.assert_closed();
-        // A client that closes its socket.
+        // This client closes its socket in the middle of a message.
         let mut raw = Raw::attach(&path);
         half(&mut raw, len);
     }
@@ -90,13 +90,14 @@ fn a_client_may_disconnect_in_mid_message() {
 #[test]
 fn a_silent_or_slow_client_is_disconnected() {
     let (_server, path, _shared) = Server::with_toy(impatient());
-    // No message.
+    // The first client sends no message.
     let started = Instant::now();
     let mut silent = Raw::connect(&path);
     silent.assert_closed();
-    // Lower bound: the limit does not expire early.
+    // The time limit must not expire early.
     assert!(started.elapsed() >= IMPATIENT, "{:?}", started.elapsed());
-    // Half a VERSION, byte by byte.
+    // The second client sends VERSION byte by byte, so the message is not complete within the
+    // limit.
     let mut slow = Raw::connect(&path);
     let message = slow.message(command::VERSION, 0, &[&[0; 4000]]);
     let is_dropped = message.into_iter().any(|byte| {
@@ -104,23 +105,24 @@ fn a_silent_or_slow_client_is_disconnected() {
         slow.stream.write_all(&[byte]).is_err()
     });
     assert!(is_dropped, "it has had time for all of it");
-    // Half a message after a good start; a complete message in between restarts the timeout.
+    // The third client starts correctly, and later sends half a message. Each complete message in
+    // between restarts the timeout.
     let mut raw = Raw::attach(&path);
     let message = raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
     for _ in 0..4 {
         raw.send(&message[..20]);
-        // A part of the limit; together they are longer.
+        // One pause is shorter than the limit, but all pauses together are longer.
         std::thread::sleep(IMPATIENT / 3);
         raw.send(&message[20..]);
         raw.reply().ok();
     }
-    // There is no timeout between messages.
+    // No timeout runs between messages.
     std::thread::sleep(IMPATIENT * 3 / 2);
     raw.write(0, &[1]).ok();
     let started = Instant::now();
     raw.send(&message[..20]);
     raw.assert_closed();
-    // Lower bound: the limit does not expire early.
+    // The time limit must not expire early.
     assert!(started.elapsed() >= IMPATIENT, "{:?}", started.elapsed());
     assert_served(&path);
 }
@@ -134,7 +136,7 @@ fn a_flooding_client_is_disconnected_without_delay_for_others() {
     let started = Instant::now();
     let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x8000).as_bytes()]);
     let flood = std::thread::spawn(move || {
-        // Until the server disconnects it.
+        // The client sends requests until the server disconnects it.
         let stream = read.repeat(100);
         while raw.stream.write_all(&stream).is_ok() {}
     });
@@ -181,8 +183,9 @@ fn many_messages_of_a_client_are_interleaved_with_others() {
     let (other_path, other_shared, _) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let reset = other.message(command::DEVICE_RESET, 0, &[]);
-    // While the first of many messages is handled, the other client sends one; while the last of
-    // them is handled, the test checks whether it was handled.
+    // The busy client sends many messages. The other client sends its message while the first of
+    // these is handled. While the last of them is handled, the test checks that the other client's
+    // message has already been handled.
     let arrived = Arc::new(AtomicBool::new(false));
     let (hooks, note) = (Arc::clone(&shared), Arc::clone(&arrived));
     *shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -205,7 +208,8 @@ fn many_messages_of_a_client_are_interleaved_with_others() {
     assert!(arrived.load(Ordering::SeqCst));
 }
 
-/// One message may have some 40,000 writes. They are executed in parts.
+/// A message can have about 40,000 writes. They are executed in several turns, so that other
+/// clients get theirs.
 #[test]
 fn a_message_of_many_writes_is_interleaved_with_others() {
     let (server, path, shared) = Server::with_toy(Limits::default());
@@ -224,7 +228,7 @@ fn a_message_of_many_writes_is_interleaved_with_others() {
     let mut raw = Raw::attach(&path);
     let write = |offset| wire::MultiEntry { offset, region: 0, count: 1, data: [1; 8] };
     let mut entries = vec![write(HOOK)];
-    // One of the writes is slow, and the rest follows after it.
+    // The message contains one slow write between many others.
     entries.extend((0..20_000).map(|_| write(0)));
     entries.push(write(SLOW));
     entries.extend((0..20_000).map(|_| write(0)));
@@ -234,7 +238,7 @@ fn a_message_of_many_writes_is_interleaved_with_others() {
     let answer = raw.request(command::REGION_WRITE_MULTI, &[count.as_bytes(), &bytes]).ok();
     assert_eq!(answer, count.as_bytes());
     assert!(arrived.load(Ordering::SeqCst));
-    // Later messages are handled after all of its writes.
+    // Messages after this one are handled only after all of its writes.
     shared.hold.store(true, Ordering::SeqCst);
     let multi = raw.message(
         command::REGION_WRITE_MULTI,
@@ -248,8 +252,8 @@ fn a_message_of_many_writes_is_interleaved_with_others() {
     assert_eq!(raw.reply().ok()[16..], [1]);
 }
 
-/// Each client costs a device reset: clients that reconnect endlessly are slowed down, and
-/// served.
+/// Each client costs a device reset. Clients that reconnect endlessly are delayed, but all of them
+/// are served.
 #[test]
 fn reconnecting_clients_are_all_served() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
@@ -264,7 +268,8 @@ fn reconnecting_clients_are_all_served() {
 fn a_slow_reader_gets_all_replies() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
-    // More replies than socket and server buffer; they are read only after all requests were sent.
+    // The replies exceed the buffers of socket and server, because the client reads them only after
+    // it has sent all requests.
     let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x8000).as_bytes()]);
     let mut asker = raw.stream.try_clone().unwrap();
     let asker = std::thread::spawn(move || {
@@ -288,7 +293,7 @@ fn too_many_descriptors_end_the_connection() {
     let message = raw.message(command::DEVICE_RESET, 0, &[]);
     raw.send_with_fds(&message, &fds[..16]);
     raw.reply().ok();
-    // More than was negotiated.
+    // The messages have more descriptors than the negotiated maximum.
     for count in [17, 32] {
         raw.send_with_fds(&message, &fds[..count]);
         assert_eq!(raw.reply().errno(), shadowbell_vfio_user::Errno::INVAL);
@@ -301,7 +306,8 @@ fn too_many_descriptors_end_the_connection() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Messages with valid headers and any payload: each gets one reply, an error or not.
+    /// Messages with valid headers and arbitrary payloads: each gets exactly one reply, success or
+    /// error.
     #[test]
     fn any_payload_of_any_command_gets_a_reply(
         messages in prop::collection::vec(
@@ -312,7 +318,7 @@ proptest! {
         let (path, ..) = server.add("toy");
         let mut raw = Raw::attach(&path);
         for (command, mut payload, fds) in messages {
-            // Small numbers in lengths and indexes, so that messages get past the first checks.
+            // Lengths and indexes become small numbers, so that messages pass the first checks.
             for (at, byte) in payload.iter_mut().enumerate() {
                 if at % 4 != 0 && *byte < 240 {
                     *byte = 0;
@@ -330,7 +336,7 @@ proptest! {
         server.stop();
     }
 
-    /// Any byte stream: the server survives it.
+    /// The server survives any byte stream.
     #[test]
     fn any_stream_is_survived(stream in prop::collection::vec(any::<u8>(), 0..400), agreed: bool) {
         let mut server = Server::start(impatient());

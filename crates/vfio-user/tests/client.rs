@@ -1,4 +1,4 @@
-//! The client with the server of this crate.
+//! Tests of the client with the server of this crate.
 
 mod common;
 
@@ -57,7 +57,8 @@ fn the_mappable_area_is_the_devices_file() {
 #[test]
 fn ioeventfds_are_those_of_the_device() {
     let (_server, client, _shared) = served();
-    // More than the first reply has room for, and more descriptors than fit into it.
+    // The reply exceeds the client's first buffer, and the device has more eventfds than fit into a
+    // reply.
     let found = client.region_io_fds(0).unwrap();
     assert_eq!((found.events.len(), found.areas.len()), (16, 300));
     assert!(
@@ -97,7 +98,7 @@ fn registers_are_read_and_written_in_order() {
     client.region_write(0, 0, &vec![7; BAR0_SIZE as usize]).unwrap();
     client.region_read(0, 0, &mut large).unwrap();
     assert!(large.iter().all(|byte| *byte == 7));
-    // A refused request leaves the connection usable.
+    // After a refused request, the connection remains usable.
     let error = client.region_read(0, BAR0_SIZE, &mut data).unwrap_err();
     assert!(matches!(error, ClientError::Refused { errno: Errno::INVAL, .. }), "{error}");
     let long = [ShortWrite { region: 0, offset: 0, data: &[0; 9] }];
@@ -164,7 +165,7 @@ fn the_shared_file_arrives_at_the_device() {
     rustix::io::pread(&maps[0], &mut data, 0).unwrap();
     assert_eq!(&data, b"hello");
     drop(maps);
-    // An eventfd: the device's signal reaches the client.
+    // The device signals the client's eventfd, and the client sees the signal.
     let vectors = eventfds(2);
     client.set_irq_eventfds(irq::MSIX, 5, &vectors).unwrap();
     let at_device = shared.eventfds.lock().unwrap();
@@ -199,7 +200,7 @@ fn many_threads_share_a_client() {
 #[test]
 fn a_timeout_ends_the_connection() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
-    // Not exceeded by the connection itself.
+    // Setting up the connection must not exceed this limit.
     let options = Options { timeout: Some(Duration::from_secs(2)) };
     let client = Client::connect(&path, options).unwrap();
     shared.hold.store(true, Ordering::SeqCst);
@@ -207,7 +208,7 @@ fn a_timeout_ends_the_connection() {
     assert_eq!(error.to_string(), "no reply to DEVICE_RESET within 2s");
     assert!(matches!(client.device_info(), Err(ClientError::Broken)));
     assert!(matches!(client.region_write_posted(0, 0, &[0]), Err(ClientError::Broken)));
-    // The server notices the end, although the client still exists.
+    // The server notices the end of the connection, although the client object still exists.
     shared.wait_held().ok();
     shared.wait_log("disconnected");
 }
@@ -216,7 +217,7 @@ fn a_timeout_ends_the_connection() {
 fn a_waiting_client_times_out_or_is_served() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let first = Client::connect(&path, Options::default()).unwrap();
-    // Short limit: its expiry is tested.
+    // The limit is short, because the test waits for its expiry.
     let options = Options { timeout: Some(Duration::from_millis(50)) };
     let error = Client::connect(&path, options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { command: command::VERSION, .. }), "{error}");
@@ -235,7 +236,7 @@ fn a_missing_server_is_reported_with_its_path() {
     let path = directory.path().join("nothing");
     let error = Client::connect(&path, Options::default()).unwrap_err();
     assert!(error.to_string().starts_with(&format!("cannot connect to {}: ", path.display())));
-    // A directory stands for the socket in it.
+    // If the path is a directory, the client connects to the socket in it.
     let listener = Listener::bind(directory.path()).unwrap();
     let server = Server::start(Limits::default());
     server.handle.add(listener, Toy::new().0);
@@ -251,12 +252,12 @@ fn a_full_backlog_times_out() {
     bind(&busy, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     listen(&busy, 0).unwrap();
     let _in_the_way = UnixStream::connect(&path).unwrap();
-    // Short limit: its expiry is tested.
+    // The limit is short, because the test waits for its expiry.
     let options = Options { timeout: Some(Duration::from_millis(50)) };
     let started = Instant::now();
     let error = Client::connect(&path, options).unwrap_err();
     assert!(matches!(error, ClientError::Connect { .. }), "{error}");
-    // Lower bound: the limit does not expire early.
+    // The time limit must not expire early.
     assert!(started.elapsed() >= Duration::from_millis(50));
 }
 
@@ -278,7 +279,8 @@ fn excess_dma_maps_are_refused_by_the_client() {
     assert!(matches!(error, ClientError::TooManyMaps { max: MAX_MAPS }), "{error}");
     assert!(error.to_string().contains("5 ranges"), "{error}");
     assert_eq!(shared.maps.lock().unwrap().len(), MAX_MAPS as usize);
-    // Two ranges are unmapped, and two can be mapped; all are unmapped, and as many can be mapped.
+    // After two ranges are unmapped, two more can be mapped. After all are unmapped, the maximum
+    // number can be mapped again.
     client.dma_unmap(DmaUnmap::Range { iova: 0x1000, len: 0x2000 }).unwrap();
     map(0x1000).unwrap();
     map(0x2000).unwrap();

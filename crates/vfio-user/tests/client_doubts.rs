@@ -1,4 +1,4 @@
-//! The client with malicious servers.
+//! Tests of the client with malicious servers.
 
 mod common;
 
@@ -18,14 +18,15 @@ use shadowbell_vfio_user::device::DmaUnmap;
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags, region_flags};
 use zerocopy::IntoBytes;
 
-/// A server that answers VERSION correctly and everything else with `answer`.
+/// Connects a client to a server that replies correctly to VERSION, and with `answer` to everything
+/// else.
 fn impostor(
     answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
 ) -> (Result<Client, ClientError>, JoinHandle<()>) {
     impostor_for(LIMIT, answer)
 }
 
-/// [`impostor`] for a client that waits for a reply for this time.
+/// Connects a client as [`impostor`] does, with this timeout for replies.
 fn impostor_for(
     timeout: Duration,
     mut answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
@@ -57,8 +58,8 @@ fn reply(to: &Header, error: u32, payload: &[u8]) -> Vec<u8> {
     [header.as_bytes(), payload].concat()
 }
 
-/// Runs `request` with a server that answers like this; returns the error, after which the
-/// connection must have ended.
+/// Runs `request` with a server that replies with `answer`. Returns the error, and checks that the
+/// error has ended the connection.
 fn fails<T: std::fmt::Debug>(
     answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
     request: impl Fn(&Client) -> Result<T, ClientError>,
@@ -80,7 +81,7 @@ fn invalid_replies_are_errors() {
     };
     let info = |client: &Client| client.device_info();
     let read = |client: &Client| client.region_read(0, 0, &mut [0; 4]);
-    // A good payload in a reply to another request.
+    // The payload is good, but the reply belongs to another request.
     let good = wire::DeviceInfo { argsz: 16, flags: 3, num_regions: 9, num_irqs: 5 };
     let other_id =
         move |to: &Header, _: &[u8]| reply(&Header { id: to.id + 1, ..*to }, 0, good.as_bytes());
@@ -89,18 +90,18 @@ fn invalid_replies_are_errors() {
         move |to: &Header, _: &[u8]| reply(&Header { command: 9, ..*to }, 0, good.as_bytes());
     bad(fails(other_command, info));
     bad(fails(|to, _| reply(to, 0, &[0; 15]), info));
-    // Not a PCI device.
+    // The reply describes a device that is not a PCI device.
     bad(fails(|to, _| reply(to, 0, &[0; 16]), info));
-    // Too much data, too little, and a wrong count.
+    // The replies have too little data, too much data, and a wrong count.
     let short = bad(fails(|to, _| reply(to, 0, &[0; 19]), read));
     assert_eq!(short, "the server's reply to REGION_READ is invalid: 3 bytes instead of 4");
     bad(fails(|to, _| reply(to, 0, &[0; 21]), read));
     bad(fails(|to, _| reply(to, 0, &[0; 20]), read));
     bad(fails(|to, _| reply(to, 0, &[0; 16]), |client| client.region_write(0, 0, &[1])));
-    // Not a message at all.
+    // The bytes are not a message.
     bad(fails(|_, _| vec![0; 16], info));
     bad(fails(|_, _| vec![0xff; 64], info));
-    // Interrupts other than the requested ones.
+    // The reply describes another interrupt index than the requested one.
     bad(fails(|to, _| reply(to, 0, &[9; 16]), |client| client.irq_info(2)));
 }
 
@@ -109,13 +110,13 @@ fn a_silent_slow_or_dead_server_is_an_error() {
     let info = |client: &Client| client.device_info();
     assert!(matches!(fails(|_, _| Vec::new(), info), ClientError::Socket(_)));
     let (ours, theirs) = UnixStream::pair().unwrap();
-    // Short limit: its expiry is tested.
+    // The limit is short, because the test waits for its expiry.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
     drop(theirs);
 
-    // Byte by byte, forever.
+    // The server sends its reply byte by byte, without end.
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let drip = std::thread::spawn(move || {
         let header = Header { id: 0, command: 1, size: 1 << 20, flags: 1, error: 0 };
@@ -126,7 +127,7 @@ fn a_silent_slow_or_dead_server_is_an_error() {
             pause();
         }
     });
-    // Short limit: it expires although bytes arrive all the time.
+    // The limit is short, and must expire although bytes continue to arrive.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
@@ -151,7 +152,7 @@ fn an_error_without_a_number_is_an_error() {
 
 #[test]
 fn commands_of_the_server_are_refused() {
-    // A command of the server in front of each reply; and the client's reply to it.
+    // The server sends a command before each reply, and reads the client's reply to that command.
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut server = Raw::new(theirs);
     let server = std::thread::spawn(move || {
@@ -212,7 +213,7 @@ fn a_server_that_cannot_write_several_gets_them_one_by_one() {
     );
 }
 
-/// A description of region 2 with these capabilities.
+/// Reply that describes region 2, with these capabilities.
 fn described(
     argsz: u32,
     flags: u32,
@@ -232,7 +233,8 @@ fn invalid_region_capabilities_are_refused() {
         [header.as_bytes(), &[0; 8]].concat()
     };
     let cases: Vec<(u32, u32, Vec<u8>)> = vec![
-        // A loop, a step back, a step out, one that begins in the structure, and a truncated one.
+        // Offsets of capabilities: a loop, a step back, a step beyond the end, one inside the
+        // structure before them, and a truncated capability.
         (48, 32, capability(9, 32)),
         (64, 48, [capability(9, 0), capability(9, 32)].concat()),
         (48, 32, capability(9, 4711)),
@@ -240,12 +242,12 @@ fn invalid_region_capabilities_are_refused() {
         (48, u32::MAX, capability(1, 0)),
         (40, 32, capability(1, 0)[..7].to_vec()),
         (44, 32, capability(1, 0)[..12].to_vec()),
-        // More areas than there are.
+        // The count of areas exceeds their actual number.
         (48, 32, [&capability(1, 0)[..8], &u32::MAX.to_ne_bytes(), &[0; 4]].concat()),
-        // An area without a descriptor; and no area at all.
+        // The first reply has an area without a descriptor; the second one has no area.
         (64, 32, [&capability(1, 0)[..8], &[1, 0, 0, 0, 0, 0, 0, 0], &[0; 16]].concat()),
         (48, 32, capability(1, 0)),
-        // A reply that never fits.
+        // The reply requests more space than the client's maximum.
         (1 << 20, 32, vec![]),
     ];
     for (argsz, cap_offset, capabilities) in cases {
@@ -253,10 +255,11 @@ fn invalid_region_capabilities_are_refused() {
         let error = fails(answer, |client| client.region_info(2));
         assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
     }
-    // Another region than the requested one.
+    // The reply describes another region than the requested one.
     let error = fails(described(32, 0, 0, &[]), |client| client.region_info(3));
     assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
-    // A description that is longer than expected is requested again, with room for it.
+    // If the description is longer than the client's buffer, the client repeats the query with a
+    // sufficient one.
     let mut asked = Vec::new();
     let (client, server) = impostor(move |to, payload| {
         let argsz = u32::from_ne_bytes(payload[..4].try_into().unwrap());
@@ -337,12 +340,13 @@ fn areas_with_a_descriptor_each_or_one_for_all_are_inside_of_the_region() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// With any reply of a server, the client returns success or an error, and does not panic.
+    /// For any reply of a server, the client returns success or an error, and does not panic.
     #[test]
     fn any_reply_is_survived(
         bytes in prop::collection::vec(any::<u8>(), 0..200), proper: bool, which in 0..5
     ) {
-        // The client waits for the rest of a partial message. A timeout is an error like others.
+        // After a partial message, the client waits for the rest until the timeout, which is an
+        // error too.
         let (client, server) = impostor_for(Duration::from_millis(200), move |to, _| {
             if proper { reply(to, 0, &bytes) } else { [&bytes[..], &[0; 16]].concat() }
         });
@@ -375,12 +379,13 @@ fn invalid_ioeventfd_lists_are_errors() {
         [info.as_bytes(), entries.as_bytes()].concat()
     };
     for payload in [
-        // Another region; entries that are too short, too many, or incomplete.
+        // The replies describe another region, or their entries are too short, too many or
+        // incomplete.
         list(56, 1, 1, &[entry(0)]),
         list(56, 0, 2, &[entry(0)]),
         list(96, 0, u32::MAX, &[entry(0), entry(0)]),
         list(96, 0, 2, &[entry(0)]),
-        // A missing descriptor; more than any client needs.
+        // The replies have no descriptor for an entry, or request too much space.
         list(56, 0, 1, &[entry(0)]),
         list(u32::MAX, 0, 1, &[entry(0)]),
         vec![0; 15],
@@ -392,7 +397,7 @@ fn invalid_ioeventfd_lists_are_errors() {
 
 #[test]
 fn a_region_without_descriptors_may_have_an_empty_list() {
-    // As libvfio-user answers; other servers refuse.
+    // libvfio-user sends this reply; other servers refuse the query.
     let none = wire::RegionIoFds { argsz: 16, flags: 0, index: 0, count: 0 };
     let (client, server) = impostor(move |to, _| reply(to, 0, none.as_bytes()));
     let client = client.unwrap();
@@ -411,12 +416,13 @@ fn a_server_that_only_sends_commands_times_out() {
         let mut said = 0;
         while theirs.write_all(command.as_bytes()).is_ok() {
             said += 1;
-            // Far fewer within the limit than would be a flood.
+            // The number of commands within the limit stays far below the number that counts as a
+            // flood.
             std::thread::sleep(Duration::from_millis(20));
         }
         said
     });
-    // Short limit: its expiry is tested.
+    // The limit is short, because the test waits for its expiry.
     let options = Options { timeout: Some(Duration::from_millis(100)) };
     let error = Client::from_stream(ours.into(), options).unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");

@@ -1,4 +1,5 @@
-//! Descriptors of files that a client can make hang, and the clients next to it.
+//! Tests with descriptors of files on which a client can make system calls hang, and with other
+//! clients.
 
 mod common;
 
@@ -37,7 +38,8 @@ fn dma_map(raw: &mut Raw, iova: u64, fds: &[BorrowedFd<'_>]) -> Reply {
     raw.reply()
 }
 
-/// Keeps the file open in this process: closing it would hang, too.
+/// Opens a file of the mount, and keeps it open until the process ends, because closing it would
+/// hang too.
 fn trap(mount: &Mount) -> BorrowedFd<'static> {
     let fd: &'static OwnedFd = Box::leak(Box::new(mount.open()));
     fd.as_fd()
@@ -47,10 +49,10 @@ fn trap(mount: &Mount) -> BorrowedFd<'static> {
 fn hung_descriptors_of_a_client_delay_no_other() {
     let (server, path, _shared) = Server::with_toy(Limits::default());
     let (other, ..) = server.add("other");
-    // Dropped before the server, so that a hung reactor is released.
+    // The mount is dropped before the server, which releases a reactor that hangs.
     let Some(mount) = mount() else { return };
     let file = trap(&mount);
-    // With every command, those that accept descriptors and those that drop them.
+    // Each command is sent with the file, even commands that do not accept descriptors.
     let mut raw = Raw::attach(&path);
     assert_eq!(dma_map(&mut raw, 0, &[file]).errno(), rustix::io::Errno::INVAL);
     assert_served(&other);
@@ -60,9 +62,9 @@ fn hung_descriptors_of_a_client_delay_no_other() {
         raw.reply();
         assert_served(&other);
     }
-    // Valid requests of the client itself succeed.
+    // The client's valid requests still succeed.
     assert!(dma_map(&mut raw, 0, &[memfd(0x1000).as_fd()]).errno_or_ok().is_ok());
-    // With a posted message, with half a message, and with garbage.
+    // The file is sent with a posted message, with half a message, and with garbage.
     let posted = raw.message(command::DEVICE_RESET, header_flags::NO_REPLY, &[]);
     raw.send_with_fds(&posted, &[file]);
     raw.send_with_fds(&posted[..9], &[file]);
@@ -88,19 +90,20 @@ fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
     raw.send_with_fds(&bytes, &[file; 60]);
     raw.assert_closed();
     assert!(!shared.log().contains(&"reset".to_owned()));
-    // Its new connection is not accepted. Others are.
+    // The client's new connection is not accepted, but other clients are.
     let mut again = Raw::connect(&path);
     for _ in 0..10 {
         assert_served(&other);
     }
     again.assert_silent();
-    // The daemon ends.
+    // After the daemon ends, the close of the files no longer hangs.
     mount.end();
     again.negotiate();
     again.write(0, &[1]).ok();
 }
 
-/// A disconnected client has sent more than was read, and another one was never accepted.
+/// A client disconnects after it has sent more than the server has read. Another client was never
+/// accepted.
 #[test]
 fn unreceived_hung_descriptors_delay_no_client() {
     let (mut server, path, _shared) = Server::with_toy(Limits::default());
@@ -109,12 +112,12 @@ fn unreceived_hung_descriptors_delay_no_client() {
     let file = trap(&mount);
     let mut raw = Raw::attach(&path);
     let waiting = Raw::connect(&path);
-    // The file in the queue of a socket that is itself in the queue of a socket.
+    // The file is in the queue of a socket, and this socket is in the queue of another socket.
     let (nest, egg) = std::os::unix::net::UnixStream::pair().unwrap();
     Raw::new(egg).send_with_fds(&[0], &[file]);
     for socket in [&raw, &waiting] {
         socket.send_with_fds(&[0; 16], &[nest.as_fd(), file]);
-        // The connection ends at the first message; these stay in the queue.
+        // The server ends the connection at the first message, so these messages stay in the queue.
         for _ in 0..3 {
             let _ = rustix::net::send(&socket.stream, &[1], rustix::net::SendFlags::NOSIGNAL);
         }
@@ -125,7 +128,7 @@ fn unreceived_hung_descriptors_delay_no_client() {
     drop((raw, waiting));
 }
 
-/// Descriptors other than memory are not mapped, and other than eventfds not signalled.
+/// Only descriptors of memory are mapped, and only eventfds are signalled.
 #[test]
 fn descriptors_are_checked_for_their_type() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
@@ -150,7 +153,7 @@ fn descriptors_are_checked_for_their_type() {
     }
     set_irqs(event.as_fd()).unwrap();
     dma_map(&mut raw, 0, &[memory.as_fd()]).ok();
-    // A regular file is memory, too, unless it is in a container's overlay.
+    // A regular file counts as memory, unless it is in the overlay of a container.
     let file = std::fs::File::open(env!("CARGO_MANIFEST_DIR").to_owned() + "/Cargo.toml").unwrap();
     match dma_map(&mut raw, 0x1000, &[file.as_fd()]).errno_or_ok() {
         Ok(()) => assert_eq!(shared.maps.lock().unwrap().len(), 2),
@@ -158,7 +161,7 @@ fn descriptors_are_checked_for_their_type() {
     }
 }
 
-/// A client refuses hung descriptors of a server, and continues.
+/// A client refuses a server's descriptors that may hang, and remains usable.
 #[test]
 fn a_client_refuses_hung_descriptors_of_a_server() {
     use shadowbell_vfio_user::client::{ClientError, Options};

@@ -1,4 +1,4 @@
-//! A server that is replaced under its clients, without an error for them.
+//! Tests in which the server is replaced while clients are connected, without an error for them.
 
 mod common;
 
@@ -33,10 +33,10 @@ fn message(id: u16, command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
     out.front().0.to_vec()
 }
 
-/// The next expected reply: its message id, and the value of a read.
+/// Next expected reply: its message identifier, and the value if it is a reply to a read.
 type Expected = (u16, Option<u32>);
 
-/// Sends requests in pieces without waiting for replies.
+/// Client that sends requests in pieces, without waiting for replies.
 struct Talker {
     raw: Raw,
     dice: Dice,
@@ -75,7 +75,8 @@ impl Talker {
         message(id, command::REGION_WRITE, 0, &[access(0, 16, 4).as_bytes(), &value])
     }
 
-    /// Several writes in one message, one of which is slow if the device holds it.
+    /// Creates a message with several writes. If the device stores completion callbacks, one of the
+    /// writes does not complete immediately.
     fn write_several(&mut self) -> Vec<u8> {
         let entry = |offset, count, value: u32| {
             let mut data = [0; 8];
@@ -100,8 +101,8 @@ impl Talker {
         message(id, command::REGION_WRITE, 0, &[access(0, SLOW, 1).as_bytes(), &[1]])
     }
 
-    /// Sends a map in pieces, the last one with a descriptor: so the descriptor may arrive before
-    /// the message is complete.
+    /// Sends a map in pieces, the last of which has the descriptor. So the descriptor can arrive
+    /// before the message is complete.
     fn map(&mut self) {
         let n = self.maps.fetch_add(1, Ordering::SeqCst) + 1;
         let len = u64::from(n) * 4096;
@@ -149,12 +150,12 @@ impl Talker {
     }
 }
 
-/// Reads replies, which must be in the expected order. They may lag behind.
+/// Reads replies, which must have the expected order. The reader may be slower than the server.
 fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
     let mut dice = Dice(seed);
     while let Ok((id, read)) = expected.recv() {
         if dice.roll(200) == 0 {
-            // A reader that lags behind.
+            // The pause lets unread replies accumulate.
             std::thread::sleep(Duration::from_millis(2));
         }
         let reply = raw.reply();
@@ -167,8 +168,8 @@ fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
     raw.assert_silent();
 }
 
-/// At any moment and by any kind of replacement, every request is executed once, in order, and
-/// answered once.
+/// The server is replaced at random moments and in every way. Each request is executed once, in
+/// order, and gets one reply.
 #[test]
 fn every_request_is_answered_once_across_replacements() {
     for seed in 0..4 {
@@ -199,7 +200,7 @@ fn every_request_is_answered_once_across_replacements() {
             }
         });
         let listens = std::thread::spawn(move || listen(listener, &due, seed));
-        // Completes held requests after some time.
+        // This thread completes stored callbacks after a random time.
         let finishes = std::thread::spawn({
             let (shared, over) = (Arc::clone(&shared), Arc::clone(&over));
             let mut dice = Dice(2000 + seed);
@@ -209,20 +210,20 @@ fn every_request_is_answered_once_across_replacements() {
                     match done {
                         Some(done) => done.ok(),
                         None if dice.roll(2) == 0 => std::thread::yield_now(),
-                        // Random moment: any is good.
+                        // Random duration, so that the test covers many moments.
                         None => std::thread::sleep(Duration::from_micros(dice.roll(300))),
                     }
                 }
             }
         });
         for _ in 0..100 {
-            // Random moment: any is good.
+            // Random duration, so that the test covers many moments.
             std::thread::sleep(Duration::from_micros(dice.roll(1500)));
             let mut old = server.freeze();
             match dice.roll(6) {
-                // The replacement is cancelled.
+                // This case cancels the replacement.
                 0 => server.run(old),
-                // A successor that ends before it serves.
+                // This case drops the next server before it runs.
                 1 => {
                     drop(server.successor(&mut old, &[&shared]));
                     server.run(old);
@@ -254,7 +255,7 @@ fn every_request_is_answered_once_across_replacements() {
         let values: Vec<_> = writes.iter().map(|(value, _)| *value).collect();
         assert_eq!(values.last(), Some(&last), "seed {seed}");
         assert!(values.windows(2).all(|w| w[0].wrapping_add(1) == w[1]), "seed {seed}");
-        // Each file has arrived with its message.
+        // Each file has arrived with the message to which it belongs.
         let files = shared.maps.lock().unwrap();
         assert_eq!(files.len(), maps.load(Ordering::SeqCst) as usize);
         for (n, file) in files.iter().enumerate() {
@@ -265,13 +266,14 @@ fn every_request_is_answered_once_across_replacements() {
     }
 }
 
-/// Unread replies are transferred with their descriptors, and so are requests behind them.
+/// Unread replies are transferred together with their descriptors; requests behind them are
+/// transferred too.
 #[test]
 fn unread_replies_survive_a_replacement() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     raw.write(0, b"first").ok();
-    // More than the socket and the server buffer.
+    // The replies exceed the buffers of socket and server.
     const LEN: usize = 0x8000;
     let mut ids = Vec::new();
     for _ in 0..100 {
@@ -289,7 +291,8 @@ fn unread_replies_survive_a_replacement() {
     for _ in 0..5 {
         server.replace(&[&shared]);
     }
-    // Unread bytes of the server's own buffer count: the client has not read everything.
+    // Replies in the server's own buffer must be transferred too, because the client has not read
+    // everything.
     for id in &ids {
         if *id == 100 {
             server.replace(&[&shared]);
@@ -304,7 +307,7 @@ fn unread_replies_survive_a_replacement() {
     raw.assert_silent();
 }
 
-/// Each descriptor with its own reply.
+/// After a replacement, each descriptor arrives with the reply to which it belongs.
 #[test]
 fn descriptors_of_unread_replies_survive_a_replacement() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
@@ -363,7 +366,7 @@ fn a_freeze_waits_for_the_request_in_flight_only() {
     raw.send(&message(2, command::DEVICE_RESET, 0, &[]));
     let done = shared.wait_held();
     server.handle.freeze();
-    // The reactor is not quiesced yet, and the freeze may be cancelled.
+    // The reactor is not quiesced yet, so the freeze can still be cancelled.
     neighbour.send(&message(9, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]));
     eventually("the reactor waits", || sleeps(server.tid));
     assert!(!server.has_ended());
@@ -424,14 +427,14 @@ fn the_successor_notices_a_client_that_left_meanwhile() {
 fn the_socket_file_exists_until_the_last_server_ends() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
     let mut old = server.freeze();
-    // A successor that ends before it serves does not remove the socket file.
+    // If the next server is dropped before it runs, the socket file stays.
     drop(server.successor(&mut old, &[&shared]));
     let mut waiting = Raw::connect(&path);
     let new = server.successor(&mut old, &[&shared]);
     new.handle().freeze();
     old.hand_over();
     server.run(new);
-    // The freeze was requested before the successor started.
+    // The freeze was requested before this server ran, so it quiesces immediately.
     let new = server.frozen();
     server.run(new);
     waiting.negotiate();
@@ -442,7 +445,7 @@ fn the_socket_file_exists_until_the_last_server_ends() {
     assert!(!path.exists());
 }
 
-/// A stream with one client only.
+/// A connection without a listening socket is transferred too.
 #[test]
 fn a_connection_without_a_listener_is_handed_over() {
     let mut server = Server::start(Limits::default());
@@ -450,7 +453,7 @@ fn a_connection_without_a_listener_is_handed_over() {
     let (toy, shared) = Toy::new();
     server.handle.add_stream(theirs.into(), toy);
     let mut raw = Raw::new(ours);
-    // Before the negotiation, too.
+    // The connection can also be transferred before the version negotiation.
     server.replace(&[&shared]);
     raw.negotiate();
     server.replace(&[&shared]);
@@ -462,7 +465,7 @@ fn a_connection_without_a_listener_is_handed_over() {
     server.run(old);
 }
 
-/// Negotiated limits stay, whatever the successor's own limits are.
+/// Negotiated limits stay valid in the next server, even if its own limits differ.
 #[test]
 fn a_successor_keeps_the_negotiated_limits() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
@@ -476,10 +479,11 @@ fn a_successor_keeps_the_negotiated_limits() {
     assert_eq!(raw.read(0, 0x4000).ok()[16..], [7; 0x4000]);
 }
 
-/// The timeout for the rest of a message is suspended while no server runs.
+/// The timeout for the rest of a message does not run while no server runs.
 #[test]
 fn a_freeze_suspends_the_message_timeout() {
-    // Not exceeded by a busy machine before and after the pause, which is longer.
+    // A busy machine does not exceed the limit before and after the pause. The pause itself is
+    // longer than the limit.
     let limits = Limits { message: Duration::from_secs(5), ..Limits::default() };
     let (mut server, path, shared) = Server::with_toy(limits);
     let mut raw = Raw::attach(&path);
@@ -487,10 +491,10 @@ fn a_freeze_suspends_the_message_timeout() {
     raw.send(&bytes[..20]);
     eventually("the reactor waits for the rest", || sleeps(server.tid));
     let old = server.freeze();
-    // Longer than the limit.
+    // The pause is longer than the limit.
     std::thread::sleep(Duration::from_millis(5200));
     server.run(old);
-    // If the timeout had continued, the reactor would disconnect at once.
+    // If the timeout had run during the pause, the reactor would now disconnect the client.
     eventually("the reactor has looked", || sleeps(server.tid));
     raw.send(&bytes[20..]);
     assert_eq!(raw.reply().header.id, 5);
@@ -504,7 +508,7 @@ fn a_running_server_cannot_be_saved() {
     assert!(error.to_string().contains("has to be frozen"), "{error}");
 }
 
-/// Runs all of these tests again, with servers that record checkpoints.
+/// Runs all of these tests again, with servers that store checkpoints.
 #[test]
 fn all_tests_pass_with_recorded_servers() {
     if is_recorded() {

@@ -1,4 +1,5 @@
-//! Idle cost of many silent clients: none. Alone in its process, to be measured.
+//! Many silent clients cost no CPU time. The test has a process of its own, so that it can measure
+//! the cost.
 
 mod common;
 
@@ -30,22 +31,22 @@ fn cost() -> (u64, u64) {
 fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
     let server = Server::start(Limits::default());
     let ports: Vec<_> = (0..256).map(|n| server.add(&format!("toy{n}"))).collect();
-    // Half of the devices have a client.
+    // Every second device has a client.
     let mut clients: Vec<_> = ports.iter().step_by(2).map(|(path, ..)| Raw::attach(path)).collect();
     for client in &mut clients {
         client.write(0, &[1]).ok();
     }
-    // A client that waits for another one to leave.
+    // This client waits until the first client of the device disconnects.
     let _waiting = Raw::connect(&ports[0].0);
-    // Earlier work ends first.
+    // The cost is measured again until earlier work has ended.
     let mut before = cost();
     eventually("a second costs nothing", || {
         before = cost();
-        // A thread that has a timer, or polls, would run in this time.
+        // A thread with a timer or with polling would run in this time.
         std::thread::sleep(Duration::from_secs(1));
         cost() == before
     });
-    // The clients are still served.
+    // The server still serves the clients.
     for client in &mut clients {
         client.write(0, &[1]).ok();
     }

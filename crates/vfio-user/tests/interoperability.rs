@@ -1,5 +1,5 @@
-//! The client of the published `vfio_user` crate, which Cloud Hypervisor uses, with this
-//! server.
+//! Test of the server with the client of the published `vfio_user` crate, which Cloud Hypervisor
+//! uses.
 
 mod common;
 
@@ -11,12 +11,12 @@ use shadowbell_vfio_user::server::Limits;
 #[test]
 fn the_client_of_cloud_hypervisor_is_served() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
-    // Twice: the device is free again after the first.
+    // The client connects twice, because the device must be free again after the first connection.
     for _ in 0..2 {
         let mut client = vfio_user::Client::new(&path).unwrap();
         assert_eq!(shared.log(), ["connected, 1 fds"]);
 
-        // BARs, ROM, configuration space, and the mappable part of BAR2.
+        // The regions are BARs, ROM and configuration space. BAR2 has a mappable part.
         let sizes = [BAR0_SIZE, 0, BAR2_SIZE, 0, 0x1000, 0, 0, 0x1000, 0];
         for (index, size) in (0u32..).zip(sizes) {
             let region = client.region(index).unwrap();
@@ -41,7 +41,7 @@ fn the_client_of_cloud_hypervisor_is_served() {
 
         let info = client.get_irq_info(2).unwrap();
         assert_eq!((info.index, info.count, info.flags & 1), (2, VECTORS, 1));
-        // The client sends 16 at once, whatever was advertised.
+        // The client sends 16 eventfds in one message, whatever maximum the server has announced.
         let fds = eventfds(16);
         let numbers: Vec<_> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         client.set_irqs(2, 4 | 32, 0, 16, &numbers).unwrap();

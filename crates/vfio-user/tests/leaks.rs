@@ -1,4 +1,5 @@
-//! Descriptors are closed in every error case. Alone in its process, to count them.
+//! Descriptors are closed in every error case. The test has a process of its own, so that it can
+//! count them.
 
 mod common;
 
@@ -32,7 +33,8 @@ fn a_client_of_every_kind(path: &std::path::Path) {
     client.dma_unmap(DmaUnmap::All).unwrap();
     drop(client);
 
-    // Descriptors with messages that do not use them, are refused, are posted, or are unknown.
+    // Descriptors are sent with messages that do not use them, that are refused or posted, and with
+    // unknown commands.
     let mut raw = Raw::attach(path);
     for command in 0..20 {
         raw.request_with_fds(command, &[&[0; 40]], &eventfds(3));
@@ -45,7 +47,7 @@ fn a_client_of_every_kind(path: &std::path::Path) {
     for _ in 0..10 {
         raw.request(command::DEVICE_GET_REGION_INFO, &[ask.as_bytes()]);
     }
-    // Descriptors with half a message, and with garbage.
+    // Descriptors are sent with half a message, and with garbage.
     let fds = eventfds(20);
     let fds: Vec<_> = fds.iter().map(std::os::fd::AsFd::as_fd).collect();
     raw.send_with_fds(&[1; 10], &fds);
@@ -74,7 +76,7 @@ fn no_descriptor_is_left_open() {
     }
     settle();
     assert_eq!(open_descriptors(), before);
-    // Replaced servers, and cancelled replacements, leave no descriptor open, either.
+    // Replacements of the server, and cancelled replacements, leave no descriptors open either.
     let mut raw = Raw::attach(&path);
     let events = eventfds(7);
     let fds: Vec<_> = events.iter().map(std::os::fd::AsFd::as_fd).collect();

@@ -1,4 +1,4 @@
-//! Socket paths, valid and invalid.
+//! Tests of valid and invalid socket paths.
 
 mod common;
 
@@ -45,7 +45,8 @@ fn a_live_servers_socket_is_not_replaced() {
             path.display()
         )
     );
-    // Also while a client is attached, whose service is not disturbed.
+    // The path also counts as in use while a client is attached, and the attempt does not disturb
+    // that client.
     let mut raw = Raw::attach(&path);
     assert!(matches!(Listener::bind(&path), Err(BindError::InUse { .. })));
     raw.write(0, &[1]).ok();
@@ -65,7 +66,7 @@ fn a_stale_file_is_replaced() {
     drop(listener);
 }
 
-/// A client that waits for the file and connects then.
+/// A client waits until the socket file exists, and then connects without an error.
 #[test]
 fn a_visible_socket_file_accepts_connections() {
     use std::io::ErrorKind;

@@ -1,4 +1,5 @@
-//! Descriptors of peers are received in one place, where they become `PeerFd`s.
+//! Checks the source code: only one function receives descriptors of peers, and wraps them in
+//! `PeerFd`.
 
 use std::path::Path;
 
@@ -14,9 +15,9 @@ fn sources(directory: &Path, found: &mut Vec<std::path::PathBuf>) {
     }
 }
 
-/// Scans the sources of all crates: only `socket.rs` receives descriptors from peers, and wraps
-/// each at once. Other receivers have a process of this program as their peer, and wrap
-/// descriptors of clients again before use. Only `PeerFd` itself and the closer have the raw
+/// Scans the sources of all crates. Only `socket.rs` receives descriptors from peers, and it wraps
+/// each immediately. The other receivers are connected to a process of this program; they wrap
+/// clients' descriptors again before use. Only `PeerFd` itself and the closer can access the raw
 /// descriptor.
 #[test]
 fn descriptors_are_received_in_listed_files_only() {
@@ -28,9 +29,9 @@ fn descriptors_are_received_in_listed_files_only() {
     for path in all {
         let text = std::fs::read_to_string(&path).unwrap();
         let name = path.strip_prefix(crates).unwrap().display().to_string();
-        // The list of allowed system calls names it as well.
+        // The list of allowed system calls contains this name too, but receives nothing.
         let text = text.replace("libc::SYS_recvmsg", "");
-        // Without a control buffer the kernel delivers no descriptors.
+        // If the control buffer is empty, the kernel delivers no descriptors.
         let has_no_room = text.contains("RecvAncillaryBuffer::default()")
             && !text.contains("RecvAncillaryBuffer::new")
             || text.contains("libc::recvmsg") && !text.contains("msg_control");

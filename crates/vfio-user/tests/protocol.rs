@@ -1,4 +1,4 @@
-//! Every command, message by message, as various clients send them.
+//! Tests of every command and its reply, in the forms that various clients send.
 
 mod common;
 
@@ -16,7 +16,7 @@ fn version(major: u16, minor: u16) -> wire::Version {
 fn a_version_without_json_is_answered_in_full() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::connect(&path);
-    // As SPDK does: 20 bytes, and every message has the id 0.
+    // SPDK's client sends VERSION with 20 bytes, and its messages all have the identifier 0.
     let mut message = raw.message(command::VERSION, 0, &[version(0, 1).as_bytes()]);
     assert_eq!(message.len(), 20);
     message[..2].fill(0);
@@ -100,7 +100,7 @@ fn every_region_that_a_client_may_ask_about_is_described() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
     for index in 0..10 {
-        // As SPDK asks.
+        // SPDK's client queries with this size.
         let reply = region_info(&mut raw, index, 4064, 4064).ok();
         let (info, capabilities) = wire::RegionInfo::read_from_prefix(&reply).unwrap();
         assert_eq!((info.index, info.argsz as usize), (index, reply.len()));
@@ -149,15 +149,15 @@ fn regions_are_read_and_written() {
     let reply = raw.read(0x0fff, 6).ok();
     assert_eq!(reply[..16], *access(0, 0x0fff, 6).as_bytes());
     assert_eq!(reply[16..], [0, 1, 2, 3, 4, 0]);
-    // The configuration space: two bytes at the Command register.
+    // The access is to the configuration space: two bytes of the Command register.
     let config = access(7, 4, 2);
     raw.request(command::REGION_WRITE, &[config.as_bytes(), &[6, 0]]).ok();
     let reply = raw.request(command::REGION_READ, &[access(7, 0, 8).as_bytes()]).ok();
     assert_eq!(reply[16..], [0x34, 0x12, 0x78, 0x56, 6, 0, 0x10, 0]);
-    // An empty access is no error.
+    // An access of no bytes is not an error.
     assert_eq!(raw.read(5, 0).ok(), access(0, 5, 0).as_bytes());
     assert_eq!(raw.write(5, &[]).ok(), access(0, 5, 0).as_bytes());
-    // A whole region at once.
+    // One access can read a whole region.
     assert_eq!(raw.read(0, BAR0_SIZE as usize).ok().len(), 16 + BAR0_SIZE as usize);
 }
 
@@ -178,7 +178,7 @@ fn invalid_accesses_are_refused() {
     refused(access(4, 0, 4), &[0; 4], Errno::NXIO);
     refused(access(0, 0, (1 << 20) + 1), &[0; (1 << 20) + 1], Errno::INVAL);
     refused(access(0, 0, u32::MAX as usize), &[0; 8], Errno::INVAL);
-    // Less data than announced.
+    // The message has less data than its header announces.
     let reply = raw.request(command::REGION_WRITE, &[access(0, 0, 8).as_bytes(), &[0; 7]]);
     assert_eq!(reply.errno(), Errno::INVAL);
     let reply = raw.request(command::REGION_READ, &[b"too short"]);
@@ -195,13 +195,13 @@ fn posted_writes_have_no_reply() {
     for n in 0..100u8 {
         let access = access(0, n.into(), 1);
         stream.extend(raw.message(command::REGION_WRITE, posted, &[access.as_bytes(), &[n + 1]]));
-        // Refused without a reply.
+        // The server refuses these messages, and sends no reply because they are posted.
         let nowhere = common::access(77, 0, 1);
         stream.extend(raw.message(command::REGION_WRITE, posted, &[nowhere.as_bytes(), &[0]]));
         stream.extend(raw.message(4711, posted, &[&[n; 33]]));
     }
     raw.send(&stream);
-    // The first reply is that to the read, which is executed after the writes.
+    // The first reply belongs to the read, which is executed after all writes.
     let expected: Vec<u8> = (1..=100).collect();
     assert_eq!(raw.read(0, 100).ok()[16..], expected);
 }
@@ -218,7 +218,7 @@ fn several_writes_share_one_message() {
         entry(16, 0, [6; 8]),
     ];
     let count = wire::WriteMulti { count: 4 };
-    // QEMU's message has room for many entries, of which the first ones are valid.
+    // QEMU's message always has space for many entries, and only the first ones are valid.
     let payload = [count.as_bytes(), entries.as_bytes(), &[0xff; 24 * 196]];
     assert_eq!(raw.request(command::REGION_WRITE_MULTI, &payload).ok(), count.as_bytes());
     assert_eq!(raw.read(0, 18).ok()[16..], [1, 2, 7, 4, 0, 0, 0, 0, 5, 5, 5, 5, 5, 5, 5, 5, 0, 0]);
@@ -254,7 +254,7 @@ fn memory_is_mapped_with_and_without_a_descriptor() {
     assert!(raw.request_with_fds(command::DMA_MAP, &[good.as_bytes()], &fd).ok().is_empty());
     let read_only = map(1, 0, 0x20_0000, 0x1000);
     raw.request_with_fds(command::DMA_MAP, &[read_only.as_bytes()], &fd).ok();
-    // Without a descriptor, the device decides.
+    // If the map has no descriptor, the device decides whether to accept it.
     let reply = raw.request(command::DMA_MAP, &[map(3, 0, 0x30_0000, 0x1000).as_bytes()]);
     assert_eq!(reply.errno(), Errno::OPNOTSUPP);
     assert_eq!(
@@ -275,7 +275,8 @@ fn memory_is_mapped_with_and_without_a_descriptor() {
     assert_eq!(reply.errno(), Errno::INVAL);
     assert!(shared.take_log().is_empty());
 
-    // The reply repeats the request; an unexpected descriptor is closed.
+    // The reply has the payload of the request. The request's descriptor, which is not used, is
+    // closed.
     let unmap = |flags, address, size| wire::DmaUnmap { argsz: 24, flags, address, size };
     let range = unmap(0, 0x10_0000, 0x2000);
     let reply = raw.request_with_fds(command::DMA_UNMAP, &[range.as_bytes()], &fd);
@@ -301,13 +302,15 @@ fn interrupts_are_set_up_masked_and_raised() {
     let mut raw = Raw::attach(&path);
     let set = |flags, index, start, count| wire::SetIrqs { argsz: 20, flags, index, start, count };
     let fds = eventfds(16);
-    // Trigger eventfds, as many as Cloud Hypervisor sends; QEMU sends the rest in a second message.
+    // Cloud Hypervisor sends this number of eventfds in one message. QEMU sends the rest in a
+    // second message.
     let many = set(4 | 32, 2, 0, 16);
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[many.as_bytes()], &fds).ok();
     let rest = set(4 | 32, 2, 16, 2);
     raw.request_with_fds(command::DEVICE_SET_IRQS, &[rest.as_bytes()], &fds[..2]).ok();
     assert_eq!(shared.eventfds.lock().unwrap().len(), 18);
-    // No descriptors: removed. No vectors: all disabled. A list of flags: some of them.
+    // The first request has no descriptors, which removes eventfds. The second one has zero
+    // vectors, which disables all vectors. The third one has flags, which select some vectors.
     raw.request(command::DEVICE_SET_IRQS, &[set(4 | 32, 2, 3, 2).as_bytes()]).ok();
     raw.request(command::DEVICE_SET_IRQS, &[set(1 | 32, 2, 0, 0).as_bytes()]).ok();
     let payload = [set(2 | 8, 2, 1, 3).as_bytes(), &[1, 0, 2]].concat();
@@ -338,7 +341,7 @@ fn interrupts_are_set_up_masked_and_raised() {
         let reply = raw.request(command::DEVICE_SET_IRQS, &[impossible.as_bytes()]);
         assert_eq!(reply.errno(), Errno::INVAL, "{impossible:?}");
     }
-    // Fewer eventfds than vectors.
+    // The message has fewer eventfds than vectors.
     let reply = raw.request_with_fds(
         command::DEVICE_SET_IRQS,
         &[set(4 | 32, 2, 0, 3).as_bytes()],
@@ -356,14 +359,15 @@ fn unknown_commands_are_refused_and_their_payload_skipped() {
     let unknown = [0, 11, 12, 14, feature, 17, 18, 19, 255, u16::MAX];
     let mut stream = Vec::new();
     for command in unknown {
-        // The payload looks like a message of its own.
+        // The payload contains valid messages, which must not be executed.
         let inner = raw.message(command::DEVICE_RESET, 0, &[]);
         stream.extend(raw.message(command, 0, &[&inner, &inner]));
     }
     raw.send(&stream);
     for command in unknown {
         let reply = raw.reply();
-        // A device without migration has no features.
+        // For DEVICE_FEATURE, the error says that the device has no features, because it has no
+        // migration.
         let errno = if command == feature { Errno::NOTTY } else { Errno::OPNOTSUPP };
         assert_eq!((reply.header.command, reply.errno()), (command, errno));
     }
@@ -395,8 +399,8 @@ fn a_device_can_be_served_over_a_socket_pair() {
     raw.request(command::DEVICE_RESET, &[]).ok();
     drop(raw);
     shared.wait_log("disconnected");
-    // No other client can come: the device is dropped, and with it the last reference but that of
-    // the test.
+    // The stream accepts no other client. So the device is dropped, and only the test still has a
+    // reference to its state.
     eventually("the device is dropped", || std::sync::Arc::strong_count(&shared) == 1);
     server.stop();
 }

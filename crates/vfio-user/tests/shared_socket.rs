@@ -1,4 +1,5 @@
-//! A thread other than the reactor polls a client's socket as well, for doorbell writes.
+//! Tests in which a second thread, the poller, polls a client's socket for doorbell writes beside
+//! the reactor.
 
 mod common;
 
@@ -20,17 +21,17 @@ use zerocopy::IntoBytes;
 const TOKEN: u64 = 7;
 const STOP: u64 = 8;
 
-/// State shared between a [`Poller`] and its test.
+/// State that a [`Poller`] and its test share.
 #[derive(Default)]
 struct PollerState {
-    /// The thread waits, or is about to.
+    /// True if the thread waits, or is about to wait.
     waits: AtomicBool,
     thread: AtomicU32,
-    /// Results of its polls.
+    /// Results of the thread's polls.
     polled: Mutex<Vec<PolledWrites>>,
 }
 
-/// A thread that sleeps until its epoll instance reports an event.
+/// Thread that sleeps until its epoll instance reports an event.
 struct Poller {
     epoll: Arc<OwnedFd>,
     stop: OwnedFd,
@@ -43,7 +44,8 @@ impl Poller {
         Arc::new(epoll::create(CreateFlags::CLOEXEC).unwrap())
     }
 
-    /// Sleeps in `epoll`; takes writes at [`DOORBELL`] from `socket`, if there is one.
+    /// Starts a thread that sleeps in `epoll`. If it has a `socket`, it handles the writes at
+    /// [`DOORBELL`] from it.
     fn start(epoll: Arc<OwnedFd>, socket: Option<SharedSocket>, shared: &Arc<ToyShared>) -> Self {
         let stop = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         epoll::add(&epoll, &stop, EventData::new_u64(STOP), EventFlags::IN).unwrap();
@@ -98,7 +100,7 @@ impl Drop for Poller {
     }
 }
 
-/// Tokens that an epoll instance reports.
+/// Waits for events. Returns the tokens that the epoll instance reports.
 fn wait(epoll: &OwnedFd, blocks: bool) -> Vec<u64> {
     let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
     let mut events = [const { MaybeUninit::uninit() }; 8];
@@ -119,7 +121,7 @@ fn poll_writes(socket: &SharedSocket, shared: &ToyShared) -> PolledWrites {
     })
 }
 
-/// A write of `value` at [`DOORBELL`].
+/// Message that writes `value` at [`DOORBELL`].
 fn doorbell(raw: &mut Raw, value: u8, flags: u32) -> Vec<u8> {
     let access = access(0, DOORBELL, 1);
     raw.message(command::REGION_WRITE, flags, &[access.as_bytes(), &[value]])
@@ -130,14 +132,14 @@ fn ring(raw: &mut Raw, value: u8) {
     raw.send(&bytes);
 }
 
-/// A client, and its socket as given to the device.
+/// Attaches a client. Returns the client, and the shared socket that the device has got.
 fn share(path: &Path, shared: &ToyShared) -> (Raw, SharedSocket) {
     let mut raw = Raw::attach(path);
     let socket = share_of(&mut raw, shared);
     (raw, socket)
 }
 
-/// The shared socket of a client.
+/// Lets the device request the shared socket of a client, and returns the socket.
 fn share_of(raw: &mut Raw, shared: &ToyShared) -> SharedSocket {
     shared.wants.store(true, Ordering::SeqCst);
     raw.read(0, 1).ok();
@@ -149,19 +151,21 @@ fn share_of(raw: &mut Raw, shared: &ToyShared) -> SharedSocket {
     socket.unwrap()
 }
 
-/// A client whose socket is polled by a sleeping thread first, and then by the reactor.
+/// Attaches a client whose socket is in two epoll instances: first that of a sleeping poller, then
+/// that of the reactor.
 fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<ToyShared>, Raw, Poller) {
     let (server, path, shared) = Server::with_toy(limits);
     let (raw, socket) = share(&path, &shared);
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
     let poller = Poller::start(epoll, Some(socket), &shared);
-    // The reactor sleeps again after it has left the socket to the poller.
+    // The reactor's epoll instance becomes the second one in the reactor's next turn. Then the
+    // reactor sleeps.
     wait_idle(&server, &poller);
     (server, path, shared, raw, poller)
 }
 
-/// Waits until both are idle: one may have handed the socket to the other.
+/// Waits until both threads sleep, because one of them may still have work from the other.
 fn wait_idle(server: &Server, poller: &Poller) {
     poller.wait_asleep();
     eventually("the reactor sleeps", || sleeps(server.tid));
@@ -193,15 +197,15 @@ fn a_sleeping_poller_is_woken_instead_of_the_reactor() {
     let all = PolledWrites { writes: 1, all: true };
     wait_idle(&server, &poller);
     assert_eq!(poller.polled().iter().filter(|polled| **polled == all).count(), 50);
-    // A write that wants a reply gets it.
+    // A write that requires a reply gets one.
     let bytes = doorbell(&mut raw, 50, 0);
     raw.send(&bytes);
     assert_eq!(raw.reply().ok(), access(0, DOORBELL, 1).as_bytes());
-    // With recording, the reactor handles it, as the reply requires.
+    // With checkpoints, the reactor handles such a write, because only it can send the reply.
     assert_eq!(doorbell_writes(&shared).last(), Some(&(50, is_recorded())));
 }
 
-/// Runs all of these tests again, with servers that record checkpoints.
+/// Runs all of these tests again, with servers that store checkpoints.
 #[test]
 fn all_tests_pass_with_recorded_servers() {
     if is_recorded() {
@@ -214,7 +218,7 @@ fn all_tests_pass_with_recorded_servers() {
     assert!(status.success());
 }
 
-/// A doorbell write that either thread may take.
+/// Doorbell write that either thread may handle.
 fn takable(raw: &mut Raw, value: u8) -> Vec<u8> {
     doorbell(raw, value, if is_recorded() { header_flags::NO_REPLY } else { 0 })
 }
@@ -228,7 +232,7 @@ fn an_awake_poller_leaves_writes_to_the_reactor() {
         wait_doorbell_writes(&shared, usize::from(value) + 1);
     }
     assert!(doorbell_writes(&shared).iter().all(|(_, by_reactor)| *by_reactor));
-    // Consumed writes are not reported again.
+    // Writes that were handled are not reported again.
     assert_eq!(wait(&poller.epoll, false), [STOP]);
     assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 0, all: true });
 }
@@ -259,18 +263,19 @@ fn fuse_daemon() {
     shadowbell_testing::stalled::be_the_daemon();
 }
 
-/// A descriptor received by the poller behind a doorbell write, of a client that disconnects
-/// before it is handled. The thread that drops it must not close it.
+/// The poller receives a descriptor behind a doorbell write, and the client disconnects before the
+/// reactor handles it. To close the descriptor would block, so the thread that drops it must leave
+/// the close to another thread.
 #[test]
 fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other, other_shared, _) = server.add("other");
-    // Dropped before the server, so that a hung reactor is released.
+    // The mount is dropped before the server, which releases a reactor that hangs.
     let Some(mount) = shadowbell_testing::stalled::Mount::new("fuse_daemon") else { return };
     let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
     let (mut raw, socket) = share(&path, &shared);
     eventually("the reactor sleeps", || sleeps(server.tid));
-    // The reactor is busy meanwhile.
+    // Another client keeps the reactor busy meanwhile.
     let (busy, is_busy) = std::sync::mpsc::channel();
     let (go_on, wait) = std::sync::mpsc::channel();
     *other_shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -283,7 +288,7 @@ fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     let bytes = other_raw.message(command::REGION_WRITE, posted, &[write.as_bytes(), &[1]]);
     other_raw.send(&bytes);
     is_busy.recv().unwrap();
-    // From here on a reply cannot be sent.
+    // From here on, the server cannot send a reply.
     raw.stream.shutdown(std::net::Shutdown::Read).unwrap();
     let (first, second) = (takable(&mut raw, 1), doorbell(&mut raw, 2, 0));
     raw.send(&first);
@@ -302,15 +307,15 @@ fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     assert!(is_recorded() || doorbell_writes(&shared).len() == 1);
 }
 
-/// The poller may be preempted in the middle of a client's messages. Only that client waits
-/// then.
+/// The poller may be preempted while it handles a client's messages. Then only that client has to
+/// wait.
 #[test]
 fn a_preempted_poller_delays_no_other_client() {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let (other, other_shared, _) = server.add("other");
     let (mut raw, socket) = share(&path, &shared);
     eventually("the reactor sleeps", || sleeps(server.tid));
-    // The reactor is busy while the poller starts.
+    // Another client keeps the reactor busy while the poller starts.
     let (busy, is_busy) = std::sync::mpsc::channel();
     let (go_on, wait) = std::sync::mpsc::channel();
     *other_shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -336,7 +341,7 @@ fn a_preempted_poller_delays_no_other_client() {
         })
     });
     has_begun.recv().unwrap();
-    // A message for the reactor behind that.
+    // Behind the write follows a message that only the reactor handles.
     let access = access(0, 16, 1);
     let bytes = raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[77]]);
     raw.send(&bytes);
@@ -355,7 +360,7 @@ fn messages_with_descriptors_go_to_the_reactor() {
     let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: 0x1000 };
     raw.request_with_fds(command::DMA_MAP, &[map.as_bytes()], &[memfd(0x1000)]).ok();
     assert_eq!(shared.log().last().unwrap(), "map 0x1000+0x1000 rw at 0x0");
-    // A descriptor beside a doorbell write goes to the reactor, too.
+    // If a doorbell write has a descriptor, the reactor handles the message.
     let bytes = doorbell(&mut raw, 9, 0);
     let file = memfd(1);
     raw.send_with_fds(&bytes, &[std::os::fd::AsFd::as_fd(&file)]);
@@ -377,7 +382,7 @@ fn half_a_message_is_left_to_the_reactor() {
     wait_idle(&server, &poller);
     ring(&mut raw, 2);
     assert_eq!(wait_doorbell_writes(&shared, 2), [(1, true), (2, false)]);
-    // The reactor's wait for the rest has a timeout.
+    // The reactor waits for the rest of a message only until a timeout.
     let bytes = doorbell(&mut raw, 3, header_flags::NO_REPLY);
     raw.send(&bytes[..20]);
     raw.assert_closed();
@@ -411,7 +416,8 @@ fn a_disconnect_on_a_shared_socket_frees_the_device() {
     drop(raw);
     shared.wait_log("disconnected");
     assert_eq!(doorbell_writes(&shared).len(), 1, "writes before the disconnect count");
-    // The socket of a disconnected client is unusable, and does not affect the next client.
+    // The shared socket of a disconnected client has no effect, in particular not on the next
+    // client.
     let (mut next, socket) = share(&path, &shared);
     let old = poller.stop().unwrap();
     assert!(old.watch(&poller.epoll, TOKEN).is_err());
@@ -438,8 +444,7 @@ fn a_device_with_a_shared_socket_can_be_removed() {
     assert_eq!(shared.log().last().unwrap(), "disconnected");
 }
 
-/// Keeps the reactor busy in the device of `raw` until the channel gets a message, or is
-/// dropped.
+/// Keeps the reactor busy in the device of `raw`, until the channel gets a message or is dropped.
 fn detain(raw: &mut Raw, shared: &ToyShared) -> std::sync::mpsc::Sender<()> {
     let (go, gone) = std::sync::mpsc::channel();
     *shared.hook.lock().unwrap() = Some(Box::new(move || {
@@ -457,7 +462,7 @@ fn detain(raw: &mut Raw, shared: &ToyShared) -> std::sync::mpsc::Sender<()> {
 fn a_doorbell_write_between_the_reactors_last_read_and_its_sleep_is_not_lost() {
     let (_server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
     let socket = poller.stop();
-    // The reactor has read everything, and does not poll again by itself.
+    // The reactor has read everything, and polls again only after an event.
     let go = detain(&mut raw, &shared);
     let epoll = Arc::clone(&poller.epoll);
     epoll::delete(&epoll, &poller.stop).unwrap();
@@ -475,7 +480,7 @@ fn a_doorbell_write_after_the_poller_stopped_is_not_lost() {
     let socket = poller.stop().unwrap();
     let epoll = Arc::clone(&poller.epoll);
     epoll::delete(&epoll, &poller.stop).unwrap();
-    // The thread sleeps in the same epoll instance for other events.
+    // The stopped thread sleeps in the same epoll instance, for other events.
     let stopped = Poller::start(epoll, None, &shared);
     let (path, other, _) = server.add("other");
     let mut second = Raw::attach(&path);
@@ -485,7 +490,7 @@ fn a_doorbell_write_after_the_poller_stopped_is_not_lost() {
     eventually("a wakeup of the poller", || !stopped.polled().is_empty());
     go.send(()).unwrap();
     assert_eq!(wait_doorbell_writes(&shared, 1), [(6, true)]);
-    // From here on only the reactor polls.
+    // From here on, only the reactor polls the socket.
     for value in 0..20 {
         ring(&mut raw, value);
     }
@@ -493,7 +498,7 @@ fn a_doorbell_write_after_the_poller_stopped_is_not_lost() {
     assert_eq!(stopped.polled().len(), 1);
 }
 
-/// Deterministic random numbers (SplitMix64).
+/// Generator of deterministic pseudo-random numbers (SplitMix64).
 struct Dice(u64);
 
 impl Dice {
@@ -504,7 +509,7 @@ impl Dice {
     }
 }
 
-/// Messages are not lost, repeated or reordered, whichever thread polls when.
+/// No message is lost, repeated or reordered, for any order in which the two threads poll.
 #[test]
 fn every_message_is_handled_once_and_in_order() {
     for seed in 0..12 {
@@ -537,7 +542,7 @@ fn every_message_is_handled_once_and_in_order() {
                     }
                 }
             }
-            // In one piece or in two.
+            // The message is sent in one piece or in two.
             let at = if dice.roll(4) == 0 { dice.roll(bytes.len() as u64) as usize } else { 0 };
             raw.send(&bytes[..at]);
             if dice.roll(2) == 0 {
@@ -574,7 +579,7 @@ fn a_frozen_server_has_taken_the_socket_back() {
     let mut old = server.freeze();
     let polled = poller.polled().len();
     (1..=5).for_each(|value| ring(&mut raw, value));
-    // A woken poller would poll before it sleeps again.
+    // If the poller had been woken, it would have polled before it slept again.
     poller.wait_asleep();
     assert_eq!(poller.polled().len(), polled, "the poller is not woken");
     assert_eq!(doorbell_writes(&shared).len(), 1);
@@ -583,7 +588,7 @@ fn a_frozen_server_has_taken_the_socket_back() {
     server.run(new);
     let writes = wait_doorbell_writes(&shared, 6);
     assert_eq!(writes[1..], [(1, true), (2, true), (3, true), (4, true), (5, true)]);
-    // The successor shares the socket as its predecessor did.
+    // The next server shares the socket in the same way.
     let socket = share_of(&mut raw, &shared);
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
@@ -593,7 +598,8 @@ fn a_frozen_server_has_taken_the_socket_back() {
     assert_eq!(wait_doorbell_writes(&shared, 7)[6], (6, false));
 }
 
-/// With a descriptor that the poller has received and the reactor has not handled.
+/// The poller has received a message with a descriptor that the reactor has not handled. It is not
+/// lost in a replacement of the server.
 #[test]
 fn messages_received_by_the_poller_are_handed_over() {
     let (mut server, path, shared) = Server::with_toy(Limits::default());
@@ -628,7 +634,8 @@ fn no_message_is_lost_in_a_replacement_with_a_poller() {
         for _ in 0..40 {
             let socket = share_of(&mut raw, &shared);
             let epoll = Poller::epoll();
-            // The reactor may hold the socket at the moment.
+            // The reactor may be using the session at the moment, so the call may have to be
+            // repeated.
             eventually("the registration in epoll", || socket.watch(&epoll, TOKEN).is_ok());
             let _poller = Poller::start(epoll, Some(socket), &shared);
             let mut replies = 0;

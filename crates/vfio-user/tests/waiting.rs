@@ -1,4 +1,4 @@
-//! Requests that take time, and the requests behind them.
+//! Tests of requests that do not complete immediately, and of requests behind them.
 
 mod common;
 
@@ -23,7 +23,8 @@ fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
     let mut raw = Raw::attach(&path);
     let mut other = Raw::attach(&other_path);
     shared.hold.store(true, Ordering::SeqCst);
-    // All in one piece: the server has received the second request when it handles the first.
+    // Both requests are sent in one piece, so the server has received the second one when it
+    // handles the first.
     let write = access(0, 0, 1);
     let mut stream = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
     stream.extend(raw.message(command::REGION_WRITE, 0, &[write.as_bytes(), &[7]]));
@@ -32,7 +33,7 @@ fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
     raw.send(&stream);
     let done = shared.wait_held();
     raw.assert_silent();
-    // A further request that arrives later.
+    // A further request arrives later.
     let late = raw.message(command::REGION_READ, 0, &[write.as_bytes()]);
     raw.send(&late);
     raw.assert_silent();
@@ -106,7 +107,7 @@ fn a_register_write_may_wait_alone_or_in_a_multi_write() {
     assert_eq!(raw.reply().ok(), count.as_bytes());
     assert_eq!(raw.read(0, 3).ok()[16..], [1, 3, 5]);
 
-    // A failed write ends the message.
+    // If one write fails, the rest of the message is not executed.
     raw.send(&multi);
     shared.wait_held().complete(Err(Errno::NXIO));
     assert_eq!(raw.reply().errno(), Errno::NXIO);
@@ -129,7 +130,7 @@ fn disconnected_is_called_after_the_request_in_flight() {
     assert_eq!(shared.log()[1..], ["reset"]);
     done.ok();
     shared.wait_log("disconnected");
-    // The device has not finished its disconnect: the next client waits.
+    // The next client has to wait until the device completes its disconnect.
     let done = shared.wait_held();
     next.assert_silent();
     assert_eq!(shared.log()[1..], ["reset", "disconnected"]);
@@ -147,8 +148,8 @@ fn a_disconnect_right_after_a_message_is_noticed() {
     let reset = raw.message(command::DEVICE_RESET, posted, &[]);
     raw.send(&reset);
     let done = shared.wait_held();
-    // Both arrive while the server does not read, and are reported by one event. There is no reply
-    // that would fail.
+    // Both events arrive while the server does not read, and one wakeup reports them together. The
+    // write is posted, so no reply could fail.
     let last = access(0, 0, 1);
     let last = raw.message(command::REGION_WRITE, posted, &[last.as_bytes(), &[1]]);
     raw.send(&last);
@@ -175,7 +176,7 @@ fn a_second_client_waits_for_the_first_to_leave() {
     let mut second = Raw::connect(&path);
     let hello = second.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
     second.send(&hello);
-    // A client that gives up meanwhile does not block others.
+    // A client that disconnects while it waits does not block others.
     drop(Raw::connect(&path));
     let mut third = Raw::connect(&path);
     let hello = third.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
@@ -243,7 +244,7 @@ fn a_removed_device_finishes_its_request() {
 
 #[test]
 fn a_stop_has_a_timeout() {
-    // Short limit: its expiry is tested.
+    // The limit is short, because the test waits for its expiry.
     let limits = Limits { stop: Duration::from_millis(50), ..Limits::default() };
     let (mut server, path, shared) = Server::with_toy(limits);
     let raw = Raw::attach(&path);

@@ -15,7 +15,8 @@ use shadowbell_spec::log::CriticalWarning;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// Maximum number of pending events. Larger than the number of different events.
+/// Maximum number of pending events. It exceeds the number of different events, so that no event is
+/// lost.
 const MAX_PENDING: usize = 16;
 
 /// Completion of an Asynchronous Event Request.
@@ -40,25 +41,25 @@ pub(crate) struct AsyncEvents {
 }
 
 impl AsyncEvents {
-    /// Adds an Asynchronous Event Request. If an event is pending, the oldest request, which may be
-    /// another one, completes.
+    /// Adds an Asynchronous Event Request. If an event is pending, returns the completion of the
+    /// oldest outstanding request, which is not necessarily the new one.
     ///
     /// # Errors
     /// Asynchronous Event Request Limit Exceeded.
     pub(crate) fn request(&mut self, cid: u16) -> Result<Option<Completion>, Status> {
         if self.outstanding.len() >= MAX_EVENT_REQUESTS {
-            // Without DNR, because a retry may succeed.
+            // DNR is not set, because a retry may succeed.
             return Err(Status::AER_LIMIT);
         }
         self.outstanding.push_back(cid);
         Ok(self.report())
     }
 
-    /// Raises an event. The caller has updated the event's log page before, because the host may
-    /// read it before this method returns.
+    /// Raises an event. The caller must update the event's log page before the call, because the
+    /// host may read that page before this method returns.
     pub(crate) fn raise(&mut self, event: AsyncEvent) -> Option<Completion> {
-        // A reported event whose log page is unread need not be reported again: the host will find
-        // both occurrences in the log page.
+        // If the host has not read the log page of an earlier occurrence, the new occurrence needs
+        // no event of its own: the page that the host reads covers both.
         let is_known = self.unread.contains(&event) || self.pending.contains(&event);
         if !is_known && self.wants(event) && self.pending.len() < MAX_PENDING {
             self.pending.push_back(event);
@@ -149,10 +150,11 @@ impl AsyncEvents {
     }
 }
 
-/// Minimum interval of events. Without a limit, a host could cause one per failed write.
+/// Minimum interval between two events of a namespace. Without it, each failed write would raise an
+/// event.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// Time of the last event by NSID.
+/// Time of the last event of each namespace, by NSID.
 #[derive(Debug, Default)]
 pub(crate) struct RateLimit(BTreeMap<u32, Instant>);
 
@@ -360,7 +362,8 @@ mod tests {
         let allowed: Vec<u64> = (0..200).filter(|second| at(1, *second)).collect();
         assert_eq!(allowed, [0, 60, 120, 180]);
         assert!(at(2, 199) && !at(2, 200));
-        // An earlier time, read by another thread, does not allow another event.
+        // A time before that of the last event allows no event. Another thread may have read the
+        // clock earlier.
         assert!(!at(1, 0));
     }
 }

@@ -295,15 +295,16 @@ impl Features {
         }
     }
 
-    /// Converts a [snapshot](Self::save) for a machine with another clock: stores the current
-    /// timestamp.
+    /// Prepares a [snapshot](Self::save) for migration to a machine with another clock: stores the
+    /// current value of the Timestamp feature in it.
     pub(crate) fn leave_clock(saved: &mut SavedFeatures) {
         let (millis, at, _) = &mut saved.clock;
         *millis = millis.wrapping_add(now_ms().saturating_sub(*at)) & MILLIS;
         *at = 0;
     }
 
-    /// Converts a snapshot of [`leave_clock`](Self::leave_clock) to this machine's clock.
+    /// Adapts a snapshot that [`leave_clock`](Self::leave_clock) has prepared to the clock of this
+    /// machine.
     pub(crate) fn join_clock(saved: &mut SavedFeatures) {
         saved.clock.1 = now_ms();
     }
@@ -422,8 +423,8 @@ impl Features {
             }
             fid::WRITE_ATOMICITY => self.write_atomicity = WriteAtomicity::from_bits(value & 1),
             fid::ASYNC_EVENT_CONFIGURATION => {
-                // Bits of unsupported events are ignored instead of refused, so that a host can
-                // enable all events that it knows.
+                // Bits of unsupported events are ignored, not refused, so that a host can enable
+                // all events that it knows.
                 let has = EVENTS.with_anacn(limits.is_shared);
                 self.events = AsyncEventConfig::from_bits(value & has.into_bits());
                 effect = Effect::AsyncEventConfig(self.events);
@@ -572,8 +573,8 @@ enum Threshold {
     Under,
 }
 
-/// Threshold that a command selects. Only the composite temperature is supported, no sensors.
-/// `all` is true if the selector "all" is allowed.
+/// Temperature threshold that a command selects. Only the composite temperature has thresholds;
+/// there are no other sensors. `all` is true if the selector "all" is allowed.
 fn threshold(wanted: TemperatureThreshold, all: bool) -> Result<Threshold, Status> {
     match (wanted.tmpsel(), wanted.thsel()) {
         (0, 0) => Ok(Threshold::Over),
@@ -607,8 +608,8 @@ fn check_vector(vector: u16, limits: &Limits) -> Result<(), Status> {
     if vector < limits.vectors { Ok(()) } else { Err(invalid_field()) }
 }
 
-/// Milliseconds of a monotonic clock that all processes of the machine share, so that the timestamp
-/// continues in the next process after an upgrade or a crash.
+/// Milliseconds of a monotonic clock of the machine. All processes read the same clock, so the
+/// timestamp continues in the next process after an upgrade or a crash.
 fn now_ms() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let (seconds, nanos) = (now.tv_sec as u64, now.tv_nsec as u64);
@@ -644,7 +645,7 @@ fn host_behavior(wanted: &HostBehaviorSupport) -> Result<(bool, u16), Status> {
     Ok((acre == 1, if lbafee == 1 { cdfe | EXTENDED_FORMATS } else { cdfe }))
 }
 
-/// LBAFEE and CDFE from the word that [`host_behavior`] returns.
+/// Splits the word that [`host_behavior`] returns into LBAFEE and CDFE.
 fn extended_and_copy(formats: u16) -> (u8, u16) {
     (u8::from(formats & EXTENDED_FORMATS != 0), formats & !EXTENDED_FORMATS)
 }
@@ -676,14 +677,15 @@ impl KeepAlive {
         self.until = (milliseconds != 0).then(|| (timeout, now + timeout));
     }
 
-    /// Restarts the timer: the host has sent a command, or the controller could not process any.
+    /// Restarts the timer after a command of the host, or after a time in which the controller
+    /// could not process commands.
     pub(crate) fn restart(&mut self, now: Instant) {
         if let Some((timeout, until)) = &mut self.until {
             *until = now + *timeout;
         }
     }
 
-    /// Returns true once if the timer has expired.
+    /// Returns true if the timer has expired, and then disables it.
     pub(crate) fn expires(&mut self, now: Instant) -> bool {
         self.until.take_if(|(_, until)| *until <= now).is_some()
     }

@@ -1,4 +1,5 @@
-//! Identify, also with a namespace pool and of zoned namespaces. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
+//! Identify command, with the structures for namespace pools and zoned namespaces. Base 2.1,
+//! 5.1.13; NVM 1.1, 4.1.5.
 
 use super::logs::TRANSITION_SECONDS;
 use super::namespace_management::{BlockFormat, add_formats, extended_formats};
@@ -33,7 +34,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 /// Specification version of the controller: VS and VER.
 pub(crate) const VERSION: Vs = Vs::V2_0;
-/// Controller identifier of a controller that is alone in its NVM subsystem.
+/// Controller identifier of the only controller of an NVM subsystem.
 pub(crate) const CNTLID: u16 = 1;
 /// RTD3 Entry Latency: maximum duration of a normal shutdown, which ends with a flush of all disks.
 /// 5 seconds is the default of Linux, which logs any other value as unusual.
@@ -105,7 +106,8 @@ impl Identity {
             }
             cns::ACTIVE_NAMESPACES => list(nsid, nsids()),
             cns::NAMESPACE_IDS => {
-                // Unlike the structures, the list fails for an inactive namespace.
+                // For an inactive namespace this list fails, unlike the other structures, which are
+                // then all zeroes.
                 let namespace = find(nsid, namespaces)?.ok_or(invalid_namespace())?;
                 Ok(page(&ids(namespace)))
             }
@@ -149,7 +151,8 @@ impl Identity {
 
 pub(super) fn page(structure: &(impl IntoBytes + zerocopy::Immutable)) -> Page {
     let mut page = Box::new([0; IDENTIFY_SIZE]);
-    // Every structure has the size of the page; `zip` avoids a panic if one had not.
+    // The page and every structure have the same size. `zip` makes a panic impossible even if they
+    // had not.
     page.iter_mut().zip(structure.as_bytes()).for_each(|(to, from)| *to = *from);
     page
 }
@@ -158,7 +161,7 @@ pub(super) fn invalid_namespace() -> Status {
     Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()
 }
 
-/// Namespace `nsid`; `None` if the NSID is valid and inactive.
+/// Finds namespace `nsid`. Returns `None` if the NSID is valid and inactive.
 ///
 /// NSID FFFFFFFFh is refused. It requests the common properties of all namespaces, which only a
 /// controller with Namespace Management reports.
@@ -171,15 +174,15 @@ fn find(nsid: u32, namespaces: &Namespaces) -> Result<Option<&Namespace>, Status
 
 /// List of the NSIDs greater than `above`.
 pub(super) fn list(above: u32, nsids: impl Iterator<Item = u32>) -> Result<Page, Status> {
-    // The specification requires these values to be refused.
+    // The specification requires an error for NSIDs FFFFFFFEh and FFFFFFFFh.
     if above >= NSID_ALL - 1 {
         return Err(invalid_namespace());
     }
     Ok(page(&NamespaceList::above(above, nsids)))
 }
 
-/// NQN of the NVM subsystem. A host takes controllers with equal NQNs for paths to the same
-/// namespaces, so the NQN contains the serial number.
+/// NQN of the NVM subsystem, unique by the serial number. If two controllers report the same NQN, a
+/// host treats them as two paths to the same namespaces.
 fn qualified_name(serial: &str) -> String {
     format!("nqn.2026-11.io.shadowbell:{serial}")
 }
@@ -245,7 +248,7 @@ fn controller(config: &Config) -> IdentifyController {
         fuses: 1,
         // Copy descriptor formats 0h to 3h; a host has to enable 2h and 3h.
         ocfs: 0b1111,
-        // Flush of all namespaces (NSID FFFFFFFFh) is supported, with or without a cache.
+        // Flush supports NSID FFFFFFFFh (all namespaces), with or without a volatile write cache.
         vwc: Vwc::new().with_fb(0b11),
         sgls: Sgls::new().with_support(0b01).with_bit_bucket(true).with_longer_than_data(true),
         ..IdentifyController::default()
@@ -262,8 +265,8 @@ fn controller(config: &Config) -> IdentifyController {
 }
 
 fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
-    // Without WZSL, hosts limit Write Zeroes to MDTS. The only actual limit is 65536 blocks per
-    // command.
+    // Without WZSL, hosts limit Write Zeroes to MDTS. The controller has no such limit: a command
+    // may have up to 65536 blocks.
     let pages = (promises.zeroes / 4096).max(1);
     IdentifyNvmController {
         wzsl: pages.ilog2() as u8,
@@ -298,8 +301,8 @@ fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
         anagrpid: ana_group(namespace),
         ..IdentifyNamespace::default()
     };
-    // Base 2.1, "Namespace Utilization": cleared in the inaccessible and persistent loss states.
-    // NSZE and NCAP stay, because a host takes a namespace with size 0 for removed.
+    // Base 2.1, "Namespace Utilization": NUSE is 0 in the states inaccessible and persistent loss.
+    // NSZE and NCAP keep their values, because a host would treat a namespace of size 0 as removed.
     let state = namespace.member().map(|member| member.ana_state(identify.anagrpid));
     if matches!(state, Some(AnaState::Inaccessible | AnaState::PersistentLoss)) {
         identify.nuse = 0;
@@ -456,7 +459,7 @@ fn allocated_namespace(nsid: u32, namespaces: &Namespaces, state: &PoolState) ->
     found
 }
 
-/// Namespace structure of a detached namespace, as it will be when attached.
+/// Namespace structure of a detached namespace, with the values that it will have when attached.
 fn detached(own: &PoolNamespace, promises: &Promises) -> Namespace {
     Namespace::new(own.nsid, &placeholder(own), promises)
 }
@@ -522,7 +525,7 @@ fn zoned_namespace(namespace: Option<&Namespace>) -> Result<IdentifyZonedNamespa
     Ok(identify)
 }
 
-/// Controller structure. ZASL is the smallest limit of all namespaces, because it applies to all.
+/// Controller structure. ZASL applies to all namespaces, so it is the smallest of their limits.
 fn zoned_controller(namespaces: &Namespaces) -> IdentifyZonedController {
     let limits = namespaces.iter().filter_map(|namespace| namespace.info().zoned.as_ref());
     let shortest = limits.map(|format| format.append_limit).filter(|limit| *limit != 0).min();

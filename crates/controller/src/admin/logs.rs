@@ -36,8 +36,8 @@ pub(crate) struct ErrorRecord {
     pub(crate) lba: u64,
 }
 
-/// Maximum number of different statuses that are counted. A passthrough disk may return statuses
-/// that this controller does not use.
+/// Maximum number of different statuses that are counted. The limit is necessary because a
+/// passthrough disk may return arbitrary statuses.
 const MOST_KINDS: usize = 64;
 
 /// Error Information log: newest errors and counters.
@@ -72,7 +72,7 @@ impl ErrorLog {
         });
     }
 
-    /// Counts errors whose details were discarded.
+    /// Counts errors that were discarded before they reached the log.
     pub(crate) fn skip(&mut self, count: u64) {
         self.count = self.count.saturating_add(count);
     }
@@ -82,7 +82,7 @@ impl ErrorLog {
         self.count
     }
 
-    /// Number of errors by status, without those whose details were discarded.
+    /// Number of errors by status, without [skipped](Self::skip) errors.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = (Status, u64)> {
         self.kinds.iter().map(|(status, count)| (Status::from_bits(*status), *count))
     }
@@ -116,7 +116,7 @@ impl ErrorLog {
     }
 }
 
-/// Source of the SMART / Health Information log page, in the units of the counters.
+/// Counters for the SMART / Health Information log page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Health {
     /// Bytes read by Read, Compare and Verify commands. Bytes read by Copy do not count as Data
@@ -124,17 +124,17 @@ pub(crate) struct Health {
     pub(crate) bytes_read: u64,
     /// Bytes written by Write and Copy commands (NVM Command Set 1.2, 1.4.2.10).
     pub(crate) bytes_written: u64,
-    /// Read, Compare and Copy commands completed (NVM Command Set 1.2, 1.4.2.8).
+    /// Completed Read, Compare and Copy commands (NVM Command Set 1.2, 1.4.2.8).
     pub(crate) host_reads: u64,
-    /// Write and Copy commands completed.
+    /// Completed Write and Copy commands.
     pub(crate) host_writes: u64,
-    /// Time with commands in flight.
+    /// Time during which commands were in flight.
     pub(crate) busy: Duration,
     /// Age of the controller.
     pub(crate) powered: Duration,
     /// Number of power cycles.
     pub(crate) power_cycles: u64,
-    /// Number of losses of power or host without a shutdown notification.
+    /// Number of times that power was lost, or the host disconnected, without a shutdown.
     pub(crate) unsafe_shutdowns: u64,
     /// Number of commands that ended in a media error.
     pub(crate) media_errors: u64,
@@ -174,7 +174,8 @@ impl Health {
         SmartHealth {
             critical_warning: self.warning,
             temperature: self.temperature.into(),
-            // Wear and spare blocks belong to the storage below and are not emulated.
+            // Wear and spare blocks are properties of the storage below the disk. They are not
+            // emulated.
             available_spare: 100,
             available_spare_threshold: 10,
             percentage_used: 0,
@@ -258,12 +259,12 @@ const PAGES: &[u8] = &[
     lid::SANITIZE_STATUS,
 ];
 
-/// Executes Get Log Page: returns the requested part of the page. If the host requests more than
-/// the page has, the data is shorter, and the rest of the host's buffer stays unchanged; its
-/// contents are undefined by the specification (Base 2.1, 5.1.12).
+/// Executes Get Log Page: returns the requested part of the page. If the page ends before the
+/// requested length, the returned data are shorter, and the rest of the host's buffer stays
+/// unchanged. The specification leaves its contents undefined (Base 2.1, 5.1.12).
 ///
-/// Reading the Changed Attached Namespace List without RAE clears it. The caller calls
-/// [`AsyncEvents::log_read`](super::events::AsyncEvents::log_read).
+/// Without RAE, a read of the Changed Attached Namespace List clears the list. The caller must then
+/// call [`AsyncEvents::log_read`](super::events::AsyncEvents::log_read).
 ///
 /// # Errors
 /// The completion status of the command.
@@ -276,7 +277,8 @@ pub(crate) fn read(
     if !PAGES.contains(&cmd.lid) {
         return Err(Status::INVALID_LOG_PAGE.with_dnr());
     }
-    // All pages have controller or subsystem scope (SMART / Health too: LPA bit 0 is clear).
+    // All pages have the scope of the controller or the subsystem, even SMART / Health, because LPA
+    // bit 0 is clear.
     if nsid != 0 && nsid != NSID_ALL {
         return Err(invalid_field);
     }
@@ -308,7 +310,7 @@ pub(crate) fn check(cmd: &GetLogPage, nsid: u32) -> Result<(), Status> {
     Ok(())
 }
 
-/// True for pages that Get Log Page itself can change, which are built elsewhere.
+/// True for pages that Get Log Page itself can change. [`read`] does not build these pages.
 pub(crate) fn is_elsewhere(lid: u8) -> bool {
     matches!(lid, lid::TELEMETRY_HOST | lid::TELEMETRY_CONTROLLER | lid::PERSISTENT_EVENTS)
 }
@@ -361,8 +363,8 @@ fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
             }
             page.as_bytes().to_vec()
         }
-        // No management interface exists, so no command is supported. The page is required because
-        // LPA bit 5 announces it together with the two pages above.
+        // The controller has no management interface, so the page lists no commands. The page
+        // must exist, because LPA bit 5 announces it together with the two pages above.
         lid::MI_COMMANDS_SUPPORTED_EFFECTS => vec![0; MI_PAGE_BYTES],
         _ => return Err(Status::INVALID_LOG_PAGE.with_dnr()),
     })
@@ -407,9 +409,9 @@ const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::DeviceSelfTest,
 ];
 
-/// Additional admin commands with a namespace pool, and their effects. Format NVM (CSE 1) and
-/// Sanitize (CSE 2) must not run with other commands outstanding on the namespace or on any
-/// namespace.
+/// Additional admin commands with a namespace pool, and their effects. Command submission and
+/// execution (CSE) 1 of Format NVM: no other command may be outstanding on the namespace. CSE 2 of
+/// Sanitize: no other command may be outstanding on any namespace.
 const POOL_COMMANDS: &[(AdminOpcode, CommandEffects)] = &[
     (AdminOpcode::NamespaceManagement, CommandEffects::new().with_nic(true)),
     (AdminOpcode::NamespaceAttachment, CommandEffects::new().with_nic(true)),
@@ -438,7 +440,7 @@ const RESERVATIONS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::ReservationRelease, false),
 ];
 
-/// Changes the page to the commands of the Zoned Namespace command set.
+/// Adds the commands of the Zoned Namespace command set to the page.
 fn zoned_commands(page: &mut CommandsSupportedEffects) {
     let supported = CommandEffects::new().with_csupp(true);
     for (opcode, effects) in [
@@ -456,8 +458,8 @@ fn commands(
     (has_pool, is_shared): (bool, bool),
 ) -> CommandsSupportedEffects {
     let mut page = CommandsSupportedEffects::new_zeroed();
-    // Command Scope stays "not reported": Linux serializes an I/O command with any effect that it
-    // does not know, and warns of "unusual effects".
+    // Command Scope stays "not reported". For any effect that Linux does not know, it serializes
+    // the I/O command and warns of "unusual effects".
     let supported = CommandEffects::new().with_csupp(true);
     let optional = shadow_doorbells.then_some(&AdminOpcode::DoorbellBufferConfig);
     for opcode in ADMIN_COMMANDS.iter().chain(optional) {
@@ -473,8 +475,8 @@ fn commands(
     page
 }
 
-/// ANATT: maximum time in seconds that a group stays in the ANA Change state. States are set by
-/// management software, which has to observe the limit.
+/// ANATT: maximum time in seconds that a group stays in the ANA Change state. Management software
+/// sets the states and must observe this limit.
 pub(crate) const TRANSITION_SECONDS: u8 = 60;
 
 /// ANA state changes since the last Controller Level Reset.
@@ -487,8 +489,8 @@ pub(crate) struct AnaChanges {
 }
 
 impl AnaChanges {
-    /// Compares the current states with the known ones. Returns true if one has changed. The first
-    /// state of a group does not count as a change.
+    /// Compares the current states with the stored ones, and stores them. Returns true if a state
+    /// has changed. The first state of a group does not count as a change.
     pub(crate) fn review(&mut self, states: impl Iterator<Item = (u32, AnaState)>) -> bool {
         let before = self.count;
         for (group, state) in states {
@@ -527,8 +529,8 @@ impl AnaChanges {
     }
 }
 
-/// Maximum number of unread notifications. If exceeded, the oldest are dropped; the host sees a gap
-/// in their count.
+/// Maximum number of unread notifications. Beyond it, the oldest notifications are dropped, and the
+/// host sees a gap in the notification numbers.
 const MAX_NOTICES: usize = 64;
 /// Defined bits of the mask: one per notification type.
 const MASK: u32 = 0b1110;

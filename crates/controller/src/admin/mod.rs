@@ -1,5 +1,5 @@
 //! Admin commands: decoding, checks and data structures, independent of the control plane. This
-//! file has what they share: limits, the CPU time budget, and out-of-band commands.
+//! file has the shared parts: limits, the CPU time budget, and out-of-band commands.
 
 pub(crate) mod events;
 pub(crate) mod features;
@@ -16,10 +16,11 @@ use shadowbell_spec::admin::{GetLogPage, Identify};
 use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
 use std::time::{Duration, Instant};
 
-/// Maximum number of concurrent Abort commands: ACL of Identify Controller, not 0's based here.
+/// Maximum number of concurrent Abort commands: ACL of Identify Controller plus 1, because ACL is
+/// 0's based.
 pub(crate) const ABORT_LIMIT: u32 = 4;
-/// Maximum number of outstanding Asynchronous Event Requests: AERL of Identify Controller, not 0's
-/// based here.
+/// Maximum number of outstanding Asynchronous Event Requests: AERL of Identify Controller plus 1,
+/// because AERL is 0's based.
 pub(crate) const MAX_EVENT_REQUESTS: usize = 4;
 /// Number of entries of the Error Information log page: ELPE + 1 of Identify Controller.
 pub(crate) const ERROR_LOG_ENTRIES: usize = 64;
@@ -48,13 +49,13 @@ const fn firmware_revision() -> [u8; 8] {
     field
 }
 
-/// Inverse of the long-term share: a fifth of a CPU.
+/// Divisor for the long-term share of a controller's admin commands: one fifth of a CPU.
 const SHARE: u32 = 5;
-/// Maximum CPU time at once, after a time without commands.
+/// CPU time of a full budget, which commands can use without delay after an idle time.
 const BURST: Duration = Duration::from_millis(50);
-/// CPU time that has to be refilled before a controller with an empty budget resumes.
+/// CPU time that must be available again before a controller with an exhausted budget resumes.
 const REFILL: Duration = Duration::from_millis(2);
-/// Minimum interval of log messages.
+/// Minimum interval between log messages about an exhausted budget.
 const SAY_AGAIN: Duration = Duration::from_secs(60);
 
 /// CPU time budget of a controller's admin commands. It refills at the rate of [`SHARE`], up to
@@ -62,7 +63,8 @@ const SAY_AGAIN: Duration = Duration::from_secs(60);
 /// are delayed and do not fail.
 #[derive(Debug)]
 pub(crate) struct Budget {
-    /// Time when the budget is full again. The missing CPU time is the remaining time / `SHARE`.
+    /// Time when the budget is full again. The CPU time used so far is the time until then, divided
+    /// by `SHARE`.
     full_at: Option<Instant>,
     /// Time before which no command is executed.
     resume_at: Option<Instant>,
@@ -74,8 +76,8 @@ impl Budget {
         Self { full_at: None, resume_at: None, said: None }
     }
 
-    /// Charges CPU time. Returns true if the budget is exhausted and this should be logged, which
-    /// is limited to once per [`SAY_AGAIN`].
+    /// Charges CPU time. Returns true if the budget is exhausted and the caller should log this; at
+    /// most once per [`SAY_AGAIN`].
     pub(crate) fn spend(&mut self, used: Duration, now: Instant) -> bool {
         let full_at = self.full_at.map_or(now, |at| at.max(now)) + used * SHARE;
         self.full_at = Some(full_at);
@@ -91,7 +93,7 @@ impl Budget {
         is_new
     }
 
-    /// Time when commands resume, if they have to wait at `now`.
+    /// Time when command execution resumes; `None` if commands need not wait at `now`.
     pub(crate) fn wait_until(&self, now: Instant) -> Option<Instant> {
         self.resume_at.filter(|at| *at > now)
     }

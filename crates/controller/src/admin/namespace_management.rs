@@ -23,14 +23,15 @@ pub(crate) const DATA: usize = 4096;
 const INVALID_FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 
-/// Checks that namespace `nsid` belongs to the pool.
+/// Checks that the pool contains namespace `nsid`.
 ///
 /// # Errors
-/// Invalid Namespace or Format if it does not exist; Operation Denied if it belongs to the
-/// controller's own configuration (`is_given`).
+/// Invalid Namespace or Format if the namespace does not exist. Operation Denied if the namespace
+/// is outside the pool, from the controller's own configuration (`is_given`).
 pub(crate) fn find(nsid: u32, state: &PoolState, is_given: bool) -> Result<(), Status> {
     if is_given {
-        // The closest status in the specification: the host may use the namespace, not delete it.
+        // Operation Denied is the closest status in the specification: the host may use the
+        // namespace, but not delete it.
         return Err(Status::OPERATION_DENIED.with_dnr());
     }
     state.get(nsid).map(drop).ok_or(INVALID_NAMESPACE)
@@ -42,8 +43,8 @@ pub(crate) fn data_length(sqe: &Sqe) -> usize {
     if is_creation { DATA } else { 0 }
 }
 
-/// Decodes and checks Namespace Management. A created namespace gets `uuid`; `is_given` is true if
-/// the command's NSID belongs to a namespace outside the pool.
+/// Decodes and checks Namespace Management. `uuid` is the UUID for a created namespace. `is_given`
+/// is true if the command's NSID belongs to a namespace outside the pool.
 ///
 /// # Errors
 /// The completion status of the command.
@@ -98,8 +99,8 @@ fn create(wanted: &NamespaceToCreate) -> Result<(u64, BlockFormat), Status> {
     Ok((nsze, format))
 }
 
-/// Decodes and checks Namespace Attachment. `cntlid` is the controller that processes the command,
-/// and the only one.
+/// Decodes and checks Namespace Attachment. `cntlid` is the identifier of the controller that
+/// processes the command, which is the only controller of the subsystem.
 ///
 /// # Errors
 /// The completion status of the command.
@@ -119,7 +120,7 @@ pub(crate) fn attachment(
         NamespaceAttachment::DETACH => PoolAct::Detach(sqe.nsid),
         _ => return Err(INVALID_FIELD),
     };
-    // The list is ascending without duplicates, so the only controller is its only entry.
+    // A valid list contains exactly this controller.
     if list.count != 1 || list.cntlids.first() != Some(&cntlid) {
         return Err(Status::CONTROLLER_LIST_INVALID.with_dnr());
     }
@@ -174,7 +175,7 @@ fn block_format(
         let is_plain = !extended && protection == 0 && !first;
         return is_plain.then_some(BlockFormat { block_size, metadata: None }).ok_or(invalid);
     };
-    // Without protection information its position has no meaning.
+    // Without protection information, its position in the metadata has no meaning.
     let first = first && protection != 0;
     (metadata.extended, metadata.protection) = (extended, protection);
     (metadata.wide_guard, metadata.first) = (wide_guard, first);
@@ -221,13 +222,13 @@ pub(super) fn extended_formats() -> IdentifyNvmNamespace {
     identify
 }
 
-/// Secure Erase Settings. Without secure erase, contents are erased as well.
+/// Secure Erase Settings: no secure erase. A format erases the contents in this case too.
 const NO_ERASE: u8 = 0;
 const USER_DATA_ERASE: u8 = 1;
 
-/// Decodes and checks a Format NVM command. `is_given` is as for
-/// [`management`]; `given` is true if the controller has
-/// any namespace outside the pool.
+/// Decodes and checks a Format NVM command. `is_given` is true if the command's NSID belongs to a
+/// namespace outside the pool. `given` is true if any namespace of the controller is outside the
+/// pool.
 ///
 /// # Errors
 /// The completion status of the command.
@@ -245,7 +246,8 @@ pub(crate) fn format(
         return Err(Status::INVALID_FIELD.with_dnr());
     }
     let nsids = if sqe.nsid == NSID_ALL {
-        // All attached namespaces are formatted, but namespaces outside the pool cannot be.
+        // The command formats all attached namespaces, which is impossible for namespaces outside
+        // the pool.
         if given {
             return Err(Status::OPERATION_DENIED.with_dnr());
         }

@@ -1,9 +1,9 @@
 //! Persistent Event log page: history of the controller across resets, upgrades and crashes. Base
 //! 2.1, 5.1.12.1.14.
 //!
-//! A host reads the page in a reporting context, which is a snapshot of the log, so that pieces
-//! read one after the other are consistent. The total size of events is limited, and the oldest
-//! events are dropped first.
+//! A host reads the page in a reporting context, which is a snapshot of the log. All parts that the
+//! host reads are therefore consistent, even if events are added meanwhile. The total size of
+//! events is limited, and the oldest events are dropped first.
 
 use super::{FIRMWARE_REVISION, PELS};
 use crate::config::PCI_VENDOR_ID;
@@ -20,7 +20,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Maximum number of bytes of all events. They are part of every checkpoint of the controller.
+/// Maximum total size of the events in bytes. The limit is small because every checkpoint of the
+/// controller contains the events.
 const MOST_BYTES: usize = 8 << 10;
 /// Interval of SMART / Health snapshots. At least one per 24 hours is required.
 const SNAPSHOT_EVERY: Duration = Duration::from_secs(23 * 3600);
@@ -206,7 +207,7 @@ impl EventLog {
             }
             _ => {
                 let mut page = match &self.context {
-                    // The header of an existing context says that it existed before.
+                    // The header of an existing context reports that the context exists.
                     Some(context) => context.clone(),
                     None => self.establish(names, at),
                 };
@@ -241,7 +242,7 @@ impl EventLog {
         let mut established = head.as_bytes().to_vec();
         // Newest event first.
         established.extend(self.events.iter().rev().flatten());
-        // Pages read from the context report that a context exists.
+        // Header for later reads of the context, with the bit "reporting context exists" set.
         head.rci = ReportingContext::new().with_exists(true).into_bits().to_le_bytes();
         let mut context = established.clone();
         context[..HEADER].copy_from_slice(head.as_bytes());

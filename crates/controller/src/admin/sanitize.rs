@@ -17,7 +17,8 @@ pub(crate) fn capabilities() -> Sanicap {
 }
 
 /// Decodes and checks a Sanitize command. `given` is true if the controller has namespaces outside
-/// the pool: a sanitize operation would have to erase them too, and the host has no right to that.
+/// the pool. The command is then refused: it would have to erase them too, and the host has no
+/// right to that.
 ///
 /// # Errors
 /// The completion status of the command.
@@ -32,7 +33,8 @@ pub(crate) fn sanitize(sqe: &Sqe, state: &PoolState, given: bool) -> Result<Pool
     let has_failed = state.sanitize.phase == SanitizePhase::Failed;
     let is_restricted = has_failed && !state.sanitize.command.ause;
     match command.sanact {
-        // A restricted failure can only be left by another restricted operation.
+        // After a failed restricted operation, the host cannot exit the failure mode; it can only
+        // start another restricted operation.
         Sanitize::EXIT_FAILURE if is_restricted => Err(Status::SANITIZE_FAILED.with_dnr()),
         Sanitize::EXIT_FAILURE => Ok(PoolAct::Sanitize(command)),
         Sanitize::BLOCK_ERASE | Sanitize::OVERWRITE => {
@@ -49,7 +51,8 @@ pub(crate) fn sanitize(sqe: &Sqe, state: &PoolState, given: bool) -> Result<Pool
 }
 
 /// True if the command is allowed while a sanitize operation is in progress or has failed (Base
-/// 2.1, 8.1.24, "Sanitize Operations - Admin Commands Allowed"). The command's own checks follow.
+/// 2.1, 8.1.24, "Sanitize Operations - Admin Commands Allowed"). Further checks are part of the
+/// command's execution.
 pub(crate) fn allows(opcode: AdminOpcode) -> bool {
     !matches!(
         opcode,

@@ -2,9 +2,9 @@
 //! 5.1.12.1.7 and 8.1.7.
 //!
 //! An operation has three segments: memory, health and media. The media segment verifies pieces of
-//! each namespace that are spread evenly over it: few short pieces in a short operation, many long
-//! pieces in an extended one. The control plane has I/O threads verify one piece at a time, with
-//! pauses in between.
+//! each namespace, spread evenly: few short pieces in a short operation, many long pieces in an
+//! extended one. The control plane sends one piece at a time to an I/O thread, and pauses between
+//! pieces.
 
 use super::EXTENDED_MINUTES;
 use crate::saved::{SavedSelfTest, SavedSelfTestRun};
@@ -16,7 +16,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Time limit of an extended operation: below EDSTT, so that it ends with a result in time.
+/// Time limit of an extended operation. It is below EDSTT, the time after which the host expects a
+/// result.
 const EXTENDED_TIME: Duration = Duration::from_secs(60 * (EXTENDED_MINUTES as u64 - 2));
 /// Time limit of a short operation, which should take less than two minutes.
 const SHORT_TIME: Duration = Duration::from_secs(90);
@@ -62,7 +63,7 @@ struct Run {
     nsids: VecDeque<u32>,
     /// Number of all namespaces.
     count: usize,
-    /// Index of the first namespace's next piece.
+    /// Index of the next piece in the namespace that is being verified.
     piece: u64,
     /// First failure.
     failure: Option<Failure>,
@@ -133,7 +134,7 @@ impl SelfTest {
         Ok(())
     }
 
-    /// Number of the current operation.
+    /// Number of the current operation, to which the results of its pieces refer.
     pub(crate) fn run(&self) -> u32 {
         self.runs
     }
@@ -204,7 +205,7 @@ impl SelfTest {
         }
     }
 
-    /// Aborts an operation of namespace `nsid` alone, because the namespace was removed.
+    /// Aborts an operation that tests only namespace `nsid`, because the namespace was removed.
     pub(crate) fn namespace_removed(&mut self, nsid: u32, hours: u64) {
         let is_of_it = |run: &Run| run.count == 1 && run.nsids.front() == Some(&nsid);
         if self.run.as_ref().is_some_and(is_of_it) {
@@ -215,7 +216,7 @@ impl SelfTest {
     /// Ends the operation in progress, if any.
     fn finish(&mut self, outcome: u8, hours: u64) {
         let Some(run) = self.run.take() else { return };
-        // The result of a piece in flight will be ignored.
+        // With a new number, the result of a piece in flight is ignored.
         self.runs = self.runs.wrapping_add(1);
         let mut ended = SelfTestResult {
             dsts: run.code << 4 | outcome,
@@ -300,7 +301,8 @@ impl Run {
             medium.map_or(0, |medium| pieces(self.code, medium))
         };
         let left: u64 = self.nsids.iter().map(pieces).sum::<u64>().saturating_sub(self.piece);
-        // The sizes of finished namespaces are not stored: they count like the current one.
+        // The sizes of finished namespaces are not stored, so each counts as many pieces as the
+        // current namespace.
         let each = self.nsids.front().map_or(0, pieces);
         let done = (self.count - self.nsids.len()) as u64 * each + self.piece;
         (done * 100 / (done + left).max(1)).min(99) as u8
@@ -402,7 +404,7 @@ mod tests {
         assert_eq!((ended.dsts, ended.segment, ended.nsid.get()), (0x27, 3, 1));
         assert_eq!((ended.flba.get(), ended.sct, ended.sc), (2048, 2, 0x81));
         assert_eq!(ended.valid.into_bits(), 0xf);
-        // Operation of the controller alone, with a critical warning.
+        // The operation tests only the controller, which has a critical warning.
         test.command(stc::SHORT, 0, &MEDIA, (true, 0)).unwrap();
         assert!(go_on(&mut test, |_| Status::SUCCESS).is_empty());
         let ended = test.page(&MEDIA).results[0];
@@ -435,7 +437,7 @@ mod tests {
         let piece = test.next(&MEDIA, at, 0);
         test.reset(1);
         assert_eq!((test.page(&MEDIA).operation, test.page(&MEDIA).completion), (2, 19));
-        // The piece in flight is restarted, also by the next process after a recovery.
+        // A piece in flight is verified again, also by the next process after a crash recovery.
         let mut test = SelfTest::restore(&test.save());
         assert_eq!(test.next(&MEDIA, test.next_at().unwrap(), 0), piece);
         test.command(stc::ABORT, 0, &MEDIA, (false, 5)).unwrap();
@@ -456,7 +458,7 @@ mod tests {
     fn an_operation_ends_in_time() {
         let mut test = SelfTest::default();
         test.command(stc::EXTENDED, 1, &MEDIA, (false, 0)).unwrap();
-        // Nothing waits: the test says what time it is.
+        // The test passes a time after the time limit, so it does not have to wait.
         let late = Instant::now() + EXTENDED_TIME + Duration::from_secs(1);
         assert_eq!(test.next(&MEDIA, late, 0), None);
         assert_eq!(test.page(&MEDIA).results[0].dsts, 0x20);

@@ -12,7 +12,7 @@ use zerocopy::IntoBytes;
 /// Maximum size of the three data areas together, in bytes.
 const MOST_BYTES: usize = 16 << 10;
 /// Maximum size of the first data area in bytes. A controller-initiated capture has only this area,
-/// because it is part of every checkpoint of the controller.
+/// because every checkpoint of the controller contains the capture.
 const MOST_OF_FIRST: usize = 4 << 10;
 
 /// Captured telemetry data.
@@ -93,7 +93,7 @@ impl Telemetry {
         self.is_new = true;
     }
 
-    /// Marks controller-initiated data as read, so that the next capture is available as new data.
+    /// Marks controller-initiated data as read. The next capture then counts as new data.
     pub(crate) fn was_read(&mut self) {
         self.is_new = false;
     }
@@ -187,7 +187,8 @@ mod tests {
         telemetry.capture_own(&"why ".repeat(100), &text(3));
         let (own, data) = header(&telemetry, lid::TELEMETRY_CONTROLLER);
         assert_eq!((own.controller_available, own.controller_generation), (1, 1));
-        // The scope field has the offset of the other page's generation field.
+        // The host scope field is at the offset where the host-initiated page has its generation
+        // field.
         assert_eq!((own.host_scope, own.host_generation, own.blocks()), (0, 1, 1));
         assert!(data.starts_with(text(3).as_bytes()));
         let (host, _) = header(&telemetry, lid::TELEMETRY_HOST);

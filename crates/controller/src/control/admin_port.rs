@@ -1,11 +1,11 @@
 //! Control plane's side of the admin queue: completions, events and the error log. The admin queue
-//! server (`admin_server`) owns the queue and gets its orders from this module.
+//! server (`admin_server`) owns the queue, and this module gives it orders.
 //!
 //! # Checkpoint
 //!
-//! Admin queue positions for checkpoints, as of the control plane's last action. Positions and
-//! control plane state of a checkpoint thus belong together. The queue itself is owned by the admin
-//! queue server, which may be further ahead.
+//! Admin queue positions for checkpoints, as of the control plane's last action, so that the
+//! positions and the control plane state in a checkpoint match. The admin queue server owns the
+//! queue itself, which may have advanced further.
 
 use crate::admin::events::{AsyncEvents, Completion};
 use crate::admin::logs::{ErrorLog, ErrorRecord};
@@ -27,15 +27,16 @@ const NO_COMMAND: u16 = 0xffff;
 /// Outcome of an admin command.
 #[derive(Debug)]
 pub(crate) enum Outcome {
-    /// Complete, with this dword 0.
+    /// Complete the command now, with this dword 0.
     Done(u32),
-    /// Complete when these data are in host memory.
+    /// Write these data to host memory, then complete the command.
     Data(Data),
-    /// Completes later, by [`AdminPort::complete`].
+    /// The control plane calls [`AdminPort::complete`] later.
     Later,
-    /// Completes with an event, or never. No completion queue entry is reserved for it.
+    /// Asynchronous Event Request: completes when an event occurs, or never. No completion queue
+    /// entry is reserved for it.
     Unplaced,
-    /// Cannot start before another command has ended.
+    /// The command cannot start before another command has ended.
     NotYet,
 }
 
@@ -43,24 +44,24 @@ pub(crate) enum Outcome {
 #[derive(Debug)]
 pub(crate) struct Data {
     pub(crate) bytes: Vec<u8>,
-    /// Transfer length of the command, which may be larger.
+    /// Transfer length of the command, which may exceed the length of `bytes`.
     pub(crate) len: usize,
     /// Dword 0 of the completion.
     pub(crate) dw0: u32,
-    /// Log page that the host has then read, and true if it retains the event (RAE).
+    /// Log page that the host reads with this command, and true if the event is retained (RAE).
     pub(crate) log: Option<(u8, bool)>,
 }
 
 /// Result of executing an admin command.
 pub(crate) type Executed = Result<Outcome, Status>;
 
-/// Admin queue for the admin queue server.
+/// Admin queue that the admin queue server has to attach.
 pub(crate) struct Attach {
     pub(crate) queue: AdminQueue,
     pub(crate) table: Arc<DmaTable>,
     /// Number of resets so far.
     pub(crate) generation: u64,
-    /// Pages of Doorbell Buffer Config, if the queue was already used with them.
+    /// Pages of Doorbell Buffer Config, if the host has already configured them.
     pub(crate) shadow: Option<(u64, u64)>,
 }
 
@@ -102,7 +103,7 @@ impl Orders {
 /// Control plane's side of the admin queue.
 #[derive(Default)]
 pub(super) struct AdminPort {
-    /// True if an admin queue exists: the controller is enabled, and no reset has begun.
+    /// True if an admin queue exists: the controller is enabled, and no reset has started.
     open: bool,
     /// True if a command was fetched.
     used: bool,
@@ -113,22 +114,22 @@ pub(super) struct AdminPort {
 }
 
 impl AdminPort {
-    /// Opens the admin queue of a controller that was enabled.
+    /// Opens the admin queue after the controller was enabled.
     pub(super) fn open(&mut self, attach: Attach) {
         (self.open, self.used) = (true, false);
         self.checkpoint = AdminCheckpoint::default();
         self.orders.attach = Some(attach);
     }
 
-    /// Closes the queue for a reset, and drops pending completions. `latch` is dropped when the
-    /// queue is no longer accessed.
+    /// Closes the queue for a reset, and drops pending completions. The admin queue server drops
+    /// `latch` when it no longer accesses the queue.
     pub(super) fn close(&mut self, latch: Latch) {
         self.open = false;
         let latches = std::mem::take(&mut self.orders.latches);
         self.orders = Orders { detach: Some(latch), latches, ..Orders::default() };
     }
 
-    /// Queue that the admin queue server has not attached yet.
+    /// Admin queue that waits for the admin queue server to attach it.
     pub(super) fn unserved(&self) -> Option<&AdminQueue> {
         self.orders.attach.as_ref().map(|attach| &attach.queue)
     }
@@ -149,13 +150,15 @@ impl AdminPort {
         !self.orders.is_empty()
     }
 
-    /// Takes the orders for the admin queue server. `has_fetched` is true if it fetched a command.
+    /// Takes the orders for the admin queue server. `has_fetched` is true if the server has fetched
+    /// a command.
     pub(super) fn take_orders(&mut self, has_fetched: bool) -> Orders {
         self.used |= has_fetched;
         std::mem::take(&mut self.orders)
     }
 
-    /// Sets another DMA table. `latch` is dropped when the old table is no longer used.
+    /// Replaces the DMA table. The admin queue server drops `latch` when it no longer uses the old
+    /// table.
     pub(super) fn change_table(&mut self, table: &Arc<DmaTable>, latch: Option<&Latch>) {
         if self.open {
             self.orders.table = Some(Arc::clone(table));
@@ -168,17 +171,17 @@ impl AdminPort {
         self.orders.shadow = Some(pages);
     }
 
-    /// Has `latch` dropped when all orders so far are executed.
+    /// Adds a latch, which the admin queue server drops after it has executed all orders so far.
     pub(super) fn when_followed(&mut self, latch: &Latch) {
         self.orders.latches.push(latch.clone());
     }
 
-    /// Moves the completion queue to another address, unless a command was already fetched. Returns
-    /// true if it is moved.
+    /// Moves the completion queue to another address, if no command was fetched yet. Returns true
+    /// if the queue is moved.
     ///
-    /// ACQ has to be written before CC.EN. QEMU's `nvme://` driver writes it afterwards, because
-    /// the compiler reorders its register writes, and works with controllers that do not use the
-    /// completion queue before the first command.
+    /// ACQ has to be written before CC.EN. QEMU's `nvme://` driver writes ACQ afterwards, because
+    /// the compiler reorders its register writes. It works with controllers that use the completion
+    /// queue only from the first command on, so this controller does that too.
     pub(super) fn place_cq(&mut self, acq: u64) -> bool {
         let is_possible = self.open && !self.used;
         if is_possible {
@@ -187,8 +190,8 @@ impl AdminPort {
         is_possible
     }
 
-    /// Completes an admin command that still has the completion queue entry that was
-    /// reserved when it was fetched.
+    /// Completes an admin command, with the completion queue entry that was reserved when the
+    /// command was fetched.
     pub(super) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
         self.push(AdminCompletion { cid, status, dw0, placed: true });
     }
@@ -200,7 +203,7 @@ impl AdminPort {
         }
     }
 
-    /// Completes an Asynchronous Event Request.
+    /// Completes an Asynchronous Event Request, which has no reserved completion queue entry.
     pub(super) fn complete_unplaced(&mut self, cid: u16, status: Status, dw0: u32) {
         self.push(AdminCompletion { cid, status, dw0, placed: false });
     }
@@ -218,7 +221,7 @@ impl AdminPort {
         self.complete(cid, status, 0);
     }
 
-    /// Completes an Asynchronous Event Request, if `event` has one.
+    /// Completes an Asynchronous Event Request, if `event` is its completion and not `None`.
     pub(super) fn complete_event(&mut self, event: Option<Completion>) {
         if let Some(Completion { cid, dw0 }) = event {
             self.complete_unplaced(cid, Status::SUCCESS, dw0);
@@ -231,8 +234,8 @@ impl AdminPort {
         self.complete_event(completion);
     }
 
-    /// Reports a write to a doorbell register without a queue, or an invalid value. The event
-    /// refers to the error log, so an entry is added: without a command, and with the closest
+    /// Reports a write to a doorbell register without a queue, or an invalid doorbell value. The
+    /// event refers to the error log, so an entry without a command is added, with the closest
     /// status (Base 2.1, 5.1.2, "Error Status", and 5.1.12.1.2, "Error Information").
     pub(super) fn doorbell_error(&mut self, event: AsyncEvent) {
         let status = if event == AsyncEvent::INVALID_DOORBELL_REGISTER {
@@ -261,13 +264,13 @@ pub(super) struct AdminCheckpoint {
     head: u16,
     /// Commands in flight, without Asynchronous Event Requests, which are stored elsewhere.
     under_way: Vec<Sqe>,
-    /// Completed commands that are not known to be posted.
+    /// Completed commands whose completions may not be posted yet.
     ended: Vec<AdminCompletion>,
     /// Completion queue position after the last post.
     tail: u16,
     phase: bool,
-    /// Number of commands from the previous process that have to be replayed. They are no longer
-    /// in the submission queue.
+    /// Number of commands of the previous process that still have to be replayed. These commands
+    /// are no longer in the submission queue.
     replays: usize,
 }
 
@@ -279,11 +282,11 @@ impl Default for AdminCheckpoint {
 }
 
 impl AdminCheckpoint {
-    /// Adds a started command of a queue with `entries` entries. If `stays` is true, the command
-    /// is in flight until it [ends](Self::end).
+    /// Adds a command that starts, of a queue with `entries` entries. If `stays` is true, the
+    /// command is in flight until [`end`](Self::end); otherwise it is not stored.
     pub(super) fn begin(&mut self, sqe: &Sqe, entries: u32, stays: bool) {
         if self.replays != 0 {
-            // A replayed command is already in the list.
+            // A replayed command is already in the list of commands in flight.
             self.replays -= 1;
             if !stays {
                 self.under_way.retain(|other| other.cid != sqe.cid);
@@ -319,7 +322,7 @@ impl AdminCheckpoint {
     }
 
     pub(super) fn save(&self, (aqa, asq, acq): (Aqa, u64, u64), used: bool) -> SavedAdminQueue {
-        // Doorbell values are in the journal.
+        // Doorbell values are stored in the journal, not here.
         let doorbell = SavedDoorbell { last: 0, truth: SavedTruth::Register, snapshot: None };
         let entries = |zero_based: u16| u32::from(zero_based) + 1;
         let staged = |completion: &AdminCompletion| {
@@ -352,8 +355,9 @@ impl AdminCheckpoint {
         }
     }
 
-    /// Recovers the state of another process. That process may have posted completions after its
-    /// last checkpoint, so position and remaining completions (`to_post`) come from the queue.
+    /// Recovers the state of a dead process. The process may have posted completions after its last
+    /// checkpoint. So the queue position and the completions that remain to be posted (`to_post`)
+    /// come from the completion queue in memory.
     pub(super) fn recover(
         saved: &SavedAdminQueue,
         ((tail, phase), to_post): ((u16, bool), impl Iterator<Item = u16>),
@@ -368,7 +372,7 @@ impl AdminCheckpoint {
             let cqe: Cqe = transmute!([low, high]);
             AdminCompletion { cid: cqe.cid, status: cqe.status(), dw0: cqe.dw0, placed: false }
         };
-        // Completions are posted in order, so the remaining ones are the last.
+        // Completions are posted in order, so the last ones of the list remain.
         let posted = saved.cq.staged.len().saturating_sub(to_post.count());
         Self {
             head: saved.sq.head,

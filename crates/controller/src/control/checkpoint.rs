@@ -45,8 +45,8 @@ impl Control {
         Ok((self.describe(cx), self.port.is_used()))
     }
 
-    /// Snapshot of an admin queue that the admin queue server has not attached yet. `used` is as
-    /// returned by [`save`](Self::save).
+    /// Snapshot of an admin queue that waits for the admin queue server to attach it. `used` is the
+    /// value that [`save`](Self::save) has returned.
     pub(crate) fn save_unserved(&self, used: bool) -> Option<SavedAdminQueue> {
         self.port.unserved().map(|queue| queue.save(used))
     }
@@ -80,8 +80,8 @@ impl Control {
         }
     }
 
-    /// Restores a snapshot of a quiesced controller. Host memory is already mapped. `eventfds` are
-    /// the doorbell eventfds of each part.
+    /// Restores a snapshot of a quiesced controller. Host memory must be mapped already. `eventfds`
+    /// are the doorbell eventfds of each I/O thread in the snapshot.
     ///
     /// # Errors
     /// [`RestoreError`]; the controller is then unusable.
@@ -105,8 +105,8 @@ impl Control {
         self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
     }
 
-    /// Loads the state of a controller from another machine; the controller must be disabled, and
-    /// is quiesced afterwards. The state was [checked](crate::migration_state::check).
+    /// Loads the state of a controller from another machine. The controller must be disabled, and
+    /// is quiesced afterwards. The caller has [checked](crate::migration_state::check) the state.
     ///
     /// # Errors
     /// [`RestoreError`]; the controller must then be reset.
@@ -120,7 +120,8 @@ impl Control {
         if self.lifecycle.phase != Phase::Disabled || self.quiesce.step != Step::Running {
             return Err(RestoreError::Invalid("the controller is in use"));
         }
-        // This controller counts its own resets, so the saved generation is replaced.
+        // The generation counts the resets of this controller, so the value from the other machine
+        // is not used.
         let generation = self.lifecycle.generation.wrapping_add(1);
         self.take_over(cx, &SavedControl { generation, ..control.clone() })?;
         self.quiesce.step = Step::Quiesced;
@@ -136,7 +137,7 @@ impl Control {
         self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
     }
 
-    /// Restores everything except the queues. The controller must be new.
+    /// Restores everything except the queues, into a new controller.
     pub(super) fn adopt(
         &mut self,
         cx: &Context,
@@ -148,7 +149,7 @@ impl Control {
         self.take_over(cx, control)
     }
 
-    /// Restores everything except the queues, whatever state the controller had.
+    /// Restores everything except the queues, into a controller in any state.
     fn take_over(&mut self, cx: &Context, control: &SavedControl) -> Result<(), RestoreError> {
         self.restore_sharing(cx, &control.sharing);
         let errors = ErrorLog::restore(&control.errors);
@@ -191,7 +192,7 @@ impl Control {
         Ok(())
     }
 
-    /// Hands an admin queue of another process to the admin queue server.
+    /// Passes an admin queue of another process to the admin queue server.
     fn reopen_admin(&mut self, cx: &Context, saved: &SavedAdminQueue, queue: AdminQueue) {
         let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
         let generation = self.lifecycle.generation;
@@ -228,8 +229,9 @@ pub(super) fn restoring<'a>(
 
 /// Crash recovery.
 impl Control {
-    /// State for a checkpoint. A queue that is being created is not included, and one that is
-    /// being deleted is: their commands are in flight and will be replayed.
+    /// State for a checkpoint. A queue whose creation is in progress is not included; a queue whose
+    /// deletion is in progress is included. The command that creates or deletes it is in flight and
+    /// will be replayed.
     pub(crate) fn record(&self, cx: &Context, fds: &mut Descriptors) -> io::Result<Recorded> {
         let is_enabled = self.lifecycle.phase == Phase::Ready;
         let registers = &self.registers;
@@ -239,9 +241,9 @@ impl Control {
         Ok(Recorded { control: self.describe(cx), admin, parts })
     }
 
-    /// Recovers the control plane from a checkpoint; `journal` has the newer queue positions. Host
-    /// memory is already mapped. The controller is quiesced, and serves no queue until the quiesce
-    /// ends. Returns the number of I/O commands to replay.
+    /// Recovers the control plane from a checkpoint. Newer queue positions come from `journal`.
+    /// Host memory must be mapped already. The controller is quiesced afterwards, and no queue is
+    /// served until the quiesce ends. Returns the number of I/O commands to replay.
     ///
     /// # Errors
     /// [`RestoreError`]; the controller is then unusable.
@@ -257,7 +259,8 @@ impl Control {
         self.adopt(cx, control)?;
         self.quiesce.step = Step::Quiesced;
         if let Some(full) = control.resetting {
-            // Commands in flight of the interrupted reset have ended with the dead process.
+            // The dead process was resetting the controller. Its commands in flight have ended with
+            // it.
             (self.lifecycle.phase, self.lifecycle.full_reset) = (Phase::Resetting, full);
             self.memory.shadow = None;
             self.end_reset(cx, deferred);
@@ -295,7 +298,7 @@ impl Control {
         let (table, shadow) = (self.memory.table(), self.memory.shadow);
         let queue = AdminQueue::recover(saved, &cx.shared, table, shadow, journal)
             .ok_or(RestoreError::Invalid("the admin queue"))?;
-        // Written to this process's journal before the queue is served.
+        // Queue positions must be in this process's journal before the queue is served.
         let journal = cx.shared.journal_part(0, self.lifecycle.generation).unwrap_or_default();
         if let Some(journal) = &journal {
             queue.write_down(journal);
@@ -307,8 +310,8 @@ impl Control {
 
 /// Quiesce: start, progress, completion and end.
 impl Control {
-    /// Starts to quiesce the controller. `done` is called when it is quiesced, or dropped if the
-    /// quiesce is cancelled.
+    /// Starts to quiesce the controller. When the controller is quiesced, `done` is called. If the
+    /// quiesce is cancelled, `done` is dropped without a call.
     pub(crate) fn begin_quiesce(&mut self, done: Callback) -> Deferred {
         let mut deferred = Deferred::default();
         if self.quiesce.step == Step::Quiesced {
@@ -322,7 +325,7 @@ impl Control {
         deferred
     }
 
-    /// Continues a requested quiesce. `admin_is_quiet` is true if no admin command is in flight.
+    /// Continues a quiesce in progress. `admin_is_quiet` is true if no admin command is in flight.
     pub(crate) fn advance_quiesce(
         &mut self,
         cx: &Context,
@@ -341,7 +344,7 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// True if no operation is pending that a quiesce has to wait for.
+    /// True if no operation is in progress for which a quiesce has to wait.
     pub(super) fn is_quiet(&self, cx: &Context) -> bool {
         self.lifecycle.is_quiet()
             && !self.memory.is_awaited()
@@ -371,8 +374,8 @@ impl Control {
         }
     }
 
-    /// Ends or cancels the quiesce. Returns the callbacks that waited for it; the caller drops them
-    /// without the lock.
+    /// Ends or cancels the quiesce. Returns the callbacks of those that waited for it; the caller
+    /// must release the lock before it drops them.
     pub(crate) fn end_quiesce(&mut self, cx: &Context) -> Vec<Callback> {
         let controller = cx.shared.id;
         self.quiesce.step = match self.quiesce.step {
@@ -399,7 +402,8 @@ impl Control {
                 self.log_isolated(cx, took);
                 deferred.event(Event::Isolated(took));
             }
-            // The controller already has one, or is about to move to another process.
+            // The controller already has a dedicated I/O thread, or is about to move to another
+            // process.
             Err(RelocateError::Placed | RelocateError::Frozen) => {}
             Err(error) => tracing::warn!(
                 serial = cx.config.serial,
@@ -453,8 +457,8 @@ const ENTRY: u64 = 16;
 
 /// Dirty page logging of the controller's writes to host memory, for migration.
 impl Control {
-    /// Enables or disables dirty page logging. `done` is called when all writes in flight use the
-    /// new state. `None` if the state is unchanged.
+    /// Enables or disables dirty page logging. `done` is called when no write in flight uses the
+    /// previous setting. Returns `None` if the setting is unchanged.
     pub(crate) fn set_logged(
         &mut self,
         cx: &Context,
@@ -464,8 +468,8 @@ impl Control {
         self.memory.set_logged(logged).then(|| self.renew_views(cx, done))
     }
 
-    /// Replaces all views of host memory. `done` is called when no old view is used, so that all
-    /// earlier writes are in the log.
+    /// Replaces all views of host memory. `done` is called when no old view is in use. All earlier
+    /// writes are then in the log.
     pub(crate) fn renew_views(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.log_queues();
         let mut deferred = Deferred::default();
@@ -478,8 +482,8 @@ impl Control {
         self.memory.log().cloned()
     }
 
-    /// Marks the memory that queues write without a view as dirty: all completion queues and the
-    /// EventIdx page. Called before any of them is removed.
+    /// Marks all completion queues and the EventIdx page as dirty, because writes to them do not
+    /// use a view with a log. Must be called before such a queue or page is removed.
     pub(super) fn log_queues(&self) {
         let Some(log) = self.memory.log() else { return };
         for (iova, entries) in self.queues.completion_queues() {

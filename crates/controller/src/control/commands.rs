@@ -1,4 +1,4 @@
-//! Admin command execution, with checks and completion of Get LBA Status.
+//! Execution of admin commands, with the checks and the completion of Get LBA Status.
 
 use super::admin_port::{AdminPort, Data, Executed, Outcome};
 use super::diagnostics::{Diagnostics, hours, media};
@@ -52,13 +52,13 @@ pub(super) struct AdminCommands {
     pub(super) changed: ChangedList,
     /// Number of Abort commands in flight.
     aborts: u32,
-    /// True while Doorbell Buffer Config is in flight. One at a time, so that each I/O thread has
-    /// at most one message of it.
+    /// True while a Doorbell Buffer Config command is in flight. A second one has to wait, so that
+    /// each I/O thread has at most one message about it.
     configures_shadow: bool,
     keep_alive: KeepAlive,
-    /// Rate limit of events for full storage.
+    /// Rate limit of the events that report full storage.
     full: RateLimit,
-    /// Rate limit of events for lost data.
+    /// Rate limit of the events that report lost data.
     losses: RateLimit,
     pub(super) diagnostics: Diagnostics,
     pub(super) pool: PoolCommands,
@@ -84,7 +84,7 @@ impl AdminCommands {
         }
     }
 
-    /// True if no command waits for an I/O thread or the pool.
+    /// True if no command waits for an I/O thread or for the pool.
     pub(super) fn is_quiet(&self) -> bool {
         let is_quiet = self.diagnostics.self_test.is_quiet() && self.pool.is_quiet();
         self.aborts == 0 && !self.configures_shadow && is_quiet
@@ -97,7 +97,7 @@ impl AdminCommands {
 
     pub(super) fn restore(&mut self, features: &SavedFeatures, changed: &[u32]) {
         self.features = Features::restore(features);
-        // The timeout restarts, because Keep Alive commands were not processed for a while.
+        // The timeout restarts, because no Keep Alive command was processed during the restore.
         self.keep_alive.set(features.keep_alive, Instant::now());
         self.changed = ChangedList::restore(changed);
     }
@@ -114,12 +114,12 @@ impl AdminCommands {
         self.changed.insert(nsid);
     }
 
-    /// Keep Alive Timer.
+    /// The Keep Alive Timer.
     pub(super) fn keep_alive(&mut self) -> &mut KeepAlive {
         &mut self.keep_alive
     }
 
-    /// Restores the state at the end of a reset.
+    /// Restores the initial state at the end of a reset.
     pub(super) fn reset(&mut self) {
         self.features.reset();
         self.keep_alive.set(0, Instant::now());
@@ -129,7 +129,8 @@ impl AdminCommands {
         self.aborts = 0;
     }
 
-    /// Number of bytes that a command transfers from the host, read before its execution.
+    /// Number of bytes that a command transfers from the host. They are read before the command is
+    /// executed.
     pub(super) fn data_length(sqe: &Sqe) -> usize {
         if sqe.fuse() != Fuse::Normal || sqe.psdt() != Psdt::Prp {
             return 0;
@@ -144,7 +145,8 @@ impl AdminCommands {
         }
     }
 
-    /// Executes a command. `data` is the data from the host, or the error in reading it.
+    /// Executes a command. `data` are the data from the host, or the error that occurred when they
+    /// were read.
     pub(super) fn execute(
         &mut self,
         env: &mut CommandEnvironment<'_>,
@@ -278,7 +280,8 @@ impl AdminCommands {
             Effect::AsyncEventConfig(config) => {
                 let completion = env.port.events.configure(config);
                 env.port.complete_event(completion);
-                // A condition that already exists when its event is enabled is reported as well.
+                // If the temperature is already beyond the threshold when its event is enabled, the
+                // event is raised.
                 self.check_temperature(env.port);
             }
             Effect::NumberOfQueues { submission, completion } => {
@@ -383,14 +386,14 @@ impl AdminCommands {
         port.complete(cid, Status::SUCCESS, dw0);
     }
 
-    /// Raises the owner's events for a failed command of namespace `nsid`.
+    /// Raises the events for the owner of the storage, for a failed command of namespace `nsid`.
     ///
-    /// A write without free space in the storage ends with Capacity Exceeded and Do Not Retry,
-    /// because a retry of the host cannot free space. The specification has nothing else for a
-    /// thinly provisioned namespace (NVM 1.1, "Capacity Exceeded"). Available Spare is not used:
-    /// it describes wear, and monitoring in the guest would report a failing disk. Instead, the
-    /// owner of the storage gets [`Event::Full`], and [`Event::Lost`] for namespaces whose cached
-    /// data could not be written back.
+    /// If the storage is full, a write ends with Capacity Exceeded and Do Not Retry, because a
+    /// retry of the host cannot free space. The specification has no other report for a thinly
+    /// provisioned namespace (NVM 1.1, "Capacity Exceeded"). Available Spare stays unchanged: it
+    /// describes wear, and monitoring in the guest would report a failing disk. The owner of the
+    /// storage gets [`Event::Full`], or [`Event::Lost`] if cached data of a namespace could not be
+    /// written back.
     pub(super) fn command_failed(
         &mut self,
         cx: &Context,
@@ -440,13 +443,14 @@ impl AdminCommands {
         port.answer(sqe, Data { bytes, len, dw0: 0, log: None });
     }
 
-    /// Checks and starts Get LBA Status. The disk is queried by `lba_status`, on its own turns.
+    /// Checks and starts Get LBA Status. The module `lba_status` then queries the disk, in several
+    /// steps.
     fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::GetLbaStatus::decode(sqe);
         let serving = env.cx.visible();
         let namespace = match serving.get(sqe.nsid) {
             Some(namespace) => namespace,
-            // Valid and inactive NSID.
+            // The NSID is valid and inactive.
             None if (1..=serving.highest()).contains(&sqe.nsid) => {
                 return Err(Status::INVALID_FIELD.with_dnr());
             }
@@ -476,7 +480,8 @@ impl AdminCommands {
         };
         match command.atype {
             atype::ALLOCATED => {}
-            // Blocks that the host marked. Other unreadable blocks are unknown, even after a scan.
+            // The result contains the blocks that the host has marked as uncorrectable. The
+            // controller does not know of other unreadable blocks, even after a scan.
             atype::SCAN_UNRECOVERABLE | atype::UNRECOVERABLE => {
                 let marks = env.cx.shared.uncorrectable();
                 let bytes = lba_status::uncorrectable(&marks, sqe.nsid, &question);

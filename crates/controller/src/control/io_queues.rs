@@ -1,8 +1,8 @@
 //! I/O queues in the control plane: records, creation, deletion and transfer to another process.
 //!
-//! * Records of the existing queues and of the I/O threads that serve them.
-//! * Create and Delete I/O Submission and Completion Queue: checks, and completion after the I/O
-//!   thread has finished.
+//! * Records of the existing queues, and the I/O thread of each queue.
+//! * Create and Delete I/O Submission and Completion Queue: checks, and completion of the command
+//!   after the I/O thread has finished.
 //! * Checkpoint, restore and recovery of the queues.
 
 use super::admin_port::{AdminPort, Executed, Outcome};
@@ -34,19 +34,20 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-/// Eventfds that replace doorbell writes.
+/// Eventfds whose signals replace doorbell writes of the host.
 ///
-/// With shadow doorbells, a host rings only to wake a sleeping I/O thread, and the value that it
-/// writes is not used. An eventfd can therefore replace the write: the signal reaches the I/O
-/// thread directly, without a message to the carrier and a wakeup of the carrier's thread.
+/// With shadow doorbells, a host writes a doorbell register only to wake a sleeping I/O thread; the
+/// written value is not used. A signal of an eventfd has the same effect and is faster: it wakes
+/// the I/O thread directly, without a message to the front end and a wakeup of the front end's
+/// thread.
 ///
-/// Each controller has its own eventfd per I/O thread. A holder of an eventfd can also read it, and
-/// would otherwise steal the wakeups of other controllers.
+/// Each controller has its own eventfd on each I/O thread. With a shared one, the client of one
+/// controller could read the eventfd and so consume the wakeups of other controllers.
 #[derive(Debug, Default)]
 pub struct DoorbellEventfds {
-    /// Eventfds; a signal has the I/O thread read the doorbells.
+    /// Eventfds of I/O threads. After a signal, the I/O thread reads the doorbells.
     pub events: Vec<EventFd>,
-    /// Doorbells by offset in BAR0, with the index of the eventfd.
+    /// Offsets of doorbells in BAR0, each with the index of its eventfd.
     pub doorbells: Vec<(u64, usize)>,
 }
 
@@ -76,14 +77,14 @@ struct CqRecord {
 }
 
 impl SqRecord {
-    /// True if the queue exists for the host: created, and not reported as deleted.
+    /// True if the queue exists for the host: its creation has ended, and its deletion has not.
     fn exists(&self) -> bool {
         self.state != QueueState::Creating
     }
 }
 
 impl CqRecord {
-    /// True if the queue exists for the host: created, and not reported as deleted.
+    /// True if the queue exists for the host: its creation has ended, and its deletion has not.
     fn exists(&self) -> bool {
         self.state != QueueState::Creating
     }
@@ -98,7 +99,7 @@ pub(super) struct QueueEnvironment<'a> {
 }
 
 impl QueueEnvironment<'_> {
-    /// Controller state for an I/O thread.
+    /// Controller state that an I/O thread gets with a queue.
     fn context(
         &self,
         cx: &Context,
@@ -132,7 +133,7 @@ pub(super) struct IoQueues {
 }
 
 impl IoQueues {
-    /// Without queues, and with limits of `io_queues` of each kind.
+    /// Creates records without queues. The host may create `io_queues` queues of each kind.
     pub(super) fn new(io_queues: u16) -> Self {
         Self {
             sqs: BTreeMap::new(),
@@ -148,7 +149,7 @@ impl IoQueues {
         self.workers.iter().copied()
     }
 
-    /// Clears the I/O threads, after all have detached the controller.
+    /// Clears the set of I/O threads, after all of them have detached the controller.
     pub(super) fn forget_workers(&mut self) {
         self.workers.clear();
     }
@@ -183,13 +184,13 @@ impl IoQueues {
         self.granted = (submission, completion);
     }
 
-    /// I/O thread at which submission queue `sqid` was placed.
+    /// I/O thread to which submission queue `sqid` was assigned.
     pub(super) fn worker_of(&self, sqid: u16) -> Option<usize> {
         self.sqs.get(&sqid).map(|sq| sq.worker)
     }
 
-    /// Has an I/O thread flush all namespaces. Queues need not exist, because writes through
-    /// deleted queues are flushed as well. The controller has to be enabled. `operation` ends with
+    /// Sends a flush of all namespaces to an I/O thread. The controller has to be enabled, but
+    /// needs no queues, because writes of deleted queues are flushed as well. `operation` ends with
     /// the flush.
     pub(super) fn flush(
         &mut self,
@@ -205,7 +206,8 @@ impl IoQueues {
         cx.send(worker, Message::Flush { context, latch });
     }
 
-    /// Has an I/O thread verify a piece of a namespace. Conditions as for [`flush`](Self::flush).
+    /// Sends a verification of a piece of a namespace to an I/O thread. Conditions as for
+    /// [`flush`](Self::flush).
     pub(super) fn verify(
         &mut self,
         cx: &Context,
@@ -242,7 +244,7 @@ impl IoQueues {
     /// Doorbell eventfds of the live queues.
     ///
     /// # Errors
-    /// The error of the system if it has no more descriptors.
+    /// The error of the system if no more file descriptors are available.
     pub(super) fn doorbell_eventfds(&mut self, cx: &Context) -> io::Result<DoorbellEventfds> {
         let sqs =
             self.sqs.values().map(|q| (q.state, q.worker, sq_doorbell_offset(q.layout.qid, DSTRD)));
@@ -266,7 +268,7 @@ impl IoQueues {
         Ok(found)
     }
 
-    /// Doorbell eventfd of this controller on I/O thread `worker`, created if necessary.
+    /// Doorbell eventfd of this controller on I/O thread `worker`. It is created on the first call.
     fn doorbell_eventfd(&mut self, cx: &Context, worker: usize) -> io::Result<EventFd> {
         if let Some(event) = self.doorbell_eventfds.get(&worker) {
             return event.try_clone();
@@ -280,7 +282,7 @@ impl IoQueues {
     }
 }
 
-/// Notice of an operation's end. I/O threads may change its status, which is success initially.
+/// Notice at the end of an operation. The status is success, unless an I/O thread replaces it.
 pub(super) fn ended(generation: u64, operation: Operation) -> Notice {
     Notice::Ended { generation, operation, status: Status::SUCCESS }
 }
@@ -489,7 +491,8 @@ impl IoQueues {
     }
 }
 
-/// Sends `message` to delete a queue; `notice` is sent when none of its commands is in flight.
+/// Sends `message` to delete a queue. The I/O thread sends `notice` when no command of the queue is
+/// in flight.
 fn delete(
     cx: &Context,
     worker: usize,
@@ -503,7 +506,7 @@ fn delete(
     Outcome::Later
 }
 
-/// Clears a doorbell register, so that the next queue with this identifier starts at 0.
+/// Clears a doorbell register, because the next queue with this identifier starts at 0.
 fn clear_register(cx: &Context, qid: u16, kind: DoorbellKind) {
     shadowbell_doorbell::Cell::store_release(&cx.shared.register(qid, kind), 0);
 }
@@ -514,7 +517,7 @@ impl IoQueues {
     /// journal instead.
     ///
     /// # Errors
-    /// The error of the system if it has no more descriptors.
+    /// The error of the system if no more file descriptors are available.
     pub(super) fn record(&self, fds: &mut Descriptors) -> io::Result<Vec<SavedPart>> {
         let head = SavedDoorbell { last: 0, truth: SavedTruth::Register, snapshot: None };
         let place = |layout: &QueueLayout| (layout.qid, layout.iova, layout.size.entries());
@@ -573,8 +576,8 @@ impl IoQueues {
         Ok(())
     }
 
-    /// Recovers queues of a dead process; they run when the quiesce ends. Returns the number of
-    /// commands to replay.
+    /// Recovers queues of a dead process. They are served when the quiesce ends. Returns the number
+    /// of commands to replay.
     ///
     /// # Errors
     /// [`RestoreError`] if a queue is invalid.
@@ -606,7 +609,7 @@ impl IoQueues {
         Ok(replays)
     }
 
-    /// Adds records of queues from another process. Returns the I/O thread for them.
+    /// Adds records of queues from another process. Returns the I/O thread that will serve them.
     fn adopt(
         &mut self,
         cx: &Context,

@@ -23,7 +23,7 @@ impl Control {
     pub(super) fn configure(&mut self, cx: &Context, old: Cc, deferred: &mut Deferred) {
         let new = self.registers.cc;
         match (old.en(), new.en()) {
-            // If EN is set before RDY is 0, the controller is enabled at the end of the reset.
+            // If the host sets EN before RDY is 0, the end of the reset enables the controller.
             (false, true) if self.lifecycle.phase == Phase::Disabled => self.enable(cx, deferred),
             (true, false) => self.begin_reset(cx, false, deferred),
             _ => {}
@@ -44,8 +44,9 @@ impl Control {
         let (table, generation) = (Arc::clone(self.memory.table()), self.lifecycle.generation);
         match AdminQueue::new(&cx.shared, &table, aqa, asq, acq) {
             Ok(queue) => {
-                // Written before the queue is checkpointed, because the journal still has the
-                // positions of the queue before the reset, whose doorbells may differ.
+                // The new positions must be in the journal before a checkpoint contains the queue:
+                // the journal still has the positions from before the reset, and their doorbell
+                // values may differ.
                 let journal = cx.shared.journal_part(0, generation).unwrap_or_default();
                 if let Some(journal) = &journal {
                     queue.write_down(journal);
@@ -65,7 +66,8 @@ impl Control {
         self.poll_admin_doorbells(cx);
     }
 
-    /// Starts polling the admin doorbells if they are mapped, because writes do not trap.
+    /// If the doorbells are mapped, host writes to them do not trap, so the admin doorbells are
+    /// polled.
     pub(super) fn poll_admin_doorbells(&self, cx: &Context) {
         if cx.shared.mapped {
             let tail = cx.shared.register(0, DoorbellKind::Sq);
@@ -76,7 +78,7 @@ impl Control {
     }
 
     /// Starts a shutdown (CC.SHN): flushes the caches of all disks. Queues continue meanwhile. A
-    /// disabled controller flushes as well, for writes from before a reset.
+    /// disabled controller flushes as well, because writes from before a reset may still be cached.
     pub(super) fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.registers.csts.set_shst(regs::SHST_OCCURRING);
         if self.lifecycle.flush != ShutdownFlush::None {
@@ -95,10 +97,10 @@ impl Control {
         self.queues.flush(cx, &env, Operation::Shutdown, overriding);
     }
 
-    /// Detaches the shadow doorbell pages, as the last step but one of a shutdown. The host resumes
-    /// only after a Controller Level Reset (Base 2.1, "Memory-based Controller Shutdown") and may
-    /// reuse the pages earlier: Linux frees them, and enables bus mastering again before it
-    /// resets.
+    /// Detaches the shadow doorbell pages, in the last but one step of a shutdown. The host must
+    /// reset the controller before it sends further commands (Base 2.1, "Memory-based Controller
+    /// Shutdown"), but may reuse the pages before that reset. Linux frees them, and enables bus
+    /// mastering again before it resets the controller.
     pub(super) fn end_shadow_doorbells(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.lifecycle.flush = ShutdownFlush::UnderWay;
         self.log_queues();
@@ -119,7 +121,7 @@ impl Control {
         if self.lifecycle.phase != Phase::Disabled {
             return;
         }
-        // The notice has the generation before this one, so it is ignored.
+        // The notice has the previous generation, so the control plane ignores it.
         let before = self.lifecycle.generation.wrapping_sub(1);
         let latch = cx.latch(ended(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {
@@ -130,12 +132,13 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Starts a Controller Level Reset. The shadow doorbell pages are dropped first; then I/O
-    /// threads and the admin queue server abort what is in flight. [`end_reset`](Self::end_reset)
-    /// follows when all have finished.
+    /// Starts a Controller Level Reset. The shadow doorbell pages are dropped first. Then the I/O
+    /// threads and the admin queue server abort commands in flight. When all of them have finished,
+    /// [`end_reset`](Self::end_reset) is called.
     pub(super) fn begin_reset(&mut self, cx: &Context, full: bool, deferred: &mut Deferred) {
         if self.quiesce.step == Step::Quiesced {
-            // A quiesced controller's queues are at no I/O thread, and no command is in flight.
+            // If the controller is quiesced, no I/O thread has its queues, and no command is in
+            // flight.
             self.quiesce.step = Step::Running;
             deferred.callbacks.push(Box::new(cx.route.drop_quiesced()));
         }
@@ -176,7 +179,7 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Ends a reset, when no command is in flight.
+    /// Ends a reset, after all commands in flight have ended.
     pub(super) fn end_reset(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.queues.reset(cx);
         let doorbells = cx.shared.doorbells();
@@ -212,7 +215,7 @@ impl Control {
         }
     }
 
-    /// Runs a waiter's action after a reset.
+    /// Runs the action of a waiter after a reset.
     fn reset_is_over(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
         match waiter {
             Waiter::Reset(done) => deferred.callbacks.push(done),
@@ -223,12 +226,12 @@ impl Control {
         }
     }
 
-    /// Resets the controller on request of its carrier.
+    /// Resets the controller at the request of its front end.
     pub(crate) fn reset(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.reset_for(cx, Waiter::Reset(done))
     }
 
-    /// Handles a disconnected host: resets the controller, then drops maps and interrupts.
+    /// Handles a disconnected host: resets the controller, then drops memory maps and interrupts.
     pub(crate) fn disconnect(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.reset_for(cx, Waiter::Disconnect(done))
     }
@@ -262,8 +265,9 @@ impl Control {
         now: Instant,
         deferred: &mut Deferred,
     ) -> bool {
-        // Base 2.1, 3.9: the timer runs while the controller is ready and not shutting down. A
-        // quiesced controller does not process Keep Alive commands, so the timer stops as well.
+        // Base 2.1, 3.9: the timer runs while the controller is ready and not shutting down. It is
+        // also stopped while the controller is quiesced, because Keep Alive commands are not
+        // processed then.
         let listens = self.is_ready()
             && self.registers.csts.shst() == SHST_NORMAL
             && self.quiesce.step == Step::Running;
@@ -279,20 +283,21 @@ impl Control {
         is_gone
     }
 
-    /// Time of the next timer turn for Keep Alive or background work; `None` if none is needed or
-    /// one is already scheduled.
+    /// Time for which the caller has to schedule a timer turn for Keep Alive or background work.
+    /// `None` if no turn is needed or one is already scheduled.
     pub(crate) fn next_watch(&mut self, now: Instant) -> Option<Instant> {
         let due = self.next_due();
         self.commands.keep_alive().next_look(now).into_iter().chain(due).min()
     }
 
-    /// Adds an error log entry, enters a fatal state and stops command execution.
+    /// Handles a dead host: adds an error log entry, enters a fatal state and stops command
+    /// execution.
     fn host_is_gone(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.port.no_command_failed(Status::KEEP_ALIVE_TIMER_EXPIRED);
         let why = "the Keep Alive Timer expired without a command from the host";
         self.fail(cx, why, deferred);
-        // The queues are detached as at a reset, because only a reset can follow. The notice has
-        // the generation before this one, so it is ignored.
+        // The queues are detached as at a reset, because the host can only reset the controller
+        // now. The notice has the previous generation, so the control plane ignores it.
         let before = self.lifecycle.generation.wrapping_sub(1);
         let latch = cx.latch(ended(before, Operation::Reset));
         cx.send_all(self.queues.workers(), |controller| Message::Detach {

@@ -2,12 +2,12 @@
 //!
 //! # Quiesce
 //!
-//! Precedes the transfer of a controller to another process.
+//! A controller is quiesced before it is transferred to another process.
 //!
 //! The controller first waits until no admin command is in flight and no other operation is
-//! pending; I/O continues meanwhile. Then its queues leave their I/O threads: no further command
-//! is fetched, and requests in flight at the disks end. When quiesced, the callbacks are called,
-//! and the controller can be saved. A quiesce can be cancelled in every step.
+//! pending. I/O continues meanwhile. Then its queues leave their I/O threads: no further command is
+//! fetched, and requests in flight at the disks end. After that the controller is quiesced: the
+//! callbacks are called, and it can be saved. A quiesce can be cancelled in every step.
 
 use crate::event::Event;
 use crate::notice::Latch;
@@ -30,7 +30,7 @@ pub(super) enum Phase {
 pub(super) enum ShutdownFlush {
     None,
     UnderWay,
-    /// A flush is running, and the host has requested another shutdown since.
+    /// A flush is in progress, and the host has requested another shutdown after its start.
     Again,
 }
 
@@ -47,9 +47,9 @@ pub(super) struct Lifecycle {
     pub(super) phase: Phase,
     /// Number of resets. Operations from before a reset are ignored.
     pub(super) generation: u64,
-    /// Waiters for the end of the reset in progress.
+    /// Waiters that are called at the end of the reset in progress.
     pub(super) waiting: Vec<Waiter>,
-    /// True if the registers get their power-on values at the end of the reset in progress.
+    /// True if the end of the reset in progress restores the registers' power-on values.
     pub(super) full_reset: bool,
     pub(super) flush: ShutdownFlush,
     pub(super) power_cycles: u64,
@@ -83,25 +83,26 @@ impl Lifecycle {
     }
 }
 
-/// Step of quiesce.
+/// Steps of a quiesce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Running.
+    /// No quiesce is requested.
     Running,
     /// Quiesce requested: no admin command is started, and those in flight end.
     Requested,
     /// Queues are leaving their I/O threads.
     Leaving,
-    /// Quiesced.
+    /// The queues have left their I/O threads.
     Quiesced,
-    /// Cancelled while queues were leaving: those that have left return.
+    /// The quiesce was cancelled while queues were leaving. Queues that have left return.
     Returning,
 }
 
 /// Quiesce state and waiting callbacks.
 pub(super) struct Quiesce {
     pub(super) step: Step,
-    /// Callbacks, called when the controller is quiesced, or dropped when the quiesce is cancelled.
+    /// Callbacks, which are called when the controller is quiesced, and dropped if the quiesce is
+    /// cancelled.
     pub(super) waiting: Vec<Callback>,
 }
 
@@ -111,16 +112,16 @@ impl Quiesce {
     }
 }
 
-/// Stage of a round of exclusive commands.
+/// Stage of a round of exclusive commands. In a round, each I/O thread gets one turn.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum Stage {
     #[default]
     Nothing,
-    /// I/O threads are finishing commands in flight.
+    /// I/O threads stop fetching, and commands in flight end.
     Pausing,
-    /// An I/O thread is executing its exclusive commands; those in `left` follow.
+    /// One I/O thread executes its exclusive commands. The I/O threads in `left` follow.
     Turns,
-    /// Changes are being checkpointed, and then outcomes written to the journal.
+    /// Changes are added to the checkpoint; after that, I/O threads write outcomes to the journal.
     Recording,
 }
 
@@ -148,15 +149,15 @@ impl Exclusive {
     }
 }
 
-/// Callback of an external caller, run on any thread without the lock.
+/// Callback of an external caller. It runs on any thread, after the lock is released.
 pub(crate) type Callback = Box<dyn FnOnce() + Send>;
 
-/// Work that is deferred until the control plane's lock is released.
+/// Work that runs after the control plane's lock is released.
 #[derive(Default)]
 #[must_use = "pass it to ControllerInner::run"]
 pub(crate) struct Deferred {
     pub(crate) events: Vec<Event>,
-    /// Latches to drop. The last drop sends a notice, which may take the lock.
+    /// Latches to drop. Dropping the last clone sends a notice, and its handler may take the lock.
     pub(crate) latches: Vec<Latch>,
     pub(crate) callbacks: Vec<Callback>,
 }

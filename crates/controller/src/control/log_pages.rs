@@ -1,4 +1,4 @@
-//! Get Log Page: selection of the page and its sources.
+//! Get Log Page: selection of the page, and collection of its data.
 
 use super::admin_port::{Data, Executed, Outcome};
 use super::commands::{AdminCommands, CommandEnvironment};
@@ -57,14 +57,14 @@ impl AdminCommands {
         Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
     }
 
-    /// Executes Get Log Page for pages that the command itself can change.
+    /// Executes Get Log Page for telemetry and persistent events, which the command can change.
     fn get_diagnostic_page(
         &mut self,
         env: &mut CommandEnvironment<'_>,
         sqe: &Sqe,
         command: &GetLogPage,
     ) -> Executed {
-        /// Create Telemetry Host-Initiated Data.
+        /// LSP value: Create Telemetry Host-Initiated Data.
         const CREATE: u8 = 1;
         logs::check(command, sqe.nsid)?;
         let moment = self.moment(env.lifecycle);
@@ -94,7 +94,7 @@ impl AdminCommands {
             }
         };
         let bytes = match command.lsp & 0b11 {
-            // Releasing a context transfers no data.
+            // Action Release Context transfers no data.
             action::RELEASE if command.lid == lid::PERSISTENT_EVENTS => Vec::new(),
             _ => logs::part(command, &page)?,
         };
@@ -159,8 +159,8 @@ impl AdminCommands {
         Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
     }
 
-    /// Executes Get Log Page, Reservation Notification. The notification that was read is removed,
-    /// unless the host retains the event.
+    /// Executes Get Log Page, Reservation Notification. Removes the notification that the host has
+    /// read, unless RAE is set.
     fn get_reservation_page(&mut self, sqe: &Sqe, command: &GetLogPage) -> Executed {
         logs::check(command, sqe.nsid)?;
         let bytes = logs::part(command, &self.reservations.page())?;

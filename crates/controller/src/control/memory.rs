@@ -5,21 +5,22 @@ use shadowbell_memory::{DirtyLog, DmaError, DmaSpace, DmaTable, SharedBytes};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Host memory, and callbacks that wait for unmapped memory to be unused.
+/// Host memory of a controller, and callbacks that wait for the end of accesses to unmapped memory.
 pub(super) struct HostMemory {
     space: DmaSpace,
-    /// True if the controller may access the memory.
+    /// True if the controller may access host memory.
     enabled: bool,
     nothing: Arc<DmaTable>,
     /// Shadow Doorbell and EventIdx pages of Doorbell Buffer Config.
     pub(super) shadow: Option<(u64, u64)>,
-    /// Callbacks by ticket.
+    /// Callbacks by ticket number.
     releases: BTreeMap<u64, Callback>,
     next_ticket: u64,
 }
 
 impl HostMemory {
-    /// Without maps. `peer` identifies the controller for reports of lost memory.
+    /// Creates host memory without maps. `peer` identifies the controller in reports of lost
+    /// memory.
     pub(super) fn new(peer: u32) -> Self {
         Self {
             space: DmaSpace::of_peer(peer),
@@ -62,8 +63,8 @@ impl HostMemory {
         self.space.clear();
     }
 
-    /// Enables or disables dirty page logging from the next table on. Returns false if the state
-    /// is unchanged.
+    /// Enables or disables dirty page logging. The change takes effect with the next DMA table.
+    /// Returns false if the setting is unchanged.
     pub(super) fn set_logged(&mut self, logged: bool) -> bool {
         if logged { self.space.start_log() } else { self.space.stop_log() }
     }
@@ -81,7 +82,7 @@ impl HostMemory {
         ticket
     }
 
-    /// Takes the callback with this ticket.
+    /// Removes and returns the callback with this ticket number, when its memory is unused.
     pub(super) fn released(&mut self, ticket: u64) -> Option<Callback> {
         self.releases.remove(&ticket)
     }

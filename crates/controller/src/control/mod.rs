@@ -1,9 +1,10 @@
 //! Control plane of a controller: registers, admin commands and their effects.
 //!
-//! The whole module runs under one lock, which no I/O thread ever takes, and under which no code
-//! waits. Long operations are sent to the I/O threads as messages, and continue when the last of
-//! them drops its latch and thereby sends a notice. Guest memory is not accessed under the lock:
-//! the admin queue server (`admin_server`) accesses it, and gets [`Orders`].
+//! One lock protects the whole module. I/O threads never take it, and code that holds it never
+//! waits. A long operation is a message to the I/O threads; when the last of them drops its clone
+//! of the operation's latch, a notice is sent, and the operation continues. Guest memory is not
+//! accessed under the lock. The admin queue server (`admin_server`) accesses it, and gets
+//! [`Orders`].
 //!
 //! The type [`Control`] has its methods in four files: this one (construction, admin commands,
 //! notices from I/O threads, memory map changes, exclusive commands, background work), `lifecycle`,
@@ -11,14 +12,14 @@
 //!
 //! # Exclusive commands
 //!
-//! No other command of the controller runs while an [exclusive command](crate::exec) does.
+//! While an [exclusive command](crate::exec) runs, no other command of the controller runs.
 //!
-//! The I/O threads stop fetching and let commands in flight end. Each of them then executes its
-//! waiting exclusive commands, one I/O thread after the other. Changes are checkpointed, and all
-//! I/O threads resume. The messages are sent even while the controller moves or quiesces, to all
-//! I/O threads that may have its queues, and arriving queues check
-//! `ControllerShared::is_exclusive`. A host that repeats exclusive commands is limited by its admin
-//! budget (`control_plane`).
+//! First, the I/O threads stop fetching and let commands in flight end. Then each I/O thread
+//! executes its waiting exclusive commands, one I/O thread after the other. Finally, changes are
+//! checkpointed and all I/O threads resume. The messages are sent to all I/O threads that may have
+//! queues of the controller, even while the controller moves or quiesces. An I/O thread that
+//! receives a moved queue checks `ControllerShared::is_exclusive`. The admin budget
+//! (`control_plane`) limits a host that repeats exclusive commands.
 
 mod admin_port;
 mod checkpoint;
@@ -72,16 +73,16 @@ use std::time::{Duration, Instant};
 pub(crate) struct Standing {
     /// True if commands are served.
     pub(crate) ready: bool,
-    /// True if new commands may start: no quiesce is requested.
+    /// True if new commands may start, because no quiesce is requested.
     pub(crate) begins: bool,
-    /// True if the controller is quiesced: host memory must not be written.
+    /// True if the controller is quiesced. Host memory must then not be written.
     pub(crate) quiesced: bool,
     /// CC.MPS in bytes.
     pub(crate) page_size: usize,
 }
 
-/// Control plane. State that has to survive the process is saved as `SavedControl`; the rest is
-/// rebuilt from it.
+/// Control plane of a controller. `SavedControl` contains the part of its state that survives the
+/// process; the rest is rebuilt from it.
 pub(crate) struct Control {
     registers: Registers,
     lifecycle: Lifecycle,
@@ -130,7 +131,7 @@ impl Control {
         overriding.downcast_mut()
     }
 
-    /// Reads registers below the doorbells into `data`, which is all zeroes.
+    /// Reads registers below the doorbells into `data`. The caller passes a buffer of zeroes.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         let mut image = self.registers.image();
         if let Some(overriding) = &self.overriding {
@@ -187,10 +188,10 @@ impl Control {
         }
     }
 
-    /// Doorbell eventfds; empty without Doorbell Buffer Config.
+    /// Doorbell eventfds. There are none without Doorbell Buffer Config.
     ///
     /// # Errors
-    /// The error of the system if it has no more descriptors.
+    /// The error of the system if no more file descriptors are available.
     pub(crate) fn doorbell_eventfds(&mut self, cx: &Context) -> io::Result<DoorbellEventfds> {
         if self.memory.shadow.is_none() || cx.shared.mapped {
             return Ok(DoorbellEventfds::default());
@@ -216,7 +217,7 @@ impl Control {
         }
     }
 
-    /// Splits the admin commands from their environment.
+    /// Splits `self` into the admin commands and the state that they may access.
     fn split<'a>(
         &'a mut self,
         cx: &'a Context,
@@ -260,7 +261,8 @@ impl Control {
         self.port.has_orders()
     }
 
-    /// Takes the orders for the admin queue server. `has_fetched` is true if it fetched a command.
+    /// Takes the orders for the admin queue server. `has_fetched` is true if the server has fetched
+    /// a command.
     pub(crate) fn admin_orders(&mut self, has_fetched: bool) -> (Orders, Standing) {
         let orders = self.port.take_orders(has_fetched);
         let (ready, begins) = (self.is_ready(), self.quiesce.step == Step::Running);
@@ -268,9 +270,9 @@ impl Control {
         (orders, Standing { ready, begins, quiesced, page_size: self.registers.page_size() })
     }
 
-    /// Executes an admin command that was fetched in reset generation `generation`. `data` is the
-    /// data from the host, or the error in reading it. `None` if a reset has begun since or the
-    /// controller is in a fatal state: the command is dropped.
+    /// Executes an admin command that was fetched in reset generation `generation`. `data` are the
+    /// data from the host, or the error that occurred when they were read. Returns `None` if the
+    /// command is dropped, because a reset has started since or the controller is in a fatal state.
     pub(crate) fn execute(
         &mut self,
         cx: &Context,
@@ -295,7 +297,7 @@ impl Control {
         Some(executed)
     }
 
-    /// Marks a command as completed by the admin queue server.
+    /// Marks a command as completed. The admin queue server calls this.
     pub(crate) fn admin_ended(&mut self, generation: u64, completion: AdminCompletion) {
         if generation == self.lifecycle.generation {
             self.port.checkpoint.end(completion);
@@ -327,7 +329,8 @@ impl Control {
         }
     }
 
-    /// Enters a fatal state, because a command cannot be completed without a completion queue.
+    /// Enters a fatal state, because the admin completion queue cannot be written and no command
+    /// can complete.
     pub(crate) fn lacks_admin_cq(&mut self, cx: &Context, deferred: &mut Deferred) {
         let why = "the admin completion queue is not in memory that the host shared";
         self.fail(cx, why, deferred);
@@ -336,7 +339,7 @@ impl Control {
 
 /// Notices from I/O threads.
 impl Control {
-    /// Handles errors whose notices were discarded.
+    /// Handles errors whose notices were discarded because there were too many.
     pub(crate) fn receive_missed(
         &mut self,
         cx: &Context,
@@ -377,7 +380,7 @@ impl Control {
                     Response::Reset => self.begin_reset(cx, true, deferred),
                 }
             }
-            // A reset drops the commands that wait.
+            // A reset drops the commands that wait for exclusive execution.
             Notice::WantsExclusive if self.is_ready() => self.exclusive.want(),
             Notice::WantsExclusive => {}
             Notice::AdminDoorbell => {}
@@ -410,7 +413,7 @@ impl Control {
         }
     }
 
-    /// Continues `operation` after all I/O threads have finished their part.
+    /// Continues `operation` after all I/O threads have finished their parts.
     fn operation_ended(
         &mut self,
         cx: &Context,
@@ -433,7 +436,7 @@ impl Control {
             }
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
             Operation::LbaStatus { cid } => self.commands.lba_status_ended(cx, port, cid),
-            // The cache is already off, so only writes from before had to be flushed.
+            // The cache is already off. The flush was needed only for earlier writes.
             Operation::Flush { cid } | Operation::Feature { cid } if status.is_success() => {
                 port.complete(cid, status, 0);
             }
@@ -502,7 +505,8 @@ impl Control {
         self.log_own(cx, ISOLATED, &text);
     }
 
-    /// Does the due work: a self-test piece or a health snapshot. Returns true if any was due.
+    /// Runs background work that is due: a self-test piece or a health snapshot. Returns true if
+    /// any was due.
     pub(crate) fn run_background(
         &mut self,
         cx: &Context,
@@ -535,7 +539,7 @@ impl Control {
         true
     }
 
-    /// Time of the next due work.
+    /// Time when the next background work is due.
     fn next_due(&self) -> Option<Instant> {
         let works = self.is_ready() && self.quiesce.step == Step::Running;
         let diagnostics = &self.commands.diagnostics;
@@ -585,7 +589,8 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Continues after the pause or an I/O thread's turn: starts the next turn or the checkpoint.
+    /// Starts the next step of the round, after the pause or an I/O thread's turn: another turn or
+    /// the checkpoint.
     fn next_exclusive(&mut self, cx: &Context, deferred: &mut Deferred) {
         let next = self.exclusive.left.pop();
         let (stage, operation) = match next {
@@ -598,12 +603,14 @@ impl Control {
             let (controller, latch) = (cx.shared.id, latch.clone());
             cx.pool.send(worker, Message::RunExclusive { controller, latch });
         }
-        // Deferred latches are dropped after the checkpoint, so the notice follows it.
+        // The latch is dropped after the checkpoint. So the notice arrives when the checkpoint is
+        // stored.
         deferred.latches.push(latch);
     }
 
-    /// Continues after the checkpoint. If the marked blocks have changed, the I/O threads first
-    /// write the outcome of their commands to the journal, so that a recovery does not repeat them.
+    /// Continues the round after the checkpoint. If commands have changed the marked blocks, the
+    /// I/O threads first write the outcomes of these commands to the journal. A recovery would
+    /// repeat the commands otherwise.
     fn exclusive_recorded(&mut self, cx: &Context, deferred: &mut Deferred) {
         if Arc::ptr_eq(&self.exclusive.marks, &cx.shared.uncorrectable()) {
             return self.exclusive_settled(cx);
@@ -616,19 +623,19 @@ impl Control {
         deferred.latches.push(latch);
     }
 
-    /// Ends the round: all I/O threads resume.
+    /// Ends the round. All I/O threads resume.
     fn exclusive_settled(&mut self, cx: &Context) {
         self.exclusive.marks = Arc::default();
         self.exclusive.stage = Stage::Nothing;
         cx.shared.set_exclusive(false);
-        // Queues that arrived at another I/O thread during the round are paused as well.
+        // Queues that moved to another I/O thread during the round are paused there as well.
         self.exclusive.workers.clear();
         for worker in cx.route.everywhere(self.queues.workers()) {
             cx.pool.send(worker, Message::EndExclusive { controller: cx.shared.id });
         }
     }
 
-    /// Drops the round and all requests, for a reset.
+    /// Drops the current round and all requests for a round, at a reset.
     fn drop_exclusive(&mut self, cx: &Context) {
         self.exclusive = Exclusive::default();
         cx.shared.set_exclusive(false);
@@ -637,7 +644,7 @@ impl Control {
 
 /// Changes of the host's memory map.
 impl Control {
-    /// Maps memory. The caller calls [`publish_table`](Self::publish_table) afterwards.
+    /// Maps memory. The caller must call [`publish_table`](Self::publish_table) afterwards.
     pub(crate) fn map(
         &mut self,
         iova: u64,
@@ -647,7 +654,7 @@ impl Control {
         self.memory.map(iova, len, memory)
     }
 
-    /// Unmaps a range. `done` is called when the range is no longer used.
+    /// Unmaps a range. `done` is called when no thread uses the range any more.
     pub(crate) fn unmap(
         &mut self,
         cx: &Context,
@@ -661,20 +668,20 @@ impl Control {
         Ok(deferred)
     }
 
-    /// Unmaps all ranges. `done` is called when they are no longer used.
+    /// Unmaps all ranges. `done` is called when no thread uses them any more.
     pub(crate) fn unmap_all(&mut self, cx: &Context, done: Callback, deferred: &mut Deferred) {
         self.memory.unmap_all();
         self.release_memory(cx, done, deferred);
     }
 
-    /// Enables access to host memory. The caller calls [`publish_table`](Self::publish_table)
+    /// Enables access to host memory. The caller must call [`publish_table`](Self::publish_table)
     /// afterwards.
     pub(crate) fn enable_memory(&mut self) {
         self.memory.enable(true);
     }
 
-    /// Disables access to host memory, independent of the maps. `done` is called when no memory is
-    /// used any more.
+    /// Disables access to host memory; the maps stay. `done` is called when no thread uses host
+    /// memory any more.
     pub(crate) fn disable_memory(&mut self, cx: &Context, done: Callback) -> Deferred {
         self.memory.enable(false);
         let mut deferred = Deferred::default();
@@ -698,11 +705,12 @@ impl Control {
     /// clone of `latch` when it no longer uses the old table.
     pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) {
         let table = Arc::clone(self.memory.table());
-        // A disabled controller has no admin queue. During a reset the queue may still exist.
+        // A disabled controller has no admin queue, so no admin queue server would drop the latch.
+        // During a reset the queue may still exist.
         let latch_of_admin = latch.filter(|_| self.lifecycle.phase != Phase::Disabled);
         self.port.change_table(&table, latch_of_admin);
-        // A quiesced controller's queues use no memory, and messages are kept until the quiesce
-        // ends, so the latch must not wait for them.
+        // The queues of a quiesced controller use no memory. Their messages are handled only when
+        // the quiesce ends, so the latch must not wait for them.
         let latch = latch.filter(|_| self.quiesce.step != Step::Quiesced);
         cx.send_all(self.queues.workers(), |controller| Message::Table {
             controller,

@@ -1,6 +1,5 @@
-//! State of namespace changes in progress. Also the ANA states that the host may
-//! already have read: a difference from them is a change to be reported (Base 2.1,
-//! 8.1.1).
+//! Namespace changes in progress, and the ANA states that the host may already have read. If a
+//! current ANA state differs from the known one, the host gets an event (Base 2.1, 8.1.1).
 
 use super::lifecycle_state::Callback;
 use crate::admin::logs::AnaChanges;
@@ -20,13 +19,13 @@ pub enum NamespaceError {
     /// No namespace has this NSID.
     #[error("there is no namespace {0}")]
     Missing(u32),
-    /// A namespace has this NSID already.
+    /// A namespace with this NSID exists already.
     #[error("there is a namespace {0} already")]
     Present(u32),
     /// The NSID is out of range, or all NSIDs are in use.
     #[error("the controller has no room for a namespace: NSIDs are 1 to {MAX_NAMESPACES}")]
     NoRoom,
-    /// The namespace is being changed.
+    /// Another change of the namespace is in progress.
     #[error("namespace {0} is being changed: try again later")]
     Changing(u32),
     /// The disk or the UUID is invalid.
@@ -50,19 +49,19 @@ pub enum NamespaceError {
     /// An I/O thread could not open the disk; the change was undone.
     #[error("namespace {0}: an I/O thread could not open the disk; see the log")]
     Open(u32),
-    /// The controller is quiesced or quiescing.
+    /// The controller is quiesced, or a quiesce is in progress.
     #[error("the controller is quiesced, because another process is about to serve it")]
     Frozen,
 }
 
-/// Callback for the end of a change.
+/// Callback at the end of a change.
 pub(crate) type Done = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
 
 /// Change in progress.
 pub(super) struct Change {
     pub(super) before: Option<Namespace>,
     pub(super) after: Option<Namespace>,
-    /// True if Identify changes at the end of the change.
+    /// True if Identify changes at the end of the change, false if at its start.
     pub(super) publish_last: bool,
     /// True if the change is being undone.
     pub(super) undone: bool,
@@ -80,7 +79,7 @@ impl NamespaceChanges {
     }
 }
 
-/// ANA states that the host may know, and callbacks of changes in progress.
+/// ANA states that the host may know, and callbacks of ANA changes in progress.
 #[derive(Default)]
 pub(super) struct Ana {
     pub(super) changes: AnaChanges,
@@ -89,7 +88,8 @@ pub(super) struct Ana {
 }
 
 impl Ana {
-    /// Compares the states with the known ones. Returns true if one has changed.
+    /// Compares the current states with the known ones, and stores them. Returns true if a state
+    /// has changed.
     pub(super) fn review(&mut self, cx: &Context) -> bool {
         cx.config.member.as_ref().is_some_and(|member| self.changes.review(states(cx, member)))
     }

@@ -1,28 +1,28 @@
-//! Namespaces of a running controller: addition, removal, changes, ANA states, reservations and
-//! results of pool orders.
+//! Namespaces of a running controller: addition, removal, changes, ANA states, reservations and the
+//! results of pool commands.
 //!
-//! A change is a message to every I/O thread that serves the controller, and ends when the last of
-//! them has dropped the old disk. If a namespace is removed or shrinks, Identify changes first, so
-//! that the host does not start commands that must fail. If a namespace is added or grows,
-//! Identify changes last, so that the host can use what it sees. The asynchronous event is raised
-//! together with the change of Identify.
+//! To change a namespace, the control plane sends a message to every I/O thread that serves the
+//! controller. The change ends when the last I/O thread has dropped the old disk. If a namespace is
+//! removed or shrinks, Identify changes first, so that the host starts no command that must fail.
+//! If a namespace is added or grows, Identify changes last, so that the host sees only usable
+//! blocks. The asynchronous event is raised together with the change of Identify.
 //!
 //! # Asymmetric Namespace Access
 //!
 //! Changes of ANA states, and their event. Base 2.1, 8.1.1.
 //!
-//! A change is applied in this order. The log page is updated first, so that a host whose command
-//! is refused finds the reason there. Then the event is raised, and then the I/O threads are
-//! notified. Commands in flight end normally, because all controllers share the medium. Commands
-//! fetched afterwards are refused if the new state refuses them.
+//! A change has three steps. First the log page is updated, so that a host finds the reason for a
+//! refused command there. Then the event is raised. Then the I/O threads get the new state.
+//! Commands in flight end normally, because all controllers share the medium. Commands that are
+//! fetched afterwards are executed or refused according to the new state.
 //!
 //! # Reservations
 //!
-//! Changes of the [subsystem] are forwarded to I/O threads and to the host.
+//! The control plane forwards changes of the [subsystem] to I/O threads and to the host.
 //!
-//! Changes are forwarded even while the controller moves or quiesces: they are sent to all I/O
-//! threads that may have its queues. Queues that arrive at an I/O thread read the current access
-//! rights when they open their namespaces.
+//! Changes are forwarded to all I/O threads that may have queues of the controller, even while it
+//! moves or quiesces. When queues arrive at an I/O thread, it opens their namespaces and reads the
+//! current access rights.
 
 use super::Control;
 use super::diagnostics::hours;
@@ -44,7 +44,7 @@ use shadowbell_spec::log::{AnaGroup, AnaState};
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
-/// Size in blocks; 0 without a namespace.
+/// Size in blocks; 0 if `namespace` is `None`.
 fn blocks(namespace: Option<&Namespace>) -> u64 {
     namespace.map_or(0, Namespace::blocks)
 }
@@ -146,7 +146,8 @@ impl Control {
         deferred
     }
 
-    /// Has all I/O threads serve `namespace` as NSID `nsid`, or none.
+    /// Sends `namespace` to all I/O threads as the new namespace with NSID `nsid`; `None` removes
+    /// it.
     fn switch_namespace(
         &self,
         cx: &Context,
@@ -172,7 +173,8 @@ impl Control {
 
     /// Changes a namespace in Identify, or removes it, and notifies the host.
     fn publish_namespace(&mut self, cx: &Context, nsid: u32, namespace: Option<Namespace>) {
-        // A barred namespace stays active for the host; only its disk is dropped.
+        // A barred namespace is not served, but stays active for the host. Only its disk is
+        // dropped.
         if namespace.is_none() && cx.serving().barred().any(|barred| barred == nsid) {
             let identified = cx.identified();
             if let Some(there) = identified.get(nsid) {
@@ -189,15 +191,16 @@ impl Control {
 
     /// Notifies the host of a changed namespace.
     pub(crate) fn announce_namespace(&mut self, nsid: u32) {
-        // A host that enables the controller later identifies all namespaces anyway.
+        // While the controller is disabled, no event is needed: the host identifies all namespaces
+        // after it enables the controller.
         if self.lifecycle.phase == Phase::Ready {
             self.commands.namespace_changed(nsid);
             self.port.raise(AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED);
         }
     }
 
-    /// Ends a change after all I/O threads have answered. If one of them could not open the disk,
-    /// the change is undone first.
+    /// Ends a change after all I/O threads have handled it. If an I/O thread could not open the
+    /// disk, the change is undone first.
     pub(super) fn namespace_changed(
         &mut self,
         cx: &Context,
@@ -220,7 +223,7 @@ impl Control {
             self.publish_namespace(cx, nsid, after.clone());
         }
         let outcome = if undone { Err(NamespaceError::Open(nsid)) } else { Ok(()) };
-        // The disks are dropped before the callback, which may open them again.
+        // The callback may open the disks again, so they are dropped before.
         let told: Callback = Box::new(move || {
             drop((before, after));
             done(outcome);
@@ -229,9 +232,10 @@ impl Control {
     }
 }
 
-/// Results of pool orders and sanitize operations, and namespaces that were barred meanwhile.
+/// Results of pool commands and sanitize operations. During these, namespaces were barred: visible
+/// to the host, but not served.
 impl Control {
-    /// Completes the command whose order the pool has finished.
+    /// Completes the command that the pool has finished.
     pub(super) fn pool_ended(
         &mut self,
         cx: &Context,
@@ -267,8 +271,8 @@ impl Control {
         self.port.raise(AsyncEvent::SANITIZE_COMPLETED);
     }
 
-    /// Removes the bar of namespaces. A namespace that the pool has not added again is reported to
-    /// the host as removed.
+    /// Handles barred namespaces after the pool command that has barred them. If the pool has not
+    /// added such a namespace again, the namespace is removed and the host gets an event.
     fn review_barred(&mut self, cx: &Context, deferred: &mut Deferred) {
         let Some(pool) = &cx.config.pool else { return };
         let barrier = pool.state().sanitize.barrier();
@@ -276,7 +280,7 @@ impl Control {
         for nsid in barred {
             cx.serve(cx.serving().barring(nsid, barrier));
             if barrier.is_none() {
-                // An added namespace is no longer barred, so this one was not added again.
+                // An added namespace is no longer barred. This one is, so it was not added again.
                 self.publish_namespace(cx, nsid, None);
             }
             self.switch_namespace(cx, nsid, None, deferred);
@@ -337,7 +341,7 @@ impl Control {
         }
     }
 
-    /// Calls the callback of a change whose earlier commands have all ended.
+    /// Calls the callback of an ANA change, after all commands from before the change have ended.
     pub(super) fn ana_changed(&mut self, ticket: u64, deferred: &mut Deferred) {
         let waiting = &mut self.commands.ana.waiting;
         if let Some(at) = waiting.iter().position(|(its, _)| *its == ticket) {
@@ -345,8 +349,8 @@ impl Control {
         }
     }
 
-    /// Restores the ANA state of another process. The caller calls [`tell_ana`](Self::tell_ana)
-    /// when the admin queue exists, because a state may have changed in the meantime.
+    /// Restores the ANA state of another process. The state of a group may have changed since it
+    /// was saved, so the caller must call [`tell_ana`](Self::tell_ana) when the admin queue exists.
     fn restore_ana(&mut self, cx: &Context, saved: &SavedAna) {
         self.commands.ana.changes = AnaChanges::restore(saved);
         if saved == &SavedAna::default() {
@@ -357,7 +361,7 @@ impl Control {
 
 /// Reservations: changes of the subsystem.
 impl Control {
-    /// Forwards the subsystem's pending changes and notifications.
+    /// Forwards pending changes and notifications of the subsystem to I/O threads and to the host.
     pub(super) fn pass_on_changes(&mut self, cx: &Context, deferred: &mut Deferred) {
         let Some(member) = &cx.config.member else { return };
         for subsystem::Change { uuid, aborts, latch } in member.take_changes() {
@@ -380,7 +384,8 @@ impl Control {
         }
     }
 
-    /// Reports the end of a reservation command to the I/O threads, one of which has issued it.
+    /// Sends the status of a reservation command to all I/O threads. One of them has issued the
+    /// command.
     pub(super) fn end_reservation(&self, cx: &Context, ticket: u64, status: Status) {
         for worker in cx.route.everywhere(self.queues.workers()) {
             let controller = cx.shared.id;

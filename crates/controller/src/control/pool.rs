@@ -18,17 +18,17 @@ use std::sync::Arc;
 /// State of the pool's commands.
 #[derive(Debug, Default)]
 pub(super) struct PoolCommands {
-    /// True if the pool is executing an order.
+    /// True while the pool executes a command.
     under_way: bool,
-    /// UUID of the last namespace whose creation was started. After a crash, the next process
-    /// repeats the order with the same UUID, so that no second namespace is created.
+    /// UUID of the namespace whose creation was started last. After a crash, the next process
+    /// repeats the creation with the same UUID, so that no second namespace is created.
     creating: Option<[u8; 16]>,
     /// Sanitize command that the pool is starting.
     sanitizing: Option<decode::Sanitize>,
 }
 
 impl PoolCommands {
-    /// True if the pool is not executing an order.
+    /// True if the pool executes no command.
     pub(super) fn is_quiet(&self) -> bool {
         !self.under_way
     }
@@ -41,15 +41,16 @@ impl PoolCommands {
         Self { creating, ..Self::default() }
     }
 
-    /// UUID for a namespace to create: the last one if the command is repeated.
+    /// UUID for a namespace to create. If the command is repeated after a crash, it is the previous
+    /// UUID.
     fn uuid(&mut self, is_again: bool) -> [u8; 16] {
         let known = self.creating.filter(|_| is_again);
         *self.creating.insert(known.unwrap_or_else(random_uuid))
     }
 }
 
-/// Random UUID of version 4 (RFC 9562, 5.4). It need not be unguessable, so the hash keys that the
-/// standard library gets from the system suffice.
+/// Random UUID of version 4 (RFC 9562, 5.4). A guess does no harm, so the random hash keys of the
+/// standard library suffice.
 fn random_uuid() -> [u8; 16] {
     let random = || RandomState::new().hash_one(0_u8).to_be_bytes();
     let mut uuid = [0; 16];
@@ -69,7 +70,7 @@ pub(super) fn data_length(sqe: &Sqe) -> usize {
     }
 }
 
-/// Refuses the command if a sanitize operation blocks it.
+/// Returns the status of a command that the current sanitize operation does not allow.
 pub(super) fn barrier(cx: &Context, opcode: AdminOpcode) -> Result<(), Status> {
     let Some(pool) = cx.config.pool.as_ref().filter(|_| !sanitize::allows(opcode)) else {
         return Ok(());
@@ -97,7 +98,7 @@ pub(super) fn identify(
     Ok(executed)
 }
 
-/// Environment of an order.
+/// Controller state that a pool command needs.
 pub(super) struct OrderContext<'a> {
     pub(super) cx: &'a Context,
     pub(super) port: &'a AdminPort,
@@ -106,8 +107,7 @@ pub(super) struct OrderContext<'a> {
 }
 
 impl PoolCommands {
-    /// Ends the order in progress. Returns the Sanitize command if the order was to start a
-    /// sanitize operation.
+    /// Ends the pool command in progress. Returns it if it is a Sanitize command.
     pub(super) fn ended(&mut self) -> Option<decode::Sanitize> {
         self.under_way = false;
         self.sanitizing.take()
@@ -140,7 +140,7 @@ impl PoolCommands {
                 let of = (uuid, is_given(sqe.nsid));
                 let act = namespace_management::management(sqe, data.as_deref(), &state, of);
                 match act {
-                    // The dead process has already deleted the namespace.
+                    // The process that died has already deleted the namespace.
                     Err(status) if is_again && status.code() == GONE => {
                         return Ok(Outcome::Done(0));
                     }
@@ -154,7 +154,7 @@ impl PoolCommands {
             AdminOpcode::FormatNvm => {
                 namespace_management::format(sqe, &state, (is_given(sqe.nsid), given))?
             }
-            // The dead process has already started the operation.
+            // The process that died has already started the operation.
             _ if is_again && state.sanitize.command == decode::Sanitize::decode(sqe) => {
                 return Ok(Outcome::Done(0));
             }
@@ -180,7 +180,8 @@ impl PoolCommands {
             is_told: false,
         };
         let (pool, order) = (Arc::clone(pool), PoolOrder { act, is_again });
-        // Sent without the lock, and after the command in flight is checkpointed.
+        // The callback runs after the lock is released, when the checkpoint contains the command in
+        // flight.
         env.deferred.callbacks.push(Box::new(move || pool.order(order, done)));
         Ok(Outcome::Later)
     }
@@ -189,7 +190,8 @@ impl PoolCommands {
 /// Status of a command for a namespace that does not exist.
 const GONE: Status = Status::INVALID_NAMESPACE_OR_FORMAT;
 
-/// Namespaces that are not served during the order, with the status of commands for them.
+/// Namespaces that are not served while the pool executes the command, each with the status of I/O
+/// commands for it.
 fn barred(act: &PoolAct, state: &PoolState) -> Vec<(u32, Status)> {
     let attached = state.namespaces.iter().filter(|namespace| namespace.attached);
     let attached = attached.map(|namespace| namespace.nsid);

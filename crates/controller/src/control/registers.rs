@@ -9,8 +9,8 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
 use std::any::Any;
 
-/// CAP.TO and CRTO: maximum time until CSTS.RDY changes, in units of 500 ms. It is long because a
-/// reset has to wait for commands in flight on slow disks.
+/// CAP.TO and CRTO: maximum time until CSTS.RDY changes, in units of 500 ms. The value is large
+/// because a reset waits for commands in flight on slow disks.
 const READY_TIMEOUT: u8 = 60;
 /// CAP.MPSMAX: 2^(12 + 4), 64 KiB.
 const MPS_MAX: u8 = 4;
@@ -27,7 +27,7 @@ pub(super) enum Effect {
     None,
     /// CC was written; its value before the write.
     Configuration(Cc),
-    /// ACQ was written while the controller is enabled: the new value, to be used if no admin
+    /// ACQ was written while the controller is enabled. The new value takes effect only if no admin
     /// command was fetched yet.
     AdminCompletionQueue(u64),
 }
@@ -93,7 +93,7 @@ impl Registers {
         }
     }
 
-    /// Restores a snapshot. CAP stays, because it depends on the configuration.
+    /// Restores a snapshot. CAP is not restored, because it depends on the configuration.
     pub(super) fn restore(&mut self, saved: &SavedRegisters) {
         self.cc = Cc::from_bits(saved.cc);
         self.csts = Csts::from_bits(saved.csts);
@@ -181,7 +181,7 @@ impl Registers {
     }
 }
 
-/// Reaction to a condition of the whole controller.
+/// Reaction to a condition that affects the whole controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
 pub(crate) enum Response {

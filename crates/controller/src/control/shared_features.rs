@@ -18,10 +18,10 @@ use std::sync::Arc;
 
 const INVALID: Status = Status::INVALID_FIELD.with_dnr();
 
-/// Reservation Persistence, dword 11: Persist Through Power Loss.
+/// Dword 11 of Reservation Persistence: Persist Through Power Loss.
 const PTPL: u32 = 1;
 
-/// Features of this module, and true for namespace scope.
+/// Features of this module. The second value is true for features with namespace scope.
 const SHARED_FEATURES: [(u8, bool); 3] = [
     (fid::HOST_IDENTIFIER, false),
     (fid::RESERVATION_NOTIFICATION_MASK, true),
@@ -147,8 +147,8 @@ impl AdminCommands {
     }
 }
 
-/// Sets the Host Identifier. The command completes when all I/O threads have applied the resulting
-/// access rights.
+/// Sets the Host Identifier, which can change access rights by reservations. The command completes
+/// when all I/O threads have applied the new rights.
 fn set_host(
     env: &mut CommandEnvironment<'_>,
     sqe: &Sqe,

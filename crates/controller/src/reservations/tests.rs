@@ -1,6 +1,6 @@
-//! Exhaustive test: every command of every host in every reachable state of three hosts with two
-//! keys, compared with an independent model over plain arrays that follows the specification's
-//! tables. Then tests of the reservation file.
+//! Exhaustive test of the state machine, and tests of the reservation file. With three hosts and
+//! two keys, every command of every host is executed in every reachable state. The results are
+//! compared with an independent model over plain arrays, which follows the specification's tables.
 
 use super::*;
 use std::collections::{BTreeSet, VecDeque};
@@ -19,7 +19,8 @@ fn index(of: HostId) -> usize {
 /// State after a command, increment of the generation, and notifications by host.
 type After = (Model, u32, BTreeSet<(usize, u8)>);
 
-/// Keys by host, 0 for none; reservation type, 0 for none; and its holders.
+/// Reservation state of a namespace: keys by host (0 for none), reservation type (0 for none), and
+/// holders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Model {
     keys: [u64; HOSTS],
@@ -27,8 +28,8 @@ struct Model {
     holders: [bool; HOSTS],
 }
 
-/// Read and write access by reservation type, for a holder, another registrant, and any other host.
-/// Base 2.1, "Command Behavior in the Presence of a Reservation".
+/// Read and write access by reservation type, for a holder, for another registrant, and for a host
+/// that is not registered. Base 2.1, "Command Behavior in the Presence of a Reservation".
 const TABLE: [[(bool, bool); 3]; 7] = {
     const RW: (bool, bool) = (true, true);
     const RO: (bool, bool) = (true, false);
@@ -62,7 +63,7 @@ impl Model {
         let shared = |kind: u8| kind >= 3;
         let must = |key: u64| if self.keys[me] == key && key != 0 { Ok(()) } else { Err(CONFLICT) };
         let others = || (0..HOSTS).filter(move |at| *at != me);
-        // The reservation is released with its last holder.
+        // If the last holder is removed, the reservation is released.
         let drop_host = |next: &mut Self, at: usize| {
             next.keys[at] = 0;
             next.holders[at] = false;
@@ -251,8 +252,9 @@ fn every_command_in_every_state_does_what_the_model_does() {
             }
         }
     }
-    // Keys of three hosts. Without registrants no reservation is held; otherwise one of four types
-    // by one registrant, one of two types by all registrants, or none.
+    // Number of states: all combinations of keys of three hosts. Without registrants, no
+    // reservation can be held. Otherwise there is either no reservation, or one of four types with
+    // one of the registrants as holder, or one of two types with all registrants as holders.
     let expected: usize = (0..27)
         .map(|n: usize| {
             let registered = [n % 3, n / 3 % 3, n / 9].into_iter().filter(|key| *key != 0).count();
@@ -312,7 +314,7 @@ fn whatever_is_torn_there_is_what_was_before() {
         if key == 1 {
             continue;
         }
-        // Corrupt each byte of the newest version, as if its write had been lost.
+        // Each byte of the newest version is corrupted in turn, as by an incomplete write.
         let Newest { place, value: text, .. } = kept.newest().unwrap();
         for byte in (0..PLACES.head() + text.len()).map(|byte| place * PLACE + byte as u64) {
             let mut was = [0];

@@ -58,10 +58,10 @@ fn what_is_to_persist_is_there_after_a_start_and_all_of_it_for_a_successor() {
     let restarted = make();
     restarted.power_on();
     assert!(!is_registered(&restarted));
-    // The removal is in the file as well.
+    // The file no longer contains the registration either.
     successor.go_on();
     assert!(!is_registered(&successor));
-    // A member that was created before the last change reads the file again.
+    // `early` is created before the last change, so it must read the file again.
     let early = make();
     assert_eq!(act(&restarted, HOST, register, Some(true)), Status::SUCCESS);
     early.go_on();

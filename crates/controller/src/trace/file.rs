@@ -15,36 +15,38 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Trace file that is being written. It is written as long as one of its [`TraceRing`]s exists.
+/// Trace file that is being written. The mapping exists as long as one of the file's
+/// [`TraceRing`]s.
 #[derive(Debug)]
 pub struct TraceFile {
     mapping: Arc<Mapping>,
     layout: Layout,
     started: Instant,
-    /// True for each ring that has an owner.
+    /// True for each ring that a thread has taken.
     taken: Box<[AtomicBool]>,
-    /// File, and the rings whose space in the file system is not allocated yet.
+    /// The file, and the rings for which the file system has not allocated space yet.
     file: File,
     spare: Range<u32>,
 }
 
 impl TraceFile {
-    /// Creates the file at `path`, with rings of `records_per_worker` records (rounded up to a
-    /// power of two, at least 1024) for `workers` I/O threads and for the control plane. The space
-    /// is allocated at once, so that a full file system is an error here and not later.
+    /// Creates the file at `path`, with rings for `workers` I/O threads and for the control plane.
+    /// Each ring has `records_per_worker` records (rounded up to a power of two, at least 1024).
+    /// The space is allocated immediately, so that a full file system causes an error here and not
+    /// later.
     ///
     /// An older trace at `path` is replaced.
     ///
     /// # Errors
-    /// An OS error; `AlreadyExists` if `path` is something other than a trace, which is not
-    /// touched; `InvalidInput` if the file would be larger than 1 GiB.
+    /// An OS error; `AlreadyExists` if another file than a trace is at `path`, which stays
+    /// unchanged; `InvalidInput` if the file would be larger than 1 GiB.
     pub fn create(path: &Path, workers: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
         Self::create_with_spare(path, workers, 0, records_per_worker)
     }
 
-    /// [`create`](Self::create) with rings for up to `spare` more threads, as far as the maximum
-    /// file size permits. They are numbered behind the others, and their space is allocated when
-    /// they are taken, so that threads that may never start cost none.
+    /// Creates the file like [`create`](Self::create), with rings for up to `spare` more threads,
+    /// as far as the maximum file size permits. Spare rings have the highest thread numbers. Their
+    /// space is allocated when a thread takes them, because these threads may never start.
     ///
     /// # Errors
     /// Those of [`create`](Self::create).
@@ -66,7 +68,7 @@ impl TraceFile {
     /// Checks in advance that a trace can be created at `path`.
     ///
     /// # Errors
-    /// An OS error; `AlreadyExists` if something other than a trace is there.
+    /// An OS error; `AlreadyExists` if another file than a trace is at `path`.
     pub fn check(path: &Path) -> io::Result<()> {
         is_there(path).map(drop)
     }
@@ -74,15 +76,15 @@ impl TraceFile {
     /// Creates an empty file for a trace at `path`. An older trace is replaced.
     ///
     /// # Errors
-    /// An OS error; `AlreadyExists` if something other than a trace is there.
+    /// An OS error; `AlreadyExists` if another file than a trace is at `path`.
     pub fn create_file(path: &Path) -> io::Result<File> {
         replace(path)?;
         OpenOptions::new().read(true).write(true).create_new(true).mode(0o644).open(path)
     }
 
-    /// [`create_with_spare`](Self::create_with_spare) in a [file](Self::create_file) that `make`
-    /// creates once the size is known to be permitted. If there is no space for it, the file is
-    /// left empty.
+    /// Creates a trace like [`create_with_spare`](Self::create_with_spare), in a
+    /// [file](Self::create_file) that `make` creates. `make` is called only if the size is
+    /// permitted. If the file system has no space, the file stays empty.
     ///
     /// # Errors
     /// Those of [`create`](Self::create).
@@ -102,7 +104,7 @@ impl TraceFile {
     /// into [`MAX_IN_MEMORY`](Self::MAX_IN_MEMORY) bytes.
     ///
     /// # Errors
-    /// An OS error; `InvalidInput` if it would be larger than that.
+    /// An OS error; `InvalidInput` if the trace without spare rings would exceed that size.
     pub fn in_memory(workers: u16, spare: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
         let small = |layout: &Layout| layout.bytes() <= Self::MAX_IN_MEMORY;
         let layout = Self::layout(workers, spare, records_per_worker, small)?;
@@ -113,7 +115,7 @@ impl TraceFile {
     /// Maximum size of a trace in memory, in bytes.
     pub const MAX_IN_MEMORY: u64 = 256 << 20;
 
-    /// Layout with as many of the spare rings as fit.
+    /// Layout with as many of the spare rings as `fits` permits.
     fn layout(
         workers: u16,
         spare: u16,
@@ -139,16 +141,16 @@ impl TraceFile {
         self.layout.bytes()
     }
 
-    /// Always false: the file has a header.
+    /// Always false, because the file has a header.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// Copies the file from `offset` on, while threads may be writing: records that may have been
-    /// overwritten during the copy are zeroed. `offset` and the length of `to` are multiples of
-    /// 4096. All pieces in order form a trace that [`read_trace`] reads, with
-    ///       the records up to the copy of the first piece.
+    /// Copies the file from `offset` on, while threads may be writing. Records that may have been
+    /// overwritten during the copy are zeroed. `offset` and the length of `to` must be multiples of
+    /// 4096. All pieces in order form a trace that [`read_trace`] can read. It contains the records
+    /// that were written before the first piece was copied.
     ///
     /// # Errors
     /// An OS error; `InvalidInput` for another offset or length.
@@ -159,14 +161,15 @@ impl TraceFile {
         let count = self.file.read_at(to, offset)?;
         let records = to[..count].chunks_exact_mut(RECORD_BYTES);
         let Some(first) = offset.checked_sub(self.layout.records(0)) else {
-            // The header and the counts are copied unchanged. The piece ends before the first ring,
-            // so that records are only in later pieces.
+            // The header and the counts are copied unchanged. This piece ends before the first
+            // ring, because pieces with records are handled separately below.
             return Ok(count.min((self.layout.records(0) - offset) as usize));
         };
         let capacity = u64::from(self.layout.capacity);
         for (at, record) in (first / RECORD_BYTES as u64..).zip(records) {
             let ring = (at / capacity) as u32;
-            // Read after the record was copied: a record still in the ring by now was copied whole.
+            // The count is read after the record was copied. If the record is still in the ring
+            // according to this count, it was copied completely.
             let count = self.mapping.bytes().load_u64_acquire(Layout::count(ring) as usize);
             let is_kept = RawRecord::read_from_bytes(record)
                 .is_ok_and(|raw| count.is_some_and(|count| raw.sequence + capacity > count));
@@ -184,8 +187,8 @@ impl TraceFile {
         allocate(&file, layout.records(spare.end)..layout.bytes())?;
         let mapping = Mapping::from_fd(&file, 0, layout.bytes(), Protection::ReadWrite)
             .map_err(io::Error::other)?;
-        // Both clocks are read in direct succession, because times of one are converted to the
-        // other.
+        // Both clocks are read directly one after the other, because readers convert times from one
+        // to the other.
         let started = Instant::now();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let header = Header {
@@ -202,8 +205,8 @@ impl TraceFile {
         Ok(Arc::new(Self { mapping, layout, started, taken, file, spare }))
     }
 
-    /// Takes the ring of I/O thread `index`. `None` if there is no such ring, it has an owner
-    /// already, or it is a spare one and the file system has no space left for it.
+    /// Takes the ring of I/O thread `index`. `None` if there is no such ring, if a thread has
+    /// already taken it, or if the file system has no space left for a spare ring.
     #[must_use]
     pub fn worker(&self, index: u16) -> Option<TraceRing> {
         let index = u32::from(index);
@@ -217,13 +220,13 @@ impl TraceFile {
         self.ring(index)
     }
 
-    /// Takes the rings of all threads except the spare ones and those that have an owner already.
+    /// Takes the rings of all I/O threads, except spare rings and rings that are already taken.
     #[must_use]
     pub fn workers(&self) -> Vec<TraceRing> {
         (0..self.spare.start).filter_map(|index| self.ring(index)).collect()
     }
 
-    /// Takes the ring of the control plane. `None` if it has an owner already.
+    /// Takes the ring of the control plane. `None` if it is already taken.
     #[must_use]
     pub fn control(&self) -> Option<TraceRing> {
         self.ring(self.layout.rings - 1)
@@ -240,7 +243,7 @@ impl TraceFile {
     }
 }
 
-/// Allocates the space of this part of the file, if the file system supports that.
+/// Allocates space for this part of the file, if the file system supports that.
 fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     match fallocate(file, FallocateFlags::empty(), part.start, part.end - part.start) {
         Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
@@ -248,15 +251,16 @@ fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
     }
 }
 
-/// Removes an older trace. It is unlinked and not overwritten, so its writers and readers are not
-/// disturbed.
+/// Removes an older trace. It is unlinked and not overwritten, so that processes that still write
+/// or read it are not disturbed.
 fn replace(path: &Path) -> io::Result<()> {
     if is_there(path)? { std::fs::remove_file(path) } else { Ok(()) }
 }
 
-/// True if there is an older trace at `path`.
+/// True if an older trace exists at `path`.
 fn is_there(path: &Path) -> io::Result<bool> {
-    // Does not follow symbolic links, and does not open FIFOs, which could block.
+    // `symlink_metadata` does not follow symbolic links. The file is not opened, because opening a
+    // FIFO could block.
     let metadata = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         other => other?,
@@ -282,8 +286,8 @@ fn outside() -> io::Error {
     io::Error::other("the trace file is smaller than its layout")
 }
 
-/// Ring of a trace, for its single writer thread. Code that may be traced holds an `Option` of it:
-/// disabled, it costs one branch.
+/// Ring of a trace, for its only writing thread. Traced code has an `Option` of it, so a disabled
+/// trace costs one branch.
 #[derive(Debug)]
 pub struct TraceRing {
     records: SharedBytes,
@@ -310,10 +314,10 @@ impl TraceRing {
             reserved: [0; 3],
         };
         let at = (self.next & self.mask) as usize * RECORD_BYTES;
-        // Both stores are always within the mapping.
+        // Both stores are always within the mapping, so their results need no check.
         let _ = self.records.write(at, &record);
         self.next += 1;
-        // The record first, then the count that makes it valid.
+        // The record is written before the count, which makes the record valid.
         let _ = self.count.store_u64_release(0, self.next);
     }
 }
@@ -346,10 +350,10 @@ pub enum TraceError {
 }
 
 /// Reads the records of the trace at `path`, ordered by time. The trace may be written at the same
-/// time; records that are overwritten meanwhile are left out, as are damaged ones.
+/// time. Damaged records, and records that are overwritten during the read, are omitted.
 ///
 /// # Errors
-/// A [`TraceError`], if the file is no trace or is incomplete.
+/// A [`TraceError`], if the file is not a trace or is incomplete.
 pub fn read_trace(path: &Path) -> Result<impl Iterator<Item = Record> + use<>, TraceError> {
     let metadata = std::fs::metadata(path)?;
     if !metadata.is_file() {
@@ -361,7 +365,7 @@ pub fn read_trace(path: &Path) -> Result<impl Iterator<Item = Record> + use<>, T
     for index in 0..layout.rings {
         read_ring(&file, layout, index, &mut records)?;
     }
-    // A stable sort: records of one ring with the same time keep their order.
+    // The sort is stable, so records of one ring with the same time keep their order.
     records.sort_by_key(|record| record.time_ns);
     Ok(records.into_iter())
 }
@@ -409,12 +413,12 @@ fn read_ring(
     let capacity = u64::from(layout.capacity);
     let end = count(file, index)?;
     let start = end.saturating_sub(capacity);
-    // The part of the ring that was never written is not read.
+    // Only the part of the ring that was ever written is read.
     let used = end.min(capacity) as usize;
     let mut ring = vec![RawRecord::default(); used];
     file.read_exact_at(ring.as_mut_bytes(), layout.records(index))?;
-    // Records that may have been overwritten during the read are left out. For a full ring, the
-    // oldest record is among them, because a writer may have died in the middle of the next one.
+    // Records that may have been overwritten during the read are omitted. In a full ring this
+    // includes the oldest record, because the writer may have died while it overwrote that record.
     let after = count(file, index)?;
     let stale = |sequence| after.checked_sub(capacity).is_some_and(|oldest| sequence <= oldest);
     records.extend((start..end).filter(|sequence| !stale(*sequence)).filter_map(|sequence| {

@@ -6,8 +6,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Bytes of a record in the file.
 pub(super) const RECORD_BYTES: usize = 32;
 
-/// Bit of [`Record::qid`]: the queue is a completion queue, and the doorbell its head. Queue
-/// identifiers are at most 64, so the bit is unused otherwise.
+/// Bit of [`Record::qid`] that marks a completion queue and its head doorbell. Queue identifiers
+/// are at most 64, so they never use the bit.
 pub const COMPLETION_QUEUE: u16 = 1 << 15;
 
 /// Record in its binary form.
@@ -16,7 +16,7 @@ pub const COMPLETION_QUEUE: u16 = 1 << 15;
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub(super) struct RawRecord {
-    /// Nanoseconds since the trace began.
+    /// Nanoseconds since the start of the trace.
     pub(super) time_ns: u64,
     /// Number of records written to the ring before this one. A reader uses it to detect that a
     /// record was overwritten.
@@ -64,7 +64,8 @@ kinds! {
     /// New value of a shadow doorbell, found by polling. `value`: the new one; `extra`: the old
     /// one.
     ShadowNew = 2, "shadow doorbell moved";
-    /// EventIdx moved behind the host, so that its updates need no MMIO. `value`: the new EventIdx.
+    /// EventIdx was moved, so that the host's next updates need no MMIO write. `value`: the new
+    /// EventIdx.
     EventIdxMoved = 3, "EventIdx moved";
     /// EventIdx set so that the host's next update needs an MMIO write. `value`: the new EventIdx.
     EventIdxArmed = 4, "EventIdx armed";
@@ -93,8 +94,8 @@ kinds! {
     QueueCreated = 15, "queue created";
     /// Queue deleted.
     QueueDeleted = 16, "queue deleted";
-    /// Doorbell eventfd of a controller found signalled, when the I/O thread went to sleep or
-    /// checked its eventfds.
+    /// I/O thread found the doorbell eventfd of a controller signalled, when it prepared to sleep
+    /// or checked its eventfds.
     DoorbellEvent = 17, "doorbell eventfd signalled";
     /// Command found in a submission queue. `value`: its command identifier; `extra`: its opcode.
     CommandSeen = 18, "command seen";
@@ -103,7 +104,7 @@ kinds! {
     CompletionPosted = 19, "completion posted";
 }
 
-/// Subject of a kind of record.
+/// Subject of a record, by the kind of the record.
 enum Subject {
     /// An I/O thread or a controller.
     Whole,
@@ -159,7 +160,7 @@ impl Kind {
 /// Trace record. Its `Display` is a line of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Nanoseconds since the trace began.
+    /// Nanoseconds since the start of the trace.
     pub time_ns: u64,
     /// Kind of the event.
     pub kind: Kind,
@@ -167,8 +168,8 @@ pub struct Record {
     pub worker: Option<u16>,
     /// Number of the controller, from 1; 0 for an event of the I/O thread itself.
     pub controller: u16,
-    /// Queue identifier, 0 for the admin queue; with [`COMPLETION_QUEUE`] for a completion queue,
-    /// if the kind applies to both.
+    /// Queue identifier; 0 is the admin queue. For kinds that apply to both types of queue,
+    /// [`COMPLETION_QUEUE`] marks a completion queue.
     pub qid: u16,
     /// Value, as documented for the [`Kind`].
     pub value: u32,
@@ -299,12 +300,12 @@ pub(super) const HEADER_BYTES: usize = size_of::<Header>();
 const COUNT_BYTES: usize = 64;
 /// Alignment of rings.
 pub(super) const PAGE: u64 = 4096;
-/// Maximum number of rings: more than a pool can have.
+/// Maximum number of rings, which exceeds the number of threads in any pool.
 pub(super) const MAX_RINGS: u32 = 1024;
 /// Maximum size of a trace file, written or read: 1 GiB.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// Layout of a file; checked to fit [`MAX_BYTES`].
+/// Layout of a trace file. Its size was checked against [`MAX_BYTES`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
     pub(super) rings: u32,

@@ -71,7 +71,7 @@ fn rings_are_merged_by_time() {
         ]
     );
     assert!(records.is_sorted_by_key(|record| record.time_ns));
-    // The trace is still readable after its owner and all writers were dropped.
+    // The trace stays readable after its owner and all writers were dropped.
     drop(trace);
     workers[0].record(Kind::Wake, 0, 0, 5, 0);
     drop((workers, control));
@@ -93,7 +93,7 @@ fn a_spare_ring_takes_space_when_it_is_taken() {
     trace.control().unwrap().record(Kind::Reset, 1, 0, 0, 0);
     let seen: Vec<_> = read(&scratch.path()).iter().map(|r| (r.kind, r.worker)).collect();
     assert_eq!(seen, [(Kind::Sleep, Some(5)), (Kind::Reset, None)]);
-    // As many spare rings as fit into a file; rings of regular threads come first.
+    // The file contains as many spare rings as fit. Rings of regular threads have priority.
     let trace = TraceFile::create_with_spare(&scratch.path(), 2, 64, 1 << 19).unwrap();
     assert!(trace.workers().len() == 2 && trace.worker(61).is_some() && trace.worker(62).is_none());
 }
@@ -128,7 +128,8 @@ fn the_oldest_records_give_way() {
     for value in 1023..5000 {
         ring.record(Kind::MmioWrite, 1, 1, value, 0);
     }
-    // Of the 1024 records in the ring, the oldest may be about to be overwritten.
+    // The reader omits the oldest of the 1024 records in the ring, because it may be about to be
+    // overwritten.
     assert_eq!(values(), (5000 - 1023..5000).collect::<Vec<_>>());
     assert!(read(&scratch.path()).iter().any(|record| record.kind == Kind::Reset));
 }
@@ -143,7 +144,7 @@ fn reading_while_writing_gives_no_torn_record() {
         scope.spawn(|| {
             let mut value = 0_u32;
             while !stop.load(Ordering::Relaxed) {
-                // Each field of a record implies the others.
+                // All fields of a record derive from one value, so that a mixed record is detected.
                 ring.record(Kind::MmioWrite, value as u16, !value as u16, value, !value);
                 value = value.wrapping_add(1);
             }
@@ -178,7 +179,7 @@ fn a_copy_while_it_is_written_has_no_torn_record() {
         for round in 0..50 {
             let mut copy = Vec::new();
             while copy.len() < trace.len() as usize {
-                // First the header, then the rest of the piece.
+                // The first piece contains only the header and the counts, whatever its size.
                 let mut piece = vec![0; 4096 << (round % 4)];
                 let got = trace.copy_at(copy.len() as u64, &mut piece).unwrap();
                 copy.extend_from_slice(&piece[..got]);
@@ -333,7 +334,7 @@ fn other_files_are_refused_with_the_reason() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Arbitrary rings and counts: the reader terminates and returns only plausible records.
+    /// For arbitrary rings and counts, the reader terminates and returns only plausible records.
     #[test]
     fn damaged_rings_are_read(
         counts: [u64; 2],

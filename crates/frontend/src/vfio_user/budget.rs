@@ -1,17 +1,18 @@
 //! Budget of clients: limits on mapped address space, mappings and file descriptors.
 //!
-//! A client can map memory at no cost: a file can have any size without using a page. But a process
-//! has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`). If either is exhausted, the
-//! process gets no memory, no threads and no further clients. Therefore all clients share less than
-//! these limits, and each client gets at most **half of what the others leave**: the first client
-//! gets a lot, and any number of clients leave room for the next. (A real machine uses as many
-//! addresses as it has memory, and a few dozen mappings.) The same applies to the descriptors of
-//! the clients' files, which are kept for the next server process (upgrade or recovery).
+//! A client can map memory at no cost to itself, because a file can have any size without using a
+//! page. But a process has only 128 TiB of addresses and 65530 mappings (`vm.max_map_count`). If it
+//! has no more of either, it cannot allocate memory, start threads or accept clients. So all
+//! clients together get less than these limits, and each client gets at most **half of what the
+//! others leave**. The first client can get much, and there is always room for the next one. (A
+//! real machine uses as many addresses as it has memory, and a few dozen mappings.) The same rule
+//! applies to the descriptors of the clients' files, which this process keeps for the next server
+//! process (upgrade or recovery).
 
 use parking_lot::Mutex;
 use std::sync::{Arc, LazyLock};
 
-/// Address space for all clients in bytes: half of the address space on x86-64.
+/// Address space for all clients in bytes, which is half of the address space on x86-64.
 const BYTES: u64 = 64 << 40;
 
 /// Default limit of the mappings of a process (`vm.max_map_count`).
@@ -20,7 +21,7 @@ const MAX_MAP_COUNT: u64 = 65_530;
 /// Assumed limit of descriptors for a process without a limit.
 const MAX_DESCRIPTORS: u64 = 1 << 20;
 
-/// Amount of limited resources: bytes and mappings of address space, and descriptors.
+/// Amounts of the limited resources: bytes of address space, mappings, and descriptors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Amount {
     pub(super) bytes: u64,
@@ -41,25 +42,26 @@ static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
     Budget::new(Amount { bytes: BYTES, mappings: mappings(count), descriptors: descriptors() })
 });
 
-/// Number of mappings for clients, if the process can have `count`. If a part of a mapping is lost,
-/// the mapping is split in two, and without a spare mapping the process would crash. So three
-/// quarters of the mappings are for clients, with two reserved for each; the last quarter is for
-/// the process itself.
+/// Number of mappings for all clients, if the process can have `count` mappings. Three quarters are
+/// for clients. Each client mapping reserves two: if a part of a mapping is lost, the mapping is
+/// split in two, and without a spare one the process would crash. The last quarter is for the
+/// process itself.
 fn mappings(count: u64) -> u64 {
-    // The SIGBUS handler can guard no more than `MOST` mappings.
+    // The SIGBUS handler can guard at most `MOST` mappings.
     count.min(shadowbell_memory::sigbus::MOST) / 4 * 3 / 2
 }
 
-/// Number of descriptors for clients: a quarter of the limit. Another quarter is needed to
-/// duplicate the descriptors for the next server process; the rest is for sockets, interrupts and
-/// disks.
+/// Number of descriptors for all clients: a quarter of the limit. Another quarter is for duplicates
+/// of these descriptors, which the next server process gets. The rest is for sockets, interrupts
+/// and disks.
 fn descriptors() -> u64 {
     use rustix::process::{Resource, getrlimit};
     getrlimit(Resource::Nofile).current.unwrap_or(MAX_DESCRIPTORS).min(MAX_DESCRIPTORS) / 4
 }
 
-/// Reads the limits of this process. Otherwise the first controller reads them, which may be too
-/// late in a process whose sandbox blocks files and system calls.
+/// Reads the limits of this process, and stores them. A process with a sandbox has to call this
+/// before it enters the sandbox. Otherwise the first controller reads the limits, and the sandbox
+/// may block that.
 pub fn read_limits() {
     LazyLock::force(&PROCESS);
 }
@@ -75,15 +77,15 @@ impl Budget {
     }
 }
 
-/// The share of one client in a [`Budget`].
+/// Account of one client in a [`Budget`], which counts the client's share.
 #[derive(Clone, Debug)]
 pub(super) struct Account {
     budget: Arc<Budget>,
-    /// Resources in use. Changed with the lock of `Budget::used` held.
+    /// Resources that the client uses. Changed only while the lock of `Budget::used` is held.
     own: Arc<Mutex<Amount>>,
 }
 
-/// Resources of a mapping or a descriptor, returned to the [`Account`] on drop.
+/// Resources of a mapping or a descriptor. The drop returns them to the [`Account`].
 #[derive(Debug)]
 pub(super) struct Reservation {
     account: Account,
@@ -91,7 +93,8 @@ pub(super) struct Reservation {
 }
 
 impl Reservation {
-    /// Increases the size of the mapping to `bytes`, which is known only after it was mapped.
+    /// Increases the reserved size of a mapping to `bytes`, after the mapping has turned out larger
+    /// than requested.
     pub(super) fn grow(&mut self, bytes: u64) -> Result<(), OverBudget> {
         let more = bytes.saturating_sub(self.amount.bytes);
         self.account.charge(Amount { bytes: more, ..Amount::default() })?;
@@ -100,7 +103,7 @@ impl Reservation {
     }
 }
 
-/// The request of a client exceeds its share.
+/// Error of a client's request that exceeds its share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "it would fill {} GiB and {} mappings of the address space, and a client can have half of what \
@@ -145,7 +148,7 @@ impl Account {
             mappings: own.mappings + more.mappings,
             descriptors: own.descriptors + more.descriptors,
         };
-        // A request is for a mapping or for a descriptor; only the requested resource is checked.
+        // A request is either for a mapping or for a descriptor, so only that resource is checked.
         let has_room = match more.descriptors {
             0 => wanted.bytes <= most.bytes && wanted.mappings <= most.mappings,
             _ => wanted.descriptors <= most.descriptors,
@@ -195,7 +198,7 @@ mod tests {
         assert!(three.take(129).is_err());
         let small = three.take(128).unwrap();
         drop(all);
-        // The released memory increases the share of the remaining clients.
+        // The memory that was released increases the share of the remaining clients.
         let more = two.take((1024 - 128) / 2 - 256).unwrap();
         assert!(two.take(1).is_err());
         drop((half, small, more));

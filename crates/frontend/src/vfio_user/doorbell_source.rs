@@ -1,8 +1,8 @@
-//! A client's socket as doorbell source: a sleeping I/O thread polls the socket.
+//! Doorbell source for a client's socket, which a sleeping I/O thread polls.
 //!
-//! A guest that waits for each command sends a doorbell message for each. If only the server's
-//! thread polled for messages, two threads would be woken per command. So after several consecutive
-//! writes that each woke the same I/O thread, that thread gets the client's [`SharedSocket`].
+//! A guest that waits for each command sends a doorbell message per command. If only the reactor
+//! received messages, each command would wake two threads. So after several consecutive doorbell
+//! writes that each woke the same I/O thread, that I/O thread gets the client's [`SharedSocket`].
 
 use shadowbell_controller::{DoorbellSource, PolledDoorbells};
 use shadowbell_spec::regs::DOORBELLS;
@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Number of consecutive wakeups of an I/O thread before it polls the socket.
+/// Number of consecutive wakeups of an I/O thread after which it gets the socket.
 const WAKES: u32 = 8;
 
 /// Counter of consecutive doorbell writes that woke the same I/O thread.
@@ -23,26 +23,26 @@ pub(super) struct WakingWrites {
 }
 
 impl WakingWrites {
-    /// Counts a write that woke I/O thread `woken`. A write that woke none is ignored, because a
-    /// guest without shadow doorbells also writes completion queue heads.
+    /// Counts a write that woke I/O thread `woken`. A write that woke no thread is ignored: a guest
+    /// without shadow doorbells also writes completion queue heads.
     pub(super) fn count(&mut self, woken: Option<usize>) {
         let Some(worker) = woken else { return };
         self.count = if worker == self.worker { self.count.saturating_add(1) } else { 1 };
         self.worker = worker;
     }
 
-    /// Restarts the count, because the client sent another message.
+    /// Restarts the count, because the client has sent a message that is not a doorbell write.
     pub(super) fn reset(&mut self) {
         self.count = 0;
     }
 
-    /// The I/O thread that should poll the socket.
+    /// I/O thread that should get the socket.
     pub(super) fn worker(&self) -> Option<usize> {
         (self.count >= WAKES).then_some(self.worker)
     }
 }
 
-/// Doorbell writes in the messages of a client.
+/// Source of the doorbell writes in the messages of a client.
 pub(super) struct SocketDoorbells(pub(super) SharedSocket);
 
 impl DoorbellSource for SocketDoorbells {

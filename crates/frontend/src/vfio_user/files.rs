@@ -1,18 +1,18 @@
 //! Mappings of the files that contain a client's memory.
 //!
-//! Each range has its own mapping, as long as there are few ranges. But a process can have 65530
-//! mappings for all clients, and a guest with an IOMMU shares its memory page by page. Beyond
-//! [`SINGLE`] ranges, the whole file is mapped once, and the pages are parts of that mapping. The
-//! whole file is also mapped if it consists of huge pages, because the kernel does not map parts of
-//! them. A client has at most [`MAX_MAPPINGS`] mappings, and no more address space than its
-//! [`Account`] permits.
+//! If a client has few ranges, each range has its own mapping. But all clients together can have
+//! only 65530 mappings, and a guest with an IOMMU shares its memory page by page. So beyond
+//! [`SINGLE`] ranges, the whole file is mapped once, and the ranges are parts of that mapping. If a
+//! file consists of huge pages, the whole file is mapped too, because the kernel does not map parts
+//! of huge pages. A client has at most [`MAX_MAPPINGS`] mappings, and at most the address space
+//! that its [`Account`] permits.
 //!
-//! The next server process (upgrade or recovery) needs the files again. So one descriptor of each
-//! file is kept while any range of it is shared: one for a virtual machine's memory, even if an
-//! IOMMU splits it into many pages, and one for each huge page of DPDK. A client has at least as
-//! many mappings as files, so there are at most [`MAX_MAPPINGS`] descriptors, and no more than its
-//! [`Account`] permits. A client with more files is served, but cannot be passed to the next server
-//! process.
+//! The next server process (upgrade or recovery) needs the files too. So this process keeps one
+//! descriptor of each file while a range of the file is shared. A virtual machine usually has one
+//! file, even if an IOMMU splits it into many pages; DPDK has one file per huge page. A client has
+//! no more files than mappings, so it has at most [`MAX_MAPPINGS`] descriptors, and at most the
+//! number that its [`Account`] permits. A client with more files is served, but cannot be
+//! transferred to the next server process.
 
 use super::budget::{Account, Budget, OverBudget, Reservation};
 use shadowbell_memory::{End, FileStatus, MapError, Mapping, Protection, SharedBytes};
@@ -21,33 +21,35 @@ use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-/// Maximum number of a client's ranges with their own mapping.
+/// Maximum number of a client's ranges that have their own mapping.
 const SINGLE: usize = 256;
 
 /// Maximum number of a client's mappings. DPDK uses one file for each huge page.
 const MAX_MAPPINGS: usize = 4096;
 
-/// Maximum number of mappings that hold their descriptor, for a disk that is another controller and
-/// gets the client's memory shared. Limits the descriptors that a client can make this process
-/// hold.
+/// Maximum number of mappings that hold a descriptor of their file. A disk that is a namespace of
+/// another controller needs it, to share the client's memory with that controller. The limit bounds
+/// the descriptors that a client can cause.
 const MAX_KEPT: usize = 64;
 
-/// Maximum size in bytes of a file that is mapped as a whole; the address space has 128 TiB.
+/// Maximum size in bytes of a file that is mapped as a whole. The address space has 128 TiB.
 const MAX_WHOLE: u64 = 4 << 40;
 
-/// Cleanup of a mapping: unmaps on the closer's thread, then returns its resources.
+/// Cleanup of a mapping: the closer's thread unmaps it, and then its resources are returned to the
+/// account.
 struct MappingEnd {
     closer: Arc<Closer>,
-    /// Address space of the mapping, returned only after it was unmapped.
+    /// Address space of the mapping. It is returned only after the memory is unmapped.
     reservation: Arc<Reservation>,
-    /// Count of single mappings; held by each of them.
+    /// Counter of single mappings. Each single mapping holds a reference.
     single: Option<Arc<()>>,
 }
 
 impl End for MappingEnd {
     fn drop_later(self: Box<Self>, what: Box<dyn Send>) {
         let Self { closer, reservation, single } = *self;
-        // Fields are dropped in order: the mapping first, then its reservation.
+        // Fields are dropped in their order, so the memory is unmapped before its reservation is
+        // returned.
         closer.drop_later(Box::new(Remains { _mapping: what, _counts_for: (reservation, single) }));
     }
 }
@@ -57,7 +59,7 @@ struct Remains {
     _counts_for: (Arc<Reservation>, Option<Arc<()>>),
 }
 
-/// Failure to map a client's memory.
+/// Error in mapping a client's memory.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FileError {
     #[error(transparent)]
@@ -77,7 +79,8 @@ impl FileError {
     }
 }
 
-/// Identity of a file, and the protection of its mapping. A mapped file keeps its identity.
+/// Key of a mapped file: its identity, and the protection of its mapping. The identity stays unique
+/// while the file is mapped.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     device: u64,
@@ -85,7 +88,7 @@ struct Key {
     protection: Protection,
 }
 
-/// Descriptor of a file with at least one shared range.
+/// Descriptor of a file, kept while at least one range of the file is shared.
 pub(super) struct Kept {
     pub(super) fd: Arc<PeerFd>,
     _counts_for: Reservation,
@@ -93,15 +96,15 @@ pub(super) struct Kept {
 
 /// Files of one client.
 pub(super) struct Files {
-    /// Kept descriptors, while any range of the file is shared.
+    /// Kept descriptors by file. An entry is dead when no range of its file is shared.
     kept: HashMap<Key, Weak<Kept>>,
-    /// As `sweep_at`, for `kept`.
+    /// Number of entries in `kept` at which dead entries are removed.
     sweep_kept_at: usize,
-    /// Mappings of whole files, while any range of the file is shared.
+    /// Mappings of whole files. An entry is dead when no range of its file is shared.
     whole: HashMap<Key, Weak<Mapping>>,
     /// Number of entries in `whole` at which dead entries are removed.
     sweep_at: usize,
-    /// Counter of single mappings: the reference count is their number plus one.
+    /// Counter of single mappings. Its reference count is their number plus one.
     singles: Arc<()>,
     account: Account,
 }
@@ -124,8 +127,8 @@ impl Files {
         }
     }
 
-    /// The descriptor to use for the file of `fd`, kept while the returned value exists. `None` if
-    /// the account has no descriptor left.
+    /// Descriptor to use for the file of `fd`. It is kept while the returned value exists. `None`
+    /// if the account has no descriptor left.
     pub(super) fn keep(&mut self, fd: &Arc<PeerFd>, protection: Protection) -> Option<Arc<Kept>> {
         let status = FileStatus::of(fd).ok()?;
         let key = Key { device: status.device, inode: status.inode, protection };
@@ -142,7 +145,7 @@ impl Files {
         Some(kept)
     }
 
-    /// Maps `len` bytes at `offset` of a file. The mapping blocks on no other thread or process.
+    /// Maps `len` bytes at `offset` of a file. Mapping never waits for another thread or process.
     pub(super) fn map(
         &mut self,
         fd: &Arc<PeerFd>,
@@ -153,8 +156,8 @@ impl Files {
         let singles = Arc::strong_count(&self.singles) - 1;
         if singles < SINGLE {
             match self.map_single(fd, offset, len, protection) {
-                // Possibly a part of a huge page, which the kernel does not map: map the whole
-                // file.
+                // The range may be a part of a huge page, which the kernel does not map. So the
+                // whole file is mapped.
                 Err(FileError::Map(MapError::System { .. })) => {}
                 outcome => return outcome,
             }
@@ -166,7 +169,7 @@ impl Files {
         {
             return Ok(shared);
         }
-        // The range extends beyond the end of the file, or the file is too large.
+        // The range needs its own mapping after all: it exceeds the file, or the file is too large.
         if singles + self.whole.len() >= MAX_MAPPINGS {
             return Err(FileError::TooMany);
         }
@@ -187,7 +190,7 @@ impl Files {
         Ok(new_mapping(fd, is_kept, shape, reservation, single)?.bytes())
     }
 
-    /// Maps the whole file. `None` if the range exceeds the file or the file is too large.
+    /// Maps the whole file. `None` if the range exceeds the file, or if the file is too large.
     fn whole(
         &mut self,
         fd: &Arc<PeerFd>,
@@ -203,7 +206,8 @@ impl Files {
             return Ok(None);
         }
         let key = Key { device, inode, protection };
-        // A known mapping is too short if the file has grown, and poisoned if it was truncated.
+        // If the file has grown, the existing mapping is too short. If the file was truncated, the
+        // mapping is poisoned.
         let serves = |mapping: &Arc<Mapping>| end <= mapping.len() as u64 && !mapping.is_poisoned();
         if let Some(known) = self.whole.get(&key).and_then(Weak::upgrade).filter(serves) {
             return Ok(Some(known));
@@ -218,7 +222,8 @@ impl Files {
                 return Err(FileError::TooMany);
             }
         }
-        // Without room for the whole file there may be room for the requested range.
+        // If the account has no room for the whole file, it may still have room for the requested
+        // range.
         let Ok(reservation) = self.account.take(size) else { return Ok(None) };
         let is_kept = self.whole.len() < MAX_KEPT;
         let mapping = new_mapping(fd, is_kept, (0, size, protection), reservation, None)?;
@@ -227,7 +232,7 @@ impl Files {
     }
 }
 
-/// Maps a part of a file. If `is_kept`, the mapping holds the descriptor.
+/// Maps a part of a file. If `is_kept` is true, the mapping holds the descriptor.
 fn new_mapping(
     fd: &Arc<PeerFd>,
     is_kept: bool,
@@ -240,7 +245,8 @@ fn new_mapping(
     } else {
         Mapping::from_fd(&**fd, offset, len, protection)
     }?;
-    // A huge page is mapped as a whole, even for a small range.
+    // The kernel maps whole huge pages, even for a small range, so the mapping may be larger than
+    // requested.
     let grown = reservation.grow(mapping.taken() as u64);
     let closer = Arc::clone(fd.closer());
     mapping.end_by(MappingEnd { closer, reservation: Arc::new(reservation), single });
@@ -271,7 +277,8 @@ mod tests {
         files.map(fd, offset, PAGE, Protection::ReadWrite)
     }
 
-    /// Waits for a condition, because another thread unmaps released memory.
+    /// Waits for a condition. Released memory is unmapped on another thread, so the condition may
+    /// become true later.
     fn eventually(is_so: impl FnMut() -> bool) {
         shadowbell_testing::wait::until("an unmap by another thread", is_so);
     }
@@ -289,7 +296,7 @@ mod tests {
             all.len()
         };
         assert_eq!(mappings(&pages), SINGLE + 1);
-        // Each page is at its place in the file, in either kind of mapping.
+        // In either kind of mapping, each page has its own contents of the file.
         for (n, page) in pages.iter().enumerate() {
             page.write_from(8, &n.to_ne_bytes()).unwrap();
         }
@@ -298,17 +305,17 @@ mod tests {
             assert_eq!(all.bytes().read::<u64>(n * PAGE as usize + 8), Some(n as u64));
         }
         assert!(pages.iter().all(|page| page.len() as u64 == PAGE));
-        // A read-only range is not a part of a writable mapping.
+        // A read-only range does not become a part of a writable mapping.
         let read = files.map(&memory, 0, PAGE, Protection::Read).unwrap();
         assert!(!read.is_writable());
-        // Another file gets another mapping, and a file that has grown is mapped again.
+        // Another file gets its own mapping. A file that has grown is mapped again.
         let other = file(MemfdFlags::empty(), PAGE);
         let there = map(&mut files, &other, 0).unwrap();
         assert_eq!(there.read::<u64>(8), Some(0));
         ftruncate(&other, 2 * PAGE).unwrap();
         map(&mut files, &other, PAGE).unwrap();
-        // A range beyond the end of the file can be mapped; its content is the client's
-        // responsibility.
+        // A range beyond the end of the file can be mapped; the client is responsible for the
+        // access.
         map(&mut files, &other, 5 * PAGE).unwrap();
         drop((pages, read, there));
         map(&mut files, &memory, 0).unwrap();
@@ -316,7 +323,7 @@ mod tests {
         assert!(files.whole.values().all(|mapping| mapping.strong_count() == 0));
     }
 
-    /// The closer's thread unmaps released memory, not the thread that released it.
+    /// The closer's thread unmaps released memory; the thread that released it does not.
     #[test]
     fn what_is_released_is_unmapped_sooner_or_later() {
         let fd = named("released-by-its-client", MemfdFlags::empty(), 3 * PAGE);
@@ -325,7 +332,7 @@ mod tests {
             .map(|(offset, len)| files.map(&fd, offset, len, Protection::ReadWrite).unwrap());
         let maps = || std::fs::read_to_string("/proc/self/maps").unwrap();
         assert!(maps().contains("/memfd:released-by-its-client"));
-        // Block the closer's thread.
+        // A blocking object keeps the closer's thread busy.
         let (go_on, wait) = std::sync::mpsc::channel::<()>();
         fd.closer().drop_later(Box::new(OnDrop(wait)));
         drop(parts);
@@ -353,7 +360,8 @@ mod tests {
         let again = Arc::new(PeerFd::new(again, &Arc::default()));
         let second = files.keep(&again, rw).unwrap();
         assert!(Arc::ptr_eq(&first, &second));
-        // A read-only mapping needs a separate descriptor, which may have other access rights.
+        // A read-only mapping needs its own descriptor, because descriptors of a file may have
+        // different access rights.
         let read = files.keep(&one, Protection::Read).unwrap();
         assert!(!Arc::ptr_eq(&first, &read));
         let other = files.keep(&two, rw).unwrap();

@@ -8,9 +8,9 @@ pub(super) enum Halt {
     /// Running.
     #[default]
     Running,
-    /// Stopped; continues with its own state.
+    /// Stopped. If it runs again, it continues with its own state.
     Stopped,
-    /// Stopped; continues with the state of the migrated controller.
+    /// Stopped. If it runs again, it continues with the state that was migrated to it.
     Loaded(Announcement),
 }
 

@@ -1,4 +1,4 @@
-//! A client's memory, and the controller's access to it (bus mastering).
+//! Memory that a client shares, and the controller's access to it (bus mastering).
 
 use super::files::{Files, Kept};
 use super::written_ranges::{self, SavedRanges, WrittenRange, WrittenRanges, too_many_files};
@@ -15,19 +15,21 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use tracing::debug;
 
-/// Maximum number of ranges that a client may share. A machine has a few dozen; with an emulated
-/// IOMMU, a guest's kernel shares page by page. The limit is that of VFIO's IOMMU driver.
+/// Maximum number of ranges that a client may share. A machine has a few dozen, but with an
+/// emulated IOMMU a guest's kernel shares memory page by page. The value is the limit of VFIO's
+/// IOMMU driver.
 pub(super) const MAX_RANGES: u32 = 65_535;
 
 /// Smallest page size of any host, in bytes.
 const PAGE: u64 = 4096;
 
-/// A shared range.
+/// Range of a client's memory.
 struct Range {
     len: u64,
-    /// Mapped bytes; `None` if the range came without a descriptor, so that it cannot be mapped.
+    /// Mapped bytes. `None` for a range without a descriptor, which cannot be mapped.
     bytes: Option<SharedBytes>,
-    /// File of the range, if its descriptor is kept, and the offset of the range in the file.
+    /// File of the range, if its descriptor is kept. The field after it is the offset of the range
+    /// in the file.
     file: Option<Arc<Kept>>,
     offset: u64,
     protection: Protection,
@@ -50,14 +52,14 @@ pub(super) struct SavedMemory {
     is_granted: bool,
     files: Vec<FdRef>,
     ranges: Vec<SavedRange>,
-    /// For a checkpoint with many ranges: their table in shared memory. `ranges` is then [`NONE`],
-    /// which releases without this field refuse.
+    /// Table of the ranges in shared memory, for a checkpoint with many ranges. `ranges` then
+    /// contains only [`NONE`], so that releases without this field refuse the state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     written: Option<SavedRanges>,
 }
 
-/// IOVA, length, index of the file if there is one, offset in the file, and whether the range is
-/// writable. Serialized as a list, because there can be [`MAX_RANGES`].
+/// IOVA, length, index of the file (if there is one), offset in the file, and true if the range is
+/// writable. It is serialized as a list, because there may be up to [`MAX_RANGES`].
 #[derive(Serialize, Deserialize)]
 struct SavedRange(u64, u64, Option<u32>, u64, bool);
 
@@ -67,16 +69,18 @@ impl From<SavedRange> for WrittenRange {
     }
 }
 
-/// Maximum number of ranges that are dropped on the calling thread.
+/// Maximum number of ranges that the calling thread drops itself.
 const FEW: usize = 256;
 
-/// Maximum number of ranges in a checkpoint itself. A virtual machine without an IOMMU has fewer.
+/// Maximum number of ranges that a checkpoint contains directly. A virtual machine without an IOMMU
+/// has fewer ranges.
 const IN_RECORD: usize = 128;
 /// Invalid range, which every release refuses.
 const NONE: SavedRange = SavedRange(1, 0, None, 0, false);
 
 /// Ranges that the client has unmapped, and the DMA table that contained them. The client's
-/// [`Closer`] unmaps their memory; it also drops a large number of ranges, which takes long.
+/// [`Closer`] unmaps their memory. If there are many ranges, it also drops the ranges, because that
+/// takes long.
 pub(super) struct Released {
     ranges: BTreeMap<u64, Range>,
     table: Option<Arc<DmaTable>>,
@@ -92,19 +96,20 @@ impl Drop for Released {
     }
 }
 
-/// A client's memory. The controller may access it while bus mastering is enabled.
+/// Memory that a client shares. The controller may access it while bus mastering is enabled.
 pub(super) struct Memory {
     controller: Controller,
     ranges: BTreeMap<u64, Range>,
     files: Files,
     /// True if the controller may access all mapped ranges (bus mastering is enabled).
     is_granted: bool,
-    /// True if ranges were added that the controller does not use yet.
+    /// True if ranges were added for which [`settle`](Self::settle) was not called yet.
     is_unsettled: bool,
     closer: Option<Arc<Closer>>,
-    /// Table of the ranges in shared memory, for checkpoints with many ranges.
+    /// Table of the ranges in shared memory, if the checkpoints have many ranges.
     written: Option<WrittenRanges>,
-    /// Lasting descriptors to remove with the next checkpoint, and the number of the next one.
+    /// Numbers of lasting descriptors that the next checkpoint removes, and the number of the next
+    /// lasting descriptor.
     gone: (Vec<u64>, u64),
     log: LogLimit,
 }
@@ -125,14 +130,15 @@ impl Memory {
         }
     }
 
-    /// Lets the controller use the ranges that were added so far.
+    /// Gives the controller access to the ranges that were added so far.
     pub(super) fn settle(&mut self) {
         if std::mem::take(&mut self.is_unsettled) && self.is_granted {
             self.controller.settle_dma();
         }
     }
 
-    /// Adds a range that the client shares. [`settle`](Self::settle) must follow.
+    /// Adds a range that the client shares. The caller must call [`settle`](Self::settle)
+    /// afterwards.
     pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
         let protection = match (readable, writable) {
@@ -160,8 +166,9 @@ impl Memory {
         let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
             return Err(Errno::INVAL);
         };
-        // As every IOMMU requires. Otherwise structures that are aligned in the client's address
-        // space, such as queues, would be misaligned in this process.
+        // A range must start at a page boundary, as every IOMMU requires. Otherwise structures that
+        // are aligned in the client's address space, such as queues, would not be aligned in this
+        // process.
         if !iova.is_multiple_of(PAGE) {
             self.log.warn(format_args!(
                 "a client shares memory at IOVA {iova:#x}, which is no multiple of {PAGE}"
@@ -203,7 +210,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Serializes the memory for a checkpoint, at a cost that does not grow with the ranges.
+    /// Serializes the memory for a checkpoint. The cost does not grow with the number of ranges.
     pub(super) fn record(&mut self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
         if self.written.is_none() && self.ranges.len() > IN_RECORD {
             let mut written = WrittenRanges::new(MAX_RANGES, self.gone.1)?;
@@ -219,12 +226,12 @@ impl Memory {
                 written: Some(written.record(fds)?),
             },
         };
-        // Nothing can fail from here on: a failed checkpoint must not remove descriptors.
+        // From here on no step can fail. So a checkpoint that fails removes no descriptors.
         self.gone.0.drain(..).for_each(|number| fds.remove_lasting(number));
         Ok(saved)
     }
 
-    /// Discards the state of earlier checkpoints: the next checkpoint is complete.
+    /// Discards the state of earlier checkpoints, so that the next checkpoint is complete.
     pub(super) fn begin_records(&mut self) {
         self.written = None;
         self.gone = (Vec::new(), 0);
@@ -254,7 +261,7 @@ impl Memory {
         Ok(saved)
     }
 
-    /// Restores memory of [`save`](Self::save) or [`record`](Self::record).
+    /// Restores memory from the state of [`save`](Self::save) or [`record`](Self::record).
     pub(super) fn restore(
         &mut self,
         saved: SavedMemory,
@@ -301,7 +308,8 @@ impl Memory {
         };
         let before = self.ranges.range(..iova).next_back();
         let tail = self.ranges.range(iova..=last).next_back();
-        // A range must be unmapped as a whole (like VFIO_IOMMU_UNMAP_DMA of type 1 version 2).
+        // A range can only be unmapped as a whole, as with VFIO_IOMMU_UNMAP_DMA of type 1 version
+        // 2.
         if before.is_some_and(|(start, range)| range.last(*start) >= iova)
             || tail.is_some_and(|(start, range)| range.last(*start) > last)
         {
@@ -314,7 +322,8 @@ impl Memory {
         let ranges = if inside.len() <= FEW {
             inside.iter().filter_map(|start| self.ranges.remove_entry(start)).collect()
         } else {
-            // Removing many ranges one by one would take long.
+            // All ranges are split off together, because removing many of them one by one would
+            // take long.
             let mut removed = self.ranges.split_off(&iova);
             if let Some(after) = last.checked_add(1) {
                 self.ranges.append(&mut removed.split_off(&after));
@@ -355,8 +364,8 @@ impl Memory {
         });
     }
 
-    /// Removes all ranges of a disconnected client. Does not notify the controller: the caller must
-    /// hold the returned value until the controller no longer accesses the memory.
+    /// Removes all ranges of a disconnected client, without notifying the controller. The caller
+    /// must hold the returned value until the controller no longer accesses the memory.
     #[must_use]
     pub(super) fn clear(&mut self) -> Released {
         self.is_granted = false;
@@ -385,20 +394,20 @@ impl Memory {
         }
     }
 
-    /// Revokes the controller's access to the memory. Calls `done` when no access is in progress.
+    /// Revokes the controller's access to the memory. Calls `done` when the last access has ended.
     pub(super) fn revoke(&mut self, done: Done) {
         self.revoke_later()(done);
     }
 
-    /// Returns a function that revokes the controller's access when it is called. (Until then, the
-    /// controller may also access ranges that are added meanwhile.)
+    /// Returns a function that revokes the controller's access. Until it is called, the controller
+    /// may also access ranges that are added meanwhile.
     pub(super) fn revoke_later(&mut self) -> impl FnOnce(Done) + Send + 'static {
         self.is_granted = false;
         let controller = self.controller.clone();
         move |done| controller.disable_dma(move || done.ok())
     }
 
-    /// True if the client has shared memory, and none of it can be mapped.
+    /// True if the client has shared memory, but none of it can be mapped.
     pub(super) fn is_all_unusable(&self) -> bool {
         !self.ranges.is_empty() && self.ranges.values().all(|range| range.bytes.is_none())
     }
@@ -413,7 +422,8 @@ impl Memory {
     }
 }
 
-/// Shares the [`Done`] of a request between two callers. The first call completes the request.
+/// Converts the [`Done`] of a request to a callback that two callers can share. The first call
+/// completes the request.
 fn share(done: Done) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
     let done = Arc::new(Mutex::new(Some(done)));
     move |outcome| {
@@ -477,8 +487,8 @@ mod tests {
         memory.save(&mut fds).unwrap();
     }
 
-    /// Many ranges in many files: the first checkpoint adds all descriptors, later ones only
-    /// changes.
+    /// A client has many ranges in many files. The first checkpoint adds all descriptors, and later
+    /// checkpoints only add and remove changed ones.
     #[test]
     fn a_record_of_many_ranges_has_what_has_changed_and_the_next_process_has_all() {
         let mut memory = memory(2000);
@@ -512,7 +522,7 @@ mod tests {
         map(&mut memory, 1000);
         let (saved, fds, count, all) = record(&mut memory);
         assert_eq!((saved.len() < 200, fds.len(), count, all), (true, 1, 2, 600));
-        // Changes after the last checkpoint are invisible to the next server process.
+        // The next server process ignores changes after the last checkpoint.
         unmap(&mut memory, 20 * PAGE, PAGE);
         map(&mut memory, 7);
         map(&mut memory, 1001);
@@ -525,12 +535,13 @@ mod tests {
         let expected: Vec<u64> = (0..600).filter(|n| *n != 7).chain([1000]).collect();
         let ranges: Vec<u64> = next.ranges.keys().map(|iova| iova / PAGE).collect();
         assert_eq!(ranges, expected);
-        // A release without the field `written` must refuse, not serve a guest without memory.
+        // A release that does not know the field `written` must refuse the state. Otherwise it
+        // would serve a guest without memory.
         let mut before = serde_json::from_str::<serde_json::Value>(&saved).unwrap();
         before.as_object_mut().unwrap().remove("written").unwrap();
         let before = serde_json::from_value(before).unwrap();
         assert!(self::memory(2000).restore(before, &mut given, &Arc::default()).is_err());
-        // A disconnecting client releases all lasting descriptors.
+        // When a client disconnects, all its lasting descriptors are removed.
         drop(memory.clear());
         let mut fds = Descriptors::default();
         assert!(memory.record(&mut fds).unwrap().written.is_none());

@@ -1,8 +1,8 @@
-//! VFIO migration: state stream of the PCI function and its controller.
+//! VFIO migration: state stream of a PCI function and its controller.
 //!
-//! The stream is a state message as between two server processes ([`shadowbell_state`]), without
-//! descriptors: the client sends its own resources (memory, eventfds) to the new server. Streams
-//! are untrusted; every part is checked before use.
+//! The stream is a state message of [`shadowbell_state`], as between two server processes, but
+//! without descriptors: the client itself connects its memory and eventfds to the new server.
+//! Streams are untrusted, so every part is checked before use.
 
 use super::ControllerDevice;
 use super::halt::Halt;

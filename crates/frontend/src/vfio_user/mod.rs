@@ -2,8 +2,8 @@
 //!
 //! # Architecture
 //!
-//! [`ControllerDevice`] connects a [`Controller`], which is independent of PCI, to the protocol's
-//! server, which is independent of NVMe:
+//! [`ControllerDevice`] connects a [`Controller`], which has no PCI parts, to the vfio-user server,
+//! which has no NVMe parts:
 //!
 //! | region | contents |
 //! |---|---|
@@ -11,33 +11,33 @@
 //! | BAR4, 4 KiB | the MSI-X table, and its pending bits from 800h |
 //! | configuration | [`shadowbell_vfio_user::pci`]: power management, MSI-X, PCI Express with FLR |
 //!
-//! Interrupts are eventfds, one for each MSI-X vector. The VMM implements the masking of vectors:
-//! it removes the eventfd, or holds the interrupt back.
+//! Interrupts are eventfds, one per MSI-X vector. The VMM masks vectors: while a vector is masked,
+//! it disconnects the eventfd or delays the interrupt.
 //!
 //! # Bus mastering
 //!
 //! A function whose Bus Master Enable bit is 0 makes no memory requests (PCI Express Base
-//! Specification, 7.5.1.1.3). This bit protects a kernel that starts after a crash (kdump) from
-//! in-flight DMA of the previous kernel, so it is implemented strictly: the controller accesses the
-//! client's memory only while the bit is 1, and the write that clears the bit is answered when no
-//! access is in progress. See `memory.rs`.
+//! Specification, 7.5.1.1.3). The bit protects a kernel that starts after a crash (kdump) from DMA
+//! of the previous kernel, so it is implemented strictly. The controller accesses the client's
+//! memory only while the bit is 1. A write that clears the bit gets its reply when no access is in
+//! progress any more. See `memory.rs`.
 //!
 //! # Restart for upgrade, and recovery
 //!
-//! [`Device::save`] serializes the state of the function and of its client, and [`Device::restore`]
-//! restores it in a device around a new controller: the configuration space, the MSI-X table, the
-//! eventfds of the vectors, and the ranges of memory with their files, which are mapped again.
-//! Afterwards the controller can be restored, because everything it refers to exists. (The
-//! controller's own state is not included: registers, queues, the doorbell page.)
+//! [`Device::save`] serializes the state of the function and of its client. [`Device::restore`]
+//! restores it in a device with a new controller: the configuration space, the MSI-X table, the
+//! eventfds of the vectors, and the ranges of memory with their files, which are mapped again. The
+//! controller's own state (registers, queues, the doorbell page) is saved separately. It is
+//! restored afterwards, because it refers to the memory and the eventfds.
 //!
 //! # Migration to another server
 //!
-//! See `migration.rs`. The stream contains the state of the function and of the controller, but
-//! nothing that the client has sent (memory, eventfds).
+//! See `migration.rs`. The stream contains the state of the function and of the controller. It does
+//! not contain memory and eventfds of the client.
 //!
 //! # Not implemented
 //!
-//! D3hot (the registers remain accessible) and the interrupt pin.
+//! The interrupt pin, and D3hot: in this power state, the registers remain accessible.
 
 mod budget;
 mod doorbell_source;
@@ -71,38 +71,39 @@ use shadowbell_vfio_user::{Errno, LogLimit, RestoreError, SaveError, SharedSocke
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// Client event, for the device's owner to log or to count.
+/// Client event, which the device's owner may log or count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientEvent {
     /// A client connected.
     Attached,
-    /// The client disconnected, and the controller no longer accesses its memory.
+    /// The client has disconnected, and the controller no longer accesses its memory.
     Detached,
-    /// The guest started to use the controller, but none of the client's memory can be mapped.
+    /// The guest has started to use the controller, but none of the client's memory can be mapped.
     NoSharedMemory,
-    /// The guest rang the admin queue's doorbell, but the shared memory contains no command, so the
-    /// client does not really share the guest's memory.
+    /// The guest has written the admin queue's doorbell, but the shared memory contains no command.
+    /// So the client has sent a file, but does not share the guest's memory by it.
     MemoryNotShared,
 }
 
-/// Callback for each [`ClientEvent`], on the server's thread or an I/O thread. Must not block.
+/// Callback for each [`ClientEvent`]. It runs on the reactor's thread or on an I/O thread, and must
+/// not block.
 pub type ClientEventHandler = Arc<dyn Fn(ClientEvent) + Send + Sync>;
 
-/// A controller as a device of a vfio-user server.
+/// Controller as a device of a vfio-user server.
 pub struct ControllerDevice {
     controller: Controller,
     config: ConfigSpace,
     msix: MsixTable,
     memory: Memory,
     handler: ClientEventHandler,
-    /// True if a problem with this client's memory was reported.
+    /// True if a problem with this client's memory has been reported.
     has_reported: bool,
-    /// True if the memory of the admin queue was checked since the controller was enabled.
+    /// True if the memory of the admin queue has been checked since the controller was enabled.
     has_checked: bool,
-    /// Wakeups by the client's doorbell writes.
+    /// Counter of I/O thread wakeups by the client's doorbell writes.
     doorbell_writes: WakingWrites,
     halt: Halt,
-    /// Shared state for signalling eventfds that clients have sent.
+    /// State for signalling the eventfds that clients have sent.
     signals: Signals,
     log: LogLimit,
 }
@@ -123,7 +124,7 @@ struct SavedDevice {
 }
 
 impl ControllerDevice {
-    /// Creates a PCI function around `controller`, which must have no other front end.
+    /// Creates a PCI function for `controller`, to which no other front end may be connected.
     ///
     /// # Errors
     /// [`FunctionError`], if a PCI function cannot have the controller's number of vectors.
@@ -149,8 +150,8 @@ impl ControllerDevice {
         u32::try_from(self.controller.vectors()).unwrap_or(0)
     }
 
-    /// Converts descriptors of the client to eventfds. A descriptor of another type is refused with
-    /// its error; a lack of descriptors in this process is reported as such.
+    /// Converts descriptors of the client to eventfds. Another type of descriptor, and a lack of
+    /// descriptors in this process, cause different errors.
     fn events(&self, fds: Vec<PeerFd>) -> Result<Vec<EventFd>, Errno> {
         let event = |fd| EventFd::of_peer(Arc::new(fd), &self.signals);
         let events: Result<Vec<_>, std::io::Error> = fds.into_iter().map(event).collect();
@@ -171,19 +172,21 @@ impl ControllerDevice {
         }
     }
 
-    /// Resets everything to the state after power-on, except the client's DMA maps and eventfds.
+    /// Resets the function and the controller to the state after power-on. The client's DMA maps
+    /// and eventfds stay.
     fn restart(&mut self, done: Done) {
         self.config.reset();
         self.msix.reset();
         self.has_checked = false;
         self.halt = Halt::Running;
-        // Reset the controller before revoking memory: the reset may still need memory access.
+        // The controller is reset before its access is revoked, because a reset may still access
+        // memory.
         let revoke = self.memory.revoke_later();
         self.controller.reset(move || revoke(done));
     }
 
-    /// Reports a problem with the client's memory, once, at the first sign that a guest uses the
-    /// controller. A map without a descriptor is normal by itself: QEMU sends one for video memory.
+    /// Reports a problem with the client's memory, once, when a guest starts to use the controller.
+    /// A map without a descriptor alone is no problem, because QEMU sends one for video memory.
     fn check_memory(&mut self, offset: u64) {
         if self.has_reported {
             return;
@@ -196,9 +199,9 @@ impl ControllerDevice {
             self.has_checked = true;
             let mut asq = [0; 8];
             self.controller.read(regs::ASQ, &mut asq);
-            // No driver begins with a command of 64 zeroes (Delete I/O Submission Queue 0). Zeroes
-            // mean that the VMM uses private memory although it has sent a file: with `share=off`,
-            // the file remains unchanged.
+            // No driver starts with a command of 64 zeroes, which is Delete I/O Submission Queue 0.
+            // If there are only zeroes, the VMM has sent a file but uses private memory: with
+            // `share=off`, a guest's writes do not change the file.
             if self.memory.is_zero(u64::from_le_bytes(asq) & !0xfff, shadowbell_spec::Sqe::SIZE) {
                 self.has_reported = true;
                 (self.handler)(ClientEvent::MemoryNotShared);
@@ -222,8 +225,8 @@ impl Device for ControllerDevice {
         })
     }
 
-    /// Eventfds replace doorbell writes whose value is in the shadow doorbell buffer: they only
-    /// wake.
+    /// Replies with eventfds for doorbells. With shadow doorbells, the value is in memory, and a
+    /// doorbell write only wakes an I/O thread, so an eventfd can replace it.
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         if index != region::BAR0 {
             return Err(Errno::OPNOTSUPP);
@@ -250,11 +253,12 @@ impl Device for ControllerDevice {
 
     fn irq_info(&mut self, index: u32) -> Result<IrqInfo, Errno> {
         Ok(match index {
-            // Vectors can be added one by one, so `noresize` is not set.
+            // `noresize` is not set, because vectors can be added one by one.
             irq::MSIX => IrqInfo { count: self.vectors(), eventfd: true, ..IrqInfo::default() },
-            // For errors that make the device useless: never raised, because this controller
-            // reports failures in CSTS.CFS, from which a host recovers, while QEMU would stop the
-            // machine. Provided because QEMU warns at each start if a device lacks it.
+            // Interrupt for errors that make the device unusable. It is never raised: this
+            // controller reports failures in CSTS.CFS, from which a host can recover, whereas QEMU
+            // would stop the machine. It exists because QEMU warns at each start if a device does
+            // not have it.
             irq::ERR => IrqInfo { count: 1, eventfd: true, noresize: true, ..IrqInfo::default() },
             _ => IrqInfo::default(),
         })
@@ -275,7 +279,7 @@ impl Device for ControllerDevice {
         let handler = Arc::clone(&self.handler);
         let controller = self.controller.clone();
         self.controller.disconnect(move || {
-            // The next client starts with bus mastering disabled.
+            // For the next client, bus mastering is disabled initially.
             controller.disable_dma(|| ());
             handler(ClientEvent::Detached);
             done.ok();
@@ -327,7 +331,7 @@ impl Device for ControllerDevice {
             MSIX_BAR => pci::write_msix(&mut self.msix, offset, data),
             region::CONFIG => {
                 let effects = self.config.write(offset, data)?;
-                // During migration only migration messages restart the device.
+                // During migration, only migration messages may run the device again.
                 if effects.function_level_reset && !self.halt.is_running() {
                     return Err(Errno::BUSY);
                 }
@@ -360,7 +364,8 @@ impl Device for ControllerDevice {
             _ => 0,
         };
         if count == 0 && matches!(data, IrqData::None) {
-            // Disables all vectors of the index; valid also for an index without vectors.
+            // The request disables all vectors of the index. It is also valid for an index without
+            // vectors.
             for vector in (0..available).filter(|_| index == irq::MSIX) {
                 self.controller.set_interrupt(vector as usize, None);
             }
@@ -370,7 +375,7 @@ impl Device for ControllerDevice {
             return Err(Errno::INVAL);
         }
         if index == irq::ERR {
-            // Never raised, so the eventfd is not stored.
+            // The interrupt is never raised, so its eventfd is not stored.
             return match data {
                 IrqData::Eventfds(fds) => self.events(fds).map(drop),
                 IrqData::None | IrqData::Bools(_) => Ok(()),
@@ -464,13 +469,14 @@ fn other(what: &str) -> RestoreError {
 }
 
 impl ControllerDevice {
-    /// Serializes the device for the next server process; `memory` serializes its memory.
+    /// Serializes the device for the next server process. `memory` serializes the client's memory.
     fn describe(
         &mut self,
         fds: &mut Descriptors,
         memory: impl FnOnce(&mut Memory, &mut Descriptors) -> Result<SavedMemory, SaveError>,
     ) -> Result<serde_json::Value, SaveError> {
-        // The next server process would run the controller, which may run elsewhere already.
+        // A device that is being migrated may already run on another machine. The next server
+        // process would run it here too.
         if !self.halt.is_running() {
             return Err(SaveError::Client("it is being migrated".to_owned()));
         }
@@ -500,7 +506,9 @@ impl ControllerDevice {
         let mapping = page.mapping();
         let fd =
             mapping.fd().ok_or(Errno::NODEV)?.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
-        // Clients add the offset of an area in the region to the file offset of the region.
+        // To get the file offset of an area, clients add the area's offset in the region to the
+        // file offset of the region. So the latter is the page's file offset minus its region
+        // offset.
         let offset = mapping.fd_offset() + page.offset_in_mapping() as u64;
         let offset = offset.checked_sub(DOORBELLS).ok_or(Errno::NODEV)?;
         let areas = vec![Area { offset: DOORBELLS, len: page.len() as u64 }];

@@ -4,22 +4,22 @@ use shadowbell_spec::pci::CLASS_CODE;
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::pci::{Bar, Function, Msix, MsixTable};
 
-/// Size of BAR0. Registers and doorbells take 8 KiB; the rest is reserved for a doorbell page with
-/// a larger stride.
+/// Size of BAR0. Registers and doorbells take 8 KiB. The rest is reserved for doorbells with a
+/// larger stride.
 pub const BAR0_SIZE: u64 = 16 << 10;
 const _: () = assert!(BAR0_SIZE >= shadowbell_controller::BAR0_BYTES);
 
-/// BAR of the MSI-X structures. They are not in BAR0, because a VMM does not map the pages of these
-/// structures to the guest, and the doorbells must not be in such a page.
+/// BAR of the MSI-X structures. It is not BAR0, because a VMM does not map pages with these
+/// structures to the guest, and the doorbell page must be mappable.
 pub const MSIX_BAR: u32 = 4;
 pub(super) const MSIX_BAR_SIZE: u64 = 4 << 10;
-/// Offset of the pending bits in the BAR. The space before them suffices for 128 vectors.
+/// Offset of the pending bits in the BAR. The table before them can have 128 vectors.
 const PENDING: u64 = 0x800;
 
-/// Device ID, chosen by Shadowbell like the vendor ID.
+/// Device ID of this project, for its vendor ID.
 const DEVICE_ID: u16 = 0x0001;
 
-/// Describes the PCI function with `vectors` MSI-X vectors.
+/// Creates the description of a PCI function with `vectors` MSI-X vectors.
 pub(super) fn function(vendor: u16, vectors: u16) -> Function {
     let bar = |index, size| Bar { index, size, prefetchable: false };
     Function {
@@ -64,7 +64,7 @@ pub(super) fn write_msix(table: &mut MsixTable, offset: u64, data: &[u8]) -> Res
     Ok(())
 }
 
-/// Checks that an access of `len` bytes at `offset` is inside of a region of `size` bytes.
+/// Checks that an access of `len` bytes at `offset` does not exceed a region of `size` bytes.
 pub(super) fn inside(offset: u64, len: usize, size: u64) -> Result<(), Errno> {
     match offset.checked_add(len as u64) {
         Some(end) if end <= size => Ok(()),

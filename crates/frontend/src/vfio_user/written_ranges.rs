@@ -1,14 +1,15 @@
 //! Table of a client's memory ranges in shared memory, for checkpoints with many ranges.
 //!
-//! A checkpoint of a device contains few ranges itself. With many, each message that shares one
-//! more range would cost as much as all messages before, for the thread that serves all clients. So
-//! many ranges are stored in a memfd that both server processes can map, and a checkpoint only
-//! contains its *moment*, a sequence number: a range is valid if it was added at or before that
-//! moment and not removed by then. The next server process ignores changes after the last
-//! checkpoint, because the client's message is still in the socket.
+//! A checkpoint of a device contains few ranges directly. If it contained all ranges of a client
+//! that has many, each added range would cost time in proportion to all earlier ones, on the
+//! reactor's thread. So many ranges are stored in a memfd that both server processes can map. The
+//! checkpoint then contains only a sequence number, its *moment*. A range is valid at a moment if
+//! it was added at or before that moment, and not removed by then. The next server process ignores
+//! changes after the last checkpoint, because the client's message that made the change is still in
+//! the socket and will be handled again.
 //!
-//! The files of the ranges are lasting descriptors of the checkpoints: the supervisor keeps them
-//! until a later checkpoint removes them.
+//! The files of the ranges are lasting descriptors: the supervisor keeps them until a later
+//! checkpoint removes them.
 
 use super::files::Kept;
 use serde::{Deserialize, Serialize};
@@ -21,9 +22,9 @@ use std::sync::Arc;
 
 /// Bytes of one slot, which stores one range.
 const SLOT: usize = 64;
-/// Offsets of the words in a slot: moments at which the range was added and removed (0: never),
-/// IOVA, length, number of the file plus 1 (0: none), offset in the file, and whether it is
-/// writable.
+/// Offsets of the words in a slot: moment at which the range was added, moment at which it was
+/// removed (0 for never), IOVA, length, number of the file plus 1 (0 for no file), offset in the
+/// file, and 1 if the range is writable.
 const CAME: usize = 0;
 const WENT: usize = 8;
 const IOVA: usize = 16;
@@ -32,12 +33,12 @@ const FILE: usize = 32;
 const OFFSET: usize = 40;
 const WRITABLE: usize = 48;
 
-/// A range as stored in the table.
+/// Range in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct WrittenRange {
     pub(super) iova: u64,
     pub(super) len: u64,
-    /// Number of the file's lasting descriptor.
+    /// Number of the lasting descriptor of the range's file.
     pub(super) file: Option<u64>,
     pub(super) offset: u64,
     pub(super) writable: bool,
@@ -54,13 +55,13 @@ pub(super) struct SavedRanges {
 
 struct File {
     number: u64,
-    /// Number of ranges in this file.
+    /// Number of ranges that are in this file.
     ranges: u32,
-    /// Keeps the address of `Kept` allocated, because the address identifies the file.
+    /// Reference that keeps the address of `Kept` in use, because the address identifies the file.
     _kept: Arc<Kept>,
 }
 
-/// Table of all ranges of a client.
+/// Table of all ranges of a client, in shared memory.
 pub(super) struct WrittenRanges {
     memory: SharedBytes,
     /// Moment of the last checkpoint.
@@ -69,15 +70,16 @@ pub(super) struct WrittenRanges {
     /// Number of slots that were ever used.
     fresh: u32,
     free: Vec<u32>,
-    /// Slots that become free with the next checkpoint.
+    /// Slots of removed ranges that the last checkpoint still needs. They become free with the next
+    /// checkpoint.
     going: Vec<u32>,
     /// Files by the address of their `Kept`, which is unique while the entry exists.
     files: HashMap<usize, File>,
-    /// Lasting descriptors to add (`Some`) or remove with the next checkpoint, by number.
+    /// Lasting descriptors that the next checkpoint adds (`Some`) or removes (`None`), by number.
     changes: BTreeMap<u64, Option<Arc<Kept>>>,
     /// Number of the next lasting descriptor.
     next: u64,
-    /// Number of mapped ranges without a kept descriptor.
+    /// Number of mapped ranges whose file has no kept descriptor.
     without_file: u32,
 }
 
@@ -87,7 +89,8 @@ impl WrittenRanges {
     /// # Errors
     /// The system has no memory.
     pub(super) fn new(most: u32, first: u64) -> Result<Self, SaveError> {
-        // Twice `most`: ranges of the last checkpoint keep their slots after their removal.
+        // The table has twice as many slots as `most`, because a removed range keeps its slot until
+        // the next checkpoint.
         let memory = Mapping::shared("client-ranges", u64::from(most) * 2 * SLOT as u64);
         Ok(Self {
             memory: memory.map_err(std::io::Error::other)?.bytes(),
@@ -103,8 +106,8 @@ impl WrittenRanges {
         })
     }
 
-    /// Adds a range with its file. If the range `is_mapped` but has no kept descriptor, no
-    /// checkpoint is possible, because the next server process could not map the range.
+    /// Adds a range with its file. If the range `is_mapped` but its file has no kept descriptor,
+    /// checkpoints become impossible, because the next server process could not map the range.
     pub(super) fn add(
         &mut self,
         (iova, len): (u64, u64),
@@ -118,13 +121,14 @@ impl WrittenRanges {
             self.fresh += 1;
             self.fresh - 1
         });
-        // First, because the last checkpoint ignores a range that was added after its moment,
-        // whatever the other words of the slot are.
+        // This word is written first: a range that was added after the moment of the last
+        // checkpoint is ignored by it, so the other words need not be valid yet.
         self.write(slot, CAME, self.moment + 1);
         self.write(slot, WENT, 0);
         self.write(slot, IOVA, iova);
         self.write(slot, LEN, len);
-        // 0 for a range without a file. `without_file` prevents checkpoints if it is mapped.
+        // The word is 0 for a range without a file. If such a range is mapped, `without_file`
+        // prevents checkpoints.
         self.write(slot, FILE, file.map_or(0, |number| number + 1));
         self.write(slot, OFFSET, offset);
         self.write(slot, WRITABLE, u64::from(protection == Protection::ReadWrite));
@@ -136,7 +140,8 @@ impl WrittenRanges {
         let Some(slot) = self.slots.remove(&iova) else { return };
         let is_recorded = self.memory.load_u64_acquire(slot as usize * SLOT) <= Some(self.moment);
         self.write(slot, WENT, self.moment + 1);
-        // A range that was added after the last checkpoint is not needed: its slot is free at once.
+        // The last checkpoint does not need a range that was added after it, so the slot of that
+        // range is free immediately.
         if is_recorded { &mut self.going } else { &mut self.free }.push(slot);
         self.without_file -= u32::from(is_mapped && file.is_none());
         let Some(place) = file.map(|kept| Arc::as_ptr(kept) as usize) else { return };
@@ -144,7 +149,7 @@ impl WrittenRanges {
         known.ranges -= 1;
         if known.ranges == 0
             && let Some(File { number, .. }) = self.files.remove(&place)
-            // A file that was never in a checkpoint needs no removal.
+            // If no checkpoint has added the file, none needs to remove it.
             && self.changes.remove(&number).is_none()
         {
             self.changes.insert(number, None);
@@ -164,7 +169,8 @@ impl WrittenRanges {
     }
 
     fn write(&self, slot: u32, word: usize, value: u64) {
-        // Release order, because the next server process may read the table after a crash.
+        // The store has release order, because the next server process may read the table after a
+        // crash.
         let stored = self.memory.store_u64_release(slot as usize * SLOT + word, value);
         debug_assert!(stored.is_some(), "there is no slot {slot}");
     }
@@ -183,7 +189,8 @@ impl WrittenRanges {
             let fd = kept.as_ref().map(|kept| kept.fd.as_fd().try_clone_to_owned()).transpose()?;
             Ok((*number, fd))
         });
-        // All or none: after a failure, the next checkpoint contains all changes again.
+        // Either all changes are passed on or none. After a failure, the next checkpoint contains
+        // all of them again.
         let put: Vec<(u64, Option<OwnedFd>)> = put.collect::<std::io::Result<_>>()?;
         self.changes.clear();
         for (number, fd) in put {

@@ -1,4 +1,4 @@
-//! Connection of a client: a socket, and the exchange of one request and reply at a time.
+//! Connection of a client: a socket on which one request at a time is sent and its reply received.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,8 +18,8 @@ use crate::descriptor::{Descriptor, Inspector};
 use crate::socket::{Received, receive, send};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
-/// Maximum number of server commands that are refused during one request; more are an error,
-/// because the server floods the client.
+/// Maximum number of commands of the server that the client refuses during one request. More
+/// commands are a flood and end the connection.
 const MAX_STRAY: u32 = 1024;
 
 /// Payload of a successful reply, and its descriptors.
@@ -57,7 +57,7 @@ pub(super) struct Connection {
 pub(super) fn connect(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, Errno> {
     let address = SocketAddrUnix::new(path)?;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    // A connect blocks while the server's backlog is full.
+    // The timeout is necessary because connect blocks while the server's backlog is full.
     set_socket_timeout(&socket, Timeout::Send, limit(timeout))?;
     rustix::net::connect(&socket, &address)?;
     Ok(socket)
@@ -120,7 +120,7 @@ impl Connection {
         Ok(Instant::now())
     }
 
-    /// Shuts a broken connection down, so that the server notices at once.
+    /// Shuts down a broken connection, so that the server notices the end immediately.
     fn finish(&self) {
         if self.broken {
             let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
@@ -139,7 +139,8 @@ impl Connection {
         let bad = |why: String| ClientError::BadReply { command, why };
         let mut strays = 0;
         loop {
-            // The caller has exclusive access: a message is the reply or a command of the server.
+            // The caller has exclusive access to the connection. So the message is either the reply
+            // or a command of the server.
             let Some(message) = self.decoder.decode().map_err(|error| bad(error.to_string()))?
             else {
                 self.receive(command, started, strays != 0)?;
@@ -206,7 +207,7 @@ impl Connection {
                 Err(Errno::AGAIN) => return Err(self.timed_out(command)),
                 Err(errno) => return Err(ClientError::Socket(errno.into())),
             };
-            // The descriptors were sent with the first byte.
+            // The kernel sends the descriptors with the first byte, so they are sent once.
             fds = &[];
             left = left.saturating_sub(sent);
             if left == 0 {
@@ -230,8 +231,8 @@ impl Connection {
         if (is_partial || strayed)
             && let Some(limit) = self.timeout
         {
-            // The socket's timeout starts anew with each receive. A server that sends single bytes,
-            // or messages other than the reply, must not evade the limit.
+            // The socket's timeout restarts with each receive. The limit must also hold for a
+            // server that sends single bytes, or messages other than the reply.
             let end = if is_partial { limit.saturating_mul(2) } else { limit };
             let left = end.saturating_sub(started.elapsed());
             let time = Timespec {
@@ -264,12 +265,13 @@ impl Connection {
     }
 }
 
-/// Timeout for the socket, at least 1 µs: 0 would disable it.
+/// Timeout for the socket, at least 1 µs, because 0 would disable it.
 fn limit(timeout: Option<Duration>) -> Option<Duration> {
     timeout.map(|time| time.max(Duration::from_micros(1)))
 }
 
-/// Refuses a command of the server (DMA by message), which this client does not support.
+/// Refuses a command of the server. Servers send commands for DMA by message, which this client
+/// does not support.
 fn refuse(socket: &OwnedFd, to: &Header) -> Result<(), ClientError> {
     let mut out = SendQueue::default();
     out.put_error(to, Errno::OPNOTSUPP);

@@ -1,4 +1,4 @@
-//! Errors of requests.
+//! Errors of a client's requests.
 
 use std::io;
 use std::path::PathBuf;
@@ -60,7 +60,7 @@ pub enum ClientError {
     /// The server has disconnected, or the socket has failed. The connection has ended.
     #[error("the connection failed: {0}")]
     Socket(#[from] io::Error),
-    /// The connection has ended with an earlier error.
+    /// An earlier error has ended the connection.
     #[error("the connection has ended after an earlier failure")]
     Broken,
 }

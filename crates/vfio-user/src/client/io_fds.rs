@@ -16,8 +16,8 @@ const FIRST_SIZE: u32 = 8192;
 /// Maximum reply size of the second query.
 const MAX_SIZE: u32 = 1 << 20;
 
-/// Eventfds of a server that replace writes to parts of a region. Signalling the eventfd is
-/// equivalent to a write, because the written value is irrelevant.
+/// Eventfds that replace writes to parts of a region. A signal is equivalent to a write, because
+/// the server does not use the written value.
 #[derive(Debug, Default)]
 pub struct ClientIoFds {
     /// The eventfds.
@@ -26,7 +26,7 @@ pub struct ClientIoFds {
     pub areas: Vec<(Area, usize)>,
 }
 
-/// Queries the region `index`, a second time if the reply does not fit.
+/// Queries the region `index`. If the reply does not fit, repeats the query with more space.
 pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientIoFds, ClientError> {
     let mut argsz = FIRST_SIZE;
     loop {
@@ -46,7 +46,7 @@ pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientIoFds
 
 enum Answer {
     Fds(ClientIoFds),
-    /// The reply needs this size.
+    /// The reply needs a buffer of this size.
     Needs(u32),
 }
 
@@ -63,15 +63,15 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
             true => Ok(Answer::Needs(info.argsz)),
-            // More than allowed, or more than the first reply announced.
+            // The reply exceeds the maximum, or the size that the first reply announced.
             false => Err(format!("it needs {} bytes to list descriptors", info.argsz)),
         };
     }
-    // A region without eventfds; other servers refuse the query.
+    // libvfio-user replies so for a region without eventfds; other servers refuse the query.
     if info.count == 0 {
         return Ok(Answer::Fds(ClientIoFds { events, areas: Vec::new() }));
     }
-    // The specification allows entries longer than today's.
+    // The entries may be longer than this version's: the specification allows it.
     let room = info.argsz.saturating_sub(wire_size::<wire::RegionIoFds>());
     let each = room.checked_div(info.count).unwrap_or_default();
     if each < wire_size::<wire::IoFd>() {
@@ -87,7 +87,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         if event >= events.len() {
             return Err(format!("sub-region {at} has descriptor {event} of {}", events.len()));
         }
-        // Other types, and eventfds for certain values only, are not supported.
+        // Only eventfds that match any value are supported, no other types.
         if entry.kind == wire::IO_FD_EVENT && entry.flags == 0 {
             areas.push((Area { offset: entry.offset, len: entry.size }, event));
         }

@@ -1,4 +1,4 @@
-//! Client requests for device migration: state, stream, and log of written pages.
+//! Client requests for device migration: state, stream, and dirty page log.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -15,7 +15,7 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a device without migration refuses with
+    /// See [`ClientError`]. A device without migration refuses with
     /// [`Errno::NOTTY`](crate::Errno::NOTTY), and a server without this command with
     /// [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
     pub fn migration_flags(&self) -> Result<u64, ClientError> {
@@ -34,23 +34,23 @@ impl Client {
         })
     }
 
-    /// Changes the migration state, and waits for completion.
+    /// Changes the migration state, and waits until it is reached.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]. After a refusal, [`migration_state`](Self::migration_state) returns the
-    /// resulting state.
+    /// See [`ClientError`]. After a refusal, the device may be in any state;
+    /// [`migration_state`](Self::migration_state) returns it.
     pub fn set_migration_state(&self, state: MigrationState) -> Result<(), ClientError> {
         let data = DeviceState { state: state as u32, data_fd: u32::MAX };
         let index = feature_flags::SET | feature::MIG_DEVICE_STATE;
         self.feature(index, &[data.as_bytes()], |_| Ok(()))
     }
 
-    /// Reads the rest of the stream of a device in STOP_COPY.
+    /// Reads the rest of the stream. The device must be in STOP_COPY.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; more than [`MAX_STREAM`] bytes are a bad reply.
+    /// See [`ClientError`]. A stream of more than [`MAX_STREAM`] bytes is a bad reply.
     pub fn read_migration_stream(&self) -> Result<Vec<u8>, ClientError> {
         let (command, size) = (command::MIG_DATA_READ, self.piece());
         let ask = MigData { argsz: size.saturating_add(8), size };
@@ -72,7 +72,7 @@ impl Client {
         }
     }
 
-    /// Writes more of the stream of a device in RESUMING.
+    /// Writes the next part of the stream. The device must be in RESUMING.
     ///
     /// # Errors
     ///
@@ -88,8 +88,8 @@ impl Client {
         Ok(())
     }
 
-    /// Starts logging the pages that the device writes in these ranges, or everywhere if there are
-    /// none. Returns the page size of the log.
+    /// Starts logging the pages that the device writes, in these ranges, or everywhere if `ranges`
+    /// is empty. Returns the page size of the log.
     ///
     /// # Errors
     ///
@@ -113,13 +113,14 @@ impl Client {
         self.feature(feature_flags::SET | feature::DMA_LOGGING_STOP, &[], |_| Ok(()))
     }
 
-    /// Reads and clears the log: numbers of the pages of `page_size` bytes, counted from `iova`,
-    /// that were written since the previous call. The caller has to split a range whose bitmap is
-    /// longer than the server's `max_data_xfer_size`.
+    /// Reads and clears the log of a range. Returns the numbers of the pages that were written
+    /// since the previous call; pages have `page_size` bytes and are counted from `iova`. If the
+    /// bitmap of the range would exceed the server's `max_data_xfer_size`, the caller has to split
+    /// the range.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]. All pages must be considered written then.
+    /// See [`ClientError`]. After an error, the caller must consider all pages written.
     pub fn dirty_pages(
         &self,
         iova: u64,

@@ -2,17 +2,17 @@
 //!
 //! # Architecture
 //!
-//! A [`Client`] is a connection behind a lock. A request takes the lock, sends, waits for the reply
-//! and checks it; a posted write takes the lock and sends. That is sufficient because queues and
-//! doorbells are in shared memory: only the control plane uses messages, and doorbells of devices
-//! without shared ones.
+//! A [`Client`] is a connection and a lock. A request takes the lock, sends a message, waits for
+//! the reply and checks it. A posted write takes the lock and sends a message. One request at a
+//! time is sufficient, because queues and doorbells are in shared memory. Messages transfer only
+//! the operations of the control plane, and doorbell writes of devices without shared doorbells.
 //!
 //! # Failed requests
 //!
-//! A request that the server refuses fails with [`ClientError::Refused`], and the connection
-//! remains usable. Every other failure (a timeout, an invalid reply, a lost connection) ends the
-//! connection, because later replies could not be assigned to their requests: later requests fail
-//! at once with [`ClientError::Broken`].
+//! If the server refuses a request, the request fails with [`ClientError::Refused`], and the
+//! connection remains usable. Every other failure (a timeout, an invalid reply, a lost connection)
+//! ends the connection, because the client could no longer match later replies to their requests.
+//! Later requests then fail immediately with [`ClientError::Broken`].
 
 mod connection;
 mod error;
@@ -46,8 +46,8 @@ const MAX_DATA_XFER_SIZE: u32 = 1 << 20;
 /// Options of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Maximum time from sending a request to its reply; `None` waits forever. A reply that has
-    /// begun to arrive may take twice the time.
+    /// Maximum time from sending a request to its reply; `None` waits forever. If a part of the
+    /// reply has arrived, the client waits up to twice that time.
     pub timeout: Option<Duration>,
 }
 
@@ -79,7 +79,8 @@ pub struct Share<'a> {
     pub readable: bool,
     /// True if the device may write the range.
     pub writable: bool,
-    /// File of the memory; without a file, the device can access the range only by messages.
+    /// File that contains the memory. Without a file, the device can access the range only by
+    /// messages.
     pub fd: Option<BorrowedFd<'a>>,
     /// Offset of the range in the file, in bytes.
     pub fd_offset: u64,
@@ -88,18 +89,19 @@ pub struct Share<'a> {
 /// Connection to a server.
 #[derive(Debug)]
 pub struct Client {
-    /// A connection that a panic has left during a request is marked as broken.
+    /// Connection. If a panic interrupts a request, the connection is marked as broken.
     connection: Mutex<Connection>,
-    /// Socket of the connection, usable without the lock to watch for a hang-up.
+    /// Socket of the connection. A caller can watch it for a hang-up without taking the lock.
     socket: Arc<OwnedFd>,
     server: Capabilities,
 }
 
 impl Client {
-    /// Connects to the server at `path` (or at `cntrl` in it, if it is a directory), and negotiates
-    /// the version.
+    /// Connects to the server at `path` and negotiates the version. If `path` is a directory, the
+    /// socket is its entry `cntrl`.
     ///
-    /// If the server has another client, this waits for the end of that client until the timeout.
+    /// If another client is connected, the call waits until that client disconnects, at most for
+    /// the timeout.
     ///
     /// # Errors
     ///
@@ -123,7 +125,7 @@ impl Client {
             max_msg_fds: MAX_REPLY_FDS,
             max_data_xfer_size: MAX_DATA_XFER_SIZE.into(),
             write_multiple: true,
-            // A client has no migration capability.
+            // The migration capability belongs to servers only.
             ..Capabilities::default()
         };
         let version = wire::Version { major: wire::VERSION.0, minor: wire::VERSION.1 };
@@ -147,7 +149,7 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a device other than a PCI device is a bad reply.
+    /// See [`ClientError`]. If the device is not a PCI device, the reply is a bad reply.
     pub fn device_info(&self) -> Result<DeviceInfo, ClientError> {
         let size = wire_size::<wire::DeviceInfo>();
         let ask = wire::DeviceInfo { argsz: size, flags: 0, num_regions: 0, num_irqs: 0 };
@@ -168,8 +170,8 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a mappable area outside of the region or without a descriptor is a bad
-    /// reply.
+    /// See [`ClientError`]. If a mappable area exceeds the region or has no descriptor, the reply
+    /// is a bad reply.
     pub fn region_info(&self, index: u32) -> Result<ClientRegion, ClientError> {
         region::ask(&mut self.connection.lock(), index)
     }
@@ -178,7 +180,7 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a server without eventfds refuses with
+    /// See [`ClientError`]. A server without eventfds refuses with
     /// [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
     pub fn region_io_fds(&self, index: u32) -> Result<ClientIoFds, ClientError> {
         io_fds::ask(&mut self.connection.lock(), index)
@@ -252,12 +254,12 @@ impl Client {
         })
     }
 
-    /// Writes to a region without waiting. Later requests are handled after the write. An error of
-    /// the device is not reported.
+    /// Writes to a region without waiting for a reply. The server handles later requests after the
+    /// write. The client gets no error of the device.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]: the write was not sent.
+    /// See [`ClientError`]. The write was then not sent.
     pub fn region_write_posted(
         &self,
         region: u32,
@@ -268,12 +270,12 @@ impl Client {
         self.connection.lock().post(command::REGION_WRITE, &[access.as_bytes(), data])
     }
 
-    /// Writes several values in order, with one message if the server supports it. If `posted`,
-    /// does not wait.
+    /// Writes several values in order, with one message if the server supports that. If `posted`,
+    /// the client does not wait for a reply.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]. After a refusal, an unknown number of the writes was executed.
+    /// See [`ClientError`]. After a refusal, the number of executed writes is unknown.
     pub fn region_write_multi(
         &self,
         writes: &[ShortWrite<'_>],
@@ -340,7 +342,7 @@ impl Client {
         Ok(())
     }
 
-    /// Unmaps memory. When this returns, the device does not access the memory any more.
+    /// Unmaps memory. When the method returns, the device no longer accesses the memory.
     ///
     /// # Errors
     ///
@@ -367,8 +369,8 @@ impl Client {
         Ok(())
     }
 
-    /// Sets the eventfds of interrupts `start..start + eventfds.len()` of an index. Sends several
-    /// messages if the server's maximum of descriptors requires it.
+    /// Sets the eventfds of interrupts `start..start + eventfds.len()` of an index. The client
+    /// sends several messages if the eventfds exceed the server's maximum per message.
     ///
     /// # Errors
     ///
@@ -433,7 +435,7 @@ impl Client {
         self.set_irqs(flags, index, start, count, &[], &[])
     }
 
-    /// Masks, unmasks or raises the interrupts from `start` on whose flag in `chosen` is set.
+    /// Masks, unmasks or raises interrupts from `start` on: those whose flag in `chosen` is true.
     ///
     /// # Errors
     ///
@@ -498,8 +500,8 @@ impl Client {
 }
 
 impl AsFd for Client {
-    /// Socket, to watch for a hang-up of the server (`POLLHUP`) while no request is in flight.
-    /// Reading or writing it would break the connection.
+    /// Socket, which a caller may watch for a hang-up of the server (`POLLHUP`) while no request is
+    /// in flight. The caller must neither read from it nor write to it.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

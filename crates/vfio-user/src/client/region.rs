@@ -34,7 +34,7 @@ pub struct ClientRegion {
 pub struct MappableArea {
     /// Offset in the region, in bytes.
     pub offset: u64,
-    /// Length; never 0, and the area is inside of the region.
+    /// Length, never 0. The area does not exceed the region.
     pub len: u64,
     /// File to map.
     pub fd: Arc<PeerFd>,
@@ -42,7 +42,7 @@ pub struct MappableArea {
     pub fd_offset: u64,
 }
 
-/// Queries the region `index`, a second time if the reply does not fit.
+/// Queries the region `index`. If the reply does not fit, repeats the query with more space.
 pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientRegion, ClientError> {
     let mut argsz = FIRST_SIZE;
     loop {
@@ -62,7 +62,7 @@ pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientRegio
 
 enum Answer {
     Region(ClientRegion),
-    /// The reply needs this size.
+    /// The reply needs a buffer of this size.
     Needs(u32),
 }
 
@@ -79,7 +79,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
     if info.argsz > argsz {
         return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
             true => Ok(Answer::Needs(info.argsz)),
-            // More than allowed, or more than the first reply announced.
+            // The reply exceeds the maximum, or the size that the first reply announced.
             false => Err(format!("it needs {} bytes to describe a region", info.argsz)),
         };
     }
@@ -97,7 +97,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         _ => sparse_areas(reply.payload, info.cap_offset)?,
     };
     let areas = areas.unwrap_or_else(|| vec![Area { offset: 0, len: info.size }]);
-    // One descriptor for all areas, or one for each area.
+    // A server sends one descriptor for all areas, or one for each area.
     let each = fds.len() == areas.len();
     if areas.is_empty() || !(each || fds.len() == 1) {
         return Err(format!("{} areas came with {} descriptors", areas.len(), fds.len()));
@@ -118,12 +118,13 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
     Ok(Answer::Region(region))
 }
 
-/// Mappable areas; `None` if no capability restricts the mappable range.
+/// Mappable areas of a region. `None` if the reply has no capability for them, so that the whole
+/// region is mappable.
 fn sparse_areas(payload: &[u8], first: u32) -> Result<Option<Vec<Area>>, String> {
     let mut at = first;
     let mut least = wire_size::<wire::RegionInfo>();
     while at != 0 {
-        // Offsets must increase, otherwise the list could be endless.
+        // Offsets must increase. Otherwise the list could be a loop.
         if at < least {
             return Err(format!("a capability at {at} lies before {least}"));
         }

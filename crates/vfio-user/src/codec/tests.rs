@@ -14,7 +14,7 @@ fn message(id: u16, flags: u32, payload: &[u8]) -> Vec<u8> {
     out.bytes
 }
 
-/// Adds `bytes` as receives would, and the descriptors with the last one.
+/// Passes `bytes` to the decoder in several receives. The last receive has the descriptors.
 fn feed(decoder: &mut Decoder, mut bytes: &[u8], fds: Vec<OwnedFd>) {
     let mut fds = Some(fds);
     while !bytes.is_empty() {
@@ -81,8 +81,8 @@ fn descriptors_go_to_the_message_that_the_receive_ended_with() {
     let numbers = fd_numbers(&[one.try_clone().unwrap()]);
     assert!(!numbers.is_empty());
     let expected = [one.as_raw_fd(), two.as_raw_fd(), three.as_raw_fd()];
-    // One receive: two messages without descriptors, and the start of one with two. Then its rest,
-    // with a third descriptor.
+    // The first receive has two messages without descriptors, and the start of a message with two
+    // descriptors. The second receive has the rest of that message, with a third descriptor.
     let with = message(3, 0, b"payload");
     let mut stream = message(1, 0, b"x");
     stream.extend(message(2, 0, b"y"));
@@ -136,9 +136,9 @@ fn a_hoard_of_descriptors_is_an_error() {
     assert!(decoder.batches.is_empty(), "they are closed, not kept");
 }
 
-/// The first half of a message already brings the maximum number of descriptors. One receive
-/// brings its second half and the start of the next message, whose descriptors must not count for
-/// the first.
+/// The first half of a message has the maximum number of descriptors already. One receive returns
+/// its second half and the start of the next message. The descriptors of that receive belong to the
+/// next message, and must not count for the first one.
 #[test]
 fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
     let mut decoder = Decoder::new(4096);
@@ -151,7 +151,7 @@ fn descriptors_of_the_next_message_are_not_too_many_for_this_one() {
     assert!(decoder.decode().unwrap().is_none());
     feed(&mut decoder, &two[60..], many(1));
     assert_eq!(decoder.decode().unwrap().unwrap().fds.len(), 3);
-    // The limit applies to each message.
+    // The limit is per message: with one more descriptor, this message exceeds it.
     feed(&mut decoder, &one[..50], many(MAX_MESSAGE_FDS));
     assert!(decoder.decode().unwrap().is_none());
     feed(&mut decoder, &one[50..], many(1));
@@ -287,7 +287,7 @@ proptest! {
         let (mut fed, mut out) = (0, 0);
         for mut chunk in chunks {
             if small && chunk.len() >= 12 {
-                // Valid sizes and types become likely.
+                // Input with valid sizes and types becomes likely.
                 chunk[5..8].fill(0);
                 chunk[8] &= 0xf1;
             }

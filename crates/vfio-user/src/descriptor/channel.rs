@@ -9,8 +9,8 @@ use super::closer::{Closer, Stream};
 use super::inspector::{Descriptor, Inspector};
 use crate::socket::receive_some;
 
-/// Connected socket whose received descriptors are inspected, for protocols other than vfio-user.
-/// Closing it never blocks, whatever the peer has sent.
+/// Connected socket for other protocols than vfio-user. It inspects received descriptors. Closing
+/// it never blocks, whatever the peer has sent.
 #[derive(Debug)]
 pub struct Channel {
     socket: Stream,
@@ -18,7 +18,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Creates a channel on `socket`; descriptors that may block on close are left to `closer`.
+    /// Creates a channel on `socket`. `closer` closes the descriptors whose close may block.
     pub fn new(socket: OwnedFd, closer: Arc<Closer>) -> Self {
         Self {
             socket: Stream::new(socket, Arc::clone(&closer)),
@@ -26,12 +26,12 @@ impl Channel {
         }
     }
 
-    /// Receives bytes and the descriptors with them; 0 bytes mean the end of the stream.
+    /// Receives bytes and their descriptors. 0 bytes mean the end of the stream.
     ///
     /// # Errors
     ///
-    /// The error of the socket. `EMFILE` if descriptors were lost, because this process has too
-    /// many open files.
+    /// The error of the socket. `EMFILE` if descriptors were lost because this process has too many
+    /// open files.
     pub fn receive(&mut self, into: &mut [u8]) -> Result<(usize, Vec<Descriptor>), Errno> {
         let arrival = receive_some(self.socket.as_fd(), into, self.inspector.closer())?;
         let fds = self.inspector.inspect_files(arrival.fds);

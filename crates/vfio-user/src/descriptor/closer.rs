@@ -1,26 +1,25 @@
 //! Threads that close descriptors and mappings whose close may block.
 //!
-//! `close` frees the descriptor number at once, and then may wait for a user-space file system
-//! (FUSE's FLUSH). For memory and eventfds it waits only for the kernel, but a peer can make that
-//! slow: it frees the pages of a file without other users, a million file locks, or each epoll
-//! instance that contains the eventfd. So descriptors are closed on threads that are started on
-//! demand.
+//! `close` frees the descriptor number immediately, but then may wait for a user-space file system
+//! (FLUSH of FUSE). For memory and eventfds, it waits only for the kernel, but a peer can make that
+//! slow: the kernel may have to free all pages of a file, a million file locks, or the entries of
+//! many epoll instances for the eventfd. So separate threads close descriptors. They are started
+//! when needed.
 //!
 //! # Isolation
 //!
-//! Each served device has its own closer, so a peer cannot delay the closes of other devices. A
-//! closer has at most three threads, one per [`Lane`]: a file whose FUSE daemon never answers
-//! delays other foreign descriptors, but not the memory of the next client. (A thread for each
-//! descriptor would also work, but costs more than a descriptor.)
+//! Each served device has its own closer, so a peer cannot delay the closing of other devices'
+//! descriptors. A closer has at most three threads, one per [`Lane`]. If a FUSE daemon never
+//! replies, its files delay other foreign descriptors, but not the memory of the next client. (A
+//! thread per descriptor would also work, but costs more than a descriptor.)
 //!
 //! # Limits
 //!
-//! If more than [`MAX_FOREIGN`] foreign descriptors wait to be closed, the client is dropped, and
-//! the next client of the device has to wait until there are fewer. If more than [`MAX_CLOSING`]
-//! others wait, nothing is received from the client until there are fewer. So a client's
-//! descriptors never cost the process more than these limits and the descriptors of one more
-//! message. Mapped memory is limited by its address space, which is accounted until the memory is
-//! unmapped.
+//! If more than [`MAX_FOREIGN`] foreign descriptors wait to be closed, the client is disconnected,
+//! and the next client of the device is accepted only when fewer wait. If more than [`MAX_CLOSING`]
+//! other descriptors wait, nothing is received from the client until fewer wait. So a client never
+//! causes more open descriptors than these limits plus those of one message. The client's address
+//! space limits its mapped memory, which counts until it is unmapped.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -33,30 +32,31 @@ use parking_lot::{Condvar, Mutex};
 use rustix::net::{Shutdown, shutdown};
 use tracing::warn;
 
-/// Maximum number of foreign descriptors of a device's clients that may wait to be closed.
+/// Maximum number of descriptors with a possibly blocking close (foreign descriptors) that may wait
+/// to be closed, for all clients of a device.
 const MAX_FOREIGN: usize = 16;
 
 /// Maximum number of memory and eventfd descriptors that may wait to be closed.
 const MAX_CLOSING: usize = 64;
 
-/// Time without work after which a thread ends.
+/// Time after which a thread without work ends.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// Class of closes, by what they may wait for.
+/// Group of objects to close, by the reason for which their close may take long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lane {
     /// Descriptors whose close may block indefinitely.
     Foreign,
-    /// Descriptors of memory, and eventfds.
+    /// Descriptors of memory and eventfds, whose close waits only for the kernel.
     Known,
-    /// Mapped memory, and other objects whose drop takes long but ends.
+    /// Mapped memory, and other objects whose drop may take long but always ends.
     Memory,
 }
 
 /// Closes descriptors, and drops other objects whose drop may block, on its own threads.
 #[derive(Default)]
 pub struct Closer {
-    /// True if there are no threads: objects are closed by the caller.
+    /// True if the caller's thread closes the objects, and no other threads exist.
     at_once: bool,
     foreign: Mutex<Queue>,
     known: Mutex<Queue>,
@@ -71,7 +71,7 @@ struct Queue {
     at_work: bool,
     /// True while the thread closes an object.
     closing: bool,
-    /// Callback to run when the number is within the limit.
+    /// Callback for the time when the number of waiting objects is within the limit again.
     room: Option<Box<dyn FnOnce() + Send>>,
 }
 
@@ -82,12 +82,13 @@ impl Queue {
 }
 
 impl Closer {
-    /// Creates a closer with threads, or, if `at_once`, one that closes on the caller's thread.
+    /// Creates a closer with threads. If `at_once`, the closer has no threads, and closes on the
+    /// caller's thread.
     pub(crate) fn new(at_once: bool) -> Self {
         Self { at_once, ..Self::default() }
     }
 
-    /// Drops `what` on a thread. The drop may take long, but must end (mapped memory).
+    /// Drops `what` on another thread. The drop may take long, but must end, as for mapped memory.
     pub fn drop_later(self: &Arc<Self>, what: Box<dyn Any + Send>) {
         self.add(Lane::Memory, what);
     }
@@ -96,15 +97,16 @@ impl Closer {
         self.add(lane, Box::new(fd));
     }
 
-    /// True if too many foreign descriptors wait to be closed. The next client has to wait then.
+    /// True if too many foreign descriptors wait to be closed. The next client must then not be
+    /// accepted.
     pub fn is_overloaded(self: &Arc<Self>) -> bool {
         let mut queue = self.foreign.lock();
         self.start(Lane::Foreign, &mut queue);
         queue.count() > MAX_FOREIGN
     }
 
-    /// True if too many memory and eventfd descriptors wait to be closed: nothing may be received
-    /// until there are fewer. Then `room` is called, on another thread.
+    /// True if too many memory and eventfd descriptors wait to be closed. Nothing may then be
+    /// received. When fewer wait, `room` is called on another thread.
     pub(crate) fn is_full(self: &Arc<Self>, room: impl FnOnce() + Send + 'static) -> bool {
         let mut queue = self.known.lock();
         if queue.count() <= MAX_CLOSING {
@@ -143,7 +145,8 @@ impl Closer {
         let thread = std::thread::Builder::new().name("closer".into());
         match thread.spawn(move || closer.work(lane)) {
             Ok(_) => queue.at_work = true,
-            // The waiting objects count for the limits, and the next call tries again.
+            // The waiting objects count for the limits. The next call tries again to start a
+            // thread.
             Err(error) => warn!("no thread for closing a peer's descriptors: {error}"),
         }
     }
@@ -185,26 +188,27 @@ impl fmt::Debug for Closer {
     }
 }
 
-/// Connected socket. Closing a socket closes its unreceived data, which may contain descriptors: if
-/// there are unreceived data, a [`Closer`] closes the socket.
+/// Connected socket. Closing it also closes its unreceived data, which may contain descriptors. So
+/// if there are unreceived data, a [`Closer`] closes the socket.
 #[derive(Debug)]
 pub(crate) struct Stream {
-    /// `Some` until the drop.
+    /// The socket; `None` only during the drop.
     socket: Option<OwnedFd>,
     closer: Arc<Closer>,
-    /// True if another process serves the peer on the same socket: the drop must not shut it down.
+    /// True if another process serves the peer on the same socket. The drop must then not shut down
+    /// the connection.
     is_lent: bool,
 }
 
 impl Stream {
     pub(crate) fn new(socket: OwnedFd, closer: Arc<Closer>) -> Self {
-        // The kernel would discard out-of-band data during a receive, with their descriptors.
-        // Inline they are received like other data.
+        // The socket receives out-of-band data like other data. Otherwise the kernel would discard
+        // them during a receive, and close their descriptors on this thread.
         let _ = rustix::net::sockopt::set_socket_oobinline(&socket, true);
         Self { socket: Some(socket), closer, is_lent: false }
     }
 
-    /// Sets whether another process has the socket too, and serves the peer if this one does not.
+    /// Sets whether another process also has the socket, and serves the peer on it.
     pub(crate) fn set_lent(&mut self, is_lent: bool) {
         self.is_lent = is_lent;
     }
@@ -220,10 +224,12 @@ impl Drop for Stream {
     fn drop(&mut self) {
         let Some(socket) = self.socket.take() else { return };
         if self.is_lent {
-            // The other process may have ended: then this is the last descriptor of the socket.
+            // This may be the last descriptor of the socket, if the other process has ended. So the
+            // closer closes it.
             return self.closer.close(Lane::Foreign, socket);
         }
-        // No more data can arrive, and the peer sees the end before the socket is closed.
+        // After the shutdown, no more data can arrive. The peer sees the end before the socket is
+        // closed.
         let _ = shutdown(&socket, Shutdown::Both);
         match rustix::io::ioctl_fionread(&socket) {
             Ok(0) => drop(socket),

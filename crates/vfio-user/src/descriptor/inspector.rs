@@ -17,9 +17,9 @@ use crate::log_limit::LogLimit;
 pub enum Descriptor {
     /// An eventfd.
     Event(PeerFd),
-    /// Memory, or a file on a local disk: accesses cannot block indefinitely.
+    /// Memory, or a file on a local disk. Accesses to it cannot block indefinitely.
     Memory(PeerFd),
-    /// Any other descriptor; it was passed to the closer.
+    /// Any other descriptor. The closer has already received it.
     Foreign,
 }
 
@@ -55,7 +55,8 @@ impl Descriptor {
     }
 }
 
-/// Maximum number of descriptors inspected per receive. More in a message end the connection.
+/// Maximum number of descriptors that are inspected per receive. A message with more ends the
+/// connection.
 const LOOKED_AT: usize = 32;
 
 /// Inspector of the descriptors of one peer.
@@ -74,15 +75,16 @@ impl Inspector {
         &self.closer
     }
 
-    /// Inspects descriptors of one receive. At most one may be a file on a disk; others are
-    /// foreign.
+    /// Inspects the descriptors of one receive. At most one of them may be a file on a disk;
+    /// further files are classified as foreign.
     pub(crate) fn inspect(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
-        // The search for a mount is slow if there are thousands, and no request has two files.
+        // One file is enough, because no request has two. Looking up the mount of a file is slow if
+        // there are thousands of mounts.
         self.look_at(fds, false)
     }
 
-    /// Inspects descriptors of one receive, any number of which may be files on disks. For threads
-    /// that serve only one peer.
+    /// Inspects the descriptors of one receive. Any number of them may be files on disks. Only for
+    /// threads that serve a single peer, because the inspection may be slow.
     pub(super) fn inspect_files(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
         self.look_at(fds, true)
     }

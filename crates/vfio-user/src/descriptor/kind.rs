@@ -13,8 +13,8 @@ pub(super) enum Kind {
     Memory,
 }
 
-/// File systems in memory or on local disks: no network, no user-space daemon, and no layers above
-/// other file systems.
+/// File systems that keep their data in memory or on local disks. Not in the list: network file
+/// systems, file systems with a user-space daemon, and layers above other file systems.
 const LOCAL: [&str; 12] = [
     "tmpfs",
     "devtmpfs",
@@ -33,10 +33,10 @@ const LOCAL: [&str; 12] = [
 /// Maximum length of a line in `fdinfo` and `mountinfo`, in bytes.
 const LONGEST: u64 = 64 * 1024;
 
-/// Type of `fd`, or a description of an unusable descriptor. Looks up the mount of a file if
-/// `may_search` is true, and clears it.
+/// Type of `fd`. The error describes an unusable descriptor. If `may_search` is true, the mount of
+/// a file is looked up, and `may_search` is cleared.
 pub(super) fn kind(fd: BorrowedFd<'_>, may_search: &mut bool) -> Result<Kind, String> {
-    // Only memory files have seals, and the kernel reads them without calling a file system.
+    // Only memory files have seals, and the kernel returns them without calling a file system.
     if rustix::fs::fcntl_get_seals(fd).is_ok() {
         return Ok(Kind::Memory);
     }
@@ -47,8 +47,9 @@ pub(super) fn kind(fd: BorrowedFd<'_>, may_search: &mut bool) -> Result<Kind, St
     if link == "anon_inode:[eventfd]" {
         return Ok(Kind::Event);
     }
-    // Only files are looked up in `fdinfo`: for other types it may block (an epoll instance's takes
-    // a lock, under which a peer may wait for its FUSE daemon).
+    // Only files are looked up in `fdinfo`, because a read of it may block for other types. For an
+    // epoll instance, for example, it takes a lock that a peer may hold while it waits for its FUSE
+    // daemon.
     if !link.starts_with('/') || !has_size(fd) {
         return Err(format!("a descriptor of {link:?}"));
     }
@@ -76,7 +77,7 @@ fn mount_of(info: impl Read) -> Option<u64> {
 
 /// File system type of `mount` in `mountinfo`.
 fn type_of(mount: u64, mut mounts: impl BufRead) -> Option<String> {
-    // "36 35 98:0 /root /mount/point options optional... - type source options"
+    // Line format: "36 35 98:0 /root /mount/point options optional... - type source options"
     let mut line = Vec::new();
     loop {
         line.clear();
@@ -86,7 +87,7 @@ fn type_of(mount: u64, mut mounts: impl BufRead) -> Option<String> {
         let text = String::from_utf8_lossy(&line);
         let (id, rest) = text.split_once(' ')?;
         if id.parse() == Ok(mount) {
-            // Blanks in names are escaped, so the first separate dash is the separator.
+            // Blanks in names are escaped, so the first dash between blanks is the separator.
             let (_, rest) = rest.split_once(" - ")?;
             return rest.split_whitespace().next().map(str::to_owned);
         }
@@ -108,7 +109,8 @@ mod tests {
         open(path, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o600)).unwrap()
     }
 
-    /// False in a plain chroot (build daemons), whose files are on a mount above the root.
+    /// False in a plain chroot (build daemons), because its files are on a mount that is outside
+    /// the chroot.
     fn is_visible(file: &File) -> bool {
         let info = format!("/proc/self/fdinfo/{}", file.as_raw_fd());
         let mount = mount_of(File::open(info).unwrap()).unwrap();
@@ -125,7 +127,7 @@ mod tests {
         }
         let flags = rustix::event::EventfdFlags::empty();
         assert_eq!(kind_of(rustix::event::eventfd(0, flags).unwrap()), Ok(Kind::Event));
-        // A plain chroot may have an ordinary directory of this name.
+        // In a plain chroot, this may be an ordinary directory on a disk.
         if let Ok(file) = tempfile::NamedTempFile::new_in("/dev/shm")
             && is_visible(file.as_file())
         {

@@ -1,13 +1,12 @@
-//! Classification of received descriptors, without calls that may block.
+//! Classification of received descriptors, with system calls that never block.
 //!
-//! A peer can serve its own file system (FUSE), or use a slow one. A descriptor of such a file
-//! makes most system calls depend on a daemon that may never answer: accesses to a mapping,
-//! `fstat`, and `close` itself. A blocked call would block the thread, and with it all other peers
-//! of that thread.
+//! A peer can serve its own file system (FUSE), or use a slow one. For a descriptor of such a file,
+//! most system calls depend on a daemon that may never reply: accesses to a mapping, `fstat`, and
+//! even `close`. A blocked call would block the thread and all other peers that it serves.
 //!
-//! Therefore each descriptor is inspected when it is received, only with calls that the kernel
-//! answers itself: `F_GET_SEALS`, `FIOQSIZE`, and the links and tables of `/proc/self`. Accepted
-//! are:
+//! Therefore each descriptor is inspected on receipt, and only with calls that the kernel handles
+//! without a file system: `F_GET_SEALS`, `FIOQSIZE`, and the links and tables of `/proc/self`.
+//! These descriptors are accepted:
 //!
 //! | descriptor | criterion |
 //! |---|---|
@@ -15,14 +14,16 @@
 //! | eventfd | link in `/proc/self/fd` |
 //! | file on a local disk | regular file on a mount of a known type, visible to this process |
 //!
-//! A received descriptor is immediately wrapped in a [`PeerFd`], which never closes it on the
-//! dropping thread. (Closing an accepted descriptor may take long, too: see [`Closer`].)
+//! A received descriptor is immediately wrapped in a [`PeerFd`], and the thread that drops a
+//! [`PeerFd`] does not close it. The [`Closer`] closes accepted descriptors too, because their
+//! close may take long.
 //!
-//! Every other descriptor is [`Descriptor::Foreign`] and closed by the [`Closer`]: sockets (which
-//! may contain descriptors themselves), pipes, devices, epoll, io_uring and userfaultfd instances,
-//! DMA buffers, secret memory, a guest's private memory, and files of FUSE, network file systems,
-//! overlays (whose layers may be such files) and mounts of other namespaces. Without `/proc` only
-//! memory is accepted, so interrupts cannot be set up.
+//! Every other descriptor is [`Descriptor::Foreign`], and the [`Closer`] closes it. Such
+//! descriptors are: sockets (which may contain descriptors themselves), pipes, devices, epoll,
+//! io_uring and userfaultfd instances, DMA buffers, secret memory, a guest's private memory, and
+//! files of FUSE, of network file systems, of overlays (whose layers may be such files) and of
+//! mounts in other namespaces. Without `/proc`, only memory is accepted, so interrupts cannot be
+//! set up.
 
 mod channel;
 mod closer;

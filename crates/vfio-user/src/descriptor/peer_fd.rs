@@ -1,4 +1,4 @@
-//! Owner of a received descriptor.
+//! Owner of a descriptor that was received from a peer.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -6,20 +6,20 @@ use std::sync::Arc;
 
 use super::closer::{Closer, Lane};
 
-/// Descriptor that a peer has sent. Dropping it never blocks: a [`Closer`] closes it.
+/// Descriptor that a peer has sent. Dropping it never blocks, because a [`Closer`] closes it.
 ///
-/// The `OwnedFd` in it is not accessible, so it cannot be closed elsewhere by mistake. Users that
-/// outlive the owner share it (`Arc<PeerFd>`).
+/// The `OwnedFd` inside is private, so that no other code closes it by mistake. An object that
+/// needs the descriptor for longer shares it (`Arc<PeerFd>`).
 pub struct PeerFd {
-    /// `Some` until the drop.
+    /// The descriptor; `None` only during the drop.
     fd: Option<OwnedFd>,
     closer: Arc<Closer>,
     lane: Lane,
 }
 
 impl PeerFd {
-    /// Wraps a descriptor immediately after it was received. (Descriptors that this crate receives
-    /// are wrapped already.)
+    /// Wraps a descriptor. A program that receives descriptors itself must call this immediately
+    /// after the receipt. Descriptors that this crate receives are already wrapped.
     #[must_use]
     pub fn new(fd: OwnedFd, closer: &Arc<Closer>) -> Self {
         Self { fd: Some(fd), closer: Arc::clone(closer), lane: Lane::Foreign }
@@ -32,13 +32,13 @@ impl PeerFd {
         Self::new(fd, closer).known()
     }
 
-    /// Marks the descriptor as memory or an eventfd: closing it waits only for the kernel.
+    /// Marks the descriptor as memory or an eventfd, whose close waits only for the kernel.
     pub(super) fn known(mut self) -> Self {
         self.lane = Lane::Known;
         self
     }
 
-    /// Closer of the descriptor, usable for objects that were made from it.
+    /// Closer of the descriptor. It may also close objects that were created from the descriptor.
     #[must_use]
     pub fn closer(&self) -> &Arc<Closer> {
         &self.closer

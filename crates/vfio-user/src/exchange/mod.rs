@@ -1,10 +1,10 @@
-//! Sending of a reply and removal of its request from the socket, in one system call.
+//! Exchange: sends a reply and removes its request from the socket, in one system call.
 //!
-//! With checkpoints, a message stays in the socket until it is executed. Then the reply is sent,
-//! and the message is removed. If the process were killed between the two, the next process could
-//! not find out which has happened, and would send the reply twice or never. So one system call
-//! does both: io_uring executes submitted operations that do not block before the call returns, and
-//! a kill does not interrupt that.
+//! If checkpoints are on, a message stays in the socket until it is executed. Then the reply is
+//! sent and the message is removed. If the process were killed between the two steps, the next
+//! process would not know which steps were done, and would send the reply twice or never. So one
+//! system call does both. io_uring executes submitted operations that do not block before the call
+//! returns, and a kill does not interrupt them.
 
 mod sys;
 
@@ -19,7 +19,7 @@ use crate::descriptor::{Closer, PeerFd};
 #[derive(Debug)]
 pub(crate) struct Exchange {
     ring: sys::Ring,
-    /// Buffer for the removed bytes, which are not used.
+    /// Buffer for the removed bytes, whose contents are not used.
     scratch: Vec<u8>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Exchanged {
     pub(crate) sent: Result<usize, Errno>,
     /// Number of removed bytes.
     pub(crate) taken: Result<usize, Errno>,
-    /// Second copies of the descriptors of the removed bytes.
+    /// Duplicates of the descriptors that belong to the removed bytes.
     pub(crate) fds: Vec<PeerFd>,
 }
 
@@ -45,7 +45,8 @@ impl Exchange {
     }
 
     /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received
-    /// bytes, which must be in the socket. `None` if the kernel lacked memory: neither was done.
+    /// bytes, which must be in the socket. Returns `None`, and does neither, if the kernel has no
+    /// memory.
     pub(crate) fn answer_and_take<'a>(
         &mut self,
         socket: BorrowedFd<'_>,

@@ -17,11 +17,13 @@ const TAKE: u64 = 2;
 
 /// Size of a control message header.
 const HEAD: usize = size_of::<libc::cmsghdr>();
-/// Size of a control buffer for the kernel's maximum of descriptors, in words, so it is aligned.
+/// Size of a control buffer for the kernel's maximum number of descriptors. The unit is a word, for
+/// alignment.
 const WORDS: usize = (HEAD + SCM_MAX_FD * size_of::<i32>()).div_ceil(size_of::<u64>());
 
 pub(super) struct Ring {
-    /// `None` after a failed submit: the prepared operations must not be submitted later.
+    /// The ring; `None` after a failed submit, because the prepared operations must not be
+    /// submitted later.
     uring: Option<IoUring>,
 }
 
@@ -42,7 +44,8 @@ impl Ring {
         Ok(Self { uring: Some(IoUring::new(2)?) })
     }
 
-    /// Sends and receives without blocking, in one system call. `None` if it was not submitted.
+    /// Sends and receives without blocking, in one system call. Returns `None` if the kernel did
+    /// not accept both operations.
     pub(super) fn both(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -53,7 +56,7 @@ impl Ring {
         let mut rights = [0; WORDS];
         let rights_len = put_rights(&mut rights, fds)?;
         let mut reply = [libc::iovec {
-            // Only read by the kernel.
+            // The kernel only reads from this buffer.
             iov_base: reply.as_ptr().cast_mut().cast(),
             iov_len: reply.len(),
         }];
@@ -70,8 +73,9 @@ impl Ring {
         let entries = [send.user_data(SEND), taking.user_data(TAKE)];
         let uring = self.uring.as_mut()?;
         // SAFETY: the headers and their buffers live until this call ends, and no operation uses
-        // them later: operations that do not wait (MSG_DONTWAIT) have completed when the submit
-        // returns, which is checked below; operations that were not submitted end with the ring.
+        // them later. Operations that do not wait (MSG_DONTWAIT) have completed when the submit
+        // returns, which is checked below. Operations that were not submitted are discarded with
+        // the ring.
         if unsafe { uring.submission().push_multiple(&entries) }.is_err() {
             self.uring = None;
             return None;
@@ -96,7 +100,8 @@ impl Ring {
                 }
             }
             if usize::from(sent.is_some()) + usize::from(taken.is_some()) + missing < 2 {
-                // Never needed, see above. But the buffers must not be freed while in use.
+                // By the SAFETY comment above, this never happens. If it does, the buffers must
+                // stay allocated until the operations have completed.
                 let _ = uring.submit_and_wait(1);
             }
         }
@@ -118,7 +123,7 @@ fn header(
     control: &mut [u64; WORDS],
     control_len: usize,
 ) -> libc::msghdr {
-    // SAFETY: an all-zero `msghdr` is valid and refers to nothing.
+    // SAFETY: an all-zero `msghdr` is valid and has no pointers.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = bytes.as_mut_ptr();
     header.msg_iovlen = bytes.len();
@@ -129,7 +134,8 @@ fn header(
     header
 }
 
-/// Adds `fds` to the control buffer (`SCM_RIGHTS`). Returns its length; `None` if they do not fit.
+/// Adds `fds` to the control buffer (`SCM_RIGHTS`). Returns the length of the control data, or
+/// `None` if the descriptors do not fit.
 fn put_rights(control: &mut [u64; WORDS], fds: &[BorrowedFd<'_>]) -> Option<usize> {
     if fds.is_empty() {
         return Some(0);
@@ -160,7 +166,8 @@ fn take_rights(control: &[u64; WORDS], len: usize) -> Vec<OwnedFd> {
         let Some(body) = rest.get(HEAD..size) else { break };
         if kind == [libc::SOL_SOCKET.to_ne_bytes(), libc::SCM_RIGHTS.to_ne_bytes()].as_flattened() {
             for fd in body.as_chunks().0 {
-                // SAFETY: the kernel has opened it for this process, and reports it once.
+                // SAFETY: the kernel has opened the descriptor for this process, and reports it
+                // only here.
                 fds.push(unsafe { OwnedFd::from_raw_fd(i32::from_ne_bytes(*fd)) });
             }
         }

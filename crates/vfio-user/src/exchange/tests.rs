@@ -20,7 +20,7 @@ fn answer(
     exchange.answer_and_take(ours.as_fd(), reply, fds.iter(), len, &Arc::default()).unwrap()
 }
 
-/// Received bytes, and the number of descriptors.
+/// Reads from the socket. Returns the received bytes, and the number of descriptors.
 fn read(socket: &UnixStream) -> (Vec<u8>, usize) {
     let mut bytes = vec![0; 1 << 20];
     match receive_some(socket.as_fd(), &mut bytes, &Arc::default()) {

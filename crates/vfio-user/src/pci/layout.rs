@@ -30,9 +30,9 @@ pub(super) mod command {
     pub(in super::super) const INTX_DISABLE: u16 = 1 << 10;
 }
 
-/// Status: an interrupt is pending at the pin (7.5.1.1.4).
+/// Bit Interrupt Status of the status register: an interrupt is pending at the pin (7.5.1.1.4).
 pub(super) const INTERRUPT_STATUS: u16 = 1 << 3;
-/// Status: a capability list is present.
+/// Bit Capabilities List of the status register: a capability list is present.
 const CAPABILITIES_LIST: u16 = 1 << 4;
 
 /// Power Management (7.5.2).
@@ -41,7 +41,7 @@ pub(super) mod pm_cap {
     pub(in super::super) const ID: u8 = 0x01;
     pub(in super::super) const CAPABILITIES: usize = AT + 2;
     pub(in super::super) const CONTROL: usize = AT + 4;
-    /// Version 3; no D1, D2 or power management events.
+    /// Version 3, without the states D1 and D2 and without power management events.
     pub(in super::super) const VERSION: u16 = 3;
     pub(in super::super) const POWER_STATE: u16 = 0b11;
     pub(in super::super) const NO_SOFT_RESET: u16 = 1 << 3;
@@ -74,33 +74,34 @@ pub(super) mod pcie_cap {
     pub(in super::super) const LINK_CONTROL_2: usize = AT + 0x30;
     /// Version 2, endpoint, no slot, interrupt message 0.
     pub(in super::super) const VERSION_ENDPOINT: u16 = 2;
-    /// Payloads of 512 bytes.
+    /// Maximum payload size of 512 bytes.
     pub(in super::super) const MAX_PAYLOAD_512: u32 = 2;
     pub(in super::super) const EXTENDED_TAG: u32 = 1 << 5;
     pub(in super::super) const ROLE_BASED_ERRORS: u32 = 1 << 15;
     pub(in super::super) const FLR_CAPABLE: u32 = 1 << 28;
     pub(in super::super) const INITIATE_FLR: u16 = 1 << 15;
-    /// Error enables, relaxed ordering, payload size, extended tags, no snoop, request size, and
-    /// Initiate Function Level Reset. Phantom functions and auxiliary power are not writable.
+    /// Writable bits: error enables, relaxed ordering, payload size, extended tags, no snoop,
+    /// request size, and Initiate Function Level Reset. Phantom functions and auxiliary power are
+    /// not writable.
     pub(in super::super) const DEVICE_CONTROL_BITS: u16 = 0xf9ff;
-    /// After power-on: relaxed ordering, no snoop, requests of 512 bytes.
+    /// Power-on value: relaxed ordering, no snoop, requests of 512 bytes.
     pub(in super::super) const DEVICE_CONTROL_DEFAULT: u16 = 1 << 4 | 1 << 11 | 0b010 << 12;
     /// 8 GT/s and four lanes, like a typical SSD.
     pub(in super::super) const SPEED_AND_WIDTH: u16 = 3 | 4 << 4;
-    /// ASPM control, read completion boundary, common clock, extended synch.
+    /// Writable bits: ASPM control, read completion boundary, common clock, extended synch.
     pub(in super::super) const LINK_CONTROL_BITS: u16 = 0b11 | 1 << 3 | 1 << 6 | 1 << 7;
-    /// Completion timeouts can be disabled.
+    /// Support for disabling completion timeouts.
     pub(in super::super) const TIMEOUT_DISABLE: u16 = 1 << 4;
-    /// 2.5, 5 and 8 GT/s.
+    /// Supported speeds: 2.5, 5 and 8 GT/s.
     pub(in super::super) const SPEEDS: u32 = 0b111 << 1;
-    /// Target link speed.
+    /// Target link speed: 8 GT/s.
     pub(in super::super) const TARGET_SPEED: u16 = 3;
 }
 
 /// Device Serial Number (7.9.3): identifier 3, version 1, last in its list.
 const SERIAL_NUMBER: u32 = 0x0003 | 1 << 16;
 
-/// Base address register: memory, anywhere in 64 bits (7.5.1.2.1).
+/// Base address register of 64-bit memory (7.5.1.2.1).
 const BAR_MEMORY_64: u32 = 0b100;
 const BAR_PREFETCHABLE: u32 = 1 << 3;
 
@@ -145,9 +146,9 @@ pub struct Bar {
 pub struct Msix {
     /// Number of vectors: 1 to 2048.
     pub vectors: u16,
-    /// Table: base address register, and offset in its region, a multiple of 8.
+    /// Table: base address register, and offset in its region (a multiple of 8).
     pub table: (u8, u32),
-    /// Pending bits: base address register, and offset in its region, a multiple of 8.
+    /// Pending bits: base address register, and offset in its region (a multiple of 8).
     pub pba: (u8, u32),
 }
 
@@ -157,7 +158,7 @@ impl Msix {
         u64::from(self.vectors) * 16
     }
 
-    /// Size of the pending bits in bytes, in whole quadwords.
+    /// Size of the pending bits in bytes, rounded up to quadwords.
     pub fn pba_len(&self) -> u64 {
         u64::from(self.vectors).div_ceil(64) * 8
     }
@@ -167,7 +168,7 @@ impl Msix {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FunctionError {
-    /// A base address register has an index that 64-bit registers cannot have, or is a duplicate.
+    /// A base address register has an invalid index for a 64-bit register, or a duplicate index.
     #[error("base address register {0} is not 0, 2 or 4, or is a duplicate")]
     BarIndex(u8),
     /// A base address register has an invalid size.
@@ -253,7 +254,7 @@ impl Builder {
             let at = offset::BAR0 + 4 * usize::from(bar.index);
             let kind = BAR_MEMORY_64 | if bar.prefetchable { BAR_PREFETCHABLE } else { 0 };
             self.u32(at, kind, 0);
-            // Bits below the size read as 0, which is how software detects the size.
+            // Bits below the size read as 0. Software detects the size by this.
             let address = !(bar.size - 1);
             self.put(at, &u64::from(kind).to_le_bytes(), &address.to_le_bytes());
         }
@@ -295,7 +296,8 @@ impl Builder {
         self.u32(pcie_cap::LINK_CAPABILITIES_2, pcie_cap::SPEEDS, 0);
         self.u16(pcie_cap::LINK_CONTROL_2, pcie_cap::TARGET_SPEED, 0xf);
 
-        // Zero is an empty list of extended capabilities (7.6.3).
+        // Without the serial number, the register is zero, which means an empty list of extended
+        // capabilities (7.6.3).
         if let Some(serial) = function.serial {
             self.u32(offset::EXTENDED, SERIAL_NUMBER, 0);
             self.put(offset::EXTENDED + 4, &serial.to_le_bytes(), &[0; 8]);

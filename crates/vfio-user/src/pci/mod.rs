@@ -1,21 +1,21 @@
-//! The configuration space of a PCI Express endpoint function with one type 0 header.
+//! Configuration space of a PCI Express endpoint function with one type 0 header.
 //!
 //! # Architecture
 //!
-//! [`ConfigSpace`] is 4096 bytes and a mask of the bits that a write can change. Most registers
-//! need no more: software detects the size of a base address register, because the bits below the
-//! size are not writable. Registers with side effects are found by comparing before and after a
-//! write, and reported in [`Effects`].
+//! [`ConfigSpace`] consists of 4096 bytes, and a mask of the bits that a write can change. Most
+//! registers need no more. For example, the bits of a base address register below its size are not
+//! writable, and software detects the size by this. For registers with side effects, a write
+//! compares the values before and after it, and reports changes in [`Effects`].
 //!
-//! The capabilities, in list order: Power Management (D0 and D3hot), MSI-X, PCI Express (endpoint,
-//! function level reset). The extended space has a Device Serial Number if one is given, and
-//! otherwise an empty list.
+//! The capabilities in list order are Power Management (D0 and D3hot), MSI-X, and PCI Express
+//! (endpoint, function level reset). The extended space has a Device Serial Number if a number is
+//! given, and otherwise an empty list.
 //!
 //! # Not implemented
 //!
-//! I/O space, 32-bit base address registers, expansion ROM, MSI (replaced by MSI-X), power
-//! management events, error reporting, slots and bridges. A VMM between this device and the guest
-//! emulates and shows such registers itself.
+//! I/O space, 32-bit base address registers, expansion ROM, MSI (MSI-X is present instead), power
+//! management events, error reporting, slots and bridges. If a guest needs such registers, its VMM
+//! emulates them.
 
 mod layout;
 mod msix;
@@ -31,7 +31,7 @@ use layout::{msix_cap, offset, pcie_cap, pm_cap};
 pub struct Command {
     /// The function responds to memory accesses.
     pub memory: bool,
-    /// The function may access memory and send interrupt messages.
+    /// The function may access host memory and send interrupt messages.
     pub bus_master: bool,
     /// The function must not assert its interrupt pin.
     pub intx_disabled: bool,
@@ -40,7 +40,7 @@ pub struct Command {
 /// MSI-X Message Control (PCI Express Base Specification, 7.7.2.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MsixControl {
-    /// Interrupts are messages, and the pin is not used.
+    /// The function sends interrupts as messages, and does not use the pin.
     pub enabled: bool,
     /// All vectors are masked, independently of the table.
     pub masked: bool,
@@ -52,11 +52,12 @@ pub enum Power {
     /// Full operation.
     #[default]
     D0,
-    /// Only the configuration space is accessible. State is retained: No_Soft_Reset is set.
+    /// Only the configuration space is accessible. The function keeps its state, because
+    /// No_Soft_Reset is set.
     D3Hot,
 }
 
-/// Registers with side effects that a write has changed. `None` and `false` mean unchanged.
+/// Changes of registers with side effects by one write. `None` and `false` mean unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Effects {
     /// New command register.
@@ -68,8 +69,8 @@ pub struct Effects {
     /// A base address register was changed.
     pub bars: bool,
     /// Initiate Function Level Reset was written (PCI Express Base Specification, 6.6.2). The
-    /// configuration space is already reset, as the other members show; the caller has to reset the
-    /// rest of the function.
+    /// configuration space is already reset, and the other members contain its changes. The caller
+    /// has to reset the rest of the function.
     pub function_level_reset: bool,
 }
 
@@ -119,7 +120,8 @@ impl ConfigSpace {
         for ((byte, mask), new) in bytes.iter_mut().zip(masks).zip(data) {
             *byte = *byte & !mask | new & mask;
         }
-        // D1 and D2 are not supported: writing them has no effect (7.5.2.2, PowerState).
+        // Writing D1 or D2 has no effect, because these states are not supported (7.5.2.2,
+        // PowerState).
         if matches!(self.u16(pm_cap::CONTROL) & pm_cap::POWER_STATE, 1 | 2) {
             self.set_u16(pm_cap::CONTROL, old_power);
         }
@@ -153,7 +155,7 @@ impl ConfigSpace {
         }
     }
 
-    /// MSI-X Message Control; all bits off without the capability.
+    /// MSI-X Message Control. Without the capability, all bits are off.
     pub fn msix(&self) -> MsixControl {
         if !self.has_msix {
             return MsixControl::default();
@@ -190,12 +192,12 @@ impl ConfigSpace {
         self.set_u16(offset::STATUS, status | bit);
     }
 
-    /// All registers, for a later [`restore`](Self::restore).
+    /// Values of all registers, for a later [`restore`](Self::restore).
     pub fn bytes(&self) -> &[u8; CONFIG_SIZE] {
         &self.bytes
     }
 
-    /// Sets the writable bits to their values in `bytes`; read-only bits are unchanged.
+    /// Sets the writable bits to their values in `bytes`. Read-only bits stay unchanged.
     pub fn restore(&mut self, bytes: &[u8; CONFIG_SIZE]) {
         for ((byte, mask), new) in self.bytes.iter_mut().zip(self.writable.iter()).zip(bytes) {
             *byte = *byte & !mask | new & mask;

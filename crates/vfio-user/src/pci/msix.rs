@@ -1,7 +1,8 @@
-//! MSI-X table and pending bits, as a client accesses them in a region.
+//! MSI-X table and pending bits, which a client accesses in a region.
 //!
-//! A VMM has its own table, which determines the interrupts, and gets interrupts through eventfds.
-//! This table only returns what was written, and masks all vectors after a reset.
+//! A VMM has its own MSI-X table for the guest, and receives interrupts through eventfds. This
+//! table does not affect interrupts: it stores what was written. After a reset, all vectors in it
+//! are masked.
 
 use crate::Errno;
 
@@ -13,7 +14,7 @@ const ENTRY: usize = 16;
 const WRITABLE: [u8; ENTRY] =
     [0xfc, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 0, 0, 0];
 
-/// Vector Control: mask bit.
+/// Mask bit of Vector Control.
 const MASKED: u8 = 1;
 
 /// MSI-X table and pending bits of a function.
@@ -47,8 +48,8 @@ impl MsixTable {
         (&self.table, &self.pending)
     }
 
-    /// Restores table and pending bits. Returns false, without effect, if the number of vectors
-    /// differs.
+    /// Restores table and pending bits. Returns false, and changes nothing, if the number of
+    /// vectors differs.
     #[must_use]
     pub fn restore(&mut self, table: &[u8], pending: &[u8]) -> bool {
         let fits = table.len() == self.table.len() && pending.len() == self.pending.len();
@@ -84,7 +85,7 @@ impl MsixTable {
         Ok(())
     }
 
-    /// Reads the pending bits. Writes to them have to be ignored by the caller.
+    /// Reads the pending bits. They are read-only, so the caller has to ignore writes to them.
     ///
     /// # Errors
     ///

@@ -105,7 +105,7 @@ fn a_base_address_register_tells_its_size_and_keeps_its_address() {
     assert_eq!(read(&space, 0x10), 0xffff_ffff_ffff_c004u64.to_le_bytes());
     space.write(0x20, &[0xff; 8]).unwrap();
     assert_eq!(read(&space, 0x20), 0xffff_ffff_ffff_800cu64.to_le_bytes());
-    // An absent pair reads as 0 after any write.
+    // An absent register pair reads as 0, whatever was written to it.
     assert_eq!(space.write(0x18, &[0xff; 8]).unwrap(), Effects::default());
     assert_eq!(read(&space, 0x18), [0; 8]);
 
@@ -134,11 +134,11 @@ fn the_command_register_takes_what_it_has_in_any_size() {
     let all = Command { memory: true, bus_master: true, intx_disabled: true };
     assert_eq!(effects, Effects { command: Some(all), ..Effects::default() });
     assert_eq!(read(&space, 4), 0x0546u16.to_le_bytes());
-    // The status register in the upper half has no writable bits.
+    // The status register, which is the upper half, has no writable bits.
     assert_eq!(read(&space, 6), 0x0010u16.to_le_bytes());
     assert_eq!(space.write(4, &[0xff; 4]).unwrap(), Effects::default());
     assert_eq!(read(&space, 6), 0x0010u16.to_le_bytes());
-    // One byte.
+    // A write of one byte changes only half of the register.
     let effects = space.write(4, &[0x02]).unwrap();
     assert_eq!(
         effects.command,

@@ -1,58 +1,60 @@
-//! Attached client, whose socket a second thread may poll beside the reactor.
+//! Attached client, whose socket a second thread may poll in addition to the reactor.
 //!
 //! # Purpose
 //!
-//! A guest that wakes a sleeping queue writes a doorbell, which arrives as a message. If only the
-//! reactor polled the socket, each such write would wake two threads one after the other: the
-//! reactor to read the message, and the thread of the queue. Therefore a device can take the
-//! [`SharedSocket`] of a connection and pass it to that second thread, which reads the message
-//! itself.
+//! If a guest writes the doorbell of a sleeping queue, the write arrives as a message. If only the
+//! reactor polled the socket, the write would wake two threads one after the other: the reactor,
+//! which reads the message, and the queue's I/O thread. Therefore a device can request the
+//! [`SharedSocket`] of a connection and pass it to the I/O thread, here called the second thread,
+//! which then reads the message itself.
 //!
 //! # Wake-up
 //!
-//! Both threads have the socket in their epoll instances, with `EPOLLEXCLUSIVE`, the second
-//! thread's first. The kernel wakes the first instance in this order that has a sleeping thread:
+//! Both threads have the socket in their epoll instances, with `EPOLLEXCLUSIVE`. The second
+//! thread's instance was added first. The kernel wakes a sleeping thread of the first instance that
+//! has one:
 //!
-//! * if the second thread sleeps, only the second thread is woken;
-//! * if the second thread is awake, busy or stuck, the reactor is woken, as without sharing.
+//! * If the second thread sleeps, the kernel wakes only the second thread.
+//! * If the second thread is awake (busy or blocked), the kernel wakes the reactor.
 //!
-//! So the threads need no explicit hand-over, and the second thread never delays a message that it
-//! does not wait for. Correctness does not depend on this order: either or both threads may be
-//! woken at any time, also without a message.
+//! So neither thread passes messages to the other explicitly, and a busy second thread delays no
+//! message. Correctness does not depend on the order of the instances: the kernel may wake either
+//! thread or both at any time, even without a message.
 //!
 //! # Reading
 //!
-//! While the connection is idle (nothing is partly received or partly sent, no completion is
-//! outstanding), the session is in the slot of its [`Share`]. The reactor takes the session out for
-//! its turns. The second thread works on the session in the slot, under the slot's lock, on a few
-//! messages at a time, and only on writes that it recognizes as doorbells. All other messages
-//! (other commands, and messages that have descriptors, are incomplete or are invalid) stay where
-//! they are, and the reactor's next turn starts with them. So messages are handled in order. The
-//! second thread calls no method of the device, maps, opens and closes nothing, and never blocks:
-//! if the lock is taken or the slot is empty, the reactor is using the session.
+//! The session is idle if nothing is partly received or partly sent, and no completion is
+//! outstanding. While it is idle, it is in the slot of its [`Share`]. The reactor takes it out of
+//! the slot for its turns. The second thread uses the session inside the slot, under the slot's
+//! lock, for a few messages at a time. It handles only writes that it recognizes as doorbells.
+//! Other messages stay in the socket: other commands, messages with descriptors, and incomplete or
+//! invalid ones. The reactor's next turn starts with them, so messages are handled in order. The
+//! second thread calls no method of the device, does not map, open or close anything, and never
+//! blocks. If the lock is taken or the slot is empty, the reactor is using the session.
 //!
-//! With checkpoints, a message leaves the socket only when its effects survive a crash of this
-//! process. The effects of doorbells do: they are written to memory that the next server process
-//! has, too. So the second thread may handle doorbells also with checkpoints. But a reply has to be
-//! sent in one step with the removal of its message, by the reactor; therefore the second thread
-//! handles only posted writes, which have no reply.
+//! If checkpoints are on, a message leaves the socket only when its effects survive a crash of this
+//! process. The effects of doorbells do survive: they are written to memory that the next server
+//! process also maps. So the second thread may handle doorbells in this case too. A reply, however,
+//! must be sent in one step with the removal of its message, which only the reactor can do. So the
+//! second thread then handles only posted writes, which have no reply.
 //!
 //! # No lost messages
 //!
-//! An arriving message wakes a sleeping thread, and is reported by the next wait of each awake
-//! thread unless it has been read until then. The thread that gets the report does one of these:
+//! If a message arrives, a sleeping thread wakes. A thread that is awake gets a report from its
+//! next wait, unless the message has been read before. The thread that gets the report does one of
+//! these:
 //!
 //! * The reactor takes the session and reads until the socket is empty.
 //! * The second thread, if the session is in the slot, reads until the socket is empty, or requests
 //!   a turn of the reactor ([`Request::Turn`]).
-//! * If the session is not in the slot, or the lock is taken, the second thread requests a turn as
-//!   well: the reactor may have emptied the socket before the message arrived, and be about to put
+//! * If the session is not in the slot, or the lock is taken, the second thread requests a turn
+//!   too: the reactor may have emptied the socket before the message arrived, and be about to put
 //!   the session back.
-//! * A second thread that stops polling requests a turn *after* it has marked the share as ended.
-//!   In that turn the reactor reads the mark, removes the other epoll instance from the socket, and
-//!   has its own instance report input again, which includes data that are already in the socket.
+//! * If the second thread stops polling, it requests a turn *after* it has marked the share as
+//!   ended. In that turn, the reactor sees the mark, removes the socket from the other epoll
+//!   instance, and watches for input again, which reports data that are already in the socket.
 //!
-//! A request for a turn also reaches a reactor that sleeps or is about to sleep (see `inbox`).
+//! A request for a turn also wakes a reactor that sleeps or is about to sleep (see `inbox`).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -68,7 +70,8 @@ use crate::Errno;
 use crate::device::Device;
 use crate::shared_socket::{PolledWrites, SharedSocket, SocketOwner};
 
-/// Events of a socket that is in two epoll instances, one of which is to be woken.
+/// Events of a socket that is in two epoll instances; the kernel wakes a thread of only one of
+/// them.
 const SHARED_WATCH: EventFlags = EventFlags::IN.union(EventFlags::ET).union(EventFlags::EXCLUSIVE);
 
 /// Connection of the reactor, and its share with a second thread.
@@ -78,7 +81,7 @@ pub(super) struct Attachment {
     /// Session; `None` while it is in the share's slot.
     session: Option<Box<Session>>,
     share: Option<Arc<Share>>,
-    /// True if the reactor waits for input as the second of two epoll instances.
+    /// True if the reactor's epoll instance is the second one at the socket.
     is_second: bool,
     /// Events for which the reactor watches the socket.
     watch: EventFlags,
@@ -94,7 +97,7 @@ impl Attachment {
     }
 
     /// Takes the session out of the slot, for exclusive use by the reactor. If the second thread is
-    /// using it, returns `None`, and the reactor gets a turn afterwards.
+    /// using it, returns `None`; the second thread then requests a turn of the reactor.
     pub(super) fn take_session(&mut self) -> Option<&mut Session> {
         if self.session.is_none() {
             self.session = self.share.as_ref()?.take_session();
@@ -102,12 +105,12 @@ impl Attachment {
         self.session.as_deref_mut()
     }
 
-    /// Ends the share: the reactor alone uses the session, until it is shared again.
+    /// Ends the share. Only the reactor uses the session until it is shared again.
     pub(super) fn take_back(&mut self) {
         self.end_share();
     }
 
-    /// Session, unless it is in the slot, where it is idle.
+    /// Session of the reactor; `None` if the session is in the slot, where it is idle.
     pub(super) fn busy_session(&mut self) -> Option<&mut Session> {
         self.session.as_deref_mut()
     }
@@ -137,8 +140,8 @@ impl Attachment {
         Ok(())
     }
 
-    /// After a turn that left the session idle: puts the session into the slot for the second
-    /// thread, if there is one, or if the device requests one.
+    /// Puts the session into the slot for the second thread, after a turn that left the session
+    /// idle. If there is no share yet, creates one if the device requests it.
     pub(super) fn share_if_idle(&mut self, device: &mut dyn Device, inbox: &Arc<Inbox>) {
         let Some(session) = self.session.take_if(|session| session.is_idle()) else { return };
         if let Some(share) = &self.share {
@@ -161,24 +164,26 @@ impl Attachment {
         }
     }
 
-    /// Stops to watch the connection, and returns the session.
+    /// Stops watching the connection, and returns the session.
     pub(super) fn close(mut self) -> Option<Box<Session>> {
         self.end_share();
         let session = self.session.take()?;
-        // Closing may happen later, on another thread: no events must be reported until then.
+        // Another thread may close the socket later. Until then, it must not report events to the
+        // reactor.
         let _ = epoll::delete(&self.epoll, session.socket());
         Some(session)
     }
 
-    /// Ends the share. The reactor alone polls the connection after the next
-    /// [`watch`](Self::watch).
+    /// Ends the share. After the next [`watch`](Self::watch), only the reactor polls the
+    /// connection.
     fn end_share(&mut self) {
         self.is_second = false;
         let Some(share) = self.share.take() else { return };
         share.ended.store(true, Ordering::Release);
         let Slot { session, socket, first } = std::mem::take(&mut *share.slot.lock());
         if let Some(socket) = socket {
-            // Closing would not remove the events: there are other descriptors of the socket.
+            // The socket has other descriptors, so closing this one would not remove it from the
+            // epoll instances.
             for epoll in first.iter().chain([&self.epoll]) {
                 let _ = epoll::delete(epoll, &socket);
             }
@@ -193,14 +198,14 @@ impl Drop for Attachment {
     }
 }
 
-/// State that reactor and second thread share.
+/// State that the reactor and the second thread share.
 struct Share {
     slot: Mutex<Slot>,
     /// True if the second thread has stopped polling, or the connection has ended.
     ended: AtomicBool,
-    /// True if the reactor has needed the session while the second thread was using it. The reactor
-    /// does not wait for the second thread, which may have been preempted, because of the other
-    /// clients.
+    /// True if the reactor needed the session while the second thread was using it. The reactor
+    /// does not wait for the second thread, which may be preempted, because other clients would
+    /// have to wait too.
     wanted: AtomicBool,
     inbox: Arc<Inbox>,
     port: PortId,
@@ -208,17 +213,18 @@ struct Share {
 
 #[derive(Default)]
 struct Slot {
-    /// Session, while it is idle.
+    /// Session; present only while it is idle.
     session: Option<Box<Session>>,
-    /// Duplicate of the socket, because an epoll instance accepts a descriptor once, and the
-    /// reactor has two kinds of watches. `None` after the end of the share.
+    /// Duplicate of the socket; `None` after the end of the share. It is necessary because an epoll
+    /// instance accepts each descriptor only once, and the reactor watches the socket in two ways.
     socket: Option<OwnedFd>,
-    /// Epoll instance of the second thread, the first in the kernel's order.
+    /// Epoll instance of the second thread, which the kernel tries first.
     first: Option<Arc<OwnedFd>>,
 }
 
 impl Share {
-    /// True if the second thread polls, so that it precedes the reactor in the kernel's order.
+    /// True if the second thread polls, so that the kernel tries its epoll instance before the
+    /// reactor's.
     fn is_watched(&self) -> bool {
         self.slot.lock().first.is_some()
     }
@@ -235,12 +241,14 @@ impl Share {
             return slot.session.take();
         }
         self.wanted.store(true, Ordering::Relaxed);
-        // Either the second thread sees `wanted` after its use, or the lock is free by now.
+        // Two outcomes are possible here: the second thread sees `wanted` when it releases the
+        // session, or it has already released the lock.
         fence(Ordering::SeqCst);
         self.slot.try_lock()?.session.take()
     }
 
-    /// Requests a turn after the second thread's use of the session, if the reactor has needed it.
+    /// Requests a turn of the reactor after the second thread's use of the session, if the reactor
+    /// needed the session meanwhile.
     fn is_free(&self) {
         fence(Ordering::SeqCst);
         if self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed) {
@@ -253,8 +261,8 @@ impl Share {
     }
 }
 
-/// Interface of the second thread. It never blocks: if the lock of the slot is taken, the call
-/// fails as busy or the reactor gets a turn.
+/// Interface of the second thread, which never blocks. If the lock of the slot is taken, the call
+/// fails as busy or requests a turn of the reactor.
 impl SocketOwner for Share {
     fn watch(&self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let busy = || io::Error::from(io::ErrorKind::ResourceBusy);
@@ -263,8 +271,8 @@ impl SocketOwner for Share {
         epoll::add(epoll, socket, EventData::new_u64(token), SHARED_WATCH)?;
         slot.first = Some(Arc::clone(epoll));
         drop(slot);
-        // In its turn the reactor becomes the second instance. Without a turn it would do so only
-        // after a message that it reads itself, and would be woken for all other messages.
+        // In this turn, the reactor adds its epoll instance again and so becomes the second one.
+        // Until then, it would be woken for each message.
         self.request_turn();
         Ok(())
     }
@@ -293,12 +301,12 @@ fn token(port: PortId) -> EventData {
     EventData::new_u64(port.0 << 1 | 1)
 }
 
-/// Events for which a reactor watches the socket's own descriptor.
+/// Events for which the reactor watches the socket's own descriptor.
 fn watch(full: bool, is_second: bool) -> EventFlags {
     let mut watch = EventFlags::RDHUP | EventFlags::ET;
     watch.set(EventFlags::IN, !is_second);
-    // Writability is watched only if the socket is full, otherwise each read reply would wake the
-    // reactor.
+    // Writability is watched only if the socket is full. Otherwise the reactor would be woken
+    // whenever the client has read a reply.
     watch.set(EventFlags::OUT, full);
     watch
 }

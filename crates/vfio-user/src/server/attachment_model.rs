@@ -1,14 +1,15 @@
-//! Exhaustive model of a shared connection: every order of the steps of reactor and second thread.
+//! Exhaustive model of a shared connection, with every order of the steps of the reactor and the
+//! second thread.
 //!
 //! The kernel is modelled as two epoll items on one socket. An arriving message marks the second
-//! thread's item, and wakes that thread if it sleeps; otherwise it marks the reactor's item. A wait
-//! reports a marked item only if the socket has data. The other steps are those of `attachment.rs`.
-//! In every state without a possible step, all messages must have been read. With a [`Defect`],
-//! some order must leave a message unread.
+//! thread's item, and wakes that thread if it sleeps. Otherwise the message marks the reactor's
+//! item. A wait reports a marked item only if the socket has data. The other steps are those of
+//! `attachment.rs`. In every final state, in which no step is possible, all messages must have been
+//! read. With a [`Defect`], some order of steps must leave a message unread.
 
 use std::collections::HashSet;
 
-/// Deliberate error in the protocol.
+/// Deliberate error in the protocol, which the model must detect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Defect {
     None,
@@ -33,26 +34,26 @@ enum Reactor {
     Waits,
     Takes,
     Reads,
-    /// Reads `State::ended`, and adds or removes epoll items accordingly.
+    /// The reactor reads `State::ended`, and adds or removes epoll items accordingly.
     Marks,
-    /// Has removed the other item, and does not watch for input yet.
+    /// The reactor has removed the other item, and does not watch for input yet.
     Watches,
     PutsBack,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Other {
-    /// Has not started to poll.
+    /// The second thread has not started to poll.
     Out,
     Waits,
     Busy,
     Tries,
-    /// Holds the lock.
+    /// The second thread holds the lock.
     Reads,
     Requests,
-    /// Has marked the share or requested the turn, but not both.
+    /// The second thread has marked the share or requested the turn, but has not done both.
     Leaves,
-    /// Sleeps in the same epoll instance, without reading the socket.
+    /// The second thread sleeps in the same epoll instance, but no longer reads the socket.
     Stopped,
 }
 
@@ -100,7 +101,8 @@ impl State {
     fn sends(mut self) -> Option<Self> {
         self.to_send = self.to_send.checked_sub(1)?;
         self.in_socket += 1;
-        // Exclusive items are tried in order; a sleeping thread consumes the wake-up.
+        // Exclusive items are tried in order. A sleeping thread consumes the wakeup, so later items
+        // are not tried.
         let mut kept = false;
         if self.first {
             self.first_marked = true;
@@ -123,7 +125,8 @@ impl State {
                 self.reads = event || defect != Defect::TurnWithoutReading;
                 self.reactor = Reactor::Takes;
             }
-            // The second thread holds the lock while it reads.
+            // The second thread holds the lock while it reads, so the reactor cannot take the
+            // session.
             Reactor::Takes if self.other == Other::Reads => return None,
             Reactor::Takes => {
                 self.in_slot = false;
@@ -172,7 +175,7 @@ impl State {
                 let next = if self.in_socket != 0 { Other::Tries } else { Other::Waits };
                 vec![Self { first_marked: false, ..to(next) }]
             }
-            // Any other event may wake it.
+            // Any other event may wake the second thread.
             Other::Waits => vec![to(Other::Busy)],
             Other::Busy if defect == Defect::RequestBeforeMark => {
                 vec![to(Other::Waits), requesting(Other::Leaves)]
@@ -200,7 +203,8 @@ impl State {
     }
 }
 
-/// Finds a state in which a message is unread, and no step is possible except the end of polling.
+/// Finds a final state in which a message is unread. In a final state, no step is possible except
+/// the end of polling.
 fn lost(defect: Defect) -> Option<State> {
     let mut seen = HashSet::new();
     let mut left = vec![State::start(defect, 3)];
@@ -211,7 +215,8 @@ fn lost(defect: Defect) -> Option<State> {
         let sent = state.sends();
         let reacted = state.reactor_steps(defect);
         let done = sent.is_none() && reacted.is_none();
-        // A thread that sleeps without an event, or for ever, does not read the message.
+        // A thread that sleeps without a reported event, or stays asleep, does not read the
+        // message.
         let sleeps = match state.other {
             Other::Waits => !state.first_marked || state.in_socket == 0,
             other => other == Other::Stopped,
@@ -244,6 +249,6 @@ fn every_defect_loses_one() {
     ] {
         assert!(lost(defect).is_some(), "{defect:?}");
     }
-    // This defect costs only wake-ups: the message is read.
+    // This defect only causes unnecessary wakeups: every message is read.
     assert_eq!(lost(Defect::SecondBeforeFirst), None);
 }

@@ -13,8 +13,9 @@ use crate::wire::{self, Header, split, wire_size};
 use tracing::debug;
 use zerocopy::IntoBytes;
 
-/// Region indexes below this limit are described as absent if the device does not have them,
-/// instead of an error reply. SPDK's client gives up if any of ten cannot be described.
+/// Number of region indexes that can be queried. If the device does not have the region, the reply
+/// describes an absent region instead of an error, because SPDK's client gives up if one of ten
+/// queries fails.
 const ASKABLE_REGIONS: u32 = 16;
 
 impl Link {
@@ -42,8 +43,9 @@ impl Link {
             max_msg_fds: MAX_MSG_FDS,
             max_data_xfer_size: context.limits.max_data_xfer_size.into(),
             max_dma_maps: device.max_dma_maps(),
-            // Only a proposed capability may be accepted. With checkpoints it is not: a recovery
-            // may execute a message twice, and several writes to one doorbell cannot be repeated.
+            // The server accepts only a capability that the client has proposed. If checkpoints are
+            // on, it does not accept this one: a recovery may execute a message twice, and a
+            // repetition of several writes to one doorbell would be wrong.
             write_multiple: proposed.write_multiple && !context.is_recorded,
             migration: proposed
                 .migration
@@ -112,8 +114,9 @@ impl Link {
                 capabilities.extend_from_slice(area.as_bytes());
             }
             info.argsz += u32::try_from(capabilities.len()).map_err(|_| Errno::OVERFLOW)?;
-            // Set even if the capabilities do not fit and are left out: QEMU treats the flag with
-            // offset 0 as an error, and not as a request to ask again.
+            // Flag and offset are set even if the capabilities do not fit and are omitted. QEMU
+            // treats the flag without an offset as an error, and does not repeat the query with a
+            // larger buffer.
             info.flags |= wire::region_flags::CAPS;
             info.cap_offset = fixed;
         }
@@ -136,7 +139,8 @@ impl Link {
             return Err(Errno::INVAL);
         }
         let IoFds { mut events, areas } = device.region_io_fds(asked.index)?;
-        // Eventfds that exceed the message limit are left out: the client writes instead.
+        // Eventfds beyond the message limit are omitted. The client then writes to the region
+        // instead.
         events.truncate(usize::try_from(agreed.max_fds).unwrap_or(usize::MAX));
         let mut list = Vec::new();
         let mut count = 0;
@@ -160,7 +164,7 @@ impl Link {
         let argsz = u32::try_from(size).map_err(|_| Errno::OVERFLOW)?;
         let info = wire::RegionIoFds { argsz, flags: 0, index: asked.index, count };
         if asked.argsz < argsz {
-            // The client reads the required size and repeats the query.
+            // The client reads the required size from this reply, and repeats the query.
             self.out.put_reply(header, &[info.as_bytes()]);
         } else {
             self.out.put_reply_with_fds(header, &[info.as_bytes(), &list], events);

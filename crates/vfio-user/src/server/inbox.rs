@@ -1,4 +1,4 @@
-//! Inbox of a reactor: requests of other threads, and the wake-up of the reactor.
+//! Inbox of a reactor: requests of other threads, and the wakeup of the reactor.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use super::recorder::PortRecorder;
 use crate::Errno;
 use crate::device::{Device, Done};
 
-/// Identifier of a device that a reactor serves. Unique in the lifetime of the reactor.
+/// Identifier of a device that a reactor serves. The reactor never assigns it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PortId(pub(super) u64);
 
 /// Source of a device's clients.
 pub(super) enum Source {
-    /// Listening socket: one client after the other.
+    /// Listening socket, from which one client at a time is accepted.
     Listener(Listener),
     /// Connected socket of the only client.
     Stream(OwnedFd),
@@ -47,7 +47,7 @@ pub(super) enum Request {
         sequence: u64,
         outcome: Result<(), Errno>,
     },
-    /// Reads and handles the client's messages; there may be none.
+    /// Read and handle the client's messages, if there are any.
     Turn {
         port: PortId,
     },
@@ -55,11 +55,11 @@ pub(super) enum Request {
 
 struct RequestQueue {
     waiting: Vec<Request>,
-    /// True if the reactor sleeps or is about to, and has to be woken.
+    /// True if the reactor sleeps or is about to sleep, so that a new request has to wake it.
     sleeping: bool,
 }
 
-/// Queue of requests, shared by a reactor and its requesters.
+/// Queue of requests that other threads send to a reactor.
 pub(super) struct Inbox {
     queue: Mutex<RequestQueue>,
     wake: OwnedFd,
@@ -75,7 +75,7 @@ impl Inbox {
         })
     }
 
-    /// Eventfd that is readable when the reactor has to wake up.
+    /// Eventfd that wakes the reactor: it is readable when requests have arrived.
     pub(super) fn wake_fd(&self) -> &OwnedFd {
         &self.wake
     }
@@ -88,7 +88,8 @@ impl Inbox {
         let mut queue = self.queue.lock();
         queue.waiting.push(request);
         if std::mem::take(&mut queue.sleeping) {
-            // A write fails only if the counter is at its maximum: then the reactor is awake.
+            // The write fails only if the counter is at its maximum. The eventfd is readable in
+            // that case too.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
@@ -100,7 +101,7 @@ impl Inbox {
         into.append(&mut queue.waiting);
     }
 
-    /// True if there are no requests: from now on a new request wakes the reactor.
+    /// True if no requests are waiting. From then on, a new request wakes the reactor.
     pub(super) fn may_sleep(&self) -> bool {
         let mut queue = self.queue.lock();
         queue.sleeping = queue.waiting.is_empty();
@@ -124,7 +125,7 @@ pub(super) fn done(inbox: &Arc<Inbox>, port: PortId, sequence: u64) -> Done {
 pub struct Handle(pub(super) Arc<Inbox>);
 
 impl Handle {
-    /// Serves `device` on `listener` from now on.
+    /// Starts to serve `device` on `listener`.
     pub fn add(&self, listener: Listener, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
         let source = Source::Listener(listener);
@@ -132,7 +133,7 @@ impl Handle {
         port
     }
 
-    /// [`add`](Self::add) with checkpoints, which `recorder` stores
+    /// Starts to serve a device like [`add`](Self::add), with checkpoints, which `recorder` stores
     /// ([`Reactor::record_with`](super::Reactor::record_with)).
     pub fn add_recorded(
         &self,
@@ -146,8 +147,8 @@ impl Handle {
         port
     }
 
-    /// Serves `device` to the only client at the other end of `stream`, a connected UNIX socket.
-    /// The device is dropped when the client disconnects.
+    /// Starts to serve `device` to a single client, at the other end of `stream`, a connected UNIX
+    /// socket. When the client disconnects, the device is dropped.
     pub fn add_stream(&self, stream: OwnedFd, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
         let source = Source::Stream(stream);
@@ -155,38 +156,39 @@ impl Handle {
         port
     }
 
-    /// Stops serving a device: its client is disconnected and released by the device, the socket
-    /// file is removed, and the device is dropped. Then the channel gets a message, or is closed.
-    /// Waiting for it on the reactor's thread would deadlock.
+    /// Stops serving a device. The reactor disconnects its client, waits until the device has
+    /// released that client, removes the socket file, and drops the device. Then the channel gets a
+    /// message or is closed. The reactor's own thread must not wait for it, because that would
+    /// deadlock.
     pub fn remove(&self, port: PortId) -> Receiver<()> {
         let (gone, receiver) = sync_channel(1);
         self.0.push(Request::Remove { port, gone });
         receiver
     }
 
-    /// Quiesces the reactor: sockets shared with other threads are taken back, started messages are
-    /// finished, outstanding [`Done`]s are awaited, and the devices release clients that have
-    /// disconnected. No new message is started, and no client is accepted. When quiesced,
+    /// Quiesces the reactor. It takes back sockets that are shared with other threads, finishes
+    /// messages that have started, and waits for outstanding [`Done`]s and for devices that are
+    /// releasing a client. It starts no new message and accepts no client. When it is quiesced,
     /// [`run`](super::Reactor::run) returns [`Ended::Frozen`](super::Ended::Frozen).
     ///
-    /// The duration depends on the devices; [`thaw`](Self::thaw) cancels it.
+    /// The duration depends on the devices. [`thaw`](Self::thaw) cancels the quiesce.
     pub fn freeze(&self) {
         self.0.push(Request::Freeze);
     }
 
-    /// Cancels an incomplete [`freeze`](Self::freeze). A complete one ends with the next
-    /// [`run`](super::Reactor::run), and this has no effect on it.
+    /// Cancels a [`freeze`](Self::freeze) that is not complete. It has no effect on a complete one,
+    /// which ends with the next [`run`](super::Reactor::run).
     pub fn thaw(&self) {
         self.0.push(Request::Thaw);
     }
 
-    /// Runs `visitor` on the reactor's thread, for a liveness check. It must not block.
+    /// Runs `visitor` on the reactor's thread, for a liveness check. `visitor` must not block.
     pub fn visit(&self, visitor: impl FnOnce() + Send + 'static) {
         self.0.push(Request::Visit(Box::new(visitor)));
     }
 
-    /// Makes [`run`](super::Reactor::run) return: all clients are disconnected and released by
-    /// their devices, and all devices and listeners are dropped.
+    /// Stops the reactor. It disconnects all clients, waits until the devices have released them,
+    /// and drops all devices and listeners. Then [`run`](super::Reactor::run) returns.
     pub fn stop(&self) {
         self.0.push(Request::Stop);
     }

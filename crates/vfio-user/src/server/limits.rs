@@ -9,29 +9,29 @@ pub struct Limits {
     pub max_data_xfer_size: u32,
     /// Maximum time from connect to a complete VERSION message.
     pub negotiation: Duration,
-    /// Maximum time from the first byte of a message to its last.
+    /// Maximum time from the first byte of a message to its last byte.
     pub message: Duration,
-    /// Maximum time for which a client may leave replies unread once the socket is full.
+    /// Maximum time for which a client may leave replies unread when the socket is full.
     pub unread_replies: Duration,
-    /// Maximum time in which devices release their clients after
+    /// Maximum time that devices have to release their clients after
     /// [`Handle::stop`](super::Handle::stop).
     pub stop: Duration,
-    /// True if clients' descriptors are closed on the reactor's thread, and not on separate
-    /// threads. A client can block the whole server then. For fuzzing, which needs deterministic
-    /// runs and sends only harmless descriptors.
+    /// True if the reactor's thread closes clients' descriptors itself. A client can then block the
+    /// whole server. This is for fuzzing, which needs deterministic runs and sends only harmless
+    /// descriptors.
     pub close_at_once: bool,
 }
 
 impl Limits {
-    /// Limits for a client with checkpoints, whose messages stay in the socket until they are
-    /// executed: each message has to fit into the socket.
+    /// Limits for a client with checkpoints. Its messages stay in the socket until they are
+    /// executed, so each message has to fit into the socket.
     pub(super) fn of_recorded(&self, is_recorded: bool) -> Self {
         let most = if is_recorded { RECORDED_XFER } else { u32::MAX };
         Self { max_data_xfer_size: self.max_data_xfer_size.min(most), ..*self }
     }
 }
 
-/// Maximum data of a message that fits into any socket completely.
+/// Maximum data of a message that fits completely into any socket, in bytes.
 const RECORDED_XFER: u32 = 64 << 10;
 
 impl Default for Limits {
@@ -47,6 +47,7 @@ impl Default for Limits {
     }
 }
 
-/// Maximum number of descriptors per message; announced, and requests with more are refused. QEMU
-/// splits larger sets of eventfds accordingly, and refuses a server that announces more than 16.
+/// Maximum number of descriptors per message. It is announced to clients, and requests with more
+/// are refused. QEMU splits larger sets of eventfds accordingly, and refuses a server that
+/// announces more than 16.
 pub const MAX_MSG_FDS: u32 = 16;

@@ -29,7 +29,7 @@ const BACKLOG: i32 = 16;
 /// Maximum time to wait for another process that creates a socket in the same directory.
 const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
 
-/// Error of creating a listening socket.
+/// Error in creating a listening socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
@@ -52,7 +52,7 @@ pub enum BindError {
     NoDirectory {
         /// The path.
         path: PathBuf,
-        /// Path that does not exist, or is not a directory.
+        /// Directory in the path that does not exist, or is not a directory.
         directory: PathBuf,
     },
     /// Another server listens at the path.
@@ -85,15 +85,16 @@ pub enum BindError {
     },
 }
 
-/// Listening UNIX socket. Dropping it removes the socket file, unless the path is another file by
-/// now.
+/// Listening UNIX socket. When it is dropped, its socket file is removed, unless another file has
+/// replaced it.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
     path: PathBuf,
-    /// Device and inode number of the file, if it has to be removed.
+    /// Device and inode number of the socket file, if the drop has to remove it.
     file: Option<(u64, u64)>,
-    /// True if another process accepts clients on the same socket: the drop must not end it.
+    /// True if another process accepts clients on the same socket. The drop must then not end the
+    /// socket.
     is_lent: bool,
 }
 
@@ -105,7 +106,7 @@ pub struct ListenerParts {
     pub socket: OwnedFd,
     /// Absolute path.
     pub path: PathBuf,
-    /// Device and inode number of the file, if it has to be removed.
+    /// Device and inode number of the socket file, if the listener's drop has to remove it.
     pub file: Option<(u64, u64)>,
 }
 
@@ -117,18 +118,20 @@ impl ListenerParts {
     }
 }
 
-/// Callback that removes a socket file: its path, and its device and inode number.
+/// Callback that removes a socket file. Its arguments are the path, and the device and inode
+/// number.
 type Remover = Box<dyn Fn(&Path, (u64, u64)) + Send + Sync>;
 
 static REMOVER: OnceLock<Remover> = OnceLock::new();
 
-/// Sets the callback that removes socket files of this process's listeners, by calling
-/// [`remove_socket`] in a process with access to the directory. Only the first call has an effect.
+/// Sets the callback that removes socket files of this process's listeners. For a process without
+/// access to the directory, the callback lets another process call [`remove_socket`]. Only the
+/// first call has an effect.
 pub fn remove_sockets_by(remover: impl Fn(&Path, (u64, u64)) + Send + Sync + 'static) {
     let _ = REMOVER.set(Box::new(remover));
 }
 
-/// Removes a socket file, unless the path is another file by now.
+/// Removes a socket file, unless another file has replaced it.
 pub fn remove_socket(path: &Path, file: (u64, u64)) {
     let there = fs::symlink_metadata(path);
     let is_it =
@@ -155,15 +158,16 @@ impl SavedListener {
 }
 
 impl Listener {
-    /// Listens at `path`, or, if it is a directory, at `cntrl` in it, which SPDK's client expects.
+    /// Listens at `path`. If it is a directory, listens at its entry `cntrl`, which SPDK's client
+    /// expects.
     ///
-    /// A socket file of a dead server is replaced. As soon as the file exists, clients can connect:
-    /// the socket listens before it gets its final name. (Until then its name is `.NAME.PID`, which
-    /// remains in lists of sockets.)
+    /// A socket file of a dead server is replaced. Clients can connect as soon as the file exists,
+    /// because the socket already listens when the file gets its final name. (Before that, its name
+    /// is `.NAME.PID`, which lists of sockets continue to show.)
     ///
     /// # Errors
     ///
-    /// [`BindError`]: the message says what is wrong with the path, and what to do.
+    /// [`BindError`]. Its message describes the problem with the path, and the remedy.
     pub fn bind(path: impl AsRef<Path>) -> Result<Self, BindError> {
         let path = address::resolve(path.as_ref());
         let system = |what| {
@@ -182,8 +186,8 @@ impl Listener {
             return Err(BindError::NoDirectory { path, directory });
         }
         let address = SocketAddrUnix::new(&path).map_err(system("used"))?;
-        // Stale files are removed under a lock, otherwise two servers that start at the same time
-        // could each remove the new file of the other.
+        // Stale files are removed under a lock. Without it, two servers that start at the same time
+        // could each remove the other's new file.
         let _lock = lock_directory(&directory);
         remove_stale(&path, &address)?;
         let socket = new_socket().map_err(system("listened on"))?;
@@ -191,17 +195,18 @@ impl Listener {
             Errno::ADDRINUSE | Errno::EXIST => BindError::InUse { path: path.clone() },
             other => system("created")(other),
         };
-        // The socket gets a hidden name first, because a connect fails until it listens.
+        // The socket gets a hidden name until it listens, because a connect before that would fail.
         let hidden = hidden_name(&path);
         let hidden_address = hidden.as_ref().and_then(|name| SocketAddrUnix::new(name).ok());
         let first = match (&hidden, &hidden_address) {
             (Some(name), Some(_)) => name,
-            // A long name leaves no room for the hidden one: an early client has to try again.
+            // If the hidden name would be too long, the final name is used immediately. A client
+            // that connects too early then has to try again.
             _ => &path,
         };
         bind(&socket, hidden_address.as_ref().unwrap_or(&address)).map_err(in_use)?;
         let file = fs::symlink_metadata(first).ok().map(|file| (file.dev(), file.ino()));
-        // Later errors drop the listener, which removes the file.
+        // If a later step fails, the listener is dropped, which removes the file.
         let mut listener = Self { socket, path: first.clone(), file, is_lent: false };
         listen(&listener.socket, BACKLOG).map_err(system("listened on"))?;
         if *first != path {
@@ -211,8 +216,8 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Wraps a listening socket (of a service manager, or of the previous server process). Its file
-    /// is not removed.
+    /// Wraps a listening socket, of a service manager or of the previous server process. When it is
+    /// dropped, its file stays.
     ///
     /// # Errors
     ///
@@ -222,7 +227,7 @@ impl Listener {
         Ok(Self { socket, path: path.into(), file: None, is_lent: false })
     }
 
-    /// Splits the listener into parts. Its file is not removed.
+    /// Splits the listener into parts. The file of the socket stays.
     ///
     /// # Errors
     ///
@@ -235,7 +240,7 @@ impl Listener {
         Ok(ListenerParts { socket, path, file })
     }
 
-    /// Combines the parts to a listener.
+    /// Creates a listener from its parts.
     #[must_use]
     pub fn from_parts(parts: ListenerParts) -> Self {
         let ListenerParts { socket, path, file } = parts;
@@ -253,7 +258,7 @@ impl Listener {
     ///
     /// The process has too many open files.
     pub fn save(&self, fds: &mut Descriptors) -> io::Result<SavedListener> {
-        // The next process may have another working directory.
+        // The path is absolute, because the next process may have another working directory.
         let path = std::path::absolute(&self.path)?;
         Ok(SavedListener {
             socket: fds.add(self.socket.try_clone()?),
@@ -262,8 +267,8 @@ impl Listener {
         })
     }
 
-    /// Restores a listener of [`save`](Self::save). The previous process still has the socket, as
-    /// after [`set_lent(true)`](Self::set_lent).
+    /// Restores a listener from the state of [`save`](Self::save). The previous process still has
+    /// the socket, so the listener starts as after [`set_lent(true)`](Self::set_lent).
     ///
     /// # Errors
     ///
@@ -273,8 +278,8 @@ impl Listener {
         Ok(Self { socket, path: saved.path(), file: saved.file, is_lent: true })
     }
 
-    /// Sets whether another process has the socket too, and accepts clients if this one does not:
-    /// then dropping the listener affects neither the socket nor its file.
+    /// Sets whether another process also has the socket, and accepts clients on it. If so, dropping
+    /// the listener affects neither the socket nor its file.
     pub fn set_lent(&mut self, is_lent: bool) {
         self.is_lent = is_lent;
     }
@@ -285,7 +290,7 @@ impl Listener {
             match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(stream) => return Ok(Some(stream)),
                 Err(Errno::AGAIN) => return Ok(None),
-                // The client has disconnected; another one may wait behind it.
+                // This client has disconnected already. Another one may wait behind it.
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(errno) => return Err(errno),
             }
@@ -309,8 +314,8 @@ impl Drop for Listener {
             Some(remove) => remove(&self.path, ours),
             None => remove_socket(&self.path, ours),
         }
-        // Waiting clients may have sent data, even descriptors, which closing the listening socket
-        // would close on this thread.
+        // Waiting clients may have sent data with descriptors. When the listening socket is closed,
+        // this thread would close them. So a closer gets the waiting clients' sockets first.
         let _ = shutdown(&self.socket, Shutdown::Both);
         let closer = std::sync::Arc::default();
         while let Ok(Some(stream)) = self.accept() {
@@ -319,7 +324,7 @@ impl Drop for Listener {
     }
 }
 
-/// Hidden name in the directory of `path`, if it fits into a socket address.
+/// Hidden name in the directory of `path`; `None` if it does not fit into a socket address.
 fn hidden_name(path: &Path) -> Option<PathBuf> {
     let mut name = std::ffi::OsString::from(".");
     name.push(path.file_name()?);
@@ -328,7 +333,7 @@ fn hidden_name(path: &Path) -> Option<PathBuf> {
     if address::len(&hidden) > address::MAX_PATH {
         return None;
     }
-    // Left by a crashed process that had the same number.
+    // A crashed process with the same process identifier may have left this file.
     let left = fs::symlink_metadata(&hidden).is_ok_and(|file| file.file_type().is_socket());
     if left {
         let _ = fs::remove_file(&hidden);
@@ -336,7 +341,7 @@ fn hidden_name(path: &Path) -> Option<PathBuf> {
     Some(hidden)
 }
 
-/// Renames `from` to `to`, which must not exist.
+/// Renames `from` to `to`. No file `to` may exist.
 fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         // Some file systems do not support RENAME_NOREPLACE.
@@ -353,7 +358,8 @@ fn new_socket() -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
 }
 
-/// Locks a directory, best effort: a file system without locks must not prevent listening.
+/// Locks a directory. If the file system does not support locks, the server starts without the
+/// lock.
 fn lock_directory(directory: &Path) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = openat(CWD, directory, flags, Mode::empty()).ok()?;
@@ -382,7 +388,7 @@ fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), BindError> 
         source: errno.into(),
     })?;
     match connect(&probe, address) {
-        // EAGAIN is a full backlog: a server listens.
+        // EAGAIN means that the backlog is full, so a server listens.
         Ok(()) | Err(Errno::AGAIN) => Err(BindError::InUse { path }),
         Err(Errno::CONNREFUSED) => fs::remove_file(&path).map_err(|source| BindError::System {
             path,

@@ -1,4 +1,4 @@
-//! Migration state of a device, and its requests.
+//! Migration state of a device, and the requests of migration.
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -15,9 +15,9 @@ use crate::wire::split;
 #[derive(Default)]
 pub(super) struct Migrating {
     state: MigrationState,
-    /// Stream that is read in STOP_COPY, or was written in RESUMING.
+    /// Stream that the client reads in STOP_COPY, or has written in RESUMING.
     stream: Vec<u8>,
-    /// Number of bytes that were read.
+    /// Number of bytes that the client has read.
     read: usize,
 }
 
@@ -25,11 +25,11 @@ pub(super) struct Migrating {
 pub(super) enum Asked {
     /// Payload of the reply.
     Reply(Vec<u8>),
-    /// State change, and the flags of its reply.
+    /// Change to another state, and the flags of the reply.
     State { to: MigrationState, flags: u32 },
-    /// Payload of the reply, to be sent when the log is settled.
+    /// Payload of the reply, which is sent when the log is settled.
     Logs(Vec<u8>),
-    /// Report of the log, to be sent when the log is settled.
+    /// Report of the log, which is sent when the log is settled.
     Log { report: LoggingReport, flags: u32 },
 }
 
@@ -37,7 +37,7 @@ pub(super) enum Asked {
 pub(super) enum Progress {
     /// The state is reached.
     Arrived,
-    /// The device has started an asynchronous step.
+    /// The device has started an asynchronous step, and will complete a [`Done`].
     Waits,
 }
 
@@ -53,7 +53,7 @@ impl Migrating {
         split::<DeviceFeature>(payload).is_ok_and(|(asked, _)| asked.flags & what == state)
     }
 
-    /// Resets the state with the device.
+    /// Resets the migration state, when the device is reset.
     pub(super) fn reset(&mut self) {
         *self = Self::default();
     }
@@ -67,7 +67,7 @@ impl Migrating {
     ) -> Result<Asked, Errno> {
         use feature_flags::{GET, INDEX, PROBE, SET};
         let (asked, data) = split::<DeviceFeature>(payload)?;
-        // The kernel's VFIO returns the same error for a device without features.
+        // The VFIO driver of the kernel returns the same error for a device without features.
         let device = device.migration().ok_or(Errno::NOTTY)?;
         let index = asked.flags & INDEX;
         let methods = match index {
@@ -111,13 +111,13 @@ impl Migrating {
             (feature::DMA_LOGGING_REPORT, GET) => {
                 let (report, _) = split::<LoggingReport>(data)?;
                 let bytes = bitmap_len(&report)?.checked_mul(8).ok_or(Errno::INVAL)?;
-                // The client has to split a large range.
+                // The client has to split a range whose bitmap is too long.
                 if bytes > max_xfer as usize {
                     return Err(Errno::TOOBIG);
                 }
                 Ok(Asked::Log { report, flags: asked.flags })
             }
-            // Neither GET nor SET, or both.
+            // A request with neither GET nor SET, or with both, is invalid.
             _ => Err(Errno::INVAL),
         }
     }
@@ -133,16 +133,16 @@ impl Migrating {
         Ok(reply(flags, &[report.as_bytes(), bitmap.as_bytes()]))
     }
 
-    /// Reply to a state change, after `state` was reached.
+    /// Reply to a state change, after the device has reached `state`.
     pub(super) fn state_reply(state: MigrationState, flags: u32) -> Vec<u8> {
         let state = DeviceState { state: state as u32, data_fd: u32::MAX };
         reply(flags, &[state.as_bytes()])
     }
 
-    /// Changes the state towards `to`, as far as possible without waiting. With
-    /// [`Progress::Waits`], the device has the callback of `done`, whose success has to be passed
-    /// to
-    /// [`stepped`](Self::stepped), and whose failure to [`failed`](Self::failed).
+    /// Changes the state towards `to`, as far as possible without waiting. If the result is
+    /// [`Progress::Waits`], the device has got the callback of `done`. When it completes, the
+    /// caller calls [`stepped`](Self::stepped) after a success, or [`failed`](Self::failed) after a
+    /// failure.
     pub(super) fn go_to(
         &mut self,
         to: MigrationState,
@@ -177,7 +177,7 @@ impl Migrating {
                     (self.stream, self.read) = (stream, 0);
                 }
                 (_, Running) => device.run()?,
-                // STOP_COPY to STOP.
+                // The remaining case is STOP_COPY to STOP.
                 _ => drop(self.take_stream()),
             }
             self.state = next;
@@ -185,12 +185,13 @@ impl Migrating {
         Ok(Progress::Arrived)
     }
 
-    /// Completes an asynchronous step towards `to`.
+    /// Finishes an asynchronous step towards `to`, after its success.
     pub(super) fn stepped(&mut self, to: MigrationState) {
         self.state = self.state.next(to).unwrap_or(self.state);
     }
 
-    /// Handles a failed step towards `to`. A device that failed to discard its state is unusable.
+    /// Handles a failed step towards `to`. If the device could not discard its state, it is
+    /// unusable.
     pub(super) fn failed(&mut self, to: MigrationState) {
         if self.state.next(to) == Some(MigrationState::Resuming) {
             self.state = MigrationState::Error;

@@ -2,53 +2,54 @@
 //!
 //! # Architecture
 //!
-//! A [`Reactor`] runs on one thread, the caller's, in one `epoll_wait`. Each [`Listener`] has one
-//! [`Device`](crate::Device), and one client at a time. There is no periodic timer: a reactor with
-//! idle clients sleeps. A deadline exists only while a client has to act: to send its first
-//! message, to complete a message, or to read its replies.
+//! A [`Reactor`] runs on the thread of its caller, in one `epoll_wait`. Each [`Listener`] has one
+//! [`Device`](crate::Device), and one client at a time. The reactor has no periodic timer, and
+//! sleeps if all clients are idle. It sets a deadline only while it waits for a client: for the
+//! first message, for the rest of a message, or until the client has read replies.
 //!
 //! # Second client
 //!
-//! A client that connects while another one is attached stays in the socket's backlog: its connect
-//! succeeds, and its first message waits. It is served as soon as the first client has disconnected
-//! and the device does not access the memory of the first client any more. So a client that
-//! disconnects and connects again at once (SPDK's, or a restarting VMM) is never refused because of
-//! a race. Refusing the second client would need the same accept, and would make such clients retry
-//! in a loop.
+//! If a client connects while another one is attached, it stays in the socket's backlog: its
+//! connect succeeds, and its first message waits. It is served when the first client has
+//! disconnected and the device no longer accesses that client's memory. So a client that
+//! disconnects and connects again immediately (SPDK's client, or a restarting VMM) is not refused
+//! because of a race. To refuse the second client, the server would have to accept it too, and such
+//! clients would retry in a loop.
 //!
 //! # Misbehaving clients
 //!
-//! An invalid request gets an error reply. An undecodable stream, an incomplete message, or unread
-//! replies end the connection after their deadline: the device is notified by
-//! [`Device::disconnected`](crate::Device::disconnected), and the next client is accepted. While
+//! An invalid request gets an error reply. An undecodable stream ends the connection; so do an
+//! incomplete message and unread replies, after their deadline. The server then calls
+//! [`Device::disconnected`](crate::Device::disconnected), and accepts the next client. While
 //! replies wait to be sent, no further requests of the client are handled, so the memory for a
 //! client is bounded.
 //!
 //! A request with a descriptor that may block (see [`descriptor`](crate::descriptor)) is refused
-//! with EINVAL and a log message. Such a descriptor is never mapped or queried, and only closed on
-//! separate threads of its device. A client that sends more such descriptors than are closed is
-//! dropped, and the next client of that socket is accepted when most of them are closed.
+//! with EINVAL and a log message. Such a descriptor is never mapped or queried, and only separate
+//! threads of its device close it. If a client sends these descriptors faster than they are closed,
+//! it is disconnected, and the next client of that socket is accepted when most of them are closed.
 //!
 //! # Transfer to another server process
 //!
-//! A client cannot connect again: QEMU gives a device up when the socket closes. Therefore the
-//! connected socket is passed to the next server process.
+//! Clients cannot connect again: QEMU gives a device up when the socket closes. So the connected
+//! socket is passed to the next server process.
 //!
-//! 1. [`Handle::freeze`] quiesces the reactor: it takes back sockets that are shared with other
-//!    threads, finishes started messages (and awaits an outstanding [`Done`](crate::Done)), and has
-//!    devices release clients that have disconnected. It starts no message and accepts no client.
-//!    Data that arrive meanwhile stay in the sockets, and no deadline runs.
-//! 2. [`Reactor::save`] serializes, for each device, the listening socket with its file; the
-//!    client's socket, negotiated limits, received but undecoded bytes and descriptors, and unsent
-//!    ones; and the state of [`Device::save`](crate::Device::save). Descriptors are duplicates.
-//! 3. [`Reactor::restore`] in the next process restores all that, with a new device. It reads,
-//!    sends and accepts nothing, and dropping this reactor affects neither sockets nor their files.
+//! 1. [`Handle::freeze`] quiesces the reactor. It takes back sockets that are shared with other
+//!    threads, finishes messages that have started, waits for an outstanding
+//!    [`Done`](crate::Done), and waits until devices have released clients that have disconnected.
+//!    It starts no message and accepts no client. Data that arrive meanwhile stay in the sockets,
+//!    and no deadline runs.
+//! 2. [`Reactor::save`] serializes each device: the listening socket with its file; the client's
+//!    socket, negotiated limits, undecoded bytes and descriptors, and unsent replies; and the state
+//!    of [`Device::save`](crate::Device::save). Descriptors are duplicated.
+//! 3. [`Reactor::restore`] in the next process restores all of this, with a new device. It does not
+//!    read, send or accept anything. If that reactor is dropped, sockets and their files stay.
 //! 4. The next process calls [`run`](Reactor::run), and the previous one ends with
 //!    [`Reactor::hand_over`]. If a step has failed, the previous process calls `run` again and
 //!    continues.
 //!
-//! So a client is served by exactly one of the two processes. A [`SavedPort`] is useless after a
-//! process has run with it.
+//! So exactly one of the two processes serves a client. After a process has called `run`, the
+//! [`SavedPort`]s from which it was restored are out of date.
 
 mod attachment;
 #[cfg(test)]

@@ -30,31 +30,32 @@ use crate::exchange::Exchange;
 use crate::handover::{RestoreError, SaveError};
 use crate::log_limit::LogLimit;
 
-/// Delay after a client could not be accepted, because descriptors or memory are exhausted.
+/// Delay after a client could not be accepted because descriptors or memory were exhausted.
 const RETRY_ACCEPT: Duration = Duration::from_secs(1);
 
-/// Delay while the next client is not accepted, because too many descriptors of an earlier client
-/// are being closed. Closing usually takes microseconds, or for ever.
+/// Interval for checking whether the next client can be accepted, while too many descriptors of an
+/// earlier client are being closed. The close of a descriptor takes microseconds in most cases, and
+/// never ends in the others.
 const RETRY_CLOSED: Duration = Duration::from_millis(50);
 
-/// Rate limit of a device's clients: number that is accepted without a pause, and the interval in
-/// which one more is accepted. A virtual machine that restarts in a loop takes longer. Each client
-/// costs a reset of the device and a few log messages.
+/// Rate limit of a device's clients. This number is accepted without a pause, and after that one
+/// more per interval `NEXT_CLIENT`. The limit exists because each client costs a reset of the
+/// device and a few log messages. A virtual machine that restarts in a loop stays below it.
 const CLIENTS_AT_ONCE: u32 = 256;
 const NEXT_CLIENT: Duration = Duration::from_millis(50);
 
 /// Maximum number of epoll events per wait.
 const EVENTS: usize = 64;
 
-/// Epoll token of the inbox's eventfd; the numbers of ports start at 1.
+/// Epoll token of the inbox's eventfd. The numbers of ports start at 1, so no port has this token.
 const WAKE: u64 = 0;
 
-/// Reason why [`Reactor::run`] has returned.
+/// Reason for the return of [`Reactor::run`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// After [`Handle::stop`]: all devices are dropped.
+    /// [`Handle::stop`] was called, and all devices are dropped.
     Stopped,
-    /// After [`Handle::freeze`]: the reactor is quiesced.
+    /// [`Handle::freeze`] was called, and the reactor is quiesced.
     Frozen,
 }
 
@@ -67,10 +68,10 @@ struct Port {
     has_backlog: bool,
     /// True if the port is in the reactor's queue `ready`.
     queued: bool,
-    /// True if no more clients are accepted; `gone` is notified at the end.
+    /// True if no more clients are accepted. When the port is removed, `gone` is notified.
     closing: bool,
     gone: Vec<SyncSender<()>>,
-    /// Number of completion callbacks so far.
+    /// Number of completion callbacks that were created for the device.
     sequence: u64,
     /// Closer of the clients' descriptors.
     closer: Arc<Closer>,
@@ -83,7 +84,8 @@ struct Port {
     timer: Option<Instant>,
     /// Checkpoint sink, for crash recovery.
     recorder: Option<Box<dyn PortRecorder>>,
-    /// True if a dead process had a client that has disconnected: the device has to release it.
+    /// True if a client of a dead process has disconnected, and the device has not yet released
+    /// that client.
     leaving: bool,
 }
 
@@ -108,7 +110,7 @@ impl Port {
         }
     }
 
-    /// Stores a checkpoint of the port and its client.
+    /// Stores a checkpoint of the device and its client.
     fn record(&mut self) {
         let Some(recorder) = &mut self.recorder else { return };
         let mut fds = Descriptors::default();
@@ -134,7 +136,7 @@ impl Port {
         record(&mut **recorder, listener, log, leaving, described, fds);
     }
 
-    /// True if no request of a client is partly executed.
+    /// True if no request of the client is partly executed.
     fn is_at_rest(&mut self) -> bool {
         match &mut self.state {
             State::Free => true,
@@ -176,7 +178,8 @@ impl Port {
     }
 }
 
-/// Stores a checkpoint of a port. If its state cannot be saved, the checkpoint has no client.
+/// Stores a checkpoint of a device and its client. If the state of the client cannot be saved, the
+/// checkpoint contains no client.
 fn record(
     recorder: &mut dyn PortRecorder,
     listener: Option<&Listener>,
@@ -214,7 +217,7 @@ impl Admissions {
         Self { left: CLIENTS_AT_ONCE, added: Instant::now() }
     }
 
-    /// Time until which the next client has to wait, if any.
+    /// Time until which the next client has to wait; `None` if it can be accepted now.
     fn wait(&mut self, now: Instant) -> Option<Instant> {
         let periods =
             now.saturating_duration_since(self.added).as_millis() / NEXT_CLIENT.as_millis();
@@ -236,7 +239,7 @@ enum State {
     Free,
     /// A client is connected.
     Attached(Box<Attachment>),
-    /// The client has disconnected while a request is outstanding at the device.
+    /// The client has disconnected, and a request of that client is outstanding at the device.
     Unfinished { sequence: u64 },
     /// The client has disconnected, and the device is releasing it.
     Leaving { sequence: u64 },
@@ -244,7 +247,8 @@ enum State {
 
 /// Server of any number of devices, on the thread that calls [`run`](Self::run).
 ///
-/// Dropping it drops all devices without [`Device::disconnected`]; prefer [`Handle::stop`].
+/// If the reactor is dropped, the devices are dropped without a call of [`Device::disconnected`].
+/// [`Handle::stop`] avoids this.
 pub struct Reactor {
     epoll: Arc<OwnedFd>,
     inbox: Arc<Inbox>,
@@ -254,13 +258,14 @@ pub struct Reactor {
     ready: VecDeque<PortId>,
     timers: BTreeSet<(Instant, PortId)>,
     requests: Vec<Request>,
-    /// After a stop: deadline for the devices to release their clients.
+    /// Deadline for the devices to release their clients, after a stop.
     stop: Option<Instant>,
-    /// True during a freeze that is not complete.
+    /// True while a freeze is not complete yet.
     freezing: bool,
-    /// True if quiesced, until the next run.
+    /// True if the reactor is quiesced; the next run resumes it.
     frozen: bool,
-    /// Created for the first client with checkpoints; `None` if io_uring is unavailable.
+    /// Ring for replies, created for the first client with checkpoints. `None` if io_uring is
+    /// unavailable.
     exchange: OnceCell<Option<Exchange>>,
 }
 
@@ -306,7 +311,7 @@ impl Reactor {
         Handle(Arc::clone(&self.inbox))
     }
 
-    /// Serves `device` on `listener`.
+    /// Starts to serve `device` on `listener`.
     ///
     /// # Errors
     ///
@@ -317,8 +322,8 @@ impl Reactor {
         Ok(port)
     }
 
-    /// Serves `device` to the only client at the other end of `stream`, a connected UNIX socket.
-    /// The device is dropped when the client disconnects.
+    /// Starts to serve `device` to a single client, at the other end of `stream`, a connected UNIX
+    /// socket. When the client disconnects, the device is dropped.
     ///
     /// # Errors
     ///
@@ -329,7 +334,8 @@ impl Reactor {
         Ok(port)
     }
 
-    /// Serves until [`Handle::stop`] or [`Handle::freeze`]. A call after a freeze resumes.
+    /// Serves devices until [`Handle::stop`] or [`Handle::freeze`]. After a freeze, a further call
+    /// resumes.
     ///
     /// # Errors
     ///
@@ -339,8 +345,8 @@ impl Reactor {
         Ok(if self.frozen { Ended::Frozen } else { Ended::Stopped })
     }
 
-    /// Serializes all devices, in the order of their addition, for the next server process. The
-    /// reactor must be [frozen](Ended::Frozen), and may resume afterwards.
+    /// Serializes all devices for the next server process, in the order in which they were added.
+    /// The reactor must be [frozen](Ended::Frozen), and may resume afterwards.
     ///
     /// # Errors
     ///
@@ -353,8 +359,8 @@ impl Reactor {
     }
 
     /// Restores a port that the previous server process has [saved](Self::save), with a new device.
-    /// The sockets are not used before this reactor [runs](Self::run): until then it may be
-    /// dropped, and no client notices.
+    /// The sockets are not used before this reactor [runs](Self::run). If the reactor is dropped
+    /// before that, clients do not notice.
     ///
     /// # Errors
     ///
@@ -368,12 +374,12 @@ impl Reactor {
         let SavedPort { listener, session, device: saved_device, leaving } = saved;
         let id = self.inbox.new_port();
         let mut port = Port::new(device, &self.limits);
-        // Null: the checkpoint of a client whose state could not be saved.
+        // The value is null in a checkpoint of a client whose state could not be saved.
         if !saved_device.is_null() {
             port.device.restore(saved_device, fds, &port.closer)?;
         }
         port.leaving = leaving;
-        // A port without a listener has its only client, or has ended.
+        // A port without a listener accepts no further clients.
         port.closing = listener.is_none();
         if let Some(saved) = listener {
             let listener = Listener::restore(&saved, fds)?;
@@ -391,7 +397,7 @@ impl Reactor {
         Ok(id)
     }
 
-    /// Stores checkpoints of a port in `recorder` from now on, for crash recovery. To be called
+    /// Sets the recorder that stores checkpoints of a port, for crash recovery. It must be called
     /// before the reactor [runs](Self::run). With checkpoints, messages of a client stay in its
     /// socket until their effects are stored, and a second thread handles only posted writes.
     pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
@@ -402,8 +408,8 @@ impl Reactor {
         }
     }
 
-    /// Drops a [frozen](Ended::Frozen) reactor after the next server process has restored it:
-    /// clients and devices are not notified, and sockets keep their files.
+    /// Drops a [frozen](Ended::Frozen) reactor after the next server process has restored it.
+    /// Clients and devices are not notified, and the socket files stay.
     pub fn hand_over(mut self) {
         self.ports.values_mut().for_each(|port| port.set_lent(true));
     }
@@ -433,12 +439,12 @@ impl Reactor {
         Ok(!self.stopped() && !self.frozen)
     }
 
-    /// Starts to quiesce.
+    /// Starts to quiesce the reactor.
     fn freeze(&mut self) {
         if self.stop.is_some() || std::mem::replace(&mut self.freezing, true) {
             return;
         }
-        // Deadlines start anew after the freeze.
+        // Deadlines restart after the freeze.
         self.timers.clear();
         let all: Vec<_> = self.ports.keys().copied().collect();
         for id in all {
@@ -451,8 +457,8 @@ impl Reactor {
         }
     }
 
-    /// Resumes after a freeze: checks all sockets, because events may have been missed. From now on
-    /// this reactor owns the sockets.
+    /// Resumes after a freeze. Checks all sockets, because events may have been missed. From now
+    /// on, this reactor owns the sockets.
     fn go_on(&mut self) {
         let all: Vec<_> = self.ports.keys().copied().collect();
         for id in all {
@@ -475,7 +481,8 @@ impl Reactor {
     }
 
     fn watch_listener(&self, id: PortId, listener: &Listener) -> Result<(), Errno> {
-        // Edge-triggered: a waiting client must not keep the reactor awake.
+        // The watch is edge-triggered. With a level-triggered one, a client in the backlog would
+        // keep the reactor awake.
         let watch = EventFlags::IN | EventFlags::ET;
         epoll::add(&self.epoll, listener, EventData::new_u64(id.0 << 1), watch)
     }
@@ -571,7 +578,7 @@ impl Reactor {
                     self.completed(port, sequence, outcome);
                 }
                 Request::Visit(visitor) => visitor(),
-                // Handled like an event of the socket.
+                // A requested turn is handled like an event of the socket.
                 Request::Turn { port } => self.notify(port.0 << 1 | 1, EventFlags::IN),
             }
         }
@@ -599,7 +606,7 @@ impl Reactor {
         Ok(())
     }
 
-    /// Accepts the next client.
+    /// Accepts the next client of a device, if possible.
     fn accept(&mut self, id: PortId) {
         if self.freezing {
             return;
@@ -663,7 +670,7 @@ impl Reactor {
         }
     }
 
-    /// Handles a connection until it waits, or its time slice is over.
+    /// Handles a connection until it has to wait or its time slice has ended.
     fn turn(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.queued = false;
@@ -671,7 +678,8 @@ impl Reactor {
         let Some(session) = attachment.take_session() else { return };
         let limits = self.limits.of_recorded(port.recorder.is_some());
         if port.recorder.is_some() {
-            // Created on the reactor's thread: closing a ring interrupts the thread that made it.
+            // The ring is created here, on the reactor's thread, because closing a ring interrupts
+            // the thread that created it.
             self.exchange.get_or_init(make_exchange);
         }
         let mut context = Context {
@@ -735,7 +743,7 @@ impl Reactor {
         }
     }
 
-    /// Closes the connection of a port.
+    /// Closes the connection of a device's client.
     fn end(&mut self, id: PortId, why: EndReason) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         let State::Attached(attachment) = std::mem::replace(&mut port.state, State::Free) else {
@@ -762,7 +770,8 @@ impl Reactor {
         }
     }
 
-    /// Makes the device release the client that has disconnected.
+    /// Notifies the device that the client has disconnected, so that the device releases the
+    /// client.
     fn leave(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         let mut context = Context {
@@ -781,7 +790,7 @@ impl Reactor {
         self.set_timer(id);
     }
 
-    /// Makes the device free for the next client.
+    /// Marks the device as free, after it has released its client.
     fn free(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.state = State::Free;
@@ -807,11 +816,12 @@ impl Reactor {
         }
     }
 
-    /// Stops serving a port.
+    /// Stops serving a device.
     fn close(&mut self, id: PortId, gone: Option<SyncSender<()>>) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.closing = true;
-        // From now on a connect fails at once, instead of waiting in vain.
+        // After the listener is closed, a connect fails immediately. Otherwise new clients would
+        // wait in vain.
         port.listener = None;
         port.gone.extend(gone);
         match port.state {

@@ -1,15 +1,15 @@
-//! Checkpoint sink of a port, for crash recovery.
+//! Interface for storing checkpoints of a port (a device and its client), for crash recovery.
 
 use shadowbell_state::Descriptors;
 
 use super::saved::SavedPort;
 
-/// Checkpoint sink of a device and its client: after a crash of this process, the next one
-/// continues from the last checkpoint ([`Reactor::restore`](super::Reactor::restore)).
+/// Storage for the checkpoints of a device and its client. After a crash of this process, the next
+/// one continues from the last checkpoint ([`Reactor::restore`](super::Reactor::restore)).
 pub trait PortRecorder: Send {
-    /// Stores a checkpoint, which replaces the previous one; `fds` are the descriptors that `state`
-    /// refers to. Replies that depend on the change are sent after this returns. Called on the
-    /// reactor's thread, for infrequent changes (not for reads, nor for writes to the first
-    /// region).
+    /// Stores a checkpoint, which replaces the previous one. `fds` are the descriptors to which
+    /// `state` refers. Replies that depend on the change are sent after this method returns. It is
+    /// called on the reactor's thread, only for infrequent changes: not for reads, and not for
+    /// writes to the first region.
     fn record(&mut self, state: &SavedPort, fds: Descriptors);
 }

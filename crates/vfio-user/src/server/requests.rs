@@ -1,4 +1,4 @@
-//! Dispatch of messages to the device, and their replies.
+//! Calls of the device for received messages, and the replies.
 
 use std::io;
 
@@ -26,15 +26,15 @@ pub(super) struct Waiting {
     then: Then,
 }
 
-/// Continuation of a request after its [`Done`] has succeeded.
+/// Next step of a request after its [`Done`] has succeeded.
 pub(super) enum Then {
-    /// Reply with the request's payload.
+    /// Send a reply with the request's payload.
     Unmapped(wire::DmaUnmap),
-    /// Reply to a write.
+    /// Send the reply to a write.
     Written(wire::RegionAccess),
-    /// Continue with the remaining work.
+    /// Continue with the rest of the request.
     Next(Rest),
-    /// Reply to a reset, after which the migration state is RUNNING.
+    /// Send the reply to a reset. The migration state is then RUNNING.
     Reset,
 }
 
@@ -44,7 +44,7 @@ pub(super) struct Link {
     pub(super) out: SendQueue,
     pub(super) agreed: Option<Agreed>,
     pub(super) waiting: Option<Waiting>,
-    /// Request whose remaining work is left for the next turn.
+    /// Request whose rest is executed in the next turn.
     pub(super) unfinished: Option<Unfinished>,
     pub(super) migrating: Migrating,
     /// True if a message has changed state that belongs in a checkpoint.
@@ -59,13 +59,13 @@ pub(super) struct Unfinished {
 
 /// Remaining work of a request.
 pub(super) enum Rest {
-    /// Writes that are left of `count`.
+    /// Writes that are not executed yet, and the number of all writes.
     Writes { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
-    /// Steps to another migration state.
+    /// Further steps to another migration state.
     State { to: MigrationState, flags: u32 },
     /// Payload of a reply to send.
     Reply(Vec<u8>),
-    /// Report of the settled log.
+    /// Report of the dirty page log, after the log is settled.
     Log { report: LoggingReport, flags: u32 },
 }
 
@@ -86,18 +86,19 @@ impl Link {
         self.agreed.is_some()
     }
 
-    /// Number of the outstanding [`Done`], which has to complete before the next request.
+    /// Number of the outstanding [`Done`]. It has to complete before the next request is handled.
     pub(super) fn awaits(&self) -> Option<u64> {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
     }
 
-    /// True if negotiated, and nothing is unsent, outstanding or partly executed.
+    /// True if the version is negotiated, and no reply is unsent and no request outstanding or
+    /// partly executed.
     pub(super) fn is_idle(&self) -> bool {
         let waits = self.waiting.is_some() || self.unfinished.is_some();
         self.agreed.is_some() && !waits && self.out.is_empty()
     }
 
-    /// Returns and clears `changed`.
+    /// Returns whether state for the checkpoint has changed, and clears the flag.
     pub(super) fn take_changed(&mut self) -> bool {
         std::mem::take(&mut self.changed)
     }
@@ -107,7 +108,7 @@ impl Link {
         self.waiting.is_none() && self.unfinished.is_none()
     }
 
-    /// Serializes a link without a partly executed request.
+    /// Serializes a link. No request may be partly executed.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedLink> {
         Ok(SavedLink { out: self.out.save(fds)?, agreed: self.agreed })
     }
@@ -123,12 +124,13 @@ impl Link {
         self.agreed.map(|agreed| agreed.max_xfer)
     }
 
-    /// True if a request is partly executed, so that other clients get their turn.
+    /// True if a request is partly executed. The rest is left for the next turn, so that other
+    /// clients get their turns.
     pub(super) fn is_unfinished(&self) -> bool {
         self.unfinished.is_some()
     }
 
-    /// Continues the partly executed request.
+    /// Continues the request that is partly executed.
     pub(super) fn go_on(&mut self, device: &mut dyn Device, context: &mut Context<'_>) {
         let Some(Unfinished { header, rest }) = self.unfinished.take() else { return };
         let outcome = match (self.agreed, rest) {
@@ -151,7 +153,8 @@ impl Link {
         }
     }
 
-    /// Handles one message. Afterwards replies may have to be sent, or a [`Done`] be awaited.
+    /// Handles one message. It may queue replies, or create a [`Done`] whose completion must be
+    /// awaited.
     pub(super) fn handle(
         &mut self,
         message: Message<'_>,
@@ -185,8 +188,8 @@ impl Link {
         Ok(())
     }
 
-    /// Handles a message that is a write accepted by `write`. Returns false, without effect, for
-    /// other messages.
+    /// Handles a message if it is a write that `write` accepts. Returns false for other messages,
+    /// and changes nothing.
     pub(super) fn handle_write(
         &mut self,
         header: &Header,
@@ -251,7 +254,7 @@ impl Link {
     ) -> Result<(), Errno> {
         self.changed |= changes(header.command, payload);
         match header.command {
-            // Most frequent requests of a busy guest.
+            // A busy guest sends these requests most often.
             command::REGION_WRITE => self.write(agreed, header, payload, device, context),
             command::REGION_READ => self.read(agreed, header, payload, device),
             command::REGION_WRITE_MULTI => {
@@ -272,7 +275,7 @@ impl Link {
                 Ok(())
             }
             command::DMA_UNMAP => {
-                // A descriptor may be attached; it is ignored and closed.
+                // If the message has a descriptor, it is ignored and closed.
                 let (unmap, _) = split::<wire::DmaUnmap>(payload)?;
                 let range = dma_unmap(&unmap)?;
                 let (sequence, done) = context.done();
@@ -353,7 +356,7 @@ impl Link {
                 self.out.put_reply(header, &[]);
                 Ok(())
             }
-            // Only one version negotiation per connection.
+            // The version is already negotiated, and a connection negotiates it only once.
             command::VERSION => Err(Errno::INVAL),
             _ => Err(Errno::OPNOTSUPP),
         }
@@ -385,7 +388,7 @@ impl Link {
         Ok(())
     }
 
-    /// Continues with `rest` when the log contains all writes until now.
+    /// Waits until the log contains all writes up to now, then continues with `rest`.
     fn settle_log(
         &mut self,
         header: &Header,
@@ -472,7 +475,8 @@ impl Link {
         Ok(())
     }
 
-    /// Refuses writes to the registers of a stopped device, whose values are in the stream.
+    /// Refuses writes to the registers of a stopped device, because the migration stream already
+    /// contains their values.
     fn check_write(&self, access: &wire::RegionAccess) -> Result<(), Errno> {
         let is_register = access.region == crate::device::region::BAR0;
         if is_register && !self.migrating.is_running() { Err(Errno::BUSY) } else { Ok(()) }
@@ -480,7 +484,7 @@ impl Link {
 }
 
 impl Agreed {
-    /// Checks an access as far as possible without the device, and returns the length.
+    /// Checks an access as far as possible without the device. Returns the length.
     fn check(&self, access: &wire::RegionAccess) -> Result<usize, Errno> {
         if access.region >= self.info.regions
             || access.count > self.max_xfer
@@ -492,13 +496,14 @@ impl Agreed {
     }
 }
 
-/// True if a request changes the state of a checkpoint: that of [`Device::save`] or of the link.
-/// The first region does not count, because the device stores its own checkpoints of its registers.
+/// True if a request changes state that a checkpoint contains: the state of [`Device::save`] or of
+/// the link. Writes to the first region do not count, because the device stores its own checkpoints
+/// of its registers.
 fn changes(number: u16, payload: &[u8]) -> bool {
     match number {
         command::REGION_WRITE => split::<wire::RegionAccess>(payload)
             .is_ok_and(|(access, _)| access.region != crate::device::region::BAR0),
-        // The checkpoint of a stopped device must not be one of a running device.
+        // Stopping a device must be in the checkpoint, because the next process must not run it.
         command::DEVICE_FEATURE => Migrating::changes(payload),
         command::REGION_WRITE_MULTI
         | command::DMA_MAP

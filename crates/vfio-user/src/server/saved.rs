@@ -1,4 +1,4 @@
-//! Serialized state of a port, for the next server process.
+//! Serialized state of a port (a device, its socket and its client), for the next server process.
 
 use std::path::PathBuf;
 
@@ -9,16 +9,16 @@ use crate::codec::{SavedDecoder, SavedQueue};
 use crate::device::DeviceInfo;
 use shadowbell_state::FdRef;
 
-/// Serialized device, socket and client, of [`Reactor::save`](super::Reactor::save) for
-/// [`Reactor::restore`](super::Reactor::restore). Descriptors are passed separately.
+/// Serialized device with its sockets and its client, from [`Reactor::save`](super::Reactor::save)
+/// to [`Reactor::restore`](super::Reactor::restore). Descriptors are passed separately.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SavedPort {
-    /// Listening socket; `None` if there is only one client.
+    /// Listening socket; `None` if the port has a single client and accepts no other.
     pub(super) listener: Option<SavedListener>,
     /// Attached client, if any.
     pub(super) session: Option<SavedSession>,
     pub(super) device: serde_json::Value,
-    /// True if the client has disconnected, and the device has to release it.
+    /// True if the client has disconnected, and the device has not yet released it.
     #[serde(default)]
     pub(super) leaving: bool,
 }
@@ -37,13 +37,14 @@ impl SavedPort {
     }
 }
 
-/// Serialized session that is quiesced.
+/// Serialized state of a quiesced session.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct SavedSession {
     pub(super) socket: FdRef,
     pub(super) received: SavedDecoder,
     pub(super) link: SavedLink,
-    /// True with checkpoints: received messages that are not executed are still in the socket.
+    /// True if checkpoints are on. Received messages that are not executed are then still in the
+    /// socket.
     #[serde(default)]
     pub(super) recorded: bool,
     #[serde(default)]
@@ -59,13 +60,14 @@ pub(super) struct Handled {
 
 impl Handled {
     pub(super) fn new(bytes: &[u8]) -> Self {
-        // FNV-1a. The bytes contain the message's identifier, so equal hashes are unlikely.
+        // The hash is FNV-1a. Equal hashes of different messages are unlikely, because the bytes
+        // contain the message's identifier.
         let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
         Self { len: bytes.len() as u64, hash: bytes.iter().fold(0xcbf2_9ce4_8422_2325, step) }
     }
 }
 
-/// Serialized link that is quiesced.
+/// Serialized state of a quiesced link.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct SavedLink {
     pub(super) out: SavedQueue,

@@ -1,4 +1,5 @@
-//! Session of a connected client: receives, handles messages, sends, and keeps a deadline.
+//! Session of a connected client: receives and handles messages, sends replies, and sets deadlines
+//! for the client.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,14 +24,14 @@ use crate::socket::{
     Arrival, Received, discard, peek_from, peek_some, receive, receive_some, send_owned, take_in,
 };
 
-/// Maximum number of messages and receives of one connection per turn.
+/// Maximum number of messages plus receives of one connection per turn.
 const TURN: u32 = 64;
 
-/// Maximum number of messages and receives per call of [`Session::poll_writes`].
+/// Maximum number of messages plus receives per call of [`Session::poll_writes`].
 const POLL: u32 = 16;
 
-/// Number of unsent bytes above which no requests are handled. So the send queue never exceeds this
-/// size and one reply.
+/// Number of unsent bytes above which no requests are handled. So the send queue is at most one
+/// reply longer than this size.
 const HIGH_WATER: usize = 64 * 1024;
 
 /// Reason why a connection has ended.
@@ -60,7 +61,7 @@ pub(super) enum EndReason {
     Dropped,
 }
 
-/// Action after a connection's turn.
+/// Action of the reactor after a connection's turn.
 pub(super) enum Turn {
     /// Wait until the socket or the device reports an event.
     Wait,
@@ -70,13 +71,14 @@ pub(super) enum Turn {
     End(EndReason),
 }
 
-/// Action that a deadline requires of the client. An unchanged action keeps its deadline.
+/// Action that the client has to take before a deadline. While the action stays the same, so does
+/// the deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Expected {
     Version,
-    /// Send the rest of the message at this position of the stream.
+    /// Send the rest of the message that starts at this position of the stream.
     Message(u64),
-    /// Read replies from this position of the sent stream on.
+    /// Read the replies from this position of the sent stream on.
     Reading(u64),
 }
 
@@ -85,7 +87,7 @@ pub(super) struct Session {
     socket: Stream,
     inspector: Inspector,
     decoder: Decoder,
-    /// Received data that [`Session::poll_writes`] leaves to the next turn.
+    /// Received data that [`Session::poll_writes`] could not handle and has left for the next turn.
     arrival: Option<Arrival>,
     pub(super) link: Link,
     readable: bool,
@@ -94,28 +96,31 @@ pub(super) struct Session {
     pub(super) full: bool,
     sent: u64,
     expected: Option<(Expected, Instant)>,
-    /// `Some` with checkpoints.
+    /// State of checkpoints; `None` if they are off.
     intake: Option<Intake>,
 }
 
-/// State of a session with checkpoints: messages stay in the socket until their effects are stored
-/// in a checkpoint. So after a crash, all other messages are still in the socket.
+/// State of a session with checkpoints. A message stays in the socket until a checkpoint contains
+/// its effects. So after a crash, the socket still has all other messages.
 #[derive(Debug)]
 struct Intake {
-    /// Decoder position up to which messages were removed from the socket.
+    /// Decoder position up to which messages have been removed from the socket.
     consumed: u64,
-    /// Message that is executed and stored in the checkpoint. If a dead process has not removed it,
-    /// it is at the start of the socket's data, and its reply is in the link's queue.
+    /// Last executed message, whose effects are in the checkpoint. If the process dies before it
+    /// removes the message, the message is still at the start of the socket's data, and its reply
+    /// is in the link's queue.
     pending: Option<Handled>,
 }
 
-/// Callback that stores a checkpoint of session and device, with their descriptors.
+/// Callback that stores a checkpoint of the session and the device. The descriptors belong to that
+/// state.
 pub(super) type Record<'a> =
     &'a mut dyn FnMut(Result<(SavedSession, serde_json::Value), SaveError>, Descriptors);
 
 impl Session {
-    /// Restores a session of [`save`](Self::save). The previous process still has the socket, as
-    /// after [`set_lent(true)`](Self::set_lent). `make` wraps the socket in a [`Stream`].
+    /// Restores a session from the state of [`save`](Self::save). The previous process still has
+    /// the socket, so the session starts as after [`set_lent(true)`](Self::set_lent). `make` wraps
+    /// the socket in a [`Stream`].
     pub(super) fn restore(
         saved: SavedSession,
         fds: &mut Descriptors,
@@ -126,7 +131,7 @@ impl Session {
         let link = Link::restore(link, fds)?;
         let (mut socket, inspector) = make(fds.take(socket)?);
         socket.set_lent(true);
-        // Negotiated limits remain valid, whatever the limits of this process are.
+        // Limits that were negotiated stay valid, even if this process has others.
         let max_data_xfer_size = link.max_xfer().unwrap_or(limits.max_data_xfer_size);
         let mut session = Self::new(socket, inspector, &Limits { max_data_xfer_size, ..*limits });
         let max = usize::try_from(max_data_xfer_size).unwrap_or(usize::MAX);
@@ -137,12 +142,12 @@ impl Session {
         Ok(session)
     }
 
-    /// Serializes a session that is quiesced, for the next server process.
+    /// Serializes a quiesced session for the next server process.
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedSession> {
         Ok(SavedSession {
             socket: fds.add(self.socket.as_fd().try_clone_to_owned()?),
             received: match &self.intake {
-                // The data are still in the socket.
+                // With checkpoints, the received data are still in the socket.
                 Some(_) => SavedDecoder::default(),
                 None => self.decoder.save(fds)?,
             },
@@ -152,7 +157,7 @@ impl Session {
         })
     }
 
-    /// Starts checkpoints. Returns false if that is impossible because a part of a message has
+    /// Turns on checkpoints. Returns false if they are impossible, because a part of a message has
     /// already been removed from the socket.
     pub(super) fn begin_recording(&mut self) -> bool {
         let consumed = self.decoder.position();
@@ -170,8 +175,8 @@ impl Session {
         self.intake.is_some()
     }
 
-    /// Stores a checkpoint with the effects of the current message, removes the message from the
-    /// socket, and sends its reply.
+    /// Stores a checkpoint with the effects of the current message, then removes the message from
+    /// the socket and sends its reply.
     fn commit(
         &mut self,
         device: &mut dyn Device,
@@ -197,15 +202,15 @@ impl Session {
         }
         self.answer_and_take(len, exchange)?;
         if len != 0 && !self.link.out.is_empty() {
-            // The socket is full, so the unsent rest of the reply is stored in a checkpoint.
+            // The socket is full, so a checkpoint must contain the unsent rest of the reply.
             let mut fds = Descriptors::default();
             record(self.describe(device, &mut fds), fds);
         }
         Ok(())
     }
 
-    /// Sends the reply and removes its request from the socket, in one step if possible: if this
-    /// process died between the two, the next one could not find out which was done.
+    /// Sends the reply and removes its request from the socket, in one step if possible. If the
+    /// process died between two steps, the next process would not know which of them were done.
     fn answer_and_take(
         &mut self,
         len: usize,
@@ -219,7 +224,7 @@ impl Session {
         });
         let mut left = len;
         if let Some(Exchanged { sent, taken, fds }) = both {
-            // Second copies of descriptors that were received before.
+            // These are duplicates of descriptors that were received before, so they are dropped.
             drop(self.inspector.inspect(fds));
             left -= taken.unwrap_or(0);
             self.note_sent(sent)?;
@@ -229,7 +234,7 @@ impl Session {
         Ok(())
     }
 
-    /// State for a checkpoint.
+    /// State of session and device for a checkpoint.
     pub(super) fn describe(
         &self,
         device: &mut dyn Device,
@@ -238,7 +243,7 @@ impl Session {
         Ok((self.save(fds)?, device.record(fds)?))
     }
 
-    /// Completes the last message of a dead process: if the message is still in the socket, removes
+    /// Finishes the last message of a dead process. If the message is still in the socket, removes
     /// it and sends its reply.
     fn catch_up(&mut self, exchange: Option<&mut Exchange>) -> Result<(), EndReason> {
         let Some(Handled { len, hash }) = self.intake.as_mut().and_then(|i| i.pending.take())
@@ -252,31 +257,32 @@ impl Session {
         if is_there {
             self.answer_and_take(bytes.len(), exchange)?;
         } else {
-            // The reply was sent together with the removal.
+            // The dead process has removed the message and sent the reply in the same step.
             self.link.out = SendQueue::default();
         }
         peek_from(self.socket.as_fd(), 0)?;
         Ok(())
     }
 
-    /// Sets whether another process serves the same client if this one does not: then dropping the
-    /// session does not affect the client.
+    /// Sets whether another process also has the socket, and serves the client on it. If so,
+    /// dropping the session does not affect the client.
     pub(super) fn set_lent(&mut self, is_lent: bool) {
         self.socket.set_lent(is_lent);
     }
 
-    /// Resumes after a freeze, during which no deadline ran and the socket was not read.
+    /// Resumes after a freeze. During the freeze, no deadline ran and the socket was not read.
     pub(super) fn wake(&mut self) {
         self.readable = true;
         self.full = false;
         self.expected = None;
         if self.is_recorded() {
-            // Another process may have peeked at the socket without executing anything.
+            // Another process may have changed the peek offset of the socket, even if it executed
+            // nothing.
             let _ = peek_from(self.socket.as_fd(), self.decoder.held());
         }
     }
 
-    /// Quiesces: finishes the current message, if any, and starts no other.
+    /// Quiesces the session: finishes the current message, if any, and starts no other.
     pub(super) fn rest(
         &mut self,
         device: &mut dyn Device,
@@ -286,7 +292,7 @@ impl Session {
         self.come_to_rest(device, context, record).unwrap_or_else(Turn::End)
     }
 
-    /// True if no request is partly executed, and no received data wait for a turn.
+    /// True if no request is partly executed, and no received data are left for a turn.
     pub(super) fn is_at_rest(&self) -> bool {
         self.link.is_at_rest() && self.arrival.is_none()
     }
@@ -303,9 +309,10 @@ impl Session {
             device.settle();
             self.commit(device, record, context.exchange.as_deref_mut())?;
         }
-        // Data that a second thread has received (`arrival`) are not saved with the session. So
-        // before another process takes the session over, they are discarded if they are still
-        // in the socket; otherwise their descriptors are inspected and they go to the decoder.
+        // Data that a second thread has received (`arrival`) are not part of the saved session. So
+        // they must not be left when another process takes over. If they are still in the socket,
+        // they are discarded here. Otherwise their descriptors are inspected, and the decoder gets
+        // them.
         self.look_again()?;
         match self.arrival.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
             Some(Received::Closed) => return Err(EndReason::Left),
@@ -324,7 +331,7 @@ impl Session {
             decoder: Decoder::new(max),
             arrival: None,
             link: Link::default(),
-            // The first message may have arrived already.
+            // The first message may be in the socket already.
             readable: true,
             hung_up: false,
             full: false,
@@ -338,7 +345,7 @@ impl Session {
         self.socket.as_fd()
     }
 
-    /// Records events of the socket.
+    /// Stores events of the socket for the next turn.
     pub(super) fn notify(&mut self, readable: bool, writable: bool, hung_up: bool) {
         self.readable |= readable || hung_up;
         self.hung_up |= hung_up;
@@ -361,7 +368,7 @@ impl Session {
         }
     }
 
-    /// Receives, handles and sends messages, up to a limit.
+    /// Receives, handles and sends messages, up to the limit for a turn.
     pub(super) fn turn(
         &mut self,
         device: &mut dyn Device,
@@ -387,7 +394,8 @@ impl Session {
         self.catch_up(context.exchange.as_deref_mut())?;
         self.look_again()?;
         loop {
-            // With checkpoints, one message at a time, and only after the previous reply was sent.
+            // With checkpoints, messages are handled one at a time, each after the previous reply
+            // was sent.
             let is_recorded = self.is_recorded();
             let outcome = if is_recorded && !self.link.out.is_empty() {
                 Ok(false)
@@ -401,7 +409,7 @@ impl Session {
             };
             device.settle();
             self.commit(device, record, context.exchange.as_deref_mut())?;
-            // An error reply is sent even if the connection ends.
+            // An error reply is sent even if the error ends the connection.
             self.flush()?;
             let emptied = outcome?;
             let most = if is_recorded { 0 } else { HIGH_WATER };
@@ -433,7 +441,8 @@ impl Session {
                 return Err(EndReason::FdsStuck);
             }
             match received {
-                // A hang-up is reported only once, so reads continue until they return it.
+                // A hang-up is reported only once. So after it, the session reads until a read
+                // returns it.
                 Ok(Received::Bytes { drained }) => {
                     abort_point(AbortPoint::MessageRead);
                     self.readable = !drained || self.hung_up;
@@ -450,7 +459,7 @@ impl Session {
         }
     }
 
-    /// True if nothing is partly received, partly sent or outstanding.
+    /// True if no data are partly received or partly sent, and no request is outstanding.
     pub(super) fn is_idle(&self) -> bool {
         if self.intake.as_ref().is_some_and(|intake| {
             intake.pending.is_some() || intake.consumed != self.decoder.position()
@@ -461,19 +470,19 @@ impl Session {
         !moving && self.expected.is_none() && self.link.is_idle() && !self.decoder.is_partial()
     }
 
-    /// Receives and handles writes that `write` accepts, on a second thread. All other data are
-    /// left for a [turn](Self::turn) of the reactor.
+    /// Receives messages on a second thread, and handles the writes that `write` accepts. All other
+    /// data are left for a [turn](Self::turn) of the reactor.
     ///
-    /// Such writes need no checkpoint: their effects survive a crash, and they may be repeated. So
-    /// they are removed from the socket as soon as `write` has accepted them. With checkpoints only
-    /// posted writes are handled, because only the reactor can send a reply together with the
-    /// removal of its message.
+    /// Such writes need no checkpoint, because their effects survive a crash and they may be
+    /// repeated. They are removed from the socket after `write` has accepted them. With
+    /// checkpoints, only posted writes are handled: a reply must be sent together with the removal
+    /// of its message, which only the reactor can do.
     pub(super) fn poll_writes(
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
     ) -> PolledWrites {
         if self.arrival.is_some() {
-            // Data that an earlier call has left to the reactor come first.
+            // Data that an earlier call has left for the reactor must be handled first.
             return PolledWrites { writes: 0, all: false };
         }
         let is_recorded = self.is_recorded();
@@ -486,7 +495,7 @@ impl Session {
                     break;
                 }
                 writes += 1;
-                // Skips the peeked message, which is valid.
+                // The message was peeked at and is valid. This call skips it.
                 let _ = self.decoder.decode();
             } else if self.decoder.is_partial() || drained {
                 break;
@@ -509,15 +518,15 @@ impl Session {
                 }
             }
         }
-        // Errors occur again in the reactor's turn.
+        // If an error occurs here, the reactor's turn gets the same error.
         let taken = self.take_writes().is_ok();
         let sent = self.flush().is_ok() && self.link.out.is_empty();
         let all = drained && taken && sent && self.arrival.is_none() && !self.decoder.is_partial();
         PolledWrites { writes, all }
     }
 
-    /// Discards data that a second thread has only peeked at. The reactor peeks again, so that it
-    /// inspects descriptors together with all their bytes.
+    /// Discards data that a second thread has peeked at. The reactor peeks again, because it
+    /// inspects descriptors together with all bytes of their message.
     fn look_again(&mut self) -> Result<(), Errno> {
         if self.is_recorded()
             && let Some(arrival) = self.arrival.take()
@@ -528,7 +537,7 @@ impl Session {
         Ok(())
     }
 
-    /// Removes the [executed writes](Self::poll_writes) from the socket.
+    /// Removes the writes that [`poll_writes`](Self::poll_writes) has executed from the socket.
     fn take_writes(&mut self) -> Result<(), Errno> {
         let Some(intake) = &mut self.intake else { return Ok(()) };
         let len = (self.decoder.position() - intake.consumed) as usize;
@@ -542,7 +551,7 @@ impl Session {
         Ok(())
     }
 
-    /// Handles messages; returns true if no complete message is left.
+    /// Handles messages. Returns true if no complete message is left.
     fn handle_all(
         &mut self,
         left: &mut u32,
@@ -576,7 +585,7 @@ impl Session {
         Ok(())
     }
 
-    /// Updates the send queue with the result of a send.
+    /// Updates the send queue after a send.
     fn note_sent(&mut self, sent: Result<usize, Errno>) -> Result<(), EndReason> {
         match sent {
             Ok(len) => {
@@ -617,12 +626,12 @@ fn peek(
     if arrival.fds.is_empty() || arrival.is_short {
         return Ok(arrival);
     }
-    // More bytes may belong to the descriptors, and a peek at the rest would return the descriptors
-    // again: so all bytes are peeked at once.
+    // More bytes of the socket may belong to the descriptors. A second peek, at the rest only,
+    // would return the descriptors again. So all bytes are peeked at together.
     drop(inspector.inspect(arrival.fds));
     peek_from(socket, decoder.held())?;
     peek_some(socket, decoder.space_of(WHOLE), inspector.closer())
 }
 
-/// Size above the capacity of a socket for one send.
+/// Size that exceeds the capacity of a socket for one send, in bytes.
 const WHOLE: usize = 256 << 10;

@@ -12,18 +12,19 @@ pub(super) struct Context<'a> {
     pub(super) inbox: &'a Arc<Inbox>,
     pub(super) port: PortId,
     pub(super) limits: &'a Limits,
-    /// Counter of this port's [`Done`]s, by which an outdated completion is recognized.
+    /// Number of [`Done`]s that were created for this device. Outdated completions are detected by
+    /// their number.
     pub(super) sequence: &'a mut u64,
     /// Time slice of the client's turn.
     pub(super) slice: Slice,
-    /// True if the port has checkpoints.
+    /// True if checkpoints of the device and its client are stored.
     pub(super) is_recorded: bool,
-    /// Sends replies for a port with checkpoints.
+    /// Ring that sends replies if checkpoints are stored.
     pub(super) exchange: Option<&'a mut Exchange>,
 }
 
-/// Maximum duration of a client's turn. (Checked between two requests, or between two writes of one
-/// REGION_WRITE_MULTI.)
+/// Maximum duration of a client's turn. It is checked between two requests, and between two writes
+/// of a REGION_WRITE_MULTI.
 const SLICE: Duration = Duration::from_micros(100);
 
 /// Time slice of a client's turn.
@@ -40,7 +41,7 @@ impl Slice {
 }
 
 impl Context<'_> {
-    /// Creates a [`Done`] and its number, by which the completion is assigned.
+    /// Creates a [`Done`]. Returns its number too, which identifies the completion.
     pub(super) fn done(&mut self) -> (u64, Done) {
         *self.sequence += 1;
         (*self.sequence, inbox::done(self.inbox, self.port, *self.sequence))

@@ -1,4 +1,4 @@
-//! A memory device that logs its requests, and a raw client that sends anything.
+//! Memory device that logs its requests, and a raw client that can send any bytes.
 #![allow(dead_code)]
 
 use shadowbell_testing::wait;
@@ -27,7 +27,8 @@ use zerocopy::IntoBytes;
 
 /// Size of BAR0, which is plain memory.
 pub(crate) const BAR0_SIZE: u64 = 0x1_0000;
-/// Offset in BAR0 at which a write is slow while [`ToyShared::hold`] is set.
+/// Offset in BAR0. While [`ToyShared::hold`] is set, a write here does not complete before the test
+/// completes it.
 pub(crate) const SLOW: u64 = 0x8000;
 /// Offset in BAR0 at which a write calls [`ToyShared::hook`].
 pub(crate) const HOOK: u64 = 0x9000;
@@ -42,24 +43,24 @@ pub(crate) const VECTORS: u32 = 33;
 /// Advertised maximum of DMA ranges.
 pub(crate) const MAX_MAPS: u32 = 5;
 
-/// State of a device that a test examines.
+/// State of a device that tests can examine and control.
 #[derive(Default)]
 pub(crate) struct ToyShared {
-    /// Requests, as text.
+    /// Requests that the device has received, as text.
     pub(crate) log: Mutex<Vec<String>>,
-    /// Stores completion handles instead of completing them.
+    /// True if the device stores completion callbacks in `held` instead of completing them.
     pub(crate) hold: AtomicBool,
     pub(crate) held: Mutex<Vec<Done>>,
-    /// Called once, by a write at [`HOOK`].
+    /// Closure that the next write at [`HOOK`] calls.
     pub(crate) hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-    /// Writes at [`DOORBELL`], and whether the reactor delivered them.
+    /// Values written at [`DOORBELL`], each with true if the reactor has handled the write.
     pub(crate) doorbell_writes: Mutex<Vec<(u8, bool)>>,
-    /// The device wants another thread to poll the client's socket as well.
+    /// True if the device requests that a second thread polls the client's socket too.
     pub(crate) wants: AtomicBool,
     pub(crate) shared_sockets: Mutex<Vec<SharedSocket>>,
     pub(crate) eventfds: Mutex<Vec<PeerFd>>,
     pub(crate) maps: Mutex<Vec<PeerFd>>,
-    /// The device cannot be handed over.
+    /// True if saving the device fails, so that it cannot be transferred.
     pub(crate) refuses: AtomicBool,
 }
 
@@ -72,7 +73,7 @@ impl ToyShared {
         std::mem::take(&mut self.log.lock().unwrap())
     }
 
-    /// Waits for a held completion handle, and returns it.
+    /// Waits until the device has stored a completion callback, and returns it.
     pub(crate) fn wait_held(&self) -> Done {
         let mut done = None;
         eventually("a completion handle is held", || {
@@ -99,7 +100,7 @@ impl ToyShared {
     }
 }
 
-/// A memory device.
+/// Device with plain memory as BAR0.
 pub(crate) struct Toy {
     shared: Arc<ToyShared>,
     bar0: Vec<u8>,
@@ -113,7 +114,7 @@ impl Toy {
         (Self::of(&shared), shared)
     }
 
-    /// A device that shares its test state with another.
+    /// Creates a device with existing test state, which another device may use too.
     pub(crate) fn of(shared: &Arc<ToyShared>) -> Box<Self> {
         let shared = Arc::clone(shared);
         let bar2 = rustix::fs::memfd_create("toy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -166,8 +167,8 @@ impl Device for Toy {
 
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         match index {
-            // One eventfd for the first half of every 16 bytes and one for the second, and an area
-            // beyond any client's limit.
+            // One eventfd belongs to the first half of each 16 bytes, and one to the second half.
+            // One more area has an eventfd beyond the limit of any client.
             0 => Ok(IoFds {
                 events: eventfds(100),
                 areas: (0..300)
@@ -306,7 +307,7 @@ impl Device for Toy {
     }
 }
 
-/// Returns true if all servers record checkpoints, which must make no difference to clients.
+/// True if all servers of the test store checkpoints, which must make no difference for clients.
 pub(crate) fn is_recorded() -> bool {
     std::env::var_os("SHADOWBELL_TEST_RECORDED").is_some()
 }
@@ -322,7 +323,7 @@ impl shadowbell_vfio_user::server::PortRecorder for Nowhere {
     }
 }
 
-/// A reactor on its own thread, stopped on drop.
+/// Reactor on its own thread. It is stopped when the value is dropped.
 pub(crate) struct Server {
     pub(crate) handle: Handle,
     pub(crate) directory: tempfile::TempDir,
@@ -334,7 +335,7 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(limits: Limits) -> Self {
-        // Tests end with held handles, which the stop must not wait for.
+        // The stop must not wait long for callbacks that are still stored at the end of a test.
         let stop = limits.stop.min(Duration::from_millis(200));
         let limits = Limits { stop, ..limits };
         let reactor = Reactor::new(limits).unwrap();
@@ -344,7 +345,7 @@ impl Server {
         server
     }
 
-    /// Runs a reactor.
+    /// Runs a reactor on a new thread.
     pub(crate) fn run(&mut self, mut reactor: Reactor) {
         self.handle = reactor.handle();
         let thread = std::thread::Builder::new().name("reactor".into());
@@ -358,12 +359,12 @@ impl Server {
         self.thread = Some(thread.unwrap());
     }
 
-    /// Returns true if the reactor has ended.
+    /// True if the reactor has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.thread.as_ref().unwrap().is_finished()
     }
 
-    /// Waits until the reactor is quiesced.
+    /// Waits until the reactor is quiesced, and returns it.
     pub(crate) fn frozen(&mut self) -> Reactor {
         let (reactor, ended) = self.thread.take().unwrap().join().unwrap();
         assert_eq!(ended, Ended::Frozen);
@@ -375,8 +376,8 @@ impl Server {
         self.frozen()
     }
 
-    /// Another reactor, restored from the state that `old` sends through a socket, as between
-    /// processes.
+    /// Creates another reactor from the state of `old`. The state passes through a socket, as
+    /// between two processes.
     pub(crate) fn successor(&self, old: &mut Reactor, toys: &[&Arc<ToyShared>]) -> Reactor {
         let mut parcel = Parcel::new();
         let saved = old.save(parcel.descriptors()).unwrap();
@@ -398,7 +399,7 @@ impl Server {
         new
     }
 
-    /// Replaces the server under its clients.
+    /// Replaces the reactor while clients are connected.
     pub(crate) fn replace(&mut self, toys: &[&Arc<ToyShared>]) {
         let mut old = self.freeze();
         let new = self.successor(&mut old, toys);
@@ -406,7 +407,7 @@ impl Server {
         self.run(new);
     }
 
-    /// A server with one memory device.
+    /// Starts a server with one memory device.
     pub(crate) fn with_toy(limits: Limits) -> (Self, PathBuf, Arc<ToyShared>) {
         let server = Self::start(limits);
         let (path, shared, _) = server.add("toy");
@@ -441,7 +442,7 @@ impl Drop for Server {
     }
 }
 
-/// A complete reply.
+/// Reply to a request, received completely.
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) header: Header,
@@ -454,7 +455,7 @@ impl Reply {
         self.payload
     }
 
-    /// Success, or the errno of an error reply.
+    /// `Ok` for a success reply, or the errno of an error reply.
     pub(crate) fn errno_or_ok(self) -> Result<(), Errno> {
         match self.header.flags & header_flags::ERROR {
             0 => Ok(()),
@@ -462,7 +463,7 @@ impl Reply {
         }
     }
 
-    /// Errno of an error reply, which consists of a header only.
+    /// Errno of an error reply. Checks that the reply consists only of a header.
     pub(crate) fn errno(&self) -> Errno {
         assert_eq!(self.header.flags, header_flags::REPLY | header_flags::ERROR);
         assert!(self.payload.is_empty());
@@ -470,7 +471,7 @@ impl Reply {
     }
 }
 
-/// A client that sends any bytes.
+/// Client that can send any bytes.
 pub(crate) struct Raw {
     pub(crate) stream: UnixStream,
     decoder: Decoder,
@@ -487,7 +488,7 @@ impl Raw {
         Self { stream, decoder: Decoder::new(2 << 20), next_id: 100 }
     }
 
-    /// Connects and negotiates.
+    /// Connects to the server and negotiates the version.
     pub(crate) fn attach(path: &Path) -> Self {
         let mut raw = Self::connect(path);
         raw.negotiate();
@@ -561,16 +562,16 @@ impl Raw {
         self.try_reply().expect("the server closed the connection")
     }
 
-    /// Checks that the server has disconnected without a further reply.
+    /// Checks that the server has closed the connection without a further reply.
     pub(crate) fn assert_closed(&mut self) {
         if let Some(reply) = self.try_reply() {
             panic!("{reply:?}");
         }
     }
 
-    /// Checks that nothing arrives for a while.
+    /// Checks that no data arrive for a short time.
     pub(crate) fn assert_silent(&mut self) {
-        // Nothing is to come in this time.
+        // The test only detects data that arrive within this time.
         self.stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         let error = self.stream.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
@@ -592,7 +593,7 @@ pub(crate) fn access(region: u32, offset: u64, len: usize) -> wire::RegionAccess
     wire::RegionAccess { offset, region, count: len as u32 }
 }
 
-/// Waits until something is so.
+/// Waits until a condition is true.
 #[track_caller]
 pub(crate) fn eventually(what: &str, so: impl FnMut() -> bool) {
     wait::until(what, so);
@@ -603,7 +604,7 @@ pub(crate) fn gettid() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
 }
 
-/// Returns true if a thread of this process sleeps.
+/// True if a thread of this process sleeps.
 pub(crate) fn sleeps(tid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat"));
     stat.is_ok_and(|stat| stat.rsplit(')').next().unwrap().starts_with(" S"))
@@ -622,10 +623,10 @@ pub(crate) fn memfd(len: u64) -> OwnedFd {
     fd
 }
 
-/// Time of each of the limits of [`impatient`].
-pub(crate) const IMPATIENT: Duration = Duration::from_secs(2); // Not exceeded by a busy machine.
+/// Duration of each limit of [`impatient`].
+pub(crate) const IMPATIENT: Duration = Duration::from_secs(2); // A busy machine does not exceed it.
 
-/// Limits that a test exceeds.
+/// Limits that are short enough for tests to exceed them.
 pub(crate) fn impatient() -> Limits {
     Limits {
         negotiation: IMPATIENT,

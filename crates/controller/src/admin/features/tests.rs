@@ -354,7 +354,7 @@ fn the_clock_is_a_real_one() {
         Timestamp::read_from_bytes(&get.data.unwrap()).unwrap().millis()
     };
     features.set(&cmd, 0, Some(&1_000_000_u64.to_le_bytes()), &LIMITS).unwrap();
-    // The timestamp counts the milliseconds of this time, at least.
+    // The timestamp has to advance by at least these milliseconds.
     std::thread::sleep(std::time::Duration::from_millis(20));
     let shown = read(&features);
     assert!(shown >= 1_000_020, "{shown}");

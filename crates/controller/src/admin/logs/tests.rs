@@ -257,7 +257,7 @@ fn a_change_counts_once_and_survives() {
     assert_eq!(log.groups[0].nsids, [1, 3]);
     let mut restored = AnaChanges::restore(&changes.save());
     assert_eq!(restored, changes);
-    // A change between snapshot and restore counts as well.
+    // A change between the snapshot and its restoration is reported as well.
     assert!(see(&mut restored, [good, bad]));
 }
 

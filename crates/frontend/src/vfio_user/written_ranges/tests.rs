@@ -1,4 +1,5 @@
-//! Tests of the range table: recovery restores the last checkpoint, whatever happened after it.
+//! Tests of the range table: a recovery restores the ranges of the last checkpoint and ignores
+//! later changes.
 
 use super::super::files::Files;
 use super::*;
@@ -30,7 +31,7 @@ fn inode(fd: impl AsFd) -> u64 {
     FileStatus::of(&fd).unwrap().inode
 }
 
-/// A range and its file.
+/// Range that the test has added, and its file.
 #[derive(Clone)]
 struct Shared {
     len: u64,
@@ -67,7 +68,7 @@ fn the_last_record_counts_whatever_came_after_it() {
                     }
                     let protection = [Protection::Read, Protection::ReadWrite];
                     let protection = protection[random.below(2) as usize];
-                    // A known file, a new file, or no file.
+                    // The range gets a known file, a new file, or no file.
                     let file = match random.below(4) {
                         0 => None,
                         1 => files.keep(&file(), protection),
@@ -104,7 +105,7 @@ fn the_last_record_counts_whatever_came_after_it() {
                 }
                 _ => {}
             }
-            // Simulate a crash: restore the last checkpoint.
+            // A crash is simulated by restoring the last checkpoint.
             let Some((saved, memory, expected)) = &last else { continue };
             let mut fds = Descriptors::default();
             let at = fds.add(memory.try_clone().unwrap());
@@ -120,7 +121,7 @@ fn the_last_record_counts_whatever_came_after_it() {
             });
             assert_eq!(found.collect::<Seen>(), *expected, "seed {seed}");
         }
-        // Slots are reused, and files that were never in a checkpoint leave no state.
+        // Slots are reused, and files that no checkpoint has contained leave no state.
         assert!(written.fresh <= 2 * MOST, "{}", written.fresh);
         let (given, _) = written.end();
         let mut given: Vec<_> = given.into_iter().collect();
@@ -129,7 +130,7 @@ fn the_last_record_counts_whatever_came_after_it() {
     }
 }
 
-/// A client whose memory allows no checkpoint may add and remove ranges for ever.
+/// A client whose memory allows no checkpoint may add and remove ranges without limit.
 #[test]
 fn what_is_never_recorded_does_not_pile_up() {
     let mut files = Files::default();
