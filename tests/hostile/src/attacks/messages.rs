@@ -1,4 +1,4 @@
-//! Attacks by messages: floods, refused requests, silent connections.
+//! Attacks by messages: floods, invalid requests, silent connections.
 
 use std::os::fd::AsFd;
 use std::thread::sleep;
@@ -52,7 +52,7 @@ fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     Ok(())
 }
 
-/// Maps that are refused for different reasons, each of which the server would log.
+/// Sends DMA maps that the server refuses for different reasons. It could log each of them.
 fn bad_maps(field: &mut Field) -> Result<()> {
     let file = memfd(1 << 20)?;
     let mut guest = field.guest_with(1, 64)?;
@@ -183,7 +183,8 @@ fn silent(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Connects without sending anything. Non-blocking, because the backlog may be full.
+/// Connects without sending a message. The socket is non-blocking, because the backlog of the
+/// listening socket may be full.
 pub(super) fn silent_connection(path: &std::path::Path) -> Result<std::os::fd::OwnedFd> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
