@@ -15,7 +15,7 @@
 //! | [`client`] | a vfio-user server | the vfio-user client |
 //! | [`resets`] | a guest that resets at any moment | the controller, with a small quota |
 //! | [`subsystem`] | hosts that share namespaces | reservations and ANA states, against a model |
-//! | [`mod@file`] | a file system: short, failing and late calls | a file as a disk, against a model |
+//! | [`mod@file`] | short, failing and late file system calls | a file as disk, against a model |
 //! | [`vhost`] | a virtio-blk guest: chains, rings, memory | a queue of the vhost-user device |
 //! | [`nbd`] | an NBD client, and a server | the NBD server; the decoder of replies |
 //! | [`decode`] | a sender of structures | the decoders of the specification and of the protocol |
