@@ -35,7 +35,7 @@ const GUARDS: u64 = 4;
 /// Parts of memory that are shared and unmapped as a whole: first page, number of pages.
 const PARTS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

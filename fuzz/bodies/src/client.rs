@@ -20,7 +20,7 @@ use zerocopy::IntoBytes;
 
 const QUESTIONS: usize = 24;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

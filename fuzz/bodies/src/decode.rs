@@ -13,7 +13,7 @@ use shadowbell_vfio_user::codec::{Decoder, MESSAGE_OVERHEAD};
 use shadowbell_vfio_user::wire::{HEADER_LEN, header_flags};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 const ACTIONS: usize = 48;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

@@ -1,7 +1,7 @@
 //! A file with short, failing and reordered reads and writes, as a disk with two queues, and a
 //! model of its contents.
 //!
-//! All runs on one thread. The program decides when each call on the file ends and with what
+//! There is only one thread. The program decides when each call on the file ends and with what
 //! result, and when each sync starts and with what result. This body checks that
 //!
 //! * each request ends exactly once, and ends when no call is held back;
@@ -39,7 +39,7 @@ const ENOSPC: i32 = 28;
 const PASSING: [i32; 2] = [4, 11];
 const ERRORS: [i32; 8] = [EIO, ENOSPC, 11, 4, 95, 22, 11, 125];
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

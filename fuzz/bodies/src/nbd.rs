@@ -25,7 +25,7 @@ const REQUESTS: usize = 32;
 /// Number of actions of one program.
 const ACTIONS: usize = 16;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

@@ -27,7 +27,7 @@ use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 160;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

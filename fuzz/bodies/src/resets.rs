@@ -43,7 +43,7 @@ const DSM_RANGES: u64 = PAGES - 1;
 const OF_MANY: usize = 32 + 32;
 const CC: u32 = 0x0046_0000;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

@@ -46,7 +46,7 @@ const QUIET: usize = 2;
 /// Number of turns that a client's disconnect takes.
 const LEAVING: usize = 12;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();

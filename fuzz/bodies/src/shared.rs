@@ -36,7 +36,7 @@ const TURNS: usize = 400;
 /// Offset of the numbered writes.
 const DOORBELL: u64 = 0x1000;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();

@@ -48,7 +48,7 @@ const HUNG: Duration = LIMIT;
 const CONFLICT: Status = Status::RESERVATION_CONFLICT;
 const INVALID: Status = Status::INVALID_FIELD;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

@@ -16,7 +16,7 @@ struct Bench {
     args: BenchArgs,
 }
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();

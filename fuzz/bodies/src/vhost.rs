@@ -49,7 +49,7 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     // Only one program at a time uses the disk.
     let disk = disk().lock().unwrap_or_else(std::sync::PoisonError::into_inner);

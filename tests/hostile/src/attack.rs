@@ -186,7 +186,7 @@ impl Field {
                 bells.extend(queue.bell());
             }
             link.send(&bells, &[])?;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_micros(100));
         }
         self.guests.push(guest);

@@ -119,7 +119,7 @@ fn dsm(guest: &mut Guest) -> Result<impl Fn(u64) -> Sqe + use<>> {
 fn many_dsm(field: &mut Field, guest: &mut Guest) -> Result<()> {
     let mut make = dsm(guest)?;
     field.top_up(guest, 100, &mut make)?;
-    // The pace of the attack.
+    // This pause sets the pace of the attack.
     sleep(Duration::from_millis(20));
     Ok(())
 }
@@ -168,7 +168,7 @@ fn dsm_abort(field: &mut Field) -> Result<()> {
             cid = if sqid == 0 { (cid + 1) % 0x8000 } else { cid };
         }
         link.send(&[queue.head_bell(), queue.bell()].concat(), &[])?;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(200));
     }
     field.guests.push(guest);

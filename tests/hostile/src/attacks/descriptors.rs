@@ -100,7 +100,7 @@ fn one_by_one(field: &mut Field, mut guest: Guest) -> Result<()> {
     let mut make = move |_| Sqe::read(1, 0, 7, 0).with_prps(prp1, 0);
     while !field.is_over() {
         field.top_up(&mut guest, 8, &mut make)?;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(50));
     }
     field.guests.push(guest);
@@ -137,7 +137,7 @@ fn irq_triggers(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         guest.link.flood(&bytes)?;
         field.done += 128;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(200));
     }
     field.guests.push(guest);
@@ -172,7 +172,7 @@ fn io_fds(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         guest.link.flood(&bytes)?;
         field.done += 16;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(100));
     }
     guest.link.settle()?;
@@ -205,7 +205,7 @@ fn sockets(field: &mut Field) -> Result<()> {
         }
         drop(inner);
         field.done += 1;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())

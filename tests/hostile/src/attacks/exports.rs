@@ -61,7 +61,7 @@ fn nbd_silent(field: &mut Field) -> Result<()> {
             field.done += 1;
         }
         // Disconnected clients connect again.
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(5));
         streams.truncate(400);
     }
@@ -93,7 +93,7 @@ fn nbd_unread(field: &mut Field) -> Result<()> {
         for (client, sent) in &mut clients {
             field.done += u64::from(push(&client.stream, &bytes, sent)?);
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())
@@ -114,7 +114,7 @@ fn flood(field: &mut Field, clients: usize, bytes: &[u8]) -> Result<()> {
             field.done += u64::from(push(&client.stream, bytes, sent)?);
             while matches!(client.stream.read(&mut trash), Ok(1..)) {}
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(200));
     }
     Ok(())
@@ -139,7 +139,7 @@ fn nbd_options(field: &mut Field) -> Result<()> {
         while !field.is_over() && push(&client.stream, &bytes, &mut sent).is_ok() {
             field.done += 1;
             while matches!(client.stream.read(&mut trash), Ok(1..)) {}
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_micros(200));
         }
     }
@@ -158,7 +158,7 @@ fn offer(field: &mut Field, prepare: fn(&VirtioGuest) -> Result<()>, heads: &[u1
             let heads: Vec<u16> = heads.iter().copied().cycle().take(room).collect();
             guest.offer(&heads)?;
             field.done += heads.len() as u64;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_micros(300));
         }
     }
@@ -262,7 +262,7 @@ fn vhost_attach(field: &mut Field) -> Result<()> {
         let heads: Vec<u16> = (0..ENTRIES).map(|n| n % 4).collect();
         guest.offer(&heads)?;
         field.done += 1;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())

@@ -158,7 +158,7 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let bell = message(command::REGION_WRITE, 0, &[access.as_bytes(), &[0; 4]]);
         for _ in 0..24 {
             guest.link.send(&bell, &[])?;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_micros(400));
         }
         guest.link.throw_away()?;
@@ -179,7 +179,7 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let sent = sent.and_then(|()| send_fds(guest.link.socket(), &map, &fds));
         let _ = sent.and_then(|_| end(2));
         field.done += 1;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(2));
     }
     Ok(())
@@ -195,7 +195,7 @@ fn with_maps(field: &mut Field) -> Result<()> {
 fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest()?;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         guest.link.set_patience(Duration::from_millis(500))?;
         for _ in 0..8 {
             let file = slow.open()?;
@@ -206,7 +206,7 @@ fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
             }
             field.done += 1;
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(20));
     }
     Ok(())

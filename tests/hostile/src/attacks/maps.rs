@@ -104,7 +104,7 @@ fn punch_holes(field: &mut Field) -> Result<()> {
             while !over.load(Ordering::Relaxed) {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 let _ = fallocate(&file, flags, 0, size);
-                // The pace of the attack.
+                // This pause sets the pace of the attack.
                 sleep(Duration::from_millis(1));
             }
         });
@@ -132,7 +132,7 @@ fn truncate(field: &mut Field) -> Result<()> {
         };
         for _ in 0..4 {
             field.top_up(&mut guest, 63, &mut make)?;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_millis(1));
         }
     }
@@ -187,7 +187,7 @@ fn bus_master(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         guest.link.send(&bytes, &[])?;
         field.done += entries.len() as u64;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     field.guests.push(guest);
@@ -247,7 +247,7 @@ fn big_unmap(field: &mut Field) -> Result<()> {
         guest.link.ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
         for _ in 0..8 {
             field.top_up(&mut guest, 63, &mut make)?;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_millis(1));
         }
         guest.link.ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
