@@ -1,10 +1,10 @@
-//! Acknowledged writes of a guest, and the check that the disk has them.
+//! Acknowledged writes of a guest, and the check that the disk contains them.
 //!
-//! A program in the guest overwrites a few thousand slots of the disk repeatedly, and reports
-//! each write on a separate serial port *after* the write has returned. QEMU writes the port to a
-//! file, so the list survives a crash of the guest. Afterwards every sector of every acknowledged
-//! slot must be a whole sector of this slot, from the acknowledged write or a later one. An older
-//! sector is a lost write, or a stale write that was executed late.
+//! A program in the guest overwrites a few thousand slots of the disk repeatedly, and reports each
+//! write on a separate serial port *after* the write has returned. QEMU copies the port to a file,
+//! so the list survives a crash of the guest. Afterwards each sector of an acknowledged slot must
+//! be complete, and must come from the acknowledged write of this slot or from a later one. An
+//! older sector means a lost write, or a stale write that was executed late.
 
 pub mod sector;
 
@@ -31,8 +31,8 @@ pub struct Promises {
 
 impl Promises {
     /// Parses the log of acknowledgements: `A <slot> <generation>` for a write that returned, `E
-    /// <words>` for a failure. A truncated line of a guest that was killed acknowledges nothing,
-    /// also if the next session has appended to it.
+    /// <words>` for a failure. If the guest was killed while it wrote a line, the truncated line
+    /// counts as no acknowledgement, also if the next session has appended to it.
     pub fn parse(log: &str) -> Self {
         let mut promises = Self::default();
         // The text after the last line feed is an incomplete line.
@@ -119,7 +119,7 @@ mod tests {
             let mut bad = good[..SECTOR].to_vec();
             bad[at] ^= 0x10;
             let read = sector::read(0, &bad);
-            // The stamp may be damaged as well, but then it does not match the data.
+            // The damaged byte may be in the stamp as well. Then the stamp does not match the data.
             assert!(read.is_err(), "byte {at}: {read:?}");
         }
     }
@@ -147,14 +147,14 @@ mod tests {
         let promises = Promises::parse(&log);
         let broken = || promises.broken(image.path(), 1).unwrap();
         assert!(broken().is_empty());
-        put(0, &slot(1, 0, 6)); // a later one that was not acknowledged is fine,
+        put(0, &slot(1, 0, 6)); // a later write that was not acknowledged is allowed,
         put(1, &slot(1, 1, 6)[..SECTOR]); // and so is a part of it
         assert!(broken().is_empty());
-        put(1, &[0; SECTOR]); // lost
-        put(2, &slot(1, 2, 4)); // stale
-        put(3, &slot(1, 4, 5)); // misplaced
-        put(4, &slot(1, 4, 6)[..100]); // torn inside a sector
-        put(5, &slot(2, 5, 5)); // of another run
+        put(1, &[0; SECTOR]); // a lost write
+        put(2, &slot(1, 2, 4)); // a stale write
+        put(3, &slot(1, 4, 5)); // a write at a wrong place
+        put(4, &slot(1, 4, 6)[..100]); // a write that is torn inside a sector
+        put(5, &slot(2, 5, 5)); // a write of another run
         let found = broken();
         assert_eq!(found.len(), 5, "{found:#?}");
         let beyond = Promises::parse("A 600 1\n");

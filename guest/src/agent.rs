@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::frame::{self, Lines, Message};
 
-/// Maximum time of a blocking read between two calls of the caller's check.
+/// Maximum time of a blocking read, after which the caller's check runs again.
 const TICK: Duration = Duration::from_millis(50);
 
 /// Result of a command in the guest.
@@ -68,7 +68,7 @@ pub struct Agent {
     lines: Lines,
     sequence: u64,
     boot_id: String,
-    /// True after a command timed out: the agent may not answer any more.
+    /// True after a command has timed out: the agent may not answer later commands.
     lost: bool,
 }
 
@@ -132,7 +132,7 @@ impl Agent {
                     self.lost = false;
                     bail!("the guest restarted while it ran: {command}");
                 }
-                // Late answer of a command that timed out.
+                // The late answer of a command that timed out is ignored.
                 Some(_) | None => {}
             }
         }
@@ -193,7 +193,7 @@ mod tests {
         (Agent::new(near).unwrap(), BufReader::new(far))
     }
 
-    /// Answers each command line with the result of the closure.
+    /// Runs a guest's agent that answers each command line with the result of the closure.
     fn answer(
         mut port: BufReader<UnixStream>,
         make: impl Fn(u64, &str) -> String + Send + 'static,
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn silence_has_an_end_and_so_has_a_dead_machine() {
         let (mut agent, _port) = pair();
-        // Short limit: its expiry is tested.
+        // Short limit: the test waits for its expiry.
         let error = agent.run("x", Duration::from_millis(80), &mut || Ok(())).unwrap_err();
         assert!(format!("{error:#}").contains("in time"), "{error:#}");
         let began = Instant::now();
@@ -247,7 +247,7 @@ mod tests {
         assert!(format!("{error:#}").contains("QEMU ended"), "{error:#}");
     }
 
-    /// The loop of init.sh, run by a real shell, on a pipe instead of a serial port.
+    /// Runs the loop of init.sh in a real shell, with a pipe instead of a serial port.
     #[test]
     fn the_guests_loop_speaks_the_same_language() {
         let init = include_str!("init.sh");

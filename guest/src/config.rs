@@ -125,9 +125,10 @@ pub fn pci_address(index: usize) -> String {
     format!("0000:00:{:02x}.0", FIRST_SLOT + index)
 }
 
-/// Kernel parameters of every guest. `tsc=reliable`: under emulation, the kernel may otherwise
-/// reject the TSC and read a slow clock millions of times. Mitigations only cost time in a test.
-/// A panic reboots immediately, which the agent's connection detects.
+/// Kernel parameters of every guest. Without `tsc=reliable`, the kernel may reject the TSC under
+/// emulation, and then read a slow clock millions of times. CPU mitigations are off, because they
+/// only make a test slower. After a panic the kernel reboots immediately, which the agent's
+/// connection detects.
 pub const KERNEL_WORDS: &str =
     "console=ttyS0 rdinit=/init quiet panic=-1 tsc=reliable mitigations=off";
 
@@ -148,15 +149,16 @@ pub(crate) fn arguments(config: &Config, inside: &Inside) -> Vec<String> {
     add(&["-nodefaults", "-no-user-config", "-display", "none"]);
     add(&["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", &config.cpus.to_string()]);
     add(&["-m", &format!("{memory}M")]);
-    // A vfio-user server maps the guest's memory by its descriptor, so it is a memfd.
+    // A vfio-user server maps the guest's memory by its file descriptor, so the memory must be a
+    // memfd.
     add(&["-object", &format!("memory-backend-memfd,id=ram,size={memory}M,share={share}")]);
     add(&["-machine", "q35,memory-backend=ram"]);
     if config.iommu {
-        // Caching mode: QEMU is notified of every new mapping, and passes it to vfio-user
-        // servers.
+        // In caching mode the IOMMU notifies QEMU of every new mapping, and QEMU passes it to
+        // vfio-user servers.
         add(&["-device", "intel-iommu,intremap=off,caching-mode=on"]);
     }
-    // Port 0 is the console, port 1 the agent's, port 2 that of acknowledged writes.
+    // Port 0 is the console, port 1 is for the agent, port 2 is for acknowledged writes.
     add(&["-chardev", &format!("file,id=console,path={FILES}/console.log,append=on")]);
     add(&["-serial", "chardev:console"]);
     add(&["-chardev", &format!("socket,id=agent,path={SOCKETS}/agent")]);

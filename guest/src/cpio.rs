@@ -11,8 +11,8 @@ const REGULAR: u32 = 0o100_000;
 const SYMLINK: u32 = 0o120_000;
 const CHAR_DEVICE: u32 = 0o020_000;
 
-/// An archive under construction. Missing parent directories are added. Names are relative to the
-/// root of the guest and need no leading slash.
+/// An incomplete archive. Missing parent directories are added. Names are relative to the root of
+/// the guest, and a leading slash is optional.
 #[derive(Debug, Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -46,7 +46,8 @@ impl Archive {
         self.leaf(name, SYMLINK | 0o777, (0, 0), target.as_bytes());
     }
 
-    /// Adds a character device. The first process needs one before it can mount `/dev`.
+    /// Adds a character device. The guest's first process needs `/dev/console` before it has
+    /// mounted `/dev`.
     pub fn char_device(&mut self, name: &str, permissions: u32, major: u32, minor: u32) {
         self.leaf(name, CHAR_DEVICE | (permissions & 0o7777), (major, minor), &[]);
     }
@@ -59,8 +60,8 @@ impl Archive {
     /// Ends the archive with its trailer. Returns its bytes.
     pub fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, (0, 0), &[]);
-        // The kernel requires each of several archives to begin at a multiple of four bytes; boot
-        // loaders prefer whole sectors.
+        // If archives are concatenated, the kernel requires each to begin at a multiple of four
+        // bytes. Boot loaders prefer whole sectors.
         self.pad_to(512);
         self.bytes
     }
@@ -93,10 +94,10 @@ impl Archive {
             0, // uid
             0, // gid
             links,
-            0, // mtime: the same input gives the same archive
+            0, // mtime, constant so that the same input gives the same archive
             size,
-            0, // device of the file, major
-            0, // and minor
+            0, // major number of the file system's device
+            0, // minor number of the file system's device
             rdev.0,
             rdev.1,
             u32::try_from(name.len() + 1).unwrap_or(u32::MAX),

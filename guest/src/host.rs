@@ -98,8 +98,8 @@ pub fn debian_mirror() -> Result<String> {
     )
 }
 
-/// Selects the archive from lines `URI|release|label`. The label is known only after `apt-get
-/// update`; before that it is the unexpanded format, and a Debian release name is enough.
+/// Selects the archive from lines `URI|release|label`. Before the first `apt-get update` the label
+/// is the unexpanded format; then the Debian release name decides.
 fn choose_mirror(targets: &str) -> Option<String> {
     let rows = || {
         targets.lines().filter_map(|line| {

@@ -20,7 +20,7 @@ pub const MINIMAL: &[&str] = &["/usr/bin/busybox"];
 /// Programs of a guest that uses a disk.
 pub const FULL: &[&str] = &[
     "/usr/bin/busybox",
-    "/usr/bin/cmp", // busybox has one that does not stop at the first difference
+    "/usr/bin/cmp", // the `cmp` of busybox stops at the first difference
     "/usr/bin/fio",
     "/usr/sbin/nvme",
     "/usr/sbin/mkfs.ext4",
@@ -57,7 +57,8 @@ pub struct Extra<'a> {
     pub init: Option<&'a str>,
 }
 
-/// Packs an uncompressed archive, because the emulated guest would unpack it slowly.
+/// Packs an archive without compression, because an emulated guest would take long to decompress
+/// it.
 ///
 /// `programs` are paths of the tools root.
 pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8>> {
@@ -69,7 +70,7 @@ pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8
     for directory in ["dev", "proc", "sys", "tmp", "run", "mnt", "root", "etc", "opt/busybox"] {
         archive.directory(directory);
     }
-    // The kernel opens it for the first process before anything is mounted.
+    // The kernel opens /dev/console for the first process before any file system is mounted.
     archive.char_device("dev/console", 0o600, 5, 1);
     archive.char_device("dev/null", 0o666, 1, 3);
     archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n");

@@ -22,8 +22,8 @@ const KEPT: &str = "/run/shadowbell/kept";
 
 /// Time limit of QEMU's start.
 const START: Duration = LIMIT;
-/// Time limit of the boot up to the first process: a few seconds on an idle machine, more on a
-/// busy one.
+/// Time limit of the boot up to the first process. The boot takes a few seconds on an idle machine,
+/// and more on a busy one.
 const BOOT: Duration = Duration::from_secs(120);
 
 /// A running Linux guest under QEMU. Dropping it kills QEMU.
@@ -78,7 +78,7 @@ impl Guest {
 
         let console = run.file("console.log");
         let mut check = || check(&mut process, &errors);
-        // QEMU opens its character devices in the order of its command line.
+        // QEMU opens the connections of its character devices in the order of its command line.
         let mut agent = Agent::new(agent::accept(&agent_socket, START, &mut check)?)?;
         let qmp = Qmp::new(agent::accept(&qmp_socket, START, &mut check)?)?;
         agent

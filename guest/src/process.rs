@@ -9,11 +9,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::wait;
 
-/// A child process in its own process group. Dropping it kills the group.
+/// A child process in its own process group. Dropping the value kills the group.
 ///
-/// The command must begin with `setpriv --pdeathsig KILL`, for the case that this process is
-/// killed. The kernel sends that signal when the *thread* that started the child ends, so
-/// children must be started by threads that live as long as they.
+/// The command must begin with `setpriv --pdeathsig KILL`, so that the kernel kills the child if
+/// this process is killed. The kernel sends that signal when the *thread* that started the child
+/// ends. A thread that starts a child must therefore live at least as long as the child.
 #[derive(Debug)]
 pub struct Process {
     child: ProcessGroup,
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn waiting_has_an_end() {
         let mut process = Process::spawn("sleep", Command::new("sleep").arg("1000")).unwrap();
-        // Short limit: its expiry is tested.
+        // Short limit: the test waits for its expiry.
         assert!(process.wait(Duration::from_millis(30)).is_err());
         process.signal(Signal::TERM).unwrap();
         let status = process.wait(wait::LIMIT).unwrap();

@@ -20,7 +20,7 @@ pub struct Qmp {
 impl Qmp {
     /// Reads the greeting and enters command mode.
     pub fn new(stream: UnixStream) -> Result<Self> {
-        // A read ends soon, so that a deadline is seen.
+        // Reads have a short timeout, so that the deadline is checked often.
         stream.set_read_timeout(Some(Duration::from_millis(50)))?;
         let mut qmp = Self { stream: BufReader::new(stream), partial: Vec::new() };
         let timeout = LIMIT;
@@ -90,10 +90,10 @@ mod tests {
             let mut port = BufReader::new(far);
             let mut request = String::new();
             for line in lines {
-                // A line in two pieces, which must be put together.
+                // A line that arrives in two parts, which must be joined.
                 let (a, b) = line.split_at(line.len() / 2);
                 port.get_mut().write_all(a.as_bytes()).unwrap();
-                // Longer than one read.
+                // Longer than the timeout of one read, so that a read ends between the parts.
                 std::thread::sleep(Duration::from_millis(60));
                 port.get_mut().write_all(format!("{b}\n").as_bytes()).unwrap();
                 if !line.contains("event") {

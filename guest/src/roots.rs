@@ -1,9 +1,9 @@
-//! Downloads from Debian, kept under `target/guest/` of the repository: one root with QEMU and
-//! the guest's programs, and one per guest kernel.
+//! Downloads from Debian, kept under `target/guest/` of the repository: one root with QEMU and the
+//! guest's programs, and one root for each guest kernel.
 //!
-//! Each root has a stamp with its recipe. A root with a missing or different stamp is built again
-//! in another directory and then replaced, so an interrupted download has no other effect. A lock
-//! file prevents two runs from building the same root.
+//! Each root has a stamp that identifies its recipe. If the stamp is missing or different, the root
+//! is built again in another directory and then replaced, so an interrupted download leaves the old
+//! root unchanged. A lock file prevents two runs from building the same root.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -22,8 +22,8 @@ struct Recipe {
     suite: &'static str,
     /// Additional suites of the archive. Packages of the last one take precedence.
     backports: Option<&'static str>,
-    /// mmdebstrap variant: `minbase` is configured and can be chrooted into, `extract` is only
-    /// unpacked.
+    /// mmdebstrap variant: `minbase` configures the packages, so that programs can run in a chroot;
+    /// `extract` only unpacks them.
     variant: &'static str,
     packages: &'static [&'static str],
 }
@@ -149,8 +149,8 @@ impl Roots {
             .with_context(|| format!("no kernel's modules in {}", root.display()))
     }
 
-    /// Paths of the kernel's modules with these names. Missing modules are built into the kernel
-    /// or do not exist in its version.
+    /// Paths of the kernel's modules with these names. A module without a path is built into the
+    /// kernel, or does not exist in its version.
     pub fn modules(&self, kernel: Kernel, names: &[&str]) -> Vec<PathBuf> {
         let root = self.directory.join(kernel_recipe(kernel).name);
         let mut directories = vec![root.join("usr/lib/modules"), root.join("lib/modules")];

@@ -11,8 +11,8 @@ const SOCKETS: &str = "shadowbell-guest-";
 /// Lock file of a run's directory, locked as long as the run lasts.
 const LOCK: &str = "lock";
 
-/// Two temporary directories: large files are beside the roots, and sockets at a short path
-/// (`sun_path` has 108 bytes, and the repository's path may be long).
+/// Two temporary directories. The one for large files is beside the roots. The one for sockets has
+/// a short path, because `sun_path` has 108 bytes and the repository's path may be longer.
 #[derive(Debug)]
 pub struct RunDir {
     files: TempDir,
@@ -81,8 +81,8 @@ impl RunDir {
 }
 
 fn lock(directory: &Path) -> Result<File> {
-    // The file gets its name only after it is locked; otherwise another run's sweep could remove
-    // the directory in between.
+    // The file gets its final name only after it is locked. Otherwise the sweep of another run
+    // could remove the directory before the lock is taken.
     let unlocked = directory.join("lock.new");
     File::create(&unlocked)
         .and_then(|file| {
@@ -93,12 +93,13 @@ fn lock(directory: &Path) -> Result<File> {
         .context("the lock of this run")
 }
 
-/// Removes directories with this prefix whose lock is free: a lock ends with its process.
+/// Removes directories with this prefix whose lock is free. The kernel releases the lock of a
+/// killed run.
 fn sweep(parent: &Path, prefix: &str) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let abandoned = || File::open(entry.path().join(LOCK)).is_ok_and(|f| f.try_lock().is_ok());
         if entry.file_name().to_string_lossy().starts_with(prefix) && abandoned() {
-            // If the removal fails, the next run tries it again.
+            // If the removal fails, the next run removes the directory.
             let _ = fs::remove_dir_all(entry.path());
         }
     }

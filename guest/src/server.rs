@@ -54,9 +54,8 @@ pub struct Small<'a> {
 }
 
 impl Server {
-    /// Starts `shadowbell serve`, and waits until the server answers on its socket. The
-    /// supervisor makes the socket before a server process exists, so the wait includes an
-    /// answer.
+    /// Starts `shadowbell serve`, and waits until the server answers on its socket. A connection
+    /// alone is no proof, because the supervisor makes the socket before a server process exists.
     pub fn start(run: &RunDir, serve: &Serve<'_>) -> Result<Self> {
         let name = serve.name;
         let socket = run.socket(name);
@@ -65,7 +64,8 @@ impl Server {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]);
         if let Some(small) = serve.small {
-            // The mount ends with the process; each program execs the next.
+            // The mount ends with the process. Each program in the chain replaces itself by the
+            // next one (exec).
             command.args([
                 "unshare",
                 "--mount",

@@ -1,7 +1,7 @@
 //! Counts of doorbells and interrupts of QEMU's NVMe controller, from QEMU's trace.
 //!
-//! The events are enabled over QMP only during a measurement (each log line takes time), and
-//! counted between two marks in the log.
+//! QMP enables the events only during a measurement, because each log line takes time. The events
+//! between two marks in the log are counted.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -16,14 +16,14 @@ use crate::machine::Guest;
 const EVENTS: [&str; 3] =
     ["pci_nvme_mmio_doorbell_sq", "pci_nvme_mmio_doorbell_cq", "pci_nvme_irq_msix"];
 
-/// Events of I/O queues between two marks. Events of the admin queue are not included.
+/// Events of I/O queues between two marks in the log. Events of the admin queue are not included.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     /// Trapped writes of submission queue tail doorbells.
     pub sq_doorbells: u64,
     /// Trapped writes of completion queue head doorbells.
     pub cq_doorbells: u64,
-    /// MSI-X messages of vectors other than 0, which is that of the admin queue.
+    /// MSI-X messages of all vectors except vector 0, which the admin queue uses.
     pub interrupts: u64,
 }
 
@@ -80,7 +80,7 @@ pub fn count(text: &str) -> Counts {
             Some(&"pci_nvme_mmio_doorbell_cq") => (&mut counts.cq_doorbells, value_after("cqid")),
             _ => (&mut counts.interrupts, value_after("vector")),
         };
-        // Queue 0 and vector 0 are those of the admin queue.
+        // Queue 0 is the admin queue, and vector 0 is its interrupt vector.
         if queue.is_some_and(|queue| queue != 0) {
             *counter += 1;
         }

@@ -28,7 +28,7 @@ fn write(disk: &Path, log: &Path, generation: u64) -> Output {
 
 #[test]
 fn what_it_acknowledges_is_on_the_disk_and_what_goes_is_missed() {
-    // Not in /tmp, which may be a tmpfs: O_DIRECT needs a disk file system.
+    // The directory is not in /tmp, which may be a tmpfs: O_DIRECT needs a disk file system.
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (disk, log) = (directory.path().join("disk"), directory.path().join("log"));
     File::create(&disk).unwrap().set_len(64 * 4096).unwrap();
@@ -43,10 +43,10 @@ fn what_it_acknowledges_is_on_the_disk_and_what_goes_is_missed() {
             fs::copy(&disk, directory.path().join("old")).unwrap();
         }
     }
-    // The image after the first session: all writes of the second session are lost.
+    // The image after the first session, in which all writes of the second session are missing.
     let old = directory.path().join("old");
     assert_eq!(promises().broken(&old, SEED).unwrap().len(), promises().slots.len());
-    // One damaged byte.
+    // One damaged byte is detected.
     File::options().write(true).open(&disk).unwrap().write_all_at(b"x", 4096 * 9 + 700).unwrap();
     let broken = promises().broken(&disk, SEED).unwrap();
     assert!(broken.len() == 1 && broken[0].contains("slot 9"), "{broken:?}");

@@ -1,6 +1,6 @@
-//! Runs one body on any toolchain, without libFuzzer and sanitizers: with random changes of the
-//! programs of a corpus, and with new programs. Without coverage feedback it executes about ten
-//! times as many steps. `cargo xtask fuzz --plain` uses it.
+//! Runs one fuzz body on any toolchain, without libFuzzer and sanitizers. The inputs are randomly
+//! changed programs of a corpus, and new programs. Without coverage feedback the body executes
+//! about ten times as many steps in the same time. `cargo xtask fuzz --plain` uses this program.
 
 use clap::Parser;
 use rustix::io::pwrite;
@@ -39,7 +39,7 @@ struct Arguments {
 /// Time after which a program counts as hung.
 const HUNG: Duration = Duration::from_secs(100);
 
-/// Xorshift64*.
+/// Random number generator Xorshift64*.
 struct Random(u64);
 
 impl Random {
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
     std::fs::create_dir_all(&arguments.artifacts).expect("a directory for what fails");
     let corpus = programs(&arguments.corpus);
     let mut random = Random(arguments.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-    // Current program, for the case that the process is killed.
+    // The file contains the current program, so that it is known if the process is killed.
     let now = arguments.artifacts.join(format!("now-{}", std::process::id()));
     let file: OwnedFd = std::fs::File::create(&now).expect("a file for the program").into();
     static PROGRAMS: AtomicU64 = AtomicU64::new(0);
@@ -126,7 +126,7 @@ fn programs(directory: &Path) -> Vec<Vec<u8>> {
     programs
 }
 
-/// Program of the corpus, or a new one.
+/// A program of the corpus, or a new one.
 fn begin(corpus: &[Vec<u8>], random: &mut Random, longest: usize) -> Vec<u8> {
     match corpus.get(random.below(corpus.len() + 1 + corpus.len() / 4)) {
         Some(program) => program.clone(),
@@ -165,7 +165,7 @@ fn change(program: &mut Vec<u8>, corpus: &[Vec<u8>], random: &mut Random) {
             program.splice(again..again, piece);
         }
         _ => {
-            // Replaces the end by that of another program.
+            // Replaces the end of the program by the end of another program.
             if let Some(other) = corpus.get(random.below(corpus.len())) {
                 let from = random.below(other.len() + 1);
                 program.truncate(at);
@@ -175,7 +175,7 @@ fn change(program: &mut Vec<u8>, corpus: &[Vec<u8>], random: &mut Random) {
     }
 }
 
-/// Ends the process if a program hangs.
+/// Ends the process if a program runs longer than [`HUNG`].
 fn watch(programs: &'static AtomicU64, now: PathBuf) {
     std::thread::spawn(move || {
         let (mut last, mut since) = (0, Instant::now());

@@ -1,9 +1,10 @@
-//! Hostile guest: registers, doorbells, commands, lists and shadow doorbells of any content,
-//! over memory that is mapped and unmapped and a disk that is slow or fails.
+//! Hostile guest: registers, doorbells, commands, lists and shadow doorbells with any content.
+//! Memory is mapped and unmapped meanwhile, and the disk is slow or fails.
 //!
-//! Besides panics and endless loops it is checked that memory that is not shared, or shared for
-//! reading only, is never written; that unmapped memory is not written after the confirmation;
-//! and that nothing is written between the end of a reset and the next enable.
+//! Besides panics and endless loops, this body detects writes of the controller to
+//! * memory that is not shared, or is shared for reading only,
+//! * unmapped memory after the unmap was confirmed,
+//! * any memory between the end of a reset and the next enable.
 
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::layered;
@@ -21,20 +22,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 128;
-/// Limit of turns for every operation.
+/// Maximum number of turns of an operation.
 const TURNS: usize = 20_000;
-/// Repetitions of an operation in a flood.
+/// Number of repetitions of an operation in a flood.
 const FLOOD: u64 = 128;
 /// Bus address far from all other maps.
 const FAR: u64 = 1 << 48;
 /// Fill byte of pages that are not shared.
 const GUARD: u8 = 0xa5;
-/// Pages behind the guest's memory that are never shared.
+/// Number of pages behind the guest's memory that are never shared.
 const GUARDS: u64 = 4;
-/// Parts in which memory is shared and unmapped: first page, pages.
+/// Parts of memory that are shared and unmapped as a whole: first page, number of pages.
 const PARTS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -59,7 +60,7 @@ pub fn run(input: &[u8]) {
 enum Part {
     Shared,
     SharedToRead,
-    /// The part was unmapped, with confirmation.
+    /// The part is unmapped, and the unmap was confirmed.
     Away,
 }
 
@@ -68,15 +69,16 @@ struct Guest {
     turns: Turns,
     test_disk: TestDisk,
     memory: SharedBytes,
-    /// `memory`, mapped for reading.
+    /// The same bytes as `memory`, mapped for reading.
     to_read: SharedBytes,
     parts: [Part; PARTS.len()],
-    /// Expected contents of all memory: recorded by `remember`, plus the guest's own writes since
-    /// then. `check` compares the parts that the controller must not write.
+    /// Expected contents of all memory: as recorded by `remember`, with the guest's later writes.
+    /// `check` compares the parts that the controller must not write.
     image: Vec<u8>,
-    /// Buffer of the same length, for reading all memory.
+    /// Buffer of the same length, into which all memory is read.
     spare: Cell<Vec<u8>>,
-    /// Between the end of a reset and a possible enable.
+    /// True between the end of a reset and the next possible enable, when the controller must not
+    /// write.
     frozen: bool,
     tails: [u32; 4],
     irq: EventFd,
@@ -194,7 +196,7 @@ impl Guest {
         self.spare.set(now);
     }
 
-    /// Writes the guest's memory.
+    /// Writes to the guest's memory.
     fn poke(&mut self, iova: u64, bytes: &[u8]) {
         let at = iova.wrapping_sub(BASE);
         if at.saturating_add(bytes.len() as u64) <= PAGES * PAGE {
@@ -220,7 +222,8 @@ impl Guest {
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            // The operation may wait for a disk that does not complete by itself.
+            // The operation may wait for requests that the disk completes only when the program
+            // tells it to.
             self.test_disk.state().end_all();
         }
         panic!("{what}");
@@ -248,12 +251,12 @@ impl Guest {
         self.write32(regs::AQA, aqa);
         self.write(regs::ASQ, &command::ASQ.to_le_bytes());
         self.write(regs::ACQ, &command::ACQ.to_le_bytes());
-        // All I/O command sets of the controller.
+        // CC.CSS enables all I/O command sets of the controller.
         self.write32(regs::CC, 0x0046_0061);
         self.tails = [0; 4];
     }
 
-    /// Creates queue pairs 1 and 2, and shadow doorbells, as most guests do.
+    /// Creates queue pairs 1 and 2 and configures shadow doorbells, as most guests do.
     fn create_queues(&mut self, source: &mut Source<'_>) {
         let shadow = source.bool();
         for qid in 1..=2u16 {
@@ -278,11 +281,11 @@ impl Guest {
         }
     }
 
-    /// Stores a command at the likely next entry of this queue.
+    /// Stores a command at the probable next entry of this queue.
     fn put(&mut self, qid: u16, sqe: &shadowbell_spec::Sqe) {
         let tail = self.tails[usize::from(qid)];
         self.poke(command::sq_at(qid) + u64::from(tail) * 64, sqe.as_bytes());
-        // The length of the queue is unknown; some have 16 entries.
+        // The length of the queue is unknown. Some queues have 16 entries.
         self.tails[usize::from(qid)] = (tail + 1) % command::ADMIN_ENTRIES;
     }
 
@@ -386,7 +389,7 @@ impl Guest {
         assert!(!csts.rdy() || !self.frozen, "CSTS.RDY is set after a reset: {csts:?}");
     }
 
-    /// Many maps and unmaps before the I/O thread has seen any.
+    /// Sends many maps and unmaps before the I/O thread has processed any of them.
     fn map_and_unmap(&self) {
         let page = self.memory.slice(0, PAGE as usize).expect("a page");
         for n in 0..FLOOD {
@@ -396,7 +399,7 @@ impl Guest {
         }
     }
 
-    /// A reset of some kind, to its end.
+    /// Executes a reset of the given kind, and waits for its end.
     fn reset(&mut self, kind: usize) {
         let done = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&done);
@@ -437,7 +440,7 @@ impl Guest {
     fn finish(&mut self) {
         self.reset(1);
         self.check();
-        // One operation may wait for another.
+        // An operation may wait for the end of another operation.
         for _ in 0..8 {
             self.test_disk.state().end_flushes();
             self.settle();

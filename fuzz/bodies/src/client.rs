@@ -1,6 +1,6 @@
 //! Hostile vfio-user server against the client. Its replies are in the socket before the client
-//! sends its requests: mostly with the right id and command, and with fields, lengths,
-//! descriptors and interruptions of any kind.
+//! sends its requests. Most replies have the right id and command, but arbitrary fields, lengths,
+//! descriptors and interruptions.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -20,7 +20,7 @@ use zerocopy::IntoBytes;
 
 const QUESTIONS: usize = 24;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -33,7 +33,7 @@ pub fn run(input: &[u8]) {
     for (id, question) in questions.iter().enumerate() {
         answer(&mut source, &ours, id as u16, *question);
     }
-    // No further reply will come.
+    // The server sends no further reply.
     let _ = shutdown(&ours, Shutdown::Write);
     let options = Options { timeout: Some(LIMIT) };
     let client = Client::from_stream(theirs, options);
@@ -58,7 +58,7 @@ const ASKED: [u16; 10] = [
     verb::DEVICE_RESET,
 ];
 
-/// Sends a request and ignores its result; it only has to end.
+/// Sends a request and ignores its result. The request must end.
 fn ask(client: &Client, question: u16) {
     let mut data = [0; 64];
     match question {
@@ -138,7 +138,7 @@ fn answer(source: &mut Source<'_>, socket: &OwnedFd, id: u16, question: u16) {
         }
     }
     if source.rarely(8) {
-        // A command of the server in between.
+        // A command of the server, sent between two replies.
         let id = source.u16();
         say(source, socket, Header { id, command: 11, size: 0, flags: 0, error: 0 }, &[], 0);
     }
@@ -165,7 +165,7 @@ fn say(source: &mut Source<'_>, socket: &OwnedFd, header: Header, payload: &[u8]
     if !borrowed.is_empty() {
         assert!(control.push(SendAncillaryMessage::ScmRights(&borrowed)));
     }
-    // A full socket is another way of truncation.
+    // If the socket is full, the message is truncated, which is also an input.
     let _ = sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
 }
 

@@ -1,5 +1,5 @@
-//! Commands, registers and addresses of a host: mostly plausible, so that an input gets past
-//! decoding, and sometimes random.
+//! Commands, registers and addresses of a host. Most are plausible, so that the input is not
+//! rejected by the decoder; some are random.
 
 use crate::layered;
 use crate::source::Source;
@@ -10,9 +10,9 @@ use zerocopy::IntoBytes;
 
 /// Bus address of a guest's memory.
 pub(crate) const BASE: u64 = 0x10_0000;
-/// Bytes of a page.
+/// Size of a page in bytes.
 pub(crate) const PAGE: u64 = 4096;
-/// Pages of the guest's memory.
+/// Number of pages of the guest's memory.
 pub(crate) const PAGES: u64 = 32;
 /// First page for data and lists.
 const DATA: u64 = 14;
@@ -21,26 +21,26 @@ const DATA: u64 = 14;
 pub(crate) fn page(number: u64) -> u64 {
     BASE + number * PAGE
 }
-/// Entries of the admin queue.
+/// Number of entries of the admin queue.
 pub(crate) const ADMIN_ENTRIES: u32 = 16;
-/// Addresses of the admin queues.
+/// Addresses of the admin submission queue and the admin completion queue.
 pub(crate) const ASQ: u64 = BASE;
 pub(crate) const ACQ: u64 = BASE + PAGE;
 /// Addresses of the buffers of Doorbell Buffer Config.
 pub(crate) const SHADOW: u64 = BASE + 12 * PAGE;
 pub(crate) const EVENT_IDX: u64 = BASE + 13 * PAGE;
 
-/// Intended address of submission queue `qid`.
+/// Usual address of submission queue `qid`.
 pub(crate) fn sq_at(qid: u16) -> u64 {
     page(u64::from(qid % 6) * 2)
 }
 
-/// Intended address of its completion queue.
+/// Usual address of the completion queue of submission queue `qid`.
 pub(crate) fn cq_at(qid: u16) -> u64 {
     sq_at(qid) + PAGE
 }
 
-/// An address for data: mostly in the guest's memory.
+/// An address for data. Most are in the guest's memory.
 pub(crate) fn address(source: &mut Source<'_>) -> u64 {
     let anywhere = page(DATA + source.below((PAGES - DATA) as usize) as u64);
     match source.below(16) {
@@ -104,7 +104,7 @@ pub(crate) fn command(source: &mut Source<'_>, admin: bool) -> Sqe {
         layered::fields(source, &mut sqe, metadata);
     }
     if source.rarely(8) {
-        // One random field.
+        // Changes one random field.
         let (at, value) = (source.below(16), source.u32());
         let bytes = sqe.as_mut_bytes();
         bytes[at * 4..at * 4 + 4].copy_from_slice(&value.to_le_bytes());
@@ -168,7 +168,7 @@ fn io_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
     let slba = source.near(&[0, 1, 8, 100, 127, 128]);
     (sqe.cdw10, sqe.cdw11) = (slba as u32, (slba >> 32) as u32);
     if source.rarely(8) {
-        // Half of a fused operation, mostly.
+        // Mostly one of the two commands of a fused operation.
         sqe.opcode = source.of(&[0x05, 0x01, sqe.opcode]);
         sqe.flags |= source.of(&[1, 2, 1, 2, 3]);
     }
@@ -186,7 +186,7 @@ fn io_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
     }
 }
 
-/// Contents of a list for PRPs or an SGL: addresses, descriptors, ranges.
+/// Contents of a PRP list, an SGL segment or a range list: addresses, descriptors, ranges.
 pub(crate) fn list(source: &mut Source<'_>) -> Vec<u8> {
     let entries = 1 + source.below(16);
     let kind = source.below(4);

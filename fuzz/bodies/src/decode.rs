@@ -1,5 +1,5 @@
-//! Random wire structures: the specification's decoders, and the vfio-user codec with a stream
-//! that arrives in pieces.
+//! Random wire structures for the decoders of the specification, and a stream in pieces for the
+//! vfio-user codec.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -13,7 +13,7 @@ use shadowbell_vfio_user::codec::{Decoder, MESSAGE_OVERHEAD};
 use shadowbell_vfio_user::wire::{HEADER_LEN, header_flags};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -63,7 +63,7 @@ fn identify(page: &[u8]) {
     let _ = ErrorLogEntry::read_from_prefix(page).map(|(entry, _)| format!("{entry:?}"));
 }
 
-/// Decoded fields of a command are encoded to the same bytes.
+/// Checks that the decoded fields of a command are encoded to the same bytes.
 fn command(bytes: &[u8], source: &mut Source<'_>) {
     use shadowbell_spec::admin::{
         Abort, CreateIoCq, CreateIoSq, DeleteIoQueue, GetFeatures, GetLbaStatus, GetLogPage,
@@ -100,8 +100,8 @@ fn command(bytes: &[u8], source: &mut Source<'_>) {
     let _ = (status.name(), status.to_string(), status.code_type());
 }
 
-/// The messages of a stream do not depend on the pieces in which it arrives, and no message
-/// exceeds the negotiated size.
+/// Checks that the decoded messages do not depend on the pieces in which a stream arrives, and that
+/// no message exceeds the negotiated size.
 fn stream(source: &mut Source<'_>) {
     let most = source.of(&[0, 64, 4096]);
     let pieces = source.of(&[1usize, 7, 100, 5000]);
@@ -128,7 +128,7 @@ fn stream(source: &mut Source<'_>) {
 
 type Messages = (Vec<(u16, Vec<u8>)>, bool);
 
-/// Commands and payloads of a stream, and whether it ends with an error.
+/// Commands and payloads of a stream, and whether the stream ends with an error.
 fn messages(mut bytes: &[u8], piece: usize, most: usize) -> Messages {
     let mut decoder = Decoder::new(most);
     let mut found = Vec::new();

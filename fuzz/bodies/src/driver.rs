@@ -1,11 +1,12 @@
-//! Hostile controller against the driver: registers, Identify data, completions and EventIdx of
-//! any content, commands that are completed never or twice. The driver has to end with an error
-//! or to recover.
+//! Hostile controller against the driver: registers, Identify data, completions and EventIdx with
+//! any content, and commands that are never completed or completed twice. The driver must recover,
+//! or end with an error.
 //!
-//! It is also checked that the driver's queue entries and data pointers are in shared memory,
-//! whatever the device returns; that tails are valid; that no buffer is returned, and no memory
-//! unmapped, while the controller may still write to it; and that the number of commands is
-//! bounded.
+//! Whatever the controller returns, this body also checks that
+//! * the driver's queue entries and data pointers are in shared memory;
+//! * tails are valid;
+//! * no buffer is returned, and no memory is unmapped, while the controller may still write to it;
+//! * the number of commands is bounded.
 
 mod device;
 
@@ -21,7 +22,7 @@ use std::time::Duration;
 
 const ACTIONS: usize = 48;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -155,7 +156,7 @@ fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller, 
             }
         }
     }
-    // From here on the device behaves correctly, so that its memory can be released.
+    // From here on the controller behaves correctly, so that the driver can release its memory.
     {
         let mut state = device.state();
         (state.malicious, state.removed) = (false, false);
@@ -168,7 +169,7 @@ fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller, 
     limits.step("driver");
 }
 
-/// Takes completions: a returned buffer must not be in use by the controller.
+/// Takes completions, and checks that the controller cannot write to a returned buffer.
 fn take(device: &Device, queue: &mut QueuePair) {
     let (qid, mut taken) = (queue.qid(), Vec::new());
     let _ = queue.poll(|completion| taken.push(completion));

@@ -1,14 +1,14 @@
-//! A file with short, failing and reordered reads and writes, as a disk of two queues, and a model
-//! of its contents.
+//! A file with short, failing and reordered reads and writes, as a disk with two queues, and a
+//! model of its contents.
 //!
-//! One thread: the program decides when and how each call on the file ends, and when a sync starts
-//! and with what result. Checked:
+//! There is only one thread. The program decides when each call on the file ends and with what
+//! result, and when each sync starts and with what result. This body checks that
 //!
-//! * each request ends once, and ends when nothing holds it;
-//! * a request fails only if it was cancelled or an error was injected meanwhile;
-//! * a read returns the last written data, unless that write failed or others were in flight;
-//! * a flush, or a write with FUA, succeeds only after a sync that has started since and
-//!   has succeeded; through the page cache, never after a failed sync.
+//! * each request ends exactly once, and ends when no call is held back;
+//! * a request fails only if it was cancelled, or if an error was injected while it was in flight;
+//! * a read returns the last written data, unless that write failed or other writes were in flight;
+//! * a flush, or a write with FUA, succeeds only after a sync that started after its submission has
+//!   succeeded. With the page cache, none succeeds after a failed sync.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -24,14 +24,14 @@ use std::path::PathBuf;
 const ACTIONS: usize = 160;
 const BLOCK: usize = 512;
 const BLOCKS: usize = 1280;
-/// Maximum of requests of a queue.
+/// Maximum number of requests in flight of a queue.
 const TAGS: u32 = 8;
 const QUEUES: usize = 2;
-/// Longest request: more than one piece of a bounce buffer.
+/// Maximum number of blocks of a request: more than one piece of a bounce buffer.
 const MOST: usize = 600;
-/// Bytes between the buffers of two requests: room for an unaligned one.
+/// Distance of the buffers of two requests in bytes. It leaves room for an unaligned buffer.
 const SLOT: usize = MOST * BLOCK + 4096;
-/// Limit of rounds for all requests to end.
+/// Maximum number of rounds until all requests must have ended.
 const ROUNDS: usize = 400;
 
 const EIO: i32 = 5;
@@ -39,7 +39,7 @@ const ENOSPC: i32 = 28;
 const PASSING: [i32; 2] = [4, 11];
 const ERRORS: [i32; 8] = [EIO, ENOSPC, 11, 4, 95, 22, 11, 125];
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -52,7 +52,7 @@ pub fn run(input: &[u8]) {
         limits.step("file");
     }
     if source.rarely(4) {
-        // The queues cancel requests in flight, and wait for them.
+        // When the queues are dropped, they cancel the requests in flight and wait for their end.
         return;
     }
     user.finish();
@@ -62,23 +62,23 @@ pub fn run(input: &[u8]) {
 /// Expected state of a block.
 #[derive(Clone, Copy, Default)]
 struct Block {
-    /// Value of all of its words, if known.
+    /// Value of all words of the block, if known.
     word: Option<u64>,
-    /// Requests in flight that change it.
+    /// Number of requests in flight that change the block.
     writers: u32,
-    /// Number of starts and ends of such requests.
+    /// Number of starts and ends of requests that change the block.
     version: u64,
 }
 
 struct Pending {
     request: Request,
-    /// Offset of its data.
+    /// Offset of the request's data.
     at: usize,
-    /// For a write: value of its first block; each next one has one more.
+    /// For a write: the value of its first block. The value increases by one with each block.
     word: u64,
-    /// State of each block at submission.
+    /// State of each block when the request was submitted.
     blocks: Vec<Block>,
-    /// Injected errors and started syncs at submission.
+    /// Numbers of injected errors and of started syncs when the request was submitted.
     injected: u64,
     begun: u64,
     cancelled: bool,
@@ -94,11 +94,11 @@ struct User {
     pending: [BTreeMap<u32, Pending>; QUEUES],
     next: u64,
     injected: u64,
-    /// Started syncs, the last one in flight, and the last one that succeeded.
+    /// Number of started syncs, the sync in flight, and the last sync that succeeded.
     begun: u64,
     good: u64,
     lost: bool,
-    /// The file, which the disk has opened again.
+    /// The file, opened a second time by the disk.
     file: OwnedFd,
 }
 
@@ -166,7 +166,7 @@ impl User {
         }
     }
 
-    /// Result of a call, mostly success.
+    /// Result of a call. Most calls succeed.
     fn how(&mut self, source: &mut Source<'_>) -> End {
         match source.below(8) {
             0 => {
@@ -175,7 +175,8 @@ impl User {
             }
             1 => {
                 let most = source.of(&[BLOCK, 1, 4096, 0, 777, 1 << 18]);
-                // With direct I/O, less than a block counts as nothing, and nothing is an error.
+                // With direct I/O, a transfer of less than a block counts as a transfer of nothing,
+                // which is an error.
                 self.injected += u64::from(most == 0 || self.direct);
                 End::Short(most)
             }
@@ -221,7 +222,7 @@ impl User {
             1 => 513,
             _ => 1 + source.below(16),
         };
-        // Mostly the same blocks, for collisions.
+        // Most requests use the same few blocks, so that they overlap.
         let end = if source.rarely(4) { BLOCKS - count + 1 } else { 24 };
         let first = source.below(end);
         let flushes = op == Op::Flush;
@@ -267,7 +268,7 @@ impl User {
         self.count(queue);
     }
 
-    /// Fills blocks of a buffer with a word each.
+    /// Fills each block of a buffer with its word.
     fn put(&self, at: usize, words: impl Iterator<Item = u64>) {
         let mut bytes = Vec::with_capacity(BLOCKS * BLOCK);
         for word in words {
@@ -277,7 +278,7 @@ impl User {
         self.buffers.write_from(at, &bytes).expect("room");
     }
 
-    /// Checks the queue's number of pending requests.
+    /// Checks the number of pending requests that the queue reports.
     fn count(&self, queue: usize) {
         assert_eq!(self.queues[queue].pending(), self.pending[queue].len(), "of queue {queue}");
     }
@@ -363,7 +364,7 @@ impl User {
         }
     }
 
-    /// All requests end, without further errors, and the known contents are checked.
+    /// Ends all requests without further errors, and checks the known contents.
     fn finish(&mut self) {
         for _ in 0..ROUNDS {
             for queue in 0..QUEUES {

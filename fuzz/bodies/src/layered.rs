@@ -1,4 +1,4 @@
-//! Disks with layers: metadata, zones. Commands for them have additional fields.
+//! Disks with layers: metadata and zones. Their commands have additional fields.
 
 use crate::source::Source;
 use shadowbell_disk::{Disk, MetadataFormat, ZoneFormat};
@@ -11,10 +11,10 @@ use std::sync::Arc;
 pub(crate) const WITH_METADATA: u32 = 3;
 pub(crate) const ZONED: u32 = 4;
 
-/// Logical blocks of a zone.
+/// Number of logical blocks of a zone.
 const ZONE: u64 = 128;
 
-/// `disk` with metadata of any format.
+/// Adds metadata of any format to `disk`.
 pub(crate) fn with_metadata(disk: impl Disk + 'static, source: &mut Source<'_>) -> Arc<dyn Disk> {
     let mut format = MetadataFormat::new(source.of(&[8, 16, 64])).expect("such metadata");
     (format.extended, format.first) = (source.bool(), source.bool());
@@ -26,9 +26,9 @@ pub(crate) fn with_metadata(disk: impl Disk + 'static, source: &mut Source<'_>) 
     Arc::new(MetadataDisk::new(Arc::new(disk), format).expect("a disk that is large enough"))
 }
 
-/// Zones in memory, with a low limit of open zones.
+/// A zoned disk in memory, with a low limit of open zones.
 pub(crate) fn zoned(source: &mut Source<'_>) -> Arc<dyn Disk> {
-    // A mebibyte is for the state of the zones.
+    // The first MiB stores the states of the zones.
     let disk = MemDisk::new(2048 + 8 * ZONE, 512).expect("memory");
     let mut format = ZoneFormat::new(ZONE * 512).expect("such zones");
     format.capacity = source.of(&[ZONE * 512, (ZONE - 3) * 512]);
@@ -39,13 +39,13 @@ pub(crate) fn zoned(source: &mut Source<'_>) -> Arc<dyn Disk> {
     Arc::new(ZonedDisk::new(Arc::new(disk), format, source.bool()).expect("zones"))
 }
 
-/// Sets the additional fields of a command for such a namespace.
+/// Sets the additional fields of a command for a namespace with metadata or zones.
 pub(crate) fn fields(source: &mut Source<'_>, sqe: &mut Sqe, metadata: u64) {
     match sqe.nsid {
         WITH_METADATA => {
             sqe.mptr = metadata;
             sqe.cdw12 |= source.of(&[0, 0, 0b1000, 0b0111, 0b1111, 0b0100, 0b0001]) << 26;
-            // The expected tag of type 1, or any other.
+            // The reference tag that protection type 1 expects, or another one.
             sqe.cdw14 = source.of(&[sqe.cdw10, sqe.cdw10, 0, u32::MAX, 7]);
             sqe.cdw15 = source.of(&[0, 0xffff_0000, 0x1234_5678, u32::MAX]);
         }

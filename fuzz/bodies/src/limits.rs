@@ -1,10 +1,10 @@
-//! Cost limits of one step of a program: code that is correct but slow, or hoards memory, fails
-//! as well.
+//! Cost limits of one step of a program. Code that is correct but slow, or that uses too much
+//! memory, exceeds them and fails.
 //!
-//! Memory is counted by the allocator over all threads: the tests run several programs at a
-//! time, so the limit is more than all of them hold. Time is CPU time of the thread that runs
-//! the program; a step is a few messages or commands, and the limit is a hundred times their
-//! cost, so load of the machine does not matter.
+//! The allocator counts memory over all threads. The tests run several programs concurrently, so
+//! the limit is more than all of them use together. Time is CPU time of the thread that runs the
+//! program, so other load of the machine has no effect. A step is a few messages or commands, and
+//! the time limit is a hundred times their cost.
 
 use cap::Cap;
 use rustix::time::{ClockId, clock_gettime};
@@ -16,23 +16,23 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Limit of memory that a program holds beyond the amount before it.
+/// Maximum memory that is allocated in addition to the amount before the program.
 const HELD: usize = 48 << 20;
-/// Limit of CPU time of a step. With the address sanitizer, everything takes several times as
-/// long.
+/// Maximum CPU time of a step. With the address sanitizer, a step takes several times as long.
 const TIME: Duration = Duration::from_secs(1);
-/// Limit of messages that wait for an I/O thread at a time: some for each admin command in
-/// flight, whatever a guest does. No program was seen with more than 4.
+/// Maximum number of messages that wait for an I/O thread: some for each admin command in flight,
+/// whatever a guest does. The highest number seen is 4.
 const MESSAGES: usize = 64;
-/// Limit of notices that wait for a control plane: as many as the error log has entries, and
-/// some for each admin command.
+/// Maximum number of notices that wait for a control plane: as many as the error log has entries,
+/// and some for each admin command.
 const NOTICES: usize = 64 + 32;
 
 #[global_allocator]
 static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
 static STEPS: AtomicU64 = AtomicU64::new(0);
 
-/// Environment variable: path of the step counter for runs under libFuzzer; and its interval.
+/// Path of the file to which runs under libFuzzer write the number of steps, and the interval
+/// between two writes in steps.
 static REPORT: LazyLock<Option<OsString>> = LazyLock::new(|| std::env::var_os("BODIES_STEPS"));
 const OFTEN: u64 = 1024;
 
@@ -48,7 +48,7 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// Starts the limits of a program.
+    /// Records the memory in use before the program.
     pub(crate) fn begin() -> Self {
         Self { allocated: ALLOCATOR.allocated(), time: Cell::new(time()) }
     }
@@ -59,7 +59,8 @@ impl Limits {
         if steps.is_multiple_of(OFTEN)
             && let Some(path) = REPORT.as_ref()
         {
-            // Opened each time: some programs count the descriptors of this process.
+            // The file is opened for each write, because some programs count the descriptors of
+            // this process.
             let _ = std::fs::write(path, steps.to_string());
         }
         let held = ALLOCATOR.allocated().saturating_sub(self.allocated);
@@ -69,7 +70,7 @@ impl Limits {
         assert!(took <= TIME, "{body}: a step took {took:?}");
     }
 
-    /// Like [`step`](Self::step), for a program with an I/O thread and a controller.
+    /// Checks the limits of [`step`](Self::step), and those of an I/O thread and a controller.
     pub(crate) fn step_of(&self, body: &str, turns: &mut Turns, controller: &Controller) {
         let (messages, notices) = (turns.most_messages(), controller.most_notices());
         assert!(messages <= MESSAGES, "{body}: {messages} messages have waited for a worker");

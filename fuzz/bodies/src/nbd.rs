@@ -1,8 +1,9 @@
 //! Hostile NBD client against the server, and hostile server against the decoder of replies.
 //!
-//! It is checked that the handshake has the same result however its bytes arrive; that each
-//! request is answered at most once, and only requests are answered; and that a client that
-//! sends a disconnect is released.
+//! This body checks that
+//! * the handshake has the same result, in whatever pieces its bytes arrive;
+//! * each request is answered at most once, and no reply is without a request;
+//! * the server releases a client that sends a disconnect.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -21,10 +22,10 @@ use std::sync::{Arc, OnceLock};
 
 const BYTES: u64 = 1 << 20;
 const REQUESTS: usize = 32;
-/// Actions of one program.
+/// Number of actions of one program.
 const ACTIONS: usize = 16;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -49,7 +50,8 @@ fn replies(mut bytes: &[u8]) {
     }
 }
 
-/// Handshake with the client's bytes sent at once and in pieces: the replies must be equal.
+/// Sends the client's bytes of a handshake at once and in pieces, and checks that the replies are
+/// equal.
 fn handshake(source: &mut Source<'_>) {
     let bytes = options(source);
     let whole = negotiate(&[&bytes]);
@@ -61,7 +63,7 @@ fn handshake(source: &mut Source<'_>) {
     assert_eq!(whole, negotiate(&single), "the handshake depends on how the bytes arrive");
 }
 
-/// Result of a handshake, its output, and the number of bytes consumed.
+/// Result of a handshake, its output, and the number of consumed bytes.
 fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
     let export = Export {
         name: "disk".into(),
@@ -70,7 +72,7 @@ fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
         preferred: 4096,
         flags: 0x6d,
     };
-    // A server that requires TLS, for half of the inputs; the following bytes are taken as
+    // Half of the inputs use a server that requires TLS. The bytes after its start are treated as
     // decrypted.
     let first = parts.iter().find_map(|part| part.first());
     let wants_tls = first.is_some_and(|byte| byte & 1 != 0);
@@ -138,7 +140,7 @@ fn options(source: &mut Source<'_>) -> Vec<u8> {
     bytes
 }
 
-/// A server with a disk in this process, for all programs.
+/// Socket of a server with a disk in this process, which all programs use.
 fn server() -> &'static PathBuf {
     static SERVER: OnceLock<(Server, tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (.., path) = SERVER.get_or_init(|| {
@@ -154,13 +156,13 @@ fn server() -> &'static PathBuf {
     path
 }
 
-/// Runs a whole connection.
+/// Runs one connection from the handshake to its end.
 fn converse(source: &mut Source<'_>) {
     let stream = UnixStream::connect(server()).expect("to be let in");
     let timeout = Some(LIMIT);
     stream.set_read_timeout(timeout).expect("a timeout");
     stream.set_write_timeout(timeout).expect("a timeout");
-    // Mostly a valid handshake; then the possible replies are known.
+    // After a valid handshake, which is the usual case, the possible replies are known.
     let known = !source.rarely(4);
     let structured = source.bool();
     let mut bytes = Vec::new();
@@ -189,7 +191,7 @@ fn converse(source: &mut Source<'_>) {
             command: source.of(&[0, 1, 0, 1, 3, 4, 6, 7, 5, 8]),
             cookie,
             offset: source.near(&[0, 512, 4096, BYTES, BYTES - 4096, 1]),
-            // The server would wait for the data of a long request.
+            // Lengths are mostly small, because the server waits for the data of a long write.
             len: if source.rarely(16) { len } else { len & 0x1_ffff },
         };
         asked.push((request.command, request.len));
@@ -204,7 +206,7 @@ fn converse(source: &mut Source<'_>) {
     if source.rarely(4) {
         bytes.truncate(source.below(bytes.len() + 1));
     }
-    // A client that disconnects does not read to the end.
+    // A client that disconnects early does not read all replies.
     let mut reader = stream.try_clone().expect("a descriptor");
     let hurry = source.rarely(4);
     let answers = std::thread::spawn(move || {
@@ -215,8 +217,8 @@ fn converse(source: &mut Source<'_>) {
         answers
     });
     let mut rest = &bytes[..];
-    // Not by `write`: that would raise SIGPIPE when the server disconnects, which libFuzzer reports
-    // as a crash.
+    // A call of `write` would raise SIGPIPE when the server disconnects, which libFuzzer reports as
+    // a crash.
     while let Ok(len @ 1..) = rustix::net::send(&stream, rest, SendFlags::NOSIGNAL) {
         rest = &rest[len..];
     }
@@ -229,7 +231,7 @@ fn converse(source: &mut Source<'_>) {
 
 /// Decodes and checks the replies.
 fn check(answers: &[u8], structured: bool, asked: &[(u16, u32)]) {
-    // The greeting, and then replies to options, up to the ACK of GO.
+    // The greeting is followed by replies to options, up to the ACK of GO.
     let Some(mut rest) = answers.get(18..) else { return };
     loop {
         let mut reader = wire::Reader(rest);

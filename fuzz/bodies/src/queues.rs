@@ -1,16 +1,16 @@
-//! A correct guest, over a disk that holds and fails requests as a program says, and a model of
+//! A correct guest, over a disk that delays and fails requests as a program says, and a model of
 //! each command's result.
 //!
-//! Checked after each turn of the I/O thread:
+//! After each turn of the I/O thread this body checks that
 //!
-//! * a completion is of an outstanding command, so each completes at most once; its phase tag,
-//!   submission queue and head are valid; it succeeds if the command is valid and fails if not;
+//! * a completion belongs to an outstanding command, so each command completes at most once; its
+//!   phase tag, submission queue and head are valid; valid commands succeed and invalid ones fail;
 //! * no completion is posted to a full queue;
-//! * of the guest's memory only the data of reads in flight, free entries of completion queues, and
+//! * in the guest's memory only the data of reads in flight, free entries of completion queues, and
 //!   EventIdx of existing queues have changed;
-//! * a read returns the disk's contents, and the disk gets the data of a write or a copy;
-//! * after a reset, the deletion of a queue and an unmap, earlier commands have no effect;
-//! * when nothing holds it, every command completes.
+//! * a read returns the disk's contents, and the disk receives the data of a write or a copy;
+//! * earlier commands have no effect after a reset, the deletion of their queue, or an unmap;
+//! * every command completes when the disk delays no request.
 
 mod data;
 mod host;
@@ -27,7 +27,7 @@ use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 160;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -111,7 +111,7 @@ fn act(host: &mut Host, source: &mut Source<'_>) {
     }
 }
 
-/// Creates a queue pair; or another submission queue for an existing completion queue.
+/// Creates a queue pair, or another submission queue for an existing completion queue.
 fn create(host: &mut Host, source: &mut Source<'_>, qid: u16, cq: u16) {
     let entries = |source: &mut Source<'_>| source.of(&[4u32, 2, 3, 8, 16, 64]);
     let (of_cq, of_sq) = (entries(source), entries(source));
@@ -119,7 +119,7 @@ fn create(host: &mut Host, source: &mut Source<'_>, qid: u16, cq: u16) {
     host.create(qid, cq, of_cq, of_sq, interrupts);
 }
 
-/// Submits an I/O command, if there is room for one.
+/// Submits an I/O command, if the queue has a free entry.
 fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
     let Some(slot) = host.slot(qid) else { return };
     let at = host::slot_at(slot);
@@ -152,8 +152,8 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
             let data = if same {
                 test_disk::contents(offset, len as u64)
             } else {
-                // Data unlike those of other commands, and unlike the disk's contents, which have
-                // no zeroes.
+                // The data differ from those of other commands, and from the disk's contents, which
+                // have no zeroes.
                 let mut data = source.pattern(len);
                 data[0] = 0;
                 data[1..3].copy_from_slice(&sqe.cid.to_le_bytes());
@@ -211,7 +211,7 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
         }
     };
     if wrong || pointer.wrong {
-        // The command must have no effect.
+        // An invalid command must not change memory or the disk.
         expect = Expect::Failure;
         pointer.pieces.clear();
     }
@@ -272,7 +272,7 @@ fn submit_admin(host: &mut Host, source: &mut Source<'_>) {
             if let Some(qid) = live.first() {
                 sqe.cdw10 = u32::from(*qid) | u32::from(host.oldest(*qid)) << 16;
             }
-            // Any aborted command may fail.
+            // After an abort, any command may fail.
             host.trouble = true;
         }
         0x0c => kind = Kind::Event,

@@ -1,17 +1,17 @@
-//! A guest that resets its controller at any moment: with commands in their queues, at the disk,
-//! partly executed, while queues are deleted and memory is unmapped, and during another reset. The
-//! controller has a small quota.
+//! A guest that resets its controller at any moment: while commands are in their queues, at the
+//! disk or partly executed, while queues are deleted and memory is unmapped, and during another
+//! reset. The controller has a small quota.
 //!
-//! Checked after each turn of the I/O thread:
+//! After each turn of the I/O thread this body checks that
 //!
-//! * a completion is of an outstanding command, so each completes at most once, and none is of a
-//!   queue whose deletion has completed;
-//! * the disk has no more requests in flight than the quota allows, plus those of commands of many
-//!   requests;
-//! * after a reset the disk has no requests, and nothing is written until the next enable; nor is
-//!   unmapped memory;
-//! * a reset, a deletion and an unmap end as soon as the disk completes its requests, and a reset
-//!   without that if the disk cancels them.
+//! * a completion belongs to an outstanding command, so each command completes at most once, and
+//!   not to a queue whose deletion has completed;
+//! * the disk has no more requests in flight than the quota allows, plus those of commands that
+//!   need many requests;
+//! * after a reset, the disk has no requests in flight, and no memory is written until the next
+//!   enable; unmapped memory is never written;
+//! * a reset, a deletion and an unmap end as soon as the disk completes its requests. If the disk
+//!   can cancel requests, a reset ends even if the disk completes none.
 
 use crate::command::{self, BASE, PAGE, PAGES, page};
 use crate::limits::Limits;
@@ -29,21 +29,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::{FromBytes, IntoBytes};
 
 const ACTIONS: usize = 128;
-/// Limit of turns for every operation.
+/// Maximum number of turns of an operation.
 const TURNS: usize = 20_000;
-/// Entries of the I/O queues.
+/// Number of entries of each I/O queue.
 const ENTRIES: u32 = 32;
 const QUEUES: u16 = 2;
-/// First page for data, and the pages of ranges.
+/// First page for data, and the pages for range lists.
 const DATA: u64 = 14;
 const COPY_RANGES: u64 = PAGES - 2;
 const DSM_RANGES: u64 = PAGES - 1;
-/// Maximum of requests in flight of all commands of many requests, beside the quota: those of
-/// multi-step commands, and of Copy.
+/// Maximum number of disk requests in flight beyond the quota, of commands that need many requests:
+/// multi-step commands and Copy.
 const OF_MANY: usize = 32 + 32;
 const CC: u32 = 0x0046_0000;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -62,15 +62,15 @@ pub fn run(input: &[u8]) {
 
 /// State of the controller.
 enum Life {
-    /// Between the end of a reset and the next enable: nothing is written.
+    /// Between the end of a reset and the next enable: the controller must not write.
     Off,
     On,
-    /// A reset is in progress; it has ended when this flag is set, or without a flag when CSTS.RDY
-    /// is 0.
+    /// A reset is in progress. It has ended when this flag is set, or, without a flag, when
+    /// CSTS.RDY is 0.
     Ending(Option<Arc<AtomicBool>>),
 }
 
-/// Effect of an admin command when it succeeds.
+/// Effect of a successful admin command on the model.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     DeleteSq(u16),
@@ -82,7 +82,7 @@ enum Kind {
 struct Sq {
     entries: u32,
     tail: u32,
-    /// Head reported by the last completion.
+    /// Head of the submission queue, as reported by the last completion.
     head: u32,
     commands: BTreeSet<u16>,
 }
@@ -99,21 +99,21 @@ struct Guest {
     test_disk: TestDisk,
     memory: SharedBytes,
     quota: usize,
-    /// True if each command causes at most one disk request.
+    /// True if each command needs at most one disk request.
     plain: bool,
     life: Life,
-    /// The reset in progress also unmaps the memory.
+    /// True if the reset in progress also unmaps the memory.
     forgets: bool,
-    /// After forbidden operations of the host, the contents of its queues are unknown.
+    /// True if the contents of the queues are unknown, after forbidden operations of the host.
     blind: bool,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     admin: BTreeMap<u16, Kind>,
     /// Contents of all memory when the controller was disabled.
     image: Vec<u8>,
-    /// Buffer of the same length, for reading all memory.
+    /// Buffer of the same length, into which all memory is read.
     spare: Cell<Vec<u8>>,
-    /// An unmap of the memory for data: whether it is confirmed, and the contents at that time.
+    /// An unmap of the memory for data: the flag that confirms it, and the contents at that time.
     away: Option<(Arc<AtomicBool>, Option<Vec<u8>>)>,
     cid: u16,
 }
@@ -257,7 +257,7 @@ impl Guest {
         self.submit_admin(sqe, Kind::CreateSq(qid));
     }
 
-    /// Submits an admin command; returns whether there was room for it.
+    /// Submits an admin command. Returns true if the queue had a free entry.
     fn submit_admin(&mut self, sqe: Sqe, kind: Kind) -> bool {
         let Some(cid) = self.put(0, sqe) else { return false };
         self.admin.insert(cid, kind);
@@ -265,7 +265,7 @@ impl Guest {
         true
     }
 
-    /// Stores a command in a queue, if there is room.
+    /// Stores a command in a queue, if the queue has a free entry.
     fn put(&mut self, qid: u16, sqe: Sqe) -> Option<u16> {
         let sq = self.sqs.get_mut(&qid)?;
         let next = (sq.tail + 1) % sq.entries;
@@ -288,7 +288,8 @@ impl Guest {
     }
 
     fn act(&mut self, source: &mut Source<'_>) {
-        // The reset may have ended with this write; doorbells rung after that have no effect.
+        // This write may have ended the reset. Doorbells that are written after the end have no
+        // effect.
         self.note_end();
         if matches!(self.life, Life::Off) && !source.rarely(4) {
             self.enable();
@@ -330,7 +331,7 @@ impl Guest {
             20 => self.move_memory(),
             21 => self.settle(),
             22 => {
-                // Commands that the reset in progress finds must be dropped as well.
+                // Commands that are in the queues during the reset must be dropped as well.
                 (1..=QUEUES).for_each(|qid| self.ring(qid));
             }
             _ => {
@@ -367,7 +368,7 @@ impl Guest {
         }
     }
 
-    /// Starts a reset of some kind, also during another one.
+    /// Starts a reset of a random kind, possibly during another reset.
     fn begin_reset(&mut self, source: &mut Source<'_>) {
         if matches!(self.life, Life::Off) {
             return;
@@ -392,7 +393,7 @@ impl Guest {
                 self.forgets = true;
             }
             4 if !self.plain => {
-                // A shutdown, without waiting for it.
+                // Starts a shutdown, and does not wait for its end.
                 self.write32(regs::CC, CC | 0x4001);
                 self.turn();
                 self.write32(regs::CC, CC);
@@ -401,7 +402,8 @@ impl Guest {
                 }
             }
             _ => {
-                // Enabled again before CSTS.RDY is 0: forbidden, with an unknown result.
+                // The host enables the controller before CSTS.RDY is 0, which is forbidden and has
+                // an unknown result.
                 self.blind = true;
                 self.write32(regs::CC, CC);
                 for _ in 0..source.below(3) {
@@ -437,7 +439,7 @@ impl Guest {
         }
     }
 
-    /// Records the contents of unmapped memory at the confirmation.
+    /// Records the contents of the unmapped memory when the unmap is confirmed.
     fn note_away(&mut self) {
         let is_given = |(done, image): &(Arc<AtomicBool>, Option<Vec<u8>>)| {
             image.is_none() && done.load(Ordering::SeqCst)
@@ -475,8 +477,8 @@ impl Guest {
         if self.blind {
             return;
         }
-        // The admin queue last: after the completion of its deletion, a queue has no further
-        // effect.
+        // The admin queue is checked last: the completion of a queue's deletion proves that this
+        // queue has no further effect.
         for qid in (0..=QUEUES).rev() {
             while let Some(cq) = self.cqs.get_mut(&qid) {
                 let at = (command::cq_at(qid) - BASE) as usize + cq.head as usize * 16;
@@ -559,9 +561,10 @@ impl Guest {
         self.spare.set(now);
     }
 
-    /// A last reset.
+    /// Executes a last reset.
     fn finish(&mut self) {
-        // Without another reset in progress it cancels all requests, and the disk obeys.
+        // If no other reset is in progress, this reset cancels all requests, and the disk ends
+        // them.
         let prompt = matches!(self.life, Life::On);
         self.test_disk.state().cancellable |= prompt;
         if !matches!(self.life, Life::Off | Life::Ending(Some(_))) {
@@ -583,7 +586,7 @@ impl Guest {
     }
 }
 
-/// A well-formed command: one request, many, or a long one.
+/// A well-formed command that needs one request or many, or takes several steps.
 fn io(source: &mut Source<'_>, plain: bool) -> Sqe {
     const ALL: [u8; 10] = [0x02, 0x02, 0x01, 0x01, 0x05, 0x0c, 0x08, 0x00, 0x09, 0x19];
     let opcode = source.of(if plain { &ALL[..7] } else { &ALL });

@@ -1,10 +1,12 @@
-//! Hostile VMM: messages of every kind with any fields, truncated and run together, with
-//! descriptors of all sorts, to the vfio-user server with a real controller behind it.
+//! Hostile VMM: messages of every kind with any fields, truncated or joined, with descriptors of
+//! all types. They are sent to the vfio-user server of a real controller.
 //!
-//! One thread: the reactor, the I/O thread and the client take turns. Besides panics it is
-//! checked that a complete message that wants a reply gets exactly one, in order, with its id
-//! and command, and an errno other than 0 if it failed; that a client with valid framing is not
-//! disconnected; and that no descriptor of a disconnected client is left.
+//! The reactor, the I/O thread and the client take turns on one thread. Besides panics, this body
+//! checks that
+//! * a complete message that requests a reply gets exactly one, in order, with its id and command,
+//!   and with an errno other than 0 if it failed;
+//! * a client with valid framing is not disconnected;
+//! * no descriptor of a disconnected client remains open.
 
 pub(crate) mod frames;
 pub(crate) mod messages;
@@ -35,16 +37,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// Actions of one program.
+/// Number of actions of one program.
 const ACTIONS: usize = 64;
-/// Limit of turns for every operation.
+/// Maximum number of turns of an operation.
 const TURNS: usize = 2000;
-/// Consecutive idle turns after which everything is idle.
+/// Number of consecutive idle turns after which server and client are idle.
 const QUIET: usize = 2;
-/// Turns that a client's disconnect takes.
+/// Number of turns that a client's disconnect takes.
 const LEAVING: usize = 12;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
@@ -65,7 +67,7 @@ pub fn run(input: &[u8]) {
     }
     visit.finish();
     drop(visit);
-    // Descriptors that only the closer thread may close are closed a little later.
+    // The closer thread closes some descriptors, so they may be open for a short time.
     let until = wait::deadline();
     while descriptors() > before {
         let now = descriptors();
@@ -85,12 +87,12 @@ struct Visit {
     socket: Option<OwnedFd>,
     /// Sent messages, expected replies, and received replies.
     frames: Frames,
-    /// The client leaves replies unread.
+    /// True if the client does not read replies.
     deaf: bool,
     /// The memory that is shared at [`BASE`], and its file.
     file: OwnedFd,
     memory: SharedBytes,
-    /// The file is truncated, or was never valid.
+    /// True if the file is truncated or was never valid.
     cut: bool,
     tails: [u32; 4],
 }
@@ -140,11 +142,11 @@ impl Visit {
         self.pump();
     }
 
-    /// Disconnects, and waits until the server has noticed.
+    /// Disconnects, and waits until the server has released the client.
     fn leave(&mut self) {
         self.socket = None;
-        // An end of file for the reactor, a reset for the I/O thread, and its confirmation; one
-        // turn for each, and one more. A waiting client is accepted after that.
+        // The disconnect takes one turn each for the reactor's end of file, the I/O thread's reset,
+        // the confirmation, and one more. Then a waiting client is accepted.
         for _ in 0..LEAVING {
             self.step();
         }
@@ -157,7 +159,7 @@ impl Visit {
         self.turns.turn()
     }
 
-    /// Takes turns of all until everything is idle.
+    /// Takes turns of server and client until both are idle.
     fn pump(&mut self) {
         let mut quiet = 0;
         for _ in 0..TURNS {
@@ -170,7 +172,7 @@ impl Visit {
         panic!("there is always something to do");
     }
 
-    /// Reads replies; returns whether there were any. The kernel closes their descriptors.
+    /// Reads replies. Returns true if there were any. The kernel closes the descriptors in them.
     fn hear(&mut self) -> bool {
         let Some(socket) = self.socket.as_ref().filter(|_| !self.deaf) else { return false };
         let mut bytes = [0u8; 4096];
@@ -222,7 +224,7 @@ impl Visit {
                         return;
                     }
                 }
-                // The server waits for the client to read.
+                // The server waits until the client reads replies.
                 Err(Errno::AGAIN) => self.deaf = false,
                 Err(Errno::PIPE | Errno::CONNRESET) => {
                     self.hear();
@@ -304,7 +306,7 @@ impl Visit {
             }
             15 => self.deaf = source.bool(),
             16 => {
-                // Of the intended length, or shorter, or longer.
+                // The file has the intended length, or is shorter or longer.
                 let len = source.of(&[PAGES, 0, 1, PAGES / 2, PAGES + 1]) * PAGE;
                 self.cut |= len < PAGES * PAGE;
                 ftruncate(&self.file, len + u64::from(source.u8())).expect("memory");
@@ -336,7 +338,7 @@ impl Visit {
         }
     }
 
-    /// Sends a message with descriptors, complete or not.
+    /// Sends a complete or truncated message with descriptors.
     fn say(&mut self, source: &mut Source<'_>) {
         let (mut bytes, fds, odd) = messages::any(source, &self.file);
         if odd {
@@ -349,7 +351,7 @@ impl Visit {
         self.send(&bytes, &fds, parts);
     }
 
-    /// Stores a command in a queue, and rings.
+    /// Stores a command in a queue, and writes the doorbell.
     fn submit(&mut self, source: &mut Source<'_>) {
         let qid = source.of(&[0u16, 0, 1, 1, 2, 3]);
         let sqe = command::command(source, qid == 0);
@@ -382,7 +384,7 @@ impl Visit {
         self.poke(at, &bytes);
     }
 
-    /// Writes the memory, if it is not truncated.
+    /// Writes to the memory, if its file is not truncated.
     fn poke(&mut self, at: u64, bytes: &[u8]) {
         if !self.cut
             && let Ok(at) = usize::try_from(at)
@@ -395,8 +397,8 @@ impl Visit {
     fn finish(&mut self) {
         self.deaf = false;
         self.pump();
-        // Descriptors of the last client may still be in the closer thread, before a new one is
-        // accepted.
+        // The server accepts a new client only after the closer thread has closed the descriptors
+        // of the last client.
         let until = wait::deadline();
         while self.socket.is_some() && !self.frames.is_answered() && Instant::now() < until {
             wait::pause();

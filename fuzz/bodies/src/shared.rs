@@ -1,10 +1,12 @@
 //! A client socket with two readers: the server's reactor, and a second thread that takes the
 //! client's doorbell writes.
 //!
-//! One thread runs both, in an order that the input chooses. The client sends numbered writes
-//! between messages of other kinds, with descriptors, complete or in parts. It is checked that
-//! each write is executed once and in order, whichever reader takes it; that each message that
-//! wants a reply gets one; and that no descriptor of a disconnected client is left.
+//! One thread runs both readers, in an order that the input chooses. Between messages of other
+//! kinds, with descriptors, complete or in parts, the client sends numbered writes. This body
+//! checks that
+//! * each write is executed exactly once and in order, by whichever reader takes it;
+//! * each message that requests a reply gets exactly one;
+//! * no descriptor of a disconnected client remains open.
 
 use crate::limits::Limits;
 use crate::session::frames::Frames;
@@ -27,14 +29,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Actions of one program.
+/// Number of actions of one program.
 const ACTIONS: usize = 96;
-/// Limit of turns for every operation.
+/// Maximum number of turns of an operation.
 const TURNS: usize = 400;
 /// Offset of the numbered writes.
 const DOORBELL: u64 = 0x1000;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
@@ -49,7 +51,7 @@ pub fn run(input: &[u8]) {
     }
     visit.finish();
     drop(visit);
-    // Descriptors that only the closer thread may close are closed a little later.
+    // The closer thread closes some descriptors, so they may be open for a short time.
     let until = wait::deadline();
     while descriptors() > before {
         let now = descriptors();
@@ -71,7 +73,7 @@ struct Seen {
 impl Seen {
     fn write(&mut self, data: &[u8]) {
         let number = data.try_into().map(u32::from_le_bytes).expect("four bytes");
-        // The first write of a client follows the last executed one of the previous client.
+        // The numbers of a new client's writes begin after those of the previous client.
         if number >> 16 > self.next >> 16 {
             self.next = number >> 16 << 16;
         }
@@ -152,7 +154,7 @@ struct Visit {
     file: OwnedFd,
     /// Number of the next write to send.
     next: u32,
-    /// The connection may end before all sent bytes are read.
+    /// True if the connection may end before the server has read all sent bytes.
     unsure: bool,
 }
 
@@ -189,7 +191,7 @@ impl Visit {
         self.socket = Some(connect(&listener, || self.serve()));
         self.frames = Frames::default();
         self.unsure = false;
-        // The number of the client, and those of its writes.
+        // The upper half of a number is the client's number, the lower half counts its writes.
         self.next = ((self.next >> 16) + 1) << 16;
         let hello = [&[0, 0, 1, 0][..], br#"{"capabilities":{"max_msg_fds":16}}"#, &[0]];
         self.send(&messages::message(verb::VERSION, 0, &hello), &[]);
@@ -208,7 +210,7 @@ impl Visit {
         assert!(alive, "the reactor was not stopped");
     }
 
-    /// Turn of the other thread: it takes writes until it stops.
+    /// Takes a turn of the second thread: it takes writes until it stops.
     fn poll(&mut self, most: u32) {
         let mut seen = self.seen.lock();
         let Some(socket) = seen.socket.take() else { return };
@@ -290,7 +292,7 @@ impl Visit {
         panic!("the server takes no more bytes");
     }
 
-    /// A numbered write, with a reply or without.
+    /// A numbered write, with or without a request for a reply.
     fn ring(&mut self, source: &mut Source<'_>) -> Vec<u8> {
         let access = messages::access(0, DOORBELL, 4);
         let flags = if source.bool() { 0x10 } else { 0 };
@@ -304,7 +306,7 @@ impl Visit {
             0..=4 => {
                 let bytes = self.ring(source);
                 if source.rarely(8) {
-                    // In two parts, between which either thread may poll.
+                    // Sends a write in two parts. Either reader may run in between.
                     let at = source.below(bytes.len());
                     self.send(&bytes[..at], &[]);
                     self.poll(u32::MAX);
@@ -314,7 +316,7 @@ impl Visit {
                 }
             }
             5 => {
-                // Many at once, more than one call takes.
+                // Sends more writes at once than one read call receives.
                 let bytes: Vec<u8> = (0..24).flat_map(|_| self.ring(source)).collect();
                 self.send(&bytes, &[]);
             }
@@ -324,7 +326,8 @@ impl Visit {
                     self.frames.forfeit();
                 }
                 self.unsure |= odd || fds.len() > 16;
-                // Random writes to this offset would be taken for numbered ones.
+                // Random writes to the doorbell offset are skipped, because the device would treat
+                // them as numbered ones.
                 let writes = [verb::REGION_WRITE, verb::REGION_WRITE_MULTI].map(u16::to_le_bytes);
                 if !writes.iter().any(|verb| bytes.get(2..4) == Some(verb)) {
                     self.send(&bytes, &fds);
@@ -334,7 +337,7 @@ impl Visit {
             12 => {
                 let seen = self.seen.lock();
                 if let Some(socket) = &seen.socket {
-                    // Once; a second registration is refused by the kernel.
+                    // The socket is registered once. The kernel refuses a second registration.
                     let _ = socket.watch(&self.epoll, 7);
                 }
             }
@@ -367,7 +370,7 @@ impl Visit {
         }
     }
 
-    /// True if every write has arrived, for a connection that cannot have lost any.
+    /// True if the device has executed every write, or if the connection may have lost some.
     fn has_seen_all(&self) -> bool {
         let none = self.next & 0xffff == 0;
         self.unsure || none || !self.frames.is_sound() || self.seen.lock().next == self.next
@@ -377,8 +380,9 @@ impl Visit {
         self.pump();
         self.poll(u32::MAX);
         self.pump();
-        // Descriptors of the last client may still be in the closer thread, before a new one is
-        // accepted. The same holds for those of a message before writes without a reply.
+        // The server accepts a new client only after the closer thread has closed the descriptors
+        // of the last client. It also closes the descriptors of a message before it takes later
+        // writes without a reply.
         let until = wait::deadline();
         while self.socket.is_some()
             && !(self.frames.is_answered() && self.has_seen_all())

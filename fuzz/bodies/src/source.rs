@@ -1,8 +1,8 @@
-//! A program, decoded from an input byte by byte.
+//! Decoder of a program: reads an input byte by byte.
 
 use arbitrary::Unstructured;
 
-/// Rest of an input. After its end, everything reads as zero.
+/// Rest of an input. After the end, all values are zero.
 pub(crate) struct Source<'a>(Unstructured<'a>);
 
 impl<'a> Source<'a> {
@@ -40,17 +40,17 @@ impl<'a> Source<'a> {
         self.0.int_in_range(0..=end.saturating_sub(1)).unwrap_or(0)
     }
 
-    /// True once in `n` times, and never at the end of the input.
+    /// True once in `n` times on average, and never at the end of the input.
     pub(crate) fn rarely(&mut self, n: usize) -> bool {
         self.below(n) == n - 1
     }
 
-    /// One of these.
+    /// One of `choices`.
     pub(crate) fn of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }
 
-    /// At most `most` bytes, preceded by their number.
+    /// At most `most` bytes. The input has their number first.
     pub(crate) fn bytes(&mut self, most: usize) -> Vec<u8> {
         let len = self.below(most + 1);
         self.exactly(len)
@@ -63,14 +63,14 @@ impl<'a> Source<'a> {
         bytes
     }
 
-    /// `len` varying bytes from one input byte.
+    /// `len` different bytes, generated from one input byte.
     pub(crate) fn pattern(&mut self, len: usize) -> Vec<u8> {
         let seed = self.u8();
         (0..len).map(|n| (n as u8).wrapping_mul(7) ^ (n >> 8) as u8 ^ seed).collect()
     }
 
-    /// A number for a field with `usual` values: mostly one of them or next to one, and otherwise
-    /// any.
+    /// A number for a field: mostly one of the values `usual` or next to one, and sometimes any
+    /// value.
     pub(crate) fn near(&mut self, usual: &[u64]) -> u64 {
         match self.below(9) {
             0..=4 => self.of(usual),

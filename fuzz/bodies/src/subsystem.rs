@@ -1,9 +1,8 @@
-//! Hosts of the controllers of one subsystem, which share namespaces: reservations of all kinds,
-//! changing ANA states, hosts that change or lose their host identifier, resets, and commands that
-//! succeed or fail accordingly.
+//! Hosts of the controllers of one subsystem, which share namespaces. They use reservations of all
+//! types, ANA states change, hosts change or lose their host identifier, and controllers are reset.
 //!
-//! A model predicts the status of each command by the rules of the specification: registrants and
-//! keys, the holder, and the ANA state. Checked after each step:
+//! A model predicts the status of each command by the rules of the specification, from registrants
+//! and keys, the holder, and the ANA state. After each step this body checks
 //!
 //! * the status of the command, and the data of a read;
 //! * the generation, the type and the registrants of Reservation Report, for a host with access;
@@ -33,14 +32,14 @@ use zerocopy::{FromBytes, IntoBytes};
 
 const ACTIONS: usize = 200;
 const HOSTS: usize = 3;
-/// Two namespaces, each in an ANA group of its own, and their blocks.
+/// Number of namespaces, each in its own ANA group, and their number of blocks.
 const NAMESPACES: u32 = 2;
 const BLOCKS: u64 = 16;
 const PAGE: u64 = 4096;
 const BASE: u64 = 0x10_0000;
 const PAGES: u64 = 8;
 const ENTRIES: u32 = 8;
-/// Addresses of data, and of keys and ranges.
+/// Addresses of data, and of keys and range lists.
 const DATA: u64 = BASE + 4 * PAGE;
 const LIST: u64 = BASE + 5 * PAGE;
 /// Time after which an operation counts as hung.
@@ -49,7 +48,7 @@ const HUNG: Duration = LIMIT;
 const CONFLICT: Status = Status::RESERVATION_CONFLICT;
 const INVALID: Status = Status::INVALID_FIELD;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -71,7 +70,8 @@ pub fn run(input: &[u8]) {
 struct Reserved {
     generation: u32,
     keys: BTreeMap<u64, u64>,
-    /// Type and holder. The holder has no meaning for types held by all registrants.
+    /// Type and holder of the reservation. The holder has no meaning for types with all registrants
+    /// as holders.
     held: Option<(u8, u64)>,
     data: BTreeMap<u64, u8>,
 }
@@ -101,7 +101,7 @@ impl Reserved {
         }
     }
 
-    /// Rights of a host: to read, and to write.
+    /// Rights of a host to read and to write.
     fn rights(&self, host: Option<u64>) -> (bool, bool) {
         let Some((kind, _)) = self.held else { return (true, true) };
         let is_registrant = host.is_some_and(|host| self.keys.contains_key(&host));
@@ -200,11 +200,11 @@ impl Reserved {
 struct Host {
     controller: Controller,
     memory: SharedBytes,
-    /// Tail, head and phase of the admin queue and the I/O queue.
+    /// Tail, head and phase tag of the admin queue and the I/O queue.
     queues: [(u32, u32, bool); 2],
     id: Option<u64>,
     states: [AnaState; NAMESPACES as usize],
-    /// Changes since the last reset.
+    /// Number of ANA state changes since the last reset.
     changes: u64,
 }
 
@@ -252,7 +252,7 @@ impl Field {
         while !holds(self) {
             assert!(Instant::now() < end, "{what} does not come");
             if !self.turns.turn() {
-                // The subsystem has a thread.
+                // The subsystem has its own thread, which must run as well.
                 std::thread::yield_now();
             }
         }
@@ -331,7 +331,7 @@ impl Field {
         1 + source.below(NAMESPACES as usize) as u32
     }
 
-    /// Refusal of a command by the ANA state.
+    /// Status with which the ANA state refuses a command, if it does.
     fn no_way(&self, which: usize, nsid: u32) -> Option<Status> {
         self.hosts[which].states[nsid as usize - 1].refusal()
     }
@@ -372,7 +372,7 @@ impl Field {
         assert_eq!(status.code(), expected.err().unwrap_or(Status::SUCCESS), "{ask:?}");
     }
 
-    /// A command that reads or writes, and its expected status.
+    /// Executes a command that reads or writes, and checks its status.
     fn transfer(&mut self, which: usize, source: &mut Source<'_>) {
         let (nsid, lba) = (Self::nsid(source), source.below(BLOCKS as usize) as u64);
         let byte = source.u8() | 1;
@@ -426,7 +426,7 @@ impl Field {
     }
 
     fn change_way(&mut self, which: usize, source: &mut Source<'_>) {
-        // A group without a namespace changes nothing.
+        // A change of a group without a namespace has no effect.
         let group = 1 + source.below(NAMESPACES as usize + 1) as u32;
         let state = source.of(&AnaState::ALL);
         let done = Arc::new(AtomicBool::new(false));

@@ -1,5 +1,5 @@
-//! A disk controlled by a program: at once or late, with success or failure. Its contents never
-//! change, so the data of a read are known; writes are recorded.
+//! A disk that a program controls: requests end at once or late, with success or failure. The
+//! contents never change, so the data of a read are known; writes are recorded.
 
 use crate::source::Source;
 use parking_lot::{Mutex, MutexGuard};
@@ -8,11 +8,11 @@ use shadowbell_memory::Segments;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Logical blocks of 512 bytes.
+/// Number of logical blocks, of 512 bytes each.
 pub(crate) const BLOCKS: u64 = 128;
 pub(crate) const BLOCK: u64 = 512;
 
-/// The byte at `offset` of the disk. Never 0 and never a fill byte of fresh memory.
+/// The byte at `offset` of the disk. It is never 0, and never a fill byte of fresh memory.
 pub(crate) fn content(offset: u64) -> u8 {
     (offset ^ offset >> 7 ^ offset >> 13) as u8 | 1
 }
@@ -24,17 +24,17 @@ pub(crate) fn contents(offset: u64, len: u64) -> Vec<u8> {
 
 #[derive(Default)]
 pub(crate) struct TestDiskState {
-    /// Requests stay pending.
+    /// True if requests remain pending until the program ends them.
     pub(crate) defer: bool,
-    /// Cancelled requests end.
+    /// True if cancelled requests end.
     pub(crate) cancellable: bool,
     /// Errors of the next requests.
     pub(crate) fail: VecDeque<DiskError>,
-    /// Writes since the last take: offset and data.
+    /// Offset and data of each write since the list was last taken.
     pub(crate) written: Vec<(u64, Vec<u8>)>,
-    /// Pending requests, oldest first: queue and tag, and whether it is a flush.
+    /// Pending requests, oldest first: queue, tag, and true for a flush.
     deferred: VecDeque<(usize, u32, bool)>,
-    /// Requests that are about to end, and whether they were cancelled.
+    /// Requests that end next: queue, tag, and true if cancelled.
     ending: Vec<(usize, u32, bool)>,
     queues: usize,
 }
@@ -52,8 +52,8 @@ impl TestDiskState {
         }
     }
 
-    /// Ends all flushes. A disabled controller flushes at a shutdown, and no reset or disconnect
-    /// waits for that, as a flush accesses no memory.
+    /// Ends all flushes. A disabled controller flushes at a shutdown. A reset or disconnect does
+    /// not wait for this flush, because it accesses no memory.
     pub(crate) fn end_flushes(&mut self) {
         while let Some(at) = self.deferred.iter().position(|(.., is_flush)| *is_flush) {
             self.end(at);
@@ -77,7 +77,7 @@ impl TestDiskState {
         }
         match op {
             Op::Read => {
-                // Metadata may follow the data.
+                // The buffer may have room for metadata after the data.
                 assert!(data.len() as u64 >= len, "{request:?}");
                 data.write_from(0, &contents(offset, len)).expect("room that may be written");
             }
@@ -97,7 +97,7 @@ impl TestDiskState {
     }
 }
 
-/// Any error of a request.
+/// A random error of a request.
 pub(crate) fn error(source: &mut Source<'_>) -> DiskError {
     source.of(&[
         DiskError::Io(5),
@@ -146,7 +146,7 @@ impl Disk for TestDisk {
         "test".into()
     }
 
-    /// Data and holes of odd lengths, whatever was written: they are not compared.
+    /// Reports data and holes of odd lengths, regardless of writes: the bodies do not compare them.
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
         let (mut at, end) = (offset, offset + len);
         while at < end {

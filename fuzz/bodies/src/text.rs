@@ -1,4 +1,4 @@
-//! User input: sizes, disks, targets, command lines, a configuration file. Each is parsed or
+//! User input: sizes, disks, targets, command lines, a configuration file. Each text is parsed, or
 //! refused with a message.
 
 use crate::limits::Limits;
@@ -9,14 +9,14 @@ use shadowbell::testing::{BenchArgs, Target, check_config_file};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
-/// `shadowbell bench` with any arguments.
+/// Command line of `shadowbell bench` with any arguments.
 #[derive(Parser)]
 struct Bench {
     #[command(flatten)]
     args: BenchArgs,
 }
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
@@ -36,7 +36,7 @@ fn understand(source: &mut Source<'_>) {
             }
         }
         1 => {
-            // No files: a random name could be any file.
+            // Disk types with files are excluded, because a random name could be that of any file.
             for scheme in ["null:", "mem:"] {
                 let spec = format!("{scheme}{text}");
                 if let Ok(disk) = shadowbell_disk_file::open(&spec) {
@@ -47,7 +47,7 @@ fn understand(source: &mut Source<'_>) {
         }
         2 => {
             if let Ok(target) = text.parse::<Target>() {
-                // A parsed value is formatted, and parses to the same value.
+                // The text of a parsed value parses to the same value.
                 let again = target.to_string().parse::<Target>();
                 let again = again.unwrap_or_else(|error| panic!("{target}: {error}"));
                 assert_eq!(again.to_string(), target.to_string());
@@ -70,7 +70,7 @@ fn understand(source: &mut Source<'_>) {
     }
 }
 
-/// A file with these bytes, for the duration of `look`.
+/// Makes a file with these bytes, which exists while `look` runs.
 fn with_file(bytes: &[u8], look: impl FnOnce(&std::path::Path)) {
     let fd: OwnedFd = memfd_create("text", MemfdFlags::CLOEXEC).expect("a memfd");
     let mut rest = bytes;

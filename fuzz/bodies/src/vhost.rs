@@ -1,14 +1,14 @@
-//! A virtio-blk guest behind vhost-user: chains of descriptors of any shape, tables of them,
+//! A virtio-blk guest behind vhost-user: chains of descriptors of any shape, indirect tables,
 //! invalid rings, and memory in several parts that may be truncated.
 //!
-//! No socket: the queue is notified by a call. Checked:
+//! The queue is notified by a function call, without a socket. This body checks that
 //!
-//! * a valid request is answered once, with the expected status, and its data are the disk's
-//!   contents; an invalid one is refused;
-//! * of the guest's memory only the used ring and writable descriptors are written;
-//! * it ends, however chains and tables refer to each other;
-//! * a process that recovers from a dead one answers the taken requests once, and takes the rest;
-//!   whatever the in-flight memory contains.
+//! * a valid request is answered once, with the expected status and the disk's contents; an invalid
+//!   one is refused;
+//! * in the guest's memory only the used ring and writable descriptors are written;
+//! * the queue ends its work, however chains and tables refer to each other;
+//! * a process that recovers the queue of a dead process answers the requests that the dead process
+//!   had taken exactly once, and then the others, whatever the in-flight memory contains.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -23,24 +23,25 @@ use std::sync::{Mutex, OnceLock};
 const ACTIONS: usize = 96;
 const SECTOR: usize = 512;
 const SECTORS: usize = 256;
-/// Parts of the guest's memory: address, and number of bytes. The last two are adjacent.
+/// Parts of the guest's memory: address and number of bytes. The last two parts are adjacent.
 const PARTS: [(u64, usize); 3] = [(0, 0x8000), (0x10_0000, 0x1_0000), (0x11_0000, 0x4000)];
-/// Maximum of entries of the queue.
+/// Maximum number of entries of the queue.
 const ENTRIES: u16 = 64;
 const TABLE: u64 = 0;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
-/// Bytes of the used ring.
+/// Size of the used ring in bytes.
 const USED_LEN: u64 = 6 + 8 * ENTRIES as u64;
-/// Addresses of eight tables of descriptors: the first, and their distance.
+/// Address of the first of eight descriptor tables, and the distance between two tables.
 const TABLES: u64 = 0x3000;
 const APART: u64 = 0x400;
-/// Bytes of the in-flight memory, and the size of its entries.
+/// Size of the in-flight memory in bytes, and the size of its entries.
 const INFLIGHT: usize = 16 + MARK * ENTRIES as usize;
 const MARK: usize = 16;
 /// Address of request headers.
 const HEADERS: u64 = 0x11_3000;
-/// Requests submitted at once, each for a part of the disk and of the memory.
+/// Number of requests that are submitted at once. Each uses its own part of the disk and of the
+/// memory.
 const AT_ONCE: usize = 4;
 const PART: usize = SECTORS / AT_ONCE;
 
@@ -48,13 +49,13 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// Runs a program.
+/// Runs the program that `input` encodes.
 pub fn run(input: &[u8]) {
-    // One program at a time uses the disk.
+    // Only one program at a time uses the disk.
     let disk = disk().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut source = Source::new(input);
     let limits = Limits::begin();
-    // Blocks of a sector, or longer ones.
+    // The disk has blocks of one sector, or longer ones.
     let mut guest = Guest::new(&disk[input.len() % 2]);
     for _ in 0..ACTIONS {
         if source.is_empty() {
@@ -65,7 +66,7 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// Disks of both block sizes in this process, for all programs.
+/// Disks of both block sizes in this process, which all programs use.
 fn disk() -> &'static Mutex<[BlockDevice; 2]> {
     static DISK: OnceLock<Mutex<[BlockDevice; 2]>> = OnceLock::new();
     DISK.get_or_init(|| {
@@ -94,9 +95,9 @@ struct Asked {
     head: u16,
     status_at: u64,
     status: u8,
-    /// Pieces of memory, and their expected contents afterwards.
+    /// Pieces of memory that the request changes, and their expected contents afterwards.
     read: Option<(Pieces, Vec<u8>)>,
-    /// Expected length in the used ring.
+    /// Expected length in the used ring entry.
     len: u32,
     write: Option<(usize, Vec<u8>)>,
 }
@@ -107,15 +108,15 @@ struct Guest {
     files: [OwnedFd; PARTS.len()],
     inflight: SharedBytes,
     inflight_file: OwnedFd,
-    /// Contents of the disk, if known.
+    /// Expected contents of the disk, if known.
     disk: Option<Vec<u8>>,
     entries: u16,
     available: u16,
-    /// Memory of writable descriptors.
+    /// Address and length of each writable descriptor.
     writable: Vec<(u64, u64)>,
-    /// The contents of descriptors are unknown.
+    /// True if the contents of the descriptors are unknown.
     wild: bool,
-    /// The rings are unchanged by random writes.
+    /// True if no random write has changed the rings.
     fresh: bool,
     /// Number of descriptors in use.
     taken: u16,
@@ -234,7 +235,7 @@ impl Guest {
             0..=7 => self.ask(source),
             8..=11 => self.confuse(source),
             12 => {
-                // Nothing is known any more.
+                // After a random write, the contents of descriptors and rings are unknown.
                 let at = source.below(PARTS[0].1) as u64;
                 let bytes = source.bytes(64);
                 self.poke(at, &bytes);
@@ -246,7 +247,7 @@ impl Guest {
             15 => self.queue.replace().expect("a queue"),
             16 | 17 => self.forge(source),
             18 => {
-                // The in-flight file is truncated, and replaced.
+                // The in-flight file is truncated, and later replaced.
                 ftruncate(&self.inflight_file, source.of(&[0, 16, 64])).expect("to cut");
                 self.confuse(source);
                 (self.inflight, self.inflight_file) = inflight(&mut self.queue);
@@ -255,7 +256,7 @@ impl Guest {
         }
     }
 
-    /// Serves the queue, and compares protected memory.
+    /// Serves the queue, and checks that it has changed no protected memory.
     fn notify(&mut self) -> bool {
         let before = self.all();
         let served = self.queue.serve();
@@ -263,7 +264,7 @@ impl Guest {
         let rings = (0, PARTS[0].1 as u64);
         let overlaps = |(at, len): (u64, u64)| at < rings.1 && len > 0;
         if self.wild || self.writable.iter().any(|range| overlaps(*range)) {
-            // A reply may have changed the descriptors.
+            // The data of a reply may have overwritten descriptors.
             (self.wild, self.fresh) = (true, false);
             return served.is_ok();
         }
@@ -272,7 +273,7 @@ impl Guest {
             if was == is {
                 continue;
             }
-            // Most of a part is unchanged, which is quickly seen in large chunks.
+            // Most of a part is unchanged. A comparison by large chunks finds that quickly.
             let chunks = was.chunks(CHUNK).zip(is.chunks(CHUNK)).enumerate();
             let others = chunks.filter(|(_, (was, is))| was != is).flat_map(|(nth, (was, is))| {
                 let differs = was.iter().zip(is).enumerate().filter(|(_, (was, is))| was != is);
@@ -297,7 +298,7 @@ impl Guest {
         if !self.fresh {
             self.restart(source);
         }
-        // No earlier descriptor is left.
+        // Removes the descriptors of earlier requests.
         self.memory[0].fill(TABLE as usize, 16 * usize::from(ENTRIES), 0).expect("memory");
         self.memory[0].fill(TABLES as usize, (8 * APART) as usize, 0).expect("memory");
         self.writable.clear();
@@ -344,9 +345,9 @@ impl Guest {
         }
     }
 
-    /// Simulates a process that has taken some of these requests, and has died.
+    /// Simulates a process that has taken some of these requests and then died.
     fn take_over(&mut self, source: &mut Source<'_>, asked: &[Asked]) {
-        // A process that has started the queue has recorded that.
+        // A process that has started the queue has recorded the start in the in-flight memory.
         self.queue.replace().expect("a queue");
         let version = self.inflight.load_u64_acquire(8).expect("a word").to_ne_bytes();
         if version[..2] == [0; 2] {
@@ -362,7 +363,7 @@ impl Guest {
         }
     }
 
-    /// Forges in-flight entries.
+    /// Writes invalid in-flight entries.
     fn forge(&mut self, source: &mut Source<'_>) {
         for _ in 0..1 + source.below(6) {
             let index = source.near(&[0, 1, 63]) as usize % (INFLIGHT / 8);
@@ -377,7 +378,7 @@ impl Guest {
         self.notify();
     }
 
-    /// A request that zeroes the whole disk, so that its contents are known.
+    /// A request that zeroes the whole disk, so that the contents are known.
     fn wipe(&mut self, source: &mut Source<'_>) -> Asked {
         let mut segment = 0u64.to_le_bytes().to_vec();
         segment.extend((SECTORS as u32).to_le_bytes());
@@ -454,7 +455,7 @@ impl Guest {
         asked
     }
 
-    /// Creates a chain with a header, data and a status, in one table or two; returns its head, and
+    /// Creates a chain with a header, data and a status, in one table or two. Returns its head, and
     /// the address of the status.
     fn chain(
         &mut self,
@@ -478,7 +479,7 @@ impl Guest {
         list.extend(room.iter().map(|(at, len)| (*at, *len, WRITE)));
         list.push((status_at, 1, WRITE));
         list.retain(|(_, len, _)| *len > 0);
-        // The rest of the chain from here on may be in a table of its own.
+        // The rest of the chain may be in an indirect table.
         let split = if source.bool() { source.below(3) } else { list.len() };
         let direct = split.min(list.len());
         let head = self.taken;
@@ -510,7 +511,7 @@ impl Guest {
         (head, status_at)
     }
 
-    /// Descriptors and rings of any content.
+    /// Writes any content to descriptors and rings.
     fn confuse(&mut self, source: &mut Source<'_>) {
         if source.rarely(4) {
             self.restart(source);
@@ -552,7 +553,7 @@ impl Guest {
         self.notify();
     }
 
-    /// A queue at an invalid address.
+    /// Sets an invalid address of the queue.
     fn misplace(&mut self, source: &mut Source<'_>) {
         let ends = [0u64, 0x1000, PARTS[0].1 as u64 - 2, PARTS[1].0, PARTS[2].0 - 4];
         let place = Place {
@@ -564,11 +565,11 @@ impl Guest {
         let _ = self.queue.start(place, source.bool(), source.bool());
         (self.wild, self.fresh, self.disk) = (true, false, None);
         self.notify();
-        // The size stays if another one is invalid.
+        // The size of the queue stays unchanged if another size is refused.
         self.entries = ENTRIES;
     }
 
-    /// Invalid memory, or removed memory.
+    /// Shares invalid memory, or removes memory.
     fn change_memory(&mut self, source: &mut Source<'_>) {
         match source.below(4) {
             0 => {
@@ -585,7 +586,7 @@ impl Guest {
                 self.share();
             }
             1 => {
-                // Truncated under some requests.
+                // The memory is truncated while requests use it.
                 let part = 1 + source.below(2);
                 let len = source.of(&[0, 1, 2]) * 4096;
                 ftruncate(&self.files[part], len).expect("to cut");
@@ -604,7 +605,7 @@ impl Guest {
     }
 }
 
-/// In-flight memory, which the queue uses from its next start on.
+/// Creates in-flight memory, which the queue uses from its next start on.
 fn inflight(queue: &mut Queue) -> (SharedBytes, OwnedFd) {
     let file: OwnedFd = memfd_create("inflight", MemfdFlags::CLOEXEC).expect("a memfd");
     ftruncate(&file, INFLIGHT as u64).expect("room");
@@ -613,11 +614,11 @@ fn inflight(queue: &mut Queue) -> (SharedBytes, OwnedFd) {
     (mapping.expect("memory").bytes(), file)
 }
 
-/// Pieces of the memory for `len` bytes of a request, some of them across two parts.
+/// Pieces of memory for `len` bytes of a request. Some cross the border of two parts.
 fn pieces(source: &mut Source<'_>, n: usize, len: usize) -> Pieces {
     let mut at = PARTS[1].0 + (n * 0x4000) as u64 + u64::from(source.u8());
     if n == AT_ONCE - 1 {
-        // The end of the last request is in the next part.
+        // The data of the last request end in the next part.
         at = PARTS[2].0 - source.of(&[0x100, 1, 0x1000, 0]);
     }
     let (mut left, mut pieces) = (len, Vec::new());

@@ -1,4 +1,4 @@
-//! Common helpers of the clients of the vfio-user server.
+//! Helpers that all clients of the vfio-user server use.
 
 use crate::source::Source;
 use rustix::io::Errno;
@@ -9,21 +9,22 @@ use shadowbell_vfio_user::server::Limits;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-/// Maximum of io_uring instances of this process: a thread keeps up to 64 to signal peers'
-/// eventfds, and creates one for another eventfd when all are in use. Those of disks come and
-/// go in addition.
+/// Maximum number of io_uring instances of this process. A thread keeps up to 64 instances to
+/// signal eventfds of peers, and creates one more for another eventfd when all are in use. Disks
+/// create and close some in addition.
 const RINGS: usize = 80;
 
-/// Number of descriptors of this process, without rings. The first run keeps some permanently,
-/// so they are created before.
+/// Number of open descriptors of this process, without io_uring instances. The process opens some
+/// descriptors at its first run and keeps them; this function opens them before it counts.
 ///
 /// # Panics
 ///
-/// If there are more than [`RINGS`] rings.
+/// If there are more than [`RINGS`] io_uring instances.
 pub(crate) fn descriptors() -> usize {
     static WARM: std::sync::Once = std::sync::Once::new();
     WARM.call_once(|| {
-        // The first signalled eventfd of a process, and the first mapping of a file.
+        // The first signalled eventfd and the first mapping of a file open descriptors that the
+        // process keeps.
         let event = EventFd::new().and_then(OwnedFd::try_from).and_then(EventFd::from_fd);
         event.expect("an eventfd").signal();
         drop(Mapping::shared("warm", 4096));
@@ -38,15 +39,15 @@ pub(crate) fn descriptors() -> usize {
     others.len()
 }
 
-/// Targets of the descriptors, for a message.
+/// Targets of the open descriptors, for an error message.
 pub(crate) fn describe_descriptors() -> String {
     let fds = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
     let links = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());
     links.map(|link| format!("{} ", link.display())).collect()
 }
 
-/// Limits of the server. In most programs descriptors are closed immediately: then a program is
-/// reproducible, and no turn waits for a thread.
+/// Limits of the server. In most programs the server closes descriptors immediately, without the
+/// closer thread. Then a program always has the same result, and no turn waits for a thread.
 pub(crate) fn limits(source: &mut Source<'_>) -> Limits {
     Limits { close_at_once: !source.rarely(16), ..Limits::default() }
 }
@@ -57,8 +58,8 @@ fn new_socket() -> OwnedFd {
         .expect("a socket")
 }
 
-/// Connects to a server, which takes turns until it has room: descriptors of earlier clients
-/// are closed by a thread before a new client is accepted.
+/// Connects to a server. The server takes turns until it accepts the client: first a thread closes
+/// the descriptors of earlier clients.
 pub(crate) fn connect(listener: &OwnedFd, mut serve: impl FnMut()) -> OwnedFd {
     let name = rustix::net::getsockname(listener).expect("an address");
     let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");

@@ -1,12 +1,12 @@
-//! Replay of the bodies on any toolchain: the seeds, and some thousand pseudo-random programs. It
-//! finds less than libFuzzer, but detects bodies that do not work any more.
+//! Replay of the bodies on any toolchain: the seeds, and some thousand pseudo-random programs. The
+//! replay finds less than libFuzzer, but detects bodies that no longer work.
 
 use shadowbell_fuzz_bodies as bodies;
 use std::path::Path;
 use std::sync::{PoisonError, RwLock};
 use std::time::Instant;
 
-/// Xorshift64*: identical programs on every machine.
+/// Random number generator Xorshift64*, with the same programs on every machine.
 struct Random(u64);
 
 impl Random {
@@ -18,8 +18,8 @@ impl Random {
     }
 }
 
-/// Targets that count the descriptors of this process, which no other target may change
-/// meanwhile.
+/// Targets that count the descriptors of this process. No other target may open descriptors
+/// meanwhile, so they run alone.
 const ALONE: [&str; 2] = ["session", "shared"];
 static OTHERS: RwLock<()> = RwLock::new(());
 
@@ -34,7 +34,7 @@ fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
         println!("{}", seed.path().display());
         run(&std::fs::read(seed.path()).expect("a seed"));
     }
-    // For more programs: BODIES_FROM=1000000 BODIES_TIMES=100.
+    // Environment variables set other numbers, for example BODIES_FROM=1000000 BODIES_TIMES=100.
     let (since, steps) = (Instant::now(), bodies::steps());
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let first = number("BODIES_FROM").unwrap_or(0);
@@ -46,7 +46,7 @@ fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
         let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
         run(&bytes);
     }
-    // Steps of all concurrent targets; to measure one, run it alone.
+    // The steps of all concurrent targets are counted. To measure a target, run it alone.
     let (steps, took) = (bodies::steps() - steps, since.elapsed());
     println!("{target}: {steps} steps in {took:?}");
 }
@@ -60,7 +60,7 @@ macro_rules! targets {
     };
 }
 
-// Numbers of programs: all of them together take some seconds.
+// Numbers of programs, chosen so that all targets together take some seconds.
 targets! {
     session: 500 of 2000;
     shared: 1000 of 1000;

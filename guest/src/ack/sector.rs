@@ -1,9 +1,10 @@
-//! Sector pattern of the writer in the guest: each sector identifies its write, and detects
-//! damage.
+//! Sector pattern of the writer in the guest: each sector identifies the write that it comes from,
+//! and reveals damage.
 //!
 //! The guest's program and the host's check share this file.
 
-/// Size of a sector in bytes: the atomic unit of every disk, so a sector is never partly old.
+/// Size of a sector in bytes. Every disk writes a sector atomically, so a sector never contains
+/// parts of two writes.
 pub const SECTOR: usize = 512;
 /// Size of a slot in bytes: the unit of one write.
 pub const SLOT: usize = 4096;

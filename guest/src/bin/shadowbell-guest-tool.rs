@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 use sector::{PARTS, SECTOR, SLOT, Stamp};
 
-/// `O_DIRECT` of x86: a write that returned was acknowledged by the disk, and reads come from the
-/// disk.
+/// `O_DIRECT` of x86: when a write returns, the disk has acknowledged it, and each read comes from
+/// the disk, not from the page cache.
 const O_DIRECT: i32 = 0o40_000;
 
 const USAGE: &str = "shadowbell-guest-tool write device=PATH slots=N threads=N seconds=N seed=N \
@@ -89,7 +89,7 @@ fn write(options: &HashMap<String, String>) -> Result<String, String> {
     let port = text(options, "acknowledge")?;
     let mut acknowledge =
         OpenOptions::new().append(true).open(port).map_err(|error| format!("{port}: {error}"))?;
-    // A previous session may have died within a line.
+    // A previous session may have ended in the middle of a line.
     acknowledge.write_all(b"\n").map_err(|error| format!("{port}: {error}"))?;
     let writer = Writer {
         disk,
@@ -119,8 +119,8 @@ fn write(options: &HashMap<String, String>) -> Result<String, String> {
 }
 
 impl Writer {
-    /// Overwrites the slots of this thread in random order, and reads one back now and then. Each
-    /// slot belongs to one thread, so there is only one write of a slot in flight.
+    /// Overwrites the slots of this thread in random order, and occasionally reads one back. Each
+    /// slot belongs to one thread, so a slot has only one write in flight.
     fn work(&self, thread: u64) {
         let mine = self.slots / self.threads;
         if mine == 0 {
@@ -128,7 +128,7 @@ impl Writer {
         }
         let mut last = vec![0_u64; mine as usize];
         let mut generation = self.generation;
-        // An aligned part of a larger buffer, as O_DIRECT requires.
+        // O_DIRECT requires an aligned buffer, which is a part of a larger one.
         let mut buffer = vec![0_u8; 2 * SLOT];
         let start = buffer.as_ptr().align_offset(SLOT).min(SLOT);
         let Some(buffer) = buffer.get_mut(start..start + SLOT) else { return };
@@ -143,7 +143,7 @@ impl Writer {
             let slot = (random % mine) * self.threads + thread;
             let at = slot * SLOT as u64;
             if operation.is_multiple_of(4) {
-                // Only slots written by this session have known contents.
+                // The contents of slots that this session has not written are unknown.
                 if *last == 0 {
                     continue;
                 }
@@ -195,8 +195,8 @@ impl Writer {
     }
 }
 
-/// Allocates memory, much of which the kernel has just freed after I/O, and checks that it does
-/// not change. A device that still writes to a page of an ended command is detected.
+/// Allocates memory, much of which the kernel has just freed after I/O, and checks that its
+/// contents do not change. So a device that still writes to memory of an ended command is detected.
 fn patrol(options: &HashMap<String, String>) -> Result<String, String> {
     let words = (number(options, "mib")? << 20) / 8;
     let end = Instant::now() + Duration::from_secs(number(options, "seconds")?);

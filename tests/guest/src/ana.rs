@@ -1,5 +1,5 @@
-//! Asymmetric Namespace Access in a Linux guest: the path that the kernel uses, depending on the
-//! ANA states of two paths.
+//! Asymmetric Namespace Access in a Linux guest: checks which of two paths the kernel uses,
+//! depending on their ANA states.
 
 use shadowbell_testing::wait;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use shadowbell_harness::Report;
 
 const INACCESSIBLE: u16 = 0x302;
 
-/// Control socket of a server, and the program for its requests.
+/// Control socket of a server, and the program that sends requests to it.
 pub(crate) struct Control<'a> {
     pub(crate) program: &'a Path,
     pub(crate) socket: PathBuf,
@@ -56,16 +56,17 @@ impl Control<'_> {
         Ok([count(one)?, count(other)?])
     }
 
-    /// Number of commands that each controller executes in the time `length`.
+    /// Number of commands that each controller executes within the duration `length`.
     fn busy(&self, length: Duration) -> Result<[u64; 2]> {
         let before = self.counts()?;
-        // Commands of this time are counted.
+        // The length of the measurement: the commands of this time are counted.
         sleep(length);
         let after = self.counts()?;
         Ok([after[0] - before[0], after[1] - before[1]])
     }
 
-    /// Waits until a controller has executed 20 more commands; the guest may be slow.
+    /// Waits until a controller has executed 20 more commands. There is no rate to check, because
+    /// the guest may be slow.
     fn moves(&self, which: usize) -> Result<()> {
         let (before, until) = (self.counts()?[which], Instant::now() + MINUTE);
         while self.counts()?[which] < before + 20 {
@@ -87,15 +88,15 @@ fn known(guest: &mut Guest, controller: &str, state: &str) -> Result<()> {
     guest.sh(&script, MINUTE).map(drop)
 }
 
-/// Sets the round-robin policy, so that the kernel uses both paths if their states are equal.
+/// Sets the round-robin policy. With it the kernel uses both paths if their ANA states are equal.
 fn take_turns(guest: &mut Guest) -> Result<()> {
     let script = "for policy in /sys/class/nvme-subsystem/nvme-subsys*/iopolicy; do \
                     echo round-robin >$policy; done";
     guest.sh(script, MINUTE).map(drop)
 }
 
-/// Checks of ANA. `names` are the two controllers, `disk` is their shared disk. The load runs
-/// until the file /tmp/enough exists, and then writes its exit status to /tmp/fio.done.
+/// Checks of ANA. `names` are the two controllers, and `disk` is the disk that they share. The load
+/// runs until the file /tmp/enough exists, and then writes its exit status to /tmp/fio.done.
 pub(crate) fn check(
     guest: &mut Guest,
     report: &mut Report,
@@ -126,7 +127,8 @@ pub(crate) fn check(
             names[0]
         );
         refused(guest, &read, &[INACCESSIBLE])?;
-        // The kernel logs the failed passthrough command, which is not an error here.
+        // The kernel logs the passthrough command, which was refused as expected. The log is
+        // cleared, because later checks would count that line as an error.
         guest.sh("dmesg -c >/dev/null", MINUTE)?;
         control.set(0, "optimized")?;
         known(guest, &names[0], "optimized")
@@ -140,8 +142,9 @@ pub(crate) fn check(
         for which in [0, 1] {
             control.set(which, "non-optimized")?;
             known(guest, &names[which], "non-optimized")?;
-            // Commands in flight have ended, so the counter of the path must not change any more.
-            // The time in which nothing must come.
+            // The commands in flight on this path have ended, so its counter must not change any
+            // more.
+            // The time in which the path must receive no command.
             let counts = control.busy(Duration::from_secs(2))?;
             ensure!(
                 counts[which] == 0 && counts[1 - which] > 50,
@@ -165,13 +168,13 @@ pub(crate) fn check(
         for round in 0..10 {
             let which = round % 2;
             control.set(which, "inaccessible")?;
-            // The time in which nothing must come.
+            // The time in which the path must receive no command.
             let counts = control.busy(Duration::from_millis(500))?;
             ensure!(counts[which] == 0, "round {round}: {counts:?}");
             control.moves(1 - which)?;
             control.set(which, "optimized")?;
-            // The guest must know the optimized path before the other path becomes inaccessible;
-            // otherwise the kernel logs that no path is usable.
+            // The guest must read the new state of the optimized path before the other path becomes
+            // inaccessible. Otherwise the kernel logs that no path is usable.
             known(guest, &names[which], "optimized")?;
         }
         Ok(())
@@ -181,7 +184,7 @@ pub(crate) fn check(
         for state in ["inaccessible", "change"] {
             control.set(0, state)?;
             control.set(1, state)?;
-            // The time in which nothing must come.
+            // The time in which no path must receive a command.
             let counts = control.busy(Duration::from_secs(1))?;
             ensure!(counts == [0, 0], "{state}: {counts:?}");
             control.set(1, "optimized")?;

@@ -11,7 +11,7 @@ const SIZE: u64 = 256 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let image = run.file("boot.img");
-    // Only the kernel of this image has this word in its command line: QEMU passes no kernel.
+    // QEMU passes no kernel, so this word can come only from the command line in the image.
     let word = format!("shadowbell.boot={}", std::process::id());
     report.check("a disk with a kernel on an EFI system partition", |_| {
         let initramfs = std::fs::read(setup.roots.directory().join(MINIMAL))?;

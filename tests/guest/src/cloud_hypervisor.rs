@@ -1,10 +1,10 @@
-//! Cloud Hypervisor on a controller of shadowbell's, while the server process is killed or
-//! upgraded repeatedly. Cloud Hypervisor reads from the socket without a timeout, and never
-//! reconnects.
+//! Cloud Hypervisor with a Shadowbell controller, while the server process is killed or upgraded
+//! repeatedly. Cloud Hypervisor reads from the socket without a timeout and never reconnects, so
+//! the connection must survive.
 //!
-//! KVM is not available on every test machine, but it works in a guest whose CPU is emulated with
-//! SVM. Therefore the server, the VMM and an inner Linux guest run inside of a guest. They are
-//! slow, so only results are checked, not times.
+//! KVM is not available on every test machine, but it works in a guest whose emulated CPU has SVM.
+//! Therefore the server, the VMM and an inner Linux guest run inside a guest. They are slow, so the
+//! suite checks only results, not times.
 
 use std::fs;
 use std::path::PathBuf;
@@ -31,8 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(600);
 /// Seconds between two events.
 const PAUSE: &str = "0.7";
 
-/// Init script of the inner guest, which depends on the first word of its kernel parameters.
-/// Without an agent: the steps are always the same, and the console is a file of the outer guest.
+/// Init script of the inner guest. The first word of the kernel parameters selects its steps. There
+/// is no agent, because the steps never change, and the console is a file of the outer guest.
 const INNER: &str = r#"#!/usr/bin/busybox sh
 export PATH=/usr/sbin:/usr/bin:/opt/busybox HOME=/root TERM=dumb LANG=C
 busybox mount -t proc proc /proc
@@ -123,7 +123,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let check = format!("Cloud Hypervisor's guest works while the server is {what}");
         report.check(&check, |_| {
             let outcome = work(&mut guest, event);
-            // Logs are kept for the analysis of a failure.
+            // The logs are kept, because they explain a failure.
             for log in ["serve", "vmm", "inner", "events"] {
                 let text = guest.sh(&format!("cat /tmp/{log}.log"), MINUTE).unwrap_or_default();
                 fs::write(run.file(&format!("{what}-{log}.log")), text)?;
@@ -179,7 +179,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
     let began = Instant::now();
     let mut said = String::new();
     loop {
-        // Each look takes processor time of the guest.
+        // Each poll takes CPU time of the guest, so the pause is long.
         std::thread::sleep(Duration::from_secs(1));
         let now = guest.sh("grep -a @INNER /tmp/inner.log || true", MINUTE)?;
         if now.len() > said.len() {
@@ -190,7 +190,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
         if said.contains("ok end") {
             break;
         }
-        // Long enough for any machine.
+        // A time limit that is long enough for any machine.
         ensure!(began.elapsed() < PATIENCE, "the inner guest did not come to its end");
         guest.sh("[ -e /proc/$(cat /tmp/vmm) ]", MINUTE).context("Cloud Hypervisor has ended")?;
     }
@@ -231,8 +231,8 @@ fn unpacked(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<Vec<u8>> {
             fs::write(&packed, image.get(at..).unwrap_or_default())?;
             let mut command = setup.roots.command(&[], program)?;
             command.args(options).stdin(fs::File::open(&packed)?).stderr(Stdio::null());
-            // Data after the compressed kernel in the image make the program fail after it has
-            // written the whole kernel, so its exit status is ignored.
+            // The program writes the whole kernel and then fails because of the data after the
+            // compressed kernel. Therefore its exit status is ignored.
             let output = command.output().with_context(|| program.to_owned())?.stdout;
             if output.starts_with(b"\x7fELF") {
                 return Ok(output);

@@ -1,8 +1,8 @@
-//! Comparison of a speed with its target, turn by turn, because other load of the machine changes
-//! between turns. The outcome is printed and is never a failure.
+//! Comparison of a speed with its target. The contestants are measured in turn, because other load
+//! of the machine changes over time. The outcome is printed and is never a failure.
 
-/// Maximum ratio of the turns of one measurement. Larger differences mean that the machine had
-/// other load.
+/// Maximum ratio of the fastest to the slowest turn of one measurement. A larger ratio means that
+/// the machine had other load.
 const SPREAD: f64 = 2.0;
 
 pub(crate) const REACHED: &str = "reached";
@@ -21,7 +21,8 @@ pub(crate) struct Comparison {
 }
 
 impl Comparison {
-    /// Compares figures that were measured in turn.
+    /// Compares figures of two contestants that were measured in turn. `wanted` is the target of
+    /// the ratio.
     pub(crate) fn of(turns: &[f64], of_other: &[f64], wanted: f64) -> Self {
         let ratio = |(a, b): (&f64, &f64)| if *b > 0.0 { a / b } else { 0.0 };
         let mut ratios: Vec<f64> = turns.iter().zip(of_other).map(ratio).collect();
@@ -31,8 +32,8 @@ impl Comparison {
         Self { ratio: at(ratios.len() / 2), least: at(0), most: at(last), wanted }
     }
 
-    /// Outcome: clear if all turns agree; otherwise that of the median turn, unless the turns
-    /// differ too much for a result.
+    /// Outcome of the comparison. If all turns agree, it is clear. Otherwise the median turn
+    /// decides, unless the turns differ too much.
     pub(crate) fn outcome(&self) -> &'static str {
         if self.most < self.wanted {
             MISSED

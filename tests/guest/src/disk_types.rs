@@ -1,7 +1,7 @@
-//! Disk types other than files, all of them in one Linux guest: a qcow2 image, an export of
-//! qemu-nbd, and a namespace of another server. If `SHADOWBELL_CEPH_CONF` names a cluster (`cargo
-//! xtask ceph --guest` sets it), an RBD image as well. The suite runs file systems, discards and
-//! fio with checksums, and then kills and upgrades the server process under fio.
+//! Disk types other than files, all in one Linux guest: a qcow2 image, an export of qemu-nbd, and a
+//! namespace of another server. If `SHADOWBELL_CEPH_CONF` names a Ceph cluster (`cargo xtask ceph
+//! --guest` sets it), an RBD image as well. The suite runs file systems, discards and fio with
+//! checksums, and then kills and upgrades the server process while fio runs.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -70,7 +70,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             );
             guest.sh(&format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"), MINUTE)?;
             for _ in 0..EVENTS {
-                // Load time of each server process.
+                // The load time of each server process.
                 std::thread::sleep(Duration::from_millis(1500));
                 if is_kill { kill_worker(server)? } else { upgrade_worker(&program, server)? }
             }
@@ -91,17 +91,17 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     report.check("qemu-img check finds no corruption in the qcow2 image", |_| {
         let status =
             Command::new("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(&qcow2).status()?;
-        // After a kill, qcow2 clusters may be leaked, which is exit status 3 of `qemu-img check`.
+        // A kill may leave leaked qcow2 clusters, for which `qemu-img check` has exit status 3.
         ensure!(matches!(status.code(), Some(0 | 3)), "qemu-img check: {status}");
         Ok(())
     });
     Ok(())
 }
 
-/// Creates an image in the Ceph cluster, if there is one. Returns its disk string.
+/// Creates an image in the Ceph cluster, if a cluster is configured. Returns its disk string.
 fn ceph() -> Result<Option<String>> {
     let Some(conf) = std::env::var_os("SHADOWBELL_CEPH_CONF") else { return Ok(None) };
-    // Number of the image: each guest gets a new one.
+    // Number of the next image: each guest gets a new image.
     static IMAGES: AtomicU32 = AtomicU32::new(0);
     let name = format!("guest-{}", IMAGES.fetch_add(1, Ordering::Relaxed));
     let mut rbd = Command::new("rbd");

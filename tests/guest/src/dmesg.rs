@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use shadowbell_guest::{Guest, config};
 
-/// Lines of level warning or worse about NVMe or the controllers' PCI functions. The log has
+/// Lines of level warning or worse about NVMe or the PCI functions of the controllers. `log` has
 /// numeric levels as prefixes, as `dmesg -r` prints them.
 fn complaints(log: &str, addresses: &[String]) -> Vec<String> {
     log.lines()
@@ -30,7 +30,7 @@ pub(crate) fn clean(guest: &mut Guest, devices: usize) -> Result<()> {
     clean_in(&guest.dmesg()?, devices)
 }
 
-/// Checks the lines `log` as [`clean`] checks the whole log.
+/// Checks the lines `log` in the way in which [`clean`] checks the whole kernel log.
 pub(crate) fn clean_in(log: &str, devices: usize) -> Result<()> {
     let addresses: Vec<_> = (0..devices).map(config::pci_address).collect();
     let found = complaints(log, &addresses);

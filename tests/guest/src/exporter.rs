@@ -26,11 +26,11 @@ impl Exporter {
         Ok(exporter)
     }
 
-    /// Stops the server with SIGSTOP: it answers no request until [`Exporter::go_on`].
+    /// Stops the server with SIGSTOP. It answers no request until [`Exporter::go_on`].
     pub(crate) fn stall(&self) -> Result<()> {
         self.signal(Signal::STOP)?;
-        // The process may still send a reply, so its state in /proc is polled until it is
-        // stopped.
+        // The signal is delivered asynchronously, and the process may still send a reply. Therefore
+        // the test polls its state in /proc until it is stopped.
         let stat = format!("/proc/{}/stat", self.0.id());
         let deadline = wait::deadline();
         while !std::fs::read_to_string(&stat)?.contains(") T ") {
@@ -40,7 +40,7 @@ impl Exporter {
         Ok(())
     }
 
-    /// Continues the server, which then answers the requests that it has received meanwhile.
+    /// Continues the server, which then answers the requests that arrived meanwhile.
     pub(crate) fn go_on(&self) -> Result<()> {
         self.signal(Signal::CONT)
     }

@@ -13,8 +13,8 @@ pub(crate) struct Measured {
     pub(crate) iops: f64,
     /// Bytes per second.
     pub(crate) bandwidth: f64,
-    /// Number of I/Os of the run. One I/O is one command, because the block size fits into one
-    /// command.
+    /// Number of I/Os of the run. The block size fits into one command, so this is also the number
+    /// of commands.
     pub(crate) total: u64,
     /// Completion latency in nanoseconds: mean, median, 99th and 99.9th percentile.
     pub(crate) latency: [f64; 4],

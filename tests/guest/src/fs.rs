@@ -37,7 +37,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     });
     report.check("blkdiscard of the whole disk, which gives the space back", |_| {
         guest.sh(&format!("blkdiscard -f /dev/{dev}"), MINUTE)?;
-        // Allocated blocks of 512 bytes, as stat(2) counts them.
+        // The file's allocated size, from blocks of 512 bytes in stat(2).
         let left = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&image)?) * 512;
         if left > SIZE / 100 {
             bail!("the image still holds {left} bytes");
@@ -97,8 +97,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// A sparse image of 256 MiB on a file system with 48 MiB: the guest's writes fail with ENOSPC,
-/// written data stay readable, and after a discard writes succeed again.
+/// Tests a sparse image of 256 MiB on a file system of 48 MiB. When it is full, the guest's writes
+/// fail with ENOSPC and written data stay readable. After a discard, writes succeed again.
 fn full_disk(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<()> {
     let directory = run.file("small");
     std::fs::create_dir(&directory)?;

@@ -18,9 +18,9 @@ struct Used {
     switches: u64,
 }
 
-/// Prefix of the names of the kernel's worker threads of io_uring. Such a thread wakes up every
-/// five seconds to check whether it is still needed, which cannot be prevented and does not count
-/// as work of the process.
+/// Prefix of the names of the kernel's io_uring worker threads. Such a thread wakes up every five
+/// seconds to check if it is still needed. A process cannot prevent that, so these wakeups do not
+/// count.
 const KERNELS_OWN: &str = "iou-wrk-";
 
 /// Wait before the check. The kernel's worker threads for slow io_uring operations (flush, hole
@@ -28,7 +28,7 @@ const KERNELS_OWN: &str = "iou-wrk-";
 /// request, of ten seconds, may still run after the statistics were read.
 const SETTLE: Duration = Duration::from_secs(12);
 
-/// Fails if the process or its children use CPU time within three seconds, after the wait.
+/// Waits, and then fails if the process or its children use CPU time within three seconds.
 pub(crate) fn check(process: u32) -> Result<()> {
     sleep(SETTLE);
     idle_now(process)
@@ -36,7 +36,7 @@ pub(crate) fn check(process: u32) -> Result<()> {
 
 fn idle_now(process: u32) -> Result<()> {
     let before = all_used(process)?;
-    // A thread with a timer, or one that polls, is seen in this time.
+    // The length of the measurement: within this time, a polling thread or a timer uses CPU time.
     sleep(Duration::from_secs(3));
     let after = all_used(process)?;
     let busy: Vec<String> = after
@@ -134,7 +134,7 @@ mod tests {
         for (script, idle) in [("exec sleep 1000", true), ("while sleep 0.05; do :; done", false)] {
             let mut command = Command::new("sh");
             let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
-            // The shell starts its program first.
+            // The shell first starts its program, and is idle afterwards.
             wait::until(script, || idle_now(child.id()).is_ok() == idle);
         }
     }

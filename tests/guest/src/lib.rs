@@ -1,4 +1,4 @@
-//! Guest suites: each boots a Linux guest with a disk under test and tests one subject.
+//! Guest suites: each boots a Linux guest with a disk under test, and tests one subject.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "the suites are no interface for other projects")]
 

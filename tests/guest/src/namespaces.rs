@@ -1,10 +1,10 @@
-//! Namespaces are added, resized and removed under a Linux guest that reads and writes meanwhile.
-//! The suite measures the time until the server notifies the guest, and the time until the guest
-//! has updated its block device.
+//! Namespaces are added, resized and removed, while a Linux guest reads and writes another
+//! namespace. The suite measures two times: until the server notifies the guest, and until the
+//! guest has updated its block device.
 //!
-//! All times are taken on the host. The trace has the times at which the event was completed and
-//! at which the guest submitted the commands of its reaction. The guest reports changes of its
-//! block device on a serial port.
+//! The host takes all times. The server's trace contains the completion of the event, and the
+//! commands with which the guest reacts. The guest reports changes of its block device on a serial
+//! port.
 
 use shadowbell_testing::wait::LIMIT;
 use std::fs;
@@ -30,8 +30,8 @@ const SMALL: u64 = 32 << 20;
 const LARGE: u64 = 48 << 20;
 /// Number of times that a namespace is added, resized and removed.
 const ROUNDS: usize = 5;
-/// Time limit from a request to the event, on a busy machine. The measured times are printed;
-/// only a bug exceeds the limit.
+/// Time limit from a request to the event, on a busy machine. The measured times are printed. Only
+/// a defect exceeds the limit.
 const SERVER_LIMIT: Duration = MINUTE;
 /// Time limit of the guest's reaction, for a guest whose instructions QEMU interprets.
 const GUEST_LIMIT: Duration = LIMIT;
@@ -46,7 +46,7 @@ struct Change {
     seen: Duration,
 }
 
-/// Times of a change in the trace, since the request.
+/// Times of a change in the server's trace, since the request.
 struct Told {
     /// Completion of the event.
     event: Duration,
@@ -65,7 +65,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let image = run.image("disk.img", MAIN)?;
     let (control, trace) = (run.socket("control"), run.file("serve.trace"));
     let [control_text, trace_text] = [&control, &trace].map(|path| path.display().to_string());
-    // The sandbox allows only directories that the command line names.
+    // The sandbox allows access only to directories that the command line names.
     let images = image.parent().context("the image's directory")?.display().to_string();
     let options = ["--control-socket", &control_text, "--trace", &trace_text, "--allow", &images];
     let clocks = Clocks::now();
@@ -140,7 +140,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// Reads and writes on the other namespace until the file /tmp/enough exists.
+/// Shell command that reads and writes the other namespace until the file /tmp/enough exists.
 fn beside(main: &str) -> String {
     format!(
         "(until [ -e /tmp/enough ]; do \
@@ -162,7 +162,7 @@ fn bytes(guest: &mut Guest, disk: &str) -> Result<u64> {
     text.trim().parse().context("a size")
 }
 
-/// Formats times as `MEDIAN (at most MOST)`.
+/// Formats times as `MEDIAN (at most MAXIMUM)`.
 fn middle_and_most(mut times: Vec<Duration>) -> String {
     times.sort();
     let ms = |time: Option<&Duration>| time.map_or(0.0, |time| time.as_secs_f64() * 1e3);
@@ -186,7 +186,8 @@ impl Api {
         Ok(Self { socket, namespace: format!("/v1/controllers/{id}/namespaces/2"), disk })
     }
 
-    /// Sends a request: a change (`PATCH`) concerns the disk, all others the namespace.
+    /// Sends a request. A change of the size (`PATCH`) is sent for the disk, all other requests for
+    /// the namespace.
     fn call(&self, method: &str, body: Option<&Value>) -> Result<()> {
         let path = if method == "PATCH" { &self.disk } else { &self.namespace };
         request(&self.socket, method, path, body).map(drop)
@@ -215,14 +216,14 @@ fn request(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Res
 /// serial port.
 struct Watch {
     log: PathBuf,
-    /// Number of log lines that were read.
+    /// Number of log lines that were already read.
     known: usize,
 }
 
 impl Watch {
     fn start(guest: &mut Guest, run: &RunDir, disk: &str) -> Result<Self> {
         let size = format!("/sys/block/{disk}/size");
-        // The loop starts no process, because that is slow in the guest.
+        // The loop runs only shell built-ins, because the start of a process is slow in the guest.
         guest.sh(
             &format!(
                 "(before=; until [ -e /tmp/unwatch ]; do now=0; \
@@ -238,7 +239,7 @@ impl Watch {
     }
 
     /// Makes a change after which the disk has `bytes` bytes, and waits until the guest reports
-    /// that size.
+    /// this size.
     fn expect(
         &mut self,
         what: &'static str,
@@ -250,7 +251,7 @@ impl Watch {
         let answered = at.elapsed();
         self.wait(bytes / 512).with_context(|| format!("after {what}"))?;
         let seen = at.elapsed();
-        // The guest completes its reaction after the report.
+        // After the report, the guest needs some time to complete its reaction.
         sleep(Duration::from_millis(300));
         Ok(Change { what, at, answered, seen })
     }
@@ -281,8 +282,8 @@ impl Watch {
     }
 }
 
-/// Monotonic and wall clock at one moment. The wall clock is adjusted during a run, by some
-/// milliseconds, so durations use the monotonic clock.
+/// Time of the monotonic clock and of the wall clock at one moment. The wall clock may be adjusted
+/// by some milliseconds during a run, so durations use the monotonic clock.
 struct Clocks {
     day: SystemTime,
     steady: Instant,
@@ -293,7 +294,7 @@ impl Clocks {
         Self { day: SystemTime::now(), steady: Instant::now() }
     }
 
-    /// Converts a wall-clock time, shortly after this moment, to the monotonic clock.
+    /// Converts a time of the wall clock, shortly after this moment, to the monotonic clock.
     fn steady(&self, day: SystemTime) -> Instant {
         self.steady + day.duration_since(self.day).unwrap_or_default()
     }
@@ -340,7 +341,8 @@ impl Records {
         Ok(Self(records))
     }
 
-    /// Times of a change, from the records until `next`, the time of the following change.
+    /// Times of a change, from the trace records between the change and `next`, the time of the
+    /// following change.
     fn told(&self, change: &Change, next: Option<Instant>) -> Result<Told> {
         let since = |at: Instant| at.saturating_duration_since(change.at);
         let is = |record: &Admin, opcode: AdminOpcode| record.opcode == Some(opcode as u64);
@@ -374,8 +376,8 @@ impl Records {
                     && record.opcode.is_none()
                 {
                     open.remove(at);
-                    // Commands more than 50 ms after the report belong to `nvme list`, not to the
-                    // reaction.
+                    // Commands more than 50 ms after the report come from `nvme list`, not from the
+                    // guest's reaction.
                     if since(record.at) <= change.seen + Duration::from_millis(50) {
                         told.reaction = since(record.at);
                     }

@@ -52,7 +52,7 @@ fn status(text: &str) -> Option<u16> {
     let (_, rest) = text.split_once("NVMe status: ")?;
     let (_, digits) = rest.lines().next()?.rsplit_once("(0x")?;
     let number = u16::from_str_radix(digits.trim_end().strip_suffix(')')?, 16).ok()?;
-    // The higher bits are Do Not Retry, More and the retry delay.
+    // The higher bits contain Do Not Retry, More and the retry delay.
     Some(number & 0x7ff)
 }
 

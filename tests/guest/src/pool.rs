@@ -81,7 +81,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         zeroes(guest_ref, "nvme0n1")
     });
     report.check("a sanitize operation erases all namespaces", |_| {
-        // Block erase and overwrite. Only overwrite has a number of passes.
+        // Block Erase and Overwrite. Only Overwrite has a number of passes.
         for how in ["--sanact=0x02", "--sanact=0x03 --owpass=2"] {
             guest_ref
                 .sh("dd if=/tmp/data of=/dev/nvme0n1 bs=1M oflag=direct 2>/dev/null", MINUTE)?;
@@ -139,8 +139,8 @@ fn sanitized(guest: &mut Guest) -> Result<()> {
     let deadline = wait::deadline();
     while Instant::now() < deadline {
         let log = nvme(guest, "sanitize-log /dev/nvme0 -o json")?;
-        // The JSON layout depends on the version of nvme-cli; the progress 65535 is in all of
-        // them.
+        // The JSON layout depends on the version of nvme-cli, but every version prints the progress
+        // 65535.
         if log.contains("65535") {
             return Ok(());
         }

@@ -19,7 +19,8 @@ pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
     let size = format!("--nsze={BLOCKS} --ncap={BLOCKS}");
     nvme(guest, &format!("create-ns /dev/nvme0 {size} --flbas={FORMAT} --dps=1"))?;
     nvme(guest, &format!("attach-ns /dev/nvme0 -n {nsid} -c 1"))?;
-    // The block layer generates protection information of writes, and checks that of reads.
+    // The kernel's block layer generates the protection information of writes, and checks it on
+    // reads.
     let integrity = format!(
         "for try in $(seq 100); do [ -b /dev/{name} ] && break; sleep 0.1; done; \
          cd /sys/block/{name}/integrity && cat format tag_size read_verify write_generate"
@@ -38,7 +39,8 @@ pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
          --ioengine=libaio --iodepth=16 --verify=crc32c --do_verify=1 --verify_fatal=1"
     );
     guest.sh(&fio, MINUTE)?;
-    // nvme-cli command on block 5, whose reference tag must be 5 with protection type 1.
+    // nvme-cli command for block 5. With protection type 1, the reference tag must equal the block
+    // number.
     let block = |command: &str, prinfo: u32, tag: u32, metadata: &str| {
         format!(
             "{command} /dev/{name} --start-block=5 --block-count=0 --data-size=512 \
@@ -51,7 +53,7 @@ pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
     ensure!(tag.split_whitespace().eq(["00", "00", "00", "05"]), "the reference tag is {tag}");
     // A read with another reference tag is refused with protection type 1.
     refused(guest, &block("read", 1, 6, "/tmp/other"), &[INVALID_PROTECTION_INFORMATION])?;
-    // A write with the right protection information succeeds; with a wrong guard it fails.
+    // A write with correct protection information succeeds. A write with a wrong guard fails.
     nvme(guest, &block("write", 7, 5, "/tmp/good"))?;
     guest.sh(
         "cp /tmp/good /tmp/wrong && printf '\\377\\376' | \
@@ -59,7 +61,7 @@ pub(super) fn check(guest: &mut Guest, nsid: u32, name: &str) -> Result<()> {
         MINUTE,
     )?;
     refused(guest, &block("write", 4, 5, "/tmp/wrong"), &[GUARD_CHECK])?;
-    // Unchecked, the wrong guard is written, and a checked read finds it.
+    // A write without a check stores the wrong guard, and a checked read detects it.
     nvme(guest, &block("write", 0, 5, "/tmp/wrong"))?;
     refused(guest, &block("read", 4, 5, "/tmp/other"), &[GUARD_CHECK])?;
     nvme(guest, &block("write", 7, 5, "/tmp/good"))?;

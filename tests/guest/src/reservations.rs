@@ -1,5 +1,5 @@
-//! Reservations by nvme-cli in two guests, each with its own Host Identifier and a controller of
-//! its own, that share one disk. After a preemption, writes of the host that has lost the
+//! Reservations by nvme-cli in two guests. Each guest has its own Host Identifier and its own
+//! controller, and both share one disk. After a preemption, writes of the host that has lost the
 //! reservation must fail.
 
 use anyhow::{Context, Result, ensure};
@@ -31,13 +31,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         return Ok(());
     };
     let image = run.image("disk.img", DISK)?;
-    // Each guest needs its own directory. The second one is not kept, because its logs have no
-    // further information.
+    // Each guest needs its own directory. The second directory is deleted, because its logs add no
+    // information.
     let second = RunDir::new(setup.roots.directory())?;
     let sockets = [run.socket("one"), second.socket("other")];
     let served = Served::start(&program, run, &sockets, &image)?;
-    // The guests boot one after the other, on this thread: a guest ends with the thread that has
-    // started it.
+    // QEMU ends with the thread that started it, so this thread boots both guests, one after the
+    // other.
     let mut one = Rival::boot(setup, kernel, run, "one", 1)?;
     let mut other = Rival::boot(setup, kernel, &second, "other", 2)?;
     report.check("both guests register, and one reserves the disk", |_| {
@@ -113,7 +113,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 }
 
 fn is_expected(line: &str) -> bool {
-    // Block layer error before Linux 6.4: "critical nexus error".
+    // Before Linux 6.4, the block layer logs a reservation conflict as "critical nexus error".
     let is_conflict = ["reservation conflict", "Reservation Conflict", "critical nexus error"]
         .iter()
         .any(|sentence| line.contains(sentence));
@@ -155,7 +155,8 @@ impl Rival {
         )
     }
 
-    /// Acquires the reservation, or preempts `from`, and aborts its commands in flight.
+    /// Acquires the reservation. With `from`, preempts the reservation of that host and aborts its
+    /// commands in flight.
     fn acquire(&mut self, from: Option<&Self>) -> Result<()> {
         let acquisition = self.acquisition(from);
         nvme(&mut self.guest, &acquisition).map(drop)
@@ -175,7 +176,7 @@ impl Rival {
         Ok(())
     }
 
-    /// Writes 256 KiB filled with `byte`, past the guest's page cache.
+    /// Writes 256 KiB filled with `byte`, without the guest's page cache.
     fn write(&mut self, byte: char) -> Result<()> {
         let script = format!(
             "head -c 262144 /dev/zero | tr '\\0' '{byte}' >/tmp/data && \
@@ -185,7 +186,7 @@ impl Rival {
         self.guest.sh(&script, MINUTE).map(drop)
     }
 
-    /// Checks that all of these 256 KiB are `byte`.
+    /// Checks that each byte of these 256 KiB is `byte`.
     fn reads(&mut self, byte: char) -> Result<()> {
         let script = format!(
             "head -c 262144 /dev/zero | tr '\\0' '{byte}' >/tmp/wanted && \
@@ -195,7 +196,7 @@ impl Rival {
         self.guest.sh(&script, MINUTE).map(drop)
     }
 
-    /// Checks that a write is refused, by the controller and therefore by the block device.
+    /// Checks that the controller refuses a write, and that a write to the block device fails.
     fn is_kept_away(&mut self) -> Result<()> {
         self.guest.sh("head -c 4096 /dev/zero | tr '\\0' '!' >/tmp/block", MINUTE)?;
         let write = format!(
@@ -229,7 +230,7 @@ impl Rival {
         self.guest.sh(script, MINUTE).context("writes did not fail").map(drop)
     }
 
-    /// Checks that the log page reports the preempted registration.
+    /// Checks that the reservation log page reports the preempted registration.
     fn is_told(&mut self) -> Result<()> {
         let script = format!(
             "nvme get-log /dev/{} -i 0x80 -l 64 -b | od -An -tu1 -j8 -N1 | tr -d ' '",

@@ -1,5 +1,5 @@
-//! Resets, reboots and a killed QEMU under a writer: no acknowledged write may be lost, and no
-//! DMA may reach memory that the guest has freed.
+//! Resets, reboots and a killed QEMU while the guest writes. No acknowledged write may be lost, and
+//! no DMA may reach memory that the guest has freed.
 
 use std::time::Duration;
 
@@ -14,8 +14,8 @@ use shadowbell_harness::Report;
 
 const SIZE: u64 = 256 << 20;
 
-/// Large reads beyond the writer's slots, so that there is always DMA to the guest in flight.
-/// Their failures during a reset are expected.
+/// Starts large reads behind the writer's slots, so that DMA to the guest is always in flight.
+/// These reads may fail during a reset.
 fn start_reads(guest: &mut Guest, dev: &str) -> Result<()> {
     guest
         .sh(
@@ -69,8 +69,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         writer.start(&mut guest, &dev, 2)?;
         writer.join(&mut guest)?;
         guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/unbind"), MINUTE)?;
-        // Reads that were in flight have ended, with or without success, and their memory is
-        // free.
+        // All reads have ended, with or without success, and their memory is free.
         stop_reads(&mut guest)?;
         patrol(&mut guest)?;
         writer.verify()?;
@@ -137,15 +136,15 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     Ok(())
 }
 
-/// Waits for the next boot in the same QEMU. The disk may have another name afterwards.
+/// Waits for the next boot in the same QEMU. After the boot, the disk may have another name.
 fn back_again(guest: &mut Guest, dev: &mut String) -> Result<()> {
     guest.wait_reboot()?;
     *dev = names(guest, 0)?.1;
-    // The disk must answer reads; a block device node is not enough.
+    // The check reads from the disk, because the block device may exist before it works.
     guest
         .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), MINUTE)
         .map(drop)?;
-    // Load time of each boot.
+    // The load time of each boot.
     std::thread::sleep(Duration::from_millis(100));
     Ok(())
 }

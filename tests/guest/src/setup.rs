@@ -14,7 +14,7 @@ use shadowbell_guest::{
 
 use shadowbell_harness::Report;
 
-/// Controller under test.
+/// Type of the controller under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ControllerKind {
     /// Shadowbell's controller, served over vfio-user.
@@ -23,7 +23,7 @@ pub enum ControllerKind {
     QemuNvme,
 }
 
-/// Time limit of a command that does not measure.
+/// Time limit of a command that is not part of a measurement.
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
 
 /// File names of the guests' archives under `target/guest`.
@@ -36,7 +36,7 @@ pub struct Setup {
     pub roots: Roots,
     /// The shadowbell program; `None` if only QEMU's controller is under test.
     pub shadowbell: Option<PathBuf>,
-    /// Number of rounds of a speed measurement, of which the median counts.
+    /// Number of rounds of a speed measurement. The median round is the result.
     pub rounds: usize,
     /// Minimum number of upgrades or kills.
     pub events: u32,
@@ -45,8 +45,8 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// Fetches and builds the files that the suites need. `shadowbell` is the program; if it is
-    /// not given and needed, it is built.
+    /// Downloads and builds the files that the suites need. `shadowbell` is the program. If it is
+    /// needed and not given, it is built.
     pub fn new(
         controller: ControllerKind,
         shadowbell: Option<PathBuf>,
@@ -60,8 +60,8 @@ impl Setup {
         {
             let extra = Extra { programs: tools, ..Extra::default() };
             let archive = initramfs::pack(&roots, programs, extra)?;
-            // A concurrent run may be reading the file of that name, so it is replaced, not
-            // overwritten.
+            // A concurrent run may read the file with this name. Therefore the file is replaced by
+            // a rename, and not overwritten.
             let partial = roots.directory().join(format!("{name}.{}", std::process::id()));
             std::fs::write(&partial, archive).context("the initramfs")?;
             std::fs::rename(&partial, roots.directory().join(name)).context("the initramfs")?;
@@ -76,8 +76,8 @@ impl Setup {
         Ok(Self { controller, roots, shadowbell, rounds: 3, events: 0, cloud_hypervisor: None })
     }
 
-    /// A program whose `serve` supports fault injection: the one under test if it does, otherwise
-    /// one built for tests.
+    /// A program whose `serve` supports fault injection. This is the program under test if it
+    /// supports it, and otherwise a program that is built for tests.
     pub fn faulty(&self) -> Result<PathBuf> {
         if let Some(program) = &self.shadowbell {
             let help = Command::new(program).args(["serve", "--help"]).output();
@@ -165,8 +165,8 @@ impl Disk {
 /// guest (`nvme0`, `nvme0n1`).
 pub(crate) fn names(guest: &mut Guest, index: usize) -> Result<(String, String)> {
     let address = config::pci_address(index);
-    // With multipath, sysfs has the hidden path device (nvme0c0n1) below the controller. The
-    // disk's name is that name without the controller part.
+    // With multipath, sysfs has the hidden path device (nvme0c0n1) below the controller. Its name
+    // without the controller part (c0) is the name of the disk.
     let script = format!(
         "for try in $(seq 100); do \
             for path in /sys/bus/pci/devices/{address}/nvme/nvme*/nvme*n1; do \

@@ -1,6 +1,6 @@
-//! Two controllers of one subsystem in a Linux guest: a disk with two paths, whose ANA states
-//! change (module `ana`) or which are removed under load, and reservations by nvme-cli through
-//! one controller against the other.
+//! Two controllers of one subsystem in a Linux guest: a disk with two paths. The suite changes the
+//! ANA states of the paths (module `ana`), removes a path under load, and tests reservations by
+//! nvme-cli through one controller against the other.
 
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::wait;

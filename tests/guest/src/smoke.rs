@@ -128,7 +128,7 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbel
         ensure!(number(&after, "critical_warning")? == 0, "critical_warning");
         ensure!((273..373).contains(&number(&after, "temperature")?), "temperature in Kelvin");
         ensure!(number(&after, "media_errors")? == 0, "media_errors");
-        // Data Units are a thousand blocks of 512 bytes.
+        // A Data Unit is a thousand blocks of 512 bytes.
         let units = mib * (1 << 20) / 512_000;
         for (name, least) in [
             ("data_units_read", units),
@@ -161,8 +161,8 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbel
     report.check("firmware, changed namespaces, command effects", |_| {
         nvme(guest, &format!("fw-log /dev/{ctrl}"))?;
         nvme(guest, &format!("changed-ns-list-log /dev/{ctrl}"))?;
-        // Log page layout: admin commands in the first KiB, I/O commands in the second, four
-        // bytes each.
+        // The log page has four bytes for each opcode: admin commands in the first KiB, I/O
+        // commands in the second.
         let hex =
             guest.sh(&format!("nvme get-log /dev/{ctrl} -i 5 -l 2048 -b | xxd -p -c 4"), MINUTE)?;
         let effects: Vec<_> = hex.lines().collect();
@@ -188,8 +188,8 @@ fn features(report: &mut Report, guest: &mut Guest, ctrl: &str, shadowbell: bool
         nvme(guest, &format!("get-feature /dev/{ctrl} -f 0x09 --cdw11=1"))?;
         nvme(guest, &format!("get-feature /dev/{ctrl} -f 0x0e --data-len=8 -H"))?;
         let queues = get_feature(guest, ctrl, 0x07)?;
-        // Zero-based numbers: submission queues in the lower half, completion queues in the upper
-        // half.
+        // The numbers are zero-based: submission queues in the lower half, completion queues in the
+        // upper half.
         let (submission, completion) = ((queues & 0xffff) + 1, (queues >> 16) + 1);
         ensure!(submission >= CPUS && completion >= CPUS, "{submission} and {completion} queues");
         Ok(())
@@ -245,7 +245,8 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: 
         },
     );
     report.check("copy by nvme-cli: two ranges, in the other order", |_| {
-        // QEMU's controller supports Copy, but its namespaces allow no blocks for it.
+        // QEMU's controller supports Copy, but its namespaces report a maximum length of zero for
+        // it.
         let most = number(&json(guest, &format!("id-ns /dev/{dev}"))?, "mcl")?;
         if !shadowbell && most < 8 {
             return Ok(String::new());
@@ -308,8 +309,8 @@ fn diagnostics(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
     });
 }
 
-/// Commands that must be refused, and their statuses. Where the specification leaves a choice, or
-/// the status depends on supported features, several are listed.
+/// Commands that must be refused, and their statuses. A command has several statuses if the
+/// specification allows a choice, or if the status depends on supported features.
 fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
     const INVALID_OPCODE: u16 = 0x001;
     const INVALID_FIELD: u16 = 0x002;
@@ -360,7 +361,7 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
     });
 }
 
-/// A guest without shared memory: the server logs the missing QEMU option, and continues to run.
+/// A guest without shared memory: the server must log the missing QEMU option, and continue to run.
 fn without_shared_memory(
     setup: &Setup,
     kernel: Kernel,
@@ -370,8 +371,8 @@ fn without_shared_memory(
     let mut disk = setup.disk(run, image)?;
     let guest = setup.boot(run, kernel, vec![disk.device.clone()], |config| {
         config.share = false;
-        // The controller does not answer, and the kernel should not wait a minute for each
-        // command.
+        // The controller does not answer. With this timeout the kernel does not wait a minute for
+        // each command.
         config.firmware = Firmware::Direct { append: "nvme_core.admin_timeout=2".to_owned() };
     });
     drop(guest);

@@ -1,4 +1,5 @@
-//! A guest with Linux VFIO, whose programs drive devices; the program under test is one of them.
+//! A guest in which programs drive devices through Linux VFIO. The program under test is one of
+//! them.
 
 use std::path::PathBuf;
 
@@ -17,8 +18,8 @@ pub(crate) const MODULES: &[&str] =
 /// Kernel parameters: the IOMMU is on, with pass-through for the kernel's own drivers.
 pub(crate) const IOMMU: &str = "intel_iommu=on iommu=pt";
 
-/// Packs a guest with these modules, these programs beside the usual ones, and the program under
-/// test.
+/// Packs a guest with these modules, the program under test, and these programs in addition to the
+/// usual ones.
 pub(crate) fn pack(
     setup: &Setup,
     kernel: Kernel,
@@ -29,7 +30,7 @@ pub(crate) fn pack(
     pack_with(setup, kernel, run, more, modules, &[])
 }
 
-/// Packs a guest as [`pack`] does, with programs of the host as well.
+/// Packs a guest as [`pack`] does, and adds programs of the host.
 pub(crate) fn pack_with(
     setup: &Setup,
     kernel: Kernel,
@@ -64,8 +65,8 @@ pub(crate) fn boot(
     Guest::boot(&setup.roots, run, &config, ARCHIVE)
 }
 
-/// Loads modules. VFIO rejects devices until [`allow_unsafe_interrupts`] is called, because this
-/// IOMMU does not remap interrupts.
+/// Loads kernel modules. This IOMMU does not remap interrupts, so VFIO rejects devices until
+/// [`allow_unsafe_interrupts`] is called.
 pub(crate) fn load(guest: &mut Guest, modules: &[&str]) -> Result<()> {
     let names = modules.join(" ");
     let directory = initramfs::MODULES;

@@ -13,9 +13,9 @@ use super::setup::MINUTE;
 
 /// Number of slots of 4 KiB that are overwritten, from the start of the disk.
 pub(crate) const SLOTS: u64 = 2048;
-/// Seed of the patterns, which identify the writes of this program.
+/// Seed of the patterns, which identifies the writes of this program.
 const SEED: u64 = 0x5bac_ced0;
-/// Generations per session: more than a session writes to one slot.
+/// Number of generations of a session: more than a session writes to one slot.
 const GENERATIONS: u64 = 1 << 32;
 
 /// Sessions of the writer on one image.
@@ -34,8 +34,8 @@ impl Writer {
     /// Starts a session in the background and waits until writes are being acknowledged.
     pub(crate) fn start(&mut self, guest: &mut Guest, disk: &str, seconds: u64) -> Result<()> {
         let before = self.promises()?.writes;
-        // Generations are higher than those of all previous sessions, so a stale write is
-        // recognised by its older generation.
+        // Generations are higher than in all previous sessions, so an older generation identifies a
+        // stale write.
         let generation = self.sessions * GENERATIONS;
         self.sessions += 1;
         guest.sh(
@@ -95,7 +95,8 @@ impl Writer {
     }
 }
 
-/// Fills memory that has just been freed and watches it: DMA into it after a reset is an error.
+/// Fills memory that has just been freed, and checks that it does not change. A change is DMA of a
+/// command that a reset has ended, which is an error.
 pub(crate) fn patrol(guest: &mut Guest) -> Result<()> {
     guest
         .sh(&format!("{} patrol mib=384 seconds=3", tool::NAME), MINUTE)

@@ -1,5 +1,5 @@
-//! Zoned namespaces under Linux's block layer and its tools, nvme-cli, fio and zonefs: one
-//! namespace in memory, and one in a file, whose server is killed.
+//! Zoned namespaces with Linux's block layer and its tools, nvme-cli, fio and zonefs. One namespace
+//! is in memory. The other is in a file, and its server process is killed.
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::initramfs::{self, Extra};
@@ -13,7 +13,7 @@ use super::setup::{MINUTE, Setup, finish};
 use super::vfio::load;
 use shadowbell_harness::Report;
 
-/// The guest's archive, and the modules that it needs beside its kernel.
+/// File name of the guest's archive, and the modules that it needs in addition to the kernel.
 const ARCHIVE: &str = "initramfs-zoned.cpio";
 const MODULES: &[&str] = &["zonefs"];
 /// 256 zones of 4 MiB with a capacity of 3 MiB each.

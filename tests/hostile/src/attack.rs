@@ -1,4 +1,4 @@
-//! Definition of an attack, and its environment (field).
+//! Definition of an attack, and the environment (`Field`) in which it runs.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,7 +23,8 @@ pub struct Attack {
     pub name: &'static str,
     /// Description, for `--list`.
     pub about: &'static str,
-    /// Disks of the attackers' controllers. For `DIR/name=BYTES`, a file is made.
+    /// Disk strings of the attackers' controllers. For `DIR/name=BYTES`, the suite makes a file of
+    /// this size.
     pub disks: &'static [&'static str],
     pub log: LogReader,
     pub kind: Kind,
@@ -33,7 +34,7 @@ pub struct Attack {
 }
 
 impl Attack {
-    /// A hostile attack. The server logs to a file.
+    /// A hostile attack on a server that logs to a file.
     pub const fn new(
         name: &'static str,
         about: &'static str,
@@ -55,7 +56,8 @@ impl Attack {
 pub enum Kind {
     /// Hostile attack: all bounds apply.
     Hostile,
-    /// Honest neighbours with a high load: the victim's median latency may triple.
+    /// Honest neighbours with a high load: the victim's median latency may be three times its
+    /// median alone.
     Honest,
     /// Attack on an export: all bounds apply. The victim and the attackers are clients of one
     /// `shadowbell export`.
@@ -64,7 +66,7 @@ pub enum Kind {
     Control,
 }
 
-/// Deadline of an attack, for all its threads.
+/// Time limit of an attack, shared by all its threads.
 #[derive(Debug, Clone)]
 pub struct Clock {
     until: Arc<Mutex<Instant>>,
@@ -72,7 +74,7 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Starts a clock of the duration `time`.
+    /// Starts a clock that ends after `time`.
     pub fn start(time: Duration) -> Self {
         Self { until: Arc::new(Mutex::new(Instant::now() + time)), time }
     }
@@ -86,7 +88,7 @@ impl Clock {
         *self.until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
-    /// Restarts the duration, after the preparation of an attack.
+    /// Restarts the time limit after the preparation of an attack.
     fn restart(&self) {
         let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
         *until = Instant::now() + self.time;
@@ -101,11 +103,12 @@ pub struct Field {
     /// Directory for files of the attack.
     pub directory: PathBuf,
     pub clock: Clock,
-    /// Guests that are still attached at the end of the attack, and then reset their controllers.
+    /// Guests that are still attached at the end of the attack. The suite then resets their
+    /// controllers.
     pub guests: Vec<Guest>,
-    /// Durations of resets that the attack itself has measured.
+    /// Durations of the resets that the attack has measured itself.
     pub resets: Vec<Duration>,
-    /// Amount of work that was done, in units of the attack.
+    /// Number of completed units of work. Each attack defines its unit.
     pub done: u64,
     /// Number of commands that failed.
     pub refused: u64,
@@ -116,7 +119,7 @@ impl Field {
         self.clock.is_over()
     }
 
-    /// Ends the preparation: the duration of the attack starts.
+    /// Ends the preparation: the time limit of the attack starts now.
     pub fn begin(&self) {
         self.clock.restart();
     }
@@ -138,12 +141,13 @@ impl Field {
         Ok(guest)
     }
 
-    /// Keeps all I/O queues of the guest full of commands from `make`, until the end.
+    /// Keeps all I/O queues of the guest full of commands from `make`, until the end of the attack.
     pub fn fill(&mut self, guest: Guest, make: impl FnMut(u64) -> Sqe) -> Result<()> {
         self.fill_many(vec![guest], u16::MAX, make)
     }
 
-    /// Keeps at most `depth` commands in each I/O queue of these guests, until the end.
+    /// Keeps at most `depth` commands in each I/O queue of these guests, until the end of the
+    /// attack.
     pub fn fill_many(
         &mut self,
         mut guests: Vec<Guest>,
@@ -160,7 +164,7 @@ impl Field {
         Ok(())
     }
 
-    /// Keeps the admin queue full of commands from `make`, until the end.
+    /// Keeps the admin queue full of commands from `make`, until the end of the attack.
     pub fn fill_admin(&mut self, mut guest: Guest, mut make: impl FnMut(u64) -> Sqe) -> Result<()> {
         while !self.is_over() {
             let (queue, link) = guest.admin_queue();
@@ -182,14 +186,15 @@ impl Field {
                 bells.extend(queue.bell());
             }
             link.send(&bells, &[])?;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_micros(100));
         }
         self.guests.push(guest);
         Ok(())
     }
 
-    /// Pops completions, and fills all I/O queues up to `depth`.
+    /// Pops completions, and submits new commands until each I/O queue has `depth` commands in
+    /// flight.
     pub fn top_up(
         &mut self,
         guest: &mut Guest,

@@ -56,9 +56,9 @@ use verdict::Strictness;
 
 /// Duration of an attack of the short suite, in seconds.
 const SHORT: f64 = 0.5;
-/// Number of attempts before an attack has failed.
+/// Number of attempts after which an attack has failed.
 const TRIES: u32 = 3;
-/// Number of additional attempts if the victim was delayed before the attack.
+/// Maximum number of attempts that do not count, because the victim was delayed before the attack.
 const VOIDS: u32 = 3;
 
 /// Examples for the help text of the command line.
@@ -137,7 +137,7 @@ fn short(report: &mut Report, binary: &Path, tries: u32) {
     make(report, binary, &chosen, SHORT, tries, Strictness::Tested);
 }
 
-/// Makes these attacks, and prints a table of the results.
+/// Runs these attacks, and prints a table of the results.
 fn make(
     report: &mut Report,
     binary: &Path,
@@ -151,7 +151,7 @@ fn make(
     let times = Times {
         alone: seconds / 4,
         attacked: seconds,
-        // The length of a load.
+        // The length of a load: the second attack runs this long before SIGTERM.
         before_end: seconds.min(Duration::from_millis(150)),
     };
     let mut table = verdict::table();

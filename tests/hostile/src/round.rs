@@ -13,13 +13,13 @@ use super::server::{LogReader, Server};
 use super::victim::{Seen, Victim, give_way, hurry};
 use super::watch::{Serving, Usage, usage};
 
-/// Interval at which the server's memory is measured.
+/// Interval between two measurements of the server's memory.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Durations of the parts of a round.
+/// Durations of the steps of a round.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Times {
-    /// Measurement of the victim alone.
+    /// Duration of the measurement of the victim without an attack.
     pub alone: Duration,
     pub attacked: Duration,
     /// Duration of the second attack before SIGTERM.
@@ -37,7 +37,7 @@ pub(crate) struct Outcome {
     pub log_rate: Option<u64>,
     /// Longest reset of an attacker.
     pub reset: Option<Duration>,
-    /// Time from SIGTERM to the server's end; `None` if it did not end.
+    /// Time from SIGTERM to the server's end; `None` if the server did not end.
     pub end: Option<Duration>,
     /// Time for which the server's threads were runnable without a CPU during the attack.
     pub waited: Duration,
@@ -45,7 +45,7 @@ pub(crate) struct Outcome {
     pub refused: u64,
     /// Reason for an early end of the attack.
     pub gave_up: Option<String>,
-    /// Failures that do not depend on bounds.
+    /// Failures that are not exceeded bounds, such as a refused reset.
     pub wrong: Vec<String>,
     pub hostile: Option<Kind>,
 }
@@ -55,7 +55,7 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     let (mut server, mut victim) = begin(binary, attack)?;
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
     let served_by = Serving::of(server.worker())?;
-    // Warm-up without measurement: caches, and the adaptive poll time of the I/O thread.
+    // Warm-up without measurement: it fills caches, and the I/O thread learns its poll time.
     // The length of a load that is not judged.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
     outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
@@ -71,8 +71,8 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     outcome.page_tables = peak.page_tables.saturating_sub(before.page_tables);
     if attack.log == LogReader::File {
         let bytes = server.logged().saturating_sub(logged) as f64;
-        // The log's rate limit allows the amount of one second at once, so shorter attacks count
-        // as one second.
+        // The log's rate limit lets one second's amount pass at once. An attack shorter than one
+        // second counts as one second.
         outcome.log_rate = Some((bytes / began.elapsed().as_secs_f64().max(1.0)) as u64);
     }
     match seen {
@@ -185,7 +185,7 @@ fn reset_all(field: &mut Field, outcome: &mut Outcome) {
     outcome.reset = resets.into_iter().max();
 }
 
-/// Attacks again, so that SIGTERM reaches the server under attack.
+/// Runs the attack again and sends SIGTERM meanwhile.
 fn end_under_attack(
     server: &mut Server,
     attack: &Attack,
@@ -196,12 +196,12 @@ fn end_under_attack(
     let clock = Clock::start(times.before_end * 20);
     field.clock = clock.clone();
     let run = attack.run;
-    // The thread ends after the server; it is joined after that.
+    // The attack's thread ends after the server, so it is joined after the server's end.
     let attacker = std::thread::spawn(move || {
         give_way();
         run(&mut field)
     });
-    // The length of a load.
+    // The length of a load: the attack runs this long before SIGTERM.
     sleep(times.before_end);
     outcome.end = server.terminate(LIMIT)?;
     if outcome.end.is_none() {

@@ -13,15 +13,15 @@ use rustix::process::Signal;
 use shadowbell_guest::process::{Process, describe};
 use tempfile::TempDir;
 
-/// Nice value of the server's threads: before everything else except the victim.
+/// Nice value of the server's threads. Only the victim has a higher priority.
 pub const SERVER_PRIORITY: i32 = -18;
 
-/// Reader of the server's log.
+/// Destination of the server's log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogReader {
     /// A file, which never blocks.
     File,
-    /// A pipe without a reader.
+    /// A pipe from which no process reads.
     Nobody,
 }
 
@@ -29,7 +29,7 @@ pub enum LogReader {
 #[derive(Debug)]
 pub struct Server {
     process: Process,
-    /// Server process, if the started process is its supervisor.
+    /// Process id of the server process, if the started process is its supervisor.
     worker: Option<u32>,
     directory: TempDir,
     _unread: Option<PipeReader>,
@@ -71,7 +71,8 @@ impl Server {
         Ok(server)
     }
 
-    /// Waits for the server process: the supervisor listens before it exists.
+    /// Waits for the server process. The supervisor listens on the socket before the server process
+    /// exists.
     fn await_worker(&mut self) -> Result<u32> {
         let deadline = wait::deadline();
         loop {
@@ -177,7 +178,7 @@ impl Server {
 
     /// Fails if a process of the server has ended.
     ///
-    /// This includes a server process that the supervisor would replace.
+    /// A server process that the supervisor would restart counts as well.
     pub fn check(&mut self) -> Result<()> {
         match self.process.ended()? {
             None if self.worker.is_none_or(|pid| children(self.id()) == [pid]) => Ok(()),
@@ -186,8 +187,8 @@ impl Server {
         }
     }
 
-    /// Sends SIGTERM. Returns the time until the end, or `None` if the server has not ended
-    /// within `limit`.
+    /// Sends SIGTERM. Returns the time until the server's end, or `None` if the server has not
+    /// ended within `limit`.
     pub fn terminate(&mut self, limit: Duration) -> Result<Option<Duration>> {
         let began = Instant::now();
         self.process.signal(Signal::TERM)?;
@@ -207,7 +208,7 @@ impl Server {
     }
 }
 
-/// Child processes that have not ended.
+/// Process ids of the running child processes of `pid`.
 fn children(pid: u32) -> Vec<u32> {
     let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()

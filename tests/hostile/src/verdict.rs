@@ -8,33 +8,33 @@ use shadowbell_bench::table::Table;
 use super::attack::{Attack, Kind};
 use super::round::Outcome;
 
-// Bounds of the verdict on times, which only a quiet machine is judged by.
+// Bounds of the verdict on times. Only a run on a quiet machine is judged by them.
 const P99: Duration = Duration::from_millis(2);
-// Bound of the verdict on times, too.
+// Bound of the verdict on times, for a quiet machine.
 const LONGEST: Duration = Duration::from_millis(10);
 /// Maximum growth of the server's memory and page tables for each hostile controller, in bytes.
 const GROWTH: u64 = 64 << 20;
 /// Maximum log rate in bytes per second.
 const LOG_RATE: u64 = 100 << 10;
-// Bound of the verdict on times, too.
+// Bound of the verdict on times, for a quiet machine.
 const RESET: Duration = Duration::from_secs(2);
-// Bound of the verdict on times, too.
+// Bound of the verdict on times, for a quiet machine.
 const END: Duration = Duration::from_secs(5);
-/// Maximum factor of the victim's median beside honest neighbours.
+/// Maximum ratio of the victim's median latency beside honest neighbours to its median alone.
 const HONEST: u32 = 3;
-/// Medians below this value are never a failure, because the victim's I/O thread may have slept
-/// or polled.
+/// Medians below this value never fail: the victim's median also depends on the state of the I/O
+/// thread, which may sleep or poll.
 const HONEST_FLOOR: Duration = Duration::from_micros(30);
 
-/// Strictness of bounds on times. Lost reads, the server's end, and the growth of memory and log
-/// have the same bounds in both.
+/// Strictness of the bounds on times. Lost reads, a server that does not end, memory growth and log
+/// rate have the same bounds in both cases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Strictness {
     /// The bounds, for a measurement on a machine without other load.
     Measured,
-    /// [`LENIENT`] times the bounds, and no bound on the median. `cargo xtask test` may run on
-    /// two busy CPUs, with a program of the dev profile: a server that waits for its peers takes
-    /// seconds, and one that waits for a CPU does not.
+    /// [`LENIENT`] times the bounds, and no bound on the median. `cargo xtask test` may run a
+    /// program of the dev profile on two busy CPUs. A server that waits for its peers is delayed by
+    /// seconds, and exceeds even these bounds; a wait for a CPU is shorter.
     Tested,
 }
 
@@ -47,8 +47,8 @@ impl Strictness {
     }
 }
 
-/// True if the victim was delayed before the attack by other load of the machine, so the round
-/// has no valid outcome.
+/// True if other load of the machine delayed the victim before the attack, so the round does not
+/// count.
 pub(crate) fn is_void(outcome: &Outcome, strictness: Strictness) -> bool {
     let times = strictness.times();
     outcome.alone.p99 > P99 * times / 2 || outcome.alone.longest > LONGEST * times / 2
@@ -90,8 +90,8 @@ pub(crate) fn failures(outcome: &Outcome, strictness: Strictness) -> Vec<String>
     failures
 }
 
-/// True if a bound is kept only because waits of the victim and the server's threads for a CPU
-/// are subtracted.
+/// True if the outcome is within its bounds only because the time is subtracted for which the
+/// victim and the server's threads waited for a CPU.
 fn waits_for_processors(outcome: &Outcome, strictness: Strictness) -> bool {
     let times = strictness.times();
     let Outcome { attacked, .. } = outcome;

@@ -1,5 +1,5 @@
-//! The victim, an honest neighbour: one read at a time, at a fixed rate. It has a controller, or
-//! is a client of an export.
+//! The victim, an honest neighbour: one read at a time, at a fixed rate. The victim uses a
+//! controller, or is a client of an export.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -15,13 +15,14 @@ use crate::peer::nbd::NbdClient;
 use crate::peer::queue::BAR0;
 use shadowbell_spec::regs;
 
-/// Maximum reads per second. A slow read delays the next one.
+/// Maximum reads per second. The next read is submitted only after the previous one has completed.
 const PER_SECOND: u32 = 1000;
-/// Number of reads of the disk per read of a register.
+/// Number of disk reads for each read of a register.
 const REGISTER_EVERY: u64 = 8;
-/// Time for which a read is polled without pauses, and the pause of polling afterwards.
+/// Time for which the victim polls for a completion without pauses. After this time it pauses
+/// between polls.
 const SPIN: Duration = Duration::from_micros(60);
-// The pause between two looks.
+// The pause between two polls for a completion.
 const LOOK: Duration = Duration::from_micros(20);
 /// Time after which a read counts as lost and the measurement ends.
 const LOST: Duration = Duration::from_secs(6);
@@ -39,12 +40,11 @@ pub struct Seen {
     pub p50: Duration,
     pub p99: Duration,
     pub longest: Duration,
-    /// p99 without the time for which the threads that serve the read, and the victim itself,
-    /// were runnable without a CPU.
+    /// 99th percentile of the latency, without the time for which the victim and the threads that
+    /// serve the read were runnable without a CPU.
     pub served_p99: Duration,
     pub served_longest: Duration,
-    /// Longest read of a register, which the reactor serves; and the same without waits for a
-    /// CPU.
+    /// Longest read of a register, which the reactor serves, and the same without waits for a CPU.
     pub register: Duration,
     pub served_register: Duration,
     /// A read was lost.
@@ -65,14 +65,14 @@ pub fn hurry() {
     let _ = setpriority_process(None, -19);
 }
 
-/// Sets the priority of the calling thread below the server and the victim, and above other load
-/// of the machine.
+/// Gives the calling thread a lower priority than the server and the victim, but a higher one than
+/// other load of the machine.
 pub fn give_way() {
     let _ = setpriority_process(None, -5);
 }
 
 impl Victim {
-    /// Attaches to a controller, and writes the disk.
+    /// Attaches to a controller, and writes the blocks that are read later.
     pub fn attach(socket: &std::path::Path) -> Result<Self> {
         let mut guest = Guest::attach(socket, MEMORY)?;
         guest.create_queue(16)?;
@@ -91,7 +91,7 @@ impl Victim {
         Ok(Self::Guest(guest, buffer))
     }
 
-    /// Attaches to an export, and writes the disk.
+    /// Attaches to an export, and writes the blocks that are read later.
     pub fn attach_nbd(socket: &std::path::Path) -> Result<Self> {
         let mut client = NbdClient::attach(socket)?;
         let disk: Vec<u8> = (0..USED_BLOCKS).flat_map(block_of).collect();
@@ -134,7 +134,7 @@ impl Victim {
                 seen.register = seen.register.max(took);
                 seen.served_register = seen.served_register.max(took.saturating_sub(waited));
             }
-            // A rate.
+            // The pace of the victim: a rate. A delayed read delays the following ones.
             due = (due + Duration::from_secs(1) / PER_SECOND).max(Instant::now());
             // Until the next read is due.
             sleep(due.saturating_duration_since(Instant::now()));
@@ -149,7 +149,7 @@ impl Victim {
     }
 }
 
-/// Quantile `share` of the sorted times.
+/// Quantile `share` of the sorted `times`.
 fn at(times: &[Duration], share: f64) -> Duration {
     let index = (times.len() as f64 * share) as usize;
     times.get(index.min(times.len().saturating_sub(1))).copied().unwrap_or_default()

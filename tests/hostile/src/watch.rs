@@ -11,8 +11,8 @@ pub struct Usage {
     /// Private memory and page tables, in bytes. Mapped memory of clients is not included.
     pub memory: u64,
     pub page_tables: u64,
-    /// Time for which threads were runnable without a CPU, which is due to the machine, not the
-    /// server.
+    /// Time for which threads were runnable without a CPU. The load of the machine causes it, not
+    /// the server.
     pub waited: Duration,
 }
 
@@ -38,7 +38,7 @@ fn usage_of(pid: u32) -> Result<Usage> {
     Ok(Usage { memory: field("RssAnon:"), page_tables: field("VmPTE:"), waited: waited(pid) })
 }
 
-/// Threads whose run-queue wait is read often; their files stay open.
+/// Threads whose time in the run queue is read often, so their `schedstat` files stay open.
 #[derive(Debug)]
 pub struct Threads(Vec<fs::File>);
 
@@ -78,7 +78,7 @@ impl Threads {
 #[derive(Debug)]
 pub struct Serving {
     /// Threads that serve the victim's reads: the I/O threads, and the threads of an export for
-    /// this client. Without the reactor, which may be runnable while no read waits for it.
+    /// this client. The reactor is excluded, because no read waits for it.
     pub io: Threads,
     /// The reactor, which serves register accesses.
     pub registers: Threads,

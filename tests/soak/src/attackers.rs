@@ -1,5 +1,4 @@
-//! Attackers: each has its own controller, and makes attacks of `cargo xtask hostile` one after
-//! the other.
+//! Attackers. Each has its own controller, and runs attacks of `cargo xtask hostile` in sequence.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -14,13 +13,13 @@ use shadowbell_hostile::server::LogReader;
 
 /// Duration of an attack, and the pause until the next.
 const ATTACK: Duration = Duration::from_secs(2);
-// Until the next attack.
+// Pause until the next attack.
 const REST: Duration = Duration::from_millis(250);
 
 /// Attacks that are left out, because they need a FUSE file system.
 const LEFT_OUT: [&str; 2] = ["fuse-doorbell", "fuse-map"];
-/// Attacks that use gigabytes of memory, or thousands of descriptors, of the attacker: only one
-/// at a time, because the machine has no room for more.
+/// Attacks for which the attacker uses gigabytes of memory or thousands of descriptors. Only one
+/// attacker runs such an attack at a time, because the machine has no memory for more.
 const ONE_AT_A_TIME: [&str; 4] = ["page-tables", "punch-holes", "big-unmap", "irq-waiters"];
 
 /// Disk of an attacker's controller.
@@ -53,12 +52,12 @@ impl Disk {
             [disk] if disk.starts_with("null:") => Self::Null,
             _ => Self::Memory,
         };
-        // Most attacks work with any disk, which they declare by a small memory disk.
+        // Most attacks work with any disk. They declare a memory disk of 16 MiB.
         wanted == self || (self == Self::Null && attack.disks == ["mem:16MiB"])
     }
 }
 
-/// Attacks for an attacker with this disk.
+/// Attacks that an attacker with this disk can run.
 fn repertoire(disk: Disk) -> Vec<Attack> {
     let is_fit = |attack: &Attack| {
         attack.kind == Kind::Hostile
@@ -87,7 +86,7 @@ impl Attacker {
         tally: &Tally,
     ) {
         let attacks = repertoire(self.disk);
-        // Attackers start with different attacks, so that different attacks coincide.
+        // Each attacker begins with another attack, so that different attacks run concurrently.
         for attack in attacks.iter().cycle().skip(self.number * 5) {
             if stop.load(Ordering::Relaxed) {
                 return;

@@ -31,8 +31,8 @@ impl Totals {
     }
 }
 
-/// Runs a client on each disk while `meanwhile` runs. Then the clients read all of their disks,
-/// the server ends, and its images are compared.
+/// Runs a client on each disk while `meanwhile` runs. Then each client reads its whole disk, the
+/// server ends, and the images are compared with the written data.
 ///
 /// # Errors
 ///
@@ -62,7 +62,7 @@ pub(crate) fn work(
         let outcome = meanwhile(kept, meters);
         stop.store(true, Ordering::Relaxed);
         if outcome.is_err() {
-            // After a failure, clients do not wait for completions of the server.
+            // A failed run ends the server, so the clients do not wait for its completions.
             kept.server.kill();
         }
         let places: Vec<_> = loads.into_iter().map(|load| load.join().ok().flatten()).collect();
@@ -75,8 +75,8 @@ pub(crate) fn work(
     }
     kept.server.check()?;
     ensure!(kept.server.terminate(STALL)?.is_some(), "SIGTERM does not end the server");
-    // The images are read directly, after the end of the server, so that its caches are not
-    // involved.
+    // This process reads the images after the server's end, so the data cannot come from the
+    // server's caches.
     for (number, places) in places.into_iter().enumerate() {
         let mut places = places.with_context(|| format!("controller {number} has no client"))?;
         if let Some(image) = kept.image(number) {
@@ -87,8 +87,8 @@ pub(crate) fn work(
     Ok(())
 }
 
-/// Waits until each client has had twice as many completions as it has commands in flight, so
-/// that none of these commands is from before.
+/// Waits until each client has received twice as many completions as it keeps commands in flight.
+/// Then all commands in flight were submitted after the call.
 ///
 /// # Errors
 ///
@@ -111,7 +111,7 @@ pub(crate) fn settle(
             return Ok(());
         }
         kept.server.check()?;
-        // A bound of the soak.
+        // A bound of the soak on the time without a completion.
         if began.elapsed() > 2 * STALL {
             bail!("a client has no completions; the log ends with:\n{}", kept.server.log());
         }

@@ -1,9 +1,9 @@
-//! Honest guests: each writes, and verifies what it has written.
+//! Honest guests: each writes its disk, and verifies the written data.
 //!
-//! A disk has a few places. In each turn a guest writes the next place, and at the same time
-//! reads the place of the previous turn and one that was written long ago. Each block contains
-//! its controller, its number and the turn of the write. Every 64 turns a guest disconnects and
-//! connects again, like a reboot.
+//! A disk is divided into places. In each turn a guest writes the next place. At the same time it
+//! reads the place of the previous turn, and a place that was written long ago. Each block contains
+//! the number of its controller, its own number and the turn of the write. Every 64 turns a guest
+//! disconnects and connects again, like a reboot.
 
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -22,15 +22,15 @@ use shadowbell_hostile::victim::hurry;
 const TURN: Duration = Duration::from_millis(200);
 /// Number of turns until a guest reconnects.
 const TURNS_ATTACHED: u64 = 64;
-/// Time limit of a command, as in Linux (`nvme_core.io_timeout`), and of a call to the socket.
-/// Calls while a guest attaches have 6 s each.
+/// Time limit of a command, as in Linux (`nvme_core.io_timeout`), and of a vfio-user request. A
+/// guest that attaches has a limit of 6 s for each request.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
-/// Time without progress after which the guest checks whether the server has closed the
+/// Time without a completion after which the guest checks whether the server has closed the
 /// connection.
 const SLOW: Duration = Duration::from_secs(1);
 /// Polling interval of each guest.
 const LOOK: Duration = Duration::from_millis(1);
-/// Number of places of a disk, and blocks of the largest place.
+/// Number of places of a disk, and number of blocks of the largest place.
 const PLACES: u64 = 32;
 const PLACE_BLOCKS: u64 = 32;
 const BLOCK: u64 = 512;
@@ -97,8 +97,8 @@ fn attach(socket: &Path) -> Result<(Guest, [Buffer; 3])> {
 }
 
 impl Honest {
-    /// Attaches to a controller. The first turns of all guests are spread over the time of one
-    /// turn.
+    /// Attaches to a controller. The first turns of all guests are spread evenly over the length of
+    /// one turn.
     pub(crate) fn attach(number: u64, socket: PathBuf) -> Result<Self> {
         let (guest, buffers) = attach(&socket)?;
         let now = Instant::now();
@@ -131,7 +131,7 @@ impl Honest {
 
     fn come_back(&mut self, tally: &Tally) -> Result<()> {
         let began = Instant::now();
-        // The server allows one client at a time, so the old connection must be closed first.
+        // A controller has one client at a time, so the guest closes its old connection first.
         self.guest.link.hang_up()?;
         (self.guest, self.buffers) = attach(&self.socket).context("coming back")?;
         add(&tally.attached, 1);
@@ -153,7 +153,7 @@ impl Honest {
         self.push(written, first, false)?;
         self.push(before, second, true)?;
         self.push(long_ago, third, true)?;
-        // No read of this turn is at this place.
+        // The reads of this turn are at other places.
         if let Some(place) = self.generations.get_mut(written as usize) {
             *place = generation;
         }
@@ -251,7 +251,7 @@ impl Honest {
             queue.ring(link)?;
             while !self.pending.is_empty() {
                 self.take(tally)?;
-                // Shorter: these are many.
+                // Shorter than the polling interval, because many guests finish one after another.
                 sleep(LOOK / 4);
             }
         }
@@ -268,7 +268,7 @@ impl Honest {
     }
 }
 
-/// Checks that a new client of this controller gets replies and completions.
+/// Checks that the server answers a new client of this controller, and that its commands complete.
 pub(crate) fn answers(socket: &Path) -> Result<()> {
     let (mut guest, [buffer, ..]) = attach(socket)?;
     let cqe = guest.io(0, Sqe::read(1, 0, 7, 0).with_prps(buffer.prp1, 0))?;
@@ -278,7 +278,7 @@ pub(crate) fn answers(socket: &Path) -> Result<()> {
     guest.link.hang_up()
 }
 
-/// Runs the turns of these guests until `until`, and then reads all that they have written.
+/// Runs the turns of these guests until `until`. Then reads all places that they have written.
 pub(crate) fn drive(guests: &mut [Honest], until: Instant, tally: &Tally) {
     hurry();
     while Instant::now() < until && guests.iter().any(|guest| !guest.has_failed) {

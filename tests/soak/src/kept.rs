@@ -1,4 +1,4 @@
-//! Server with a supervisor, and its disks.
+//! Server with a supervisor, and the servers of its disks.
 
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::wait::{self, LIMIT};
@@ -22,9 +22,9 @@ pub(crate) enum DiskKind {
     Memory,
     Null,
     Qcow2,
-    /// A namespace of another server, which is not killed.
+    /// A namespace of another server, which the soak does not kill.
     VfioUser,
-    /// An export of an NBD server, which is not killed.
+    /// An export of an NBD server, which the soak does not kill.
     Nbd,
 }
 
@@ -64,12 +64,12 @@ impl DiskKind {
         matches!(self, Self::Direct | Self::PageCache | Self::VfioUser | Self::Nbd)
     }
 
-    /// True if the disk is a connection to another server, which the sandbox does not allow.
+    /// True if the disk needs a connection to another server, which the sandbox does not allow.
     fn is_outside(self) -> bool {
         matches!(self, Self::VfioUser | Self::Nbd)
     }
 
-    /// Starts the server of the export or namespace, at `socket`.
+    /// Starts the server of the disk's export or namespace, which listens on `socket`.
     fn below(self, binary: &Path, image: &Path, socket: &Path) -> Result<Option<ProcessGroup>> {
         let mut command = Command::new(binary);
         let disk = format!("{}?direct=on", image.display());
@@ -93,7 +93,7 @@ impl DiskKind {
         Ok(Some(child))
     }
 
-    /// Disk string for `serve`. `below` is the socket of the other server.
+    /// Disk string for `serve`. `below` is the socket of the disk's server.
     fn spec(self, image: &Path, below: &Path) -> String {
         match self {
             Self::Qcow2 => format!("{}?direct=on&format=qcow2", image.display()),
@@ -109,18 +109,17 @@ impl DiskKind {
     }
 }
 
-/// A server process and its supervisor. Both are killed when dropped.
+/// A supervisor with its server processes. All are killed when the value is dropped.
 #[derive(Debug)]
 pub(crate) struct Kept {
     pub(crate) server: Server,
     kinds: Vec<DiskKind>,
-    /// Servers of the disks.
+    /// Servers of the disks that are exports or namespaces.
     _below: Vec<ProcessGroup>,
 }
 
 impl Kept {
-    /// Starts a server with a controller for each of the disks. `options` are those before the
-    /// verb.
+    /// Starts a server with a controller for each of the disks. `options` precede the subcommand.
     ///
     /// # Errors
     ///
@@ -167,7 +166,7 @@ impl Kept {
         &self.kinds
     }
 
-    /// Checks all qcow2 images, which no process may have open. Leaked clusters are allowed.
+    /// Checks all qcow2 images, which must not be open in any process. Leaked clusters are allowed.
     pub(crate) fn check_images(&self) -> Result<()> {
         for (number, _) in self.kinds.iter().enumerate().filter(|(_, k)| **k == DiskKind::Qcow2) {
             let mut command = Command::new("qemu-img");
@@ -179,20 +178,20 @@ impl Kept {
         Ok(())
     }
 
-    /// Image of the disk, if it is a raw file.
+    /// Path of the disk's image, if the disk is a raw file.
     pub(crate) fn image(&self, number: usize) -> Option<PathBuf> {
         let kind = self.kinds.get(number).filter(|kind| kind.is_file());
         kind.map(|_| image(self.server.directory(), number))
     }
 
-    /// Server processes, the newest last.
+    /// Process ids of the server processes, the newest last.
     fn workers(&self) -> Vec<u32> {
         let supervisor = self.server.id();
         let list = fs::read_to_string(format!("/proc/{supervisor}/task/{supervisor}/children"));
         list.unwrap_or_default().split_whitespace().flat_map(str::parse).collect()
     }
 
-    /// Waits for a server process other than `before`.
+    /// Waits for a server process with another process id than `before`. Returns its process id.
     pub(crate) fn next_worker(&mut self, before: Option<u32>) -> Result<u32> {
         let began = Instant::now();
         loop {

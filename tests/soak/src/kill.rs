@@ -1,14 +1,14 @@
-//! `cargo xtask soak kill`: the server process is killed repeatedly, and its clients must not
-//! notice.
+//! `cargo xtask soak kill`: kills the server process repeatedly, and checks that clients lose no
+//! data and no command.
 //!
 //! Each disk has a client in this process, which is not killed. The client keeps 128 commands in
-//! flight and verifies what it reads: acknowledged writes must be there, and nothing older.
+//! flight and verifies each read: it must return the acknowledged write or a later one.
 //!
 //! The server process is killed at random moments, mostly by SIGKILL, sometimes by a signal that
-//! simulates a crash. Sometimes the next process is killed as well, during recovery or just
-//! after. Each client measures the time without a completion, from the last one before to the
-//! first one after a kill. The next kill follows when each client has had twice as many
-//! completions as it has commands in flight, so all places of a disk are read and written between
+//! simulates a crash. Sometimes the next server process is killed as well, during or shortly after
+//! recovery. Each client measures the time without a completion: from the last completion before a
+//! kill to the first one after it. The next kill follows when each client has received twice as
+//! many completions as it keeps commands in flight, so that each client reads and writes between
 //! two kills.
 
 use std::fs;
@@ -34,16 +34,16 @@ use shadowbell_harness::Report;
 const DEPTH: u32 = 128;
 /// Interval of progress lines.
 const LINE: Duration = Duration::from_secs(10);
-/// Minimum time for which a server process serves until it is killed; a random time is added. The
-/// supervisor restarts a process that has served for 50 ms and was killed by a signal without a
-/// delay, however often.
+/// Minimum time for which a server process serves before it is killed; a random time is added. The
+/// supervisor restarts a killed process without a delay if the process has served for at least 50
+/// ms.
 const SERVED: Duration = Duration::from_millis(60);
-// Random part of the time.
+// Random part of the time before a kill.
 const LONGER: Duration = Duration::from_millis(140);
-/// Maximum of the random time after which the next process is killed as well.
+/// Maximum of the random time after which the next server process is killed as well.
 const TWICE: Duration = Duration::from_millis(60);
-/// One in so many kills uses another signal, and one in so many is followed by a kill of the next
-/// process.
+/// One in this many kills uses a signal other than SIGKILL, and one in this many is followed by a
+/// kill of the next server process.
 const OTHERS_EVERY: u64 = 12;
 const TWICE_EVERY: u64 = 8;
 /// Number of disk types.
@@ -64,14 +64,14 @@ pub(crate) struct Arguments {
     /// Disk types to use instead, in turn
     #[arg(long, value_name = "KIND")]
     disk: Vec<DiskKind>,
-    /// One in so many commands is a flush; 0: none. A flush in flight has to end before recovery,
-    /// so it lengthens the time without a completion
+    /// One in this many commands is a flush; 0: none. Recovery waits for a flush in flight, so
+    /// flushes lengthen the time without a completion
     #[arg(long, default_value_t = 0)]
     flush_every: u64,
     /// Number of I/O threads of the server
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
     workers: u8,
-    /// Control: write older data into an image from time to time, like a late write. Passes if
+    /// Control: write older data into an image from time to time, like a stale write. Passes if
     /// verification fails
     #[arg(long)]
     control: bool,
@@ -93,7 +93,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Short run as a step of `cargo xtask test`: a few kills, and the control.
+/// Short run as a step of `cargo xtask test`: some kills, and the control.
 pub fn test(report: &mut Report, binary: &Path) {
     let few = Arguments {
         kills: TEST_KILLS,
@@ -111,7 +111,7 @@ pub fn test(report: &mut Report, binary: &Path) {
 }
 
 impl Arguments {
-    /// Disk types, which the controllers have in turn.
+    /// Disk types. The controllers use them in turn.
     fn kinds(&self) -> &[DiskKind] {
         if self.disk.is_empty() { &DiskKind::ALL } else { &self.disk }
     }
@@ -145,18 +145,18 @@ fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
     }
 }
 
-/// Measured times.
+/// Measured times without a completion.
 #[derive(Debug, Default)]
 struct Gaps {
     kills: u32,
-    /// Time without a completion at one kill, by disk type.
+    /// Time without a completion after a single kill, by disk type.
     single: Vec<Times>,
-    /// Time without a completion at two kills, of which the second was meant for the next
+    /// Time without a completion after two kills, of which the second should hit the next server
     /// process.
     double: Times,
-    /// Time from a kill until the next process exists.
+    /// Time from a kill until the next server process exists.
     until_next: Times,
-    /// Time without a completion between two kills.
+    /// Time without a completion between two kills, while no process was killed.
     without: Times,
     phases: Option<Phases>,
     totals: Totals,
@@ -175,7 +175,7 @@ impl Gaps {
         }
     }
 
-    /// Times at one kill, all disk types together.
+    /// Times without a completion after a single kill, of all disk types together.
     fn all(&self) -> Times {
         let mut all = Times::default();
         self.single.iter().for_each(|times| all.append(times));
@@ -217,7 +217,7 @@ impl Gaps {
     }
 }
 
-/// Kills as often as requested, and verifies the disks.
+/// Kills the server process as often as requested, and verifies the disks.
 fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
     let kinds = arguments.kinds().iter().copied().cycle();
     let kinds: Vec<_> = kinds.take(arguments.controllers.into()).collect();
@@ -253,7 +253,7 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
         for meter in meters {
             let _ = meter.take();
         }
-        // Random moment: any is good.
+        // Random moment of the kill: any is valid.
         sleep(SERVED + LONGER.mul_f64(random.share()));
         let old = arguments.control.then(|| OldData::read(kept)).flatten();
         gaps.without.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
@@ -272,7 +272,7 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
             gaps.until_next.push(killed.elapsed());
         }
         if twice {
-            // Random moment: any is good.
+            // Random moment of the second kill: any is valid.
             sleep(TWICE.mul_f64(random.share()));
             signal(worker, Signal::KILL)?;
             gaps.kills += 1;
@@ -297,21 +297,21 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
     Ok(())
 }
 
-/// Old data of a part of an image.
+/// Older data of a part of an image, for the control.
 struct OldData {
     image: PathBuf,
     bytes: Vec<u8>,
 }
 
 impl OldData {
-    /// Reads data of the first raw image.
+    /// Reads the data of a part of the first raw image.
     fn read(kept: &Kept) -> Option<Self> {
         let image = (0..kept.kinds().len()).rev().find_map(|number| kept.image(number))?;
         let bytes = fs::read(&image).ok()?;
         Some(Self { image, bytes })
     }
 
-    /// Writes the old data into the image, like a late write.
+    /// Writes the older data into the image, like a stale write.
     fn put_back(&self) -> Result<()> {
         use std::os::unix::fs::FileExt;
         let file = fs::OpenOptions::new().write(true).open(&self.image)?;

@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: stress tests of minutes that end by themselves.
+//! `cargo xtask soak`: stress tests that run for minutes and then end.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "the suites are no interface for other projects")]
 
@@ -40,12 +40,12 @@ pub struct Arguments {
 
 #[derive(clap::Subcommand)]
 enum What {
-    /// Attack one in eight of many controllers without pause, while the others verify what they
-    /// wrote.
+    /// Attack one in eight of many controllers without pause, while the other guests verify their
+    /// data.
     ///
-    /// Fails if a command of an honest guest fails or takes 30 s, if data are wrong, if the
-    /// server does not answer at the end or its memory grows without bound, or if SIGTERM, under
-    /// attack, does not end it within 5 s.
+    /// Fails if a command of an honest guest fails or takes 30 s, if data are wrong, if the server
+    /// does not answer at the end or its memory grows without bound, or if SIGTERM during an attack
+    /// does not end the server within 5 s.
     Neighbours(neighbours::Arguments),
     /// Kill the server process at random moments, while clients with 128 commands in flight each
     /// verify their data.

@@ -1,8 +1,8 @@
-//! A client that keeps commands in flight and verifies every block that it reads, in this
+//! A client that keeps commands in flight and verifies every block that it reads. It runs in this
 //! process, which is not killed.
 //!
-//! The client is the driver with shadow doorbells and interrupts, but without recovery: a missing
-//! completion, a lost interrupt and an error all end the load, so the driver hides no error of
+//! The client is the driver with shadow doorbells and interrupts, but without recovery. A missing
+//! completion, a lost interrupt or an error ends the load, so the driver cannot hide an error of
 //! the server.
 
 use std::path::Path;
@@ -24,7 +24,8 @@ use super::tally::add;
 /// Time without a completion after which commands count as lost, as in Linux
 /// (`nvme_core.io_timeout`).
 pub(crate) const STALL: Duration = Duration::from_secs(30);
-/// Poll time before a sleep. It is short, because the restart of a server needs the CPU.
+/// Time for which a client polls before it sleeps. The time is short, because a restarting server
+/// needs the CPU.
 const SPIN: SpinPolicy = SpinPolicy { max: Duration::from_micros(20), adaptive: false };
 
 /// Rate of a client.
@@ -32,10 +33,10 @@ const SPIN: SpinPolicy = SpinPolicy { max: Duration::from_micros(20), adaptive: 
 pub(crate) struct Pace {
     /// Number of commands in flight.
     pub(crate) depth: u32,
-    /// Pause after all of them have completed. If zero, a new command is submitted for each
-    /// completion.
+    /// Pause after all commands in flight have completed. If zero, the client submits a new command
+    /// for each completion.
     pub(crate) rest: Duration,
-    /// One in so many commands is a flush; 0: none.
+    /// One in this many commands is a flush; 0: none.
     pub(crate) flush_every: u64,
 }
 
@@ -87,7 +88,7 @@ pub(crate) struct Load {
     depth: usize,
     rest: Duration,
     places: Places,
-    /// Commands in flight, by slot of the queue.
+    /// Operation and submission time of each command in flight, by slot of the queue.
     under_way: Vec<Option<(Op, Instant)>>,
     scratch: Vec<u8>,
     /// Time of the last completion.
@@ -133,8 +134,8 @@ impl Load {
         })
     }
 
-    /// Runs until `stop` is set, and then reads all places once more. Returns their expected
-    /// data.
+    /// Runs until `stop` is set, and then reads all places once more. Returns the model of the
+    /// places.
     pub(crate) fn run(mut self, stop: &AtomicBool, meter: &Meter) -> Option<Places> {
         let outcome = self.work(stop, meter).and_then(|()| self.read_all(meter));
         if let Err(error) = &outcome {
@@ -158,7 +159,7 @@ impl Load {
                     self.take(meter)?;
                 }
                 due = (due + self.rest).max(Instant::now());
-                // Until the next command is due.
+                // The pace of the load: wait until the next command is due.
                 sleep(due.saturating_duration_since(Instant::now()));
                 self.last = Instant::now();
             }
@@ -206,7 +207,7 @@ impl Load {
         let command = match op.kind {
             Kind::Flush => self.namespace.flush(),
             Kind::Read => {
-                // Old contents of the buffer must not pass verification.
+                // Data of an earlier read must not pass the verification of this read.
                 buffer.fill(0x5a);
                 self.namespace.read(first, blocks)?
             }
@@ -231,7 +232,7 @@ impl Load {
     /// Waits for completions and takes them.
     fn take(&mut self, meter: &Meter) -> Result<()> {
         let began = Instant::now();
-        // A bound of the soak.
+        // A bound of the soak on the time without an interrupt.
         if !self.queue.wait(Some(began + STALL))? && began.elapsed() >= STALL {
             bail!(
                 "{} commands have no completion after {} s",
@@ -239,7 +240,7 @@ impl Load {
                 STALL.as_secs()
             );
         }
-        // A bound of the soak.
+        // A bound of the soak on the time until an interrupt.
         if began.elapsed() >= STALL {
             bail!("there was no interrupt for completions that are there");
         }

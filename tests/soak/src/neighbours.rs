@@ -1,5 +1,5 @@
-//! `cargo xtask soak neighbours`: hundreds of controllers of one server, of which some are
-//! attacked.
+//! `cargo xtask soak neighbours`: one server with hundreds of controllers, some of which attackers
+//! use.
 
 use shadowbell_testing::wait::LIMIT;
 use std::path::PathBuf;
@@ -19,15 +19,16 @@ use shadowbell_harness::Report;
 use shadowbell_hostile::server::{LogReader, Server};
 use shadowbell_hostile::watch::{Usage, usage};
 
-/// One in so many controllers is attacked.
+/// One in this many controllers belongs to an attacker.
 const HOSTILE: usize = 8;
 /// Number of threads that run the honest guests.
 const DRIVERS: usize = 4;
 /// Interval of progress lines.
 const LINE: Duration = Duration::from_secs(10);
-/// Interval at which the server's memory is measured.
+/// Interval between two measurements of the server's memory.
 const LOOK: Duration = Duration::from_millis(100);
-/// Bounds: time from SIGTERM to the server's end, and memory and page tables for each attacker.
+/// Bounds on the time from SIGTERM to the server's end, and on memory and page tables for each
+/// attacker.
 const END: Duration = Duration::from_secs(5);
 const GROWTH: u64 = 64 << 20;
 /// Maximum number of descriptors that the attackers use.
@@ -71,7 +72,7 @@ struct Soak {
     honest: Vec<Honest>,
     attackers: Vec<Attacker>,
     tally: Tally,
-    /// Resource usage of the server before the first attack, and the maximum.
+    /// Resource usage of the server before the first attack, and the maximum during the attacks.
     before: Usage,
     peak: Usage,
     began: Instant,
@@ -79,9 +80,9 @@ struct Soak {
 
 /// Results at the end.
 struct End {
-    /// Service of a new client at the end.
+    /// Result of a new client's attach and commands at the end.
     answer: Result<()>,
-    /// Time from SIGTERM, under attack, to the server's end; `None` if it did not end.
+    /// Time from SIGTERM, during attacks, to the server's end; `None` if the server did not end.
     end: Result<Option<Duration>>,
 }
 
@@ -97,7 +98,8 @@ impl Soak {
         };
         let disks: Vec<String> = (0..count).map(disk).collect();
         let began = Instant::now();
-        // The server starts with default limits; those of this process are raised afterwards.
+        // The server inherits the default descriptor limit. This process raises its own limit
+        // afterwards.
         let workers = usize::from(arguments.workers);
         let server = Server::serve_with(binary, &disks, workers, LogReader::File)?;
         raise_descriptor_limit();
@@ -125,7 +127,8 @@ impl Soak {
         Ok(Self { server, honest, attackers, tally, before, peak, began: Instant::now() })
     }
 
-    /// Attacks and verifies for the duration `time`, checks that the server answers, and ends it.
+    /// Runs attackers and honest guests for the duration `time`, checks that the server answers a
+    /// new client, and ends the server.
     fn work(&mut self, time: Duration) -> End {
         let Self { server, honest, attackers, tally, peak, began, .. } = self;
         let (server, tally) = (server, &*tally);
@@ -158,7 +161,7 @@ impl Soak {
                 tally.error("a thread of honest guests panicked".to_owned());
             }
             let answer = server.check().and_then(|()| honest::answers(&server.socket(0)));
-            // The attacks continue during the server's end.
+            // The attacks continue while the server ends.
             let end = server.terminate(LIMIT);
             if !matches!(end, Ok(Some(_))) {
                 server.kill();
@@ -247,7 +250,8 @@ fn raise_descriptor_limit() {
     let has_enough = maximum.is_none_or(|maximum| maximum >= DESCRIPTORS);
     let raised = !has_enough && setrlimit(Resource::Nofile, wanted).is_ok();
     if !raised {
-        // An ordinary user may raise it up to the hard limit; attacks that need more end early.
+        // A user without privilege can raise the limit only to the hard limit. Attacks that need
+        // more descriptors end early.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }

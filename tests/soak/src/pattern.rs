@@ -1,4 +1,4 @@
-//! Block pattern: identifies disk, block and write.
+//! Block pattern, which identifies disk, block and write.
 
 /// Block size in bytes.
 pub(crate) const BLOCK: usize = 512;

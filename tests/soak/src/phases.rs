@@ -1,4 +1,4 @@
-//! Durations of the steps of a server's start, from its debug log.
+//! Durations of the steps of a server's start, parsed from its debug log.
 
 use std::time::Duration;
 

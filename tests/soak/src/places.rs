@@ -1,9 +1,9 @@
 //! Model of a disk whose server may be killed at any moment.
 //!
-//! A disk has a few places of some blocks, which are written repeatedly, so a late write
-//! overwrites a newer one. A place has at most one write in flight, and any number of reads. A
-//! block that was read must be from the last write that was acknowledged before the read was
-//! submitted, or from a later one; never from an older one.
+//! A disk is divided into places of some blocks. Each place is written repeatedly, so a stale write
+//! that is executed late overwrites newer data. A place has at most one write in flight, and any
+//! number of reads. A block that was read must contain the last write that was acknowledged before
+//! the read was submitted, or a later write.
 
 use std::ops::RangeInclusive;
 
@@ -13,7 +13,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::pattern::{BLOCK, pattern};
 use super::random::Random;
 
-/// Number of places of a disk, and blocks of the largest place.
+/// Number of places of a disk, and number of blocks of the largest place.
 const PLACES: u64 = 256;
 const PLACE_BLOCKS: u64 = 16;
 /// Size of a disk with these places, and of the largest place, in bytes.
@@ -33,7 +33,7 @@ pub(crate) enum Kind {
 pub(crate) struct Op {
     pub(crate) kind: Kind,
     place: u64,
-    /// Of a write: its own generation. Of a read: the oldest allowed generation.
+    /// For a write: its own generation. For a read: the oldest allowed generation.
     generation: u64,
 }
 
@@ -62,14 +62,14 @@ fn blocks(place: u64) -> u64 {
 pub(crate) enum Keeps {
     /// Written data are discarded.
     Nothing,
-    /// Data are stored, but a read concurrent with a write may return parts of a block, as in the
-    /// page cache.
+    /// Data are stored, but a read concurrent with a write may return a block with old and new
+    /// bytes, as from the page cache.
     Bytes,
     /// Data are stored, and reads return whole blocks.
     Blocks,
 }
 
-/// Generations of a place.
+/// Write generations of a place.
 #[derive(Debug, Clone, Copy, Default)]
 struct Place {
     /// Generation of the last acknowledged write, and of the last submitted one.
@@ -84,20 +84,20 @@ pub(crate) struct Places {
     keeps: Keeps,
     places: Vec<Place>,
     random: Random,
-    /// One in so many commands is a flush; 0: none.
+    /// One in this many commands is a flush; 0: none.
     flush_every: u64,
     since_flush: u64,
 }
 
 impl Places {
-    /// Places of the disk with this number, of which none was written.
+    /// Places of the disk with this number, before the first write.
     pub(crate) fn new(disk: u64, keeps: Keeps, seed: u64, flush_every: u64) -> Self {
         let random = Random::new(seed ^ disk << 32);
         let places = vec![Place::default(); PLACES as usize];
         Self { disk, keeps, places, random, flush_every, since_flush: 0 }
     }
 
-    /// A random command: as many reads as writes, and a flush now and then.
+    /// A random command: as many reads as writes, and occasional flushes.
     pub(crate) fn draw(&mut self) -> Op {
         self.since_flush += 1;
         if self.since_flush == self.flush_every {
@@ -206,7 +206,7 @@ fn check(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> R
 /// mixed.
 fn is_mixture(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> bool {
     let (least, most) = (*allowed.start(), *allowed.end());
-    // Fast path: only one write is allowed.
+    // Only one write is allowed, so the block cannot be a mixture.
     if least == most {
         return false;
     }
@@ -273,7 +273,7 @@ mod tests {
         assert!(places.completed(read, &new).is_err());
     }
 
-    /// A read of the page cache that is concurrent with a write.
+    /// A read of the page cache that is concurrent with a write returns a mixture.
     #[test]
     fn a_part_of_a_block_is_of_one_write_and_a_part_of_another() {
         let block = |generation| pattern(3, 7, generation);

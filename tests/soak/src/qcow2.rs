@@ -1,6 +1,6 @@
-//! `cargo xtask soak qcow2`: a process that writes to a qcow2 image is killed repeatedly; the
-//! image is checked afterwards, by QEMU as well. The process is the example `soak` of the crate
-//! `disk-qcow2`, which needs no server.
+//! `cargo xtask soak qcow2`: repeatedly kills a process that writes to a qcow2 image, and then
+//! checks the image, also with QEMU. The process is the example `soak` of the crate `disk-qcow2`,
+//! which needs no server.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -18,8 +18,8 @@ pub(crate) struct Arguments {
     /// Seed of the operations and the moments of the kills
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Control: do not keep the disk for the next process, but check as if it were kept. Passes
-    /// if the loss of acknowledged data is found
+    /// Control: do not recover the disk in the next process, but check as if it were recovered.
+    /// Passes if the loss of acknowledged data is found
     #[arg(long)]
     control: bool,
     /// Directory of the image

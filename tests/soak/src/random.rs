@@ -1,6 +1,6 @@
 //! Pseudo-random numbers, reproducible by their seed.
 
-/// A generator by Sebastiano Vigna, splitmix64.
+/// The generator splitmix64 by Sebastiano Vigna.
 #[derive(Debug, Clone)]
 pub(crate) struct Random(u64);
 

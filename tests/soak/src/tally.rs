@@ -7,7 +7,7 @@ use std::time::Duration;
 /// Maximum number of stored error messages.
 const KEPT: usize = 20;
 
-/// Counters, which only grow, and the longest command since the last call.
+/// Counters, which only grow, and the duration of the longest command.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     /// Number of successful commands of honest guests.
@@ -36,12 +36,12 @@ impl Tally {
         self.longest_lately.fetch_max(nanos, Ordering::Relaxed);
     }
 
-    /// Longest command.
+    /// Duration of the longest command of the whole run.
     pub(crate) fn longest(&self) -> Duration {
         Duration::from_nanos(self.longest.load(Ordering::Relaxed))
     }
 
-    /// Longest command since the last call.
+    /// Duration of the longest command since the last call.
     pub(crate) fn longest_lately(&self) -> Duration {
         Duration::from_nanos(self.longest_lately.swap(0, Ordering::Relaxed))
     }
@@ -61,7 +61,7 @@ impl Tally {
         self.say(what);
     }
 
-    /// Stores a message for the end, if there are not too many.
+    /// Stores a message for the report at the end, up to a maximum number of messages.
     pub(crate) fn say(&self, what: String) {
         let mut words = lock(&self.words);
         if words.len() < KEPT {

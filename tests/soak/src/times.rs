@@ -23,7 +23,7 @@ impl Times {
         self.0.len()
     }
 
-    /// Quantile `share`.
+    /// Quantile `share` of the durations.
     pub(crate) fn at(&self, share: f64) -> Duration {
         let mut sorted = self.0.clone();
         sorted.sort_unstable();

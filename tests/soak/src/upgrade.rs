@@ -1,10 +1,10 @@
-//! `cargo xtask soak upgrade`: the server is restarted for upgrade repeatedly, and its clients
-//! must not notice.
+//! `cargo xtask soak upgrade`: restarts the server for upgrade repeatedly, and checks that clients
+//! lose no data and no command.
 //!
 //! Each controller has a client with 32 commands in flight that verifies its data. Four clients,
-//! one for each disk type, have nearly no pauses; the time without a completion is measured by
-//! them. The others have longer pauses, because the load of all of them would only measure the
-//! CPUs of this machine; of these clients, the longest command is reported.
+//! one for each disk type, submit with very short pauses; they measure the time without a
+//! completion. The other clients make longer pauses, because without pauses their load would exceed
+//! the CPUs of this machine. The longest command of all clients is reported.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -25,17 +25,17 @@ use shadowbell_harness::Report;
 
 /// Number of commands that each client has in flight.
 const DEPTH: u32 = 32;
-/// Number of clients with nearly no pauses; their pause and that of the others.
+/// Number of clients with very short pauses, and the pauses of both groups of clients.
 const BUSY: usize = DiskKind::ALL.len();
-// The pace of a busy client.
+// The pace of a client with very short pauses.
 const SHORT_REST: Duration = Duration::from_micros(500);
-// Pace of the other clients.
+// The pace of the other clients.
 const LONG_REST: Duration = Duration::from_millis(50);
 /// Interval of progress lines.
 const LINE: Duration = Duration::from_secs(10);
 /// Minimum time until the next upgrade; a random time is added.
 const SHORTEST: Duration = Duration::from_millis(50);
-// Random part of the time.
+// Random part of the time until the next upgrade.
 const LONGER: Duration = Duration::from_millis(100);
 
 #[derive(clap::Args)]
@@ -50,8 +50,8 @@ pub(crate) struct Arguments {
     /// cache, memory, null
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=256))]
     controllers: u16,
-    /// One in so many commands is a flush; 0: none. A flush in flight has to end before the
-    /// replacement, so it lengthens the time without a completion
+    /// One in this many commands is a flush; 0: none. The replacement waits for a flush in flight,
+    /// so flushes lengthen the time without a completion
     #[arg(long, default_value_t = 0)]
     flush_every: u64,
     /// Number of I/O threads of the server
@@ -99,7 +99,7 @@ fn pace(arguments: &Arguments, number: usize) -> Pace {
     Pace { depth: DEPTH, rest, flush_every: arguments.flush_every }
 }
 
-/// Measured times.
+/// Measured times and outcomes.
 #[derive(Debug, Default)]
 struct Seen {
     upgrades: u32,
@@ -109,9 +109,9 @@ struct Seen {
     refused: u32,
     /// Time without a completion, by disk type.
     gaps: [Times; BUSY],
-    /// Longest command.
+    /// Longest command of a client at each upgrade.
     commands: Times,
-    /// Time without a completion between two upgrades.
+    /// Time without a completion between two upgrades, while none runs.
     without: Times,
     totals: Totals,
 }
@@ -189,7 +189,7 @@ fn upgrade(
         for meter in meters {
             let _ = meter.take();
         }
-        // Random moment: any is good.
+        // Random moment of the upgrade: any is valid.
         sleep(SHORTEST + LONGER.mul_f64(random.share()));
         seen.without.append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
         let program = next.next().context("no program")?;
@@ -219,7 +219,7 @@ fn upgrade(
     Ok(())
 }
 
-/// Asks the supervisor for an upgrade, and waits for the outcome.
+/// Requests an upgrade from the supervisor, and waits for the outcome.
 fn once(asker: &Path, supervisor: u32, program: &Path) -> Result<Outcome> {
     let mut command = Command::new(asker);
     command.args(["upgrade", &supervisor.to_string(), "--binary"]).arg(program);

@@ -1,4 +1,4 @@
-//! Controllers with attached clients that are idle, or nearly idle.
+//! Controllers with attached clients that are idle or nearly idle.
 
 use shadowbell_testing::wait;
 use std::fs::{self, File};

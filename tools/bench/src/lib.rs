@@ -1,8 +1,9 @@
-//! `cargo xtask bench`: performance, next to the limits of this machine and to other programs.
+//! `cargo xtask bench`: performance, compared with the limits of this machine and with other
+//! programs.
 //!
 //! # Architecture
 //!
-//! Bottom up; each module uses only modules above it.
+//! From bottom to top; each module uses only modules above it in this list.
 //!
 //! * [`workspace`] and [`table`]: the repository and cargo, and tables. The guest suites of
 //!   `xtask` use them as well. [`figures`] formats numbers with units.
@@ -19,9 +20,10 @@
 //!
 //! # Rounds
 //!
-//! Contestants are measured in turns: all of them under one condition, then under the next
-//! condition, and then all conditions again. So a machine that gets slower affects all of them. A
-//! figure is the median of the rounds, and a ratio is the median of the ratios within a round.
+//! Contestants are measured in turns: all of them under one condition, then all under the next
+//! condition. After the last condition, the next round starts. So a machine that becomes slower
+//! affects all contestants. A figure is the median of the rounds, and a ratio is the median of the
+//! ratios within a round.
 #![forbid(unsafe_code)]
 
 mod certificates;

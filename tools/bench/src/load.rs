@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 use crate::server::{Server, child, output};
 use crate::settings::Settings;
 
-/// Waiting mode of both sides: polling or sleeping.
+/// Waiting mode of driver and controller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Waiting {
-    /// Both sides poll.
+    /// Driver and controller poll.
     Polling,
-    /// Both sides poll for an adaptive time, then sleep.
+    /// Driver and controller poll for an adaptive time, then sleep.
     Adaptive,
-    /// Both sides sleep immediately.
+    /// Driver and controller sleep immediately.
     Sleeping,
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Load<'a> {
     /// Overwrites the disk first, so that reads find allocated blocks.
     pub(crate) fill: bool,
     pub(crate) doorbells: &'a str,
-    /// Maximum poll time of both sides in microseconds; `None`: the default.
+    /// Maximum poll time of driver and controller in microseconds; `None`: the default.
     pub(crate) poll_max: Option<u32>,
     /// The server has a supervisor.
     pub(crate) supervisor: bool,
@@ -129,11 +129,11 @@ impl Load<'_> {
         options.extend(settings.pinned.then(|| format!("--pin={}", settings.cpus[1])));
         options.extend(self.longest_poll());
         if self.waiting == Waiting::Polling {
-            // One CPU for all jobs. Sleeping jobs have a thread and a queue pair each.
+            // All jobs run on one CPU. Each sleeping job has its own thread and queue pair.
             options.push("--threads=1".to_owned());
         }
         options.extend(self.rate.map(|rate| format!("--rate-iops={rate}")));
-        // --force omits the check for existing data, whose reads would be counted.
+        // --force omits the check for existing data. The reads of this check would be counted.
         options.extend(["--force".to_owned(), "--json".to_owned()]);
         options
     }
@@ -162,7 +162,7 @@ impl Load<'_> {
         let mut command = child(&settings.binary);
         command.args(["bench", target]).args(self.bench_options(settings));
         if settings.quick {
-            // A minimum number of I/Os, so that the row is valid on a busy machine.
+            // The run has a minimum number of I/Os, so that the row is valid on a busy machine.
             command.arg(format!("--number-ios={}", self.few()));
         } else {
             command.arg(format!("--runtime={}ms", settings.time.as_millis()));
@@ -178,7 +178,7 @@ impl Load<'_> {
         let server = self.serve(settings)?;
         let mut row = self.drive(settings, &server.target(0), Some(server.id()))?;
         let counted = server.stop()?;
-        // Counters of the whole run, including its start and end; both sides are divided by the
+        // The counters include the start and the end of the run. All of them are divided by the
         // same number of I/Os.
         let number = |name: &str| counted.get(name).and_then(Value::as_u64);
         let commands = number("commands").context("the server counted no commands")?;

@@ -34,8 +34,8 @@ pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
     lines
 }
 
-/// Minimum order (blocks of 2^N pages) from which the kernel reports free memory to the
-/// hypervisor.
+/// File with the minimum order (blocks of 2^N pages) from which the kernel reports free memory to
+/// the hypervisor.
 const REPORTING_ORDER: &str = "/sys/module/page_reporting/parameters/page_reporting_order";
 
 /// True if the order is valid: the kernel's maximum is 10, and -1, printed as an unsigned number,
@@ -94,8 +94,8 @@ fn steal(stat: &str) -> Option<(u64, u64)> {
     Some((*fields.get(7)?, fields.iter().take(8).sum()))
 }
 
-/// Checks that a program exists, and installs its Debian package if it is missing and that is
-/// possible and allowed. The error says what to do.
+/// Checks that a program exists. If its Debian package is missing and can be installed, installs
+/// it. The error says what to do.
 pub(crate) fn need(
     program: &str,
     package: &str,

@@ -22,8 +22,8 @@ pub(crate) struct NbdServer {
     home: Option<PathBuf>,
 }
 
-/// Directory below a user's home in which libnbd looks for certificates. The URI cannot name a
-/// directory, because fio and other programs do not allow that.
+/// Directory below a user's home in which libnbd searches for certificates. The URI cannot contain
+/// a directory, because fio and other programs do not support that.
 pub(crate) fn certificates_in(home: &Path) -> PathBuf {
     home.join(".pki/libnbd")
 }
@@ -99,8 +99,8 @@ impl NbdServer {
 
     /// NBD export of `qemu-storage-daemon` of a qcow2 image with O_DIRECT.
     pub(crate) fn storage_daemon(image: &Path) -> Result<Self> {
-        // The image of a server that was just killed stays locked until the kernel has released
-        // its io_uring.
+        // After a server was killed, its image stays locked until the kernel has released its
+        // io_uring.
         let until = wait::deadline();
         loop {
             match Self::storage_daemon_now(image) {

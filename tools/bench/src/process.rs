@@ -44,7 +44,7 @@ pub(crate) fn used(pid: u32) -> Result<Used> {
     let tasks = format!("/proc/{pid}/task");
     let mut sum = Used::default();
     for task in fs::read_dir(&tasks).context(tasks)? {
-        // A thread may end between the two system calls.
+        // A thread may end after it was listed.
         let Ok(text) = fs::read_to_string(task?.path().join("schedstat")) else { continue };
         let (time, slices) = schedstat(&text).context("schedstat")?;
         sum.time += Duration::from_nanos(time);
@@ -54,7 +54,7 @@ pub(crate) fn used(pid: u32) -> Result<Used> {
 }
 
 /// CPU time of a process, including threads that have ended, because a server may have one thread
-/// per client. The resolution is a clock tick, mostly 10 ms.
+/// for each client. The resolution is a clock tick, usually 10 ms.
 pub(crate) fn time_of_all(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
     let ticks = ticks(&fs::read_to_string(&path).context(path)?).context("stat")?;
@@ -97,7 +97,7 @@ mod tests {
         let mut command = std::process::Command::new("sh");
         let mut child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
         let before = used(child.id()).unwrap();
-        // The thread gets a CPU after each of its sleeps.
+        // The thread gets a new time slice after each of its sleeps.
         until("another slice", || used(child.id()).unwrap().slices > before.slices);
         assert!(memory(child.id()).unwrap().anonymous >= 4096);
         child.kill();

@@ -20,15 +20,14 @@ pub struct Arguments {
     /// Suites to run; the default is all of them
     #[arg(value_enum)]
     suites: Vec<Suite>,
-    /// Number of rounds, of which the median counts
+    /// Number of rounds; figures are the medians of the rounds
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
     /// Duration of one measurement in milliseconds
     #[arg(long, default_value_t = 1000, value_name = "MS")]
     #[arg(value_parser = clap::value_parser!(u64).range(10..=3_600_000))]
     time: u64,
-    /// Check only that everything works: one short round of a few conditions. The figures have no
-    /// meaning
+    /// Functional test: one short round of a few conditions. The figures have no meaning
     #[arg(long, conflicts_with_all = ["rounds", "time"])]
     quick: bool,
     /// CPUs of the controller and of the driver
@@ -115,8 +114,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
             bail!("--spdk is about the suites `spdk` and `exports`")
         }
         Some(directory) => Some(spdk::Tree::new(directory)?),
-        // If the suite is not named, it is skipped without a tree; if it is named, that is an
-        // error.
+        // Without a built tree, the suite `spdk` is skipped. If the command line names it, that is
+        // an error.
         None if arguments.suites.contains(&Suite::Spdk) => {
             bail!("no tree of SPDK: {}", spdk::HOW_TO_BUILD)
         }
@@ -127,7 +126,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Some(path) => Some(path.canonicalize().with_context(|| path.display().to_string())?),
         None => None,
     };
-    // All arguments are checked by now: what follows may take a build.
+    // All arguments must be checked before this point, because the following may build for minutes.
     if !arguments.quick {
         workspace::run_optimised()?;
     }
@@ -211,10 +210,10 @@ pub fn rbd(program: Option<&Path>, conf: &Path, name: &str, rounds: u32) -> Resu
     let settings = Settings {
         binary,
         cpus: [0, 1],
-        // The servers of Ceph need the same CPUs.
+        // The threads are not pinned, because Ceph's daemons need the same CPUs.
         pinned: false,
         rounds,
-        // Longer than the time that fills caches at the start.
+        // Each measurement takes longer than the caches need to fill.
         time: Duration::from_secs(3),
         ramp: Duration::from_secs(2),
         quick: false,
@@ -230,8 +229,8 @@ pub fn check_instructions() -> Result<()> {
     Ok(())
 }
 
-/// Fails if twice the number of objects that a host chooses takes much more than twice the
-/// instructions.
+/// Fails if the work of an operation is not proportional: for twice as many objects, it must not
+/// execute much more than twice the instructions.
 pub fn check_doubling() -> Result<()> {
     instructions::check_doubling()
 }

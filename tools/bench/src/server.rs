@@ -25,7 +25,7 @@ pub(crate) struct Server {
 impl Server {
     /// Serves these disks as one controller. `options` pin the I/O thread.
     pub(crate) fn start(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
-        // Without a supervisor: the time and memory of the process are those of the server.
+        // There is no supervisor, so the time and memory of the process are those of the server.
         Self::start_by(binary, disks, &[&["--no-keeper".to_owned()], options].concat())
     }
 
@@ -68,7 +68,7 @@ impl Server {
         let process = Process::spawn("shadowbell serve", &mut command)?;
         let mut server = Self { process, binary: binary.to_owned(), directory };
         let deadline = wait::deadline();
-        // The socket exists before the server listens.
+        // The file of the socket exists before the server listens.
         while UnixStream::connect(server.socket(0)).is_err() {
             server.check()?;
             if Instant::now() > deadline {
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(output("sh", shell("echo a; echo b >&2"), LIMIT).unwrap(), "a\n");
         let error = output("sh", shell("echo why >&2; exit 3"), LIMIT).unwrap_err().to_string();
         assert!(error.contains("exit code 3: why"), "{error}");
-        // Short limit: its expiry is tested.
+        // Short limit: the test waits for its expiry.
         assert!(output("sh", shell("sleep 1000"), Duration::from_millis(30)).is_err());
     }
 

@@ -13,7 +13,7 @@ pub(crate) struct Settings {
     pub(crate) binary: PathBuf,
     /// CPUs of the controller and of the driver.
     pub(crate) cpus: [usize; 2],
-    /// Each side is pinned to its CPU; otherwise the scheduler chooses.
+    /// True if driver and controller are pinned to their CPUs. Otherwise the scheduler chooses.
     pub(crate) pinned: bool,
     pub(crate) rounds: u32,
     /// Duration of one measurement.

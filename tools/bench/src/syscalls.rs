@@ -1,5 +1,5 @@
-//! System calls of the data path, counted by strace in a separate run, because strace slows down
-//! every system call.
+//! System calls of the data path. strace counts them in a separate run, because it makes every
+//! system call slower.
 
 use shadowbell_testing::wait;
 use std::fs;
@@ -26,13 +26,13 @@ pub(crate) struct PerIo {
     pub(crate) controller: f64,
 }
 
-/// Counts the system calls of this load: those of a long run minus those of a short one, divided
-/// by the difference of the I/Os. So system calls of start and end are not included.
+/// Counts the system calls of this load. The count of a short run is subtracted from that of a long
+/// run and divided by the difference of the I/Os, which excludes the start and the end.
 pub(crate) fn count(settings: &Settings, load: &Load<'_>) -> Result<PerIo> {
     let (few, many) = if settings.quick { (200, 1200) } else { (1000, 21_000) };
     let short = run(settings, load, few)?;
     let long = run(settings, load, many)?;
-    // Without system calls per I/O, the short run may have one more than the long run by chance.
+    // If an I/O needs no system calls, the short run may by chance have more than the long run.
     let more = |a: u64, b: u64| b.saturating_sub(a) as f64 / (many - few) as f64;
     Ok(PerIo { driver: more(short.0, long.0), controller: more(short.1, long.1) })
 }
@@ -90,8 +90,8 @@ fn is_traced(pid: u32) -> Result<bool> {
 }
 
 /// Number of system calls of the threads whose names begin with `thread`. A line is `123<name>
-/// call(...) = 0`. A call that was interrupted by another thread's line has a second part, which
-/// is not counted.
+/// call(...) = 0`. If a line of another thread interrupts a call, the second part of the call is
+/// not counted.
 fn calls(trace: &str, thread: &str) -> u64 {
     let of_thread = |line: &&str| {
         line.split_once('<').is_some_and(|(id, rest)| {

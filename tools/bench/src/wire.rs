@@ -1,14 +1,15 @@
 //! The wire limit: maximum rate of queue entries between two CPUs of this machine.
 //!
-//! Two pinned threads exchange entries of 64 bytes in one direction and of 16 bytes in the other,
-//! through shared rings, by the rules of an NVMe queue pair with shadow doorbells: entries are
-//! written whole; a tail word is stored after them; the other side takes up to a burst of
-//! entries, writes its completions together, and writes the phase bit of each last. The entries
-//! contain no command, and no data are transferred. The remaining cost is that of cache lines
-//! between CPUs, so a queue pair cannot be faster.
+//! Two pinned threads exchange entries through shared rings: 64 bytes in one direction, and 16
+//! bytes in the other. They follow the rules of an NVMe queue pair with shadow doorbells. One
+//! thread writes whole entries, and then stores a tail word. The other thread takes up to a burst
+//! of entries, and writes their completions together; it writes the phase bit of each completion
+//! last. The entries contain no command, and no data are transferred. The only cost is that of
+//! cache lines between CPUs, so a queue pair cannot be faster.
 //!
-//! The best interval of tail stores (each entry, all new entries, or some at a time) depends on
-//! the queue depth and on the machine. All are measured, and the limit is the best result.
+//! The tail can be stored for each entry, for all new entries, or for some at a time. The best
+//! choice depends on the queue depth and on the machine. All are measured, and the limit is the
+//! best result.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -19,7 +20,7 @@ use anyhow::{Result, anyhow, bail};
 
 use crate::machine::pin;
 
-/// Number of entries of each ring: more than are ever in flight, so the rings cannot overflow.
+/// Number of entries of each ring. Fewer entries are in flight, so the rings cannot overflow.
 const RING: u32 = 256;
 /// Maximum number of entries that the completing side takes at once.
 const BURST: u32 = 32;
@@ -27,8 +28,8 @@ const BURST: u32 = 32;
 const LINE: u32 = 4;
 /// Duration of the warm-up before the measurement.
 const RAMP: Duration = Duration::from_millis(20);
-/// Sum of the word indexes of an entry. A word has its index in the top byte and the entry's
-/// number in the others, so that a torn entry is detected.
+/// Sum of the word indexes of an entry. Each word has its index in the top byte and the entry's
+/// number in the other bytes, so that a torn entry is detected.
 const PLACES: u64 = 28 << 56;
 
 /// A submission queue entry: a cache line.
@@ -41,7 +42,7 @@ struct Entry([AtomicU64; 8]);
 #[derive(Default)]
 struct Completions([[AtomicU64; 2]; LINE as usize]);
 
-/// A word alone in its cache line and in the adjacent line, which the hardware prefetches.
+/// A word that has its cache line and the adjacent line, which the hardware prefetches, for itself.
 #[repr(align(128))]
 #[derive(Default)]
 struct CachePadded<T>(T);
@@ -59,9 +60,9 @@ struct Wire {
 pub(crate) enum TailUpdate {
     /// For each entry.
     Each,
-    /// Once for all entries that replace the completions of one look at the ring.
+    /// Once for all entries that replace the completions found in one pass.
     Batch,
-    /// For at most 16 entries at a time, while there are more completions to take.
+    /// Once for at most 16 entries, while there are more completions to take.
     Few,
 }
 
@@ -174,7 +175,7 @@ impl Wire {
                 let now = Instant::now();
                 match measured {
                     None if now - started >= RAMP => measured = Some((now, completed)),
-                    // If both sides share a CPU, the other side may not have run yet.
+                    // If both threads share a CPU, the other thread may not have run yet.
                     Some((since, before))
                         if now - since >= time && completed - before >= u64::from(RING) =>
                     {
@@ -334,7 +335,7 @@ mod tests {
 
     #[test]
     fn all_entries_arrive_in_order_at_any_depth() {
-        // The rate is not checked. The data of each entry are, many times around the rings.
+        // The rate is not checked. The data of each entry are checked, many times around the rings.
         for depth in [1, 3, 32, 33, 128, RING - 1] {
             for update in TailUpdate::ALL {
                 // The length of a measurement.

@@ -9,8 +9,8 @@ use serde_json::Value;
 
 /// Root directory of the repository.
 pub fn root() -> PathBuf {
-    // Cargo sets the variable to the package's current path. The path at compile time is for a
-    // program that is started without cargo.
+    // Cargo sets the variable to the current path of the package. A program that is started without
+    // cargo uses the path at compile time.
     let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
     manifest.ancestors().nth(2).map_or_else(|| manifest.clone(), Path::to_path_buf)
@@ -29,8 +29,8 @@ pub fn build_shadowbell() -> Result<PathBuf> {
     build(&["--release", "--package", "shadowbell", "--bin", "shadowbell"])
 }
 
-/// Builds the program as `cargo test` builds it, so that nothing is built twice: in the dev
-/// profile, with fault injection. Not for measurements.
+/// Builds the program with the flags of `cargo test`, so that cargo builds nothing twice: in the
+/// dev profile, with fault injection. The program is not for measurements.
 pub fn build_for_tests() -> Result<PathBuf> {
     eprintln!("building shadowbell for tests ...");
     // With an example, cargo enables the features of dev-dependencies, as for tests. Otherwise
@@ -38,8 +38,9 @@ pub fn build_for_tests() -> Result<PathBuf> {
     build(&["--workspace", "--bin", "shadowbell", "--example", "step"])
 }
 
-/// Restarts the process in the release profile, unless it is that profile, because an unoptimized
-/// load generator would measure itself. Returns only if no restart is needed, or with an error.
+/// Restarts the process in the release profile, unless it already runs in it, because an
+/// unoptimized load generator would dominate the measurement. Returns only if no restart is needed,
+/// or with an error.
 pub fn run_optimised() -> Result<()> {
     if !cfg!(debug_assertions) {
         return Ok(());

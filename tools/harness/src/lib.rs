@@ -1,5 +1,5 @@
-//! Harness of suites and chores: reports of checks, steps that are other programs, and processes
-//! that are left behind.
+//! Harness of suites and chores: reports of checks, steps that run other programs, and detection of
+//! processes that a step leaves behind.
 #![forbid(unsafe_code)]
 
 mod processes;

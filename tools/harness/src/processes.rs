@@ -1,4 +1,5 @@
-//! Processes and their threads, read from `/proc`: listed when a step hangs or leaves some behind.
+//! Processes and their threads, read from `/proc`. They are listed when a step hangs or leaves
+//! processes behind.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,12 +13,12 @@ use rustix::process::{Pid, Signal, kill_process};
 pub(crate) struct Process {
     pid: i32,
     command: String,
-    /// Name of each thread, its state, and the kernel function that it sleeps in.
+    /// Name of each thread, its state, and the kernel function in which it sleeps.
     threads: Vec<String>,
 }
 
 impl Process {
-    /// Reads a process; `None` if it has ended, a zombie included.
+    /// Reads a process. `None` if the process has ended or is a zombie.
     fn read(pid: i32) -> Option<Self> {
         let directory = PathBuf::from(format!("/proc/{pid}"));
         if state(&fs::read_to_string(directory.join("stat")).ok()?)?.state == 'Z' {
@@ -53,7 +54,7 @@ pub(crate) fn kill(processes: &[Process]) {
     }
 }
 
-/// The living descendants of a process, parents before their children.
+/// Descendants of a process that have not ended, parents before their children.
 pub(crate) fn descendants(ancestor: u32) -> Vec<Process> {
     let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
     for pid in pids() {
@@ -72,7 +73,7 @@ pub(crate) fn descendants(ancestor: u32) -> Vec<Process> {
     found
 }
 
-/// The processes, this one left out, that have a pipe open.
+/// Processes, except this one, that have a pipe open.
 pub(crate) fn holders(pipe_inode: u64) -> Vec<Process> {
     let link = PathBuf::from(format!("pipe:[{pipe_inode}]"));
     let has_open = |pid: &i32| {
@@ -88,7 +89,7 @@ fn pids() -> impl Iterator<Item = i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// State and parent of a process, of `/proc/PID/stat`.
+/// State and parent of a process, from `/proc/PID/stat`.
 struct Stat {
     state: char,
     parent: i32,

@@ -53,7 +53,7 @@ impl Report {
         self.failures.extend(failed.iter().map(|name| format!("{}: {name}", self.part)));
     }
 
-    /// Adds the counts of another report, whose failures have the names of their sections.
+    /// Adds the counts of another report. The names of its failures already contain their sections.
     pub fn include(&mut self, passed: u64, failures: &[String]) {
         self.passed += passed;
         self.failures.extend_from_slice(failures);

@@ -1,7 +1,7 @@
 //! Runner of test programs: fails a test program that leaves a process behind.
 //!
-//! `cargo test` starts each test program through this runner. The runner is the reaper of all
-//! descendants of the test program, daemons included, so that none of them can escape the count.
+//! `cargo test` starts each test program through this runner. The runner is the child subreaper of
+//! all descendants of the test program, so it also detects daemons.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -14,15 +14,16 @@ use rustix::process::{Pid, WaitOptions, WaitStatus, getpid, set_child_subreaper,
 
 use crate::processes;
 
-/// Runs a test program and waits for all its descendants. Fails as the program does, or if a
-/// descendant is alive this long after the program's end.
+/// Runs a test program and waits for all its descendants. Fails if the program fails, or if a
+/// descendant still runs `grace` after the program's end.
 pub fn run(command: &[OsString], grace: Duration) -> Result<ExitCode> {
     let (program, arguments) = command.split_first().context("no test program is named")?;
     set_child_subreaper(Some(getpid())).context("PR_SET_CHILD_SUBREAPER")?;
     let child = Command::new(program).args(arguments).spawn();
     let child = child.with_context(|| program.display().to_string())?;
     let child = i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("no process")?;
-    // Orphans are reaped while the program runs: a test may wait for the end of one of them.
+    // The runner reaps orphans while the program runs, because a test may wait for the end of an
+    // orphan.
     let status = loop {
         match wait(WaitOptions::empty()) {
             Ok(Some((pid, status))) if pid == child => break status,

@@ -12,13 +12,14 @@ use anyhow::{Context, Result, bail};
 use crate::processes;
 use crate::report::Report;
 
-/// Time without output after which a step counts as hung. A limit of the whole step would include
-/// compilation, which takes several times as long on a busy machine.
+/// Time without output after which a step counts as hung. The duration of the whole step has no
+/// limit, because compilation takes several times as long on a busy machine.
 const SILENCE: Duration = Duration::from_secs(15 * 60);
-/// Time that the output may stay open after the step has ended.
+/// Time for which the output may stay open after the step has ended.
 const AFTERWARDS: Duration = Duration::from_secs(60);
 
-/// Runs a command and shows its output; adds the counts of the test runners in it to the report.
+/// Runs a command and shows its output. Adds the counts of the test programs in the output to the
+/// report.
 pub fn step(report: &mut Report, name: &str, command: &mut Command) {
     let mut counts = Counts::default();
     report.check(name, |_| {
@@ -30,7 +31,7 @@ pub fn step(report: &mut Report, name: &str, command: &mut Command) {
     report.add(counts.passed, &counts.failed);
 }
 
-/// Part of a chore that is a program of its own, so that several can run side by side.
+/// Part of a chore that is a separate program, so that several parts can run concurrently.
 pub struct Job {
     /// Name in the report.
     pub name: String,
@@ -38,8 +39,8 @@ pub struct Job {
     pub command: Command,
 }
 
-/// Runs the jobs, as many at a time as the machine has processors, in their order. The output of a
-/// job is printed when the job has ended; its counts are added to the report.
+/// Starts the jobs in their order, as many at a time as the machine has CPUs. Prints the output of
+/// a job when the job has ended, and adds its counts to the report.
 pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
     let lanes = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
     let jobs = Mutex::new(jobs.into_iter());
@@ -68,7 +69,7 @@ pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
             let ended = summary.is_some();
             let (passed, failed) = summary.unwrap_or_default();
             report.include(passed, &failed);
-            // With failed checks, the exit status repeats what the counts say.
+            // If the job reports failed checks, its exit status adds no information.
             if !ended || failed.is_empty() && result.is_err() {
                 report.begin(&name);
                 report.check("the program ends with a summary", |_| -> Result<()> {
@@ -87,9 +88,10 @@ fn summary(lines: &[String]) -> Option<(u64, Vec<String>)> {
     Some((passed.parse().ok()?, failed.map(str::to_owned).collect()))
 }
 
-/// Runs a command to its end. Fails if the command fails, prints nothing for the time `silence`, or
-/// has ended and its output stays open for the time `afterwards`; the processes are then listed and
-/// killed. `each` gets the lines of standard output; standard error is inherited.
+/// Runs a command to its end. Fails if the command fails, if it prints nothing for the time
+/// `silence`, or if its output stays open for the time `afterwards` after its end. In the last two
+/// cases the processes are listed and killed. `each` receives the lines of standard output;
+/// standard error is inherited.
 fn run(
     command: &mut Command,
     silence: Duration,
@@ -140,8 +142,8 @@ struct Counts {
 }
 
 impl Counts {
-    /// Takes `test NAME ... FAILED` and the closing `test result: ...; N passed; ...` of each
-    /// runner.
+    /// Parses lines `test NAME ... FAILED`, and the last line `test result: ...; N passed; ...` of
+    /// each test program.
     fn read(&mut self, line: &str) {
         if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
             self.failed.push(name.to_owned());
@@ -166,7 +168,8 @@ mod tests {
     fn a_process_left_behind_fails_the_step_and_is_killed() {
         let mut lines = Vec::new();
         let mut shell = Command::new("sh");
-        // A subshell, because a program that is being executed has no command line for a moment.
+        // The loop runs in a subshell, because a program has no command line for a moment while
+        // exec replaces it.
         shell.args(["-c", "while :; do sleep 3600; done & echo $!"]);
         let error = run(&mut shell, NEVER, Duration::ZERO, |line| lines.push(line.to_owned()));
         let error = error.unwrap_err().to_string();

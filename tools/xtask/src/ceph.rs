@@ -1,7 +1,8 @@
 //! `cargo xtask ceph`: tests of `rbd:` disks on a Ceph cluster on this machine.
 //!
-//! The cluster has one monitor and three OSDs that keep their objects in memory, on the loopback
-//! device and without authentication. It has no manager, which I/O does not need.
+//! The cluster has one monitor and three OSDs, uses the loopback device, and needs no
+//! authentication. The OSDs keep their objects in memory. There is no manager, because I/O does not
+//! need one.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -82,7 +83,8 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
         report.check("next to fio", |_| {
             let name = "bench";
             cluster.call("rbd", &["create", name, "--size", "256M"])?;
-            // The image is filled first: reads of objects that were never written are faster.
+            // The image is filled first, because reads of objects that were never written are
+            // faster.
             let io = ["--io-type", "write", "--io-size", "1M", "--io-total", "256M"];
             cluster.call("rbd", &[&["bench", name, "--io-pattern", "seq"], &io[..]].concat())?;
             let program = arguments.shadowbell.as_deref();
@@ -90,7 +92,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
             Ok(())
         });
     }
-    // A killed OSD leaves less work for the others, so this test comes last.
+    // This test comes last, because it kills an OSD, which leaves a degraded cluster.
     let victim = cluster.directory.path().join("run/osd.0.pid");
     let mut deadly = test();
     deadly.env("SHADOWBELL_CEPH_VICTIM", victim).arg("a_writer_survives_a_killed_osd");
@@ -131,8 +133,8 @@ impl Cluster {
         cluster.call("ceph-mon", &["--mkfs", "-i", "a", "--monmap", &map])?;
         cluster.call("ceph-mon", &["-i", "a"])?;
         let until = Instant::now() + START;
-        // A client waits for a slow monitor, but fails if the monitor's socket does not exist
-        // yet.
+        // The command waits for a slow monitor, but fails as long as the monitor's socket does not
+        // exist.
         while let Err(error) = cluster.call("ceph", &["--connect-timeout", "5", "quorum_status"]) {
             if Instant::now() > until {
                 return Err(error);
@@ -176,8 +178,8 @@ impl Drop for Cluster {
             if let Some(pid) = pid.filter(|pid| is_of(*pid, self.directory.path()))
                 && let Some(pid) = Pid::from_raw(pid)
             {
-                // SIGKILL: the daemons store nothing, and an orderly end would wait for the other
-                // daemons.
+                // The daemons are killed: they store nothing, and an orderly end would wait for the
+                // other daemons.
                 let _ = kill_process(pid, Signal::KILL);
             }
         }
@@ -191,7 +193,7 @@ fn is_of(pid: i32, directory: &Path) -> bool {
     String::from_utf8_lossy(&line).contains(&*directory.to_string_lossy())
 }
 
-/// A TCP port that was free a moment ago.
+/// A TCP port that is free at the time of the call.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
@@ -210,8 +212,8 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
         ("osd_crush_chooseleaf_type", "0"),
         ("osd_objectstore", "memstore"),
         ("memstore_device_bytes", "1073741824"),
-        // Without this option, an object that was written at random offsets is read piece by
-        // piece.
+        // Without this option, Ceph reads an object that was written at random offsets in many
+        // small pieces.
         ("memstore_page_set", "true"),
         ("osd_memory_target", "939524096"),
         ("osd_pool_default_pg_num", "8"),
@@ -239,7 +241,7 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
 
 fn call(program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new("timeout");
-    // A daemon keeps the standard input that it inherits, so it is /dev/null.
+    // A daemon keeps the standard input that it inherits. Therefore standard input is /dev/null.
     let output = command
         .args(["60", program])
         .args(arguments)

@@ -45,7 +45,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
         ]),
     );
     book_step(report);
-    // The build of each package takes minutes, so only `cargo xtask crates` does it.
+    // This step only packages. `cargo xtask crates` also builds each package, which takes minutes.
     crates::check(report, false);
     report.begin("tests");
     step(report, "the tests are built", cargo().args(["test", "--workspace", "--no-run"]));
@@ -53,16 +53,16 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
         report,
         "cargo test",
         cargo().args(["test", "--workspace", "--no-fail-fast", "--config"]).arg(format!(
-            // The runner is named by /proc/PID/exe, because a build may replace the program's
-            // file meanwhile. An environment variable would be inherited by tests that start
-            // programs.
+            // The runner is this program. It is named by /proc/PID/exe, because a build may replace
+            // the program's file meanwhile. An environment variable would also reach tests that
+            // start cargo or other programs.
             "target.'cfg(all())'.runner = ['/proc/{}/exe', 'run-alone']",
             std::process::id()
         )),
     );
     let program = report.check("the program is built for tests", |_| build_for_tests());
     if let Some(program) = &program {
-        // Delays of a neighbour are compared, so nothing else runs meanwhile.
+        // The attacks compare delays of a neighbour, so no other step runs meanwhile.
         hostile::test(report, program);
         jobs(report, program, with_guest);
     } else {
@@ -86,8 +86,8 @@ fn book_step(report: &mut Report) {
         "the book is built",
         cargo()
             .args(["run", "--quiet", "--locked", "--manifest-path", "tools/book/Cargo.toml"])
-            // The tool has a target directory of its own, so that changes of this workspace do
-            // not rebuild it.
+            // The tool has its own target directory, so that cargo does not build it again after a
+            // change of this workspace.
             .arg("--target-dir")
             .arg(root().join("target/book-tool"))
             .arg("--")
@@ -135,20 +135,20 @@ fn loom_models(report: &mut Report) {
             .env("RUSTFLAGS", format!("{flags} --cfg loom"))
             .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")
             .args(["test", "--release", "--package", "shadowbell-doorbell", "--test", "loom"])
-            // Other flags give other objects: a shared target directory would be rebuilt each
-            // time.
+            // Other compiler flags need other object files. In a shared target directory, cargo
+            // would build them again each time.
             .arg("--target-dir")
             .arg(root().join("target/loom")),
     );
 }
 
-/// Parts of `cargo xtask test` that leave a processor idle for half of their time, so that two run
-/// side by side: the guest suites, packages, instruction counts, models.
+/// Parts of `cargo xtask test` that use a CPU only half of the time, so two of them run side by
+/// side: the guest suites, packages, instruction counts, models.
 fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
     let mut jobs = vec![part("soak kill", Part::Kill, program), part("loom", Part::Loom, program)];
     if with_guest {
         report.begin("guest");
-        // Packages and files that the jobs share are fetched once, before them.
+        // Packages and files that several jobs need are downloaded once, before the jobs start.
         let prepared = report.check("the guest's prerequisites are installed", |_| {
             Setup::new(ControllerKind::Shadowbell, Some(program.into()), &Kernel::ALL)
         });
@@ -161,15 +161,15 @@ fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
     side_by_side(report, jobs);
 }
 
-/// Suites on both kernels, the longest first, so that no processor is idle at the end.
+/// Suites on both kernels. The longest start first, so that no CPU is idle at the end.
 fn guests(program: &Path) -> Vec<Job> {
     let mut jobs = Vec::new();
     let long = [Suite::Recover, Suite::DiskTypes, Suite::Driver, Suite::Doorbells, Suite::Readers];
     let others = Suite::value_variants().iter().filter(|suite| !long.contains(suite));
     for suite in long.iter().chain(others) {
         for kernel in Kernel::ALL {
-            // These suites take minutes and test mostly the host's side, so the newer kernel is
-            // enough. `cargo xtask guest NAME` runs them with both.
+            // These suites take minutes and mostly test the host's side, so they run only on the
+            // newer kernel. `cargo xtask guest NAME` runs them on both.
             let newer_only = matches!(
                 suite,
                 Suite::Driver
@@ -185,8 +185,8 @@ fn guests(program: &Path) -> Vec<Job> {
                     | Suite::Zoned
                     | Suite::DiskTypes
             );
-            // Run only on request: the suite takes two minutes, and unit tests of the crate cover
-            // most of it without a device.
+            // This suite runs only if it is named: it takes two minutes, and the crate's unit tests
+            // cover most of it without a device.
             let by_name_only = matches!(suite, Suite::Chardev);
             if by_name_only || newer_only && kernel != Kernel::V7_2 {
                 continue;

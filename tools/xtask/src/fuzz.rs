@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: the bodies in `fuzz/bodies` under libFuzzer and the address sanitizer.
 //!
-//! The table at the end has for each target the number of programs and of their steps (which the
-//! bodies count and write to a file), and libFuzzer's coverage.
+//! The table at the end has a row for each target: the number of programs, the number of their
+//! steps, which the bodies write to a file, and libFuzzer's coverage.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -22,8 +22,8 @@ const FIRST: u64 = 64;
 const FIRST_BYTES: u64 = 1500;
 /// Maximum size of a program in bytes.
 const LONGEST: u32 = 4096;
-/// Seconds after which a program counts as hung. Some programs run for milliseconds; the limit
-/// allows for a busy machine and for a suspended laptop.
+/// Seconds after which a program counts as hung. Programs run for milliseconds at most; the limit
+/// is long enough for a busy machine and for a suspended laptop.
 const HUNG: u32 = 100;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -190,8 +190,8 @@ fn targets() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Command for cargo of the nightly toolchain, through rustup's launcher. Environment variables
-/// by which the current cargo names its toolchain are removed.
+/// Command for cargo of the nightly toolchain, through rustup. Environment variables that select
+/// the current toolchain are removed.
 fn nightly() -> Command {
     let mut command = Command::new("cargo");
     command.arg("+nightly").current_dir(root()).stdin(Stdio::null());
@@ -296,16 +296,16 @@ fn once(target: &str, input: &Path) -> Result<()> {
     watch(target, &mut command, &mut Done::default())
 }
 
-/// Options of the address sanitizer. For the driver, leaks are ignored: the driver never frees
-/// memory to which a controller may still write. The quarantine of freed memory is small, because
-/// each page that is new to the process costs more than a step.
+/// Options of the address sanitizer. Leaks of the driver are ignored, because the driver never
+/// frees memory to which a controller may still write. The quarantine of freed memory is small,
+/// because the first access to each new page takes longer than a step.
 fn sanitizer(target: &str) -> String {
     let leaks = u8::from(target != "driver");
     format!("detect_leaks={leaks}:quarantine_size_mb=32")
 }
 
-/// Leaks are checked only when the process ends. libFuzzer would check after each program that
-/// has freed less than it has allocated, but some threads free memory later.
+/// Options of libFuzzer. Leaks are checked only when the process ends. libFuzzer would check after
+/// each program that has freed less than it has allocated, but some threads free memory later.
 fn limits() -> [String; 4] {
     let hung = format!("-timeout={HUNG}");
     [hung, "-rss_limit_mb=4096".into(), "-print_final_stats=1".into(), "-detect_leaks=0".into()]

@@ -34,7 +34,7 @@ fn defines(source: &str, name: &str) -> bool {
 /// Number of checked names, and the wrong ones.
 fn check(text: &str, all: &str) -> (usize, Vec<String>) {
     let (mut checked, mut wrong) = (0, Vec::new());
-    // A list item begins a block, as does the text after an empty line.
+    // A block begins at a list item, or after an empty line.
     let blocks = text.replace("\n* ", "\n\n").replace("\n| ", "\n\n");
     let is_number = |line: &str| line.trim_start().starts_with(|c: char| c.is_ascii_digit());
     let lines =
@@ -92,7 +92,7 @@ fn a_wrong_name_is_found() {
         (format!("1. {here}\n2. `elsewhere()`, `nowhere()`"), 1),
         ("`tools/xtask/tests/nothing.rs`, `docs/nothing/`, `docs/internals/`".to_owned(), 2),
     ];
-    // Not a literal, which would be a definition in this file.
+    // The text is assembled here, because a literal would be a definition in this file.
     let all = format!("fn {}<T>()", "elsewhere");
     for (text, count) in cases {
         let (_, wrong) = check(&text, &all);

@@ -74,9 +74,9 @@ fn every_suite_works_and_counts() {
             assert_eq!(row["doorbells"], "shadow");
         }
     }
-    // Both sides poll, so there are no interrupts. Doorbells are written only for the first
-    // commands of a queue pair, before the controller reads its shadow doorbells. (Another queue
-    // pair has filled the disk.)
+    // Driver and controller poll, so there are no interrupts. The driver writes doorbell registers
+    // only for the first commands of a queue pair, before the controller reads the shadow
+    // doorbells. Another queue pair has filled the disk.
     for row in [shadowbell_rows("null"), shadowbell_rows("mem")].concat() {
         assert!(number(row, "doorbell_mmio_writes") <= 4.0, "{row}");
         assert!(number(row, "controller_mmio_writes") <= 8.0, "{row}");
@@ -109,7 +109,8 @@ fn every_suite_works_and_counts() {
         number(shadowbell_rows("growth-queue-memory")[0], "memory_bytes_per_queue") < 16.0 * 1024.0
     );
     for row in shadowbell_rows("scrape") {
-        // Each queue has eighteen lines, and each empty disk about twenty, for two types.
+        // Each queue has eighteen lines in `/metrics`, and each empty disk has about twenty for
+        // each of two types.
         let (controllers, lines) = (number(row, "controllers"), number(row, "lines"));
         assert!(lines > 60.0 * controllers && number(row, "text_bytes") > 40.0 * lines, "{row}");
         assert!(number(row, "scrapes") >= 3.0 && number(&row["scrape_ns"], "p50") > 0.0, "{row}");

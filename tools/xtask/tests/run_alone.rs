@@ -18,8 +18,8 @@ fn a_program_without_descendants_ends_as_it_would_without_the_runner() {
 
 #[test]
 fn an_orphan_that_ends_by_itself_is_waited_for() {
-    // The program ends at once; its orphan ends when the pipe, of which the runner has no end, is
-    // closed by another orphan.
+    // The program ends at once. Its first orphan ends when a second orphan closes the pipe. The
+    // runner has no end of the pipe.
     let script = "mkfifo $0.$$; (read line < $0.$$; rm $0.$$) & (: > $0.$$) & exit 0";
     let script = format!("cd {} && {script}", env!("CARGO_TARGET_TMPDIR"));
     assert_eq!(run_alone("300", &script).status.code(), Some(0));
@@ -27,7 +27,8 @@ fn an_orphan_that_ends_by_itself_is_waited_for() {
 
 #[test]
 fn a_process_that_stays_fails_the_program_and_is_killed() {
-    // The program ends when its descendant runs a shell, whose command line the report has.
+    // The program ends as soon as its descendant runs a shell. The report must contain the shell's
+    // command line.
     let script = "mkfifo $0.$$; \
                   setsid sh -c ': > $0; while :; do sleep 3600; done' $0.$$ > /dev/null 2>&1 & \
                   read line < $0.$$; rm $0.$$; exit 0";

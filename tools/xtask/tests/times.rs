@@ -1,17 +1,17 @@
-//! No test depends on a time: every sleep, short limit and asserted duration of test code has its
-//! reason in a comment, on its line or directly above its statement.
+//! Check of test code: every sleep, short limit and asserted duration has its reason in a comment,
+//! on its line or directly above its statement.
 //!
-//! A test waits for an event, by `shadowbell_testing::wait` and with its one limit. A busy machine
-//! exceeds any shorter one.
+//! A test waits for an event, by `shadowbell_testing::wait` and with the one limit of that module.
+//! A busy machine may exceed any shorter limit.
 
 use std::path::{Path, PathBuf};
 
-/// Directories below which all code is test code, besides those named `tests`.
+/// Directories with only test code, in addition to those named `tests`.
 const TEST_CODE: [&str; 3] = ["crates/testing/src", "guest/src", "tools/xtask/src/deb"];
 const ALL_CODE: [&str; 5] = ["crates", "fuzz/bodies", "guest", "tests", "tools"];
-/// The seconds of a limit that a busy machine does not exceed.
+/// Minimum limit in seconds, which even a busy machine does not exceed.
 const LONG: u64 = 60;
-/// Words of a line on which a duration is a limit.
+/// Words that mark a duration on the same line as a limit.
 const OF_LIMITS: [&str; 13] = [
     "Instant::now()",
     "timeout",
@@ -38,7 +38,8 @@ fn files(directory: &Path, all: &mut Vec<PathBuf>) {
     }
 }
 
-/// True if a thread sleeps there, unless for a constant, whose definition has the reason.
+/// True if the line contains a sleep. A sleep for a constant is excluded, because the constant's
+/// definition has the reason.
 fn is_sleep(line: &str) -> bool {
     line.match_indices("sleep(").any(|(at, word)| {
         let before = line[..at].chars().next_back().is_none_or(|c| ": ({|".contains(c));
@@ -49,7 +50,7 @@ fn is_sleep(line: &str) -> bool {
     })
 }
 
-/// True if a duration stands there that is shorter than a limit may be.
+/// True if the line contains a duration that is shorter than the minimum limit.
 fn is_short(line: &str) -> bool {
     let short = |word: &str, scale: u64| {
         line.match_indices(word).any(|(at, _)| {

@@ -1,20 +1,21 @@
-//! The language of comments, pages and messages: first lines that name their subject, no riddles.
+//! Check of the language of comments, pages and messages: a first line must name its subject, and
+//! some phrases are forbidden.
 //!
-//! First lines that begin with a pronoun or a question word can be understood only together with
-//! the text above them.
+//! A first line that begins with a pronoun or a question word can be understood only together with
+//! the text above it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use shadowbell_bench::workspace::root;
 
-/// Words that no first line begins with.
+/// Words with which no first line begins.
 const FIRST: [&str; 20] = [
     "What", "Who", "Whoever", "Whose", "How", "Where", "Which", "Why", "When", "Whether", "It",
     "Its", "Those", "These", "They", "Nothing", "Nobody", "Somebody", "The same", "There",
 ];
-/// Phrases that a reader has to guess. A `~` stands for the sign of a word boundary alone, so that
-/// this list does not find itself.
+/// Phrases that are forbidden because a reader has to guess their meaning. A `~` stands for a word
+/// boundary, so that this list does not find itself.
 const RIDDLES: [&str; 19] = [
     "go~es on",
     "go~ on",
@@ -36,7 +37,7 @@ const RIDDLES: [&str; 19] = [
     "in~ hand",
     "as~ it is now",
 ];
-/// Nouns of machines, of which "who" is not said.
+/// Nouns of machines, after which "who" is forbidden.
 const MACHINES: [&str; 9] =
     ["thread", "process", "worker", "server", "client", "queue", "controller", "driver", "peer"];
 
@@ -56,7 +57,7 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// True if `text` has `phrase` as whole words, and what follows it is accepted.
+/// True if `text` contains `phrase` as whole words, and `follows` accepts the text after it.
 fn has(text: &str, phrase: &str, follows: impl Fn(&str) -> bool) -> bool {
     text.match_indices(phrase).any(|(at, _)| {
         let (before, after) = (&text[..at], &text[at + phrase.len()..]);
@@ -69,7 +70,8 @@ fn is_riddle(text: &str) -> bool {
     let plain = |phrase: &str| {
         let phrase = phrase.replace('~', "");
         has(&text, &phrase, |after| {
-            // "goes on the bus" is a place, "goes on" a riddle.
+            // In "goes on the bus" the words name a place, which is allowed. "goes on" alone is
+            // forbidden.
             let place = ["a", "the", "to"].iter().any(|w| {
                 has(&format!("{w} "), w, |_| {
                     after.strip_prefix(' ').is_some_and(|after| after.starts_with(&format!("{w} ")))
@@ -119,13 +121,14 @@ impl Found {
                 }
                 self.text(at, comment);
             } else {
-                // Help texts of derived command lines are doc comments; these are the others.
+                // Help texts of derived command lines are doc comments. These marks precede all
+                // other help texts.
                 for mark in ["description = \"", "about = \"", "help = \"", "# HELP "] {
                     if let Some((_, text)) = line.split_once(mark) {
                         self.first_line(at, text);
                     }
                 }
-                // Every second piece between quotation marks is a string.
+                // Every second part of a line split at quotation marks is a string.
                 for string in line.split('"').skip(1).step_by(2).filter(|s| s.len() >= 12) {
                     self.text(at, string);
                 }

@@ -1,5 +1,5 @@
-//! A controller that is correct until its script says otherwise. It runs on the thread that
-//! rings a doorbell.
+//! A controller that is correct until its script says otherwise. It runs on the driver's thread
+//! that writes a doorbell.
 
 use ::shadowbell_driver::{Transport, TransportError};
 use parking_lot::{Mutex, MutexGuard};
@@ -12,10 +12,10 @@ use std::sync::Arc;
 use zerocopy::{FromZeros, IntoBytes};
 
 pub(super) const BLOCKS: u64 = 1 << 16;
-/// Limit of commands of a driver in a program.
+/// Maximum number of commands that the driver may submit in a program.
 const COMMANDS: usize = 20_000;
 
-/// Rest of the script. After its end the controller is correct.
+/// Rest of the script. After its end the controller behaves correctly.
 #[derive(Default)]
 pub(super) struct Script(VecDeque<u8>);
 
@@ -47,7 +47,8 @@ struct Queue {
 
 pub(super) struct State {
     pub(super) script: Script,
-    /// True if the device misbehaves. Otherwise it executes all requests of the driver.
+    /// True if the controller misbehaves. Otherwise it executes all commands of the driver
+    /// correctly.
     pub(super) malicious: bool,
     pub(super) cap: Cap,
     pub(super) vectors: u32,
@@ -57,16 +58,17 @@ pub(super) struct State {
     aqa: Aqa,
     asq: u64,
     acq: u64,
-    /// Registers read as all ones.
+    /// True if registers read as all ones, as after a removal.
     pub(super) removed: bool,
     dma: DmaSpace,
     queues: BTreeMap<u16, Queue>,
     cqs: BTreeMap<u16, (u64, u32, Option<u32>)>,
     shadow: Option<(SharedBytes, SharedBytes)>,
     irqs: BTreeMap<u32, EventFd>,
-    /// Fetched commands that are not completed: the device may still write their data.
+    /// Fetched commands that are not completed: the controller may still write their data.
     busy: Vec<(u16, Sqe)>,
-    /// Identifiers with forged completions, for which no driver behaviour is wrong.
+    /// Command identifiers with forged completions, after which any behaviour of the driver is
+    /// correct.
     forged: BTreeSet<(u16, u16)>,
     requests: VecDeque<u16>,
     commands: usize,
@@ -112,7 +114,7 @@ impl State {
         self.dma.table().bytes(iova, len as u64)
     }
 
-    /// True if the data of this command may still be written.
+    /// True if the controller may still write the data of this command.
     pub(super) fn is_busy(&self, qid: u16, cid: u16) -> bool {
         !self.forged.contains(&(qid, cid))
             && self.busy.iter().any(|(of, sqe)| (*of, sqe.cid) == (qid, cid))
@@ -149,7 +151,7 @@ impl State {
         }
     }
 
-    /// Checks every queue.
+    /// Fetches and executes the commands of every queue.
     pub(super) fn run(&mut self) {
         let qids: Vec<_> = self.queues.keys().copied().collect();
         qids.into_iter().for_each(|qid| self.run_queue(qid));
@@ -177,7 +179,7 @@ impl State {
         }
     }
 
-    /// Reads the tail from the shadow doorbells, if they are in force, and sets EventIdx.
+    /// Reads the tail of a queue, from the shadow doorbell if it is configured, and sets EventIdx.
     fn look(&mut self, qid: u16) {
         let dstrd = self.cap.dstrd();
         let Some((values, event_idxs)) = &self.shadow else { return };
@@ -191,11 +193,11 @@ impl State {
         let _ = event_idxs.write(at, &event_idx);
     }
 
-    /// Executes a command, correctly or not.
+    /// Executes a command, correctly or not as the script says.
     fn play(&mut self, qid: u16, sqe: &Sqe) {
         let trick = if self.malicious { self.script.u8() } else { 0 };
         match trick {
-            // Never, or later.
+            // The command is never completed, or later.
             0xf0..=0xf2 => {}
             0xf3..=0xf5 => {
                 let status = Status::from_bits(self.script.u16());
@@ -240,7 +242,7 @@ impl State {
         self.write_cqe(qid, Cqe::new(cid, qid, head, status, dw0), false);
     }
 
-    /// Writes an entry into a completion queue; with the wrong phase tag the tail does not advance.
+    /// Writes an entry into a completion queue. With a wrong phase tag, the tail does not advance.
     fn write_cqe(&mut self, qid: u16, cqe: Cqe, wrong_phase: bool) {
         let Some(queue) = self.queues.get_mut(&qid) else { return };
         let cqe = cqe.with_phase(queue.phase != wrong_phase);
@@ -258,7 +260,7 @@ impl State {
         }
     }
 
-    /// Completes left commands.
+    /// Completes at most `most` of the commands that were left without a completion.
     pub(super) fn catch_up(&mut self, most: usize) {
         let left: Vec<_> = self.busy.iter().take(most).copied().collect();
         for (qid, sqe) in left {
@@ -283,7 +285,7 @@ impl State {
         let view = View::new(Arc::clone(self.dma.table()));
         let resolved =
             view.resolve_prps(sqe.prp1(), sqe.prp2(), data.len(), page, true, &mut segments);
-        // The driver's pointers must be valid, whatever the controller does.
+        // The driver's data pointers must be valid, whatever the controller does.
         resolved.unwrap_or_else(|error| panic!("{sqe:?}: {error}"));
         segments.write_from(0, data).expect("room");
     }
@@ -315,7 +317,7 @@ impl State {
                 if corrupt {
                     for _ in 0..1 + self.script.u8() % 8 {
                         let at = usize::from(self.script.u16()) % data.len();
-                        // The relevant fields are near the beginning.
+                        // Most damaged bytes are near the beginning, where the relevant fields are.
                         let at = if self.script.u8() & 1 == 0 { at % 600 } else { at };
                         data[at] = self.script.u8();
                     }
@@ -408,8 +410,8 @@ impl Transport for Device {
         let mut state = self.state();
         Ok(match offset {
             _ if state.removed => u32::MAX,
-            // Always correct for a disabled controller: one with CSTS.RDY at 0 has released all
-            // memory, and a driver is helpless against one that lies about that.
+            // A disabled controller always reports CSTS correctly. CSTS.RDY 0 means that it has
+            // released all memory, and a driver cannot detect a false report.
             regs::CSTS if !state.cc.en() && !state.csts.rdy() => {
                 let csts = state.csts;
                 state.reset();
@@ -481,7 +483,7 @@ impl Transport for Device {
         if trick == 0xfe {
             iova += 8;
         }
-        // The driver unmaps an unaligned address at once.
+        // The driver unmaps an unaligned address immediately.
         let _ = state.dma.map(iova, mapping.len() as u64, &mapping.bytes());
         Ok(iova)
     }

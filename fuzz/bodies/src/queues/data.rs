@@ -1,24 +1,25 @@
-//! Data pointers of a host: PRPs and SGLs of every legal shape, and some invalid ones.
+//! Data pointers of a host: PRPs and SGLs of every valid shape, and some invalid ones.
 
 use crate::command::{PAGE, descriptor};
 use crate::source::Source;
 use shadowbell_spec::Sqe;
 
-/// Pages of a slot: two for lists, and those for data.
+/// Number of pages of a slot: two for lists, and the others for data.
 pub(super) const SLOT_PAGES: u64 = 2 + DATA_PAGES;
 const DATA_PAGES: u64 = 4;
-/// Maximum of data of a command: they fit into a slot at any offset in its first page.
+/// Maximum number of bytes of a command's data. They fit into a slot at any offset in its first
+/// page.
 pub(super) const MOST: usize = ((DATA_PAGES - 1) * PAGE) as usize;
 
 /// Data pointer of a command.
 #[derive(Default)]
 pub(super) struct Pointer {
-    /// Pieces of the guest's memory, in the order of the data: address and length. For an invalid
-    /// pointer, the intended ones.
+    /// Pieces of the guest's memory, in the order of the data: address and length. If the pointer
+    /// is invalid, the intended pieces.
     pub(super) pieces: Vec<(u64, usize)>,
-    /// The pointer is invalid, and the command has to fail.
+    /// True if the pointer is invalid, so the command must fail.
     pub(super) wrong: bool,
-    /// Lists that the pointer needs in memory.
+    /// Address and contents of the lists that the pointer needs in memory.
     pub(super) lists: Vec<(u64, Vec<u8>)>,
 }
 
@@ -33,11 +34,11 @@ impl Pointer {
         }
     }
 
-    /// Like `new`, for commands without SGLs.
+    /// Creates a pointer as `new` does, for commands that do not support SGLs.
     pub(super) fn prps(source: &mut Source<'_>, sqe: &mut Sqe, slot: u64, len: usize) -> Self {
         let mut pointer = Self::default();
         let (lists, data) = (slot, slot + 2 * PAGE);
-        // The pages in any order.
+        // The pages are in random order.
         let mut pages: Vec<u64> = (0..DATA_PAGES).map(|n| data + n * PAGE).collect();
         for n in 0..pages.len() {
             let with = source.below(pages.len());
@@ -74,7 +75,7 @@ impl Pointer {
             [] => source.of(&[0, 0, u64::MAX]),
             [page] => page,
             _ => {
-                // A list in one page, or one that continues in the other.
+                // A PRP list in one page, or a list that continues in another page.
                 let before = source.below(rest.len() + 1).min(511);
                 let at = if before == 0 {
                     lists + u64::from(source.u8()) * 8
@@ -85,7 +86,7 @@ impl Pointer {
                 if rest.len() <= in_page {
                     pointer.lists.push((at, bytes_of(&rest)));
                 } else {
-                    // Only the first list may start inside of a page.
+                    // Only the first list may start inside a page.
                     let next = lists + PAGE;
                     let (here, there) = rest.split_at(in_page - 1);
                     pointer.lists.push((at, bytes_of(&[here, &[next]].concat())));
@@ -118,9 +119,9 @@ impl Pointer {
         }
         let mut list: Vec<_> = pointer.pieces.iter().map(|(at, len)| (*at, *len, 0x00)).collect();
         match flaw {
-            // Too short by a byte.
+            // The last descriptor is too short by a byte.
             1 => list.last_mut().expect("a piece").1 -= 1,
-            // Of an unsupported type: transport, keyed, offset, vendor.
+            // An unsupported descriptor type: transport, keyed, offset, vendor.
             2 => {
                 let at = source.below(list.len());
                 list[at].2 = source.of(&[0x50, 0x40, 0x01, 0xf0]);
@@ -133,11 +134,12 @@ impl Pointer {
         }
         pointer.wrong = flaw != 0 && flaw != 4;
         if flaw == 0 && source.rarely(4) {
-            // Beyond the data: not accessed.
+            // A descriptor beyond the length of the data, which the controller must not access.
             list.push((data + DATA_PAGES * PAGE - 64, 64, 0x00));
         }
         if flaw == 0 && source.rarely(4) {
-            // A bit bucket: it supplies no data, and behind the data it takes none.
+            // A bit bucket. For a write it supplies no data. For a read it is after the data, so
+            // that it discards none.
             let reads = sqe.opcode == 0x02;
             let at = if reads { list.len() } else { source.below(list.len() + 1) };
             list.insert(at, (u64::MAX, usize::from(source.u16()), 0x10));
@@ -151,7 +153,7 @@ impl Pointer {
         sqe.dptr = if inline {
             bytes(&list).try_into().expect("one descriptor")
         } else if list.len() > 1 && source.bool() {
-            // In two segments.
+            // The SGL is in two segments.
             let (here, there) = list.split_at(1 + source.below(list.len() - 1));
             let next = (lists + PAGE, there.len() * 16, 0x30);
             pointer.lists.push((lists + 256, bytes(&[here, &[next]].concat())));

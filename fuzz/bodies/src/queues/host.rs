@@ -17,17 +17,17 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Maximum of I/O queue pairs.
+/// Maximum number of I/O queue pairs.
 pub(super) const QUEUES: u16 = 3;
 const ADMIN_ENTRIES: u32 = 8;
-/// Pages for the queues and the buffers of Doorbell Buffer Config.
+/// Number of pages for the queues and the buffers of Doorbell Buffer Config.
 const QUEUE_PAGES: u64 = 10;
 const SHADOW: u64 = BASE + 8 * PAGE;
 const EVENT_IDX: u64 = BASE + 9 * PAGE;
 const SLOTS: usize = 4;
 const SLOTS_AT: u64 = BASE + QUEUE_PAGES * PAGE;
 const BYTES: usize = ((QUEUE_PAGES + SLOTS as u64 * SLOT_PAGES) * PAGE) as usize;
-/// Limit of turns for every operation.
+/// Maximum number of turns of an operation.
 const TURNS: usize = 20_000;
 
 /// Offset of a data slot.
@@ -56,13 +56,13 @@ pub(super) enum Kind {
         offset: u64,
         len: u64,
     },
-    /// Expected write to the disk, and its progress.
+    /// Expected write to the disk, and the amount that was written so far.
     Write {
         offset: u64,
         data: Vec<u8>,
         put: usize,
     },
-    /// Expected writes of a copy; other commands' writes may look the same.
+    /// Expected writes of a copy. Writes of other commands may be identical.
     Copy {
         offset: u64,
         data: Vec<u8>,
@@ -71,7 +71,7 @@ pub(super) enum Kind {
     CreateSq(u16, u16, u32),
     DeleteSq(u16),
     DeleteCq(u16),
-    /// Completes only with an event.
+    /// The command completes only with an asynchronous event.
     Event,
     Other,
 }
@@ -79,7 +79,7 @@ pub(super) enum Kind {
 /// An outstanding command.
 pub(super) struct Command {
     pub(super) slot: Option<usize>,
-    /// The guest's memory that it may change.
+    /// Parts of the guest's memory that the command may change: address and length.
     pub(super) writes: Vec<(u64, usize)>,
     pub(super) kind: Kind,
     pub(super) expect: Expect,
@@ -89,16 +89,16 @@ struct Sq {
     entries: u32,
     cq: u16,
     tail: u32,
-    /// Head reported by the last completion.
+    /// Head of the submission queue, as reported by the last completion.
     head: u32,
-    /// Last tail published to the controller.
+    /// Last tail that the host has published to the controller.
     told: u32,
     commands: BTreeMap<u16, Command>,
 }
 
 struct Cq {
     entries: u32,
-    /// Next entry to consume, and next entry to examine.
+    /// Next entry that the host consumes, and next entry that the model examines.
     head: u32,
     next: u32,
     phase: bool,
@@ -109,18 +109,18 @@ pub(super) struct Host {
     turns: Turns,
     pub(super) test_disk: TestDisk,
     memory: SharedBytes,
-    /// Known contents of the memory.
+    /// Expected contents of the guest's memory.
     image: Vec<u8>,
-    /// Buffer of the same length, for reading all memory.
+    /// Buffer of the same length, into which all memory is read.
     spare: Vec<u8>,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     shadow: bool,
-    /// Kind of host: SPDK's also rings when EventIdx is the new value.
+    /// True for SPDK's rule: the host also writes the doorbell if EventIdx equals the new value.
     inclusive: bool,
     /// True if the host also uses shadow doorbells for the admin queue.
     shadows_admin: bool,
-    /// Valid commands may fail nevertheless.
+    /// True if valid commands may fail.
     pub(super) trouble: bool,
     cid: u16,
     irq: EventFd,
@@ -228,7 +228,7 @@ impl Host {
         commands.copied().unwrap_or(0)
     }
 
-    /// A free slot, if there is room for a command in the queue.
+    /// A free slot for data, if the queue has a free entry.
     pub(super) fn slot(&self, qid: u16) -> Option<usize> {
         let sq = self.sqs.get(&qid)?;
         let full = (sq.tail + 1) % sq.entries == sq.head;
@@ -237,7 +237,7 @@ impl Host {
         (0..SLOTS).find(|slot| !full && !taken.contains(slot))
     }
 
-    /// Stores a command in a queue that has room for it.
+    /// Stores a command in a queue that has a free entry.
     pub(super) fn put(&mut self, qid: u16, sqe: &Sqe, command: Command) {
         let Some(sq) = self.sqs.get_mut(&qid) else { return };
         let at = sq_at(qid) + u64::from(sq.tail) * 64;
@@ -257,7 +257,8 @@ impl Host {
         }
     }
 
-    /// Writes a doorbell: to the register, or by the rule of its kind of host.
+    /// Publishes a doorbell value: to the register, or by the shadow doorbell rule of this kind of
+    /// host.
     fn ring(&mut self, qid: u16, offset: u64, old: u32, new: u32) {
         if self.shadow && (qid != 0 || self.shadows_admin) {
             let entry = offset - regs::DOORBELLS;
@@ -280,7 +281,7 @@ impl Host {
         self.controller.write_doorbell(offset, new);
     }
 
-    /// Takes a turn of the I/O thread, and checks its effects.
+    /// Takes a turn of the I/O thread, and checks the effects.
     pub(super) fn turn(&mut self) -> bool {
         let busy = self.turns.turn();
         if busy {
@@ -298,14 +299,14 @@ impl Host {
     fn settle(&mut self) {
         for _ in 0..TURNS {
             if !self.turn() {
-                // An idle turn must have no effect.
+                // An idle turn must not change memory.
                 return self.check();
             }
         }
         panic!("the I/O thread never becomes idle");
     }
 
-    /// Checks everything.
+    /// Checks memory, completions and writes to the disk.
     pub(super) fn check(&mut self) {
         let csts = regs::Csts::from_bits(self.read32(regs::CSTS));
         assert!(!csts.cfs(), "CSTS.CFS is set without an error of the host");
@@ -313,7 +314,7 @@ impl Host {
         self.memory.read_into(0, &mut now).expect("memory");
         let mut allowed: Vec<(u64, usize)> = Vec::new();
         for (qid, cq) in &self.cqs {
-            // The free entries, from the next one on.
+            // The free entries of a completion queue begin at the next one.
             let unconsumed = (cq.next + cq.entries - cq.head) % cq.entries;
             let free = cq.entries - 1 - unconsumed;
             let indices = (0..free).map(|n| (cq.next + n) % cq.entries);
@@ -338,15 +339,15 @@ impl Host {
         self.spare = now;
         self.look_at_writes();
         let qids: Vec<u16> = self.cqs.keys().copied().collect();
-        // The admin queue last: after the completion of its deletion, a queue has no further
-        // effect.
+        // The admin queue is checked last: the completion of a queue's deletion proves that this
+        // queue has no further effect.
         qids.into_iter().rev().for_each(|qid| self.look_at_completions(qid));
         let outstanding = self.sqs.values().map(|sq| sq.commands.len()).sum::<usize>();
         let state = self.test_disk.state();
         self.trouble &= outstanding > 0 || !state.fail.is_empty();
     }
 
-    /// The disk's writes have to be those of some command.
+    /// Checks that each write to the disk belongs to a command.
     fn look_at_writes(&mut self) {
         let written = std::mem::take(&mut self.test_disk.state().written);
         for (at, bytes) in written {
@@ -419,7 +420,7 @@ impl Host {
             }
             Kind::CreateCq(qid, entries) => self.add_cq(qid, entries),
             Kind::CreateSq(qid, cq, entries) => self.add_sq(qid, cq, entries),
-            // Outstanding commands of the queue have no further effect.
+            // After the deletion of a queue, its outstanding commands have no further effect.
             Kind::DeleteSq(qid) => drop(self.sqs.remove(&qid)),
             Kind::DeleteCq(qid) => drop(self.cqs.remove(&qid)),
             Kind::Copy { .. } | Kind::Event | Kind::Other => {}
@@ -439,7 +440,7 @@ impl Host {
         self.ring(qid, cq_doorbell_offset(qid, 0), old, new);
     }
 
-    /// Runs an admin command to its completion.
+    /// Executes an admin command, and waits for its completion.
     fn admin(&mut self, sqe: Sqe, kind: Kind, expect: Expect) {
         let room = |host: &Self| {
             let admin = &host.sqs[&0];
@@ -449,7 +450,7 @@ impl Host {
             self.consume(0, usize::MAX);
             self.settle();
         }
-        // Only Asynchronous Event Requests are left then, which may fill the queue.
+        // Only Asynchronous Event Requests remain outstanding then, and may fill the queue.
         if !room(self) {
             return;
         }
@@ -463,7 +464,7 @@ impl Host {
             if !self.sqs[&0].commands.contains_key(&cid) {
                 return;
             }
-            // The deletion of a queue waits for the disk.
+            // The deletion of a queue waits for requests of the disk.
             self.test_disk.state().end_all();
         }
         panic!("an admin command does not end");
@@ -471,7 +472,7 @@ impl Host {
 
     pub(super) fn create(&mut self, qid: u16, cq: u16, of_cq: u32, of_sq: u32, interrupts: bool) {
         if self.cqs.contains_key(&cq) || qid != cq {
-            // The completion queue exists, or the creation must fail.
+            // If the completion queue does not exist, the creation must fail.
         } else {
             self.poke(cq_at(cq), &[0; PAGE as usize]);
             self.clear_shadow(cq_doorbell_offset(cq, 0));
@@ -507,7 +508,7 @@ impl Host {
             let expect = there(self.sqs.contains_key(&qid));
             for command in self.sqs.get_mut(&qid).iter_mut().flat_map(|sq| sq.commands.values_mut())
             {
-                // The command may be aborted.
+                // The command may be aborted, so any status is valid.
                 command.expect = Expect::Any;
             }
             self.admin(sqe, Kind::DeleteSq(qid), expect);
@@ -522,13 +523,14 @@ impl Host {
         if self.shadow {
             return;
         }
-        // The current doorbell values, and junk for queues that do not exist.
+        // The shadow doorbells have the current values, and random values for queues that do not
+        // exist.
         let junk = source.u8();
         self.poke(SHADOW, &[junk; PAGE as usize]);
         self.poke(EVENT_IDX, &[junk; PAGE as usize]);
         self.update_shadow();
         let sqe = Sqe::new(0x7c, 0, 0).with_prps(SHADOW, EVENT_IDX);
-        // The admin queue advances meanwhile.
+        // The tail of the admin queue advances with this command.
         self.admin(sqe, Kind::Other, Expect::Success);
         self.shadow = true;
         self.update_shadow();
@@ -539,7 +541,7 @@ impl Host {
         let heads = self.cqs.iter().map(|(qid, cq)| (cq_doorbell_offset(*qid, 0), cq.head));
         let values: Vec<_> = tails.chain(heads).collect();
         for (bell, value) in values {
-            // A host that does not shadow the admin queue leaves its entries unchanged.
+            // A host without a shadow doorbell for the admin queue leaves those entries unchanged.
             let of_admin = bell < regs::DOORBELLS + 8;
             if self.shadow && of_admin && !self.shadows_admin {
                 continue;

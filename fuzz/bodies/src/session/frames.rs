@@ -1,27 +1,28 @@
-//! Messages that a client has sent, by the protocol's framing, and the replies that are due.
+//! Messages that a client has sent, split by the framing of the protocol, and the outstanding
+//! replies.
 
 use shadowbell_vfio_user::codec::{MAX_MESSAGE_FDS, MESSAGE_OVERHEAD};
 use shadowbell_vfio_user::wire::{HEADER_LEN, Header, command, header_flags};
 use std::collections::VecDeque;
 use zerocopy::FromBytes;
 
-/// Maximum size of a message: the server's limit of data transfers, and some overhead.
+/// Maximum size of a message: the server's limit of data transfers, plus overhead.
 const LONGEST: usize = (1 << 20) + MESSAGE_OVERHEAD;
 
 #[derive(Default)]
 pub(crate) struct Frames {
     out: Vec<u8>,
-    /// Descriptors that were sent with the bytes in `out`.
+    /// Number of descriptors that were sent with the bytes in `out`.
     fds: usize,
     inward: Vec<u8>,
     owed: VecDeque<Header>,
-    /// The first message was sent.
+    /// True if the client has sent its first message.
     introduced: bool,
-    /// The first message may be a version that is refused.
+    /// True if the first message may be a version that the server refuses.
     unsure: bool,
-    /// The stream is invalid, and later bytes have no effect.
+    /// True if the stream is invalid, so later bytes have no effect.
     broken: bool,
-    /// The server may disconnect this client.
+    /// True if the server may disconnect this client.
     forfeit: bool,
     /// The last complete reply.
     last: Vec<u8>,
@@ -32,7 +33,7 @@ impl Frames {
     pub(crate) fn sent(&mut self, bytes: &[u8], fds: usize) {
         self.out.extend_from_slice(bytes);
         self.fds += fds;
-        // More than any message may have.
+        // A client that sends more descriptors than a message may have can be disconnected.
         self.forfeit |= self.fds > MAX_MESSAGE_FDS;
         while let Ok((header, _)) = Header::read_from_prefix(&self.out) {
             let size = header.size as usize;
@@ -46,11 +47,11 @@ impl Frames {
                 return;
             }
             self.out.drain(..size);
-            // Descriptors that arrive with the end of one message and a part of the next belong to
-            // the next.
+            // Descriptors that arrive with the end of one message and the start of the next belong
+            // to the next one.
             self.fds = if self.out.is_empty() { 0 } else { fds };
             if !std::mem::replace(&mut self.introduced, true) {
-                // The reply tells whether the version is accepted.
+                // The reply shows if the server accepts the version.
                 self.unsure = header.command == command::VERSION && !header.no_reply();
                 self.forfeit |= !self.unsure;
             }
@@ -88,19 +89,19 @@ impl Frames {
         self.last.clone()
     }
 
-    /// Allows the server to disconnect: the client has shut its end down, or sent descriptors that
-    /// are hard to close.
+    /// Allows the server to disconnect the client, after the client has shut down its end or sent
+    /// descriptors whose close may block.
     pub(crate) fn forfeit(&mut self) {
         self.forfeit = true;
     }
 
-    /// The server has closed the connection.
+    /// Records that the server has closed the connection.
     pub(crate) fn dropped(&self) {
         let may = self.forfeit || self.unsure || self.broken;
         assert!(may, "the server drops a client that kept to the protocol");
     }
 
-    /// True if the client has kept to the protocol.
+    /// True if the client has followed the protocol.
     pub(crate) fn is_sound(&self) -> bool {
         !self.forfeit && !self.broken
     }

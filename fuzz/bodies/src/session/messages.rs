@@ -10,7 +10,7 @@ use shadowbell_vfio_user::wire::{self, Header, command as verb};
 use std::os::fd::OwnedFd;
 use zerocopy::IntoBytes;
 
-/// Maximum of descriptors with one message.
+/// Maximum number of descriptors with one message.
 pub(crate) const MOST_FDS: usize = 70;
 
 pub(crate) fn message(command: u16, id: u16, payload: &[&[u8]]) -> Vec<u8> {
@@ -33,7 +33,7 @@ pub(crate) fn dma_map(address: u64, size: u64, offset: u64, flags: u32) -> [u8; 
     zerocopy::transmute!(wire::DmaMap { argsz: 32, flags, offset, address, size })
 }
 
-/// Any message, its descriptors, and whether they are odd ones.
+/// A random message, its descriptors, and true if descriptors are of odd types.
 pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>, bool) {
     let verb = if source.rarely(12) { source.u16() } else { 1 + source.below(18) as u16 };
     let (mut fds, mut odd) = (Vec::new(), false);
@@ -97,7 +97,7 @@ pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<Owne
         verb::REGION_READ => {
             let (region, offset) = place(source);
             let count = source.near(&[4, 8, 1, 2, 256, 4096, 1 << 20, 0]) as u32;
-            // A long reply is slow, and rarely useful.
+            // Most reads are short, because a long reply is slow and rarely finds more.
             let count = if source.rarely(8) { count } else { count & 0x1fff };
             access(region, offset, count).to_vec()
         }
@@ -143,7 +143,7 @@ pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<Owne
     (message_with(verb, source.u8().into(), flags, &[&payload]), fds, odd)
 }
 
-/// A DEVICE_FEATURE: mostly migration states, and the dirty log.
+/// A DEVICE_FEATURE message: mostly migration states and the dirty log.
 fn feature(source: &mut Source<'_>) -> Vec<u8> {
     let (index, method, data) = match source.below(8) {
         0..=2 => {
@@ -216,7 +216,8 @@ fn value(source: &mut Source<'_>, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Descriptors: mostly of the expected kind (0 for memory, 1 for eventfds), and of other kinds.
+/// Descriptors: mostly of the type `wanted` (0 for memory, 1 for eventfds), and some of other
+/// types.
 fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<OwnedFd>, bool) {
     let count = match (source.below(8), wanted) {
         (0, _) => 0,
@@ -225,8 +226,8 @@ fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<O
         _ => 1 + source.below(5),
     };
     let odd = source.rarely(6);
-    // The server does not accept a client with many odd descriptors until they are closed, which
-    // takes time.
+    // The server accepts a new client only after the odd descriptors of the last one are closed,
+    // which takes time.
     let count = if odd { count.min(4) } else { count };
     let fds = (0..count).map(|_| {
         let kind = if odd { source.below(8) } else { wanted };
@@ -241,14 +242,14 @@ fn descriptor(kind: usize, file: &OwnedFd) -> OwnedFd {
     match kind {
         0 => file.try_clone().map_err(|_| rustix::io::Errno::MFILE),
         1 => eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK),
-        // A full eventfd: a write to it would block.
+        // A full eventfd: a write to it blocks.
         2 => eventfd(0, EventfdFlags::CLOEXEC).inspect(|fd| {
             let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
         }),
         3 => null(OFlags::RDWR | OFlags::CLOEXEC),
         4 => null(OFlags::PATH | OFlags::CLOEXEC),
         5 => rustix::pipe::pipe().map(|(reader, _)| reader),
-        // Empty, and sealed.
+        // A memfd that is empty and sealed.
         6 => {
             memfd_create("sealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).inspect(|fd| {
                 let _ = rustix::fs::fcntl_add_seals(fd, rustix::fs::SealFlags::all());
@@ -259,7 +260,7 @@ fn descriptor(kind: usize, file: &OwnedFd) -> OwnedFd {
     .expect("a descriptor")
 }
 
-/// Damages the bytes as a broken client might.
+/// Damages the bytes as a faulty client might.
 pub(crate) fn mangle(source: &mut Source<'_>, bytes: &mut Vec<u8>) {
     match source.below(4) {
         0 => bytes.truncate(source.below(bytes.len() + 1)),

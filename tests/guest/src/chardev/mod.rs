@@ -1,6 +1,6 @@
-//! Namespaces by their character devices (`/dev/ng0n1`) as disks of a server inside the guest:
-//! the server passes its clients' commands to the kernel's driver by io_uring, which sends them
-//! to shadowbell's controller, or QEMU's, outside of the guest.
+//! NVMe character devices (`/dev/ng0n1`) as disks of a server inside the guest. The server passes
+//! its clients' commands by io_uring to the kernel's driver. The kernel's driver sends them to a
+//! controller outside of the guest: Shadowbell's or QEMU's.
 
 mod tests;
 
@@ -98,8 +98,8 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
         servers.push(Server::start(run, &serve)?);
         devices.push(Device::VfioUser { socket: name.into() });
     }
-    // Multipath is off: two paths to a namespace would have one character device, but each
-    // controller needs its own.
+    // With multipath, two paths to a namespace share one character device, but each controller
+    // needs its own. Therefore multipath is off.
     let mut guest = boot(setup, run, kernel, devices, |config| {
         config.iommu = false;
         config.firmware =
@@ -118,7 +118,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
                 ensure!(number(&row, &format!("/by_kind/{kind}"))? > 0, "no {kind}: {row}");
             }
             println!("         {} commands", number(&row, "/commands")?);
-            // If the kernel supports Landlock, the sandbox is on, and the supervisor has opened
+            // If the kernel supports Landlock, the sandbox must be on, so the supervisor has opened
             // the device.
             ensure!(log.contains("sandbox on: "), "the sandbox is off: {log}");
             ensure!(!log.contains("uses threads"), "io_uring takes no commands: {log}");
@@ -236,8 +236,8 @@ fn stop(guest: &mut Guest) -> Result<String> {
     )
 }
 
-/// Writes through the server and reads by the kernel's block device, and vice versa. Discarded
-/// and zeroed blocks read as zeroes on the block device.
+/// Writes through the server and reads through the kernel's block device, and vice versa. Discarded
+/// and zeroed blocks must read as zeroes on the block device.
 fn same_bytes(guest: &mut Guest, which: Which) -> Result<()> {
     let device = which.device(guest)?;
     let block = device.replace("/ng", "/nvme");
@@ -271,7 +271,7 @@ fn by_ublk(guest: &mut Guest, which: Which) -> Result<()> {
     export.stop(guest)
 }
 
-/// Verifies by several clients while the server process is replaced repeatedly.
+/// Several clients verify their data while the server process is replaced repeatedly.
 fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
     let device = Which::Ours.device(guest)?;
     start(guest, &device)?;
@@ -289,7 +289,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
                       done; }; \
                   worker() { children | tail -n 1; }";
     for _ in 0..EVENTS {
-        // Load time of each server process.
+        // The load time of each server process.
         std::thread::sleep(Duration::from_secs(4));
         let event = if is_kill {
             "before=$(worker); kill -KILL $before && for i in $(seq 300); do \
@@ -311,7 +311,7 @@ fn while_it_verifies(guest: &mut Guest, is_kill: bool) -> Result<()> {
     Ok(())
 }
 
-/// Measures one load on both devices of a namespace, in turns.
+/// Measures one load on the character device and on the block device of a namespace, in turns.
 fn next_to_the_block_device(guest: &mut Guest, kernel: Kernel, rounds: usize) -> Result<Table> {
     let device = Which::Ours.device(guest)?;
     let disks = [device.clone(), device.replace("/ng", "/nvme")];

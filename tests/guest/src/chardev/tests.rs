@@ -15,7 +15,7 @@ use crate::setup::{MINUTE, Setup, character_device};
 use crate::vfio::{boot, pack_with};
 use shadowbell_harness::Report;
 
-/// Test programs: the model, cancels, and those with a server.
+/// Test programs: the disk model, cancels, and tests with a server.
 const SOURCES: [&str; 3] = [
     "crates/disk-file/tests/model.rs",
     "crates/disk-file/tests/namespace.rs",
@@ -24,7 +24,7 @@ const SOURCES: [&str; 3] = [
 /// Size of the disk for the model.
 const SMALL: u64 = 1 << 20;
 const SIZE: u64 = 16 << 20;
-/// Injected delay of every command, which can be cancelled until then.
+/// Injected delay of every command. The command can be cancelled during the delay.
 const LATE: &str = "stall=30ms";
 const UNANSWERED: &str = "unanswered::character_device_namespaces_pass";
 /// Time limit of a test, in an emulated guest.
@@ -121,14 +121,14 @@ fn booted(
 ) -> Result<Guest> {
     boot(setup, run, kernel, devices, |config| {
         config.iommu = false;
-        // Multipath is off: two paths to a namespace would have one character device, but each
-        // controller needs its own.
+        // With multipath, two paths to a namespace share one character device, but each controller
+        // needs its own. Therefore multipath is off.
         config.firmware = Firmware::Direct { append: format!("nvme_core.multipath=0 {words}") };
     })
 }
 
-/// Executes a test on the character device of this controller, and stalls and resumes the storage
-/// below when the test asks for it.
+/// Executes a test on the character device of this controller. When the test requests it, stops and
+/// resumes the storage behind the controller.
 fn carry_out(
     guest: &mut Guest,
     tests: &[PathBuf],
@@ -151,7 +151,8 @@ fn carry_out(
         MINUTE,
     )?;
     let ended = until_it_ends(guest, exporter);
-    // The storage is resumed in any case: a process that waits for hung storage cannot be ended.
+    // The storage is resumed in any case, because a process that waits for hung storage cannot be
+    // killed.
     exporter.go_on()?;
     let said = guest.sh("cat /tmp/test", MINUTE)?;
     let code = ended.with_context(|| said.clone())?;

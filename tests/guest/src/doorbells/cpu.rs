@@ -1,8 +1,10 @@
-//! Host CPU time of an I/O on a file: of QEMU, guest included, and of the server if there is one.
-//! Shadowbell over vfio-user is compared with QEMU's own controller with shadow doorbells. Each
-//! has its own image, accessed with O_DIRECT and io_uring; both are in one guest and measured in
-//! turn. The measurement is repeated with all processes on one CPU: a wakeup on the same CPU does
-//! not have to wake a halted CPU, which is the largest part of its cost under some hypervisors.
+//! Host CPU time of an I/O on a file, of QEMU with its guest and of the server if there is one.
+//! Shadowbell over vfio-user is compared with QEMU's own controller, which uses shadow doorbells.
+//! Each has its own image, opened with O_DIRECT and io_uring. Both are in one guest and are
+//! measured in turn.
+//!
+//! The measurement is repeated with all processes on one CPU. A wakeup on the same CPU does not
+//! have to wake a halted CPU, which is the largest part of its cost under some hypervisors.
 
 use std::fs::File;
 use std::io::Write;
@@ -23,11 +25,11 @@ use shadowbell_harness::Report;
 
 // The length of a measurement.
 const TIME: Duration = Duration::from_millis(2000);
-/// Duration of the short run, whose CPU time is subtracted. It consists mostly of the start and
-/// the end of fio, which take a good part of a second in this guest.
+/// Duration of the short run, whose CPU time is subtracted. Most of this CPU time is for the start
+/// and the end of fio, which take almost a second in this guest.
 const SHORT: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
-/// Number of attempts to measure a turn.
+/// Number of attempts to measure one turn.
 const TRIES: usize = 3;
 
 struct Contestant {
@@ -201,7 +203,8 @@ fn measure(
     Ok(rows)
 }
 
-/// Cost per I/O: that of a long run minus that of a short one.
+/// Cost per I/O: the cost of a long run minus that of a short run, divided by the difference of
+/// their I/Os.
 fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> {
     for _ in 0..TRIES {
         let short = timed(guest, contestant, depth, SHORT)?;
@@ -213,7 +216,8 @@ fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> 
             Share { micros: seconds / ios * 1e6, sleeps: sleeps / ios }
         };
         let (qemu, server) = (each(run.1, short.1), each(run.2, short.2));
-        // A run without progress or CPU time is discarded: the machine was suspended meanwhile.
+        // If there was no progress or no CPU time, the machine was suspended, and the run is
+        // discarded.
         if ios > 100 && qemu.micros > 0.0 {
             return Ok(Cost { iops: run.0.iops, qemu, server });
         }
@@ -221,7 +225,7 @@ fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> 
     bail!("{}, iodepth {depth}: {TRIES} times nothing that could be measured", contestant.device)
 }
 
-/// Executes a run, and returns the CPU time that QEMU and the server used during it.
+/// Executes a run. Returns its result, and the CPU time that QEMU and the server used meanwhile.
 fn timed(
     guest: &mut Guest,
     contestant: &Contestant,

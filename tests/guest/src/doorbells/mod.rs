@@ -1,12 +1,13 @@
-//! Savings by shadow doorbells: shadowbell's controller and QEMU's own, each with and without
-//! them, four disks in one guest, measured in turn (rows of the table `S3`).
+//! Savings by shadow doorbells. Shadowbell's controller and QEMU's own, each with and without
+//! shadow doorbells, are four disks of one guest and are measured in turn (rows of the table `S3`).
 //!
-//! The disks have no backing store: shadowbell's is `null:`, QEMU's is on its `null-co` block
-//! driver, so the figures are those of the command path. IOPS are the median of several rounds.
-//! Doorbells and interrupts are counted at the device in a separate run, because QEMU's trace
-//! slows each of them down, and divided by the I/Os that fio completed.
+//! The disks have no backing store: Shadowbell's is `null:`, and QEMU's uses the block driver
+//! `null-co`. So the figures are the cost of the command path. IOPS are the median of several
+//! rounds. Doorbells and interrupts are counted at the device in a separate run, because QEMU's
+//! trace makes each of them slower. The counts are divided by the number of I/Os that fio has
+//! completed.
 //!
-//! A second table measures the host CPU time of an I/O on a file: see `cpu`.
+//! A second table has the host CPU time of an I/O on a file: see `cpu`.
 
 mod cpu;
 mod usage;
@@ -91,7 +92,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         devices.push(of_guest);
     };
     if setup.controller == ControllerKind::Shadowbell {
-        // The emulated guest takes about ten times as long for an I/O as a real one, so the
+        // An I/O takes about ten times as long in the emulated guest as in a real one, so the
         // maximum poll time of the I/O threads is ten times the default.
         let shadow = &["--poll-max", POLL_MAX][..];
         let mmio = &["--poll-max", POLL_MAX, "--no-shadow-doorbells"][..];
@@ -105,7 +106,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let drive = Drive::Null(DISK_BYTES);
         add("qemu", doorbells, None, Device::QemuNvme { drive, dbcs });
     }
-    // The guest has one CPU, so that the other CPU is free for the device.
+    // The guest has one CPU, so the other CPU of the machine is free for the device.
     let mut guest = setup.boot(run, kernel, devices, |config| config.cpus = 1)?;
     for (index, contestant) in contestants.iter_mut().enumerate() {
         contestant.dev = names(&mut guest, index)?.1;
@@ -147,7 +148,7 @@ fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> 
                 device: contestant.device,
                 doorbells: contestant.doorbells,
                 depth,
-                // Without rounds, the run for the counts is the only one.
+                // If no rounds are requested, the run that counts doorbells is the only result.
                 fio: median(measured).unwrap_or(fio),
                 commands,
                 doorbell_writes,
@@ -183,7 +184,7 @@ fn count(guest: &mut Guest, contestant: &mut Contestant, depth: u32) -> Result<C
         Ok::<u64, anyhow::Error>(of(&after)?.saturating_sub(of(&before)?))
     };
     let (commands, total) = (grown("commands")?, fio.total);
-    // The kernel may read the disk in addition to fio, but only a little.
+    // The kernel may read the disk as well as fio does, but only a little.
     let close = commands >= total && commands <= total + total / 50 + 20;
     ensure!(close, "the server counted {commands} commands where fio did {total} I/Os");
     let (doorbell_writes, interrupts) = (grown("doorbell_mmio_writes")?, grown("interrupts")?);

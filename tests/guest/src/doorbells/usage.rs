@@ -28,7 +28,7 @@ impl Usage {
             let path = format!("/proc/{process}/task/{thread}/status");
             match fs::read_to_string(&path) {
                 Ok(text) => sleeps += switches(&text).context("no switches in its status")?,
-                // The thread has ended in the meantime.
+                // The thread has ended since it was listed.
                 Err(error) if is_gone(&error) => {}
                 Err(error) => return Err(error).context(path),
             }
@@ -103,13 +103,13 @@ mod tests {
         let (to, from) = mpsc::channel::<mpsc::Sender<()>>();
         let thread = std::thread::spawn(move || {
             for _ in 0..50 {
-                // One of the sleeps that are counted.
+                // One of the sleeps that the test counts.
                 std::thread::sleep(std::time::Duration::from_micros(100));
             }
-            // The thread lives until it was counted.
+            // The thread must not end before its sleeps were counted.
             from.recv().unwrap().send(()).unwrap();
         });
-        // A sleep of this thread counts, too.
+        // A sleep of this thread is counted as well.
         std::thread::sleep(std::time::Duration::from_millis(1));
         while Usage::of(std::process::id()).unwrap().since(before).sleeps < 50.0 {
             std::thread::yield_now();

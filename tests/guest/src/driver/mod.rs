@@ -1,9 +1,9 @@
 //! The driver through Linux VFIO, inside a guest with an emulated IOMMU.
 //!
-//! Four controllers are driven: QEMU's own with and without shadow doorbells, shadowbell's over
-//! vfio-user, and shadowbell's with blocks of 4096 bytes. Two more share one IOMMU group. A
-//! second guest measures speed (module `table`). A third guest has a virtio disk whose backend is
-//! the driver on the host (module `vhost`).
+//! The driver attaches to four controllers: QEMU's own with and without shadow doorbells,
+//! Shadowbell's over vfio-user, and Shadowbell's with blocks of 4096 bytes. Two more controllers
+//! share one IOMMU group. A second guest measures speed (module `table`). A third guest has a
+//! virtio disk whose backend is the driver on the host (module `vhost`).
 
 mod refusals;
 mod table;
@@ -28,7 +28,7 @@ struct Driven {
     block_size: u32,
 }
 
-/// In the order of their PCI addresses.
+/// The controllers, in the order of their PCI addresses.
 const DRIVEN: [Driven; 4] = [
     Driven { what: "QEMU's with shadow doorbells", doorbells: "shadow", block_size: 512 },
     Driven { what: "QEMU's without", doorbells: "mmio", block_size: 512 },
@@ -100,8 +100,8 @@ fn driving(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> 
     Ok(())
 }
 
-/// QEMU's arguments for two controllers that are functions of one PCI device. Without ACS between
-/// the functions they share an IOMMU group.
+/// QEMU's arguments for two controllers that are functions of one PCI device. The functions share
+/// an IOMMU group, because there is no ACS between them.
 fn in_one_group() -> Vec<String> {
     let mut arguments = Vec::new();
     for function in 0..2 {
@@ -135,7 +135,7 @@ fn bind_all(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Attaches to one controller in every completion mode, moves data and verifies it.
+/// Attaches to one controller in every completion mode, and writes and verifies data.
 fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) {
     let (target, what) = (target(index), driven.what);
     report.check(&format!("{what}: attached and identified"), |_| {
@@ -174,8 +174,8 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
         });
     }
     report.check(&format!("{what}: large commands, and bytes that end within a block"), |_| {
-        // 3 MiB and 777 bytes, different in each MiB: the transfers need PRP lists and end within
-        // a block.
+        // The data are 3 MiB and 777 bytes, different in each MiB. Their transfer needs PRP lists,
+        // and ends within a block.
         guest.sh(
             "for i in 1 2 3; do dd if=/dev/urandom bs=1M count=1; done >/tmp/data 2>/dev/null; \
              head -c 777 /dev/urandom >>/tmp/data",
@@ -190,7 +190,8 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
     });
 }
 
-/// Checks that 64 buffers of 64 KiB take two huge pages, and release them at the end.
+/// Checks that 64 buffers of 64 KiB use two huge pages, and that the program releases these pages
+/// at its end.
 fn huge_pages(guest: &mut Guest) -> Result<()> {
     let target = target(2);
     guest.sh(
@@ -226,9 +227,9 @@ fn give_back(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Checks the IOMMU faults in the kernel's log. One fault is expected: the kernel's driver has
-/// left a translation behind, and attaching succeeds all the same. Further faults would be this
-/// driver's.
+/// Checks the IOMMU faults in the kernel's log. One fault is expected: the kernel's driver leaves a
+/// translation behind, which does not prevent attaching. Any other fault would be caused by
+/// Shadowbell's driver.
 fn faults(guest: &mut Guest) -> Result<()> {
     let log = guest.dmesg()?;
     let faults: Vec<_> =

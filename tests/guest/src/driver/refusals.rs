@@ -20,7 +20,7 @@ fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Checks a refusal to a user other than root, after a change that root makes.
+/// Checks that a user other than root is refused, after root has made the change `change`.
 fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]) -> Result<()> {
     guest.sh(change, MINUTE)?;
     let output = guest.run(&format!("su other -c '{then}'"), MINUTE)?;
@@ -31,7 +31,7 @@ fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]
     Ok(())
 }
 
-/// Refusals while the kernel's driver has the controllers.
+/// Refusals while the controllers are bound to the kernel's driver.
 pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) {
     let address = config::pci_address(0);
     report.check(
@@ -56,7 +56,7 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
         let words = [format!("{disk} is mounted at /mnt")];
         refused(guest, &format!("bind {address}"), &[&words[0]])?;
         guest.sh("touch /mnt/still-there && umount /mnt", MINUTE)?;
-        // The mount is in another mount namespace, which the program does not see.
+        // The program cannot see this mount, which is in another mount namespace.
         guest.sh(
             &format!(
                 "unshare -m sh -c 'mount /dev/{disk} /mnt && touch /tmp/hidden && exec sleep 1000' & \
@@ -66,8 +66,8 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
             MINUTE,
         )?;
         let hidden = refused(guest, &format!("bind {address}"), &[&disk, "opened exclusively"]);
-        // The kernel completes the unmount asynchronously, and blkdiscard opens the disk
-        // exclusively.
+        // The kernel completes the unmount asynchronously. Until then blkdiscard, which opens the
+        // disk exclusively, may fail.
         guest.sh(
             &format!(
                 "kill $(cat /tmp/hidden.pid); for i in $(seq 100); do \
@@ -87,7 +87,7 @@ pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) 
     });
 }
 
-/// Refusals while VFIO does not trust devices without interrupt remapping.
+/// Refusals while VFIO rejects devices without interrupt remapping.
 pub(crate) fn while_distrusted(report: &mut Report, guest: &mut Guest) {
     report.check("a machine without interrupt remapping is refused with the workaround", |_| {
         refused(guest, &format!("list {}", target(0)), &["allow_unsafe_interrupts"])
@@ -134,7 +134,7 @@ pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
             refused_to_others(guest, "true", &list, &["no permission for", "chown"])?;
             let limited = format!("ulimit -l 64; {list}");
             refused_to_others(guest, &format!("chown other {group}"), &limited, &["ulimit -l"])?;
-            // With a sufficient memlock limit, an ordinary user may drive the controller.
+            // A user other than root may drive the controller if its memlock limit is sufficient.
             guest.sh(&format!("ulimit -l 1000000; su other -c '{list}'"), MINUTE)?;
             guest.sh(&format!("chown root {group}"), MINUTE)
         },

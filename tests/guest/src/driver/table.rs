@@ -1,11 +1,11 @@
-//! Speed of the driver through VFIO (rows of the table `S2`): a controller driven by the kernel
-//! and accessed through linux-aio and io_uring, driven by QEMU's `nvme://`, and driven by
-//! shadowbell, polling and with interrupts. One guest has two controllers without a backing
-//! store, and all drivers execute the same sequential reads.
+//! Speed of the driver through VFIO (rows of the table `S2`). A controller is driven by the kernel,
+//! and read through linux-aio and io_uring; by QEMU's `nvme://`; and by Shadowbell, polling and
+//! with interrupts. One guest has two controllers without a backing store. All drivers execute the
+//! same sequential reads.
 //!
-//! The time is the one that `qemu-img bench` and `shadowbell bench` print: both exclude start and
-//! attach. Doorbells and interrupts are counted at the device, in a separate run, because QEMU's
-//! trace slows each of them down.
+//! `qemu-img bench` and `shadowbell bench` print the time, without start and attach. Doorbells and
+//! interrupts are counted at the device in a separate run, because QEMU's trace makes each of them
+//! slower.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
@@ -41,8 +41,8 @@ enum Way {
 }
 
 impl Way {
-    /// All paths. Those through the kernel's driver come first, because the controller is bound
-    /// to VFIO after them.
+    /// All paths. Those through the kernel's driver are measured first, because the controller is
+    /// bound to VFIO afterwards.
     const ALL: [Self; 6] =
         [Self::LinuxAio, Self::IoUring, Self::QemuNvme, Self::Nbd, Self::Interrupts, Self::Polling];
 
@@ -82,7 +82,7 @@ impl Way {
 struct Controller {
     name: &'static str,
     address: String,
-    /// Block device of the controller, while the kernel's driver has it.
+    /// Block device of the controller while it is bound to the kernel's driver.
     disk: String,
     server: Option<Server>,
     /// True if QEMU's `nvme://` can drive the controller.
@@ -112,8 +112,8 @@ impl Row {
         count as f64 / self.counted.max(1) as f64
     }
 
-    /// Interrupts per I/O, or `None` for QEMU's `nvme://`: it uses one vector for all of its
-    /// queues, that of the admin queue, which is not counted.
+    /// Interrupts per I/O. `None` for QEMU's `nvme://`, which uses the vector of the admin queue
+    /// for all queues; interrupts of this vector are not counted.
     fn interrupts_per_io(&self) -> Option<f64> {
         (self.way != Way::QemuNvme).then(|| self.per_io(self.interrupts))
     }
@@ -149,7 +149,7 @@ impl Row {
 }
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
-    // Long polling before an I/O thread sleeps, because the emulated guest is slow.
+    // I/O threads poll for a long time before they sleep, because the emulated guest is slow.
     let disk = setup.serve(
         run,
         "driver",
@@ -159,7 +159,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     )?;
     let devices =
         vec![Device::QemuNvme { drive: Drive::Null(DISK_BYTES), dbcs: true }, disk.device.clone()];
-    // The guest has one CPU, so that the other CPU is free for the device.
+    // The guest has one CPU, so the other CPU of the machine is free for the device.
     let mut guest = boot(setup, run, kernel, devices, |config| config.cpus = 1)?;
     load(&mut guest, MODULES)?;
     allow_unsafe_interrupts(&mut guest)?;
@@ -222,7 +222,7 @@ fn measure(guest: &mut Guest, controllers: &mut [Controller], rounds: usize) -> 
                 let run = count(guest, controller, way, depth, bs, counted)?;
                 let (doorbells, interrupts) = (run.doorbells, run.interrupts);
                 times.sort_by(f64::total_cmp);
-                // Without rounds, the run for the counts is the only one.
+                // If no rounds are requested, the run that counts doorbells is the only result.
                 let (ios, seconds) = match times.get(times.len() / 2) {
                     Some(&seconds) => (ios, seconds),
                     None => (counted, run.seconds),
@@ -245,10 +245,11 @@ fn measure(guest: &mut Guest, controllers: &mut [Controller], rounds: usize) -> 
     Ok(rows)
 }
 
-/// True if QEMU's `nvme://` completes a read. Debian's QEMU 11.1 writes ACQ only after CC.EN,
-/// which the specification does not allow (Base 2.1, 3.5.1), so completions go to the previous
-/// address of ACQ. QEMU's own controller keeps ACQ over a function level reset: after one attempt
-/// that hangs, the next attempt finds its own address there.
+/// True if QEMU's `nvme://` completes a read from the controller. Debian's QEMU 11.1 writes ACQ
+/// only after CC.EN, which the specification does not allow (Base 2.1, 3.5.1). So the controller
+/// posts completions to the previous address in ACQ, and the first attempt hangs. QEMU's own
+/// controller keeps ACQ over a function level reset, so ACQ is already correct in the second
+/// attempt.
 fn can_be_driven_by_qemu(guest: &mut Guest, controller: &Controller) -> Result<bool> {
     let command =
         format!("timeout 10 qemu-img bench -f raw -c 1 -s 4096 nvme://{}/1", controller.address);
@@ -277,8 +278,9 @@ fn time(
     let image = match way {
         Way::LinuxAio => format!("-t none -i native -n /dev/{}", controller.disk),
         Way::IoUring => format!("-t none -i io_uring -n /dev/{}", controller.disk),
-        // Without `-t none`, which would switch the controller's write cache for one namespace:
-        // QEMU's own controller refuses that, and there is no host cache to bypass.
+        // The option `-t none` is omitted: there is no host cache to bypass, and the option would
+        // set the write cache of the controller for one namespace, which QEMU's own controller
+        // refuses.
         Way::QemuNvme => format!("nvme://{}/1", controller.address),
         Way::Nbd => "'nbd+unix:///?socket=/tmp/nbd.sock'".to_owned(),
         Way::Interrupts | Way::Polling => {

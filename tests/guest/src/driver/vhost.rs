@@ -1,6 +1,6 @@
-//! A virtio disk whose backend is shadowbell's driver on the host: `shadowbell export
-//! --vhost-user-blk` for QEMU's `vhost-user-blk-pci`, on a controller in another process. Its
-//! rows belong to the table `S2`, but are measured in another guest, which has no NVMe
+//! A virtio disk whose backend is Shadowbell's driver on the host. `shadowbell export
+//! --vhost-user-blk` serves QEMU's `vhost-user-blk-pci`, and reads from a controller of another
+//! process. The rows belong to the table `S2`, but another guest is measured, which has no NVMe
 //! controller.
 
 use shadowbell_testing::wait;
@@ -29,7 +29,7 @@ const SIZE: u64 = 512 << 20;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let shadowbell = setup.shadowbell.as_deref().context("this needs the shadowbell program")?;
-    // Long polling before a thread sleeps, as in the table.
+    // The thread polls for a long time before it sleeps, as in the table.
     let look = ["--poll-max", "1000"];
     let disk = setup.serve(run, "behind", &[format!("mem:{SIZE}")], &look, None)?;
     let export = export(shadowbell, run, &look)?;

@@ -7,7 +7,7 @@ pub(crate) const SIZE: u64 = 512 << 20;
 pub(crate) struct Controller {
     pub(crate) name: &'static str,
     pub(crate) address: String,
-    /// Block device of the controller, while the kernel's driver has it.
+    /// Block device of the controller while it is bound to the kernel's driver.
     pub(crate) disk: String,
 }
 

@@ -1,5 +1,5 @@
-//! The disk as a ublk device of the guest's kernel: its attributes, the integrity of its data,
-//! and the end of its server, in order or by `kill -9`.
+//! The disk as a ublk device of the guest's kernel: its attributes, the integrity of its data, and
+//! the end of its server process, in order or by `kill -9`.
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::Guest;
@@ -65,7 +65,8 @@ impl Export {
         )
     }
 
-    /// Ends the server as an operator would. The device must disappear, and the exit status be 0.
+    /// Ends the server as an operator does. The device must disappear, and the exit status must be
+    /// 0.
     pub(crate) fn stop(self, guest: &mut Guest) -> Result<()> {
         self.signal(guest, "TERM")?;
         let said = self.ended(guest)?;
@@ -141,7 +142,7 @@ pub(crate) fn kernel_is_content(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Cleans up after a failure: the controller is free for the next check.
+/// Removes what a failed check has left, so that the next check can use the controller.
 fn tidy(guest: &mut Guest) -> Result<()> {
     let script = "umount /mnt; for signal in TERM KILL; do \
             kill -$signal $(cat /tmp/pid0); \
@@ -179,7 +180,8 @@ fn attributes(
         Ok(())
     };
     let sectors = (SIZE / 512).to_string();
-    // Shadowbell's memory disk has no volatile write cache; QEMU's controller has one.
+    // The memory disk of Shadowbell's controller has no volatile write cache. QEMU's controller has
+    // one.
     for (controller, cache, fua) in
         [(shadowbell_controller, "write through", "0"), (qemu, "write back", "1")]
     {
@@ -228,8 +230,8 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
         ),
         MINUTE,
     )?;
-    // Write Zeroes between blocks that are not zero, and data through the page cache, which the
-    // end of the export flushes.
+    // The steps are a Write Zeroes between blocks that are not zero, and a write through the page
+    // cache, which the end of the export flushes.
     guest.sh(
         &format!(
             "yes shadowbell | dd of=/dev/{disk} bs=1M seek=100 count=8 iflag=fullblock oflag=direct && \
@@ -241,7 +243,7 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
         MINUTE,
     )?;
     export.stop(guest)?;
-    // The driver reads data that was written through the kernel.
+    // The driver reads data that were written through the kernel.
     let read = format!(
         "shadowbell read {} --offset 200M --length 3000000 -o /tmp/back && cmp /tmp/data /tmp/back",
         controller.target()
@@ -249,7 +251,7 @@ fn content(guest: &mut Guest, controller: &Controller) -> Result<()> {
     guest.sh(&read, MINUTE).map(drop)
 }
 
-/// Checksum of every file, sorted by path. Input of a comparison.
+/// Checksum of every file, sorted by path, for a comparison.
 const SUMS: &str = "find usr -xdev -type f | sort | xargs sha256sum";
 
 fn file_system(guest: &mut Guest, controller: &Controller) -> Result<()> {
@@ -289,8 +291,8 @@ fn in_use(guest: &mut Guest, controller: &Controller) -> Result<()> {
     Ok(())
 }
 
-/// fio writes and verifies while the server of its disk is killed repeatedly. Each server logs
-/// `words`.
+/// fio writes and verifies while the server process of its disk is killed repeatedly. The log of
+/// each server process must contain `words`.
 pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()> {
     let mut export = Export::start(guest, target, "--recover")?;
     let disk = export.disk.clone();
@@ -309,10 +311,10 @@ pub(crate) fn killed(guest: &mut Guest, target: &str, words: &str) -> Result<()>
         // The controller stays in use until the kernel has released the memory of the killed
         // process.
         export.ended(guest)?;
-        // Without --recover the device stays as the dead process has left it.
+        // Without --recover, a new server must refuse the device of the dead process.
         refused(guest, &format!("{target} --ublk --ublk-id 0"), &["--recover"]).or_else(
             |error| {
-                // The killed process may still exist.
+                // The killed process may still exist, which gives another message.
                 if error.to_string().contains("is served by") { Ok(()) } else { Err(error) }
             },
         )?;
@@ -338,7 +340,7 @@ fn not_taken_over(guest: &mut Guest, controller: &Controller) -> Result<()> {
     export.ended(guest)?;
     refused(guest, &format!("{target} --ublk --ublk-id 0 --recover"), &["bytes", "536870912"])?;
     refused(guest, "local:mem:1GiB --ublk --ublk-id 0 --recover", &["was lost"])?;
-    // The target may still be locked by the killed process.
+    // The killed process may still hold the lock of the first target, so another target is used.
     let export = Export::start(guest, "local:null:1GiB", "--recover")?;
     export.stop(guest)
 }

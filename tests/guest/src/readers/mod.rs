@@ -1,9 +1,10 @@
-//! Several readers of one disk, with a queue pair per CPU: the driver's attach banner, the disk
-//! as `/dev/ublkbN` inside the guest, and the speed of one and several readers (rows of the table
-//! `S4`).
+//! Several readers of one disk, with a queue pair for each CPU. The suite checks the banner that
+//! the driver prints when it attaches, and the disk as `/dev/ublkbN` inside the guest. It measures
+//! the speed of one and several readers (rows of the table `S4`).
 //!
-//! Two controllers are driven, QEMU's and shadowbell's, first by the kernel's driver and then,
-//! through VFIO, by shadowbell's. The guest has two CPUs, so readers and queues are on both.
+//! There are two controllers, QEMU's and Shadowbell's. First the kernel's driver drives them, and
+//! then Shadowbell's driver, through VFIO. The guest has two CPUs, so readers and queues run on
+//! both.
 
 mod controller;
 mod device;
@@ -40,7 +41,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         shadowbell_disk.device.clone(),
     ];
     let mut guest = boot(setup, run, kernel, devices, |config| config.memory_mib = 1536)?;
-    // QEMU sends a vfio-user server one message per page that its IOMMU maps, so huge pages keep
+    // QEMU sends a vfio-user server one message for each page that the IOMMU maps. Huge pages keep
     // the number of messages low.
     guest.sh(
         "echo 64 >/proc/sys/vm/nr_hugepages && grep -q 'HugePages_Free: *64' /proc/meminfo",
@@ -53,7 +54,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     };
     let controllers = [find(0, "qemu")?, find(1, "shadowbell")?];
     let [qemu, shadowbell_controller] = &controllers;
-    // Measurements are not checked: one round needs one controller, and none needs none.
+    // Measurements are not checked. One round measures only one controller, and no rounds measure
+    // none.
     let measured = match setup.rounds {
         0 => &[][..],
         1 => std::slice::from_ref(shadowbell_controller),

@@ -1,6 +1,6 @@
-//! Speed of readers (rows of the table `S4`): random reads of 512 bytes and of 4 KiB with 1, 2
-//! and 4 readers, sequential readers on the raw disk and through a file system. Each reader has
-//! one read in flight.
+//! Speed of readers (rows of the table `S4`): 1, 2 and 4 readers with random reads of 512 bytes and
+//! of 4 KiB, and sequential readers of the raw disk and through a file system. Each reader has one
+//! read in flight.
 
 use std::time::Duration;
 
@@ -27,9 +27,10 @@ const LARGE: u32 = 128 << 10;
 const RAW: [u16; 2] = [1, 5];
 /// Numbers of sequential readers through a file system. Each reader has its own file.
 const FILES: [u16; 2] = [1, 2];
-/// Duration of random reads in one turn. It is short because there are many turns.
+/// Duration of random reads in one turn. The duration is short, because there are many turns.
 const TIME: Duration = Duration::from_millis(500);
-/// Bytes that sequential readers read: together from the raw disk, and each from its file.
+/// Number of bytes that sequential readers read: of all readers of the raw disk together, and of
+/// each reader of a file.
 const RAW_BYTES: u64 = 320 << 20;
 const FILE_BYTES: u64 = 128 << 20;
 
@@ -135,9 +136,9 @@ fn median(mut rounds: Vec<Figures>) -> Result<Figures> {
     Ok(middle)
 }
 
-/// Measures conditions on every controller in turn, so that other load of this machine affects
-/// all of them. Every second turn has the reverse order, so that after-effects of one condition
-/// affect all of them too.
+/// Measures conditions on every controller in turn, so that other load of this machine affects all
+/// controllers. Every second turn has the reverse order, so that a condition does not always follow
+/// the same one.
 fn in_turn<'a>(
     controllers: &'a [Controller],
     turns: usize,
@@ -164,8 +165,8 @@ fn in_turn<'a>(
     rows.collect()
 }
 
-/// Groups conditions that are compared, so that they are measured together: the sizes of random
-/// reads.
+/// Groups conditions that are compared with each other, so that they are measured together: the
+/// sizes of random reads.
 fn together(things: impl Iterator<Item = What>) -> Vec<Vec<What>> {
     let mut groups: Vec<Vec<What>> = Vec::new();
     for what in things {
@@ -179,7 +180,7 @@ fn together(things: impl Iterator<Item = What>) -> Vec<Vec<What>> {
     groups
 }
 
-/// Number of turns of a group. Random reads take half a second each, so they get more turns.
+/// Number of turns of a group. Random reads take only half a second each, so they have more turns.
 fn turns(group: &[What], rounds: usize) -> usize {
     if group.iter().all(|what| what.rw == "randread") { 2 * rounds + 1 } else { rounds }
 }
@@ -260,7 +261,7 @@ pub(crate) fn through_ublk(
 ) -> Result<Vec<Row>> {
     let export = Export::start(guest, &controller.target(), "")?;
     let rows = through(guest, controller, rounds, &export);
-    // After a failure the file system is unmounted, so that the controller is free.
+    // The file system is unmounted also after a failure, so that the controller is free.
     guest.sh("! grep -q ' /mnt ' /proc/mounts || umount /mnt", MINUTE)?;
     let stopped = export.stop(guest);
     rows.and_then(|rows| stopped.map(|()| rows))
@@ -275,8 +276,8 @@ fn through(
     let disk = &export.disk;
     let one = std::slice::from_ref(controller);
     let mut rows = Vec::new();
-    // One size of random reads, and the sequential ones: the readers of the driver show the other
-    // size.
+    // The sequential readers, and one size of random reads. The table has the other size for
+    // readers through the driver.
     for what in raw("shadowbell", "ublk").filter(|what| what.bs != 4096) {
         let turns = turns(&[what], rounds);
         let asleep = export.sleeps(guest)?;
@@ -284,7 +285,7 @@ fn through(
             Ok(fio::run(guest, what.rw, &raw_readers(disk, what), TIME)?.into())
         })?;
         if (what.rw, what.readers) == ("randread", 1) {
-            // The number of reads of a turn is estimated by that of the median turn.
+            // The number of reads in all turns is estimated from the number in the median turn.
             let reads = row.iter().map(|row| row.commands).sum::<u64>() * turns as u64;
             let each = export.sleeps(guest)?.saturating_sub(asleep) as f64 / reads.max(1) as f64;
             println!(
@@ -317,11 +318,11 @@ fn through(
     Ok(rows)
 }
 
-/// Prints the targets of the table, which depend on other load of this machine, and checks only
-/// that all of it was measured.
+/// Prints the targets of the table, which depend on other load of this machine. Checks only that
+/// every row was measured.
 pub(crate) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
     report.check("every row was measured", |_| {
-        // For each controller: rows of the kernel, of the driver under test, of ublk, and of
+        // Each controller has rows of the kernel's driver, of Shadowbell's driver, of ublk, and of
         // files.
         let each = 2 * (READERS.len() * SMALL.len() + RAW.len())
             + (READERS.len() + RAW.len())

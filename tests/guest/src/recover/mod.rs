@@ -1,10 +1,10 @@
 //! Recovery of the driver through VFIO, and zero-copy of a stacked controller, in a guest.
 //!
-//! * `recovery_steps`: one load with every byte verified, on QEMU's controller, which has no
-//!   faults, on shadowbell's, which injects them, and on one that is removed.
-//! * `stacked`: a controller of shadowbell's inside the guest, whose namespace is a namespace of
-//!   another controller that the driver owns. The client's memory is mapped into the IOMMU, so data
-//!   are not copied.
+//! * `recovery_steps`: one load whose every byte is verified, on QEMU's controller, which has no
+//!   faults, on Shadowbell's controller, which injects faults, and on one that is removed.
+//! * `stacked`: a Shadowbell controller inside the guest. Its namespace is a namespace of another
+//!   controller, which the driver owns. The client's memory is mapped into the IOMMU, so data are
+//!   not copied.
 
 mod controllers;
 mod recovery_steps;
@@ -23,8 +23,8 @@ use shadowbell_harness::Report;
 
 /// Size of each disk in bytes.
 const SIZE: u64 = 128 << 20;
-/// Disables the kernel's NVMe driver, which would meet the faults first and wait half a minute
-/// for each.
+/// Disables the kernel's NVMe driver. Otherwise it would attach first, and wait half a minute for
+/// each injected fault.
 const NO_KERNEL_DRIVER: &str = "initcall_blacklist=nvme_init";
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
@@ -42,7 +42,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             devices.push(Device::QemuNvme { drive: Drive::Image(name.into()), dbcs: true });
             continue;
         }
-        // Long polling before a thread sleeps, because the emulated guest is slow.
+        // Threads poll for a long time before they sleep, because the emulated guest is slow.
         let mut options = vec!["--poll-max", "1000"];
         options.extend(which.faults().into_iter().flat_map(|faults| ["--faults", faults]));
         let (name, disks) = (which.name(), [format!("mem:{SIZE}")]);
@@ -57,7 +57,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         .check("VFIO's modules load, and bind takes controllers without a driver", |_| {
             load(&mut guest, MODULES)?;
             allow_unsafe_interrupts(&mut guest)?;
-            // QEMU sends a vfio-user server one message per page that its IOMMU maps, so huge
+            // QEMU sends a vfio-user server one message for each page that the IOMMU maps. Huge
             // pages keep the number of messages low.
             guest.sh("echo 32 >/proc/sys/vm/nr_hugepages", MINUTE)?;
             let addresses = Which::ALL.map(Which::address);

@@ -1,4 +1,4 @@
-//! Recovery through VFIO: every recovery step is taken, and no data are lost.
+//! Recovery through VFIO: the driver takes every recovery step, and no data are lost.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -10,8 +10,8 @@ use crate::setup::MINUTE;
 use shadowbell_bench::table::Table;
 use shadowbell_harness::Report;
 
-/// Names of faults in the server's log, of which each must have been injected: all faults of I/O
-/// commands.
+/// Names in the server's log of all faults of I/O commands. Each of these faults must have been
+/// injected.
 const INJECTED: [&str; 14] = [
     "Fatal",
     "SubsystemReset",
@@ -32,7 +32,7 @@ const INJECTED: [&str; 14] = [
 /// The load on each controller. Its time limits suit an emulated guest on a busy machine.
 const LOAD: &str = "--iodepth 128 --numjobs 2 --size 32m --max-bs 32k";
 const IMPATIENT: &str = "--timeout 240ms --admin-timeout 1 --repeats 40 --retries 200";
-/// Minimum number of each recovery step beyond an abort.
+/// Minimum number of each recovery step other than aborts.
 const TAKEN: u64 = 3;
 
 pub(crate) fn run(report: &mut Report, guest: &mut Guest, kernel: Kernel) {
@@ -67,7 +67,7 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest, kernel: Kernel) {
                 "no command was submitted again: {row}"
             );
             ensure!(number(&row, "/recovery/given_up")? == 0, "the controller was given up: {row}");
-            // Duplicate completions, and completions of no command.
+            // The unknown completions are duplicate ones, and those without a command.
             ensure!(number(&row, "/unknown_completions")? > 0, "{row}");
             Ok(())
         },
@@ -87,7 +87,7 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest, kernel: Kernel) {
     report.table(table(rows, kernel));
 }
 
-/// Checks the row of a run that has recovered: no error, no wrong data.
+/// Checks the row of a run in which the driver has recovered: no error, and no wrong data.
 fn fine(row: &Value, code: i32) -> Result<()> {
     ensure!(code == 0, "it ended with {code}: {row}");
     ensure!(number(row, "/verify_errors")? == 0 && number(row, "/failed")? == 0, "{row}");

@@ -1,6 +1,6 @@
-//! A controller inside the guest, on a namespace of another controller that shadowbell's driver
-//! has through VFIO. The client of the first controller is the driver too, over vfio-user. The
-//! client's memory is mapped into the IOMMU for the device at the bottom.
+//! A controller inside the guest, on a namespace of a second controller, which Shadowbell's driver
+//! uses through VFIO. The client of the first controller is the driver too, over vfio-user. The
+//! client's memory is mapped into the IOMMU for the second controller.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -56,7 +56,7 @@ fn stacked(guest: &mut Guest, disk: &str) -> Result<Value> {
 }
 
 /// Serves `disk`, kills three clients with commands in flight, and then verifies as [`stacked`]
-/// does: DMA of the device into a client's memory must end before this memory is released.
+/// does. DMA into a client's memory must end before this memory is released.
 fn stacked_after_a_crash(guest: &mut Guest, disk: &str) -> Result<Value> {
     start(guest, disk)?;
     let load = "--iodepth 128 --size 32m --max-bs 128k --runtime 60";

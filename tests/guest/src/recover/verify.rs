@@ -11,7 +11,7 @@ pub(crate) fn number(row: &Value, pointer: &str) -> Result<u64> {
     row.pointer(pointer).and_then(Value::as_u64).with_context(|| format!("{pointer}: {row}"))
 }
 
-/// Row that `shadowbell verify` prints last, on success and failure, and its exit status.
+/// Last row that `shadowbell verify` prints, after a success or a failure, and the exit status.
 pub(crate) fn verify(guest: &mut Guest, arguments: &str) -> Result<(Value, i32)> {
     let output = guest.run(&format!("shadowbell verify {arguments} --json --force"), 3 * MINUTE)?;
     let line = output.text.lines().rev().find(|line| line.starts_with('{'));

@@ -15,8 +15,8 @@ pub(super) fn once(supervisor: u32, count: &mut Count) -> Result<()> {
     Ok(())
 }
 
-/// Kills the server process without counting the event. Returns when another process exists; only
-/// the guest shows that this process serves.
+/// Kills the server process without counting the event. Returns when the next server process
+/// exists. If it serves, only the guest can show.
 pub(crate) fn kill_worker(supervisor: u32) -> Result<()> {
     let before =
         worker(supervisor).with_context(|| format!("process {supervisor} has no worker"))?;

@@ -1,7 +1,6 @@
-//! Repeated replacement of the server process under a Linux guest: by restart for upgrade, or by
-//! `kill -9`. Meanwhile the guest boots, writes, makes a file system and resets its controller.
-//! No command may fail, no acknowledged write may be lost, and the guest's kernel may log no
-//! warning.
+//! Repeated replacement of the server process of a Linux guest, by restart for upgrade or by `kill
+//! -9`. Meanwhile the guest boots, writes, makes a file system and resets its controller. No
+//! command may fail, no acknowledged write may be lost, and the guest's kernel may log no warning.
 
 mod count;
 mod kill;
@@ -81,7 +80,7 @@ struct Events {
 
 impl Events {
     /// Stops the thread, and adds the number of events to `all`. Fails if an event has failed, or
-    /// if fewer than two were carried out.
+    /// if fewer than two events have occurred.
     fn stop(self, all: &mut u32) -> Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         let count = self.thread.join().map_err(|_| anyhow!("a thread panicked"))??;
@@ -159,7 +158,7 @@ pub(crate) fn run(
         )?;
         events.stop(&mut all)
     });
-    // Repeats events under fio until their number is the one that the command line asks for.
+    // Repeats events under fio until there are as many as the command line requests.
     while all < setup.events {
         let before = all;
         let left = setup.events - all;
@@ -189,7 +188,7 @@ fn lives(disk: &mut Disk) -> Result<()> {
     Ok(())
 }
 
-/// fio job that writes and verifies, 32 commands at once.
+/// fio job that writes and verifies with 32 commands in flight.
 fn fio(dev: &str, how_much: &str) -> String {
     format!(
         "fio --name=verify --filename=/dev/{dev} --rw=randwrite --bsrange=512-64k \

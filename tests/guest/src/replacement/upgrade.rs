@@ -14,8 +14,8 @@ pub(super) fn once(program: &Path, server: u32, count: &mut Count) -> Result<()>
         Some(0) => count.done += 1,
         Some(1) => {
             let why = String::from_utf8_lossy(&output.stderr);
-            // A timeout of the quiesce is the only failure that is allowed: the old process
-            // continues.
+            // The old process may continue after a timeout of the quiesce. Any other failure is an
+            // error.
             ensure!(why.contains(" within "), "an upgrade has failed: {why}");
             count.put_off += 1;
         }

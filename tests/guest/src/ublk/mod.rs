@@ -1,9 +1,9 @@
-//! A raw disk of the guest as `/dev/ublkbN`: data are transferred between the block layer's
-//! memory and the disk with zero copy, or are copied. Data written by one path are read by the
-//! other, and both paths are measured.
+//! A raw disk of the guest as `/dev/ublkbN`. Data move between the block layer's memory and the
+//! disk with zero copy, or are copied. The suite writes data by one path and reads them by the
+//! other, and measures both.
 //!
-//! The disks are namespaces of QEMU's controller under the kernel's driver: one is exported
-//! directly, the other has a file system with images.
+//! The disks are namespaces of QEMU's controller, which the kernel's driver drives. One disk is
+//! exported directly. The other has a file system with images.
 
 mod measure;
 
@@ -75,13 +75,13 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         }
     }
     report.check("the kernel logs no warning", |_| kernel_is_content(&mut guest));
-    // The kernel logs the errors of this check, so the check of its log comes before.
+    // The kernel logs the errors of this check, so the kernel's log is checked before.
     report.check("a truncated image gives errors, never zeroes", |_| shrunk(&mut guest));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     Ok(())
 }
 
-/// Cleans up after a failure: the disks are free for the next check.
+/// Removes what a failed check has left, so that the next check can use the disks.
 fn tidy(guest: &mut Guest) -> Result<()> {
     let script = "umount /mnt; for signal in TERM KILL; do \
             kill -$signal $(cat /tmp/pid0); \
@@ -94,8 +94,8 @@ fn said(guest: &mut Guest) -> Result<String> {
     guest.sh("cat /tmp/export0", MINUTE)
 }
 
-/// Ends an export with zero copy. Returns the number of requests with zero copy, and of those
-/// whose data were copied.
+/// Ends an export with zero copy. Returns the number of requests with zero copy, and of those with
+/// copies.
 fn stop(guest: &mut Guest, export: Export) -> Result<(u64, u64)> {
     export.stop(guest)?;
     counts(&said(guest)?)
@@ -124,8 +124,8 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
         ),
         3 * MINUTE,
     )?;
-    // Writes with FUA, Write Zeroes between blocks that are not zero, a discard, and data through
-    // the page cache.
+    // The steps are writes with FUA, Write Zeroes between blocks that are not zero, a discard, and
+    // a write through the page cache.
     guest.sh(
         &format!(
             "fio --name=durable --filename=/dev/{disk} --rw=randwrite --bs=16k --sync=dsync \
@@ -152,7 +152,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
     } else {
         export.stop(guest)?;
     }
-    // Data written through ublk are on the disk itself.
+    // The disk itself contains the data that were written through ublk.
     guest.sh(
         &format!(
             "dd if={raw} bs=1M skip=64 count=3 iflag=direct | cmp -n 3000000 - /tmp/data && \
@@ -164,7 +164,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
     Ok(())
 }
 
-/// Checksum of every file, sorted by path. Input of a comparison.
+/// Checksum of every file, sorted by path, for a comparison.
 const SUMS: &str = "find usr/sbin -xdev -type f | sort | xargs sha256sum";
 
 fn file_system(guest: &mut Guest) -> Result<()> {
@@ -177,7 +177,7 @@ fn file_system(guest: &mut Guest) -> Result<()> {
     )?;
     let (straight, copied) = stop(guest, export)?;
     ensure!(straight > 100 && copied == 0, "{straight} requests straight, {copied} copied");
-    // The export is started again, with the other data path.
+    // The export is started again with the other data path.
     let export = Export::start(guest, IMAGE, "--ublk-copy")?;
     guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
     guest.sh("[ -s /tmp/before ] && cmp /tmp/before /tmp/after && umount /mnt", MINUTE)?;
@@ -210,7 +210,8 @@ fn shrunk(guest: &mut Guest) -> Result<()> {
         &format!("{} && head -c 65536 /dev/zero | cmp -s - /tmp/read && exit 1 || true", read(127)),
         MINUTE,
     )?;
-    // Reads across the end and beyond it fail, also after the file has grown back.
+    // Reads across the end of the file and behind it fail, also after the file has its old size
+    // again.
     for at in [128, 200] {
         ensure!(guest.run(&read(at), MINUTE)?.code != 0, "block {at} is read, though it is gone");
     }
@@ -231,8 +232,9 @@ fn limited(guest: &mut Guest, raw: &str) -> Result<()> {
     export.stop(guest)
 }
 
-/// Recovery with the other data path: a device made for zero copy is taken over by a process that
-/// copies, and by one whose disk is not a file. A device made for copies keeps copying.
+/// Recovery with the other data path. A device that was made for zero copy is recovered by a
+/// process that copies, and by a process whose disk is not a file. A device that was made for
+/// copies continues to copy.
 fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
     for (made, then, words) in [
         ("", "--ublk-copy", "an option requests it"),

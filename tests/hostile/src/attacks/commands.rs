@@ -119,7 +119,7 @@ fn dsm(guest: &mut Guest) -> Result<impl Fn(u64) -> Sqe + use<>> {
 fn many_dsm(field: &mut Field, guest: &mut Guest) -> Result<()> {
     let mut make = dsm(guest)?;
     field.top_up(guest, 100, &mut make)?;
-    // The pace of the attack.
+    // This pause sets the pace of the attack.
     sleep(Duration::from_millis(20));
     Ok(())
 }
@@ -168,7 +168,7 @@ fn dsm_abort(field: &mut Field) -> Result<()> {
             cid = if sqid == 0 { (cid + 1) % 0x8000 } else { cid };
         }
         link.send(&[queue.head_bell(), queue.bell()].concat(), &[])?;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(200));
     }
     field.guests.push(guest);
@@ -181,7 +181,7 @@ fn dsm_mem(field: &mut Field) -> Result<()> {
     field.fill(guest, make)
 }
 
-/// Commands of this opcode and size, with one shared buffer of 1 MiB.
+/// Keeps commands of this opcode, with 1 MiB each, in flight. All commands use the same buffer.
 fn large(field: &mut Field, opcode: fn(u64) -> Sqe) -> Result<()> {
     let mut guest = field.guest_with(QUEUES, 32)?;
     let (prp1, prp2) = guest.buffer(LARGE)?;
@@ -252,7 +252,7 @@ fn flush(field: &mut Field) -> Result<()> {
     })
 }
 
-/// SGL with 3584 data descriptors of 256 bytes.
+/// Makes an SGL with 3584 data descriptors of 256 bytes.
 fn pieces(guest: &mut Guest) -> Result<[u8; 16]> {
     let at = Guest::address(guest.alloc(LARGE)?);
     let list: Vec<SglDescriptor> =
@@ -281,7 +281,8 @@ fn sgl_mem(field: &mut Field) -> Result<()> {
 
 fn bad_sgl(field: &mut Field) -> Result<()> {
     let mut guest = field.guest_with(QUEUES, 64)?;
-    // A segment that consists of zero-length bit buckets and a pointer to itself at its end.
+    // An SGL segment whose last descriptor points to the segment itself. All others are bit buckets
+    // of zero bytes.
     let at = Guest::address(guest.alloc(4096)?);
     let mut list: Vec<SglDescriptor> = (0..255).map(|_| SglDescriptor::data_block(at, 0)).collect();
     list.push(SglDescriptor::segment(at, 4096));

@@ -48,7 +48,7 @@ fn set_irqs(flags: u32, count: u32) -> wire::SetIrqs {
     wire::SetIrqs { argsz: 20, flags, index: MSIX, start: 0, count }
 }
 
-/// Sets the eventfds of the first vectors, in messages with at most `at_once` descriptors.
+/// Sets the eventfds of the first vectors, in messages with at most `at_once` descriptors each.
 fn give(guest: &mut Guest, events: &[OwnedFd], at_once: usize) -> Result<()> {
     for (n, events) in events.chunks(at_once).enumerate() {
         let mut set = set_irqs(set_irqs_flags::DATA_EVENTFD, events.len() as u32);
@@ -65,12 +65,12 @@ fn irq_fds(field: &mut Field) -> Result<()> {
     let mut at_once = 64;
     while !field.is_over() {
         if give(&mut guest, &events, at_once).is_err() {
-            // The server advertises a maximum number of descriptors per message and refuses more:
-            // use that number.
+            // The server refuses messages with more descriptors than its advertised maximum, which
+            // is used here.
             (at_once, guest) = (16, field.guest()?);
         }
         field.done += events.len() as u64;
-        // Each message set has new eventfds.
+        // Each message sets new eventfds.
         events = (0..64).map(|_| event()).collect::<Result<Vec<_>>>()?;
     }
     field.guests.push(guest);
@@ -100,7 +100,7 @@ fn one_by_one(field: &mut Field, mut guest: Guest) -> Result<()> {
     let mut make = move |_| Sqe::read(1, 0, 7, 0).with_prps(prp1, 0);
     while !field.is_over() {
         field.top_up(&mut guest, 8, &mut make)?;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(50));
     }
     field.guests.push(guest);
@@ -137,7 +137,7 @@ fn irq_triggers(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         guest.link.flood(&bytes)?;
         field.done += 128;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(200));
     }
     field.guests.push(guest);
@@ -172,7 +172,7 @@ fn io_fds(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         guest.link.flood(&bytes)?;
         field.done += 16;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(100));
     }
     guest.link.settle()?;
@@ -180,8 +180,8 @@ fn io_fds(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Sockets in flight within sockets. Closing the outer one makes the kernel's garbage collector
-/// close all of them.
+/// Sends sockets that are in flight inside other sockets. When the outer socket is closed, the
+/// kernel's garbage collector closes all of them.
 fn sockets(field: &mut Field) -> Result<()> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     let map = dma_map(1 << 41, PAGE, 0);
@@ -205,7 +205,7 @@ fn sockets(field: &mut Field) -> Result<()> {
         }
         drop(inner);
         field.done += 1;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())

@@ -28,7 +28,7 @@ const fn export(
 
 pub(crate) const ATTACKS: &[Attack] = &[
     export("nbd-silent", "500 NBD clients that send nothing", nbd_silent),
-    // The bound of this attack is on memory, which does not depend on other load of the machine.
+    // This attack is judged by memory, which does not depend on other load of the machine.
     export(
         "nbd-unread",
         "NBD clients that request 16 MiB reads and do not read the replies",
@@ -60,15 +60,15 @@ fn nbd_silent(field: &mut Field) -> Result<()> {
             streams.push(silent_connection(&nbd(field))?);
             field.done += 1;
         }
-        // Disconnected clients reconnect.
-        // The pace of the attack.
+        // Disconnected clients connect again.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(5));
         streams.truncate(400);
     }
     Ok(())
 }
 
-/// Sends as much as the socket buffer takes, without waiting.
+/// Sends bytes until the socket buffer is full, without waiting.
 fn push(stream: &UnixStream, bytes: &[u8], sent: &mut usize) -> Result<bool> {
     use std::io::ErrorKind::{Interrupted, WouldBlock};
     let from = *sent % bytes.len();
@@ -93,7 +93,7 @@ fn nbd_unread(field: &mut Field) -> Result<()> {
         for (client, sent) in &mut clients {
             field.done += u64::from(push(&client.stream, &bytes, sent)?);
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())
@@ -114,7 +114,7 @@ fn flood(field: &mut Field, clients: usize, bytes: &[u8]) -> Result<()> {
             field.done += u64::from(push(&client.stream, bytes, sent)?);
             while matches!(client.stream.read(&mut trash), Ok(1..)) {}
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(200));
     }
     Ok(())
@@ -139,25 +139,26 @@ fn nbd_options(field: &mut Field) -> Result<()> {
         while !field.is_over() && push(&client.stream, &bytes, &mut sent).is_ok() {
             field.done += 1;
             while matches!(client.stream.read(&mut trash), Ok(1..)) {}
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_micros(200));
         }
     }
     Ok(())
 }
 
-/// Offers the chains `heads` repeatedly. Returns when the device has disconnected.
+/// Offers the chains `heads` repeatedly, until the device has disconnected.
 fn offer(field: &mut Field, prepare: fn(&VirtioGuest) -> Result<()>, heads: &[u16]) -> Result<()> {
     while !field.is_over() {
         let mut guest = VirtioGuest::attach(&vhost(field))?;
         prepare(&guest)?;
         while !field.is_over() && !guest.is_closed() {
-            // A broken device uses no chains any more; the guest kicks it anyway.
+            // A broken device does not return chains as used any more, but the guest still kicks
+            // it.
             let room = usize::from(ENTRIES.saturating_sub(guest.outstanding()));
             let heads: Vec<u16> = heads.iter().copied().cycle().take(room).collect();
             guest.offer(&heads)?;
             field.done += heads.len() as u64;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_micros(300));
         }
     }
@@ -174,12 +175,12 @@ fn loops(guest: &VirtioGuest) -> Result<()> {
     guest.describe(
         0,
         &[
-            // Descriptors that link to themselves, and to each other.
+            // Descriptors that link to themselves and to each other.
             descriptor(ROOM, 16, NEXT, 0),
             descriptor(ROOM, 16, NEXT, 2),
             descriptor(ROOM, 4096, NEXT | WRITE, 1),
-            // An indirect table within an indirect table, and one with the maximum number of
-            // entries, all with NEXT.
+            // An indirect table inside an indirect table, and one with the maximum number of
+            // entries, which all have the flag NEXT.
             descriptor(ROOM, 32, INDIRECT, 0),
             descriptor(ROOM, 16 * 65535, INDIRECT, 0),
         ],
@@ -198,7 +199,7 @@ fn vhost_huge(field: &mut Field) -> Result<()> {
     offer(field, huge, &[0])
 }
 
-/// 1022 descriptors, each of which covers all of the guest's memory.
+/// Writes 1022 descriptors, each of which covers all of the guest's memory.
 fn huge(guest: &VirtioGuest) -> Result<()> {
     let (table, head) = (ROOM, ROOM + (1 << 16));
     guest.put(head, &header(0, 0))?;
@@ -215,7 +216,7 @@ fn vhost_reads(field: &mut Field) -> Result<()> {
     offer(field, reads, &[0, 1, 2, 3])
 }
 
-/// Four reads of 1 MiB in segments of 4 KiB.
+/// Writes requests for four reads of 1 MiB in segments of 4 KiB.
 fn reads(guest: &VirtioGuest) -> Result<()> {
     for n in 0..4u16 {
         let table = ROOM + u64::from(n) * (1 << 14);
@@ -237,7 +238,7 @@ fn vhost_bad(field: &mut Field) -> Result<()> {
     offer(field, bad, &[0, 3, 6, 9])
 }
 
-/// Invalid request types, sectors beyond the end, and unmapped memory.
+/// Writes requests with invalid types, with sectors beyond the end, and with unmapped memory.
 fn bad(guest: &VirtioGuest) -> Result<()> {
     let requests = [(0x55, 0, ROOM), (0, u64::MAX, ROOM), (0, 0, 1 << 60), (8, 1 << 40, ROOM)];
     for (n, (kind, sector, data)) in (0u16..).zip(requests) {
@@ -261,7 +262,7 @@ fn vhost_attach(field: &mut Field) -> Result<()> {
         let heads: Vec<u16> = (0..ENTRIES).map(|n| n % 4).collect();
         guest.offer(&heads)?;
         field.done += 1;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())

@@ -1,8 +1,7 @@
-//! Attacks by files of a client's FUSE file system with a slow daemon.
+//! Attacks by descriptors of files on a client's FUSE file system with a slow daemon.
 //!
-//! Nearly every system call on a descriptor of such a file waits for the daemon, including
-//! `close`. This daemon answers only INIT, OPEN and GETATTR, so every other process that closes
-//! the file hangs.
+//! Nearly every system call on such a descriptor waits for the daemon, including `close`. This
+//! daemon answers only INIT, OPEN and GETATTR, so any other process that closes the file hangs.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -40,11 +39,12 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("fuse-map", "descriptors of a FUSE file with maps", MEM, with_maps),
 ];
 
-/// The file of a FUSE file system with one file. Dropping it kills the daemon, which ends all
-/// waits for it.
+/// A file on a FUSE file system. Dropping the value kills the daemon, so the kernel aborts all
+/// requests to it.
 ///
-/// The daemon is a separate process: this process could not end while the kernel closes its own
-/// descriptors of the file and waits for the daemon.
+/// The daemon is a separate process. If it were a thread of this process, the kernel would close
+/// this process's descriptors of the file at its exit and wait for the daemon, so the exit would
+/// hang.
 struct SlowFile {
     path: PathBuf,
     daemon: Process,
@@ -82,23 +82,24 @@ impl Drop for SlowFile {
     }
 }
 
-/// Hidden verb of `cargo xtask` that runs the daemon.
+/// Hidden subcommand of `cargo xtask` that runs the daemon.
 pub(crate) const DAEMON: &str = "fuse-daemon";
 
-/// FUSE daemon on standard input. FLUSH and RELEASE are answered only for the process `friend`.
+/// Runs the FUSE daemon with the device as standard input. It answers FLUSH and RELEASE only if
+/// they come from the process `friend`.
 pub fn daemon(friend: u32) -> Result<()> {
     let mut device = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let mut request = vec![0; 1 << 17];
     loop {
         let len = device.read(&mut request).context("the kernel's requests")?;
         if let Some(answer) = request.get(..len).and_then(|request| answer(request, friend)) {
-            // A failed write means that the request was aborted.
+            // A write fails if the request was aborted.
             let _ = device.write(&answer);
         }
     }
 }
 
-/// Answer to a request; `None` if it stays unanswered.
+/// Answer to a request, or `None` if the request stays unanswered.
 fn answer(request: &[u8], friend: u32) -> Option<Vec<u8>> {
     let word = |at: usize| Some(u32::from_ne_bytes(request.get(at..at + 4)?.try_into().ok()?));
     let mut body = match word(4)? {
@@ -139,7 +140,7 @@ fn is_thread_of(thread: u32, process: u32) -> bool {
 }
 
 /// Sends the descriptor after a doorbell message, which an I/O thread reads from the socket, and
-/// then closes the sending direction.
+/// then shuts down the socket for writing.
 fn behind_a_doorbell(field: &mut Field) -> Result<()> {
     let slow = SlowFile::mount(field)?;
     let outcome = knock(field, &slow);
@@ -150,22 +151,23 @@ fn behind_a_doorbell(field: &mut Field) -> Result<()> {
 fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest_with(1, 64)?;
-        // Doorbell messages that each wake the I/O thread make it read the socket itself. They
-        // request replies.
+        // An I/O thread that is woken by each doorbell message begins to read the socket itself.
+        // These messages request replies.
         let access =
             wire::RegionAccess { offset: regs::sq_doorbell_offset(1, 0), region: BAR0, count: 4 };
         let bell = message(command::REGION_WRITE, 0, &[access.as_bytes(), &[0; 4]]);
         for _ in 0..24 {
             guest.link.send(&bell, &[])?;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_micros(400));
         }
         guest.link.throw_away()?;
         let file = slow.open()?;
         let map = dma_map(1 << 41, PAGE, 0);
         let map = message(command::DMA_MAP, 0, &[map.as_bytes()]);
-        // The reply to the doorbell fails, and the descriptor is checked afterwards. The order
-        // depends on the scheduler, so the socket is closed at three different points in turn.
+        // The server fails to send the reply to the doorbell message, and checks the received
+        // descriptor later. The order of the two depends on the scheduler, so the socket is closed
+        // at three different points in turn.
         let turn = field.done % 3;
         let end = |when| match when == turn {
             true => shutdown(guest.link.socket(), Shutdown::Read),
@@ -177,7 +179,7 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let sent = sent.and_then(|()| send_fds(guest.link.socket(), &map, &fds));
         let _ = sent.and_then(|_| end(2));
         field.done += 1;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(2));
     }
     Ok(())
@@ -193,7 +195,7 @@ fn with_maps(field: &mut Field) -> Result<()> {
 fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
     while !field.is_over() {
         let mut guest = field.guest()?;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         guest.link.set_patience(Duration::from_millis(500))?;
         for _ in 0..8 {
             let file = slow.open()?;
@@ -204,7 +206,7 @@ fn pass(field: &mut Field, slow: &SlowFile) -> Result<()> {
             }
             field.done += 1;
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(20));
     }
     Ok(())

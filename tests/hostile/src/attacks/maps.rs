@@ -1,4 +1,4 @@
-//! Attacks by DMA maps: many maps, sparsely touched memory, changes during use.
+//! Attacks by DMA maps: many maps, sparsely touched memory, and changes of maps in use.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ use crate::victim::give_way;
 const MEM: &[&str] = &["mem:16MiB"];
 /// DMA address of additional maps.
 const ELSEWHERE: u64 = 1 << 40;
-/// Address range of one page of page tables (2 MiB).
+/// Address range that one page of page tables maps (2 MiB).
 const STRIDE: u64 = 2 << 20;
 
 pub(crate) const ATTACKS: &[Attack] = &[
@@ -104,7 +104,7 @@ fn punch_holes(field: &mut Field) -> Result<()> {
             while !over.load(Ordering::Relaxed) {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 let _ = fallocate(&file, flags, 0, size);
-                // The pace of the attack.
+                // This pause sets the pace of the attack.
                 sleep(Duration::from_millis(1));
             }
         });
@@ -132,7 +132,7 @@ fn truncate(field: &mut Field) -> Result<()> {
         };
         for _ in 0..4 {
             field.top_up(&mut guest, 63, &mut make)?;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_millis(1));
         }
     }
@@ -158,7 +158,7 @@ fn map_churn(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Maps `count` single pages that cannot be merged with a neighbour. Returns the number of
+/// Maps `count` single pages, none of which can be merged with its neighbour. Returns the number of
 /// successful maps.
 fn map_pages(guest: &mut Guest, count: u64, file: &rustix::fd::OwnedFd) -> Result<()> {
     for n in 0..count {
@@ -187,7 +187,7 @@ fn bus_master(field: &mut Field) -> Result<()> {
     while !field.is_over() {
         guest.link.send(&bytes, &[])?;
         field.done += entries.len() as u64;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     field.guests.push(guest);
@@ -200,7 +200,7 @@ fn many_maps(field: &mut Field) -> Result<()> {
     let unmap = wire::DmaUnmap { argsz: 24, flags: 0, address: ELSEWHERE, size: 1 << 32 };
     while !field.is_over() {
         map_pages(&mut guest, 10_000, &file)?;
-        // One message unmaps everything while writes are in flight.
+        // One message unmaps all memory while writes are in flight.
         guest.link.try_ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;
         guest.link.send(&posted_write(BAR0, 0x1008, &[0; 4]), &[])?;
         field.done += 10_000;
@@ -247,7 +247,7 @@ fn big_unmap(field: &mut Field) -> Result<()> {
         guest.link.ask(command::DMA_MAP, &[map.as_bytes()], &[file.as_fd()])?;
         for _ in 0..8 {
             field.top_up(&mut guest, 63, &mut make)?;
-            // The pace of the attack.
+            // This pause sets the pace of the attack.
             sleep(Duration::from_millis(1));
         }
         guest.link.ask(command::DMA_UNMAP, &[unmap.as_bytes()], &[])?;

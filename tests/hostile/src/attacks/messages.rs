@@ -1,4 +1,4 @@
-//! Attacks by messages: floods, refused requests, silent connections.
+//! Attacks by messages: floods, invalid requests, silent connections.
 
 use std::os::fd::AsFd;
 use std::thread::sleep;
@@ -44,7 +44,7 @@ fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     while !field.is_over() {
         guest.link.flood(messages)?;
         field.done += each;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(100));
     }
     guest.link.settle()?;
@@ -52,7 +52,7 @@ fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     Ok(())
 }
 
-/// Maps that are refused for different reasons, each of which the server would log.
+/// Sends DMA maps that the server refuses for different reasons. It could log each of them.
 fn bad_maps(field: &mut Field) -> Result<()> {
     let file = memfd(1 << 20)?;
     let mut guest = field.guest_with(1, 64)?;
@@ -70,7 +70,7 @@ fn bad_maps(field: &mut Field) -> Result<()> {
             guest.link.throw_away()?;
         }
         field.done += 256;
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(100));
     }
     guest.link.settle()?;
@@ -92,7 +92,7 @@ fn nonsense(field: &mut Field) -> Result<()> {
             let _ = link.send(&[0xff; 64], &[]);
             field.done += 1;
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(500));
     }
     Ok(())
@@ -118,7 +118,7 @@ fn unread(field: &mut Field) -> Result<()> {
             rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL,
         );
         field.done += u64::from(sent.is_ok());
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())
@@ -164,7 +164,7 @@ fn connects(field: &mut Field) -> Result<()> {
             drop(Connection::open(field.socket()));
             field.done += 1;
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(200));
     }
     Ok(())
@@ -177,19 +177,20 @@ fn silent(field: &mut Field) -> Result<()> {
             links.push(silent_connection(field.socket())?);
             field.done += 1;
         }
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_millis(1));
     }
     Ok(())
 }
 
-/// Connects without sending anything. Non-blocking, because the backlog may be full.
+/// Connects without sending a message. The socket is non-blocking, because the backlog of the
+/// listening socket may be full.
 pub(super) fn silent_connection(path: &std::path::Path) -> Result<std::os::fd::OwnedFd> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     if rustix::net::connect(&socket, &SocketAddrUnix::new(path)?).is_err() {
-        // The pace of the attack.
+        // This pause sets the pace of the attack.
         sleep(Duration::from_micros(200));
     }
     Ok(socket)

@@ -10,7 +10,7 @@ mod messages;
 
 use super::attack::Attack;
 
-/// Attacks by type of peer and request.
+/// Attacks, grouped by type of peer and request.
 const PARTS: [&[Attack]; 7] = [
     commands::ATTACKS,
     admin::ATTACKS,
@@ -21,7 +21,7 @@ const PARTS: [&[Attack]; 7] = [
     exports::ATTACKS,
 ];
 
-/// All attacks, in the order in which they are made.
+/// All attacks, in the order in which they run.
 pub fn all() -> Vec<Attack> {
     PARTS.concat()
 }
@@ -36,7 +36,7 @@ mod tests {
         assert_eq!(names.len(), all().len());
         let has_short = |part: &[Attack]| part.iter().any(|attack| attack.is_short);
         assert!(PARTS.iter().all(|part| has_short(part)));
-        // Each takes about two seconds, and some are repeated.
+        // Each short attack takes about two seconds, and some are repeated.
         assert!(all().iter().filter(|attack| attack.is_short).count() <= 15);
     }
 }

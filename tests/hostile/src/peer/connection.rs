@@ -16,9 +16,9 @@ use rustix::net::{
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Time limit of one call to the server.
+/// Time limit of one request to the server.
 const PATIENCE: Duration = Duration::from_secs(6);
-/// Maximum number of descriptors that the kernel passes in one message.
+/// Maximum number of descriptors that the kernel accepts in one message (SCM_MAX_FD).
 const MOST_FDS: usize = 253;
 
 /// A connected socket, and the received part of a reply.
@@ -91,13 +91,13 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Sets the time limit of one call.
+    /// Sets the time limit of one request to the server.
     pub fn set_patience(&self, patience: Duration) -> Result<()> {
         set_socket_timeout(&self.socket, Timeout::Recv, Some(patience))?;
         Ok(set_socket_timeout(&self.socket, Timeout::Send, Some(patience))?)
     }
 
-    /// Closes the sending direction, and waits until the server has closed the connection.
+    /// Shuts down the socket for writing, and waits until the server has closed the connection.
     pub fn hang_up(&mut self) -> Result<()> {
         shutdown(&self.socket, Shutdown::Write).context("hanging up")?;
         let mut bytes = [0u8; 4096];
@@ -130,7 +130,7 @@ impl Connection {
         self.socket.as_fd()
     }
 
-    /// Sends all bytes. The descriptors are sent with the first of them.
+    /// Sends all bytes. The descriptors are attached to the first byte.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let (mut bytes, mut fds) = (bytes, fds);
         while !bytes.is_empty() {
@@ -143,15 +143,15 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends whole messages and discards replies meanwhile, so that unread replies do not block a
-    /// flood.
+    /// Sends whole messages and discards the replies meanwhile. Otherwise the unread replies would
+    /// block the flood.
     pub fn flood(&mut self, bytes: &[u8]) -> Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
             self.throw_away()?;
             match send_fds(self.socket(), rest, &[]) {
                 Ok(sent) => rest = rest.get(sent..).unwrap_or_default(),
-                // Until there is room in the socket.
+                // Wait until the socket has room for more bytes.
                 Err(Errno::AGAIN) => std::thread::sleep(Duration::from_micros(100)),
                 Err(Errno::INTR) => {}
                 Err(errno) => bail!("sending to the server: {errno}"),
@@ -160,7 +160,7 @@ impl Connection {
         self.throw_away()
     }
 
-    /// Discards available replies. Requires a call of [`settle`](Self::settle) before the next
+    /// Discards the replies that have arrived. Call [`settle`](Self::settle) before the next
     /// [`ask`](Self::ask).
     pub fn throw_away(&mut self) -> Result<()> {
         let mut bytes = [0u8; 1 << 16];
@@ -174,8 +174,8 @@ impl Connection {
         }
     }
 
-    /// Waits for the replies to all messages sent so far: sends one with a unique id, and
-    /// discards replies up to its own.
+    /// Waits for the replies to all messages sent so far: sends a message with a unique id, and
+    /// discards replies until the reply with this id arrives.
     pub fn settle(&mut self) -> Result<()> {
         self.inward.clear();
         let mark = Header {

@@ -1,4 +1,4 @@
-//! A guest and its VMM: memory, registers and queues.
+//! A guest and its VMM: guest memory, registers and queues.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -25,7 +25,7 @@ pub const CONFIG: u32 = 7;
 const ENABLED: u32 = 0x0046_0001;
 /// Number of entries of the admin queue.
 const ADMIN_ENTRIES: u16 = 4096;
-/// Time limit of a command of this guest, and of a reset.
+/// Time limit of a command of this guest, and of a controller reset.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A sparse memfd of `bytes` bytes.
@@ -93,7 +93,7 @@ impl Guest {
         self.prps(&pages)
     }
 
-    /// PRP1 and PRP2 of these pages, with a PRP list if there are more than two.
+    /// PRP1 and PRP2 of these pages. More than two pages need a PRP list.
     pub fn prps(&mut self, pages: &[u64]) -> Result<(u64, u64)> {
         match *pages {
             [] => bail!("no pages"),
@@ -190,7 +190,7 @@ impl Guest {
         self.create(queue)
     }
 
-    /// Creates a deleted queue pair again, with empty rings.
+    /// Creates a deleted queue pair again, with its rings emptied.
     pub fn create(&mut self, mut queue: Queue) -> Result<()> {
         queue.clear();
         let (sq, cq) = self.ring_addresses(&queue);

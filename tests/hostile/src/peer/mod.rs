@@ -1,5 +1,5 @@
-//! Clients for attacks: the client side of vfio-user, NBD and vhost-user-blk, with arbitrary
-//! messages.
+//! Clients for attacks: the client side of vfio-user, NBD and vhost-user-blk. They can send
+//! arbitrary messages.
 //!
 //! A [`connection::Connection`] sends arbitrary bytes and descriptors. A [`guest::Guest`] is a
 //! guest and its VMM: memory, registers, queues.

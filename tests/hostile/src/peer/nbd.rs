@@ -90,14 +90,14 @@ impl NbdClient {
         Ok(bytes)
     }
 
-    /// Sends a request, and the bytes `data` after it.
+    /// Sends a request, followed by `data`.
     pub fn send(&mut self, command: u16, offset: u64, length: u32, data: &[u8]) -> Result<()> {
         self.cookie += 1;
         let bytes = [&request(command, self.cookie, offset, length), data].concat();
         self.stream.write_all(&bytes).context("sending to the server")
     }
 
-    /// Receives the reply to the only request in flight, with the data of a read.
+    /// Receives the reply to the only request in flight. The data of a read are stored in `data`.
     pub fn receive(&mut self, data: &mut [u8]) -> Result<()> {
         let reply: [u8; 16] = self.take()?;
         let (magic, rest) = reply.split_at(4);

@@ -72,7 +72,7 @@ impl Queue {
         Ok(sqe.cid)
     }
 
-    /// Message of the tail doorbell write.
+    /// Message that writes the tail doorbell.
     pub fn bell(&self) -> Vec<u8> {
         posted_write(BAR0, self.tail_offset(), &u32::from(self.tail).to_le_bytes())
     }
@@ -96,7 +96,7 @@ impl Queue {
         Some(cqe)
     }
 
-    /// Message of the head doorbell write.
+    /// Message that writes the head doorbell.
     pub fn head_bell(&self) -> Vec<u8> {
         let head = u32::from(self.head).to_le_bytes();
         posted_write(BAR0, self.tail_offset() + 4, &head)

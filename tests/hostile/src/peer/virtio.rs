@@ -1,4 +1,4 @@
-//! vhost-user-blk frontend with its guest: one virtqueue with arbitrary descriptors.
+//! vhost-user-blk frontend and its guest: one virtqueue with arbitrary descriptors.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -22,7 +22,7 @@ pub const MEMORY: u64 = 64 << 20;
 const AVAIL: usize = 0x2000;
 const USED: usize = 0x4000;
 pub const ROOM: u64 = 0x1_0000;
-/// User address of the guest's memory in the memory table.
+/// User address of the guest's memory, as sent in the memory table.
 const USER: u64 = 1 << 40;
 /// VIRTIO_F_VERSION_1 and VIRTIO_F_INDIRECT_DESC.
 const FEATURES: u64 = 1 << 32 | 1 << 28;
@@ -44,7 +44,7 @@ pub fn descriptor(address: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
     bytes
 }
 
-/// A frontend with one virtqueue that is set up.
+/// A frontend with one virtqueue that is set up and running.
 #[derive(Debug)]
 pub struct VirtioGuest {
     stream: UnixStream,
@@ -113,7 +113,7 @@ impl VirtioGuest {
         self.memory.load_u32_acquire(USED).map_or(0, |word| (word >> 16) as u16)
     }
 
-    /// Number of available chains that are not used yet.
+    /// Number of chains that were made available and that the device has not yet returned as used.
     pub fn outstanding(&self) -> u16 {
         self.available.wrapping_sub(self.used())
     }
@@ -125,7 +125,7 @@ impl VirtioGuest {
             self.put((AVAIL + 4) as u64 + u64::from(slot) * 2, &head.to_le_bytes())?;
             self.available = self.available.wrapping_add(1);
         }
-        // Release: the chains are visible before the available index.
+        // The guest must write the chains before the available index.
         fence(Ordering::Release);
         self.put(AVAIL as u64 + 2, &self.available.to_le_bytes())?;
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());

@@ -150,7 +150,7 @@ impl Peer {
 }
 
 impl Drop for Peer {
-    /// SIGTERM, so that the server removes its mounts.
+    /// Sends SIGTERM, so that the server removes its mounts.
     fn drop(&mut self) {
         if self.process.signal(Signal::TERM).is_ok() {
             let _ = self.process.wait(wait::LIMIT);

@@ -177,7 +177,7 @@ fn exported(settings: &Settings) -> Result<Table> {
     let mut pairs: Vec<Pair> = rows.iter().map(|_| Pair::default()).collect();
     for _ in 0..settings.rounds {
         for (pair, &(rw, bs, depth)) in pairs.iter_mut().zip(&rows) {
-            // Each server runs alone, because it locks the image.
+            // Only one server runs at a time, because each locks the image.
             let disk = format!("{}?direct=on", images.qcow2.display());
             let server = NbdServer::shadowbell(&settings.binary, &disk, None)?;
             let ours = measure(settings, &server, rw, bs, depth)?;

@@ -133,7 +133,8 @@ fn nbd(settings: &Settings) -> Result<Table> {
         })
         .collect();
     for _ in 0..settings.rounds {
-        // Ordered by condition, so that contestants are measured one after the other.
+        // The servers are ordered by condition, so that all contestants of a condition are measured
+        // one after the other.
         let mut servers = Vec::new();
         for who in &measured {
             let home = who.tls.then_some(directory.path());
@@ -188,7 +189,7 @@ fn nbd(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// Writes the whole disk once: memory that was never written would be read faster.
+/// Writes the whole disk once, because memory that was never written would be read faster.
 pub(crate) fn fill(settings: &Settings, server: &NbdServer) -> Result<()> {
     fio::run_once(settings, server).context("filling the export")
 }
@@ -201,7 +202,7 @@ pub(crate) fn measure(
     bs: u32,
     depth: u32,
 ) -> Result<Value> {
-    // Without a warm-up, whose CPU time would count.
+    // There is no warm-up, because its CPU time would be counted.
     let plain = Settings { ramp: Duration::ZERO, ..settings.clone() };
     let before = time_of_all(server.id())?;
     let mut row = fio::run(&plain, &Job { source: Source::Nbd(server), rw, bs, depth })?;

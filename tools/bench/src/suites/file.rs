@@ -16,8 +16,8 @@ use crate::settings::Settings;
 use crate::table::Table;
 
 const DEPTHS: [u32; 3] = [1, 8, 32];
-/// Waiting modes of the program: polling, the default, and polling for longer than this disk
-/// takes.
+/// Waiting modes of the program: polling, the default, and polling for longer than an I/O of this
+/// disk takes.
 const WAITING: [(Waiting, Option<u32>); 3] =
     [(Waiting::Polling, None), (Waiting::Adaptive, None), (Waiting::Adaptive, Some(500))];
 
@@ -163,8 +163,8 @@ fn file_system<'a>(mounts: &'a str, path: &Path) -> Option<&'a str> {
         let mut words = line.split(' ').skip(1);
         Some((words.next()?, words.next()?))
     });
-    // The longest mount point is the innermost; of two mounts at one path, the later one hides
-    // the other.
+    // The longest mount point that is a prefix is the right one. If it is mounted twice, the later
+    // mount hides the earlier one.
     mounted
         .filter(|(at, _)| path.starts_with(at))
         .max_by_key(|(at, _)| at.len())

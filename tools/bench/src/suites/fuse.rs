@@ -88,7 +88,7 @@ pub(crate) fn table(settings: &Settings) -> Result<Table> {
     let rows = settings.some(&ROWS);
     let names = servers.iter().map(|(_, name)| name.clone()).collect();
     let mut contest = Contest::new(&rows, names);
-    // Without a warm-up, whose CPU time would count.
+    // There is no warm-up, because its CPU time would be counted.
     let plain = Settings { ramp: Duration::ZERO, ..settings.clone() };
     for _ in 0..settings.rounds {
         let peers = servers.iter().map(|(server, _)| {

@@ -30,7 +30,7 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
     Ok(vec![queues(settings)?, controllers(settings)?, neighbours(settings)?])
 }
 
-/// Many queue pairs: one I/O thread polls; two I/O threads share the CPUs with the driver, and
+/// Many queue pairs. One I/O thread polls; two I/O threads share the CPUs with the driver, and
 /// sleep when idle.
 fn queues(settings: &Settings) -> Result<Table> {
     let jobs = settings.some(&QUEUES);

@@ -91,7 +91,7 @@ pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
         }));
     }
     if outcome.is_err() {
-        // The table explains the failure.
+        // The table shows the reason of the failure.
         print!("{table}");
     }
     outcome.map(|()| vec![table])
@@ -136,8 +136,8 @@ pub(crate) fn check_doubling() -> Result<()> {
     if wrong.is_empty() { Ok(()) } else { bail!("more than in proportion: {}", wrong.join("; ")) }
 }
 
-/// Builds an example. Valgrind does not know all system calls that are made without the C
-/// library, so rustix uses the C library.
+/// Builds an example with a rustix that uses the C library, because Valgrind does not support all
+/// system calls that are made without it.
 fn build(package: &str, example: &str) -> Result<PathBuf> {
     eprintln!("building the example {example} ...");
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
@@ -145,7 +145,8 @@ fn build(package: &str, example: &str) -> Result<PathBuf> {
         .env("RUSTFLAGS", format!("{flags} --cfg=rustix_use_libc"))
         .args(["build", "--release", "--package", package, "--example", example])
         .arg("--message-format=json-render-diagnostics")
-        // Other flags give other objects: a shared target directory would be rebuilt each time.
+        // Other compiler flags need other object files. In a shared target directory, cargo would
+        // build them again each time.
         .arg("--target-dir")
         .arg(root().join("target/instructions"))
         .stderr(Stdio::inherit())
@@ -160,8 +161,8 @@ fn build(package: &str, example: &str) -> Result<PathBuf> {
 
 /// Instructions per I/O of the functions that match `pattern`, including their callees.
 fn count(program: &Path, pattern: &str, depth: u32) -> Result<f64> {
-    // Whole multiples of a ring, so that work once per ring is included proportionally in both
-    // runs.
+    // Both runs are whole multiples of a ring, so work that is done once per ring is included
+    // proportionally.
     let rounds = [(1 << 14) / depth.max(1), (3 << 14) / depth.max(1)];
     let mut found = Vec::new();
     for rounds in rounds {

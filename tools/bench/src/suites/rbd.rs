@@ -1,9 +1,8 @@
-//! An RBD disk of the controller next to fio's rbd engine on the same image, in turn, for `cargo
-//! xtask ceph`.
+//! An RBD disk of the controller and fio's rbd engine on the same image, measured in turn, for
+//! `cargo xtask ceph`.
 //!
-//! Both sides acknowledge a write at the same point: when it is in the Ceph cache of their
+//! Both contestants acknowledge a write at the same point: when it is in the Ceph cache of their
 //! process, or (with a supervisor) when it is in the cluster.
-//! supervisor) that it is in the cluster.
 
 use std::fs;
 use std::io::Write as _;

@@ -158,7 +158,7 @@ impl Mounted {
     /// Bytes per second of all readers together.
     fn read(&self, readers: u32, files: bool, bytes: u64) -> Result<f64> {
         if files {
-            // Mounted again, so that the page cache is empty.
+            // The file system is mounted again, so that the page cache is empty.
             self.tool("mount", &[self.device()?], Some(&self.mnt()))?;
         }
         let mut command = child(Path::new("fio"));

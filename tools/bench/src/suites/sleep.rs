@@ -153,8 +153,8 @@ fn paced(settings: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-/// Share of polling's gain in p50 over sleeping that the adaptive mode has, and its share of
-/// polling's CPU time, in percent. No gain if polling has none.
+/// Gain of the adaptive mode in p50 over sleeping, in percent of the gain of polling, and its CPU
+/// time in percent of polling's. There is no first figure if polling has no gain.
 fn gain(polling: &Rounds, adaptive: &Rounds, sleeping: &Rounds) -> (Option<f64>, f64) {
     let p50 = |rounds: &Rounds| rounds.median("latency_ns/p50");
     let cpu =

@@ -16,7 +16,7 @@ use shadowbell_guest::host;
 use super::tools::{need, output};
 
 const SUITE: &str = "bookworm";
-/// Packages of a Debian system that boots. Further ones must be dependencies of the tested
+/// Packages of a Debian system that boots. All other packages must be dependencies of the tested
 /// package.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus";
 /// Time limit of the boot.
@@ -60,7 +60,7 @@ impl Machine {
         let log = shared.join("console");
         let file = File::create(&log)?;
         let mut command = Command::new("systemd-nspawn");
-        // --register=no: without systemd on this machine there is no machined.
+        // --register=no: a machine without systemd has no machined.
         command.args(["--quiet", "--register=no", "--keep-unit", "--volatile=overlay"]);
         command.args(["--private-network", "--boot", "--directory"]).arg(root);
         command.arg(format!("--bind-ro={}:/shared", shared.display()));
@@ -128,8 +128,8 @@ impl Drop for Machine {
     }
 }
 
-/// Process id of the container's first process, once it is systemd and in namespaces of its own.
-/// Before, commands would run in the namespaces of this machine.
+/// Process id of the container's first process, as soon as this process is systemd and has its own
+/// namespaces. Earlier, commands would run in the namespaces of this machine.
 fn first_process(nspawn: u32) -> Option<u32> {
     let children = fs::read_to_string(format!("/proc/{nspawn}/task/{nspawn}/children")).ok()?;
     let leader: u32 = children.split_whitespace().next()?.parse().ok()?;

@@ -68,7 +68,7 @@ fn installs(machine: &Machine) -> Result<()> {
     for pid in [main_pid(machine)?, worker_pid(machine)?] {
         is(machine, &format!("stat --format %U /proc/{pid}"), "shadowbell")?;
     }
-    // dpkg finds no missing or changed file.
+    // dpkg must find no missing or changed file.
     is(machine, "dpkg --verify shadowbell; echo fine", "fine")?;
     for page in ["", "-serve", "-ctl", "-ctl-apply", "-bench"] {
         machine
@@ -171,7 +171,7 @@ fn upgrades(machine: &Machine) -> Result<()> {
     ends_well(client)?;
     ensure!(main_pid(machine)? == main, "the supervisor was restarted:\n{said}");
     let now = worker_pid(machine)?;
-    // The supervisor and the server process are both killed.
+    // Both the supervisor and the server process are killed.
     for pid in [main, now] {
         is(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell\n")?;
     }

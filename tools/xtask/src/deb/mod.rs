@@ -1,8 +1,8 @@
 //! `cargo xtask package`: the Debian package and its test.
 //!
-//! The tree is assembled by this module and packed by `dpkg-deb`. cargo-deb is not used: its
-//! build takes minutes, and its systemd scripts restart the service, while this service is
-//! upgraded live.
+//! This module assembles the file tree, and `dpkg-deb` packs it. cargo-deb does not fit: its build
+//! takes minutes, and its systemd scripts restart the service, but this service is upgraded without
+//! a restart.
 
 mod boot;
 mod control;

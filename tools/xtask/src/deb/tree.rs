@@ -131,8 +131,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Compresses as Debian's policy demands, without a timestamp, so that each build gives the
-    /// same bytes.
+    /// Compresses as Debian's policy requires. There is no timestamp in the file, so that each
+    /// build produces the same bytes.
     fn write_gz(&self, to: &str, bytes: &[u8]) -> Result<()> {
         let plain = to.strip_suffix(".gz").unwrap_or(to);
         self.write(plain, bytes, 0o644)?;

@@ -32,7 +32,8 @@ impl Arrows {
         self.0.get(file).into_iter().flat_map(|to| to.keys().map(String::as_str))
     }
 
-    /// Shortest path from a file to another, including both; from a file to itself, a cycle.
+    /// Shortest path from a file to another, including both. From a file to itself, the path is a
+    /// cycle.
     fn way<'a>(&'a self, from: &'a str, to: &str) -> Option<Vec<&'a str>> {
         let mut ways = VecDeque::from([vec![from]]);
         let mut seen = BTreeSet::new();

@@ -36,7 +36,8 @@ struct Paths<'a> {
 }
 
 impl Paths<'_> {
-    /// Records an import. A path to a module is not an import; paths through the module are.
+    /// Records an import. A path that names only a module is not an import; a path through the
+    /// module to another name is.
     fn path(&mut self, path: &[String]) {
         for meaning in self.tree.resolve(self.module, path) {
             if let Meaning::Item { file, name } = meaning {

@@ -47,7 +47,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     check(&arguments.crates)
 }
 
-/// Prints one line for each correct crate. The errors of the others are the error.
+/// Prints one line for each correct crate. Returns the errors of all other crates as one error.
 pub(crate) fn check(crates: &[String]) -> Result<()> {
     let mut wrong = Vec::new();
     for package in named(crates)? {

@@ -7,14 +7,14 @@ use super::syntax::OUTSIDE;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Meaning {
     Module(usize),
-    /// An item of a file. The rest of the path (a variant, a function) belongs to the item.
+    /// An item of a file. The rest of the path (a variant, a function) belongs to this item.
     Item {
         file: usize,
         name: String,
     },
 }
 
-/// Names that are being resolved, so that a cyclic definition ends the resolution.
+/// Names whose resolution is in progress, so that a cyclic definition does not recurse forever.
 type Trail<'a> = Vec<(usize, &'a str)>;
 
 impl Tree {
@@ -69,8 +69,8 @@ impl Tree {
         trail: &mut Trail<'a>,
     ) -> Vec<Meaning> {
         for segment in rest {
-            // The rest of a path belongs to the module, not to a function or macro of the same
-            // name.
+            // If a module and a function or macro have the same name, the rest of the path belongs
+            // to the module.
             if reached.iter().any(|meaning| matches!(meaning, Meaning::Module(_))) {
                 reached.retain(|meaning| matches!(meaning, Meaning::Module(_)));
             }

@@ -130,7 +130,7 @@ impl Scan {
                             self.uses.push(item);
                             at = end;
                         }
-                        // Not a `use` item, or one with variables of the macro.
+                        // The tokens are no `use` item, or contain variables of the macro.
                         Err(_) => at += 1,
                     }
                 }
@@ -155,8 +155,8 @@ impl Scan {
     }
 }
 
-/// True if a path can start after these tokens: not within a path, at a field or method, or at a
-/// variable of the macro (`$crate` starts a path).
+/// True if a path can start after the tokens `before`. No path starts within another path, at a
+/// field or method, or at a variable of the macro (except `$crate`).
 fn leads(before: &[TokenTree], first: &str) -> bool {
     match before {
         // `0..LIMIT` is a range, not a field.

@@ -1,4 +1,4 @@
-//! Ends: unmapped memory, outstanding commands, resets.
+//! Unmapped memory, resets, and the end of outstanding commands.
 
 use super::{BASE, BYTES, Host, Kind, QUEUE_PAGES, QUEUES, TURNS};
 use crate::command::PAGE;
@@ -26,7 +26,7 @@ impl Host {
         self.until(&done, "memory is not given back");
     }
 
-    /// Unmaps the memory for data for a while.
+    /// Unmaps the memory for data, and shares it again later.
     pub(in crate::queues) fn unmap_data(&mut self) {
         let (at, len) = (QUEUE_PAGES * PAGE, BYTES as u64 - QUEUE_PAGES * PAGE);
         self.trouble = true;
@@ -38,7 +38,7 @@ impl Host {
         self.map(at, len);
     }
 
-    /// Unmaps the memory of the queues for a while, as VMMs do while a guest boots.
+    /// Unmaps the memory of the queues, and shares it again later, as VMMs do while a guest boots.
     pub(in crate::queues) fn unmap_queues(&mut self) {
         let len = QUEUE_PAGES * PAGE;
         self.unmap(0, len);
@@ -70,7 +70,7 @@ impl Host {
         panic!("commands do not come to their end");
     }
 
-    /// A reset of some kind.
+    /// Executes a reset of the given kind.
     pub(in crate::queues) fn reset(&mut self, kind: usize) {
         let done = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&done);
@@ -89,7 +89,7 @@ impl Host {
             self.controller.reset(move || flag.store(true, Ordering::SeqCst));
         }
         self.until(&done, "a reset does not end");
-        // From here on no memory may be written.
+        // From here on the controller must not write to memory.
         self.sqs.clear();
         self.cqs.clear();
         (self.shadow, self.trouble) = (false, false);

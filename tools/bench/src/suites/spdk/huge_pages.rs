@@ -38,7 +38,7 @@ impl HugePages {
             };
             fs::write(COUNT, (state.total + missing).to_string()).with_context(why)?;
             pages.before = Some(state.total);
-            // The kernel may reserve fewer pages than requested.
+            // The kernel may have reserved fewer pages than requested.
             if State::read()?.missing() > 0 {
                 bail!("{}, which the kernel could not do just now", why());
             }

@@ -1,8 +1,9 @@
-//! The suite `spdk`: this project's ends next to SPDK's.
+//! The suite `spdk`: this project's driver and controller compared with SPDK's.
 //!
 //! This controller is compared with SPDK's vfio-user target (`nvmf_tgt`), and this driver with
-//! its client (`spdk_nvme_perf`). All four pairs are measured in turns, each end pinned to its
-//! own CPU, so each end is compared with SPDK's end and the same partner.
+//! SPDK's client (`spdk_nvme_perf`). All four pairs are measured in turns, with driver and
+//! controller pinned to one CPU each. So each contestant is also measured with the same partner as
+//! SPDK's.
 
 mod compare;
 mod huge_pages;

@@ -33,7 +33,7 @@ pub(crate) fn run(
     command.args(["-a", &warmup.to_string(), "-c", &format!("[{}]", settings.cpus[1])]);
     // Without an NQN, the program treats the target as a discovery controller.
     let id = format!("trtype:VFIOUSER traddr:{} subnqn:{NQN}", directory.display());
-    // If the program fails, it leaves its memory files behind, and with them the huge pages.
+    // If the program fails, it does not remove its memory files, which occupy the huge pages.
     let files = tempfile::tempdir_in(pages.place()).context("a directory for huge pages")?;
     let huge = format!("--env-context=--huge-dir={}", files.path().display());
     command.args(["-r", &id, &huge]);

@@ -19,7 +19,7 @@ use crate::server::child;
 /// `--mem-size` of SPDK's target in MiB: huge pages for its buffer pools and its memory disk.
 const MEMORY: u32 = 640;
 
-/// A running target. Its reactor polls all the time, so it is never left running.
+/// A running target. Its reactor polls permanently, so the target is killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Target {
     process: Process,
@@ -46,7 +46,7 @@ impl Target {
         Ok(target)
     }
 
-    /// The program processes its configuration before it answers RPCs.
+    /// Waits until the program listens: it processes its configuration before it answers RPCs.
     fn wait_until_it_listens(&mut self) -> Result<()> {
         let deadline = wait::deadline();
         let socket = self.directory.path().join("rpc.sock");
@@ -78,7 +78,7 @@ impl Target {
 }
 
 impl Drop for Target {
-    /// SIGTERM, so that the program releases its huge pages; SIGKILL if it does not end.
+    /// Sends SIGTERM, so that the program releases its huge pages, and SIGKILL if it does not end.
     fn drop(&mut self) {
         if self.process.signal(Signal::TERM).is_ok() {
             let _ = self.process.wait(wait::LIMIT);

@@ -1,10 +1,10 @@
-//! Relay between SPDK's client and QEMU's device, which disagree on the length of the device
+//! Relay between SPDK's client and QEMU's device, which use different lengths of the device
 //! configuration.
 //!
-//! SPDK asks for 256 bytes and accepts no other answer, but QEMU 7.2 refuses to return more than
-//! it has. The relay adjusts the length in this message and its reply. All other messages are
-//! passed on unchanged; requests are in memory that both ends share, so the relay does not affect
-//! them.
+//! SPDK requests 256 bytes and accepts no other length. QEMU 7.2 refuses to return more bytes than
+//! it has. The relay changes the length in this message and its reply, and forwards all other
+//! messages unchanged. I/O requests are in memory that client and device share, so the relay does
+//! not affect their speed.
 
 use std::io::{self, IoSlice, IoSliceMut, Read as _, Write as _};
 use std::mem::MaybeUninit;
@@ -34,7 +34,7 @@ const MOST: u32 = 1 << 16;
 /// Name of the relay's socket, in the server's directory.
 pub(crate) const RELAY: &str = "relay.sock";
 
-/// Accepts clients at `path`, as long as the server lives.
+/// Accepts clients at `path` as long as the server runs.
 pub(crate) fn start(path: PathBuf, server: PathBuf) -> io::Result<()> {
     let listener = UnixListener::bind(path)?;
     thread::spawn(move || {
