@@ -8,7 +8,7 @@ use shadowbell_memory::Segments;
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     bytes: u64,
-    /// Bits that must be clear in offsets and lengths.
+    /// Mask of the bits that must be zero in offsets and lengths.
     unaligned: u64,
     read_only: bool,
 }

@@ -26,10 +26,10 @@ pub enum Op {
     Discard,
     /// Compares the range with the data buffer; a mismatch is [`DiskError::CompareFailed`].
     Compare,
-    /// Writes the second half of the data if the disk holds the first half, otherwise writes
-    /// nothing and fails with [`DiskError::CompareFailed`]. The step is atomic for all users of the
-    /// storage, in this process or elsewhere. The range is one block, and the data are twice as
-    /// long. Not every queue [supports it](crate::Queue::compares_and_writes).
+    /// Compares the range with the first half of the data. If they are equal, writes the second
+    /// half; otherwise fails with [`DiskError::CompareFailed`]. Comparison and write are atomic for
+    /// all users of the storage, in this process or elsewhere. The range is one block, and the data
+    /// are two blocks. Not every queue [supports it](crate::Queue::compares_and_writes).
     CompareAndWrite {
         /// Force unit access.
         fua: bool,
@@ -64,7 +64,7 @@ pub struct Request {
     pub len: u64,
 }
 
-/// Error of a failed request. A plain code, so that a completion allocates no memory.
+/// Error of a failed request. Carries no text, so that a completion allocates no memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
@@ -125,7 +125,7 @@ pub enum DiskError {
     /// The request was cancelled before it took effect.
     #[error("the request was cancelled")]
     Cancelled,
-    /// NVMe status of the device below, which failed the request: the fifteen bits of a completion
+    /// NVMe status with which the device below failed the request: the fifteen bits of a completion
     /// above its phase tag.
     #[error("the device below failed with NVMe status {0:#06x}")]
     Device(u16),
