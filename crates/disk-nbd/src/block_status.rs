@@ -14,7 +14,7 @@ use shadowbell_nbd::wire::{Reader, allocation, command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Timeout of a reply, after which the range counts as data.
+/// Timeout of a reply. After it, the rest of the range counts as data.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Maximum bytes per command.
 const RANGE: u64 = 1 << 30;
@@ -87,7 +87,8 @@ fn extents(data: &[u8]) -> Vec<Extent> {
     let mut found = Vec::new();
     while let Some((len, flags)) = next() {
         let len = u64::from(len);
-        // An extent of length zero is invalid, and the position of later ones is then unknown.
+        // An extent of length zero is invalid. The position of later extents is unknown, so they
+        // are ignored.
         if len == 0 {
             break;
         }
@@ -97,7 +98,7 @@ fn extents(data: &[u8]) -> Vec<Extent> {
     found
 }
 
-/// Reports the allocation state of the export; parts without a reply count as data.
+/// Reports the allocation state of the export. Parts without a reply count as data.
 pub(crate) fn tell_extents(connections: &Connections, offset: u64, len: u64, tell: &mut Tell<'_>) {
     let (mut at, end) = (offset, offset.saturating_add(len));
     let knows = connections.first.allocation.is_some()

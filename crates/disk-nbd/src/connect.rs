@@ -45,7 +45,7 @@ fn tcp(address: &SocketAddr, until: Instant, stop: &EventFd) -> io::Result<Strea
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = new(family)?;
     finish(&socket, connect(&socket, address), until, stop)?;
-    // Requests are small, and a delay by Nagle's algorithm would add latency.
+    // Without Nagle's algorithm, which would delay small requests.
     sockopt::set_tcp_nodelay(&socket, true)?;
     // Keepalive detects an unreachable host while requests wait for replies.
     sockopt::set_socket_keepalive(&socket, true)?;
@@ -72,7 +72,7 @@ fn finish(
             wait(socket.as_fd(), PollFlags::OUT, until, stop)?;
             Ok(sockopt::socket_error(socket)??)
         }
-        // `EAGAIN` of a UNIX socket: a server listens, but its backlog is full.
+        // `EAGAIN` means that a server listens on the UNIX socket, but its backlog is full.
         outcome => Ok(outcome?),
     }
 }

@@ -81,7 +81,7 @@ pub struct NbdSpec {
 }
 
 impl NbdSpec {
-    /// True if `spec` has an NBD scheme; it may be invalid nevertheless.
+    /// True if `spec` has a scheme of NBD. The rest of `spec` is not checked.
     #[must_use]
     pub fn is_one(spec: &str) -> bool {
         spec.split_once(':').is_some_and(|(scheme, _)| SCHEMES.contains(&scheme))
