@@ -5,7 +5,8 @@ use clap::ValueEnum;
 use serde::Serialize;
 use std::io::{self, Write};
 
-/// Output options of verbs that support JSON: `--json`, and the option of nvme-cli and fio.
+/// Output options of verbs that support JSON: `--json`, and `--output-format` as in nvme-cli and
+/// fio.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct Output {
     /// Output in JSON
@@ -58,14 +59,14 @@ enum BenchFormat {
 pub enum Shape {
     /// Text.
     Normal,
-    /// JSON row, as of the other measuring verbs.
+    /// One row of JSON, as for the other measuring verbs.
     Rows,
     /// JSON in the format of fio.
     Fio,
 }
 
 impl BenchOutput {
-    /// Requested format.
+    /// Returns the requested format.
     #[must_use]
     pub fn shape(self) -> Shape {
         match self.output_format {
@@ -76,7 +77,7 @@ impl BenchOutput {
     }
 }
 
-/// Prints an answer: as JSON, or as text with `lines`.
+/// Prints an answer as JSON, or as text that `lines` creates.
 ///
 /// # Errors
 /// Standard output cannot be written.

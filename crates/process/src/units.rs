@@ -62,7 +62,7 @@ pub fn per_io(value: f64) -> String {
     }
 }
 
-/// Value from 1 up with three significant digits.
+/// Formats a value of at least 1 with three significant digits.
 fn significant(value: f64) -> String {
     let digits = if value >= 99.95 {
         0
