@@ -58,7 +58,7 @@ pub struct DiskConfig {
     /// NSID; `None` means the NSID of the previous disk plus one.
     #[serde(default)]
     pub nsid: Option<u32>,
-    /// Permit another writer of the disk, if that one permits it too.
+    /// True to permit another writer of the disk, if that writer permits this one too.
     #[serde(default)]
     pub share: bool,
 }

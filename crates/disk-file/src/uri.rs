@@ -44,8 +44,8 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
     open_parsed(spec, MemDisk::new)
 }
 
-/// Opens a disk like [`open`], so that another process can [recover](recover) it. A memory disk
-/// then uses a memfd.
+/// Opens a disk like [`open`], so that another process can [`recover`] it. A memory disk then uses
+/// a memfd.
 ///
 /// # Errors
 /// Like [`open`].

@@ -124,7 +124,7 @@ impl Qcow2Disk {
     }
 }
 
-/// Size with a binary unit: 64 KiB, 1.5 GiB.
+/// Formats a size with a binary unit: 64 KiB, 1.5 GiB.
 fn binary(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let power = (bytes.max(1).ilog2() / 10) as usize;

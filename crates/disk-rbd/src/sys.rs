@@ -132,7 +132,8 @@ fn api() -> Result<&'static Api, String> {
             unsafe { (Library::new("librados.so.2")?, Library::new("librbd.so.1")?) };
         let api = Api::load(&rados, &rbd)?;
         // The callback is registered after the libraries were loaded, so it is called before their
-        // destructors. SAFETY: the function has the required signature, and is never unloaded.
+        // destructors.
+        // SAFETY: the function has the required signature, and is never unloaded.
         unsafe { on_exit(process_ends, null_mut()) };
         // The threads of the libraries may run after every image is closed, so the libraries are
         // never unloaded.
@@ -288,7 +289,8 @@ impl Image {
         })?;
         if !caches {
             // A write without space fails instead of waiting for space. With a cache, the write
-            // would have completed before, and its data would be lost. SAFETY: as above.
+            // would have completed before, and its data would be lost.
+            // SAFETY: as above.
             unsafe { (api.rados_set_pool_full_try)(image.pool) };
         }
         if let Some(namespace) = &spec.namespace {

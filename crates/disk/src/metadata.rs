@@ -153,8 +153,9 @@ pub enum MetadataBuffer {
 /// Metadata parameters of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Metadata {
-    /// Protection information fields of the command. PRACT generates protection information for
-    /// written blocks; whether it is transferred depends on `buffer` alone.
+    /// Protection information fields of the command. With PRACT, protection information is
+    /// generated for written blocks. Independently of PRACT, `buffer` determines whether it is
+    /// transferred.
     pub fields: ProtectionFields,
     /// Position of the metadata.
     pub buffer: MetadataBuffer,

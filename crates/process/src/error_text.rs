@@ -23,7 +23,7 @@ const PHRASES: [(&str, &str); 17] = [
     ("invalid value: integer", "it is"),
 ];
 
-/// Replaces the [phrases](PHRASES) in `text`.
+/// Replaces phrases of Rust libraries in `text`.
 #[must_use]
 pub fn plain(text: &str) -> String {
     let mut plain = text.to_owned();

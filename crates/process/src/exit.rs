@@ -70,8 +70,8 @@ pub fn status(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// True if the reader of this program's output has closed the pipe (`shadowbell trace FILE |
-/// head`). That is not a failure. Only an error whose outermost layer is an I/O error counts: a
+/// True if the reader of this program's output has closed the pipe. With `shadowbell trace FILE |
+/// head`, that is not a failure. Only an error whose outermost layer is an I/O error counts: a
 /// broken pipe as the cause of another error, such as the socket of a dead server, is a failure.
 #[must_use]
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {

@@ -12,7 +12,7 @@ use std::io::{self, Seek, Write};
 /// Largest block size of a file system, in bytes. It is the size of the hole that is punched at the
 /// beginning of a wiped file.
 const BLOCK: u64 = 1 << 16;
-/// Bytes per write of an overwrite.
+/// Number of bytes that one write of an overwrite covers.
 const CHUNK: usize = 1 << 20;
 
 /// Opens the file of a namespace whose disk is closed.

@@ -47,7 +47,7 @@ struct Load {
     /// Repeated requests, each with its submission queue.
     requests: Vec<(u32, Request)>,
     free: VecDeque<u32>,
-    /// Completed requests by submission queue.
+    /// Number of completed requests, by submission queue.
     done: Vec<u64>,
     bytes: u64,
 }
