@@ -46,14 +46,14 @@ pub struct ControllerConfig {
 /// Namespace as requested by the user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
-    /// Id of a named disk. `None` for a disk of the short form, whose id is derived from its
-    /// controller and NSID.
+    /// Id of a named disk. `None` for a disk that the controller specifies itself: its id is
+    /// derived from the controller and the NSID.
     #[serde(default)]
     pub id: Option<String>,
     /// Disk, in the syntax of `shadowbell_storage::disk_open::open`.
     pub disk: String,
-    /// UUID of the namespace; `None` derives a stable one from the serial number and the disk's
-    /// name.
+    /// UUID of the namespace. With `None`, a stable UUID is derived from the serial number and the
+    /// name of the disk.
     pub uuid: Option<[u8; 16]>,
     /// NSID; `None` means the NSID of the previous disk plus one.
     #[serde(default)]
@@ -277,7 +277,8 @@ impl<'a> Uuids<'a> {
         Self { serial, taken: HashSet::new() }
     }
 
-    /// UUID of a disk: `given`, or one derived from the serial number and the name of the disk.
+    /// UUID of a disk: `given`, or a UUID that is derived from the serial number and the name of
+    /// the disk.
     fn of(&mut self, disk: &dyn Disk, given: Option<[u8; 16]>) -> [u8; 16] {
         let uuid = given.unwrap_or_else(|| {
             let name = identity(disk);
@@ -337,7 +338,8 @@ fn identity(disk: &dyn Disk) -> String {
     }
 }
 
-/// Serial number derived from a location: stable, and different for each location.
+/// Serial number derived from a location. The same location always has the same number, and
+/// different locations have different numbers.
 fn serial_from(location: &str) -> String {
     // The last seven bytes of a UUID have no fixed bits. As digits, with two letters before them,
     // they fit the serial number field.

@@ -133,7 +133,7 @@ impl SocketConfig {
 pub fn known_path(path: &Path) -> PathBuf {
     let from_root = process_env::absolute(path);
     let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
-    // A directory stands for the socket `cntrl` in it, as in SPDK.
+    // If the path is a directory, the socket is `cntrl` in it, as in SPDK.
     if path.is_dir() { path.join("cntrl") } else { path }
 }
 
@@ -212,7 +212,7 @@ impl ServerConfig {
         named.chain(of_controllers.map(|disk| &disk.disk[..]))
     }
 
-    /// TCP addresses on which the server listens: of the metrics and of exports.
+    /// TCP addresses on which the server listens, for metrics and for exports.
     pub fn tcp(&self) -> impl Iterator<Item = SocketAddr> {
         let exports = self.exports.iter().filter_map(|export| export.nbd.strip_prefix("tcp:"));
         self.metrics.into_iter().chain(exports.filter_map(|address| address.parse().ok()))

@@ -39,7 +39,7 @@ pub enum Target {
         /// Namespace identifier.
         nsid: u32,
     },
-    /// Controller in this process over a disk, in the syntax of `disk_open::open`.
+    /// Controller that this process emulates, on a disk in the syntax of `disk_open::open`.
     Local {
         /// Disk specification.
         disk: String,

@@ -1,7 +1,7 @@
 //! Allocation state of an export, by `NBD_CMD_BLOCK_STATUS`.
 //!
-//! The command is sent through a connection of the queues like other requests: it waits while the
-//! server is unavailable, and after a restart of the server it is not sent before the replay.
+//! The command uses a connection of the queues, like other requests. It waits while the server is
+//! unavailable, and after a restart of the server it is sent only after the replay.
 
 use crate::connections::Connections;
 use crate::link::Link;
@@ -80,7 +80,7 @@ impl<'a> Asker<'a> {
     }
 }
 
-/// Decodes extents. Only `NBD_STATE_ZERO` marks a hole that reads as zeroes; all else is data.
+/// Decodes extents. Only an extent with `NBD_STATE_ZERO` reads as zeroes; all others count as data.
 fn extents(data: &[u8]) -> Vec<Extent> {
     let mut reader = Reader(data);
     let mut next = || Some((reader.u32()?, reader.u32()?));
@@ -104,7 +104,7 @@ pub(crate) fn tell_extents(connections: &Connections, offset: u64, len: u64, tel
     let knows = connections.first.allocation.is_some()
         && connections.shared.export.lock().allocation.is_some();
     let asker = if knows { Asker::new(connections) } else { None };
-    // The range must be a multiple of the server's minimum block size.
+    // The NBD protocol requires a range that is a multiple of the server's minimum block size.
     let least = u64::from(connections.first.least.max(1));
     while at < end
         && let Some(asker) = &asker

@@ -13,14 +13,12 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Timeout of unacknowledged data and of keepalive probes, after which the connection is closed.
+/// Maximum time for which data stay unacknowledged or keepalive probes unanswered. Then the kernel
+/// closes the connection.
 const SILENCE: Duration = Duration::from_secs(20);
 const PROBE: Duration = Duration::from_secs(5);
 
-/// Connects to `place` until `until`, or until `stop` is readable.
-///
-/// # Errors
-/// The system's error.
+/// Connects to `place`. Gives up at the time `until`, or when `stop` becomes readable.
 pub(crate) fn connect_to(place: &Place, until: Instant, stop: &EventFd) -> io::Result<Stream> {
     match place {
         Place::Unix(path) => {

@@ -72,10 +72,7 @@ impl Connector {
         )
     }
 
-    /// Requests the current properties of the export on a new connection, without opening it.
-    ///
-    /// # Errors
-    /// [`OpenError`].
+    /// Queries the current properties of the export on a new connection. Does not open the export.
     pub(crate) fn look(&self, stop: &EventFd) -> Result<Export, OpenError> {
         let name = &self.spec.export;
         let outcome =

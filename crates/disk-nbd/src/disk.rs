@@ -33,7 +33,7 @@ const FLUSH: Duration = Duration::from_secs(120);
 
 /// Export of an NBD server.
 ///
-/// The connections end with the last handle, queues included.
+/// The connections are closed when the disk and all its queues are dropped.
 #[derive(Clone)]
 pub struct NbdDisk {
     handle: Arc<Handle>,

@@ -55,7 +55,7 @@ pub(crate) type Own<'a> = (u32, &'a mut Vec<Ended>);
 struct Connection {
     stream: Stream,
     receiver: Receiver,
-    /// Requests in sending order; the first one may be partly sent.
+    /// Requests to send, in order. The first one may have been sent in part.
     sending: VecDeque<(u32, [u8; wire::Request::SIZE])>,
     /// Sent bytes of the first request.
     sent: usize,
@@ -305,8 +305,8 @@ impl Link {
         Ok(())
     }
 
-    /// Receives all available replies. Completions of the queue `own` go to its list, those of
-    /// other queues to their completion queues.
+    /// Receives all available replies. Completions of the queue `own` are added to its list, and
+    /// completions of other queues to their completion queues.
     pub(crate) fn receive(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
         if self.in_flight == 0 {
             return;

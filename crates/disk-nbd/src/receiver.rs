@@ -16,7 +16,7 @@ const HEAD: usize = 20 + 8;
 /// Maximum number of extent bytes to keep per reply, eight bytes for each extent. The rest of the
 /// range is requested again.
 const EXTENTS: usize = 64 << 10;
-/// Maximum payload of a chunk of extents: nbdkit sends at most a million extents, QEMU 128 K.
+/// Maximum payload of a chunk of extents. nbdkit sends at most a million extents, and QEMU 128 K.
 const MAX_EXTENTS: u32 = 4 + (8 << 20);
 /// Maximum payload of an error chunk: its text has at most 4096 bytes.
 const MAX_ERROR: u32 = 4096 + 64;
@@ -47,11 +47,11 @@ enum State {
     Head,
     /// At the start of a chunk's payload.
     Payload { slot: u32, chunk: Chunk },
-    /// In the data of a read: at byte `at`, with `left` bytes to come.
+    /// In the data of a read, at byte `at`. `left` bytes have not been received yet.
     Data { slot: u32, at: usize, left: usize, is_last: bool },
-    /// In the extents of a block status reply, with `left` bytes to come.
+    /// In the extents of a block status reply. `left` bytes have not been received yet.
     Extents { slot: u32, left: usize, is_last: bool },
-    /// In the text of an error, with `left` bytes to come.
+    /// In the text of an error. `left` bytes have not been received yet.
     Text { slot: u32, left: usize, is_last: bool },
 }
 
@@ -112,8 +112,8 @@ impl Receiver {
         self.to += count.saturating_sub(first);
     }
 
-    /// Parses all received bytes. Calls `done` for each ended subrequest with the error number, or
-    /// 0.
+    /// Parses all received bytes. Calls `done` for each subrequest that has ended, with its error
+    /// number or 0.
     pub(crate) fn advance(
         &mut self,
         parts: &mut Subrequests,

@@ -88,7 +88,7 @@ fn flush(connections: &Connections) {
     }
 }
 
-/// Waits for an event, at most `pause`. Returns false if the disk is closed.
+/// Waits for an event, but at most for `pause`. Returns false if the disk was closed.
 fn watch(connections: &Connections, pause: Option<Duration>) -> bool {
     let shared = &connections.shared;
     let until = pause.map(|pause| Instant::now() + pause);

@@ -22,7 +22,7 @@ pub(crate) struct Shared {
     pub(crate) reconnections: AtomicU64,
     /// True if the last write failed for lack of space.
     pub(crate) is_full: AtomicBool,
-    /// Wakes the reconnection thread.
+    /// Event that wakes the reconnection thread.
     pub(crate) wake: EventFd,
     /// Ends all waits of the reconnection thread, because the disk is closed.
     pub(crate) stop: EventFd,

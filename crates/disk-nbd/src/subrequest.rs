@@ -1,4 +1,4 @@
-//! Subrequests to the server, each a part of a request to the disk, and their table.
+//! Subrequests to the server, and their table. Each is a part of a request to the disk.
 
 use crate::coverage::Coverage;
 use shadowbell_disk::Lists;
@@ -33,7 +33,8 @@ pub(crate) struct Subrequest {
     pub(crate) covered: Coverage,
     /// First error of a chunked reply.
     pub(crate) error: Option<u32>,
-    /// Number of connections that ended by a protocol violation during this subrequest.
+    /// Number of connections that ended by a protocol violation while this subrequest was in
+    /// flight.
     pub(crate) breaks: u32,
     /// For a flush: end of the unflushed writes that it makes durable, as a number of
     /// [`Unflushed`](crate::unflushed::Unflushed).

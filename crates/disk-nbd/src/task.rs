@@ -81,7 +81,7 @@ impl Task {
                     if zeroes { Action::Bare(command::WRITE_ZEROES) } else { Action::Fill };
                 (action, if deallocate || !zeroes { 0 } else { flag::NO_HOLE })
             }
-            // The server may deallocate the range, which reads as zeroes in any case.
+            // The range reads as zeroes whether or not the server deallocates it.
             Op::Discard if reads_zeroes => (Action::Bare(command::WRITE_ZEROES), 0),
             // After NBD's trim, reads would return undefined data. Discarded blocks of a disk must
             // read as zeroes, so the discard is ignored.

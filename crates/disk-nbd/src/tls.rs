@@ -1,4 +1,4 @@
-//! Blocking TLS for the handshakes, before the proxy thread takes over.
+//! Blocking TLS connection for the handshakes. Afterwards, the proxy thread takes over.
 
 use crate::stream::Patient;
 use shadowbell_tls::Session;

@@ -54,7 +54,7 @@ struct TlsProxy {
     put: usize,
 }
 
-/// Main loop of the thread: runs until one end is closed, then closes both.
+/// Main loop of the proxy thread. Runs until one of the two sockets is closed, then closes both.
 fn run(mut proxy: TlsProxy, name: &str) {
     match proxy.carry() {
         Ok(()) => debug!("{name}: TLS connection closed"),

@@ -336,7 +336,7 @@ fn a_load_survives_repeated_kills_of_the_server() {
     }
 }
 
-/// One of several connections ends, while the server holds requests of others.
+/// One of several connections is lost, while the server holds requests of the others.
 #[test]
 fn requests_of_a_lost_connection_are_replayed() {
     let fake = Fake::new(MIB, ALL);

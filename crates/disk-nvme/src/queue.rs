@@ -13,13 +13,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// Size of a small buffer in bytes: sufficient for most requests.
+/// Size of a small buffer in bytes. It is sufficient for most requests.
 const SMALL: u64 = 4096;
-/// Size of a large buffer in bytes, and so of the longest copied command.
+/// Size of a large buffer in bytes. It is the maximum length of a command with copied data.
 const LARGE: u64 = 128 << 10;
 /// Number of large buffers.
 const LARGE_COUNT: usize = 16;
-/// Maximum number of memory pieces of a zero-copy request; each piece is a command of its own.
+/// Maximum number of memory pieces of a zero-copy request. Each piece needs a separate command.
 const PIECES: usize = 8;
 
 /// Command in a slot of the queue pair.
@@ -185,8 +185,7 @@ impl NvmeQueue {
         }
     }
 
-    /// Fails all tasks after the SSD was removed or disconnected, because no completion will
-    /// arrive.
+    /// Fails all tasks after the SSD was removed or disconnected. No completions would end them.
     fn fail(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.gone, true) {
             tracing::error!("{}: {why}", self.shared.name);

@@ -1,4 +1,4 @@
-//! A request as NVMe commands, and the meaning of their statuses.
+//! Execution of a request by NVMe commands, and interpretation of their statuses.
 
 use shadowbell_disk::{DiskError, Op, Request, compare};
 use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
@@ -244,7 +244,8 @@ impl Task {
 
 /// Converts the SSD's status to the result of the request.
 pub(crate) fn outcome(status: Status) -> Result<(), DiskError> {
-    // The bits More (M) and Command Retry Delay (CRD) refer to the SSD's own log and clock.
+    // The bits More (M) and Command Retry Delay (CRD) are dropped, because they refer to the SSD's
+    // own log and clock.
     let kept = if status.dnr() { status.code().with_dnr() } else { status.code() };
     if status.is_success() { Ok(()) } else { Err(DiskError::Device(kept.bits())) }
 }

@@ -1,4 +1,4 @@
-//! Counters of transfers: commands with zero-copy, and commands with a buffer copy.
+//! Counters of transfers: commands with zero-copy, and commands that copy through a buffer.
 
 use parking_lot::Mutex;
 use std::sync::Arc;

@@ -31,7 +31,7 @@ pub struct Qcow2Disk {
 
 impl Qcow2Disk {
     /// Opens the image at `path`. The option `format` is ignored. With `aio=threads`, or without
-    /// io_uring, all requests are executed by threads.
+    /// io_uring, threads execute all requests.
     ///
     /// # Errors
     /// [`OpenError`]: the message says what is wrong with the image and what to do.

@@ -100,7 +100,7 @@ impl FastPath {
         });
     }
 
-    /// Cancels a request. Returns true if it is in flight on the fast path.
+    /// Cancels a request. Returns true if the request is in flight on the fast path.
     pub(crate) fn cancel(&mut self, tag: u32) -> bool {
         let key = self.under_way.find(tag);
         if let Some(key) = key {

@@ -10,7 +10,8 @@ use std::collections::{HashMap, HashSet};
 
 /// Number of clusters per bitmap chunk.
 const CHUNK: u64 = 4096;
-/// Maximum number of chunks: 32 MiB of memory, for a file of 16 TiB with clusters of 64 KiB.
+/// Maximum number of chunks. They need 32 MiB of memory, and cover a file of 16 TiB with clusters
+/// of 64 KiB.
 const MAX_CHUNKS: usize = 1 << 16;
 
 /// Error: a cluster of a table or of the header has another use too.

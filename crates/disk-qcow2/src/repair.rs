@@ -97,7 +97,7 @@ struct RepairPass<'a> {
     /// system.
     most_tables: u64,
     repaired: u64,
-    /// Length of the file in clusters, rounded up; unlimited for a device.
+    /// Length of the file in clusters, rounded up. Unlimited for a device.
     len: u64,
     /// End of the last cluster that is used.
     end: u64,
@@ -261,7 +261,7 @@ fn uncounted(at: u64) -> String {
     format!("the cluster at byte {at} is used, and has no reference count")
 }
 
-/// Sets a count of `2^order` bits to 1 if it is 0. Returns true if it was.
+/// Sets a count of `2^order` bits to 1 if it is 0. Returns true if it was 0.
 fn set_if_zero(block: &mut [u8], nth: usize, order: u32) -> bool {
     if order < 3 {
         // A byte contains several counts, the first one in the lowest bits.

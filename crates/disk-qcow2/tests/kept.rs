@@ -113,8 +113,8 @@ fn reference_counts_are_repaired_after_a_crash() {
             drop((queue, disk));
             check(&path);
             assert!(is_corrupt(&copy), "this test is about nothing");
-            // The reference counts in `copy` are wrong. They are repaired by an ordinary open
-            // (first check) and by a recovery (second check).
+            // The reference counts in `copy` are wrong. An ordinary open repairs them (first
+            // check), and so does a recovery (second check).
             let fresh = killed(&copy);
             drop(open(&fresh, ""));
             check(&fresh);

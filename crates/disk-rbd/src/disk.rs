@@ -72,7 +72,7 @@ impl RbdDisk {
         state.get(KEY).is_some()
     }
 
-    /// Opens the image after the cluster has blocked the clients `dead`.
+    /// Opens the image. Before that, the cluster has to block the clients `dead`.
     fn open_without(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };

@@ -66,8 +66,8 @@ impl KeptImage {
     }
 }
 
-/// Parses the addresses that Ceph reports for a client: one, or several in brackets, with or
-/// without a prefix for the protocol version.
+/// Parses the addresses that Ceph reports for a client. The text contains one address, or several
+/// in brackets. An address may start with a prefix for the protocol version.
 pub(crate) fn addresses(text: &str) -> Vec<String> {
     let list = text.trim_matches(['[', ']']).split(',');
     let plain =

@@ -1,4 +1,4 @@
-//! Queue of an I/O thread on an image: each request is one or several calls of librbd.
+//! Queue of an I/O thread on an image. Each request is executed by one or several calls of librbd.
 
 use crate::shared::Shared;
 use crate::sys::{Cache, Call, Ended};
@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 /// Maximum buffer size of calls in flight, in bytes. Further calls wait.
 const BUFFERS: u64 = 32 << 20;
-/// Maximum length of one call in bytes: with data, and for zeroes.
+/// Maximum length of one call in bytes, for a call with data and for a call that writes zeroes.
 const DATA: u64 = 4 << 20;
 const ZEROES: u64 = 64 << 20;
 

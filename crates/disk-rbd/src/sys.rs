@@ -1,4 +1,5 @@
-//! librados and librbd, loaded when the first image is opened, and a safe type for an image.
+//! Bindings of librados and librbd, which are loaded when the first image is opened, and a safe
+//! type for an image.
 
 use crate::error::CONNECTING;
 use crate::exit::{self, Counted};
@@ -122,7 +123,8 @@ extern "C" fn process_ends(status: c_int, _: *mut c_void) {
     }
 }
 
-/// Functions of the libraries, which are loaded once and never unloaded.
+/// Returns the functions of the libraries. The libraries are loaded by the first call and never
+/// unloaded.
 fn api() -> Result<&'static Api, String> {
     static API: OnceLock<Result<Api, String>> = OnceLock::new();
     let load = || {
@@ -154,7 +156,7 @@ pub(crate) enum Failure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cache {
     None,
-    /// `rbd_cache_policy=writearound`: Write and Compare and Write can bypass the cache.
+    /// `rbd_cache_policy=writearound`: a write, and a compare and write, can bypass the cache.
     Around,
     Other,
 }
@@ -174,7 +176,8 @@ pub(crate) enum Call {
         is_thick: bool,
     },
     Flush,
-    /// Compares the first half of the buffer, and writes the second half.
+    /// Compares the first half of the buffer with the image. If they are equal, writes the second
+    /// half.
     CompareAndWrite,
 }
 
@@ -392,7 +395,7 @@ impl Image {
         tell_new_size();
     }
 
-    /// Returns and clears the flag that the size may have changed.
+    /// Returns and clears the flag, which is set if the size may have changed.
     pub(crate) fn take_changed(&self) -> bool {
         self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
     }

@@ -147,7 +147,7 @@ fn an_unequal_block_is_not_written() {
     assert!(!taken.compares_and_writes());
     assert_eq!(swap(&mut *taken, 0, 5, 6), Err(DiskError::ReadOnly));
     // `keep` makes the disk recoverable: from now on, a write is durable before it completes.
-    // Compare-and-write succeeds in that mode, too.
+    // Compare-and-write must also succeed in that mode.
     disk.keep(&mut Descriptors::default()).unwrap();
     assert_eq!(swap(&mut *queue, 0, 5, 6), Ok(()));
 }

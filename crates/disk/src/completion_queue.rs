@@ -76,8 +76,8 @@ impl<T> CompletionQueue<T> {
         }
     }
 
-    /// Waits for a completion if `into` is empty, and moves all completions to it as
-    /// [`take`](Self::take) does.
+    /// Moves all completions to `into`, as [`take`](Self::take) does. If `into` is empty
+    /// afterwards, waits for a completion.
     pub fn wait(&self, into: &mut Vec<T>) {
         loop {
             self.take(into);

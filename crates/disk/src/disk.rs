@@ -244,7 +244,8 @@ pub trait Queue {
     /// the storage, if that is faster than passing the work to another thread. Default: ignored.
     fn may_wait(&mut self) {}
 
-    /// Passes all submitted requests that are not yet in flight to the kernel, in one system call.
+    /// Passes all requests that are submitted but not yet in flight to the kernel, by one system
+    /// call.
     fn commit(&mut self) {}
 
     /// Calls `done` for each completed request, with its buffer. Does not block.
@@ -284,8 +285,8 @@ pub trait Queue {
         None
     }
 
-    /// True if the [wake descriptor](Self::wake_fd) has to be watched edge-triggered (`EPOLLET`):
-    /// it signals each event but never ceases to be readable.
+    /// True if the [wake descriptor](Self::wake_fd) has to be watched edge-triggered (`EPOLLET`).
+    /// Such a descriptor signals each event, but stays readable.
     fn wakes_by_edges(&self) -> bool {
         false
     }

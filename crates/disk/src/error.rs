@@ -3,8 +3,8 @@
 use crate::format::ImageFormat;
 use std::io;
 
-/// Largest memory disk in bytes: it must fit the address space in one piece. x86-64 has 128 TiB,
-/// with the program and its libraries in between.
+/// Maximum size of a memory disk in bytes. The disk must fit the address space in one piece. On
+/// x86-64 that space has 128 TiB, and the program and its libraries divide it.
 pub const MAX_MEMORY: u64 = 64 << 40;
 
 /// Error of opening a disk. Each message says what is wrong, where, and what to do.

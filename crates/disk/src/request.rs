@@ -7,14 +7,15 @@ use shadowbell_spec::zns::ZoneAction;
 pub enum Op {
     /// Reads from the disk into the data buffer.
     Read,
-    /// Writes the data buffer to the disk; with `fua`, onto stable storage before completion.
+    /// Writes the data buffer to the disk. With `fua`, the data are on stable storage before
+    /// completion.
     Write {
         /// Force unit access.
         fua: bool,
     },
-    /// Makes all requests that completed before the submission durable.
+    /// Makes all requests durable that completed before the flush was submitted.
     Flush,
-    /// Zeroes the range; with `deallocate` its blocks may be returned to the storage.
+    /// Zeroes the range. With `deallocate`, the blocks may be returned to the storage.
     WriteZeroes {
         /// Deallocation of the blocks is allowed (DEAC).
         deallocate: bool,
@@ -51,9 +52,9 @@ pub enum Op {
     },
 }
 
-/// Request to a disk. Offset and length are in bytes, multiples of the block size, and the range
-/// lies inside the disk (the controller has checked it; a queue checks again and fails with
-/// [`DiskError::OutOfRange`]).
+/// Request to a disk. Offset and length are in bytes and multiples of the block size. The range
+/// lies inside the disk: the controller has checked that, and a queue checks it again and fails
+/// with [`DiskError::OutOfRange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Operation.
@@ -116,7 +117,7 @@ pub enum DiskError {
     /// The zone request is invalid: no zone starts at the offset, or the zone lacks the feature.
     #[error("no zone starts there, or the zone lacks the feature")]
     InvalidZone,
-    /// The data buffer is shorter than the range, or has the wrong direction: a bug of the caller.
+    /// Bug of the caller: the data buffer is shorter than the range, or has the wrong direction.
     #[error("the data buffer does not fit the request")]
     BadBuffer,
     /// The disk does not support the operation.

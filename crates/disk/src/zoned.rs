@@ -9,7 +9,7 @@ use shadowbell_spec::zns::ZoneState;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ZoneFormat {
-    /// Zone size, from the start of a zone to that of the next; a power of two, at least
+    /// Zone size: distance between the starts of two zones. A power of two, at least
     /// [`SMALLEST`](Self::SMALLEST).
     pub size: u64,
     /// Zone capacity: writable bytes of a zone.
@@ -40,11 +40,11 @@ impl ZoneFormat {
 
     /// Minimum zone size.
     pub const SMALLEST: u64 = 64 << 10;
-    /// Maximum number of zones: a scan of all of them takes a fraction of a millisecond.
+    /// Maximum number of zones. A scan of that many zones takes a fraction of a millisecond.
     pub const MOST: u64 = 1 << 18;
 
-    /// Format of zones of this size, which are fully writable and can all be open. `None` if the
-    /// size is not supported.
+    /// Format with zones of this size. The zones are writable up to their end, and all of them can
+    /// be open. `None` if the size is not supported.
     #[must_use]
     pub fn new(size: u64) -> Option<Self> {
         let format = Self::whole(size);

@@ -39,7 +39,8 @@ pub fn enable() {
     CLOSER.get_or_init(Closer::default);
 }
 
-/// Closes descriptors: deferred if [enabled](enable), otherwise at once.
+/// Closes descriptors. The closing thread closes them if it was [enabled](enable); otherwise this
+/// thread does, at once.
 pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
     match CLOSER.get() {
         Some(closer) => fds.into_iter().for_each(|fd| closer.close(fd)),

@@ -11,7 +11,7 @@ pub const FINE: u8 = 0;
 /// Failure during execution.
 pub const FAILED: u8 = 1;
 /// Unusable input: the command line, a configuration file, or a disk or path that they name. The
-/// parser of the command line uses this status as well.
+/// parser of the command line exits with the same status.
 pub const BAD_INPUT: u8 = 2;
 /// `ctl`: no such server, controller or namespace.
 pub const NOT_THERE: u8 = 3;
@@ -72,7 +72,8 @@ pub fn status(error: &anyhow::Error) -> u8 {
 
 /// True if the reader of this program's output has closed the pipe. With `shadowbell trace FILE |
 /// head`, that is not a failure. Only an error whose outermost layer is an I/O error counts: a
-/// broken pipe as the cause of another error, such as the socket of a dead server, is a failure.
+/// broken pipe as the cause of another error, such as the socket of a dead server, is a failure.@10
+/// Sender to the closing thread. The first descriptor starts the thread.
 #[must_use]
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)

@@ -356,7 +356,7 @@ mod tests {
             }
         }
         assert!((9_900..=10_500).contains(&spent), "{spent}");
-        // A line longer than the burst is written, and charged in full.
+        // A line longer than the burst is written, and its full length counts.
         let later = end + Duration::from_secs(1);
         assert!(allowance.of(5000, later).is_ok());
         allowance.spend(5000);

@@ -1,5 +1,5 @@
-//! Notifications to the service manager: the protocol of `sd_notify`, which is one datagram to the
-//! socket that `NOTIFY_SOCKET` names.
+//! Notifications to the service manager by the protocol of `sd_notify`: one datagram to the socket
+//! that `NOTIFY_SOCKET` names.
 
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,

@@ -34,7 +34,7 @@ impl Output {
     }
 }
 
-/// Output options of `bench`, whose `--output-format json` is the format of fio.
+/// Output options of `bench`. Its `--output-format json` is the format of fio.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct BenchOutput {
     /// End with one line of JSON: a row with the same names as other measuring verbs use

@@ -48,7 +48,8 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Process)
 }
 
-/// As [`open`], for a disk that a later process can recover or take over if its type supports that.
+/// Opens a disk like [`open`]. A later process can recover or take over the disk, if the disk's
+/// type supports that.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -69,7 +70,7 @@ pub fn put_around(
     layers.put_around(disk, goes_on).map_err(|why| wrong(spec, why))
 }
 
-/// Forbids disks that the sandbox does not permit ([`outside`]) from now on.
+/// From now on, refuses to open disks that the sandbox does not permit ([`outside`]).
 pub fn contain() {
     IS_CONTAINED.store(true, Ordering::Relaxed);
 }

@@ -19,13 +19,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time for which a controller may be unreachable before recovery fails.
+/// Maximum time for which a controller may be unreachable. After it, recovery fails.
 const MISSING: Duration = Duration::from_secs(10);
 /// Pause between two attempts to attach.
 const AGAIN: Duration = Duration::from_millis(20);
 
 /// Recovers the disk of a dead process from its checkpoint. `spec` is the specification by which
-/// the dead process opened it. `wait` is called while I/O of the dead process may be in flight.
+/// the dead process opened the disk. Calls `wait` repeatedly while I/O of the dead process may be
+/// in flight.
 ///
 /// # Errors
 /// [`DiskSpecError`].

@@ -1,4 +1,5 @@
-//! Queue on the raw bytes of a formatted image, for guest ranges that the format maps unchanged.
+//! Queue on the raw bytes of a formatted image, for ranges of the disk that are stored unchanged in
+//! the file.
 
 use super::flusher::Flusher;
 use super::image::ImageFile;

@@ -48,7 +48,7 @@ pub(super) enum Syncs {
     /// By `fdatasync`. `forgets` is true if the file is written through the page cache, which drops
     /// data after a failed write-back.
     Calls { forgets: bool },
-    /// By a Flush command to the namespace of the character device.
+    /// By a Flush command to this namespace, through its character device.
     Commands { nsid: u32 },
 }
 

@@ -156,8 +156,8 @@ impl ImageFile {
         self.is_block
     }
 
-    /// True if the file system depends on another machine or process, which may hang and block the
-    /// calling thread.
+    /// True if the file system depends on another machine or process. If that hangs, calls on the
+    /// file block the thread.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         !self.is_block && is_remote(&self.file)

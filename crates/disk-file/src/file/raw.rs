@@ -137,7 +137,7 @@ impl RawTransfer {
         })
     }
 
-    /// Processes the result of a call: the transferred bytes, or a negative error number.
+    /// Processes the result of a call: the number of transferred bytes, or a negative error number.
     pub fn ended(&mut self, result: i32, file: &RawFile) -> RawStep {
         let step = self.0.outcome(result, &file.shared);
         if matches!(self.0.stage, Stage::Bounced { .. }) {

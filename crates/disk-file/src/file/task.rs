@@ -191,7 +191,7 @@ impl Task {
         })
     }
 
-    /// Processes the result of a call: the transferred bytes, or a negative error number.
+    /// Processes the result of a call: the number of transferred bytes, or a negative error number.
     pub(super) fn outcome(&mut self, result: i32, shared: &FileShared) -> Step {
         match u32::try_from(result) {
             Ok(moved) => self.moved(u64::from(moved), shared),

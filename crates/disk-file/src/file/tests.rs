@@ -312,7 +312,7 @@ fn who_may_wait_has_written_when_it_has_asked() {
     let mut found = [0; 4096];
     bytes.read_into(0, &mut found).unwrap();
     assert_eq!(found, [2; 4096]);
-    // FUA needs a sync by the flusher, so the write is not inline.
+    // A FUA write needs a sync by the flusher, so it is not inline.
     assert_eq!(ask(&mut *queue, Op::Write { fua: true }, 3), later);
     assert_eq!(ask(&mut *queue, Op::Read, 0), later);
     bytes.read_into(0, &mut found).unwrap();

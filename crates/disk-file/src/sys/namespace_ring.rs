@@ -1,5 +1,5 @@
-//! io_uring for NVMe passthrough: 128-byte entries that hold a command, and 32-byte completions
-//! that hold its result (Linux 5.19).
+//! io_uring for NVMe passthrough (Linux 5.19). Its entries have 128 bytes and contain a command;
+//! its completions have 32 bytes and contain the result of the command.
 
 use super::call::{Kind, Prepared, Stuck};
 use super::passthrough::{Command, NVME_URING_CMD_IO, NVME_URING_CMD_IO_VEC, Namespace};

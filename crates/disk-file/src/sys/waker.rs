@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Makes the wake descriptor of a queue readable, from any thread.
+/// Handle that makes the wake descriptor of a queue readable, from any thread.
 pub(crate) enum Waker {
     Alarm(Arc<Alarm>),
     Threads(Arc<ThreadsShared>),

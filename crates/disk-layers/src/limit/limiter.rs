@@ -23,7 +23,7 @@ const BURST: u64 = SECOND / 100;
 /// Clock in nanoseconds, with an arbitrary origin.
 pub type Clock = Arc<dyn Fn() -> u64 + Send + Sync>;
 
-/// Rate limiter, shared by all users of the limits. Limits can be changed at any time.
+/// Rate limiter, which all users of the limits share. The limits can be changed at any time.
 pub struct Limiter {
     buckets: [Bucket; 6],
     limits: Mutex<Limits>,
@@ -60,8 +60,8 @@ impl Limiter {
         Self::with_clock(limits, Arc::new(monotonic))
     }
 
-    /// Creates a limiter with a clock of the caller. All limiters of a disk must have the same
-    /// clock.
+    /// Creates a limiter with a clock that the caller provides. All limiters of a disk must have
+    /// the same clock.
     #[must_use]
     pub fn with_clock(limits: Limits, clock: Clock) -> Arc<Self> {
         let limiter = Arc::new(Self {

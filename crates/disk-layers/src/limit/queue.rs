@@ -42,7 +42,7 @@ pub(super) struct LimitedQueue {
     waiting: Tasks<Waiting>,
     /// Keys of waiting requests, one list per submission queue.
     by_source: Lists,
-    /// Submission queues with waiting requests; the first one is served next.
+    /// Submission queues with waiting requests. The first one is served next.
     sources: Lists,
     /// Start time of the next request, which is the first one of the first submission queue.
     slot: Option<Slot>,
@@ -117,7 +117,8 @@ impl LimitedQueue {
         Some((source, self.by_source.first(source)?))
     }
 
-    /// Removes the first waiting request, and moves its submission queue to the end.
+    /// Removes and returns the first waiting request. Its submission queue moves to the end of the
+    /// list.
     fn pop(&mut self) -> Option<(u32, Waiting)> {
         let (source, key) = self.first()?;
         let taken = self.take(key);

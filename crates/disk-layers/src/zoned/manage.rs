@@ -87,7 +87,8 @@ impl ZoneSet {
         Ok(())
     }
 
-    /// Stores the Zone Descriptor Extension of an empty zone, which becomes closed.
+    /// Stores the Zone Descriptor Extension of an empty zone. This changes the state of the zone to
+    /// closed.
     pub(super) fn set_extension(&self, at: u64, bytes: &[u8]) -> Result<(), DiskError> {
         let (index, start) = self.zone_of(at)?;
         if start != at || bytes.is_empty() || bytes.len() != self.format().extension_bytes() {

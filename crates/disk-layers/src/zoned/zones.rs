@@ -195,8 +195,8 @@ impl ZoneSet {
         }
     }
 
-    /// Lists the written parts of a range; the rest reads as zeroes. With `across`, the range may
-    /// span several zones.
+    /// Lists the written parts of a range. All other parts read as zeroes. With `across`, the range
+    /// may span several zones.
     pub(super) fn written(
         &self,
         offset: u64,

@@ -62,7 +62,7 @@ pub(crate) fn check_whole(path: &Path) {
     assert_eq!(output.status.code(), Some(0), "{path:?}: {output:?}");
 }
 
-/// Opens the image at `path` with options in their textual form.
+/// Opens the image at `path`. `options` has the syntax of a disk specification.
 pub(crate) fn open(path: &Path, options: &str) -> Qcow2Disk {
     try_open(path, options).unwrap()
 }
