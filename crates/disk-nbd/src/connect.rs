@@ -19,6 +19,9 @@ const SILENCE: Duration = Duration::from_secs(20);
 const PROBE: Duration = Duration::from_secs(5);
 
 /// Connects to `place`. Gives up at the time `until`, or when `stop` becomes readable.
+///
+/// # Errors
+/// The system's error.
 pub(crate) fn connect_to(place: &Place, until: Instant, stop: &EventFd) -> io::Result<Stream> {
     match place {
         Place::Unix(path) => {

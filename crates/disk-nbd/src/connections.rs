@@ -73,6 +73,9 @@ impl Connector {
     }
 
     /// Queries the current properties of the export on a new connection. Does not open the export.
+    ///
+    /// # Errors
+    /// [`OpenError`].
     pub(crate) fn look(&self, stop: &EventFd) -> Result<Export, OpenError> {
         let name = &self.spec.export;
         let outcome =

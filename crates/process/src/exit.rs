@@ -70,10 +70,9 @@ pub fn status(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// True if the reader of this program's output has closed the pipe. With `shadowbell trace FILE |
-/// head`, that is not a failure. Only an error whose outermost layer is an I/O error counts: a
-/// broken pipe as the cause of another error, such as the socket of a dead server, is a failure.@10
-/// Sender to the closing thread. The first descriptor starts the thread.
+/// True if the reader of this program's output, such as `head`, has closed the pipe. That is not a
+/// failure. Only an error whose outermost layer is an I/O error counts: a broken pipe as the cause
+/// of another error, such as the socket of a dead server, is a failure.
 #[must_use]
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)

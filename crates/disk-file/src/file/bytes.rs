@@ -26,8 +26,8 @@ pub struct ImageBytes {
 
 impl ImageBytes {
     /// Prepares access to the bytes of `image`, for requests in blocks of `block_size` bytes.
-    /// `direct` is the alignment of direct I/O, if it is used. `None` if io_uring is unavailable or
-    /// excluded by `aio`.
+    /// `direct` is the alignment of direct I/O, if the page cache is bypassed. Returns `None` if
+    /// io_uring is unavailable or excluded by `aio`.
     ///
     /// # Errors
     /// [`OpenError::Memory`].

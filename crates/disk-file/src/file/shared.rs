@@ -221,7 +221,8 @@ pub(super) fn is_passing(errno: i32) -> bool {
     !status.dnr() && (is_systems(status) || status.code() == Status::NAMESPACE_NOT_READY)
 }
 
-/// True if the kernel generated the status because the device sent none.
+/// True if the kernel has generated the status. The kernel does so if it has received none from the
+/// device.
 fn is_systems(status: Status) -> bool {
     status.code_type() == StatusCodeType::Path && status.bits() & 0xf0 == 0x70
 }

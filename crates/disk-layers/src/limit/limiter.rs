@@ -39,7 +39,7 @@ pub struct Limiter {
 /// One limit.
 #[derive(Default)]
 struct Bucket {
-    /// Start time of the next request.
+    /// Start time of the next request, in ticks.
     next: AtomicU64,
     /// Units per second; 0 if there is no limit.
     rate: AtomicU64,
