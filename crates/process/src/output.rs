@@ -5,8 +5,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use std::io::{self, Write};
 
-/// Output options of verbs that support JSON: `--json`, and `--output-format` as in nvme-cli and
-/// fio.
+/// Output options of verbs that support JSON: `--json`, and the option of nvme-cli and fio.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct Output {
     /// Output in JSON
@@ -34,7 +33,7 @@ impl Output {
     }
 }
 
-/// Output options of `bench`. Its `--output-format json` is the format of fio.
+/// Output options of `bench`, whose `--output-format json` is the format of fio.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct BenchOutput {
     /// End with one line of JSON: a row with the same names as other measuring verbs use
