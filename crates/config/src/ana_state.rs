@@ -96,7 +96,7 @@ impl AnaGroups {
         at.and_then(|at| self.states.get(at)).copied().unwrap_or_default()
     }
 
-    /// Sets the state of a group. Trailing optimized states are not stored.
+    /// Sets the state of a group. Optimized states at the end of the list are not stored.
     pub fn set(&mut self, group: u32, state: AnaWord) {
         let Some(at) = (group as usize).checked_sub(1) else { return };
         let room = self.states.len().max(at + 1);

@@ -29,10 +29,11 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
 
-/// Maximum size of the file: a line each for more controllers than a process can serve.
+/// Maximum size of the file. It has room for more controllers than a process can serve, with one
+/// line each.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Deserialized file.
+/// Configuration file as deserialized.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
@@ -60,7 +61,8 @@ struct File {
     export: Vec<Spanned<ExportConfig>>,
 }
 
-/// A `[[limit-group]]`: its name, and limits with the keys of disk options.
+/// Table `[[limit-group]]`: name and limits of a limit group. The keys of the limits are those of
+/// disk options.
 #[derive(Debug, Deserialize)]
 struct GroupTable {
     name: String,
@@ -68,7 +70,7 @@ struct GroupTable {
     limits: BTreeMap<String, String>,
 }
 
-/// A `[[controller]]`.
+/// Table `[[controller]]`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ControllerTable {
@@ -111,7 +113,7 @@ struct DiskTable {
     share: bool,
 }
 
-/// Reads a configuration file, which `open` opens. Disks and sockets are not opened.
+/// Reads the configuration file at `path`; `open` opens it. Does not open disks and sockets.
 ///
 /// # Errors
 /// All errors of the file, one per line, with line numbers.
@@ -138,7 +140,7 @@ pub fn read(
     parse(&text, &name.to_string()).map_err(|why| bad_input(anyhow!(why)))
 }
 
-/// Disks that a configuration file names.
+/// Disks in the text of a configuration file.
 pub fn disks_of(toml: &str) -> Vec<String> {
     let Ok(file) = toml.parse::<toml::Table>() else { return Vec::new() };
     let controllers = file.get("controller").and_then(toml::Value::as_array);
@@ -193,7 +195,7 @@ impl Check<'_> {
         self.wrong.push((line, why.into()));
     }
 
-    /// Returns the number. A number outside of the range is reported.
+    /// Returns the number if it is in the range. Otherwise reports an error.
     fn number<T: Copy + PartialOrd + fmt::Display>(
         &mut self,
         what: &str,
@@ -210,7 +212,8 @@ impl Check<'_> {
     }
 
     fn file(&mut self, file: File) -> ServerConfig {
-        // An empty, truncated or unrelated file must not remove all controllers.
+        // A file without controllers is refused: an empty, truncated or unrelated file must not
+        // remove all controllers.
         if file.controller.is_none() {
             let why = "it has no controller: begin one with `[[controller]]`; or write `controller \
                        = []`, and add controllers later by `shadowbell ctl controller add`";
@@ -437,7 +440,8 @@ impl Check<'_> {
         DiskConfig { share, ..DiskConfig::with(disk, uuid, nsid) }
     }
 
-    /// Refuses an unknown limit group: a misspelt one would be a group without limits.
+    /// Refuses an unknown limit group. Otherwise a misspelt name would create a group without
+    /// limits.
     fn check_group<T>(&mut self, place: &Spanned<T>, spec: &str) {
         let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
         if let Some(group) = limits.group.filter(|group| !self.groups.contains(group)) {
@@ -502,7 +506,7 @@ impl Check<'_> {
         tables.into_iter().map(Spanned::into_inner).collect()
     }
 
-    /// Refuses a named disk of two controllers that are not in one subsystem.
+    /// Refuses a named disk that two controllers use, unless both are in the same subsystem.
     fn check_references(
         &mut self,
         controllers: &[SocketConfig],

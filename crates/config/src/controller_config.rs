@@ -1,4 +1,4 @@
-//! Controller as requested by the user, and its conversion to a configuration of the controller
+//! Controller configuration of the user, and its conversion to a configuration for the controller
 //! crate.
 
 use crate::disk_spec::{self, DiskSpecError};
@@ -16,7 +16,7 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Controller as requested by the user. `None` means a default that depends on other settings.
+/// Controller configuration of the user. `None` means a default that depends on other settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ControllerConfig {
     /// Disks in the order of the namespaces, in the syntax of `shadowbell_storage::disk_open`.
@@ -33,7 +33,7 @@ pub struct ControllerConfig {
     pub max_transfer: Option<u64>,
     /// Doorbell mechanism.
     pub doorbells: OfferedDoorbells,
-    /// Refuse writes to all namespaces, whatever their disks allow.
+    /// True to refuse writes to all namespaces, even if their disks are writable.
     pub read_only: bool,
     /// Pool for namespaces that the host creates. Attached namespaces of the pool are in `disks`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -46,31 +46,32 @@ pub struct ControllerConfig {
 /// Namespace as requested by the user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
-    /// Id of a named disk. `None` for a disk of the short form, whose id is derived from its
-    /// controller and NSID.
+    /// Id of a named disk. `None` for a disk that the controller specifies itself: its id is
+    /// derived from the controller and the NSID.
     #[serde(default)]
     pub id: Option<String>,
     /// Disk, in the syntax of `shadowbell_storage::disk_open::open`.
     pub disk: String,
-    /// UUID of the namespace; `None` derives a stable one from the serial number and the disk's
-    /// name.
+    /// UUID of the namespace. With `None`, a stable UUID is derived from the serial number and the
+    /// name of the disk.
     pub uuid: Option<[u8; 16]>,
-    /// NSID; `None` is the NSID after that of the previous disk.
+    /// NSID; `None` means the NSID of the previous disk plus one.
     #[serde(default)]
     pub nsid: Option<u32>,
-    /// Permit another writer of the disk, if that one permits it too.
+    /// True to permit another writer of the disk, if that writer permits this one too.
     #[serde(default)]
     pub share: bool,
 }
 
 impl DiskConfig {
-    /// Namespace of a disk, whose options may contain the UUID.
+    /// Namespace of a disk. The options of the disk may contain the UUID.
     #[must_use]
     pub fn of(disk: impl Into<String>) -> Self {
         Self::with(disk.into(), None, None)
     }
 
-    /// Namespace of a disk with UUID and NSID. `uuid` overrides the disk's option `uuid=`.
+    /// Namespace of a disk, with a UUID and an NSID. The argument `uuid` overrides the option
+    /// `uuid=` of the disk.
     #[must_use]
     pub fn with(disk: String, uuid: Option<[u8; 16]>, nsid: Option<u32>) -> Self {
         let (rest, option) = disk_spec::take_option(&disk, "uuid");
@@ -82,8 +83,8 @@ impl DiskConfig {
         Self { id: None, disk, uuid, nsid, share: false }
     }
 
-    /// Disk without options, a file or device by its absolute path: the resource that only one
-    /// namespace can use at a time.
+    /// Disk without options, with an absolute path if it is a file or device. Only one namespace at
+    /// a time can use this resource.
     #[must_use]
     pub fn takes(&self) -> String {
         let disk = disk_spec::from_root(&self.disk);
@@ -99,7 +100,7 @@ pub fn nsids(disks: &[DiskConfig]) -> impl Iterator<Item = u32> {
     })
 }
 
-/// Error in the request for a controller.
+/// Error in the configuration of a controller.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigureError {
     /// A disk cannot be opened.
@@ -145,14 +146,15 @@ impl ControllerConfig {
         Self { disks: disks.collect(), ..Self::default() }
     }
 
-    /// As [`open_by`](Self::open_by), for files and disks in memory without layers.
+    /// Opens the disks like [`open_by`](Self::open_by). Supports only files and disks in memory,
+    /// without layers.
     #[cfg(test)]
     pub fn open(&self, location: &str) -> Result<Config, ConfigureError> {
         self.open_by(location, |_, spec| Ok(shadowbell_disk_file::open(spec)?))
     }
 
-    /// Opens and locks the disks, calling `open` with the index and specification of each, and
-    /// validates the configuration. Creates no files.
+    /// Opens and locks the disks, and validates the configuration. Calls `open` with the index and
+    /// the specification of each disk. Creates no files.
     ///
     /// `location` identifies this controller, such as the path of its socket; the default serial
     /// number is derived from it.
@@ -174,7 +176,7 @@ impl ControllerConfig {
         self.configure(location, disks.collect::<Result<_, _>>()?)
     }
 
-    /// True if both differ in nothing but their disks.
+    /// True if both configurations are equal except for their disks.
     #[must_use]
     pub fn is_same_but_disks(&self, other: &Self) -> bool {
         let bare = |config: &Self| {
@@ -187,7 +189,7 @@ impl ControllerConfig {
         bare(self) == bare(other)
     }
 
-    /// True if both are equal. An unset UUID equals any UUID.
+    /// True if both configurations are equal. An unset UUID equals any UUID.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let is_same_disk = |(one, other): (&DiskConfig, &DiskConfig)| {
@@ -200,14 +202,15 @@ impl ControllerConfig {
             && self.disks.iter().zip(&other.disks).all(is_same_disk)
     }
 
-    /// UUID of a disk that is added to the controller with this serial number, different from the
+    /// UUID for a disk that is added to the controller with this serial number. It differs from the
     /// UUIDs in `taken`.
     #[must_use]
     pub fn uuid_of(serial: &str, disk: &dyn Disk, taken: HashSet<[u8; 16]>) -> [u8; 16] {
         Uuids { serial, taken }.of(disk, None)
     }
 
-    /// Validates the configuration with open disks. `self.disks` only provides UUIDs and NSIDs.
+    /// Validates the configuration with disks that are open already. Only the UUIDs and NSIDs of
+    /// `self.disks` are used.
     ///
     /// # Errors
     /// As [`open_by`](Self::open_by).
@@ -251,8 +254,9 @@ impl ControllerConfig {
             io_queues: self.queues.unwrap_or(default.io_queues),
             max_queue_entries: self.queue_entries.unwrap_or(default.max_queue_entries),
             mdts,
-            // Not with mapped doorbells: they do not notify the controller either, so its I/O
-            // thread polls with short sleeps, and shadow doorbells would gain nothing.
+            // Shadow doorbells would not help with mapped doorbells. A write to a mapped doorbell
+            // does not notify the controller either, so the I/O thread polls with short sleeps in
+            // any case.
             shadow_doorbells: self.doorbells == OfferedDoorbells::Shadow,
             member,
             ..Config::default()
@@ -273,11 +277,13 @@ impl<'a> Uuids<'a> {
         Self { serial, taken: HashSet::new() }
     }
 
-    /// UUID of a disk: `given`, or one derived from the serial number and the name of the disk.
+    /// UUID of a disk: `given`, or a UUID that is derived from the serial number and the name of
+    /// the disk.
     fn of(&mut self, disk: &dyn Disk, given: Option<[u8; 16]>) -> [u8; 16] {
         let uuid = given.unwrap_or_else(|| {
             let name = identity(disk);
-            // Disks in memory may have the same name; then their order distinguishes them.
+            // Several disks in memory may have the same name. Their position then distinguishes
+            // them.
             (0u32..)
                 .map(|n| match n {
                     0 => uuid_from(&format!("{}/{name}", self.serial)),
@@ -322,8 +328,8 @@ pub fn open_disk(
     Ok(disk)
 }
 
-/// Identity of a disk: for a file its canonical path, so that the working directory does not
-/// matter.
+/// Identity of a disk. For a file it is the canonical path, which does not depend on the working
+/// directory.
 fn identity(disk: &dyn Disk) -> String {
     let name = disk.name();
     match std::fs::canonicalize(process_env::absolute(Path::new(&name))) {
@@ -332,9 +338,11 @@ fn identity(disk: &dyn Disk) -> String {
     }
 }
 
-/// Serial number derived from a location: stable, and different for each location.
+/// Serial number derived from a location. The same location always has the same number, and
+/// different locations have different numbers.
 fn serial_from(location: &str) -> String {
-    // The last seven bytes of a UUID have no fixed bits, and fit the field with two letters.
+    // The last seven bytes of a UUID have no fixed bits. As digits, with two letters before them,
+    // they fit the serial number field.
     let uuid = uuid_from(location);
     let digits: String = uuid.iter().skip(9).take(7).map(|byte| format!("{byte:02X}")).collect();
     format!("SB{digits}")
@@ -370,7 +378,8 @@ mod tests {
             let namespaces = config.open(location).unwrap().namespaces;
             assert_eq!(Some(namespaces[0].uuid), parse_uuid(UUID));
         }
-        // An explicit UUID overrides the option. An invalid option is kept, to be refused later.
+        // The argument overrides the option. An invalid option stays in the specification; opening
+        // the disk refuses it.
         let other = parse_uuid(&UUID.replace('9', "8"));
         assert_eq!(DiskConfig::with(format!("x?uuid={UUID}"), other, Some(3)).uuid, other);
         assert_eq!(DiskConfig::of("x?uuid=7").disk, "x?uuid=7");

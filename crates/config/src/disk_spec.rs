@@ -102,7 +102,7 @@ pub fn check(spec: &str) -> Result<(), DiskSpecError> {
     Ok(())
 }
 
-/// `spec` with an option set to `value`.
+/// Returns `spec` with this option set to `value`.
 #[must_use]
 pub fn with_option(spec: &str, name: &str, value: &str) -> String {
     let (disk, options) = spec.split_once('?').unwrap_or((spec, ""));
@@ -113,7 +113,7 @@ pub fn with_option(spec: &str, name: &str, value: &str) -> String {
     format!("{disk}?{}", all.join("&"))
 }
 
-/// `spec` without the option `name`, and the option's value.
+/// Returns `spec` without the option `name`, and the value of that option.
 #[must_use]
 pub fn take_option(spec: &str, name: &str) -> (String, Option<String>) {
     let Some((disk, options)) = spec.split_once('?') else { return (spec.to_owned(), None) };
@@ -130,8 +130,8 @@ pub fn take_option(spec: &str, name: &str) -> (String, Option<String>) {
     (rest, Some(value.to_owned()))
 }
 
-/// `spec` with another size, if it contains one. The size of a file is determined when it is
-/// opened.
+/// Returns `spec` with another size, if it contains a size. The size of a file is determined when
+/// the file is opened.
 #[must_use]
 pub fn with_size(spec: &str, bytes: u64) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
@@ -144,8 +144,8 @@ pub fn with_size(spec: &str, bytes: u64) -> String {
     }
 }
 
-/// True if the disk is a namespace of another controller. Then the server sometimes waits for that
-/// controller's admin queue, up to ten seconds each time if it hangs.
+/// True if the disk is a namespace of another controller. The server then sometimes waits for the
+/// admin queue of that controller, for up to ten seconds if the controller hangs.
 #[must_use]
 pub fn is_of_a_controller(spec: &str) -> bool {
     ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme))
@@ -180,14 +180,15 @@ pub fn outside(spec: &str) -> Option<&'static str> {
     options.allow_backing.then_some("may open backing files, which the image names")
 }
 
-/// Size of a disk in memory: the memory that it uses when full. `None` for other disks.
+/// Size of a disk in memory, which is the memory that it uses when full. `None` for other disks.
 #[must_use]
 pub fn memory_of(spec: &str) -> Option<u64> {
     let name = spec.split('?').next().unwrap_or_default();
     shadowbell_disk::parse_size(name.strip_prefix("mem:")?).ok()
 }
 
-/// `spec` independent of the working directory: files by their absolute paths.
+/// Returns `spec` with absolute paths of files, so that it does not depend on the working
+/// directory.
 #[must_use]
 pub fn from_root(spec: &str) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
@@ -195,7 +196,8 @@ pub fn from_root(spec: &str) -> String {
         kind.starts_with(|c: char| c.is_ascii_alphabetic())
             && kind.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-".contains(&b))
     };
-    // A scheme. The path after `file:` is percent-encoded, so it is not converted.
+    // This disk has a scheme, so it is not a bare path. The path after `file:` is percent-encoded
+    // and is left unchanged.
     if disk.split_once(':').as_ref().is_some_and(is_kind) {
         return spec.to_owned();
     }
@@ -218,7 +220,8 @@ pub fn check_name(spec: &str) -> Result<(), DiskSpecError> {
     }
 }
 
-/// Error of a specification: `why` is a sentence without the specification.
+/// Creates the error for a specification. `why` is a sentence that does not repeat the
+/// specification.
 #[must_use]
 pub fn wrong(spec: &str, why: String) -> DiskSpecError {
     shadowbell_disk::OpenError::Spec { spec: spec.to_owned(), why }.into()

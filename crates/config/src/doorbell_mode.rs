@@ -1,4 +1,4 @@
-//! Doorbell mechanism of a controller as an option.
+//! Option for the doorbell mechanism of a controller.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! Export of a disk by NBD, as requested by the user.
+//! Export configuration: a disk that is exported by NBD.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_process::process_env;
@@ -20,19 +20,19 @@ pub struct ExportConfig {
     /// Directory with certificates. If it is set, clients without TLS are refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls_certificates: Option<PathBuf>,
-    /// Accept clients without a certificate.
+    /// True to accept clients without a certificate.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tls_any_client: bool,
-    /// Refuse writes.
+    /// True to refuse writes.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
-    /// Permit another writer of the disk, if that one permits it too.
+    /// True to permit another writer of the disk, if that writer permits this one too.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub share: bool,
 }
 
 impl ExportConfig {
-    /// The same export, independent of the working directory.
+    /// Returns the export with absolute paths, so that it does not depend on the working directory.
     #[must_use]
     pub fn from_root(&self) -> Self {
         let nbd = match self.nbd.strip_prefix("unix:") {

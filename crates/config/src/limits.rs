@@ -19,7 +19,7 @@ pub const GROUP: &str = "limit-group";
 pub struct Group {
     /// Name of the group.
     pub name: String,
-    /// Rate limits that its disks share.
+    /// Rate limits that the disks of the group share.
     pub limits: Limits,
 }
 
@@ -34,7 +34,7 @@ pub struct DiskLimits {
 
 static GROUPS: Mutex<BTreeMap<String, Arc<Limiter>>> = Mutex::new(BTreeMap::new());
 
-/// Group with this name; created without limits if it does not exist.
+/// Returns the group with this name. Creates it without limits if it does not exist.
 pub fn group(name: &str) -> Arc<Limiter> {
     let mut groups = GROUPS.lock();
     let group = groups.entry(name.to_owned()).or_insert_with(|| Limiter::new(Limits::default()));
@@ -92,7 +92,7 @@ impl DiskLimits {
         Ok((rest, limits))
     }
 
-    /// `spec` with these limits instead of its own.
+    /// Returns `spec` with these limits in place of its own.
     #[must_use]
     pub fn joined(&self, spec: &str) -> String {
         let bare = Self::split(spec).map_or_else(|_| spec.to_owned(), |(bare, _)| bare);

@@ -8,8 +8,8 @@ use shadowbell_controller::NamespacePool;
 use shadowbell_process::exit::bad_input;
 use std::path::Path;
 
-/// Disk of a namespace. `format=raw` is explicit, because the first bytes are controlled by the
-/// host and must not be taken for another image format.
+/// Disk of a namespace. The host controls the first bytes of the file, so `format=raw` is explicit.
+/// Otherwise the content could be taken for another image format.
 pub fn disk(pool: &HostPool, entry: &Entry) -> DiskConfig {
     let Entry { nsid, uuid, block_size, metadata, .. } = *entry;
     let file = pool.file(nsid);

@@ -17,8 +17,8 @@ use std::time::Duration;
 
 /// Maximum number of I/O threads.
 pub const MAX_WORKERS: u16 = shadowbell_controller::MAX_WORKERS as u16;
-/// Maximum polling time of an idle I/O thread, in microseconds. After a second of idleness the
-/// cost of a wakeup does not matter.
+/// Maximum polling time of an idle I/O thread, in microseconds. After a second without work, the
+/// cost of a wake-up does not matter.
 pub const MAX_POLL_US: u32 = 1_000_000;
 /// Default number of trace records per I/O thread: 8 MiB.
 pub const TRACE_RECORDS: u32 = 1 << 18;
@@ -38,9 +38,9 @@ pub struct ServerConfig {
     pub trace: Option<(PathBuf, u32)>,
     /// Latency measurement by namespace.
     pub measure: bool,
-    /// Name and path for the control socket.
+    /// Name and path of the control socket.
     pub control: SocketPath,
-    /// Name of the server if none is configured.
+    /// Name of the server if no name is configured.
     pub default_name: String,
     /// TCP address of the metrics.
     pub metrics: Option<SocketAddr>,
@@ -48,7 +48,8 @@ pub struct ServerConfig {
     pub groups: Vec<Group>,
     /// Mode and group of the controllers' sockets.
     pub socket_access: SocketAccess,
-    /// I/O threads always poll because doorbells are mapped, and no polling option was given.
+    /// True if I/O threads always poll, because doorbells are mapped and no polling option was
+    /// given.
     pub polls_for_mapped: bool,
 }
 
@@ -73,7 +74,7 @@ pub struct SocketConfig {
     pub socket: PathBuf,
     /// Properties of the controller.
     pub controller: ControllerConfig,
-    /// I/O thread that serves it. `None` for any.
+    /// I/O thread that serves the controller. `None` for any.
     pub worker: Option<WorkerChoice>,
     /// Place in the configuration file (`vms.toml:12`).
     pub origin: Option<String>,
@@ -86,7 +87,8 @@ impl SocketConfig {
         self.id.clone().unwrap_or_else(|| self.known_socket())
     }
 
-    /// Absolute path of the socket itself, also if a directory is configured.
+    /// Absolute path of the socket. If a directory is configured, it is the path of the socket in
+    /// that directory.
     #[must_use]
     pub fn known_socket(&self) -> String {
         known_path(&self.absolute_socket()).to_string_lossy().into_owned()
@@ -100,14 +102,14 @@ impl SocketConfig {
             && self.worker == other.worker
     }
 
-    /// Exclusive resources: the socket and the disks.
+    /// Resources that no other controller can use: the socket and the disks.
     #[must_use]
     pub fn takes(&self) -> Vec<String> {
         let disks = self.controller.disks.iter().map(DiskConfig::takes);
         disks.chain([self.known_socket()]).collect()
     }
 
-    /// Exclusive resource of a namespace: its disk.
+    /// Resource of a namespace that no other namespace can use: its disk.
     #[must_use]
     pub fn takes_for(&self, nsid: u32) -> Option<String> {
         let disks = &self.controller.disks;
@@ -119,7 +121,7 @@ impl SocketConfig {
     #[must_use]
     pub fn absolute_socket(&self) -> PathBuf {
         let path = process_env::absolute(&self.socket);
-        // Symbolic links of the directory are resolved, if it exists.
+        // Symbolic links in the path of an existing directory are resolved.
         match (path.parent().map(Path::canonicalize), path.file_name()) {
             (Some(Ok(directory)), Some(name)) => directory.join(name),
             _ => path,
@@ -131,11 +133,11 @@ impl SocketConfig {
 pub fn known_path(path: &Path) -> PathBuf {
     let from_root = process_env::absolute(path);
     let path = std::fs::canonicalize(from_root).unwrap_or_else(|_| path.to_owned());
-    // A directory stands for the socket `cntrl` in it, as in SPDK.
+    // If the path is a directory, the socket is `cntrl` in it, as in SPDK.
     if path.is_dir() { path.join("cntrl") } else { path }
 }
 
-/// I/O thread of a controller.
+/// Choice of the I/O thread for a controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "`worker` is the number of a worker, from 0, or \"own\"")]
 pub enum WorkerChoice {
@@ -166,7 +168,7 @@ pub enum Poll {
     Never,
 }
 
-/// Checks and combines the options of the I/O threads.
+/// Validates and combines the options of the I/O threads.
 ///
 /// # Errors
 /// The options contradict each other.
@@ -203,14 +205,14 @@ pub fn pool_options(
 }
 
 impl ServerConfig {
-    /// Specifications of all disks, the named ones included.
+    /// Specifications of all disks, including the named disks.
     pub fn disk_specs(&self) -> impl Iterator<Item = &str> {
         let of_controllers = self.controllers.iter().flat_map(|served| &served.controller.disks);
         let named = self.disks.iter().map(|disk| &disk.spec[..]);
         named.chain(of_controllers.map(|disk| &disk.disk[..]))
     }
 
-    /// TCP addresses on which the server listens: of the metrics and of exports.
+    /// TCP addresses on which the server listens, for metrics and for exports.
     pub fn tcp(&self) -> impl Iterator<Item = SocketAddr> {
         let exports = self.exports.iter().filter_map(|export| export.nbd.strip_prefix("tcp:"));
         self.metrics.into_iter().chain(exports.filter_map(|address| address.parse().ok()))
@@ -241,8 +243,8 @@ impl ServerConfig {
         Ok(())
     }
 
-    /// Selects constant polling if no polling option was given (`is_open`) and a controller has
-    /// mapped doorbells, since a write to a mapped doorbell wakes no thread.
+    /// Selects constant polling if a controller has mapped doorbells and no polling option was
+    /// given (`is_open`). A write to a mapped doorbell wakes no thread.
     #[must_use]
     pub fn settled(mut self, is_open: bool) -> Self {
         let is_mapped = |one: &SocketConfig| one.controller.doorbells == OfferedDoorbells::Mapped;
@@ -254,8 +256,8 @@ impl ServerConfig {
     }
 }
 
-/// Returns an error text if two controllers share a writable file or device. The lock of the file
-/// would report another program instead.
+/// Returns an error text if two controllers use the same writable file or device. Without this
+/// check, the lock of the file would fail with a message about another program.
 #[must_use]
 pub fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<String> {
     let mut seen: HashMap<PathBuf, (&str, String, bool, Option<&str>)> = HashMap::new();

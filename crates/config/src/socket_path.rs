@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 pub const VARIABLE: &str = "SHADOWBELL_RUN_DIR";
 /// File name of the socket in the directory of its server.
 const SOCKET: &str = "control.sock";
-/// Longest name of a server, in bytes: the path of a Unix socket has at most 107.
+/// Maximum length of a server name, in bytes. The path of a Unix socket has at most 107 bytes.
 const MAX_NAME: usize = 40;
 
 /// Location of the control socket, as given on the command line or in the configuration.
@@ -24,8 +24,8 @@ pub struct SocketPath {
 /// Result of [`settle`].
 static SETTLED: OnceLock<Option<PathBuf>> = OnceLock::new();
 
-/// Fixes the directory of control sockets for this process, so that a later change of its user
-/// has no effect. Returns it.
+/// Determines the directory of control sockets and returns it. The directory stays the same for
+/// this process, even if its user changes later.
 pub fn settle() -> Option<PathBuf> {
     SETTLED.get_or_init(find).clone()
 }
@@ -55,8 +55,8 @@ pub fn socket(directory: &Path, name: &str) -> PathBuf {
     directory.join(name).join(SOCKET)
 }
 
-/// Names and control sockets of all servers in `directory`, sorted by name. Some of these servers
-/// may have ended.
+/// Names and control sockets of all servers in `directory`, sorted by name. Includes servers that
+/// have ended and left their socket.
 pub fn servers(directory: &Path) -> Vec<(String, PathBuf)> {
     let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };
     let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());

@@ -34,12 +34,12 @@ pub struct Membership {
 
 /// Open subsystem of this process.
 struct Open {
-    /// File, until the subsystem is created from it. That starts a thread, which is not possible
-    /// before the process enters its sandbox.
+    /// File of the subsystem, until the subsystem is created from it. Creating the subsystem starts
+    /// a thread, which is not possible before the process enters its sandbox.
     file: Option<File>,
     subsystem: Option<Subsystem>,
-    /// Open disks by their index in a controller and their specification. Controllers of the
-    /// subsystem share them.
+    /// Open disks, by their index in a controller and their specification. The controllers of the
+    /// subsystem share these disks.
     disks: HashMap<(usize, String), Weak<dyn Disk>>,
 }
 
@@ -86,7 +86,8 @@ pub fn join(membership: &Membership) -> anyhow::Result<Arc<Member>> {
     Ok(joined?.with_ana(membership.ana.by_nsid(), membership.ana.by_group()))
 }
 
-/// Disk that another controller of the subsystem has opened, or else a new one from `open`.
+/// Returns the disk if another controller of the subsystem has opened it. Otherwise opens the disk
+/// by `open`.
 ///
 /// # Errors
 /// Errors of `open`.

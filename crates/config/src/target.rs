@@ -27,7 +27,7 @@ A TARGET is one of
 pub enum Target {
     /// Controller behind a vfio-user socket.
     VfioUser {
-        /// Path of the socket, or of a directory that contains the socket `cntrl`.
+        /// Path of the socket, or of the directory that contains the socket as `cntrl`.
         socket: PathBuf,
         /// Namespace identifier.
         nsid: u32,
@@ -39,7 +39,7 @@ pub enum Target {
         /// Namespace identifier.
         nsid: u32,
     },
-    /// Controller in this process over a disk, in the syntax of `disk_open::open`.
+    /// Controller that this process emulates, on a disk in the syntax of `disk_open::open`.
     Local {
         /// Disk specification.
         disk: String,
@@ -88,7 +88,7 @@ fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|about| about.file_type().is_socket())
 }
 
-/// Error text with a correction if `path`, which is used as a disk, is a socket.
+/// Error text with a correction, if `path` is a socket instead of a disk.
 pub fn not_a_disk(path: &str) -> Option<String> {
     let (socket, nsid) = socket_in(path)?;
     Some(if socket == path {
@@ -108,7 +108,7 @@ fn split_nsid(text: &str) -> Result<(&str, u32), String> {
             if !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()) =>
         {
             match digits.parse() {
-                // FFFFFFFFh is the broadcast value.
+                // FFFFFFFFh is the broadcast NSID.
                 Ok(nsid) if nsid != 0 && nsid != u32::MAX => Ok((socket, nsid)),
                 _ => Err(format!("`{digits}` is no namespace; they count from 1")),
             }
@@ -137,7 +137,7 @@ impl Target {
         }
     }
 
-    /// Target with another namespace of this controller.
+    /// Returns a target for another namespace of the same controller.
     #[must_use]
     pub fn with_nsid(&self, nsid: u32) -> Self {
         match self {

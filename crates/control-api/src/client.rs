@@ -15,13 +15,13 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Longest answer that is accepted, in bytes: room for the statistics of more controllers than a
-/// process can have.
+/// Longest answer that is accepted, in bytes: the statistics of the maximum number of controllers
+/// are shorter.
 const MAX_ANSWER: usize = 64 << 20;
 /// Longest error body that is read, in bytes.
 const MAX_PROBLEM: usize = 1 << 20;
-/// Time limit of a request, retries included. The server may wait up to a second for each I/O
-/// thread.
+/// Time limit of a request, retries included. It is long because the server may wait up to a second
+/// for each of its I/O threads.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Retries of a GET whose connection was closed before any byte of the answer, and the pause before
 /// each.
@@ -159,8 +159,9 @@ impl Client {
                 let mut tries = 0;
                 loop {
                     let answer = self.ask(method, path, body.clone(), take).await;
-                    // During an upgrade, the server closes accepted connections from which it
-                    // has read nothing. Repeating a GET is safe.
+                    // During an upgrade, the server closes connections that it has accepted but not
+                    // read from. The server has not seen such a request. Repeating a GET is safe in
+                    // any case.
                     let again = method == Method::GET && tries < TRIES;
                     if !(again && answer.as_ref().err().is_some_and(is_unanswered)) {
                         return answer;
@@ -227,8 +228,8 @@ impl Client {
             let why = why.map_err(|error| anyhow!(error))?.to_bytes();
             Ok((status, why.to_vec()))
         };
-        // Drives the connection and the request on this thread. Errors of the connection are
-        // ignored because the request reports them.
+        // The same thread drives the connection and the request. Errors of the connection are
+        // ignored, because the request reports them too.
         let connection = async {
             let _ = connection.await;
             std::future::pending::<()>().await;
@@ -266,7 +267,7 @@ mod tests {
         });
         let client = Client::new(&path);
         assert_eq!(client.bytes("/v1/status").unwrap(), b"{}");
-        // A change is not repeated, because the server may have executed it.
+        // The client does not repeat a POST, because the server may have executed it.
         client.send::<()>(&Method::POST, "/v1/upgrade", &()).unwrap_err();
         server.join().unwrap();
     }
@@ -295,8 +296,8 @@ mod tests {
         });
         for answer in answers {
             let error = client.get::<Problem>("/v1/status").unwrap_err();
-            // The connection that is closed without an answer is retried, and the retries find no
-            // listener any more.
+            // The client retries only if the server closes the connection without an answer. By
+            // then the listener is gone, so the error is `NOT_THERE`.
             let expected = if answer.is_empty() { exit::NOT_THERE } else { exit::FAILED };
             assert_eq!(exit::status(&error), expected, "{answer}: {error:#}");
             assert!(error.to_string().contains("x.sock"), "{error:#}");

@@ -5,9 +5,9 @@ use rustix::io::Errno;
 use shadowbell_disk::{Extent, Tell};
 use std::os::fd::AsFd;
 
-/// Reports the extents of a file from byte `from` to byte `to` by `SEEK_DATA` and `SEEK_HOLE`: one
-/// or two calls per extent. Bytes beyond the end of the file (`end`) cannot be read and are
-/// reported as data, as are bytes that the file system does not report on.
+/// Reports the extents of a file from byte `from` to byte `to` by `SEEK_DATA` and `SEEK_HOLE`, with
+/// one or two calls per extent. `end` is the end of the file: bytes beyond it cannot be read and
+/// are reported as data. Bytes for which the file system fails are reported as data too.
 pub(crate) fn tell_of_file(file: impl AsFd, (from, to): (u64, u64), end: u64, tell: &mut Tell<'_>) {
     let (mut at, there) = (from, to.min(end));
     while at < there {

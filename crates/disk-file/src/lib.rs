@@ -3,10 +3,10 @@
 //! * [`FileDisk`] is a raw image, a block device or an NVMe generic character device
 //!   (`/dev/ng0n1`), accessed by io_uring or by threads;
 //! * [`MemDisk`] stores its blocks in memory of the process;
-//! * [`NullDisk`] stores nothing: a benchmark on it measures everything but the storage;
+//! * [`NullDisk`] stores nothing, so that a benchmark measures everything except the storage;
 //! * [`open`] opens a disk by its specification: `disk.img`, `mem:1GiB`, `null:1TiB`.
 //!
-//! [`ImageFile`] and [`ImageBytes`] are for disks of other crates whose format is in a file.
+//! [`ImageFile`] and [`ImageBytes`] are for other crates, whose disks have a format in a file.
 #![deny(unsafe_code)]
 
 mod extents;

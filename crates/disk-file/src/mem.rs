@@ -16,11 +16,11 @@ use std::sync::Arc;
 /// them, and dropping the disk frees all of them.
 ///
 /// If huge pages are enabled (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or
-/// `always`), the disk uses them: the first write to a 2 MiB range allocates all of it, and in
-/// exchange each random access has one TLB miss less.
+/// `always`), the disk uses them: the first write to a range of 2 MiB allocates the whole range,
+/// and each later random access has one TLB miss less.
 ///
-/// Every operation completes inline. If two threads access the same block at once, each block is
-/// read or written as a whole, never as a mixture of two writes.
+/// Every operation completes inline. Blocks are read and written atomically, even if several
+/// threads access the same block at the same time.
 #[derive(Clone, Debug)]
 pub struct MemDisk {
     info: DiskInfo,
@@ -36,9 +36,9 @@ struct SavedMem {
     info: DiskInfo,
 }
 
-/// Granularity in bytes at which memory is returned to the kernel.
+/// Granularity, in bytes, at which memory is returned to the kernel.
 const PAGE: usize = 4096;
-/// Bytes returned or zeroed in one step: some tens of microseconds.
+/// Number of bytes that are returned or zeroed in one step, which takes some tens of microseconds.
 const STRIDE: u64 = 1 << 20;
 
 impl MemDisk {
@@ -103,7 +103,7 @@ impl MemDisk {
 
     fn of(mapping: Arc<Mapping>, info: DiskInfo, regions: Arc<Regions>) -> Self {
         mapping.prefer_huge_pages();
-        // The mapping is rounded up to whole pages; the disk is not.
+        // The mapping is rounded up to whole pages, and the disk may be shorter.
         let len = usize::try_from(info.bytes()).unwrap_or(usize::MAX).min(mapping.len());
         let bytes = mapping.bytes().slice(0, len).unwrap_or_else(|| mapping.bytes());
         Self { info, bytes, regions }
@@ -116,7 +116,7 @@ impl MemDisk {
         self
     }
 
-    /// Content of the disk, for direct access from this process.
+    /// Content of the disk, which this process can access directly.
     #[must_use]
     pub fn bytes(&self) -> &SharedBytes {
         &self.bytes
@@ -141,12 +141,13 @@ impl Disk for MemDisk {
             return;
         }
         match self.bytes.mapping().fd() {
-            // Offsets in the memfd equal offsets in the disk.
+            // Offsets in the memfd equal offsets on the disk.
             Some(fd) => {
                 let to = offset.saturating_add(len);
                 tell_of_file(fd, (offset, to), self.info.bytes(), tell);
             }
-            // Anonymous memory reports no holes: a page that is not present may be swapped out.
+            // Anonymous memory reports no holes, because a page that is not present may be swapped
+            // out.
             None => {
                 tell(Extent::data(len));
             }
@@ -170,8 +171,8 @@ impl Disk for MemDisk {
         }
         let fd = mapping.fd().ok_or_else(|| ResizeError::Private { disk: disk() })?;
         let system = |source| ResizeError::System { disk: disk(), source };
-        // A second mapping of the same memfd, so that the old and the new disk share their bytes.
-        // The memfd is never shrunk, because a disk of the larger size may still use it.
+        // The new disk maps the same memfd, so that the old and the new disk share their bytes. The
+        // memfd is never shrunk, because a disk of the larger size may still use it.
         let there = FileStatus::of(fd).map_err(|error| system(error.into()))?.len;
         let page = rustix::param::page_size() as u64;
         let len = bytes.checked_next_multiple_of(page).ok_or_else(size)?;
@@ -189,7 +190,7 @@ impl Disk for MemDisk {
     }
 
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, CheckpointError> {
-        // Requests are executed inline, so none outlives the process.
+        // No fence is needed: requests are executed inline, so none outlives the process.
         let mapping = self.bytes.mapping();
         let Some(fd) = mapping.fd() else {
             return Err(CheckpointError::Private { disk: self.name() });
@@ -201,8 +202,8 @@ impl Disk for MemDisk {
     }
 }
 
-/// Size in bytes from which a disk counts as larger than the CPU's caches. Writes to a larger disk
-/// bypass the caches, because the data would be evicted before their next use.
+/// Size in bytes from which a disk counts as larger than the CPU's caches. Writes to such a disk
+/// bypass the caches, because the data would be evicted before they are used again.
 const LARGE: usize = 64 << 20;
 
 /// One thread's queue on a memory disk.
@@ -225,7 +226,7 @@ impl MemQueue {
     #[inline]
     fn run(&self, request: &Request, data: &Segments) -> Result<(), DiskError> {
         request.check(&self.bounds, data)?;
-        // The range lies inside the disk, which fits the address space.
+        // The range is inside the disk, which fits the address space, so the casts lose nothing.
         let (at, len) = (request.offset as usize, request.len as usize);
         let (disk, regions, is_large) = (&self.bytes, &*self.regions, self.is_large);
         let missing = DiskError::BadBuffer;
@@ -263,7 +264,7 @@ impl MemQueue {
         Ok(())
     }
 
-    /// Returns the whole pages of the range to the kernel and zeroes the rest.
+    /// Returns the whole pages of the range to the kernel, and zeroes the rest of the range.
     fn zero_part(&self, at: usize, len: usize) -> Result<(), DiskError> {
         let end = at + len;
         let first = at.next_multiple_of(PAGE);
@@ -276,7 +277,7 @@ impl MemQueue {
         }
         fill(at, first)?;
         fill(last, end)?;
-        // Locked memory cannot be returned; it is zeroed instead.
+        // Locked memory cannot be returned, so it is zeroed.
         if PAGE.is_multiple_of(rustix::param::page_size())
             && self.bytes.mapping().discard(first, last - first).is_ok()
         {
@@ -286,11 +287,12 @@ impl MemQueue {
     }
 }
 
-/// Bytes of a request to prefetch: one page. The CPU's own prefetcher covers the rest of a longer
-/// request.
+/// Number of bytes of a request to prefetch: one page. The prefetcher of the CPU covers the rest of
+/// a longer request.
 const PREFETCH: usize = PAGE;
-/// Bytes to prefetch at once. A CPU has a limited number of line-fill buffers: with a whole page at
-/// once the last prefetches are dropped, and the copy stalls on the missing lines.
+/// Number of bytes to prefetch at once. A CPU has a limited number of line-fill buffers. If a whole
+/// page was prefetched at once, the CPU would drop the last prefetches, and the copy would stall on
+/// the missing lines.
 const AT_ONCE: usize = PREFETCH / 2;
 
 impl Queue for MemQueue {
@@ -303,11 +305,11 @@ impl Queue for MemQueue {
         if op != Op::Read && self.is_large && shadowbell_memory::goes_past_caches(len) {
             return;
         }
-        // An offset beyond the address space is also beyond the disk, where prefetching has no
+        // An offset beyond the address space is also beyond the disk. There, prefetching has no
         // effect.
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        // Lines that will be partly written need no different prefetch: no other CPU caches them,
-        // so they arrive in exclusive state.
+        // Lines that will be partly written need no other kind of prefetch. No other CPU caches
+        // them, so they arrive in exclusive state.
         if distance > 1 {
             self.bytes.prefetch_range(offset, len.min(AT_ONCE));
         } else if len > AT_ONCE {
@@ -395,7 +397,7 @@ mod tests {
             let mut queue = disk.queue().unwrap();
             for len in [512, 4096, 8192, 8192 + 512, 128 << 10, (1 << 20) - 8] {
                 let len = len / 512 * 512;
-                // Buffers need not be aligned to a cache line.
+                // The buffer of this test is not aligned to a cache line.
                 let mut data = Segments::from_bytes(&memory.slice(4, len).unwrap());
                 let pattern: Vec<u8> = (0..len).map(|n| (n % 251) as u8).collect();
                 data.write_from(0, &pattern).unwrap();

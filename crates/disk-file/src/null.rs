@@ -9,12 +9,12 @@ use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
 
-/// Disk of any size that stores nothing and completes immediately, so that a benchmark on it
-/// measures everything but the storage.
+/// Disk of any size that stores nothing and completes each request immediately. A benchmark on it
+/// measures everything except the storage.
 ///
-/// A read leaves the data buffer unchanged. The buffer is the host's own memory, so no foreign data
-/// leak. Compare and Verify succeed. With `read_zeroes`, reads return zeroes, at the cost of a
-/// memory write of the data's length, and Compare succeeds only against zeroes.
+/// A read leaves the data buffer unchanged. The buffer is the host's own memory, so the host sees
+/// no data of others. Compare and Verify succeed. With `read_zeroes`, a read fills the buffer with
+/// zeroes, and Compare succeeds only against zeroes.
 #[derive(Clone, Debug)]
 pub struct NullDisk {
     info: DiskInfo,
@@ -69,8 +69,8 @@ impl Disk for NullDisk {
     }
 
     fn extents(&self, _: u64, len: u64, tell: &mut Tell<'_>) {
-        // Without `read_zeroes` a read returns the buffer's old content, so the range must not be
-        // reported as zeroes.
+        // Without `read_zeroes`, a read returns the old content of the buffer. So the range must
+        // not be reported as zeroes.
         if len != 0 {
             tell(Extent { len, allocated: !self.read_zeroes });
         }
@@ -95,7 +95,7 @@ impl Disk for NullDisk {
     }
 }
 
-/// One thread's queue on a null disk: only the limits of requests.
+/// One thread's queue on a null disk. It only checks the limits of requests.
 struct NullQueue {
     bounds: Bounds,
     read_zeroes: bool,

@@ -1,45 +1,46 @@
-//! Sequence locks that keep the blocks of a memory disk whole while several threads copy them.
+//! Sequence locks: they make reads and writes of the blocks of a memory disk atomic while several
+//! threads copy them.
 //!
 //! A controller promises that a logical block is read and written atomically (NVM Command Set 1.1,
 //! 2.1.4.2: AWUN is at least one block), across all queues. A copy by the CPU is not atomic: two
 //! concurrent copies can mix their data.
 //!
-//! Each region of the disk has a sequence number, which is odd while a writer copies. Writers
-//! exclude each other by it. A reader compares the number before and after its copy. Only if a
-//! writer interfered does the reader take the writer's lock and copy again. Without writers,
-//! readers on other CPUs share the cache line of the number, as they share the lines of the data.
+//! Each region of the disk has a sequence number, which is odd while a writer copies. The number is
+//! also the lock by which writers exclude each other. A reader compares the number before and after
+//! its copy. If it has changed, the reader takes the lock of the writers and copies again. Without
+//! writers, the cache line of the number is shared among the CPUs of all readers.
 
 use std::hint::spin_loop;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
 
-/// Bytes per region. A long request is copied region by region: larger regions are faster, but a
-/// reader waits for a writer as long as one copy takes, some microseconds.
+/// Number of bytes per region. A long request is copied region by region. Larger regions are
+/// faster, but a reader may have to wait for the copy of one region, which takes some microseconds.
 const REGION: usize = 128 << 10;
-/// Number of sequence locks; regions share them modulo this number.
+/// Number of sequence locks. A region uses the lock with its number modulo this number.
 const NUMBERS: usize = 256;
-/// Spins before the thread yields its CPU: longer than one copy takes.
+/// Number of spins before the thread yields its CPU. They take longer than one copy.
 const SPINS: u32 = 4096;
 
-/// Sequence number of a region: incremented at the start and at the end of each write. Aligned to a
-/// cache line of its own.
+/// Sequence number of a region. A writer increments it before and after each write. It has a cache
+/// line of its own.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct Number(AtomicU64);
 
-/// Sequence locks of all regions of a disk, shared by all its queues.
+/// Sequence locks of all regions of a disk. All queues of the disk share them.
 #[derive(Debug)]
 pub(crate) struct Regions(Box<[Number]>);
 
 /// Write lock on a region; dropping it ends the write.
 struct Turn<'a> {
     number: &'a AtomicU64,
-    /// Sequence number to store at the end.
+    /// Sequence number to store when the write ends.
     end: u64,
 }
 
 impl Number {
-    /// Waits for the write lock.
+    /// Waits until no other writer holds the lock, and takes it.
     #[cold]
     fn wait(&self) -> Turn<'_> {
         let mut spins = 0;
@@ -51,8 +52,8 @@ impl Number {
             if spins < SPINS {
                 spin_loop();
             } else {
-                // The writer was preempted, or faults on guest memory; spinning longer would waste
-                // the CPU.
+                // The writer was preempted, or has a page fault on guest memory. Spinning longer
+                // would waste the CPU.
                 std::thread::yield_now();
             }
         }
@@ -65,7 +66,8 @@ impl Number {
         {
             return None;
         }
-        // A reader that sees any byte of the write also sees the odd number.
+        // The fence orders the odd number before the write: a reader that sees any byte of the
+        // write also sees the odd number.
         fence(Release);
         Some(Turn { number: &self.0, end: now.wrapping_add(2) })
     }
@@ -77,7 +79,7 @@ impl Number {
 }
 
 impl Turn<'_> {
-    /// Releases the lock with the old sequence number, because nothing was written.
+    /// Releases the lock and restores the old sequence number, because nothing was written.
     fn end_unchanged(mut self) {
         self.end = self.end.wrapping_sub(2);
     }
@@ -100,9 +102,9 @@ impl Regions {
         &self.0[at / REGION % NUMBERS]
     }
 
-    /// Copies `[at, at + len)` from the disk by calling `copy` for each part in order (offset from
-    /// `at`, position and length of the part). `copy` runs twice for a part that a writer changed
-    /// meanwhile; only the last result counts.
+    /// Copies `[at, at + len)` from the disk. Calls `copy` for each part in order, with the part's
+    /// offset from `at`, its position and its length. If a writer has changed a part during its
+    /// copy, `copy` runs twice for it, and only the last result counts.
     #[inline]
     pub(crate) fn read<E>(
         &self,
@@ -127,7 +129,7 @@ impl Regions {
         })
     }
 
-    /// Copies to the disk by calling `copy` like [`read`](Self::read), once for each part.
+    /// Copies to the disk. Calls `copy` as [`read`](Self::read) does, once for each part.
     #[inline]
     pub(crate) fn write<E>(
         &self,
@@ -141,12 +143,12 @@ impl Regions {
         })
     }
 
-    /// Calls `change` while no other thread reads or writes `[at, at + len)`, which must not be
+    /// Calls `change` while no other thread reads or writes `[at, at + len)`. The range must not be
     /// empty.
     pub(crate) fn change<T>(&self, at: usize, len: usize, change: impl FnOnce() -> T) -> T {
         let (first, last) = (at / REGION, (at + len - 1) / REGION);
         let mut numbers: Vec<_> = (first..=last).take(NUMBERS).map(|at| at % NUMBERS).collect();
-        // Locks are taken in ascending order, which prevents deadlocks.
+        // All threads take the locks in ascending order, which prevents deadlocks.
         numbers.sort_unstable();
         let _turns: Vec<_> = numbers.into_iter().map(|at| self.0[at].begin()).collect();
         change()
@@ -203,7 +205,8 @@ mod tests {
             calls += 1;
             value = calls;
             if calls == 1 {
-                // Another thread writes during the first copy, whose error then must not count.
+                // Another thread writes during the first copy, so the error of that copy must not
+                // count.
                 regions.write(4096, 512, |_, _, _| Ok::<_, ()>(()))?;
                 return Err(());
             }

@@ -44,8 +44,8 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
     open_parsed(spec, MemDisk::new)
 }
 
-/// Opens a disk like [`open`], so that it can be [recovered](recover) by another process: a memory
-/// disk uses a memfd.
+/// Opens a disk like [`open`], so that another process can [`recover`] it. A memory disk then uses
+/// a memfd.
 ///
 /// # Errors
 /// Like [`open`].
@@ -70,7 +70,7 @@ fn open_parsed(
     })
 }
 
-/// Parsed specification of a file, for callers that open the file in another way than [`open`], for
+/// Parsed specification of a file. For callers that open the file in another way than [`open`], for
 /// example as qcow2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -82,8 +82,7 @@ pub struct FileSpec {
 }
 
 impl FileSpec {
-    /// Parses `spec`, written as for [`open`]. Returns `None` if it names another disk type than a
-    /// file.
+    /// Parses `spec`, which has the syntax of [`open`]. Returns `None` if the disk is not a file.
     ///
     /// # Errors
     /// [`OpenError::Spec`].
@@ -97,7 +96,7 @@ impl FileSpec {
 
 /// Recovers the disk `spec` of a dead process, which opened it by the same specification and stored
 /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can reach
-/// the disk any more; until then `wait` is called repeatedly.
+/// the disk any more. Calls `wait` repeatedly until then.
 ///
 /// # Errors
 /// [`OpenError`] if the disk has been replaced; [`OpenError::Busy`] if `wait` gives up.
@@ -111,7 +110,7 @@ pub fn recover(
         Parsed::File(FileSpec { path, options }) => {
             Arc::new(FileDisk::recover(&path, &options, state, fds, wait)?)
         }
-        // Requests in flight to these disks ended with their process.
+        // No fence is needed: requests to these disks ended with their process.
         Parsed::Mem { size, block_size, read_only } => {
             let form = (size / u64::from(block_size), block_size, read_only);
             let refused = |why| OpenError::NotThatDisk { disk: spec.to_owned(), why };
@@ -194,14 +193,15 @@ fn parse(spec: &str) -> Result<Parsed, String> {
     Ok(parsed)
 }
 
-/// Splits the scheme from the rest. A bare path has the scheme `file`.
+/// Splits a specification into its scheme and the rest. A bare path has the scheme `file`.
 fn scheme(name: &str) -> Result<(&str, &str), String> {
     if name.is_empty() {
         return Err("it is empty; write a path, `mem:1GiB` or `null:1TiB`".to_owned());
     }
     match name.split_once(':') {
         Some((kind @ ("file" | "mem" | "null"), rest)) => Ok((kind, rest)),
-        // A colon after characters that no scheme has, such as a slash, is part of a path.
+        // A scheme has only certain characters. After other characters, such as a slash, a colon is
+        // a part of the path.
         Some((kind, _))
             if kind.starts_with(|c: char| c.is_ascii_alphabetic())
                 && kind.chars().all(|c| c.is_ascii_alphanumeric() || "+-".contains(c)) =>
@@ -215,7 +215,7 @@ fn scheme(name: &str) -> Result<(&str, &str), String> {
     }
 }
 
-/// Decodes the path after `file:`, percent-encoding included.
+/// Decodes the path after `file:`, which may contain percent-encoding.
 fn decode(text: &str) -> Result<PathBuf, String> {
     let text = match text.strip_prefix("//") {
         None => text,
@@ -447,7 +447,8 @@ mod tests {
         ] {
             let error = match parse(spec) {
                 Err(error) => error,
-                // A bare word is a path; opening it fails because the file does not exist.
+                // A bare word is a valid path. Opening it fails only because the file does not
+                // exist.
                 Ok(parsed) => format!("{parsed:?}"),
             };
             assert!(error.contains(words), "{spec}: {error}");

@@ -1,4 +1,4 @@
-//! Checkpoints of disks, and recovery by the next process.
+//! Tests of the checkpoints of disks, and of recovery by the next process.
 
 use shadowbell_disk::{CheckpointError, Disk, Op, OpenError, Request, Submitted};
 use shadowbell_disk_file::{open, open_lasting, recover};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 const LEN: usize = 4096;
 
-/// Sends a disk's state through a socket; returns what arrives.
+/// Sends the checkpoint of a disk through a socket, and returns what was received.
 fn travel(disk: &dyn Disk) -> (serde_json::Value, Descriptors) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut parcel = Parcel::new();
@@ -47,7 +47,7 @@ fn write(disk: &dyn Disk, byte: u8) {
     assert!(run(disk, Op::Write { fua: false }, &mut Segments::from_bytes(&bytes)));
 }
 
-/// The first byte of the disk.
+/// Reads the first byte of the disk.
 fn read(disk: &dyn Disk) -> u8 {
     let bytes = Mapping::anonymous(LEN as u64).unwrap().bytes();
     assert!(run(disk, Op::Read, &mut Segments::from_bytes(&bytes)));

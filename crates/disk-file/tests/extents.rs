@@ -1,4 +1,4 @@
-//! Allocated extents that disks report.
+//! Tests of the extents that disks report.
 
 mod common;
 
@@ -11,8 +11,8 @@ use std::path::Path;
 
 const MIB: u64 = 1 << 20;
 
-/// Extents with adjacent ones of the same kind merged: number of bytes, and whether they are
-/// allocated.
+/// Extents of a range, as pairs: number of bytes, and true if they are allocated. Adjacent extents
+/// of the same kind are merged.
 fn extents(disk: &dyn Disk, offset: u64, len: u64) -> Vec<(u64, bool)> {
     let mut all: Vec<(u64, bool)> = Vec::new();
     disk.extents(offset, len, &mut |Extent { len, allocated }| {
@@ -27,8 +27,8 @@ fn extents(disk: &dyn Disk, offset: u64, len: u64) -> Vec<(u64, bool)> {
     all
 }
 
-/// Creates an image of 16 MiB with a MiB of data at 4 MiB; none if the file system does not
-/// support holes.
+/// Creates an image of 16 MiB with 1 MiB of data at 4 MiB. Returns `None` if the file system does
+/// not support holes.
 fn sparse(path: &Path) -> Option<File> {
     let file = File::options().create_new(true).read(true).write(true).open(path).unwrap();
     file.set_len(16 * MIB).unwrap();
@@ -65,7 +65,7 @@ fn a_file_reports_the_extents_of_its_file_system() {
         });
         assert_eq!(told, 2);
     }
-    // Data in the page cache only.
+    // These data are only in the page cache.
     file.write_all_at(&[7; 512], 9 * MIB).unwrap();
     let disk = open(&path, "");
     let [.., (_, true), (_, false)] = extents(&*disk, 0, 16 * MIB)[..] else {
@@ -86,7 +86,7 @@ fn the_truncated_part_of_a_file_is_no_hole() {
     assert_eq!(extents(&*disk, 8 * MIB, MIB), [(MIB, true)]);
     file.set_len(0).unwrap();
     assert_eq!(extents(&*disk, 0, 16 * MIB), [(16 * MIB, true)]);
-    // For this disk, a file that has grown keeps its size.
+    // The file has grown, but the disk keeps its size.
     file.set_len(32 * MIB).unwrap();
     assert_eq!(extents(&*disk, 0, 16 * MIB), [(16 * MIB, false)]);
 }
@@ -98,7 +98,7 @@ fn lasting_memory_reports_holes() {
     lasting.bytes().write(20 << 20, &1u8).unwrap();
     assert_eq!(extents(&lasting, 20 * MIB, 512), [(512, true)]);
     assert_eq!(extents(&lasting, 0, 16 * MIB), [(16 * MIB, false)]);
-    // The same memory with another size.
+    // The new disk has the same memory and another size.
     let smaller = lasting.resized(Some(21 * MIB)).unwrap();
     assert_eq!(extents(&*smaller, 20 * MIB, 512), [(512, true)]);
     let plain = MemDisk::new(2048, 512).unwrap();

@@ -1,4 +1,4 @@
-//! Image files that are invalid, shared, read-only, full, or shrinking.
+//! Tests with image files that are invalid, shared, read-only, full, or that shrink.
 
 mod common;
 
@@ -26,7 +26,7 @@ fn refused(path: &Path, options: &str) -> OpenError {
         .expect_err("this must not open")
 }
 
-/// Checks that the error names the file and contains these words.
+/// Checks that the error text names the file and contains these words.
 fn says(error: &OpenError, path: &Path, words: &[&str]) {
     let text = error.to_string();
     assert!(text.starts_with(path.to_str().unwrap()), "{text}");
@@ -112,7 +112,7 @@ fn invalid_files_are_refused_with_the_reason() {
     let pipe = directory.path().join("pipe");
     let made = std::process::Command::new("mkfifo").arg(&pipe).status();
     if made.is_ok_and(|status| status.success()) {
-        says(&refused(&pipe, ""), &pipe, &["a pipe"]); // and does not block
+        says(&refused(&pipe, ""), &pipe, &["a pipe"]); // and opening the pipe does not block
     }
 
     let empty = image(directory.path(), 0);
@@ -122,8 +122,8 @@ fn invalid_files_are_refused_with_the_reason() {
 
     let odd = image(directory.path(), MIB + 100);
     says(&refused(&odd, ""), &odd, &["1048676 bytes", "512", "truncate -s %512"]);
-    // An image of a known format, opened with `format=raw`: the advice to extend it would damage
-    // it.
+    // The image has a known format and is opened with `format=raw`. The message must not advise to
+    // extend it, which would damage it.
     let mut vmdk = std::fs::read(&odd).unwrap();
     vmdk[..4].copy_from_slice(b"KDMV");
     std::fs::write(&odd, vmdk).unwrap();
@@ -140,7 +140,7 @@ fn invalid_files_are_refused_with_the_reason() {
 #[test]
 fn unreadable_files_are_refused() {
     if rustix::process::geteuid().is_root() {
-        // Root may read everything, so only the message is tested.
+        // Root may read every file, so for root only the message is tested.
         let source = std::io::Error::from_raw_os_error(13);
         let error = OpenError::Unreadable { path: "x.img".into(), source };
         says(&error, "x.img".as_ref(), &["may not read it", "Permission denied", "permissions"]);
@@ -175,7 +175,7 @@ fn read_only_disks_refuse_writes_and_serve_reads() {
     let mut all = vec![by_option];
     std::fs::set_permissions(&path, Permissions::from_mode(0o444)).unwrap();
     if !rustix::process::geteuid().is_root() {
-        all.push(open(&path, "")); // by the file's own permissions
+        all.push(open(&path, "")); // the permissions of the file make it read-only
     }
     for disk in all {
         let info = disk.info();
@@ -228,12 +228,12 @@ fn one_image_has_one_writer() {
     drop(disk);
     assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "a queue still uses the file");
     drop(queue);
-    // A busy machine may need several tries.
+    // This may take several attempts on a busy machine.
     wait::until("an image that is free at once", || {
         drop(open(&path, "").queue().unwrap());
         let since = Instant::now();
         drop(open(&path, ""));
-        // Less than the time for which an image is waited for.
+        // The limit is below the time for which opening waits for a locked image.
         since.elapsed() < Duration::from_millis(400)
     });
 }
@@ -242,7 +242,8 @@ fn one_image_has_one_writer() {
 fn opening_waits_for_the_lock_of_an_ending_server() {
     let directory = directory();
     let path = image(directory.path(), MIB);
-    // A busy machine may need several tries: the wait has a limit of its own.
+    // This may take several attempts on a busy machine, because the wait for the lock has its own
+    // limit.
     wait::until("an image that was waited for", || {
         let old = open(&path, "");
         std::thread::scope(|threads| {
@@ -294,7 +295,7 @@ fn an_image_that_shrinks_gives_errors_and_never_zeroes() {
             run_one(queue, Op::Read, offset, len, host.buffer(&[(0, len as usize)], true))
         };
         assert_eq!(read(&mut *queue, 0, MIB), Ok(()));
-        // In the middle of a block.
+        // The new end is in the middle of a block.
         OpenOptions::new().write(true).open(&path).unwrap().set_len(MIB / 2 + 1000).unwrap();
         assert_eq!(read(&mut *queue, 0, MIB / 2), Ok(()));
         assert_eq!(read(&mut *queue, 0, MIB), Err(DiskError::OutOfRange));
@@ -304,8 +305,8 @@ fn an_image_that_shrinks_gives_errors_and_never_zeroes() {
             let result = run_one(&mut *queue, op, beyond, 4096, Segments::new());
             assert_eq!(result, Err(DiskError::OutOfRange), "{op:?}");
         }
-        // The file does not grow again by itself. If another process extends it, its old contents
-        // are still lost; every queue detects that.
+        // A write does not extend the file again. If another process extends it, its old contents
+        // are still lost, and every queue detects that.
         let data = host.buffer(&[(0, 4096)], false);
         assert_eq!(run_one(&mut *other, WRITE, beyond, 4096, data), Err(DiskError::OutOfRange));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2 + 1000);
@@ -347,7 +348,7 @@ fn a_full_file_system_gives_no_space() {
         return;
     }
     let _unmount = Undo("umount", vec!["-l".into(), mount.into()]);
-    let path = image(directory.path(), 16 * MIB); // sparse: larger than the file system
+    let path = image(directory.path(), 16 * MIB); // the image is sparse, and larger than the file system
     let disk = open(&path, "");
     let mut queue = disk.queue().unwrap();
     let queue = &mut *queue;
@@ -359,7 +360,7 @@ fn a_full_file_system_gives_no_space() {
     let zeroes = Op::WriteZeroes { deallocate: false, fua: false };
     let result = run_one(queue, zeroes, 8 * MIB, 4 * MIB, Segments::new());
     assert_eq!(result, Err(DiskError::NoSpace));
-    // Written data are still there, and with free space writes succeed again.
+    // The written data are readable. After space is freed, writes succeed again.
     let back = host.buffer(&[(0, MIB as usize / 2)], true);
     assert_eq!(run_one(queue, Op::Read, 0, MIB / 2, back), Ok(()));
     assert_eq!(host.bytes.read::<u8>(MIB as usize / 2 - 1), Some(1));
@@ -399,7 +400,8 @@ fn large_requests_and_scattered_ones_work() {
         let disk = open(&path, options);
         let mut queue = disk.queue().unwrap();
         let host = Host::new(48 * MIB);
-        // More pieces than the kernel accepts in one call, at addresses suitable for direct I/O.
+        // The buffer has more pieces than the kernel accepts in one call. Their addresses are
+        // suitable for direct I/O.
         let pieces: Vec<_> = (0..3000).map(|i| (i * 8192, 512)).collect();
         for (at, len) in &pieces {
             host.bytes.fill(*at, *len, (at / 8192) as u8).unwrap();
@@ -414,7 +416,7 @@ fn large_requests_and_scattered_ones_work() {
         assert_eq!(run_one(&mut *queue, Op::Read, 512, len, back), Ok(()));
         let start = &host.content()[..len as usize];
         assert!(*start == content[..]);
-        // A request of 48 MiB.
+        // The request has 48 MiB.
         let data = host.buffer(&[(0, 48 * MIB as usize)], false);
         assert_eq!(run_one(&mut *queue, Op::Write { fua: true }, 0, 48 * MIB, data), Ok(()));
         let data = host.buffer(&[(0, 48 * MIB as usize)], false);
@@ -473,7 +475,7 @@ fn direct_io_is_used_where_possible_and_refused_with_the_reason() {
         Ok(disk) => assert!(disk.is_direct()),
         Err(error) => says(&error, &path, &["direct I/O is not possible", "leave out `direct=on`"]),
     }
-    // A device with sectors of 4096 bytes has no direct I/O for blocks of 512.
+    // A device with sectors of 4096 bytes does not support direct I/O for blocks of 512 bytes.
     let name = path.to_str().unwrap();
     let Some(device) = as_root("losetup", &["-f", "--show", "-b", "4096", name]) else {
         return;
@@ -512,8 +514,8 @@ fn a_mounted_device_is_not_overwritten() {
     assert!(open(device.as_ref(), "?read-only=on").info().read_only);
 }
 
-/// The kernel reports a failed writeback to one of several concurrent syncs only. The others
-/// must fail, too.
+/// The kernel reports a failed write-back to only one of several concurrent syncs. The other
+/// flushes must fail too.
 #[test]
 fn concurrent_flushes_all_fail_after_a_lost_write() {
     let directory = directory();
@@ -544,7 +546,7 @@ fn concurrent_flushes_all_fail_after_a_lost_write() {
                 assert_eq!(queue.submit(1, &request, &mut data), Submitted::Pending);
                 queue.commit();
             }
-            // The second flush is examined first.
+            // The results are examined in reverse order.
             for queue in queues.iter_mut().rev() {
                 let mut result = None;
                 while result.is_none() {
@@ -558,7 +560,7 @@ fn concurrent_flushes_all_fail_after_a_lost_write() {
     }
 }
 
-/// A guest must not see the image file that contains its disk.
+/// A guest must see the disk in the image. It must not see the file that contains the disk.
 #[test]
 fn images_of_other_formats_need_format_raw() {
     let directory = directory();
@@ -581,7 +583,7 @@ fn images_of_other_formats_need_format_raw() {
         let raw = open(&path, "?format=raw");
         assert_eq!(raw.info().bytes(), 1 << 20);
         drop(raw);
-        // Opening succeeds only if the drop has closed the file and so released its lock.
+        // Opening succeeds only if the drop has closed the first disk and released its lock.
         open(&path, "?format=raw&direct=off");
     }
 }

@@ -1,5 +1,5 @@
-//! Storage that is removed under an open image: a FUSE file system whose daemon is killed, a
-//! file system that is shut down, and a device that loses its backing file.
+//! Tests with storage that is removed while an image is open: a FUSE file system whose daemon is
+//! killed, a file system that is shut down, and a device that loses its backing file.
 
 mod common;
 
@@ -19,7 +19,7 @@ fn fuse_daemon() {
     be_the_daemon();
 }
 
-/// Runs one request on the host's bytes from 0 on.
+/// Runs one request. Its buffer is the host's memory from 0 on.
 fn one(queue: &mut dyn Queue, host: &Host, op: Op, offset: u64) -> Result<(), DiskError> {
     let len = if op == Op::Flush { 0 } else { 4096 };
     let moves = matches!(op, Op::Read | Op::Write { .. } | Op::Compare);
@@ -32,7 +32,7 @@ fn write(queue: &mut dyn Queue, host: &Host, offset: u64, byte: u8) -> Result<()
     one(queue, host, Op::Write { fua: false }, offset)
 }
 
-/// Reads a page; returns its fill byte.
+/// Reads a page. Returns the byte that fills it.
 fn read(queue: &mut dyn Queue, host: &Host, offset: u64) -> Result<u8, DiskError> {
     one(queue, host, Op::Read, offset)?;
     let page = host.content()[..4096].to_vec();
@@ -40,7 +40,8 @@ fn read(queue: &mut dyn Queue, host: &Host, offset: u64) -> Result<u8, DiskError
     Ok(page[0])
 }
 
-/// Submits many requests of all kinds, which are in flight or completed when this returns.
+/// Submits many requests of all kinds. When this returns, each request is in flight or has
+/// completed.
 fn submit_many(queue: &mut dyn Queue, host: &Host) -> Vec<Option<Result<(), DiskError>>> {
     let mut ended = vec![None; 200];
     for tag in 0..200_u32 {
@@ -63,7 +64,7 @@ fn submit_many(queue: &mut dyn Queue, host: &Host) -> Vec<Option<Result<(), Disk
     ended
 }
 
-/// Waits for all requests.
+/// Waits until all requests have completed.
 fn ends(queue: &mut dyn Queue, ended: &mut [Option<Result<(), DiskError>>]) {
     while queue.pending() > 0 {
         wait(queue);
@@ -73,7 +74,7 @@ fn ends(queue: &mut dyn Queue, ended: &mut [Option<Result<(), DiskError>>]) {
     }
 }
 
-/// Checks that all requests fail with one of these errors, and never with `OutOfRange`.
+/// Checks that all requests fail with one of these errors. They must not fail with `OutOfRange`.
 fn fails(queue: &mut dyn Queue, host: &Host, errors: &[i32], context: &str) {
     for op in [
         Op::Read,
@@ -99,8 +100,8 @@ fn goes_on(queue: &mut dyn Queue, host: &Host, byte: u8) {
     assert_eq!(read(queue, host, 0), Ok(byte));
 }
 
-/// The daemon of a FUSE file system is killed in mid-I/O, with requests that wait for it and
-/// requests that were cancelled. After a new mount, the image is reopened.
+/// The daemon of a FUSE file system is killed during I/O. Some requests wait for it, and some were
+/// cancelled. After a new mount, the image is opened again.
 #[test]
 fn the_server_of_a_file_system_is_killed() {
     let directory = directory();
@@ -142,7 +143,7 @@ fn the_server_of_a_file_system_is_killed() {
         let gone = [libc::ENOTCONN, libc::ECONNABORTED];
         fails(&mut *queue, &host, &gone, &options);
         goes_on(&mut *other, &host, byte + 100);
-        // Cancelled requests without storage end, too.
+        // Cancelled requests must end even if the storage is gone.
         let mut ended = submit_many(&mut *queue, &host);
         (0..200).for_each(|tag| queue.cancel(tag));
         ends(&mut *queue, &mut ended);
@@ -158,8 +159,8 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// A file system without fsync: the kernel reports success for it even after the death of the
-/// daemon. That is no durable write, and no truncated image.
+/// The file system implements no fsync. Even after the death of its daemon, the kernel reports
+/// success for fsync. That must not count as a durable write, nor as a truncated image.
 #[test]
 fn a_dead_file_system_without_fsync_gives_errors() {
     let directory = directory();
@@ -176,15 +177,15 @@ fn a_dead_file_system_without_fsync_gives_errors() {
     }
 }
 
-/// A loop device backed by `file`.
+/// Creates a loop device with the backing file `file`.
 fn device(file: &Path) -> Option<(String, Undo)> {
     let device = as_root("losetup", &["-f", "--show", file.to_str().unwrap()])?;
     let detach = Undo("losetup", vec!["-d".into(), device.clone()]);
     Some((device, detach))
 }
 
-/// The backing file of a device is truncated for a while: no reopen is needed, unless completed
-/// writes were in the page cache only.
+/// The backing file of a device is truncated for a while. The image need not be opened again
+/// afterwards, unless completed writes were only in the page cache.
 #[test]
 fn a_device_without_backing_storage_recovers() {
     let directory = directory();
@@ -202,7 +203,7 @@ fn a_device_without_backing_storage_recovers() {
         for op in [Op::Read, Op::Verify, Op::Compare] {
             assert_eq!(one(&mut *queue, &host, op, 0), Err(DiskError::Io(libc::EIO)), "{op:?}");
         }
-        // The file has its size again, with other contents.
+        // The file has its old size again, but other contents.
         file.set_len(4 * MIB).unwrap();
         assert_eq!(read(&mut *queue, &host, 0), Ok(0), "{options}");
         assert_eq!(write(&mut *queue, &host, 4096, byte), Ok(()));
@@ -211,8 +212,8 @@ fn a_device_without_backing_storage_recovers() {
     }
 }
 
-/// A file system is shut down after a fatal error or by an operator. From then on every request
-/// fails, until it is mounted again.
+/// A file system is shut down, as after a fatal error or by an operator. From then on, every
+/// request fails until the file system is mounted again.
 #[test]
 fn a_file_system_is_shut_down() {
     let directory = directory();
@@ -247,15 +248,16 @@ fn a_file_system_is_shut_down() {
         };
         assert!(status.success());
         ends(&mut *queue, &mut ended);
-        // Pages in the page cache are still readable, and a write that allocates nothing may reach
-        // the device; no flush succeeds.
+        // Pages in the page cache can still be read, and a write that allocates nothing may reach
+        // the device. But no flush succeeds.
         let mut statuses = vec![one(&mut *queue, &host, Op::Flush, 0)];
         statuses.push(write(&mut *queue, &host, 0, 99));
         statuses.push(one(&mut *queue, &host, Op::WriteZeroes { deallocate: true, fua: true }, 0));
         statuses.push(one(&mut *queue, &host, Op::Flush, 0));
         assert_eq!(statuses, [Err(DiskError::Io(libc::EIO)); 4], "{options}");
         drop((queue, disk));
-        // A process that another test begins has all files until it is another program.
+        // Another test may just have forked a child process. It holds all open files until it
+        // executes its program, so the unmount is repeated.
         wait::until("an unmount", || {
             Command::new("umount").arg(name).output().unwrap().status.success()
         });

@@ -1,4 +1,4 @@
-//! Every operation on every disk type, in batches, against a vector.
+//! Test of every operation on every disk type, in batches, against a model in memory.
 
 mod common;
 
@@ -10,38 +10,39 @@ use shadowbell_disk::{Disk, DiskError, Op, Request};
 use shadowbell_testing::outside;
 use std::sync::Arc;
 
-/// Size of the disk: more than two bounce buffers.
+/// Size of the disk. It is larger than two bounce buffers.
 const SIZE: usize = 1 << 20;
-/// Requests in a batch; each has its own part of the disk and of the host's memory.
+/// Number of requests in a batch. Each has its own part of the disk and of the host's memory, a
+/// lane.
 const LANES: usize = 8;
-/// Twice the disk, so that buffers can be scattered.
+/// Size of the host's memory. It is twice the size of the disk, so that buffers can be scattered.
 const MEMORY: usize = 2 * SIZE;
 
 /// Layout of a request's buffer in memory.
 #[derive(Clone, Debug)]
 struct Layout {
-    /// Every address and length is a multiple of this, except for the last piece.
+    /// Alignment of every address and length, except for the length of the last piece.
     unit: usize,
-    /// Length of each piece and of the gap before it, in units.
+    /// For each piece: its length and the gap before it, in units.
     pieces: Vec<(usize, usize)>,
 }
 
 #[derive(Clone, Debug)]
 struct Action {
     op: Op,
-    /// Fractions of the lane.
+    /// Start and length of the range, as fractions of the lane.
     start: u16,
     len: u16,
     layout: Layout,
     seed: u64,
-    /// For a compare: position of a differing byte, as a fraction of its length.
+    /// For a compare: position of a byte that differs, as a fraction of the length.
     differs: Option<u16>,
 }
 
 #[derive(Clone, Debug)]
 enum Step {
     Batch(Vec<Option<Action>>),
-    /// A single request of up to the whole disk.
+    /// Single request, which may cover the whole disk.
     Whole(Action),
     Flush,
     Reopen,
@@ -80,7 +81,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Pieces of `len` bytes scattered inside `[base, base + room)`.
+/// Scatters `len` bytes in pieces inside `[base, base + room)`.
 fn scatter(layout: &Layout, base: usize, room: usize, len: usize) -> Vec<(usize, usize)> {
     let mut spare = room - len;
     let (mut at, mut left, mut pieces) = (base, len, Vec::new());
@@ -113,7 +114,7 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Simple model of the disk, and the expected contents of the host's memory.
+/// Model of the disk, and of the contents of the host's memory.
 struct Model {
     block: usize,
     blocks: Vec<u8>,
@@ -121,7 +122,8 @@ struct Model {
 }
 
 impl Model {
-    /// Request of the action, with its buffer's pieces, in lane `lane` of `lanes`.
+    /// Returns the request for an action, and the pieces of its buffer. It uses lane `lane` of
+    /// `lanes`.
     fn request(
         &self,
         action: &Action,
@@ -144,7 +146,7 @@ impl Model {
         (request, pieces)
     }
 
-    /// Stores the action's data in the host's memory.
+    /// Writes the data of the action to the host's memory.
     fn prepare(&mut self, action: &Action, request: &Request, pieces: &[(usize, usize)]) {
         let range = request.offset as usize..(request.offset + request.len) as usize;
         let data = match action.op {
@@ -166,7 +168,7 @@ impl Model {
         }
     }
 
-    /// Applies the expected effect of the request.
+    /// Applies the expected effect of the request to the model.
     fn apply(
         &mut self,
         action: &Action,
@@ -249,7 +251,7 @@ fn check(steps: &[Step], open: &dyn Fn(bool) -> Arc<dyn Disk>) {
             let expected = model.apply(action, request, pieces);
             assert_eq!(result, expected, "{request:?} into {pieces:?}");
         }
-        // All of the memory, so that stray writes are detected.
+        // The whole memory is compared, so that writes outside of the buffers are detected.
         let same = host.content() == model.memory;
         assert!(same, "the host's memory differs after {planned:?}");
     }
@@ -330,7 +332,7 @@ fn file_buffered_by_threads() {
     on_files(40, "?direct=off&aio=threads");
 }
 
-/// A file system without ZERO_RANGE, and without a device below.
+/// A tmpfs supports no ZERO_RANGE, and has no device below.
 #[test]
 fn file_on_tmpfs() {
     let Ok(directory) = tempfile::tempdir_in("/dev/shm") else {
@@ -370,7 +372,7 @@ fn block_device() {
     }
 }
 
-/// Character-device namespaces, of a MiB each.
+/// Namespaces behind character devices, of 1 MiB each.
 #[test]
 fn namespaces() {
     for device in outside::namespaces() {

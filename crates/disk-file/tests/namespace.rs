@@ -1,5 +1,5 @@
-//! Requests to character-device namespaces, cancelled in mid-I/O. The devices execute each
-//! command after a delay.
+//! Tests that cancel requests to namespaces behind character devices during I/O. The devices
+//! execute each command after a delay.
 
 mod common;
 
@@ -9,12 +9,13 @@ use shadowbell_testing::outside;
 use std::time::Duration;
 
 const PAGE: usize = 4096;
-/// More requests than the kernel gets at a time: some are in flight, and some wait.
+/// Number of requests. It is larger than the number that the kernel gets at a time, so some are in
+/// flight and some wait.
 const PAGES: usize = 1536;
 const ROUNDS: u64 = 8;
-/// Longer than the devices' delay.
+/// Waiting time that is longer than the delay of the devices.
 const LATER: Duration = Duration::from_millis(200);
-/// Contents of the host's memory while no request may access it.
+/// Content of the host's memory while no request may access it.
 const NOBODYS: u8 = 0xa5;
 
 fn page(number: u64) -> Vec<u8> {
@@ -25,8 +26,8 @@ fn page(number: u64) -> Vec<u8> {
 struct Pages(Vec<Vec<u64>>);
 
 impl Pages {
-    /// Checks a page that was read against its possible contents; from then on it holds this
-    /// number.
+    /// Checks that a page that was read has one of its possible contents. From then on, this is its
+    /// only possible content.
     fn holds(&mut self, at: usize, data: &[u8]) {
         let number = u64::from_le_bytes(data[..8].try_into().unwrap());
         assert!(data == page(number), "a page is in parts: {number} and others");
@@ -50,9 +51,9 @@ fn offset(page: usize) -> u64 {
     (page * PAGE) as u64
 }
 
-/// Requests are cancelled with many in flight. Each ends once, as executed or as cancelled. A
-/// cancelled write is on the disk as a whole or not at all; and no request reaches the disk or
-/// the host's memory after its end.
+/// Requests are cancelled while many are in flight. Each request ends once, as executed or as
+/// cancelled. A cancelled write is on the disk completely or not at all. No request accesses the
+/// disk or the host's memory after its end.
 fn cancelled_in_mid_io(disk: &str) {
     let disk = open(disk.as_ref(), "");
     let mut queue = disk.queue().unwrap();
@@ -77,9 +78,9 @@ fn cancelled_in_mid_io(disk: &str) {
             assert!(matches!(submitted, Submitted::Pending), "{submitted:?}");
         }
         queue.commit();
-        // The first round fills the disk.
+        // The first round fills the disk, and cancels nothing.
         if round > 0 {
-            // Random moment: any is good.
+            // Time of the cancellation. Any moment is suitable.
             std::thread::sleep(Duration::from_millis(round * 3));
             (0..PAGES as u32).for_each(|tag| queue.cancel(tag));
         }
@@ -108,14 +109,14 @@ fn cancelled_in_mid_io(disk: &str) {
             }
             carried_out += usize::from(round > 0);
         }
-        // All requests have ended: a late access would show in the memory, or on the disk with this
-        // pattern.
+        // All requests have ended. A late access would now be visible: in the memory, or on the
+        // disk as this pattern.
         host.bytes.write_from(0, &vec![NOBODYS; PAGES * PAGE]).unwrap();
-        // Time for a late read into the memory.
+        // Waits long enough for a late read into the memory.
         std::thread::sleep(LATER);
         assert!(host.content().iter().all(|byte| *byte == NOBODYS), "a read after its end");
         pages.read_all(&mut *queue, &host);
-        // Time for a late write to the disk.
+        // Waits long enough for a late write to the disk.
         std::thread::sleep(LATER);
         pages.read_all(&mut *queue, &host);
     }

@@ -1,4 +1,4 @@
-//! Recovery of disks of a dead process.
+//! Tests of recovering disks of a dead process.
 
 mod common;
 
@@ -20,19 +20,20 @@ use std::time::Duration;
 const MIB: u64 = 1 << 20;
 const LEN: usize = 4096;
 
-/// Environment variable of the child process: its disk, and the request with which it dies.
+/// Environment variable for the child process: its disk, and the request that is in flight when it
+/// dies.
 const DIES: &str = "BACKEND_TEST_DIES";
 
-/// State of a dead process.
+/// State that a dead process has left.
 struct Left {
     state: serde_json::Value,
     fds: Descriptors,
-    /// Fence: becomes readable when all requests in flight have ended.
+    /// Fence. It becomes readable when all requests in flight have ended.
     fence: OwnedFd,
 }
 
-/// Entry point of a child process, not a test of its own: sends its state to its standard
-/// input, has a request in flight, and kills itself.
+/// Entry point of a child process; not a test of its own. It sends its state to its standard input,
+/// submits a request, and kills itself while the request is in flight.
 #[test]
 fn dies() {
     let Ok(what) = std::env::var(DIES) else { return };
@@ -49,7 +50,7 @@ fn dies() {
     let mut queue = disk.queue().unwrap();
     let op = if op == "read" { Op::Read } else { Op::Write { fua: false } };
     let mut data = host.buffer(&[(0, LEN)], op == Op::Read);
-    // The beginning may be in a cache.
+    // The first part of the disk may be in a cache, so a read is at another offset.
     let offset = if op == Op::Read { 8 * MIB } else { 0 };
     let request = Request { op, offset, len: LEN as u64 };
     let submitted = queue.submit(1, &request, &mut data);
@@ -59,7 +60,7 @@ fn dies() {
         .unwrap();
 }
 
-/// State of a process that has died with a request in flight at `spec`.
+/// Runs a process that dies with a request in flight at `spec`. Returns the state that it has left.
 fn die(op: &str, spec: &str) -> Left {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -74,7 +75,7 @@ fn die(op: &str, spec: &str) -> Left {
     Left { state, fds: std::mem::take(parcel.descriptors()), fence }
 }
 
-/// Returns true if the fence ends within this time.
+/// Returns true if the fence becomes readable within this time.
 fn ends(fence: &OwnedFd, within: Duration) -> bool {
     let timeout = rustix::event::Timespec::try_from(within).unwrap();
     poll(&mut [PollFd::new(fence, PollFlags::IN)], Some(&timeout)).unwrap() == 1
@@ -88,7 +89,7 @@ fn first_byte(disk: &dyn Disk) -> u8 {
     host.bytes.read(0).unwrap()
 }
 
-/// A slow block device over a file that can be examined.
+/// Slow block device over a file. A test can examine the file.
 struct Slow {
     server: ProcessGroup,
     directory: tempfile::TempDir,
@@ -96,7 +97,7 @@ struct Slow {
 }
 
 impl Slow {
-    /// None where the machine lacks the tools.
+    /// Starts the device. Returns `None` if the machine lacks the tools.
     fn start(seconds: &str) -> Option<Self> {
         if !rustix::process::geteuid().is_root() || !Path::new("/dev/loop-control").exists() {
             return None;
@@ -127,7 +128,7 @@ impl Slow {
         (output.status.success() && slow.device.exists()).then_some(slow)
     }
 
-    /// The first byte of the file below the device.
+    /// Returns the first byte of the file below the device.
     fn holds(&self) -> u8 {
         std::fs::read(self.directory.path().join("disk.img")).unwrap()[0]
     }
@@ -144,7 +145,7 @@ impl Drop for Slow {
     }
 }
 
-/// The process has ended at once, with its request still in flight.
+/// The process has ended at once, while its request is still in flight.
 #[test]
 fn recovery_waits_for_a_write_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {
@@ -169,7 +170,7 @@ fn recovery_waits_for_a_write_of_the_dead_process() {
     assert_eq!(first_byte(&*disk), 0xaa);
 }
 
-/// A reader's lock excludes no other reader, but its fence has to end.
+/// A lock of a reader excludes no other reader. So recovery also has to wait for the fence.
 #[test]
 fn the_fence_waits_for_a_read_of_the_dead_process() {
     let Some(slow) = Slow::start("6") else {
@@ -201,13 +202,13 @@ fn recovery_waits_for_the_lock_of_an_image() {
         true
     };
     let state = left.state;
-    // The image was renamed meanwhile, and another file has its name.
+    // The image was renamed after the crash, and another file has its old name.
     std::fs::rename(&path, directory.path().join("other")).unwrap();
     image(directory.path(), 2 * MIB);
     let disk = recover(&spec, &state, &mut left.fds, &wait).unwrap();
     assert!(waited.get() >= 700, "for longer than a disk that is opened");
     assert_eq!((disk.info().bytes(), first_byte(&*disk)), (MIB, 0xaa));
-    // Waiting ends when the callback gives up.
+    // If the callback returns false, recovery fails.
     let mut fds = Descriptors::default();
     let again = disk.keep(&mut fds).unwrap();
     let error = recover(&spec, &again, &mut fds, &|| false).unwrap_err();
@@ -236,7 +237,7 @@ fn recovery_keeps_a_loss_and_ignores_guest_data() {
     assert!(run_one(&mut *queue, Op::Read, MIB / 2, LEN as u64, data()).is_err());
     assert!(run_one(&mut *queue, Op::Flush, 0, 0, host.buffer(&[], true)).is_err());
     drop((queue, disk));
-    // State that is not of this type of disk is refused.
+    // A checkpoint of another disk type is refused.
     let error = recover("mem:1MiB", &state, &mut fds, &|| true).unwrap_err();
     assert!(matches!(error, OpenError::NotThatDisk { .. }), "{error}");
 }

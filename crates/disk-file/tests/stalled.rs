@@ -1,4 +1,4 @@
-//! A hung image, beside another image on the same thread.
+//! Tests of a hung image. The same thread uses another image.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn a_hung_image_delays_no_other() {
     holds_up_no_other(mount, bad);
 }
 
-/// Like the test above, with a file system that does not even return the file's length.
+/// Like the test above. In addition, the file system does not return the length of the file.
 #[test]
 fn a_hung_fstat_delays_no_other_image() {
     let directory = directory();
@@ -37,8 +37,8 @@ fn holds_up_no_other(mut mount: Mount, bad: Arc<dyn Disk>) {
     let directory = directory();
     let good = image(directory.path(), 64 * MIB);
     let (done, is_done) = mpsc::channel();
-    // One thread, as an I/O thread is: the kernel would run the calls of both images on the same
-    // few io_uring workers.
+    // One thread serves both images, as an I/O thread does. The kernel would run the calls of both
+    // images on the same few io_uring workers.
     let worker = std::thread::spawn(move || {
         let host = Host::new(MIB);
         let mut bad = bad.queue().unwrap();
@@ -78,7 +78,7 @@ fn holds_up_no_other(mut mount: Mount, bad: Arc<dyn Disk>) {
         drop(bad);
     });
     let outcome = is_done.recv_timeout(LIMIT);
-    // Requests that wait for the storage end.
+    // Ending the mount ends the requests that wait for the storage.
     mount.end();
     let _ = worker.join();
     assert!(outcome.is_ok(), "one image waits for the other");

@@ -1,5 +1,5 @@
-//! Atomicity of blocks: each is written and read as a whole, whatever queues do so at the same
-//! time, as AWUN promises.
+//! Tests of the atomicity of blocks. Each block is read and written atomically, as AWUN promises,
+//! for any number of concurrent queues.
 
 mod common;
 
@@ -11,14 +11,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const BLOCK: usize = 4096;
-/// Number of blocks that all queues access: small, so that requests often collide, but
-/// more than one, so that collisions at several blocks overlap.
+/// Number of blocks that all queues access. It is small, so that requests often overlap. It is more
+/// than one, so that a request can overlap at one block with a first request and at another block
+/// with a second.
 const BLOCKS: u64 = 2;
-/// Requests in flight of a queue.
+/// Number of requests in flight in each queue.
 const DEPTH: usize = 4;
 
-/// Keeps `DEPTH` requests in flight until `over`, for each block in turn. Each has a buffer of
-/// its own, which `prepared` fills and `ended` examines.
+/// Keeps `DEPTH` requests in flight until `over` is set. They access the blocks in turn. Each
+/// request has its own buffer. `prepared` fills the buffer, and `ended` examines it.
 fn run(
     disk: &dyn Disk,
     op: Op,
@@ -64,10 +65,10 @@ fn run(
     }
 }
 
-/// Two queues write blocks of a single value each, and a third one reads them.
+/// Two queues write blocks that contain one byte value each, and a third queue reads them.
 fn stays_whole(disk: &dyn Disk) {
     let over = AtomicBool::new(false);
-    // The length of the load.
+    // Time for which the load runs.
     let until = Instant::now() + Duration::from_millis(500);
     let write = Op::Write { fua: false };
     std::thread::scope(|scope| {

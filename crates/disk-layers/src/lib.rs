@@ -4,8 +4,8 @@
 //! * [`MetadataDisk`] adds metadata and protection information to any disk;
 //! * [`ZonedDisk`] divides memory or a raw image into zones (ZNS).
 //!
-//! A layer is a [`Disk`](shadowbell_disk::Disk) around another one. A disk without a layer has no
-//! cost for it.
+//! A layer is a [`Disk`](shadowbell_disk::Disk) around another one. A layer that is not used costs
+//! nothing.
 #![forbid(unsafe_code)]
 
 mod limit;

@@ -1,7 +1,7 @@
 //! Allocation state of an export, by `NBD_CMD_BLOCK_STATUS`.
 //!
-//! The command is sent through a connection of the queues like other requests: it waits while the
-//! server is unavailable, and after a restart of the server it is not sent before the replay.
+//! The command uses a connection of the queues, like other requests. It waits while the server is
+//! unavailable, and after a restart of the server it is sent only after the replay.
 
 use crate::connections::Connections;
 use crate::link::Link;
@@ -14,7 +14,7 @@ use shadowbell_nbd::wire::{Reader, allocation, command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Timeout of a reply, after which the range counts as data.
+/// Timeout of a reply. After it, the rest of the range counts as data.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Maximum bytes per command.
 const RANGE: u64 = 1 << 30;
@@ -80,14 +80,15 @@ impl<'a> Asker<'a> {
     }
 }
 
-/// Decodes extents. Only `NBD_STATE_ZERO` marks a hole that reads as zeroes; all else is data.
+/// Decodes extents. Only an extent with `NBD_STATE_ZERO` reads as zeroes; all others count as data.
 fn extents(data: &[u8]) -> Vec<Extent> {
     let mut reader = Reader(data);
     let mut next = || Some((reader.u32()?, reader.u32()?));
     let mut found = Vec::new();
     while let Some((len, flags)) = next() {
         let len = u64::from(len);
-        // An extent of length zero is invalid, and the position of later ones is then unknown.
+        // An extent of length zero is invalid. The position of later extents is unknown, so they
+        // are ignored.
         if len == 0 {
             break;
         }
@@ -97,13 +98,13 @@ fn extents(data: &[u8]) -> Vec<Extent> {
     found
 }
 
-/// Reports the allocation state of the export; parts without a reply count as data.
+/// Reports the allocation state of the export. Parts without a reply count as data.
 pub(crate) fn tell_extents(connections: &Connections, offset: u64, len: u64, tell: &mut Tell<'_>) {
     let (mut at, end) = (offset, offset.saturating_add(len));
     let knows = connections.first.allocation.is_some()
         && connections.shared.export.lock().allocation.is_some();
     let asker = if knows { Asker::new(connections) } else { None };
-    // The range must be a multiple of the server's minimum block size.
+    // The NBD protocol requires a range that is a multiple of the server's minimum block size.
     let least = u64::from(connections.first.least.max(1));
     while at < end
         && let Some(asker) = &asker

@@ -13,11 +13,12 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Timeout of unacknowledged data and of keepalive probes, after which the connection is closed.
+/// Maximum time for which data stay unacknowledged or keepalive probes unanswered. Then the kernel
+/// closes the connection.
 const SILENCE: Duration = Duration::from_secs(20);
 const PROBE: Duration = Duration::from_secs(5);
 
-/// Connects to `place` until `until`, or until `stop` is readable.
+/// Connects to `place`. Gives up at the time `until`, or when `stop` becomes readable.
 ///
 /// # Errors
 /// The system's error.
@@ -45,7 +46,7 @@ fn tcp(address: &SocketAddr, until: Instant, stop: &EventFd) -> io::Result<Strea
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = new(family)?;
     finish(&socket, connect(&socket, address), until, stop)?;
-    // Requests are small, and a delay by Nagle's algorithm would add latency.
+    // Without Nagle's algorithm, which would delay small requests.
     sockopt::set_tcp_nodelay(&socket, true)?;
     // Keepalive detects an unreachable host while requests wait for replies.
     sockopt::set_socket_keepalive(&socket, true)?;
@@ -72,7 +73,7 @@ fn finish(
             wait(socket.as_fd(), PollFlags::OUT, until, stop)?;
             Ok(sockopt::socket_error(socket)??)
         }
-        // `EAGAIN` of a UNIX socket: a server listens, but its backlog is full.
+        // `EAGAIN` means that a server listens on the UNIX socket, but its backlog is full.
         outcome => Ok(outcome?),
     }
 }

@@ -1,4 +1,4 @@
-//! Connections of a disk, and how to make one.
+//! Connections of a disk, and their creation.
 
 use crate::connect::connect_to;
 use crate::error::OpenError;
@@ -23,13 +23,14 @@ pub(crate) struct Connections {
     pub(crate) connector: Connector,
     pub(crate) shared: Arc<Shared>,
     pub(crate) links: Box<[Mutex<Link>]>,
-    /// Properties from the first handshake; later connections must offer at least the same.
+    /// Properties from the first handshake. Later connections must offer at least the same
+    /// features.
     pub(crate) first: Export,
     /// Maximum data of one subrequest, in bytes.
     pub(crate) part: u32,
 }
 
-/// Handle of the disk and its queues; dropping the last one ends the connections.
+/// Handle that the disk and its queues share. Dropping the last clone ends the connections.
 pub(crate) struct Handle(pub(crate) Arc<Connections>);
 
 impl Drop for Handle {
@@ -47,7 +48,7 @@ pub(crate) struct Connector {
 }
 
 impl Connector {
-    /// Prepares connecting to the server of `spec`. Certificates are loaded now.
+    /// Prepares connecting to the server of `spec`. Loads the certificates.
     ///
     /// # Errors
     /// [`OpenError::Certificates`].
@@ -71,7 +72,7 @@ impl Connector {
         )
     }
 
-    /// Requests the current properties of the export on a new connection, without opening it.
+    /// Queries the current properties of the export on a new connection. Does not open the export.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -82,7 +83,7 @@ impl Connector {
         outcome.map(|(_, export)| export)
     }
 
-    /// Connects, and continues with `plain`, or with `secured` through TLS.
+    /// Connects, then runs `plain` on the connection, or `secured` if TLS is used.
     fn reach(
         &self,
         stop: &EventFd,
@@ -119,7 +120,7 @@ impl Connector {
         let said = self.spec.secure.as_ref().and_then(|secure| secure.hostname.clone());
         said.unwrap_or_else(|| match &self.spec.place {
             Place::Tcp { host, .. } => host.clone(),
-            // The server of a UNIX socket runs on this machine.
+            // A UNIX socket has no host name. Its server runs on this machine.
             Place::Unix(_) => "localhost".to_owned(),
         })
     }

@@ -1,6 +1,6 @@
 //! Received bytes of a read, whose chunks may arrive in any order.
 
-/// Maximum number of separate ranges; no server has a reason for more.
+/// Maximum number of separate ranges. No reasonable server needs more.
 const MAX_PIECES: usize = 256;
 
 /// Separate ranges of bytes, in order.
@@ -8,8 +8,8 @@ const MAX_PIECES: usize = 256;
 pub(crate) struct Coverage(Vec<(u32, u32)>);
 
 impl Coverage {
-    /// Adds `[from, from + len)`. Returns false if a part of it was received before, or there are
-    /// too many ranges.
+    /// Adds `[from, from + len)`. Returns false if some of these bytes were received before, or if
+    /// there are too many ranges.
     pub(crate) fn add(&mut self, from: u32, len: u32) -> bool {
         let Some(to) = from.checked_add(len).filter(|to| *to > from) else { return false };
         let at = self.0.partition_point(|(start, _)| *start < from);

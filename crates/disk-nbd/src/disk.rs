@@ -33,7 +33,7 @@ const FLUSH: Duration = Duration::from_secs(120);
 
 /// Export of an NBD server.
 ///
-/// The connections end with the last handle, queues included.
+/// The connections are closed when the disk and all its queues are dropped.
 #[derive(Clone)]
 pub struct NbdDisk {
     handle: Arc<Handle>,
@@ -41,8 +41,8 @@ pub struct NbdDisk {
 }
 
 impl NbdDisk {
-    /// Connects to the server. The server must be reachable now; later it may be unavailable
-    /// temporarily.
+    /// Connects to the server. The server must be reachable now. Later it may become unavailable
+    /// for a while.
     ///
     /// # Errors
     /// [`OpenError`]: the message says what is wrong and what to do.
@@ -51,9 +51,9 @@ impl NbdDisk {
     }
 
     /// Recovers the disk of a dead process, which opened it by the same specification and stored
-    /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can
-    /// reach the export any more, according to the option `settle`. Until then, and while the
-    /// server is unavailable, `wait` is called repeatedly.
+    /// `state` as its [checkpoint](Disk::keep). Returns after the time `settle`, when no request of
+    /// the dead process can reach the export any more. Calls `wait` repeatedly until then, and
+    /// while the server is unavailable.
     ///
     /// # Errors
     /// [`OpenError`] if the export has been replaced, or `wait` gives up.
@@ -104,7 +104,7 @@ impl NbdDisk {
         state.get(KEY).is_some()
     }
 
-    /// Connects to the server; `first` runs on the first connection before anything else.
+    /// Connects to the server. Runs `first` on the first connection before any other request.
     fn connect(
         spec: &NbdSpec,
         first: impl Fn(&Stream, &Export, &EventFd) -> Result<(), OpenError>,
@@ -125,7 +125,7 @@ impl NbdDisk {
         let mut streams = vec![stream];
         if export.has(transmission::CAN_MULTI_CONN) {
             while streams.len() < spec.connections {
-                // The server may have a lower limit.
+                // The server may accept fewer connections than requested.
                 match connector.connect(&stop) {
                     Ok((stream, _)) => streams.push(stream),
                     Err(error) => {
@@ -251,7 +251,7 @@ impl Disk for NbdDisk {
         let connections = self.connections();
         let disk = self.name();
         let mut there = self.export().size;
-        // An open connection does not report a new size, so the server is asked on a new one.
+        // Open connections do not report a new size, so the size is queried on a new connection.
         if there == self.info.bytes() || bytes.is_some_and(|bytes| bytes > there) {
             match connections.connector.look(&connections.shared.stop) {
                 Ok(export) => there = export.size,

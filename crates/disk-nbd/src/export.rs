@@ -52,8 +52,8 @@ impl Export {
         sane
     }
 
-    /// Names a feature of `before` that this export lacks and that users with `connections`
-    /// connections rely on; `None` if this export can replace it.
+    /// Names a feature that `before` has and this export lacks, if users with `connections`
+    /// connections rely on it. `None` if this export can replace `before`.
     pub(crate) fn lacks(
         &self,
         before: &Self,

@@ -6,18 +6,18 @@
 //! wait for them: a server may execute a received write long after the end of its connection, and a
 //! flush on a new connection does not cover it. (`qemu-nbd` and `nbdkit` finish the requests that
 //! they have received. A server that retried hung writes for seconds was seen to overwrite a newer
-//! write: github.com/ydb-platform/nbs, issue 7070.) So the operator, who knows the server and its
-//! storage, has to configure the maximum delay: `settle=SECONDS`. For that time after a crash
-//! nothing is sent to the server. Without the option the disk cannot be recovered.
+//! write: github.com/ydb-platform/nbs, issue 7070.) So the operator has to configure the maximum
+//! delay of this server and its storage: `settle=SECONDS`. For that time after a crash, nothing is
+//! sent to the server. Without the option, the disk cannot be recovered.
 //!
 //! A read-only disk needs no delay: replies to the dead process went to that process's own memory.
 //!
 //! # Durability
 //!
 //! The dead process kept its unflushed writes for a replay; the next process does not have them.
-//! Therefore it starts with a flush, after which none of them is needed. If the server restarts
-//! between the crash and this flush, writes that it had answered but not flushed may be lost
-//! without notice.
+//! Therefore the next process first sends a flush, after which no replay is needed. If the server
+//! restarts between the crash and this flush, it may lose writes that it had answered but not
+//! flushed. Such a loss is not detected.
 
 use crate::error::OpenError;
 use crate::uri::NbdSpec;
@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 /// Key of an NBD disk in a checkpoint.
 pub(crate) const KEY: &str = "nbd";
-/// Reason for a disk without checkpoint.
+/// Reason why a disk without `settle` has no checkpoint.
 pub(crate) const UNSETTLED: &str = "an NBD server may still execute writes of the dead process; \
                                     add `settle=SECONDS`, or serve it read-only (`read-only=on`)";
 /// Delay between two attempts to connect.
@@ -58,7 +58,8 @@ impl KeptExport {
         }
     }
 
-    /// Disk properties that the guest has seen, if the disk `now` can provide them.
+    /// Returns the disk properties that the guest has seen, or an error if the disk `now` cannot
+    /// provide them.
     pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
         if now.read_only && !self.read_only {
             return Err("it is no longer writable");
@@ -80,7 +81,7 @@ impl KeptExport {
     }
 }
 
-/// Waits until no request of the dead process can be in flight at the server.
+/// Waits until the server can no longer execute a request of the dead process.
 ///
 /// # Errors
 /// `wait` has given up.

@@ -34,39 +34,39 @@
 //! # Unavailable server
 //!
 //! Requests wait while the reconnection thread tries to connect: after 10 ms, then with doubled
-//! delays up to two seconds. Requests without a reply are sent again. A request that the host
-//! aborts meanwhile ends.
+//! delays up to two seconds. Requests without a reply are sent again. If the host aborts a request
+//! meanwhile, the request ends.
 //!
-//! Resending is not sufficient. A server may keep written data in memory until a flush; a killed
-//! server loses them although it has answered the writes, and a later flush would report them as
-//! durable. Therefore requests that were answered since the last flush are kept (`replay=64MiB`)
-//! and replayed on the first new connection, in the order of the replies and before other requests.
-//! If they exceed the limit, the disk sends a flush itself, and writes wait for it. If one of
-//! several connections is lost, the replies on the others are awaited first, because a client
-//! cannot distinguish a lost connection from a dead server.
+//! Resending is not sufficient. A server may keep written data in memory until a flush. A killed
+//! server loses such data although it has answered the writes, and a later flush would report them
+//! as durable. Therefore the disk keeps the requests that were answered since the last flush
+//! (`replay=64MiB`). It replays them on the first new connection, in the order of the replies and
+//! before other requests. If they exceed the limit, the disk sends a flush itself, and writes wait
+//! for that flush. If one of several connections is lost, the replies on the others are awaited
+//! first, because a client cannot distinguish a lost connection from a dead server.
 //!
 //! If a replay is impossible (`replay=off`, or the server refuses a request that it executed
 //! before), every flush and every FUA write fails until the disk is opened again, and an error is
 //! logged. No data are lost silently.
 //!
-//! Two cases are out of reach. Another client that writes to the same export may see old data
-//! again. And a server that continues the requests of a closed connection may execute a write after
-//! a later one: NBD cannot cancel requests.
+//! Two cases are out of reach. If another client writes to the same export, a replay may overwrite
+//! its data with older data. If a server continues the requests of a closed connection, it may
+//! execute an old write after a newer one, because NBD cannot cancel requests.
 //!
 //! # Durability
 //!
 //! Flushed data are durable. FUA is passed to the server if it supports FUA; otherwise the write is
 //! followed by a flush. A server without flush is assumed to have no cache.
 //!
-//! A discard is a Write Zeroes that allows the server to deallocate. NBD's trim is not used,
-//! because reads afterwards return undefined data, and the blocks of a disk do not change by
-//! themselves. Without Write Zeroes, discards have no effect.
+//! A discard is a Write Zeroes that allows the server to deallocate. NBD's trim is not used: it
+//! leaves the data undefined, but discarded blocks of a disk must read as zeroes. Without Write
+//! Zeroes, discards have no effect.
 //!
 //! # TLS
 //!
 //! `nbds:` starts TLS before any other option. Certificates are loaded when the disk is opened, and
-//! are used for later connections too. Each connection has a thread for cryptography, with a socket
-//! between it and the I/O threads, which therefore only copy data.
+//! are used for later connections too. Each connection has a thread for cryptography. The I/O
+//! threads exchange plain data with it through a socket.
 //!
 //! # Trust
 //!

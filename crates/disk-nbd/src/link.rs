@@ -1,5 +1,5 @@
-//! Connection to the server, with its requests in flight. The holder of the lock sends and receives
-//! for all queues of the connection, without blocking.
+//! Connection to the server, with its requests in flight. A thread that holds the lock sends and
+//! receives for all queues of the connection, without blocking.
 
 use crate::export::Export;
 use crate::receiver::Receiver;
@@ -21,14 +21,15 @@ use tracing::warn;
 /// Number of the list of waiting subrequests.
 const WAITING: u32 = 0;
 
-/// Limits of requests in flight at the server, and of their data in bytes.
+/// Maximum number of requests in flight at the server, and maximum size of their data in bytes.
 const WINDOW: usize = 256;
 const WINDOW_BYTES: usize = 16 << 20;
-/// Maximum requests per send call.
+/// Maximum number of requests per system call that sends.
 const BATCH: usize = 64;
-/// Number of protocol violations during a request after which the request fails.
+/// Number of protocol violations after which a request fails. Each of them has ended the connection
+/// while the request was in flight.
 const MAX_BREAKS: u32 = 4;
-/// Maximum free buffers to keep, of each size.
+/// Maximum number of free buffers to keep, for each size.
 const KEPT: usize = 64;
 /// Buffer sizes in bytes.
 const SIZES: [usize; 3] = [4 << 10, 32 << 10, 256 << 10];
@@ -48,17 +49,17 @@ pub(crate) enum Loss {
     Silent,
 }
 
-/// A receiving queue: its number on the connection, and the destination of its completions.
+/// Queue that is receiving: its number on the connection, and the list for its completions.
 pub(crate) type Own<'a> = (u32, &'a mut Vec<Ended>);
 
 struct Connection {
     stream: Stream,
     receiver: Receiver,
-    /// Requests in sending order; the first one may be partly sent.
+    /// Requests to send, in order. The first one may have been sent in part.
     sending: VecDeque<(u32, [u8; wire::Request::SIZE])>,
     /// Sent bytes of the first request.
     sent: usize,
-    /// The socket buffer is full, and the queues wait for it.
+    /// True if the socket buffer is full, and the queues wait until it has room.
     is_blocked: bool,
 }
 
@@ -66,9 +67,9 @@ struct Connection {
 pub(crate) struct Link {
     connection: Option<Connection>,
     parts: Subrequests,
-    /// Subrequests that are not sent, in order.
+    /// Subrequests that are not sent yet, in order.
     waiting: Lists,
-    /// Requests in flight at the server, and their data in bytes.
+    /// Number of requests in flight at the server, and the size of their data in bytes.
     in_flight: usize,
     bytes: usize,
     users: Vec<Option<Arc<User>>>,
@@ -113,7 +114,8 @@ impl Link {
         self.connection.is_some()
     }
 
-    /// The socket if requests are in flight, and whether some are still to be sent.
+    /// Returns the socket if requests are in flight. The flag is true if some requests still have
+    /// to be sent.
     pub(crate) fn busy(&self) -> Option<(Stream, bool)> {
         let connection = self.connection.as_ref().filter(|_| self.in_flight != 0)?;
         Some((connection.stream.clone(), !connection.sending.is_empty()))
@@ -134,7 +136,7 @@ impl Link {
         buffer
     }
 
-    /// Returns a buffer to the pool.
+    /// Returns a buffer to the pool of free buffers.
     pub(crate) fn give_back(&mut self, buffer: Vec<u8>) {
         let class =
             SIZES.iter().zip(&mut self.buffers).find(|(size, _)| buffer.capacity() == **size);
@@ -145,20 +147,20 @@ impl Link {
         }
     }
 
-    /// Adds a subrequest, which [`pump`](Self::pump) sends.
+    /// Adds a subrequest. [`pump`](Self::pump) will send it.
     pub(crate) fn push(&mut self, part: Subrequest) {
         let slot = self.parts.insert(part);
         self.waiting.push_back(WAITING, slot);
     }
 
-    /// Adds an automatic flush before all waiting subrequests.
+    /// Adds an automatic flush, in front of all waiting subrequests.
     pub(crate) fn push_flush(&mut self) {
         let slot = self.parts.insert(Subrequest::new(command::FLUSH, 0, 0, 0, Vec::new()));
         self.waiting.push_front(WAITING, slot);
     }
 
-    /// Cancels unsent subrequests and reads of a queue's request; replies to the reads are
-    /// discarded. Returns the number of subrequests and their bytes.
+    /// Cancels the unsent subrequests and the reads of a queue's request. Replies to these reads
+    /// will be discarded. Returns the number of cancelled subrequests and their bytes.
     pub(crate) fn cancel(&mut self, user: u32, task: u32) -> (u32, u64) {
         let mut sum = (0, 0);
         for slot in self.parts.of(user, task) {
@@ -202,11 +204,11 @@ impl Link {
         self.pump(shared, None);
     }
 
-    /// Sends waiting subrequests, within the limits and the socket buffer.
+    /// Sends waiting subrequests, as far as the limits and the socket buffer allow.
     pub(crate) fn pump(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
         let outcome = self.begin(shared).and_then(|()| self.send());
         if let Err(loss) = outcome {
-            // Replies that arrived before the hang-up are still valid.
+            // Replies that the server sent before it closed the connection are still valid.
             let lost = match loss {
                 Loss::Socket(Errno::PIPE | Errno::CONNRESET) => self.take(shared, &mut own).err(),
                 _ => None,
@@ -303,8 +305,8 @@ impl Link {
         Ok(())
     }
 
-    /// Receives all available replies. Completions of the queue `own` go to its list, those of
-    /// other queues to their completion queues.
+    /// Receives all available replies. Completions of the queue `own` are added to its list, and
+    /// completions of other queues to their completion queues.
     pub(crate) fn receive(&mut self, shared: &Shared, mut own: Option<Own<'_>>) {
         if self.in_flight == 0 {
             return;
@@ -338,7 +340,7 @@ impl Link {
             if let Err(violation) = outcome {
                 break Err(violation.into());
             }
-            // A short read means that the socket is empty.
+            // A short read means that the socket buffer is empty.
             if count < room {
                 break Ok(());
             }
@@ -348,7 +350,8 @@ impl Link {
             self.in_flight -= 1;
             self.bytes -= part.cost();
             if error == wire::NbdError::Shutdown as u32 {
-                // The server has not executed the request, so it waits for the next connection.
+                // The server has not executed the request. The request waits for the next
+                // connection.
                 is_ending = true;
                 self.again(part);
                 continue;
@@ -358,7 +361,8 @@ impl Link {
         if is_ending { outcome.and(Err(Loss::Shutdown)) } else { outcome }
     }
 
-    /// Returns a subrequest to the waiting list; drops it if it has no owner and changes nothing.
+    /// Returns a subrequest to the waiting list. Drops it instead if it has no owner and does not
+    /// change the export.
     fn again(&mut self, mut part: Subrequest) {
         if part.owner.is_none() && !part.changes() {
             return self.give_back(part.data);
@@ -390,7 +394,7 @@ impl Link {
                 unflushed.flush = Flush::None;
             }
             let goes_on = error == 0 && unflushed.flushed(flushes);
-            // An automatic flush has no owner that would see its error.
+            // An automatic flush has no owner to which its error could be reported.
             let is_lost = error != 0 && owner.is_none();
             shared.flush_soon(&mut unflushed);
             drop(unflushed);
@@ -425,7 +429,7 @@ impl Link {
         self.give_back(data);
     }
 
-    /// Ends the connection: requests in flight wait for the next one.
+    /// Ends the connection. Requests in flight wait for the next connection.
     pub(crate) fn lose(&mut self, shared: &Shared, loss: &Loss, mut own: Option<Own<'_>>) {
         let Some(connection) = self.connection.take() else { return };
         for user in self.users.iter().flatten() {
@@ -436,7 +440,7 @@ impl Link {
         let sent = self.parts.all(|part| part.is_sent);
         warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
         (self.in_flight, self.bytes) = (0, 0);
-        // Last one first, since each goes before all waiting subrequests.
+        // In reverse order, because each request is put in front of all waiting subrequests.
         for slot in sent.into_iter().rev() {
             let Some(part) = self.parts.get_mut(slot) else { continue };
             part.breaks += u32::from(is_broken);
@@ -444,7 +448,8 @@ impl Link {
             if is_own_flush {
                 shared.unflushed.lock().flush = Flush::Wanted;
             }
-            // A write without owner may have been executed, so it is sent again.
+            // A cancelled read is dropped. A write without an owner is sent again, because the
+            // server may have executed it.
             if part.owner.is_none() && !part.changes() {
                 if let Some(part) = self.parts.remove(slot) {
                     self.give_back(part.data);
@@ -473,7 +478,7 @@ fn status(error: u32, reads: bool, beyond: bool) -> DiskError {
         _ if is(wire::NbdError::NoSpc) && !reads => DiskError::NoSpace,
         _ if is(wire::NbdError::Perm) && !reads => DiskError::ReadOnly,
         _ if is(wire::NbdError::NotSup) => DiskError::Unsupported,
-        // Error numbers of the protocol equal those of Linux.
+        // Error numbers of the NBD protocol equal those of Linux.
         1..=4095 => DiskError::Io(error as i32),
         _ => DiskError::Io(libc::EIO),
     }

@@ -68,7 +68,7 @@ fn told(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(" (it says: {text})") }
 }
 
-/// Result of the greeting: whether the reply to `EXPORT_NAME` omits the zero padding.
+/// Result of the greeting: true if the reply to `EXPORT_NAME` omits the zero padding.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Greeted {
     no_zeroes: bool,
@@ -142,8 +142,8 @@ fn ask_for_allocation(
                 }
             }
             (answer::ACK, _) => return Ok(found),
-            // Neither this context nor, perhaps, the export exists; the next option reports the
-            // latter.
+            // The server refuses this context, or the export does not exist. The next option
+            // reports the latter.
             (kind, _) if kind & answer::ERROR != 0 => return Ok(None),
             _ => break,
         }
@@ -246,7 +246,7 @@ fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, Negotiat
                         let mut next = || reader.u32().ok_or_else(broken);
                         sizes = Some((next()?, next()?, next()?));
                     }
-                    // Information that was not requested has to be ignored.
+                    // The client has to ignore information that it has not requested.
                     _ => {}
                 }
             }
@@ -281,7 +281,7 @@ fn export_name(
     send_option(stream, option::EXPORT_NAME, name.as_bytes())?;
     let mut head = [0; 10];
     match stream.read_exact(&mut head) {
-        // A closed connection is the only error reply of this option.
+        // This option has no error reply: the server closes the connection instead.
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
             return Err(NegotiationError::Unknown(String::new()));
         }

@@ -12,9 +12,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// Limit of buffer bytes of a queue's subrequests; further ones wait.
+/// Maximum size of the buffers of a queue's subrequests, in bytes. Further subrequests wait.
 const BUFFERS: u64 = 16 << 20;
-/// Limit of a queue's subrequests in flight.
+/// Maximum number of a queue's subrequests in flight.
 const PARTS: u32 = 512;
 
 pub(crate) struct NbdQueue {
@@ -26,9 +26,9 @@ pub(crate) struct NbdQueue {
     number: u32,
     bounds: Bounds,
     reads_zeroes: bool,
-    /// Requests; those in the waiting list have subrequests to start.
+    /// Requests. A request in the waiting list has subrequests to start.
     tasks: Tasks<Task>,
-    /// Buffer bytes and number of the started subrequests.
+    /// Buffer bytes, and number, of the started subrequests.
     bytes: u64,
     parts: u32,
     /// Scratch buffer for completions.
@@ -40,7 +40,7 @@ impl NbdQueue {
         let user = Arc::new(User::new()?);
         let connections = &handle.0;
         connections.shared.users.lock().push(Arc::downgrade(&user));
-        // The connection with the fewest queues.
+        // Selects the connection with the fewest queues.
         let users = |(_, link): &(usize, &Mutex<Link>)| link.lock().users();
         let link = connections.links.iter().enumerate().min_by_key(users).map_or(0, |(at, _)| at);
         let Some(place) = connections.links.get(link) else {
@@ -61,7 +61,8 @@ impl NbdQueue {
         })
     }
 
-    /// Processes completions if it `receives`, then starts and sends subrequests within the limits.
+    /// Processes completions if `receives` is true. Then starts and sends subrequests within the
+    /// limits.
     fn turn(&mut self, receives: bool) {
         let Self { handle, link, tasks, bytes, parts, ended, number, .. } = self;
         let connections = &handle.0;
@@ -77,7 +78,7 @@ impl NbdQueue {
                     if task.is_over(connections.part) {
                         tasks.end(key);
                     } else if task.next(connections.part).is_some() {
-                        // The flush after a write.
+                        // The write has ended; its flush is started next.
                         tasks.wait(key);
                     }
                 }
@@ -147,7 +148,8 @@ impl Queue for NbdQueue {
         loop {
             self.user.completions.take(&mut self.ended);
             self.turn(true);
-            // Sending may end requests if the connection breaks; they are processed now.
+            // If the connection breaks during sending, requests may end. They are processed in the
+            // next iteration.
             if self.ended.is_empty() {
                 break;
             }
@@ -170,7 +172,7 @@ impl Queue for NbdQueue {
         self.parts = self.parts.saturating_sub(count);
         self.bytes = self.bytes.saturating_sub(bytes);
         if count == 0 && task.next(connections.part).is_none() {
-            // All subrequests have been sent and cannot be cancelled.
+            // All subrequests of the request have been sent, and sent writes cannot be cancelled.
             return;
         }
         task.under_way = task.under_way.saturating_sub(count);
@@ -178,7 +180,7 @@ impl Queue for NbdQueue {
         let is_over = task.is_over(connections.part);
         self.tasks.stop_waiting(key);
         if is_over && self.tasks.end(key) {
-            // The request ends in `reap`; the signal makes the caller call it.
+            // `reap` will end the request. The signal makes the I/O thread call it.
             self.user.completions.signal();
         }
     }

@@ -5,16 +5,18 @@ use crate::subrequest::{Subrequest, Subrequests};
 use shadowbell_nbd::reply::{BadReply, Chunk, Incoming};
 use shadowbell_nbd::wire::{Reader, chunk};
 
-/// Size of the input buffer, which receives everything but the data of long reads.
+/// Size of the input buffer. It receives everything except the data of long reads.
 const INPUT: usize = 128 << 10;
-/// Data length from which a reply is received on its own, so that all but its header goes directly
-/// to its destination. Following data in the input buffer would be copied once more.
+/// Minimum length of long data. A long reply is received separately: its header into the input
+/// buffer, and its data directly to their destination. Data in the input buffer have to be copied
+/// once more.
 const LONG: usize = 16 << 10;
 /// Length of a reply header with the offset of a data chunk.
 const HEAD: usize = 20 + 8;
-/// Maximum bytes of extents to keep per reply, eight bytes each. The rest is requested again.
+/// Maximum number of extent bytes to keep per reply, eight bytes for each extent. The rest of the
+/// range is requested again.
 const EXTENTS: usize = 64 << 10;
-/// Maximum payload of a chunk of extents: nbdkit sends at most a million extents, QEMU 128 K.
+/// Maximum payload of a chunk of extents. nbdkit sends at most a million extents, and QEMU 128 K.
 const MAX_EXTENTS: u32 = 4 + (8 << 20);
 /// Maximum payload of an error chunk: its text has at most 4096 bytes.
 const MAX_ERROR: u32 = 4096 + 64;
@@ -45,11 +47,11 @@ enum State {
     Head,
     /// At the start of a chunk's payload.
     Payload { slot: u32, chunk: Chunk },
-    /// In the data of a read: at byte `at`, with `left` bytes to come.
+    /// In the data of a read, at byte `at`. `left` bytes have not been received yet.
     Data { slot: u32, at: usize, left: usize, is_last: bool },
-    /// In the extents of a block status reply, with `left` bytes to come.
+    /// In the extents of a block status reply. `left` bytes have not been received yet.
     Extents { slot: u32, left: usize, is_last: bool },
-    /// In the text of an error, with `left` bytes to come.
+    /// In the text of an error. `left` bytes have not been received yet.
     Text { slot: u32, left: usize, is_last: bool },
 }
 
@@ -59,7 +61,7 @@ pub(crate) struct Receiver {
     from: usize,
     to: usize,
     state: State,
-    /// The last data were long, so the next ones probably are too.
+    /// True if the last data were long. The next data are then probably long too.
     is_long: bool,
     structured: bool,
     /// Context id for block status.
@@ -72,7 +74,8 @@ impl Receiver {
         Self { input, from: 0, to: 0, state, is_long: false, structured, allocation }
     }
 
-    /// Destinations of the next bytes: awaited data of a subrequest, then the input buffer.
+    /// Destinations of the next bytes: first the awaited data of a subrequest, then the input
+    /// buffer.
     pub(crate) fn room<'a>(
         &'a mut self,
         parts: &'a mut Subrequests,
@@ -84,7 +87,8 @@ impl Receiver {
             (self.from, self.to) = (0, self.to - self.from);
         }
         let end = if self.is_long { self.from + HEAD } else { self.input.len() };
-        // Less than a header is left unparsed, but at least one byte must fit.
+        // The unparsed rest in the buffer is shorter than a header. There must be room for at least
+        // one more byte.
         let end = end.max(self.to + 1).min(self.input.len());
         let rest = self.input.get_mut(self.to..end).unwrap_or_default();
         let first = match self.state {
@@ -97,8 +101,8 @@ impl Receiver {
         (first, rest)
     }
 
-    /// Records `count` bytes received into [`room`](Self::room), whose first part had `first`
-    /// bytes.
+    /// Records that `count` bytes were received into [`room`](Self::room). `first` is the size of
+    /// the first destination.
     pub(crate) fn received(&mut self, count: usize, first: usize) {
         if let State::Data { at, left, .. } = &mut self.state {
             let direct = count.min(first);
@@ -108,8 +112,8 @@ impl Receiver {
         self.to += count.saturating_sub(first);
     }
 
-    /// Parses all received bytes. Calls `done` for each ended subrequest with the error number, or
-    /// 0.
+    /// Parses all received bytes. Calls `done` for each subrequest that has ended, with its error
+    /// number or 0.
     pub(crate) fn advance(
         &mut self,
         parts: &mut Subrequests,
@@ -179,8 +183,8 @@ impl Receiver {
                     State::Head
                 }
             };
-            // A reply without data usually arrives together with others like it, so it resets the
-            // mode. The end of a chunked reply indicates nothing.
+            // A reply without data usually arrives together with similar replies, so it ends the
+            // mode for long data. The end of a chunked reply does not change the mode.
             match (self.state, next) {
                 (State::Head | State::Payload { .. }, State::Data { left, .. }) => {
                     self.is_long = left >= LONG;
@@ -267,7 +271,7 @@ fn payload(
             Ok(State::Text { slot, left: 0, is_last })
         }
         chunk::BLOCK_STATUS => {
-            // Only one context was requested, and it may be reported once.
+            // Only one context was requested. The server may report it only once.
             let is_it = part.data.is_empty() && reader.u32() == allocation;
             let left = chunk.len.saturating_sub(4) as usize;
             if is_it { Ok(State::Extents { slot, left, is_last }) } else { Err(wrong) }
@@ -413,9 +417,11 @@ mod tests {
                 receiver.advance(&mut table, done).unwrap();
                 rest = later;
             }
-            // The first reply is copied, because its length was unknown.
+            // The first reply is copied through the input buffer, because its length is not known
+            // in advance.
             assert!(ended == 9 && copied <= INPUT + 8 * HEAD, "{copied}");
-            // Short replies are received many at a time.
+            // After short replies, the whole input buffer is available, so that many replies are
+            // received at once.
             assert_eq!(receiver.room(&mut table).1.len(), INPUT);
         }
     }
@@ -486,7 +492,7 @@ mod tests {
         assert_eq!(read(true, &|c| Head::done(c).bytes().to_vec()), Violation::Gap);
         let extent = |c| [Head::extents(c, 1, 1).bytes(), &[0; 8]].concat();
         assert!(matches!(read(true, &extent), Violation::Chunk { .. }));
-        // Data in reply to a write.
+        // The server sends data in reply to a write.
         let (mut table, c) = parts(command::WRITE, 512);
         let outcome =
             feed(&mut Receiver::new(true, Some(1)), &mut table, &data(c, 1000, 512, true), 9);

@@ -1,4 +1,4 @@
-//! Reconnection thread: replaces lost connections and does everything that blocks for long.
+//! Reconnection thread: replaces lost connections and does all work that may block for long.
 
 use crate::connections::Connections;
 use crate::link::Loss;
@@ -19,7 +19,7 @@ const FIRST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(2);
 /// Longest delay between two attempts while the server accepts connections.
 const SHORT: Duration = Duration::from_millis(200);
-/// Interval of the warning that the server is unavailable.
+/// Interval between two warnings that the server is unavailable.
 const SAY_AGAIN: Duration = Duration::from_secs(60);
 /// Maximum wait for replies on the remaining connections after one was lost.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -68,14 +68,14 @@ pub(crate) fn run(connections: &Connections) {
         if let Some(stream) = link.lock().stream() {
             let (flags, offset) = (0, 0);
             let leave = Request { flags, command: command::DISC, cookie: 0, offset, len: 0 };
-            // A server that does not receive the request sees the end of the connection.
+            // A server that does not receive this request sees the end of the connection anyway.
             let _ = stream.send(&[IoSlice::new(&leave.encode())]);
         }
     }
 }
 
-/// Sends a flush that frees unflushed writes. Queues may be idle, so this thread receives the
-/// reply.
+/// Sends a flush that makes the unflushed writes durable, so that they can be dropped. The queues
+/// may be idle, so this thread receives the reply.
 fn flush(connections: &Connections) {
     let Some(link) = connections.links.first() else { return };
     let mut link = link.lock();
@@ -88,7 +88,7 @@ fn flush(connections: &Connections) {
     }
 }
 
-/// Waits for an event, at most `pause`. Returns false if the disk is closed.
+/// Waits for an event, but at most for `pause`. Returns false if the disk was closed.
 fn watch(connections: &Connections, pause: Option<Duration>) -> bool {
     let shared = &connections.shared;
     let until = pause.map(|pause| Instant::now() + pause);
@@ -97,11 +97,11 @@ fn watch(connections: &Connections, pause: Option<Duration>) -> bool {
             connections.links.iter().map(|link| link.lock().stream()).collect();
         let connected = || streams.iter().flatten();
         let mut fds = vec![PollFd::new(&shared.stop, PollFlags::IN)];
-        // During a pause, pending work is known already.
+        // During a pause, `wake` is not watched, because the pending work is known already.
         let wanted = if pause.is_none() { PollFlags::IN } else { PollFlags::empty() };
         fds.push(PollFd::new(&shared.wake, wanted));
         fds.extend(connected().map(|stream| PollFd::new(stream, PollFlags::RDHUP)));
-        // The reply to a flush that this thread has sent.
+        // This thread also waits for the reply to a flush that it has sent.
         let flushing = match connections.links.first() {
             Some(link) if shared.unflushed.lock().flush == Flush::UnderWay => link.lock().busy(),
             _ => None,
@@ -144,7 +144,7 @@ fn watch(connections: &Connections, pause: Option<Duration>) -> bool {
     }
 }
 
-/// Reason for a failed attempt, and the longest delay until the next one.
+/// Reason for a failed attempt to connect, and the longest delay before the next attempt.
 struct Failure {
     why: String,
     most: Duration,
@@ -195,8 +195,9 @@ fn reconnect(connections: &Connections) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Waits for replies on the remaining connections. Requests in flight at the server must end before
-/// the replay, which would otherwise overwrite their results.
+/// Waits for replies on the remaining connections. The server must have executed the requests in
+/// flight before the replay starts; otherwise the replay could overwrite their data with older
+/// data.
 fn drain(connections: &Connections) {
     let shared = &connections.shared;
     let until = Instant::now() + DRAIN;

@@ -8,16 +8,17 @@ use shadowbell_nbd::wire::{NbdError, command};
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 
-/// Maximum requests in flight: their replies fit any socket buffer, so sending cannot deadlock.
+/// Maximum number of requests in flight. Their replies fit any socket buffer, so the server never
+/// blocks and sending cannot deadlock.
 const BATCH: usize = 16;
 
 /// Error of a replay.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReplayError {
-    /// The connection ended; the next one has to be tried.
+    /// The connection ended. The replay has to be repeated on the next connection.
     #[error("{0}")]
     Lost(#[from] io::Error),
-    /// The server refuses the request.
+    /// The server refuses a request of the replay.
     #[error("the server refuses it with error {0}")]
     Refused(u32),
 }
@@ -38,8 +39,8 @@ pub(crate) fn replay(
     let mut receiver = Receiver::new(structured, None);
     let mut parts = Subrequests::default();
     while !rest.is_empty() {
-        // A server may execute concurrent requests in any order, so overlapping ones are not
-        // batched.
+        // A server may execute concurrent requests in any order. So a batch never contains
+        // overlapping requests.
         let clashes = |at: usize| {
             let (before, entry) = (rest.get(..at), rest.get(at));
             let overlaps =

@@ -14,17 +14,17 @@ pub(crate) struct Shared {
     pub(crate) unflushed: Mutex<Unflushed>,
     /// Latest known properties of the export.
     pub(crate) export: Mutex<Export>,
-    /// A connection was lost, and no request is sent before the replay.
+    /// True while a connection is lost. No request is sent before the replay.
     is_recovering: AtomicBool,
     /// Number of lost connections.
     pub(crate) losses: AtomicU64,
     /// Number of connections that replaced lost ones.
     pub(crate) reconnections: AtomicU64,
-    /// The last write failed for lack of space.
+    /// True if the last write failed for lack of space.
     pub(crate) is_full: AtomicBool,
-    /// Wakes the reconnection thread.
+    /// Event that wakes the reconnection thread.
     pub(crate) wake: EventFd,
-    /// Ends all waits of the reconnection thread.
+    /// Ends all waits of the reconnection thread, because the disk is closed.
     pub(crate) stop: EventFd,
     /// All queues.
     pub(crate) users: Mutex<Vec<Weak<User>>>,
@@ -53,16 +53,17 @@ impl Shared {
         self.is_recovering.load(Ordering::Acquire)
     }
 
-    /// Records a lost connection. The caller holds its lock; the reconnection thread takes that
-    /// lock too, and so sees either the requests sent before or this flag.
+    /// Records a lost connection. The caller holds the lock of that connection. The reconnection
+    /// thread takes the same lock, so it sees either the requests that were sent before or this
+    /// flag.
     pub(crate) fn lost(&self) {
         self.losses.fetch_add(1, Ordering::AcqRel);
         self.is_recovering.store(true, Ordering::Release);
         self.wake.signal();
     }
 
-    /// Ends the recovery. Returns false without effect if another connection was lost after
-    /// `losses` was read.
+    /// Ends the recovery. Returns false, and has no effect, if another connection was lost after
+    /// the caller read `losses`.
     pub(crate) fn recovered(&self, losses: u64) -> bool {
         self.is_recovering.store(false, Ordering::SeqCst);
         if self.losses.load(Ordering::SeqCst) == losses {

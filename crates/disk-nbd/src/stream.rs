@@ -20,12 +20,12 @@ impl Stream {
 
     /// Sends as much as the socket buffer takes.
     pub(crate) fn send(&self, parts: &[IoSlice<'_>]) -> Result<usize, Errno> {
-        // A process may not ignore SIGPIPE.
+        // This process may not ignore SIGPIPE, so the flag prevents the signal.
         let flags = SendFlags::NOSIGNAL;
         retry(|| sendmsg(&self.0, parts, &mut SendAncillaryBuffer::default(), flags))
     }
 
-    /// Receives into `first`, then into `rest`. 0 means that the connection has ended.
+    /// Receives into `first`, then into `rest`. Returns 0 if the connection has ended.
     pub(crate) fn receive(&self, first: &mut [u8], rest: &mut [u8]) -> Result<usize, Errno> {
         if first.is_empty() {
             return retry(|| Ok(recv(&self.0, &mut *rest, RecvFlags::empty())?.0));
@@ -34,7 +34,7 @@ impl Stream {
         retry(|| rustix::io::readv(&self.0, &mut parts))
     }
 
-    /// Shuts the connection down for all holders of the socket.
+    /// Shuts the connection down, for all users of the socket.
     pub(crate) fn end(&self) {
         // Fails harmlessly if the connection has ended already.
         let _ = shutdown(&self.0, Shutdown::Both);
@@ -92,7 +92,7 @@ pub(crate) fn wait(
         }
         let [fd, stop] = &fds;
         if !stop.revents().is_empty() {
-            // `Interrupted` would be retried.
+            // Not `Interrupted`, because the caller would repeat the call.
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         if !fd.revents().is_empty() {

@@ -1,4 +1,4 @@
-//! Subrequests to the server, each a part of a request to the disk, and their table.
+//! Subrequests to the server, and their table. Each is a part of a request to the disk.
 
 use crate::coverage::Coverage;
 use shadowbell_disk::Lists;
@@ -12,7 +12,7 @@ pub(crate) struct Owner {
     pub(crate) user: u32,
     /// Key of the request in the queue.
     pub(crate) task: u32,
-    /// Offset of the subrequest in the request's data.
+    /// Offset of the subrequest in the data of the request.
     pub(crate) at: u64,
 }
 
@@ -23,21 +23,23 @@ pub(crate) struct Subrequest {
     pub(crate) flags: u16,
     pub(crate) offset: u64,
     pub(crate) len: u32,
-    /// Data to write or read data: `len` bytes, or none.
+    /// Data to write, or the data that were read: `len` bytes, or none.
     pub(crate) data: Vec<u8>,
     /// `None` for a cancelled subrequest or an automatic flush.
     pub(crate) owner: Option<Owner>,
-    /// The server has the request, or a part of it was sent.
+    /// True if at least a part of the request was sent.
     pub(crate) is_sent: bool,
     /// Received ranges of a read.
     pub(crate) covered: Coverage,
     /// First error of a chunked reply.
     pub(crate) error: Option<u32>,
-    /// Number of connections that ended by a protocol violation during this subrequest.
+    /// Number of connections that ended by a protocol violation while this subrequest was in
+    /// flight.
     pub(crate) breaks: u32,
-    /// For a flush: number after the last unflushed write that it makes durable.
+    /// For a flush: end of the unflushed writes that it makes durable, as a number of
+    /// [`Unflushed`](crate::unflushed::Unflushed).
     pub(crate) flushes: u64,
-    /// Sequence number, for ordering.
+    /// Sequence number, by which subrequests are ordered.
     pub(crate) number: u64,
 }
 
@@ -78,25 +80,26 @@ impl Subrequest {
         }
     }
 
-    /// True if it changes the export.
+    /// True if the subrequest changes the content of the export.
     pub(crate) fn changes(&self) -> bool {
         matches!(self.command, command::WRITE | command::WRITE_ZEROES | command::TRIM)
     }
 
-    /// Bytes of data that it holds.
+    /// Number of data bytes that count towards the limit of the connection.
     pub(crate) fn cost(&self) -> usize {
-        // Extents have a limit of their own.
+        // Extents have a separate limit.
         if self.is_question() { 0 } else { self.data.len() }
     }
 }
 
-/// Subrequests of a connection. The index of a place and its use count form the cookie.
+/// Subrequests of a connection, in a table. The cookie of a subrequest consists of its index and of
+/// the use count of that place.
 #[derive(Debug, Default)]
 pub(crate) struct Subrequests {
     places: Vec<(u32, Option<Subrequest>)>,
     free: Vec<u32>,
     next: u64,
-    /// By queue number: the places of its subrequests, one list per request.
+    /// Places of the subrequests, by queue number. Each request of a queue has its own list.
     owned: Vec<Lists>,
 }
 
@@ -138,7 +141,7 @@ impl Subrequests {
         Some(part)
     }
 
-    /// Removes the owner, so that the reply is discarded.
+    /// Removes the owner of a subrequest. Its reply will be discarded.
     pub(crate) fn disown(&mut self, slot: u32) {
         let owner = self.get_mut(slot).and_then(|part| part.owner.take());
         self.forget(owner, slot);
@@ -176,7 +179,8 @@ impl Subrequests {
         is_it.then_some(slot)
     }
 
-    /// Places of all subrequests for which `holds` is true, in order of their creation.
+    /// Places of all subrequests for which `holds` returns true, in the order in which they were
+    /// created.
     pub(crate) fn all(&self, holds: impl Fn(&Subrequest) -> bool) -> VecDeque<u32> {
         let mut found: Vec<(u64, u32)> = Vec::new();
         for (slot, (_, part)) in self.places.iter().enumerate() {

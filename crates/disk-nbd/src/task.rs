@@ -5,10 +5,11 @@ use shadowbell_disk::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 use shadowbell_nbd::wire::{command, flag, transmission};
 
-/// Maximum bytes per subrequest without data, so that a slow server gets a long request in pieces.
+/// Maximum length of a subrequest without data, in bytes. A slow server gets a long request in
+/// pieces.
 const MAX_BARE: u64 = 64 << 20;
 
-/// Action of a task.
+/// Kind of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Read,
@@ -30,11 +31,11 @@ pub(crate) struct Task {
     flags: u16,
     offset: u64,
     len: u64,
-    /// Bytes with a started subrequest.
+    /// Number of bytes for which a subrequest was started.
     begun: u64,
-    /// A flush has to follow, because the server does not support FUA.
+    /// True if a flush has to follow, because the server does not support FUA.
     flushes_after: bool,
-    /// Subrequests in flight.
+    /// Number of subrequests in flight.
     pub(crate) under_way: u32,
     pub(crate) outcome: Result<(), DiskError>,
     pub(crate) data: Segments,
@@ -49,7 +50,7 @@ pub(crate) struct Next {
     pub(crate) len: u32,
     /// Offset in the task's data.
     pub(crate) at: u64,
-    /// The subrequest needs a buffer.
+    /// True if the subrequest needs a buffer.
     pub(crate) has_data: bool,
 }
 
@@ -80,9 +81,10 @@ impl Task {
                     if zeroes { Action::Bare(command::WRITE_ZEROES) } else { Action::Fill };
                 (action, if deallocate || !zeroes { 0 } else { flag::NO_HOLE })
             }
-            // The server may deallocate the range, which reads as zeroes in any case.
+            // The range reads as zeroes whether or not the server deallocates it.
             Op::Discard if reads_zeroes => (Action::Bare(command::WRITE_ZEROES), 0),
-            // NBD's trim leaves later reads undefined, which a disk must not.
+            // After NBD's trim, reads would return undefined data. Discarded blocks of a disk must
+            // read as zeroes, so the discard is ignored.
             Op::Discard => return Err(Ok(())),
             _ => return Err(Err(DiskError::Unsupported)),
         };
@@ -101,8 +103,8 @@ impl Task {
         })
     }
 
-    /// Next subrequest, with at most `most` bytes of data; `None` if all were started, or the next
-    /// one has to wait for those in flight.
+    /// Returns the next subrequest, with at most `most` bytes of data. `None` if all were started,
+    /// or if the flush has to wait for those in flight.
     pub(crate) fn next(&self, most: u32) -> Option<Next> {
         let left = self.len.saturating_sub(self.begun);
         if self.outcome.is_err() {
@@ -157,7 +159,7 @@ impl Task {
         }
     }
 
-    /// Processes the end of the subrequest at `at`, with the data it has read.
+    /// Processes the end of the subrequest at `at`. `data` are the data that it has read.
     pub(crate) fn ended(&mut self, at: u64, result: Result<(), DiskError>, data: &[u8]) {
         self.under_way = self.under_way.saturating_sub(1);
         let result = result.and_then(|()| match self.action {
@@ -172,7 +174,7 @@ impl Task {
         self.outcome = self.outcome.and(result);
     }
 
-    /// True if no subrequest is in flight or left to start.
+    /// True if no subrequest is in flight, and none is left to start.
     pub(crate) fn is_over(&self, most: u32) -> bool {
         self.under_way == 0 && self.next(most).is_none()
     }

@@ -1,4 +1,4 @@
-//! Blocking TLS for the handshakes, before the proxy thread takes over.
+//! Blocking TLS connection for the handshakes. Afterwards, the proxy thread takes over.
 
 use crate::stream::Patient;
 use shadowbell_tls::Session;
@@ -38,7 +38,7 @@ impl<'a> TlsStream<'a> {
 
 impl Read for TlsStream<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        // Messages are read as a whole, so blocking for the rest is correct.
+        // Blocking is correct here, because the handshake reads whole messages.
         match self.session.receive(&mut self.patient, into) {
             Err(error) => Err(self.farewell(error)),
             count => count,

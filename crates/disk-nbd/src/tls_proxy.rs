@@ -1,5 +1,6 @@
-//! TLS proxy thread of a connection. I/O threads serve many disks, and the cryptography of a full
-//! window of data would block them for milliseconds; so they use a plain socket to this thread.
+//! TLS proxy thread of a connection. An I/O thread serves many disks, and the cryptography for the
+//! data in flight would block it for milliseconds. So I/O threads use a plain socket to the proxy
+//! thread.
 
 use crate::stream::Stream;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -14,7 +15,7 @@ use tracing::{debug, warn};
 const BUFFER: usize = 128 << 10;
 
 /// Starts a proxy thread for the TLS `session` with the server at the other end of `server`.
-/// Returns the plain end of the proxy; when one end is closed, the proxy closes the other.
+/// Returns the plain socket of the proxy. If either socket is closed, the proxy closes the other.
 ///
 /// # Errors
 /// The system's error.
@@ -43,21 +44,21 @@ struct TlsProxy {
     server: Stream,
     session: Session,
     user: Stream,
-    /// Data from the server: `filled` bytes, of which `taken` were passed to the user.
+    /// Data from the server. Of the `filled` bytes, `taken` were passed to the I/O threads.
     incoming: Vec<u8>,
     filled: usize,
     taken: usize,
-    /// Data from the user: `held` bytes, of which `put` were passed to TLS.
+    /// Data from the I/O threads. Of the `held` bytes, `put` were passed to TLS.
     outgoing: Vec<u8>,
     held: usize,
     put: usize,
 }
 
-/// Main loop of the thread: runs until one end is closed, then closes both.
+/// Main loop of the proxy thread. Runs until one of the two sockets is closed, then closes both.
 fn run(mut proxy: TlsProxy, name: &str) {
     match proxy.carry() {
         Ok(()) => debug!("{name}: TLS connection closed"),
-        // The user of the connection sees only its end, so the reason is logged.
+        // The I/O threads only see that the connection ends, so the reason is logged here.
         Err(error) => warn!("{name}: TLS connection to the server failed: {error}"),
     }
     proxy.session.close();
@@ -68,7 +69,8 @@ fn run(mut proxy: TlsProxy, name: &str) {
 
 impl TlsProxy {
     fn carry(&mut self) -> io::Result<()> {
-        // The session may hold bytes that it has read from the socket already.
+        // Both directions are tried before the first wait. The session may hold bytes that it has
+        // read from the socket already.
         let (mut from_server, mut from_user) = (true, true);
         loop {
             if from_server && self.taken == self.filled {
@@ -129,8 +131,8 @@ impl TlsProxy {
                 flags.set(PollFlags::OUT, writes);
                 flags
             };
-            // Ends with no requested events are not polled, because a hung-up end would always be
-            // ready.
+            // A socket without requested events is not polled: `poll` always returns at once for a
+            // socket that was hung up.
             let server = wants(!has_incoming, server_blocks);
             let user = wants(!has_outgoing, user_blocks);
             let ends = [(&self.server, server), (&self.user, user)];

@@ -1,15 +1,15 @@
-//! Unflushed writes: requests that the server has answered but may still lose, because a write is
-//! durable only after a later flush. After a restart of the server they are replayed, so that no
-//! data are lost.
+//! Unflushed writes: requests that the server has answered but may still lose. A write is durable
+//! only after a later flush. If the server restarts, these requests are replayed, so that no data
+//! are lost.
 
 use shadowbell_nbd::wire::flag;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Memory of an entry besides its data, in bytes.
+/// Memory of an entry in addition to its data, in bytes.
 const OVERHEAD: u64 = 128;
 
-/// A request that has changed the export.
+/// Request that has changed the export.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     /// NBD [`command`](shadowbell_nbd::wire::command) of the request.
@@ -43,21 +43,22 @@ pub(crate) enum Flush {
 
 #[derive(Debug, Default)]
 pub(crate) struct Unflushed {
-    /// Entries in order of the replies. Of two overlapping entries that were not in flight at the
-    /// same time, the later one was written later.
+    /// Entries in the order of the replies. If two overlapping entries were not in flight at the
+    /// same time, the later entry was also written later.
     entries: VecDeque<Entry>,
-    /// Number of the first entry; numbers are never reused.
+    /// Number of the first entry. Entries are numbered consecutively, and numbers are never used
+    /// again.
     first: u64,
     bytes: u64,
-    /// Limit of `bytes`; 0 disables the replay, so no data are kept.
+    /// Limit of `bytes`. With 0, replay is disabled and no data are kept.
     most: u64,
-    /// The server does not support flushes.
+    /// True if the server does not support flushes.
     is_needless: bool,
     /// State of the automatic flush, which the reconnection thread sends.
     pub(crate) flush: Flush,
-    /// Data were lost and could not be replayed: flushes fail from now on.
+    /// True if data were lost and could not be replayed. From then on, flushes fail.
     pub(crate) has_lost: bool,
-    /// A queue waits because the limit was reached.
+    /// True if a queue waits because the limit was reached.
     pub(crate) is_waited_for: bool,
     /// Number of replayed requests.
     pub(crate) replayed: u64,
@@ -69,14 +70,14 @@ impl Unflushed {
         Self { most, ..Self::default() }
     }
 
-    /// Creates a list for a server without flushes, which stays empty: an answered write is as
-    /// durable as it can be.
+    /// Creates a list for a server without flushes. It stays empty, because the server offers no
+    /// durability beyond the reply to a write.
     pub(crate) fn needless() -> Self {
         Self { is_needless: true, ..Self::default() }
     }
 
-    /// True if a request with these flags has to be [added](Self::add). A FUA write has to be added
-    /// if an earlier entry exists, whose replay could overwrite it.
+    /// True if a request with these flags has to be [added](Self::add). A FUA write is durable, but
+    /// it has to be added if an earlier entry exists: the replay of that entry could overwrite it.
     pub(crate) fn keeps(&self, flags: u16) -> bool {
         !self.is_needless && (flags & flag::FUA == 0 || !self.entries.is_empty())
     }
@@ -84,7 +85,8 @@ impl Unflushed {
     /// Adds an answered request.
     pub(crate) fn add(&mut self, mut entry: Entry) {
         if self.most == 0 {
-            // Without replay, a single entry records that unflushed writes exist.
+            // Without replay, only the last entry is kept, without data. It records that unflushed
+            // writes exist.
             entry.data = Arc::default();
             if let Some(first) = self.entries.front_mut() {
                 self.first += 1;
@@ -101,8 +103,8 @@ impl Unflushed {
         self.first + self.entries.len() as u64
     }
 
-    /// Removes the entries before `end`, after the reply to a flush that was sent when
-    /// [`end`](Self::end) had this value. Returns true if waiting queues can continue.
+    /// Removes the entries before `end` after a flush. [`end`](Self::end) had this value when the
+    /// flush was sent. Returns true if waiting queues can continue.
     pub(crate) fn flushed(&mut self, end: u64) -> bool {
         while self.first < end
             && let Some(entry) = self.entries.pop_front()
@@ -113,17 +115,17 @@ impl Unflushed {
         !self.is_full() && std::mem::take(&mut self.is_waited_for)
     }
 
-    /// True if an automatic flush should be sent, before the limit is reached.
+    /// True if an automatic flush should be sent. This is so before the limit is reached.
     pub(crate) fn wants_flush(&self) -> bool {
         self.most != 0 && self.flush == Flush::None && self.bytes > self.most / 2
     }
 
-    /// True if the limit is reached, so that writes have to wait for a flush.
+    /// True if the limit is reached. Writes then have to wait for a flush.
     pub(crate) fn is_full(&self) -> bool {
         self.most != 0 && self.bytes > self.most
     }
 
-    /// Entries to replay; `None` if their data were not kept and so are lost.
+    /// Entries to replay. `None` if entries exist whose data were not kept and are therefore lost.
     pub(crate) fn entries(&self) -> Option<Vec<Entry>> {
         let is_kept = self.most != 0 || self.entries.is_empty();
         is_kept.then(|| self.entries.iter().cloned().collect())

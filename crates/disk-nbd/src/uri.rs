@@ -43,7 +43,8 @@ impl fmt::Display for Place {
 pub(crate) struct Secure {
     /// Directory of the certificates.
     pub(crate) directory: PathBuf,
-    /// Name that the server's certificate must be valid for, if not the host of the address.
+    /// Name that the certificate of the server must be valid for. `None` for the host of the
+    /// address.
     pub(crate) hostname: Option<String>,
 }
 
@@ -73,15 +74,15 @@ pub struct NbdSpec {
     pub(crate) connections: usize,
     /// Limit of unflushed writes in bytes; 0 disables the replay.
     pub(crate) replay: u64,
-    /// Time after a crash during which the server may still execute writes of the dead process, if
-    /// known.
+    /// Time after a crash during which the server may still execute writes of the dead process.
+    /// `None` if it is unknown.
     pub(crate) settle: Option<Duration>,
     /// TLS parameters, if TLS is used.
     pub(crate) secure: Option<Secure>,
 }
 
 impl NbdSpec {
-    /// True if `spec` has an NBD scheme; it may be invalid nevertheless.
+    /// True if `spec` has a scheme of NBD. The rest of `spec` is not checked.
     #[must_use]
     pub fn is_one(spec: &str) -> bool {
         spec.split_once(':').is_some_and(|(scheme, _)| SCHEMES.contains(&scheme))

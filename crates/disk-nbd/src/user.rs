@@ -1,4 +1,5 @@
-//! Disk queue as a user of its connection: its completion queue, and its wake-up by the socket.
+//! Queue of a disk as a user of its connection: its completion queue, and its wake-up by the
+//! socket.
 
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_disk::{CompletionQueue, DiskError};
@@ -9,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) task: u32,
-    /// Offset in the request's data, and length.
+    /// Offset of the subrequest in the data of the request, and its length.
     pub(crate) at: u64,
     pub(crate) len: u32,
     pub(crate) result: Result<(), DiskError>,
@@ -20,7 +21,7 @@ pub(crate) struct Ended {
 /// Disk queue on a connection.
 pub(crate) struct User {
     pub(crate) completions: CompletionQueue<Ended>,
-    /// Readable while `completions` or the connection is.
+    /// Readable while `completions` or the connection's socket is readable.
     wakes: OwnedFd,
 }
 
@@ -32,19 +33,19 @@ impl User {
         Ok(Self { completions, wakes })
     }
 
-    /// Wakes the queue's thread for input on this connection from now on.
+    /// From now on, input on this connection wakes the thread of the queue.
     pub(crate) fn watch(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         Ok(epoll::add(&self.wakes, socket, EventData::new_u64(1), EventFlags::IN)?)
     }
 
-    /// Adds or removes the wake-up for room in the connection's socket buffer.
+    /// Adds or removes the wake-up for a socket buffer with room.
     pub(crate) fn watch_room(&self, socket: BorrowedFd<'_>, room: bool) {
         let flags = if room { EventFlags::IN | EventFlags::OUT } else { EventFlags::IN };
-        // A connection that is not in the set has ended.
+        // Fails only for a connection that has ended and is no longer in the set.
         let _ = epoll::modify(&self.wakes, socket, EventData::new_u64(1), flags);
     }
 
-    /// Stops waking for this connection.
+    /// From now on, this connection no longer wakes the thread.
     pub(crate) fn forget(&self, socket: BorrowedFd<'_>) {
         let _ = epoll::delete(&self.wakes, socket);
     }

@@ -1,5 +1,5 @@
-//! An NBD export as a disk: its properties, its requests, and a server that lies, hangs, dies
-//! and restarts.
+//! Tests of an NBD export as a disk: its properties, its requests, and a server that violates the
+//! protocol, hangs, dies or restarts.
 
 mod common;
 
@@ -25,7 +25,7 @@ fn write_durably(queue: &mut dyn Queue, offset: u64, data: &[u8]) -> Result<(), 
     run_one(queue, Op::Write { fua: true }, offset, data.len() as u64, segments)
 }
 
-/// Submits a request, which must be pending.
+/// Submits a request. It must not complete inline.
 fn submit(queue: &mut dyn Queue, tag: u32, op: Op, offset: u64, len: u64, data: Segments) {
     let mut data = data;
     let submitted = queue.submit(tag, &Request { op, offset, len }, &mut data);
@@ -33,7 +33,7 @@ fn submit(queue: &mut dyn Queue, tag: u32, op: Op, offset: u64, len: u64, data: 
     queue.commit();
 }
 
-/// Waits until all requests have completed.
+/// Waits until all requests have completed, and returns their results.
 fn end(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
     let mut ended = Vec::new();
     while queue.pending() > 0 {
@@ -86,7 +86,7 @@ fn invalid_exports_are_refused_with_the_reason() {
     refused(&fake, "is unreachable");
 }
 
-/// Random batches against a model, on a server with this behaviour.
+/// Compares random batches of requests with a model, on a server with this behaviour.
 fn cases(flags: u16, structured: bool, options: &str, most: Option<u32>) {
     let config = Config { cases: 4, failure_persistence: None, ..Config::default() };
     TestRunner::new(config)
@@ -187,7 +187,7 @@ fn unflushed_writes_survive_a_kill_of_the_server() {
         write(&mut *queue, 0, &[1; 4096]).unwrap();
         write(&mut *queue, 4096, &[2; 4096]).unwrap();
         flush(&mut *queue).unwrap();
-        // Overlapping writes, whose order matters; one of them has FUA.
+        // Overlapping writes in a fixed order; one of them has FUA.
         write(&mut *queue, 0, &[3; 4096]).unwrap();
         write(&mut *queue, 512, &[4; 512]).unwrap();
         write_durably(&mut *queue, 1024, &[5; 512]).unwrap();
@@ -196,7 +196,7 @@ fn unflushed_writes_survive_a_kill_of_the_server() {
         fake.kill();
         assert_eq!(fake.cache()[..512], [1; 512], "the server has lost something");
         fake.start();
-        // The host's flush must succeed, and make the data durable.
+        // The flush of the host must succeed and make the data durable.
         assert_eq!(flush(&mut *queue), Ok(()));
         let durable = fake.durable();
         for (at, byte) in [(0, 0), (512, 4), (1024, 5), (1536, 3), (4096, 2)] {
@@ -204,7 +204,7 @@ fn unflushed_writes_survive_a_kill_of_the_server() {
         }
         assert!(!disk.has_lost());
         assert_eq!(disk.counters()[3], ("requests_replayed", 4));
-        // Flushed data are not written again.
+        // Flushed data are not replayed.
         fake.kill();
         fake.start();
         assert_eq!(read(&mut *queue, 512, 512), Ok(vec![4; 512]));
@@ -257,9 +257,9 @@ fn a_full_replay_buffer_is_flushed() {
     for round in 0..200_u64 {
         write(&mut *queue, round % 16 * 4096, &[round as u8; 4096]).unwrap();
     }
-    // 800 KiB were written, and the replay buffer has 64 KiB.
+    // The test has written 800 KiB with a replay limit of 64 KiB, so there were automatic flushes.
     assert!(fake.count(command::FLUSH) >= 10);
-    // A failed flush is reported by the host's flushes, for as long as the disk is open.
+    // If an automatic flush fails, all later flushes of the host fail until the disk is closed.
     fake.change(|manner| manner.errors = [(command::FLUSH, 5)].into());
     let flushes = fake.count(command::FLUSH);
     for round in 0..32 {
@@ -272,8 +272,8 @@ fn a_full_replay_buffer_is_flushed() {
     assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
 }
 
-/// Writers with separate blocks, and a server that is killed and restarted under them: there is
-/// no error, and every block has its last data, on the disk and, at the end, durably.
+/// Several writers have separate blocks, while the server is killed and restarted. There is no
+/// error, and each block has its last data, which are durable at the end.
 #[test]
 fn a_load_survives_repeated_kills_of_the_server() {
     for flags in [ALL, ALL & !transmission::CAN_MULTI_CONN] {
@@ -318,7 +318,7 @@ fn a_load_survives_repeated_kills_of_the_server() {
                 }));
             }
             for _ in 0..8 {
-                // Reads are not replayed, so they count the rounds.
+                // Reads are not replayed, so their number shows the progress of the writers.
                 let rounds = fake.count(command::READ) + 20;
                 fake.wait(|counts| counts.get(&command::READ).is_some_and(|r| *r > rounds));
                 fake.kill();
@@ -336,7 +336,7 @@ fn a_load_survives_repeated_kills_of_the_server() {
     }
 }
 
-/// One of several connections ends, while the server holds requests of others.
+/// One of several connections is lost, while the server holds requests of the others.
 #[test]
 fn requests_of_a_lost_connection_are_replayed() {
     let fake = Fake::new(MIB, ALL);
@@ -371,7 +371,8 @@ fn requests_survive_frequent_disconnects() {
         let fresh = random.bytes(4096);
         model[at..at + 4096].copy_from_slice(&fresh);
         write(&mut *queue, at as u64, &fresh).unwrap();
-        // The replayed requests must be fewer than a connection's limit.
+        // A connection must have room for the unflushed requests, so they are flushed every few
+        // rounds.
         if round % 4 == 0 {
             flush(&mut *queue).unwrap();
         }
@@ -381,7 +382,7 @@ fn requests_survive_frequent_disconnects() {
     assert!(fake.durable() == model);
 }
 
-/// A request that is cancelled without a server ends, and is not executed later.
+/// Without a server, a cancelled request ends and is not executed later.
 #[test]
 fn requests_are_cancelled_without_a_server() {
     let mut fake = Fake::new(MIB, ALL);
@@ -393,7 +394,8 @@ fn requests_are_cancelled_without_a_server() {
     let write_op = Op::Write { fua: false };
     submit(&mut *queue, 1, write_op, 0, 512, segments(&bytes, 0, 512));
     submit(&mut *queue, 2, Op::Read, 512, 512, segments(&bytes, 512, 512));
-    // The server has both requests. A read is cancelled at once, a write completes normally.
+    // The server has received both requests. The cancelled read ends at once, and the write
+    // completes normally.
     queue.cancel(1);
     queue.cancel(2);
     let mut ended = Vec::new();
@@ -406,8 +408,8 @@ fn requests_are_cancelled_without_a_server() {
     fake.kill();
     submit(&mut *queue, 3, write_op, 1024, MIB as u64 / 2, segments(&bytes, 0, MIB / 2));
     submit(&mut *queue, 4, Op::Flush, 0, 0, Segments::new());
-    // The reconnect thread or the queue notices the end of the connection; then both requests can
-    // be cancelled.
+    // The reconnection thread or the queue detects the end of the connection. Afterwards both
+    // requests can be cancelled.
     while queue.pending() > 0 {
         for tag in [1, 3, 4] {
             queue.cancel(tag);
@@ -421,7 +423,8 @@ fn requests_are_cancelled_without_a_server() {
     assert_eq!(flush(&mut *queue), Ok(()));
 }
 
-/// Cancelling takes a constant number of steps per request: quadratic time would be minutes.
+/// Cancelling takes constant time per request. With quadratic time in total, this test would take
+/// minutes.
 #[test]
 fn a_hundred_thousand_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -436,7 +439,7 @@ fn a_hundred_thousand_requests_are_cancelled_at_once() {
         assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
     }
     queue.commit();
-    // The last request first, which is the worst order for a search from the front.
+    // The last request is cancelled first: the worst order for a search from the front.
     (0..MANY).rev().for_each(|tag| queue.cancel(tag));
     let mut ended = end(&mut *queue);
     assert!(ended.iter().all(|(_, result)| *result == Err(DiskError::Cancelled)));
@@ -446,7 +449,7 @@ fn a_hundred_thousand_requests_are_cancelled_at_once() {
     assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
 }
 
-/// The wake descriptor is silent while idle, also after replies that were reaped inline.
+/// The wake descriptor is not readable while the queue is idle, even if replies were reaped inline.
 #[test]
 fn a_queue_without_requests_is_silent() {
     let fake = Fake::new(MIB, ALL);

@@ -1,4 +1,4 @@
-//! Recovery of an NBD disk of a dead process.
+//! Tests of recovering an NBD disk of a dead process.
 
 mod common;
 
@@ -11,7 +11,7 @@ use shadowbell_testing::disks::{flush, write};
 use shadowbell_testing::wait;
 use std::time::{Duration, Instant};
 
-/// State for the next process.
+/// Checkpoint of the disk for the next process.
 fn kept(disk: &NbdDisk) -> serde_json::Value {
     disk.keep(&mut Descriptors::default()).unwrap()
 }
@@ -37,7 +37,7 @@ fn a_disk_with_settle_is_recovered() {
     let flushes = fake.count(command::FLUSH);
     let since = Instant::now();
     let next = recover(&fake, "settle=200ms", &state).unwrap();
-    // Lower bound: the limit does not expire early.
+    // Lower bound only: recovery must wait for the full time of `settle`.
     assert!(since.elapsed() >= Duration::from_millis(200));
     assert_eq!(
         fake.count(command::FLUSH),
@@ -46,7 +46,7 @@ fn a_disk_with_settle_is_recovered() {
     );
     assert_eq!(next.info(), disk.info());
     assert!(!next.has_lost());
-    // A disk without `settle` before its crash cannot be recovered with it.
+    // A disk that was opened without `settle` before the crash cannot be recovered.
     let error = recover(&fake, "replay=off", &state).unwrap_err().to_string();
     assert!(error.contains("cannot be recovered"), "{error}");
 }
@@ -69,7 +69,7 @@ fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
     larger["nbd"]["blocks"] = 4096.into();
     let error = recover(&fake, "settle=0", &larger).unwrap_err().to_string();
     assert!(error.contains("smaller than it was"), "{error}");
-    // A failed flush means that unflushed data are lost, now or before the crash.
+    // If the flush of the recovery fails, unflushed data were lost, before or after the crash.
     let fails = (command::FLUSH, NbdError::Io as u32);
     fake.change(|manner| manner.errors.extend([fails]));
     let lost = recover(&fake, "settle=0", &state).unwrap();
@@ -81,8 +81,7 @@ fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
     assert!(flush(&mut *queue).is_err());
 }
 
-/// A read-only disk has no late writes to wait for, and recovery waits for a server that is
-/// down for a while.
+/// A read-only disk has no late writes, so recovery only waits until the server is reachable again.
 #[test]
 fn a_read_only_disk_recovers_after_its_server_restarts() {
     let mut fake = Fake::new(1 << 20, ALL | transmission::READ_ONLY);

@@ -1,5 +1,5 @@
-//! Real NBD servers: nbdkit with its filters, and qemu-nbd. Skipped with a message where they
-//! are not installed.
+//! Tests with real NBD servers: nbdkit with its filters, and qemu-nbd. If a server is not
+//! installed, its tests are skipped with a message.
 
 use shadowbell_disk::{Disk, DiskError, Op, Request};
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
@@ -25,8 +25,8 @@ struct Peer {
 }
 
 impl Peer {
-    /// Starts `program` with a socket, and waits until it accepts clients. None, with a message, if
-    /// it is not installed.
+    /// Starts `program` with a socket, and waits until it accepts clients. Returns `None`, with a
+    /// message, if the program is not installed.
     fn start(program: &str, arguments: &[&str]) -> Option<Self> {
         let directory = tempfile::tempdir().unwrap();
         let child = start(program, arguments, &directory.path().join("nbd"))?;
@@ -45,7 +45,7 @@ fn open(socket: &Path, options: &str) -> NbdDisk {
 
 fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<ProcessGroup> {
     let path = socket.to_str().unwrap();
-    // A killed server leaves its socket file.
+    // A killed server leaves its socket file, which is removed here.
     let _ = std::fs::remove_file(socket);
     let mut command = Command::new(program);
     if program == "nbdkit" {
@@ -63,7 +63,7 @@ fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<ProcessGrou
             return None;
         }
     };
-    // The servers have no ready message, so the test connects.
+    // The servers report no readiness, so the test tries to connect.
     wait::until(&format!("a socket of {program}"), || {
         if let Ok(Some(status)) = child.try_wait() {
             let mut text = String::new();
@@ -106,7 +106,7 @@ fn nbdkit_with_few_features() {
     model(&disk, 6, 20);
 }
 
-/// Late replies in any order.
+/// The server replies late, and in any order.
 #[test]
 fn nbdkit_with_delays() {
     let parameters = ["--filter=delay", "memory", "2M", "rdelay=3ms", "wdelay=2ms"];
@@ -114,7 +114,7 @@ fn nbdkit_with_delays() {
     model(&peer.open(""), 7, 6);
 }
 
-/// Half of all requests fail, each by itself.
+/// Each request fails with a probability of one half.
 #[test]
 fn nbdkit_with_errors() {
     let parameters = ["--filter=error", "memory", "2M", "error=EIO", "error-rate=50%"];
@@ -133,7 +133,7 @@ fn nbdkit_with_errors() {
     assert_eq!(disk.counters()[1], ("connections_lost", 0));
 }
 
-/// The server dies at one of several requests, and has answered others.
+/// The server dies during one of several requests. It has answered others before.
 #[test]
 fn nbdkit_that_dies_repeatedly() {
     let script = r#"
@@ -165,7 +165,7 @@ fn nbdkit_that_dies_repeatedly() {
             }
             over.store(true, std::sync::atomic::Ordering::Release);
         });
-        // Restarts the server, as systemd would.
+        // Restarts the server whenever it has ended, as systemd would.
         while !over.load(std::sync::atomic::Ordering::Acquire) && !reader.is_finished() {
             match child.try_wait().unwrap() {
                 Some(_) => child = start("nbdkit", &arguments, &socket).unwrap(),
@@ -178,7 +178,7 @@ fn nbdkit_that_dies_repeatedly() {
     assert!(disk.counters()[1].1 > 0);
 }
 
-/// qemu-nbd on a qcow2 image with a cache of its own, killed in between.
+/// The server is qemu-nbd with a qcow2 image and a cache, and is killed during the test.
 #[test]
 fn qemu_nbd_killed_and_restarted() {
     let directory = tempfile::tempdir().unwrap();
@@ -189,7 +189,8 @@ fn qemu_nbd_killed_and_restarted() {
         eprintln!("skipped: `qemu-img` is not here; it is in Debian's qemu-utils");
         return;
     }
-    // Writes stay in the server's memory, metadata for any time.
+    // With this cache mode, writes stay in the memory of the server, and metadata for any length of
+    // time.
     let arguments = ["--format=qcow2", "--shared=8", "--cache=writeback", "--discard=unmap", name];
     let Some(mut child) = start("qemu-nbd", &arguments, &socket) else { return };
     let disk = open(&socket, "");
@@ -226,7 +227,8 @@ fn tcp() {
             None => false,
         };
         if !is_alive(&mut server) {
-            // A port that was free a moment ago: another program may have it by now.
+            // The port was free a moment ago. If another program uses it by now, the test tries
+            // again.
             let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
             let mut command = Command::new("nbdkit");
             command.args(["--foreground", "--exit-with-parent", "--ipaddr=127.0.0.1", "--port"]);
@@ -250,7 +252,7 @@ fn tcp() {
     drop((disk, server));
 }
 
-/// Extents of the whole disk, with adjacent ones of the same kind merged.
+/// Extents of the whole disk. Adjacent extents of the same kind are merged.
 fn extents(disk: &NbdDisk) -> Vec<(u64, bool)> {
     let mut found: Vec<(u64, bool)> = Vec::new();
     disk.extents(0, disk.info().bytes(), &mut |extent| {
@@ -273,7 +275,7 @@ fn unallocated_parts_of_nbdkit_are_holes() {
     write(&mut *queue, MIB, &[7; 65536]).unwrap();
     let expected = [(MIB, false), (65536, true), (3 * MIB - 65536, false)];
     assert_eq!(extents(&disk), expected);
-    // From the middle, and stopped after the first.
+    // The range starts within an extent, and the callback stops after the first one.
     let mut first = None;
     disk.extents(MIB + 512, MIB, &mut |extent| {
         first = Some((extent.len, extent.allocated));
@@ -296,7 +298,7 @@ impl Certificates {
         made
     }
 
-    /// nbdkit with memory, which requires client certificates.
+    /// Starts nbdkit with a memory disk. It requires client certificates.
     fn nbdkit(&self, more: &[&str]) -> Option<Peer> {
         let directory = format!("--tls-certificates={}", self.directory.path().display());
         let tls = [&directory[..], "--tls=require", "--tls-verify-peer"];
@@ -321,7 +323,8 @@ fn nbdkit_over_tls() {
     model(&disk, 12, 20);
 }
 
-/// Requests wait without a server, and TLS is negotiated with the next one as well.
+/// Requests wait while there is no server. The connection to the next server negotiates TLS as
+/// well.
 #[test]
 fn nbdkit_over_tls_killed_and_restarted() {
     let certificates = Certificates::new();
@@ -336,7 +339,7 @@ fn nbdkit_over_tls_killed_and_restarted() {
     let directory = format!("--tls-certificates={}", certificates.directory.path().display());
     let arguments = [&directory[..], "--tls=require", "--tls-verify-peer", "memory", "2M"];
     peer.child = start("nbdkit", &arguments, &socket).unwrap();
-    // The server's memory was lost, so unflushed data are written again.
+    // The data in the memory of the server were lost, so unflushed data are replayed.
     assert!(read(&mut *queue, 0, MIB).unwrap() == data);
     assert_eq!(flush(&mut *queue), Ok(()));
     assert!(disk.counters()[1].1 > 0);
@@ -354,7 +357,8 @@ fn each_tls_error_has_its_message() {
     Authority::new().put_all(stranger.path());
     let text = refused(stranger.path(), "");
     assert!(text.contains("not signed by the CA in ca-cert.pem"), "{text}");
-    // gnutls disconnects a client without a certificate, or with one of another CA.
+    // gnutls closes the connection of a client without a certificate, or with a certificate of
+    // another CA.
     let nobody = tempfile::tempdir().unwrap();
     certificates.authority.put_ca(nobody.path());
     let text = refused(nobody.path(), "");
@@ -365,7 +369,7 @@ fn each_tls_error_has_its_message() {
     let empty = tempfile::tempdir().unwrap();
     let text = refused(empty.path(), "");
     assert!(text.contains("ca-cert.pem cannot be read"), "{text}");
-    // A server that requires TLS, and one without TLS.
+    // The server requires TLS, and the client does not use it; then the other way round.
     let socket = peer.directory.path().join("nbd");
     let spec = NbdSpec::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();
     let text = NbdDisk::open(&spec).err().unwrap().to_string();

@@ -1,4 +1,4 @@
-//! Detection of a removed or disconnected SSD, for which no completion would arrive.
+//! Detection of a removed or disconnected SSD. Such an SSD completes no commands any more.
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
-/// Thread that waits for a hang-up of the socket, if the SSD is connected by one.
+/// Thread that waits until the socket of an SSD hangs up. Used only for an SSD that is connected by
+/// a socket.
 pub(crate) struct DisconnectMonitor {
     state: Arc<DisconnectState>,
     stop: EventFd,
@@ -19,7 +20,7 @@ pub(crate) struct DisconnectMonitor {
 #[derive(Default)]
 struct DisconnectState {
     gone: AtomicBool,
-    /// Wake events of the disk's queues.
+    /// Events that wake the owners of the disk's queues.
     events: Mutex<Vec<Weak<EventFd>>>,
 }
 
@@ -39,7 +40,7 @@ impl DisconnectMonitor {
         Ok(Self { state, stop, thread })
     }
 
-    /// Registers `event`, which is signalled when the SSD is disconnected.
+    /// Registers `event`. It is signalled when the SSD is disconnected.
     pub(crate) fn add(&self, event: &Arc<EventFd>) {
         let mut events = self.state.events.lock();
         events.retain(|event| event.strong_count() != 0);

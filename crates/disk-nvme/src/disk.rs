@@ -16,22 +16,22 @@ use std::time::Duration;
 use std::{fmt, io};
 use thiserror::Error;
 
-/// Maximum allocated ranges per command.
+/// Maximum number of allocated ranges that one command reports.
 const MOST: usize = 64;
 
 /// Options for opening a namespace as a disk.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
-    /// Refuses all requests that change the disk.
+    /// True to refuse all requests that change the disk.
     pub read_only: bool,
-    /// Number of queue pairs to request: as many I/O threads can use the disk.
+    /// Number of queue pairs to request. Each I/O thread that uses the disk needs one.
     pub queue_pairs: u16,
     /// Entries per queue pair.
     pub queue_depth: u32,
-    /// Lets the SSD access guest memory directly where possible.
+    /// True to let the SSD access guest memory directly where possible.
     pub zero_copy: bool,
-    /// Time after which a command has failed; `None` for the driver's default.
+    /// Time after which a command counts as failed; `None` for the driver's default.
     pub timeout: Option<Duration>,
 }
 
@@ -59,7 +59,7 @@ pub enum OpenError {
         /// Active namespaces.
         active: String,
     },
-    /// The namespace has a feature that the disk cannot pass on.
+    /// The namespace has a feature that the disk does not support.
     #[error("namespace {nsid} {what}, which is not supported; format it without")]
     Unusable {
         /// Namespace identifier.
@@ -82,7 +82,7 @@ pub enum OpenError {
 
 /// Namespace of an NVMe controller that the driver owns exclusively, as a disk.
 ///
-/// The controller is shut down in order with the last handle, queues included.
+/// The controller is shut down in order when the disk and all its queues are dropped.
 #[derive(Clone)]
 pub struct NvmeDisk(Arc<NvmeDiskShared>);
 
@@ -100,7 +100,7 @@ impl NvmeDisk {
         let mut attach = AttachOptions {
             queue_pairs: options.queue_pairs.max(1),
             queue_depth: options.queue_depth,
-            // I/O threads sleep by themselves.
+            // The driver must not spin, because I/O threads sleep and poll by themselves.
             spin: SpinPolicy::SLEEP,
             ..AttachOptions::default()
         };
@@ -151,9 +151,8 @@ impl NvmeDisk {
         kept::is_kept_by(state)
     }
 
-    /// True if this disk is the one that a dead process [stored](Disk::keep) as `state`. Opening
-    /// the disk has reset the SSD, so no request of the dead process can reach the disk or memory
-    /// any more.
+    /// True if a dead process [stored](Disk::keep) this disk as `state`. Opening the disk has reset
+    /// the SSD, so no request of the dead process can reach the disk or memory any more.
     #[must_use]
     pub fn is_that(&self, state: &Value) -> bool {
         kept::is_that(state, &self.0.info, &self.0.namespace)
@@ -171,7 +170,7 @@ fn info(namespace: &Namespace, read_only: bool) -> DiskInfo {
     info.read_only = read_only || namespace.is_read_only();
     info.volatile_cache = namespace.has_volatile_cache();
     info.discard = crate::task::discards(namespace);
-    // NPDG is 0's based; an implausibly large value is clamped.
+    // NPDG is a 0's based value. An implausibly large value is clamped.
     info.granularity = u32::from(namespace.identity().npdg).min(0x7ff).saturating_add(1);
     info
 }
@@ -186,11 +185,11 @@ impl Disk for NvmeDisk {
         let pair = match controller.take_queue_pair() {
             _ if self.0.disconnect.is_gone() => return Ok(Box::new(NoDevice)),
             Some(pair) => pair,
-            // Replaces the queue pair of a dropped queue.
+            // The pair replaces the queue pair of a dropped queue.
             None => match controller.create_queue_pair(self.0.depth) {
                 Ok(pair) => pair,
-                // The emulated controller may have other, healthy namespaces, and a guest that uses
-                // them.
+                // If the SSD is gone, requests fail instead of the opening: the emulated controller
+                // may have other namespaces that work, and a guest that uses them.
                 Err(_) if controller.check().is_err() => return Ok(Box::new(NoDevice)),
                 Err(error) => return Err(io::Error::other(error)),
             },
@@ -230,7 +229,7 @@ impl Disk for NvmeDisk {
                 }
                 at = known;
             } else if found.until <= at / size {
-                // The SSD has reported nothing about the requested range.
+                // The SSD has reported nothing about the rest of the range.
                 break;
             }
         }
@@ -255,8 +254,8 @@ impl Disk for NvmeDisk {
 }
 
 impl NvmeDisk {
-    /// True if the SSD reports allocated blocks, and deallocated ones read as zeroes. Asked once;
-    /// no answer means false.
+    /// True if the SSD reports which blocks are allocated, and deallocated blocks read as zeroes.
+    /// The SSD is queried once. Without an answer, the result is false.
     fn reports_allocated(&self) -> bool {
         let Self(shared) = self;
         *shared.reports_allocated.get_or_init(|| {

@@ -5,9 +5,10 @@ use shadowbell_driver::{Controller, SharedMemory};
 use shadowbell_memory::{DmaTable, Mapping, Segments};
 use std::sync::{Arc, Weak};
 
-/// Memory shared with the SSD, for all queues of a disk.
+/// Guest memory that is shared with the SSD, for all queues of a disk.
 pub(crate) struct DmaShares {
-    /// Controller of the SSD; memory is mapped in its IOMMU domain, or at its vfio-user server.
+    /// Controller of the SSD. Memory is mapped in the IOMMU domain of the controller, or at its
+    /// vfio-user server.
     controller: Arc<Mutex<Controller>>,
     /// Name of the disk in messages.
     name: String,
@@ -26,9 +27,10 @@ impl DmaShares {
         Self { controller, name: name.to_owned(), list: Mutex::default() }
     }
 
-    /// Shares a mapping with the SSD, if possible. Blocks for the first request of a mapping.
+    /// Shares a mapping with the SSD, if possible. The first call for a mapping blocks.
     fn share(&self, mapping: &Arc<Mapping>) -> Option<Arc<SharedMemory>> {
-        // Held while the memory is shared, so that two queues do not share it twice.
+        // The lock is held until the memory is shared. Otherwise two queues could share the same
+        // memory twice.
         let mut list = self.list.lock();
         list.shared.retain(|shared| shared.strong_count() != 0);
         list.refused.retain(|refused| refused.strong_count() != 0);
@@ -66,7 +68,7 @@ impl DmaShares {
     }
 }
 
-/// Cache of one queue: memory that is shared with the SSD.
+/// Cache of one queue for memory that is shared with the SSD.
 pub(crate) struct DmaShare {
     /// `None` if the SSD must not access guest memory.
     shares: Option<Arc<DmaShares>>,
@@ -75,7 +77,7 @@ pub(crate) struct DmaShare {
     refused: Vec<Known<Arc<Mapping>>>,
 }
 
-/// Memory, and its last known guest address.
+/// Memory, and the guest address at which it was found last.
 struct Known<T> {
     memory: T,
     iova: u64,
@@ -86,8 +88,8 @@ impl<T> Known<T> {
         Self { memory, iova: 0 }
     }
 
-    /// True if `mapping`, that of the memory, is still in `table`. The table can have tens of
-    /// thousands of ranges and change often, so the last known address is tried first.
+    /// True if the mapping of this memory is still in `table`. The last known address is tried
+    /// first, because the table may have tens of thousands of ranges and change often.
     fn is_in(&mut self, table: &DmaTable, mapping: impl Fn(&T) -> &Arc<Mapping>) -> bool {
         let mapping = mapping(&self.memory);
         if table.mapping_at(self.iova).is_some_and(|other| Arc::ptr_eq(mapping, other)) {
@@ -104,8 +106,8 @@ impl DmaShare {
         Self { shares, shared: Vec::new(), refused: Vec::new() }
     }
 
-    /// Finds the shared memory that contains `address`, a byte of `data`, and its offset there.
-    /// `None` if the SSD cannot access it.
+    /// Finds the shared memory that contains `address`, which is the address of a byte of `data`.
+    /// Returns the memory and the offset in it. `None` if the SSD cannot access it.
     pub(crate) fn find(
         &mut self,
         address: usize,
@@ -138,7 +140,7 @@ impl DmaShare {
         }
     }
 
-    /// Drops memory that is not in `table`.
+    /// Drops all memory that is not in `table` any more.
     pub(crate) fn retain(&mut self, table: &DmaTable) {
         self.shared.retain_mut(|shared| shared.is_in(table, |memory| memory.mapping()));
         self.refused.retain_mut(|refused| refused.is_in(table, |memory| memory));

@@ -2,19 +2,19 @@
 //!
 //! # Fence
 //!
-//! Commands of the dead process remain at the SSD. The next process attaches anew, which starts
-//! with a reset: CC.EN is cleared, and nothing else is done before CSTS.RDY is 0. By then a
-//! controller has aborted all commands (NVM Express Base 2.1, 3.7.2), including those whose data
-//! are not transferred yet, so neither its storage nor any memory is accessed for them later.
-//! Before that:
+//! Commands of the dead process remain at the SSD. The next process attaches to the controller,
+//! which starts with a reset: it clears CC.EN and waits until CSTS.RDY is 0. Then the controller
+//! has aborted all commands (NVM Express Base 2.1, 3.7.2), including commands whose data are not
+//! transferred yet. For these commands, it will access neither its storage nor any memory. Before
+//! the reset:
 //!
-//! * A device behind VFIO is opened by one process at a time. The kernel closes it with the dead
+//! * Only one process at a time can open a device behind VFIO. The kernel closes it with the dead
 //!   process: bus mastering is disabled, the function is reset if possible, and its IOMMU mappings
 //!   are removed. Until then the next process gets `EBUSY`.
-//! * A vfio-user server has one client at a time, and accepts the next one after it has reset the
-//!   device of the previous one. Until then it does not respond.
+//! * A vfio-user server has one client at a time, and accepts the next client after it has reset
+//!   the device of the previous one. Until then, the server does not respond to the next process.
 //!
-//! Guest memory that was shared with the SSD is shared anew by the next process.
+//! The next process shares guest memory with the SSD again.
 
 use serde_json::{Value, json};
 use shadowbell_disk::DiskInfo;
@@ -31,7 +31,7 @@ pub(crate) fn is_kept_by(kept: &Value) -> bool {
     kept.get(KEY).is_some()
 }
 
-/// True if this is the stored namespace: same size and identifiers.
+/// True if this namespace is the stored one: its size and its identifiers are equal.
 pub(crate) fn is_that(kept: &Value, info: &DiskInfo, namespace: &Namespace) -> bool {
     kept.get(KEY) == Some(&state(info, namespace))
 }

@@ -1,5 +1,5 @@
-//! Namespace of an NVMe SSD as a disk: the guest sees a virtual controller, and its blocks are
-//! those of an SSD that the user-space driver owns.
+//! Namespace of an NVMe SSD as a disk: the guest uses a virtual controller, and the user-space
+//! driver stores its blocks on the SSD.
 //!
 //! # Architecture
 //!
@@ -16,10 +16,11 @@
 //!
 //! # Zero-copy
 //!
-//! Where the SSD can access guest memory, no data are copied: the memory is shared with the SSD
-//! (VFIO: mapped in its IOMMU domain) when a request first uses it, for as long as the guest has
-//! it. Data that are scattered over many pieces, or not aligned as an NVMe data pointer requires,
-//! go through a buffer of the queue, and so do all data if the memory cannot be shared.
+//! Where the SSD can access guest memory, no data are copied. The memory is shared with the SSD
+//! when a request first uses it, and stays shared as long as the guest has it. With VFIO, sharing
+//! means a mapping in the IOMMU domain of the SSD. Data are copied through a buffer of the queue if
+//! they are scattered over many pieces, if they are not aligned as an NVMe data pointer requires,
+//! or if the memory cannot be shared.
 //!
 //! # Errors
 //!
@@ -29,8 +30,8 @@
 //!
 //! # Limitations
 //!
-//! Commands at the SSD are not aborted: an Abort of the guest cancels requests that wait in the
-//! queue, and waits for those that the SSD has.
+//! An Abort of the guest does not abort commands at the SSD. It cancels requests that wait in the
+//! queue; requests that were submitted to the SSD complete normally.
 //!
 //! An I/O thread blocks on the SSD's admin queue when it opens or closes its queue pair, and while
 //! the driver takes its [recovery steps](shadowbell_driver::recovery) for a late command. A hung

@@ -13,13 +13,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// Size of a small buffer in bytes: sufficient for most requests.
+/// Size of a small buffer in bytes. It is sufficient for most requests.
 const SMALL: u64 = 4096;
-/// Size of a large buffer in bytes, and so of the longest copied command.
+/// Size of a large buffer in bytes. It is the maximum length of a command with copied data.
 const LARGE: u64 = 128 << 10;
 /// Number of large buffers.
 const LARGE_COUNT: usize = 16;
-/// Maximum number of memory pieces of a zero-copy request; each piece is a command of its own.
+/// Maximum number of memory pieces of a zero-copy request. Each piece needs a separate command.
 const PIECES: usize = 8;
 
 /// Command in a slot of the queue pair.
@@ -28,7 +28,7 @@ struct Part {
     task: u32,
     at: u64,
     len: u64,
-    /// The SSD accesses the guest memory directly.
+    /// True if the SSD accesses guest memory directly for this command.
     in_place: bool,
 }
 
@@ -42,10 +42,10 @@ pub(crate) struct NvmeQueue {
     dma: DmaShare,
     /// Buffer descriptors of guest memory, for reuse.
     used: Vec<Buffer>,
-    /// Requests; those in the waiting list have commands to submit.
+    /// Requests. A request in the waiting list has commands to submit.
     tasks: Tasks<Task>,
     parts: Box<[Part]>,
-    /// The SSD was removed or disconnected.
+    /// True after the SSD was removed or disconnected.
     gone: bool,
     transfers: TransferStats,
     published: Arc<QueueTransferStats>,
@@ -148,10 +148,10 @@ impl NvmeQueue {
         }
     }
 
-    /// Ends a task that failed before a command was submitted, and so has no completion.
+    /// Ends a task that failed before a command was submitted. No completion would end it.
     fn check_over(&mut self, key: u32) {
         if self.tasks.get_mut(key).is_some_and(|task| task.is_over()) && self.tasks.end(key) {
-            // The task ends in `reap`; the event makes the I/O thread call it.
+            // `reap` will end the task. The event makes the I/O thread call it.
             self.event.signal();
         }
     }
@@ -163,7 +163,7 @@ impl NvmeQueue {
         let task = self.tasks.get_mut(part.task)?;
         let mut outcome = outcome(status);
         if part.in_place {
-            // As many as can be in use at the same time.
+            // No more buffers are kept than can be in use at the same time.
             if let Some(buffer) = buffer
                 && self.used.len() < self.parts.len()
             {
@@ -185,8 +185,7 @@ impl NvmeQueue {
         }
     }
 
-    /// Fails all tasks after the SSD was removed or disconnected, because no completion will
-    /// arrive.
+    /// Fails all tasks after the SSD was removed or disconnected. No completions would end them.
     fn fail(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.gone, true) {
             tracing::error!("{}: {why}", self.shared.name);
@@ -205,8 +204,8 @@ fn no_device() -> DiskError {
     DiskError::Io(Errno::NODEV.raw_os_error())
 }
 
-/// Describes the task's data from `at` on for direct access by the SSD, as far as they are in one
-/// piece.
+/// Describes the task's data from `at` on, for direct access by the SSD. Covers only data that are
+/// in one piece of memory.
 fn in_place(
     dma: &mut DmaShare,
     used: &mut Vec<Buffer>,
@@ -239,7 +238,7 @@ fn in_place(
     memory.buffer(offset, whole, used.pop())
 }
 
-/// Queue of an SSD that was removed or disconnected.
+/// Queue on an SSD that was removed or disconnected: all its requests fail.
 pub(crate) struct NoDevice;
 
 impl Queue for NoDevice {
@@ -277,7 +276,7 @@ impl Queue for NvmeQueue {
         }
         self.start_waiting();
         self.published.publish(self.transfers);
-        // Rings the doorbell, and arms the command timeouts in case that the I/O thread sleeps now.
+        // Rings the doorbell. Also arms the command timeouts, because the I/O thread may sleep now.
         if let Err(error) = self.pair.prepare_sleep() {
             self.fail(&error);
             self.event.signal();
@@ -295,14 +294,14 @@ impl Queue for NvmeQueue {
                 }
             }
             if !any {
-                // All completions from before the disconnection have been processed.
+                // All completions that arrived before the disconnection have been processed.
                 if self.shared.disconnect.is_gone() {
                     self.fail(&"removed or disconnected; start the server again when it is back");
                 }
                 break;
             }
-            // Interrupts are enabled before the queue is polled once more, otherwise a completion
-            // between the two is missed.
+            // Interrupts are enabled before the queue is polled once more. Otherwise, a completion
+            // that arrives in between would wake no thread.
             self.start_waiting();
             self.published.publish(self.transfers);
             if let Err(error) = self.pair.prepare_sleep() {
@@ -318,7 +317,8 @@ impl Queue for NvmeQueue {
     fn cancel(&mut self, tag: u32) {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
-        // Commands at the SSD are not aborted; no further ones are submitted.
+        // Commands at the SSD are not aborted, so the task waits for them. It submits no further
+        // commands.
         if task.next() == Next::Nothing {
             return;
         }

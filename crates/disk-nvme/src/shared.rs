@@ -11,14 +11,14 @@ use std::sync::{Arc, OnceLock};
 pub(crate) struct NvmeDiskShared {
     pub(crate) namespace: Namespace,
     pub(crate) info: DiskInfo,
-    /// Memory that the SSD accesses directly; `None` if all data are copied.
+    /// Memory that the SSD can access directly. `None` if all data are copied.
     pub(crate) shares: Option<Arc<DmaShares>>,
     pub(crate) name: String,
     pub(crate) transfers: DiskTransferStats,
     pub(crate) disconnect: DisconnectMonitor,
     /// Entries per queue pair.
     pub(crate) depth: u32,
-    /// Cached answer: the SSD reports allocated blocks.
+    /// Cached answer to whether the SSD reports allocated blocks.
     pub(crate) reports_allocated: OnceLock<bool>,
     pub(crate) controller: Arc<Mutex<Controller>>,
 }

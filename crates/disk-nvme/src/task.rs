@@ -1,4 +1,4 @@
-//! A request as NVMe commands, and the meaning of their statuses.
+//! Execution of a request by NVMe commands, and interpretation of their statuses.
 
 use shadowbell_disk::{DiskError, Op, Request, compare};
 use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
@@ -7,11 +7,11 @@ use shadowbell_spec::Status;
 use shadowbell_spec::nvm::DsmRange;
 use zerocopy::IntoBytes;
 
-/// Maximum blocks per command without data, below the NVMe limit of 65536, so that a slow SSD gets
-/// a long request in pieces.
+/// Maximum number of blocks per command without data. It is below the NVMe limit of 65536, so that
+/// a slow SSD gets a long request in pieces.
 const MAX_BLOCKS: u64 = 1 << 15;
 
-/// Action of a task.
+/// Kind of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Read,
@@ -19,7 +19,7 @@ enum Action {
         fua: bool,
     },
     Compare,
-    /// Reads into a buffer and discards the data.
+    /// Reads into a buffer of the queue and discards the data.
     ReadAndDrop,
     Verify,
     Flush,
@@ -54,9 +54,9 @@ pub(crate) struct Task {
     action: Action,
     offset: u64,
     len: u64,
-    /// Bytes with a submitted command.
+    /// Number of bytes for which a command was submitted.
     begun: u64,
-    /// Commands in flight.
+    /// Number of commands in flight.
     pub(crate) under_way: u32,
     pub(crate) outcome: Result<(), DiskError>,
     pub(crate) data: Segments,
@@ -69,9 +69,9 @@ pub(crate) enum Next {
     Nothing,
     /// A command without data.
     Bare,
-    /// A command that transfers the task's data from byte `at` on, `left` bytes in total.
+    /// A command that transfers data of the task, from byte `at` on. `left` bytes remain in total.
     Data { at: usize, left: usize },
-    /// A command with a buffer of the queue, with `left` bytes of the disk to process.
+    /// A command with a buffer of the queue. `left` bytes of the disk remain to be processed.
     Own { left: u64 },
 }
 
@@ -107,7 +107,7 @@ impl Task {
         Ok(Self {
             action,
             offset: request.offset,
-            // A flush has no range; a length of one leads to one command.
+            // A flush has no range. The length of one makes the task submit one command.
             len: if action == Action::Flush { 1 } else { request.len },
             begun: 0,
             under_way: 0,
@@ -138,7 +138,8 @@ impl Task {
         self.under_way == 0 && self.next() == Next::Nothing
     }
 
-    /// Builds the command for at most the next `len` bytes. Returns also the bytes it covers.
+    /// Builds the command for at most the next `len` bytes. Also returns the number of bytes that
+    /// it covers.
     pub(crate) fn command(
         &self,
         namespace: &Namespace,
@@ -165,13 +166,15 @@ impl Task {
             Action::Deallocate => namespace.deallocate(1).map(|command| (command, data)),
             Action::Flush => return Ok((namespace.flush(), 1)),
         };
-        // The request was checked against this namespace, so this fails only for an internal error.
+        // The request was checked against this namespace, so only an internal error can make this
+        // fail.
         let (command, blocks) = made.map_err(|_| DiskError::OutOfRange)?;
         Ok((command, u64::from(blocks) * size))
     }
 
-    /// Fills the buffer of the command for the next `len` bytes with the data that the SSD reads:
-    /// the task's data, zeroes, or a range. Other commands leave it unchanged.
+    /// Fills the buffer of the command for the next `len` bytes. The SSD reads the buffer: it
+    /// contains data of the task, zeroes, or the range of a Dataset Management command. For other
+    /// commands, the buffer stays unchanged.
     pub(crate) fn fill(&self, buffer: &mut Buffer, len: u64, size: u32) -> Result<(), DiskError> {
         match self.action {
             Action::Write { .. } => {
@@ -194,16 +197,17 @@ impl Task {
         }
     }
 
-    /// Maximum bytes of the disk per command with a queue buffer of `buffer` bytes.
+    /// Maximum number of bytes of the disk that one command can cover with a queue buffer of
+    /// `buffer` bytes.
     pub(crate) fn most(&self, buffer: u64, size: u32) -> u64 {
         match self.action {
-            // A single range.
+            // The buffer contains only one range.
             Action::Deallocate => MAX_BLOCKS * u64::from(size),
             _ => buffer,
         }
     }
 
-    /// Buffer bytes that the next command needs for `len` bytes of the task.
+    /// Number of buffer bytes that the next command needs to cover `len` bytes of the task.
     pub(crate) fn needs(&self, len: u64) -> u64 {
         match self.action {
             Action::Deallocate => size_of::<DsmRange>() as u64,
@@ -211,7 +215,8 @@ impl Task {
         }
     }
 
-    /// Records a submitted command for the next `len` bytes. Returns its offset in the task.
+    /// Records that a command for the next `len` bytes was submitted. Returns its offset in the
+    /// task.
     pub(crate) fn began(&mut self, len: u64) -> u64 {
         let at = self.begun;
         self.begun += len;
@@ -219,7 +224,8 @@ impl Task {
         at
     }
 
-    /// Copies or compares the `len` bytes that a command has read at `at` from the queue's buffer.
+    /// Copies or compares data that a command has read into a buffer of the queue: `len` bytes,
+    /// from byte `at` of the task on.
     pub(crate) fn take(&self, at: u64, len: u64, buffer: &SharedBytes) -> Result<(), DiskError> {
         let (at, len) = (at as usize, len as usize);
         match self.action {
@@ -238,7 +244,8 @@ impl Task {
 
 /// Converts the SSD's status to the result of the request.
 pub(crate) fn outcome(status: Status) -> Result<(), DiskError> {
-    // The bits More (M) and Command Retry Delay (CRD) refer to the SSD's own log and clock.
+    // The bits More (M) and Command Retry Delay (CRD) are dropped, because they refer to the SSD's
+    // own log and clock.
     let kept = if status.dnr() { status.code().with_dnr() } else { status.code() };
     if status.is_success() { Ok(()) } else { Err(DiskError::Device(kept.bits())) }
 }

@@ -1,10 +1,10 @@
-//! Counters of transfers: commands with zero-copy, and commands with a buffer copy.
+//! Counters of transfers: commands with zero-copy, and commands that copy through a buffer.
 
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Published counters of one queue. Only the queue's thread stores them, once per batch. Aligned to
+/// Published counters of one queue. Only the queue's thread stores them, once per batch. They have
 /// cache lines of their own, to avoid false sharing with other queues.
 #[derive(Debug, Default)]
 #[repr(align(128))]
@@ -43,7 +43,7 @@ impl TransferStats {
     }
 }
 
-/// Counters of all queues of a disk, including dropped ones.
+/// Counters of all queues of a disk, including queues that were dropped.
 #[derive(Debug, Default)]
 pub(crate) struct DiskTransferStats(Mutex<(TransferStats, Vec<Arc<QueueTransferStats>>)>);
 

@@ -1,5 +1,5 @@
-//! Three layers in one process: a driver on a virtual controller, on an SSD, which is an
-//! emulated controller over a disk that records its requests.
+//! Tests with three layers in one process. A driver uses a virtual controller; the disk of that
+//! controller is an SSD; the SSD is an emulated controller over a disk that records its requests.
 
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tell};
 use shadowbell_disk_file::{MemDisk, NullDisk};
@@ -17,10 +17,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use zerocopy::IntoBytes;
 
-/// Requests at the SSD's disk, and its injected error.
+/// Requests that reached the disk of the SSD, and the error to inject.
 #[derive(Debug, Default)]
 struct Recorded {
-    /// Requests, each with the addresses of its data in this process.
+    /// Requests, each with the addresses of its data in the memory of this process.
     requests: Vec<(Request, Vec<(usize, usize)>)>,
     fail: Option<DiskError>,
 }
@@ -97,7 +97,7 @@ fn rig_over(spy: Spy, options: &Options) -> Rig {
 }
 
 fn options(zero_copy: bool) -> Options {
-    // Short queues, so that requests wait for slots.
+    // Short queues make requests wait for slots.
     let mut options = Options::default();
     options.zero_copy = zero_copy;
     options.queue_pairs = 2;
@@ -145,7 +145,7 @@ fn data_matches_a_model_for_any_command_and_length() {
         let pool = rig.controller.buffers(2, longest as usize).unwrap();
         let mut dice = Dice(7);
         for round in 0..300u32 {
-            // Mostly short, sometimes of the maximum length.
+            // Most requests are short, and some have the maximum length.
             let most = if dice.below(4) == 0 { longest } else { 32 << 10 } / u64::from(block);
             let lba = dice.below(blocks);
             let count = (1 + dice.below(most)).min(blocks - lba);
@@ -226,7 +226,7 @@ fn excess_requests_wait_and_none_is_lost() {
                 let token = rig.queue.submit(command.unwrap(), Some(buffer)).unwrap();
                 slots[token.index()] = submitted;
                 submitted += 1;
-                // Reads follow the completion of writes of the same blocks.
+                // The verification reads start after the writes of the same blocks have completed.
                 if submitted.is_multiple_of(256) {
                     break;
                 }
@@ -282,7 +282,7 @@ fn memory_unmapped_by_the_guest_is_released_by_the_ssd() {
     let mapping = Arc::downgrade(buffer.bytes().mapping());
     rig.run(rig.namespace.read(0, 8).unwrap(), Some(buffer)).status.into_result().unwrap();
     drop(pool);
-    // An unmap is complete when nothing reaches the memory any more, the SSD's workers included.
+    // After an unmap, nothing may access the memory any more, including the I/O threads of the SSD.
     wait::until("the end of the mapping", || mapping.upgrade().is_none());
     let pool = rig.controller.buffers(1, 4096).unwrap();
     rig.run(rig.namespace.read(0, 8).unwrap(), pool.take()).status.into_result().unwrap();
@@ -300,7 +300,8 @@ fn the_guest_gets_the_ssds_status() {
             let pool = rig.controller.buffers(1, 1 << 20).unwrap();
             rig.spy.recorded.lock().unwrap().fail = Some(error);
             let namespace = rig.namespace.clone();
-            // Longer than a buffer of the queue: several commands, one status.
+            // The request is longer than a buffer of the queue, so it takes several commands. It
+            // ends with one status.
             let status = rig.run(namespace.read(0, 1024).unwrap(), pool.take()).status;
             assert_eq!(status.code(), read);
             let status = rig.run(namespace.write(0, 1024).unwrap(), pool.take()).status;
@@ -335,7 +336,7 @@ fn a_shrunken_namespace_gives_lba_out_of_range() {
     let done = move |outcome: Result<(), _>| told.send(outcome.is_ok()).unwrap();
     ssd.controller().change_disk(1, null(50), done).unwrap();
     assert_eq!(is_told.recv_timeout(wait::LIMIT), Ok(true));
-    // The last block of the last read is beyond the new end.
+    // The SSD was shrunk. The last block of the last read is beyond the new end.
     for lba in [92, 50, 43] {
         assert_eq!(status(namespace.read(lba, 8).unwrap(), true), Status::LBA_OUT_OF_RANGE);
         assert_eq!(status(namespace.write(lba, 8).unwrap(), true), Status::LBA_OUT_OF_RANGE);
@@ -344,7 +345,7 @@ fn a_shrunken_namespace_gives_lba_out_of_range() {
     }
     assert_eq!(status(namespace.read(42, 8).unwrap(), true), Status::SUCCESS);
     assert_eq!(status(namespace.write(42, 8).unwrap(), true), Status::SUCCESS);
-    // The guest's disk keeps its size for as long as it is open.
+    // The disk of the guest keeps its size as long as it is open.
     assert_eq!(disk.info().blocks, 100);
     let refused = disk.resized(None).unwrap_err().to_string();
     assert!(
@@ -402,11 +403,12 @@ fn a_waiting_request_can_be_cancelled() {
     ended.sort_by_key(|(tag, _)| *tag);
     assert_eq!(ended.len(), 40);
     assert_eq!(ended[39], (39, Err(DiskError::Cancelled)));
-    // The SSD had the first request already.
+    // The SSD had received the other requests before the cancellation.
     assert!(ended[..39].iter().all(|(_, outcome)| outcome.is_ok()), "{ended:?}");
 }
 
-/// Cancelling takes a constant number of steps per request: quadratic time would be minutes.
+/// Cancelling takes constant time per request. With quadratic time in total, this test would take
+/// minutes.
 #[test]
 fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -417,7 +419,7 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     for tag in 0..MANY {
         assert_eq!(queue.submit(tag, &request, &mut Segments::new()), Submitted::Pending);
     }
-    // The last request first, which is the worst order for a search from the front.
+    // The last request is cancelled first: the worst order for a search from the front.
     (0..MANY).rev().for_each(|tag| queue.cancel(tag));
     let mut ended = Vec::new();
     let deadline = wait::deadline();
@@ -428,18 +430,18 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     }
     ended.sort_by_key(|(tag, _)| *tag);
     assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
-    // The SSD had a few of the requests already.
+    // The SSD had received the first few requests before the cancellation.
     assert!(ended[100..].iter().all(|(_, outcome)| *outcome == Err(DiskError::Cancelled)));
 }
 
-/// The SSD's allocation status is that of the disk, and is reported to the guest.
+/// The SSD reports the allocation status of its disk, and so does the controller of the guest.
 #[test]
 fn allocated_blocks_of_the_ssd_are_reported_to_the_guest() {
     let mut spy = Spy::new(1, 512);
     spy.mem = MemDisk::lasting(1 << 20, 512).unwrap();
     let mut written = vec![false; 256];
     let mut dice = Dice(7);
-    // Pieces of 2 MiB, the largest size of huge pages.
+    // Each piece has 2 MiB, the size of a huge page, because memory is allocated in such pages.
     for _ in 0..100 {
         let piece = dice.below(256);
         spy.mem.bytes().write((piece << 21) as usize, &1u8).unwrap();
@@ -461,7 +463,7 @@ fn allocated_blocks_of_the_ssd_are_reported_to_the_guest() {
         at = found.until;
     }
     assert_eq!(allocated, written);
-    // Extents have no gaps, whatever the range.
+    // The reported extents cover the range without gaps.
     let mut told = Vec::new();
     rig.disk.extents(1 << 20, 1 << 20, &mut |extent| {
         told.push(extent);

@@ -1,4 +1,5 @@
-//! A namespace with protection information as a disk without: the SSD inserts and strips it.
+//! Test of a namespace with protection information as a disk without it: the SSD inserts and strips
+//! the protection information.
 
 use shadowbell_disk::{Disk, MetadataFormat};
 use shadowbell_disk_file::MemDisk;
@@ -20,7 +21,7 @@ fn ssd(memory: &MemDisk, format: &str) -> Arc<InProcess> {
 
 fn run(queue: &mut QueuePair, command: Command, buffer: Buffer) -> (Status, Buffer) {
     queue.submit(command, Some(buffer)).unwrap();
-    // A wait may end without a completion.
+    // `wait` may return without a completion.
     let completion = wait::until_some("a completion", || {
         queue.wait(Some(wait::deadline())).unwrap();
         queue.pop()

@@ -1,5 +1,5 @@
-//! Every operation on a namespace of another controller, in batches, against a vector: the
-//! suite that disks of other types pass as well.
+//! Test of every operation on a namespace of another controller, in batches, against a model in
+//! memory. Disks of other types pass the same suite.
 
 use shadowbell_disk::Disk;
 use shadowbell_disk_file::MemDisk;

@@ -1,12 +1,12 @@
 //! Soak test of crash consistency: random operations on a qcow2 image by a process that is killed
 //! at random times, and checks of the image afterwards. Built and run by `cargo xtask soak qcow2`.
 //!
-//! The worker process executes batches that a seed determines, and records in a file which batch
-//! was started, answered and flushed. The watching process kills it, opens the image like the next
-//! server process would, and checks:
+//! A worker process executes batches that a seed determines. It records in a file which batch was
+//! started, completed and flushed. A watching process kills the worker process, opens the image as
+//! the next server process would, and checks:
 //!
 //! * Each unit of the disk contains the last flushed data, or data of a later operation. With
-//!   checkpoints, it contains the last answered data, or data of a later operation.
+//!   checkpoints, it contains the last completed data, or data of a later operation.
 //! * `qemu-img check` finds no corruption, and repairs leaks.
 //! * `qemu-img compare` finds no difference from a raw image of the data that were read.
 
@@ -22,27 +22,27 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
-/// Number of bytes that are written together.
+/// Number of bytes of a unit. Each unit is written as a whole.
 const UNIT: usize = 4096;
 /// Number of units of the disk.
 const UNITS: usize = 8192;
-/// Number of concurrent operations, each in its own part of the disk.
+/// Number of concurrent operations. Each has its own part of the disk.
 const LANES: usize = 32;
 const LANE: usize = UNITS / LANES;
 /// Cluster sizes, one per image.
 const CLUSTERS: [&str; 4] = ["64k", "4k", "16k", "512k"];
 /// Number of worker processes per image, one after the other.
 const PROCESSES: u64 = 40;
-/// Interval of processes that are killed soon after their start.
+/// One of this many processes is killed soon after its start.
 const SOON_EVERY: u64 = 8;
 
 /// Mix of operations on an image. Each cluster size is tested with both mixes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mix {
-    /// All sizes and kinds of operations: most of them allocate or free clusters.
+    /// All sizes and kinds of operations. Most of them allocate or free clusters.
     All,
-    /// Short operations on allocated clusters, and few that allocate or free clusters: these take
-    /// the fast path, which executes many more of them in the same time.
+    /// Mostly short operations on allocated clusters. They take the fast path, which executes many
+    /// more of them in the same time.
     Short,
 }
 
@@ -68,8 +68,8 @@ impl Mix {
         }
     }
 
-    /// Mean interval of operations with up to the length of their part of the disk, and maximum
-    /// length of the others.
+    /// Two parameters of lengths: the mean interval of operations that may cover their whole part
+    /// of the disk, and the maximum length of all others.
     fn lengths(self) -> (u64, usize) {
         match self {
             Self::All => (16, 8),
@@ -85,7 +85,7 @@ impl Mix {
         }
     }
 
-    /// Number of operations that contain one discard and one Write Zeroes on average.
+    /// Mean interval between discards, and between Write Zeroes, in operations.
     fn change_every(self) -> u64 {
         match self {
             Self::All => 16,
@@ -100,11 +100,11 @@ struct Step {
     op: Op,
     first: usize,
     count: usize,
-    /// Stamp of its units afterwards, if the operation changes them.
+    /// Stamp that the units have afterwards, if the operation changes them.
     stamp: u64,
 }
 
-/// Steps of a batch; `None` for a flush.
+/// Steps of the batch with this number. `None` if the batch is a flush.
 fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
     let mut random = Random((seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
     for _ in 0..4 {
@@ -122,7 +122,7 @@ fn batch(mix: Mix, seed: u64, number: u64) -> Option<Vec<Step>> {
             0 => (Op::Discard, 0),
             1 => (Op::WriteZeroes { deallocate: random.below(2) == 0, fua: false }, 0),
             other if other % 3 == 0 => (Op::Read, 0),
-            // Never 0, and unique.
+            // The stamp is unique, and never 0.
             _ => (Op::Write { fua: false }, seed << 40 | number << 8 | (lane as u64 + 1)),
         };
         Step { op, first: lane * LANE + first, count, stamp }
@@ -146,7 +146,7 @@ fn fill(bytes: &mut Vec<u8>, stamp: u64, unit: usize) {
     content(stamp, unit).for_each(|word| bytes.extend(word.to_le_bytes()));
 }
 
-/// Stamp of a unit's content, or the defect.
+/// Returns the stamp in the content of a unit. Fails if the content is damaged.
 fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
     let words = || bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
     let stamp = words().next().unwrap_or(0);
@@ -157,7 +157,8 @@ fn stamp_of(bytes: &[u8], unit: usize) -> Result<u64, String> {
     Err(format!("unit {unit} starts with {stamp:#x} and differs from byte {} on", odd * 8))
 }
 
-/// Progress of a worker process: last batch that was started, answered and flushed.
+/// Progress of a worker process: numbers of the last batch that was started, of the last that was
+/// completed, and of the last that was flushed.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
     begun: u64,
@@ -185,7 +186,7 @@ fn open(image: &Path) -> Result<Qcow2Disk, String> {
     Qcow2Disk::open(image, &FileOptions::default()).map_err(|error| error.to_string())
 }
 
-/// Worker process, which runs until it is killed.
+/// Main function of a worker process. It runs until the process is killed.
 fn work(image: &Path, progress: &Path, mix: Mix, seed: u64, keeps: bool) -> Result<(), String> {
     let disk = open(image)?;
     if keeps {
@@ -239,7 +240,7 @@ fn work(image: &Path, progress: &Path, mix: Mix, seed: u64, keeps: bool) -> Resu
     Ok(())
 }
 
-/// Stamp of the unit in `bytes`, which has to be one of `may`.
+/// Returns the stamp of the unit in `bytes`. It has to be one of `may`.
 fn same(bytes: &SharedBytes, at: usize, may: &[u64], unit: &mut Vec<u8>) -> Result<u64, String> {
     unit.resize(UNIT, 0);
     bytes.read_into(at * UNIT, unit).unwrap();
@@ -273,7 +274,7 @@ fn read_all(disk: &Qcow2Disk) -> Result<Vec<u64>, String> {
     (0..UNITS).map(stamp).collect()
 }
 
-/// Totals so far.
+/// Totals of all processes so far.
 #[derive(Default)]
 struct Tally {
     operations: u64,
@@ -286,8 +287,8 @@ struct Tally {
 struct Watch {
     directory: PathBuf,
     seed: u64,
-    /// Control run: no disk has checkpoints, but half of them are checked as if they had. The test
-    /// must fail.
+    /// True for a control run, which must fail: no disk has checkpoints, but half of them are
+    /// checked as if they had.
     control: bool,
     tally: Tally,
 }
@@ -304,7 +305,8 @@ impl Watch {
             let output = output.map_err(|error| format!("qemu-img: {error}"))?;
             let text = [output.stdout, output.stderr].concat();
             let text = String::from_utf8_lossy(&text).into_owned();
-            // The killed process holds the lock until the kernel has released its io_uring.
+            // The kernel holds the lock of the killed process until it has released the io_uring of
+            // that process.
             let is_held = text.contains("Failed to get") || text.contains("Failed to lock byte");
             if !is_held || Instant::now() > until {
                 return Ok((output.status.code().unwrap_or(-1), text));
@@ -342,7 +344,8 @@ impl Watch {
         let soon = random.below(SOON_EVERY) == 0;
         let most = if soon { mix.longest() / 20 } else { mix.longest() };
         let time = most.mul_f64(random.below(1000) as f64 / 1000.0);
-        // Its time starts with its first batch, after it has read the whole image.
+        // The time until the kill starts with the first batch, after the process has read the whole
+        // image.
         let until = Instant::now() + Duration::from_secs(60);
         while Progress::read(&progress).begun == 0 && Instant::now() < until {
             if let Ok(Some(status)) = child.try_wait() {
@@ -359,7 +362,7 @@ impl Watch {
         Ok(Progress::read(&progress))
     }
 
-    /// Allowed stamps of each unit after a process with this progress.
+    /// Returns the allowed stamps of each unit after a process with this progress.
     fn allowed(
         model: &[u64],
         (mix, seed): (Mix, u64),
@@ -398,7 +401,7 @@ impl Watch {
         self.tally.kills += 1;
         self.tally.operations += operations;
         let image = self.image();
-        // Before the image is opened: defects found now are repaired by opening it.
+        // This check precedes the opening of the image, because opening repairs such defects.
         let (code, _) = self.qemu_img(&["check", "-q"], &[&image])?;
         self.tally.repaired += u64::from(code == 2);
         let disk = open(&image)?;

@@ -17,7 +17,7 @@ pub fn create(path: &Path, size: u64) -> Result<(), OpenError> {
         let made = FileStorage::new(file, None)
             .and_then(|storage| Qcow2::<FileStorage>::create_builder(storage).size(size).create());
         if made.is_err() {
-            // Created above, and not a valid image.
+            // This function has created the file, which is not a valid image yet.
             let _ = std::fs::remove_file(path);
         }
         made

@@ -16,13 +16,13 @@ use std::{fmt, io};
 
 /// Key of a qcow2 image in a checkpoint.
 const KEY: &str = "qcow2";
-/// Reason for a checkpoint of another disk type.
+/// Reason why a checkpoint of another disk type is refused.
 const NO_STATE: &str = "its stored state is not that of a qcow2 image";
 
 /// qcow2 image.
 ///
-/// While it is open, the image is locked like a raw image, and so are its backing files, if
-/// allowed. The tables are written when the last handle is dropped, queues included.
+/// While the disk is open, the image and its backing files are locked like raw images. The tables
+/// are written when the disk and all its queues are dropped.
 #[derive(Clone)]
 pub struct Qcow2Disk {
     pool: Arc<Pool>,
@@ -31,7 +31,7 @@ pub struct Qcow2Disk {
 
 impl Qcow2Disk {
     /// Opens the image at `path`. The option `format` is ignored. With `aio=threads`, or without
-    /// io_uring, all requests are executed by threads.
+    /// io_uring, threads execute all requests.
     ///
     /// # Errors
     /// [`OpenError`]: the message says what is wrong with the image and what to do.
@@ -41,7 +41,7 @@ impl Qcow2Disk {
 
     /// Recovers the image of a dead process, which opened it with the same options and stored
     /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can
-    /// reach the image any more. Until then `wait` is called repeatedly.
+    /// reach the image any more. Calls `wait` repeatedly until then.
     ///
     /// # Errors
     /// [`OpenError`] if the image has been replaced, or `wait` gives up.
@@ -86,16 +86,16 @@ impl Qcow2Disk {
         let mut info = DiskInfo::new(block_size, size / u64::from(block_size));
         info.read_only = opened.file.is_read_only();
         info.volatile_cache = !info.read_only;
-        // Version 2 has no zero clusters, which hide the data of a backing file.
+        // A discard needs zero clusters, which hide the data of a backing file. Version 2 has none.
         info.discard = !info.read_only && opened.header.version >= 3;
         info.granularity = ((1 << opened.header.cluster_bits) / block_size).max(1);
         let pool = Arc::new(Pool::new(Image::new(opened, info, name)));
         Ok(Self { pool, path: path.to_owned() })
     }
 
-    /// True if a request for these bytes currently takes the fast path: it reads or `writes`
-    /// clusters that are allocated, not shared, not compressed and contiguous in the file, and an
-    /// earlier request has accessed them or their neighbours.
+    /// True if a request for these bytes would take the fast path now. The request reads, or
+    /// `writes`, clusters that are allocated, not shared, not compressed, and contiguous in the
+    /// file. An earlier request must have accessed them or their neighbours.
     #[must_use]
     pub fn goes_straight(&self, offset: u64, len: u64, writes: bool) -> bool {
         let Some(map) = &self.pool.image().map else { return false };
@@ -124,7 +124,7 @@ impl Qcow2Disk {
     }
 }
 
-/// Size with a binary unit: 64 KiB, 1.5 GiB.
+/// Formats a size with a binary unit: 64 KiB, 1.5 GiB.
 fn binary(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let power = (bytes.max(1).ilog2() / 10) as usize;
@@ -197,7 +197,7 @@ mod tests {
     use shadowbell_memory::Segments;
     use shadowbell_testing::wait;
 
-    /// The completion of a cancelled read must not keep an I/O thread awake, which reaps only
+    /// The completion of a cancelled read must not keep an I/O thread awake: the thread reaps only
     /// queues with pending requests.
     #[test]
     fn the_end_of_a_cancelled_read_wakes_the_owner_once() {
@@ -218,7 +218,7 @@ mod tests {
         let mut ended = Vec::new();
         queue.reap(&mut |tag, result, _| ended.push((tag, result)));
         assert_eq!((ended, queue.pending()), (vec![(7, Err(DiskError::Cancelled))], 0));
-        // As an I/O thread sleeps.
+        // Waits in the same way as an I/O thread.
         let epoll = epoll::create(CreateFlags::CLOEXEC).unwrap();
         let edges = if queue.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
         let fd = queue.wake_fd().unwrap();
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(wakes(), 0);
         to.push(Ended { id, result: Ok(()), buffer });
         assert_eq!([wakes(), wakes()], [1, 0]);
-        // The next request wakes the thread again.
+        // The next request must wake the thread again.
         let flush = Request { op: Op::Flush, offset: 0, len: 0 };
         assert_eq!(queue.submit(8, &flush, none), Submitted::Pending);
         queue.commit();

@@ -6,7 +6,7 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The file cannot be opened, independently of its content.
+    /// The file cannot be opened. This does not depend on its content.
     #[error(transparent)]
     File(#[from] shadowbell_disk::OpenError),
     /// The image is damaged, or is not a qcow2 image.

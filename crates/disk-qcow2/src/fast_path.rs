@@ -1,5 +1,5 @@
-//! Fast path of a queue: requests on mapped clusters, directly between guest memory and the image's
-//! file by io_uring, like those of a raw image.
+//! Fast path of a queue: requests on mapped clusters. io_uring transfers their data directly
+//! between guest memory and the image's file, as for a raw image.
 
 use crate::image::Image;
 use crate::map::Entered;
@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 
 pub(crate) struct FastPath {
     queue: BytesQueue,
-    /// Requests in flight; their keys are their tags in `queue`.
+    /// Requests in flight. Their keys are their tags in `queue`.
     under_way: Tasks<Way>,
     /// True if the file length was checked for the current batch of writes.
     is_checked: bool,
@@ -18,12 +18,12 @@ pub(crate) struct FastPath {
 
 /// Request on the fast path.
 struct Way {
-    /// Request with its offset on the disk.
+    /// Request. Its offset is an offset on the disk, not in the file.
     request: Request,
     entered: Entered,
 }
 
-/// Request that has to be repeated on the slow path.
+/// Request that the fast path could not complete. It has to be repeated on the slow path.
 pub(crate) struct Back {
     pub(crate) tag: u32,
     pub(crate) request: Request,
@@ -35,7 +35,7 @@ impl FastPath {
         Self { queue, under_way: Tasks::default(), is_checked: false }
     }
 
-    /// Starts a valid request; `None` if it has to take the slow path.
+    /// Starts a valid request. Returns `None` if the request has to take the slow path.
     pub(crate) fn submit(
         &mut self,
         image: &Image,
@@ -67,7 +67,7 @@ impl FastPath {
         }
     }
 
-    /// Allows the thread to wait shortly for the file.
+    /// Allows the thread to block briefly on the file.
     pub(crate) fn may_wait(&mut self) {
         self.queue.may_wait();
     }
@@ -77,7 +77,7 @@ impl FastPath {
         self.queue.commit();
     }
 
-    /// Reports completions, and adds requests that have to take the slow path to `back`.
+    /// Reports completions. Adds requests that have to take the slow path to `back`.
     pub(crate) fn reap(
         &mut self,
         image: &Image,
@@ -91,7 +91,7 @@ impl FastPath {
             if let Some(map) = &image.map {
                 map.leave(entered);
             }
-            // The file was truncated, which the slow path handles.
+            // The file was truncated. The slow path handles that.
             if result == Err(DiskError::OutOfRange) {
                 return back.push(Back { tag, request, data });
             }
@@ -100,7 +100,7 @@ impl FastPath {
         });
     }
 
-    /// Cancels a request. Returns true if it is in flight on the fast path.
+    /// Cancels a request. Returns true if the request is in flight on the fast path.
     pub(crate) fn cancel(&mut self, tag: u32) -> bool {
         let key = self.under_way.find(tag);
         if let Some(key) = key {
@@ -117,7 +117,7 @@ impl FastPath {
         self.queue.wake_fd()
     }
 
-    /// Waits for requests in flight, and leaves their clusters.
+    /// Waits until no request is in flight, and releases the clusters of the requests.
     pub(crate) fn close(self, image: &Image) {
         let Self { queue, mut under_way, .. } = self;
         drop(queue);

@@ -1,5 +1,5 @@
-//! Header of an image: parsed and checked before any other access, because images are untrusted.
-//! The limits are QEMU's.
+//! Header of an image. It is parsed and checked before any other access, because images are
+//! untrusted. The limits are those of QEMU.
 
 use crate::error::OpenError;
 use std::fs::File;
@@ -30,11 +30,11 @@ pub(crate) struct Header {
     pub(crate) cluster_bits: u32,
     /// Size of the disk in bytes.
     pub(crate) size: u64,
-    /// Name of the backing file, and its format if stated.
+    /// Name of the backing file, and its format if the image states the format.
     pub(crate) backing: Option<(String, Option<String>)>,
     pub(crate) l1: Table,
     pub(crate) refcounts: Table,
-    /// Width of a reference count in bits, as a power of two.
+    /// Width of a reference count: log2 of its number of bits.
     pub(crate) refcount_order: u32,
 }
 
@@ -86,7 +86,7 @@ pub(crate) fn read_start(file: &File) -> io::Result<Vec<u8>> {
 }
 
 impl Header {
-    /// Parses the header of an image of `len` bytes that starts with `start`.
+    /// Parses the header of an image. The image has `len` bytes and starts with `start`.
     pub(crate) fn parse(start: &[u8], len: u64) -> Result<Self, Fault> {
         if start.get(..4) != Some(b"QFI\xfb") {
             return damaged("it is not a qcow2 image");
@@ -222,7 +222,7 @@ fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> 
     let mut at = header_len;
     let mut format = None;
     loop {
-        // A file that ends without an end marker has zeroes here.
+        // The end marker is missing because the file ends here, so there are no further extensions.
         let Some(head) = first.get(at..at + 8) else { return Ok(format) };
         let (kind, len) = (be32(head, 0), be32(head, 4) as usize);
         if kind == 0 {
@@ -245,7 +245,7 @@ fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> 
     }
 }
 
-/// Big-endian number at an offset that the caller has checked.
+/// Returns the big-endian number at an offset that the caller has checked.
 fn be32(bytes: &[u8], at: usize) -> u32 {
     let digits = bytes.get(at..at + 4).and_then(|digits| digits.try_into().ok());
     digits.map_or(0, u32::from_be_bytes)
@@ -261,7 +261,7 @@ mod tests {
 
     const LEN: u64 = 1 << 20;
 
-    /// Header of an image of 1 GiB with clusters of 64 KiB, like one of `qemu-img create`.
+    /// Header of an image of 1 GiB with clusters of 64 KiB, as `qemu-img create` writes it.
     fn image() -> Vec<u8> {
         let mut start = vec![0; 1 << 16];
         start[..4].copy_from_slice(b"QFI\xfb");

@@ -1,4 +1,4 @@
-//! Open image: execution of requests by `imago`. All functions may block on the storage.
+//! Open image. `imago` executes the requests. All functions may block on the storage.
 
 use crate::header::Header;
 use crate::map::Map;
@@ -14,17 +14,17 @@ use shadowbell_memory::contain_panic;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
-/// Alignment of buffers, sufficient for direct I/O on any device.
+/// Alignment of buffers. It is sufficient for direct I/O on any device.
 pub(crate) const ALIGNMENT: usize = 4096;
 /// Number of bytes that are compared, verified or zeroed at once.
 const PIECE: usize = 256 << 10;
-/// Number of bytes that are discarded at once, during which all other requests wait.
+/// Number of bytes that are discarded at once. All other requests wait meanwhile.
 const DISCARD_PIECE: u64 = 256 << 20;
 
 /// Open image.
 pub(crate) struct Image {
-    /// `None` after the image was closed. Locked exclusively for discarding or zeroing clusters,
-    /// because a location that was looked up before is invalid afterwards.
+    /// `None` after the image was closed. Discarding or zeroing clusters takes the lock
+    /// exclusively, because it invalidates locations that other threads have looked up.
     pub(crate) format: RwLock<Option<FormatAccess<FileStorage>>>,
     pub(crate) header: Header,
     pub(crate) info: DiskInfo,
@@ -32,20 +32,21 @@ pub(crate) struct Image {
     /// Backing files, locked while the image is open.
     pub(crate) below: Vec<ImageFile>,
     pub(crate) is_direct: bool,
-    /// True if the content is unreliable, so that all requests fail.
+    /// True if the content is unreliable. All requests then fail.
     pub(crate) broken: AtomicBool,
-    /// Error number of the first sync that has lost data, or 0.
+    /// Error number of the first sync that has lost data, or 0 if no data were lost.
     lost: AtomicI32,
-    /// Maximum length of the file so far.
+    /// Maximum length that the file has had.
     longest: AtomicU64,
-    /// Offset of the last request that failed for lack of space, plus 1; 0 if there is none, or if
+    /// Offset, plus 1, of the last request that failed for lack of space. 0 if there is none, or if
     /// a later write to that offset has succeeded.
     full: AtomicU64,
     pub(crate) name: String,
-    /// True if the image has checkpoints: answered writes must be in the file, for recovery.
+    /// True if the image has checkpoints. A write then completes only when its data and tables are
+    /// in the file, so that recovery finds them.
     lasts: AtomicBool,
-    /// True if tables in memory may differ from those in the file. Set before a change, and cleared
-    /// while no request changes tables.
+    /// True if tables in memory may differ from the tables in the file. It is set before a change.
+    /// It is cleared only while no request changes tables.
     has_changed: AtomicBool,
     /// Callback for the loss of data.
     on_loss: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
@@ -54,7 +55,7 @@ pub(crate) struct Image {
     pub(crate) map: Option<Map>,
     /// True if the fast path may also write.
     pub(crate) is_sound: bool,
-    /// Clusters that the fast path may write as soon as their tables are in the file.
+    /// Clusters that the fast path may write after their tables were written to the file.
     pub(crate) unsaved: Mutex<Vec<u64>>,
 }
 
@@ -62,8 +63,8 @@ impl Image {
     pub(crate) fn new(opened: Opened, info: DiskInfo, name: String) -> Self {
         let Opened { format, header, file, below, is_direct, bytes, is_sound } = opened;
         let longest = AtomicU64::new(rustix::fs::seek(file.file(), SeekFrom::End(0)).unwrap_or(0));
-        // The fast path queries the file length on the I/O thread before writes, which may block
-        // if the file is remote.
+        // Before writes, the fast path queries the file length on the I/O thread. On a remote file
+        // that may block, so the fast path does not write there.
         let is_sound = is_sound && !file.is_remote();
         let map = bytes.as_ref().map(|_| Map::new(header.cluster_bits, header.size));
         Self {
@@ -93,27 +94,27 @@ impl Image {
         [&self.file].into_iter().chain(&self.below)
     }
 
-    /// Starts checkpoints: from now on, answered writes are in the file.
+    /// Starts checkpoints. From now on, the data and tables of a completed write are in the file.
     pub(crate) fn last(&self) -> Result<(), DiskError> {
         if self.info.read_only || self.lasts.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
-        // Includes all changes until now.
+        // The flag is set here because of all changes before this call.
         self.has_changed.store(true, Ordering::SeqCst);
         self.write_back()
     }
 
-    /// True if an executed change may be answered only after the tables are written.
+    /// True if a change must not complete before the tables are written.
     pub(crate) fn waits_for_tables(&self) -> bool {
         self.lasts.load(Ordering::SeqCst) && self.has_changed.load(Ordering::SeqCst)
     }
 
-    /// Error number of the first sync that has lost data, or 0.
+    /// Error number of the first sync that has lost data, or 0 if no data were lost.
     pub(crate) fn lost(&self) -> i32 {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// Sets the error number of a loss in an earlier process.
+    /// Sets the error number of a loss that occurred in an earlier process.
     pub(crate) fn set_lost(&self, errno: i32) {
         self.lost.store(errno, Ordering::Release);
     }
@@ -122,7 +123,7 @@ impl Image {
         *self.on_loss.lock() = Some(changed);
     }
 
-    /// Executes `request`, except for its durability (FUA).
+    /// Executes `request`. The caller is responsible for its durability (FUA).
     pub(crate) fn run(
         &self,
         request: &Request,
@@ -132,7 +133,7 @@ impl Image {
             Ok(()) => self.contained(|| self.carry_out(request, buffer)),
             Err(error) => Err(error),
         };
-        // A read beyond the end of a truncated file has returned zeroes.
+        // If the file was truncated, the read may have returned zeroes from beyond its end.
         let result = result.and_then(|()| self.check());
         if result.is_ok() {
             self.fill_map(request);
@@ -141,8 +142,8 @@ impl Image {
         result
     }
 
-    /// Reports which bytes are allocated, in the image or its backing files. Bytes that cannot be
-    /// looked up are reported as allocated.
+    /// Reports which bytes are allocated, in the image or in its backing files. If the look-up
+    /// fails, the bytes are reported as allocated.
     pub(crate) fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
         let (mut at, end) = (offset, offset.saturating_add(len));
         while at < end {
@@ -165,9 +166,9 @@ impl Image {
         }
     }
 
-    /// Writes modified tables, while no request changes them. Otherwise a cluster could be counted
-    /// after the counts were written, and referred to by a table that is written later: after a
-    /// crash the cluster would be in use and counted as free.
+    /// Writes modified tables while no request changes them. Otherwise a request could count a
+    /// cluster after the counts were written, and refer to it in a table that is written
+    /// afterwards. After a crash, that cluster would be in use but counted as free.
     pub(crate) fn write_back(&self) -> Result<(), DiskError> {
         self.check()?;
         self.contained(|| {
@@ -183,8 +184,8 @@ impl Image {
         })
     }
 
-    /// Makes all completed writes durable. One call at a time, because the kernel reports lost data
-    /// to only one sync.
+    /// Makes all completed writes durable. Calls are serialized, because the kernel reports lost
+    /// data to only one sync.
     pub(crate) fn sync(&self) -> Result<(), DiskError> {
         let result = self.write_back();
         self.note_room(&Request { op: Op::Flush, offset: 0, len: 0 }, result);
@@ -210,7 +211,7 @@ impl Image {
         }
     }
 
-    /// Closes the image. Tables that cannot be written are lost, and an error is logged.
+    /// Closes the image. If tables cannot be written, they are lost, and an error is logged.
     pub(crate) fn close(&self) {
         if !self.info.read_only
             && let Err(error) = self.write_back()
@@ -219,7 +220,7 @@ impl Image {
         }
         let format = self.format.write().take();
         if self.broken.load(Ordering::Relaxed) {
-            // Dropping it would write tables that may be wrong.
+            // Dropping the format would write tables that may be wrong, so it is leaked.
             std::mem::forget(format);
             return;
         }
@@ -243,12 +244,12 @@ impl Image {
         self.file.file().metadata().map_or(0, |about| about.blocks() * 512)
     }
 
-    /// Maximum length of the file so far, or the size of the device.
+    /// Maximum length that the file has had, or the size of the device.
     pub(crate) fn longest(&self) -> u64 {
         self.longest.load(Ordering::Acquire)
     }
 
-    /// Checks that the image is usable, and that the file was not truncated.
+    /// Checks that the image is usable and the file was not truncated.
     pub(crate) fn check(&self) -> Result<(), DiskError> {
         if self.broken.load(Ordering::Relaxed) {
             return Err(DiskError::Io(libc::EIO));
@@ -256,9 +257,11 @@ impl Image {
         if self.file.is_block_device() {
             return Ok(());
         }
-        // Read first, because other threads extend the file and update `longest` afterwards.
+        // `longest` is read before the file length: other threads first extend the file and then
+        // update `longest`.
         let longest = self.longest.load(Ordering::Acquire);
-        // A failed query is not a truncation: the storage may be unavailable temporarily.
+        // If the length cannot be queried, that is no truncation: the storage may be unavailable
+        // for a while.
         let now = self.file.file().metadata().map_err(|error| error_of(&error))?.len();
         if now > longest {
             self.longest.fetch_max(now, Ordering::Release);
@@ -307,9 +310,9 @@ impl Image {
         outcome.map_err(|error| error_of(&error))
     }
 
-    /// Sets `has_changed` if a write to this range changes tables, which an overwrite of allocated
-    /// clusters does not. If another request has allocated the clusters, it has set `has_changed`
-    /// before.
+    /// Sets `has_changed` if a write to this range changes tables. An overwrite of allocated
+    /// clusters changes none. If another request has just allocated the clusters, that request has
+    /// set the flag.
     fn note_change(&self, format: &FormatAccess<FileStorage>, mut offset: u64, len: u64) {
         if !self.lasts.load(Ordering::SeqCst) || self.has_changed.load(Ordering::SeqCst) {
             return;
@@ -344,7 +347,7 @@ impl Image {
         Ok(())
     }
 
-    /// Frees the clusters of a range, which then reads as zeroes.
+    /// Frees the clusters of a range. The range then reads as zeroes.
     fn discard(&self, mut offset: u64, len: u64) -> io::Result<()> {
         let end = offset + len;
         while offset < end {
@@ -355,7 +358,7 @@ impl Image {
             if there == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            // An unallocated range needs no table entry.
+            // An unallocated range reads as zeroes already, so its table entry does not change.
             if !unallocated {
                 self.has_changed.store(true, Ordering::SeqCst);
                 self.close_clusters(offset, there);
@@ -368,7 +371,7 @@ impl Image {
 
     /// Zeroes a range.
     fn zero(&self, mut offset: u64, len: u64, deallocate: bool) -> io::Result<()> {
-        // Version 2 has no zero clusters.
+        // Version 2 has no zero clusters, so the range cannot be discarded.
         let has_zeroes = self.header.version >= 3;
         if deallocate && has_zeroes {
             return self.discard(offset, len);
@@ -390,7 +393,7 @@ impl Image {
     /// the zeroed part.
     fn zero_clusters(&self, offset: u64, len: u64) -> io::Result<u64> {
         let cluster = 1 << self.header.cluster_bits;
-        // Only whole clusters need the exclusive lock: parts of clusters are written.
+        // Only whole clusters need the exclusive lock. Parts of clusters are zeroed by writes.
         let (skew, is_last) = (offset % cluster, offset + len == self.header.size);
         let whole = if is_last { len } else { len - len % cluster };
         let len = match (skew, whole) {
@@ -426,7 +429,7 @@ impl Image {
         Ok(there)
     }
 
-    /// Writes zeroes to the beginning of a range. Returns the number of zeroed bytes.
+    /// Writes zeroes to the beginning of a range. Returns the number of bytes that were zeroed.
     fn write_zeroes(
         &self,
         offset: u64,
@@ -457,15 +460,15 @@ impl Image {
     }
 
     /// Closes clusters for the fast path, and waits for its requests there. The caller holds the
-    /// exclusive lock of `format`.
+    /// lock of `format` exclusively.
     fn close_clusters(&self, offset: u64, len: u64) {
         if let Some(map) = &self.map {
             map.close(offset, len);
         }
     }
 
-    /// Updates the out-of-space state: set by a failed request, until a write to the same offset
-    /// succeeds. Raw images do the same.
+    /// Updates the out-of-space state. A request that fails for lack of space sets it, and a
+    /// successful write to the same offset clears it. Raw images do the same.
     pub(crate) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
         let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
         match result {
@@ -492,7 +495,7 @@ fn gone() -> io::Error {
     io::Error::from_raw_os_error(libc::EIO)
 }
 
-/// Disk error for an I/O error of `imago`.
+/// Converts an I/O error of `imago` to a disk error.
 pub(crate) fn error_of(error: &io::Error) -> DiskError {
     use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     match (error.kind(), error.raw_os_error()) {

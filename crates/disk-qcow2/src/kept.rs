@@ -4,19 +4,19 @@
 //!
 //! The storage is accessed by threads and by io_uring. If a process is killed, a thread finishes
 //! its current system call before the process ends, and the image's lock is released with the last
-//! reference to the open file. So the next process opens the image anew, through a descriptor that
-//! only names it, and waits for the lock. Requests in io_uring hold a reference until they
-//! complete, as for a raw image; where the lock does not show that, the ring holds one end of a
-//! pipe ([`fence`](shadowbell_disk_file::fence)). Backing files are only read, into memory that was
-//! private to the dead process.
+//! reference to the open file. So the next process opens the image again, through a descriptor that
+//! only names it, and waits for the lock. Requests in io_uring hold a reference to the open file
+//! until they complete, as for a raw image. Where the lock does not show their end, the ring holds
+//! one end of a pipe ([`fence`](shadowbell_disk_file::fence)). Backing files need no fence: the
+//! dead process only read them, into its own memory.
 //!
 //! # Content after a crash
 //!
-//! Answered writes are in the file: with checkpoints, a write is answered only after the tables
-//! that refer to its clusters are written (`Image::last`), and only then the fast path may
-//! overwrite these clusters. Unanswered requests were executed completely, in part, or not at all,
-//! and are executed again. Reference counts are [checked](crate::repair) before anything else is
-//! written, as whenever an image is opened.
+//! Completed writes are in the file. With checkpoints, a write completes only after the tables that
+//! refer to its clusters are written (`Image::last`). Only afterwards may the fast path overwrite
+//! these clusters. Other requests were executed completely, in part, or not at all; they are
+//! executed again. As at every opening of an image, reference counts are [checked](crate::repair)
+//! before anything else is written.
 
 use crate::error::OpenError;
 use crate::image::Image;
@@ -31,7 +31,7 @@ use std::path::Path;
 
 #[derive(Serialize, Deserialize)]
 pub(crate) struct KeptImage {
-    /// Descriptors that name the image and its backing files, in order.
+    /// Descriptors that name the image and its backing files, the image first.
     files: Vec<FdRef>,
     pub(crate) block_size: u32,
     pub(crate) blocks: u64,
@@ -54,7 +54,7 @@ pub(crate) fn keep(image: &Image, fds: &mut Descriptors) -> io::Result<KeptImage
     })
 }
 
-/// Opens the files of a checkpoint.
+/// Source of the files of a checkpoint.
 pub(crate) struct Kept<'a> {
     files: std::vec::IntoIter<FdRef>,
     fds: &'a mut Descriptors,

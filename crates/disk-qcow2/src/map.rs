@@ -3,21 +3,21 @@
 //!
 //! # Concurrency
 //!
-//! Any thread looks a cluster up and *enters* it without a lock: the word with the cluster's
-//! location also counts the requests in flight there. A thread that changes the location *closes*
-//! the cluster first: no request enters it any more, and requests in flight are awaited. So a
-//! request never accesses a location that has become another cluster or a table. Requests on mapped
-//! clusters neither allocate nor free clusters.
+//! Any thread can look a cluster up and *enter* it without a lock: the word with the location of
+//! the cluster also counts the requests in flight there. Before a thread changes the location, it
+//! *closes* the cluster: no request enters it any more, and the thread waits for the requests in
+//! flight. So a request never accesses a location that has become another cluster or a table.
+//! Requests on mapped clusters neither allocate nor free clusters.
 //!
 //! An entry is added after a request on the slow path, by the thread that has executed it.
-//! Additions and changes exclude each other (`Image::format`), otherwise a location that was looked
-//! up before a change could be added after it.
+//! Additions and changes exclude each other (`Image::format`). Otherwise, a thread could look a
+//! location up before a change and add it after the change.
 //!
 //! # Size
 //!
 //! Entries are in parts of [`PART`] clusters. There are as many slots for parts as the disk has
-//! parts, but at most [`MAX_PARTS`]. On larger disks parts share slots: a new part replaces the
-//! part in its slot, if no request is in flight there.
+//! parts, but at most [`MAX_PARTS`]. On larger disks, several parts share a slot: a new part
+//! replaces the part in its slot, if no request is in flight there.
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::OnceLock;
@@ -25,16 +25,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Number of clusters per part: 4 KiB of entries.
 pub(crate) const PART: u64 = 512;
-/// Maximum number of parts: 16 MiB of entries, for 128 GiB of a disk with clusters of 64 KiB.
+/// Maximum number of parts. They have 16 MiB of entries, which cover 128 GiB of a disk with
+/// clusters of 64 KiB.
 const MAX_PARTS: u64 = 4096;
 
-/// Bits of an entry: number of requests in flight.
+/// Field of an entry: number of requests in flight.
 const COUNT: u64 = (1 << 22) - 1;
 /// Bit of an entry: reads are allowed.
 const READS: u64 = 1 << 22;
 /// Bit of an entry: writes are allowed, too.
 const WRITES: u64 = 1 << 23;
-/// Position of the cluster number in the file.
+/// Position, in an entry, of the number of the cluster in the file.
 const HOST_SHIFT: u32 = 24;
 /// Value of [`Slot::part`] for an empty slot.
 const NOBODY: u64 = u64::MAX;
@@ -45,14 +46,14 @@ pub(crate) struct Map {
     /// Number of clusters of the disk.
     clusters: u64,
     slots: Box<[Slot]>,
-    /// Locked while entries are added, because parts replace each other then.
+    /// Held while entries are added. Only then may one part replace another.
     filling: Mutex<()>,
-    /// Locked by threads that wait for requests in flight, with the condition `left`.
+    /// Held by a thread that waits for requests in flight, with the condition variable `left`.
     closing: Mutex<()>,
     left: Condvar,
 }
 
-/// Slot of a part.
+/// Slot for a part of the map.
 struct Slot {
     /// Number of the part, or `NOBODY`.
     part: AtomicU64,
@@ -98,7 +99,7 @@ impl Map {
         self.slots.get((part % (self.slots.len() as u64).max(1)) as usize)
     }
 
-    /// Entry of a cluster, if its part has a slot.
+    /// Returns the entry of a cluster, if its part is in a slot.
     fn entry(&self, cluster: u64) -> Option<(&Slot, &AtomicU64)> {
         let slot = self.slot(cluster / PART)?;
         if slot.part.load(Ordering::Acquire) != cluster / PART {
@@ -107,7 +108,8 @@ impl Map {
         Some((slot, slot.entries.get()?.get((cluster % PART) as usize)?))
     }
 
-    /// Enters a cluster. Returns the number of the cluster in the file.
+    /// Enters a cluster. Returns the number of the cluster in the file, or `None` if it is not
+    /// mapped for this access.
     fn enter_one(&self, cluster: u64, needs: u64) -> Option<u64> {
         let (slot, entry) = self.entry(cluster)?;
         let mut now = entry.load(Ordering::Relaxed);
@@ -120,7 +122,7 @@ impl Map {
                 Err(other) => now = other,
             }
         }
-        // If another part has replaced this one before the increment, the entry is that part's.
+        // If another part took the slot before the increment, the entry belongs to that part.
         if slot.part.load(Ordering::Acquire) != cluster / PART {
             self.leave_entry(entry);
             return None;
@@ -128,8 +130,8 @@ impl Map {
         Some(now >> HOST_SHIFT)
     }
 
-    /// Enters a byte range of the disk if it is mapped and contiguous in the file. Returns its
-    /// offset in the file.
+    /// Enters a byte range of the disk, if the range is mapped and contiguous in the file. Returns
+    /// its offset in the file.
     pub(crate) fn enter(&self, offset: u64, len: u64, writes: bool) -> Option<(u64, Entered)> {
         let needs = if writes { WRITES } else { READS };
         let clusters = self.clusters(offset, len);
@@ -151,7 +153,8 @@ impl Map {
     /// Leaves the clusters of a completed request.
     pub(crate) fn leave(&self, entered: Entered) {
         for cluster in entered.first..entered.first + entered.count {
-            // A part is not replaced while requests are in flight there.
+            // The part is still in its slot: a part is not replaced while requests are in flight
+            // there.
             if let Some((_, entry)) = self.entry(cluster) {
                 self.leave_entry(entry);
             }
@@ -161,17 +164,19 @@ impl Map {
     fn leave_entry(&self, entry: &AtomicU64) {
         let before = entry.fetch_sub(1, Ordering::AcqRel);
         if before & READS == 0 && before & COUNT == 1 {
-            // A closing thread checks the count under this lock before it waits.
+            // The lock is taken because a closing thread checks the count under it before the
+            // thread waits.
             let _locked = self.closing.lock();
             self.left.notify_all();
         }
     }
 
-    /// Closes a byte range, and waits for requests in flight there. The caller prevents additions
-    /// until its change is complete.
+    /// Closes a byte range, and waits for requests in flight there. The caller must prevent
+    /// additions to the map until its change is complete.
     pub(crate) fn close(&self, offset: u64, len: u64) {
         let mut clusters = self.clusters(offset, len);
-        // In a large range most parts may have no slot.
+        // The range is closed part by part: in a large range, most parts may have no slot and are
+        // skipped.
         while clusters.start < clusters.end {
             let part = clusters.start / PART;
             let end = clusters.end.min((part + 1) * PART);
@@ -189,12 +194,12 @@ impl Map {
         }
     }
 
-    /// Access for adding entries; `None` while another thread has it.
+    /// Returns access for adding entries. `None` while another thread has that access.
     pub(crate) fn fill(&self) -> Option<MapFill<'_>> {
         Some(MapFill { map: self, _alone: self.filling.try_lock()? })
     }
 
-    /// Allows writes to a mapped cluster. Must not be called while entries are added.
+    /// Allows writes to a mapped cluster. Must not be called while another thread adds entries.
     pub(crate) fn allow_writes(&self, cluster: u64) {
         if let Some((_, entry)) = self.entry(cluster) {
             let may = |now: u64| (now & READS != 0).then_some(now | WRITES);
@@ -210,8 +215,8 @@ pub(crate) struct MapFill<'a> {
 }
 
 impl MapFill<'_> {
-    /// Clusters to look up for a request for these bytes: whole parts that were never looked up,
-    /// and in other parts the unmapped clusters of the request.
+    /// Clusters that have to be looked up after a request for these bytes: all clusters of a part
+    /// that was never looked up, and in other parts only the unmapped clusters of the request.
     pub(crate) fn unknown(&self, offset: u64, len: u64) -> Vec<std::ops::Range<u64>> {
         let map = self.map;
         let clusters = map.clusters(offset, len);
@@ -239,8 +244,8 @@ impl MapFill<'_> {
         unknown
     }
 
-    /// Gives a part its slot, unless requests are in flight in the part that has it. Returns false
-    /// if the whole part has to be looked up.
+    /// Puts a part into its slot, unless requests are in flight in the part that is there. Returns
+    /// false if all clusters of the part have to be looked up.
     fn take_place(&self, part: u64) -> bool {
         let Some(slot) = self.map.slot(part) else { return true };
         if slot.part.load(Ordering::Acquire) == part {
@@ -253,7 +258,8 @@ impl MapFill<'_> {
             let free = now & COUNT == 0
                 && entry.compare_exchange(now, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok();
             if !free {
-                // Entries that were cleared until here are looked up again.
+                // Some entries of the other part were cleared already. They have to be looked up
+                // again later.
                 slot.is_looked_up.store(false, Ordering::Relaxed);
                 return true;
             }
@@ -263,7 +269,7 @@ impl MapFill<'_> {
         false
     }
 
-    /// Adds a cluster, which is completely at byte `host` of the file.
+    /// Adds a cluster. All of it is at byte `host` of the file.
     pub(crate) fn add(&self, cluster: u64, host: u64, writes: bool) {
         let Some((_, entry)) = self.map.entry(cluster) else { return };
         let host = host >> self.map.cluster_bits;
@@ -273,7 +279,8 @@ impl MapFill<'_> {
         let known = host << HOST_SHIFT | READS | if writes { WRITES } else { 0 };
         let mut now = entry.load(Ordering::Relaxed);
         loop {
-            // No location changes during additions, so a mapped cluster has the same one.
+            // No location changes while entries are added, so a cluster that is already mapped has
+            // the same location.
             let next = if now & READS != 0 { now | known & WRITES } else { known | now & COUNT };
             match entry.compare_exchange_weak(now, next, Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => return,
@@ -342,7 +349,8 @@ mod tests {
         map.allow_writes(5);
         assert!(map.enter(3 * CLUSTER, 2 * CLUSTER, true).is_some());
         assert_eq!(map.enter(5 * CLUSTER, 512, false), None);
-        // A refused range must not leave entered clusters, otherwise this would wait for ever.
+        // A range that was refused must leave no cluster entered. Otherwise this call would wait
+        // for ever.
         map.close(0, 3 * CLUSTER);
     }
 
@@ -383,13 +391,13 @@ mod tests {
         assert_eq!(at, (far + 9) * CLUSTER);
         assert_eq!(map.enter(9 * CLUSTER, 512, false), None);
         map.leave(entered);
-        // A location that exceeds an entry is not added.
+        // A location that does not fit an entry is not added.
         map.fill().unwrap().add(far, 1 << 62, true);
         assert_eq!(map.enter(far * CLUSTER, 512, false).unwrap().0, far * CLUSTER);
     }
 
-    /// Each cluster alternates between two locations, and a counter per location shows requests in
-    /// flight: after a close, the old location must have none.
+    /// Each cluster alternates between two locations. A counter per location shows the requests in
+    /// flight there. After a close, the counter of the old location must be zero.
     #[test]
     fn nobody_is_at_work_where_a_cluster_was() {
         const CLUSTERS: u64 = 8;

@@ -5,24 +5,24 @@ use imago::ShallowMapping;
 use shadowbell_disk::{DiskError, Op, Request};
 use std::sync::atomic::Ordering;
 
-/// Maximum number of clusters that wait for their tables to be written.
+/// Maximum number of clusters that the fast path may write only after their tables are written.
 const MAX_UNSAVED: usize = 1 << 16;
 
 impl Image {
-    /// Maps the clusters of an executed request and their neighbours.
+    /// Adds the clusters of an executed request, and their neighbours, to the map.
     pub(crate) fn fill_map(&self, request: &Request) {
         if matches!(request.op, Op::Read | Op::Write { .. }) {
-            // A failed lookup leaves clusters unmapped; the next request reports the error.
+            // If the look-up fails, the clusters stay unmapped. The next request reports the error.
             let _ = self.contained(|| self.look_up(request));
         }
     }
 
     fn look_up(&self, request: &Request) -> Result<(), DiskError> {
         let Some(map) = &self.map else { return Ok(()) };
-        // While this lock is held, no cluster is closed.
+        // No cluster is closed while this lock is held.
         let format = self.format.read();
         let format = access(&format)?;
-        // While another thread adds entries, this request's clusters remain unmapped.
+        // If another thread is adding entries, the clusters of this request stay unmapped.
         let Some(fill) = map.fill() else { return Ok(()) };
         let (bits, size) = (self.header.cluster_bits, self.header.size);
         for range in fill.unknown(request.offset, request.len) {
@@ -48,20 +48,22 @@ impl Image {
         Ok(())
     }
 
-    /// True if a cluster of the disk can be read at byte `host` of the file.
+    /// True if the fast path can read this cluster of the disk at byte `host` of the file.
     fn may_be_mapped(&self, cluster: u64, host: u64, writable: bool) -> bool {
         let bits = self.header.cluster_bits;
-        // The last cluster may extend beyond the end of the disk.
+        // The last cluster may extend beyond the end of the disk. Only the used part must be in the
+        // file.
         let used = (1 << bits).min(self.header.size - (cluster << bits));
-        // A shared cluster gets a new location when it is written.
+        // A write moves a shared cluster to a new location, so a shared cluster is not mapped on a
+        // writable disk.
         (writable || self.info.read_only)
             && host.is_multiple_of(1 << bits)
             && host.checked_add(used).is_some_and(|end| end <= self.longest())
     }
 
-    /// True if an unshared cluster can also be written by the fast path. With checkpoints, a
-    /// completed write must be found by the next process, so the table that refers to the cluster
-    /// has to be in the file.
+    /// True if the fast path may also write this unshared cluster. With checkpoints, the next
+    /// process must find a completed write, so the table that refers to the cluster has to be in
+    /// the file first.
     fn may_write(&self, cluster: u64) -> bool {
         if self.info.read_only || !self.is_sound {
             return false;
@@ -76,14 +78,15 @@ impl Image {
         false
     }
 
-    /// Allows fast-path writes after all tables were written. The caller prevents table changes.
+    /// Allows fast-path writes to clusters whose tables were just written. The caller prevents
+    /// changes of tables.
     pub(crate) fn tables_are_saved(&self) {
         let Some(map) = &self.map else { return };
         self.unsaved.lock().drain(..).for_each(|cluster| map.allow_writes(cluster));
     }
 
-    /// True if the fast path is usable. For `writes`, this also checks the file length, which takes
-    /// a system call.
+    /// True if the fast path is usable. For `writes`, the function also checks the file length by a
+    /// system call.
     pub(crate) fn is_as_left(&self, writes: bool) -> bool {
         !self.broken.load(Ordering::Relaxed) && (!writes || self.check().is_ok())
     }
@@ -97,8 +100,8 @@ mod tests {
     use shadowbell_disk::{DiskInfo, Op, Request};
     use shadowbell_disk_file::FileOptions;
 
-    /// Between a write that has allocated a cluster and the write of the tables, another write to
-    /// the cluster has to wait for the tables, too, so it takes the slow path.
+    /// After a write has allocated a cluster, a second write to it has to wait for the tables too.
+    /// So the second write takes the slow path until the tables are written.
     #[test]
     fn a_cluster_is_written_straight_when_its_table_is_in_the_file() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();

@@ -19,21 +19,21 @@ const MAX_CHAIN: usize = 64;
 pub(crate) struct Opened {
     pub(crate) format: FormatAccess<FileStorage>,
     pub(crate) header: Header,
-    /// The image's own file, which is locked.
+    /// File of the image, which is locked.
     pub(crate) file: ImageFile,
     /// Backing files.
     pub(crate) below: Vec<ImageFile>,
     /// True if the page cache is bypassed.
     pub(crate) is_direct: bool,
-    /// File of the fast path; `None` without io_uring.
+    /// File for the fast path. `None` without io_uring.
     pub(crate) bytes: Option<ImageBytes>,
-    /// True if no cluster of the file has two uses.
+    /// True if each cluster of the file has one use only.
     pub(crate) is_sound: bool,
 }
 
-/// Source of the files: the image first, then each backing file.
+/// Source of files. It opens the image first, then each backing file.
 pub(crate) trait Files {
-    /// Opens the next file, which has this path.
+    /// Opens the next file. `path` is its path.
     fn open(&mut self, path: &Path, read_only: bool) -> Result<ImageFile, OpenError>;
 }
 
@@ -56,7 +56,8 @@ pub(crate) fn open(
     let header = read_header(path, &file)?;
     let mut is_sound = true;
     if !file.is_read_only() {
-        // The image does not show whether its last user was killed.
+        // The image does not show whether its last user was killed, so the reference counts are
+        // always checked.
         let repaired = repair(path, &file, &header)?;
         if repaired.count != 0 {
             tracing::info!(
@@ -106,7 +107,8 @@ fn read_header(path: &Path, file: &ImageFile) -> Result<Header, OpenError> {
     Header::parse(&start, len).map_err(|fault| fault.of(&name))
 }
 
-/// Opens the backing file of the image at `path`, read-only, with the format that the image states.
+/// Opens the backing file of the image at `path`. The file is opened read-only, in the format that
+/// the image states.
 fn open_backing(
     path: &Path,
     (name, format_name): &(String, Option<String>),
@@ -165,7 +167,7 @@ fn storage(file: &ImageFile, alignment: Option<Alignment>) -> io::Result<FileSto
     FileStorage::new(file.file().try_clone()?, alignment)
 }
 
-/// Opens an image with a checked header by `imago`.
+/// Opens an image by `imago`, after its header was checked.
 fn format(
     path: &Path,
     file: &ImageFile,

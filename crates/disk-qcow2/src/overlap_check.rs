@@ -1,25 +1,26 @@
 //! Detection of clusters with two uses, from the tables of an image when it is opened.
 //!
 //! A valid image uses each cluster once. A malicious image may refer to its own tables as data, so
-//! that a guest would overwrite them. Or it may refer to one cluster twice: if the guest frees one
-//! reference, the other remains, and the cluster may be reused for a table. An image of the first
-//! kind is not opened for writing. In an image of the second kind, only `imago` writes, never the
-//! fast path.
+//! that a guest would overwrite them. Or it may refer to one cluster twice. If the guest then frees
+//! one reference, the other remains, and the cluster may be used again for a table. An image of the
+//! first kind is not opened for writing. An image of the second kind is written only by `imago`,
+//! never on the fast path.
 
 use std::collections::{HashMap, HashSet};
 
 /// Number of clusters per bitmap chunk.
 const CHUNK: u64 = 4096;
-/// Maximum number of chunks: 32 MiB of memory, for a file of 16 TiB with clusters of 64 KiB.
+/// Maximum number of chunks. They need 32 MiB of memory, and cover a file of 16 TiB with clusters
+/// of 64 KiB.
 const MAX_CHUNKS: usize = 1 << 16;
 
-/// Error: a cluster of a table or of the header is also used otherwise.
+/// Error: a cluster of a table or of the header has another use too.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Overlap {
     pub(crate) cluster: u64,
 }
 
-/// Uses of clusters so far.
+/// Uses of clusters that were found so far.
 #[derive(Default)]
 pub(crate) struct OverlapCheck {
     tables: HashSet<u64>,
@@ -29,7 +30,8 @@ pub(crate) struct OverlapCheck {
 }
 
 impl OverlapCheck {
-    /// Adds a cluster of a table or of the header. All of these must be added before data clusters.
+    /// Adds a cluster of a table or of the header. All these clusters must be added before any data
+    /// cluster.
     pub(crate) fn table(&mut self, cluster: u64) -> Result<(), Overlap> {
         if self.tables.insert(cluster) { Ok(()) } else { Err(Overlap { cluster }) }
     }
@@ -53,8 +55,9 @@ impl OverlapCheck {
         Ok(())
     }
 
-    /// Adds the clusters of a compressed cluster. A cluster may contain several compressed ones;
-    /// their number is in its reference count, which is not checked here.
+    /// Adds the clusters of the file that contain a compressed cluster. A cluster of the file may
+    /// contain several compressed ones. Its reference count contains their number, which is not
+    /// checked here.
     pub(crate) fn compressed(
         &mut self,
         clusters: std::ops::RangeInclusive<u64>,
@@ -68,13 +71,13 @@ impl OverlapCheck {
         Ok(())
     }
 
-    /// True if no cluster has two uses, nor can get one when it is freed.
+    /// True if no cluster has two uses, and none can get a second one after it is freed.
     pub(crate) fn are_sound(&self) -> bool {
         !self.is_shared
     }
 }
 
-/// Clusters that contain the compressed cluster of an L2 entry.
+/// Clusters of the file that contain the compressed cluster of an L2 entry.
 pub(crate) fn clusters_of_compressed(
     entry: u64,
     cluster_bits: u32,
@@ -82,7 +85,7 @@ pub(crate) fn clusters_of_compressed(
     let offset_bits = 62 - (cluster_bits - 8);
     let offset = entry & ((1 << offset_bits) - 1);
     let sectors = (entry >> offset_bits) & ((1 << (cluster_bits - 8)) - 1);
-    // The count does not include the first sector.
+    // The field counts the sectors after the first one.
     let last = (offset & !511) + sectors * 512 + 511;
     offset >> cluster_bits..=last >> cluster_bits
 }
@@ -107,7 +110,7 @@ mod tests {
 
     #[test]
     fn a_compressed_cluster_may_begin_anywhere() {
-        // Clusters of 64 KiB: 54 bits of offset, then 8 bits of length.
+        // With clusters of 64 KiB, an entry has 54 bits of offset, followed by 8 bits of length.
         assert_eq!(clusters_of_compressed((1 << 62) | 0x1_2345, 16), 1..=1);
         assert_eq!(clusters_of_compressed((1 << 62) | (1 << 54) | 0x1_ff00, 16), 1..=2);
         assert_eq!(clusters_of_compressed((1 << 62) | (0xff << 54) | 0x1_0000, 16), 1..=2);

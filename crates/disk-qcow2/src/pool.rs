@@ -1,5 +1,5 @@
-//! Threads that execute requests on the slow path. They are shared by all queues of a disk, but not
-//! with other disks, so a hung storage blocks only the threads of its own disk.
+//! Threads that execute requests on the slow path. All queues of a disk share them. Other disks
+//! have their own threads, so hung storage blocks only the threads of its own disk.
 
 use crate::image::Image;
 use imago::io_buffers::IoBuffer;
@@ -11,9 +11,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Maximum number of threads of a disk, and so of requests in flight at the storage.
+/// Maximum number of threads of a disk. It also limits the number of requests in flight at the
+/// storage.
 pub const MAX_THREADS: usize = 16;
-/// Maximum time for which changed tables are only in memory.
+/// Maximum time for which changes of tables are only in memory.
 pub const WRITE_BACK: Duration = Duration::from_millis(200);
 /// Time without work after which a thread ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -49,13 +50,13 @@ impl Job {
     }
 }
 
-/// Threads of a disk, with the image. Dropping the last handle closes the image.
+/// Threads of a disk, with its image. Dropping the last handle closes the image.
 pub(crate) struct Pool(Arc<PoolShared>);
 
 struct PoolShared {
     image: Image,
     work: Mutex<Work>,
-    /// Signalled for threads that wait for work.
+    /// Wakes threads that wait for work.
     work_ready: Condvar,
     thread_gone: Condvar,
 }
@@ -67,11 +68,11 @@ struct Work {
     syncs: Vec<Job>,
     /// True while a thread syncs.
     is_syncing: bool,
-    /// Executed jobs that wait for the tables to be written.
+    /// Executed jobs that wait until the tables are written.
     tables: Vec<Job>,
-    /// True while a thread writes tables for `tables`.
+    /// True while a thread writes tables for the jobs in `tables`.
     is_writing: bool,
-    /// Time of the first change since tables were written.
+    /// Time of the first change after the tables were written last.
     changed: Option<Instant>,
     threads: usize,
     /// Number of threads that wait for work.
@@ -88,7 +89,7 @@ impl Work {
         }
     }
 
-    /// Number of threads that have work.
+    /// Number of jobs or syncs that a thread could start now.
     fn ready(&self) -> usize {
         self.jobs.len() + usize::from(!self.is_syncing && !self.syncs.is_empty())
     }
@@ -108,7 +109,7 @@ impl Pool {
         &self.0.image
     }
 
-    /// Passes `jobs` to threads.
+    /// Passes `jobs` to the threads.
     pub(crate) fn give(&self, jobs: impl Iterator<Item = Job>) {
         let mut work = self.0.work.lock();
         jobs.for_each(|job| work.add(job));
@@ -130,14 +131,14 @@ impl Pool {
         let shared = Arc::clone(&self.0);
         let run = move || {
             let _guard = AbortOnPanic::new();
-            // The starting I/O thread may be pinned to a CPU.
+            // The I/O thread that starts this thread may be pinned to a CPU.
             unpin();
             shared.serve();
         };
         std::thread::Builder::new().name("sb-qcow2".into()).spawn(run).is_ok()
     }
 
-    /// Handles threads that could not be started. If the disk has no threads at all, all jobs fail,
+    /// Handles threads that could not be started. If the disk has no thread at all, all jobs fail,
     /// because the I/O thread must not execute them.
     fn fewer(&self, missing: usize) {
         let mut work = self.0.work.lock();
@@ -146,30 +147,30 @@ impl Pool {
             return;
         }
         let jobs = std::mem::take(&mut work.jobs);
-        // Flushes that nothing has executed. An executed FUA write waits here only while another
-        // thread syncs, which takes it afterwards, so `threads` is not 0 then.
+        // These are flushes that no thread has executed. They cannot be executed FUA writes: such a
+        // write waits here only while another thread syncs, and `threads` is then not 0.
         let syncs = std::mem::take(&mut work.syncs);
         drop(work);
         jobs.into_iter().chain(syncs).for_each(|job| job.end(Err(DiskError::Io(libc::EAGAIN))));
     }
 
-    /// Takes the first waiting job, as a thread does.
+    /// Takes the first waiting job in place of a thread, for a test.
     #[cfg(test)]
     pub(crate) fn start_by_hand(&self) -> Option<Job> {
         self.0.work.lock().jobs.pop_front()
     }
 
-    /// Sets the number of threads: with [`MAX_THREADS`], no thread is started.
+    /// Sets the number of threads for a test. With [`MAX_THREADS`], no thread will be started.
     #[cfg(test)]
     pub(crate) fn set_threads(&self, threads: usize) {
         self.0.work.lock().threads = threads;
     }
 
-    /// Takes a job back that no thread has started.
+    /// Removes and returns a job that no thread has started.
     pub(crate) fn take_back(&self, id: u64, to: &Arc<CompletionQueue<Ended>>) -> Option<Job> {
         let mut work = self.0.work.lock();
         let is = |job: &Job| job.id == id && Arc::ptr_eq(&job.to, to);
-        // A write that waits for a sync has been executed.
+        // A write that waits for a sync was executed already and cannot be removed.
         if let Some(at) = work.syncs.iter().position(|job| is(job) && !job.forces()) {
             return Some(work.syncs.swap_remove(at));
         }
@@ -179,8 +180,7 @@ impl Pool {
 }
 
 impl Drop for Pool {
-    /// Waits for the end of the threads, and closes the image, which can be opened again
-    /// afterwards.
+    /// Waits until the threads have ended, and closes the image. It can be opened again afterwards.
     fn drop(&mut self) {
         let mut work = self.0.work.lock();
         work.over = true;
@@ -222,7 +222,8 @@ impl PoolShared {
             if work.changed.is_some_and(|since| since.elapsed() >= WRITE_BACK) {
                 work.changed = None;
                 drop(work);
-                // Tables that cannot be written stay in memory, and the next flush fails.
+                // If tables cannot be written, they stay in memory, and the next flush reports the
+                // error.
                 let _ = self.image.write_back();
                 work = self.work.lock();
                 continue;

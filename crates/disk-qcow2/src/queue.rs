@@ -11,9 +11,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// Maximum buffer size of requests in flight, in bytes; further requests wait.
+/// Maximum buffer size of requests in flight, in bytes. Further requests wait.
 const BUFFERS: usize = 32 << 20;
-/// Size of buffers that are reused, and maximum number of free ones.
+/// Size of buffers that are used again, and maximum number of free ones.
 const KEPT_LEN: usize = 128 << 10;
 const KEPT: usize = 64;
 
@@ -29,9 +29,9 @@ pub(crate) struct QcowQueue {
     requests: HashMap<u64, Pending>,
     by_tag: HashMap<u32, u64>,
     next_id: u64,
-    /// Requests that have not started, in order. Cancelled ones are skipped.
+    /// Requests that were not started, in order. Cancelled requests in this list are skipped.
     waiting: VecDeque<u64>,
-    /// Cancelled requests that have to be reaped.
+    /// Cancelled requests, until `reap` returns them.
     cancelled: Vec<u64>,
     /// Buffer size of started requests, in bytes.
     in_use: usize,
@@ -46,7 +46,7 @@ struct Pending {
     tag: u32,
     request: Request,
     data: Segments,
-    /// True if a thread may have the job.
+    /// True if a thread may have taken the job.
     has_begun: bool,
 }
 
@@ -115,7 +115,7 @@ impl QcowQueue {
         }
     }
 
-    /// Buffer for the request's data, filled with the data to write or to compare.
+    /// Returns a buffer for the data of the request. It contains the data to write or to compare.
     fn fill(&mut self, id: u64, len: usize) -> Result<Option<IoBuffer>, DiskError> {
         if len == 0 {
             return Ok(None);
@@ -207,7 +207,8 @@ impl Queue for QcowQueue {
         let mut ended = std::mem::take(&mut self.ended);
         self.completions.take(&mut ended);
         for Ended { id, mut result, buffer } in ended.drain(..) {
-            // A cancelled read has only its buffer left.
+            // The request may have been cancelled and ended. Then only its buffer has to be
+            // released.
             if let Some(pending) = self.remove(id) {
                 if let (Op::Read, Ok(()), Some(buffer)) = (pending.request.op, result, &buffer) {
                     let from = buffer.as_ref_range(0..pending.request.len as usize).into_slice();
@@ -241,13 +242,14 @@ impl Queue for QcowQueue {
         if let Some(buffer) = taken.and_then(|job| job.buffer) {
             self.give_back(buffer);
         }
-        // A started write cannot be cancelled: the host's next write must come after it.
+        // A started write cannot be cancelled, because the next write of the host must come after
+        // it.
         if has_begun && !reads {
             return;
         }
         self.by_tag.remove(&tag);
         self.cancelled.push(id);
-        // Wakes the owner, whose `reap` ends the request.
+        // `reap` will end the request. The signal makes the I/O thread call it.
         self.completions.signal();
     }
 
@@ -262,14 +264,15 @@ impl Queue for QcowQueue {
         }
     }
 
-    /// True: the job of a cancelled read may complete without a reap.
+    /// Returns true: the job of a cancelled read may complete while no request is pending, and
+    /// nothing would reap that completion.
     fn wakes_by_edges(&self) -> bool {
         true
     }
 }
 
 impl Drop for QcowQueue {
-    /// Waits for requests on the fast path, before the image may be closed.
+    /// Waits for requests on the fast path, because the image may be closed afterwards.
     fn drop(&mut self) {
         if let Some(fast) = self.fast.take() {
             fast.close(self.pool.image());

@@ -3,19 +3,19 @@
 //! A cluster is counted before a reference to it is written. With this order, a crash leaves only
 //! leaked clusters, which are counted and unused. `imago` violates the order in two cases: a new L2
 //! table is referenced in the L1 table before its own count is written; and a table that is evicted
-//! from the cache may refer to a cluster whose count was changed only in memory. A cluster that is
-//! used and counted as free would be allocated a second time. An image does not show whether its
-//! last user was killed. So before anything is written, all clusters that the tables refer to are
-//! looked up, and counts of 0 are set to 1. Leaked clusters remain (`qemu-img check -r leaks` frees
-//! them). The clusters of the header and of the tables are counted, too, otherwise an image that
-//! declares them as free would have them allocated again.
+//! from the cache may refer to a cluster whose count was changed only in memory. If a cluster was
+//! used but counted as free, it would be allocated a second time. An image does not show whether
+//! its last user was killed. So before anything is written, all clusters that the tables refer to
+//! are looked up, and counts of 0 are set to 1. Leaked clusters remain (`qemu-img check -r leaks`
+//! frees them). The clusters of the header and of the tables are counted too: otherwise, an image
+//! that declares them as free would cause their allocation.
 //!
 //! After a loss of power or a file system shutdown, tables may refer to clusters beyond the end of
-//! the file. The missing data were never flushed, and read as zeroes; but `qemu-img check` reports
+//! the file. The missing data were never flushed, and read as zeroes. But `qemu-img check` reports
 //! such an image as damaged and does not repair it. So the file is extended to the end of its last
 //! cluster.
 //!
-//! The pass also finds out whether [each cluster has one use](crate::overlap_check).
+//! The same pass also checks that [each cluster has only one use](crate::overlap_check).
 //!
 //! The tables are untrusted. Invalid entries are skipped, because accesses to them fail later, and
 //! the number of tables is limited by the size of the file.
@@ -32,26 +32,27 @@ use std::path::Path;
 
 /// Offset of a table or a cluster in an L1 or L2 entry.
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// Flag in the L2 entry of a compressed cluster, which this crate never writes.
+/// Flag in the L2 entry of a compressed cluster. This crate never writes compressed clusters.
 const COMPRESSED: u64 = 1 << 62;
-/// Maximum growth of a file that lost its length: clusters per referenced cluster beyond its end,
-/// and additional clusters. Not all tables are written at the same time.
+/// Maximum growth of a file that has lost its length. The file may grow by 16 clusters for each
+/// referenced cluster beyond its end, and by 1024 more: some references are missing, because not
+/// all tables are written at the same time.
 const UNNAMED: u64 = 16;
 const LATELY: u64 = 1024;
-/// Maximum number of refcount blocks in memory.
+/// Maximum number of refcount blocks that are kept in memory.
 const BLOCKS: usize = 256;
 
 /// Result of a repair.
 pub(crate) struct Repaired {
-    /// Number of clusters that were used and not counted.
+    /// Number of clusters that were used but not counted.
     pub(crate) count: u64,
     /// Number of bytes by which the file was extended.
     pub(crate) missing: u64,
-    /// True if no cluster has two uses.
+    /// True if each cluster has only one use.
     pub(crate) is_sound: bool,
 }
 
-/// Counts all used clusters.
+/// Counts all clusters that are used.
 ///
 /// # Errors
 /// [`OpenError`]: the image cannot be read or written, or is damaged.
@@ -92,12 +93,13 @@ struct RepairPass<'a> {
     refcounts: Vec<u64>,
     /// Blocks by their index in the refcount table.
     blocks: BTreeMap<u64, Block>,
-    /// Maximum number of L2 tables, from the space that the file occupies in its file system.
+    /// Maximum number of L2 tables. It follows from the space that the file occupies in its file
+    /// system.
     most_tables: u64,
     repaired: u64,
-    /// Length of the file in clusters, rounded up; unlimited for a device.
+    /// Length of the file in clusters, rounded up. Unlimited for a device.
     len: u64,
-    /// End of the last used cluster.
+    /// End of the last cluster that is used.
     end: u64,
     /// Number of references to clusters beyond the end of the file.
     beyond: u64,
@@ -116,7 +118,7 @@ impl<'a> RepairPass<'a> {
             header,
             refcounts: read_table(file, header.refcounts)?,
             blocks: BTreeMap::new(),
-            // In a valid image only data have holes.
+            // In a valid image, the tables occupy space; only data can be holes.
             most_tables: (taken >> header.cluster_bits).saturating_add(16),
             repaired: 0,
             len: if file.is_block_device() {
@@ -130,7 +132,7 @@ impl<'a> RepairPass<'a> {
         })
     }
 
-    /// Counts all clusters. Returns the defect if the image is damaged.
+    /// Counts all clusters that are used. Returns the defect if the image is damaged.
     fn count_all(&mut self) -> io::Result<Option<String>> {
         let tables = match self.count_tables()? {
             Ok(tables) => tables,
@@ -177,7 +179,7 @@ impl<'a> RepairPass<'a> {
         Ok(Ok(l2))
     }
 
-    /// Counts the clusters of an L2 entry. Returns the defect if the image is damaged.
+    /// Counts the clusters that an L2 entry refers to. Returns the defect if the image is damaged.
     fn count_data(&mut self, entry: u64) -> io::Result<Result<(), String>> {
         let bits = self.header.cluster_bits;
         let at = entry & OFFSET;
@@ -200,10 +202,11 @@ impl<'a> RepairPass<'a> {
         Ok(Ok(()))
     }
 
-    /// Counts a cluster if its count is 0. Returns false if it has no refcount block.
+    /// Sets the count of a cluster to 1 if it is 0. Returns false if the cluster has no refcount
+    /// block.
     fn count(&mut self, cluster: u64) -> io::Result<bool> {
         let order = self.header.refcount_order;
-        // Number of counts per block.
+        // log2 of the number of counts per refcount block.
         let per_block_bits = self.header.cluster_bits + 3 - order;
         let (nth, at) = (cluster >> per_block_bits, cluster & ((1 << per_block_bits) - 1));
         self.end = self.end.max(cluster + 1);
@@ -233,8 +236,8 @@ impl<'a> RepairPass<'a> {
         Ok(self.blocks.get_mut(&nth))
     }
 
-    /// Extends the file to the end of its last cluster, if that is plausible: a large part of the
-    /// growth must be referenced. Returns the number of added bytes.
+    /// Extends the file to the end of its last cluster, if that is plausible: enough of the added
+    /// clusters must be referenced. Returns the number of added bytes.
     fn lengthen(&self) -> io::Result<u64> {
         let grown = self.end.saturating_sub(self.len);
         if self.beyond == 0 || grown > self.beyond.saturating_mul(UNNAMED).saturating_add(LATELY) {
@@ -258,10 +261,10 @@ fn uncounted(at: u64) -> String {
     format!("the cluster at byte {at} is used, and has no reference count")
 }
 
-/// Sets a count of `2^order` bits to 1 if it is 0. Returns true if it was.
+/// Sets a count of `2^order` bits to 1 if it is 0. Returns true if it was 0.
 fn set_if_zero(block: &mut [u8], nth: usize, order: u32) -> bool {
     if order < 3 {
-        // Several counts per byte, the first one in the lowest bits.
+        // A byte contains several counts, the first one in the lowest bits.
         let (bits, per_byte) = (1_usize << order, 8 >> order);
         let (at, shift) = (nth / per_byte, nth % per_byte * bits);
         let Some(byte) = block.get_mut(at) else { return false };
@@ -287,7 +290,7 @@ fn read_table(file: &ImageFile, table: Table) -> io::Result<Vec<u64>> {
     Ok(entries.map(u64::from_be_bytes).collect())
 }
 
-/// Writes with the system call of other disks, because the sandbox allows no other.
+/// Writes by the same system call as other disks, because the sandbox allows no other.
 fn write(file: &ImageFile, mut bytes: &[u8], mut offset: u64) -> io::Result<()> {
     while !bytes.is_empty() {
         let (piece, flags) = ([IoSlice::new(bytes)], ReadWriteFlags::empty());
@@ -301,7 +304,7 @@ fn write(file: &ImageFile, mut bytes: &[u8], mut offset: u64) -> io::Result<()> 
     Ok(())
 }
 
-/// Reads bytes of the file; bytes beyond its end are zeroes.
+/// Reads bytes of the file. Bytes beyond its end are zeroes.
 fn read(file: &ImageFile, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len];
     let mut done = 0;
@@ -329,7 +332,8 @@ mod tests {
             assert!(set_if_zero(&mut block, count - 1, order));
             assert!(!set_if_zero(&mut block, count, order));
             assert_eq!(block.iter().map(|byte| byte.count_ones()).sum::<u32>(), 2, "{order}");
-            // Big-endian from 8 bits on; below that, from the lowest bit of a byte on.
+            // Counts of at least 8 bits are big-endian. Shorter counts start with the lowest bit of
+            // a byte.
             let at = match order {
                 0 => (0, 1 << 3),
                 1 => (0, 1 << 6),

@@ -1,9 +1,9 @@
 //! The image's file as storage of `imago`.
 //!
-//! `imago` has its own file storage. This one uses only system calls that the server process needs
-//! for other disks anyway, so the sandbox allows none for this format alone. The alignment of
-//! direct I/O is known from opening the image, so nothing is written to probe it. No file is opened
-//! by name.
+//! `imago` has its own file storage. This storage uses only system calls that the server process
+//! also needs for other disks, so the sandbox need not allow further ones. The alignment of direct
+//! I/O is known since the image was opened, so no write is needed to probe it. No file is opened by
+//! name.
 
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
@@ -23,12 +23,12 @@ const MAX_PIECES: usize = 1024;
 pub(crate) struct FileStorage {
     file: File,
     alignment: Alignment,
-    /// Allocation unit of the file system in bytes: smaller holes free nothing.
+    /// Allocation unit of the file system in bytes. A smaller hole frees nothing.
     unit: usize,
-    /// Length of the file, which no other process changes.
+    /// Length of the file. No other process changes it.
     len: AtomicU64,
-    /// Shared by writes, and exclusive while the length is set, which could cut off concurrent
-    /// writes.
+    /// Held shared by writes, and exclusively while the length is set. Otherwise setting the length
+    /// could cut off a concurrent write.
     growth: RwLock<()>,
     /// True if the file does not support holes.
     no_holes: AtomicBool,
@@ -36,7 +36,8 @@ pub(crate) struct FileStorage {
 }
 
 impl FileStorage {
-    /// Wraps `file`, with the alignment of direct I/O if the page cache is bypassed.
+    /// Creates the storage for `file`. `direct` is the alignment of direct I/O, if the page cache
+    /// is bypassed.
     pub(crate) fn new(file: File, direct: Option<Alignment>) -> io::Result<Self> {
         let len = rustix::fs::seek(&file, SeekFrom::End(0))?;
         let unit = retry_on_intr(|| rustix::fs::fstatfs(&file)).ok();
@@ -69,7 +70,7 @@ impl FileStorage {
         &self.helper
     }
 
-    /// Reads all of `into`; bytes beyond the end of the file are zeroes.
+    /// Fills `into`. Bytes beyond the end of the file are zeroes.
     pub(crate) fn read(&self, into: IoVectorMut<'_>, mut offset: u64) -> io::Result<()> {
         let mut pieces = into.into_inner();
         let mut left = pieces.as_mut_slice();
@@ -81,7 +82,8 @@ impl FileStorage {
             })?;
             IoSliceMut::advance_slices(&mut left, read);
             offset = offset.saturating_add(read as u64);
-            // A direct read ends within a unit only at the end of the file, and cannot continue.
+            // A direct read that ends within an alignment unit has reached the end of the file. It
+            // cannot continue at that offset.
             if read == 0 || !offset.is_multiple_of(self.alignment.offset as u64) {
                 left.iter_mut().for_each(|piece| piece.fill(0));
                 break;
@@ -111,7 +113,7 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Zeroes a range without allocating it. If it exceeds the file, the file is extended.
+    /// Zeroes a range without allocating it. If the range exceeds the file, the file is extended.
     pub(crate) fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
         let end = place(offset.saturating_add(len))?;
         self.punch(offset, len)?;
@@ -132,7 +134,7 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Punches a hole within the file, which then reads as zeroes. The error has the kind
+    /// Punches a hole within the file. The hole reads as zeroes. The error has the kind
     /// `Unsupported` if the file does not support holes.
     pub(crate) fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
         if offset >= self.len() {
@@ -149,7 +151,8 @@ impl FileStorage {
         outcome
     }
 
-    /// Makes all completed writes durable, with the metadata needed to read them.
+    /// Makes all completed writes durable, including the file's metadata that are needed to read
+    /// them.
     pub(crate) fn sync(&self) -> io::Result<()> {
         Ok(retry_on_intr(|| rustix::fs::fdatasync(&self.file))?)
     }
@@ -174,7 +177,7 @@ impl FileStorage {
     }
 }
 
-/// Checks an offset for the system calls, which interpret the largest number differently.
+/// Checks that an offset is valid for the system calls, whose offsets are signed.
 fn place(offset: u64) -> io::Result<u64> {
     match i64::try_from(offset) {
         Ok(_) => Ok(offset),
@@ -188,8 +191,8 @@ mod tests {
     use imago::io_buffers::IoBuffer;
     use std::os::unix::fs::{FileExt, MetadataExt};
 
-    /// Runs `test` on a file with this content and a second open file of it: with the page cache,
-    /// and with direct I/O if the file system supports it.
+    /// Runs `test` on a file with this content, and on a second open file of it. Runs it with the
+    /// page cache, and also with direct I/O if the file system supports that.
     fn each(content: &[u8], test: impl Fn(&FileStorage, &File)) {
         for direct in [false, true] {
             let file = tempfile::tempfile_in("/var/tmp").unwrap();
@@ -228,7 +231,7 @@ mod tests {
 
     #[test]
     fn what_is_beyond_the_end_is_zeroes() {
-        // An end within a unit, where a direct read cannot continue.
+        // The file ends within an alignment unit, where a direct read cannot continue.
         let content: Vec<u8> = (0..1000_u32).map(|n| n as u8 | 1).collect();
         each(&content, |storage, _| {
             let all = read(storage, 0, 8192);
@@ -262,12 +265,12 @@ mod tests {
             let len = || file.metadata().unwrap().len();
             storage.write((&buffer(&[2; 4096])).into(), 16384).unwrap();
             assert_eq!((storage.len(), len()), (20480, 20480));
-            // Across the end, and beyond it.
+            // Ranges that cross the end of the file, and a range beyond it.
             storage.zero(16384, 8192).unwrap();
             assert_eq!((storage.len(), len()), (24576, 24576));
             storage.zero(32768, 4096).unwrap();
             assert_eq!((storage.len(), len()), (36864, 36864));
-            // A range inside of the file does not change its length.
+            // A range inside the file does not change the length of the file.
             storage.zero(0, 4096).unwrap();
             assert_eq!((storage.len(), len()), (36864, 36864));
             let all = read(storage, 0, 36864);
@@ -318,7 +321,7 @@ mod tests {
             let error = storage.punch(0, 4096).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::Unsupported);
         }
-        // A file without a seek position cannot be an image.
+        // A pipe has no seek position, so it cannot be an image.
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         assert!(FileStorage::new(File::from(reader), None).is_err());
     }

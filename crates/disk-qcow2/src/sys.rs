@@ -1,6 +1,6 @@
-//! Implementation of `imago`'s trait `Storage`. Some methods are `unsafe` to call, because their
-//! callers are responsible for the alignment. Nothing in them is `unsafe`: a wrong alignment is an
-//! error of the system call.
+//! Implementation of `imago`'s trait `Storage`. Some methods are `unsafe` to call, because the
+//! trait makes their callers responsible for the alignment. Their bodies contain no unsafe
+//! operation: with a wrong alignment, the system call fails.
 
 use crate::storage::FileStorage;
 use imago::Storage;
@@ -46,7 +46,8 @@ impl Storage for FileStorage {
         self.allocate_zeroes(offset, length)
     }
 
-    /// Discarded data may read as anything, so nothing is lost if the file does not support holes.
+    /// Discarded data may have any content. So if the file does not support holes, success without
+    /// effect is correct.
     unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
         match self.punch(offset, length) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
@@ -54,7 +55,7 @@ impl Storage for FileStorage {
         }
     }
 
-    /// Does nothing, because there is no cache.
+    /// Has no effect, because this storage has no cache.
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }
@@ -63,12 +64,12 @@ impl Storage for FileStorage {
         FileStorage::sync(self)
     }
 
-    /// Does nothing, because writes complete before their calls return.
+    /// Has no effect, because writes complete before their calls return.
     fn settle_writes(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Does nothing, because there is no cache.
+    /// Has no effect, because this storage has no cache.
     unsafe fn invalidate_cache(&self) -> io::Result<()> {
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! qcow2 images that are locked, refused, full, damaged, truncated, or killed in mid-write.
+//! Tests with qcow2 images that are locked, refused, full, damaged or truncated, and with a process
+//! that is killed during writes.
 
 mod common;
 
@@ -77,7 +78,7 @@ fn invalid_images_are_refused_with_the_reason() {
     assert!(refused("").contains("ends inside of its header"));
     let base = directory.path().join("base");
     std::fs::write(&base, [1; 4096]).unwrap();
-    // Marked as by `qemu-img create -o encrypt.format=luks`.
+    // The header declares encryption, like an image of `qemu-img create -o encrypt.format=luks`.
     create(&path.with_extension("luks"), MIB).unwrap();
     let luks = std::fs::File::options().write(true).open(path.with_extension("luks")).unwrap();
     luks.write_all_at(&2_u32.to_be_bytes(), 32).unwrap();
@@ -98,7 +99,7 @@ fn invalid_images_are_refused_with_the_reason() {
     assert!(refused("").contains("extended L2"));
     create(&["-o", &format!("data_file={}/data", directory.path().display())]);
     assert!(refused("").contains("external data file"));
-    // A backing file is read only if that is allowed and its format is given.
+    // A backing file is opened only if that is allowed, and if the image states its format.
     create(&["-b", name(&base), "-F", "raw"]);
     assert!(refused("").contains("allow-backing=on"));
     assert_eq!(content(&try_open(path.as_ref(), "?allow-backing=on").unwrap())[..4096], [1; 4096]);
@@ -152,7 +153,7 @@ fn a_cancelled_read_leaves_the_memory_alone_and_a_write_ends() {
             });
         }
         assert_eq!(pending, 0);
-        // All threads have finished their requests, and the memory does not change any more.
+        // All threads have finished their requests, so the memory must not change any more.
         let before = bytes.slice(0, 64 << 10).unwrap();
         let mut one = vec![0; 64 << 10];
         before.read_into(0, &mut one).unwrap();
@@ -222,8 +223,8 @@ fn a_truncated_file_gives_errors_and_not_zeroes() {
     assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2, "nothing was written any more");
 }
 
-/// Clusters that are unallocated in the image and its backing file are holes; written ones are
-/// not, also if only the tables in memory have them.
+/// Clusters that are allocated neither in the image nor in its backing files are reported as holes.
+/// Written clusters are reported as data, even while only the tables in memory refer to them.
 #[test]
 fn unallocated_clusters_are_holes() {
     let extents = |disk: &dyn Disk| {
@@ -250,14 +251,14 @@ fn unallocated_clusters_are_holes() {
     assert_eq!(extents(&disk), all);
     run_one(&mut *queue, Op::Discard, 600 * MIB, cluster, Segments::new()).unwrap();
     assert_eq!(extents(&disk), [(2048 * MIB, false)]);
-    // An unreadable image reports no holes.
+    // If the tables cannot be read, all of the disk is reported as data.
     write(&mut *queue, 0, &vec![1; 1 << 20]).unwrap();
     flush(&mut *queue).unwrap();
     std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
     assert_eq!(extents(&disk), [(2048 * MIB, true)]);
 }
 
-/// A full file system gives `NoSpace`, and writes succeed again with free space.
+/// On a full file system, writes fail with `NoSpace`. When there is space again, they succeed.
 #[test]
 fn full_storage_gives_no_space_and_recovers() {
     let directory = directory();
@@ -313,7 +314,7 @@ fn full_storage_gives_no_space_and_recovers() {
     check(&path);
 }
 
-/// With any damage in the tables, every request ends, and the process continues.
+/// With any damage in the tables, each request ends and the process does not panic.
 #[test]
 fn damaged_tables_never_panic() {
     let directory = directory();
@@ -329,12 +330,13 @@ fn damaged_tables_never_panic() {
     for _ in 0..60 {
         let mut bad = good.clone();
         for _ in 0..1 + random.below(20) {
-            // The header and all tables are in front of the data.
+            // The first part of the image contains the header and all tables, which precede the
+            // data.
             let at = random.below(8 * 65536.min(bad.len() as u64 / 8)) as usize;
             bad[at] = random.next() as u8;
             let aligned = at & !7;
             if random.below(2) == 0 {
-                // An entry with a plausible offset.
+                // Writes a table entry with a plausible offset.
                 let entry = (random.below(40) << 16) | (1 << 63);
                 bad[aligned..aligned + 8].copy_from_slice(&entry.to_be_bytes());
             }
@@ -354,8 +356,8 @@ fn damaged_tables_never_panic() {
     }
 }
 
-/// Child process of [`a_killed_writer_leaves_a_consistent_image`]: writes until it is killed,
-/// and prints what was flushed.
+/// Child process of [`a_killed_writer_leaves_a_consistent_image`]. It writes until it is killed,
+/// and prints which writes were flushed.
 #[test]
 fn child_that_writes() {
     let Ok(path) = std::env::var("QCOW2_TEST_IMAGE") else { return };
@@ -365,7 +367,7 @@ fn child_that_writes() {
     let mut random = Random(seed);
     let mut out = std::io::stdout().lock();
     for number in 1_u32.. {
-        // A separate block for each number, so that flushed ones are not overwritten.
+        // Each number has its own block, so that flushed blocks are not overwritten.
         let at = u64::from(number % 4096) * 16384;
         let mut data = vec![0; 16384];
         data[..4].copy_from_slice(&number.to_le_bytes());
@@ -407,7 +409,7 @@ fn a_killed_writer_leaves_a_consistent_image() {
         for (seen, number) in numbers.enumerate() {
             flushed = number;
             if seen as u64 == stop {
-                // The kill comes in the middle of the next operation.
+                // A random delay, so that the kill occurs during the next operation.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
                 child.kill();
             }
@@ -425,7 +427,7 @@ fn a_killed_writer_leaves_a_consistent_image() {
     }
 }
 
-/// Without a flush, tables are written to the file after a short time, in case the process is
+/// Tables are written to the file after a short time even without a flush, in case the process is
 /// killed.
 #[test]
 fn tables_are_written_after_a_short_time() {

@@ -1,5 +1,5 @@
-//! Storage that is removed under a qcow2 image in mid-I/O and returns: flushed data are in the
-//! image, and partial writes do not damage it.
+//! Tests with storage that is removed during I/O on a qcow2 image, and then returns. Flushed data
+//! are in the image, and partial writes have not damaged it.
 
 mod common;
 
@@ -25,20 +25,22 @@ fn fuse_daemon() {
     be_the_daemon();
 }
 
-/// Possible contents of each block: a number, zero at first.
+/// Possible contents of each block. The content of a block is a number, which is zero at first.
 struct Model {
-    /// Contents at the last completed flush, and all data written since.
+    /// For each block: its content at the last completed flush, and all contents that were written
+    /// since.
     blocks: Vec<Vec<u64>>,
-    /// Only flushed data are guaranteed: in a cluster allocated since, any old contents of that
-    /// place of the file may be read.
+    /// True if the storage can lose everything that was not flushed. Then a cluster that was
+    /// allocated since the last flush may contain old data of any other use of that place in the
+    /// file.
     is_rough: bool,
-    /// All earlier contents of each block; with `is_rough`, only of blocks that were not flushed.
+    /// All earlier contents of each block. With `is_rough`, only for blocks that were not flushed.
     older: Vec<Vec<u64>>,
     last: u64,
     random: Random,
 }
 
-/// A request in flight: a write, or a flush with the blocks that were written before it.
+/// Request in flight: a write, or a flush with the blocks whose writes had completed before it.
 enum Sent {
     Write(usize),
     Flush(Vec<usize>),
@@ -51,9 +53,9 @@ impl Model {
         Self { blocks, is_rough, older, last: 0, random: Random(seed) }
     }
 
-    /// Keeps writes in flight, with occasional flushes, until a request fails. `end` removes the
-    /// storage in time, and returns whether it has: later flushes do not count. Then waits for all
-    /// requests, and returns the errors.
+    /// Keeps writes in flight, with some flushes, until a request fails. `end` removes the storage
+    /// at some time, and returns true if it has done so; flushes after that do not count. At the
+    /// end, waits for all requests and returns their errors.
     fn load(&mut self, queue: &mut dyn Queue, mut end: impl FnMut() -> bool) -> Vec<DiskError> {
         let bytes = memory((u64::from(DEPTH) * BLOCK) as usize);
         let mut sent: Vec<Option<Sent>> = (0..DEPTH).map(|_| None).collect();
@@ -71,7 +73,8 @@ impl Model {
                         let is = |sent: &Option<Sent>| matches!(sent, Some(Sent::Write(it)) if it == block);
                         sent.iter().any(is)
                     };
-                    // A flush makes writes durable that completed before its submission.
+                    // A flush makes a write durable only if the write has completed before the
+                    // flush is submitted.
                     let ended = (0..self.blocks.len())
                         .filter(|block| self.blocks[*block].len() > 1 && !is_under_way(block));
                     (Request { op: Op::Flush, offset: 0, len: 0 }, Sent::Flush(ended.collect()))
@@ -133,7 +136,7 @@ impl Model {
         }
     }
 
-    /// Reads the whole disk; its contents are the expected ones from here on.
+    /// Reads the whole disk and checks it. From then on, these contents are the expected ones.
     fn compare(&mut self, disk: &Qcow2Disk, context: &str) {
         let all = read(&mut *disk.queue().unwrap(), 0, SIZE as usize).unwrap();
         for (block, held) in all.chunks(BLOCK as usize).enumerate() {
@@ -151,12 +154,12 @@ impl Model {
     }
 }
 
-/// Opens the image with `options`, after the previous holder has released its lock.
+/// Opens the image with `options`. Waits until the previous owner has released its lock.
 fn open_soon(path: &Path, options: &str) -> Qcow2Disk {
     wait::until_some("a free image", || Qcow2Disk::open(path, &file_options(options)).ok())
 }
 
-/// The daemon of the FUSE file system is killed at any moment.
+/// The daemon of a FUSE file system is killed at a random moment.
 #[test]
 fn the_server_of_a_file_system_is_killed() {
     for options in ["", "?aio=threads"] {
@@ -170,10 +173,10 @@ fn the_server_of_a_file_system_is_killed() {
             let disk = open(&mount.path(), options);
             let mut queue = disk.queue().unwrap();
             let (began, mut mount) = (Instant::now(), mount);
-            // Random moment: any is good.
+            // Time of the kill. Any moment is suitable.
             let time = Duration::from_millis(20 + round * 37 % 120);
             let errors = model.load(&mut *queue, || {
-                // The server of the file system ends at a moment that differs.
+                // Kills the daemon when the time has come.
                 let is_time = began.elapsed() > time;
                 if is_time {
                     mount.end();
@@ -191,7 +194,7 @@ fn the_server_of_a_file_system_is_killed() {
             ] {
                 assert!(is_gone(&error), "{context}: {error:?}");
             }
-            // The image is closed without its storage.
+            // The image is closed while its storage is gone.
             drop((queue, disk, mount));
             model.compare(&open_soon(&behind, options), &context);
             check(&behind);
@@ -199,8 +202,8 @@ fn the_server_of_a_file_system_is_killed() {
     }
 }
 
-/// Tables that refer beyond the end of the file: those clusters read as zeroes, and the image
-/// is not damaged. An entry with an impossible offset does not extend the file.
+/// Tables refer to clusters beyond the end of the file. These clusters read as zeroes, and the
+/// image is not damaged. An entry with an impossible offset does not extend the file.
 #[test]
 fn a_file_shorter_than_its_tables_is_extended() {
     let directory = directory();
@@ -224,12 +227,12 @@ fn a_file_shorter_than_its_tables_is_extended() {
     drop((queue, disk));
     assert_eq!(file.metadata().unwrap().len(), len);
     check(&path);
-    // A file that ends within its last cluster is valid.
+    // A file may end within its last cluster.
     file.set_len(len - 4096).unwrap();
     drop(open_soon(&path, ""));
     assert_eq!(file.metadata().unwrap().len(), len - 4096);
     file.set_len(len).unwrap();
-    // An entry of the first L2 table, the only one.
+    // Finds an entry of the first and only L2 table.
     let mut entry = [0; 8];
     file.read_exact_at(&mut entry, 40).unwrap();
     let l1 = u64::from_be_bytes(entry);
@@ -240,7 +243,7 @@ fn a_file_shorter_than_its_tables_is_extended() {
     assert_eq!(file.metadata().unwrap().len(), len);
 }
 
-/// Undoes a mount or a loop device on drop.
+/// Commands that undo a mount or a loop device. They run on drop.
 struct Undo(Vec<String>);
 
 impl Drop for Undo {
@@ -261,7 +264,7 @@ fn does(program: &str, arguments: &[&str]) -> Option<String> {
     }
 }
 
-/// A file system is shut down at any moment, which loses data that are not on its device.
+/// A file system is shut down at a random moment. It loses all data that are not on its device.
 #[test]
 fn a_file_system_is_shut_down() {
     let directory = directory();
@@ -294,24 +297,25 @@ fn a_file_system_is_shut_down() {
             let disk = open_soon(&path, options);
             model.compare(&disk, &context);
             let mut queue = disk.queue().unwrap();
-            // Random moment: any is good.
+            // Time of the shutdown. Any moment is suitable.
             let time = Duration::from_millis(20 + round * 37 % 120);
             let (began, mut is_shut) = (Instant::now(), false);
             let errors = model.load(&mut *queue, || {
-                // The server of the file system ends at a moment that differs.
+                // Shuts the file system down when the time has come.
                 if began.elapsed() > time && !is_shut {
                     is_shut = does("xfs_io", &["-x", "-c", "shutdown", name]).is_some();
                     assert!(is_shut, "`xfs_io` cannot shut the file system down");
                 }
                 is_shut
             });
-            // The file system may report itself as read-only.
+            // After the shutdown, the file system may report that it is read-only.
             let is_gone =
                 |error: &DiskError| matches!(error, DiskError::Io(libc::EIO | libc::EROFS));
             assert!(errors.iter().all(is_gone), "{context}: {errors:?}");
             assert!(is_gone(&flush(&mut *queue).unwrap_err()), "{context}");
             drop((queue, disk));
-            // A process that another test begins has all files until it is another program.
+            // Another test may just have forked a child process. It holds all open files until it
+            // executes its program, so the unmount is repeated.
             wait::until("an unmount", || {
                 Command::new("umount").arg(name).output().unwrap().status.success()
             });

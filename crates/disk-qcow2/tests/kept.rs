@@ -1,4 +1,4 @@
-//! Recovery of a qcow2 image: completed writes are in the file, and wrong reference counts
+//! Tests of recovering a qcow2 image. Completed writes are in the file, and wrong reference counts
 //! after a crash are repaired.
 
 mod common;
@@ -18,14 +18,14 @@ use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
-/// A copy of the image as it would be after a kill at this moment.
+/// Copies the image. The copy has the state that a kill at this moment would leave.
 fn killed(path: &Path) -> std::path::PathBuf {
     let copy = path.with_extension("copy");
     std::fs::copy(path, &copy).unwrap();
     copy
 }
 
-/// State for the next process.
+/// Checkpoint of the disk for the next process.
 fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
     let mut fds = Descriptors::default();
     let state = disk.keep(&mut fds).unwrap();
@@ -33,8 +33,8 @@ fn keep(disk: &Qcow2Disk) -> (serde_json::Value, Descriptors) {
     (state, fds)
 }
 
-/// A child process that another test has just forked may hold the lock until it executes its
-/// program.
+/// Recovers the image. A child process that another test has just forked may hold the lock until it
+/// executes its program, so this is repeated.
 fn recover(path: &Path, (state, mut fds): (serde_json::Value, Descriptors)) -> Qcow2Disk {
     let deadline = wait::deadline();
     let wait = || Instant::now() < deadline;
@@ -50,7 +50,7 @@ fn try_recover(
     Qcow2Disk::recover(path, &file_options("?allow-backing=on"), state, fds, &|| false)
 }
 
-/// Returns true if `qemu-img check` finds corruption: used clusters that are not counted.
+/// Returns true if `qemu-img check` finds used clusters that are not counted.
 fn is_corrupt(path: &Path) -> bool {
     let check = qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]);
     check.is_none_or(|output| output.status.code() == Some(2))
@@ -70,7 +70,8 @@ fn completed_writes_are_in_the_file() {
         let mut queue = open(&copy, "").queue().unwrap();
         assert_eq!(read(&mut *queue, at, 4096).unwrap(), [byte; 4096], "at {at:#x}");
     };
-    // Earlier writes, allocating and other ones, and in other parts of the disk.
+    // Writes before the checkpoint: some allocate clusters and some overwrite, in several parts of
+    // the disk.
     there(0, 9);
     for at in [4096, 0, 65536, 65536 + 4096, 600 * MIB, 4000 * MIB, 4000 * MIB + 65536] {
         write(&mut *queue, at, &[7; 4096]).unwrap();
@@ -84,7 +85,7 @@ fn completed_writes_are_in_the_file() {
     write(&mut *queue, 8 * MIB, &[6; 4096]).unwrap();
     there(8 * MIB, 6);
     flush(&mut *queue).unwrap();
-    // The first process is alive, and holds the lock.
+    // The first process is alive and holds the lock, so recovery fails.
     let busy = try_recover(&path, &state, &mut fds).unwrap_err().to_string();
     assert!(busy.contains("another program"), "{busy}");
 }
@@ -103,7 +104,8 @@ fn reference_counts_are_repaired_after_a_crash() {
             }
             let disk = open(&path, "");
             let mut queue = disk.queue().unwrap();
-            // Tables for two parts of the disk, neither of which is counted in the file yet.
+            // The writes need tables in two parts of the disk. Neither table is counted in the file
+            // yet.
             write(&mut *queue, 0, &[1; 4096]).unwrap();
             write(&mut *queue, 3000 * MIB, &[2; 4096]).unwrap();
             let copy = path.with_extension("killed");
@@ -111,8 +113,8 @@ fn reference_counts_are_repaired_after_a_crash() {
             drop((queue, disk));
             check(&path);
             assert!(is_corrupt(&copy), "this test is about nothing");
-            // The reference counts in `copy` are wrong. They are repaired by an ordinary open
-            // (first check) and by a recovery (second check).
+            // The reference counts in `copy` are wrong. An ordinary open repairs them (first
+            // check), and so does a recovery (second check).
             let fresh = killed(&copy);
             drop(open(&fresh, ""));
             check(&fresh);
@@ -157,7 +159,7 @@ fn a_renamed_image_is_recovered_and_another_one_refused() {
     assert_eq!(read(&mut *queue, MIB, 4096).unwrap(), [5; 4096]);
     assert_eq!(read(&mut *queue, 2 * MIB, 4096).unwrap(), [6; 4096]);
     drop((queue, disk));
-    // The disk must not have become smaller, nor another type of image.
+    // Recovery fails if the disk has another size, or if the image is of another type.
     let (mut state, mut fds) = keep(&open(&path, ""));
     state["qcow2"]["blocks"] = 1.into();
     let error = try_recover(&path, &state, &mut fds).unwrap_err().to_string();
@@ -203,7 +205,7 @@ fn each_completed_write_survives_a_kill() {
     let mut random = Random(21);
     let mut ended = std::collections::HashMap::new();
     for round in 0..6 {
-        // State of an earlier process: the identity of the file.
+        // Checkpoint of an earlier process, which contains the identity of the file.
         let kept = keep(&open(&path, ""));
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
@@ -214,7 +216,7 @@ fn each_completed_write_survives_a_kill() {
         let mut child = ProcessGroup::spawn(&mut command).unwrap();
         let stop = 50 + random.below(300);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        // The write after the last reported one may be there or not.
+        // A write after the last reported one may have reached the file or not.
         let mut seen = 0;
         for line in lines.map_while(Result::ok) {
             let Some((_, what)) = line.split_once("wrote ") else { continue };
@@ -223,7 +225,7 @@ fn each_completed_write_survives_a_kill() {
             ended.insert(at, number);
             seen += 1;
             if seen == stop {
-                // Random moment: any is good.
+                // Time of the kill. Any moment is suitable.
                 std::thread::sleep(std::time::Duration::from_micros(random.below(3000)));
                 child.kill();
             }
@@ -242,7 +244,7 @@ fn each_completed_write_survives_a_kill() {
                 *number = there;
             }
         }
-        // The write that was in flight.
+        // Only the write that was in flight may differ.
         assert!(differ.len() <= 1, "{differ:?}");
         drop((queue, disk));
         check(&path);

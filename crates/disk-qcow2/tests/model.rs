@@ -1,5 +1,5 @@
-//! Every operation on every kind of qcow2 image, in batches, against a vector; and QEMU's check
-//! of the image afterwards.
+//! Test of every operation on every kind of qcow2 image, in batches, against a model in memory.
+//! Afterwards, QEMU checks the image.
 
 mod common;
 
@@ -14,7 +14,8 @@ use std::path::Path;
 const SIZE: usize = 4 << 20;
 const BATCHES: usize = 12;
 
-/// Random batches on images that `fresh` creates; it returns their initial contents.
+/// Runs random batches on images that `fresh` creates. `fresh` returns the initial contents of the
+/// image.
 fn cases(path: &Path, options: &str, fresh: impl Fn() -> Vec<u8>) {
     let config = Config { cases: 5, failure_persistence: None, ..Config::default() };
     TestRunner::new(config)
@@ -42,7 +43,7 @@ fn cases(path: &Path, options: &str, fresh: impl Fn() -> Vec<u8>) {
         .unwrap();
 }
 
-/// Checks that QEMU reads the model's contents.
+/// Checks that QEMU reads the same contents as the model has.
 fn same_to_qemu(path: &Path, model: &[u8]) {
     let raw = path.with_extension("raw");
     std::fs::write(&raw, model).unwrap();
@@ -137,7 +138,8 @@ fn on_backing(format: &str) {
     let first = Random(7).bytes(SIZE / 2);
     std::fs::write(&raw, &first).unwrap();
     let name = |path: &Path| path.to_str().unwrap().to_owned();
-    // The backing file is shorter than the disk: beyond its end there are zeroes.
+    // The backing file is shorter than the disk. The disk reads as zeroes beyond the end of that
+    // file.
     if !qemu_img_does(&["convert", "-f", "raw", "-O", format, &name(&raw), &name(&base)]) {
         return;
     }
@@ -163,7 +165,7 @@ fn above_a_qcow2_image() {
     on_backing("qcow2");
 }
 
-/// The contents of snapshots do not change.
+/// Writes to the image do not change the contents of its snapshots.
 #[test]
 fn above_snapshots() {
     let directory = directory();

@@ -1,4 +1,4 @@
-//! A qcow2 image on hung storage, beside another image on the same thread.
+//! Test of a qcow2 image on hung storage. The same thread uses another image.
 
 mod common;
 
@@ -30,10 +30,9 @@ fn hung_storage_delays_no_other_image() {
     let slow = open(&mount.path(), "");
     let good = open(&good, "");
     let (mut waits, mut goes) = (slow.queue().unwrap(), good.queue().unwrap());
-    // The mount is dropped first, so that waiting requests end.
+    // Moved here so that it is dropped first. Dropping the mount ends the waiting requests.
     let mount = mount;
-    // The location of the first clusters is cached from here on, so reads of them take the fast
-    // path.
+    // From now on, the map contains the first clusters, so reads of them take the fast path.
     assert_eq!(read(&mut *waits, 0, 4096), Ok(vec![7; 4096]));
     mount.stall();
     let bytes = memory(200 * 4096);
@@ -42,7 +41,7 @@ fn hung_storage_delays_no_other_image() {
         let (op, offset) = match tag % 5 {
             0 => (Op::Read, at % MIB),
             1 => (Op::Write { fua: false }, MIB + at % MIB),
-            // A cluster of its own.
+            // Each of these writes allocates a cluster.
             2 => (Op::Write { fua: true }, 4 * MIB + u64::from(tag % 40) * CLUSTER),
             3 => (Op::WriteZeroes { deallocate: true, fua: false }, 7 * MIB + at),
             _ => (Op::Flush, 0),
@@ -56,14 +55,14 @@ fn hung_storage_delays_no_other_image() {
     let mut ended = vec![None; 200];
     waits.reap(&mut |tag, result, _| ended[tag as usize] = Some(result));
     assert!(ended.iter().all(Option::is_none), "a request completed on hung storage: {ended:?}");
-    // The other image allocates, reads and syncs meanwhile on this thread.
+    // Meanwhile, this thread allocates, reads and syncs in the other image.
     for n in 0..16u8 {
         let at = 4 * MIB + u64::from(n) * CLUSTER;
         write(&mut *goes, at, &[n; 4096]).unwrap();
         assert_eq!(read(&mut *goes, at, 4096), Ok(vec![n; 4096]));
     }
     flush(&mut *goes).unwrap();
-    // A cancelled request ends early, or completes normally.
+    // A cancelled request ends early or completes normally.
     (0..200).step_by(3).for_each(|tag| waits.cancel(tag));
     waits.reap(&mut |tag, result, _| ended[tag as usize] = Some(result));
     mount.go_on();

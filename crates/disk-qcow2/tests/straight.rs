@@ -1,5 +1,5 @@
-//! Fast path of qcow2 requests: which requests take it, moving clusters under it, and crafted
-//! images that try to misuse it.
+//! Tests of the fast path of qcow2: selection of requests, clusters that move while requests use
+//! them, and malicious images.
 
 mod common;
 
@@ -23,7 +23,8 @@ fn image(directory: &Path, size: u64) -> PathBuf {
     path
 }
 
-/// Returns two flags: reads, and writes, of the first bytes of a cluster take the fast path.
+/// Returns two flags for the first bytes of a cluster: true if reads take the fast path, and true
+/// if writes do.
 fn straight(disk: &Qcow2Disk, cluster: u64) -> (bool, bool) {
     let at = cluster * CLUSTER;
     (disk.goes_straight(at, 4096, false), disk.goes_straight(at, 4096, true))
@@ -49,14 +50,14 @@ fn allocated_clusters_take_the_fast_path() {
         assert_eq!(straight(&disk, at / CLUSTER), (false, false), "{op:?}");
         assert_eq!(read(&mut *queue, at + 4096, 4096).unwrap(), [0; 4096]);
     }
-    // Zeroes in a part of a cluster are written in place.
+    // Zeroes in a part of a cluster are written in place, so the cluster stays mapped.
     run_one(&mut *queue, zeroes, 3 * CLUSTER, 4096, Segments::new()).unwrap();
     assert_eq!(straight(&disk, 3), (true, true));
     assert_eq!(read(&mut *queue, 3 * CLUSTER, 4096).unwrap(), [0; 4096]);
     flush(&mut *queue).unwrap();
     drop((queue, disk));
     check_whole(&path);
-    // The next open caches the mapping of a whole part of the disk with the first request.
+    // After the image is opened again, the first request maps a whole part of the disk.
     for (options, writes) in [("", true), ("?read-only=on", false)] {
         let disk = open(&path, options);
         assert_eq!(straight(&disk, 2), (false, false));
@@ -92,14 +93,14 @@ fn clusters_shared_with_a_snapshot_take_the_slow_path() {
     assert_eq!(read(&mut *disk.queue().unwrap(), 0, 8192).unwrap(), [1; 8192]);
 }
 
-/// Fast requests on clusters that another queue frees, zeroes, allocates anew and writes. Each
-/// unit holds only its own data at any time, and never a table.
+/// Requests take the fast path while another queue frees, zeroes, allocates and writes the same
+/// clusters. At any time, each unit contains only its own data, and never a table.
 fn race(path: &Path, cluster: u64, millis: u64) {
     const UNIT: u64 = 4096;
     const UNITS: u64 = 256;
     let disk = open(path, "");
     let over = AtomicBool::new(false);
-    // The length of the load.
+    // Time for which the load runs.
     let until = Instant::now() + Duration::from_millis(millis);
     let batch = |queue: &mut dyn Queue, random: &mut Random, moves: bool| {
         let bytes = memory((UNITS * UNIT) as usize);
@@ -114,7 +115,7 @@ fn race(path: &Path, cluster: u64, millis: u64) {
                 _ => Op::Write { fua: false },
             };
             let units = |from: u64, len: u64| (from * UNIT, len * UNIT);
-            // A few units, or the whole cluster; each with its own buffer.
+            // The request covers one unit, or a whole cluster. Each request has its own buffer.
             let (offset, len) = match op {
                 Op::Read | Op::Write { .. } => units(at, 1),
                 _ => (at * UNIT / cluster * cluster, cluster.max(UNIT)),
@@ -139,7 +140,8 @@ fn race(path: &Path, cluster: u64, millis: u64) {
         for Request { offset, .. } in plan.iter().filter(|request| request.op == Op::Read) {
             let mut unit = vec![0; UNIT as usize];
             bytes.read_into(*offset as usize, &mut unit).unwrap();
-            // A unit may mix parts of racing writes to it, but has no data of another unit.
+            // A unit may contain parts of several concurrent writes to it, but no data of another
+            // unit.
             let odd = unit.chunks_exact(8).find(|word| {
                 let word = u64::from_le_bytes((*word).try_into().unwrap());
                 word != 0 && word >> 32 != offset / UNIT + 1
@@ -154,7 +156,7 @@ fn race(path: &Path, cluster: u64, millis: u64) {
                 let mut queue = disk.queue().unwrap();
                 let mut random = Random(seed);
                 while Instant::now() < until && !over.load(Ordering::Relaxed) {
-                    // The first queue moves the clusters.
+                    // Only the first queue moves clusters.
                     batch(&mut *queue, &mut random, seed == 1);
                 }
                 over.store(true, Ordering::Relaxed);
@@ -184,7 +186,7 @@ fn fast_requests_survive_moving_clusters() {
     }
 }
 
-/// In a recoverable image, the fast path overwrites a cluster only after the table that refers
+/// In a recoverable image, the fast path may overwrite a cluster only after the table that refers
 /// to it is in the file.
 #[test]
 fn a_recoverable_image_is_overwritten_after_its_tables_are_saved() {
@@ -206,7 +208,7 @@ fn a_recoverable_image_is_overwritten_after_its_tables_are_saved() {
     }
 }
 
-/// An image with data in its first clusters, and the offsets of its tables.
+/// Image with data in its first clusters, and the offsets of its tables.
 struct Tables {
     path: PathBuf,
     bytes: Vec<u8>,
@@ -235,7 +237,7 @@ impl Tables {
         u64::from_be_bytes(self.bytes[at..at + 8].try_into().unwrap())
     }
 
-    /// Writes the image with other numbers at these offsets.
+    /// Writes the image to its file, with these numbers at these offsets.
     fn with(&self, numbers: &[(u64, u64)]) -> &Path {
         let mut bytes = self.bytes.clone();
         for (at, number) in numbers {
@@ -270,7 +272,7 @@ fn an_image_with_tables_as_data_is_not_written() {
             try_open(path, "").err().unwrap_or_else(|| panic!("{what}: the image was opened"));
         assert!(matches!(error, OpenError::Damaged { .. }), "{what}: {error}");
         assert!(std::fs::read(path).unwrap() == before, "{what}: the image was modified");
-        // Reading does no harm.
+        // A read-only disk may be opened, because it writes nothing.
         let disk = open(path, "?read-only=on");
         let _ = read(&mut *disk.queue().unwrap(), 0, 65536);
         assert!(!disk.goes_straight(0, 512, true));
@@ -299,7 +301,8 @@ fn invalid_cluster_offsets_are_not_accessed() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     let l2 = tables.l2;
-    // Beyond the end of the file, where no reference count exists; and unaligned.
+    // The entry refers beyond the end of the file, where no reference count exists, or to an
+    // unaligned offset.
     for (what, place) in [("behind", 1 << 30), ("unaligned", 8 * CLUSTER + 512)] {
         let len = tables.bytes.len() as u64;
         let path = tables.with(&[(l2, COPIED | place)]);
@@ -308,7 +311,7 @@ fn invalid_cluster_offsets_are_not_accessed() {
         let _ = read(&mut *queue, 0, 4096);
         assert_eq!(straight(&disk, 0), (false, false), "{what}");
         assert_eq!(std::fs::metadata(path).unwrap().len(), len);
-        // Nothing is read by an invalid table.
+        // The other clusters of a table with an invalid entry work normally.
         if place.is_multiple_of(CLUSTER) {
             assert_eq!(read(&mut *queue, CLUSTER, 4096).unwrap(), [1; 4096]);
             assert_eq!(straight(&disk, 1), (true, true), "{what}");
@@ -321,13 +324,13 @@ fn invalid_cluster_offsets_are_not_accessed() {
     assert_eq!(straight(&disk, 0), (false, false));
 }
 
-/// Clusters of tables are never allocated, even if their reference count is zero.
+/// A cluster of a table is never allocated, even if its reference count is zero.
 #[test]
 fn uncounted_tables_are_not_allocated() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     for place in [0, tables.l1, tables.l2, tables.refcounts, tables.block] {
-        // A number has four counts of 16 bits.
+        // Each 64-bit number contains four counts of 16 bits.
         let nth = place / CLUSTER;
         let at = tables.block + nth / 4 * 8;
         let counts = tables.number(at) & !(0xffff << (48 - nth % 4 * 16));
@@ -345,7 +348,7 @@ fn uncounted_tables_are_not_allocated() {
     }
 }
 
-/// A truncated file is detected on the fast path, too.
+/// The fast path also detects that the file was truncated.
 #[test]
 fn a_truncated_file_is_detected_on_the_fast_path() {
     let directory = directory();

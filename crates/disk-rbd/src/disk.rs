@@ -16,14 +16,14 @@ use std::{fmt, io};
 
 /// RBD image of a Ceph cluster.
 ///
-/// If the image has the feature `exclusive-lock`, its lock is acquired with the first write, and
-/// released to another client that writes. The image is closed with the last handle, queues
-/// included.
+/// If the image has the feature `exclusive-lock`, the first write acquires its lock. The lock moves
+/// to another client when that client writes. The image is closed when the disk and all its queues
+/// are dropped.
 #[derive(Clone)]
 pub struct RbdDisk(Shared);
 
 impl RbdDisk {
-    /// Opens the image. Waits for the cluster.
+    /// Opens the image. Waits until the cluster answers.
     ///
     /// # Errors
     /// [`OpenError`]: the message says what is wrong and what to do.
@@ -31,8 +31,8 @@ impl RbdDisk {
         Self::open_without(spec, &[], true)
     }
 
-    /// Opens the image without a cache in this process: a write is answered when the cluster has
-    /// stored it. So [checkpoints](Disk::keep) for crash recovery cost nothing more.
+    /// Opens the image without a cache in this process. A write completes when the cluster has
+    /// stored it, so [checkpoints](Disk::keep) for crash recovery cost nothing in addition.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -42,8 +42,8 @@ impl RbdDisk {
 
     /// Recovers the disk of a dead process, which opened it by the same specification and stored
     /// `state` as its [checkpoint](Disk::keep). Returns when no request of the dead process can
-    /// reach the image any more. Until then, and while the cluster is unreachable, `wait` is called
-    /// repeatedly.
+    /// reach the image any more. Calls `wait` repeatedly until then, and while the cluster is
+    /// unreachable.
     ///
     /// # Errors
     /// [`OpenError`] if the image has been replaced, or `wait` gives up.
@@ -72,7 +72,7 @@ impl RbdDisk {
         state.get(KEY).is_some()
     }
 
-    /// Opens the image after the cluster has blocked the clients `dead`.
+    /// Opens the image. Before that, the cluster has to block the clients `dead`.
     fn open_without(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, OpenError> {
         let disk = || spec.to_string();
         let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
@@ -85,8 +85,9 @@ impl RbdDisk {
         let mut image = open(caches)?;
         let is_cached = image.cache() != Cache::None;
         if is_cached != caches {
-            // The cluster's administrator has configured the cache. The cache determines what
-            // happens to writes without space (see `Image::open`), so the image is opened again.
+            // The cluster's administrator has enforced or forbidden the cache. The image is opened
+            // again for the effective setting, because a write without space is handled differently
+            // with a cache (see `Image::open`).
             image = open(is_cached)?;
         }
         let size = image.size().map_err(|source| failed("querying its size", source))?;
@@ -97,7 +98,7 @@ impl RbdDisk {
         }
         let mut info = DiskInfo::new(block_size, blocks);
         info.read_only = spec.read_only;
-        // librbd has its own cache, in this process.
+        // librbd has a cache in this process.
         info.volatile_cache = !info.read_only;
         info.discard = !info.read_only;
         let unit = image.stripe_unit();
@@ -123,13 +124,15 @@ impl Disk for RbdDisk {
         self.0.opened.name.clone()
     }
 
-    /// From now on a write is answered when the cluster has stored it; with a cache, after a flush.
+    /// Starts checkpoints. From now on, a write completes when the cluster has stored it; with a
+    /// cache, each write is followed by a flush for that purpose.
     fn keep(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         let Shared { opened, info } = &self.0;
         let Some(image) = &opened.image else {
             return Err(CheckpointError::Unfenced { disk: self.name(), why: "it is closed" });
         };
-        // A read-only client need not be blocked.
+        // The dead process cannot change the image through a read-only client, so the client need
+        // not be blocked.
         let mut clients = Vec::new();
         if !info.read_only {
             let system = |source| CheckpointError::System { disk: self.name(), source };

@@ -1,27 +1,27 @@
 //! Exit of the process while images are open.
 //!
-//! An image is closed on its own thread, because that may wait for the cluster. At the exit of the
-//! process, Ceph's libraries run their destructors whatever their threads are doing, and crash if a
-//! thread is closing an image. So the exit waits until images are closed, with a limit. If images
-//! are still open then, the process exits without running the destructors.
+//! A separate thread closes an image, because closing may wait for the cluster. At the exit of the
+//! process, the destructors of Ceph's libraries run while other threads are active; they crash if a
+//! thread is closing an image. So the exit waits, with a limit, until images are closed. If images
+//! are still open afterwards, the process exits without running the destructors.
 
 use parking_lot::{Condvar, Mutex};
 use std::time::Duration;
 
-/// Maximum delay of the exit.
+/// Maximum time for which the exit waits.
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// Number of images.
+/// Counts of images in this process.
 struct There {
     open: usize,
-    /// Number of open images that are being closed.
+    /// Number of images that are being closed.
     closing: usize,
 }
 
 static THERE: Mutex<There> = Mutex::new(There { open: 0, closing: 0 });
 static CHANGED: Condvar = Condvar::new();
 
-/// Counts one image, until it is closed and this is dropped.
+/// Entry of one image in the counts. Dropping it means that the image is closed.
 pub(crate) struct Counted {
     is_closing: bool,
 }
@@ -49,7 +49,7 @@ impl Drop for Counted {
     }
 }
 
-/// Waits until no image is being closed, with a limit. Returns true if no image is open.
+/// Waits, with a limit, until no image is being closed. Returns true if no image is open.
 pub(crate) fn wait() -> bool {
     let mut there = THERE.lock();
     let is_closing = |there: &mut There| there.closing != 0;

@@ -5,8 +5,8 @@
 //! Requests that the dead process has sent may still be in flight, and Ceph's servers (OSDs)
 //! execute them when they arrive. So the next process adds the dead client to the cluster's
 //! *blocklist*, by the address in the checkpoint, and waits for the cluster's new map. Each request
-//! of the next process carries the version of that map. An OSD that has this map executes no
-//! request of the dead client any more, whether it has arrived already or arrives later. librbd
+//! of the next process carries the version of that map, so the OSD obtains the map before it
+//! executes the request. An OSD with that map refuses all requests of the dead client. librbd
 //! breaks the `exclusive-lock` of an image in the same way.
 //!
 //! The entry expires after an hour (`mon_osd_blocklist_default_expire`). Adding it requires a user
@@ -14,9 +14,9 @@
 //!
 //! # Durability
 //!
-//! librbd may answer writes from a cache in its process. So an image with checkpoints is opened
-//! without that cache. If it was opened with the cache, or the cluster's administrator has enforced
-//! the cache, each write is followed by a flush before it is answered.
+//! librbd may complete writes in a cache of its process. So an image with checkpoints is opened
+//! without that cache. If the image was opened with the cache, or if the cluster's administrator
+//! has enforced the cache, a write completes only after a flush that follows it.
 
 use crate::error::OpenError;
 use crate::uri::RbdSpec;
@@ -32,7 +32,7 @@ const AGAIN: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct KeptImage {
-    /// Addresses by which the cluster identifies the client.
+    /// Addresses by which the cluster identifies the client of the dead process.
     pub(crate) addresses: Vec<String>,
     pub(crate) block_size: u32,
     pub(crate) blocks: u64,
@@ -51,7 +51,8 @@ impl KeptImage {
         }
     }
 
-    /// Disk properties that the guest has seen, if the disk `now` can provide them.
+    /// Returns the disk properties that the guest has seen, or an error if the disk `now` cannot
+    /// provide them.
     pub(crate) fn as_it_was(&self, now: &DiskInfo) -> Result<DiskInfo, &'static str> {
         if now.read_only != self.read_only {
             return Err("it has become read-only, or writable");
@@ -65,8 +66,8 @@ impl KeptImage {
     }
 }
 
-/// Parses the addresses that Ceph reports for a client: one, or several in brackets, with or
-/// without a prefix for the protocol version.
+/// Parses the addresses that Ceph reports for a client. The text contains one address, or several
+/// in brackets. An address may start with a prefix for the protocol version.
 pub(crate) fn addresses(text: &str) -> Vec<String> {
     let list = text.trim_matches(['[', ']']).split(',');
     let plain =
@@ -77,8 +78,8 @@ pub(crate) fn addresses(text: &str) -> Vec<String> {
     found
 }
 
-/// Runs `open` until the cluster is reachable. It runs on its own thread, which continues alone if
-/// `wait` gives up, because a call of Ceph's libraries cannot be cancelled.
+/// Runs `open` until the cluster is reachable. `open` runs on a thread of its own, because a call
+/// of Ceph's libraries cannot be cancelled. If `wait` gives up, the thread continues alone.
 pub(crate) fn reach<T: Send + 'static>(
     spec: &RbdSpec,
     wait: Wait<'_>,

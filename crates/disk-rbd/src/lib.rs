@@ -14,28 +14,29 @@
 //!
 //! Ceph is required neither to build nor to install this crate: its libraries are loaded (`dlopen`)
 //! when an image is opened. All calls for requests are asynchronous: the I/O thread starts them,
-//! and Ceph's threads complete them. They use buffers of the queue, never guest memory, because a
-//! call cannot be cancelled.
+//! and Ceph's threads complete them. They use buffers of the queue and never guest memory: a call
+//! cannot be cancelled, and guest memory may be unmapped at any time.
 //!
 //! # Durability
 //!
 //! Flushed data and FUA writes are durable; other data may be in librbd's cache in this process. A
-//! FUA write bypasses the cache. Write Zeroes with FUA are followed by a flush, and so are FUA
-//! writes if the cache is not of the kind `rbd_cache_policy=writearound`. If the image was opened
-//! [without the cache](RbdDisk::open_lasting), all completed writes are durable. While the cluster
-//! is unreachable, requests wait in Ceph's client.
+//! FUA write bypasses the cache. A flush follows each Write Zeroes with FUA. It also follows each
+//! FUA write, unless the cache has the policy `rbd_cache_policy=writearound`. If the image was
+//! opened [without the cache](RbdDisk::open_lasting), all completed writes are durable. While the
+//! cluster is unreachable, requests wait in Ceph's client.
 //!
 //! # Full cluster
 //!
 //! Without the cache, a write fails with [`NoSpace`](shadowbell_disk::DiskError::NoSpace) if the
 //! pool or a quota is full. Operations that need no space continue to work: reads, overwrites of
-//! existing objects, discards, opening an image. With the cache, answered writes would be lost in
-//! that way, so writes wait for space, and so do later flushes and opening an image.
+//! existing objects, discards, opening an image. With the cache, such an error would lose writes
+//! that have completed already. So writes wait for space, and so do later flushes and the opening
+//! of an image.
 //!
 //! # Discards
 //!
-//! A discard is a Write Zeroes that frees objects. Ceph's own discard ignores parts of objects, but
-//! discarded blocks of a disk must read as zeroes.
+//! A discard is executed as a Write Zeroes that frees objects. Ceph's own discard ignores ranges
+//! that cover only a part of an object, but discarded blocks of a disk must read as zeroes.
 //!
 //! # Other clients of an image
 //!

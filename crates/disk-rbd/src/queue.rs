@@ -1,4 +1,4 @@
-//! Queue of an I/O thread on an image: each request is one or several calls of librbd.
+//! Queue of an I/O thread on an image. Each request is executed by one or several calls of librbd.
 
 use crate::shared::Shared;
 use crate::sys::{Cache, Call, Ended};
@@ -10,14 +10,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Maximum buffer size of calls in flight, in bytes; further calls wait.
+/// Maximum buffer size of calls in flight, in bytes. Further calls wait.
 const BUFFERS: u64 = 32 << 20;
-/// Maximum length of one call in bytes: with data, and for zeroes.
+/// Maximum length of one call in bytes, for a call with data and for a call that writes zeroes.
 const DATA: u64 = 4 << 20;
 const ZEROES: u64 = 64 << 20;
 
 struct Task {
-    /// Unique number of the task.
+    /// Number of the task, which no other task of the queue has.
     number: u64,
     request: Request,
     data: Segments,
@@ -25,7 +25,7 @@ struct Task {
     begun: u64,
     under_way: u32,
     outcome: Result<(), DiskError>,
-    /// True if each call has to be durable when it completes.
+    /// True if the data of each call have to be durable when the call completes.
     fua: bool,
     flushes_after: bool,
     is_cancelled: bool,
@@ -34,7 +34,8 @@ struct Task {
 /// Task of a call, and its bytes of the request.
 struct Subrequest {
     task: u32,
-    /// Number of the task: a cancelled read may have ended, and its key may be another task's.
+    /// Number of the task. It shows whether the key still belongs to the same task: a cancelled
+    /// read may have ended, and its key may have been used again.
     number: u64,
     at: u64,
     len: u64,
@@ -43,9 +44,9 @@ struct Subrequest {
 pub(crate) struct RbdQueue {
     shared: Shared,
     bounds: Bounds,
-    /// Filled by Ceph's threads.
+    /// Completions, which Ceph's threads add.
     completions: Arc<CompletionQueue<Ended>>,
-    /// Requests; those in the waiting list have calls to start.
+    /// Requests. A request in the waiting list has calls to start.
     tasks: Tasks<Task>,
     /// Number of tasks so far.
     count: u64,
@@ -56,7 +57,7 @@ pub(crate) struct RbdQueue {
 }
 
 impl Task {
-    /// True if all calls were started, or no more are to be started.
+    /// True if all calls were started, or if no more calls are needed because the task has failed.
     fn is_begun(&self) -> bool {
         self.outcome.is_err()
             || (self.begun == self.request.len && !(self.flushes_after && self.under_way == 0))
@@ -78,8 +79,8 @@ impl RbdQueue {
         })
     }
 
-    /// Durability that `op` requires: its calls have to be durable when they complete (FUA), and a
-    /// flush has to follow them.
+    /// Selects how the durability of `op` is achieved. The first flag is true if its calls have to
+    /// be durable when they complete; the second is true if a flush has to follow them.
     fn is_durable(&self, op: Op) -> (bool, bool) {
         let fua = match op {
             Op::Write { fua } | Op::CompareAndWrite { fua } | Op::WriteZeroes { fua, .. } => fua,
@@ -89,7 +90,7 @@ impl RbdQueue {
         let wanted = fua || self.shared.opened.lasts.load(Ordering::Relaxed);
         let by_itself = match self.shared.opened.cache {
             Cache::None => true,
-            // Write Zeroes of librbd have no FUA flag.
+            // librbd's Write Zeroes has no FUA flag.
             Cache::Around => matches!(op, Op::Write { .. } | Op::CompareAndWrite { .. }),
             Cache::Other => false,
         };
@@ -153,13 +154,14 @@ impl RbdQueue {
             return;
         };
         let task = self.tasks.get_mut(key).filter(|task| task.number == number);
-        // A cancelled read has only its buffers left.
+        // The task of a cancelled read may have ended. Then only the buffers of the call had to be
+        // released.
         let Some(task) = task.filter(|task| task.under_way != 0) else { return };
         task.under_way -= 1;
         let full = &self.shared.opened.is_full;
         let result = match (value, task.request.op) {
             (..0, op) => Err(status(value, matches!(op, Op::Read | Op::Compare | Op::Verify))),
-            // The image has been shrunk.
+            // The read was short, because the image has been shrunk.
             (_, Op::Read | Op::Compare | Op::Verify) if (value as u64) < len => {
                 Err(DiskError::OutOfRange)
             }
@@ -183,7 +185,7 @@ impl RbdQueue {
         }
         task.outcome = task.outcome.and(result);
         if task.under_way == 0 {
-            // Starts the flush after the calls, or ends the task.
+            // The waiting task will start the flush that follows the calls, or end.
             self.tasks.wait(key);
         }
     }
@@ -194,10 +196,10 @@ fn status(value: i64, reads: bool) -> DiskError {
     match i32::try_from(-value) {
         Ok(libc::ENOSPC | libc::EDQUOT) if !reads => DiskError::NoSpace,
         Ok(libc::EROFS) => DiskError::ReadOnly,
-        // Returned only by a compare and write.
+        // Only a compare and write returns this error.
         Ok(libc::EILSEQ) => DiskError::CompareFailed,
         Ok(libc::EOPNOTSUPP) => DiskError::Unsupported,
-        // librbd's error for a range beyond the end.
+        // librbd returns this error for a range beyond the end of the image.
         Ok(libc::EINVAL) => DiskError::OutOfRange,
         Ok(error) => DiskError::Io(error),
         Err(_) => DiskError::Io(libc::EIO),
@@ -248,7 +250,8 @@ impl Queue for RbdQueue {
         Submitted::Pending
     }
 
-    /// True if a block never crosses a stripe unit, within which Ceph supports the operation.
+    /// True if a block never crosses a stripe unit. Ceph supports a compare and write only within a
+    /// stripe unit.
     fn compares_and_writes(&self) -> bool {
         let (unit, block) = (self.shared.opened.unit, u64::from(self.shared.info.block_size));
         !self.shared.info.read_only && unit != 0 && unit.is_multiple_of(block)
@@ -276,7 +279,8 @@ impl Queue for RbdQueue {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
         let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
-        // A started write cannot be cancelled: the host's next write must come after it.
+        // A started write cannot be cancelled, because the next write of the host must come after
+        // it.
         if task.is_cancelled || (task.is_begun() && !reads) {
             return;
         }
@@ -286,7 +290,7 @@ impl Queue for RbdQueue {
             task.under_way = 0;
         }
         self.tasks.wait_first(key);
-        // Wakes the owner, whose `reap` ends the request.
+        // `reap` will end the request. The signal makes the I/O thread call it.
         self.completions.signal();
     }
 
@@ -298,7 +302,8 @@ impl Queue for RbdQueue {
         Some(self.completions.as_fd())
     }
 
-    /// True: the call of a cancelled read may complete without a reap.
+    /// Returns true: the call of a cancelled read may complete while no request is pending, and
+    /// nothing would reap that completion.
     fn wakes_by_edges(&self) -> bool {
         true
     }

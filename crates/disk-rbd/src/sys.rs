@@ -1,4 +1,5 @@
-//! librados and librbd, loaded when the first image is opened, and a safe type for an image.
+//! Bindings of librados and librbd, which are loaded when the first image is opened, and a safe
+//! type for an image.
 
 use crate::error::CONNECTING;
 use crate::exit::{self, Counted};
@@ -12,27 +13,30 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Maximum time for the cluster to answer when an image is opened, in seconds.
+/// Maximum time, in seconds, that opening an image waits for the cluster.
 const MOUNT_TIMEOUT: &str = "15";
 /// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`
 const THICK: c_int = 1;
 
-/// Configuration of each client.
+/// Configuration options of each Ceph client.
 const SETTINGS: [(&str, &str); 5] = [
     ("client_mount_timeout", MOUNT_TIMEOUT),
-    // The calling thread starts a call itself, which saves a switch between threads.
+    // With this setting, the calling thread itself starts a call. That saves a switch to another
+    // thread.
     ("rbd_non_blocking_aio", "false"),
-    // With limits on operations in flight, a call beyond the limit would block the I/O thread, for
-    // as long as the cluster does not answer. The buffers of a queue limit the operations instead.
+    // 0 means no limit. With a limit on operations in flight, a further call would block the I/O
+    // thread until the cluster answers. The buffers of a queue limit the operations instead.
     ("objecter_inflight_ops", "0"),
     ("objecter_inflight_op_bytes", "0"),
-    // Not needed, because NVMe hosts know of a volatile write cache and flush it.
+    // Ceph's write-through until the first flush is not needed: NVMe hosts know that the disk has a
+    // volatile write cache, and flush it.
     ("rbd_cache_writethrough_until_flush", "false"),
 ];
-/// Configuration of a client whose writes are answered when the cluster has stored them.
+/// Configuration option of a client without a cache. Its writes complete when the cluster has
+/// stored them.
 const NO_CACHE: (&str, &str) = ("rbd_cache", "false");
 
-/// Number of threads of a client that send and receive: the option and its default.
+/// Option for the number of threads of a client that send and receive, and its default.
 const SENDERS: (&str, usize) = ("ms_async_op_threads", 3);
 /// `LIBRADOS_OP_FLAG_FADVISE_FUA`
 const FUA: c_int = 0x80;
@@ -41,7 +45,7 @@ type Handle = *mut c_void;
 type Callback = extern "C" fn(Handle, *mut c_void);
 type Changed = extern "C" fn(*mut c_void);
 
-/// `rbd_config_option_t`: an option of an image with its effective value.
+/// `rbd_config_option_t`: an image option with its effective value.
 #[repr(C)]
 struct Setting {
     name: *mut c_char,
@@ -51,7 +55,7 @@ struct Setting {
 
 macro_rules! api {
     ($($name:ident: fn($($arg:ty),*) -> $ret:ty, $library:ident;)*) => {
-        /// The functions that are called, as the headers of Ceph 16 declare them.
+        /// Functions of the libraries, as declared in the headers of Ceph 16.
         struct Api { $($name: unsafe extern "C" fn($($arg),*) -> $ret,)* }
 
         impl Api {
@@ -106,11 +110,12 @@ api! {
 }
 
 unsafe extern "C" {
-    /// Function of the C library: registers `function` to be called at the exit of the process.
+    /// Function of the C library that registers `function`. The C library calls it at the exit of
+    /// the process.
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
-/// Called at the exit of the process, by `exit` or by returning from `main`.
+/// Exit callback. The C library calls it in `exit`, or when `main` returns.
 extern "C" fn process_ends(status: c_int, _: *mut c_void) {
     if !exit::wait() {
         // SAFETY: ends the process without running any other code.
@@ -118,7 +123,8 @@ extern "C" fn process_ends(status: c_int, _: *mut c_void) {
     }
 }
 
-/// Functions of the libraries, which are loaded once and never unloaded.
+/// Returns the functions of the libraries. The libraries are loaded by the first call and never
+/// unloaded.
 fn api() -> Result<&'static Api, String> {
     static API: OnceLock<Result<Api, String>> = OnceLock::new();
     let load = || {
@@ -127,10 +133,12 @@ fn api() -> Result<&'static Api, String> {
         let (rados, rbd) =
             unsafe { (Library::new("librados.so.2")?, Library::new("librbd.so.1")?) };
         let api = Api::load(&rados, &rbd)?;
-        // Registered after the libraries, and so called before their destructors.
-        // SAFETY: a function with the required signature, which is never unloaded.
+        // The callback is registered after the libraries were loaded, so it is called before their
+        // destructors.
+        // SAFETY: the function has the required signature, and is never unloaded.
         unsafe { on_exit(process_ends, null_mut()) };
-        // The libraries' threads may outlive every image.
+        // The threads of the libraries may run after every image is closed, so the libraries are
+        // never unloaded.
         std::mem::forget((rados, rbd));
         Ok(api)
     };
@@ -144,31 +152,32 @@ pub(crate) enum Failure {
     Call(&'static str, io::Error),
 }
 
-/// Cache that answers writes before the cluster has stored them.
+/// Cache of librbd, which completes writes before the cluster has stored them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cache {
     None,
-    /// `rbd_cache_policy=writearound`: Write and Compare and Write can bypass the cache.
+    /// `rbd_cache_policy=writearound`: a write, and a compare and write, can bypass the cache.
     Around,
     Other,
 }
 
-/// Operation on an image, from an offset on.
+/// Call on an image, from an offset on.
 pub(crate) enum Call {
-    /// Reads as many bytes as the buffer has.
+    /// Reads as many bytes as the buffer is long.
     Read,
-    /// Writes the buffer. With `fua`, completes when the cluster has stored the data, if the cache
-    /// [supports that](Cache::Around).
+    /// Writes the buffer. With `fua`, completes only when the cluster has stored the data, if the
+    /// cache [supports that](Cache::Around).
     Write {
         fua: bool,
     },
-    /// Zeroes `len` bytes; if `is_thick`, they remain allocated.
+    /// Zeroes `len` bytes. If `is_thick` is true, they stay allocated.
     Zero {
         len: usize,
         is_thick: bool,
     },
     Flush,
-    /// Compares the first half of the buffer, and writes the second half.
+    /// Compares the first half of the buffer with the image. If they are equal, writes the second
+    /// half.
     CompareAndWrite,
 }
 
@@ -178,9 +187,9 @@ pub(crate) struct Image {
     cluster: Handle,
     pool: Handle,
     image: Handle,
-    /// Watch by which Ceph reports changes of the image other than its content, such as its size.
+    /// Watch by which Ceph reports changes of the image's properties, such as its size.
     watch: Option<u64>,
-    /// True after such a report. Ceph has the address of the flag.
+    /// True after Ceph has reported a change. Ceph has the address of this flag.
     has_changed: Arc<AtomicBool>,
     counted: Counted,
 }
@@ -200,26 +209,26 @@ pub(crate) struct Ended {
     pub(crate) buffer: Vec<u8>,
 }
 
-/// State of a call in flight, owned by Ceph.
+/// State of a call in flight. Ceph owns it.
 struct Running {
     id: u64,
     buffer: Vec<u8>,
     to: Arc<CompletionQueue<Ended>>,
     api: &'static Api,
-    /// Offset of the difference that a comparison has found; written by Ceph.
+    /// Offset at which a comparison has found a difference. Ceph writes it.
     mismatch: u64,
 }
 
-/// Callback for a change of the image, on one of Ceph's threads.
+/// Callback for a change of the image. One of Ceph's threads calls it.
 extern "C" fn changed(argument: *mut c_void) {
     // SAFETY: `argument` is the flag of an image, which stays open until the watch is removed.
     unsafe { &*argument.cast::<AtomicBool>() }.store(true, Ordering::Release);
     tell_new_size();
 }
 
-/// Callback for a completed call, on one of Ceph's threads.
+/// Callback for a completed call. One of Ceph's threads calls it.
 extern "C" fn done(completion: Handle, argument: *mut c_void) {
-    // SAFETY: `argument` is the box of `Image::start`, and is passed back once.
+    // SAFETY: `argument` is the box from `Image::start`. Ceph passes it back once.
     let running = unsafe { Box::from_raw(argument.cast::<Running>()) };
     let Running { id, buffer, to, api, .. } = *running;
     // SAFETY: the completion has completed, and is released once.
@@ -244,9 +253,9 @@ fn check(what: &'static str, value: c_int) -> Result<(), Failure> {
 }
 
 impl Image {
-    /// Opens the image, after the cluster has blocked the clients `dead`. Waits for the cluster.
-    /// `caches` allows librbd to answer writes from memory of this process; the cluster's
-    /// administrator can [enforce](Self::cache) that independently.
+    /// Opens the image after the cluster has blocked the clients `dead`. Waits until the cluster
+    /// answers. `caches` allows librbd to complete writes in memory of this process. The cluster's
+    /// administrator can [enforce or forbid](Self::cache) the cache independently of `caches`.
     pub(crate) fn open(spec: &RbdSpec, dead: &[String], caches: bool) -> Result<Self, Failure> {
         let api = api().map_err(Failure::Library)?;
         let mut image = Self {
@@ -282,8 +291,8 @@ impl Image {
             (api.rados_ioctx_create)(image.cluster, pool.as_ptr(), &mut image.pool)
         })?;
         if !caches {
-            // A write without space fails instead of waiting for space. With a cache it would be
-            // lost, because it was answered before.
+            // A write without space fails instead of waiting for space. With a cache, the write
+            // would have completed before, and its data would be lost.
             // SAFETY: as above.
             unsafe { (api.rados_set_pool_full_try)(image.pool) };
         }
@@ -303,12 +312,13 @@ impl Image {
         let (mut watch, flag) = (0, Arc::as_ptr(&image.has_changed).cast_mut().cast());
         // SAFETY: as above; the flag lives until the watch is removed (`drop`).
         let value = unsafe { (api.rbd_update_watch)(image.image, &mut watch, changed, flag) };
-        // Without a watch, changes are only found by a query.
+        // Without a watch, only a query of the size finds a change.
         image.watch = (value >= 0).then_some(watch);
         Ok(image)
     }
 
-    /// Sets an option of the client. A library that does not know the option keeps its behaviour.
+    /// Sets an option of the client. If the library does not know the option, the call has no
+    /// effect.
     fn set(&self, name: &str, value: &str) {
         let (name, value) = (c_text(name), c_text(value));
         // SAFETY: as in `open`.
@@ -316,7 +326,8 @@ impl Image {
     }
 
     /// Limits the number of threads that send and receive to half of the CPUs, because replies that
-    /// arrive together wake several of them. A configured number other than the default is kept.
+    /// arrive at the same time wake several of these threads. A number that the user has configured
+    /// is kept.
     fn set_senders(&self) {
         let (name, usual) = SENDERS;
         let (option, mut value) = (c_text(name), [0; 16]);
@@ -325,7 +336,7 @@ impl Image {
             let room = value.len();
             (self.api.rados_conf_get)(self.cluster, option.as_ptr(), value.as_mut_ptr(), room)
         };
-        // SAFETY: text with a final NUL, or all zeroes.
+        // SAFETY: the array contains a text with a final NUL, or only zeroes.
         let value = unsafe { CStr::from_ptr(value.as_ptr()) }.to_bytes();
         let processors = std::thread::available_parallelism().map_or(usual, Into::into);
         let senders = (processors / 2).clamp(1, usual);
@@ -334,7 +345,8 @@ impl Image {
         }
     }
 
-    /// Adds clients to the cluster's blocklist, with the default expiry, and waits for its new map.
+    /// Adds clients to the cluster's blocklist, with the default expiry. Then waits for the
+    /// cluster's new map.
     fn keep_out(&self, dead: &[String]) -> Result<(), Failure> {
         for client in dead {
             let address = c_text(client);
@@ -351,7 +363,7 @@ impl Image {
         check("waiting for the map with the blocklist", known)
     }
 
-    /// Addresses by which the cluster identifies this client, in Ceph's format.
+    /// Addresses, in Ceph's format, by which the cluster identifies this client.
     pub(crate) fn addresses(&self) -> io::Result<String> {
         let mut text = null_mut();
         // SAFETY: the client is connected, and the argument refers to a pointer that is filled in.
@@ -359,7 +371,7 @@ impl Image {
         if value < 0 || text.is_null() {
             return Err(io::Error::from_raw_os_error(if value < 0 { -value } else { libc::EIO }));
         }
-        // SAFETY: text that Ceph has allocated, and that the caller has to free.
+        // SAFETY: Ceph has allocated the text, and the caller has to free it.
         unsafe {
             let addresses = CStr::from_ptr(text).to_string_lossy().into_owned();
             libc::free(text.cast());
@@ -377,19 +389,19 @@ impl Image {
         }
     }
 
-    /// Reports that the size may have changed without a notification.
+    /// Sets the flag that the size may have changed, without a notification from Ceph.
     pub(crate) fn set_changed(&self) {
         self.has_changed.store(true, Ordering::Release);
         tell_new_size();
     }
 
-    /// Returns and clears the flag that the size may have changed.
+    /// Returns and clears the flag, which is set if the size may have changed.
     pub(crate) fn take_changed(&self) -> bool {
         self.has_changed.load(Ordering::Relaxed) && self.has_changed.swap(false, Ordering::Acquire)
     }
 
-    /// Effective cache: the cluster's configuration of the pool or the image has precedence over
-    /// this client's configuration.
+    /// Cache that is in use. Settings of the cluster for the pool or the image override this
+    /// client's configuration.
     pub(crate) fn cache(&self) -> Cache {
         let is = |name, value| self.setting(name).as_deref() == Some(value);
         // A persistent cache in local files does not support FUA.
@@ -428,7 +440,7 @@ impl Image {
         }
     }
 
-    /// Number of bytes that are contiguous in an object.
+    /// Stripe unit: number of bytes that are contiguous in an object.
     pub(crate) fn stripe_unit(&self) -> u64 {
         let mut unit = 0;
         // SAFETY: as above.
@@ -436,12 +448,12 @@ impl Image {
         unit
     }
 
-    /// Marks the image as being closed; a separate thread drops it.
+    /// Marks the image as being closed. A separate thread then drops it.
     pub(crate) fn closes(&mut self) {
         self.counted.closes();
     }
 
-    /// Starts a call, which completes as `id` in `to`. Does not block.
+    /// Starts a call without blocking. Its completion, with this `id`, is added to `to`.
     pub(crate) fn start(
         &self,
         id: u64,
@@ -454,8 +466,8 @@ impl Image {
         let running = Box::new(Running { id, buffer, to: Arc::clone(to), api, mismatch: 0 });
         let running = Box::into_raw(running);
         let mut completion = null_mut();
-        // SAFETY: `running` is a box that `done` frees, or the code below if Ceph does not accept
-        // the call. Its buffer does not move until then.
+        // SAFETY: `running` is a box. `done` frees it, or the code below does if Ceph does not
+        // accept the call. The buffer in it does not move until then.
         let value = unsafe {
             match (api.rbd_aio_create_completion)(running.cast(), done, &mut completion) {
                 0.. => {
@@ -475,7 +487,8 @@ impl Image {
                         Call::Flush => (api.rbd_aio_flush)(image, completion),
                         Call::CompareAndWrite => {
                             let (len, mismatch) = (len / 2, &raw mut (*running).mismatch);
-                            // Returns at most the length of a buffer, so the cast loses nothing.
+                            // The call returns at most the length of a buffer, so the cast loses
+                            // nothing.
                             (api.rbd_aio_compare_and_write)(
                                 image,
                                 offset,
@@ -511,7 +524,7 @@ impl Drop for Image {
         unsafe {
             if !self.image.is_null() {
                 if let Some(watch) = self.watch {
-                    // Waits for a running call of `changed`.
+                    // Unregistering waits until a running call of `changed` has returned.
                     (self.api.rbd_update_unwatch)(self.image, watch);
                 }
                 (self.api.rbd_close)(self.image);

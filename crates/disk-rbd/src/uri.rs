@@ -27,7 +27,7 @@ pub struct RbdSpec {
 }
 
 impl RbdSpec {
-    /// True if `spec` has the scheme of an RBD image. It may be invalid otherwise.
+    /// True if `spec` has the scheme of RBD. The rest of `spec` is not checked.
     #[must_use]
     pub fn is_one(spec: &str) -> bool {
         spec.starts_with("rbd:")

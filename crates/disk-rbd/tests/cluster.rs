@@ -1,5 +1,6 @@
-//! RBD images of a real cluster on this machine, named by `SHADOWBELL_CEPH_CONF`. `cargo xtask
-//! ceph` starts one and runs these tests. Skipped with a message without a cluster.
+//! Tests of RBD images on a real cluster on this machine. `SHADOWBELL_CEPH_CONF` names its
+//! configuration. `cargo xtask ceph` starts a cluster and runs these tests; without a cluster they
+//! are skipped with a message.
 
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
 use shadowbell_disk_rbd::{OpenError, RbdDisk, RbdSpec};
@@ -12,10 +13,10 @@ use std::path::Path;
 use std::process::Command;
 
 const MIB: u64 = 1 << 20;
-/// Environment variable of the child process that ends.
+/// Environment variable that tells the test program to run as the child process that ends.
 const ENDS: &str = "SHADOWBELL_TEST_RBD_ENDS";
 
-/// Configuration file of the cluster.
+/// Configuration file of the cluster, if there is a cluster.
 fn conf() -> Option<String> {
     let conf = std::env::var("SHADOWBELL_CEPH_CONF").ok();
     if conf.is_none() {
@@ -35,7 +36,7 @@ fn open(conf: &str, image: &str) -> RbdDisk {
     RbdDisk::open(&RbdSpec::parse(&format!("rbd:rbd/{image}?conf={conf}")).unwrap()).unwrap()
 }
 
-/// Creates an image of `size`.
+/// Creates an image of this size.
 fn image(conf: &str, name: &str, size: &str) {
     let purge = ["-c", conf, "snap", "purge", "--no-progress", name];
     let _ = Command::new("rbd").args(purge).output();
@@ -57,7 +58,7 @@ fn model() {
         batch(&disk, &mut **queue, &mut model, &mut random);
     }
     assert_eq!(flush(&mut *queues[0]), Ok(()));
-    // Contents that another client reads.
+    // Another client reads the same contents.
     let other = format!("rbd:rbd/model?conf={conf}&read-only=on&block-size=4096");
     let other = RbdDisk::open(&RbdSpec::parse(&other).unwrap()).unwrap();
     assert!(content(&other) == model && content(&disk) == model);
@@ -89,7 +90,7 @@ fn snapshots_are_read_only_and_sizes_change() {
     assert_eq!(read(&mut *queue, 3 * MIB, 512), Err(DiskError::OutOfRange));
 }
 
-/// Ceph notifies of a new size once.
+/// Ceph reports each new size once.
 #[test]
 fn a_new_size_is_notified_once() {
     let Some(conf) = conf() else { return };
@@ -101,7 +102,7 @@ fn a_new_size_is_notified_once() {
     assert_eq!(disk.resized(None).unwrap().info().bytes(), 8 * MIB);
 }
 
-/// Compares and writes a block that begins with a number.
+/// Compares and writes a block. The first eight bytes of the block are a number.
 fn swap(queue: &mut dyn Queue, at: u64, old: u64, new: u64) -> Result<(), DiskError> {
     let mut bytes = vec![0; 1024];
     bytes[..8].copy_from_slice(&old.to_le_bytes());
@@ -130,7 +131,8 @@ fn an_unequal_block_is_not_written() {
     let disk = open(&conf, "swap");
     let mut queue = disk.queue().unwrap();
     assert!(queue.compares_and_writes());
-    // In an object that does not exist yet, at the border of two, and at the end.
+    // Blocks in an object that does not exist yet, on both sides of the border between two objects,
+    // and at the end.
     for at in [0, 4 * MIB - 512, 4 * MIB, 8 * MIB - 512] {
         assert_eq!(swap(&mut *queue, at, 1, 2), Err(DiskError::CompareFailed), "{at}");
         assert_eq!(swap(&mut *queue, at, 0, 3), Ok(()), "{at}");
@@ -145,12 +147,12 @@ fn an_unequal_block_is_not_written() {
     assert!(!taken.compares_and_writes());
     assert_eq!(swap(&mut *taken, 0, 5, 6), Err(DiskError::ReadOnly));
     // `keep` makes the disk recoverable: from now on, a write is durable before it completes.
-    // Compare-and-write succeeds in that mode, too.
+    // Compare-and-write must also succeed in that mode.
     disk.keep(&mut Descriptors::default()).unwrap();
     assert_eq!(swap(&mut *queue, 0, 5, 6), Ok(()));
 }
 
-/// An image striped in units shorter than a block.
+/// The image is striped in units that are shorter than a block.
 #[test]
 fn a_block_across_objects_has_no_compare_and_write() {
     let Some(conf) = conf() else { return };
@@ -168,8 +170,8 @@ fn a_block_across_objects_has_no_compare_and_write() {
     assert!(!wide.queue().unwrap().compares_and_writes());
 }
 
-/// Two clients of the cluster increment the same block, with an exclusive lock that moves
-/// between them and without.
+/// Two clients of the cluster increment a number in the same block: with an exclusive lock, which
+/// moves between them, and without one.
 #[test]
 fn two_clients_increment_the_same_block() {
     const EACH: u64 = 100;
@@ -204,7 +206,7 @@ fn two_clients_increment_the_same_block() {
     }
 }
 
-/// A process closes its images before it ends, with its intended exit status.
+/// A process closes its images before it ends, and it ends with the intended exit status.
 #[test]
 fn a_process_ends_when_its_images_are_closed() {
     let Some(conf) = conf() else { return };
@@ -226,7 +228,7 @@ fn a_process_ends_when_its_images_are_closed() {
     }
 }
 
-/// Two clients write in turns: the exclusive lock moves between them.
+/// Two clients write in turns, so the exclusive lock moves between them.
 #[test]
 fn the_exclusive_lock_moves_between_clients() {
     let Some(conf) = conf() else { return };
@@ -242,8 +244,8 @@ fn the_exclusive_lock_moves_between_clients() {
     assert_eq!(read(&mut *open(&conf, "lock").queue().unwrap(), 0, 1024), Ok(vec![4; 1024]));
 }
 
-/// Unflushed writes of a dead process are there after recovery, and its late writes no longer
-/// reach the image, with Ceph's exclusive lock or without.
+/// After recovery, unflushed writes of the dead process are in the image, and its late writes no
+/// longer reach the image. This holds with and without Ceph's exclusive lock.
 #[test]
 fn recovery_has_unflushed_writes_and_fences_the_dead_process() {
     let Some(conf) = conf() else { return };
@@ -274,7 +276,7 @@ fn recovery_has_unflushed_writes_and_fences_the_dead_process() {
         assert_eq!(flush(&mut *new), Ok(()));
         assert_eq!(read(&mut *open(&conf, name).queue().unwrap(), 0, 4096), Ok(vec![99; 4096]));
     }
-    // Recovery gives up after a time.
+    // If `wait` returns false, recovery fails.
     let spec = RbdSpec::parse(&format!("rbd:rbd/kept?conf={conf}")).unwrap();
     let state = open(&conf, "kept").keep(&mut Descriptors::default()).unwrap();
     let refused = RbdDisk::recover(&spec, &state, &|| false).unwrap_err();
@@ -298,7 +300,7 @@ impl Stopped {
         let pid = |path| std::fs::read_to_string(path).unwrap().trim().to_owned();
         let stopped = Self(files.filter(of_osd).map(pid).collect());
         stopped.signal("-STOP");
-        // The signal takes a moment.
+        // A process stops some time after it was signalled.
         while stopped.0.iter().any(|pid| !is_stopped(pid)) {
             std::thread::yield_now();
         }
@@ -321,12 +323,12 @@ impl Drop for Stopped {
 fn is_stopped(pid: &str) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let stat = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("stat"));
-    // The state follows the name, which is in parentheses.
+    // In this file, the state follows the program name, which is in parentheses.
     threads.flatten().map(stat).all(|stat| stat.is_ok_and(|stat| stat.contains(") T ")))
 }
 
-/// The OSDs hang, and completed writes are in a cache of this process. A write with FUA, or one
-/// on a recoverable disk, does not complete, whatever the cache settings are.
+/// The OSDs are stopped, while completed writes are in the cache of this process. A FUA write does
+/// not complete, and neither does any write on a recoverable disk, for all cache settings.
 #[test]
 fn durable_writes_wait_for_a_hung_cluster() {
     let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {
@@ -334,7 +336,8 @@ fn durable_writes_wait_for_a_hung_cluster() {
     };
     let write = |fua| Op::Write { fua };
     let zeroes = |fua| Op::WriteZeroes { fua, deallocate: false };
-    // How the disk is opened, the image's own settings, and whether the disk is recoverable.
+    // For each disk: how it is opened, the image's own settings, and whether the disk is
+    // recoverable.
     let cached = (false, &[][..], false);
     let kept_late = (false, &[][..], true);
     let own = &[("rbd_cache", "true")][..];
@@ -368,7 +371,7 @@ fn durable_writes_wait_for_a_hung_cluster() {
             disk.keep(&mut Descriptors::default()).unwrap();
         }
         let mut queue = disk.queue().unwrap();
-        // The write acquires the image's lock.
+        // The first write acquires the lock of the image.
         assert_eq!(self::write(&mut *queue, 0, &[1; 8192]), Ok(()));
         assert_eq!(flush(&mut *queue), Ok(()));
         let bytes = memory(4096);
@@ -389,8 +392,8 @@ fn durable_writes_wait_for_a_hung_cluster() {
     }
 }
 
-/// The OSDs hang: reads and unsubmitted requests are cancelled at once, a submitted write
-/// completes normally, and everything continues after the OSDs resume.
+/// The OSDs are stopped. Reads and requests that were not submitted are cancelled at once. A
+/// submitted write completes normally. All requests continue after the OSDs resume.
 #[test]
 fn requests_to_a_hung_cluster_can_be_cancelled() {
     let Some(conf) = conf().filter(|_| std::env::var_os("SHADOWBELL_CEPH_STOP").is_some()) else {
@@ -413,9 +416,9 @@ fn requests_to_a_hung_cluster_can_be_cancelled() {
     submit(&mut *queue, 0, Op::Read, 0, 4096);
     submit(&mut *queue, 1, Op::Read, 4096, 4096);
     submit(&mut *queue, 2, Op::Write { fua: true }, 64 << 10, 4096);
-    // The write is in Ceph's cache, and the flush after it is in flight.
+    // The write is in Ceph's cache, and the flush that follows it is in flight.
     none_ends(&mut *queue);
-    // More requests than buffers, and than that cache, have room for at a time.
+    // More requests than the buffers of the queue and Ceph's cache have room for.
     for n in 0..MANY {
         let at = (16 << 20) + u64::from(n) * long;
         submit(&mut *queue, 10 + n, Op::Write { fua: true }, at, long);
@@ -429,7 +432,7 @@ fn requests_to_a_hung_cluster_can_be_cancelled() {
     none_ends(&mut *queue);
     cancelled.sort_unstable_by_key(|(tag, _)| *tag);
     assert_eq!(cancelled, [0, LAST].map(|tag| (tag, Err(DiskError::Cancelled))));
-    // More requests than Ceph's client allows in flight (`objecter_inflight_ops`).
+    // More requests than Ceph's client allows in flight by default (`objecter_inflight_ops`).
     let (told, hears) = std::sync::mpsc::channel();
     let many = std::thread::spawn({
         let (disk, bytes) = (disk.clone(), bytes.clone());
@@ -474,7 +477,7 @@ fn missing_images_are_refused_with_the_reason() {
     refused("rbd:rbd/x?conf=/nonexistent", "configuration");
 }
 
-/// An OSD is killed under a writer: nothing fails, and all data are there.
+/// An OSD is killed while a client writes. No request fails, and all data are in the image.
 #[test]
 fn a_writer_survives_a_killed_osd() {
     let (Some(conf), Ok(victim)) = (conf(), std::env::var("SHADOWBELL_CEPH_VICTIM")) else {

@@ -1,5 +1,6 @@
-//! A full Ceph cluster on this machine, as started by `cargo xtask ceph`. The test fills the
-//! whole cluster, so it needs `SHADOWBELL_CEPH_FILL` in addition to `SHADOWBELL_CEPH_CONF`.
+//! Test of a full Ceph cluster on this machine. `cargo xtask ceph` starts the cluster. The test
+//! fills it completely, so it requires `SHADOWBELL_CEPH_FILL` in addition to
+//! `SHADOWBELL_CEPH_CONF`.
 
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request};
 use shadowbell_disk_rbd::{RbdDisk, RbdSpec};
@@ -17,7 +18,7 @@ fn ceph(conf: &str, program: &str, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Makes the cluster full until dropped.
+/// Full cluster. Dropping this value makes space again.
 struct Full(String);
 
 impl Full {
@@ -27,7 +28,7 @@ impl Full {
         full
     }
 
-    /// Sets the full ratios, and waits until the cluster is full, or is not.
+    /// Sets the full ratios, and waits until the cluster is full (`is_full`) or no longer full.
     fn ratios(&self, from: &str, is_full: bool) {
         for kind in ["full", "backfillfull", "nearfull"] {
             ceph(&self.0, "ceph", &["osd", &format!("set-{kind}-ratio"), from]);
@@ -67,8 +68,8 @@ fn a_full_cluster_gives_no_space_or_waits() {
     waits_with_a_cache(&conf);
 }
 
-/// Without a cache in this process, an allocating write ends with `NoSpace`, and everything
-/// else succeeds.
+/// Without a cache in this process, a write that allocates space fails with `NoSpace`, and all
+/// other requests succeed.
 fn says_so(conf: &str) {
     let disk = RbdDisk::open_lasting(&spec(conf, "fill")).unwrap();
     let mut queue = disk.queue().unwrap();
@@ -77,9 +78,10 @@ fn says_so(conf: &str) {
     }
     assert!(!disk.is_full());
     let full = Full::new(conf);
-    // New objects, by every kind of write.
+    // Each kind of write fails if it needs a new object.
     let no_room = Err(DiskError::NoSpace);
-    // The first write may have been in flight while the cluster became full.
+    // The cluster may have become full while the first write was in flight, so the write is
+    // repeated.
     wait::until("a full cluster", || write(&mut *queue, 8 * MIB, &[1; 4096]) == no_room);
     assert!(disk.is_full());
     assert_eq!(write(&mut *queue, 12 * MIB, &[1; MIB as usize]), no_room);
@@ -93,7 +95,7 @@ fn says_so(conf: &str) {
         let data = segments(&bytes, 0, if moves { 4096 } else { 0 });
         assert_eq!(run_one(&mut *queue, op, 16 * MIB, len, data), no_room, "{op:?}");
     }
-    // Across existing and new objects.
+    // A write across an existing object and a new one fails as well.
     assert_eq!(write(&mut *queue, 8 * MIB - 4096, &[2; 8192]), no_room);
     // Reads, overwrites, flushes and discards succeed.
     assert_eq!(read(&mut *queue, 0, 4096), Ok(vec![7; 4096]));
@@ -113,7 +115,7 @@ fn says_so(conf: &str) {
     assert_eq!(write(&mut *other, 20 * MIB, &[1; 4096]), no_room);
     assert!(second.is_full());
     drop((other, second));
-    // With free space, all of it is written.
+    // When the cluster has space again, all writes succeed.
     drop(full);
     wait::until("room in the cluster", || write(&mut *queue, 8 * MIB, &[9; 4096]) == Ok(()));
     assert!(!disk.is_full());
@@ -121,10 +123,9 @@ fn says_so(conf: &str) {
     assert_eq!(read(&mut *queue, 8 * MIB, 4096), Ok(vec![9; 4096]));
 }
 
-/// With Ceph's cache in this process, writes have completed that the cluster has no room for.
-/// They are not dropped: they wait, and so do requests behind them. Reads succeed, and
-/// unsubmitted requests can be cancelled. The same holds if the cluster's settings enable the
-/// cache.
+/// With Ceph's cache in this process, writes have completed for which the cluster has no room. They
+/// are not dropped: they wait, and so do later writes and flushes. Reads succeed, and requests that
+/// were not submitted can be cancelled. The same holds if the cluster's settings enable the cache.
 fn waits_with_a_cache(conf: &str) {
     ceph(conf, "rbd", &["create", "own", "--size", "256M"]);
     ceph(conf, "rbd", &["config", "image", "set", "rbd/own", "rbd_cache", "true"]);
@@ -144,15 +145,15 @@ fn waits_with_a_cache(conf: &str) {
             let data = segments(&bytes, 0, len as usize);
             begin(queue, tag, &Request { op, offset, len }, data);
         };
-        // More requests than the cache and the queue's buffers have room for, so the last are not
-        // submitted.
+        // More requests than the cache and the buffers of the queue have room for. So the last ones
+        // are not submitted.
         for n in 0..40 {
             let at = 4 * MIB * u64::from(n);
             submit(&mut **queue, n, Op::Write { fua: true }, at, 4 * MIB);
         }
         submit(&mut **queue, 40, Op::Flush, 0, 0);
         none_ends(&mut **queue);
-        // All buffers are in use, so another queue reads.
+        // All buffers of the first queue are in use, so another queue reads.
         let mut reads = disk.queue().unwrap();
         assert_eq!(read(&mut *reads, 200 * MIB, 4096), Ok(vec![0; 4096]));
         queue.cancel(39);

@@ -4,11 +4,11 @@ use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 
-/// Limits that requests are checked against, computed once per queue.
+/// Limits for the check of requests. They are computed once per queue.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     bytes: u64,
-    /// Bits that must be clear in offsets and lengths.
+    /// Mask of the bits that must be zero in offsets and lengths.
     unaligned: u64,
     read_only: bool,
 }
@@ -64,7 +64,7 @@ impl Request {
                 Err(DiskError::ReadOnly)
             }
             Op::Write { .. } | Op::Append { .. } if short => Err(DiskError::BadBuffer),
-            // The block size is a power of two, so `unaligned + 1` is the length of one block.
+            // The length of one block is `unaligned + 1`, because the block size is a power of two.
             Op::CompareAndWrite { .. } if self.len != bounds.unaligned + 1 => {
                 Err(DiskError::OutOfRange)
             }

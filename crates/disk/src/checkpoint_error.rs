@@ -17,7 +17,7 @@ pub enum CheckpointError {
     Unfenced {
         /// Name of the disk.
         disk: String,
-        /// The reason, and what to do about it.
+        /// Reason, and the remedy.
         why: &'static str,
     },
     /// The disk is anonymous memory, which only this process can map.

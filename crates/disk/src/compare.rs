@@ -3,8 +3,8 @@
 use crate::request::DiskError;
 use shadowbell_memory::{Segments, SharedBytes};
 
-/// Bytes copied from both sides at once. Other threads and the guest may change both sides during
-/// the comparison, so private copies are compared.
+/// Number of bytes that are copied and compared at once. Private copies are compared, because other
+/// threads and the guest may change both sides during the comparison.
 const PIECE: usize = 4096;
 
 /// Compares `len` bytes of `data` from `offset` with `disk` from `at`.

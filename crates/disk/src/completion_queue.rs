@@ -6,25 +6,26 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Completions that any thread [pushes](Self::push), and that the owner of a disk queue
-/// [takes](Self::take) in batches.
+/// Queue of completions. Any thread [pushes](Self::push) them; the owner of a disk queue
+/// [takes](Self::take) them in batches.
 ///
-/// Its descriptor is the disk queue's [wake descriptor](crate::Queue::wake_fd), or a part of it. It
-/// becomes readable with the first completion after a `take`: further completions of the batch make
-/// no system call, and neither does a `take` without a signal. It ceases to be readable in `take`,
-/// so it may be watched level-triggered. Neither `push` nor `take` makes a system call under the
-/// lock.
+/// Its descriptor is the disk queue's [wake descriptor](crate::Queue::wake_fd), or a part of it.
+/// The first completion after a `take` makes the descriptor readable, and the next `take` makes it
+/// unreadable again, so it may be watched level-triggered. Further completions before that `take`
+/// make no system call, and a `take` without a signal makes none. Neither `push` nor `take` makes a
+/// system call under the lock.
 ///
-/// A signal that has not been taken suppresses later ones. So an owner that watches the descriptor
-/// edge-triggered has to `take` after it has started a request and before it sleeps.
+/// Until the owner takes a signal, later completions do not signal. An owner that watches the
+/// descriptor edge-triggered therefore has to call `take` after it has started a request and before
+/// it sleeps.
 ///
-/// A request that ends without a completion, because it was cancelled, is reported by the owner,
-/// which [`signal`](Self::signal) wakes.
+/// A cancelled request ends without a completion. The caller wakes the owner with
+/// [`signal`](Self::signal), and the owner reports the request.
 #[derive(Debug)]
 pub struct CompletionQueue<T> {
     completions: Mutex<Vec<T>>,
-    /// True from the start of a signal until its end in `take`. Exactly one thread makes `event`
-    /// readable in that time: the one that has set this flag.
+    /// True from the start of a signal until `take` ends it. During that time, only the thread that
+    /// has set this flag makes `event` readable.
     is_signalled: AtomicBool,
     event: EventFd,
 }
@@ -39,13 +40,13 @@ impl<T> CompletionQueue<T> {
         Ok(Self { completions: Mutex::default(), is_signalled: AtomicBool::new(false), event })
     }
 
-    /// Adds a completion, and wakes the owner.
+    /// Adds a completion and wakes the owner.
     pub fn push(&self, completion: T) {
         self.completions.lock().push(completion);
         self.signal();
     }
 
-    /// Wakes the owner: makes the descriptor readable, even without a completion.
+    /// Wakes the owner: makes the descriptor readable, even if there is no completion.
     pub fn signal(&self) {
         if !self.is_signalled.swap(true, Ordering::AcqRel) {
             self.event.signal();
@@ -54,15 +55,16 @@ impl<T> CompletionQueue<T> {
 
     /// Moves all completions to the end of `into`, in the order of their [`push`](Self::push).
     ///
-    /// An empty `into` is exchanged for the list, so that a caller that passes the same vector each
-    /// time causes neither copies nor, after some batches, allocations.
+    /// If `into` is empty, it is swapped with the list. A caller that always passes the same vector
+    /// therefore causes no copies, and after some batches no allocations.
     pub fn take(&self, into: &mut Vec<T>) {
         if !self.is_signalled.load(Ordering::Acquire) {
             return;
         }
-        // The flag is cleared only with the signal itself. If another thread has set it but has not
-        // made the descriptor readable yet, that comes after this call and has to be ended by the
-        // next one. Cleared before the list is read: a completion that this call misses signals.
+        // The flag is cleared only if the descriptor was readable. Otherwise another thread may
+        // have set the flag and not yet made the descriptor readable; the next call clears both.
+        // The flag is cleared before the list is read, so a completion that this call misses
+        // signals again.
         if self.event.drain() != 0 {
             self.is_signalled.swap(false, Ordering::AcqRel);
         }
@@ -74,15 +76,15 @@ impl<T> CompletionQueue<T> {
         }
     }
 
-    /// Waits for a completion if `into` is empty, and moves all completions to it as
-    /// [`take`](Self::take) does.
+    /// Moves all completions to `into`, as [`take`](Self::take) does. If `into` is empty
+    /// afterwards, waits for a completion.
     pub fn wait(&self, into: &mut Vec<T>) {
         loop {
             self.take(into);
             if !into.is_empty() {
                 return;
             }
-            // An error means a lack of memory, and the next attempt follows at once.
+            // `wait` fails only for lack of memory; the loop tries again.
             let _ = self.event.wait(None);
         }
     }
@@ -136,7 +138,7 @@ mod tests {
         assert_eq!(taken, [1, 2, 3]);
     }
 
-    /// The capacities of the queue's list and of the owner's alternate.
+    /// Two lists alternate, the queue's and the owner's. Both keep their capacity.
     #[test]
     fn batches_of_one_size_allocate_nothing() {
         let queue = CompletionQueue::new().unwrap();
@@ -176,15 +178,17 @@ mod tests {
         assert_eq!(taken, [1], "it does not wait for more");
     }
 
-    /// The owner takes a completion whose thread has set the flag, and not the descriptor. That
-    /// must not stay readable: the owner would wake for ever, and find no signal.
+    /// A pushing thread has set the flag, but not yet made the descriptor readable, when the owner
+    /// takes the completion. The late signal must end with the next `take`; otherwise the owner
+    /// would wake for ever.
     #[test]
     fn a_signal_after_its_completion_was_taken_is_ended_by_the_next_take() {
         let queue = CompletionQueue::new().unwrap();
         queue.completions.lock().push(1);
         queue.is_signalled.store(true, Ordering::Release);
         assert_eq!(take(&queue), [1]);
-        // Another thread: the first one's signal is for its completion, too.
+        // A push by another thread. The pending signal of the first thread announces this
+        // completion too.
         queue.push(2);
         assert!(!is_readable(&queue));
         queue.event.signal();
@@ -196,8 +200,8 @@ mod tests {
         assert_eq!(take(&queue), [3]);
     }
 
-    /// An owner that sleeps whenever it finds nothing gets each completion once, and those of a
-    /// thread in their order.
+    /// An owner sleeps whenever it finds no completion. It receives each completion once, and the
+    /// completions of each thread in order.
     #[test]
     fn no_wake_up_is_lost() {
         const THREADS: usize = 4;
@@ -225,7 +229,7 @@ mod tests {
             }
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        // A signal that came after its completion.
+        // The last signal may arrive after its completion was taken; this `take` ends it.
         assert!(take(&queue).is_empty());
         assert!(!is_readable(&queue));
     }

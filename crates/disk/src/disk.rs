@@ -14,8 +14,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::{fmt, io};
 
-/// Callback that waits a moment; called repeatedly while I/O of a dead process is in flight at a
-/// disk. Returns false to give up.
+/// Callback that waits a moment. It is called repeatedly while I/O of a dead process is in flight
+/// at a disk. Returns false if the caller has to stop waiting.
 pub type Wait<'a> = &'a dyn Fn() -> bool;
 
 /// A block device that a namespace stores its data on. Shared by all threads.
@@ -25,7 +25,7 @@ pub type Wait<'a> = &'a dyn Fn() -> bool;
 /// ([`resized`](Self::resized), [`with_writes`](Self::with_writes)) and memory ([`map`](Self::map))
 /// are not forwarded: a layer has to implement these methods itself.
 pub trait Disk: Any + Send + Sync + fmt::Debug {
-    /// Properties of the disk: block size, capacity, cache, discard.
+    /// Properties of the disk, such as block size and capacity.
     fn info(&self) -> DiskInfo;
 
     /// Opens a queue for the calling thread.
@@ -47,14 +47,14 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         self.inner()?.remark()
     }
 
-    /// True if the storage has refused a write for lack of space and has not accepted one since.
-    /// Called under locks, so it must not block. Default: false.
+    /// True if the storage has refused a write for lack of space and has not accepted a write
+    /// since. Called under locks, so it must not block. Default: false.
     fn is_full(&self) -> bool {
         self.inner().is_some_and(|inner| inner.is_full())
     }
 
-    /// True if completed writes may be lost because the kernel could not write them back. Every
-    /// flush then fails until the disk is opened again. Must not block. Default: false.
+    /// True if completed writes may be lost because the kernel could not write them back. Then
+    /// every flush fails until the disk is opened again. Must not block. Default: false.
     fn has_lost(&self) -> bool {
         self.inner().is_some_and(|inner| inner.has_lost())
     }
@@ -110,10 +110,10 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         Err(ResizeError::Opened { disk: self.name() })
     }
 
-    /// Serializes the disk for its recovery by the next process after a crash of
-    /// this one, whatever is in flight (checkpoint). Adds its descriptors to `fds`. None of them
-    /// may be the open file that requests use: that file must be closed by the kernel when the last
-    /// request ends, which fences the dead process. Default: [`CheckpointError::Mortal`].
+    /// Serializes the disk for a checkpoint, from which the next process recovers the disk after a
+    /// crash of this one, even if requests are in flight. Adds the disk's descriptors to `fds`.
+    /// None of them may be the open file that requests use: the kernel must close that file when
+    /// the last request ends, which fences the dead process. Default: [`CheckpointError::Mortal`].
     ///
     /// # Errors
     /// [`CheckpointError`].
@@ -203,20 +203,19 @@ pub trait Queue {
         None
     }
 
-    /// Marks the requests submitted from now on as replays, which a dead process may have executed
-    /// already: a zone write at a write pointer that the first execution has passed is then no
-    /// error.
+    /// Marks the requests submitted from now on as replays. A dead process may have executed them
+    /// already, so a zone write behind the zone's write pointer is no error.
     fn set_replays(&mut self, replays: bool) {
         let _ = replays;
     }
 
-    /// True if the queue needs [`begin_turn`](Self::begin_turn) calls.
+    /// True if the caller has to call [`begin_turn`](Self::begin_turn).
     fn takes_turns(&self) -> bool {
         false
     }
 
-    /// Names the host's submission queue that the following requests come from, by a small number
-    /// that the caller chooses.
+    /// Sets the host's submission queue that the following requests come from. `source` is a small
+    /// number that the caller assigns to the submission queue.
     fn begin_turn(&mut self, source: u32) {
         let _ = source;
     }
@@ -227,26 +226,26 @@ pub trait Queue {
     }
 
     /// Hints that a request `op` (read or write) for `len` bytes at byte `offset` will most likely
-    /// be submitted `distance` requests from now (2, then 1), so that the queue can prefetch into
-    /// the CPU's caches. None of the arguments has been checked.
+    /// be the request after the next (`distance` 2) or the next request (`distance` 1). The queue
+    /// can then prefetch its data into the CPU's caches. None of the arguments has been checked.
     fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
         let _ = (op, offset, len, distance);
     }
 
-    /// Longest request without data (write zeroes, discard, verify) to submit at once, in bytes.
-    /// The caller splits a longer request into pieces of this length and does other work in
-    /// between, because a disk that executes it inline would block the thread. At least one logical
-    /// block. Default: no limit.
+    /// Longest request without data (write zeroes, discard, verify) to submit at once, in bytes. A
+    /// disk that executes such a request inline blocks the thread meanwhile. The caller therefore
+    /// splits a longer request into pieces of this length, and does other work between them. At
+    /// least one logical block. Default: no limit.
     fn longest_inline(&self) -> u64 {
         u64::MAX
     }
 
-    /// Declares that the calling thread serves no other queue, so that the queue may block briefly
-    /// on the storage where blocking is shorter than passing the work to another thread. Default:
-    /// ignored.
+    /// Declares that the calling thread serves no other queue. The queue may then block briefly on
+    /// the storage, if that is faster than passing the work to another thread. Default: ignored.
     fn may_wait(&mut self) {}
 
-    /// Passes all submitted requests that are not yet in flight to the kernel, in one system call.
+    /// Passes all requests that are submitted but not yet in flight to the kernel, by one system
+    /// call.
     fn commit(&mut self) {}
 
     /// Calls `done` for each completed request, with its buffer. Does not block.
@@ -254,8 +253,8 @@ pub trait Queue {
         let _ = done;
     }
 
-    /// Requests that the pending request `tag` ends soon: as [`DiskError::Cancelled`] if it can
-    /// still be cancelled, otherwise with its regular result.
+    /// Requests an early end of the pending request `tag`. The request ends with
+    /// [`DiskError::Cancelled`] if it can still be cancelled, otherwise with its regular result.
     fn cancel(&mut self, tag: u32) {
         let _ = tag;
     }
@@ -280,14 +279,14 @@ pub trait Queue {
         None
     }
 
-    /// Timer descriptor that is readable when [`reap`](Self::reap) has work due to a deadline. It
-    /// stays readable until then. Default: none.
+    /// Timer descriptor that becomes readable when a deadline expires for which
+    /// [`reap`](Self::reap) has work. It stays readable until that call. Default: none.
     fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// True if the [wake descriptor](Self::wake_fd) has to be watched edge-triggered (`EPOLLET`):
-    /// it signals each event but never ceases to be readable.
+    /// True if the [wake descriptor](Self::wake_fd) has to be watched edge-triggered (`EPOLLET`).
+    /// Such a descriptor signals each event, but stays readable.
     fn wakes_by_edges(&self) -> bool {
         false
     }

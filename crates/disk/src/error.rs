@@ -3,8 +3,8 @@
 use crate::format::ImageFormat;
 use std::io;
 
-/// Largest memory disk in bytes: it must fit the address space in one piece. x86-64 has 128 TiB,
-/// with the program and its libraries in between.
+/// Maximum size of a memory disk in bytes. The disk must fit the address space in one piece. On
+/// x86-64 that space has 128 TiB, and the program and its libraries divide it.
 pub const MAX_MEMORY: u64 = 64 << 40;
 
 /// Error of opening a disk. Each message says what is wrong, where, and what to do.
@@ -49,7 +49,7 @@ pub enum OpenError {
     NotGiven {
         /// Path of the file.
         path: String,
-        /// The reason.
+        /// Reason of the refusal.
         why: String,
     },
     /// The file may not be read by this user.
@@ -65,7 +65,7 @@ pub enum OpenError {
     NoFile {
         /// Path of the file.
         path: String,
-        /// Kind of the file: a directory, a socket...
+        /// Kind of the file: a directory, a socket and so on.
         what: &'static str,
     },
     /// The file is an image of another format, whose raw bytes must not be exposed to a guest.
@@ -160,7 +160,7 @@ pub enum OpenError {
         /// The system's reason.
         source: io::Error,
     },
-    /// State from another process does not match the disk of this specification.
+    /// State from another process belongs to a different disk than this specification.
     #[error("{disk} cannot be taken over: {why}")]
     NotThatDisk {
         /// Name of the disk.

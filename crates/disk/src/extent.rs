@@ -23,5 +23,5 @@ impl Extent {
     }
 }
 
-/// Callback for consecutive extents. Returns true to receive more.
+/// Callback that receives consecutive extents. Returns true to receive more.
 pub type Tell<'a> = dyn FnMut(Extent) -> bool + 'a;

@@ -23,7 +23,7 @@ pub enum ImageFormat {
 }
 
 impl ImageFormat {
-    /// Bytes at the start of an image that the detection needs.
+    /// Number of bytes from the start of an image that the detection needs.
     pub const LOOKS_AT: usize = 512;
 
     /// Detects the format by the first bytes of an image; `None` means raw.
@@ -69,7 +69,7 @@ mod tests {
             (&b"QFI\xfb\0\0\0\x03"[..], Some(ImageFormat::Qcow2)),
             (b"QFI\xfb\0\0\0\x02", Some(ImageFormat::Qcow2)),
             (b"QFI\xfb\0\0\0\x01", Some(ImageFormat::Qcow)),
-            // An unknown version: it is not a raw image in any case.
+            // A qcow2 image of an unknown version. In any case it is not a raw image.
             (b"QFI\xfb", Some(ImageFormat::Qcow2)),
             (b"QED\0", Some(ImageFormat::Qed)),
             (b"KDMV\x01\0\0\0", Some(ImageFormat::Vmdk)),
@@ -80,7 +80,7 @@ mod tests {
             (b"", None),
             (b"QFI", None),
             (&[0; 512], None),
-            // A boot sector, and a LUKS disk that the guest encrypts itself.
+            // Raw images: a boot sector, and a LUKS disk that the guest encrypts itself.
             (b"\xeb\x63\x90\x10\x8e\xd0\xbc\0", None),
             (b"LUKS\xba\xbe\0\x02", None),
         ] {

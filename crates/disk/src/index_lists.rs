@@ -24,8 +24,8 @@ const EMPTY: Ends = Ends { first: NONE, last: NONE };
 /// Doubly linked lists of small numbers, such as indices into a table. A number is in at most one
 /// list. Insertion, look-up and removal take constant time. Lists are named by small numbers too.
 ///
-/// A guest decides how many commands are in flight and can abort all of them at once, so removal
-/// from the middle must not be linear.
+/// Removal from the middle takes constant time too, because a guest can have many commands in
+/// flight and abort all of them at once.
 #[derive(Debug, Default)]
 pub struct Lists {
     links: Vec<Link>,
@@ -103,8 +103,8 @@ impl Lists {
         self.ends.clear();
     }
 
-    /// Grows the tables for `list` and `number`, removes the number from its list, and returns the
-    /// ends of `list`.
+    /// Prepares an insertion: grows the tables for `list` and `number`, and removes the number from
+    /// its list. Returns the ends of `list`.
     fn prepare(&mut self, list: u32, number: u32) -> Ends {
         if number as usize >= self.links.len() {
             self.links.resize(number as usize + 1, NOWHERE);

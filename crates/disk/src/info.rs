@@ -11,12 +11,12 @@ pub struct DiskInfo {
     pub block_size: u32,
     /// Capacity in logical blocks.
     pub blocks: u64,
-    /// The disk refuses writes; the namespace is write-protected.
+    /// True if the disk refuses writes; the namespace is then write-protected.
     pub read_only: bool,
-    /// The disk has a volatile write cache: a loss of power before a flush can lose completed
-    /// writes.
+    /// True if the disk has a volatile write cache: a loss of power before a flush can lose
+    /// completed writes.
     pub volatile_cache: bool,
-    /// Discards return blocks to the storage.
+    /// True if discards return blocks to the storage.
     pub discard: bool,
     /// Preferred alignment of discards and other requests, in logical blocks; at least 1.
     pub granularity: u32,

@@ -1,11 +1,11 @@
-//! Storage behind an NVMe namespace: the [`Disk`] and [`Queue`] traits, requests, and what all
-//! disks share. No disk is here.
+//! Storage behind an NVMe namespace: the [`Disk`] and [`Queue`] traits, requests, and code that all
+//! disks share. The disks themselves are in other crates.
 //!
 //! A [`Disk`] is opened once and shared. Each I/O thread that serves a queue on the disk opens a
 //! [`Queue`] of its own, which only that thread uses. A queue works in batches: any number of
 //! [`submit`](Queue::submit), one [`commit`](Queue::commit), then [`reap`](Queue::reap) of the
-//! completions, with a file descriptor to sleep on. Disks in memory complete requests inline in
-//! `submit` and need none of the rest.
+//! completions, and a file descriptor to wait on between batches. Disks in memory complete requests
+//! inline in `submit`, without `commit` and `reap`.
 //!
 //! * [`CompletionQueue`] is for disks whose requests end on other threads;
 //! * [`Tasks`] is a table of requests for disks that execute a request in several calls;

@@ -9,14 +9,14 @@ use shadowbell_spec::protection::{GuardKind, ProtectionFields};
 pub struct MetadataFormat {
     /// Metadata size in bytes: 8, 16 or 64.
     pub size: u16,
-    /// Metadata are transferred at the end of each block (extended LBA), otherwise in a separate
-    /// buffer.
+    /// True if metadata are transferred at the end of each block (extended LBA), false if in a
+    /// separate buffer.
     pub extended: bool,
     /// Protection information type, 1 to 3; 0 for none.
     pub protection: u8,
-    /// The guard has 64 bits instead of 16.
+    /// True if the guard has 64 bits, false if 16.
     pub wide_guard: bool,
-    /// Protection information is in the first bytes of the metadata instead of the last.
+    /// True if protection information is in the first bytes of the metadata, false if in the last.
     pub first: bool,
 }
 
@@ -44,7 +44,7 @@ impl MetadataFormat {
         if self.protection == 0 { 0 } else { self.guard().size() }
     }
 
-    /// Offset of the protection information in a block's metadata.
+    /// Offset of the protection information in the metadata of a block.
     #[must_use]
     pub fn protection_at(&self) -> usize {
         if self.first { 0 } else { usize::from(self.size).saturating_sub(self.protection_size()) }
@@ -144,7 +144,7 @@ pub enum MetadataBuffer {
     /// Not transferred. Written blocks get zeroed metadata.
     #[default]
     None,
-    /// After the data of all blocks.
+    /// After the data of the last block.
     Behind,
     /// After the data of each block (extended LBA).
     Extended,
@@ -153,15 +153,16 @@ pub enum MetadataBuffer {
 /// Metadata parameters of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Metadata {
-    /// Protection information fields of the command. PRACT generates protection information for
-    /// written blocks; whether it is transferred depends on `buffer` alone.
+    /// Protection information fields of the command. With PRACT, protection information is
+    /// generated for written blocks. Independently of PRACT, `buffer` determines whether it is
+    /// transferred.
     pub fields: ProtectionFields,
     /// Position of the metadata.
     pub buffer: MetadataBuffer,
 }
 
 impl Metadata {
-    /// Parameters for the part of the request that follows its first `nth` blocks.
+    /// Parameters for the rest of the request after its first `nth` blocks.
     #[must_use]
     pub fn after(self, nth: u64, format: &MetadataFormat) -> Self {
         let ref_tag = self.fields.ref_tag_of(format.protection, format.guard(), nth);

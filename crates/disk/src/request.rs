@@ -7,14 +7,15 @@ use shadowbell_spec::zns::ZoneAction;
 pub enum Op {
     /// Reads from the disk into the data buffer.
     Read,
-    /// Writes the data buffer to the disk; with `fua`, onto stable storage before completion.
+    /// Writes the data buffer to the disk. With `fua`, the data are on stable storage before
+    /// completion.
     Write {
         /// Force unit access.
         fua: bool,
     },
-    /// Makes all requests that completed before the submission durable.
+    /// Makes all requests durable that completed before the flush was submitted.
     Flush,
-    /// Zeroes the range; with `deallocate` its blocks may be returned to the storage.
+    /// Zeroes the range. With `deallocate`, the blocks may be returned to the storage.
     WriteZeroes {
         /// Deallocation of the blocks is allowed (DEAC).
         deallocate: bool,
@@ -26,10 +27,10 @@ pub enum Op {
     Discard,
     /// Compares the range with the data buffer; a mismatch is [`DiskError::CompareFailed`].
     Compare,
-    /// Writes the second half of the data if the disk holds the first half, otherwise writes
-    /// nothing and fails with [`DiskError::CompareFailed`]. The step is atomic for all users of the
-    /// storage, in this process or elsewhere. The range is one block, and the data are twice as
-    /// long. Not every queue [supports it](crate::Queue::compares_and_writes).
+    /// Compares the range with the first half of the data. If they are equal, writes the second
+    /// half; otherwise fails with [`DiskError::CompareFailed`]. Comparison and write are atomic for
+    /// all users of the storage, in this process or elsewhere. The range is one block, and the data
+    /// are two blocks. Not every queue [supports it](crate::Queue::compares_and_writes).
     CompareAndWrite {
         /// Force unit access.
         fua: bool,
@@ -51,9 +52,9 @@ pub enum Op {
     },
 }
 
-/// Request to a disk. Offset and length are in bytes, multiples of the block size, and the range
-/// lies inside the disk (the controller has checked it; a queue checks again and fails with
-/// [`DiskError::OutOfRange`]).
+/// Request to a disk. Offset and length are in bytes and multiples of the block size. The range
+/// lies inside the disk: the controller has checked that, and a queue checks it again and fails
+/// with [`DiskError::OutOfRange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Operation.
@@ -64,7 +65,7 @@ pub struct Request {
     pub len: u64,
 }
 
-/// Error of a failed request. A plain code, so that a completion allocates no memory.
+/// Error of a failed request. Carries no text, so that a completion allocates no memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
@@ -116,7 +117,7 @@ pub enum DiskError {
     /// The zone request is invalid: no zone starts at the offset, or the zone lacks the feature.
     #[error("no zone starts there, or the zone lacks the feature")]
     InvalidZone,
-    /// The data buffer is shorter than the range, or has the wrong direction: a bug of the caller.
+    /// Bug of the caller: the data buffer is shorter than the range, or has the wrong direction.
     #[error("the data buffer does not fit the request")]
     BadBuffer,
     /// The disk does not support the operation.
@@ -125,7 +126,7 @@ pub enum DiskError {
     /// The request was cancelled before it took effect.
     #[error("the request was cancelled")]
     Cancelled,
-    /// NVMe status of the device below, which failed the request: the fifteen bits of a completion
+    /// NVMe status with which the device below failed the request: the fifteen bits of a completion
     /// above its phase tag.
     #[error("the device below failed with NVMe status {0:#06x}")]
     Device(u16),

@@ -2,10 +2,11 @@
 
 use crate::index_lists::Lists;
 
-/// Tags from this value on are not indexed; they are found by a linear search.
+/// Number of tags that have an index entry. Requests with larger tags are found by a linear search.
 const INDEXED_TAGS: usize = 1 << 20;
 
-/// Index from tags to request keys. If a tag is used again, the newest request counts.
+/// Index from tags to request keys. If several requests have the same tag, the index holds the
+/// newest one.
 #[derive(Debug)]
 pub struct TagIndex<K> {
     keys: Vec<Option<K>>,
@@ -32,9 +33,9 @@ impl<K: Copy> TagIndex<K> {
         }
     }
 
-    /// Returns the key stored last for this tag. The request may have ended since, so the caller
-    /// has to check its tag. [`NotIndexed`] means that the tag is too large for the index, and the
-    /// caller has to search.
+    /// Returns the key that was stored last for this tag. That request may have ended, and its key
+    /// may belong to another request, so the caller has to compare the tag. [`NotIndexed`] means
+    /// that the tag is too large for the index; then the caller has to search.
     pub fn get(&self, tag: u32) -> Result<Option<K>, NotIndexed> {
         match self.keys.get(tag as usize) {
             Some(key) => Ok(*key),
@@ -53,8 +54,9 @@ const WAITING: u32 = 0;
 /// Number of the list of ended requests.
 const OVER: u32 = 1;
 
-/// Table of the requests of a [`Queue`](crate::Queue), each with a small number as its key. Some
-/// requests wait, in order; some have ended and are to be returned to the caller.
+/// Table of the requests of a [`Queue`](crate::Queue), each with a small number as its key. A
+/// request may be in the waiting list, which is ordered, or in the list of ended requests, which
+/// are to be returned to the caller.
 ///
 /// All operations except `keys` take constant time.
 #[derive(Debug)]
@@ -122,14 +124,14 @@ impl<T> Tasks<T> {
         (0..).zip(&self.places).filter_map(|(key, place)| place.as_ref().map(|_| key))
     }
 
-    /// Appends the request to the waiting list. A request that waits or has ended keeps its place.
+    /// Appends the request to the waiting list. No effect if the request is in a list already.
     pub fn wait(&mut self, key: u32) {
         if !self.lists.contains(key) {
             self.lists.push_back(WAITING, key);
         }
     }
 
-    /// Puts the request at the front of the waiting list. A request that has ended keeps its place.
+    /// Puts the request at the front of the waiting list. No effect if the request has ended.
     pub fn wait_first(&mut self, key: u32) {
         if self.lists.list_of(key) != Some(OVER) {
             self.lists.push_front(WAITING, key);
@@ -141,15 +143,14 @@ impl<T> Tasks<T> {
         self.lists.first(WAITING)
     }
 
-    /// Removes the request from the waiting list. A request that has ended is not changed.
+    /// Removes the request from the waiting list. No effect if the request has ended.
     pub fn stop_waiting(&mut self, key: u32) {
         if self.lists.list_of(key) == Some(WAITING) {
             self.lists.remove(key);
         }
     }
 
-    /// Marks the request as ended, which removes it from the waiting list. Returns false if it had
-    /// ended before.
+    /// Moves the request to the list of ended requests. Returns false if it was there already.
     pub fn end(&mut self, key: u32) -> bool {
         let is_new = self.lists.list_of(key) != Some(OVER);
         if is_new {
@@ -194,7 +195,7 @@ mod tests {
         assert_eq!((tasks.find(1), tasks.find(far + 1), tasks.len()), (None, None, 3));
         assert_eq!(tasks.remove(keys[0]), Some((3, 3)));
         assert_eq!((tasks.find(3), tasks.remove(keys[0]), tasks.len()), (None, None, 2));
-        // The key is used again, under another tag.
+        // The new request has the key of the removed one, and another tag.
         assert_eq!(tasks.insert(4, 4), keys[0]);
         assert_eq!((tasks.find(3), tasks.find(4)), (None, Some(keys[0])));
     }

@@ -22,7 +22,7 @@ pub enum ResizeError {
         /// Name of the disk.
         disk: String,
     },
-    /// This disk type has the write protection that it was opened with.
+    /// The write protection of this disk type is fixed when the disk is opened.
     #[error(
         "{disk}: its write protection is fixed when it is opened; remove the namespace and add \
          it again"
@@ -88,22 +88,23 @@ pub enum ResizeError {
     },
 }
 
-/// Number of notifications, over all disks of the process.
+/// Number of notifications so far, from all disks of the process.
 static NEWS: Mutex<u64> = Mutex::new(0);
 static CHANGED: Condvar = Condvar::new();
 
-/// Wakes all waiters because a disk may have a new size, or because a waiter has to end.
+/// Wakes all waiting threads, because a disk may have a new size or because a waiting thread has to
+/// end.
 pub fn tell_new_size() {
     *NEWS.lock() += 1;
     CHANGED.notify_all();
 }
 
-/// Position of one waiter in the sequence of notifications.
+/// Position of one waiting thread in the sequence of notifications.
 #[derive(Debug, Default)]
 pub struct SizeNews(u64);
 
 impl SizeNews {
-    /// Blocks until a notification arrives after the previous return.
+    /// Blocks until there is a notification that the previous call did not see.
     pub fn wait(&mut self) {
         let mut news = NEWS.lock();
         let mut is_old = |news: &mut u64| *news == self.0;

@@ -9,7 +9,7 @@ use shadowbell_spec::zns::ZoneState;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ZoneFormat {
-    /// Zone size, from the start of a zone to that of the next; a power of two, at least
+    /// Zone size: distance between the starts of two zones. A power of two, at least
     /// [`SMALLEST`](Self::SMALLEST).
     pub size: u64,
     /// Zone capacity: writable bytes of a zone.
@@ -22,7 +22,7 @@ pub struct ZoneFormat {
     pub append_limit: u64,
     /// Zone Descriptor Extension size in units of 64 bytes.
     pub extension: u8,
-    /// Reads may cross zone boundaries.
+    /// True if reads may cross zone boundaries.
     pub read_across: bool,
 }
 
@@ -40,11 +40,11 @@ impl ZoneFormat {
 
     /// Minimum zone size.
     pub const SMALLEST: u64 = 64 << 10;
-    /// Maximum number of zones: a scan of all of them takes a fraction of a millisecond.
+    /// Maximum number of zones. A scan of that many zones takes a fraction of a millisecond.
     pub const MOST: u64 = 1 << 18;
 
-    /// Format of zones of this size, which are fully writable and can all be open. `None` if the
-    /// size is not supported.
+    /// Format with zones of this size. The zones are writable up to their end, and all of them can
+    /// be open. `None` if the size is not supported.
     #[must_use]
     pub fn new(size: u64) -> Option<Self> {
         let format = Self::whole(size);
@@ -145,11 +145,11 @@ impl ZoneFormat {
                 _ => return Err(format!("there is no zone option `{name}`")),
             }
         }
-        // A limit of active zones alone allows as many open zones.
+        // Every open zone is active, so a limit of active zones also limits the open ones.
         if format.max_active != 0 && format.max_open == 0 {
             format.max_open = format.max_active;
         }
-        // Checked with the smallest block size; opening the disk checks the actual one.
+        // The smallest block size is assumed here; opening the disk checks the actual one.
         format.check(512)?;
         Ok(Some(format))
     }
@@ -168,15 +168,15 @@ pub struct ZoneReport {
     pub from: u64,
     /// Zone state to report; `None` for all.
     pub which: Option<ZoneState>,
-    /// Partial report: the number of zones counts only those in the report.
+    /// True for a partial report, in which the number of zones counts only the reported zones.
     pub partial: bool,
-    /// Extended report, with Zone Descriptor Extensions.
+    /// True for an extended report, with Zone Descriptor Extensions.
     pub extended: bool,
     /// Length of the report buffer in bytes.
     pub len: usize,
 }
 
-/// Zones of a disk, as the controller sees them. Offsets and lengths are in bytes.
+/// Zones of a disk, for the controller. Offsets and lengths are in bytes.
 pub trait Zones {
     /// Zone format.
     fn format(&self) -> &ZoneFormat;
@@ -193,7 +193,7 @@ pub trait Zones {
     /// Checks that a host may read these bytes.
     ///
     /// # Errors
-    /// The reason.
+    /// The error with which the read would fail.
     fn check_read(&self, offset: u64, len: u64) -> Result<(), DiskError>;
 
     /// Builds a Report Zones data structure of at most [`ZoneReport::len`] bytes.

@@ -1,4 +1,5 @@
-//! Atomic replacement of files: a reader finds the old or the new content, never a part.
+//! Atomic replacement of files. A reader finds either the old or the new content, and never a
+//! mixture.
 
 use crate::exit::bad_input;
 use anyhow::Context;
@@ -15,7 +16,8 @@ fn directory_of(file: &Path) -> &Path {
     }
 }
 
-/// Calls `write` on a temporary file with the mode of `file`, syncs it, and renames it to `file`.
+/// Calls `write` on a temporary file that has the mode of `file`, syncs the temporary file, and
+/// renames it to `file`.
 ///
 /// # Errors
 /// Errors of `write`; errors of the file system, with the file's name.

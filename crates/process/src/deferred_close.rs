@@ -1,9 +1,9 @@
-//! Deferred close: descriptors that a client has sent are closed by a separate thread, in a process
+//! Deferred close: a separate thread closes the descriptors that a client has sent. For processes
 //! whose main thread must not block.
 //!
 //! Closing the last descriptor of a memfd frees all of its pages, which takes a second for some
-//! GiB. Closing other files may take even longer. A supervisor would not respond to any of its
-//! server processes during that time.
+//! GiB. Closing other files may take even longer. During that time, a supervisor would not respond
+//! to its server processes.
 
 use rustix::process::Signal;
 use shadowbell_memory::process::{block_signals, unblock_signals};
@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Largest number of descriptors that wait to be closed. Further ones are closed by the caller,
-/// because descriptors are a limited resource, too. Not reached in practice, because memory is
+/// Maximum number of descriptors that wait to be closed. The caller closes further ones itself,
+/// because descriptors are a limited resource too. The limit is not reached in practice: memory is
 /// freed faster than clients can fill it.
 const MOST: usize = 1024;
 
@@ -22,7 +22,7 @@ const MOST: usize = 1024;
 const SIGNALS: [Signal; 6] =
     [Signal::INT, Signal::TERM, Signal::HUP, Signal::USR1, Signal::USR2, Signal::CHILD];
 
-/// Closer of this process, if enabled.
+/// Closing thread of this process, if enabled.
 static CLOSER: OnceLock<Closer> = OnceLock::new();
 
 /// Handle of the closing thread.
@@ -39,7 +39,8 @@ pub fn enable() {
     CLOSER.get_or_init(Closer::default);
 }
 
-/// Closes descriptors: deferred if [enabled](enable), otherwise at once.
+/// Closes descriptors. The closing thread closes them if it was [enabled](enable); otherwise this
+/// thread does, at once.
 pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
     match CLOSER.get() {
         Some(closer) => fds.into_iter().for_each(|fd| closer.close(fd)),
@@ -105,7 +106,7 @@ mod tests {
         let (slow, reader) = slow();
         closer.close(slow);
         assert_eq!(closer.waiting.load(Ordering::Acquire), 1, "it was closed here");
-        // Lets the pending close finish.
+        // Dropping the reader lets the pending close finish.
         drop(reader);
         until("the close", || closer.waiting.load(Ordering::Acquire) == 0);
     }

@@ -5,14 +5,15 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::fs::File;
 use tracing::debug;
 
-/// Initial size of this process's descriptor table in the kernel: half a megabyte. The kernel
-/// doubles a full table, and threads that open a file meanwhile wait for an RCU grace period of 10
-/// to 30 ms. On the thread that handles registers, this would delay all guests.
+/// Initial size of this process's descriptor table in the kernel, which takes half a megabyte. If
+/// the table is full, the kernel doubles it, and threads that open a file meanwhile wait for an RCU
+/// grace period of 10 to 30 ms. Such a wait of the thread that handles registers would delay all
+/// guests.
 const ROOM: u64 = 1 << 16;
 
 /// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
-/// guest with many queues needs a descriptor per interrupt. The low soft limit protects programs
-/// that use `select`, which this program does not.
+/// guest with many queues needs a descriptor per interrupt. The low soft limit exists for programs
+/// that use `select`. This program does not use it.
 pub fn raise() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: maximum, maximum };
@@ -23,7 +24,7 @@ pub fn raise() {
     }
     let most = getrlimit(Resource::Nofile).current.unwrap_or(ROOM).min(ROOM);
     let last = i32::try_from(most.saturating_sub(1)).unwrap_or(0);
-    // The kernel never shrinks the table.
+    // Opening one descriptor with a large number enlarges the table. The kernel never shrinks it.
     let there = File::open("/dev/null").and_then(|file| Ok(fcntl_dupfd_cloexec(file, last)?));
     if let Err(error) = there {
         debug!("no room for {most} open files: {error}");

@@ -1,4 +1,4 @@
-//! Error texts of libraries without Rust terms.
+//! Error texts of libraries, without terms of Rust.
 
 use std::borrow::Cow;
 
@@ -23,7 +23,7 @@ const PHRASES: [(&str, &str); 17] = [
     ("invalid value: integer", "it is"),
 ];
 
-/// Replaces these phrases in `text`.
+/// Replaces phrases of Rust libraries in `text`.
 #[must_use]
 pub fn plain(text: &str) -> String {
     let mut plain = text.to_owned();
@@ -35,7 +35,7 @@ pub fn plain(text: &str) -> String {
     plain
 }
 
-/// Removes the error numbers that Rust adds to texts of the system: ` (os error 13)`.
+/// Removes the error numbers that Rust appends to error texts of the system: ` (os error 13)`.
 #[must_use]
 pub fn without_numbers(text: &str) -> Cow<'_, str> {
     const BEGIN: &str = " (os error ";

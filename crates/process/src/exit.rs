@@ -11,7 +11,7 @@ pub const FINE: u8 = 0;
 /// Failure during execution.
 pub const FAILED: u8 = 1;
 /// Unusable input: the command line, a configuration file, or a disk or path that they name. The
-/// parser of the command line uses this status as well.
+/// parser of the command line exits with the same status.
 pub const BAD_INPUT: u8 = 2;
 /// `ctl`: no such server, controller or namespace.
 pub const NOT_THERE: u8 = 3;
@@ -44,8 +44,8 @@ impl std::error::Error for WithStatus {
     }
 }
 
-/// Marks an error as one of the user's input: if it reaches `main`, with whatever context is added,
-/// the exit status is [`BAD_INPUT`].
+/// Marks an error as an error of the user's input. If it reaches `main`, with or without added
+/// context, the exit status is [`BAD_INPUT`].
 pub fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(WithStatus(BAD_INPUT, error.into()))
 }
@@ -70,9 +70,9 @@ pub fn status(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// True if the reader of this program's output has closed it (`shadowbell trace FILE | head`),
-/// which is not a failure. Only an error whose outermost layer is an I/O error counts: a broken
-/// pipe as the cause of another error, such as the socket of a dead server, is a failure.
+/// True if the reader of this program's output, such as `head`, has closed the pipe. That is not a
+/// failure. Only an error whose outermost layer is an I/O error counts: a broken pipe as the cause
+/// of another error, such as the socket of a dead server, is a failure.
 #[must_use]
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
@@ -87,7 +87,7 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
     ExitCode::from(status(error))
 }
 
-/// Error with its causes, except for causes whose text is already included.
+/// Error text with the texts of its causes. A cause is left out if its text is already included.
 #[must_use]
 pub fn line(error: &anyhow::Error) -> String {
     let mut line = error.to_string();
@@ -104,11 +104,11 @@ pub fn line(error: &anyhow::Error) -> String {
     without_numbers(&line).into_owned()
 }
 
-/// Advice for errors of the system whose text does not suggest a remedy.
+/// Advice for errors of the system whose text suggests no remedy.
 fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     let error = error.downcast_ref::<io::Error>()?;
     match rustix::io::Errno::from_io_error(error)? {
-        // The soft limit was raised already, by `descriptor_limit`.
+        // `descriptor_limit` has raised the soft limit already.
         rustix::io::Errno::MFILE => Some(
             "raise the hard limit of open files: `ulimit -Hn`, or LimitNOFILE= of the service's \
              unit",

@@ -1,12 +1,13 @@
 //! Asynchronous log output: a bounded queue of lines and the thread that writes them.
 //!
 //! The reader of the log may block: a stopped terminal, or a pipe that is not read. Threads that
-//! serve guests must not wait for it. So lines are queued in memory, and one thread writes them. If
-//! the queue is full, lines are dropped and counted, and the count is logged as soon as there is
-//! room.
+//! serve guests must not wait for such a reader. So lines are queued in memory, and one thread
+//! writes them. If the queue is full, lines are dropped and counted. The count is logged as soon as
+//! the queue has room.
 //!
-//! The thread also limits the rate. A guest can cause log lines at any rate. The number of bytes
-//! written per second is limited, and the rest is dropped in the same way.
+//! The thread also limits the rate. A guest can cause log lines at any rate, so the number of bytes
+//! written per second is limited. Lines beyond the limit stay in the queue, and are dropped when it
+//! is full.
 //!
 //! `tracing-appender` has no rate limit, bounds the number of lines instead of their bytes, and
 //! does not log the number of dropped lines.
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Limits {
     /// Size of the queue in bytes.
     pub(crate) waiting: usize,
-    /// Rate limit; `None` writes as fast as the log is read.
+    /// Rate limit. With `None`, lines are written as fast as the reader takes them.
     pub(crate) pace: Option<Pace>,
 }
 
@@ -36,7 +37,7 @@ pub(crate) struct Pace {
 
 /// Memory overhead of a line in bytes.
 const OVERHEAD: usize = 64;
-/// Largest number of bytes per write, except for a longer line.
+/// Maximum number of bytes per write. A longer line is written as a whole.
 const BATCH: usize = 4096;
 
 /// Handle of the log thread; clones share it.
@@ -47,12 +48,13 @@ pub(crate) struct LogThread {
 }
 
 struct Shared {
-    /// Thread that created the log. It has a reserve, because guests cannot make it log.
+    /// Thread that created the log. Its lines may use a reserve of the queue, because guests cannot
+    /// cause them.
     starter: ThreadId,
     lines: Mutex<Lines>,
-    /// Signalled to the log thread for a new line or the end.
+    /// Wakes the log thread when a line was added, or when the log ends.
     came: Condvar,
-    /// Signalled to [`LogThread::finish`] when all lines are written.
+    /// Wakes [`LogThread::finish`] when all lines are written.
     written: Condvar,
 }
 
@@ -61,9 +63,9 @@ struct Lines {
     bytes: usize,
     limit: usize,
     dropped: u64,
-    /// The thread has taken lines that are not written yet.
+    /// True while the log thread is writing lines that it has taken.
     writing: bool,
-    /// A thread waits in `finish`, so the rate limit is suspended.
+    /// True while a thread waits in `finish`. The rate limit is then suspended.
     hurried: bool,
 }
 
@@ -73,8 +75,9 @@ impl Lines {
         self.waiting.push_back(line);
     }
 
-    /// Queues a line if there is room, or counts it as dropped. After a drop, half of the queue
-    /// must be free first, so that the counts themselves do not fill the log.
+    /// Queues a line if there is room. Otherwise counts it as dropped. After a drop, half of the
+    /// queue must become free before lines are queued again; otherwise lines with counts could fill
+    /// the log.
     fn offer(&mut self, line: &[u8], reserve: bool) -> bool {
         let room = match (reserve, self.dropped) {
             (true, _) => self.limit * 2,
@@ -90,7 +93,7 @@ impl Lines {
         true
     }
 
-    /// Queues a line with the number of dropped lines, if there are any.
+    /// If lines were dropped, queues a line with their number.
     fn push_count(&mut self) {
         let dropped = std::mem::take(&mut self.dropped);
         if dropped != 0 {
@@ -105,7 +108,7 @@ impl Lines {
         }
     }
 
-    /// Takes the next lines, up to `allowed` bytes but at least one line.
+    /// Takes the next lines: up to `allowed` bytes, but at least one line.
     fn take(&mut self, allowed: usize) -> Vec<u8> {
         let mut batch = Vec::new();
         while let Some(line) = self.waiting.front() {
@@ -120,7 +123,7 @@ impl Lines {
 }
 
 impl LogThread {
-    /// Log that queues lines until the thread is [started](Self::start).
+    /// Creates a log. It only queues lines until its thread is [started](Self::start).
     pub(crate) fn new(limits: Limits) -> Self {
         let lines = Lines {
             waiting: VecDeque::new(),
@@ -150,9 +153,9 @@ impl LogThread {
         Ok(())
     }
 
-    /// Queues a line, or counts it as dropped. Never waits for the reader of the log. The thread
-    /// that created the log has an additional reserve of the same size, so that its messages about
-    /// the end of the program are not lost.
+    /// Queues a line, or counts it as dropped. Never waits for the reader of the log. For the
+    /// thread that created the log, the queue has a reserve of the same size in addition. So its
+    /// messages about the end of the program are not lost.
     pub(crate) fn line(&self, line: &[u8]) {
         let reserve = current().id() == self.shared.starter;
         if self.shared.lines.lock().offer(line, reserve) {
@@ -160,7 +163,7 @@ impl LogThread {
         }
     }
 
-    /// Queues a line even if the queue is full. Only for the few last lines of the program.
+    /// Queues a line even if the queue is full. Only for the last few lines of the program.
     pub(crate) fn last_words(&self, line: &[u8]) {
         let mut lines = self.shared.lines.lock();
         lines.push_count();
@@ -169,7 +172,7 @@ impl LogThread {
         self.shared.came.notify_one();
     }
 
-    /// Waits until all queued lines are written, at most for `most`. Returns false on timeout.
+    /// Waits until all queued lines are written, but at most for `most`. Returns false on timeout.
     pub(crate) fn finish(&self, most: Duration) -> bool {
         let until = Instant::now() + most;
         let mut lines = self.shared.lines.lock();
@@ -184,7 +187,7 @@ impl LogThread {
     }
 }
 
-/// Writer for a formatter that writes one line per call.
+/// Log output of a formatter, which has to write one line per call.
 impl Write for LogThread {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.line(line);
@@ -197,7 +200,7 @@ impl Write for LogThread {
 }
 
 impl Shared {
-    /// Main loop of the thread; never returns.
+    /// Main loop of the log thread. Never returns.
     fn write_all(&self, mut sink: impl Write, pace: Option<Pace>) {
         let mut allowance = pace.map(Allowance::new);
         let mut lines = self.lines.lock();
@@ -246,9 +249,9 @@ impl Allowance {
         Self { pace, bytes: pace.burst as f64, since: Instant::now() }
     }
 
-    /// Returns the number of bytes that may be written if the next line has `wanted` bytes, or the
-    /// time at which it may be written. A line longer than the burst uses a whole burst, and its
-    /// excess is charged to the following lines.
+    /// Returns the number of bytes that may be written now. If that is not enough for the next
+    /// line, which has `wanted` bytes, returns the time at which the line may be written. A line
+    /// longer than the burst uses a whole burst, and its excess is charged to the following lines.
     fn of(&mut self, wanted: usize, now: Instant) -> Result<usize, Instant> {
         let passed = now.saturating_duration_since(self.since);
         self.since = now;
@@ -258,7 +261,8 @@ impl Allowance {
         if self.bytes >= wanted {
             return Ok(self.bytes as usize);
         }
-        // Waits for 10 ms worth of bytes at least, to avoid a wake-up per line.
+        // The wait is long enough for the bytes of 10 ms at least, so that not every line causes a
+        // wake-up.
         let missing = (wanted - self.bytes).max(rate / 100.0);
         Err(now + Duration::from_secs_f64(missing / rate))
     }
@@ -283,14 +287,14 @@ mod tests {
         let (reader, writer) = io::pipe().unwrap();
         let log = LogThread::new(free(256 * 1024));
         log.start(writer).unwrap();
-        // Much more than the pipe and the queue hold. If a line waited for the reader, the test
-        // would hang.
+        // These lines are much longer than the pipe and the queue together. If a line waited for
+        // the reader, the test would hang.
         let line = [b'x'; 1023];
         let lines = 4096;
         for _ in 0..lines {
             log.line(&[line.as_slice(), b"\n"].concat());
         }
-        // Nothing is written in this time.
+        // The pipe is full, so nothing is written in this time.
         assert!(!log.finish(Duration::from_millis(10)), "the pipe was read");
         log.last_words(b"the end\n");
         let mut read = 0;
@@ -316,7 +320,7 @@ mod tests {
         let (reader, writer) = io::pipe().unwrap();
         let log = LogThread::new(free(1000));
         log.start(writer).unwrap();
-        // The thread cannot take lines while the lock is held.
+        // The log thread cannot take lines while the lock is held.
         let mut lines = log.shared.lines.lock();
         assert!(lines.offer(&[b'a'; 500], false));
         assert!(!lines.offer(&[b'b'; 500], false));
@@ -352,12 +356,12 @@ mod tests {
             }
         }
         assert!((9_900..=10_500).contains(&spent), "{spent}");
-        // A line longer than the burst is written, and charged in full.
+        // A line longer than the burst is written, and its full length counts.
         let later = end + Duration::from_secs(1);
         assert!(allowance.of(5000, later).is_ok());
         allowance.spend(5000);
         let until = allowance.of(1, later).unwrap_err();
-        // The price of the long line.
+        // The next line has to wait for the time that the long line has cost.
         assert!(until - later > Duration::from_secs(4));
     }
 

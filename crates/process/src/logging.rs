@@ -20,17 +20,17 @@ use tracing_subscriber::registry::{LookupSpan, Registry};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, reload};
 
-/// Rate limit: at most 96 KiB in a second, whatever guests do. Normal operation logs a few hundred
-/// bytes per connecting guest.
+/// Rate limit: at most 96 KiB in a second, for any behaviour of guests. In normal operation, the
+/// log has a few hundred bytes per connecting guest.
 const PACE: Pace = Pace { per_second: 64 << 10, burst: 32 << 10 };
-/// Size of the queue: more than a server with a thousand controllers logs at start-up.
+/// Size of the queue. A server with a thousand controllers logs less at start-up.
 const WAITING: usize = 256 << 10;
 /// Size of the queue with `-v`, which has no rate limit.
 const WAITING_VERBOSE: usize = 16 << 20;
-/// Longest time for which the end of the program waits for the reader of the log.
+/// Maximum time for which the end of the program waits for the reader of the log.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// The log thread was started.
+/// True after the log thread was started.
 static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
 /// Log of this process, set by [`start`].
 static LOG: OnceLock<LogThread> = OnceLock::new();
@@ -39,7 +39,7 @@ static FILTER: OnceLock<Filter> = OnceLock::new();
 
 /// Current filter, and the function that replaces it.
 struct Filter {
-    /// Text of the filter, and true if [`set_filter`] has set it.
+    /// Text of the filter. The flag is true if [`set_filter`] has set it.
     now: Mutex<(String, bool)>,
     replace: Box<dyn Fn(Targets) -> Result<(), String> + Send + Sync>,
 }
@@ -50,7 +50,7 @@ pub fn filter() -> String {
     FILTER.get().map(|filter| filter.now.lock().0.clone()).unwrap_or_default()
 }
 
-/// Current filter if [`set_filter`] has set it.
+/// Current filter, if [`set_filter`] has set it; otherwise `None`.
 #[must_use]
 pub fn changed_filter() -> Option<String> {
     let now = FILTER.get()?.now.lock();
@@ -78,7 +78,7 @@ pub fn set_filter(directives: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Help heading of options that many verbs share, to keep them apart from the options of a verb.
+/// Help heading for options that many verbs share. It separates them from the verb's own options.
 pub const COMMON: &str = "Common options";
 
 /// Verbosity options.
@@ -111,9 +111,9 @@ pub fn is_talkative() -> bool {
     tracing::enabled!(Level::INFO)
 }
 
-/// Sets up the log, which is written from [`begin`] on. If `RUST_LOG` is set, it overrides the
-/// verbosity options, in the syntax of [`Targets`], such as `shadowbell_vfio_user=trace`. With
-/// `timed`, lines have timestamps, as services need.
+/// Sets up the log. Lines are queued, and are written from [`begin`] on. The environment variable
+/// `RUST_LOG`, in the syntax of [`Targets`] (`shadowbell_vfio_user=trace`), overrides the verbosity
+/// options. With `timed`, lines have timestamps, which services need.
 pub fn start(args: &Args, timed: bool) {
     let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.is_empty());
     let asked = asked.and_then(|text| text.parse::<Targets>().ok().map(|filter| (text, filter)));
@@ -130,7 +130,7 @@ pub fn start(args: &Args, timed: bool) {
     };
     let log = LogThread::new(limits);
     let writer = log.clone();
-    // Fails only if a subscriber is set already, which happens in tests.
+    // Fails only if a subscriber is set already. That happens in tests.
     let (filter, handle) = reload::Layer::new(filter);
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(move || Plain(writer.clone()))
@@ -145,12 +145,13 @@ pub fn start(args: &Args, timed: bool) {
     }
 }
 
-/// Starts the log thread, which also writes the lines queued before.
+/// Starts the log thread. It also writes the lines that were queued before.
 pub fn begin() {
     if let Some(log) = LOG.get()
         && !HAS_BEGUN.swap(true, Ordering::Relaxed)
     {
-        // If no thread can be started, no server can run either, and its error is reported.
+        // If this thread cannot be started, the threads of a server cannot be started either, and
+        // that error is reported.
         let _ = log.start(std::io::stderr());
     }
 }
@@ -176,9 +177,9 @@ pub fn finish() {
     }
 }
 
-/// Panic hook: aborts the process. The work of the panicked thread would not be done by any other
-/// thread, and threads that depend on it would wait forever. A supervisor or service manager can
-/// restart the process.
+/// Panic hook: aborts the process. No other thread would do the work of the panicked thread, and
+/// threads that depend on it would wait for ever. A supervisor or the service manager can restart
+/// the process.
 fn die(panic: &PanicHookInfo<'_>) {
     if shadowbell_memory::is_panic_contained() {
         return;
@@ -215,8 +216,8 @@ impl Write for Plain {
     }
 }
 
-/// Format of a line: `warning: message key=value`; for services with the time in front; with `-v`,
-/// with time and module.
+/// Format of a log line: `warning: message key=value`. For services, the line starts with the time.
+/// With `-v`, it contains the time and the module.
 struct Lines {
     detailed: bool,
     timed: bool,
@@ -226,7 +227,7 @@ struct Lines {
 #[must_use]
 pub fn now() -> String {
     let mut text = String::new();
-    // Cannot fail: writes to a string.
+    // Cannot fail, because it writes to a string.
     let _ = SystemTime.format_time(&mut Writer::new(&mut text));
     text
 }
@@ -289,7 +290,8 @@ mod tests {
 
     const CHILD: &str = "LOGGING_TEST_CHILD";
 
-    /// Runs a child that logs to `log` and in which a thread panics. Returns its status.
+    /// Runs a child process in which a thread panics, with its log in `log`. Returns the exit
+    /// status of the child.
     fn panics(log: PipeWriter) -> ExitStatus {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child
@@ -301,7 +303,7 @@ mod tests {
         ProcessGroup::spawn(&mut child).unwrap().wait()
     }
 
-    /// Pipe that is full.
+    /// Creates a pipe and fills it.
     fn full_pipe() -> (PipeReader, PipeWriter) {
         let (reader, writer) = io::pipe().unwrap();
         let flags = fcntl_getfl(&writer).unwrap();
@@ -332,7 +334,7 @@ mod tests {
         assert!(why.starts_with("thread sb-reactor has panicked at crates/"), "{said}");
         assert!(why.contains("there is no such queue; "), "{said}");
 
-        // The process ends even if its log is not read.
+        // The process ends even if nothing reads its log.
         let (_reader, writer) = full_pipe();
         let status = panics(writer);
         assert_eq!(status.signal(), Some(6), "{status:?}");

@@ -1,5 +1,5 @@
-//! Notifications to the service manager: the protocol of `sd_notify`, which is one datagram to the
-//! socket that `NOTIFY_SOCKET` names.
+//! Notifications to the service manager by the protocol of `sd_notify`: one datagram to the socket
+//! that `NOTIFY_SOCKET` names.
 
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
@@ -20,12 +20,12 @@ pub const STOPPING: &str = "STOPPING=1";
 /// Keep-alive of the watchdog.
 pub const WATCHDOG: &str = "WATCHDOG=1";
 
-/// Sends a notification, if there is a service manager. Failures are ignored.
+/// Sends a notification, if there is a service manager. Ignores failures.
 pub fn tell(state: &str) {
     tell_with(state, SendFlags::NOSIGNAL);
 }
 
-/// Sends a notification without blocking: it is lost if the service manager's queue is full.
+/// Sends a notification without blocking. It is lost if the queue of the service manager is full.
 pub fn tell_now(state: &str) {
     tell_with(state, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
@@ -53,22 +53,24 @@ pub fn reloading() -> String {
     format!("RELOADING=1\nMONOTONIC_USEC={now}")
 }
 
-/// Interval of [`WATCHDOG`] notifications; `None` if the service manager does not require them.
+/// Interval at which [`WATCHDOG`] has to be sent. `None` if the service manager does not require
+/// it.
 pub fn watchdog() -> Option<Duration> {
     let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
     let pid = number("WATCHDOG_PID").unwrap_or_else(|| std::process::id().into());
     interval(number("WATCHDOG_USEC")?, pid, std::process::id())
 }
 
-/// Half of the watchdog timeout `us`, as systemd recommends, if the watchdog is for this process
-/// (`pid` is `own`).
+/// Half of the watchdog timeout `us`, as systemd recommends. `None` if the watchdog is for another
+/// process: `pid` differs from `own`.
 fn interval(us: u64, pid: u64, own: u32) -> Option<Duration> {
-    // Shorter timeouts cannot be met, because of scheduling delays.
+    // A shorter timeout is not supported: scheduling delays would exceed it.
     let fits = pid == u64::from(own) && us >= 1000;
     fits.then(|| Duration::from_micros(us / 2))
 }
 
-/// Sends a descriptor for the service manager's fd store; `state` has its name and options.
+/// Sends a descriptor to the fd store of the service manager. `state` contains its name and
+/// options.
 ///
 /// # Errors
 /// The message cannot be sent. The service manager does not report whether it stores the

@@ -58,14 +58,14 @@ enum BenchFormat {
 pub enum Shape {
     /// Text.
     Normal,
-    /// JSON row, as of the other measuring verbs.
+    /// One row of JSON, as for the other measuring verbs.
     Rows,
     /// JSON in the format of fio.
     Fio,
 }
 
 impl BenchOutput {
-    /// Requested format.
+    /// Returns the requested format.
     #[must_use]
     pub fn shape(self) -> Shape {
         match self.output_format {
@@ -76,7 +76,7 @@ impl BenchOutput {
     }
 }
 
-/// Prints an answer: as JSON, or as text with `lines`.
+/// Prints an answer as JSON, or as text that `lines` creates.
 ///
 /// # Errors
 /// Standard output cannot be written.

@@ -1,5 +1,5 @@
-//! Start-up attributes of this process (user, working directory), cached because the sandbox
-//! forbids the system calls.
+//! Attributes of this process (user, working directory) that are read once at start-up, because the
+//! sandbox later forbids the system calls.
 
 use rustix::process::{Uid, geteuid};
 use std::path::{Path, PathBuf};
@@ -8,8 +8,8 @@ use std::sync::LazyLock;
 static USER: LazyLock<Uid> = LazyLock::new(geteuid);
 static DIRECTORY: LazyLock<Option<PathBuf>> = LazyLock::new(|| std::env::current_dir().ok());
 
-/// Caches the attributes. Must be called before the process enters its sandbox, and after it has
-/// changed its user.
+/// Reads the attributes. Must be called after the process has changed its user and before it enters
+/// its sandbox.
 pub fn settle() {
     LazyLock::force(&USER);
     LazyLock::force(&DIRECTORY);

@@ -1,8 +1,8 @@
-//! Shell commands for users to paste: quoting and output.
+//! Shell commands that users can paste: quoting and output.
 
 use std::io::Write;
 
-/// `text` as one shell word, quoted if necessary.
+/// Returns `text` as one word for a shell, quoted if necessary.
 pub fn quote(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/:._-+=@,".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
@@ -11,12 +11,12 @@ pub fn quote(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// Prints commands on standard output from a separate thread, because the reader of the output may
-/// block and the calling thread has to wait for signals.
+/// Prints commands on standard output. A separate thread prints them: the reader of the output may
+/// block, and the calling thread has to wait for signals.
 pub fn print_commands(text: String) {
-    // Errors are ignored: if standard output is closed, the program serves all the same.
+    // Errors are ignored. If standard output is closed, the program works without this output.
     let print = move || drop(std::io::stdout().lock().write_all(text.as_bytes()));
-    // Likewise if no thread can be started.
+    // If no thread can be started, the program works without this output too.
     let _ = std::thread::Builder::new().name("sb-paste".into()).spawn(print);
 }
 

@@ -1,4 +1,5 @@
-//! Handling of termination signals: the first one ends the program in order, the second at once.
+//! Handling of termination signals. The first signal ends the program in order, and the second ends
+//! it at once.
 
 use crate::exit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -11,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tracing::debug;
 
-/// Flag that SIGINT and SIGTERM set, for loops that check it. A second signal exits the process
-/// immediately.
+/// Returns a flag that SIGINT and SIGTERM set, for loops that check it. A second signal exits the
+/// process immediately.
 pub fn stop_flag() -> io::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
@@ -21,7 +22,8 @@ pub fn stop_flag() -> io::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// Registers `flag` for a signal. If the flag is set already, the signal exits the process.
+/// Registers `flag` for a signal. The signal sets the flag, or exits the process if the flag is
+/// already set.
 fn set_or_exit(signal: i32, flag: &Arc<AtomicBool>) -> io::Result<()> {
     let status = i32::from(exit::FAILED);
     signal_hook::flag::register_conditional_shutdown(signal, status, Arc::clone(flag))?;
@@ -29,8 +31,8 @@ fn set_or_exit(signal: i32, flag: &Arc<AtomicBool>) -> io::Result<()> {
     Ok(())
 }
 
-/// Caught signals with a descriptor that is readable when there are some, to poll it together with
-/// others.
+/// Caught signals, with a descriptor that is readable if a signal has arrived. The descriptor can
+/// be polled together with others.
 ///
 /// Implemented by a flag per signal and one pipe. The iterator of `signal-hook` uses a socket,
 /// whose system calls the sandbox forbids.
@@ -51,7 +53,7 @@ impl Close {
     /// Wakes the waiting thread and ends its wait.
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
-        // The write fails if the pipe is full, but then the thread is awake already.
+        // If the pipe is full, the write fails, but then the thread has been woken already.
         let _ = rustix::io::write(&*self.write, b"X");
     }
 
@@ -72,7 +74,8 @@ impl Caught {
         }
         let flags = signals.iter().map(|signal| {
             let flag = Arc::new(AtomicBool::new(false));
-            // The flag is registered first, so that it is set before the pipe wakes the thread.
+            // The flag is registered before the pipe, because the pipe wakes the thread that reads
+            // the flag.
             signal_hook::flag::register(*signal, Arc::clone(&flag))?;
             signal_hook::low_level::pipe::register(*signal, write.try_clone()?)?;
             Ok((*signal, flag))
@@ -82,7 +85,7 @@ impl Caught {
         Ok(Self { flags, read, close })
     }
 
-    /// Returns a signal that has arrived, without waiting.
+    /// Returns a signal that has arrived, or `None`. Does not wait.
     #[expect(clippy::should_implement_trait, reason = "`None` does not end the sequence")]
     pub fn next(&mut self) -> Option<i32> {
         while matches!(rustix::io::read(&self.read, &mut [0; 64]), Ok(1..) | Err(Errno::INTR)) {}
@@ -97,7 +100,8 @@ impl AsFd for Caught {
     }
 }
 
-/// Meaning of signals for a service. Signals that were ignored at start-up are left out.
+/// Signals that a service handles, by their meaning. Signals that were ignored at start-up are left
+/// out.
 #[derive(Clone, Debug)]
 pub struct Meanings {
     /// Signals that end the service.
@@ -107,7 +111,8 @@ pub struct Meanings {
 }
 
 impl Meanings {
-    /// SIGINT, SIGTERM and SIGHUP end the service, unless they are among `others`.
+    /// Creates the meanings: SIGINT, SIGTERM and SIGHUP end the service, unless they are among
+    /// `others`.
     pub fn new(others: &[i32]) -> Self {
         let is_taken = |signal: &i32| !is_ignored(*signal);
         let ends = [SIGINT, SIGTERM, SIGHUP].into_iter();
@@ -134,7 +139,7 @@ pub enum Wake {
     Time,
 }
 
-/// Waits for the signals that end a service, and for other signals ([`Meanings`]).
+/// Handler of the signals that end a service, and of other signals ([`Meanings`]).
 pub struct EndSignals {
     signals: Caught,
     ends: Vec<i32>,
@@ -155,17 +160,18 @@ impl EndSignals {
         for signal in &ends {
             set_or_exit(*signal, &ending)?;
         }
-        // A write beyond `ulimit -f` must fail like one on a full disk, not end the process.
+        // By default, a write beyond `ulimit -f` would end the process. It must fail instead, as on
+        // a full disk.
         signal_hook::flag::register(SIGXFSZ, Arc::default())?;
         Ok(Self { signals, ends, ending })
     }
 
-    /// Handle that ends the wait as well.
+    /// Returns a handle that also ends the wait.
     pub fn handle(&self) -> Close {
         self.signals.close.clone()
     }
 
-    /// Waits for the end of the service.
+    /// Waits until the service has to end.
     ///
     /// # Errors
     /// Errors of the system.
@@ -174,8 +180,8 @@ impl EndSignals {
         Ok(())
     }
 
-    /// Waits for the end of the service, for a signal among the `others` of [`catch`](Self::catch),
-    /// for the descriptor `beside`, and until a deadline.
+    /// Waits until the service has to end, one of the `others` of [`catch`](Self::catch) arrives,
+    /// the descriptor `beside` is readable, or the deadline has passed.
     ///
     /// # Errors
     /// Errors of the system.
@@ -191,7 +197,8 @@ impl EndSignals {
             }
             match self.signals.next() {
                 Some(signal) if self.ends.contains(&signal) => {
-                    // The handler sets `ending`, perhaps later, as it may run on another thread.
+                    // The signal handler sets `ending`, possibly later, because it may run on
+                    // another thread.
                     debug!(signal, "ending");
                     return Ok(Wake::End);
                 }
@@ -220,8 +227,8 @@ impl EndSignals {
     }
 }
 
-/// True if the signal was set to be ignored at start-up (by `nohup`, or by a shell for a background
-/// job of a script).
+/// True if the signal was ignored at start-up. `nohup` sets that, and shells do for background jobs
+/// of a script.
 fn is_ignored(signal: i32) -> bool {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return false };
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -237,9 +244,9 @@ mod tests {
 
     const CHILD: &str = "SIGNALS_TEST_CHILD";
 
-    /// Regression test for a race: the handler runs on another thread than the wait, which
-    /// continues meanwhile. The handler must not take the end requested by its own signal for an
-    /// earlier one and exit the process.
+    /// Regression test for a race. The signal handler runs on another thread than the wait, which
+    /// continues meanwhile. The handler must not treat the end that its own signal has requested as
+    /// an earlier one, and exit the process.
     #[test]
     fn one_signal_is_not_taken_for_two() {
         if std::env::var_os(CHILD).is_some() {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Table of text with columns as wide as their content. Columns of numbers are right-aligned,
+/// Table of text. Each column is as wide as its content. Columns of numbers are right-aligned,
 /// except the first.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
@@ -10,7 +10,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// Table with these headings.
+    /// Creates a table with these headings.
     pub fn new<S: Into<String>>(headings: impl IntoIterator<Item = S>) -> Self {
         Self { rows: vec![headings.into_iter().map(Into::into).collect()] }
     }

@@ -1,6 +1,6 @@
 //! Numbers with units, in short form.
 
-/// Number with three digits: `987`, `43.9 K`, `1.24 M`.
+/// Formats a number with three digits: `987`, `43.9 K`, `1.24 M`.
 #[must_use]
 pub fn count(value: f64) -> String {
     let units = [(1e9, " G"), (1e6, " M"), (1e3, " K")];
@@ -12,7 +12,7 @@ pub fn count(value: f64) -> String {
     format!("{value:.0}")
 }
 
-/// Bytes per second: `171 MiB/s`.
+/// Formats bytes per second: `171 MiB/s`.
 #[must_use]
 pub fn bandwidth(bytes: f64) -> String {
     let units = [(30, "GiB/s"), (20, "MiB/s"), (10, "KiB/s")];
@@ -25,7 +25,7 @@ pub fn bandwidth(bytes: f64) -> String {
     format!("{bytes:.0} B/s")
 }
 
-/// Bytes: `4 KiB`, `1 MiB`; `512 bytes` if no unit divides the number.
+/// Formats bytes: `4 KiB`, `1 MiB`; or `512 bytes` if no unit divides the number.
 #[must_use]
 pub fn bytes(bytes: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
@@ -36,7 +36,7 @@ pub fn bytes(bytes: u64) -> String {
     )
 }
 
-/// Time in nanoseconds: `740 ns`, `12.3 us`.
+/// Formats a time in nanoseconds: `740 ns`, `12.3 us`.
 #[must_use]
 pub fn nanoseconds(ns: f64) -> String {
     let units = [(1e9, "s"), (1e6, "ms"), (1e3, "us")];
@@ -48,7 +48,7 @@ pub fn nanoseconds(ns: f64) -> String {
     format!("{ns:.0} ns")
 }
 
-/// Events per I/O: two decimals, or four if the number is below 0.01.
+/// Formats events per I/O with two decimals, or with four below 0.01.
 #[must_use]
 pub fn per_io(value: f64) -> String {
     if value == 0.0 {
@@ -62,7 +62,7 @@ pub fn per_io(value: f64) -> String {
     }
 }
 
-/// Value from 1 up with three significant digits.
+/// Formats a value of at least 1 with three significant digits.
 fn significant(value: f64) -> String {
     let digits = if value >= 99.95 {
         0

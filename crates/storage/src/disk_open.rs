@@ -48,7 +48,8 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Process)
 }
 
-/// As [`open`], for a disk that a later process can recover or take over if its type supports that.
+/// Opens a disk like [`open`]. A later process can recover or take over the disk, if the disk's
+/// type supports that.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -56,8 +57,8 @@ pub fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, Lifetime::Supervisor)
 }
 
-/// Adds the layers of `spec` to an open disk. With `goes_on`, another process used the disk before,
-/// and its hosts continue.
+/// Adds the layers of `spec` to an open disk. `goes_on` is true if this process continues the disk
+/// of another process, whose hosts do not notice the change.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -69,7 +70,7 @@ pub fn put_around(
     layers.put_around(disk, goes_on).map_err(|why| wrong(spec, why))
 }
 
-/// Forbids disks that the sandbox does not permit ([`outside`]) from now on.
+/// From now on, refuses to open disks that the sandbox does not permit ([`outside`]).
 pub fn contain() {
     IS_CONTAINED.store(true, Ordering::Relaxed);
 }
@@ -95,9 +96,11 @@ fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErro
     put_around(&spec, (&layers, false), disk)
 }
 
-/// Checks whether a disk may be read-only. Returns a warning if that was not requested.
+/// Handles a disk that was opened read-only. Returns a warning if the specification did not request
+/// it, and an error if the specification requested a writable disk.
 fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, DiskSpecError> {
-    // The specification of an RBD image determines whether it is read-only.
+    // A snapshot, or the option `read-only=on`, makes an RBD image read-only. Both are in the
+    // specification, so there is nothing to warn about.
     if !is_read_only || RbdSpec::is_one(spec) {
         return Ok(None);
     }
@@ -164,7 +167,8 @@ fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErr
     };
     let file = FileSpec::parse(spec)?;
     let opened = match &file {
-        // Not opened as a raw disk, whose error messages would not fit.
+        // With `format=qcow2`, the attempt to open a raw disk is skipped. Its errors would not fit
+        // an image.
         Some(file) if file.options.format == Some(Format::Qcow2) => None,
         _ => match open(spec) {
             Err(shadowbell_disk::OpenError::Format { format: ImageFormat::Qcow2, .. }) => None,
@@ -185,7 +189,7 @@ fn open_own(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecErr
             Ok(Arc::new(disk))
         }
         (Some(disk), _) => Ok(disk),
-        // Only files can have another format.
+        // This disk is not a file, so it cannot be a qcow2 image.
         (None, None) => Ok(open(spec)?),
     }
 }
@@ -204,7 +208,7 @@ pub fn attach(
         OpenError::Attach(_) | OpenError::System(_) => {
             anyhow::Error::new(error).context(target.to_string())
         }
-        // The user has to name another namespace.
+        // Exit status for bad input: the user has to name another namespace.
         error => exit::bad_input(error).context(target.to_string()),
     })
 }

@@ -19,13 +19,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time for which a controller may be unreachable before recovery fails.
+/// Maximum time for which a controller may be unreachable. After it, recovery fails.
 const MISSING: Duration = Duration::from_secs(10);
 /// Pause between two attempts to attach.
 const AGAIN: Duration = Duration::from_millis(20);
 
 /// Recovers the disk of a dead process from its checkpoint. `spec` is the specification by which
-/// the dead process opened it. `wait` is called while I/O of the dead process may be in flight.
+/// the dead process opened the disk. Calls `wait` repeatedly while I/O of the dead process may be
+/// in flight.
 ///
 /// # Errors
 /// [`DiskSpecError`].
@@ -68,8 +69,8 @@ fn recover_unlimited(
     Ok(shadowbell_disk_file::recover(spec, state, fds, wait)?)
 }
 
-/// Attaches the controller that the dead process had, after it is released. Attaching resets the
-/// controller, which is the fence.
+/// Attaches the controller of the dead process as soon as the kernel or its server has released it.
+/// Attaching resets the controller, which is the fence.
 fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecError> {
     let mut missing: Option<Instant> = None;
     loop {
@@ -91,7 +92,8 @@ fn attach_again(spec: &str, wait: Wait<'_>) -> Result<Arc<NvmeDisk>, DiskSpecErr
     }
 }
 
-/// Attaches once, on a thread of its own, because it may block. `wait` can end it early.
+/// Tries once to attach. The attempt runs on a thread of its own, because it may block. If `wait`
+/// returns false, this function returns and the thread continues alone.
 fn attach_once(spec: &str, wait: Wait<'_>) -> anyhow::Result<NvmeDisk> {
     let (target, options) = disk_spec::device(spec).map_err(DiskSpecError::into_error)?;
     let named = spec.to_owned();

@@ -13,7 +13,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Time limit for connecting to a server, which serves one client at a time.
+/// Maximum time for connecting to a server. It is long, because a server serves one client at a
+/// time.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connects to the controller that `target` names: a PCI function, or one behind a socket.
@@ -46,8 +47,8 @@ pub fn is_in_use(error: &anyhow::Error) -> bool {
     })
 }
 
-/// Connects to the controller of a dead process again. Keeps the type of the error for
-/// [`is_in_use`].
+/// Connects to the controller of a dead process. The error keeps its type, which [`is_in_use`]
+/// needs.
 ///
 /// # Errors
 /// As [`to`].

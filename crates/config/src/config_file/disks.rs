@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use shadowbell_disk_layers::Limits;
 use std::collections::BTreeMap;
 
-/// A `[[disk]]`.
+/// Table `[[disk]]`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct NamedDiskTable {
@@ -74,7 +74,7 @@ impl NamedDiskTable {
     }
 }
 
-/// A `[[disk]]` in the written file, with the options in the source.
+/// Table `[[disk]]` of a written file. Its source contains the options.
 #[derive(Serialize)]
 pub(super) struct WrittenDisk {
     id: String,

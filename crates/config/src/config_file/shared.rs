@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use toml::Spanned;
 
-/// A `[[subsystem]]`.
+/// Table `[[subsystem]]`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct SubsystemTable {
@@ -20,7 +20,7 @@ pub(super) struct SubsystemTable {
     ana_groups: Vec<Vec<u32>>,
 }
 
-/// ANA states of the groups for a controller: one for all groups, or one for each.
+/// ANA states for a controller: one state for all ANA groups, or one for each.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(
     untagged,
@@ -32,12 +32,12 @@ pub(super) enum AnaStates {
     Each(Vec<AnaWord>),
 }
 
-/// A subsystem, with what was read so far.
+/// Subsystem, with the part of its configuration that was read so far.
 struct Known {
     table: SubsystemTable,
-    /// Number of its controllers so far.
+    /// Number of its controllers that were read so far.
     count: u16,
-    /// Disks of its controllers, and whether they are read-only.
+    /// Disks of its controllers, and true if they are read-only.
     disks: Option<(Vec<DiskConfig>, bool)>,
 }
 
@@ -45,7 +45,7 @@ struct Known {
 pub(super) struct Subsystems(BTreeMap<String, Known>);
 
 impl Subsystems {
-    /// Subsystems of these tables. `refuse` is called for each error.
+    /// Collects the subsystems of these tables. Calls `refuse` for each error.
     pub(super) fn new(
         tables: Vec<Spanned<SubsystemTable>>,
         mut refuse: impl FnMut(&Spanned<SubsystemTable>, String),

@@ -194,7 +194,7 @@ fn what_is_written_is_read_as_the_same() {
     assert_eq!(again.control.name.as_deref(), Some("vms"));
     let once_more: Vec<_> = again.controllers.iter().cloned().map(std::sync::Arc::new).collect();
     assert_eq!(write(&Settings::of(&again), "vms", &[], &once_more, &[]), written);
-    // A setting that was changed at run time.
+    // A setting that was changed at run time is written too.
     assert!(!again.measure);
     let measured = write(&Settings::of(&again).with_measure(true), "vms", &[], &once_more, &[]);
     assert!(parse(&measured, "measured.toml").unwrap().measure, "{measured}");
@@ -279,7 +279,7 @@ fn controllers_of_a_subsystem_have_their_places_in_order() {
     let places: Vec<_> =
         places.map(|place| place.map(|place| (&place.name[..], place.cntlid))).collect();
     assert_eq!(places, [Some(("pair", 1)), None, Some(("pair", 2))]);
-    // The written configuration is read as the same.
+    // Parsing the written file yields the same configuration.
     let served: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
     let again = write(&Settings::of(&config), "x", &[], &served, &[]);
     let again = parse(&again, "x").unwrap();

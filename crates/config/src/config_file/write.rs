@@ -1,4 +1,4 @@
-//! Writer of a configuration file from the state of a running server.
+//! Writes a configuration file from the state of a running server.
 
 use super::disks::WrittenDisk;
 use crate::ana_state::AnaWord;
@@ -44,8 +44,8 @@ impl Settings {
         }
     }
 
-    /// Returns true if a file with these settings contradicts the settings `now`. Settings that
-    /// the file leaves out do not count, since the command line may have set them.
+    /// Returns true if a file with these settings contradicts the current settings `now`. A setting
+    /// that the file leaves out contradicts nothing, because the command line may have set it.
     pub fn say_otherwise(&self, now: &Self) -> bool {
         fn differs<T: PartialEq>(said: Option<&T>, now: Option<&T>) -> bool {
             said.is_some() && said != now
@@ -140,7 +140,7 @@ enum Disk {
     },
 }
 
-/// Writes a file from which a server called `name` serves these controllers.
+/// Writes a configuration file with which a server called `name` serves these controllers.
 pub fn write(
     settings: &Settings,
     name: &str,
@@ -175,7 +175,7 @@ pub fn write(
         controller: controllers.iter().map(|asked| controller(asked)).collect(),
         export: exports.iter().map(ExportConfig::from_root).collect(),
     };
-    // Numbers and texts only: serialization cannot fail.
+    // Serialization cannot fail, because the file contains only numbers and texts.
     toml::to_string(&file).unwrap_or_default()
 }
 
@@ -183,7 +183,7 @@ fn group(group: Group) -> BTreeMap<&'static str, String> {
     group.limits.texts().chain([("name", group.name)]).collect()
 }
 
-/// Each subsystem once, in the order of the controllers.
+/// Subsystems of the controllers, each one once, in the order of the controllers.
 fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Subsystem> {
     let mut all: Vec<Subsystem> = Vec::new();
     for place in controllers.iter().filter_map(|asked| asked.controller.subsystem.as_ref()) {
@@ -227,7 +227,7 @@ fn controller(asked: &SocketConfig) -> Controller {
     }
 }
 
-/// Disks of a controller without those of its pool, whose own file lists the attached ones.
+/// Disks of a controller, without the namespaces of its pool. The index of the pool lists those.
 fn given(config: &ControllerConfig) -> Vec<DiskConfig> {
     let is_of_pool =
         |disk: &&DiskConfig| config.pool.as_ref().is_some_and(|spec| pool_disks::is_of(spec, disk));

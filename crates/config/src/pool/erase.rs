@@ -9,9 +9,10 @@ use shadowbell_spec::admin::Sanitize;
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 
-/// Largest block of a file system, in bytes: the unit of the hole at the begin of a wiped file.
+/// Largest block size of a file system, in bytes. It is the size of the hole that is punched at the
+/// beginning of a wiped file.
 const BLOCK: u64 = 1 << 16;
-/// Bytes per write of an overwrite.
+/// Number of bytes that one write of an overwrite covers.
 const CHUNK: usize = 1 << 20;
 
 /// Opens the file of a namespace whose disk is closed.
@@ -22,14 +23,14 @@ fn open(pool: &HostPool, nsid: u32) -> io::Result<ImageFile> {
     })
 }
 
-/// Discards the content of a namespace's file and sets its length. The file system gets the blocks
-/// back.
+/// Discards the content of a namespace's file and sets its length. The file system regains the
+/// blocks.
 ///
 /// # Errors
 /// Errors of the file system.
 pub fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     let image = open(pool, nsid)?;
-    // Never empty: after a crash at this point an empty file could not be opened.
+    // The file never becomes empty: an empty file could not be opened after a crash at this point.
     image.file().set_len(1)?;
     let mut file = image.file();
     let mut first = [0];
@@ -48,7 +49,7 @@ pub fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Wipes the file of a deleted namespace.
+/// Wipes the file of a deleted namespace, and gives it the length of an unused file.
 ///
 /// # Errors
 /// Errors of the file system.
@@ -56,13 +57,13 @@ pub fn vacate(pool: &HostPool, nsid: u32) -> io::Result<()> {
     wipe(pool, nsid, VACANT)
 }
 
-/// True if the file has the length that marks a namespace ID as unused.
+/// True if the file has the length that marks an unused namespace ID.
 pub fn is_vacant(pool: &HostPool, nsid: u32) -> bool {
     std::fs::metadata(pool.file(nsid)).is_ok_and(|about| about.len() == VACANT)
 }
 
-/// Overwrites the allocated parts of a namespace's file with the pattern of this pass. `goes_on` is
-/// called with the current offset and may stop the overwrite.
+/// Overwrites the allocated parts of a namespace's file with the pattern of this pass. Calls
+/// `goes_on` repeatedly with the current offset; the overwrite stops if it returns false.
 ///
 /// # Errors
 /// Errors of the file system; [`io::ErrorKind::Interrupted`] if `goes_on` returned false.
@@ -95,7 +96,7 @@ pub fn overwrite(
     Ok(())
 }
 
-/// Next allocated range from `at` on, up to the next hole.
+/// Finds the next allocated range from `at` on.
 fn data(file: &File, at: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
     use rustix::fs::SeekFrom;
     use rustix::io::Errno;

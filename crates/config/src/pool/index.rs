@@ -1,8 +1,8 @@
 //! Index of a pool's namespaces: one small file of two slots ([`AbSlots`]).
 //!
 //! A new state overwrites the slot of the older one. Both slots are allocated when the pool is
-//! created, so an update neither creates nor renames a file, which the sandbox forbids, nor fails
-//! on a full file system.
+//! created. An update therefore succeeds on a full file system, and it creates and renames no file,
+//! which the sandbox would forbid.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{PoolNamespace, PoolState, SanitizePhase, SanitizeStatus};
@@ -14,7 +14,8 @@ use std::io;
 
 /// Largest number of namespaces of a pool. Each has a file, which is created with the pool.
 pub const MOST: u32 = 64;
-/// Length of the file of an unused namespace ID; not 0, because an empty file is no valid image.
+/// Length of the file of an unused namespace ID. It is not 0, because an empty file is no valid
+/// image.
 pub(super) const VACANT: u64 = 4096;
 /// Size of a slot in bytes: enough for a state with [`MOST`] namespaces.
 const PLACE: u64 = 32 << 10;
@@ -55,7 +56,7 @@ pub struct Entry {
     /// Metadata of each block.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<MetadataFormat>,
-    /// True if controllers have the namespace.
+    /// True if the namespace is attached to the controllers.
     pub attached: bool,
 }
 
@@ -72,7 +73,7 @@ impl Entry {
         }
     }
 
-    /// The namespace with another format, and with as many blocks as fit into its file.
+    /// Returns the namespace with another format, and with as many blocks as its file can hold.
     pub fn reformatted(&self, block_size: u32, metadata: Option<MetadataFormat>) -> Option<Self> {
         let each = u64::from(block_size) + metadata.map_or(0, |own| own.size.into());
         let mut new = Self { blocks: self.bytes() / each, block_size, metadata, ..self.clone() };
@@ -109,23 +110,23 @@ pub enum Phase {
     Successful,
     /// The operation has failed.
     Failed,
-    /// A failed operation was left by Exit Failure Mode.
+    /// A sanitize operation failed, and the host has ended the failure state by Exit Failure Mode.
     FailureLeft,
 }
 
 impl Index {
-    /// Namespace with this NSID.
+    /// Finds the namespace with this NSID.
     pub fn find(&self, nsid: u32) -> Option<&Entry> {
         self.namespaces.iter().find(|entry| entry.nsid == nsid)
     }
 
-    /// Namespace with this NSID, to change it.
+    /// Finds the namespace with this NSID, for a change.
     pub fn find_mut(&mut self, nsid: u32) -> Option<&mut Entry> {
         self.namespaces.iter_mut().find(|entry| entry.nsid == nsid)
     }
 
-    /// State for the controller. `parts` is the progress of a sanitize operation in this process,
-    /// which is at least the stored progress.
+    /// State of the pool for the controller. `parts` is the progress of a sanitize operation in
+    /// this process. The reported progress is never below the stored one.
     pub fn state(&self, capacity: u64, parts: u16) -> PoolState {
         let namespace = |entry: &Entry| PoolNamespace {
             nsid: entry.nsid,
@@ -181,7 +182,8 @@ impl Index {
                 && entry.checked_bytes().is_some()
                 && entry.uuid != [0; 16]
         };
-        // `formatting` may name a deleted namespace: one that was deleted after its format failed.
+        // The namespace of `formatting` may be missing: it can be deleted after its format has
+        // failed.
         self.formatting.is_none_or(|(_, size)| is_format(size, self.formatting_metadata))
             && self.namespaces.iter().all(is_possible)
             && self.namespaces.is_sorted_by(|a, b| a.nsid < b.nsid)
@@ -204,7 +206,7 @@ pub(super) fn read(file: &File) -> io::Result<(u64, Index)> {
 /// Writes the state with sequence number `number` to stable storage.
 ///
 /// # Errors
-/// Errors of the file system. It is then unknown which of the two states is the newest valid one,
+/// Errors of the file system. After an error, either of the two states may be the newest valid one,
 /// until the file is read again.
 pub(super) fn write(file: &File, number: u64, index: &Index) -> io::Result<()> {
     PLACES.write(file, number % 2, number, &serde_json::to_vec(index)?)
@@ -236,10 +238,10 @@ mod tests {
             write(&file, number, &index(number as u32)).unwrap();
             assert_eq!(read(&file).unwrap(), (number, index(number as u32)));
         }
-        // A state with the largest number of namespaces fits.
+        // A slot has room for a state with the maximum number of namespaces.
         write(&file, 6, &index(MOST)).unwrap();
         assert_eq!(read(&file).unwrap().0, 6);
-        // A torn write of a state.
+        // A torn write damages the newest state.
         for at in [0, 20, 30, 39, 100, 5000] {
             write(&file, 6, &index(MOST)).unwrap();
             let mut byte = [0];
@@ -274,7 +276,7 @@ mod tests {
         assert!(!change(&|of| of.namespaces[0].block_size = 4096));
         assert!(!change(&|of| of.namespaces[0].blocks = 0));
         assert!(!change(&|of| of.namespaces[0].uuid = [0; 16]));
-        // States during a format.
+        // A state during a format is valid.
         assert!(change(&|of| of.formatting = Some((2, 4096))));
         assert!(change(&|of| of.formatting = Some((3, 4096))));
         assert!(!change(&|of| of.formatting = Some((2, 0))));

@@ -2,8 +2,8 @@
 //!
 //! All files are created before the process enters its sandbox. Afterwards files only grow or
 //! shrink. The index, not the length of a file, defines which namespaces exist. The sum of all
-//! namespace sizes never exceeds the capacity. Space is not reserved: if the file system is full
-//! earlier, writes fail with Capacity Exceeded, as with any sparse image.
+//! namespace sizes never exceeds the capacity. Space is not reserved. If the file system is full
+//! before the capacity is reached, writes fail with Capacity Exceeded, as with any sparse image.
 //!
 //! | module | contents |
 //! |---|---|
@@ -45,14 +45,14 @@ static POOLS: Mutex<BTreeMap<PathBuf, Arc<HostPool>>> = Mutex::new(BTreeMap::new
 #[derive(Debug)]
 pub struct HostPool {
     spec: PoolSpec,
-    /// Index file, for reading before this process has the lock.
+    /// Index file that is open for reading, also before this process has the lock.
     reader: File,
     kept: Mutex<Kept>,
     /// Progress of a sanitize operation, in 65536ths.
     parts: AtomicU16,
     port: OnceLock<PoolPort>,
     orders: Sender<(PoolOrder, PoolDone)>,
-    /// Receiver of `orders`, until the thread that executes them takes it.
+    /// Receiver of `orders`. The thread that executes requests takes it.
     waiting: Mutex<Option<Receiver<(PoolOrder, PoolDone)>>>,
 }
 
@@ -65,7 +65,7 @@ struct Kept {
 }
 
 impl HostPool {
-    /// Opens a pool and creates its missing files. Without `locked`, the pool is
+    /// Opens a pool and creates its missing files. If `locked` is false, the pool is
     /// [locked](Self::lock) later, after the previous process has released it.
     fn open(spec: &PoolSpec, locked: bool) -> anyhow::Result<Self> {
         make(&spec.directory)?;
@@ -97,7 +97,8 @@ impl HostPool {
         self.kept.lock().index.clone()
     }
 
-    /// Reads the index again, while another process has the lock and may change it.
+    /// Reads the index again. Another process may have changed it, as long as that process has the
+    /// lock.
     pub fn refresh(&self) -> io::Result<()> {
         let mut kept = self.kept.lock();
         if kept.file.is_none() {
@@ -120,11 +121,11 @@ impl HostPool {
         Ok(())
     }
 
-    /// Changes the index in the file, then in memory. Called only by the thread that executes
-    /// requests.
+    /// Changes the index in the file, then in memory. Only the thread that executes requests calls
+    /// this function.
     ///
     /// # Errors
-    /// Errors of the file system; the state in memory is unchanged then.
+    /// Errors of the file system. The state in memory is then unchanged.
     pub fn change(&self, change: impl FnOnce(&mut Index)) -> io::Result<()> {
         let mut kept = self.kept.lock();
         let mut after = kept.index.clone();
@@ -134,7 +135,8 @@ impl HostPool {
             return Err(io::Error::other("another process has locked the pool"));
         };
         let number = kept.number + 1;
-        // Readers of the state must not wait for the storage.
+        // The lock is released during the write, so that readers of the state do not wait for the
+        // storage.
         drop(kept);
         let written = index::write(file.file(), number, &after);
         let mut kept = self.kept.lock();
@@ -160,7 +162,7 @@ impl HostPool {
         &self.spec.directory
     }
 
-    /// Connection to the controller, once there is one.
+    /// Connection from the pool to the controller, once it exists.
     pub fn port(&self) -> Option<&PoolPort> {
         self.port.get()
     }
@@ -182,7 +184,7 @@ impl NamespacePool for HostPool {
     }
 
     fn order(&self, order: PoolOrder, done: PoolDone) {
-        // Without a receiver, dropping `done` ends the request.
+        // Without a receiver, `done` is dropped, which ends the request.
         let _ = self.orders.send((order, done));
     }
 }
@@ -191,7 +193,7 @@ fn file_of(directory: &Path, nsid: u32) -> PathBuf {
     directory.join(format!("namespace-{nsid:03}"))
 }
 
-/// Creates what is missing of a pool: the directory, the index, and a file for each namespace.
+/// Creates the missing parts of a pool: the directory, the index, and a file for each namespace.
 fn make(directory: &Path) -> anyhow::Result<()> {
     let here = || format!("the pool {}", directory.display());
     if !directory.exists() {
@@ -205,7 +207,7 @@ fn make(directory: &Path) -> anyhow::Result<()> {
     if !path.exists() {
         let new = directory.join("index.new");
         let file = create(&new).map_err(bad_input)?;
-        // Writing both slots allocates their storage.
+        // Writing both slots once allocates their storage.
         for number in 0..2 {
             index::write(&file, number, &Index::default())?;
         }

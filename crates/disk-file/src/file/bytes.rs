@@ -1,4 +1,5 @@
-//! Queue on the raw bytes of a formatted image, for guest ranges that the format maps unchanged.
+//! Queue on the raw bytes of a formatted image, for ranges of the disk that are stored unchanged in
+//! the file.
 
 use super::flusher::Flusher;
 use super::image::ImageFile;
@@ -15,17 +16,18 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// Raw bytes of an [`ImageFile`], bypassing its format. The owner of the format decides which bytes
-/// a request may access. Writes become durable by syncing the file: queues on these bytes take no
-/// flush.
+/// Raw bytes of an [`ImageFile`], without its format. The caller implements the format and decides
+/// which bytes a request may access. Queues on these bytes support no flush; a sync of the file
+/// makes their writes durable.
 #[derive(Debug)]
 pub struct ImageBytes {
     shared: Arc<FileShared>,
 }
 
 impl ImageBytes {
-    /// Prepares access to the bytes of `image`, with direct I/O as `direct` says, for requests in
-    /// blocks of `block_size` bytes. `None` if io_uring is unavailable or excluded by `aio`.
+    /// Prepares access to the bytes of `image`, for requests in blocks of `block_size` bytes.
+    /// `direct` is the alignment of direct I/O, if the page cache is bypassed. Returns `None` if
+    /// io_uring is unavailable or excluded by `aio`.
     ///
     /// # Errors
     /// [`OpenError::Memory`].
@@ -42,7 +44,7 @@ impl ImageBytes {
         let flusher = Flusher::new(Arc::clone(&file), direct.is_none());
         let info = DiskInfo {
             block_size,
-            // The file grows, so the capacity is the largest possible one.
+            // The file grows, so there is no limit other than the largest possible one.
             blocks: i64::MAX as u64 / u64::from(block_size),
             read_only: image.read_only,
             volatile_cache: false,
@@ -59,7 +61,7 @@ impl ImageBytes {
             block_size,
         );
         let shared = FileShared {
-            // The image file holds the lock.
+            // The lock belongs to `image`, so this value must not release it.
             hold: Hold::new(&file, &flusher, true),
             flusher,
             waits: waits(&file),
@@ -75,7 +77,7 @@ impl ImageBytes {
             full: AtomicU64::new(0),
             no_zero_range: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
-            // An image of another format cannot be on an NVMe generic character device.
+            // An NVMe generic character device holds only raw disks, so this file is none.
             namespace: None,
             zeroes: zeroes()?,
             #[cfg(feature = "scripted")]
@@ -84,7 +86,8 @@ impl ImageBytes {
         Ok(Some(Self { shared: Arc::new(shared) }))
     }
 
-    /// Opens a queue for the calling thread. Its wake descriptor is readable while `also` is, too.
+    /// Opens a queue for the calling thread. Its wake descriptor is also readable while `also` is
+    /// readable.
     ///
     /// # Errors
     /// The system's error if it lacks a resource that the queue needs.

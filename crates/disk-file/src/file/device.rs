@@ -9,11 +9,11 @@ pub(super) fn is_tmpfs(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|status| u64::try_from(status.f_type) == Ok(TMPFS_MAGIC))
 }
 
-/// True if the file system depends on another machine or process, which may hang and block the
-/// calling thread.
+/// True if the file system depends on another machine or process. If that hangs, calls on the file
+/// block the thread.
 pub(super) fn is_remote(file: &File) -> bool {
-    /// FUSE, NFS, SMB (three numbers), 9P, Ceph, AFS, Coda, GFS2, OCFS2, Lustre, GPFS, OrangeFS,
-    /// and the shared folders of VirtualBox and VMware.
+    /// Magic numbers of FUSE, NFS, SMB (three numbers), 9P, Ceph, AFS, Coda, GFS2, OCFS2, Lustre,
+    /// GPFS, OrangeFS, and the shared folders of VirtualBox and VMware.
     const MAGICS: [u32; 16] = [
         0x6573_5546,
         0x6969,
@@ -32,7 +32,7 @@ pub(super) fn is_remote(file: &File) -> bool {
         0x786f_4256,
         0xbacb_acbc,
     ];
-    // The magic has 32 bits, whatever the type of `f_type` on this system.
+    // The magic number has 32 bits, but the type of `f_type` depends on the system.
     rustix::fs::fstatfs(file).is_ok_and(|about| MAGICS.contains(&(about.f_type as u32)))
 }
 

@@ -18,8 +18,8 @@ use std::sync::atomic::Ordering;
 
 /// Raw image or block device.
 ///
-/// While the disk is open, the image is locked against other writers, and a writable one also
-/// against readers, with the same kind of lock that QEMU uses.
+/// While the disk is open, the image is locked against other writers. A writable disk is also
+/// locked against readers. QEMU uses the same kind of lock.
 #[derive(Debug)]
 pub struct FileDisk {
     pub(super) shared: Arc<FileShared>,
@@ -35,8 +35,8 @@ impl FileDisk {
         Ok(Self { shared: Arc::new(open(path, options)?), path: path.to_owned() })
     }
 
-    /// Opens a disk like [`open`](Self::open), for tests: a script decides when and how calls on
-    /// the file end, all on the thread that runs the script.
+    /// Opens a disk like [`open`](Self::open), for tests. A script decides when and how the calls
+    /// on the file end. They end on the thread that runs the script.
     ///
     /// # Errors
     /// Like [`open`](Self::open).
@@ -54,7 +54,7 @@ impl FileDisk {
     }
 
     /// Recovers the disk of a dead process from its [checkpoint](Disk::keep), by the same path and
-    /// options. Calls `wait` until no I/O of that process is in flight.
+    /// options. Calls `wait` repeatedly until no I/O of that process is in flight.
     pub(crate) fn recover(
         path: &Path,
         options: &FileOptions,
@@ -95,7 +95,8 @@ impl Disk for FileDisk {
     }
 
     fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
-        // A block device reports no holes, and a file of unknown size may hold data anywhere.
+        // A block device reports no holes. If the size of a file is unknown, data may be anywhere
+        // in it.
         let end = if self.shared.regular { self.shared.size().unwrap_or(0) } else { 0 };
         let end = end.min(self.shared.end.load(Ordering::Relaxed));
         let to = offset.saturating_add(len);

@@ -1,14 +1,14 @@
-//! Syncs of a file, serialized on a thread of their own.
+//! Syncs of a file: they are serialized, and a separate thread executes them.
 //!
-//! If the kernel cannot write data back, it reports that to one sync per open file and then drops
-//! the data. Of two concurrent syncs the first fails, and the second succeeds although its data are
-//! lost. Therefore one sync runs at a time, and its result is recorded before the next one starts:
-//! after lost data, every sync fails until the disk is opened again, because repeating a sync would
-//! not restore the data.
+//! If the kernel cannot write data back, it reports the error to only one sync per open file, and
+//! drops the data. So if two syncs run concurrently, the first fails, and the second succeeds
+//! although its data are lost. Therefore only one sync runs at a time, and its result is recorded
+//! before the next one starts. After lost data, every sync fails until the disk is opened again,
+//! because a repeated sync would not restore the data.
 //!
 //! A sync covers all writes that completed before it started. All requests that arrive while a sync
-//! runs share the next one, so that at most two syncs are pending, however many requests there are.
-//! I/O threads never block on a sync.
+//! runs share the next sync, so at most two syncs are pending for any number of requests. I/O
+//! threads never block on a sync.
 
 use crate::sys::{Key, Waker, flush, unpin};
 use parking_lot::{Condvar, Mutex};
@@ -22,22 +22,22 @@ use std::time::Duration;
 /// Time after which an idle thread exits.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Syncs of a file, shared by all queues of a disk.
+/// Syncs of a file. All queues of a disk share them.
 pub(super) struct Flusher {
     file: Arc<File>,
     how: Syncs,
-    /// Error number of the first sync that lost data, or 0.
+    /// Error number of the first sync that lost data, or 0 if no data were lost.
     lost: AtomicI32,
-    /// Callback for lost data, called before the failed requests complete.
+    /// Callback for lost data. It is called before the failed requests complete.
     on_loss: Mutex<Option<OnLoss>>,
-    /// Size of the file in bytes after the last sync. I/O threads use this value, because `fstat`
-    /// blocks if a remote file system is unreachable.
+    /// Size of the file in bytes after the last sync. I/O threads use this value instead of
+    /// `fstat`, which blocks if a remote file system is unreachable.
     len: AtomicU64,
     work: Mutex<Work>,
     came: Condvar,
-    /// Signalled when the thread exits or starts a sync.
+    /// Signalled when the sync thread exits or starts a sync.
     gone: Condvar,
-    /// Result of a sync in a test.
+    /// In a test, function that returns the result of a sync.
     #[cfg(any(test, feature = "scripted"))]
     pub(super) answer: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
 }
@@ -45,10 +45,10 @@ pub(super) struct Flusher {
 /// Method of syncing a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Syncs {
-    /// By `fdatasync`. If `forgets`, the file is written through the page cache, which drops data
-    /// after a failed write-back.
+    /// By `fdatasync`. `forgets` is true if the file is written through the page cache, which drops
+    /// data after a failed write-back.
     Calls { forgets: bool },
-    /// By a Flush command to the namespace of the character device.
+    /// By a Flush command to this namespace, through its character device.
     Commands { nsid: u32 },
 }
 
@@ -58,19 +58,19 @@ type OnLoss = Arc<dyn Fn() + Send + Sync>;
 struct Work {
     asked: Vec<(Arc<Asker>, Key)>,
     has_thread: bool,
-    /// No thread runs: a test decides when a sync starts and how it ends.
+    /// True if no thread runs: a test decides when a sync starts and how it ends.
     #[cfg(feature = "scripted")]
     by_hand: bool,
     /// Requests whose sync a test has started.
     #[cfg(feature = "scripted")]
     begun: Vec<(Arc<Asker>, Key)>,
-    /// The thread is in a sync.
+    /// True while the thread executes a sync.
     syncs: bool,
-    /// The disk is closed.
+    /// True after the disk was closed.
     over: bool,
 }
 
-/// Receiver of sync results, one per queue.
+/// Receiver of the results of syncs. Each queue has one.
 pub(super) struct Asker {
     answers: Mutex<Vec<(Key, i32)>>,
     waker: Waker,
@@ -81,7 +81,7 @@ impl Asker {
         Arc::new(Self { answers: Mutex::default(), waker })
     }
 
-    /// Moves all results to `into`: 0 or a negative error number, as from system calls.
+    /// Moves all results to `into`. A result is 0 or a negative error number, as from system calls.
     pub(super) fn take(&self, into: &mut Vec<(Key, i32)>) {
         into.append(&mut self.answers.lock());
     }
@@ -104,8 +104,8 @@ impl Flusher {
         Self::after(file, Syncs::Calls { forgets }, 0)
     }
 
-    /// Creates a flusher that continues with the state of another one: `lost` is the error number
-    /// of its first sync that lost data, or 0.
+    /// Creates a flusher that continues with the state of an earlier one. `lost` is the error
+    /// number of the first sync that lost data, or 0.
     pub(super) fn after(file: Arc<File>, how: Syncs, lost: i32) -> Arc<Self> {
         Arc::new(Self {
             file,
@@ -121,7 +121,7 @@ impl Flusher {
         })
     }
 
-    /// Error number of the first sync that lost data, or 0.
+    /// Error number of the first sync that lost data, or 0 if no data were lost.
     pub(super) fn lost(&self) -> i32 {
         self.lost.load(Ordering::Acquire)
     }
@@ -141,7 +141,7 @@ impl Flusher {
         *self.on_loss.lock() = Some(Arc::from(call));
     }
 
-    /// Requests a sync that starts after this call, and delivers its result to `asker`.
+    /// Requests a sync that starts after this call. Its result is delivered to `asker`.
     pub(super) fn ask(self: &Arc<Self>, asker: &Arc<Asker>, key: Key) {
         let mut work = self.work.lock();
         work.asked.push((Arc::clone(asker), key));
@@ -163,15 +163,16 @@ impl Flusher {
             })
             .is_ok();
         if !work.has_thread {
-            // I/O threads must not sync themselves. With `EAGAIN` the request is repeated, and then
-            // fails.
+            // The thread could not be started, and an I/O thread must not execute a sync. With
+            // `EAGAIN`, the requests are repeated a few times before they fail.
             let asked = std::mem::take(&mut work.asked);
             drop(work);
             asked.iter().for_each(|(asker, key)| asker.answer(*key, -libc::EAGAIN));
         }
     }
 
-    /// Stops the thread, which holds the file open, and waits for its exit unless it is in a sync.
+    /// Stops the sync thread and waits for its exit, because the thread holds the file open. Does
+    /// not wait if the thread is in a sync.
     pub(super) fn close(&self) {
         let mut work = self.work.lock();
         work.over = true;
@@ -205,14 +206,14 @@ impl Flusher {
         }
     }
 
-    /// Runs one sync for all `asked`.
+    /// Executes one sync for all requests in `asked`.
     fn serve(&self, asked: Vec<(Arc<Asker>, Key)>) {
         let mut result = self.sync();
         if matches!(self.how, Syncs::Calls { .. }) {
             match self.file.metadata() {
                 Ok(about) => self.len.store(about.len(), Ordering::Release),
-                // The storage is unavailable. If a file system implements no sync, the kernel
-                // returns 0 without asking it, so only this call finds out.
+                // The storage is unavailable. This is detected here if the file system implements
+                // no sync: the kernel then returns 0 for the sync without asking the file system.
                 Err(error) if result == 0 => result = -error.raw_os_error().unwrap_or(libc::EIO),
                 Err(_) => {}
             }
@@ -228,7 +229,8 @@ impl Flusher {
         self.work.lock().by_hand = true;
     }
 
-    /// Starts a sync for all requests, unless there is none or a sync is in flight.
+    /// In a test, starts a sync for all requests. Returns false if there is no request or a sync is
+    /// in flight.
     #[cfg(feature = "scripted")]
     pub(super) fn begin_by_hand(&self) -> bool {
         let mut work = self.work.lock();
@@ -239,8 +241,8 @@ impl Flusher {
         true
     }
 
-    /// Ends the sync in flight with `result` (0 or a negative error number). Returns false if there
-    /// was none.
+    /// In a test, ends the sync in flight with `result`, which is 0 or a negative error number.
+    /// Returns false if no sync was in flight.
     #[cfg(feature = "scripted")]
     pub(super) fn end_by_hand(&self, result: i32) -> bool {
         let begun = std::mem::take(&mut self.work.lock().begun);
@@ -252,8 +254,7 @@ impl Flusher {
         true
     }
 
-    /// Syncs the file and records lost data before it returns. Must not run concurrently with
-    /// itself.
+    /// Syncs the file, and records lost data before it returns. Calls must not overlap.
     fn sync(&self) -> i32 {
         let result = self.sync_file();
         let passing = matches!(-result, 0 | libc::EINTR | libc::EAGAIN);

@@ -1,4 +1,4 @@
-//! Open and locked image file of any format.
+//! Image file of any format, open and locked.
 
 use super::device::{attribute, is_remote};
 use super::namespace::{NamespaceFacts, is_namespace};
@@ -18,19 +18,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Maximum wait for a lock that another process holds: a server that was killed and restarted holds
-/// the file until the kernel has closed its io_uring.
+/// Maximum wait for a lock that another process holds. If a server was killed and restarted, the
+/// lock of the killed process is held until the kernel has closed its io_uring.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Regular file or block device, opened as an image and locked against other writers, a writable
-/// one also against readers. Disks of other formats are built on it.
+/// Regular file or block device that is opened as an image and locked: a writable one against all
+/// others, a read-only one against writers. Disks of other formats use it as their storage.
 ///
-/// Dropping it releases the lock, although the file may stay open for a while.
+/// Dropping it releases the lock at once, even if the file stays open for a while.
 #[derive(Debug)]
 pub struct ImageFile {
     file: Arc<File>,
     path: PathBuf,
-    /// Dropping this image has to release the lock.
+    /// True if dropping this image has to release the lock.
     is_locked: bool,
     pub(super) metadata: Metadata,
     pub(super) is_block: bool,
@@ -41,8 +41,8 @@ pub struct ImageFile {
 }
 
 impl ImageFile {
-    /// Opens and locks the file at `path`, writable unless `read_only` is set or the permissions do
-    /// not allow it.
+    /// Opens and locks the file at `path`. The file is writable, unless `read_only` is set or the
+    /// permissions do not allow writing.
     ///
     /// # Errors
     /// [`OpenError`]: the message says what is wrong with the file and what to do.
@@ -61,9 +61,9 @@ impl ImageFile {
         Self::open_at(path, at, (read_only, kinds), LockWait::Short)
     }
 
-    /// Opens the image of a dead process by the descriptor that [names](Self::name_for_next) it.
-    /// Returns when no request that the dead process passed to the kernel through its open file can
-    /// reach the image any more; until then `wait` is called repeatedly.
+    /// Opens the image of a dead process, by the descriptor that [names](Self::name_for_next) it.
+    /// Returns when no request of the dead process can reach the image any more. Calls `wait`
+    /// repeatedly until then.
     ///
     /// # Errors
     /// Like [`open`](Self::open); [`OpenError::Busy`] if `wait` gives up.
@@ -77,8 +77,8 @@ impl ImageFile {
         Self::open_at(path, At::Named(named), how, LockWait::AsLongAs(wait))
     }
 
-    /// Returns a descriptor that only names the image (`O_PATH`). After a crash of this process the
-    /// next one opens the image by it, even if the file was renamed.
+    /// Returns a descriptor that only names the image (`O_PATH`). After a crash of this process,
+    /// the next process opens the image by this descriptor, even if the file was renamed.
     ///
     /// # Errors
     /// The system's error.
@@ -86,7 +86,7 @@ impl ImageFile {
         opener::name_of(&self.file)
     }
 
-    /// Opens the image at `at`; messages call it `path`.
+    /// Opens the image at `at`. Error messages call it `path`.
     pub(super) fn open_at(
         path: &Path,
         at: At<'_>,
@@ -98,8 +98,8 @@ impl ImageFile {
         let metadata = look_at(path, at, kinds)?;
         let is_character = metadata.file_type().is_char_device();
         let is_block = metadata.file_type().is_block_device();
-        // The kernel allows opening a write-protected block device for writing, and then fails the
-        // writes.
+        // The kernel lets a process open a write-protected block device for writing, and then fails
+        // the writes. So the protection is checked first.
         let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
         let (mut file, read_only) =
             open_file(path, at, is_block, read_only || protected, lock_wait)?;
@@ -134,7 +134,7 @@ impl ImageFile {
         Ok(Self { file, path, is_locked: true, metadata, is_block, namespace, read_only, size })
     }
 
-    /// The open file. It bypasses the page cache after [`set_direct`](Self::set_direct).
+    /// The open file. After [`set_direct`](Self::set_direct), it may bypass the page cache.
     #[must_use]
     pub fn file(&self) -> &File {
         &self.file
@@ -156,15 +156,15 @@ impl ImageFile {
         self.is_block
     }
 
-    /// True if the file system depends on another machine or process, which may hang and block the
-    /// calling thread.
+    /// True if the file system depends on another machine or process. If that hangs, calls on the
+    /// file block the thread.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         !self.is_block && is_remote(&self.file)
     }
 
-    /// Detects the format by the first bytes; `None` for a raw image. Must be called before
-    /// [`set_direct`](Self::set_direct), because the read is not aligned.
+    /// Detects the format by the first bytes of the image; `None` for a raw image. Must be called
+    /// before [`set_direct`](Self::set_direct), because its read is not aligned.
     ///
     /// # Errors
     /// [`OpenError::System`] if the image cannot be read.
@@ -188,7 +188,7 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..len).unwrap_or_default()))
     }
 
-    /// Detects the format of the data on a namespace, which is read in whole blocks. The read also
+    /// Detects the format of the data on a namespace. Reads whole blocks by a command, which also
     /// shows whether this process may send commands.
     fn format_of(&self, facts: &NamespaceFacts) -> Result<Option<ImageFormat>, OpenError> {
         let path = || self.path.display().to_string();
@@ -203,8 +203,8 @@ impl ImageFile {
         Ok(ImageFormat::of(start.get(..ImageFormat::LOOKS_AT).unwrap_or(&start)))
     }
 
-    /// Bypasses the page cache as `direct` says, for requests in units of `block_size`. Returns the
-    /// required alignment, or `None` if the page cache is used.
+    /// Bypasses the page cache if `direct` requests or allows that, for requests in units of
+    /// `block_size`. Returns the alignment that requests need, or `None` if the page cache is used.
     ///
     /// # Errors
     /// [`OpenError::NotDirect`] if direct I/O was requested but is not possible.
@@ -219,7 +219,8 @@ impl ImageFile {
                 let why = "a character device has no page cache; leave out `direct=off`".to_owned();
                 return Err(OpenError::NotGiven { path, why });
             }
-            // The kernel copies data that do not meet the device's alignment.
+            // A stricter alignment is not needed: the kernel copies data that do not have the
+            // alignment of the device.
             return Ok(Some(Alignment { memory: 4, offset: facts.block_size as usize }));
         }
         Ok(match direct {
@@ -231,7 +232,7 @@ impl ImageFile {
         })
     }
 
-    /// Logical block size in bytes of a raw disk.
+    /// Logical block size in bytes of a raw disk on this image.
     pub(super) fn block_size(&self, asked: Option<u32>) -> Result<u32, OpenError> {
         if let (Some(facts), Some(asked)) = (&self.namespace, asked)
             && asked < facts.block_size
@@ -259,7 +260,7 @@ impl ImageFile {
         Ok(block_size)
     }
 
-    /// Returns the file; the caller becomes responsible for releasing the lock.
+    /// Returns the file, which stays locked. The caller becomes responsible for releasing the lock.
     pub(super) fn into_locked(mut self) -> Arc<File> {
         self.is_locked = false;
         Arc::clone(&self.file)
@@ -283,13 +284,13 @@ pub(super) enum Kinds {
     Disks,
 }
 
-/// Reason for a command that the kernel refuses although the device supports it.
+/// Reason for an error: the kernel refuses a command although the device supports it.
 const NO_COMMANDS: &str = "this user may not send commands to the device: before Linux 6.2 that \
                            needs CAP_SYS_ADMIN, later read and write permission for the device; \
                            the namespace's block device needs neither";
 
-/// Reads the metadata of `path`; an error if its type cannot hold an image. Called before the file
-/// is opened, because opening a pipe or a terminal may block or have side effects.
+/// Reads the metadata of `path`. Fails if a file of this type cannot hold an image. Must be called
+/// before the file is opened, because opening a pipe or a terminal may block or have side effects.
 fn look_at(path: &Path, at: At<'_>, kinds: Kinds) -> Result<Metadata, OpenError> {
     let name = || path.display().to_string();
     let metadata = at.metadata().map_err(|source| refused(name(), source))?;
@@ -321,7 +322,8 @@ fn about(
     let ask = || opener::identify(opener::name_of(file)?.as_fd(), written);
     retry_while(io::ErrorKind::ResourceBusy, lock_wait, ask).map_err(|error| {
         match error.raw_os_error() {
-            // An error without an error number comes from the device, or says that it is no disk.
+            // An error without an error number comes from the device, or means that the namespace
+            // cannot be a disk.
             None => OpenError::NotGiven { path: name(), why: error.to_string() },
             Some(libc::EBUSY) => in_use(path),
             Some(libc::EACCES) => OpenError::NotGiven { path: name(), why: NO_COMMANDS.into() },
@@ -342,7 +344,7 @@ fn refused(path: String, source: io::Error) -> OpenError {
     match source.kind() {
         io::ErrorKind::NotFound => OpenError::Missing { path },
         io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
-        // An error without an error number comes from the process that opens images.
+        // An error without an error number comes from the process that opens images for this one.
         io::ErrorKind::PermissionDenied if source.raw_os_error().is_none() => {
             OpenError::NotGiven { path, why: source.to_string() }
         }
@@ -352,7 +354,8 @@ fn refused(path: String, source: io::Error) -> OpenError {
     }
 }
 
-/// Opens the file, for writing if that is wanted and possible. Returns whether it is read-only.
+/// Opens the file, for writing if that is requested and possible. Returns the file, and true if it
+/// is read-only.
 fn open_file(
     path: &Path,
     at: At<'_>,
@@ -364,7 +367,8 @@ fn open_file(
     if !read_only {
         let is_fenced =
             !matches!(lock_wait, LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence));
-        // `O_EXCL` on a block device fails while it is mounted or part of a RAID.
+        // With `O_EXCL`, opening a block device fails while the device is mounted or part of a
+        // RAID.
         let access = if is_block && is_fenced { Access::WriteAlone } else { Access::Write };
         match retry_while(io::ErrorKind::ResourceBusy, lock_wait, || at.open(access)) {
             Ok(file) => return Ok((file, false)),
@@ -385,15 +389,15 @@ fn open_file(
     at.open(Access::Read).map(|file| (file, true)).map_err(|e| refused(name(), e))
 }
 
-/// Waiting policy while another process holds the file.
+/// Time to wait while another process holds the file.
 #[derive(Clone, Copy)]
 pub(super) enum LockWait<'a> {
     /// Wait up to [`LOCK_TIMEOUT`].
     Short,
-    /// Wait until the caller gives up.
+    /// Wait until the callback returns false.
     AsLongAs(Wait<'a>),
 }
-/// Calls `attempt`, again and again within the waiting policy while it fails with `passing`.
+/// Calls `attempt` again while it fails with `passing`, for as long as `lock_wait` allows.
 fn retry_while<T>(
     passing: io::ErrorKind,
     lock_wait: LockWait<'_>,
@@ -412,7 +416,7 @@ fn retry_while<T>(
     }
 }
 
-/// Enables direct I/O for `file`, if it then supports requests of one logical block. Otherwise
+/// Enables direct I/O for `file`, if requests of one logical block are then possible. Otherwise
 /// leaves the file unchanged and returns the reason.
 fn bypass_cache(file: &File, size: u64, block_size: u32) -> Result<Alignment, String> {
     let reason = |e: Errno| format!("the file system refuses it ({})", io::Error::from(e));
@@ -440,7 +444,7 @@ fn bypass_cache(file: &File, size: u64, block_size: u32) -> Result<Alignment, St
     outcome
 }
 
-/// Alignment of direct I/O as the kernel reports it (`STATX_DIOALIGN`, Linux 6.1); `offset` is 0 if
+/// Alignment of direct I/O that the kernel reports (`STATX_DIOALIGN`, Linux 6.1). `offset` is 0 if
 /// direct I/O is not supported.
 fn stated_alignment(file: &File) -> Option<Alignment> {
     let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
@@ -454,13 +458,13 @@ fn stated_alignment(file: &File) -> Option<Alignment> {
     })
 }
 
-/// Alignment of direct I/O as found by test reads, for kernels that do not report it.
+/// Alignment of direct I/O, found by test reads. For kernels that do not report it.
 fn tried_alignment(file: &File, size: u64) -> Result<Alignment, String> {
     let mut room = vec![0; 3 * 4096];
     let base = room.as_ptr().align_offset(4096).min(4096);
     let mut reason = None;
     for unit in [512, 4096] {
-        // The address and the offset are multiples of `unit` but of no larger unit.
+        // The address and the offset are multiples of `unit`, and not of a larger power of two.
         let offset = if size >= 2 * unit as u64 { unit as u64 } else { 0 };
         let Some(piece) = room.get_mut(base + unit..base + 2 * unit) else {
             continue;

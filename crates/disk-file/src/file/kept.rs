@@ -2,19 +2,19 @@
 //!
 //! # Fence
 //!
-//! Requests that a dead process passed to io_uring may still be in flight: process exit does not
-//! wait for them, and they may reach the file or guest memory much later. Nothing may be repeated
-//! before they end. The ring holds the open file until its last request has ended, and the open
-//! file holds the lock on the image. So the next process opens the image anew and waits for the
-//! lock. This works only if no other process holds the same open file; therefore the checkpoint
-//! contains a descriptor that only names the image (`O_PATH`). It finds the image after a rename
-//! and cannot match another file.
+//! Requests that a dead process passed to io_uring may still be in flight. The exit of a process
+//! does not wait for them, and they may reach the file or guest memory much later. No request may
+//! be repeated before they end. The ring holds the open file until its last request has ended, and
+//! the open file holds the lock on the image. So the next process opens the image again and waits
+//! for the lock. This works only if no other process holds the same open file. Therefore the
+//! checkpoint contains a descriptor that only names the image (`O_PATH`). Such a descriptor
+//! identifies the image even after a rename.
 //!
-//! A reader's lock is shared with the dead process, and some file systems have no locks. For these
-//! cases each ring also holds the write end of a pipe; the next process sees the hang-up of the
-//! read end when the last ring has ended ([`fence`](crate::fence)).
+//! Readers share their locks, so a reader does not wait for a dead reader. Some file systems have
+//! no locks. For these cases, each ring also holds the write end of a pipe. When the last ring has
+//! ended, the next process sees a hang-up of the read end ([`fence`](crate::fence)).
 //!
-//! Calls made by threads end before their process does.
+//! Calls that threads make need no fence: they end before their process does.
 
 use super::image::{ImageFile, Kinds, LockWait};
 use super::open::take;
@@ -63,8 +63,8 @@ pub(super) fn recover(
     if image.read_only && !kept.info.read_only {
         return Err(refused("it is no longer writable".to_owned()));
     }
-    // The guest keeps the disk size that it knows; reads of missing bytes fail. The content belongs
-    // to the guest, so it says nothing about the image format and is not checked.
+    // The guest keeps the disk size that it knows; reads of missing bytes fail. The image format is
+    // not detected again, because the guest controls the content of the disk.
     let size = std::mem::replace(&mut image.size, kept.info.bytes());
     let mut shared = take(image, path, options)?;
     shared.info = kept.info;

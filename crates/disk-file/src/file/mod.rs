@@ -3,51 +3,53 @@
 //!
 //! # Architecture
 //!
-//! [`FileDisk::open`] probes the file and the features of its file system once, so that no probing
-//! happens under load. Each thread's [`Queue`](shadowbell_disk::Queue) has an io_uring of its own (or threads
-//! of its own): `submit` prepares requests, one system call per batch passes them to the kernel,
-//! and completions are read from shared memory. A request is a small state machine ([`task`]) of
-//! one or more calls; short transfers are continued, interrupted calls repeated. Calls that would
-//! block in the kernel (buffered writes on most file systems, zeroing, everything on a file system
-//! without non-blocking I/O) are made by threads of the queue. The kernel's own worker threads
-//! would do, but all rings of a thread share them, so a single hung image would block all others.
-//! The ring owns the memory of a request until the kernel has finished with it ([`crate::sys`]).
+//! [`FileDisk::open`] probes the file and the features of its file system once, so that requests
+//! need no probing. Each thread's [`Queue`](shadowbell_disk::Queue) has an io_uring of its own (or
+//! threads of its own): `submit` prepares requests, one system call per batch passes them to the
+//! kernel, and completions are read from shared memory. A request is a small state machine
+//! ([`task`]) of one or more calls; short transfers are continued, interrupted calls repeated.
+//! Threads of the queue make calls that would block in the kernel: buffered writes on most file
+//! systems, zeroing, and all calls on a file system without non-blocking I/O. The worker threads of
+//! the kernel are not used for them: all rings of a thread share these workers, so a single hung
+//! image would block all others. The ring owns the memory of a request until the kernel no longer
+//! accesses it ([`crate::sys`]).
 //!
-//! With direct I/O, data whose addresses or lengths the device does not support go through an
-//! aligned bounce buffer, in pieces of bounded size. Compare and Verify use bounce buffers too.
+//! With direct I/O, the device may not support the addresses or lengths of the data. Such data are
+//! copied through an aligned bounce buffer, in pieces of bounded size. Compare and Verify use
+//! bounce buffers too.
 //!
-//! An NVMe generic character device ([`namespace`]) takes the same path, but its calls are NVMe
-//! commands, and its features come from Identify data.
+//! Requests to an NVMe generic character device ([`namespace`]) take the same path, but the calls
+//! are NVMe commands, and Identify data describe the features.
 //!
 //! # Truncated images
 //!
 //! A read beyond the end of a truncated image fails with `DiskError::OutOfRange`; it never returns
 //! zeroes. After a read or a flush has detected the new end, all queues refuse access beyond it
 //! until the disk is opened again, even if the file grows back, because its old content is lost. A
-//! write before that detection extends the file, as file writes do; the result cannot be
-//! distinguished from a hole.
+//! write before that detection extends the file, as any write to a file does. Then the truncation
+//! cannot be distinguished from a hole.
 //!
 //! # Failed write-back
 //!
-//! Through the page cache, a completed write may still fail. The kernel reports the failure to the
-//! next sync, once, and drops the data: later syncs succeed, and so does a concurrent one. A host
-//! that repeats its flush would take that for success. Therefore all syncs of a disk are serialized
-//! ([`flusher`]), and after a failed sync all further ones fail until the disk is opened again,
-//! because no controller reset restores the data. A FUA write through the page cache is a write and
-//! a sync, and fails likewise. With direct I/O the kernel drops no data, so a repeated sync may
-//! succeed.
+//! Through the page cache, a completed write may still fail. The kernel reports the failure only to
+//! the next sync, and drops the data. Concurrent and later syncs succeed, so a host that repeats
+//! its flush would believe that its data are durable. Therefore all syncs of a disk are serialized
+//! ([`flusher`]). After a failed sync, all further syncs fail until the disk is opened again; a
+//! controller reset does not help, because it cannot restore the data. A FUA write through the page
+//! cache is a write followed by a sync, so it fails too. With direct I/O the kernel drops no data,
+//! so a repeated sync may succeed.
 //!
 //! # Atomic blocks
 //!
-//! The page cache does not keep blocks whole against concurrent access, nor does a device whose
-//! sectors are smaller than a block. In these cases overlapping requests of all queues are
-//! serialized in this module ([`ranges`]).
+//! The page cache does not read and write blocks atomically. Neither does a device whose sectors
+//! are smaller than a block. In these cases, this module serializes overlapping requests of all
+//! queues ([`ranges`]).
 //!
 //! # Loss of power
 //!
 //! A block that is being written during a loss of power keeps its old or its new content: the
-//! storage guarantees that, or the write requests it ([`write_atomicity`]). If neither is possible,
-//! the disk reports a warning when it is opened.
+//! storage guarantees that, or the write requests it from the storage ([`write_atomicity`]). If
+//! neither is possible, a warning is logged when the disk is opened.
 //!
 //! # Limitation
 //!

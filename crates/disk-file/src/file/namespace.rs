@@ -1,8 +1,8 @@
 //! NVMe namespace behind a generic character device (`/dev/ng0n1`), as a disk.
 //!
-//! Commands go to the device unchanged ([`crate::sys`]), without block layer and page cache.
-//! Properties that a file system or the block layer reports for other disks come from the device's
-//! Identify data.
+//! The kernel passes commands to the device unchanged ([`crate::sys`]), without block layer and
+//! page cache. For other disks, a file system or the block layer reports the properties; here,
+//! Identify data of the device contain them.
 
 use crate::sys;
 use serde::{Deserialize, Serialize};
@@ -12,13 +12,13 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Maximum bytes per command, whatever the device supports: the kernel cannot map more scattered
-/// pages for one passthrough command.
+/// Maximum number of bytes per command, even if the device supports more: the kernel cannot map
+/// more scattered pages for one passthrough command.
 const MOST: u64 = 128 << 10;
 /// Unit of MDTS: the smallest page size of any controller.
 const PAGE: u64 = 4096;
 
-/// Identify data of a namespace, as far as a disk needs them.
+/// Identify data of a namespace that a disk needs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct NamespaceFacts {
@@ -28,26 +28,26 @@ pub struct NamespaceFacts {
     pub block_size: u32,
     /// Capacity in logical blocks.
     pub blocks: u64,
-    /// Maximum bytes per command; whole blocks.
+    /// Maximum number of bytes per command, a multiple of the block size.
     pub most: u32,
-    /// The namespace is write-protected.
+    /// True if the namespace is write-protected.
     pub is_protected: bool,
-    /// The controller has a volatile write cache.
+    /// True if the controller has a volatile write cache.
     pub has_cache: bool,
-    /// Dataset Management deallocates blocks, which then read as zeroes.
+    /// True if Dataset Management deallocates blocks and these then read as zeroes.
     pub deallocates: bool,
-    /// Write Zeroes is supported.
+    /// True if Write Zeroes is supported.
     pub writes_zeroes: bool,
-    /// Write Zeroes may deallocate blocks.
+    /// True if Write Zeroes may deallocate blocks.
     pub zeroes_deallocate: bool,
-    /// Bytes that are written atomically across a loss of power.
+    /// Number of bytes that are written atomically across a loss of power.
     pub atom: u64,
     /// Preferred alignment of deallocations in bytes; at least one block.
     pub granularity: u64,
 }
 
 impl NamespaceFacts {
-    /// Converts Identify data; an error says why the namespace cannot be a disk.
+    /// Converts Identify data. The error is the reason why the namespace cannot be a disk.
     fn of(identity: &sys::Identity) -> Result<Self, String> {
         let sys::Identity { nsid, namespace, controller, ids } = identity;
         let set = ids.as_ref().and_then(|ids| {
@@ -85,7 +85,8 @@ impl NamespaceFacts {
         let zeroed = namespace.dlfeat.drb() == 1;
         let own = namespace.nsfeat.nsabp();
         let atom = if own { namespace.nawupf } else { controller.awupf };
-        // With atomic boundaries, an atomic write must not cross one, so only one block counts.
+        // A write is not atomic if it crosses an atomic boundary. So with boundaries, only one
+        // block counts.
         let atom = if namespace.nabspf == 0 { u64::from(atom) + 1 } else { 1 };
         let granule = if namespace.nsfeat.optperf() & 1 == 1 { namespace.npdg } else { 0 };
         Ok(Self {
@@ -117,7 +118,7 @@ impl NamespaceFacts {
         }
     }
 
-    /// True if a discard can deallocate blocks so that they read as zeroes.
+    /// True if a discard can deallocate blocks, which then read as zeroes.
     pub(super) fn discards(&self) -> bool {
         self.deallocates || self.zeroes_deallocate
     }
@@ -131,9 +132,8 @@ pub fn is_namespace(device: u64) -> bool {
     subsystem.is_ok_and(|path| path.ends_with("nvme-generic"))
 }
 
-/// Reads the Identify data of the namespace behind the character device at `path`. If it is to be
-/// `written`, fails with `EBUSY` while the kernel uses its block device (mounted, or part of
-/// another device).
+/// Reads the Identify data of the namespace behind the character device at `path`. With `written`,
+/// fails with `EBUSY` while the block device of the namespace is mounted or part of another device.
 ///
 /// # Errors
 /// The system's error; an error without an error number if the namespace cannot be a disk.
@@ -146,7 +146,7 @@ pub fn identify_namespace(path: &Path, written: bool) -> io::Result<NamespaceFac
     facts.map_err(|why| io::Error::new(io::ErrorKind::Unsupported, why))
 }
 
-/// Fails with `EBUSY` if the block device of the namespace is opened exclusively.
+/// Fails with `EBUSY` if another user has opened the block device of the namespace exclusively.
 fn is_free(file: &File) -> io::Result<()> {
     let device = file.metadata()?.rdev();
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
@@ -209,7 +209,7 @@ mod tests {
         assert_eq!((facts.atom, facts.granularity), (4096, 64 << 10));
         assert!(!facts.deallocates && facts.zeroes_deallocate && facts.discards());
         assert!(facts.has_cache && facts.is_protected);
-        // Values of no real device cause neither a panicking shift nor a wrapped size.
+        // Implausible values must cause neither a shift that panics nor a size that wraps.
         identity.controller.mdts = 255;
         identity.namespace.nsze = u64::MAX;
         identity.namespace.nabspf = 7;

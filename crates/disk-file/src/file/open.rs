@@ -19,20 +19,21 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// Bytes zeroed by one write where the file system supports nothing better.
+/// Number of bytes that one write zeroes, on a file system that supports nothing better.
 const ZEROES: u64 = 1 << 20;
 
 pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, OpenError> {
     let name = || path.display().to_string();
     let image = ImageFile::open_as(path, options.read_only, Kinds::Disks)?;
     let format = match options.format {
-        // The test read shows at once whether this process may send commands to the device.
+        // The test read shows now, and not at the first request, whether this process may send
+        // commands to the device.
         Some(Format::Raw) if image.namespace.is_some() => image.format().map(|_| None)?,
         Some(Format::Raw) => None,
         Some(Format::Qcow2) => Some(ImageFormat::Qcow2),
         None => image.format()?,
     };
-    // A guest must see the disk in the image, not the file that holds it.
+    // A guest must see the disk in the image. It must not see the file that contains the disk.
     if let Some(format) = format {
         return Err(OpenError::Format { path: name(), format });
     }
@@ -40,13 +41,14 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         image.block_size(options.block_size)
         && let Some(format) = image.format()?
     {
-        // Raw access was requested, but extending the file would damage its format.
+        // Raw access was requested, but the usual advice to extend the file would damage its
+        // format.
         return Err(OpenError::OddFormat { path, size, block_size, format });
     }
     take(image, path, options)
 }
 
-/// Creates the disk whose content is the raw bytes of the image.
+/// Creates a disk whose content is the raw bytes of the image.
 pub(super) fn take(
     image: ImageFile,
     path: &Path,
@@ -71,7 +73,7 @@ pub(super) fn take(
             None if is_block => discards(&metadata),
             None => punches(&file, size),
         };
-    // Allocation unit of the file system; a power of two on all known file systems.
+    // Allocation unit of the file system. It is a power of two on all known file systems.
     let cluster = about.map_or(metadata.blksize(), |facts| facts.granularity);
     let cluster = cluster.clamp(u64::from(block_size), 1 << 20) as u32;
     let zeroes = zeroes()?;
@@ -121,14 +123,15 @@ pub(super) fn syncs(namespace: Option<&NamespaceFacts>, direct: Option<Alignment
     }
 }
 
-/// Zeroed memory to write where the file system supports nothing better.
+/// Creates memory of zeroes, which is written where the file system supports nothing better.
 pub(super) fn zeroes() -> Result<SharedBytes, OpenError> {
     let mapping =
         Mapping::anonymous(ZEROES).map_err(|source| OpenError::Memory { bytes: ZEROES, source })?;
     Ok(mapping.bytes())
 }
 
-/// Selects the engine. Also returns the reason for threads if they were not requested.
+/// Selects the engine. If it is the threads although the caller did not request them, also returns
+/// the reason.
 pub(super) fn engine(
     aio: Aio,
     uring: impl FnOnce() -> io::Result<()>,
@@ -143,16 +146,16 @@ pub(super) fn engine(
     }
 }
 
-/// True if the file system does not support `RWF_NOWAIT`. It refuses the flag before it looks at
-/// anything else, so the test read is harmless.
+/// True if the file system does not support `RWF_NOWAIT`. The test read is harmless: such a file
+/// system refuses the flag before it does anything else.
 pub(super) fn waits(file: &File) -> bool {
     let mut room = [0; 512];
     let into = &mut [io::IoSliceMut::new(&mut room)];
     rustix::io::preadv2(file, into, 0, ReadWriteFlags::NOWAIT) == Err(Errno::OPNOTSUPP)
 }
 
-/// True if the file system can punch holes. The test punches one beyond the end of the
-/// file, where there are no data to lose.
+/// True if the file system can punch holes. The test punches a hole beyond the end of the file, so
+/// it cannot lose data.
 fn punches(file: &File, size: u64) -> bool {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::io::retry_on_intr(|| {
@@ -161,9 +164,9 @@ fn punches(file: &File, size: u64) -> bool {
     .is_ok()
 }
 
-/// True if the block device can zero ranges by itself, which is the equivalent of punching a hole.
+/// True if the block device can zero ranges by itself. That is its equivalent of punching a hole.
 fn discards(metadata: &Metadata) -> bool {
-    // A partition has the queue limits of its whole disk, one directory up.
+    // For a partition, the limits are those of the whole disk, one directory up.
     ["queue", "../queue"].iter().any(|queue| {
         attribute(metadata, &format!("{queue}/write_zeroes_max_bytes")).is_some_and(|n| n != "0")
     })

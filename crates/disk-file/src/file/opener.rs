@@ -1,4 +1,4 @@
-//! Opening of images by this process, or by a process with more permissions.
+//! Opening of images, by this process or by a process with more permissions.
 
 use super::namespace::{NamespaceFacts, identify_namespace};
 use rustix::fs::{CWD, Mode, OFlags};
@@ -16,12 +16,12 @@ pub enum Access {
     Read,
     /// Read and write.
     Write,
-    /// Read and write with `O_EXCL`: fails for a block device that is mounted or part of another
+    /// Read and write with `O_EXCL`. Fails for a block device that is mounted or part of another
     /// device.
     WriteAlone,
 }
 
-/// Another process that opens images for this one.
+/// Connection to another process that opens images for this one.
 pub trait Opener: Send + Sync {
     /// Returns a descriptor that only names the file at `path` (`O_PATH`).
     ///
@@ -30,15 +30,15 @@ pub trait Opener: Send + Sync {
     /// refuses.
     fn name(&self, path: &Path) -> io::Result<OwnedFd>;
 
-    /// Opens the file that a descriptor names. The open file description is new, because the image
-    /// lock belongs to it and must not be shared.
+    /// Opens the file that a descriptor names. This creates a new open file description: the image
+    /// lock belongs to the description and must not be shared.
     ///
     /// # Errors
     /// Like [`name`](Self::name).
     fn open(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<File>;
 
-    /// Reads the [Identify data](identify_namespace) of the namespace whose character device a
-    /// descriptor names, for a process that may not send admin commands.
+    /// Reads the [Identify data](identify_namespace) of a namespace. `named` names the character
+    /// device of the namespace. For a process that may not send admin commands.
     ///
     /// # Errors
     /// Like [`identify_namespace`].
@@ -47,23 +47,24 @@ pub trait Opener: Send + Sync {
 
 static OPENER: OnceLock<Box<dyn Opener>> = OnceLock::new();
 
-/// Lets `opener` open the images of this process from now on. Only the first call has an effect.
+/// Makes `opener` open all further images of this process. Only the first call has an effect.
 pub fn open_images_by(opener: Box<dyn Opener>) {
     let _ = OPENER.set(opener);
 }
 
-/// Names the file at `path` by the other process; `None` if this process opens images itself.
+/// Returns a descriptor that names the file at `path`, from the other process. `None` if this
+/// process opens images itself.
 pub(super) fn name(path: &Path) -> Option<io::Result<OwnedFd>> {
     OPENER.get().map(|opener| opener.name(path))
 }
 
-/// Returns an `O_PATH` descriptor of `file`, which does not keep the open file alive.
+/// Returns an `O_PATH` descriptor of `file`. It does not keep the open file description alive.
 pub(super) fn name_of(file: &File) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// Reads the Identify data of the namespace whose character device a descriptor names.
+/// Reads the Identify data of a namespace. `named` names the character device of the namespace.
 pub(super) fn identify(named: BorrowedFd<'_>, written: bool) -> io::Result<NamespaceFacts> {
     match OPENER.get() {
         Some(opener) => opener.identify(named, written),

@@ -4,9 +4,10 @@
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileOptions {
-    /// Logical block size in bytes, 512 or 4096; `None` for 512, or a block device's own.
+    /// Logical block size in bytes, 512 or 4096. `None` means 512, or the block size of a block
+    /// device.
     pub block_size: Option<u32>,
-    /// Refuses writes even if the file allows them.
+    /// True to refuse writes even if the file allows them.
     pub read_only: bool,
     /// Page cache mode.
     pub direct: Direct,
@@ -14,7 +15,7 @@ pub struct FileOptions {
     pub aio: Aio,
     /// Image format; `None` to detect it by the first bytes.
     pub format: Option<Format>,
-    /// Allows an image to have a backing file, which the image itself names.
+    /// True if the image may have a backing file. The image itself contains the name of that file.
     pub allow_backing: bool,
 }
 

@@ -12,37 +12,38 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Maximum bounce buffers per queue; further requests wait for a free one.
+/// Maximum number of bounce buffers per queue. Further requests wait for a free one.
 const BOUNCES: usize = 32;
 /// Number of the list of waiting requests.
 const WAITING: u32 = 0;
 
 pub(super) struct FileQueue {
     ring: Ring<Task>,
-    /// Must be declared after the ring: dropping the ring first ends all requests in flight.
+    /// Ranges of the requests. This field must be declared after the ring, because dropping the
+    /// ring first ends all requests in flight.
     entered: Entered,
     shared: Arc<FileShared>,
     by_tag: TagIndex<Key>,
     /// Slots of requests that wait for room in the ring or for a bounce buffer, in order.
     waiting: Lists,
-    /// Requests that were cancelled while they waited, until `reap` returns them.
+    /// Cancelled requests that had been waiting. `reap` will return them.
     cancelled: Vec<Key>,
-    /// Free bounce buffers, allocated at their first use.
+    /// Free bounce buffers. Each is allocated when it is first needed.
     bounces: Vec<SharedBytes>,
     bounces_made: usize,
-    /// Scratch buffer for completions, kept to avoid allocations.
+    /// Scratch buffer for completions. It is kept, so that a batch allocates nothing.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
-    /// Requests that wait for the flusher or for their turn at a range, and whose answer has not
-    /// been processed.
+    /// Number of requests that wait for the flusher or for their range, and of those whose answer
+    /// was not processed yet.
     asked: usize,
     asker: Arc<Asker>,
 }
 
 impl FileQueue {
     pub(super) fn new(shared: Arc<FileShared>) -> io::Result<Self> {
-        // One bounce buffer exists from the start (its pages are allocated at the first use), so
-        // that a waiting request always waits for a request that has a buffer.
+        // One bounce buffer exists from the start; its pages are allocated at the first use. So if
+        // a request has to wait for a buffer, another request has one and will release it.
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
         let (file, direct) = (Arc::clone(&shared.file), shared.direct.is_some());
         let ring = match &shared.namespace {
@@ -71,15 +72,15 @@ impl FileQueue {
         })
     }
 
-    /// Makes the wake descriptor readable while `fd` is. io_uring only.
+    /// Makes the wake descriptor also readable while `fd` is readable. Only for io_uring.
     pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.ring.watch(fd)
     }
 
-    /// Prepares the task's next call. Returns false if the task has to wait for a resource.
+    /// Prepares the next call of a task. Returns false if the task has to wait for a resource.
     fn start(&mut self, key: Key) -> bool {
         if self.ring.get(key).is_none_or(|(task, ..)| task.cancelled) {
-            return true; // cancelled while waiting
+            return true; // the request was cancelled while it waited
         }
         if !self.ring.has_room() || !self.equip(key) {
             return false;
@@ -95,8 +96,8 @@ impl FileQueue {
         self.ring.prepare(key, next.call, next.skip, next.offset, next.len)
     }
 
-    /// Gives the task the queue buffer that its stage needs, filled if the piece is to be written.
-    /// Returns false if none is free.
+    /// Assigns the bounce buffer to a task whose stage needs one. If the piece is to be written,
+    /// fills the buffer. Returns false if no buffer is free.
     fn equip(&mut self, key: Key) -> bool {
         let Some((task, data, own)) = self.ring.get(key) else {
             return true;
@@ -136,8 +137,8 @@ impl FileQueue {
 }
 
 impl FileQueue {
-    /// Finds the pending request with this tag in constant time, because a host may cancel many at
-    /// once.
+    /// Finds the pending request with this tag. Takes constant time, because a host may cancel many
+    /// requests at once.
     fn find(&mut self, tag: u32) -> Option<Key> {
         let Ok(indexed) = self.by_tag.get(tag) else {
             return self.ring.tasks().find(|(_, task)| task.tag == tag).map(|(key, _)| key);
@@ -146,13 +147,13 @@ impl FileQueue {
         self.ring.get(key).is_some_and(|(task, ..)| task.tag == tag).then_some(key)
     }
 
-    /// Starts waiting requests while there is room.
+    /// Starts waiting requests while resources are free.
     fn start_waiting(&mut self) {
         while let Some(slot) = self.waiting.first(WAITING) {
             if let Some(key) = self.ring.key(slot)
                 && !self.start(key)
             {
-                // The submission queue may be the only full resource.
+                // The submission queue may be the resource that is full; submitting empties it.
                 self.ring.submit();
                 if !self.start(key) {
                     return;
@@ -162,7 +163,7 @@ impl FileQueue {
         }
     }
 
-    /// Starts a task whose range is free.
+    /// Starts a task that need not wait for its range any more.
     fn begin(&mut self, key: Key) {
         if !self.waiting.is_empty(WAITING) || !self.start(key) {
             self.waiting.push_back(WAITING, key.index());
@@ -171,8 +172,8 @@ impl FileQueue {
         }
     }
 
-    /// Executes a write inline if the thread's policy allows it. Returns the result if that ends
-    /// the request.
+    /// Executes a write on this thread, if the policy of inline writes allows that. Returns the
+    /// result if the request has ended.
     fn write_inline(&mut self, key: Key) -> Option<Result<(), DiskError>> {
         let (task, ..) = self.ring.get(key)?;
         if task.stage != Stage::Straight || !matches!(task.op(), Op::Write { .. }) {
@@ -183,7 +184,7 @@ impl FileQueue {
         self.advance(key, moved)
     }
 
-    /// Continues a task whose call has ended. Returns the result if the request has ended.
+    /// Continues a task after its call has ended. Returns the result if the request has ended.
     fn advance(&mut self, key: Key, result: i32) -> Option<Result<(), DiskError>> {
         let shared = Arc::clone(&self.shared);
         let (task, data, own) = self.ring.get(key)?;
@@ -215,7 +216,7 @@ impl FileQueue {
             }
             Step::Call | Step::Piece => {
                 if !self.start(key) {
-                    // Before requests that have not started.
+                    // In front of the requests that have not started.
                     self.waiting.push_front(WAITING, key.index());
                 }
                 None
@@ -223,7 +224,7 @@ impl FileQueue {
         }
     }
 
-    /// Returns an ended request to the caller.
+    /// Returns a request that has ended to the caller.
     fn finish(
         &mut self,
         key: Key,
@@ -283,7 +284,8 @@ impl Queue for FileQueue {
             self.ring.quieten();
         }
         self.ring.collect(&mut completions);
-        // After `quieten`, so that a later answer makes the descriptor readable again.
+        // The answers are taken after `quieten`: a later answer then makes the descriptor readable
+        // again.
         if self.asked != 0 {
             let before = completions.len();
             self.asker.take(&mut completions);
@@ -311,7 +313,7 @@ impl Queue for FileQueue {
             self.ring.cancel(key);
         } else {
             self.waiting.remove(key.index());
-            // The request ends in `reap`; the wake descriptor makes the caller call it.
+            // `reap` will end the request. The wake-up makes the owner call it.
             if self.cancelled.is_empty() {
                 self.ring.wake();
             }

@@ -1,19 +1,21 @@
-//! Range locks on a file, which keep its blocks whole under concurrent requests.
+//! Range locks on a file: they make reads and writes of its blocks atomic under concurrent
+//! requests.
 //!
 //! A controller promises that a logical block is read and written atomically (NVM Command Set 1.1,
 //! 2.1.4.2: AWUN is at least one block). A storage device guarantees that for its own blocks. The
-//! page cache does not: ext4 and most other file systems read a page without a lock while it is
-//! written (XFS has one), and a short transfer is continued after other requests. A block of
-//! several device sectors is not atomic for the device either.
+//! page cache does not: ext4 and most other file systems take no lock to read a page that is being
+//! written (XFS does), and other requests may run before a short transfer is continued. A device
+//! does not guarantee that for a block of several sectors either.
 //!
-//! Therefore each request that reads or writes enters its range, and a request that overlaps an
-//! earlier one waits until that one has left, unless both read. Overlapping requests of all queues
-//! run in the order of their arrival. Without overlap, the cost is an entry in a short list.
+//! Therefore each request that reads or writes enters its range into a list. If the range overlaps
+//! that of an earlier request, and one of the two writes, the later request waits until the earlier
+//! one has left. So overlapping requests of all queues run in the order of their arrival. Without
+//! overlap, the cost is an entry in a short list.
 //!
-//! Lists are selected by position in the file. A range that spans several lists enters all of them,
-//! one such range at a time, so that the order is the same in all lists and no deadlock is
-//! possible. Of two overlapping ranges, the later one waits in the list of the first byte that they
-//! share.
+//! The position in the file selects the list. A range that spans several lists enters all of them.
+//! Only one such range at a time enters its lists, so the order is the same in all lists and no
+//! deadlock is possible. If two ranges overlap, the later one waits in only one list, that of the
+//! first byte that they share.
 
 use super::flusher::Asker;
 use crate::sys::Key;
@@ -23,11 +25,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Bytes of the file per list: large, so that long requests span few lists.
+/// Number of bytes of the file per list. It is large, so that long requests span few lists.
 const UNIT: u64 = 64 << 10;
-/// Number of lists; positions share them modulo this number.
+/// Number of lists. A position belongs to the list with its unit number modulo this number.
 const LISTS: u64 = 64;
-/// Flag in [`Waiting::before`]: the waiting request has left.
+/// Flag in [`Waiting::before`]: the range has left while it waited.
 const GONE: usize = 1 << (usize::BITS - 1);
 
 /// Range locks of a file.
@@ -43,7 +45,7 @@ impl Default for Ranges {
     }
 }
 
-/// Ranges in one list, the earliest first. Aligned to a cache line of its own.
+/// Ranges in one list, the earliest first. Each list has a cache line of its own.
 #[derive(Default)]
 #[repr(align(64))]
 struct List(Mutex<Vec<Entry>>);
@@ -55,18 +57,18 @@ struct Entry {
     writes: bool,
     key: Key,
     of: Arc<Asker>,
-    /// Set if earlier overlapping ranges exist.
+    /// Wait state, if the range has to wait for earlier ones.
     waiting: Option<Arc<Waiting>>,
 }
 
 /// Wait state of a range.
 struct Waiting {
-    /// Number of ranges it waits for, plus one until it has entered all lists.
+    /// Number of ranges that it waits for. One more until the range has entered all lists.
     before: AtomicUsize,
 }
 
 impl Waiting {
-    /// Counts down for one range that has left. Returns true for the last one.
+    /// Counts down after one range has left. Returns true if it was the last one.
     fn one_less(&self) -> bool {
         self.before.fetch_sub(1, AcqRel) == 1
     }
@@ -82,16 +84,17 @@ impl Entry {
         let writes = match request.op {
             Op::Read | Op::Compare => false,
             Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard => true,
-            // Flush and Verify do not depend on the content of a block.
+            // The result of Flush and Verify does not depend on the content of a block.
             Op::Flush | Op::Verify => return None,
-            // Refused before they reach the file.
+            // These operations are refused before they reach the file.
             Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => return None,
         };
         let (start, end) = (request.offset, request.offset.checked_add(request.len)?);
         (start < end).then(|| Self { start, end, writes, key, of: Arc::clone(of), waiting: None })
     }
 
-    /// True if the later of the two ranges waits for the other one in this list.
+    /// True if the two ranges overlap, at least one writes, and the first common byte belongs to
+    /// this list.
     fn meets(&self, other: &Self, list: u64) -> bool {
         let first = self.start.max(other.start);
         first < self.end.min(other.end)
@@ -99,7 +102,7 @@ impl Entry {
             && first / UNIT % LISTS == list
     }
 
-    /// First unit of the range, and the number of units with a list of their own.
+    /// Number of the first unit of the range, and number of lists that the range spans.
     fn units(&self) -> (u64, u64) {
         let first = self.start / UNIT;
         (first, ((self.end - 1) / UNIT - first + 1).min(LISTS))
@@ -115,8 +118,8 @@ impl Ranges {
         &self.lists[(list % LISTS) as usize].0
     }
 
-    /// Enters a request. Returns false if it has to wait; `of` then receives an answer when it may
-    /// start.
+    /// Enters the range of a request. Returns false if the request has to wait. Then `of` will
+    /// receive an answer when the request may start.
     pub(super) fn enter(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
         let Some(mut entry) = Entry::new(request, key, of) else { return true };
         let (first, count) = entry.units();
@@ -139,12 +142,14 @@ impl Ranges {
         entries.push(entry.clone());
     }
 
-    /// Removes an ended request. Returns true if it was still waiting, and so receives no answer.
+    /// Removes the range of a request that has ended. Returns true if the request was still
+    /// waiting. Then it will receive no answer.
     pub(super) fn leave(&self, request: &Request, key: Key, of: &Arc<Asker>) -> bool {
         let Some(entry) = Entry::new(request, key, of) else { return false };
         let (first, count) = entry.units();
         let left = (first..first + count).map(|unit| self.leave_list(unit % LISTS, key, of));
-        // Without short-circuit, so that the range leaves every list.
+        // All units are processed, without short-circuit, because the range has to leave every
+        // list.
         left.fold(false, |has_waited, waited| has_waited | waited)
     }
 
@@ -152,7 +157,7 @@ impl Ranges {
         let mut entries = self.list(list).lock();
         let Some(at) = entries.iter().position(|entry| entry.is(key, of)) else { return false };
         let gone = entries.remove(at);
-        // Entries before it did not wait for it, although it may have waited for them.
+        // Only later entries can have waited for the removed one.
         for later in entries.iter().skip(at).filter(|later| later.meets(&gone, list)) {
             if later.waiting.as_ref().is_some_and(|waiting| waiting.one_less()) {
                 later.of.answer(later.key, 0);
@@ -182,25 +187,25 @@ impl std::fmt::Debug for Ranges {
     }
 }
 
-/// Ranges entered by one queue; dropping it removes them.
+/// Ranges that one queue has entered. Dropping this value removes them.
 pub(super) struct Entered {
     ranges: Option<Arc<Ranges>>,
     of: Arc<Asker>,
 }
 
 impl Entered {
-    /// Creates the tracking of a queue; `ranges` is `None` for a file that keeps its blocks whole
-    /// itself.
+    /// Creates the range locks of a queue. `ranges` is `None` for a file whose blocks are atomic
+    /// without locks.
     pub(super) fn new(ranges: Option<Arc<Ranges>>, of: &Arc<Asker>) -> Self {
         Self { ranges, of: Arc::clone(of) }
     }
 
-    /// Enters a request, see [`Ranges::enter`].
+    /// Enters the range of a request, see [`Ranges::enter`].
     pub(super) fn enter(&self, request: &Request, key: Key) -> bool {
         self.ranges.as_ref().is_none_or(|ranges| ranges.enter(request, key, &self.of))
     }
 
-    /// Removes an ended request, see [`Ranges::leave`].
+    /// Removes the range of a request that has ended, see [`Ranges::leave`].
     pub(super) fn leave(&self, request: &Request, key: Key) -> bool {
         self.ranges.as_ref().is_some_and(|ranges| ranges.leave(request, key, &self.of))
     }
@@ -219,7 +224,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Stand-in for a queue: its receiver of answers.
+    /// Receiver of answers, in place of a queue.
     struct Queue(Arc<Asker>);
 
     impl Queue {
@@ -227,7 +232,7 @@ mod tests {
             Self(Asker::new(crate::sys::Waker::none()))
         }
 
-        /// Keys of the requests that may have started since the last call.
+        /// Keys of the requests that were allowed to start since the last call.
         fn answers(&self) -> Vec<Key> {
             let mut answers = Vec::new();
             self.0.take(&mut answers);
@@ -290,15 +295,15 @@ mod tests {
     }
 
     proptest! {
-        /// For any sequence of requests: running requests do not overlap unless both read, and when
-        /// all running requests have left, a waiting one may start.
+        /// Two properties, for any sequence of requests. Running requests do not overlap unless
+        /// both read. After all running requests have left, a waiting request may start.
         #[test]
         fn nobody_meets_and_nobody_waits_for_ever(
             steps in prop::collection::vec(
                 (any::<bool>(), 0..80u64, 1..80u64, 0..16usize, any::<bool>()), 1..200),
         ) {
             let (ranges, queue) = (Ranges::default(), Queue::new());
-            // Key, request, and whether it may run, in order of arrival.
+            // Requests in order of arrival: key, request, and true if it may run.
             let mut there: Vec<(Key, Request, bool)> = Vec::new();
             let overlap = |a: &Request, b: &Request| {
                 (a.op == WRITE || b.op == WRITE)

@@ -1,8 +1,8 @@
-//! Raw file access for callers with an io_uring of their own, which works on memory that this
+//! Raw file access for callers that have their own io_uring. Their memory may be memory that this
 //! process cannot map, such as the kernel's buffers of a block device request.
 //!
-//! [`Task`] interprets the results as in a queue of the disk: a short transfer is continued, a read
-//! beyond a moved end is an error, and a full disk is recorded.
+//! [`Task`] interprets the results, as in a queue of the disk: a short transfer is continued, a
+//! read beyond a moved end is an error, and a full disk is recorded.
 
 use super::disk::FileDisk;
 use super::shared::{Alignment, FileShared};
@@ -16,26 +16,27 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// File or block device that holds the bytes of a raw disk unchanged, opened for direct I/O. The
-/// file stays open and locked as long as this value lives.
+/// File or block device whose bytes are those of a raw disk, opened for direct I/O. The file stays
+/// open and locked as long as this value exists.
 #[derive(Clone, Debug)]
 pub struct RawFile {
     shared: Arc<FileShared>,
     align: Alignment,
 }
 
-/// Read or write call to make: on the file from `offset`, on the request's memory from `skip`.
+/// Call that the caller has to make: a read or write of the file from `offset`, with the request's
+/// memory from `skip` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawCall {
     /// True for a write, false for a read.
     pub writes: bool,
-    /// The data must be on stable storage when the call ends (`RWF_DSYNC`).
+    /// True if the data must be on stable storage when the call ends (`RWF_DSYNC`).
     pub dsync: bool,
     /// Offset in the request's memory, in bytes.
     pub skip: u64,
     /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Length in bytes. The call may transfer fewer.
+    /// Length in bytes. The call may transfer fewer bytes.
     pub len: u64,
 }
 
@@ -47,21 +48,21 @@ pub enum RawStep {
     /// The request has ended.
     End(Result<(), DiskError>),
     /// The storage cannot access this memory. The caller may submit the whole request to a
-    /// [`Queue`](shadowbell_disk::Queue) of the disk, with other memory.
+    /// [`Queue`](shadowbell_disk::Queue) of the disk instead, with other memory.
     Refused,
 }
 
 impl RawFile {
-    /// Returns the file that holds the bytes of `disk` unchanged. `None` for layers, which such
-    /// requests would bypass, and for other disks whose requests need a queue.
+    /// Returns the file whose bytes are those of `disk`. `None` for layers, which raw access would
+    /// bypass, and for other disks whose requests need a queue.
     #[must_use]
     pub fn of(disk: &dyn Disk) -> Option<Self> {
         let disk: &dyn Any = disk;
         Self::of_shared(&disk.downcast_ref::<FileDisk>()?.shared)
     }
 
-    /// Returns the file of a disk whose calls need nothing that only a queue provides: range locks
-    /// for blocks longer than the device's, aligned bounce buffers, NVMe commands, or threads.
+    /// Returns the file of a disk if its calls need no queue. A queue provides range locks for
+    /// blocks longer than those of the device, aligned bounce buffers, NVMe commands, and threads.
     fn of_shared(shared: &Arc<FileShared>) -> Option<Self> {
         #[cfg(feature = "scripted")]
         if shared.script.is_some() {
@@ -70,15 +71,15 @@ impl RawFile {
         let is_plain = shared.engine == EngineKind::Uring
             && shared.namespace.is_none()
             && shared.ranges.is_none()
-            // The kernel accepts an atomic write only from one contiguous buffer, to which a queue
-            // copies the data of a request in several segments.
+            // An atomic write must come from one contiguous buffer. A queue copies data in several
+            // segments to such a buffer.
             && shared.atom != WriteAtomicity::Asked;
         let align = shared.direct.filter(|_| is_plain)?;
         Some(Self { shared: Arc::clone(shared), align })
     }
 
-    /// Alignment that calls require. A call on memory without it may be
-    /// [refused](RawStep::Refused).
+    /// Alignment that calls require. The storage may [refuse](RawStep::Refused) a call on memory
+    /// without this alignment.
     #[must_use]
     pub fn alignment(&self) -> Alignment {
         self.align
@@ -101,13 +102,13 @@ impl RawFile {
             Op::Write { .. } => {}
             _ => return Err(Err(DiskError::Unsupported)),
         }
-        // The memory is not mapped here, so there are no segments to list.
+        // The memory is not mapped in this process, so there are no segments to list.
         Ok(RawTransfer(Task::new(0, request, &Segments::new(), &self.shared)?))
     }
 }
 
 impl AsFd for RawFile {
-    /// The file, open for direct I/O.
+    /// Returns the file, which is open for direct I/O.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared.file.as_fd()
     }
@@ -136,7 +137,7 @@ impl RawTransfer {
         })
     }
 
-    /// Processes the result of a call: the transferred bytes, or a negative error number.
+    /// Processes the result of a call: the number of transferred bytes, or a negative error number.
     pub fn ended(&mut self, result: i32, file: &RawFile) -> RawStep {
         let step = self.0.outcome(result, &file.shared);
         if matches!(self.0.stage, Stage::Bounced { .. }) {
@@ -154,7 +155,7 @@ impl RawTransfer {
         }
     }
 
-    /// Cancels the request: a call that ends early from now on ends the request.
+    /// Cancels the request. If a call ends early after this, the request ends.
     pub fn cancel(&mut self) {
         self.0.cancelled = true;
     }
@@ -172,7 +173,7 @@ mod tests {
     const BLOCK: u64 = 512;
     const ALIGN: Alignment = Alignment { memory: 4, offset: 512 };
 
-    /// A file marked for direct I/O; no calls are made on it.
+    /// Creates the state of a file with direct I/O. The test makes no calls on the file.
     fn direct(blocks: u64) -> FileShared {
         let file = memfd(blocks * BLOCK);
         FileShared { direct: Some(ALIGN), regular: true, ..shared(file, blocks * BLOCK) }
@@ -232,7 +233,8 @@ mod tests {
         let file = RawFile::of(&disk(direct(4))).unwrap();
         let mut moving = file.begin(&read(1..4)).unwrap();
         assert_eq!(moving.ended(-libc::EINTR, &file), RawStep::Call);
-        // Direct I/O cannot continue at an unaligned offset, so the unaligned part does not count.
+        // Direct I/O cannot continue at an unaligned offset, so only the aligned part of the
+        // transfer counts.
         assert_eq!(moving.ended(BLOCK as i32 + 100, &file), RawStep::Call);
         let call = moving.call().unwrap();
         assert_eq!((call.skip, call.offset, call.len), (BLOCK, 2 * BLOCK, 2 * BLOCK));
@@ -258,7 +260,8 @@ mod tests {
         assert_eq!(moving.ended(BLOCK as i32, &file), RawStep::Call, "up to the end");
         let gone = Err(DiskError::OutOfRange);
         assert_eq!(moving.ended(0, &file), RawStep::End(gone));
-        // The lost end applies to all later requests, even if the file grows back.
+        // After a truncation was detected, all later requests beyond that end fail, even if the
+        // file grows back.
         truncate(4);
         assert!(matches!(file.begin(&read(3..4)), Err(Err(DiskError::OutOfRange))));
         assert!(file.begin(&write(false)).is_ok());

@@ -1,4 +1,4 @@
-//! State shared by all queues of a file-backed disk.
+//! State that all queues of a file-backed disk share.
 
 use super::flusher::Flusher;
 use super::namespace::NamespaceFacts;
@@ -17,7 +17,8 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// State shared by all queues of a disk; read by every request, written only after failures.
+/// State that all queues of a disk share. Every request reads it. It is written only after
+/// failures.
 #[derive(Debug)]
 pub(super) struct FileShared {
     pub(super) file: Arc<File>,
@@ -25,40 +26,40 @@ pub(super) struct FileShared {
     /// Alignment of direct I/O; `None` if the page cache is used.
     pub(super) direct: Option<Alignment>,
     pub(super) engine: EngineKind,
-    /// Reason for the threads engine, if it was not requested.
+    /// Reason why threads are used, if they were not requested.
     pub(super) no_uring: Option<String>,
-    /// The file system does not support `RWF_NOWAIT`.
+    /// True if the file system does not support `RWF_NOWAIT`.
     pub(super) waits: bool,
     /// Identify data, if the file is an NVMe generic character device.
     pub(super) namespace: Option<NamespaceFacts>,
-    /// The file is a regular one, whose end can move.
+    /// True if the file is a regular one, whose end can move.
     pub(super) regular: bool,
-    /// End of the readable bytes; less than the disk size after a truncation.
+    /// End of the readable bytes. It is below the disk size after a truncation.
     pub(super) end: AtomicU64,
-    /// Serializes the syncs.
+    /// Serialized syncs of the file.
     pub(super) flusher: Arc<Flusher>,
-    /// The file system cannot zero a range and keep its blocks.
+    /// True if the file system cannot zero a range and keep its blocks.
     pub(super) no_zero_range: AtomicBool,
-    /// The file system cannot punch a hole.
+    /// True if the file system cannot punch a hole.
     pub(super) no_punch: AtomicBool,
-    /// Byte of the disk that was last refused for lack of space, plus one; 0 if none, or if it was
-    /// written since.
+    /// Position, plus one, of the last write that failed for lack of space. 0 if there was none, or
+    /// if a later write to that position has succeeded.
     pub(super) full: AtomicU64,
     /// Power-fail atomicity of blocks.
     pub(super) atom: WriteAtomicity,
-    /// Range locks, if neither file system nor device keeps blocks whole.
+    /// Range locks. `None` if the file system or the device reads and writes blocks atomically.
     pub(super) ranges: Option<Arc<Ranges>>,
-    /// State shared with resized versions of the disk.
+    /// State that resized versions of the disk share.
     pub(super) hold: Arc<Hold>,
-    /// Zeroed memory to write where the file system supports nothing better. Never written, so it
-    /// uses no physical memory.
+    /// Memory of zeroes, to write where the file system supports nothing better. It is never
+    /// written to, so it uses no physical memory.
     pub(super) zeroes: SharedBytes,
-    /// Test script that ends the calls.
+    /// Test script that decides how calls end.
     #[cfg(feature = "scripted")]
     pub(super) script: Option<super::test_script::Script>,
 }
 
-/// Alignment of direct I/O, in bytes, powers of two.
+/// Alignment of direct I/O. Its values are powers of two, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Alignment {
     /// Alignment of memory addresses.
@@ -67,18 +68,18 @@ pub struct Alignment {
     pub offset: usize,
 }
 
-/// Image lock and sync thread, shared by a disk and its resized versions. Both end with the last of
-/// them.
+/// Image lock and sync thread. A disk and its resized versions share them; both end when the last
+/// of these disks is dropped.
 #[derive(Debug)]
 pub(super) struct Hold {
     file: Arc<File>,
     flusher: Arc<Flusher>,
-    /// Another process has the same open file, and so the same lock.
+    /// True if another process has the same open file, and so the same lock.
     lock_is_shared: bool,
 }
 
-/// Creates the range locks for blocks of `block_size` bytes, if needed: with direct I/O, the device
-/// keeps a block whole that is no longer than its own.
+/// Creates range locks for blocks of `block_size` bytes if they are needed. With direct I/O, the
+/// device reads and writes a block atomically if the block is not longer than its own.
 pub(super) fn ranges(direct: Option<Alignment>, block_size: u32) -> Option<Arc<Ranges>> {
     let is_whole = direct.is_some_and(|align| align.offset >= block_size as usize);
     (!is_whole).then(Arc::default)
@@ -107,7 +108,7 @@ impl FileShared {
             let named = opener::name_of(&self.file)?;
             return Ok(opener::identify(named.as_fd(), false)?.bytes());
         }
-        // Seeking finds the end of a block device; nothing else uses the file position.
+        // Seeking finds the end of a block device. No other code uses the file position.
         (&*self.file).seek(SeekFrom::End(0))
     }
 
@@ -138,36 +139,37 @@ impl FileShared {
         }
     }
 
-    /// True if all bytes up to `end` exist, as far as a truncation was detected.
+    /// True if all bytes up to `end` exist: no truncation below `end` was detected.
     #[inline]
     pub(super) fn reaches(&self, end: u64) -> bool {
         end <= self.end.load(Ordering::Relaxed)
     }
 
-    /// Records that the file ends at `now`. Returns true if it is, or was, shorter than the disk.
+    /// Records that the file ends at `now`. Returns true if the file is, or was at any time,
+    /// shorter than the disk.
     pub(super) fn ends_at(&self, now: u64) -> bool {
         if !self.regular {
             return false;
         }
-        // Stored only on a change, because every request of every thread reads it.
+        // The value is stored only if it changes, because every request of every thread reads it.
         if now < self.end.load(Ordering::Relaxed) {
             self.end.fetch_min(now, Ordering::Relaxed);
         }
         !self.reaches(self.info.bytes())
     }
 
-    /// Reads the file size and calls [`ends_at`](Self::ends_at). May only be called right after the
-    /// storage has answered, because a remote file system may block.
+    /// Reads the file size and calls [`ends_at`](Self::ends_at). On a remote file system this may
+    /// block, so it may only be called right after the storage has completed a call.
     pub(super) fn has_shrunk(&self) -> bool {
-        // A file whose size cannot be read is unavailable, not shorter.
+        // If the size of a file cannot be read, the file is unavailable and not shorter.
         self.regular && self.file.metadata().is_ok_and(|about| self.ends_at(about.len()))
     }
 
-    /// Records where a write found no space, until the same position is written successfully. A
-    /// successful write elsewhere proves nothing, because its blocks may have been allocated
-    /// already.
+    /// Records the position of a write that found no space, until a write to the same position
+    /// succeeds. A successful write elsewhere does not count, because its blocks may have been
+    /// allocated already.
     pub(super) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
-        // A failed flush has no position of its own, so it counts as the end of the disk.
+        // A failed flush has no position. It is recorded at the end of the disk.
         let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
         match result {
             Err(DiskError::NoSpace) => self.full.store(at + 1, Ordering::Relaxed),
@@ -186,7 +188,7 @@ impl FileShared {
         }
     }
 
-    /// Error of a flush after lost data, if any.
+    /// Error with which a flush fails after lost data. `None` if no data were lost.
     pub(super) fn unsynced(&self) -> Option<DiskError> {
         match self.flusher.lost() {
             0 => None,
@@ -197,8 +199,8 @@ impl FileShared {
     /// Converts the error number of a failed call.
     pub(super) fn error(&self, errno: i32) -> DiskError {
         match errno {
-            // `EFBIG`, a file beyond the limit of the process or the file system, counts as a full
-            // disk.
+            // `EFBIG` means that the file would exceed a limit of the process or the file system.
+            // It counts as a full disk.
             libc::ENOSPC | libc::EDQUOT | libc::EFBIG => DiskError::NoSpace,
             libc::ECANCELED => DiskError::Cancelled,
             status if status >= NVME_STATUS => {
@@ -209,8 +211,8 @@ impl FileShared {
     }
 }
 
-/// True for errors that may pass, so that a retry is worthwhile: interruption, or a device that was
-/// reset or is not ready.
+/// True for a temporary error, after which a retry may succeed: the call was interrupted, or the
+/// device was reset or is not ready.
 pub(super) fn is_passing(errno: i32) -> bool {
     if errno < NVME_STATUS {
         return matches!(errno, libc::EINTR | libc::EAGAIN);
@@ -219,7 +221,8 @@ pub(super) fn is_passing(errno: i32) -> bool {
     !status.dnr() && (is_systems(status) || status.code() == Status::NAMESPACE_NOT_READY)
 }
 
-/// True if the kernel generated the status because the device sent none.
+/// True if the kernel has generated the status. The kernel does so if it has received none from the
+/// device.
 fn is_systems(status: Status) -> bool {
     status.code_type() == StatusCodeType::Path && status.bits() & 0xf0 == 0x70
 }
@@ -229,9 +232,10 @@ fn of_device(status: Status) -> DiskError {
     match status.code() {
         Status::LBA_OUT_OF_RANGE => DiskError::OutOfRange,
         Status::CAPACITY_EXCEEDED => DiskError::NoSpace,
-        // The kernel has lost the device.
+        // The kernel can no longer reach the device.
         _ if is_systems(status) => DiskError::Io(libc::EIO),
-        // The bits More (M) and Command Retry Delay (CRD) refer to the device's own log and clock.
+        // The bits More (M) and Command Retry Delay (CRD) are dropped, because they refer to the
+        // device's own log and clock.
         code if status.dnr() => DiskError::Device(code.with_dnr().bits()),
         code => DiskError::Device(code.bits()),
     }

@@ -1,4 +1,4 @@
-//! State machine of a request in the kernel: the next call, and the meaning of its result.
+//! State machine of a request: the next call, and the interpretation of its result.
 
 use super::shared::{FileShared, is_passing};
 use super::write_atomicity::WriteAtomicity;
@@ -8,10 +8,10 @@ use shadowbell_memory::Segments;
 use shadowbell_spec::Status;
 use std::sync::atomic::Ordering;
 
-/// Size of a bounce buffer, and so the maximum of one bounced call.
+/// Size of a bounce buffer in bytes. It is the maximum length of a call that uses the buffer.
 pub(super) const BOUNCE: usize = 256 * 1024;
 
-/// Maximum number of retries of one call that fails with "again" and makes no progress.
+/// Maximum number of retries of a call that fails with `EAGAIN` and makes no progress.
 const RETRIES: u8 = 64;
 
 /// Current stage of a request.
@@ -19,9 +19,9 @@ const RETRIES: u8 = 64;
 pub(super) enum Stage {
     /// Transfer directly to or from the command's memory.
     Straight,
-    /// Transfer through the bounce buffer; `moved` of its `piece` bytes are done.
+    /// Transfer through the bounce buffer. Of the `piece` bytes, `moved` were transferred.
     Bounced { piece: usize, moved: usize },
-    /// Dataset Management (deallocate) of the range.
+    /// Dataset Management command that deallocates the range.
     Deallocate,
     /// Punching a hole.
     Punch,
@@ -38,7 +38,7 @@ pub(super) enum Stage {
 pub(super) enum Step {
     /// Make the call that [`Task::call`] describes.
     Call,
-    /// Use the piece in the bounce buffer, then call [`Task::piece_done`].
+    /// Use the piece that is in the bounce buffer, then call [`Task::piece_done`].
     Piece,
     /// The request has ended.
     End(Result<(), DiskError>),
@@ -48,21 +48,21 @@ pub(super) enum Step {
 pub(super) struct Task {
     pub(super) tag: u32,
     pub(super) stage: Stage,
-    /// The host has aborted the command.
+    /// True if the host has aborted the command.
     pub(super) cancelled: bool,
-    /// The request waits for overlapping requests.
+    /// True if the request waits for overlapping requests.
     pub(super) held: bool,
     request: Request,
-    /// Bytes of the range that are done.
+    /// Number of bytes of the range that are done.
     done: u64,
     retries: u8,
-    /// The write must be atomic across a loss of power (`RWF_ATOMIC`).
+    /// True if the write must be atomic across a loss of power (`RWF_ATOMIC`).
     whole: bool,
-    /// A FUA write is followed by a sync. If false, the write call itself is durable.
+    /// True if a sync has to follow a FUA write. Otherwise the write call itself is durable.
     syncs_after: bool,
 }
 
-/// Call of a task: uses the buffer from `skip` and the file from `offset`.
+/// Call of a task. It uses the buffer from `skip` on, and the file from `offset` on.
 pub(super) struct NextCall {
     pub(super) call: Call,
     pub(super) skip: usize,
@@ -80,7 +80,7 @@ impl Task {
     ) -> Result<Self, Result<(), DiskError>> {
         let stage = match request.op {
             Op::Flush if shared.info.read_only => return Err(Ok(())),
-            // Without a volatile cache, completed writes are durable.
+            // Without a volatile cache, completed writes are durable already.
             Op::Flush if shared.namespace.as_ref().is_some_and(|it| !it.has_cache) => {
                 return Err(Ok(()));
             }
@@ -108,7 +108,8 @@ impl Task {
         };
         let syncs_after = match request.op {
             Op::WriteZeroes { fua, .. } => fua,
-            // A write-back error is reported to only one caller, which must be the flusher.
+            // The kernel reports a write-back error to only one caller. That must be the flusher,
+            // so the write call itself does not sync.
             Op::Write { fua } => fua && shared.direct.is_none(),
             _ => false,
         };
@@ -138,12 +139,12 @@ impl Task {
         self.request.op
     }
 
-    /// True if a queue buffer of the task is a bounce buffer.
+    /// True if the queue buffer that the task may need is a bounce buffer.
     pub(super) fn may_bounce(&self) -> bool {
         matches!(self.request.op, Op::Read | Op::Write { .. } | Op::Compare | Op::Verify)
     }
 
-    /// Offset and length of the current piece in the data.
+    /// Offset and length of the current piece, in the data of the request.
     pub(super) fn piece(&self) -> (usize, usize) {
         match self.stage {
             Stage::Bounced { piece, .. } => (self.done as usize, piece),
@@ -160,7 +161,7 @@ impl Task {
         self.stage = Stage::Bounced { piece, moved: 0 };
     }
 
-    /// Next call; `None` for a sync, which the flusher makes.
+    /// Next call of the task. `None` for a sync, which the flusher executes.
     pub(super) fn call(&self) -> Option<NextCall> {
         let offset = self.request.offset + self.done;
         let rest = |call| NextCall { call, skip: 0, offset, len: self.left() };
@@ -172,7 +173,7 @@ impl Task {
             _ => Call::Read(memory),
         };
         Some(match self.stage {
-            // The data are as long as the range, so `done` fits a `usize`.
+            // The data are as long as the range, so `done` fits in a `usize`.
             Stage::Straight => {
                 NextCall { skip: self.done as usize, ..rest(transfer(Memory::Data)) }
             }
@@ -190,7 +191,7 @@ impl Task {
         })
     }
 
-    /// Processes the result of a call: the transferred bytes, or a negative error number.
+    /// Processes the result of a call: the number of transferred bytes, or a negative error number.
     pub(super) fn outcome(&mut self, result: i32, shared: &FileShared) -> Step {
         match u32::try_from(result) {
             Ok(moved) => self.moved(u64::from(moved), shared),
@@ -220,9 +221,11 @@ impl Task {
             (_, Stage::Punch | Stage::ZeroRange) if refuses(errno) => {
                 self.stage = Stage::Zeroes;
             }
-            // A block device refuses ranges that are not multiples of its own blocks.
+            // A block device refuses a range that is not a multiple of its own blocks, so zeroes
+            // are written instead.
             (libc::EINVAL, Stage::Punch | Stage::ZeroRange) => self.stage = Stage::Zeroes,
-            // The device requires more alignment than the kernel reports.
+            // The device requires a stricter alignment than the kernel reports, so a bounce buffer
+            // is used.
             (libc::EINVAL, Stage::Straight) if shared.direct.is_some() => self.next_piece(),
             _ => return Step::End(Err(shared.error(errno))),
         }
@@ -246,7 +249,7 @@ impl Task {
                 }
                 (progress, wanted)
             }
-            // NVMe commands report the length that they covered.
+            // NVMe commands report the length of the range that they covered.
             Stage::Deallocate | Stage::Punch | Stage::ZeroRange if moved != 0 => {
                 self.done += moved.min(self.left());
                 (moved, self.left() + moved)
@@ -255,7 +258,7 @@ impl Task {
                 self.done = self.request.len;
                 (self.request.len, self.request.len)
             }
-            // The image was truncated, so its former content is not on stable storage.
+            // The image was truncated, so a part of its content is not on stable storage.
             Stage::Sync if shared.ends_at(shared.flusher.len()) => {
                 return Step::End(Err(DiskError::Io(libc::EIO)));
             }
@@ -268,8 +271,8 @@ impl Task {
             self.retries = 0;
             return self.go_on(Step::Call);
         }
-        // No bytes moved: a read at the end of the file, or a write that the kernel did not
-        // execute.
+        // No bytes were transferred: the read is at the end of the file, or the kernel did not
+        // execute the write.
         let reads = matches!(self.request.op, Op::Read | Op::Compare | Op::Verify);
         Step::End(Err(if reads && shared.has_shrunk() {
             DiskError::OutOfRange
@@ -278,7 +281,7 @@ impl Task {
         }))
     }
 
-    /// Advances after the piece in the bounce buffer has been used.
+    /// Continues after the piece in the bounce buffer was used.
     pub(super) fn piece_done(&mut self) -> Step {
         if let Stage::Bounced { piece, .. } = self.stage {
             self.done += piece as u64;
@@ -305,13 +308,13 @@ impl Task {
     }
 }
 
-/// True if the device does not support the command, or not with this range.
+/// True if the device does not support the command, or does not support it for this range.
 fn refuses(errno: i32) -> bool {
     let status = u16::try_from(errno - NVME_STATUS).map_or(Status::SUCCESS, Status::from_bits);
     matches!(status.code(), Status::INVALID_OPCODE | Status::INVALID_FIELD)
 }
 
-/// True if the device can access the first `len` bytes of the data in place.
+/// True if the device can access the first `len` bytes of the data directly.
 fn straight(data: &Segments, len: u64, shared: &FileShared) -> bool {
     let Some(align) = shared.direct else {
         return true;
@@ -335,8 +338,8 @@ fn zeroing(deallocate: bool, shared: &FileShared) -> Stage {
     }
 }
 
-/// Usable part of a transfer: all of a complete one; of a short one the aligned part from which
-/// direct I/O can continue.
+/// Usable part of a transfer. A complete transfer counts in full. Of a short one, only the part
+/// counts after which direct I/O can continue at an aligned offset.
 fn whole(moved: u64, wanted: u64, shared: &FileShared) -> u64 {
     match shared.direct {
         Some(align) if moved < wanted => moved & !(align.offset as u64 - 1),

@@ -1,5 +1,5 @@
-//! Completion of the calls on a file by a fuzz target, in any order and with any result. In normal
-//! operation, threads complete them.
+//! Test script for the calls on a file. A fuzz target completes them, in any order and with any
+//! result. Without a script, threads complete them.
 
 use super::flusher::Flusher;
 use crate::sys::{End, Ring, ThreadsShared};
@@ -25,13 +25,14 @@ impl Script {
         Self { queues: Arc::default(), flusher }
     }
 
-    /// Takes control of the calls of a ring.
+    /// Gives the script control of the calls of a ring.
     pub(super) fn adopt<T>(&self, mut ring: Ring<T>) -> Ring<T> {
         self.queues.lock().extend(ring.set_by_hand());
         ring
     }
 
-    /// Number of pending calls of a queue. Queues are numbered in the order of opening.
+    /// Number of pending calls of a queue. Queues are numbered in the order in which they were
+    /// opened.
     #[must_use]
     pub fn waiting(&self, queue: usize) -> usize {
         self.queues.lock().get(queue).map_or(0, |calls| calls.waiting())
@@ -45,13 +46,14 @@ impl Script {
         }
     }
 
-    /// Starts a sync, if one was requested and none is in flight. Returns true if it started.
+    /// Starts a sync if one was requested and none is in flight. Returns true if it has started.
     #[must_use]
     pub fn begin_sync(&self) -> bool {
         self.flusher.begin_by_hand()
     }
 
-    /// Ends the sync in flight with 0 or a negative error number. Returns false if there was none.
+    /// Ends the sync in flight with `result`: 0 or a negative error number. Returns false if no
+    /// sync was in flight.
     pub fn end_sync(&self, result: i32) -> bool {
         self.flusher.end_by_hand(result)
     }

@@ -1,5 +1,5 @@
-//! Tests of the queue on files with unusual behaviour: pipes (slow, short), full or broken devices,
-//! file systems without certain calls.
+//! Tests of the queue on files with unusual behaviour: pipes, which are slow and return short
+//! reads; devices that are full or broken; file systems that lack certain calls.
 
 mod namespace;
 
@@ -98,7 +98,7 @@ fn disk(shared: FileShared) -> FileDisk {
     FileDisk { shared: Arc::new(shared), path: "test".into() }
 }
 
-/// Creates a disk whose reads end when data are written to the other end of the pipe.
+/// Creates a disk on a pipe. Reads end when data are written to the other end.
 fn pipe() -> (Box<dyn Queue>, File) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     (disk(shared(reader, 1 << 30)).queue().unwrap(), writer.into())
@@ -120,7 +120,7 @@ fn read(offset: u64, len: u64) -> Request {
     Request { op: Op::Read, offset, len }
 }
 
-/// Waits for the wake descriptor.
+/// Waits until the wake descriptor is readable.
 fn wait(queue: &dyn Queue) {
     wait::readable("a signal of the wake descriptor", queue.wake_fd().unwrap());
 }
@@ -131,7 +131,7 @@ fn reap(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
     ended
 }
 
-/// Waits until no request is pending.
+/// Waits until no request is pending, and returns the results.
 fn drain(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
     queue.commit();
     let mut ended = Vec::new();
@@ -237,7 +237,7 @@ fn pending_requests_are_cancelled() {
     wait(&*queue);
     assert_eq!(reap(&mut *queue), [(1, Err(DiskError::Cancelled))]);
     assert_eq!(queue.pending(), 2);
-    // A request that was not committed.
+    // Submitted, but not committed.
     let (_, mut data) = buffer(512);
     assert_eq!(queue.submit(8, &read(0, 512), &mut data), Submitted::Pending);
     queue.cancel(8);
@@ -246,8 +246,8 @@ fn pending_requests_are_cancelled() {
     assert_eq!(queue.pending(), 2);
 }
 
-/// Delete I/O Submission Queue or a reset cancels all commands of a host. Cancelling takes linear
-/// time in total: with quadratic time this test would not end.
+/// A reset, or Delete I/O Submission Queue, cancels all commands of a host. Cancelling takes linear
+/// time in total. With quadratic time, this test would not end.
 #[test]
 fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -258,7 +258,7 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
         assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
     }
     queue.commit();
-    // Last request first: the worst order for a search from the front.
+    // The last request is cancelled first: the worst order for a search from the front.
     (0..MANY).rev().for_each(|tag| queue.cancel(tag));
     (0..MANY).for_each(|tag| queue.cancel(tag));
     let mut ended = drain(&mut *queue);
@@ -266,7 +266,7 @@ fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     ended.sort_unstable_by_key(|(tag, _)| *tag);
     assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
     assert_eq!(queue.pending(), 0);
-    // The tags can be used again, and no cancelled request is started.
+    // The tags can be used again, and no cancelled request was started.
     let (_, mut data) = buffer(512);
     assert_eq!(queue.submit(7, &read(0, 512), &mut data), Submitted::Pending);
     queue.commit();
@@ -282,11 +282,11 @@ fn a_cancelled_request_does_not_go_on_after_a_short_transfer() {
     queue.commit();
     writer.write_all(&[1; 512]).unwrap();
     wait(&*queue);
-    queue.cancel(1); // its call ended short before the cancellation
+    queue.cancel(1); // the call of this request ended short before the cancellation
     assert_eq!(drain(&mut *queue), [(1, Err(DiskError::Cancelled))]);
 }
 
-/// A thread that may block executes buffered writes inline, and nothing else.
+/// A thread that may block executes buffered writes inline. It executes no other requests inline.
 #[test]
 fn who_may_wait_has_written_when_it_has_asked() {
     let mut shared = shared(memfd(8192), 8192);
@@ -306,13 +306,13 @@ fn who_may_wait_has_written_when_it_has_asked() {
     let later = (Submitted::Pending, 0, vec![(7, Ok(()))]);
     assert_eq!(ask(&mut *queue, write, 1), later);
     queue.may_wait();
-    // The buffer has been returned to the caller.
+    // The write was inline, so the caller has its buffer back.
     assert_eq!(ask(&mut *queue, write, 2), (Submitted::Done(Ok(())), 4096, Vec::new()));
     assert_eq!(ask(&mut *queue, Op::Read, 0), later);
     let mut found = [0; 4096];
     bytes.read_into(0, &mut found).unwrap();
     assert_eq!(found, [2; 4096]);
-    // FUA needs a sync by the flusher, so the write is not inline.
+    // A FUA write needs a sync by the flusher, so it is not inline.
     assert_eq!(ask(&mut *queue, Op::Write { fua: true }, 3), later);
     assert_eq!(ask(&mut *queue, Op::Read, 0), later);
     bytes.read_into(0, &mut found).unwrap();
@@ -330,7 +330,7 @@ fn requests_beyond_the_ring_wait_in_order() {
     }
     queue.commit();
     assert_eq!(queue.pending(), MANY as usize);
-    // This request waits far from the kernel's queue.
+    // This request is at the end of a long list of waiting requests.
     queue.cancel(MANY - 1);
     wait(&*queue);
     assert_eq!(reap(&mut *queue), [(MANY - 1, Err(DiskError::Cancelled))]);
@@ -361,15 +361,15 @@ fn a_dropped_queue_lets_no_write_into_memory_that_is_gone() {
         view.resolve_prps(0, 0, 512, 4096, true, &mut data).unwrap();
         assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
         if tag == 2000 {
-            queue.commit(); // some requests are in the kernel, some prepared, some waiting
+            queue.commit(); // some requests are in the kernel, some are prepared, some wait
         }
     }
     drop(view);
     assert!(!watch.is_idle());
     drop(queue);
     assert!(watch.is_idle());
-    // A request still in the kernel would receive these bytes; a write error means that there is
-    // none.
+    // A read that is still in the kernel would receive these bytes. A write error means that there
+    // is no such read.
     let _ = writer.write_all(&[0xee; 512]);
     assert_eq!(bytes.read::<u64>(0), Some(0));
 }
@@ -383,7 +383,7 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     assert_eq!(run(&mut *queue, Op::Write { fua: false }, 4096), Err(DiskError::NoSpace));
     assert_eq!(run(&mut *queue, Op::Write { fua: true }, 4096), Err(DiskError::NoSpace));
     assert!(disk_of_full.is_full());
-    // Address 0 of this process is not mapped, so reads fail.
+    // Address 0 of this process is not mapped, so reading the file at offset 0 fails.
     let broken = File::open("/proc/self/mem").unwrap();
     let mut queue = disk(shared(broken, MIB)).queue().unwrap();
     for op in [Op::Read, Op::Compare, Op::Verify] {
@@ -398,7 +398,7 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     }
 }
 
-/// Creates a disk whose syncs return the results of `answer`.
+/// Creates a disk whose syncs return the results that `answer` returns.
 fn answering(direct: bool, answer: impl FnMut() -> i32 + Send + 'static) -> FileDisk {
     let mut shared = shared(memfd(4096), 4096);
     shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
@@ -407,7 +407,7 @@ fn answering(direct: bool, answer: impl FnMut() -> i32 + Send + 'static) -> File
     disk(shared)
 }
 
-/// The kernel reports lost data once and drops them.
+/// The kernel reports lost data once and drops them, so later syncs must fail as well.
 #[test]
 fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
     let (flush, fua) = (Op::Flush, Op::Write { fua: true });
@@ -432,18 +432,18 @@ fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
             }
         }
     }
-    // With direct I/O no data are dropped, so a repeated flush may succeed.
+    // With direct I/O, the kernel drops no data, so a repeated flush may succeed.
     let mut answers = vec![-libc::EIO];
     let disk = answering(true, move || answers.pop().unwrap_or(0));
     let queue = &mut *disk.queue().unwrap();
     assert_eq!([(); 2].map(|()| run(queue, flush, 0)), [Err(broken), Ok(())]);
-    // A sync that was interrupted is repeated.
+    // An interrupted sync is repeated.
     let mut answers = vec![-libc::EINTR, -libc::EAGAIN];
     let disk = answering(false, move || answers.pop().unwrap_or(0));
     assert_eq!(run(&mut *disk.queue().unwrap(), flush, 0), Ok(()));
 }
 
-/// One sync is in flight at a time; requests that arrive meanwhile share the next one.
+/// Only one sync is in flight at a time. Requests that arrive meanwhile share the next one.
 #[test]
 fn however_many_ask_for_a_sync_there_are_two() {
     use std::sync::mpsc::channel;
@@ -463,7 +463,8 @@ fn however_many_ask_for_a_sync_there_are_two() {
     for queue in &mut queues {
         (1..100).for_each(|tag| ask(queue, tag));
     }
-    // All of these arrive before the second sync starts, and after the first one did.
+    // All these requests have arrived after the start of the first sync and before the start of the
+    // second.
     assert!(queues.iter_mut().all(|queue| reap(&mut **queue).is_empty()));
     end.send(0).unwrap();
     begins.recv().unwrap();
@@ -490,7 +491,7 @@ fn a_sync_that_does_not_end_is_cancelled_and_noted_all_the_same() {
     queue.commit();
     queue.cancel(7);
     assert_eq!(drain(&mut *queue), [(7, Err(DiskError::Cancelled))]);
-    // Dropping a queue does not wait for a cancelled sync.
+    // Dropping a queue does not wait for its cancelled sync.
     drop(queue);
     end.send(-libc::EIO).unwrap();
     let mut queue = disk.queue().unwrap();
@@ -529,7 +530,7 @@ fn there_is_room_again_when_what_was_refused_is_taken() {
 
 #[test]
 fn an_end_that_should_not_be_there_is_an_error() {
-    // A file type whose end cannot move, but which ends early.
+    // The end of this type of file cannot move, but the file is shorter than the disk.
     let mut queue = disk(shared(memfd(4096), MIB)).queue().unwrap();
     assert_eq!(run(&mut *queue, Op::Read, 4096), Ok(()));
     assert_eq!(run(&mut *queue, Op::Read, 8192), Err(DiskError::Io(libc::EIO)));
@@ -551,7 +552,7 @@ fn zeroes_are_written_where_the_file_system_has_nothing_better() {
         shared.no_punch = AtomicBool::new(no_punch);
         let disk = disk(shared);
         let mut queue = disk.queue().unwrap();
-        let (start, len) = (512, 3 * MIB + 512); // spans several writes
+        let (start, len) = (512, 3 * MIB + 512); // the range spans several writes
         let request = Request { op, offset: start, len };
         assert_eq!(run_at(&mut *queue, request, &mut Segments::new()), Ok(()));
         let mut content = Vec::new();
@@ -585,7 +586,7 @@ fn the_zeroes_that_are_written_stay_zeroes() {
         let read = request(Op::Read);
         assert_eq!(run_at(&mut *queue, read, &mut Segments::from_bytes(&bytes)), Ok(()));
         assert_eq!(bytes.read::<[u8; 4096]>(0), Some([0; 4096]), "before {op:?}");
-        // No request may use the buffer of zeroes as its own buffer.
+        // The test would detect a request that uses the shared buffer of zeroes as its own buffer.
         bytes.fill(0, 4096, 7).unwrap();
         for op in [Op::Write { fua: false }, op] {
             let data = &mut Segments::from_bytes(&bytes);
@@ -613,7 +614,7 @@ fn what_can_not_be_discarded_is_left_alone() {
 fn many_bounced_requests_share_few_buffers() {
     let mut queue = disk(shared(memfd(64 * MIB), 64 * MIB)).queue().unwrap();
     for tag in 0..500 {
-        // Pieces longer than one bounce buffer, so that buffers are held across calls.
+        // Each request is longer than a bounce buffer, so it holds the buffer across several calls.
         let request = Request { op: Op::Verify, offset: u64::from(tag) * 512, len: MIB };
         assert_eq!(queue.submit(tag, &request, &mut Segments::new()), Submitted::Pending);
     }
@@ -684,7 +685,7 @@ fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
         eprintln!("skipped: no direct I/O on the file system of temporary files");
         return;
     }
-    // The disk assumes that any address is aligned, which is wrong.
+    // The disk wrongly assumes that any address is aligned.
     let mut shared = shared(file, MIB);
     shared.direct = Some(Alignment { memory: 1, offset: 512 });
     let mut queue = disk(shared).queue().unwrap();
@@ -701,8 +702,8 @@ fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
     assert!(back.iter().all(|b| *b == 0x5a));
 }
 
-/// All tests that need no pipe, again with the threads engine, whose positioned reads a pipe does
-/// not support.
+/// All tests that need no pipe, again with the threads engine. The threads use positioned reads,
+/// which a pipe does not support.
 mod by_threads {
     use super::*;
 

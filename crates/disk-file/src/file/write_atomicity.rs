@@ -1,10 +1,10 @@
 //! Power-fail atomicity of block writes.
 //!
 //! A controller always promises that a write of one block is atomic across a loss of power (AWUPF
-//! and NAWUPF are zero-based block counts). A device writes each physical block as a whole, so a
-//! logical block that is aligned and no longer than a physical one is safe. A longer one is safe if
-//! the write requests it (`RWF_ATOMIC`), where file system and device support that. Writes of
-//! several blocks are not atomic.
+//! and NAWUPF are zero-based block counts). A device writes each physical block atomically, so a
+//! logical block that is aligned and not longer than a physical block is safe. A longer logical
+//! block is safe if the write requests atomicity (`RWF_ATOMIC`) and the file system and the device
+//! support that. Writes of several blocks are not atomic.
 
 use super::device::{attribute_of, is_tmpfs};
 use super::namespace::NamespaceFacts;
@@ -12,25 +12,26 @@ use rustix::fs::{AtFlags, StatxFlags};
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 
-/// Mechanism that keeps a block whole across a loss of power.
+/// Mechanism that makes the write of a block atomic across a loss of power.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WriteAtomicity {
     /// The storage writes every block atomically.
     Storage,
     /// Each write of one block has to set `RWF_ATOMIC`.
     Asked,
-    /// No known mechanism.
+    /// No known mechanism: the block may be torn.
     Nothing,
 }
 
-/// Smallest physical block of any device.
+/// Minimum physical block size of all devices, in bytes.
 const SECTOR: u32 = 512;
 /// `STATX_WRITE_ATOMIC` of Linux 6.11.
 const WRITE_ATOMIC: StatxFlags = StatxFlags::from_bits_retain(0x0001_0000);
 
 impl WriteAtomicity {
     /// Selects the mechanism for blocks of `block_size` bytes. `physical` is the physical block
-    /// size, if known; `asked` is the smallest and the largest atomic write.
+    /// size, if it is known. `asked` contains the sizes of the smallest and the largest atomic
+    /// write.
     fn of(block_size: u32, physical: Option<u32>, asked: Option<(u32, u32)>) -> Self {
         if block_size <= SECTOR || physical.is_some_and(|physical| physical >= block_size) {
             Self::Storage
@@ -41,13 +42,13 @@ impl WriteAtomicity {
         }
     }
 
-    /// Mechanism for blocks of `block_size` bytes on an NVMe namespace.
+    /// Selects the mechanism for blocks of `block_size` bytes on an NVMe namespace.
     pub(super) fn of_namespace(facts: &NamespaceFacts, block_size: u32) -> Self {
         Self::of(block_size, u32::try_from(facts.atom).ok(), None)
     }
 
-    /// Mechanism for blocks of `block_size` bytes in a file; `direct` if the page cache is
-    /// bypassed.
+    /// Selects the mechanism for blocks of `block_size` bytes in a file. `direct` is true if the
+    /// page cache is bypassed.
     pub(super) fn of_file(
         file: &File,
         metadata: &Metadata,
@@ -56,17 +57,18 @@ impl WriteAtomicity {
         block_size: u32,
     ) -> Self {
         let device = if is_block { metadata.rdev() } else { metadata.dev() };
-        // A tmpfs loses all its content with the power, so torn blocks cannot occur.
+        // A tmpfs loses its content in a loss of power, so it cannot contain torn blocks.
         let physical = if !is_block && is_tmpfs(file) { Some(u32::MAX) } else { physical(device) };
-        // Write-back from the page cache happens at unknown times and in unknown pieces, so
-        // `RWF_ATOMIC` needs direct I/O.
+        // `RWF_ATOMIC` needs direct I/O: the page cache writes data back at unknown times and in
+        // unknown pieces.
         Self::of(block_size, physical, if direct { asked(file) } else { None })
     }
 }
 
-/// Physical block size of a block device in bytes, if the device is aligned to its physical blocks.
+/// Physical block size of a block device in bytes. `None` if the device is not aligned to its
+/// physical blocks.
 fn physical(device: u64) -> Option<u32> {
-    // A partition has the queue limits of its whole disk, one directory up.
+    // For a partition, the limits are those of the whole disk, one directory up.
     let size = ["queue", "../queue"]
         .iter()
         .find_map(|queue| attribute_of(device, &format!("{queue}/physical_block_size")))?;
@@ -74,7 +76,7 @@ fn physical(device: u64) -> Option<u32> {
     size.parse().ok().filter(|_| is_aligned)
 }
 
-/// Smallest and largest write that can be atomic with `RWF_ATOMIC`.
+/// Sizes in bytes of the smallest and the largest write that can be atomic with `RWF_ATOMIC`.
 fn asked(file: &File) -> Option<(u32, u32)> {
     let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, WRITE_ATOMIC).ok()?;
     let is_said = stat.stx_mask & WRITE_ATOMIC.bits() != 0 && stat.stx_atomic_write_unit_max != 0;

@@ -1,4 +1,4 @@
-//! Calls passed to an engine, and their results.
+//! Calls that are passed to an engine, and their results.
 
 /// Kind of a call on the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,11 +14,12 @@ pub(super) enum Kind {
     Allocate {
         mode: i32,
     },
-    /// Dataset Management (deallocate) on a namespace; punches a hole in a file.
+    /// Deallocates a range of a namespace by Dataset Management, or punches a hole in a file.
     Deallocate,
 }
 
-/// Prepared call: `len` bytes of the file from `offset`, or the total of `iovecs` if there are any.
+/// Prepared call: a range of the file, from `offset` on. Its length is `len`, or the total length
+/// of `iovecs` if there are any.
 pub(super) struct Prepared<'a> {
     /// Identifies the call in its completion.
     pub(super) id: u64,
@@ -26,19 +27,20 @@ pub(super) struct Prepared<'a> {
     pub(super) iovecs: &'a [libc::iovec],
     pub(super) offset: u64,
     pub(super) len: u64,
-    /// The call fails with `EAGAIN` or `EOPNOTSUPP` instead of blocking (`RWF_NOWAIT`).
+    /// True if the call must fail with `EAGAIN` or `EOPNOTSUPP` instead of blocking (`RWF_NOWAIT`).
     pub(super) nowait: bool,
 }
 
-/// Completion of a call without a slot (a cancellation, a wake-up).
+/// Id in the completion of a call that has no slot: a cancellation or a wake-up.
 pub(super) const NO_SLOT: u64 = u64::MAX;
 
 /// `fallocate` mode for punching a hole.
 pub(super) const HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// Base of error numbers that encode an NVMe status; above all error numbers of the system.
+/// Base of the error numbers that encode an NVMe status. It is larger than all error numbers of the
+/// system.
 pub(crate) const NVME_STATUS: i32 = 1 << 16;
 
-/// Error: no means is left to learn when calls end.
+/// Error: the ends of calls can no longer be detected.
 #[derive(Debug)]
 pub(super) struct Stuck;

@@ -1,5 +1,5 @@
-//! Pipe that fences this process: its hang-up shows another process that this process has died and
-//! all its io_uring instances have ended, including their requests in flight.
+//! Pipe that fences this process. A hang-up of the pipe shows another process that this process has
+//! died, and that all its io_uring instances and their requests have ended.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -9,9 +9,9 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 static ENDS: OnceLock<(PipeReader, PipeWriter)> = OnceLock::new();
 static MAKING: Mutex<()> = Mutex::new(());
 
-/// Returns a descriptor that reports `POLLHUP` when this process has died and no request of its
-/// disks can reach storage or memory any more. Must be called before the first queue of a disk is
-/// opened.
+/// Returns a descriptor that reports `POLLHUP` after this process has died and none of its disk
+/// requests can reach storage or memory any more. Must be called before the first queue of a disk
+/// is opened.
 ///
 /// # Errors
 /// The process has no free file descriptors.
@@ -27,7 +27,8 @@ pub fn fence() -> io::Result<OwnedFd> {
     Ok(reader.try_clone()?.into())
 }
 
-/// Write end that each ring registers, and so holds until its last request has ended.
+/// Write end of the pipe. Each ring registers it, and so holds it until the last request of the
+/// ring has ended.
 pub(super) fn kept_by_rings() -> Option<RawFd> {
     ENDS.get().map(|(_, writer)| writer.as_raw_fd())
 }

@@ -1,29 +1,29 @@
-//! Policy of inline writes by the queue's own thread.
+//! Policy of inline writes, which the thread of a queue executes itself.
 //!
 //! A slow write indicates that the kernel throttles writers that are faster than the storage. More
-//! slow writes are likely then, so the next writes go to other threads for a while, to avoid
-//! delaying reads.
+//! slow writes are then likely. So for a while, other threads execute the writes, and the thread of
+//! the queue can continue with reads.
 
 use std::time::{Duration, Instant};
 
-/// A longer call has blocked.
+/// Duration from which an inline write counts as slow: it has blocked.
 const SLOW: Duration = Duration::from_millis(1);
-/// Pause after a slow inline write, as a multiple of its duration. It bounds the fraction of time
-/// in which reads are delayed.
+/// Length of the pause after a slow inline write, as a multiple of the write's duration. The pause
+/// limits the fraction of time in which reads are delayed.
 const AWAY: u32 = 8;
 
 /// State of the inline write policy.
 #[derive(Debug, Default)]
 pub(super) struct InlineWrites {
     pub(super) may: bool,
-    /// End of the current pause.
+    /// End of the current pause. No write is executed inline before it.
     not_before: Option<Instant>,
-    /// The file supports writes that fail instead of blocking.
+    /// True if the file supports writes that fail instead of blocking.
     pub(super) can_ask: bool,
 }
 
 impl InlineWrites {
-    /// True if the next write may be made inline.
+    /// True if the next write may be executed inline.
     pub(super) fn makes(&mut self, now: Instant) -> bool {
         if self.not_before.is_some_and(|then| now < then) {
             return false;

@@ -5,8 +5,8 @@ use shadowbell_disk::Lists;
 /// Number of the only list.
 const QUEUE: u32 = 0;
 
-/// Waiting calls in order. The low half of a call's id is its slot in the ring, small and unique
-/// among the waiting calls, so that a call is removed without a search.
+/// Waiting calls, in order. The low half of a call's id is its slot in the ring. This number is
+/// small, and unique among the waiting calls, so a call is removed without a search.
 pub(super) struct Jobs<J> {
     places: Vec<Option<(u64, J)>>,
     order: Lists,
@@ -46,7 +46,7 @@ impl<J> Jobs<J> {
         self.take(first)
     }
 
-    /// Removes this call, if it waits.
+    /// Removes this call and returns it, if it is waiting.
     pub(super) fn remove(&mut self, id: u64) -> Option<J> {
         let place = self.places.get(id as u32 as usize)?;
         place.as_ref().filter(|(waiting, _)| *waiting == id)?;

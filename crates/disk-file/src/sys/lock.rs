@@ -1,16 +1,16 @@
-//! Advisory lock that prevents two programs from writing one image.
+//! Advisory lock: it prevents two programs from writing to one image.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Locks all of `file` for the lifetime of its open file description: shared among readers,
-/// exclusive for a writer. QEMU uses the same kind of lock on its images (open file description
-/// locks on a few bytes), so each program detects the other.
+/// Locks all of `file`, for the lifetime of its open file description. Readers share the lock; a
+/// writer has it exclusively. QEMU locks its images by the same kind of lock (open file description
+/// locks, on a few bytes), so each of the programs detects the other.
 ///
 /// # Errors
-/// [`io::ErrorKind::WouldBlock`] if another process holds the lock. A file system without locks is
-/// no error.
+/// [`io::ErrorKind::WouldBlock`] if another process holds the lock. If the file system has no
+/// locks, this is no error.
 pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
     match set(file, if exclusive { libc::F_WRLCK } else { libc::F_RDLCK }) {
         Err(e) => match e.raw_os_error() {
@@ -22,17 +22,17 @@ pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
     }
 }
 
-/// Releases the lock before the file is closed: a closed io_uring releases its files
-/// asynchronously.
+/// Releases the lock before the file is closed. Closing does not release it at once, because a
+/// closed io_uring releases its files later.
 pub(crate) fn unlock_image(file: &File) {
-    // A failure has no remedy, and closing the file releases the lock anyway.
+    // A failure is ignored, because closing the file releases the lock anyway.
     let _ = set(file, libc::F_UNLCK);
 }
 
 fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
     loop {
-        // SAFETY: `flock` is plain data for which zeroes are valid values (start and length 0
-        // mean the whole file), and it outlives the call, which only reads it.
+        // SAFETY: `flock` is plain data for which zeroes are valid values; start and length 0 mean
+        // the whole file. The structure outlives the call, which only reads it.
         let outcome = unsafe {
             let mut lock: libc::flock = std::mem::zeroed();
             lock.l_type = kind as libc::c_short;

@@ -1,5 +1,5 @@
-//! System calls without a safe interface: io_uring, thread pools over memory that Rust does not
-//! own, NVMe passthrough, and the image lock.
+//! System calls without a safe interface: io_uring, threads that access memory not owned by Rust,
+//! NVMe passthrough, and the image lock.
 
 mod call;
 mod fence;

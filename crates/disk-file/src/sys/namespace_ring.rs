@@ -1,5 +1,5 @@
-//! io_uring for NVMe passthrough: 128-byte entries that hold a command, and 32-byte completions
-//! that hold its result (Linux 5.19).
+//! io_uring for NVMe passthrough (Linux 5.19). Its entries have 128 bytes and contain a command;
+//! its completions have 32 bytes and contain the result of the command.
 
 use super::call::{Kind, Prepared, Stuck};
 use super::passthrough::{Command, NVME_URING_CMD_IO, NVME_URING_CMD_IO_VEC, Namespace};
@@ -22,24 +22,24 @@ impl Shape for Entry128 {
 pub(super) struct NamespaceRing {
     uring: Uring<Entry128>,
     namespace: Namespace,
-    /// Ranges of Dataset Management commands, by slot. The device reads a range until the command
-    /// ends, so its address must not change.
+    /// Ranges of Dataset Management commands, by slot. The device reads a range until its command
+    /// ends, so the address of the range must not change.
     ranges: Vec<Option<Box<DsmRange>>>,
-    /// Calls that failed before their submission.
+    /// Calls that failed before they were submitted.
     refused: Vec<(u64, i32)>,
 }
 
 impl NamespaceRing {
-    /// Creates the ring, see [`Uring::new`].
+    /// Creates the ring. See [`Uring::new`].
     pub(super) fn new(file: Arc<File>, completions: u32, namespace: Namespace) -> io::Result<Self> {
         let uring = Uring::new(file, completions)?;
         Ok(Self { uring, namespace, ranges: Vec::new(), refused: Vec::new() })
     }
 
-    /// Queues a call. Its completion is 0, an NVMe status or a negative error number.
+    /// Queues a call. The result in its completion is 0, an NVMe status or a negative error number.
     ///
     /// # Safety
-    /// As for [`Uring::push_entry`], for the call's pieces and their list.
+    /// As for [`Uring::push_entry`]. The memory consists of the call's pieces and their list.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let namespace = self.namespace;
         let (command, is_list) = match namespace.with_data(call, self.range(call)) {
@@ -59,12 +59,13 @@ impl NamespaceRing {
             Ok(fixed) => opcode::UringCmd80::new(fixed, code).cmd(bytes).build(),
             Err(fd) => opcode::UringCmd80::new(fd, code).cmd(bytes).build(),
         };
-        // SAFETY: the pieces stay valid, as the caller guarantees; a range stays valid until its
+        // SAFETY: the caller guarantees that the pieces stay valid. A range stays valid until its
         // slot has another call, and outlives the ring.
         unsafe { self.uring.push_entry(&entry.user_data(call.id)) }
     }
 
-    /// Range of a Dataset Management call, stored at the place of its slot.
+    /// Stores the range of a Dataset Management call at the place of the call's slot, and returns
+    /// it.
     fn range(&mut self, call: &Prepared<'_>) -> &DsmRange {
         const NONE: &DsmRange = &DsmRange { attributes: 0, blocks: 0, slba: 0 };
         if call.kind != Kind::Deallocate {
@@ -110,7 +111,7 @@ impl NamespaceRing {
 
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
         self.uring.wait().inspect_err(|_| {
-            // The device may still read the ranges, so they are leaked.
+            // The device may still read the ranges, so they are leaked instead of freed.
             std::mem::forget(std::mem::take(&mut self.ranges));
         })
     }

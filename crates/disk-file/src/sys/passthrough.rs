@@ -1,8 +1,9 @@
 //! NVMe passthrough commands through a generic character device (`/dev/ng0n1`).
 //!
-//! The kernel takes a command unchanged, with the address of its data in this process, and maps the
-//! data for the device. Commands are passed by io_uring (`IORING_OP_URING_CMD`, Linux 5.19) or by
-//! `ioctl`. The kernel does not split, merge or repeat them.
+//! The kernel passes a command to the device unchanged. The command contains the address of its
+//! data in this process, and the kernel maps the data for the device. Commands are passed to the
+//! kernel by io_uring (`IORING_OP_URING_CMD`, Linux 5.19) or by `ioctl`. The kernel does not split,
+//! merge or repeat them.
 
 use super::call::{Kind, NVME_STATUS, Prepared};
 use shadowbell_spec::Sqe;
@@ -23,12 +24,12 @@ pub(crate) struct Namespace {
     pub(crate) nsid: u32,
     /// Logical block size as a power of two.
     pub(crate) block_shift: u32,
-    /// Maximum bytes per command; whole blocks.
+    /// Maximum number of bytes per command, a multiple of the block size.
     pub(crate) most: u32,
 }
 
-/// Maximum blocks of a command without data: the limit of its NLB field, and a Dataset Management
-/// range that every device accepts.
+/// Maximum number of blocks of a command without data. It is the limit of the NLB field, and a
+/// length of a Dataset Management range that every device accepts.
 const MOST_BLOCKS: u64 = 1 << 16;
 
 /// Layout of `struct nvme_passthru_cmd` and `struct nvme_uring_cmd`, which lacks the last field
@@ -43,10 +44,10 @@ pub(super) struct Command {
     cdw2: u32,
     cdw3: u32,
     metadata: u64,
-    /// Address of the data, or of the list of their pieces.
+    /// Address of the data, or of the list of pieces.
     pub(super) addr: u64,
     metadata_len: u32,
-    /// Length of the data in bytes, or number of pieces.
+    /// Length of the data in bytes, or the number of pieces.
     pub(super) data_len: u32,
     cdw10: u32,
     cdw11: u32,
@@ -71,7 +72,7 @@ pub(super) const NVME_URING_CMD_IO: u32 = 0xc048_4e80;
 pub(super) const NVME_URING_CMD_IO_VEC: u32 = 0xc048_4e81;
 
 impl Command {
-    /// Command without data.
+    /// Creates a command without data.
     fn bare(sqe: &Sqe) -> Self {
         Self {
             opcode: sqe.opcode,
@@ -95,14 +96,15 @@ impl Command {
 }
 
 impl Namespace {
-    /// Bytes of the first command of a call of `len` bytes.
+    /// Maximum length of the first command of a call of `len` bytes.
     pub(super) fn most(&self, moves_data: bool, len: u64) -> u64 {
         let most = if moves_data { u64::from(self.most) } else { MOST_BLOCKS << self.block_shift };
         len.min(most)
     }
 
-    /// Builds the command of a call without its data pointer, and returns the required data length.
-    /// `None` if the range is not in whole blocks or too long for one command.
+    /// Builds the command of a call, without its data pointer. Also returns the data length that
+    /// the command requires. `None` if the range does not consist of whole blocks, or is too long
+    /// for one command.
     pub(super) fn command(&self, kind: Kind, offset: u64, len: u64) -> Option<(Command, u64)> {
         let block = 1u64 << self.block_shift;
         let is_whole = (offset | len) & (block - 1) == 0;
@@ -135,9 +137,9 @@ impl Namespace {
         DsmRange { attributes: 0, blocks, slba: offset >> self.block_shift }
     }
 
-    /// Builds the command of a call with its data. The second value is true if the data are a list
-    /// of pieces. Returns an error number if the data length does not match the command, because
-    /// the device would access memory beyond the data.
+    /// Builds the command of a call, with its data pointer. The flag is true if the data are a list
+    /// of pieces. Returns an error number if the data do not have the length that the command
+    /// requires; otherwise the device would access memory beyond the data.
     pub(super) fn with_data(
         &self,
         call: &Prepared<'_>,
@@ -162,8 +164,8 @@ impl Namespace {
         })
     }
 
-    /// Executes a call by `ioctl` and waits for its end. Returns the transferred bytes or a
-    /// negative error number; `EINVAL` for data in several pieces.
+    /// Executes a call by `ioctl`, which waits until the call has ended. Returns the number of
+    /// transferred bytes, or a negative error number: `EINVAL` for data in several pieces.
     ///
     /// # Safety
     /// The memory of the call's pieces must be valid, and writable for a read.
@@ -174,7 +176,7 @@ impl Namespace {
             Ok((_, true)) => return -libc::EINVAL,
             Err(error) => return error,
         };
-        // SAFETY: the command's data are the call's only piece, or the range.
+        // SAFETY: the data of the command are the call's only piece, or the range.
         match unsafe { io(file, NVME_IOCTL_IO_CMD, &mut command) } {
             0 => i32::try_from(call.len).unwrap_or(i32::MAX),
             error => error,
@@ -182,7 +184,8 @@ impl Namespace {
     }
 }
 
-/// Passes a command to the kernel and waits for its end: 0 or a negative error number.
+/// Passes a command to the kernel and waits until it has ended. Returns 0 or a negative error
+/// number.
 ///
 /// # Safety
 /// The command's data must be valid at its address, and writable if the command reads.
@@ -198,13 +201,14 @@ unsafe fn io(file: &File, request: libc::c_ulong, command: &mut Command) -> i32 
     }
 }
 
-/// Sends a Flush and waits for its end: 0 or a negative error number.
+/// Sends a Flush and waits until it has ended. Returns 0 or a negative error number.
 pub(crate) fn flush(file: &File, nsid: u32) -> i32 {
     // SAFETY: a Flush has no data.
     unsafe { io(file, NVME_IOCTL_IO_CMD, &mut Command::bare(&Sqe::flush(nsid, 0))) }
 }
 
-/// Reads `into.len()` bytes, whole blocks, from the start of a namespace. Blocks the thread.
+/// Reads the first `into.len()` bytes of a namespace. The length must be a multiple of the block
+/// size. Blocks the thread.
 ///
 /// # Errors
 /// The system's error, or the device's status as a message.
@@ -218,7 +222,7 @@ pub(crate) fn read_start(file: &File, namespace: &Namespace, into: &mut [u8]) ->
         len: into.len() as u64,
         nowait: false,
     };
-    // SAFETY: the piece is the slice, which this function may write.
+    // SAFETY: the piece is the slice `into`, which this function may write.
     result_of(unsafe { namespace.call(file, &call) })
 }
 
@@ -238,8 +242,8 @@ pub(crate) struct Identity {
     pub(crate) nsid: u32,
     pub(crate) namespace: IdentifyNamespace,
     pub(crate) controller: IdentifyController,
-    /// Namespace identification descriptors with the command set; `None` if the controller is too
-    /// old for them.
+    /// Namespace identification descriptors, which contain the command set. `None` if the
+    /// controller is too old for them.
     pub(crate) ids: Option<NamespaceIds>,
 }
 
@@ -266,7 +270,7 @@ pub(crate) fn identify(file: &File) -> io::Result<Identity> {
         controller: transmute!(ask(0, cns::CONTROLLER)?),
         ids: match ask(nsid, cns::NAMESPACE_IDS) {
             Ok(bytes) => Some(NamespaceIds { bytes }),
-            // An error without an error number is the device's status.
+            // An error without an error number is a status of the device.
             Err(error) if error.raw_os_error().is_none() => None,
             Err(error) => return Err(error),
         },

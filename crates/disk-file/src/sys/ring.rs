@@ -1,10 +1,10 @@
 //! Calls of one queue, and ownership of the memory that the kernel accesses.
 //!
 //! The kernel accesses memory without the compiler's knowledge from the submission of a call until
-//! its completion is collected. The ring owns the memory during that time: each call belongs to a
-//! slot that holds the data buffer, the bounce buffer and the iovecs; a busy slot releases none of
-//! them, and dropping a ring waits for every busy slot first. A ring that is leaked instead of
-//! dropped never frees the memory.
+//! its completion is collected. The ring owns the memory during that time. Each call belongs to a
+//! slot, which holds the data buffer, the bounce buffer and the iovecs. A busy slot releases none
+//! of them, and dropping a ring first waits for every busy slot. If a ring is leaked instead of
+//! dropped, the memory is never freed.
 
 mod in_place;
 
@@ -23,10 +23,10 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-/// Maximum number of calls in flight; further calls wait in this process, in order. The kernel's
-/// completion queue has twice the room, so that cancellations never overflow it.
+/// Maximum number of calls in flight. Further calls wait in this process, in order. The kernel's
+/// completion queue has room for twice as many, so that cancellations never overflow it.
 const COMPLETIONS: u32 = 1024;
-/// Identifies one use of a slot.
+/// Identifies a slot during one use of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
     index: u32,
@@ -40,7 +40,7 @@ impl Key {
         Self { index, generation }
     }
 
-    /// Number of the slot, which is small.
+    /// Number of the slot. It is small.
     pub(crate) fn index(self) -> u32 {
         self.index
     }
@@ -69,7 +69,7 @@ pub(crate) enum EngineKind {
 #[allow(clippy::large_enum_variant, reason = "there is one for each queue")]
 enum Engine {
     Uring(Uring),
-    /// io_uring with NVMe commands for a namespace.
+    /// io_uring that passes NVMe commands to a namespace.
     Namespace(NamespaceRing),
     Threads(Threads),
 }
@@ -85,30 +85,30 @@ macro_rules! with {
     };
 }
 
-/// Threads for calls that would block in the kernel, beside io_uring for all others.
+/// Threads for calls that would block in the kernel. All other calls use io_uring.
 ///
-/// The kernel has about eight worker threads for blocking calls, shared by all rings of a thread. A
-/// hung file would occupy all of them and block the calls on every other file of the thread. So
-/// blocking calls are made by threads that belong to this ring alone.
+/// For blocking calls, the kernel has about eight worker threads, which all rings of a thread
+/// share. A hung file would occupy all of them, and block the calls on every other file of the
+/// thread. So threads that belong to this ring alone make the blocking calls.
 struct Blocking {
     file: Arc<File>,
     threads: Option<Threads>,
-    /// All reads may block, because the file does not support `RWF_NOWAIT`.
+    /// True if all reads may block, because the file does not support `RWF_NOWAIT`.
     reads: bool,
-    /// All writes may block, because the file does not support `RWF_NOWAIT`.
+    /// True if all writes may block, because the file does not support `RWF_NOWAIT`.
     writes: bool,
-    /// Reads bypass the page cache. (The kernel continues a buffered read when its page arrives,
-    /// without a worker thread.)
+    /// True if reads bypass the page cache. (The kernel needs no worker thread for a buffered read
+    /// that has to wait: it continues the read when the page arrives.)
     direct: bool,
-    /// Threads cannot be used, for example for lack of file descriptors.
+    /// True if threads cannot be used, for example for lack of file descriptors.
     off: bool,
-    /// Policy of inline writes by the ring's own thread.
+    /// Policy of inline writes, which the thread of the ring executes itself.
     inline: InlineWrites,
-    /// Scratch list of calls that io_uring returned because they would block.
+    /// Scratch list of the slots whose calls io_uring has returned because they would block.
     again: Vec<u32>,
 }
 
-/// Queue of calls with its slots; `T` is the owner's state of each call.
+/// Queue of calls, with their slots. `T` is the state that the owner stores for each call.
 pub(crate) struct Ring<T> {
     engine: Engine,
     slots: Vec<Slot<T>>,
@@ -120,8 +120,8 @@ pub(crate) struct Ring<T> {
 }
 
 impl<T> Ring<T> {
-    /// Opens a queue for calls on `file`, used by this thread alone. `waits` says that the file
-    /// does not support `RWF_NOWAIT`, `direct` that calls bypass the page cache.
+    /// Opens a queue for calls on `file`. Only this thread uses it. `waits` is true if the file
+    /// does not support `RWF_NOWAIT`. `direct` is true if calls bypass the page cache.
     pub(crate) fn new(
         file: Arc<File>,
         engine: EngineKind,
@@ -145,8 +145,8 @@ impl<T> Ring<T> {
         Ok(Self::with(engine, blocking, None))
     }
 
-    /// Opens a queue on the character device of `namespace`: calls are NVMe commands, and their
-    /// statuses are error numbers from [`NVME_STATUS`] on.
+    /// Opens a queue on the character device of `namespace`. Its calls are NVMe commands. Their
+    /// statuses are reported as error numbers from [`NVME_STATUS`] on.
     pub(crate) fn of_namespace(
         file: Arc<File>,
         engine: EngineKind,
@@ -158,7 +158,7 @@ impl<T> Ring<T> {
             reads: false,
             writes: false,
             direct: true,
-            // Passthrough commands never block in the kernel.
+            // Threads are not needed, because passthrough commands never block in the kernel.
             off: true,
             inline: InlineWrites::default(),
             again: Vec::new(),
@@ -176,7 +176,7 @@ impl<T> Ring<T> {
         Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking, namespace }
     }
 
-    /// Lets a test decide when and how calls end; `None` with io_uring.
+    /// Lets a test decide when and how calls end. `None` for io_uring, which does not support that.
     #[cfg(feature = "scripted")]
     pub(crate) fn set_by_hand(&mut self) -> Option<Arc<super::threads::ThreadsShared>> {
         let Engine::Threads(threads) = &mut self.engine else { return None };
@@ -184,7 +184,7 @@ impl<T> Ring<T> {
         Some(Arc::clone(threads.shared()))
     }
 
-    /// True if a call of this kind goes to the threads beside io_uring.
+    /// True if the threads have to make a call of this kind.
     fn is_for_threads(&mut self, kind: Kind) -> bool {
         let waits = match kind {
             Kind::Read => self.blocking.reads,
@@ -194,7 +194,7 @@ impl<T> Ring<T> {
         waits && !self.blocking.off && self.has_threads()
     }
 
-    /// Creates the threads beside io_uring on demand. Returns false if that is impossible.
+    /// Creates the threads if they do not exist yet. Returns false if they cannot be created.
     fn has_threads(&mut self) -> bool {
         let Engine::Uring(uring) = &self.engine else { return false };
         if self.blocking.threads.is_none() {
@@ -205,7 +205,7 @@ impl<T> Ring<T> {
         self.blocking.threads.is_some()
     }
 
-    /// Passes the calls that io_uring returned to threads.
+    /// Passes the calls that io_uring has returned to the threads.
     fn try_again(&mut self) {
         let mut again = std::mem::take(&mut self.blocking.again);
         for index in again.drain(..) {
@@ -303,7 +303,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// True if the slot's call may be in the kernel.
+    /// True if the kernel may be executing the call of this slot.
     pub(crate) fn is_busy(&mut self, key: Key) -> bool {
         self.slot(key).is_some_and(|s| s.busy)
     }
@@ -313,9 +313,9 @@ impl<T> Ring<T> {
         self.busy < COMPLETIONS as usize
     }
 
-    /// Prepares a call for the slot: `len` bytes of the file from `offset`, with its buffer from
-    /// `skip` on. The call may transfer fewer bytes. Returns false if the submission queue is full;
-    /// [`submit`](Self::submit) makes room.
+    /// Prepares a call for the slot, on `len` bytes of the file from `offset` on. The call uses the
+    /// buffer of the slot from `skip` on, and may transfer fewer bytes. Returns false if the
+    /// submission queue is full; [`submit`](Self::submit) makes room.
     pub(crate) fn prepare(
         &mut self,
         key: Key,
@@ -337,8 +337,9 @@ impl<T> Ring<T> {
         let for_threads = self.is_for_threads(kind);
         let nowait = match kind {
             Kind::Read => self.blocking.direct,
-            // The kernel serializes direct writes to a regular file, so they occupy one worker at
-            // most; threads would only contend for the file's lock.
+            // io_uring makes the direct writes. The kernel serializes direct writes to a regular
+            // file, so they occupy at most one of its workers. Threads would only contend for the
+            // lock of the file.
             Kind::Write { .. } => !self.blocking.direct,
             _ => false,
         };
@@ -347,10 +348,10 @@ impl<T> Ring<T> {
         (slot.kind, slot.offset, slot.len, slot.nowait) = (kind, offset, len, nowait);
         let id = key.user_data();
         let call = Prepared { id, kind, iovecs: &slot.iovecs, offset, len, nowait };
-        // SAFETY: the call points to memory that the slot holds (its iovecs, and the mappings
-        // behind its data and own buffer). The slot is marked busy, so it neither changes nor frees
-        // any of it before the call's completion has been collected; see the module's
-        // documentation.
+        // SAFETY: the call points to memory that the slot holds: its iovecs, and the mappings
+        // behind its data and its own buffer. The slot is marked busy. So the slot neither changes
+        // nor frees any of this memory before the completion of the call was collected. See the
+        // documentation of the module.
         slot.busy = unsafe {
             match self.blocking.threads.as_mut().filter(|_| for_threads) {
                 Some(threads) => threads.push(&call),
@@ -361,7 +362,7 @@ impl<T> Ring<T> {
         slot.busy
     }
 
-    /// Requests that the slot's call ends early.
+    /// Requests that the call of this slot ends early.
     pub(crate) fn cancel(&mut self, key: Key) {
         if let Some(threads) = &mut self.blocking.threads {
             threads.cancel(key.user_data());
@@ -369,26 +370,26 @@ impl<T> Ring<T> {
         with!(&mut self.engine, it => it.cancel(key.user_data()));
     }
 
-    /// Makes the ring's descriptor readable although no call has ended.
+    /// Makes the descriptor of the ring readable although no call has ended.
     pub(crate) fn wake(&mut self) {
         with!(&mut self.engine, it => it.wake());
     }
 
-    /// Passes all prepared calls to the kernel in one system call, which also collects completions.
-    /// Makes no system call if nothing is prepared.
+    /// Passes all prepared calls to the kernel by one system call, which also collects completions.
+    /// If no call is prepared, makes no system call.
     pub(crate) fn submit(&mut self) {
         self.submit_blocking();
         with!(&mut self.engine, it => if it.prepared() != 0 { it.enter() });
     }
 
-    /// Submits like [`submit`](Self::submit), but only if at least as many calls are prepared as
-    /// are in flight.
+    /// Submits the prepared calls like [`submit`](Self::submit), but only if at least as many calls
+    /// are prepared as are in flight.
     ///
     /// Calls that are submitted together reach the device together, after the kernel has prepared
     /// the last of them. Each call takes the kernel some microseconds, during which an idle device
-    /// does nothing. So the device gets the first call at once, then one, two, four and so on: it
-    /// stays busy while the next calls are prepared, and a queue of n calls costs log n system
-    /// calls.
+    /// does nothing. So the first call is submitted at once, then one, two, four and so on. The
+    /// device stays busy while the next calls are prepared, and a batch of n calls costs log n
+    /// system calls.
     pub(crate) fn submit_in_time(&mut self) {
         self.submit_blocking();
         let prepared = with!(&mut self.engine, it => it.prepared());
@@ -397,8 +398,8 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Moves all completions to `into`: the slot, and the call's result (a negative error number,
-    /// or the transferred bytes).
+    /// Moves all completions to `into`. A completion consists of the slot and the result of the
+    /// call: the number of transferred bytes, or a negative error number.
     pub(crate) fn collect(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { engine, slots, busy, blocking, .. } = self;
         let is_command = matches!(engine, Engine::Namespace(_));
@@ -432,7 +433,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Processes the calls that io_uring returned because they would block.
+    /// Processes the calls that io_uring has returned because they would block.
     fn take_back(&mut self, into: &mut Vec<(Key, i32)>) {
         self.ask_about_writes(into);
         if self.blocking.again.is_empty() {
@@ -441,7 +442,8 @@ impl<T> Ring<T> {
         if self.has_threads() {
             return self.try_again();
         }
-        // Without threads the calls are repeated, and the kernel's workers have to execute them.
+        // There are no threads, so these calls are repeated without `RWF_NOWAIT`, and the kernel's
+        // workers execute them.
         for index in std::mem::take(&mut self.blocking.again) {
             let slot = &mut self.slots[index as usize];
             slot.busy = false;
@@ -450,7 +452,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Returns a waker that makes the descriptor readable from any thread. Its user calls
+    /// Returns a waker, which makes the descriptor readable from any thread. The owner has to call
     /// [`quieten`](Self::quieten) before it checks for work.
     pub(crate) fn waker(&self) -> Waker {
         match &self.engine {
@@ -460,8 +462,8 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Resets the descriptor after [`Waker`] calls. (With threads, [`collect`](Self::collect) does
-    /// that.)
+    /// Makes the descriptor unreadable after calls of a [`Waker`]. (With threads,
+    /// [`collect`](Self::collect) does that.)
     pub(crate) fn quieten(&self) {
         match &self.engine {
             Engine::Uring(it) => it.quieten(),
@@ -470,7 +472,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Makes the descriptor readable while `fd` is. io_uring only.
+    /// Makes the descriptor also readable while `fd` is readable. Only for io_uring.
     pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         match &self.engine {
             Engine::Uring(it) => it.watch(fd),
@@ -479,15 +481,15 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Descriptor that is readable when [`collect`](Self::collect) has work.
+    /// Descriptor that is readable while [`collect`](Self::collect) has work.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         with!(&self.engine, it => it.fd())
     }
 }
 
 impl<T> Drop for Ring<T> {
-    /// Cancels all calls that can be cancelled, and waits until the kernel no longer accesses the
-    /// memory of any slot. Blocks as long as the storage is hung.
+    /// Cancels all calls that can be cancelled. Waits until the kernel no longer accesses the
+    /// memory of any slot. While the storage is hung, this blocks.
     fn drop(&mut self) {
         let busy: Vec<Key> = (0..)
             .zip(&self.slots)
@@ -505,14 +507,14 @@ impl<T> Drop for Ring<T> {
                 break;
             }
             if self.blocking.threads.is_some() {
-                // io_uring or the threads may report first.
+                // The next completion may come from io_uring or from the threads.
                 let fd = self.fd();
                 let mut fds = [PollFd::new(&fd, PollFlags::IN)];
                 let pause = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
                 let _ = poll(&mut fds, Some(&pause));
                 self.submit();
             } else if let Err(Stuck) = with!(&mut self.engine, it => it.wait()) {
-                // Memory that the kernel may still access is leaked instead of freed.
+                // The kernel may still access the memory, so it is leaked instead of freed.
                 std::mem::forget(std::mem::take(&mut self.slots));
                 return;
             }

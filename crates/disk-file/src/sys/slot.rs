@@ -1,48 +1,50 @@
-//! Slot of a ring: one call at a time, with the memory that it works on.
+//! Slot of a ring: one call, and the memory that the call uses.
 
 use super::call::{HOLE, Kind, NVME_STATUS};
 use shadowbell_memory::{Segments, SharedBytes};
 
-/// Maximum number of pieces per call (UIO_MAXIOV). A longer transfer ends short and is continued.
+/// Maximum number of pieces per call (UIO_MAXIOV). A call with more pieces transfers only a part,
+/// and is continued.
 const MAX_IOVECS: usize = 1024;
-/// Maximum bytes per call: within the kernel's 32-bit length, in whole pages.
+/// Maximum number of bytes per call. It fits the kernel's 32-bit length, and is a multiple of the
+/// page size.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// Operation on the file, at an offset given separately.
+/// Operation on the file. Its offset is passed separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     /// Reads from the file into memory.
     Read(Memory),
-    /// Writes from memory to the file; with `dsync` onto stable storage; with `whole` atomically
-    /// across a loss of power.
+    /// Writes from memory to the file. With `dsync`, the data are on stable storage afterwards.
+    /// With `whole`, the write is atomic across a loss of power.
     Write { from: Memory, dsync: bool, whole: bool },
-    /// Punches a hole.
+    /// Punches a hole in the file.
     Punch,
     /// Zeroes the range and keeps its blocks.
     ZeroRange,
-    /// Deallocates the range on a namespace.
+    /// Deallocates a range of a namespace.
     Deallocate,
 }
 
-/// Buffer of a slot.
+/// Buffer that a call uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     /// The command's data.
     Data,
-    /// The queue buffer that is assigned to the slot.
+    /// The buffer of the queue that is assigned to the slot.
     Own,
 }
 
 /// State of a call, with the memory that it uses.
 pub(super) struct Slot<T> {
     pub(super) generation: u32,
-    /// The kernel may be using the slot's memory.
+    /// True if the kernel may be using the memory of this slot.
     pub(super) busy: bool,
     pub(super) task: Option<T>,
     pub(super) data: Segments,
     pub(super) own: Option<SharedBytes>,
     pub(super) iovecs: Vec<libc::iovec>,
-    /// The call, stored so that a thread can make it if io_uring returns it.
+    /// The call. It is stored because a thread has to make it if io_uring returns it.
     pub(super) kind: Kind,
     pub(super) offset: u64,
     pub(super) len: u64,
@@ -50,7 +52,7 @@ pub(super) struct Slot<T> {
 }
 
 impl<T> Slot<T> {
-    /// Lists the memory pieces of `call` and returns its kind.
+    /// Lists the memory pieces of `call`. Returns the kind of the call.
     pub(super) fn gather_for(&mut self, call: Call, skip: usize, len: u64) -> Kind {
         match call {
             Call::Read(memory) => {
@@ -74,7 +76,7 @@ impl<T> Slot<T> {
         }
     }
 
-    /// Converts the result of an NVMe command (0 or a status) to that of a call.
+    /// Converts the result of an NVMe command (0 or a status) to the result of a call.
     pub(super) fn of_command(&self, result: i32) -> i32 {
         match result {
             0 => i32::try_from(self.len).unwrap_or(i32::MAX),
@@ -83,8 +85,8 @@ impl<T> Slot<T> {
         }
     }
 
-    /// Lists at most `len` bytes of the buffer's pieces from `skip` on. The list stays empty if the
-    /// buffer is missing, or read-only for a call that writes to it.
+    /// Lists at most `len` bytes of the pieces of a buffer, from `skip` on. The list stays empty if
+    /// the buffer does not exist, or if it is read-only and the call writes to it.
     fn gather(&mut self, memory: Memory, skip: usize, len: u64, write: bool) {
         self.iovecs.clear();
         let mut left = len.min(MAX_BYTES) as usize;

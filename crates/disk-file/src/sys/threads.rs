@@ -1,6 +1,6 @@
-//! Thread pool engine, for systems without io_uring or where this process may not use it, as in
-//! most container profiles. A call then costs two wake-ups and a system call of its own, and the
-//! number of calls in flight is limited by the number of threads.
+//! Thread pool engine. It is used where io_uring does not exist or this process may not use it, as
+//! in most containers. A call then costs two wake-ups and a system call of its own, and the number
+//! of calls in flight is limited by the number of threads.
 
 use super::call::{HOLE, Kind, Prepared, Stuck};
 use super::jobs::Jobs;
@@ -14,27 +14,27 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Maximum threads per queue, and so maximum calls in flight.
+/// Maximum number of threads per queue, and so of calls in flight.
 const MAX_THREADS: usize = 64;
 /// Time after which an idle thread exits.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Stack size in bytes; the threads only make system calls.
+/// Stack size in bytes. It is small, because the threads only make system calls.
 const STACK: usize = 128 * 1024;
 
 pub(super) struct Threads {
     shared: Arc<ThreadsShared>,
-    /// Calls that are prepared but not passed to the threads.
+    /// Calls that were prepared but not passed to the threads yet.
     prepared: Vec<Job>,
-    /// Completions that are not collected.
+    /// Scratch list of completions that were taken but not reported yet.
     ended: Vec<(u64, i32)>,
     /// Maximum number of threads.
     most: usize,
-    /// No threads run: the owner of the shared state, a test, ends the calls.
+    /// True if no threads run. The owner of the shared state, which is a test, ends the calls.
     #[cfg(feature = "scripted")]
     by_hand: bool,
 }
 
-/// A call, and pointers to the memory that it needs.
+/// Call, with pointers to the memory that it needs.
 struct Job {
     id: u64,
     kind: Kind,
@@ -44,19 +44,19 @@ struct Job {
     len: u64,
 }
 
-// SAFETY: the pointer is to a list that neither changes nor is freed before the job's completion
-// has been collected (see `Threads::push`), and until then only the thread with the job uses it.
+// SAFETY: the list behind the pointer neither changes nor is freed before the completion of the job
+// was collected (see `Threads::push`). Until then, only the thread that has the job uses the list.
 unsafe impl Send for Job {}
 
-/// State shared by a queue and its threads.
+/// State that a queue and its threads share.
 pub(crate) struct ThreadsShared {
     file: Arc<File>,
     /// Parameters of the namespace, if the file is an NVMe generic character device.
     namespace: Option<Namespace>,
     work: Mutex<Work>,
-    /// Signalled when work is available.
+    /// Wakes threads when work is available.
     work_ready: Condvar,
-    /// Ids and results of calls.
+    /// Completions: ids and results of calls.
     completions: CompletionQueue<(u64, i32)>,
     /// Signalled when a thread exits.
     thread_gone: Condvar,
@@ -66,9 +66,9 @@ pub(crate) struct ThreadsShared {
 struct Work {
     jobs: Jobs<Job>,
     threads: usize,
-    /// Threads that wait for work.
+    /// Number of threads that wait for work.
     idle: usize,
-    /// The queue is closed.
+    /// True after the queue was closed.
     over: bool,
 }
 
@@ -81,8 +81,9 @@ impl Threads {
         Self::of(file, None)
     }
 
-    /// Creates the engine for commands to `namespace`, if there is one, through its character
-    /// device. Commands need their data in one piece, otherwise they end with `EINVAL`.
+    /// Creates the engine for calls on a file. If there is a `namespace`, `file` is its character
+    /// device and the calls are commands. A command needs its data in one piece; otherwise it ends
+    /// with `EINVAL`.
     ///
     /// # Errors
     /// Like [`new`](Self::new).
@@ -105,7 +106,8 @@ impl Threads {
         })
     }
 
-    /// Disables the threads for a test. Calls wait for [`end_by_hand`](ThreadsShared::end_by_hand).
+    /// Disables the threads for a test. Calls wait until
+    /// [`end_by_hand`](ThreadsShared::end_by_hand) ends them.
     #[cfg(feature = "scripted")]
     pub(super) fn set_by_hand(&mut self) {
         self.by_hand = true;
@@ -114,8 +116,8 @@ impl Threads {
     /// Queues a call.
     ///
     /// # Safety
-    /// The list of pieces, and the memory that it names, must stay valid until the call's
-    /// completion has been collected.
+    /// The list of pieces, and the memory of the pieces, must stay valid until the completion of
+    /// the call was collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let Prepared { id, kind, iovecs, offset, len, .. } = *call;
         let count = i32::try_from(iovecs.len()).unwrap_or(0);
@@ -162,8 +164,8 @@ impl Threads {
         thread.spawn(run).is_ok()
     }
 
-    /// Handles `missing` threads that could not be created. If there is no thread at all, executes
-    /// the calls on this thread.
+    /// Handles threads that could not be created; `missing` is their number. If there is no thread
+    /// at all, executes the calls on this thread.
     fn run_inline(&self, missing: usize) {
         let mut work = self.shared.work.lock();
         work.threads -= missing;
@@ -178,8 +180,8 @@ impl Threads {
         }
     }
 
-    /// Ends a call that no thread has started with `ECANCELED`; calls that have started are not
-    /// changed.
+    /// Cancels a call that no thread has started: it ends with `ECANCELED`. A call that has started
+    /// is not changed.
     pub(super) fn cancel(&mut self, id: u64) {
         self.enter();
         let mut work = self.shared.work.lock();
@@ -198,7 +200,7 @@ impl Threads {
         &self.shared
     }
 
-    /// Reports all completions: the call's id and its result.
+    /// Reports all completions. Each consists of the id of a call and its result.
     pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
         self.shared.completions.take(&mut self.ended);
         self.ended.drain(..).for_each(|(id, result)| each(id, result));
@@ -217,8 +219,8 @@ impl Threads {
 }
 
 impl Drop for Threads {
-    /// Waits until all threads have exited; they have no work left. Their open file would prevent
-    /// opening a block device exclusively again.
+    /// Waits until all threads have exited. They have no work left. They hold the file open, and an
+    /// open block device could not be opened exclusively again.
     fn drop(&mut self) {
         let mut work = self.shared.work.lock();
         work.over = true;
@@ -255,10 +257,10 @@ impl ThreadsShared {
         self.thread_gone.notify_all();
     }
 
-    /// Executes a call; the result is like that of io_uring.
+    /// Executes a call. The result has the same form as that of io_uring.
     fn call(&self, job: &Job) -> i32 {
         if let Some(namespace) = &self.namespace {
-            // SAFETY: the list and the memory that it names are valid, see `Threads::push`.
+            // SAFETY: the list and the memory of its pieces are valid. See `Threads::push`.
             return unsafe {
                 let iovecs = pieces(job);
                 let Job { id, kind, offset, len, .. } = *job;
@@ -267,7 +269,7 @@ impl ThreadsShared {
             };
         }
         match job.kind {
-            // For a file that does not support write flags: a write, then a sync.
+            // If the file does not support write flags, the thread writes and then syncs.
             Kind::Write { flags } if flags != 0 => match self.make(job, job.kind) {
                 refused if refused == -libc::EOPNOTSUPP => {
                     let moved = self.make(job, Kind::Write { flags: 0 });
@@ -283,7 +285,7 @@ impl ThreadsShared {
     fn make(&self, job: &Job, kind: Kind) -> i32 {
         let fd = self.file.as_raw_fd();
         let (offset, len) = (job.offset as libc::off_t, job.len as libc::off_t);
-        // SAFETY: the list and the memory that it names are valid, see `Threads::push`; `self`
+        // SAFETY: the list and the memory of its pieces are valid (see `Threads::push`), and `self`
         // keeps the file open.
         let result = unsafe {
             match kind {
@@ -297,7 +299,7 @@ impl ThreadsShared {
         if result < 0 {
             return -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
         }
-        // A call transfers at most MAX_BYTES, so the result fits.
+        // The result fits, because a call transfers at most MAX_BYTES.
         i32::try_from(result).unwrap_or(i32::MAX)
     }
 
@@ -320,8 +322,8 @@ impl ThreadsShared {
             End::Failed(errno) => -errno,
             End::Short(most) => {
                 let mut left = most;
-                // SAFETY: the list is valid until the call's completion has been collected, see
-                // `Threads::push`, and this call has not completed.
+                // SAFETY: the list is valid until the completion of the call was collected (see
+                // `Threads::push`), and this call has not completed.
                 let all = unsafe { pieces(&job) };
                 let mut pieces = all.to_vec();
                 for piece in &mut pieces {
@@ -340,13 +342,13 @@ impl ThreadsShared {
     }
 }
 
-/// Result of a call in a test.
+/// End of a call that a test selects.
 #[cfg(feature = "scripted")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The call is executed.
     Made,
-    /// The call is executed for at most this many bytes.
+    /// The call is executed, for at most this many bytes.
     Short(usize),
     /// The call fails with this error number and has no effect.
     Failed(i32),
@@ -355,15 +357,16 @@ pub enum End {
 /// Memory pieces of a call.
 ///
 /// # Safety
-/// The call's completion must not have been collected, so that its list is valid.
+/// The completion of the call must not have been collected yet, so that the list is valid.
 unsafe fn pieces(job: &Job) -> &[libc::iovec] {
     let count = usize::try_from(job.count).unwrap_or(0);
-    // SAFETY: guaranteed by the caller. The pointer of an empty `Vec` is aligned, too.
+    // SAFETY: the caller guarantees that the list is valid. The pointer is aligned even if the
+    // `Vec` is empty.
     unsafe { std::slice::from_raw_parts(job.iovecs, count) }
 }
 
-/// Allows the calling thread to run on all CPUs of its process. A thread inherits the CPU affinity
-/// of the I/O thread that created it, which needs its CPU for itself.
+/// Allows the calling thread to run on all CPUs of its process. A new thread inherits the CPU
+/// affinity of the I/O thread that created it, but that I/O thread needs its CPU for itself.
 pub fn unpin() {
     let _ = rustix::thread::sched_setaffinity(None, &shadowbell_memory::processors::processors());
 }
@@ -380,7 +383,7 @@ mod tests {
 
     fn sync(threads: &mut Threads, id: u64) {
         let call = Prepared { id, kind: Kind::Sync, iovecs: &[], offset: 0, len: 0, nowait: false };
-        // SAFETY: the call has no memory.
+        // SAFETY: the call uses no memory.
         assert!(unsafe { threads.push(&call) });
     }
 
@@ -412,7 +415,7 @@ mod tests {
         .unwrap();
     }
 
-    /// Cancellation takes linear time in total; with quadratic time this test would not end.
+    /// Cancelling takes linear time in total. With quadratic time, this test would not end.
     #[test]
     fn a_hundred_thousand_calls_are_cancelled_at_once() {
         const MANY: u64 = 200_000;
@@ -420,7 +423,7 @@ mod tests {
         threads.shared.work.lock().threads = MAX_THREADS;
         (0..MANY).for_each(|id| sync(&mut threads, id));
         threads.enter();
-        // Last call first: the worst order for a search from the front.
+        // The last call is cancelled first: the worst order for a search from the front.
         (1..MANY).rev().for_each(|id| threads.cancel(id));
         let mut ended = collect(&mut threads);
         ended.sort_unstable();
@@ -432,7 +435,7 @@ mod tests {
     #[test]
     fn what_no_thread_has_begun_is_cancelled() {
         let mut threads = Threads::new(file()).unwrap();
-        // The maximum number of threads, all of them busy.
+        // The maximum number of threads exists, and all of them are busy.
         threads.shared.work.lock().threads = MAX_THREADS;
         for id in 0..3 {
             sync(&mut threads, id);
@@ -480,7 +483,7 @@ mod tests {
         assert!(threads.shared.work.lock().threads <= 200.min(MAX_THREADS));
         assert!(threads.shared.work.lock().threads > 0);
         drop(threads);
-        // The last thread has announced its exit, but may still hold the file.
+        // The last thread has announced its exit, but may still hold the file open.
         while Arc::strong_count(&file) != 1 {
             std::thread::yield_now();
         }

@@ -12,29 +12,29 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Submission queue entries: calls per system call.
+/// Number of entries in the submission queue. It limits the calls per system call.
 const SUBMISSIONS: u32 = 128;
-/// Maximum number of consecutive attempts to submit.
+/// Maximum number of attempts to submit, one after the other.
 const TRIES: u32 = 8;
-/// Delay before the next attempt if the kernel had no memory for a call.
+/// Delay before the next attempt, if the kernel had no memory for a call.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// io_uring of one queue. `S` is the type of submission queue entries: [`Entry`] for calls on
-/// files.
+/// io_uring of one queue. `S` is the type of its submission queue entries; for calls on files, that
+/// is [`Entry`].
 pub(super) struct Uring<S: Shape = Entry> {
     uring: IoUring<S, S::Completion>,
-    /// The file is registered with the ring, which saves a look-up per call.
+    /// True if the file is registered with the ring, which saves a look-up per call.
     registered: bool,
     file: Arc<File>,
     /// Wakes the owner for reasons other than a completion.
     alarm: Arc<Alarm>,
-    /// The kernel did not accept a call, and the alarm is set for the next attempt.
+    /// True if the kernel did not accept a call, and the alarm is set for the next attempt.
     refused: bool,
-    /// Readable while the ring or the alarm is.
+    /// Readable while the ring or the alarm is readable.
     wakes: OwnedFd,
 }
 
-/// Type of a ring's submission queue entries, with that of its completions.
+/// Type of a ring's submission queue entries. It determines the type of its completions.
 pub(super) trait Shape: squeue::EntryMarker + From<Entry> {
     /// Type of the completions.
     type Completion: cqueue::EntryMarker;
@@ -45,12 +45,12 @@ impl Shape for Entry {
 }
 
 impl<S: Shape> Uring<S> {
-    /// Opens a ring for calls on `file`, used by this thread alone, with room for `completions`
-    /// completions.
+    /// Opens a ring for calls on `file`. Only this thread uses it. The ring has room for
+    /// `completions` completions.
     pub(super) fn new(file: Arc<File>, completions: u32) -> io::Result<Self> {
         let uring = build(SUBMISSIONS, completions)?;
-        // The registered files are the disk's file and the write end of the fence, held until the
-        // ring ends.
+        // The file of the disk and the write end of the fence are registered, so the ring holds
+        // both until it ends.
         let fence = kept_by_rings();
         let files: Vec<_> = [file.as_raw_fd()].into_iter().chain(fence).collect();
         let registered = match uring.submitter().register_files(&files) {
@@ -65,7 +65,8 @@ impl<S: Shape> Uring<S> {
         Ok(Self { uring, registered, file, alarm: Arc::new(alarm), refused: false, wakes })
     }
 
-    /// The file as an io_uring target: its index in the ring's table, or its descriptor.
+    /// File as the target of an io_uring call: its index in the ring's table if it is registered,
+    /// otherwise its descriptor.
     pub(super) fn target(&self) -> Result<types::Fixed, types::Fd> {
         if self.registered { Ok(types::Fixed(0)) } else { Err(types::Fd(self.file.as_raw_fd())) }
     }
@@ -74,10 +75,11 @@ impl<S: Shape> Uring<S> {
     /// room.
     ///
     /// # Safety
-    /// The memory that the entry points to must stay valid until its completion has been collected.
+    /// The memory that the entry points to must stay valid until the completion of the entry was
+    /// collected.
     pub(super) unsafe fn push_entry(&mut self, entry: &S) -> bool {
-        // SAFETY: the caller guarantees that the entry's memory stays valid. The file is open as
-        // long as the ring.
+        // SAFETY: the caller guarantees that the memory of the entry stays valid. The file is open
+        // as long as the ring exists.
         unsafe { self.uring.submission().push(entry) }.is_ok()
     }
 
@@ -92,7 +94,7 @@ impl<S: Shape> Uring<S> {
     fn push_control(&mut self, entry: &Entry) {
         let entry = S::from(entry.clone().user_data(NO_SLOT));
         for _ in 0..2 {
-            // SAFETY: neither a cancellation nor a no-op has memory.
+            // SAFETY: a cancellation and a no-op use no memory.
             if unsafe { self.uring.submission().push(&entry) }.is_ok() {
                 self.enter();
                 return;
@@ -101,14 +103,14 @@ impl<S: Shape> Uring<S> {
         }
     }
 
-    /// Number of prepared calls that are not submitted.
+    /// Number of calls that were prepared but not submitted yet.
     pub(super) fn prepared(&mut self) -> usize {
         self.uring.submission().len()
     }
 
-    /// Submits all prepared calls in one system call, which also collects completions. Calls that
-    /// the kernel does not accept for lack of memory stay prepared, and the owner is woken a moment
-    /// later. The thread does not wait, because it serves other queues too.
+    /// Submits all prepared calls by one system call, which also collects completions. If the
+    /// kernel has no memory for some of the calls, they stay prepared, and the owner is woken a
+    /// moment later. The thread does not wait for memory, because it serves other queues too.
     pub(super) fn enter(&mut self) {
         for _ in 0..TRIES {
             match self.enter_once(0) {
@@ -122,7 +124,7 @@ impl<S: Shape> Uring<S> {
         self.alarm.ring_in(PAUSE);
     }
 
-    /// Makes the descriptor readable while `fd` is.
+    /// Makes the descriptor also readable while `fd` is readable.
     pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let data = epoll::EventData::new_u64(0);
         Ok(epoll::add(&self.wakes, fd, data, epoll::EventFlags::IN)?)
@@ -139,8 +141,8 @@ impl<S: Shape> Uring<S> {
     fn enter_once(&mut self, wait: u32) -> io::Result<usize> {
         let prepared = self.uring.submission().len() as u32;
         let flags = EnterFlags::GETEVENTS.bits();
-        // SAFETY: no argument structure is passed, and the memory of the prepared entries stays
-        // valid as `push_entry` requires.
+        // SAFETY: no argument structure is passed. The memory of the prepared entries stays valid,
+        // as `push_entry` requires.
         unsafe { self.uring.submitter().enter::<libc::sigset_t>(prepared, wait, flags, None) }
     }
 
@@ -156,17 +158,18 @@ impl<S: Shape> Uring<S> {
         }
     }
 
-    /// Reports all completions: the call's id and its result.
+    /// Reports all completions. Each consists of the id of a call and its result.
     pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
         if self.refused {
-            // Collecting makes room, and the owner submits again afterwards.
+            // Collecting completions makes room, and the owner submits the refused calls again
+            // afterwards.
             self.refused = false;
             self.alarm.quieten();
         }
         if self.uring.completion().is_empty() {
             let submission = self.uring.submission();
-            // Completions that arrived while this thread ran become visible when it enters the
-            // kernel.
+            // Some completions arrived while this thread ran. They become visible only when it
+            // enters the kernel.
             let due = submission.taskrun() || submission.cq_overflow();
             drop(submission);
             if !due {
@@ -184,8 +187,8 @@ impl<S: Shape> Uring<S> {
         self.wakes.as_fd()
     }
 
-    /// Releases the file. A kernel thread destroys the ring later; a file that stayed open until
-    /// then would prevent opening a block device exclusively again.
+    /// Releases the file. A kernel thread destroys the ring later. If the file stayed open until
+    /// then, a block device could not be opened exclusively again meanwhile.
     pub(super) fn close(&mut self) {
         if self.registered {
             let _ = self.uring.submitter().unregister_files();
@@ -198,8 +201,8 @@ impl Uring {
     /// room.
     ///
     /// # Safety
-    /// The list of pieces, and the memory that it names, must stay valid until the call's
-    /// completion has been collected.
+    /// The list of pieces, and the memory of the pieces, must stay valid until the completion of
+    /// the call was collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
         let entry = match self.target() {
             Ok(fixed) => entry(call, fixed),
@@ -210,7 +213,8 @@ impl Uring {
     }
 }
 
-/// A file as an io_uring target: a descriptor, or an index in the ring's table.
+/// Target of an io_uring call: the descriptor of a file, or the index of a file in the ring's
+/// table.
 trait Target {
     fn read(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
     fn write(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
@@ -234,7 +238,7 @@ macro_rules! target {
     ($kind:ty) => {
         impl Target for $kind {
             fn read(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry {
-                // A single piece needs no list, which saves the kernel a copy.
+                // For a single piece, no list is passed, which saves the kernel a copy of the list.
                 if let [one] = iovecs {
                     return opcode::Read::new(self, one.iov_base.cast(), one.iov_len as u32)
                         .offset(offset)
@@ -270,12 +274,13 @@ macro_rules! target {
 target!(types::Fixed);
 target!(types::Fd);
 
-/// Creates a ring with the best features of the kernel: completions that do not interrupt this
-/// thread while it runs (5.19) and a single submitter (6.0), down to a plain ring.
+/// Creates a ring with the best features that the kernel supports: completions that do not
+/// interrupt this thread while it runs (Linux 5.19), and a single submitter (6.0). Older kernels
+/// get a plain ring.
 ///
 /// `IORING_SETUP_DEFER_TASKRUN` is not used, because the descriptor of such a ring does not wake a
-/// thread that sleeps on it in `poll` or `epoll_wait` (observed with 6.18: only commits to the
-/// completion queue wake it, and those are deferred).
+/// thread that sleeps on it in `poll` or `epoll_wait`. (Observed with Linux 6.18: only commits to
+/// the completion queue wake the thread, and such a ring defers these commits.)
 pub(super) fn build<S: Shape>(
     submissions: u32,
     completions: u32,
@@ -296,14 +301,14 @@ pub(super) fn build<S: Shape>(
     }
     let uring = outcome?;
     if !uring.params().is_feature_nodrop() {
-        // Before 5.5 the kernel could drop completions.
+        // Without this feature (before Linux 5.5), the kernel could drop completions.
         return Err(io::Error::from_raw_os_error(libc::ENOSYS));
     }
     Ok(uring)
 }
 
-/// Checks that this process may use io_uring, and that the kernel supports the necessary
-/// operations.
+/// Checks that this process may use io_uring, and that the kernel supports the operations that are
+/// needed.
 ///
 /// # Errors
 /// The system's error; `ENOSYS` for a kernel without the operations.

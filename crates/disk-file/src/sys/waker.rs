@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Makes the wake descriptor of a queue readable, from any thread.
+/// Handle that makes the wake descriptor of a queue readable, from any thread.
 pub(crate) enum Waker {
     Alarm(Arc<Alarm>),
     Threads(Arc<ThreadsShared>),
@@ -35,7 +35,7 @@ impl Waker {
     }
 }
 
-/// Timer whose descriptor is readable after its expiry.
+/// Timer whose descriptor becomes readable when it expires.
 pub(crate) struct Alarm(OwnedFd);
 
 impl Alarm {
@@ -44,13 +44,13 @@ impl Alarm {
         Ok(Self(timerfd_create(TimerfdClockId::Monotonic, flags)?))
     }
 
-    /// Sets the timer, replacing an earlier expiry.
+    /// Sets the timer. This replaces an earlier expiry.
     pub(super) fn ring_in(&self, time: Duration) {
         let time = time.max(Duration::from_nanos(1));
         let it_value =
             Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
         let it_interval = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // Fails only for invalid times, and this one is valid.
+        // Fails only for an invalid time, and this time is valid.
         let _ = timerfd_settime(
             &self.0,
             TimerfdTimerFlags::empty(),

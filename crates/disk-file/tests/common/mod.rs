@@ -1,5 +1,5 @@
-//! Shared helpers of the integration tests: a host's memory with scattered buffers, and running
-//! a batch of requests to its end.
+//! Shared helpers of the integration tests: memory of a host with scattered buffers, and execution
+//! of batches of requests.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-/// Memory of a host, mapped at IOVA 0, with room for SGLs behind it.
+/// Memory of a host, mapped at IOVA 0, followed by room for SGLs.
 pub(crate) struct Host {
     pub(crate) bytes: SharedBytes,
     view: View,
@@ -27,7 +27,8 @@ impl Host {
         Self { bytes: bytes.slice(0, len as usize).unwrap(), view, sgl: len }
     }
 
-    /// A buffer of the given pieces (address and length); `write` if the device writes to it.
+    /// Creates a buffer of these pieces (address and length). `write` is true if the device writes
+    /// to it.
     pub(crate) fn buffer(&self, pieces: &[(usize, usize)], write: bool) -> Segments {
         if pieces.is_empty() {
             return Segments::new();
@@ -36,7 +37,7 @@ impl Host {
         for (address, len) in pieces {
             list.extend_from_slice(&(*address as u64).to_le_bytes());
             list.extend_from_slice(&(*len as u32).to_le_bytes());
-            list.extend_from_slice(&[0; 4]); // a data block
+            list.extend_from_slice(&[0; 4]); // descriptor of a data block
         }
         assert!(list.len() as u64 <= SGL_ROOM);
         self.view.write(self.sgl, &list).unwrap();
@@ -57,7 +58,8 @@ impl Host {
     }
 }
 
-/// Submits all requests in one batch and waits for their results, in the order of the requests.
+/// Submits all requests in one batch, and waits for their results. Returns them in the order of the
+/// requests.
 pub(crate) fn run(
     queue: &mut dyn Queue,
     requests: Vec<(Request, Segments)>,
@@ -94,14 +96,14 @@ pub(crate) fn run_one(
     run(queue, vec![(Request { op, offset, len }, data)])[0]
 }
 
-/// Waits for the wake descriptor.
+/// Waits until the wake descriptor is readable.
 pub(crate) fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().expect("what leaves requests pending has a wake descriptor");
     wait::readable("a signal of the wake descriptor", fd);
 }
 
-/// A directory for images on the file system of the build, which supports direct I/O more
-/// likely than `/tmp`.
+/// Creates a directory for images, on the file system of the build. It supports direct I/O more
+/// often than `/tmp`.
 pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
@@ -116,8 +118,8 @@ pub(crate) fn open(path: &Path, options: &str) -> Arc<dyn Disk> {
     shadowbell_disk_file::open(&format!("{}{options}", path.display())).unwrap()
 }
 
-/// Runs a system command that needs root. `None`, with a message, without permission or without
-/// the command.
+/// Runs a system command that needs root. Returns `None`, with a message, if the process is not
+/// root or the command is missing.
 pub(crate) fn as_root(command: &str, arguments: &[&str]) -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: `{command}` needs root");
@@ -134,7 +136,7 @@ pub(crate) fn as_root(command: &str, arguments: &[&str]) -> Option<String> {
     }
 }
 
-/// Runs an undo command at the end of a test, however it ends.
+/// Command that undoes a change of the system. It runs on drop, also if the test fails.
 pub(crate) struct Undo(pub(crate) &'static str, pub(crate) Vec<String>);
 
 impl Drop for Undo {

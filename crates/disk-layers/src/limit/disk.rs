@@ -13,28 +13,28 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone, Debug)]
 pub struct LimitedDisk {
     inner: Arc<dyn Disk>,
-    /// Limiter of the disk, then that of its group.
+    /// Limiter of the disk, followed by the limiter of its group.
     limiters: Arc<[Arc<Limiter>]>,
     /// Number of requests that had to wait.
     delayed: Arc<AtomicU64>,
 }
 
 impl LimitedDisk {
-    /// Limits `disk` by `own`, and by `group`, which is shared with other disks.
+    /// Adds the limits `own` to `disk`, and the limits `group`, which other disks share.
     #[must_use]
     pub fn new(disk: Arc<dyn Disk>, own: Arc<Limiter>, group: Option<Arc<Limiter>>) -> Self {
         let limiters = [own].into_iter().chain(group).collect();
         Self { inner: disk, limiters, delayed: Arc::default() }
     }
 
-    /// The layer of rate limits of `disk`, which is the outermost layer if there is one.
+    /// Returns the rate-limit layer of `disk`. If a disk has one, it is the outermost layer.
     #[must_use]
     pub fn of(disk: &dyn Disk) -> Option<&Self> {
         let disk: &dyn Any = disk;
         disk.downcast_ref()
     }
 
-    /// All rate limiters: that of the disk first, then that of its group.
+    /// All rate limiters: first the limiter of the disk, then the limiter of its group.
     #[must_use]
     pub fn limiters(&self) -> &[Arc<Limiter>] {
         &self.limiters

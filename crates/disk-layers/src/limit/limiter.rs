@@ -1,9 +1,10 @@
 //! Rate limiter: decides when the next request may start.
 //!
 //! Each limit is a virtual clock, in [ticks](TICKS), that holds the start time of the next request.
-//! A request takes that time and advances the clock by its cost: one second divided by the rate. A
-//! time in the past counts as at most one burst ago. So requests of all users are ordered by the
-//! times that they took, and a request that starts early reduces the later allowance.
+//! A request takes that time and advances the clock by its cost: one second divided by the rate. If
+//! the clock is more than one burst in the past, it is first set to one burst ago. Requests of all
+//! users of the limit thus start in the order in which they took their times. A request that starts
+//! earlier than its time reduces the later allowance.
 
 use super::rates::Limits;
 use super::timer::{TICKS, Timer};
@@ -15,19 +16,20 @@ use std::sync::{Arc, LazyLock, Weak};
 use std::time::{Duration, Instant};
 
 const SECOND: u64 = TICKS * 1_000_000_000;
-/// Default burst: 10 ms of the rate, so that a thread that is scheduled late loses nothing.
+/// Default burst: the allowance of 10 ms. A thread that is scheduled up to 10 ms late loses nothing
+/// of the rate.
 const BURST: u64 = SECOND / 100;
 
 /// Clock in nanoseconds, with an arbitrary origin.
 pub type Clock = Arc<dyn Fn() -> u64 + Send + Sync>;
 
-/// Rate limiter, shared by all users of the limits. Limits can be changed at any time.
+/// Rate limiter, which all users of the limits share. The limits can be changed at any time.
 pub struct Limiter {
     buckets: [Bucket; 6],
     limits: Mutex<Limits>,
     /// Number of changes of the limits.
     generation: AtomicU64,
-    /// Limits are suspended: requests start at once, but are counted.
+    /// True while limits are suspended: requests start at once, but are counted.
     is_open: AtomicBool,
     clock: Clock,
     /// Timers of waiting queues.
@@ -37,11 +39,11 @@ pub struct Limiter {
 /// One limit.
 #[derive(Default)]
 struct Bucket {
-    /// Start time of the next request.
+    /// Start time of the next request, in ticks.
     next: AtomicU64,
     /// Units per second; 0 if there is no limit.
     rate: AtomicU64,
-    /// Allowance: maximum time that `next` may be in the past.
+    /// Maximum time, in ticks, that `next` may be in the past. This is the allowance for a burst.
     burst: AtomicU64,
 }
 
@@ -58,8 +60,8 @@ impl Limiter {
         Self::with_clock(limits, Arc::new(monotonic))
     }
 
-    /// Creates a limiter with a clock of the caller. All limiters of a disk must have the same
-    /// clock.
+    /// Creates a limiter with a clock that the caller provides. All limiters of a disk must have
+    /// the same clock.
     #[must_use]
     pub fn with_clock(limits: Limits, clock: Clock) -> Arc<Self> {
         let limiter = Arc::new(Self {
@@ -80,7 +82,7 @@ impl Limiter {
         *self.limits.lock()
     }
 
-    /// Replaces the limits, also for waiting requests.
+    /// Replaces the limits. The new limits also apply to waiting requests.
     pub fn set(&self, limits: Limits) {
         *self.limits.lock() = limits;
         let now = self.now();
@@ -89,7 +91,7 @@ impl Limiter {
                 rate.burst.map_or(BURST, |burst| time_of(burst, rate.per_second))
             });
             bucket.burst.store(burst, Ordering::Relaxed);
-            // A long wait due to an old low rate ends.
+            // A start time in the far future, which an old low rate has caused, is reset to now.
             bucket.next.fetch_min(now, Ordering::Relaxed);
             bucket.rate.store(rate.map_or(0, |rate| rate.per_second.max(1)), Ordering::Relaxed);
         }
@@ -97,9 +99,9 @@ impl Limiter {
         self.wake();
     }
 
-    /// Suspends the limits or enforces them again. Quiescing suspends them, so that it does not
-    /// wait for requests that are held back. Requests that start meanwhile are counted and reduce
-    /// the later allowance.
+    /// Suspends the limits or enforces them again. Quiescing suspends them: otherwise it would have
+    /// to wait for requests that the limits hold back. Requests that start meanwhile are counted
+    /// and reduce the later allowance.
     pub fn open(&self, is_open: bool) {
         self.is_open.store(is_open, Ordering::SeqCst);
         self.generation.fetch_add(1, Ordering::SeqCst);
@@ -119,7 +121,7 @@ impl Limiter {
         (self.clock)().saturating_mul(TICKS)
     }
 
-    /// Takes the start time of a request, not before `now` except within a burst, and returns it.
+    /// Takes and returns the start time of a request. It is before `now` only within a burst.
     pub(super) fn take(&self, request: &Request, now: u64) -> u64 {
         let Some((is_write, bytes)) = class(request) else { return now };
         let [all, reads, writes, bytes_of_all, bytes_read, bytes_written] = &self.buckets;
@@ -128,7 +130,7 @@ impl Limiter {
         times.iter().map(|(bucket, cost)| bucket.take(*cost, now)).max().unwrap_or(now)
     }
 
-    /// Registers `timer` to be woken when the limits change.
+    /// Registers `timer`. A change of the limits wakes it.
     pub(super) fn add(&self, timer: &Arc<Timer>) {
         let mut timers = self.timers.lock();
         timers.retain(|timer| timer.strong_count() != 0);
@@ -147,7 +149,7 @@ impl Bucket {
             return 0;
         }
         let cost = time_of(amount, rate);
-        // The request itself is part of the burst.
+        // The cost of the request itself is part of the burst.
         let burst = self.burst.load(Ordering::Relaxed).saturating_sub(cost);
         let earliest = now.saturating_sub(burst);
         let next = |next: u64| Some(next.max(earliest).saturating_add(cost));
@@ -158,7 +160,8 @@ impl Bucket {
 
 fn monotonic() -> u64 {
     static BEGAN: LazyLock<Instant> = LazyLock::new(Instant::now);
-    // Starts far from zero, so that the burst before the first request does not underflow.
+    // The clock starts at one hour instead of zero, so that subtracting the first burst does not
+    // underflow.
     let since = BEGAN.elapsed() + Duration::from_secs(3600);
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -169,7 +172,8 @@ fn time_of(amount: u64, rate: u64) -> u64 {
     u64::try_from(time).unwrap_or(u64::MAX)
 }
 
-/// Classifies a request: true for a write, and the data length; `None` for requests without limits.
+/// Classifies a request. Returns true for a write, and the number of bytes that count; `None` if
+/// the request is not limited.
 fn class(request: &Request) -> Option<(bool, u64)> {
     match request.op {
         Op::Read | Op::Compare | Op::Verify => Some((false, request.len)),

@@ -1,8 +1,8 @@
 //! Waiting requests of one rate-limited queue.
 //!
-//! Submission queues of a host are served round robin, one request each. Only the first waiting
-//! request holds a start time of the limiter, so that other users of the limit alternate with this
-//! queue.
+//! The submission queues of a host are served round robin, one request each. Of all waiting
+//! requests, only the next one has taken a start time from the limiter. The later ones take theirs
+//! afterwards, so other users of the limit alternate with this queue.
 
 use super::limiter::Limiter;
 use super::timer::Timer;
@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Number of the list of submission queues.
+/// Number of the list that contains the submission queues with waiting requests.
 const SOURCES: u32 = 0;
 
 struct Waiting {
@@ -26,7 +26,7 @@ struct Waiting {
     source: u32,
 }
 
-/// Start time of the next request.
+/// Start time that was taken for the next request.
 struct Slot {
     at: u64,
     generation: u64,
@@ -36,19 +36,20 @@ pub(super) struct LimitedQueue {
     inner: Box<dyn Queue>,
     limiters: Arc<[Arc<Limiter>]>,
     timer: Arc<Timer>,
-    /// Readable while the timer or that of the disk below is; `None` if the disk has no timer.
+    /// Readable while the own timer or the timer of the disk below is; `None` if the disk below has
+    /// no timer.
     merged: Option<OwnedFd>,
     waiting: Tasks<Waiting>,
     /// Keys of waiting requests, one list per submission queue.
     by_source: Lists,
-    /// Submission queues with waiting requests; the first one is served next.
+    /// Submission queues with waiting requests. The first one is served next.
     sources: Lists,
-    /// Start time of the first request of the first submission queue.
+    /// Start time of the next request, which is the first one of the first submission queue.
     slot: Option<Slot>,
     /// Submission queue of the requests that are being submitted.
     source: u32,
     cancelled: Vec<(u32, Segments)>,
-    /// All waiting requests are to be submitted without limits.
+    /// True if all waiting requests are to be submitted without limits.
     is_urgent: bool,
     /// Number of requests that had to wait.
     delayed: Arc<AtomicU64>,
@@ -91,7 +92,7 @@ impl LimitedQueue {
         self.is_urgent || self.limiters.iter().any(|limiter| limiter.is_open())
     }
 
-    /// Takes a start time from all limiters.
+    /// Takes a start time from each limiter and returns the latest.
     fn take_time(&self, request: &Request, now: u64) -> Slot {
         let generation = self.generation();
         let times = self.limiters.iter().map(|limiter| limiter.take(request, now));
@@ -116,7 +117,8 @@ impl LimitedQueue {
         Some((source, self.by_source.first(source)?))
     }
 
-    /// Removes the first waiting request, and moves its submission queue to the end.
+    /// Removes and returns the first waiting request. Its submission queue moves to the end of the
+    /// list.
     fn pop(&mut self) -> Option<(u32, Waiting)> {
         let (source, key) = self.first()?;
         let taken = self.take(key);
@@ -137,7 +139,7 @@ impl LimitedQueue {
         Some((tag, waiting))
     }
 
-    /// Submits the waiting requests whose time has come, and arms the timer for the rest.
+    /// Submits the waiting requests whose start time has come, and arms the timer for the next one.
     fn release(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         loop {
             let first = self.first().and_then(|(_, key)| self.waiting.get_mut(key));
@@ -154,8 +156,8 @@ impl LimitedQueue {
             if slot.at > now && !self.is_open() {
                 self.timer.arm(slot.at, now);
                 self.slot = Some(slot);
-                // The limits may have changed, and the wake-up may have been sent, before the timer
-                // was armed.
+                // The limits may have changed, and fired the timer, before the timer was armed.
+                // Then the start time is computed again.
                 if self.generation() == generation {
                     return;
                 }
@@ -288,7 +290,8 @@ impl Queue for LimitedQueue {
 
     fn memory_changed(&mut self, table: &DmaTable) {
         self.inner.memory_changed(table);
-        // The change of guest memory waits until no request uses the old memory.
+        // The caller completes a change of guest memory only when no request uses the old memory.
+        // Waiting requests are therefore submitted without limits.
         if !self.waiting.is_empty() {
             self.is_urgent = true;
             self.timer.fire();

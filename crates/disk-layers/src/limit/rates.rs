@@ -9,13 +9,14 @@ use std::fmt;
 pub struct Rate {
     /// Requests or bytes per second, at least 1.
     pub per_second: u64,
-    /// Burst after a time below the rate; default: as much as 10 ms allow.
+    /// Number of requests or bytes that may start at once after a time below the rate. Default: the
+    /// allowance of 10 ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
 }
 
 /// Rate limits of a disk. Reads are Read, Compare and Verify. Writes are all requests that change
-/// the disk, and count bytes if they carry data. Flush, which orders writes, is not limited.
+/// the disk; only those with data count bytes. Flush is not limited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -41,7 +42,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Names of the limits, in the order of the fields.
+    /// Names of the limits, in the order of the struct's fields.
     pub const NAMES: [&'static str; 6] =
         ["iops", "read-iops", "write-iops", "bandwidth", "read-bandwidth", "write-bandwidth"];
 

@@ -15,7 +15,7 @@ const READ: Op = Op::Read;
 const WRITE: Op = Op::Write { fua: false };
 const MS: u64 = 1_000_000;
 
-/// Clock that moves only when a test advances it.
+/// Clock that advances only when a test advances it.
 #[derive(Clone, Default)]
 struct Hands(Arc<AtomicU64>);
 
@@ -47,7 +47,7 @@ struct Load {
     /// Repeated requests, each with its submission queue.
     requests: Vec<(u32, Request)>,
     free: VecDeque<u32>,
-    /// Completed requests by submission queue.
+    /// Number of completed requests, by submission queue.
     done: Vec<u64>,
     bytes: u64,
 }
@@ -77,7 +77,7 @@ impl Load {
         self.free.push_back(tag);
     }
 
-    /// One pass of an I/O thread: reaps, then submits.
+    /// Executes one pass of an I/O thread: reaps completions, then submits requests.
     fn pass(&mut self) {
         let mut ended = Vec::new();
         self.queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
@@ -100,7 +100,8 @@ impl Load {
     }
 }
 
-/// Requests completed in each 100 ms of a second, with passes `apart` nanoseconds apart.
+/// Runs for a simulated second, with one pass every `apart` nanoseconds. Returns the number of
+/// completed requests in each 100 ms.
 fn second(hands: &Hands, load: &mut Load, apart: u64) -> Vec<u64> {
     let mut counts = Vec::new();
     for _ in 0..10 {
@@ -194,7 +195,7 @@ fn a_burst_comes_after_a_while_with_less() {
     load.pass();
     is_within(load.total(), 500, 1);
     assert!(second(&hands, &mut load, MS).iter().all(|count| count.abs_diff(100) <= 1));
-    // One request at a time stays within the rate and does not use up the burst.
+    // A load with one request at a time stays below the rate, and so leaves the burst unused.
     let (disk, _) = self::disk(&hands, &[("iops", "1000:500")]);
     let mut slow = Load::new(&disk, &[(1, READ, 512)]);
     for _ in 0..100 {
@@ -281,7 +282,7 @@ fn what_is_cancelled_ends_and_its_time_is_not_waited_for() {
     assert_eq!((ended.last(), queue.pending()), (Some(&(2, Ok(()))), 0));
 }
 
-/// Cancellation takes linear time in total; with quadratic time this test would not end.
+/// Cancelling all requests takes linear time. With quadratic time, this test would not end.
 #[test]
 fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     const MANY: u32 = 200_000;
@@ -294,7 +295,7 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
         queue.begin_turn(tag % 3);
         queue.submit(tag, &request, &mut Segments::from_bytes(&memory));
     }
-    // Last request first: the worst order for a search from the front.
+    // The last request is cancelled first: the worst order for a search from the front.
     (1..=MANY).rev().for_each(|tag| queue.cancel(tag));
     let mut ended = Vec::new();
     queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
@@ -302,8 +303,8 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     assert_eq!(queue.pending(), 0);
 }
 
-/// A change of guest memory and quiescing do not wait for limits; requests that start early reduce
-/// the later allowance.
+/// A change of guest memory and quiescing end the wait of limited requests. These requests are
+/// counted, and reduce the later allowance.
 #[test]
 fn what_others_wait_for_goes_at_once_and_is_counted() {
     for is_memory in [true, false] {
@@ -331,7 +332,8 @@ fn what_others_wait_for_goes_at_once_and_is_counted() {
     }
 }
 
-/// With the real clock: a sleeping thread is woken when the time has come, and not repeatedly.
+/// A sleeping thread is woken at the start time of a request, and not repeatedly. Uses the real
+/// clock.
 #[test]
 fn who_sleeps_is_woken() {
     let limiter = Limiter::new(limits(&[("iops", "200:1")]));

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Ticks per nanosecond: few enough for years in 64 bits, and enough that rounding does not matter.
+/// Ticks per nanosecond. Years fit 64 bits, and rounding errors are negligible.
 pub(super) const TICKS: u64 = 64;
 
 /// Timer descriptor that becomes readable at a set time.
@@ -19,8 +19,8 @@ pub(super) struct Timer {
     at: AtomicU64,
 }
 
-/// Shortest delay, in ticks (50 us): earlier start times are found by polling, or are handled
-/// together with later ones.
+/// Minimum delay of the timer, in ticks (50 us). A request with an earlier start time is found by
+/// polling, or waits for this delay.
 const SHORTEST: u64 = 50_000 * TICKS;
 
 impl Timer {
@@ -34,8 +34,8 @@ impl Timer {
         self.fd.as_fd()
     }
 
-    /// Arms the timer for `at`. It may expire somewhat later; if it expires earlier, the caller has
-    /// to arm it again.
+    /// Arms the timer for `at`. The timer may expire somewhat later. If it expires earlier, the
+    /// caller has to arm it again.
     pub(super) fn arm(&self, at: u64, now: u64) {
         let armed = self.at.load(Ordering::Relaxed);
         if armed > now && armed <= at.saturating_add(SHORTEST) {
@@ -58,7 +58,8 @@ impl Timer {
         let waits = |at: u64| (at != u64::MAX).then_some(0);
         if self.at.fetch_update(Ordering::SeqCst, Ordering::SeqCst, waits).is_ok() {
             self.set(1);
-            // The timer was disarmed meanwhile, and its descriptor must not stay readable.
+            // Another thread has disarmed the timer meanwhile, so the descriptor must not stay
+            // readable.
             if self.at.load(Ordering::SeqCst) == u64::MAX {
                 self.set(0);
             }
@@ -74,7 +75,7 @@ impl Timer {
             tv_nsec: rest.cast_signed(),
         };
         let time = Itimerspec { it_interval: zero, it_value: value };
-        // Cannot fail: the descriptor is a timer, and the time is valid.
+        // `timerfd_settime` cannot fail: the descriptor is a timer, and the time is valid.
         let _ = timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &time);
     }
 }

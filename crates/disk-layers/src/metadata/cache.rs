@@ -1,31 +1,32 @@
 //! Write-through cache of stored metadata.
 //!
-//! The disk below always holds the cached content too. A cached metadata block is in the state of
-//! the last read or write through this disk, so no other writer of the disk below is allowed; after
-//! another process had the disk, the cache is emptied.
+//! The disk below always holds the cached content too. The cache sees only reads and writes through
+//! this disk, so the disk below must have no other writer. If another process has used the disk,
+//! the cache is emptied.
 
 use super::layout::Place;
 use parking_lot::Mutex;
 use shadowbell_memory::SharedBytes;
 
-/// Maximum bytes of cached metadata per disk: those of 8 GiB of data with 8 bytes per block of
-/// 4096.
+/// Maximum number of cached metadata bytes per disk. They cover 8 GiB of data, with blocks of 4096
+/// bytes that have 8 bytes of metadata each.
 const BYTES: u64 = 16 << 20;
-/// Maximum metadata blocks of a request whose read enters the cache.
+/// Maximum number of metadata blocks of a read that are added to the cache. A longer read adds
+/// none.
 const MOST: usize = 8;
 /// Block number of an empty line.
 const NONE: u64 = u64::MAX;
 
-/// Cache line, shared by several blocks of the disk below.
+/// Cache line. Several blocks of the disk below share it.
 #[derive(Debug)]
 struct Line {
     block: u64,
-    /// Number of ended writes to all blocks of this line, plus the number of invalidations.
+    /// Number of completed writes to the blocks of this line, plus the number of invalidations.
     version: u32,
     bytes: Box<[u8]>,
 }
 
-/// Versions of a request's cache lines before its read from the disk below.
+/// Versions of the cache lines of a request, taken before the request reads the disk below.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Versions([u32; MOST]);
 
@@ -45,7 +46,7 @@ impl Cache {
     }
 
     fn line(&self, block: u64) -> &Mutex<Line> {
-        // The number of lines is at least one, and larger than the index.
+        // The index is valid: there is at least one line, and the index is the remainder.
         &self.lines[(block % self.lines.len() as u64) as usize]
     }
 
@@ -54,8 +55,9 @@ impl Cache {
         (0..).zip(place.from / block..place.to / block)
     }
 
-    /// Copies the metadata of `place` into `stored`, at the position where a read puts them, if all
-    /// are cached. With `others`, copies the whole blocks that contain them.
+    /// Copies the metadata of `place` into `stored`, at the offset where a read of the disk below
+    /// would put them. Returns false if not all of them are cached. With `others`, copies the whole
+    /// blocks that contain them.
     pub(super) fn load(&self, place: &Place, others: bool, stored: &SharedBytes) -> bool {
         let wanted = if others { 0..usize::MAX } else { place.at..place.at + place.len };
         self.blocks(place).all(|(nth, block)| {
@@ -68,7 +70,8 @@ impl Cache {
         })
     }
 
-    /// Returns the versions of the blocks of `place`, before they are read.
+    /// Returns the versions of the cache lines of `place`. The caller reads the disk below
+    /// afterwards.
     pub(super) fn versions(&self, place: &Place) -> Versions {
         let mut versions = Versions::default();
         for ((_, block), version) in self.blocks(place).zip(&mut versions.0) {
@@ -77,8 +80,8 @@ impl Cache {
         versions
     }
 
-    /// Caches the blocks of `place` after a read, except those written since `versions` were taken.
-    /// A block whose write is in flight is updated when that write ends.
+    /// Caches the blocks of `place` after a read, except those that were written after `versions`
+    /// were taken. If a write is in flight, its end will update the cache.
     pub(super) fn was_read(&self, place: &Place, versions: &Versions, stored: &SharedBytes) {
         for ((nth, block), version) in self.blocks(place).zip(&versions.0) {
             let mut line = self.line(block).lock();
@@ -88,7 +91,7 @@ impl Cache {
         }
     }
 
-    /// Updates the cache after a write of the metadata of `place`, which no other write overlapped.
+    /// Updates the cache after a write of the metadata of `place`. No other write overlapped it.
     /// `stored` is `None` if the write failed or its result is unknown. With `others`, `stored`
     /// holds the whole blocks.
     pub(super) fn was_written(&self, place: &Place, others: bool, stored: Option<&SharedBytes>) {

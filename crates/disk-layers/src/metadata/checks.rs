@@ -1,4 +1,4 @@
-//! Generation and verification of protection information between the host's buffer and the stored
+//! Protection information: generation and verification, between the host's buffer and the stored
 //! form, which is inverted.
 
 use shadowbell_disk::{DiskError, Metadata, MetadataBuffer, MetadataFormat};
@@ -6,12 +6,12 @@ use shadowbell_memory::{Segments, SharedBytes};
 use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_PRACT, PRINFO_REFTAG};
 use shadowbell_spec::protection::ProtectionInfo;
 
-/// Largest block, and its largest metadata.
+/// Maximum size of a block, and of its metadata, in bytes.
 const BLOCK: usize = 4096;
 const METADATA: usize = 64;
 
-/// Input buffer of the guard computation. Aligned, because the CRC of unaligned data is several
-/// times slower.
+/// Input buffer of the guard computation. It is aligned, because the CRC of unaligned data is
+/// several times slower.
 #[repr(align(64))]
 pub(super) struct Scratch([u8; BLOCK + METADATA]);
 
@@ -29,7 +29,7 @@ pub(super) struct Blocks<'a> {
     pub(super) count: usize,
     /// Buffer of the request.
     pub(super) data: &'a Segments,
-    /// Stored metadata, and the offset of the first block's metadata in them.
+    /// Stored metadata, and the offset of the first block's metadata in that buffer.
     pub(super) stored: &'a SharedBytes,
     pub(super) at: usize,
     pub(super) scratch: &'a mut Scratch,
@@ -56,7 +56,8 @@ impl Blocks<'_> {
         }
     }
 
-    /// Converts protection information between the stored and the host's form.
+    /// Inverts the protection information in `own`. This converts between the stored form and the
+    /// host's form.
     fn invert(&self, own: &mut [u8]) {
         let at = self.format.protection_at();
         let range = at..at + self.format.protection_size();
@@ -80,8 +81,8 @@ impl Blocks<'_> {
         self.format.protection != 0 && self.metadata.fields.prinfo & bit != 0
     }
 
-    /// Computes the guard of a block from its data, in the buffer or zeroes, and the metadata
-    /// before the protection information.
+    /// Computes the guard of a block. It covers the data, from the buffer or zeroes, and the
+    /// metadata that precede the protection information.
     fn guard(&mut self, nth: usize, own: &[u8], of_zeroes: bool) -> Result<u64, DiskError> {
         let at = self.data_at(nth);
         let before = own.get(..self.format.protection_at()).unwrap_or_default();
@@ -127,7 +128,7 @@ impl Blocks<'_> {
     pub(super) fn write(mut self, of_zeroes: bool) -> Result<(), DiskError> {
         let makes = self.checks(PRINFO_PRACT);
         if of_zeroes && !makes {
-            // Stored zeroes mean a block that was never written.
+            // Zeroes on the disk below mean that the block was never written.
             let len = self.count * self.size();
             return self.stored.fill(self.at, len, 0).ok_or(DiskError::BadBuffer);
         }
@@ -156,7 +157,7 @@ impl Blocks<'_> {
         Ok(())
     }
 
-    /// Checks the blocks after a read, and copies their metadata to the host.
+    /// Checks the blocks after a read of the disk below, and copies their metadata to the host.
     pub(super) fn read(mut self) -> Result<(), DiskError> {
         let mut own = [0; METADATA];
         let own = own.get_mut(..self.size()).ok_or(DiskError::BadBuffer)?;
@@ -170,7 +171,7 @@ impl Blocks<'_> {
         Ok(())
     }
 
-    /// Checks the blocks after a Compare of the data, and compares the metadata except for
+    /// Checks the blocks after the data were compared. Also compares the metadata, except for the
     /// protection information.
     pub(super) fn compare(mut self) -> Result<(), DiskError> {
         let (mut own, mut theirs) = ([0; METADATA], [0; METADATA]);

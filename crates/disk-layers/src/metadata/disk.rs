@@ -8,8 +8,9 @@ use shadowbell_disk::{Disk, DiskInfo, MetadataFormat, Queue, ResizeError};
 use std::io;
 use std::sync::Arc;
 
-/// Disk that stores metadata for the blocks of another disk, in the last part of that disk. Its
-/// size cannot change while it holds data, and no other user may write the disk below.
+/// Disk that stores metadata for the blocks of another disk, in the last part of that disk. The
+/// size cannot change, because the positions of the metadata depend on it. The disk below must have
+/// no other writer.
 #[derive(Clone, Debug)]
 pub struct MetadataDisk {
     inner: Arc<dyn Disk>,

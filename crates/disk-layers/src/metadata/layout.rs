@@ -14,7 +14,7 @@ pub(super) struct Layout {
 /// Range of stored metadata on the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
-    /// First byte, and end of the range in whole blocks of the disk below.
+    /// Start of the range and its end, rounded to blocks of the disk below.
     pub(super) from: u64,
     pub(super) to: u64,
     /// Offset of the metadata in the range, and their length.
@@ -23,7 +23,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// True if the blocks of the disk below contain other metadata, too.
+    /// True if the blocks of the disk below also contain metadata of other logical blocks.
     pub(super) fn has_others(&self) -> bool {
         (self.to - self.from) as usize != self.len
     }
@@ -56,7 +56,8 @@ impl Layout {
         }
     }
 
-    /// Blocks whose metadata lie in `place`, rounded outwards to at most one more at either end.
+    /// Logical blocks whose metadata lie in the blocks of `place`. May include one more logical
+    /// block at either end.
     pub(super) fn around(&self, place: &Place) -> std::ops::Range<u64> {
         let (data, size) = (self.blocks * u64::from(self.block_size), u64::from(self.format.size));
         (place.from - data) / size..(place.to - data).div_ceil(size)

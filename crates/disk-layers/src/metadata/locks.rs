@@ -1,4 +1,4 @@
-//! Block locks that keep data and metadata of a block consistent.
+//! Block locks, which keep the data and metadata of a block consistent.
 
 use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Notifies a queue of requests that may continue.
+/// Notification of a queue that some of its requests may continue.
 #[derive(Debug)]
 pub(crate) struct Bell {
     event: EventFd,
@@ -37,7 +37,7 @@ impl Bell {
         self.event.signal();
     }
 
-    /// Takes the requests that may continue.
+    /// Takes the serial numbers of requests that may continue.
     pub(crate) fn take(&self) -> Vec<u64> {
         if !self.rings.load(Ordering::Acquire) {
             return Vec::new();
@@ -49,11 +49,11 @@ impl Bell {
     }
 }
 
-/// Logical blocks that a request reads or writes.
+/// Logical blocks that a request reads or writes, for the block locks.
 #[derive(Clone, Debug)]
 pub(super) struct Claim {
     pub(super) blocks: Range<u64>,
-    /// The blocks, extended by those whose metadata share blocks of the disk below.
+    /// The same blocks, and those whose metadata are in the same blocks of the disk below.
     pub(super) around: Range<u64>,
     pub(super) writes: bool,
 }
@@ -77,19 +77,19 @@ struct Entry {
     claim: Claim,
     serial: u64,
     of: Arc<Bell>,
-    /// Number of earlier requests that it waits for.
+    /// Number of earlier requests that this one waits for.
     before: usize,
 }
 
-/// Locks of all queues of a disk, in order of arrival.
+/// Block locks of a disk, for all of its queues, in order of arrival.
 #[derive(Debug, Default)]
 pub(super) struct Locks {
     list: Mutex<Vec<Entry>>,
 }
 
 impl Locks {
-    /// Enters a request by a serial number that the queue never reuses. Returns false if the
-    /// request has to wait; its bell then signals when it may start.
+    /// Adds a request, identified by a serial number that the queue never uses again. Returns false
+    /// if the request has to wait. Then the bell of its queue rings when the request may start.
     pub(super) fn enter(&self, claim: Claim, serial: u64, of: &Arc<Bell>) -> bool {
         let mut list = self.list.lock();
         let before = list.iter().filter(|entry| entry.claim.meets(&claim)).count();
@@ -103,7 +103,7 @@ impl Locks {
         let is_it = |entry: &Entry| entry.serial == serial && Arc::ptr_eq(&entry.of, of);
         if let Some(at) = list.iter().position(is_it) {
             let gone = list.remove(at);
-            // Entries before it did not wait for it.
+            // Only later entries can have waited for the removed one.
             for later in list.iter_mut().skip(at).filter(|later| later.claim.meets(&gone.claim)) {
                 later.before -= 1;
                 if later.before == 0 {
@@ -113,7 +113,7 @@ impl Locks {
         }
     }
 
-    /// Entered writes of a queue.
+    /// Claims of all writes that the queue has entered.
     pub(super) fn writes_of(&self, of: &Arc<Bell>) -> Vec<Claim> {
         let list = self.list.lock();
         let theirs = list.iter().filter(|entry| Arc::ptr_eq(&entry.of, of) && entry.claim.writes);

@@ -16,13 +16,14 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Size of a buffer for stored metadata, and the number of free buffers to keep.
+/// Size of a buffer for stored metadata, and maximum number of free buffers to keep.
 const PIECE: usize = 64 << 10;
 const SPARE: usize = 64;
-/// Maximum length of an inline request without data: it reads the data if they are checked, and
-/// writes the metadata.
+/// Maximum length of a request without data, which is executed inline. Such a request writes
+/// metadata, and also reads the data if they are checked.
 const LONGEST: u64 = 1 << 20;
-/// Maximum bytes of metadata to write without their neighbours, if the disk below supports that.
+/// Maximum number of metadata bytes that are written without the rest of their block, if the disk
+/// below supports such writes.
 const SHORT: usize = 512;
 
 pub(super) struct MetadataQueue {
@@ -31,7 +32,7 @@ pub(super) struct MetadataQueue {
     bounds: Bounds,
     discards: bool,
     of_all: OfAll,
-    /// Readable while the bell or the timer of the disk below is.
+    /// Readable while the bell or the timer of the disk below is readable.
     timer: Option<OwnedFd>,
     tasks: Tasks<Task>,
     serial: u64,
@@ -42,8 +43,8 @@ pub(super) struct MetadataQueue {
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
 }
 
-/// State shared with the other queues of the disk. Must be dropped after the queue of the disk
-/// below, whose drop ends all requests in flight.
+/// State that requests share. Must be dropped after the queue of the disk below: dropping that
+/// queue ends all requests in flight.
 struct OfAll {
     layout: Layout,
     locks: Arc<Locks>,
@@ -61,7 +62,7 @@ impl Drop for OfAll {
     }
 }
 
-/// Tag of the request to the disk below for the data or the metadata of a task.
+/// Tag for a request to the disk below, which transfers the data or the metadata of a task.
 fn tag_of(key: u32, is_metadata: bool) -> u32 {
     key << 1 | u32::from(is_metadata)
 }
@@ -98,7 +99,7 @@ impl MetadataQueue {
         data: &Segments,
     ) -> Result<(), DiskError> {
         request.check(&self.bounds, data)?;
-        // Data and metadata are separate writes, so the operation would not be atomic.
+        // Data and metadata are separate writes, so a compare and write would not be atomic.
         if matches!(request.op, Op::CompareAndWrite { .. }) {
             return Err(DiskError::Unsupported);
         }
@@ -112,8 +113,8 @@ impl MetadataQueue {
         Ok(())
     }
 
-    /// Metadata parameters of a request that has none: protection information is generated as for a
-    /// command with the least checks.
+    /// Metadata parameters for a request without any. Protection information is generated (PRACT)
+    /// and not checked; a discard generates none.
     fn unsaid(&self, request: &Request) -> Metadata {
         let mut metadata = Metadata::default();
         if request.op != Op::Discard {
@@ -133,11 +134,11 @@ impl MetadataQueue {
         mapping.map(|mapping| mapping.bytes()).map_err(|_| DiskError::Io(12))
     }
 
-    /// Starts a request that need not wait. Returns true if it has ended.
+    /// Starts a request whose blocks are free. Returns true if the request has ended.
     fn begin(&mut self, key: u32) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         let (way, place) = (task.way(&self.layout), task.place);
-        // The request was cancelled while it waited.
+        // The request was cancelled while it waited for its blocks.
         if task.outcome.is_err() {
             return true;
         }
@@ -164,20 +165,21 @@ impl MetadataQueue {
         self.move_all(key, way)
     }
 
-    /// True if these metadata are written without their neighbours.
+    /// True if these metadata are written without the rest of their block.
     fn writes_bytes(&self, place: &Place) -> bool {
         place.len <= SHORT && self.inner.writes_bytes()
     }
 
-    /// Loads the stored metadata from the cache. Returns false if they have to be read.
+    /// Loads the stored metadata from the cache. Returns false if they are not cached and have to
+    /// be read.
     fn is_cached(&mut self, key: u32, others: bool) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         let Some(stored) = &task.stored else { return false };
         self.of_all.cache.load(&task.place, others, stored)
     }
 
-    /// Continues a request if none of its requests to the disk below is in flight. Returns true if
-    /// it has ended.
+    /// Continues a request, unless it has requests in flight at the disk below. Returns true if the
+    /// request has ended.
     fn advance(&mut self, key: u32) -> bool {
         let Some(task) = self.tasks.get_mut(key) else { return false };
         if task.left != 0 {
@@ -247,7 +249,8 @@ impl MetadataQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         let place = task.place;
         if op != Op::Read && place.len <= SHORT && self.inner.writes_bytes() {
-            // Neighbouring metadata need not be read first.
+            // The other metadata of the block are not read first, because only these bytes are
+            // written.
             let mut bytes = [0; SHORT];
             let bytes = bytes.get_mut(..place.len).unwrap_or_default();
             let stored = task.stored.as_ref().and_then(|stored| stored.read_into(place.at, bytes));
@@ -266,7 +269,7 @@ impl MetadataQueue {
         }
         if op == Op::Read {
             task.versions = Some(self.of_all.cache.versions(&place));
-            // Not every disk fills the buffer (`null` does not).
+            // The buffer is zeroed first, because a disk such as `null` does not fill it.
             let _ = data.fill(0, data.len(), 0);
         }
         let submitted = self.inner.submit(tag_of(key, true), &request, &mut data);
@@ -350,7 +353,7 @@ impl MetadataQueue {
         if let Err(error) = self.check(request, metadata, data) {
             return Submitted::Done(Err(error));
         }
-        // A discard without effect on the data has none on the metadata.
+        // The disk below ignores discards, so a discard must not change the metadata either.
         if request.op == Op::Discard && !self.discards {
             return Submitted::Done(Ok(()));
         }
@@ -451,7 +454,7 @@ impl Queue for MetadataQueue {
                 done(tag, outcome, data);
             }
         }
-        // Requests started here must be in flight on return.
+        // A request that was started during this call must be in flight when the call returns.
         self.inner.commit();
     }
 
@@ -459,7 +462,7 @@ impl Queue for MetadataQueue {
         let Some(key) = self.tasks.find(tag) else { return };
         let Some(task) = self.tasks.get_mut(key) else { return };
         if task.stage == Stage::Waiting {
-            // The request ends when the bell is processed.
+            // The request ends when the queue processes its bell.
             task.outcome = Err(DiskError::Cancelled);
             return self.of_all.bell.ring(task.serial);
         }

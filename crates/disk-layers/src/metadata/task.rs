@@ -13,30 +13,31 @@ use shadowbell_spec::nvm::{PRINFO_APPTAG, PRINFO_GUARD, PRINFO_REFTAG};
 pub(super) enum Stage {
     /// Waits for earlier requests on the same blocks.
     Waiting,
-    /// Reads the stored metadata around those that it writes.
+    /// Reads the stored metadata that share blocks with those to write.
     Reading,
     /// Data and metadata are in flight.
     Moving,
 }
 
-/// A request.
+/// Request on a disk with metadata.
 #[derive(Debug)]
 pub(super) struct Task {
     /// Serial number, never reused by the queue.
     pub(super) serial: u64,
     pub(super) request: Request,
     pub(super) metadata: Metadata,
-    /// Buffer of the request.
+    /// Buffer of the host's request.
     pub(super) data: Segments,
     pub(super) place: Place,
     pub(super) stage: Stage,
     /// Buffer for the stored metadata.
     pub(super) stored: Option<SharedBytes>,
-    /// Cache versions from before the read of the stored metadata, while it is in flight.
+    /// Cache versions that were taken before the read of the stored metadata, while that read is in
+    /// flight.
     pub(super) versions: Option<Versions>,
-    /// A write of the metadata has started.
+    /// True if a write of the metadata has started.
     pub(super) has_written: bool,
-    /// Requests in flight at the disk below.
+    /// Number of requests in flight at the disk below.
     pub(super) left: u8,
     pub(super) outcome: Result<(), DiskError>,
 }
@@ -44,13 +45,13 @@ pub(super) struct Task {
 /// Kind of access to the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// The request itself, without metadata.
+    /// Passes the request on, without metadata.
     Plain,
     Read,
-    /// Compares the data, and reads the metadata.
+    /// Compares the data and reads the metadata.
     Compare,
     Write,
-    /// Zeroes the data.
+    /// Zeroes the data and writes the metadata.
     Zero,
 }
 
@@ -88,7 +89,7 @@ impl Task {
             Op::Write { .. } => Way::Write,
             Op::WriteZeroes { .. } | Op::Discard => Way::Zero,
             Op::Flush | Op::Verify => Way::Plain,
-            // Refused, by this layer or by the disk below.
+            // This layer or the disk below refuses these operations.
             Op::CompareAndWrite { .. } | Op::Append { .. } | Op::Zone { .. } => Way::Plain,
         }
     }
@@ -112,13 +113,13 @@ impl Task {
         Ok(())
     }
 
-    /// True if the disk below can use the request's buffer directly; it ignores metadata after the
-    /// data.
+    /// True if the disk below can use the buffer of the request directly. Metadata that follow the
+    /// data in the buffer are ignored there.
     pub(super) fn is_direct(&self) -> bool {
         self.metadata.buffer != MetadataBuffer::Extended
     }
 
-    /// Allocates memory for data that are checked but not transferred.
+    /// Allocates memory for data that are read only to be checked.
     pub(super) fn provide(&mut self, layout: &Layout) -> Result<(), DiskError> {
         if self.request.op == Op::Verify && self.way(layout) == Way::Read {
             let mapping = Mapping::anonymous(self.request.len).map_err(|_| DiskError::Io(12))?;
@@ -127,7 +128,7 @@ impl Task {
         Ok(())
     }
 
-    /// Lists the data without the interleaved metadata, for the disk below.
+    /// Selects the data in the buffer for the disk below, without the metadata between them.
     pub(super) fn select(&self, layout: &Layout, into: &mut Segments) -> Result<(), DiskError> {
         let (len, block) = (self.request.len as usize, layout.block_size as usize);
         let stride = block + usize::from(layout.format.size);

@@ -1,4 +1,4 @@
-//! Tests: the metadata cache is never older than the disk, whatever writes it.
+//! Tests of the metadata cache: concurrent writers never leave it older than the disk.
 
 use super::MetadataDisk;
 use shadowbell_disk::{
@@ -18,7 +18,7 @@ fn on(disk: &Arc<dyn Disk>) -> MetadataDisk {
     MetadataDisk::new(Arc::clone(disk), format).unwrap()
 }
 
-/// Executes `op` from block `lba` on, with protection information that is generated or checked.
+/// Executes `op` from block `lba` on, and generates or checks protection information.
 fn run(queue: &mut dyn Queue, op: Op, lba: u64, data: &mut Segments) {
     let mut metadata = Metadata { buffer: MetadataBuffer::None, ..Metadata::default() };
     let prinfo = PRINFO_PRACT | PRINFO_GUARD | PRINFO_REFTAG;
@@ -53,7 +53,7 @@ fn write(queue: &mut dyn Queue, lba: u64, blocks: u64, byte: u8) {
     run(queue, Op::Write { fua: false }, lba, &mut Segments::from_bytes(&bytes));
 }
 
-/// Reads and checks blocks, each of which must contain one repeated byte.
+/// Reads and checks blocks. Each of them must contain one byte value only.
 fn read(queue: &mut dyn Queue, lba: u64, blocks: u64) {
     let bytes = Mapping::anonymous(blocks * BLOCK).unwrap().bytes();
     run(queue, Op::Read, lba, &mut Segments::from_bytes(&bytes));
@@ -64,8 +64,8 @@ fn read(queue: &mut dyn Queue, lba: u64, blocks: u64) {
     }
 }
 
-/// Several queues write and read the same few blocks, whose metadata share one or two blocks of the
-/// disk below.
+/// Several queues write and read the same few blocks. The metadata of these blocks are in one or
+/// two blocks of the disk below.
 fn race(below: &Arc<dyn Disk>) {
     const THREADS: u64 = 4;
     let disk = on(below);
@@ -80,7 +80,7 @@ fn race(below: &Arc<dyn Disk>) {
                     random ^= random >> 7;
                     random ^= random << 17;
                     let (lba, blocks) = (random >> 8 & 63, (random >> 16 & 7) + 1);
-                    // A byte that no other write uses.
+                    // No other thread writes this byte value.
                     let byte = (turn % 60) as u8 * 4 + thread as u8 + 1;
                     match random & 3 {
                         0 => write(&mut *queue, lba, blocks, byte),

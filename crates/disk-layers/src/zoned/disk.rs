@@ -7,8 +7,8 @@ use shadowbell_disk::{Disk, DiskInfo, Extent, Queue, ResizeError, Tell, ZoneForm
 use std::io;
 use std::sync::Arc;
 
-/// Zoned disk (ZNS) on another disk. The zone table is in the first part of that disk, which must
-/// be memory or a raw image.
+/// Zoned disk (ZNS) on another disk, which must be memory or a raw image. The zone table is in the
+/// first part of the disk below.
 #[derive(Clone, Debug)]
 pub struct ZonedDisk {
     inner: Arc<dyn Disk>,
@@ -16,9 +16,9 @@ pub struct ZonedDisk {
 }
 
 impl ZonedDisk {
-    /// Opens the zones on `disk`, or creates them if its first page is zero. Open zones become
-    /// closed, as after a power cycle, unless the process `goes_on` with the disk of another
-    /// process, whose restart the host does not notice.
+    /// Opens the zones on `disk`, or creates them if the first page is zero. Open zones become
+    /// closed, as after a power cycle. They stay open if `goes_on` is true: then this process
+    /// continues the disk of another process, and the host does not notice the change.
     ///
     /// # Errors
     /// A sentence with the reason.
@@ -93,7 +93,7 @@ impl Disk for ZonedDisk {
         let (mut at, end) = (offset, offset.saturating_add(len));
         let size = self.zones.format().size;
         while at < end {
-            // One zone at a time, so that the time between two `tell` calls is bounded.
+            // Each step covers at most one zone, which bounds the time between two calls of `tell`.
             let to = end.min((at / size + 1) * size);
             let written = self.zones.written(at, to - at, false).unwrap_or_default();
             let data = written.first().map_or(0, |piece| piece.len);

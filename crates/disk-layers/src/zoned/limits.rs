@@ -7,23 +7,24 @@ use shadowbell_spec::zns::ZoneState;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-/// A zone.
+/// Zone in memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Zone {
     pub(super) record: Record,
-    /// A reset is discarding its data.
+    /// True while a reset discards the data of the zone.
     pub(super) resetting: bool,
-    /// Writes in flight that have a position in the zone.
+    /// Number of writes in flight that have a position in the zone.
     pub(super) in_flight: u32,
 }
 
-/// State of all zones, protected by the lock.
+/// State of all zones, which the lock protects.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) zones: Vec<Zone>,
     open: u32,
     active: u32,
-    /// Implicitly opened zones, the oldest first; used only with a limit of open zones.
+    /// Implicitly opened zones, the oldest first. Maintained only if there is a limit of open
+    /// zones.
     implicit: VecDeque<u32>,
     /// Resets that wait for writes in flight, by zone.
     pub(super) waiting: HashMap<u32, Vec<(Arc<Bell>, u64)>>,
@@ -58,12 +59,13 @@ impl State {
         }
     }
 
-    /// Sets the record of a zone, in the table first.
+    /// Sets the record of a zone, in the stored table and then in memory.
     pub(super) fn set(&mut self, table: &Table, index: usize, record: Record) {
         let before = self.zones[index].record;
         self.count(index, before.state, record.state, table.layout.format.max_open != 0);
         self.zones[index].record = record;
-        // Storing cannot fail: the memory is mapped, and a read-only disk has no transitions.
+        // Storing cannot fail: the table is mapped memory, and the zones of a read-only disk do not
+        // change.
         let _ = table.store(index as u64, record);
     }
 
@@ -73,14 +75,14 @@ impl State {
         self.set(table, index, Record { state, ..record });
     }
 
-    /// Checks that `more` additional zones may be active.
+    /// Checks that `more` additional zones may become active.
     pub(super) fn check_active(&self, table: &Table, more: u32) -> Result<(), DiskError> {
         let most = table.layout.format.max_active;
         let is_too_much = most != 0 && self.active.saturating_add(more) > most;
         if is_too_much { Err(DiskError::TooManyActiveZones) } else { Ok(()) }
     }
 
-    /// Makes room for one more open zone, by closing the oldest implicitly opened one if necessary.
+    /// Makes room for one more open zone. Closes the oldest implicitly opened zone if necessary.
     pub(super) fn make_room(&mut self, table: &Table) -> Result<(), DiskError> {
         let most = table.layout.format.max_open;
         if most == 0 || self.open < most {
@@ -91,7 +93,8 @@ impl State {
         Ok(())
     }
 
-    /// Checks that `more` additional zones may be open, if all implicitly opened ones are closed.
+    /// Checks that `more` additional zones may become open. Implicitly opened zones do not count,
+    /// because they can be closed.
     pub(super) fn check_open(&self, table: &Table, more: u32) -> Result<(), DiskError> {
         let most = table.layout.format.max_open;
         let fixed = self.open.saturating_sub(self.implicit.len() as u32);

@@ -12,14 +12,15 @@ use std::sync::Arc;
 pub(super) enum Reset {
     /// The reset has ended: the zone is empty.
     Over,
-    /// Writes or another reset are in flight in the zone; the bell signals when to try again.
+    /// Writes or another reset are in flight in the zone. The bell rings when the caller may try
+    /// again.
     Wait,
     /// Discard this many bytes, then [end the reset](ZoneSet::end_reset).
     Discard(u64),
 }
 
 impl ZoneSet {
-    /// Opens, closes or finishes a zone or takes it offline. `at` is its start.
+    /// Opens, closes or finishes a zone, or takes it offline. The zone starts at `at`.
     pub(super) fn manage(&self, action: ZoneAction, at: u64) -> Result<(), DiskError> {
         let (index, start) = self.zone_of(at)?;
         if start != at {
@@ -74,7 +75,7 @@ impl ZoneSet {
             .filter(|index| which(state.zones[*index].record.state))
             .collect();
         if action == ZoneAction::Open {
-            // All of them, or none.
+            // The action applies to all of these zones or to none.
             state.check_open(&self.table, concerned.len() as u32)?;
         }
         for index in concerned {
@@ -86,7 +87,8 @@ impl ZoneSet {
         Ok(())
     }
 
-    /// Stores the Zone Descriptor Extension of an empty zone, which becomes closed.
+    /// Stores the Zone Descriptor Extension of an empty zone. This changes the state of the zone to
+    /// closed.
     pub(super) fn set_extension(&self, at: u64, bytes: &[u8]) -> Result<(), DiskError> {
         let (index, start) = self.zone_of(at)?;
         if start != at || bytes.is_empty() || bytes.len() != self.format().extension_bytes() {
@@ -104,7 +106,7 @@ impl ZoneSet {
         Ok(())
     }
 
-    /// Starts the reset of the zone that starts at `at`, for the request with this serial number.
+    /// Starts the reset of the zone that starts at `at`. The request has this serial number.
     pub(super) fn begin_reset(
         &self,
         at: u64,
@@ -129,7 +131,8 @@ impl ZoneSet {
         Ok(Reset::Discard(zone.record.written * u64::from(self.layout().block_size)))
     }
 
-    /// Ends a zone's reset, after its data were discarded (`is_done`) or because it was cancelled.
+    /// Ends the reset of a zone. `is_done` is true if the data were discarded, and false if the
+    /// reset was cancelled.
     pub(super) fn end_reset(&self, at: u64, is_done: bool) {
         let Ok((index, _)) = self.zone_of(at) else { return };
         let mut state = self.state.lock();
@@ -150,7 +153,7 @@ impl ZoneSet {
         Some(found.0 as u64 * self.format().size)
     }
 
-    /// Removes the waiting requests of a dropped queue, identified by its bell.
+    /// Removes the waiting requests of a dropped queue. `bell` identifies the queue.
     pub(super) fn forget(&self, bell: &Arc<Bell>) {
         let mut state = self.state.lock();
         state.waiting.values_mut().for_each(|all| all.retain(|(of, _)| !Arc::ptr_eq(of, bell)));

@@ -10,10 +10,11 @@
 //! | `report` | Report Zones |
 //! | `disk`, `queue`, `task` | the disk, one thread's queue, and a request |
 //!
-//! A write gets its position at its submission, under a lock of the disk that is held for a few
-//! instructions, so write pointers never wait for storage. The zone table is in mapped memory, the
-//! first part of the disk below, and is updated by plain stores, so it survives the process
-//! together with the data. A reset waits for the writes in flight in its zone.
+//! A write takes its position when it is submitted, under a lock of the disk. The lock is held for
+//! a few instructions only, so write pointers never wait for the storage. The zone table is in the
+//! first part of the disk below, which is mapped as memory. It is updated by stores to that memory
+//! and survives the process together with the data. A reset waits for the writes in flight in its
+//! zone.
 
 mod disk;
 mod limits;

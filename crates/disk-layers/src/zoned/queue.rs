@@ -14,11 +14,11 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Zones that a reset of all zones handles in one pass.
+/// Maximum number of zones that a reset of all zones handles in one pass.
 const AT_ONCE: u32 = 64;
-/// Tag of internal requests.
+/// Tag of requests that the queue itself sends to the disk below.
 const OWN: u32 = u32::MAX;
-/// Free segment lists to keep.
+/// Maximum number of free segment lists to keep.
 const SPARE: usize = 16;
 
 pub(super) struct ZonedQueue {
@@ -26,16 +26,16 @@ pub(super) struct ZonedQueue {
     zones: Arc<ZoneSet>,
     bounds: Bounds,
     discards: bool,
-    /// A FUA write needs a flush, because the zone table is in the page cache.
+    /// True if a FUA write needs a flush, because the zone table is in the page cache.
     syncs: bool,
     read_only: bool,
     bell: Arc<Bell>,
-    /// Readable while the bell or the timer of the disk below is.
+    /// Readable while the bell or the timer of the disk below is readable.
     timer: Option<OwnedFd>,
     tasks: Tasks<Task>,
     serial: u64,
     replays: bool,
-    /// Positions of completed Zone Appends, by tag.
+    /// Offsets at which completed Zone Appends have written, by tag.
     places: HashMap<u32, u64>,
     spare: Vec<Segments>,
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
@@ -98,8 +98,8 @@ impl ZonedQueue {
         }
     }
 
-    /// Flushes data and write pointer after a task's FUA write. `own` is the task's buffer, which
-    /// is returned in `data` if the flush completes inline.
+    /// Flushes the data and the write pointer after the FUA write of a task. `own` is the buffer of
+    /// the task. If the flush completes inline, the buffer is returned in `data`.
     fn flush(&mut self, key: u32, own: Segments, data: &mut Segments) -> Submitted {
         if let Some(task) = self.tasks.get_mut(key) {
             (task.kind, task.data) = (Kind::Flush, own);
@@ -114,7 +114,7 @@ impl ZonedQueue {
         submitted
     }
 
-    /// Submits a write with its position at `offset` in this zone.
+    /// Submits a write. `offset` is its position, in this zone.
     fn write(
         &mut self,
         (tag, request): (u32, &Request),
@@ -135,9 +135,10 @@ impl ZonedQueue {
         self.hand_down((tag, kind), &below, data)
     }
 
-    /// Read, Compare and Verify: written parts are read from the disk below, the rest is zero.
+    /// Executes Read, Compare and Verify. Written parts are read from the disk below; the rest is
+    /// zero.
     fn read(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        // A Verify may be a background check of the controller, which ignores zones.
+        // A Verify may be a background check by the controller, which ignores zone boundaries.
         let across = self.zones.format().read_across || request.op == Op::Verify;
         let pieces = match self.zones.written(request.offset, request.len, across) {
             Ok(pieces) => pieces,
@@ -211,7 +212,7 @@ impl ZonedQueue {
         self.end_at_once(parent, data)
     }
 
-    /// Ends the task inline if none of its parts is in flight.
+    /// Ends the task inline, unless parts of it are in flight.
     fn end_at_once(&mut self, key: u32, data: &mut Segments) -> Submitted {
         if self.tasks.get_mut(key).is_some_and(|task| task.left != 0) {
             return Submitted::Pending;
@@ -263,7 +264,7 @@ impl ZonedQueue {
         if self.go_on(key) { self.end_at_once(key, data) } else { Submitted::Pending }
     }
 
-    /// Continues a reset for a bounded time. Returns true if it has ended.
+    /// Continues a reset, for a bounded time. Returns true if the reset has ended.
     fn go_on(&mut self, key: u32) -> bool {
         for _ in 0..AT_ONCE {
             let Some(task) = self.tasks.get_mut(key) else { return false };
@@ -296,7 +297,8 @@ impl ZonedQueue {
                         Submitted::Pending => return false,
                         Submitted::Done(outcome) => self.discarded(key, outcome),
                     }
-                    // The next piece waits for a pass, so that other work is not delayed.
+                    // The next piece is discarded in a later pass, so that other work is not
+                    // delayed.
                     self.bell.ring(serial);
                     return false;
                 }
@@ -398,7 +400,7 @@ impl Queue for ZonedQueue {
         }
         let placed = match request.op {
             Op::Read | Op::Compare | Op::Verify => return self.read(tag, request, data),
-            // Space is returned by a reset only.
+            // A discard has no effect. Only a reset returns space.
             Op::Discard => return Submitted::Done(Ok(())),
             Op::CompareAndWrite { .. } => return Submitted::Done(Err(DiskError::Unsupported)),
             Op::Flush => return self.hand_down((tag, Kind::Plain), request, data),
@@ -466,7 +468,7 @@ impl Queue for ZonedQueue {
                 done(tag, outcome, data);
             }
         }
-        // Requests started here must be in flight on return.
+        // A request that was started during this call must be in flight when the call returns.
         self.inner.commit();
     }
 
@@ -475,7 +477,7 @@ impl Queue for ZonedQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         match task.kind {
             Kind::Reset { stage: Stage::Asking, .. } => {
-                // The request ends when the bell is processed.
+                // The request ends when the queue processes its bell.
                 task.outcome = Err(DiskError::Cancelled);
                 self.bell.ring(task.serial);
             }

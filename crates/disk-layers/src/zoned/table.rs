@@ -2,7 +2,7 @@
 //!
 //! The first part of the disk below is the table: a page with the zone format, a 64-bit word per
 //! zone, and the zone descriptor extensions. A word is stored atomically and contains its own
-//! checksum, so a crash cannot leave a partly stored state. The data follow.
+//! checksum, so a crash cannot leave half of a state. The data follow the table.
 
 use shadowbell_disk::ZoneFormat;
 use shadowbell_memory::SharedBytes;
@@ -13,14 +13,14 @@ use shadowbell_spec::zns::ZoneState;
 const MAGIC: [u8; 8] = *b"SBZONES1";
 /// Size of the header: one page.
 const HEADER: usize = 4096;
-/// Bytes of the header covered by the checksum that follows them.
+/// Number of header bytes that the checksum covers. The checksum follows them.
 const COVERED: usize = 56;
 /// Alignment of the data, large enough for any storage.
 const ALIGNMENT: u64 = 1 << 20;
-/// Size of the checksum before an extension.
+/// Size of the checksum that precedes an extension.
 const SEAL: usize = 8;
 
-/// Bits of a zone's word.
+/// Fields of a zone's word: number of written blocks, and position of the state.
 const WRITTEN: u64 = (1 << 40) - 1;
 const STATE: u32 = 40;
 const HAS_EXTENSION: u64 = 1 << 44;
@@ -60,7 +60,7 @@ impl Record {
         low | Self::checksum(zone, low) << CHECKSUM
     }
 
-    /// Decodes a word; `None` if its checksum is not valid for this zone.
+    /// Decodes the word of a zone. `None` if the checksum does not match this zone.
     pub(super) fn unpack(zone: u64, word: u64) -> Option<Self> {
         let low = word & ((1 << CHECKSUM) - 1);
         if word >> CHECKSUM != Self::checksum(zone, low) {
@@ -106,7 +106,7 @@ impl Layout {
         self.data.saturating_add(last).saturating_add(self.format.capacity)
     }
 
-    /// Bytes of the table per zone descriptor extension.
+    /// Size of a zone descriptor extension in the table, in bytes, with its checksum.
     fn slot(format: &ZoneFormat) -> usize {
         let bytes = format.extension_bytes();
         if bytes == 0 { 0 } else { SEAL + bytes }
@@ -144,11 +144,11 @@ pub(super) enum Found {
     Nothing,
     /// Zones of this layout.
     Zones(Layout),
-    /// Other content, with the reason for its refusal.
+    /// Other content, with the reason why it is refused.
     Else(String),
 }
 
-/// Zone table, in mapped memory of the disk.
+/// Zone table, in the mapped memory of the disk.
 #[derive(Debug)]
 pub(super) struct Table {
     pub(super) layout: Layout,
@@ -156,10 +156,10 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Bytes that [`find`](Self::find) reads.
+    /// Number of bytes that [`find`](Self::find) reads.
     pub(super) const LOOKS_AT: u64 = HEADER as u64;
 
-    /// Interprets the first page of a disk that should have this format.
+    /// Interprets the first page of a disk. The zones on it must have the format `wanted`.
     pub(super) fn find(page: &SharedBytes, wanted: ZoneFormat, block_size: u32) -> Found {
         let mut header = [0; HEADER];
         if page.read_into(0, &mut header).is_none() {
@@ -207,18 +207,19 @@ impl Table {
         Found::Zones(layout)
     }
 
-    /// Table of this layout in this memory.
+    /// Creates the table for this layout in `memory`, without access to it.
     pub(super) fn new(layout: Layout, memory: SharedBytes) -> Self {
         Self { layout, memory }
     }
 
-    /// Creates an empty table. The header is written last, so that a partial table is never valid.
+    /// Writes an empty table. The header is written last, so a table without a header is
+    /// incomplete.
     pub(super) fn make(&self) -> Option<()> {
         (0..self.layout.zones).try_for_each(|zone| self.store(zone, Record::EMPTY))?;
         self.memory.write_from(0, &self.layout.header())
     }
 
-    /// Loads the record of a zone; `None` if it is damaged or impossible.
+    /// Loads the record of a zone. `None` if the record is damaged or not valid for the layout.
     pub(super) fn load(&self, zone: u64) -> Option<Record> {
         let word = self.memory.load_u64_acquire(Self::word_at(zone))?;
         let capacity = self.layout.format.capacity / u64::from(self.layout.block_size);
@@ -239,7 +240,7 @@ impl Table {
         HEADER + self.layout.zones as usize * 8 + zone as usize * slot
     }
 
-    /// Loads the extension of a zone; `None` if it is damaged.
+    /// Loads the extension of a zone. `None` if it is damaged.
     pub(super) fn load_extension(&self, zone: u64) -> Option<Vec<u8>> {
         let (at, len) = (self.slot_at(zone), self.layout.format.extension_bytes());
         let mut bytes = vec![0; len];

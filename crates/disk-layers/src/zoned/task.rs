@@ -6,17 +6,17 @@ use shadowbell_memory::Segments;
 /// Kind of a request to the disk below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A single request.
+    /// The only request to the disk below for a host's request.
     Plain,
-    /// A write with a position in this zone.
+    /// A write with its position in this zone.
     Write { zone: usize, flush: bool },
     /// The flush after a FUA write.
     Flush,
-    /// A request split into several parts.
+    /// A host's request that is split into several parts.
     Parts,
     /// A part of the request with this key.
     Part { parent: u32 },
-    /// A reset of the zone at `at`, or with `all` of all zones in a suitable state.
+    /// A reset: of the zone at `at`, or with `all`, of all zones in a suitable state.
     Reset { at: u64, all: bool, stage: Stage },
 }
 
@@ -25,19 +25,19 @@ pub(super) enum Kind {
 pub(super) enum Stage {
     /// Waits until the zone has no writes in flight.
     Asking,
-    /// Discards the zone's data; `from` to `to` is left.
+    /// Discards the data of the zone. The range `from` to `to` is left.
     Discarding { from: u64, to: u64 },
 }
 
-/// A request.
+/// Request on a zoned disk.
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) kind: Kind,
     /// Serial number, unique in the queue.
     pub(super) serial: u64,
-    /// Buffer of the request, unless the disk below has it.
+    /// Buffer of the request, unless the disk below holds it.
     pub(super) data: Segments,
-    /// Parts in flight.
+    /// Number of parts in flight.
     pub(super) left: u32,
     pub(super) outcome: Result<(), DiskError>,
 }

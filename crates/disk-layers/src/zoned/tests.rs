@@ -115,7 +115,7 @@ fn a_disk_is_made_into_zones_once() {
     assert_eq!(run(Op::Read, 3), Submitted::Done(Err(DiskError::ZoneOffline)));
     assert_eq!(run(Op::Append { fua: false }, 3), Submitted::Done(Err(DiskError::ZoneOffline)));
     drop(queue);
-    // The header is damaged; then other content replaces it.
+    // The header is damaged. Afterwards, other content replaces it.
     let byte: u8 = disk.bytes().read(16).unwrap();
     disk.bytes().write(16, &!byte).unwrap();
     assert!(on("zoned=64KiB").unwrap_err().contains("is damaged"));
@@ -165,7 +165,7 @@ fn a_write_of_a_dead_process_has_its_place_yet() {
     assert_eq!(zones.begin_write(0, 1024, false), Err(DiskError::ZoneFull));
     assert_eq!(zones.begin_write(0, 512, true), Ok(0));
     assert_eq!(zones.begin_write(0, 1536, true), Err(DiskError::ZoneFull));
-    // A write that was not executed before takes its position as usual.
+    // A write that the dead process has not executed takes its position as usual.
     assert_eq!(zones.begin_write(SIZE, 512, true), Ok(1));
     assert_eq!(zones.begin_write(SIZE + 1024, 512, true), Err(DiskError::ZoneBoundary));
 }

@@ -6,27 +6,27 @@ use parking_lot::Mutex;
 use shadowbell_disk::{DiskError, ZoneFormat, ZoneReport, Zones};
 use shadowbell_spec::zns::ZoneState;
 
-/// Zones of a disk, shared by all of its queues. Offsets and lengths are in bytes as the host sees
-/// them.
+/// Zones of a disk, which all of its queues share. Offsets and lengths are in bytes, as for the
+/// host.
 #[derive(Debug)]
 pub(super) struct ZoneSet {
     pub(super) table: Table,
     pub(super) state: Mutex<State>,
     /// Number of open queues in this process.
     queues: Mutex<usize>,
-    /// Zones whose table entry was damaged when it was loaded.
+    /// Number of zones whose table entries were damaged when they were loaded.
     pub(super) damaged: u64,
 }
 
-/// Loads the table. Also returns the number of damaged entries.
+/// Loads all zones from the table. Also returns the number of damaged entries.
 fn load(table: &Table, goes_on: bool) -> (State, u64) {
     let mut damaged = 0;
     let capacity = table.layout.format.capacity / u64::from(table.layout.block_size);
     let zone = |index| {
         let stored = table.load(index);
         let mut record = stored.unwrap_or_else(|| {
-            // The write pointer is unknown: the zone becomes read-only, so its data can be read and
-            // are not overwritten.
+            // The write pointer is unknown. The zone becomes read-only, so that its data can be
+            // read and cannot be overwritten.
             damaged += 1;
             Record { written: capacity, state: ZoneState::ReadOnly, has_extension: false }
         });
@@ -38,7 +38,7 @@ fn load(table: &Table, goes_on: bool) -> (State, u64) {
             record.state = if is_used { ZoneState::Closed } else { ZoneState::Empty };
         }
         if stored != Some(record) {
-            // Cannot be stored on a read-only disk, where the next load yields the same result.
+            // On a read-only disk this fails without harm: the next load yields the same record.
             let _ = table.store(index, record);
         }
         Zone { record, resetting: false, in_flight: 0 }
@@ -47,7 +47,7 @@ fn load(table: &Table, goes_on: bool) -> (State, u64) {
     (State::new(zones, table), damaged)
 }
 
-/// Written part of a read.
+/// Written part of a range that is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     /// Offset in bytes.
@@ -56,15 +56,15 @@ pub(super) struct Piece {
 }
 
 impl ZoneSet {
-    /// Loads the zones of a table. Open zones stay open if the process `goes_on` for another one;
-    /// otherwise the host sees a power cycle, which closes them.
+    /// Loads the zones of a table. If `goes_on` is true, this process continues for another one and
+    /// open zones stay open. Otherwise the host sees a power cycle, which closes them.
     pub(super) fn new(table: Table, goes_on: bool) -> Self {
         let (state, damaged) = load(&table, goes_on);
         Self { state: Mutex::new(state), queues: Mutex::new(0), table, damaged }
     }
 
-    /// Registers a queue. The first queue of this process reloads the table, because a previous
-    /// process may have changed it until this one takes over.
+    /// Registers a queue. The first queue of this process reloads the table. Until then, the
+    /// previous process may have changed it.
     pub(super) fn enter(&self) {
         let mut queues = self.queues.lock();
         if *queues == 0 {
@@ -87,7 +87,7 @@ impl ZoneSet {
         u64::from(self.layout().block_size)
     }
 
-    /// Index and start of the zone that contains a byte.
+    /// Index and start of the zone that contains the byte at `offset`.
     pub(super) fn zone_of(&self, offset: u64) -> Result<(usize, u64), DiskError> {
         let index = offset / self.format().size;
         if index >= self.count() {
@@ -96,7 +96,7 @@ impl ZoneSet {
         Ok((index as usize, index * self.format().size))
     }
 
-    /// Fails if the state of the zone allows no writes.
+    /// Returns an error if the state of the zone allows no writes.
     fn check_writable(zone: &Zone) -> Result<(), DiskError> {
         match zone.record.state {
             ZoneState::Full => Err(DiskError::ZoneFull),
@@ -118,8 +118,8 @@ impl ZoneSet {
         Ok(())
     }
 
-    /// Starts a write and advances the write pointer. Returns the zone, for
-    /// [`end_write`](Self::end_write). With `replays`, a dead process may have advanced the write
+    /// Starts a write and advances the write pointer. Returns the zone, which the caller passes to
+    /// [`end_write`](Self::end_write). With `replays`, the dead process may have advanced the write
     /// pointer for this write already.
     pub(super) fn begin_write(
         &self,
@@ -142,7 +142,7 @@ impl ZoneSet {
         Ok(index)
     }
 
-    /// Starts a Zone Append at the write pointer of the zone that starts at `start`, like
+    /// Starts a Zone Append at the write pointer of the zone that starts at `start`. Otherwise like
     /// [`begin_write`](Self::begin_write). Also returns the offset of the data.
     pub(super) fn begin_append(&self, start: u64, len: u64) -> Result<(usize, u64), DiskError> {
         let (index, begin) = self.zone_of(start)?;
@@ -163,7 +163,7 @@ impl ZoneSet {
         Ok((index, start + within))
     }
 
-    /// Advances the write pointer of a zone, which becomes open or full.
+    /// Advances the write pointer of a zone. The zone becomes open or full.
     fn advance(&self, state: &mut State, index: usize, len: u64) -> Result<(), DiskError> {
         let before = state.zones[index].record;
         if !before.state.is_open() {
@@ -195,8 +195,8 @@ impl ZoneSet {
         }
     }
 
-    /// Lists the written parts of a range; the rest reads as zeroes. With `across`, the range may
-    /// span several zones.
+    /// Lists the written parts of a range. All other parts read as zeroes. With `across`, the range
+    /// may span several zones.
     pub(super) fn written(
         &self,
         offset: u64,

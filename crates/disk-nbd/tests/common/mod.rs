@@ -1,5 +1,4 @@
-//! NBD server for tests: its behaviour is configurable, and its cache is lost when it is
-//! killed.
+//! NBD server for tests, with configurable behaviour. If the server is killed, its cache is lost.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use parking_lot::{Condvar, Mutex};
@@ -26,7 +25,7 @@ pub(crate) const ALL: u16 = transmission::HAS_FLAGS
     | transmission::SEND_WRITE_ZEROES
     | transmission::CAN_MULTI_CONN;
 
-/// Bytes that the server sends instead of a reply; none for a correct reply.
+/// Function that returns bytes to send in place of a reply, or `None` for the correct reply.
 pub(crate) type Lie = fn(&Request) -> Option<Vec<u8>>;
 
 /// Behaviour of the server.
@@ -35,9 +34,9 @@ pub(crate) struct Manner {
     pub(crate) flags: u16,
     pub(crate) structured: bool,
     pub(crate) lie: Option<Lie>,
-    /// Error codes by command.
+    /// Error code for each command that has to fail.
     pub(crate) errors: BTreeMap<u16, u32>,
-    /// Requests are accepted and not answered.
+    /// True if requests are accepted and not answered.
     pub(crate) holds: bool,
     /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
@@ -46,16 +45,16 @@ pub(crate) struct Manner {
 }
 
 struct Store {
-    /// Data that survive a kill.
+    /// Data that survive a kill of the server.
     durable: Vec<u8>,
-    /// Data that are read.
+    /// Current data, which reads return.
     cache: Vec<u8>,
     epoch: u64,
     manner: Manner,
-    /// Executed requests of each command.
+    /// Number of executed requests, by command.
     counts: BTreeMap<u16, u64>,
     sockets: Vec<UnixStream>,
-    /// Negotiated connections.
+    /// Number of negotiated connections.
     connections: u64,
 }
 
@@ -95,7 +94,7 @@ impl Fake {
         self.directory.path().join("nbd")
     }
 
-    /// Opens the export, with options.
+    /// Opens the export with these options.
     pub(crate) fn try_open(&self, options: &str) -> Result<NbdDisk, OpenError> {
         let more = if options.is_empty() { "" } else { "&" };
         let spec = format!("nbd+unix:///x?socket={}{more}{options}", self.socket().display());
@@ -119,7 +118,7 @@ impl Fake {
         self.state.store.lock().connections
     }
 
-    /// Waits until `holds` is true of the number of executed requests by command.
+    /// Waits until `holds` returns true for the numbers of executed requests by command.
     pub(crate) fn wait(&self, holds: impl Fn(&BTreeMap<u16, u64>) -> bool) {
         let mut store = self.state.store.lock();
         while !holds(&store.counts) {
@@ -135,7 +134,7 @@ impl Fake {
         self.state.store.lock().cache.clone()
     }
 
-    /// Ends without notice: unflushed data are lost.
+    /// Kills the server. Unflushed data are lost.
     pub(crate) fn kill(&mut self) {
         let Some((listener, thread)) = self.listener.take() else { return };
         let mut store = self.state.store.lock();
@@ -144,13 +143,13 @@ impl Fake {
         store.sockets.drain(..).for_each(|socket| drop(socket.shutdown(Shutdown::Both)));
         drop(store);
         self.state.changed.notify_all();
-        // From here on connecting fails, and `accept` returns.
+        // From now on, connecting fails and `accept` returns.
         let _ = std::fs::remove_file(self.socket());
         let _ = rustix::net::shutdown(&listener, rustix::net::Shutdown::Both);
         drop(thread.join());
     }
 
-    /// Ends one connection, and continues to serve.
+    /// Ends one connection. The server continues to serve the others.
     pub(crate) fn hang_up(&self, connection: usize) {
         let store = self.state.store.lock();
         let _ = store.sockets[connection].shutdown(Shutdown::Both);
@@ -175,7 +174,7 @@ impl Fake {
                 }
                 store.sockets.push(socket.try_clone().unwrap());
                 drop(store);
-                // Errors are for the client to detect.
+                // Errors are ignored, because the client under test has to detect them.
                 std::thread::spawn(move || drop(serve(socket, &state, epoch)));
             }
         });
@@ -263,7 +262,7 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
         *store.counts.entry(request.command).or_default() += 1;
         served += 1;
         if store.manner.hangs_up_after == Some(served) {
-            // The executed request gets no reply.
+            // The last request was executed and gets no reply.
             state.changed.notify_all();
             return socket.shutdown(Shutdown::Both);
         }
@@ -282,7 +281,8 @@ fn serve(mut socket: UnixStream, state: &State, epoch: u64) -> io::Result<()> {
             (0, _) if structured => Head::done(cookie).bytes().to_vec(),
             (0, _) => Head::simple(cookie, Ok(())).bytes().to_vec(),
             (error, _) => {
-                // With any error number, also one that the protocol does not have.
+                // Replies with any error number, including numbers that the protocol does not
+                // define.
                 let mut out = Head::simple(cookie, Ok(())).bytes().to_vec();
                 if structured {
                     out = Head::error(cookie, shadowbell_nbd::wire::NbdError::Io, "no")

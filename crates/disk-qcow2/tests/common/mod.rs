@@ -1,5 +1,4 @@
-//! Shared helpers of the tests: images, a host's memory, and running a batch of requests to its
-//! end.
+//! Shared helpers of the tests: images, memory of a host, and execution of batches of requests.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
@@ -11,16 +10,17 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-/// A directory for images on the file system of the build, which supports direct I/O more
-/// likely than `/tmp`.
+/// Creates a directory for images, on the file system of the build. It supports direct I/O more
+/// often than `/tmp`.
 pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Runs `qemu-img`. None, with a message, if it is not installed.
+/// Runs `qemu-img`. Returns `None`, with a message, if it is not installed.
 ///
-/// A child process that another test has just forked holds the descriptors of all images, and
-/// their locks, until it executes its program: so a locked image is retried.
+/// If the image is locked, the call is repeated. The reason may be a child process that another
+/// test has just forked: it holds the descriptors of all images, and their locks, until it executes
+/// its program.
 pub(crate) fn qemu_img(arguments: &[&str]) -> Option<std::process::Output> {
     let begin = Instant::now();
     loop {
@@ -43,26 +43,26 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> Option<std::process::Output> {
     }
 }
 
-/// Runs `qemu-img`, which must succeed; `false` if it is not installed.
+/// Runs `qemu-img`, which must succeed. Returns `false` if it is not installed.
 pub(crate) fn qemu_img_does(arguments: &[&str]) -> bool {
     let Some(output) = qemu_img(arguments) else { return false };
     assert!(output.status.success(), "qemu-img {arguments:?}: {output:?}");
     true
 }
 
-/// Checks that the image at `path` is consistent, except for leaked clusters.
+/// Checks that the image at `path` is consistent. Leaked clusters are allowed.
 pub(crate) fn check(path: &Path) {
     let Some(output) = qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]) else { return };
     assert!(matches!(output.status.code(), Some(0 | 3)), "{path:?}: {output:?}");
 }
 
-/// Like `check`, without leaks.
+/// Checks the image like `check`. Leaked clusters are not allowed.
 pub(crate) fn check_whole(path: &Path) {
     let Some(output) = qemu_img(&["check", "-f", "qcow2", path.to_str().unwrap()]) else { return };
     assert_eq!(output.status.code(), Some(0), "{path:?}: {output:?}");
 }
 
-/// Opens the image at `path` with options in their textual form.
+/// Opens the image at `path`. `options` has the syntax of a disk specification.
 pub(crate) fn open(path: &Path, options: &str) -> Qcow2Disk {
     try_open(path, options).unwrap()
 }
@@ -83,7 +83,8 @@ pub(crate) fn segments(bytes: &SharedBytes, at: usize, len: usize) -> Segments {
     Segments::from_bytes(&bytes.slice(at, len).unwrap())
 }
 
-/// Submits all requests in one batch and waits for their results, in the order of the requests.
+/// Submits all requests in one batch, and waits for their results. Returns them in the order of the
+/// requests.
 pub(crate) fn run(
     queue: &mut dyn Queue,
     requests: Vec<(Request, Segments)>,
@@ -135,19 +136,19 @@ pub(crate) fn flush(queue: &mut dyn Queue) -> Result<(), DiskError> {
     run_one(queue, Op::Flush, 0, 0, Segments::new())
 }
 
-/// Contents of the whole disk.
+/// Reads the content of the whole disk.
 pub(crate) fn content(disk: &dyn Disk) -> Vec<u8> {
     let mut queue = disk.queue().unwrap();
     read(&mut *queue, 0, disk.info().bytes() as usize).unwrap()
 }
 
-/// Waits for the wake descriptor.
+/// Waits until the wake descriptor is readable.
 pub(crate) fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().expect("what leaves requests pending has a wake descriptor");
     wait::readable("a signal of the wake descriptor", fd);
 }
 
-/// Deterministic random numbers.
+/// Generator of deterministic random numbers.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {

@@ -1,5 +1,5 @@
-//! Tests of the character device path without an NVMe device: `/dev/null` accepts any io_uring
-//! command and reports success; a regular file accepts none.
+//! Tests of the path for character devices, without an NVMe device. `/dev/null` accepts any
+//! io_uring command and reports success. A regular file accepts none.
 
 use super::super::flusher::Syncs;
 use super::super::namespace::NamespaceFacts;
@@ -60,7 +60,7 @@ fn requests_end_when_their_last_command_has() {
         assert_eq!(outcome(&mut *queue, op, len), Ok(()), "{op:?} {len}");
     }
     assert_eq!(outcome(&mut *queue, Op::Read, 2 << 30), Err(DiskError::OutOfRange));
-    // A flush uses `ioctl`, which `/dev/null` does not implement.
+    // A flush is an `ioctl`, which `/dev/null` does not implement.
     assert_eq!(outcome(&mut *queue, Op::Flush, 0), Err(DiskError::Io(libc::ENOTTY)));
     let facts = NamespaceFacts { has_cache: false, ..facts() };
     let mut queue = disk(namespace(null(), EngineKind::Uring, facts)).queue().unwrap();
@@ -74,15 +74,15 @@ fn what_takes_no_commands_says_so_by_either_way() {
     {
         let mut queue = disk(namespace(memfd(MIB), engine, facts())).queue().unwrap();
         assert_eq!(outcome(&mut *queue, Op::Read, 4096), Err(DiskError::Io(errno)));
-        // The queue does not fall back to calls that a regular file supports.
+        // The queue must not fall back to calls that a regular file supports.
         assert_eq!(outcome(&mut *queue, Op::Write { fua: false }, 512), Err(DiskError::Io(errno)));
     }
 }
 
-/// A call with its offset and length.
+/// Call with its offset and its length.
 type Made = (Call, u64, u64);
 
-/// Lists the calls made for a request if each call ends with the result of `end`.
+/// Lists the calls that a request makes. Each call ends with the result that `end` returns.
 fn calls(
     shared: &FileShared,
     op: Op,
@@ -133,7 +133,8 @@ fn what_a_device_refuses_is_done_by_other_means_and_what_it_fails_is_its_status(
     assert_eq!(result, Ok(()));
     let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x4281));
     assert_eq!((made.len(), result), (1, Err(DiskError::Device(0x4281))));
-    // A status of the kernel after a device reset, which is not passed on.
+    // The kernel generates this status after a reset of the device. It is not passed on to the
+    // host.
     let (made, result) = calls(&shared, Op::Read, 4096, |_, _| -(NVME_STATUS + 0x371));
     assert_eq!((made.len(), result), (65, Err(DiskError::Io(libc::EIO))));
 }

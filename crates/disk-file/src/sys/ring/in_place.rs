@@ -1,4 +1,4 @@
-//! Inline writes by the queue's own thread, which may block briefly.
+//! Inline writes: the thread of the queue executes them itself, if it may block briefly.
 //!
 //! Most file systems do not support non-blocking buffered writes, so such writes go to other
 //! threads. Passing a write to another thread and back takes longer than the write itself. A thread
@@ -6,7 +6,7 @@
 //! (`InlineWrites`).
 //!
 //! io_uring returns `EAGAIN` both for a file without support for non-blocking writes and for a
-//! write that would block this time. A repetition by `pwritev2` distinguishes the two.
+//! write that would block this time. Repeating the write by `pwritev2` distinguishes the two cases.
 
 use super::super::slot::{Call, Slot};
 use super::{Blocking, Key, Kind, Ring};
@@ -15,18 +15,18 @@ use std::os::fd::AsRawFd;
 use std::time::Instant;
 
 impl<T> Ring<T> {
-    /// Allows inline calls: the thread of this ring may block briefly.
+    /// Allows inline writes, because the thread of this ring may block briefly.
     pub(crate) fn may_wait(&mut self) {
         self.blocking.inline.may = true;
     }
 
-    /// True if [`make_inline`](Self::make_inline) may accept a write.
+    /// True if [`make_inline`](Self::make_inline) may execute a write.
     pub(crate) fn writes_inline(&self) -> bool {
         self.blocking.inline.may && self.blocking.writes && !self.blocking.off
     }
 
-    /// Executes a write inline, with the arguments of [`prepare`](Self::prepare), and returns its
-    /// result. `None` if the call has to be prepared instead.
+    /// Executes a write inline. The arguments are those of [`prepare`](Self::prepare). Returns the
+    /// result of the call. `None` if the write was not executed and has to be prepared instead.
     pub(crate) fn make_inline(
         &mut self,
         key: Key,
@@ -53,8 +53,8 @@ impl<T> Ring<T> {
         Some(result)
     }
 
-    /// Tests with the writes that io_uring returned whether the file supports non-blocking writes.
-    /// A write that succeeds in the test goes to `into`.
+    /// Tests whether the file supports non-blocking writes, with the writes that io_uring has
+    /// returned. If such a write succeeds in the test, its completion is added to `into`.
     pub(super) fn ask_about_writes(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { slots, busy, blocking, .. } = self;
         let Blocking { again, inline, writes, file, .. } = blocking;
@@ -77,29 +77,30 @@ impl<T> Ring<T> {
     }
 }
 
-/// Interprets the error of a non-blocking write: whether all writes of this file may block, and
-/// whether the file supports non-blocking writes.
+/// Interprets the error of a non-blocking write. The first flag is true if all writes to this file
+/// may block; the second is true if the file supports non-blocking writes.
 fn learn(error: i32) -> (bool, bool) {
     match error {
         libc::EOPNOTSUPP | libc::EINVAL => (true, false),
-        // This write would have blocked, so the file supports the flag.
+        // Only this write would have blocked, so the file supports the flag.
         libc::EAGAIN => (false, true),
         _ => (false, false),
     }
 }
 
 impl<T> Slot<T> {
-    /// Writes the gathered pieces: the transferred bytes, or a negative error number.
+    /// Writes the pieces of the slot. Returns the number of transferred bytes, or a negative error
+    /// number.
     fn write(&self, file: &File, offset: u64, flags: i32) -> i32 {
         let count = libc::c_int::try_from(self.iovecs.len()).unwrap_or(0);
         let (pieces, offset) = (self.iovecs.as_ptr(), offset as libc::off_t);
-        // SAFETY: the pieces lie in mappings that the slot holds, and the slot is borrowed until
-        // the call returns. If io_uring had the call too, it has returned it.
+        // SAFETY: the pieces are in mappings that the slot holds, and the slot is borrowed until
+        // the call returns. If the call was passed to io_uring before, io_uring has returned it.
         let moved = unsafe { libc::pwritev2(file.as_raw_fd(), pieces, count, offset, flags) };
         if moved < 0 {
             return -std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
         }
-        // A call transfers at most MAX_BYTES, so the result fits.
+        // The result fits, because a call transfers at most MAX_BYTES.
         i32::try_from(moved).unwrap_or(i32::MAX)
     }
 }
