@@ -145,7 +145,7 @@ fn loom_models(report: &mut Report) {
 /// Parts of `cargo xtask test` that use a CPU only half of the time, so two of them run side by
 /// side: the guest suites, packages, instruction counts, models.
 fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
-    let mut jobs = vec![part("soak kill", Part::Kill, program), part("loom", Part::Loom, program)];
+    let mut jobs = Vec::new();
     if with_guest {
         report.begin("guest");
         // Packages and files that several jobs need are downloaded once, before the jobs start.
@@ -155,16 +155,17 @@ fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
         jobs.push(part("instructions", Part::Instructions, program));
         jobs.push(part("package", Part::Package, program));
         if prepared.is_some() {
-            jobs.splice(0..0, guests(program));
+            jobs.extend(guests(program));
         }
     }
+    jobs.extend([part("soak kill", Part::Kill, program), part("loom", Part::Loom, program)]);
     side_by_side(report, jobs);
 }
 
 /// Suites on both kernels. The longest start first, so that no CPU is idle at the end.
 fn guests(program: &Path) -> Vec<Job> {
     let mut jobs = Vec::new();
-    let long = [Suite::Recover, Suite::DiskTypes, Suite::Driver, Suite::Doorbells, Suite::Readers];
+    let long = [Suite::Recover, Suite::DiskTypes, Suite::Driver, Suite::Ublk, Suite::Readers];
     let others = Suite::value_variants().iter().filter(|suite| !long.contains(suite));
     for suite in long.iter().chain(others) {
         for kernel in Kernel::ALL {
