@@ -56,8 +56,8 @@ impl BlockQueue {
         let Some(guard) = self.lock(&range).await else { return Ok(()) };
         let order = CopyOrder::of(from, to, len);
         let whole = order.part(range.first_whole, range.end_whole);
-        // The partial blocks at the ends are copied before or after the whole blocks, according to the
-        // direction of the copy.
+        // The partial blocks at the ends are copied before or after the whole blocks, according to
+        // the direction of the copy.
         let before = |edge: &Edge| (edge.at < range.first_whole) != order.backward;
         for edge in range.edges().filter(before) {
             copy_edge(self, order, edge, &guard).await?;

@@ -16,7 +16,7 @@
 //!
 //! # Zero-copy
 //!
-//! Where the SSD can access guest memory, no data are copied. The memory is shared with the SSD
+//! Zero-copy requires that the SSD can access guest memory. The memory is shared with the SSD
 //! when a request first uses it, and stays shared as long as the guest has it. With VFIO, sharing
 //! means a mapping in the IOMMU domain of the SSD. Data are copied through a buffer of the queue if
 //! they are scattered over many pieces, if they are not aligned as an NVMe data pointer requires,

@@ -412,7 +412,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     ///
     /// # Errors
     ///
-    /// Those of [`look`](Self::look). The round then does not end in a sleep.
+    /// Errors of [`look`](Self::look). The round then does not end in a sleep.
     #[inline]
     pub fn recheck<T: Cell, F: Fence>(
         &mut self,
@@ -441,7 +441,7 @@ impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
     ///
     /// # Errors
     ///
-    /// Those of [`look`](Self::look). The round then does not end in a sleep.
+    /// Errors of [`look`](Self::look). The round then does not end in a sleep.
     #[inline]
     pub fn recheck<T: Cell, F: Fence>(
         &mut self,

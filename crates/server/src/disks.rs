@@ -2,7 +2,8 @@
 //!
 //! A disk of a controller's short form (`disks = ["x.img"]`) has the derived id `CONTROLLER/NSID`,
 //! and is closed when its namespace is detached. A named disk (`[[disk]]`, `ctl disk add`) stays
-//! open: while no controller has it, [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
+//! open: while no controller has it,
+//! [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
 use super::namespaces::{Altered, NamespaceChange, altered};
 use super::open_disk::{OpenDisk, derived_id, id_of};

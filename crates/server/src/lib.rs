@@ -4,7 +4,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `endpoints` | management endpoints: control socket and statistics socket |
+//! | `endpoints` | management endpoint: the control socket |
 //! | `reload` | reconfiguration of a running server from a configuration |
 //! | `config_diff` | comparison of a configuration with what is served |
 //! | `namespace_requests` | namespace management, Format and Sanitize of guests with a pool |
@@ -249,7 +249,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
             let sockets = config.controllers.iter().map(|served| served.socket.as_path());
             link.serves(sockets, &server.registry().summary());
             if role == Role::Recover {
-                phases.ended("control socket and statistics");
+                phases.ended("control socket");
                 debug!("it took: {phases}");
             }
         }

@@ -270,8 +270,8 @@ fn rebuild(
     Ok(Rebuilt { server, reactor, ports, controllers })
 }
 
-/// Recovers the disks that no controller has, and the list of exports. A disk that was being attached or detached may be
-/// in the checkpoint twice; the state of the controller decides.
+/// Recovers the disks that no controller has, and the list of exports. A disk that was being
+/// attached or detached may be in the checkpoint twice; the state of the controller decides.
 fn recover_unattached(
     items: &mut Checkpoint,
     complete: &Complete,

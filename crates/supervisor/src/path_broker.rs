@@ -3,9 +3,9 @@
 //!
 //! Each server process that requests it has a thread in the supervisor, which acts with the
 //! server process's user id. Before it enters its sandbox, a server process registers what it may
-//! request ([`PathPermissions`]): sockets in certain directories, one statistics file, one trace
-//! file, and certain TCP addresses. In these directories only socket files are created and removed. So the
-//! server process can neither read nor write other files through the broker.
+//! request ([`PathPermissions`]): sockets in certain directories, one trace file, and
+//! certain TCP addresses. In these directories only socket files are
+//! created and removed. So the server process can neither read nor write other files through the broker.
 
 use super::log::log_line;
 use super::open_broker::working;

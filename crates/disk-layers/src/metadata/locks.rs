@@ -53,7 +53,7 @@ impl Bell {
 #[derive(Clone, Debug)]
 pub(super) struct Claim {
     pub(super) blocks: Range<u64>,
-    /// The same blocks, and those whose metadata are in the same blocks of the disk below.
+    /// `blocks`, and further blocks with metadata in the same blocks of the disk below.
     pub(super) around: Range<u64>,
     pub(super) writes: bool,
 }

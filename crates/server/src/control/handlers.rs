@@ -1,7 +1,7 @@
 //! Request handlers and the OpenAPI document.
 //!
-//! The table of [`routes!`] has a row for each operation. Handlers may block, so they run on threads
-//! of their own.
+//! The table of [`routes!`] has a row for each operation. Handlers may block, so they run on
+//! threads of their own.
 
 use super::ana;
 use super::controllers;

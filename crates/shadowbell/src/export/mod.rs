@@ -25,8 +25,8 @@ use tracing::info;
 /// removed the file or the device.
 ///
 /// # Errors
-/// With exit status [`BAD_INPUT`] if the target cannot be exported in this way. The driver's errors.
-/// At the end, an error if data could not be made durable.
+/// With exit status [`BAD_INPUT`] if the target cannot be exported in this way. The driver's
+/// errors. At the end, an error if data could not be made durable.
 ///
 /// [`BAD_INPUT`]: shadowbell_process::exit::BAD_INPUT
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {

@@ -52,7 +52,7 @@ fn a_guest_migrates_between_servers_with_its_image() {
 #[test]
 fn a_suspended_device_does_not_resume_in_the_next_process() {
     suspended(|server| {
-        // One client must not hold up the upgrade of all, so it goes on without this one.
+        // The upgrade continues without this client, because one client must not delay all.
         let (status, _, errors) = upgrade(&server.pid().to_string(), None);
         assert_eq!(status, Some(0), "{errors}");
     });
