@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 /// Time limit of a read.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Attach many controllers and hold them, optionally under a light load
+/// Attach many controllers and keep them attached, optionally under a light load
 ///
-/// Prints one line of JSON when all are attached, and another when the load has ended. Ends at the
-/// end of its standard input.
+/// Prints one line of JSON when all are attached, and another when the load has ended. Detaches
+/// when standard input is closed.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub struct Args {
@@ -50,7 +50,7 @@ struct Attached {
 struct Loaded {
     commands: u64,
     seconds: f64,
-    /// Time from when a read was due to its completion.
+    /// Time from a read's due time to its completion.
     latency_ns: Option<Latency>,
 }
 

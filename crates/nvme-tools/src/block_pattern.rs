@@ -50,20 +50,20 @@ impl fmt::Display for BadBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "byte {}: ", self.offset)?;
         match self.fault {
-            Fault::Foreign => f.write_str("holds nothing that --verify has written"),
-            Fault::OtherRun => f.write_str("holds what a run with another --seed has written"),
+            Fault::Foreign => f.write_str("not written with --verify"),
+            Fault::OtherRun => f.write_str("written with another --seed"),
             Fault::Corrupt => f.write_str("the checksum does not match the content"),
             Fault::Misplaced(written) => {
-                write!(f, "misplaced: holds what was written to byte {written}")
+                write!(f, "misplaced: holds the data of byte {written}")
             }
             Fault::Torn { beginning, here } => {
-                write!(f, "torn: holds write {here} while the block begins with write {beginning}")
+                write!(f, "torn: holds write {here}, but the block begins with write {beginning}")
             }
             Fault::Protection(status) => {
                 write!(f, "protection information: {status}")
             }
             Fault::Stale { expected, found } => {
-                write!(f, "holds write {found}, and the last that completed was {expected}")
+                write!(f, "stale: holds write {found}, but the last completed write is {expected}")
             }
         }
     }
@@ -178,7 +178,7 @@ mod tests {
     fn a_block_from_elsewhere_is_misplaced() {
         let bad = fault(&block(4096, 5));
         assert_eq!(bad, BadBlock { offset: OFFSET, fault: Fault::Misplaced(4096) });
-        assert!(bad.to_string().contains("written to byte 4096"), "{bad}");
+        assert!(bad.to_string().contains("the data of byte 4096"), "{bad}");
         // A single misplaced cell is detected as well.
         let mut mixed = block(OFFSET, 5);
         mixed[1024..1536].copy_from_slice(&block(OFFSET, 5)[512..1024]);

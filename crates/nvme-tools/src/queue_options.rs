@@ -9,7 +9,7 @@ pub enum DoorbellMode {
     /// Best mode that the controller supports: shadow, else mapped, else mmio
     #[default]
     Auto,
-    /// Shadow doorbells: a store in shared memory, and an MMIO write only if the controller asks
+    /// Shadow doorbells: a store in shared memory, and an MMIO write only if EventIdx requires it
     Shadow,
     /// MMIO write each time, which the server traps
     Mmio,

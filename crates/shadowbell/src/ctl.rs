@@ -79,7 +79,8 @@ enum What {
     /// Controllers that differ only in their namespaces or limits are changed while their guests
     /// stay connected. Equal controllers are not touched.
     Apply {
-        /// Configuration file, as for `serve --config`; relative paths in it are the server's
+        /// Configuration file, as for `serve --config`; relative paths in it start at the working
+        /// directory of the server
         #[arg(value_name = "FILE")]
         file: PathBuf,
         /// Show the changes without applying them
@@ -116,7 +117,8 @@ enum What {
     Ana(AnaArgs),
     /// Show statistics of all controllers; with --json, all of them
     Stats,
-    /// Record every decision about a doorbell for `shadowbell trace`, or show the state of this
+    /// Record every decision about a doorbell for `shadowbell trace`, or show the state of the
+    /// recording
     Trace {
         #[command(subcommand)]
         verb: Option<TraceVerb>,
@@ -153,7 +155,7 @@ enum NamespaceVerb {
     Attach {
         #[command(flatten)]
         which: Which,
-        /// Disk: the id of one without a controller; or a disk as for `serve`
+        /// Disk: id of a disk that has no controller, or a disk as for `serve`
         disk: String,
         /// UUID [default: derived from the serial number and the disk's name]
         #[arg(long)]
@@ -320,8 +322,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Request path of a controller. The path of an existing socket is made absolute, as the server
-/// knows it.
+/// Request path of a controller. The path of an existing socket is made absolute, because the
+/// server identifies sockets by absolute paths.
 fn controller_path(id: &str) -> String {
     let socket = Path::new(id);
     let is_socket = std::fs::metadata(socket).is_ok_and(|about| about.file_type().is_socket());
@@ -577,8 +579,7 @@ fn upgrade(
     let binary = binary.map(|path| program("--binary", path)).transpose()?;
     let status: Status = client.get("/v1/status")?;
     if let (true, Some(pid)) = (is_waited_for, status.keeper_pid) {
-        // The supervisor answers after the new process has begun to serve. The old process could
-        // not, because it ends before.
+        // The supervisor responds when the new process serves. The old process ends before that.
         let supervisor = SupervisorClient::find(Path::new(&pid.to_string()))?;
         let outcome = supervisor.upgrade(binary.as_deref());
         let said = outcome.with_context(|| format!("cannot upgrade {}", status.name))?;

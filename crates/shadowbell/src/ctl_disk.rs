@@ -70,8 +70,7 @@ pub(crate) fn disk_path(id: &str) -> String {
     format!("/v1/disks/{}", part(&known_id(id)))
 }
 
-/// Id of a disk as the server knows it. In `SOCKET/NSID`, the path of an existing socket is made
-/// absolute.
+/// Id of a disk in requests: in `SOCKET/NSID`, the path of an existing socket is made absolute.
 pub(crate) fn known_id(id: &str) -> String {
     let known = id.rsplit_once('/').and_then(|(socket, nsid)| {
         let about = std::fs::metadata(socket).ok()?;

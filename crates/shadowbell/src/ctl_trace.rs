@@ -17,14 +17,14 @@ use std::path::{Path, PathBuf};
 
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum TraceVerb {
-    /// Start to record into memory of the server
+    /// Start recording into the server's memory
     On {
         /// Records of 32 bytes to keep per I/O thread; newer ones replace older ones [default:
         /// 262144]
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1024..=1 << 24))]
         records: Option<u32>,
     },
-    /// Stop to record; the recording is kept until the next start
+    /// Stop recording; the recorded data are kept until the next start
     Off,
     /// Write the recording to a file, for `shadowbell trace FILE`
     Save {

@@ -1,5 +1,5 @@
-//! Access to images for a sandboxed server: its supervisor opens images that were named at the
-//! start, and images that `ctl` grants. The server process itself cannot grant any.
+//! Access to images for a sandboxed server: its supervisor opens only images that were named at the
+//! start or that `ctl` grants. The server process cannot grant access.
 
 use shadowbell_config::disk_spec;
 use shadowbell_control_api::api::Status;

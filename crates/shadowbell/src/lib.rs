@@ -11,7 +11,7 @@
 //! |---|---|
 //! | `export` | export a disk by NBD, FUSE, ublk or vhost-user-blk |
 //! | `upgrade` | restart a running `serve` for an upgrade |
-//! | `ctl`, `ctl_ana`, `ctl_plan`, `ctl_trace` | query and change a running `serve` |
+//! | `ctl`, `ctl_*` | query and change a running `serve` |
 //! | `grant` | access to images for a sandboxed server, for `ctl` |
 //! | `top` | show live statistics of running servers |
 //! | `manual` | generate manual pages and shell completions, for packages |

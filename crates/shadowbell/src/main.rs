@@ -1,4 +1,4 @@
-//! The shadowbell program. What it does is in the library.
+//! The shadowbell program; see the library.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

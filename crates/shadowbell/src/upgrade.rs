@@ -48,8 +48,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Finds the supervisor of a server. It knows only the sockets of its start, so for other sockets
-/// the servers are asked.
+/// Finds the supervisor of a server. A supervisor has only the sockets of its start. For a socket
+/// that was added later, the running servers are queried.
 fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     SupervisorClient::find(server).or_else(|error| {
         let asked = discovery::owner(server).and_then(|(client, _)| {

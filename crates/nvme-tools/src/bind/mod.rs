@@ -83,7 +83,7 @@ fn take(
     let function = paths.find(address)?;
     if !function.is_nvme() {
         return Err(exit::bad_input(anyhow!(
-            "it is not an NVMe controller: its class code is {:06x}h and not 010802h",
+            "not an NVMe controller: its class code is {:06x}h instead of 010802h",
             function.class
         )));
     }

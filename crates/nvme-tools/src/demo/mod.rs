@@ -131,7 +131,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(if disagree == 0 { exit::FINE } else { exit::FAILED }))
 }
 
-/// Doorbell writes that the driver counts and the controller does not. With shadow doorbells, a
+/// Doorbell writes that only the driver counts, not the controller. With shadow doorbells, a
 /// doorbell write is a signal of an eventfd, and signals that precede its read are merged
 /// (`shadowbell_memory::Signals`). A busy machine merges more.
 fn merged_signals(row: &Row) -> u64 {
@@ -153,7 +153,7 @@ struct Demo {
     server: Server,
     cpus: CpuSplit,
     runtime: Duration,
-    /// A report is wanted, so that time lines are recorded.
+    /// True if time lines are recorded, for a report.
     keeps_time: bool,
     stop: Arc<AtomicBool>,
 }
@@ -235,7 +235,7 @@ impl Demo {
         let config = LoadConfig {
             rw: Workload::RandRead,
             iodepth,
-            // One I/O per doorbell write, as the hosts of the published figures ring.
+            // One I/O per doorbell write, as in the published measurements.
             iodepth_batch: Some(1),
             numjobs: jobs,
             // A thread that sleeps until an interrupt can serve only one queue.

@@ -42,11 +42,11 @@ pub(super) fn title(table: &str) -> (&'static str, &'static str) {
         ),
         "S1" => (
             "4 KiB random reads, null disk, 4 jobs with 32 in flight each",
-            "the Linux host driver's side of it, null backing device",
+            "Linux host driver, null backing device",
         ),
         _ => (
             "4 KiB random reads from memory, few in flight",
-            "an emulated controller's side of it (QEMU hw/nvme)",
+            "emulated controller of QEMU (hw/nvme)",
         ),
     }
 }

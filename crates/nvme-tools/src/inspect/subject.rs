@@ -42,7 +42,7 @@ impl Subject {
         }
     }
 
-    /// CAP.MPSMIN: the smallest memory page size is 4 KiB shifted left by this number.
+    /// CAP.MPSMIN: the smallest memory page size is 2^(12 + MPSMIN) bytes.
     pub(super) fn mpsmin(&self) -> u8 {
         match self {
             Self::Attached(session) => session.controller.capabilities().mpsmin(),

@@ -95,7 +95,7 @@ pub struct LoadConfig {
     pub ramp_time: Duration,
     /// Number of I/Os after which a job ends; replaces `runtime`.
     pub number_ios: Option<u64>,
-    /// I/Os per second and job, started by the clock instead of by completions.
+    /// I/Os per second and job, started at fixed times instead of by completions.
     pub rate_iops: Option<u64>,
     /// Bytes of the namespace to use; `None` for all after `offset`.
     pub size: Option<u64>,

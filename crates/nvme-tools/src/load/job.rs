@@ -44,7 +44,7 @@ impl Directions<Histogram<u64>> {
 }
 
 /// Queue pair with its workload and measurements. After the start, its loop neither allocates
-/// memory nor makes system calls, apart from doorbell writes that are messages.
+/// memory nor makes system calls, apart from doorbell writes that are vfio-user messages.
 pub(super) struct Job<L> {
     queue: QueuePair,
     /// Read and write commands for the first blocks of the namespace; only the LBA varies.
@@ -344,7 +344,7 @@ impl<L: IoSource> Job<L> {
         self.queue.outstanding() == 0
     }
 
-    /// True if I/Os are started by the clock.
+    /// True if I/Os are started at fixed times instead of by completions.
     pub(super) fn is_paced(&self) -> bool {
         self.pace.is_some()
     }

@@ -13,8 +13,8 @@ pub(super) struct Phase {
     reached: AtomicU32,
 }
 
-/// Phase in the low bits, and number of intervals of the time line that have ended in the others:
-/// one word, so that the threads' loop needs one load.
+/// Phase in the low bits, and number of ended intervals of the time line in the high bits: one
+/// word, so that the threads' loop needs one load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Now(u32);
 

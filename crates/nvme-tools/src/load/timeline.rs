@@ -294,7 +294,7 @@ mod tests {
             (1, vec![sample(0, 100, 20, 1_000), sample(1, 100, 20, 1_000), sample(2, 1, 1, 9)]),
         ];
         let Timeline { intervals, queues } = Timeline::of(queues).unwrap();
-        assert_eq!(intervals.len(), 2, "a short rest is none");
+        assert_eq!(intervals.len(), 2, "a short last interval is left out");
         let [first, second] = &intervals[..] else { panic!() };
         assert_eq!((first.start, second.start), (0.0, 0.1));
         assert_eq!((first.iops.round(), second.iops.round()), (300.0, 500.0));

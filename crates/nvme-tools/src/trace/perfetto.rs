@@ -39,7 +39,8 @@ struct Event {
     tid: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
-    /// Binding point: `e` binds the end of an arrow to the enclosing slice instead of the next one.
+    /// Binding point: `e` binds the end of an arrow to the enclosing slice. Without it, the viewer
+    /// uses the next slice.
     #[serde(skip_serializing_if = "Option::is_none")]
     bp: Option<char>,
     /// Scope of an instant event: `t` is its track.
@@ -396,7 +397,7 @@ impl Picture {
         run
     }
 
-    /// Ends the runs of `worker` at all queues except `but`, because it has switched to `but`.
+    /// Ends the runs of the I/O thread `worker` at all queues except `but`, its current queue.
     fn end_runs(&mut self, worker: Option<u16>, but: Option<(u16, Queue)>) {
         let over = |(queue, run): (&(u16, Queue), &Run)| {
             (run.worker == worker && Some(*queue) != but).then_some(*queue)

@@ -146,7 +146,7 @@ struct Map {
 
 impl Map {
     /// Allocation map, if the controller reports allocated blocks and deallocated ones read as
-    /// zeroes. Otherwise `None`, because all blocks have to be read.
+    /// zeroes. With `None`, all blocks are read.
     fn of(admin: Admin, namespace: &Namespace) -> Option<Self> {
         let reads_zeroes = namespace.identity().dlfeat.drb() == 1;
         let is_there = reads_zeroes && admin.reports_allocated().unwrap_or(false);
@@ -155,7 +155,7 @@ impl Map {
     }
 
     /// Allocation state and length of the extent at byte `at`, cut off at `end` (both multiples of
-    /// the block size). `None` if the controller cannot tell.
+    /// the block size). `None` if the controller does not report it.
     fn look(&mut self, at: u64, end: u64) -> Option<(bool, u64)> {
         if at >= self.known {
             let blocks = at / self.block..end / self.block;

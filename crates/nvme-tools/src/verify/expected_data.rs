@@ -331,7 +331,7 @@ mod tests {
         block_pattern::fill(&mut expected.scratch, offset, 7, 3);
         assert_eq!(expected.wrong(7, offset), None);
         let stale = expected.wrong(8, offset).unwrap();
-        assert!(stale.contains("holds write 7, and the last that completed was 8"), "{stale}");
+        assert!(stale.contains("holds write 7, but the last completed write is 8"), "{stale}");
         let old = expected.wrong(ZEROES, offset).unwrap();
         assert!(old.contains("from before it was zeroed"), "{old}");
         expected.scratch.fill(0);

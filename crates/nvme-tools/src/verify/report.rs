@@ -108,7 +108,7 @@ impl VerifyReport {
             writeln!(out, "  recovery: {}", steps.join(", "))?;
         }
         if found.retried + found.failed != 0 {
-            writeln!(out, "  errors: {} retried, {} for good", found.retried, found.failed)?;
+            writeln!(out, "  errors: {} retried, {} failed", found.retried, found.failed)?;
         }
         writeln!(out, "  verify: {} blocks checked, {} bad", found.checked, found.bad)
     }

@@ -144,7 +144,7 @@ impl ExportedDisk {
             + usize::from(args.vhost_user_blk.is_some())
             + usize::from(args.fuse.is_some())
             + usize::from(args.ublk);
-        // Each server of the disk that ends by itself counts down; the last one ends the program.
+        // Number of running exports. When the last one has ended by itself, the program ends.
         let servers = Arc::new(AtomicUsize::new(count));
         let gone = |what: String| {
             let (servers, unused) = (Arc::clone(&servers), unused.clone());
@@ -254,7 +254,7 @@ impl ExportedDisk {
     }
 }
 
-/// True if the disk's data are lost when the process that serves it ends.
+/// True if the disk's data are lost at the end of the process.
 fn is_forgetful(target: &Target) -> bool {
     matches!(target, Target::Local { disk } if disk.starts_with("mem:"))
 }

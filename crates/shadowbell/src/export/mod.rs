@@ -2,7 +2,7 @@
 //!
 //! # Architecture
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
 //! | `args` | the command line |
 //! | `exported_disk` | the disk and its exports |

@@ -123,9 +123,9 @@ fn a_disk_without_defect_passes_verification() {
 #[test]
 fn a_lost_write_is_found() {
     // First write of the block: the block has no pattern of `--verify`.
-    finds(Defect::Lost, 5, 1, 1, &["byte 20480", "nothing that --verify has written"]);
+    finds(Defect::Lost, 5, 1, 1, &["byte 20480", "not written with --verify"]);
     // Second write of the block: the block still holds the first pattern.
-    finds(Defect::Lost, BLOCKS + 5, 2, 1, &["byte 20480", "holds write 1", "was 2"]);
+    finds(Defect::Lost, BLOCKS + 5, 2, 1, &["byte 20480", "holds write 1", "write is 2"]);
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn a_misplaced_write_is_found() {
         2 * BLOCKS - 2,
         2,
         1,
-        &["byte 253952", "holds write 1, and the last that completed was 2"],
+        &["byte 253952", "holds write 1, but the last completed write is 2"],
     );
     // The last block of the first pass is written into a block that is not written again.
     let outcome = run_misplaced_over_a_finished_block();
@@ -178,5 +178,5 @@ fn a_torn_write_is_found() {
 
 #[test]
 fn a_zeroed_part_of_a_block_is_found() {
-    finds(Defect::Zeroed, 5, 1, 1, &["byte 21504", "nothing that --verify has written"]);
+    finds(Defect::Zeroed, 5, 1, 1, &["byte 21504", "not written with --verify"]);
 }
