@@ -17,9 +17,9 @@ pub enum AnaWord {
     Optimized,
     /// Working path that hosts use only if no optimized one is available
     NonOptimized,
-    /// Path that does not work at present
+    /// Path that is unavailable at present
     Inaccessible,
-    /// Path that does not work and never will
+    /// Path that is permanently unavailable
     PersistentLoss,
     /// Transition to another state, which follows within a minute
     Change,

@@ -252,7 +252,7 @@ impl Check<'_> {
         let groups: Vec<_> = file.limit_group.iter().map(|table| self.group(table)).collect();
         for (table, group) in file.limit_group.iter().zip(&groups) {
             if !self.groups.insert(group.name.clone()) {
-                self.refuse(table, format!("the limit group `{}` is there twice", group.name));
+                self.refuse(table, format!("the limit group `{}` is defined twice", group.name));
             }
         }
         file.disk.iter().for_each(|table| self.named_disk(table));
@@ -291,7 +291,7 @@ impl Check<'_> {
                 && number >= pool.workers
             {
                 let there_are = match pool.workers {
-                    0 => "how many there are depends on the machine: say `workers`".into(),
+                    0 => "the number of I/O threads depends on the machine: set `workers`".into(),
                     count => format!("there are {count}, from 0"),
                 };
                 self.refuse(value, format!("`worker` is {number}, and {there_are}"));
@@ -308,13 +308,13 @@ impl Check<'_> {
             let ana = table.ana.as_ref().map(|ana| (self.line(ana), ana.get_ref().clone()));
             let mut controller = self.controller(table);
             if let (None, Some((line, _))) = (&place, &ana) {
-                let why = "`ana` is of a controller with a `subsystem`: leave it out";
+                let why = "`ana` is only for a controller with a `subsystem`: leave it out";
                 self.wrong.push((*line, why.to_owned()));
             }
             if let Some((line, _)) = &place
                 && controller.pool.is_some()
             {
-                let why = "a pool is one controller's: leave out `pool` or `subsystem`";
+                let why = "a pool belongs to one controller: leave out `pool` or `subsystem`";
                 self.wrong.push((*line, why.to_owned()));
             }
             if let Some((line, name)) = place {
@@ -446,8 +446,8 @@ impl Check<'_> {
         let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
         if let Some(group) = limits.group.filter(|group| !self.groups.contains(group)) {
             let why = format!(
-                "there is no `[[limit-group]]` `{group}`, of which this disk is to be: add one of \
-                 this name, or correct the name"
+                "there is no `[[limit-group]]` `{group}` for this disk: add one of this name, or \
+                 correct the name"
             );
             self.refuse(place, why);
         }

@@ -43,9 +43,9 @@ impl Layers {
         Ok((rest, Self { metadata, zoned, limits }))
     }
 
-    /// Puts the layers around `disk`. Limits are the outermost layer: they count the I/O of the
-    /// host, without the I/O for metadata. `goes_on` is true if this process continues the disk of
-    /// another process, whose host does not notice the change.
+    /// Wraps `disk` in the layers. Limits are the outermost layer: they count the I/O of the host,
+    /// without the I/O for metadata. `goes_on` is true if this process recovers the disk of
+    /// another process.
     ///
     /// # Errors
     /// A sentence about a layer that the disk does not support.

@@ -112,7 +112,7 @@ impl DiskLimits {
         *self == Self::default()
     }
 
-    /// Puts these limits around `disk`; returns `disk` itself if there are none.
+    /// Wraps `disk` in these limits; returns `disk` itself if there are none.
     #[must_use]
     pub fn limit(&self, disk: Arc<dyn Disk>) -> Arc<dyn Disk> {
         if self.is_none() {

@@ -17,8 +17,8 @@ use std::time::Duration;
 
 /// Maximum number of I/O threads.
 pub const MAX_WORKERS: u16 = shadowbell_controller::MAX_WORKERS as u16;
-/// Maximum polling time of an idle I/O thread, in microseconds. After a second without work, the
-/// cost of a wake-up does not matter.
+/// Upper limit of `poll-max`, the polling time of an idle I/O thread, in microseconds. After a
+/// second without work, the cost of a wake-up does not matter.
 pub const MAX_POLL_US: u32 = 1_000_000;
 /// Default number of trace records per I/O thread: 8 MiB.
 pub const TRACE_RECORDS: u32 = 1 << 18;
@@ -48,7 +48,7 @@ pub struct ServerConfig {
     pub groups: Vec<Group>,
     /// Mode and group of the controllers' sockets.
     pub socket_access: SocketAccess,
-    /// True if I/O threads always poll, because doorbells are mapped and no polling option was
+    /// True if I/O threads always poll because of mapped doorbells. False if a polling option was
     /// given.
     pub polls_for_mapped: bool,
 }
@@ -195,10 +195,7 @@ pub fn pool_options(
         (Poll::Always, None) => Polling::Always,
         (Poll::Never, None) => Polling::Never,
         (Poll::Always | Poll::Never, Some(_)) => {
-            return Err(
-                "a longest time to poll makes sense with adaptive polling only: leave it out"
-                    .into(),
-            );
+            return Err("a maximum polling time is for adaptive polling only: leave it out".into());
         }
     };
     Ok(PoolOptions { workers, polling, pin })
@@ -283,7 +280,7 @@ pub fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<String> {
             };
             let also = if before == name { String::new() } else { format!(" ({before})") };
             return Some(format!(
-                "{name}{also}: it is asked for as a disk {of}: name it once, or everywhere with \
+                "{name}{also}: it is named as a disk {of}: name it once, or everywhere with \
                  `read-only=on`"
             ));
         }

@@ -34,8 +34,8 @@ pub struct Membership {
 
 /// Open subsystem of this process.
 struct Open {
-    /// File of the subsystem, until the subsystem is created from it. Creating the subsystem starts
-    /// a thread, which is not possible before the process enters its sandbox.
+    /// File of the subsystem, until the subsystem is created from it. The creation starts a thread,
+    /// so it must come after the process has entered its sandbox.
     file: Option<File>,
     subsystem: Option<Subsystem>,
     /// Open disks, by their index in a controller and their specification. The controllers of the

@@ -492,7 +492,7 @@ pub enum Size {
 /// Current configuration of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Configuration {
-    /// Configuration file for `serve --config` that describes what is served now.
+    /// Configuration file for `serve --config` that describes the current configuration.
     pub toml: String,
 }
 

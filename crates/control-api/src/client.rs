@@ -30,7 +30,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Bytes that are percent-encoded in a path segment (all but RFC 3986's unreserved ones).
 const PART: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
-/// Callback that consumes a piece of the body.
+/// Callback that receives a piece of the body.
 type Take<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
 fn is_good(status: u16) -> bool {
@@ -296,8 +296,8 @@ mod tests {
         });
         for answer in answers {
             let error = client.get::<Problem>("/v1/status").unwrap_err();
-            // The client retries only if the server closes the connection without an answer. By
-            // then the listener is gone, so the error is `NOT_THERE`.
+            // The client retries only if the server closes the connection without an answer. The
+            // listener is closed by then, so the error of the retry is `NOT_THERE`.
             let expected = if answer.is_empty() { exit::NOT_THERE } else { exit::FAILED };
             assert_eq!(exit::status(&error), expected, "{answer}: {error:#}");
             assert!(error.to_string().contains("x.sock"), "{error:#}");

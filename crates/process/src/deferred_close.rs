@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Maximum number of descriptors that wait to be closed. The caller closes further ones itself,
-/// because descriptors are a limited resource too. The limit is not reached in practice: memory is
+/// Maximum number of descriptors that wait to be closed. Beyond it, the caller closes descriptors
+/// itself, because they are a limited resource. The limit is not reached in practice: memory is
 /// freed faster than clients can fill it.
 const MOST: usize = 1024;
 

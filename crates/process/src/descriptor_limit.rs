@@ -12,8 +12,8 @@ use tracing::debug;
 const ROOM: u64 = 1 << 16;
 
 /// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
-/// guest with many queues needs a descriptor per interrupt. The low soft limit exists for programs
-/// that use `select`. This program does not use it.
+/// guest with many queues needs a descriptor per interrupt. The soft limit is low by default for
+/// programs that use `select`, which this program does not.
 pub fn raise() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: maximum, maximum };

@@ -249,9 +249,9 @@ impl Allowance {
         Self { pace, bytes: pace.burst as f64, since: Instant::now() }
     }
 
-    /// Returns the number of bytes that may be written now. If that is not enough for the next
-    /// line, which has `wanted` bytes, returns the time at which the line may be written. A line
-    /// longer than the burst uses a whole burst, and its excess is charged to the following lines.
+    /// Returns the number of bytes that may be written now. If it is too small for the next line,
+    /// which has `wanted` bytes, returns the time at which the line may be written. A line longer
+    /// than the burst uses a whole burst, and its excess is charged to the following lines.
     fn of(&mut self, wanted: usize, now: Instant) -> Result<usize, Instant> {
         let passed = now.saturating_duration_since(self.since);
         self.since = now;
@@ -311,7 +311,7 @@ mod tests {
             }
         }
         assert!(missing > 3000, "{missing}");
-        assert_eq!(read + missing, lines, "each line is there, or counted");
+        assert_eq!(read + missing, lines, "each line is written or counted");
         assert!(log.finish(LIMIT));
     }
 
@@ -324,8 +324,8 @@ mod tests {
         let mut lines = log.shared.lines.lock();
         assert!(lines.offer(&[b'a'; 500], false));
         assert!(!lines.offer(&[b'b'; 500], false));
-        assert!(!lines.offer(b"b", false), "what is half full does not take one in between");
-        assert!(lines.offer(b"c", true), "who has room for itself does");
+        assert!(!lines.offer(b"b", false), "a half-full queue accepts no line after a drop");
+        assert!(lines.offer(b"c", true), "the starter's reserve has room");
         drop(lines);
         assert!(log.finish(LIMIT));
         drop(log);

@@ -177,9 +177,8 @@ pub fn finish() {
     }
 }
 
-/// Panic hook: aborts the process. No other thread would do the work of the panicked thread, and
-/// threads that depend on it would wait for ever. A supervisor or the service manager can restart
-/// the process.
+/// Panic hook: aborts the process. Threads that depend on the panicked thread would wait for ever.
+/// A supervisor or the service manager can restart the process.
 fn die(panic: &PanicHookInfo<'_>) {
     if shadowbell_memory::is_panic_contained() {
         return;

@@ -244,9 +244,8 @@ mod tests {
 
     const CHILD: &str = "SIGNALS_TEST_CHILD";
 
-    /// Regression test for a race. The signal handler runs on another thread than the wait, which
-    /// continues meanwhile. The handler must not treat the end that its own signal has requested as
-    /// an earlier one, and exit the process.
+    /// Race between a signal handler and the wait on another thread. The handler must not take the
+    /// shutdown that its own signal has requested for an earlier one, and exit the process.
     #[test]
     fn one_signal_is_not_taken_for_two() {
         if std::env::var_os(CHILD).is_some() {

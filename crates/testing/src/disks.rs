@@ -103,7 +103,7 @@ pub fn none_ends(queue: &mut dyn Queue) {
 
 /// Waits until the queue's wake descriptor is readable.
 pub fn wait(queue: &dyn Queue) {
-    let fd = queue.wake_fd().expect("what leaves requests pending has a wake descriptor");
+    let fd = queue.wake_fd().expect("a queue with pending requests has a wake descriptor");
     crate::wait::readable("a signal of the wake descriptor", fd);
 }
 

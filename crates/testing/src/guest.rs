@@ -186,7 +186,8 @@ impl Guest {
         self.bytes().cell(at as usize).expect("its own memory")
     }
 
-    /// Rings a doorbell. With shadow doorbells, follows Linux's rule.
+    /// Rings a doorbell. With shadow doorbells, writes the register only if EventIdx requires it,
+    /// as Linux does.
     fn ring(&mut self, shadowed: bool, offset: u64, old: u32, new: u32) {
         if shadowed {
             let entry = offset - regs::DOORBELLS;

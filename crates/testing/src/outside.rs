@@ -35,7 +35,7 @@ impl Storage {
     /// If the variable is not set.
     #[must_use]
     pub fn new() -> Self {
-        Self(std::env::var_os(ASKS).map(PathBuf::from).expect("a directory to ask by"))
+        Self(std::env::var_os(ASKS).map(PathBuf::from).expect("a directory for requests"))
     }
 
     /// Stalls the storage: from now on no request completes.

@@ -56,7 +56,7 @@ impl Stalled {
         FileAttr { size: over.map_or(attributes.size, |over| over.len()), ..attributes }
     }
 
-    /// Answers a request that has no result except its end.
+    /// Answers a request that has no result data.
     fn end_of(&self, reply: ReplyEmpty) {
         if self.over.is_some() { reply.ok() } else { self.keep(reply) }
     }
@@ -261,7 +261,7 @@ impl Mount {
 
     fn start(test: &str, what: &[(&str, &Path)]) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() || !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: it takes /dev/fuse, and root");
+            eprintln!("skipped: needs /dev/fuse and root");
             return None;
         }
         let alone = ALONE.lock();

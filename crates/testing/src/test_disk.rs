@@ -147,7 +147,7 @@ impl TestQueue {
         }
         match self.inner.submit(tag, request, data) {
             Submitted::Done(outcome) => outcome,
-            Submitted::Pending => panic!("memory does not wait"),
+            Submitted::Pending => panic!("a memory disk completes at once"),
         }
     }
 }

@@ -118,7 +118,7 @@ fn full_disk(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<()> {
     };
     let output = guest.run(&fill(256), MINUTE)?;
     let said_so = output.text.contains("No space left on device");
-    ensure!(output.code == 1 && said_so, "the guest saw: {}", output.text);
+    ensure!(output.code == 1 && said_so, "the guest got: {}", output.text);
     disk.check()?;
     let reads = format!("dd if=/dev/{dev} of=/tmp/back bs=1M count=1 iflag=direct");
     guest.sh(&format!("{reads} && cmp /tmp/data /tmp/back"), MINUTE)?;

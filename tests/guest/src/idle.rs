@@ -18,9 +18,8 @@ struct Used {
     switches: u64,
 }
 
-/// Prefix of the names of the kernel's io_uring worker threads. Such a thread wakes up every five
-/// seconds to check if it is still needed. A process cannot prevent that, so these wakeups do not
-/// count.
+/// Prefix of the names of the kernel's io_uring worker threads. An idle one wakes up every five
+/// seconds to check whether to exit. A process cannot prevent that, so these wakeups do not count.
 const KERNELS_OWN: &str = "iou-wrk-";
 
 /// Wait before the check. The kernel's worker threads for slow io_uring operations (flush, hole

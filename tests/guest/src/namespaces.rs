@@ -270,7 +270,7 @@ impl Watch {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                bail!("the guest never said: {words}; it said: {new:?}");
+                bail!("the guest did not report {words}; it reported {new:?}");
             }
             // Short: the time is measured.
             sleep(Duration::from_micros(200));

@@ -38,7 +38,7 @@ pub(crate) fn text(json: &Value, name: &str) -> Result<String> {
 pub(crate) fn refused(guest: &mut Guest, arguments: &str, statuses: &[u16]) -> Result<()> {
     let output = guest.run(&format!("nvme {arguments}"), MINUTE)?;
     if output.code == 0 {
-        bail!("nvme {arguments} was carried out: {}", output.text);
+        bail!("nvme {arguments} was executed: {}", output.text);
     }
     match status(&output.text) {
         Some(status) if statuses.contains(&status) => Ok(()),

@@ -133,7 +133,7 @@ impl Honest {
         let began = Instant::now();
         // A controller has one client at a time, so the guest closes its old connection first.
         self.guest.link.hang_up()?;
-        (self.guest, self.buffers) = attach(&self.socket).context("coming back")?;
+        (self.guest, self.buffers) = attach(&self.socket).context("reconnecting")?;
         add(&tally.attached, 1);
         tally.took(began.elapsed());
         Ok(())

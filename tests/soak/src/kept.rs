@@ -201,7 +201,7 @@ impl Kept {
             }
             self.server.check()?;
             if began.elapsed() > LIMIT {
-                bail!("no other worker has come after {before:?}: {}", self.server.log());
+                bail!("no server process was started after {before:?}: {}", self.server.log());
             }
             // Short: the time is measured.
             std::thread::sleep(Duration::from_micros(200));

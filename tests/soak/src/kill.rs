@@ -121,7 +121,7 @@ impl Arguments {
 const TEST_KILLS: u32 = 200;
 
 fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
-    let what = if arguments.control { ", with old data put back" } else { "" };
+    let what = if arguments.control { ", with old data written into an image" } else { "" };
     report.begin(&format!("soak kill{what}"));
     let single = vec![Times::default(); arguments.kinds().len()];
     let mut gaps = Gaps { single, ..Gaps::default() };
@@ -190,9 +190,9 @@ impl Gaps {
         let kinds = arguments.kinds().iter().map(|kind| kind.name()).zip(&self.single);
         let all = self.all();
         let rest = [
-            ("all of these", &all),
-            ("the next one as well", &self.double),
-            ("until another process is there", &self.until_next),
+            ("all disk types", &all),
+            ("next process killed, too", &self.double),
+            ("until the next process exists", &self.until_next),
             ("without a kill", &self.without),
         ];
         for (name, times) in kinds.chain(rest) {
@@ -205,7 +205,7 @@ impl Gaps {
             table.push(cells, json);
         }
         table.notes.push(format!(
-            "{} kills of {} controllers in {:.0} s; {} commands, {} blocks looked at. Targets: p50 50 \
+            "{} kills of {} controllers in {:.0} s; {} commands, {} blocks verified. Targets: p50 50 \
              ms, p99 250 ms.",
             self.kills,
             arguments.controllers,
@@ -322,7 +322,7 @@ impl OldData {
 fn print_line(gaps: &Gaps, totals: &Totals) {
     let all = gaps.all();
     println!(
-        "{:6.0} s  {} kills, {} commands, {} blocks looked at; time without a completion: p50 {:.0} \
+        "{:6.0} s  {} kills, {} commands, {} blocks verified; time without a completion: p50 {:.0} \
          ms, p99 {:.0} ms, longest {:.0} ms",
         totals.seconds,
         gaps.kills,

@@ -174,15 +174,14 @@ impl Soak {
     fn judge(&self, report: &mut Report, end: End) {
         let tally = &self.tally;
         println!(
-            "{} commands, {} blocks verified, {} times gone and come back; the longest of these took \
-             {:.0} ms",
+            "{} commands, {} blocks verified, {} reconnects; the longest of these took {:.0} ms",
             value(&tally.commands),
             value(&tally.blocks),
             value(&tally.attached),
             tally.longest().as_secs_f64() * 1e3
         );
         println!(
-            "{} attacks, of which {} ended before their time{}; longest reset {:.0} ms",
+            "{} attacks, of which {} ended early{}; longest reset {:.0} ms",
             value(&tally.attacks),
             value(&tally.cut_short),
             tally.last_cut().map_or_else(String::new, |why| format!(" (the last: {why})")),
@@ -226,7 +225,7 @@ impl Soak {
 
 fn print_line(tally: &Tally, time: Duration, now: Usage, logged: u64) {
     println!(
-        "{:6.0} s  {} commands, {} errors, {} bad blocks, longest lately {:.0} ms; {} attacks; the \
+        "{:6.0} s  {} commands, {} errors, {} bad blocks, longest since the last line {:.0} ms; {} attacks; the \
          server has {} MiB, {} MiB of page tables and {} KiB of log",
         time.as_secs_f64(),
         value(&tally.commands),

@@ -190,7 +190,7 @@ fn check(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> R
     };
     if found != pattern(disk, block, generation).as_bytes() {
         bail!(
-            "block {block} holds something else than {wanted}: it says disk {}, block {}, write {}",
+            "block {block} does not hold {wanted}, but disk {}, block {}, write {}",
             word(0),
             word(1),
             word(2)

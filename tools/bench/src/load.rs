@@ -213,7 +213,7 @@ impl Load<'_> {
 /// Row in the output of `shadowbell bench --json`.
 fn row(text: &str) -> Result<Value> {
     let line = text.lines().last().context("shadowbell bench printed nothing")?;
-    let report: Value = serde_json::from_str(line).context("what shadowbell bench printed")?;
+    let report: Value = serde_json::from_str(line).context("the output of shadowbell bench")?;
     report.pointer("/rows/0").cloned().context("shadowbell bench printed no row")
 }
 

@@ -20,15 +20,13 @@ pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
     let load = read("/proc/loadavg");
     let load = load.split(' ').next().and_then(|word| word.parse::<f64>().ok()).unwrap_or(0.0);
     if load > 0.3 {
-        lines.push(format!(
-            "the machine is at work (load {load}): these figures are not to be quoted"
-        ));
+        lines.push(format!("the machine has other load ({load}): do not quote these figures"));
     }
     if gives_free_memory_back(&read(REPORTING_ORDER)) {
         lines.push(format!(
-            "the kernel gives free memory back to this machine's host ({REPORTING_ORDER}), and to use \
-             such memory again takes microseconds a page: blocks of 64 KiB can be many times too \
-             slow, on either side (docs/performance.md says how to measure without it)"
+            "the kernel reports free pages to this machine's host ({REPORTING_ORDER}). The next use of \
+             such a page takes microseconds, so blocks of 64 KiB can be many times too slow on both \
+             sides (docs/performance.md: how to measure without it)"
         ));
     }
     lines
@@ -68,7 +66,7 @@ fn shared_caches([a, b]: [usize; 2]) -> String {
         }
     }
     match shared.as_slice() {
-        [] => "the kernel knows of no cache that they share".to_owned(),
+        [] => "the kernel reports no cache that they share".to_owned(),
         list => format!("the two CPUs share {}", list.join(" and ")),
     }
 }

@@ -28,7 +28,7 @@ impl Memory {
         let mapping = Mapping::anonymous(bytes as u64)?;
         mapping.prefer_huge_pages();
         let disk = mapping.bytes();
-        disk.fill(0, bytes, 0xa5).context("the memory is smaller than was asked for")?;
+        disk.fill(0, bytes, 0xa5).context("the memory is smaller than requested")?;
         Ok(Self { disk })
     }
 

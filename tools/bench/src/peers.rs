@@ -52,7 +52,7 @@ impl NbdServer {
                 bail!("{name} ended ({}): {}", describe(status), log());
             }
             if Instant::now() > deadline {
-                bail!("{name} takes no clients: {}", log());
+                bail!("{name} does not accept clients: {}", log());
             }
             wait::pause();
         }

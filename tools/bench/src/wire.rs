@@ -152,7 +152,7 @@ impl Wire {
                 // The sum verifies every word of every entry, and the order of entries.
                 let sum = completion[0].load(Ordering::Relaxed);
                 if sum != (completed * 8).wrapping_add(PLACES) {
-                    bail!("completion {completed} is to something else");
+                    bail!("completion {completed} is for another entry");
                 }
                 completed += 1;
                 found += 1;

@@ -113,7 +113,7 @@ struct Done {
 
 fn table() -> Table {
     let columns = ["target", "s", "programs", "in 1 s", "steps", "in 1 s", "places", "features"];
-    Table::new("What was done", &columns)
+    Table::new("Fuzzed targets", &columns)
 }
 
 impl Done {

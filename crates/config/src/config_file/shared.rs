@@ -61,7 +61,7 @@ impl Subsystems {
                 refuse(&table, "the path of `state` is empty".to_owned());
             }
             if all.contains_key(name) {
-                refuse(&table, format!("the subsystem `{name}` is there twice"));
+                refuse(&table, format!("the subsystem `{name}` is defined twice"));
             }
             if all.values().any(|other| other.table.state == *state) {
                 let why = format!("the file {} is that of another subsystem, too", state.display());
@@ -88,7 +88,9 @@ impl Subsystems {
             format!("there is no `[[subsystem]]` `{name}`: add one of this name, or correct it")
         })?;
         if controller.serial.is_some() {
-            return Err("the serial number is that of the subsystem: give it there".to_owned());
+            return Err(
+                "the controller has the serial number of the subsystem: give it there".to_owned()
+            );
         }
         let own = (controller.disks.clone(), controller.read_only);
         if *known.disks.get_or_insert_with(|| own.clone()) != own {
@@ -106,7 +108,7 @@ impl Subsystems {
                 let count = groups.count();
                 return Err(format!(
                     "`ana` has {} states, and there are {count} groups: the \
-                                    subsystem's `ana-groups` names them",
+                                    subsystem's `ana-groups` defines them",
                     states.len()
                 ));
             }

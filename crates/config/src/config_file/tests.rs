@@ -90,13 +90,13 @@ fn a_mistake_is_reported_with_its_line() {
         (&format!("{ok}max-transfer = \"big\""), "vms.toml:4: `max-transfer`"),
         (&format!("{ok}worker = \"mine\""), "vms.toml:4: `worker` is the number of a worker"),
         (&format!("workers = 2\n{ok}worker = 2"), "vms.toml:5: `worker` is 2, and there are 2"),
-        (&format!("{ok}worker = 0"), "vms.toml:4: `worker` is 0, and how many there are depends"),
+        (&format!("{ok}worker = 0"), "vms.toml:4: `worker` is 0, and the number of I/O threads"),
         (&format!("{ok}doorbells = \"loud\""), "vms.toml:4: unknown variant `loud`"),
         (&format!("workers = 0\n{ok}"), "vms.toml:1: `workers` is 1 to 190, not 0"),
-        (&format!("poll = \"never\"\npoll-max-us = 5\n{ok}"), "vms.toml:2: a longest time"),
+        (&format!("poll = \"never\"\npoll-max-us = 5\n{ok}"), "vms.toml:2: a maximum polling time"),
         (
             &format!("[[limit-group]]\nname = \"a\"\n[[limit-group]]\nname = \"a\"\n{ok}"),
-            "vms.toml:3: the limit group `a` is there twice",
+            "vms.toml:3: the limit group `a` is defined twice",
         ),
         (
             &ok.replace("1MiB", "1MiB?limit-group=b"),
@@ -306,7 +306,7 @@ fn controllers_of_a_subsystem_have_their_places_in_order() {
         (
             "[[controller]]",
             "[[subsystem]]\nname = \"pair\"\nstate = \"/srv/other\"\n[[controller]]",
-            "x:7: the subsystem `pair` is there twice",
+            "x:7: the subsystem `pair` is defined twice",
         ),
         (
             "[[controller]]",
@@ -355,7 +355,7 @@ fn groups_and_their_states_are_those_of_a_subsystem() {
         ("[[1], [2]]", "[[1], [4]]", "namespace 4, which does not exist"),
         ("[\"inaccessible\", \"change\"]", "\"best\"", "`ana` is `optimized`, `non-optimized`"),
         ("\"change\"]", "\"change\", \"change\"]", "x:10: `ana` has 3 states, and there are 2"),
-        ("subsystem = \"pair\"", "", "x:11: `ana` is of a controller with a `subsystem`"),
+        ("subsystem = \"pair\"", "", "x:11: `ana` is only for a controller with a `subsystem`"),
     ] {
         assert!(text.contains(from));
         let why = parse(&text.replacen(from, to, 1), "x").unwrap_err();

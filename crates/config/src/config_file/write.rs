@@ -227,7 +227,7 @@ fn controller(asked: &SocketConfig) -> Controller {
     }
 }
 
-/// Disks of a controller, without the namespaces of its pool. The index of the pool lists those.
+/// Disks of a controller, without the namespaces of its pool, which the index of the pool lists.
 fn given(config: &ControllerConfig) -> Vec<DiskConfig> {
     let is_of_pool =
         |disk: &&DiskConfig| config.pool.as_ref().is_some_and(|spec| pool_disks::is_of(spec, disk));

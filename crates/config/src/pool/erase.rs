@@ -37,7 +37,7 @@ pub fn wipe(pool: &HostPool, nsid: u32, bytes: u64) -> io::Result<()> {
     file.seek(io::SeekFrom::Start(0))?;
     file.read_exact(&mut first)?;
     if first != [0] {
-        // The byte has a block: the write needs no space, which a full file system does not have.
+        // The byte's block is allocated, so the write also succeeds on a full file system.
         file.seek(io::SeekFrom::Start(0))?;
         file.write_all(&[0])?;
     }

@@ -182,8 +182,8 @@ impl Index {
                 && entry.checked_bytes().is_some()
                 && entry.uuid != [0; 16]
         };
-        // The namespace of `formatting` may be missing: it can be deleted after its format has
-        // failed.
+        // The namespace of `formatting` may be missing, because it can be deleted after a failed
+        // format.
         self.formatting.is_none_or(|(_, size)| is_format(size, self.formatting_metadata))
             && self.namespaces.iter().all(is_possible)
             && self.namespaces.is_sorted_by(|a, b| a.nsid < b.nsid)

@@ -45,7 +45,7 @@ static POOLS: Mutex<BTreeMap<PathBuf, Arc<HostPool>>> = Mutex::new(BTreeMap::new
 #[derive(Debug)]
 pub struct HostPool {
     spec: PoolSpec,
-    /// Index file that is open for reading, also before this process has the lock.
+    /// Index file, opened for reading before this process has the lock.
     reader: File,
     kept: Mutex<Kept>,
     /// Progress of a sanitize operation, in 65536ths.
@@ -65,8 +65,8 @@ struct Kept {
 }
 
 impl HostPool {
-    /// Opens a pool and creates its missing files. If `locked` is false, the pool is
-    /// [locked](Self::lock) later, after the previous process has released it.
+    /// Opens a pool and creates its missing files. If `locked` is false, the caller
+    /// [locks](Self::lock) the pool later, when the previous process has released it.
     fn open(spec: &PoolSpec, locked: bool) -> anyhow::Result<Self> {
         make(&spec.directory)?;
         let path = spec.directory.join(INDEX);

@@ -99,7 +99,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.child.kill();
         if std::thread::panicking() {
-            eprintln!("what the server said:\n{}", self.log());
+            eprintln!("log of the server:\n{}", self.log());
         }
     }
 }

@@ -90,7 +90,7 @@ addEventListener('load', () => {
 fn look(page: &Path, browser: &Path) -> Value {
     let html = std::fs::read_to_string(page).unwrap();
     for word in ["src=", "href=", "url(", "@import", "<script"] {
-        assert!(!html.contains(word), "the page needs something: {word}");
+        assert!(!html.contains(word), "the page loads something: {word}");
     }
     // The page's own policy forbids scripts, so the test removes it.
     let (policy, end) = ("<meta http-equiv=\"Content-Security-Policy\"", "'unsafe-inline'\">");
@@ -111,7 +111,7 @@ fn look(page: &Path, browser: &Path) -> Value {
         String::from_utf8(output.stdout).unwrap()
     };
     let dom = run(&copy, &["--dump-dom"]);
-    let (_, rest) = dom.split_once("<pre id=\"found\">").expect("the page was not looked at");
+    let (_, rest) = dom.split_once("<pre id=\"found\">").expect("the script did not run");
     let (text, _) = rest.split_once("</pre>").unwrap();
     run(page, &[&format!("--screenshot={}", picture.display())]);
     // A blank page compresses to less.

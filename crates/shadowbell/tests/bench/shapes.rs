@@ -161,7 +161,7 @@ fn bench_json_has_the_shape_of_fios() {
     }
     let rows = json(&mut line("bench local:mem:4MiB --number-ios 100 --json"));
     let keys = |row: &Value| row.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
-    assert_eq!(keys(&rows["rows"][0]), keys(&ours["shadowbell"]), "the row is there, too");
+    assert_eq!(keys(&rows["rows"][0]), keys(&ours["shadowbell"]), "the row is included");
 
     if !has_fio() {
         eprintln!("skipped: there is no fio here");

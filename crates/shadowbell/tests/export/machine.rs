@@ -130,7 +130,7 @@ impl Machine {
         let frontend = self.frontend.take().unwrap();
         let base = frontend.get_vring_base(0).unwrap();
         let used: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire).unwrap();
-        assert_eq!(base, u32::from(used), "what was taken is answered");
+        assert_eq!(base, u32::from(used), "every taken request is completed");
     }
 
     fn random(&mut self, below: u64) -> u64 {

@@ -112,7 +112,7 @@ impl Drop for Export {
     fn drop(&mut self) {
         self.child.kill();
         if std::thread::panicking() {
-            eprintln!("what the export said:\n{}", self.stderr());
+            eprintln!("log of the export:\n{}", self.stderr());
         }
     }
 }

@@ -55,7 +55,7 @@ fn an_image_named_twice_is_refused() {
     let at = directory.path();
     image(at, "a.img", 1 << 20);
     let name = ["a.img", "./a.img?direct=off", "--socket", "vm.sock"];
-    let words = "./a.img (a.img): it is asked for as a disk twice of vm.sock: name it once";
+    let words = "./a.img (a.img): it is named as a disk twice of vm.sock: name it once";
     refused(at, &name, &[words]);
     let mut server = Server::start(&["mem:1MiB"], &[]);
     let path = image(server.directory(), "b.img", 1 << 20).display().to_string();

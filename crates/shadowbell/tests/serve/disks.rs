@@ -60,14 +60,14 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     let mut other = Client::attach(&server.directory().join("vm1.sock"));
     assert_eq!(other.read(2, 0), 7);
     drop((guest, other));
-    // A controller's end detaches its named disks.
+    // Removing a controller detaches its named disks.
     until("its end", || ctl_json(&server, &["controllers", "b"])[0]["client"] == false);
     assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
     assert_eq!(disk(&server, "data")["namespaces"], json!([]));
     assert_eq!(disk(&server, "b/1"), Value::Null);
     let (_, saved, _) = ctl(&server, &["save-config", "-"]);
     assert!(saved.contains("id = \"data\"") && saved.contains("\"ram\""), "{saved}");
-    // Unattached disks change and go.
+    // Unattached disks can be changed and removed.
     let read_only = ctl_json(&server, &["disk", "read-only", "data", "on"]);
     assert_eq!(read_only[0]["read_only"], true);
     ctl_json(&server, &["limit", "data", "--iops", "5"]);
@@ -78,7 +78,7 @@ fn a_named_disk_moves_between_controllers_and_survives_crashes() {
     assert_eq!(disk(&server, "spare")["bytes"], 4 << 20);
     let (code, _, errors) = ctl(&server, &["disk", "add", "spare", "mem:1MiB"]);
     assert!(code == Some(4) && errors.contains("exists already"), "{errors}");
-    // The file again.
+    // The configuration file is applied again.
     let (code, _, errors) = ctl(&server, &["apply", "vm.toml"]);
     assert_eq!(code, Some(0), "{errors}");
     assert_eq!(disk(&server, "spare"), Value::Null);

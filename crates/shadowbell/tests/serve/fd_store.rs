@@ -141,7 +141,7 @@ impl Service {
         let before = self.kept.lock().unwrap().own;
         let own = UnixDatagram::unbound().unwrap();
         own.send_to(b"OWN", self.directory.path().join("notify")).unwrap();
-        until("all is heard", || self.kept.lock().unwrap().own > before);
+        until("all messages are received", || self.kept.lock().unwrap().own > before);
         let child = Self::spawn(&self.directory, &self.kept);
         self.dead.push(std::mem::replace(&mut self.child, child));
     }
@@ -200,7 +200,7 @@ impl Drop for Service {
         let ended = UnixDatagram::unbound().unwrap();
         let _ = ended.send_to(b"END", self.directory.path().join("notify"));
         if std::thread::panicking() {
-            eprintln!("what it said:\n{}", self.log());
+            eprintln!("log of the service:\n{}", self.log());
         }
     }
 }

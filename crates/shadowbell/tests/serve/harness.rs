@@ -168,7 +168,7 @@ impl Server {
     fn say_what_it_does(&self) {
         let mut threads = String::new();
         threads_of(self.child.id(), &mut threads);
-        eprintln!("what the server does:\n{threads}");
+        eprintln!("threads of the server:\n{threads}");
     }
 
     /// Runs `act`. If it takes long, prints the state of the server's threads meanwhile: at the end
@@ -178,7 +178,7 @@ impl Server {
         std::thread::scope(|threads| {
             threads.spawn(move || {
                 if waits.recv_timeout(SLOW) == Err(RecvTimeoutError::Timeout) {
-                    eprintln!("this takes long");
+                    eprintln!("slow operation; state of the server:");
                     self.say_what_it_does();
                 }
             });
@@ -199,7 +199,7 @@ impl Drop for Server {
         }
         self.child.kill();
         if std::thread::panicking() {
-            eprintln!("what the server said:\n{}", self.stderr());
+            eprintln!("log of the server:\n{}", self.stderr());
         }
     }
 }

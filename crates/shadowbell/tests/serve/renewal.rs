@@ -55,8 +55,8 @@ fn another(server: &Server, name: &str) -> PathBuf {
     path.canonicalize().unwrap()
 }
 
-/// Another program: runs `script` if it is asked which state it can continue from, and else the
-/// program under test.
+/// Another program: runs `script` if it is started to check its compatibility with the state, and
+/// otherwise the program under test.
 fn wrapper(server: &Server, script: &str) -> PathBuf {
     let path = server.directory().join("wrapper");
     let program = env!("CARGO_BIN_EXE_shadowbell");
@@ -127,7 +127,7 @@ fn images_can_be_opened_after_the_supervisors_change() {
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 1);
     upgrade_to(&server, &another(&server, "one"));
-    // By the server process of before the change, and by the next ones.
+    // The image is opened by the server process from before the change, and by the next ones.
     let image = crate::harness::image(server.directory(), "later.img", 1 << 20);
     let add = |nsid: &str| {
         let add = ["namespace", "attach", "vm0.sock", nsid, image.to_str().unwrap()];

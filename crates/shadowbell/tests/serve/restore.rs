@@ -92,7 +92,8 @@ fn recovery_of_a_queue_takes_few_system_calls() {
     assert!(many.saturating_sub(one) <= 63 * MOST_CALLS, "{one} with one queue, {many} with 64");
 }
 
-/// Limit per queue. It is 5 now, and would be 12 with the interrupts before.
+/// Limit per queue. The next process needs 5 calls, and would need 12 if it set up interrupts
+/// before the message.
 const MOST_CALLS: usize = 7;
 
 /// Measurement: `cargo test -p shadowbell --test serve restore:: -- --ignored --nocapture`.

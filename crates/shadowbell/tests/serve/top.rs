@@ -108,7 +108,7 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
     reads(1);
     let mut found = Value::Null;
     // Reads of the second namespace alone, which has figures of its own.
-    until("a look at its namespaces", || {
+    until("a sample of its namespaces", || {
         reads(2);
         found = top.controller();
         let namespace = &found["namespaces"][1];

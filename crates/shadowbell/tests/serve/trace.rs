@@ -1,4 +1,4 @@
-//! Trace conversion: a picture for Perfetto's viewer, and JSON lines for tools.
+//! Trace conversion: a time line for Perfetto's viewer, and JSON lines for tools.
 
 use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, finish, image, program, run, until};
@@ -18,16 +18,16 @@ fn trace(file: &Path, options: &[&str]) -> String {
     out
 }
 
-/// Events of a picture, without naming events.
+/// Events of a time line, without metadata events.
 struct Picture {
     events: Vec<Value>,
     /// Names of processes and threads.
     tracks: HashMap<(u64, u64), (String, String)>,
 }
 
-/// Parses a picture by the rules of the trace event format, as a viewer does. Panics on a
-/// broken rule: missing fields, order, overlapping slices, arrows without both ends or with an
-/// end outside of a slice.
+/// Parses a time line by the rules of the trace event format, as a viewer does. Panics on a
+/// violation: missing fields, wrong order, overlapping slices, arrows without both ends or with
+/// an end outside of a slice.
 #[track_caller]
 fn read(text: &str) -> Picture {
     let document: Value = serde_json::from_str(text).unwrap();

@@ -151,7 +151,7 @@ fn on_devices(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) 
             shadowbell(&mut guest, &format!("read vfio-user:{SOCKET} --length 64m -o /dev/null"));
         stop(&mut guest)?;
         let output = output?;
-        ensure!(output.code != 0, "it was not noticed: {}", output.text);
+        ensure!(output.code != 0, "the error was not returned: {}", output.text);
         ensure!(output.text.contains("Unrecovered Read Error"), "{}", output.text);
         Ok(())
     });

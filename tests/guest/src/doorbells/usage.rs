@@ -48,8 +48,9 @@ impl Usage {
 /// Pins all threads of `process`, and those that they will start, to the last CPU that this
 /// process may use.
 pub(crate) fn confine(process: u32) -> Result<()> {
-    let allowed = sched_getaffinity(None).context("asking where we may run")?;
-    let last = (0..CpuSet::MAX_CPU).rfind(|cpu| allowed.is_set(*cpu)).context("nowhere to run")?;
+    let allowed = sched_getaffinity(None).context("reading the CPU affinity")?;
+    let last =
+        (0..CpuSet::MAX_CPU).rfind(|cpu| allowed.is_set(*cpu)).context("no CPU is allowed")?;
     let mut one = CpuSet::new();
     one.set(last);
     for thread in threads(process)? {

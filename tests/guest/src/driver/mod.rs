@@ -223,7 +223,7 @@ fn give_back(guest: &mut Guest) -> Result<()> {
         )?;
     }
     let other = shadowbell(guest, &format!("list {}", target(0)))?;
-    ensure!(other.code == 2, "the kernel's again: {other:?}");
+    ensure!(other.code == 2, "a controller of the kernel's driver is accepted: {other:?}");
     Ok(())
 }
 

@@ -259,8 +259,8 @@ fn can_be_driven_by_qemu(guest: &mut Guest, controller: &Controller) -> Result<b
         }
     }
     println!(
-        "   QEMU's nvme:// enables a controller before it writes ACQ, which that of `{}` does not \
-         put up with: no such rows",
+        "   QEMU's nvme:// enables a controller before it writes ACQ; the controller of `{}` does not \
+         accept this, so it has no rows of QEMU's nvme://",
         controller.name
     );
     Ok(false)

@@ -105,7 +105,10 @@ fn counts(said: &str) -> Result<(u64, u64)> {
     let words =
         || said.split("zero-copy for ").nth(1).with_context(|| format!("no counts: {said}"));
     let mut numbers = words()?.split_whitespace().filter_map(|word| word.parse().ok());
-    Ok((numbers.next().context("how many went straight")?, numbers.next().context("and copied")?))
+    Ok((
+        numbers.next().context("no count of zero-copy requests")?,
+        numbers.next().context("no count of copied requests")?,
+    ))
 }
 
 fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
@@ -147,7 +150,7 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
     )?;
     if is_straight {
         let (straight, copied) = stop(guest, export)?;
-        println!("         {straight} requests straight, {copied} copied");
+        println!("         {straight} requests with zero copy, {copied} copied");
         ensure!(straight > 100 && copied == 0, "{straight} requests straight, {copied} copied");
     } else {
         export.stop(guest)?;
@@ -195,7 +198,7 @@ fn shrunk(guest: &mut Guest) -> Result<()> {
     guest.sh(&format!("truncate -s 16M {image}"), MINUTE)?;
     let export = Export::start(guest, image, "")?;
     let disk = export.disk.clone();
-    ensure!(said(guest)?.contains(STRAIGHT), "it is copied");
+    ensure!(said(guest)?.contains(STRAIGHT), "the data are copied");
     let dd = |arguments: &str| format!("dd {arguments} bs=64k");
     guest.sh(
         &format!(
@@ -213,10 +216,10 @@ fn shrunk(guest: &mut Guest) -> Result<()> {
     // Reads across the end of the file and behind it fail, also after the file has its old size
     // again.
     for at in [128, 200] {
-        ensure!(guest.run(&read(at), MINUTE)?.code != 0, "block {at} is read, though it is gone");
+        ensure!(guest.run(&read(at), MINUTE)?.code != 0, "block {at} is read from beyond the end");
     }
     guest.sh(&format!("truncate -s 16M {image}"), MINUTE)?;
-    ensure!(guest.run(&read(200), MINUTE)?.code != 0, "what was lost is read as zeroes");
+    ensure!(guest.run(&read(200), MINUTE)?.code != 0, "lost data are read as zeroes");
     guest.sh(&read(127), MINUTE)?;
     export.signal(guest, "TERM")?;
     let said = export.ended(guest)?;
@@ -226,7 +229,7 @@ fn shrunk(guest: &mut Guest) -> Result<()> {
 
 fn limited(guest: &mut Guest, raw: &str) -> Result<()> {
     let export = Export::start(guest, &format!("'{raw}?iops=2000'"), "")?;
-    ensure!(!said(guest)?.contains(STRAIGHT), "requests go past the limit");
+    ensure!(!said(guest)?.contains(STRAIGHT), "requests bypass the limit");
     let disk = &export.disk;
     guest.sh(&format!("dd if=/dev/{disk} of=/dev/null bs=1M count=4 iflag=direct"), MINUTE)?;
     export.stop(guest)

@@ -77,8 +77,9 @@ fn queues(settings: &Settings) -> Result<Table> {
         table.json.push(row);
     }
     table.notes.push(
-        "One worker has a processor for itself, and polls. Two workers and the driver share two \
-         processors, so they sleep when they can: there the counts tell more than the speed."
+        "A single worker has a processor for itself, and polls. Two workers share two processors \
+         with the driver, and sleep when they are idle: their counts are meaningful, their speed is \
+         not."
             .into(),
     );
     Ok(table)
@@ -166,8 +167,8 @@ fn controllers(settings: &Settings) -> Result<Table> {
     let per_queue = more / f64::from(MANY_QUEUES - 1);
     let pages = wide.attached.shared as f64 - first.attached.shared as f64;
     table.notes.push(format!(
-        "A queue pair more takes {} of the server's memory, and while it is idle the server touches \
-         {} of its pages, which are the client's. Light load: {LIGHT} reads a second from each \
+        "An additional queue pair takes {} of the server's memory. While it is idle, the server \
+         touches {} of the client's memory for it. Light load: {LIGHT} reads a second from each \
          controller.",
         bytes(per_queue),
         bytes(pages / f64::from(MANY_QUEUES - 1)),

@@ -81,7 +81,7 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
 /// Fails with the missing prerequisite of this machine, if there is one.
 fn needs(settings: &Settings) -> Result<()> {
     if !rustix::process::getuid().is_root() {
-        bail!("it takes root to mount");
+        bail!("mounting needs root");
     }
     for path in ["/dev/fuse", "/dev/loop-control"] {
         if !Path::new(path).exists() {

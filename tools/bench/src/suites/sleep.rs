@@ -77,8 +77,8 @@ fn sleeping(settings: &Settings) -> Result<Table> {
     }
     if counts.is_ok() {
         table.notes.push(
-            "System calls (driver + controller) are counted in a run of their own, which strace \
-             slows down: whoever adapts sleeps more often there than in the run that was timed."
+            "System calls (driver + controller) are counted in a separate run, which strace slows \
+             down. The adaptive mode sleeps more often there than in the timed run."
                 .into(),
         );
     }
@@ -146,8 +146,8 @@ fn paced(settings: &Settings) -> Result<Table> {
         }
     }
     table.notes.push(
-        "benefit: how much of the p50 that polling gains over sleeping; of the CPU: for how much of \
-         the processor time of polling, both sides together."
+        "benefit: gain in p50 over sleeping, in percent of polling's gain; of the CPU: CPU time of \
+         both sides, in percent of polling's."
             .into(),
     );
     Ok(table)

@@ -27,7 +27,9 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
         }
     }
     let mut table = Table {
-        title: "The wire limit: 64 bytes there, 16 bytes back, and nothing else".into(),
+        title:
+            "The wire limit: 64 bytes to the other CPU and 16 bytes back, without any other work"
+                .into(),
         head: vec![
             "iodepth",
             "entries/s",
@@ -62,7 +64,7 @@ pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
         table.json.push(json!({
             "table": "wire", "device": "wire", "doorbells": "shadow", "iodepth": depth,
             "numjobs": 1, "bs": 64, "iops": median, "iops_min": min, "iops_max": max,
-            "wire_iops": median, "bandwidth_bytes": median * 80.0, "told": update.name(),
+            "wire_iops": median, "bandwidth_bytes": median * 80.0, "tail_update": update.name(),
             "latency_ns": { "mean": f64::from(depth) / median * 1e9 }, "rounds": settings.rounds,
             "line_ns": line.median(),
         }));

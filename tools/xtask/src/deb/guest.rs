@@ -235,7 +235,7 @@ fn is(machine: &Machine, script: &str, words: &str) -> Result<()> {
 fn wait(machine: &Machine, script: &str) -> Result<()> {
     let deadline = wait::deadline();
     while machine.run(script).is_err() {
-        ensure!(Instant::now() < deadline, "it does not come to pass: {script}");
+        ensure!(Instant::now() < deadline, "the condition is not reached: {script}");
         wait::pause();
     }
     Ok(())

@@ -63,7 +63,7 @@ pub(crate) fn check(crates: &[String]) -> Result<()> {
     if wrong.is_empty() {
         Ok(())
     } else {
-        bail!("imports go in cycles, or up\n{}", wrong.join("\n"))
+        bail!("imports form cycles, or violate the order of the layers\n{}", wrong.join("\n"))
     }
 }
 

@@ -62,7 +62,8 @@ impl Package {
 
 /// Parses the packages in the output of `cargo metadata --no-deps`.
 pub(super) fn packages(metadata: &[u8]) -> Result<Vec<Package>> {
-    let metadata: Value = serde_json::from_slice(metadata).context("what cargo metadata prints")?;
+    let metadata: Value =
+        serde_json::from_slice(metadata).context("the output of cargo metadata")?;
     let root = text(&metadata, "workspace_root")?;
     let relative = |path: &str| {
         let path = Path::new(path);

@@ -120,8 +120,8 @@ pub(crate) fn run(settings: &Settings, tree: Option<&Tree>) -> Result<Vec<Table>
         case.show(&mut table);
     }
     table.notes.push(
-        "SPDK's client maps the doorbells of whatever it talks to; this driver takes the shadow \
-         doorbells if there are any."
+        "SPDK's client maps the doorbells of every controller; this driver uses shadow doorbells if \
+         the controller has them."
             .into(),
     );
     Ok(vec![table])

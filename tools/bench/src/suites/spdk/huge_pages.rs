@@ -40,7 +40,7 @@ impl HugePages {
             pages.before = Some(state.total);
             // The kernel may have reserved fewer pages than requested.
             if State::read()?.missing() > 0 {
-                bail!("{}, which the kernel could not do just now", why());
+                bail!("the kernel reserved too few huge pages: {}", why());
             }
         }
         if let Some(place) = found {

@@ -34,7 +34,7 @@ const MOST: u32 = 1 << 16;
 /// Name of the relay's socket, in the server's directory.
 pub(crate) const RELAY: &str = "relay.sock";
 
-/// Accepts clients at `path` as long as the server runs.
+/// Accepts clients at `path` until the server ends.
 pub(crate) fn start(path: PathBuf, server: PathBuf) -> io::Result<()> {
     let listener = UnixListener::bind(path)?;
     thread::spawn(move || {
