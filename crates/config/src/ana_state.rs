@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn states_are_written_as_far_as_they_say_something() {
+    fn states_after_the_last_unoptimized_one_are_not_stored() {
         let mut groups = AnaGroups { nsids: vec![vec![2], vec![1, 3]], states: Vec::new() };
         assert_eq!((groups.count(), groups.text()), (2, None));
         groups.set(2, AnaWord::Change);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_of_namespaces_that_there_are() {
+    fn invalid_ana_groups_are_refused() {
         let check = |nsids: &[&[u32]]| {
             let nsids = nsids.iter().map(|group| group.to_vec()).collect::<Vec<_>>();
             AnaGroups::check(&nsids, &[1, 2])

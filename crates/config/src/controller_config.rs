@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_the_same_uuid_under_another_name_for_it() {
+    fn a_uuid_does_not_depend_on_the_path_of_the_file() {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join("disk.img");
         std::fs::write(&image, [0; 4096]).unwrap();
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn read_only_is_of_the_whole_controller() {
+    fn read_only_applies_to_all_namespaces() {
         let asked =
             |disk: &str| ControllerConfig { read_only: true, ..ControllerConfig::of(&[disk]) };
         for disk in ["mem:1MiB", "mem:1MiB?block-size=4096", "mem:1MiB?read-only=on"] {
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_transfer_is_a_power_of_two() {
+    fn max_transfer_is_a_power_of_two() {
         assert_eq!(mdts(1 << 20), Some(8));
         assert_eq!(mdts(16 << 20), Some(12));
         for bytes in [0, 1, 4096, 512 << 10, 3 << 20, 32 << 20, u64::MAX] {
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_input_is_an_exit_status_of_its_own() {
+    fn configuration_errors_exit_with_bad_input() {
         let refused = |config: ControllerConfig| config.open("x").unwrap_err();
         let missing = refused(ControllerConfig::of(&["/nonexistent/disk.img"])).into_error();
         assert_eq!(exit::status(&missing), exit::BAD_INPUT, "{missing}");

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processors_are_lists_and_ranges() {
+    fn cpu_lists_have_numbers_and_ranges() {
         let available = rustix::thread::sched_getaffinity(None).unwrap();
         let mine = (0..).find(|cpu| available.is_set(*cpu)).unwrap();
         assert_eq!(parse(&mine.to_string()), Ok(CpuList(vec![mine])));

@@ -273,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_specification_is_changed_in_one_place() {
+    fn one_option_of_a_specification_is_changed() {
         for (spec, changed) in [
             ("a.img", "a.img?read-only=on"),
             ("a.img?read-only=off", "a.img?read-only=on"),
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn an_option_is_taken_out() {
+    fn an_option_is_removed() {
         let taken = |spec| take_option(spec, "uuid");
         assert_eq!(taken("a.img"), ("a.img".into(), None));
         assert_eq!(taken("a.img?iops=5&x"), ("a.img?iops=5&x".into(), None));
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_understood() {
+    fn options_are_parsed() {
         let options = parse(Some("read-only=on&zero-copy=off")).unwrap();
         assert!(options.read_only && !options.zero_copy);
         let options = parse(None).unwrap();

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modes_and_groups_are_understood() {
+    fn modes_and_groups_are_parsed() {
         assert_eq!((parse_mode("0660"), parse_mode("666")), (Ok(0o660), Ok(0o666)));
         for text in ["", "0888", "rw", "1777", "-1"] {
             assert!(parse_mode(text).is_err(), "{text}");

@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_has_a_directory_of_his_own() {
+    fn each_user_has_a_separate_directory() {
         let none = |_: &str| None;
         let session =
             |name: &str| (name == "XDG_RUNTIME_DIR").then(|| OsString::from("/run/user/1"));
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_words() {
+    fn server_names_are_validated() {
         for name in ["vm0", "a", "vm-1.prod_2"] {
             assert_eq!(check_name(name).as_deref(), Ok(name));
         }

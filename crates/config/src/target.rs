@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn targets_are_what_people_write() {
+    fn targets_are_parsed() {
         assert_eq!("vfio-user:/run/vm0.sock".parse(), vfio_user("/run/vm0.sock", 1));
         assert_eq!("vfio-user:/run/vm0.sock/".parse(), vfio_user("/run/vm0.sock", 1));
         assert_eq!("vfio-user:/run/vm0.sock/2".parse(), vfio_user("/run/vm0.sock", 2));
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_reads_as_it_is_written() {
+    fn a_printed_target_parses_to_the_same_target() {
         for text in [
             "vfio-user:/run/vm0.sock/3",
             "nvme://0000:01:00.0/2",
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_with_the_reason() {
+    fn invalid_targets_are_refused_with_the_reason() {
         for (text, words) in [
             ("", "empty"),
             ("local:", "empty"),
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn other_namespaces_are_of_the_same_controller() {
+    fn with_nsid_keeps_the_controller() {
         let target: Target = "vfio-user:/run/vm0.sock".parse().unwrap();
         assert_eq!(target.with_nsid(4).to_string(), "vfio-user:/run/vm0.sock/4");
         assert_eq!(target.with_nsid(4).nsid(), 4);

@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_is_written_in_groups() {
+    fn a_uuid_is_formatted_in_groups() {
         let bytes = std::array::from_fn(|n| n as u8 * 17);
         assert_eq!(uuid_text(&bytes), "00112233-4455-6677-8899-aabbccddeeff");
     }

@@ -251,7 +251,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     #[test]
-    fn who_closes_without_a_word_is_asked_again_and_told_nothing_twice() {
+    fn a_get_without_a_response_is_retried_and_a_post_is_not() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("x.sock");
         let listener = UnixListener::bind(&path).unwrap();
@@ -273,12 +273,12 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_path_has_no_slash() {
+    fn a_path_segment_has_no_slash() {
         assert_eq!(part("/run/vm 0.sock"), "%2Frun%2Fvm%200.sock");
     }
 
     #[test]
-    fn who_is_no_server_is_told() {
+    fn a_socket_without_a_server_is_reported() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("x.sock");
         let client = Client::new(&path);

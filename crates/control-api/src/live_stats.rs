@@ -132,7 +132,7 @@ mod tests {
     use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
 
     #[test]
-    fn a_row_is_of_all_io_queues_and_parked_only_by_all_workers() {
+    fn a_row_sums_io_queues_and_is_parked_if_all_workers_are() {
         let doorbell = |found_new, mmio_writes| DoorbellCounts {
             found_new,
             mmio_writes,

@@ -59,7 +59,7 @@ mod tests {
     const LIMITS: CopyLimits = CopyLimits { ranges: 3, range_blocks: 100, blocks: 250 };
 
     #[test]
-    fn who_can_copy() {
+    fn copy_support_is_decoded_from_identify() {
         let can = |copy, ocfs, mssrl, mcl| {
             let oncs = Oncs::new().with_copy(copy);
             let controller = IdentifyController { oncs, ocfs, ..IdentifyController::default() };

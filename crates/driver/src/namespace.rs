@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_are_deallocated_only_where_that_is_understood() {
+    fn write_zeroes_deallocates_only_if_supported() {
         for understood in [true, false] {
             let mut identity = IdentifyNamespace { nsze: 8, ..IdentifyNamespace::default() };
             identity.lbaf[0].lbads = 9;
@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_what_the_limits_allow() {
+    fn copies_are_bounded_by_the_limits() {
         let namespace = namespace(LIMITS);
         assert_eq!(namespace.copy_limits(), Some(LIMITS));
         let command = namespace.copy(0x1_0000, &[range(1, 1)]);
@@ -543,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn what_overlaps_is_not_repeated() {
+    fn overlapping_copies_are_not_repeated() {
         let namespace = namespace(LIMITS);
         let repeatable = |to, sources: &[CopyRange]| {
             let command = namespace.copy(to, sources).unwrap();

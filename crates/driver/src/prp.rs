@@ -173,7 +173,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_controllers_end_finds_the_bytes(
+        fn lists_resolve_to_the_bytes_of_the_buffer(
             page in prop::sample::select(vec![4096u64, 16384]),
             max_pages in 1u64..2200,
             transfers in prop::collection::vec((0usize..3, 0u64..4096, 1u64..=10_000_000), 1..12),
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_and_forgotten() {
+    fn a_transfer_that_does_not_fit_is_refused() {
         let (mut lists, view, base) = lists_and_view(8 * 4096, 4096, 2);
         assert_eq!(list_bytes(8 * 4096, 4096), 64);
         assert!(lists.prps(0, DATA, 8 * 4096).is_some());
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_is_there_is_not_written_again() {
+    fn an_unchanged_list_is_not_written_again() {
         let (mut lists, _, _) = lists_and_view(64 * 4096, 4096, 1);
         let whole = lists.prps(0, DATA, 64 * 4096).unwrap();
         lists.bytes.write(0, &0xdead_u64).unwrap();

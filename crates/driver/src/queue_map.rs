@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_map_is_printed_for_people() {
+    fn a_map_is_printed_as_text() {
         for (processors, queues, want) in [
             (vec![0], 1, "1 (processor 0)"),
             (vec![0, 1], 1, "1 (processors 0-1)"),

@@ -237,7 +237,7 @@ mod tests {
 
     /// The buffer of an in-process host can be the disk's own memory, so the ranges may overlap.
     #[test]
-    fn what_overlaps_is_copied_as_it_was() {
+    fn overlapping_ranges_are_copied_correctly() {
         let len = 2 * LONG;
         for copier in [from_disk as Copier, to_disk] {
             for (from, into) in [(0, 0), (0, 1), (1, 0), (0, 4096), (4096, 0), (0, len - 1)] {

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_view_has_noted_is_in_the_log_at_its_end() {
+    fn a_dropped_view_adds_its_pages_to_the_log() {
         let log = DirtyLog::default();
         let (one, two) = (Noted::default(), Noted::default());
         one.add(0x1000, 4096);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_has_an_end_and_nothing_is_lost_there() {
+    fn an_overflowing_log_reports_all_pages_as_dirty() {
         let log = DirtyLog::default();
         for chunk in 0..=MOST as u64 {
             log.add(chunk << 21, 1);

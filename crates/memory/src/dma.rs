@@ -546,7 +546,7 @@ mod tests {
     /// As many maps as a virtual IOMMU creates, changed in random order and compared with a simple
     /// model.
     #[test]
-    fn tens_of_thousands_of_maps_are_found_and_taken_away() {
+    fn tens_of_thousands_of_maps_are_found_and_removed() {
         use std::collections::BTreeMap;
         const COUNT: u64 = 40_000;
         let memory = memory(3 * 4096);
@@ -604,7 +604,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_found_by_its_address_and_its_address_by_the_memory() {
+    fn memory_and_bus_address_are_translated_both_ways() {
         let mut space = DmaSpace::default();
         let (one, two) = (memory(8192), memory(4096));
         space.map(0x1000, 4096, &one).unwrap();
@@ -617,7 +617,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_knows_whether_its_page_tables_could_be_too_many() {
+    fn a_table_detects_that_its_page_tables_may_exceed_the_limit() {
         let mut space = DmaSpace::default();
         let large = memory(page_tables::MATTERS);
         let is_sparse = |space: &DmaSpace| space.table().is_sparse();
@@ -678,7 +678,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_sees_the_last_user_go() {
+    fn a_watch_detects_the_release_by_the_last_user() {
         let view = View::new(Arc::default());
         let watch = view.watch();
         let in_flight = view.clone();

@@ -48,7 +48,7 @@ mod tests {
     use std::time::Instant;
 
     #[test]
-    fn events_are_those_that_were_asked_for() {
+    fn only_requested_events_are_reported() {
         let epoll = create(CreateFlags::CLOEXEC).unwrap();
         let events: Vec<_> = (0..3).map(|_| EventFd::new().unwrap()).collect();
         for (number, event) in events.iter().enumerate() {

@@ -308,7 +308,7 @@ mod tests {
     /// The peer shares the open file. It makes the descriptor blocking, and fills or empties the
     /// count.
     #[test]
-    fn a_peer_that_makes_its_descriptor_blocking_stalls_nobody() {
+    fn a_blocking_descriptor_of_a_peer_stalls_no_thread() {
         let block = |fd: &OwnedFd| {
             let flags = rustix::fs::fcntl_getfl(fd).unwrap();
             rustix::fs::fcntl_setfl(fd, flags & !rustix::fs::OFlags::NONBLOCK).unwrap();

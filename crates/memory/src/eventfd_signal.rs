@@ -249,7 +249,7 @@ mod tests {
 
     /// Waiting costs the peer nothing, but a signal to it has to wake all waiters.
     #[test]
-    fn a_crowd_that_waits_is_noticed() {
+    fn many_waiters_on_an_eventfd_are_detected() {
         const EPOLLS: usize = 100;
         const COPIES: usize = 400;
         let ours = EventFd::new().unwrap();

@@ -42,7 +42,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
 
     #[test]
-    fn it_is_what_others_say() {
+    fn file_status_equals_that_of_the_standard_library() {
         let fd = rustix::fs::memfd_create("status", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let file = std::fs::File::from(fd);
         file.set_len(12345).unwrap();

@@ -540,7 +540,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_memfd_is_seen_by_both_who_map_it() {
+    fn a_memfd_is_shared_by_its_mappings() {
         let ours = Mapping::shared("test", 8192).unwrap();
         let theirs =
             Mapping::from_fd(ours.fd().unwrap(), 4096, 4096, Protection::ReadWrite).unwrap();

@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn page_tables_go_and_the_memory_stays() {
+    fn dropped_page_tables_keep_the_memory() {
         let _alone = ALONE.lock();
         let places = || (0..8usize << 30).step_by(SPAN as usize);
         let lines = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
@@ -320,7 +320,7 @@ mod tests {
     /// If a thread waits for its checks, the page tables exceed the limit at most by those of the
     /// touches between two checks, however slow the checking thread is.
     #[test]
-    fn who_waits_for_the_look_has_a_bound() {
+    fn page_tables_are_bounded_if_callers_wait_for_the_check() {
         let _alone = ALONE.lock();
         let _awake = Awake::new();
         let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
@@ -363,7 +363,7 @@ mod tests {
 
     /// The client uses any number of ranges of the same memory.
     #[test]
-    fn a_client_that_touches_here_and_there_has_no_more_than_is_allowed() {
+    fn sparse_access_stays_within_the_page_table_quota() {
         let _alone = ALONE.lock();
         let awake = Awake::new();
         let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();

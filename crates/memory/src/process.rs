@@ -92,7 +92,7 @@ mod tests {
     use std::os::fd::AsRawFd;
 
     #[test]
-    fn what_was_inherited_is_taken_once_and_nothing_else_is() {
+    fn only_inherited_descriptors_are_taken_and_once() {
         let (own, left) = io::pipe().unwrap();
         assert!(take_inherited(own.as_raw_fd()).is_none(), "it was opened here");
         assert!(take_inherited(1).is_none() && take_inherited(-1).is_none());
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_executed_changes_nothing() {
+    fn a_failed_exec_changes_nothing() {
         let error = execute(OsStr::new("/nonexistent/program"), ["program"]);
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
         let error = execute(OsStr::new("a\0b"), ["program"]);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn signals_wait_until_they_may_come() {
+    fn signals_are_blocked_and_unblocked() {
         block_signals(&[libc::SIGURG]).unwrap();
         unblock_signals(&[libc::SIGURG]).unwrap();
         assert!(block_signals(&[]).is_ok());

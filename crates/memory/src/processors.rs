@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_of_another_thread_do_not_count() {
+    fn pinning_another_thread_does_not_change_the_process_affinity() {
         let all = processors();
         assert!(all.count() > 0);
         std::thread::spawn(move || {

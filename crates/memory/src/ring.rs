@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn publish_is_seen_by_second_word() {
+    fn a_published_entry_is_read_back() {
         let ring = Ring::<16>::over(&Mapping::anonymous(4096).unwrap().bytes(), 4).unwrap();
         ring.publish(3, [1, 2]);
         assert_eq!(ring.second_word(3), 2);
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "inside the ring")]
-    fn an_index_outside_is_our_bug() {
+    fn an_index_outside_of_the_ring_panics() {
         let ring = Ring::<16>::over(&Mapping::anonymous(4096).unwrap().bytes(), 4).unwrap();
         let _ = ring.second_word(4);
     }

@@ -672,7 +672,7 @@ mod tests {
     }
 
     #[test]
-    fn clearing_lets_the_view_go() {
+    fn clear_releases_the_view() {
         let mut space = DmaSpace::default();
         space.map(0, 4096, &Mapping::anonymous(4096).unwrap().bytes()).unwrap();
         let view = View::new(Arc::clone(space.table()));

@@ -501,7 +501,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_reaches_past_the_window() {
+    fn accesses_beyond_the_end_are_refused() {
         let bytes = Mapping::anonymous(4096).unwrap().bytes().slice(4000, 96).unwrap();
         assert_eq!(bytes.len(), 96);
         assert!(bytes.slice(90, 7).is_none());
@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cell_outlives_everything_else() {
+    fn a_cell_keeps_its_mapping_alive() {
         let cell = {
             let mapping = Mapping::anonymous(4096).unwrap();
             mapping.bytes().write(64, &7u32).unwrap();

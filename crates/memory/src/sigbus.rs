@@ -329,7 +329,7 @@ mod tests {
     /// handler combined the start of one range with the length of another, it would replace memory
     /// of another peer.
     #[test]
-    fn a_range_is_never_made_up_of_two() {
+    fn a_range_is_never_a_mixture_of_two() {
         use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
         let new = || AtomicUsize::new(0);
         let poisoned = AtomicBool::new(false);
@@ -354,11 +354,11 @@ mod tests {
     /// The size that a peer chooses for its memory is not charged to this process. The test uses
     /// the limit of the process, not the system-wide limit. Both would refuse private memory.
     #[test]
-    fn however_much_is_lost_there_is_room_for_its_zeroes() {
+    fn lost_memory_is_replaced_within_the_data_limit() {
         use rustix::process::{Resource, getrlimit, setrlimit};
         const IN_CHILD: &str = "SIGBUS_WITHOUT_ROOM";
         if std::env::var_os(IN_CHILD).is_none() {
-            let name = "sigbus::tests::however_much_is_lost_there_is_room_for_its_zeroes";
+            let name = "sigbus::tests::lost_memory_is_replaced_within_the_data_limit";
             let mut child = std::process::Command::new(std::env::current_exe().unwrap());
             child.args(["--exact", name, "--test-threads=1"]).env(IN_CHILD, "");
             let output = child.output().unwrap();
@@ -380,7 +380,7 @@ mod tests {
 
     /// The number of mappings of a process is limited, so a peer must not be able to exhaust it.
     #[test]
-    fn however_much_is_lost_it_is_one_mapping() {
+    fn lost_memory_takes_a_bounded_number_of_mappings() {
         const PAGES: usize = 4096;
         let fd = memfd_create("holes", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, PAGES as u64 * 4096).unwrap();
@@ -399,7 +399,7 @@ mod tests {
     /// Small pages cannot replace a part of a huge page. A peer can create a file of huge pages
     /// even if none are reserved.
     #[test]
-    fn huge_pages_that_are_not_there_read_as_zeroes() {
+    fn missing_huge_pages_read_as_zeroes() {
         let fd = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();
         ftruncate(&fd, 8 << 20).unwrap();
         let mapping = Mapping::from_fd(&fd, 0, 6 << 20, Protection::ReadWrite).unwrap();

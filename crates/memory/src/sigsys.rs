@@ -136,7 +136,7 @@ mod tests {
     use super::{LINE, Line};
 
     #[test]
-    fn a_line_is_made_without_memory() {
+    fn a_line_is_formatted_without_allocation() {
         let say = |name, number| {
             let mut line = Line { bytes: [0; LINE], len: 0 };
             line.message(name, number);

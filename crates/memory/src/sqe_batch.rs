@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_pushed_is_in_the_ring_after_a_flush() {
+    fn a_flush_writes_pushed_entries_to_the_ring() {
         let ring = Ring::<64>::over(&Mapping::anonymous(4096).unwrap().bytes(), 64).unwrap();
         let mut batch = SqeBatch::new();
         let mut next = 0;
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_in_pieces_gets_it_too() {
+    fn a_flush_works_on_a_ring_in_several_maps() {
         let mut space = DmaSpace::default();
         for i in 0..2 {
             let part = Mapping::anonymous(4096).unwrap().bytes();
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "there is room")]
     #[cfg(debug_assertions)]
-    fn too_many_are_our_bug() {
+    fn pushing_too_many_entries_panics() {
         let mut batch = SqeBatch::new();
         (0..17).for_each(|n| batch.push(words(n)));
     }

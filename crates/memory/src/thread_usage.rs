@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_and_waits_are_seen() {
+    fn cpu_time_and_switches_are_counted() {
         let before = ThreadUsage::now();
         let mut sum = 0u64;
         // Enough processor time to be measurable.

@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_written_to_is_kept() {
+    fn written_pages_are_not_trimmed() {
         let smaps = "\
 1000-3000 r--p 00000000 fe:00 9 /bin/x
 Rss:                   4 kB
@@ -105,7 +105,7 @@ a000-b000 r-xp 00000000 fe:00 9 /bin/x
     }
 
     #[test]
-    fn the_program_goes_on_and_holds_less_of_itself() {
+    fn a_trimmed_program_works_with_less_resident_memory() {
         let held = || {
             let status = std::fs::read_to_string("/proc/self/status").unwrap();
             let line = status.lines().find_map(|line| line.strip_prefix("RssFile:")).unwrap();

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_wait_yields_to_nobody() {
+    fn a_short_wait_does_not_yield() {
         let mut poller = Poller::new();
         assert!(!poller.polls(1, 20));
         assert_eq!(poller.yields, 0);
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn it_yields_now_and_then_and_says_whether_somebody_ran() {
+    fn the_backoff_yields_periodically_and_detects_other_threads() {
         let mut poller = Poller::new();
         for _ in 0..300 {
             assert!(!poller.polls(10, 0));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_whole_slices_is_given_few() {
+    fn threads_that_use_whole_time_slices_get_few_yields() {
         let mut poller = Poller::new();
         let began = poller.now.get();
         for _ in 0..100_000 {

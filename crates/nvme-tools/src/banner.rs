@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn interrupts_that_stay_where_they_are_are_mentioned() {
+    fn a_refused_interrupt_affinity_is_reported() {
         assert_eq!(interrupts(None), "");
         assert_eq!(interrupts(Some(&Steered::All(2))), "; their interrupts go there");
         let source = std::io::ErrorKind::PermissionDenied.into();
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_are_as_short_as_people_write_them() {
+    fn versions_are_printed_without_a_zero_tertiary_number() {
         assert_eq!(version(Vs::of(1, 4, 0)), "1.4");
         assert_eq!(version(Vs::of(1, 2, 1)), "1.2.1");
         assert_eq!(binary(4096), "4.0 KiB");

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_right() {
+    fn a_filled_block_passes_the_check() {
         assert_eq!(check(&block(OFFSET, 5), OFFSET, Some(5), 9), Ok(()));
         assert_eq!(check(&block(OFFSET, 5), OFFSET, None, 9), Ok(()));
     }
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_from_elsewhere_is_misplaced() {
+    fn a_block_of_another_offset_is_misplaced() {
         let bad = fault(&block(4096, 5));
         assert_eq!(bad, BadBlock { offset: OFFSET, fault: Fault::Misplaced(4096) });
         assert!(bad.to_string().contains("the data of byte 4096"), "{bad}");

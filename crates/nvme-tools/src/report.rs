@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn no_rows_are_still_a_report() {
+    fn a_report_may_have_no_rows() {
         let mut out = Vec::new();
         write_json(&mut out, &[]).unwrap();
         assert_eq!(out, b"{\"rows\":[]}\n");

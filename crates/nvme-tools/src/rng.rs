@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_of_zero_is_as_good_as_any() {
+    fn a_seed_of_zero_gives_random_numbers() {
         assert!(Rng::new(0).next() != 0);
     }
 }

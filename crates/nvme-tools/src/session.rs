@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_banner_shows_what_was_found_and_what_was_granted() {
+    fn a_banner_shows_the_controller_and_the_granted_queues() {
         let target: Target = "local:mem:1MiB?block-size=4096".parse().unwrap();
         let options = AttachOptions { queue_pairs: 2, queue_depth: 32, ..Default::default() };
         let session = Session::attach(&target, &options).unwrap();

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn who_closes_does_not_wait() {
+    fn a_slow_close_does_not_block_the_caller() {
         let closer = Closer::default();
         let (slow, reader) = slow();
         closer.close(slow);

@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_room_for_all_files_before_they_are_opened() {
+    fn the_descriptor_table_is_enlarged_in_advance() {
         raise();
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let size = status.lines().find_map(|line| line.strip_prefix("FDSize:")).unwrap();

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_errors_are_left_out() {
+    fn error_numbers_are_removed() {
         let error = |number| std::io::Error::from_raw_os_error(number).to_string();
         assert_eq!(without_numbers(&error(13)), "Permission denied");
         let two = format!("a: {}; b: {}.", error(2), error(24));
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_to_know_rust() {
+    fn rust_terms_are_replaced() {
         for (rust, words) in [
             (
                 "invalid value: integer `99999`, expected u16",

@@ -124,7 +124,7 @@ mod tests {
     use anyhow::Context;
 
     #[test]
-    fn a_bad_input_stays_one_under_context() {
+    fn added_context_keeps_the_exit_status() {
         let error = Err::<(), _>(bad_input(anyhow::anyhow!("no such disk")))
             .context("controller vm0")
             .unwrap_err();
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_error_says_of_its_source_is_not_said_again() {
+    fn a_cause_in_the_text_is_not_repeated() {
         let source = || io::Error::from_raw_os_error(1);
         let error =
             anyhow::Error::new(source()).context(format!("refused ({}); do this", source()));
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_has_enough_is_no_failure() {
+    fn a_closed_output_pipe_is_no_failure() {
         let error =
             anyhow::Error::new(io::Error::from(io::ErrorKind::BrokenPipe)).context("printing");
         assert_eq!(status(&error), FINE);

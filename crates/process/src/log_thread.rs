@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_stands_still_holds_up_nobody_and_learns_what_it_missed() {
+    fn a_stalled_reader_blocks_no_thread_and_drops_are_counted() {
         let (reader, writer) = io::pipe().unwrap();
         let log = LogThread::new(free(256 * 1024));
         log.start(writer).unwrap();
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn the_count_of_what_is_missing_is_where_it_is_missing() {
+    fn the_drop_count_is_in_place_of_the_dropped_lines() {
         let (reader, writer) = io::pipe().unwrap();
         let log = LogThread::new(free(1000));
         log.start(writer).unwrap();
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_has_no_more_than_the_pace_allows() {
+    fn the_rate_limit_holds_in_every_second() {
         let mut allowance = Allowance::new(Pace { per_second: 1000, burst: 500 });
         let mut now = allowance.since;
         let end = now + Duration::from_secs(10);
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_for_the_end_does_not_wait_for_the_pace() {
+    fn finish_suspends_the_rate_limit() {
         let (reader, writer) = io::pipe().unwrap();
         let pace = Pace { per_second: 1, burst: 10 };
         let log = LogThread::new(Limits { waiting: 4096, pace: Some(pace) });

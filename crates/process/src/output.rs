@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn json_has_the_names_of_other_programs_too() {
+    fn json_options_of_nvme_cli_are_accepted() {
         let is_json = |words: &str| {
             let line = Line::try_parse_from(words.split_whitespace());
             line.map(|line| line.output.is_json()).map_err(|error| error.to_string())
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn fios_option_asks_for_what_fio_prints() {
+    fn output_format_json_is_the_format_of_fio() {
         let shape = |words: &str| {
             BenchLine::try_parse_from(words.split_whitespace()).unwrap().output.shape()
         };

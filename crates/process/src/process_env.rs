@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_begin_at_the_root() {
+    fn relative_paths_are_made_absolute() {
         for path in ["x", "./x/../y", "/x//y/.", ""] {
             let expected = std::path::absolute(path).unwrap_or_default();
             assert_eq!(absolute(Path::new(path)), expected, "{path}");

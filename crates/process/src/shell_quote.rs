@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_word_is_quoted_if_it_has_to_be() {
+    fn words_are_quoted_if_necessary() {
         assert_eq!(quote("socket=/run/vm0.sock"), "socket=/run/vm0.sock");
         assert_eq!(quote("my disk.img"), "'my disk.img'");
         assert_eq!(quote("it's"), r"'it'\''s'");

@@ -247,7 +247,7 @@ mod tests {
     /// Race between a signal handler and the wait on another thread. The handler must not take the
     /// shutdown that its own signal has requested for an earlier one, and exit the process.
     #[test]
-    fn one_signal_is_not_taken_for_two() {
+    fn one_signal_does_not_count_twice() {
         if std::env::var_os(CHILD).is_some() {
             let mut signals = EndSignals::catch(&[]).unwrap();
             let other = std::thread::spawn(|| raise(SIGTERM));
@@ -257,7 +257,7 @@ mod tests {
         }
         for attempt in 0..200 {
             let status = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "signals::tests::one_signal_is_not_taken_for_two"])
+                .args(["--exact", "signals::tests::one_signal_does_not_count_twice"])
                 .env(CHILD, "1")
                 .stdout(Stdio::null())
                 .status()

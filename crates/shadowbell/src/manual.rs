@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_stays_as_it_is_on_a_page() {
+    fn special_characters_of_roff_are_escaped() {
         assert_eq!(literal(".SH a\\b --x"), "\\&.SH a\\eb \\-\\-x");
     }
 }

@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interval_is_neither_too_short_nor_for_ever() {
+    fn the_interval_is_bounded() {
         assert_eq!(parse_interval("500ms"), Ok(Duration::from_millis(500)));
         for text in ["0", "1ms", "25h", "soon"] {
             assert!(parse_interval(text).is_err(), "{text}");

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_read_and_missing_ones_are_errors() {
+    fn figures_are_parsed_and_missing_ones_are_errors() {
         let json = r#"fio: a warning
             {"jobs": [{"read": {"iops": 24.5, "bw_bytes": 4096, "total_ios": 49, "clat_ns":
              {"mean": 1.0, "percentile": {"50.000000": 2, "99.000000": 3, "99.900000": 4}}}}]}"#;

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_kernels_own_threads_may_look_around() {
+    fn only_kernel_threads_may_wake_up() {
         let used = |name: &str, ticks, switches| Used { name: name.to_owned(), ticks, switches };
         let quiet = |before: Used, after: Used| after.since(&before).is_none();
         assert!(quiet(used("worker", 5, 9), used("worker", 5, 9)));
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_process_is_told_from_an_idle_one() {
+    fn busy_and_idle_processes_are_distinguished() {
         for (script, idle) in [("exec sleep 1000", true), ("while sleep 0.05; do :; done", false)] {
             let mut command = Command::new("sh");
             let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();

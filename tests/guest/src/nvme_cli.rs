@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_status_is_read_without_its_flags() {
+    fn the_status_is_parsed_without_its_flags() {
         let text = "warning\nNVMe status: LBA Out of Range: The (first) command(0x4080)\n";
         assert_eq!(status(text), Some(0x080));
         assert_eq!(status("NVMe status: Compare Failure(0x285)"), Some(0x285));

@@ -387,7 +387,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_of_features_are_read_in_both_forms() {
+    fn feature_values_are_parsed_in_both_forms() {
         let text = "get-feature:0x06 (Volatile Write Cache), Current value:0x00000a01\n";
         assert_eq!(feature_value(text), Some(0xa01));
         assert_eq!(feature_value("x (y), Current value:00000000"), Some(0));

@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_attack_that_is_named_is_there_and_every_disk_has_attacks() {
+    fn named_attacks_exist_and_every_disk_has_attacks() {
         let all = attacks::all();
         let is_known = |name: &&str| all.iter().any(|attack| attack.name == *name);
         assert!(LEFT_OUT.iter().chain(&ONE_AT_A_TIME).all(is_known));

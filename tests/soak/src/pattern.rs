@@ -24,7 +24,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_names_its_disk_its_place_and_its_generation() {
+    fn a_pattern_identifies_disk_block_and_generation() {
         let block = pattern(3, 77, 9);
         assert_eq!(block[..3], [3, 77, 9]);
         let others = [pattern(4, 77, 9), pattern(3, 78, 9), pattern(3, 77, 10)];

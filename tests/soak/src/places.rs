@@ -232,7 +232,7 @@ mod tests {
 
     /// Acknowledged writes must be found, writes in flight may be found, and older ones must not.
     #[test]
-    fn a_block_that_is_too_old_is_found() {
+    fn a_stale_block_is_detected() {
         let mut places = Places::new(3, Keeps::Blocks, 1, 500);
         let first = write(&mut places);
         let (mut old, mut new) = (Vec::new(), Vec::new());
@@ -275,7 +275,7 @@ mod tests {
 
     /// A read of the page cache that is concurrent with a write returns a mixture.
     #[test]
-    fn a_part_of_a_block_is_of_one_write_and_a_part_of_another() {
+    fn a_block_with_words_of_two_writes_is_a_mixture() {
         let block = |generation| pattern(3, 7, generation);
         let mut mixture = block(5);
         mixture[20..40].copy_from_slice(&block(6)[20..40]);
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_has_one_write_under_way_and_all_fit() {
+    fn a_place_has_at_most_one_write_in_flight() {
         let mut places = Places::new(0, Keeps::Blocks, 7, 500);
         let mut under_way = std::collections::HashSet::new();
         let mut kinds = [0_u32; 3];

@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_of_the_times_is_not_longer() {
+    fn a_quantile_bounds_its_share_of_the_times() {
         let mut times = Times::default();
         assert_eq!(times.at(0.5), Duration::ZERO);
         (1..=100).rev().for_each(|n| times.push(Duration::from_millis(n)));

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_read_and_missing_ones_are_errors() {
+    fn figures_are_parsed_and_missing_ones_are_errors() {
         let text = r#"fio: a warning
             {"jobs": [{"usr_cpu": 10.0, "sys_cpu": 30.0, "write": {"iops": 400.0,
              "bw_bytes": 1638400, "total_ios": 800, "runtime": 2000, "clat_ns": {"mean": 1.5,

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_lists_are_understood() {
+    fn cpu_lists_of_the_kernel_are_parsed() {
         for (list, cpu, is_in) in
             [("0-1", 1, true), ("0", 1, false), ("0,4-6,9", 5, true), ("0,4-6,9", 8, false)]
         {
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_goes_to_the_host_is_seen() {
+    fn free_page_reporting_is_detected() {
         for (order, is_given) in
             [("9", true), ("10", true), ("11", false), ("4294967295", false), ("", false)]
         {
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named_with_its_package() {
+    fn a_missing_program_is_named_with_its_package() {
         assert_eq!(need("sh", "dash", false), Ok(()));
         let why = need("no-such-program", "some-package", false).unwrap_err();
         assert!(why.contains("apt-get install some-package"), "{why}");

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_go_the_right_way() {
+    fn bytes_are_copied_in_the_right_direction() {
         let mine = rustix::thread::sched_getaffinity(None).unwrap();
         let cpu = (0..).find(|cpu| mine.is_set(*cpu)).unwrap();
         let memory = Memory::new(1 << 16).unwrap();

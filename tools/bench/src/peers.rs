@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_that_does_not_start_says_why() {
+    fn a_failed_start_reports_the_reason() {
         let error = NbdServer::start("sh", None, |_| {
             let mut command = child(Path::new("sh"));
             command.args(["-c", "echo no room >&2; exit 4"]);

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_can_be_looked_at() {
+    fn the_usage_of_a_process_is_read() {
         let script = "while sleep 0.01; do :; done";
         let mut command = std::process::Command::new("sh");
         let mut child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();

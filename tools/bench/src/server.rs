@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_does_not_start_says_why() {
+    fn a_failed_start_reports_the_reason() {
         let error = Server::start(Path::new("false"), &[], &[]).unwrap_err().to_string();
         assert!(error.contains("ended (exit code 1)"), "{error}");
     }

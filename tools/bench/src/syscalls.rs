@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_traces_us() {
+    fn this_process_is_not_traced() {
         assert!(!is_traced(std::process::id()).unwrap());
     }
 }

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_go_left_and_figures_right() {
+    fn text_is_left_aligned_and_figures_right_aligned() {
         let rows = vec![
             vec!["qemu".into(), "100".into(), "1.00".into()],
             vec!["a longer name".into(), "-5".into(), "22.50".into()],

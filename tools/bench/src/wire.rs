@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_is_refused() {
+    fn invalid_parameters_are_refused() {
         // The length of a measurement that is refused.
         let time = Duration::from_millis(1);
         assert!(limit(processors(), 0, TailUpdate::Each, time).is_err());

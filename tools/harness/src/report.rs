@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_are_counted_and_the_run_goes_on() {
+    fn failures_are_counted_and_the_run_continues() {
         let mut report = Report::default();
         report.begin("part");
         assert_eq!(report.check("good", |_| Ok(3)), Some(3));

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_runners_counts_are_added_up() {
+    fn counts_of_test_programs_are_added_up() {
         let mut counts = Counts::default();
         for line in [
             "running 3 tests",

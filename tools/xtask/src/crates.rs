@@ -59,7 +59,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn packages_that_are_not_published_are_told_from_the_others() {
+    fn unpublished_packages_are_listed() {
         let metadata = json!({ "packages": [
             { "name": "a", "publish": null },
             { "name": "b", "publish": [] },

@@ -374,7 +374,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_target_is_known_to_all() {
+    fn every_target_is_registered() {
         let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
         let manifest = read("fuzz/Cargo.toml");
         let (bodies, replay) =
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_done_is_read_from_what_is_said() {
+    fn the_output_of_libfuzzer_is_parsed() {
         let mut done = Done::default();
         done.read("#7\tNEW    cov: 12 ft: 34 corp: 2/2b exec/s: 0");
         done.read("#81920\tDONE   cov: 1371 ft: 7215 corp: 598/640Kb lim: 4096 exec/s: 20");
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_for_each_new_path_is_not_shown() {
+    fn lines_about_new_coverage_are_not_shown() {
         assert!(!is_worth_showing("#7\tNEW    cov: 12 ft: 12 corp: 2/2b"));
         assert!(!is_worth_showing("\tNEW_FUNC[1/2]: 0x55 in f"));
         assert!(!is_worth_showing("\"\\001\" # Uses: 9"));

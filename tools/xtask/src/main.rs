@@ -271,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_is_consistent() {
         use clap::CommandFactory;
         Arguments::command().debug_assert();
     }

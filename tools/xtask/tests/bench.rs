@@ -123,7 +123,7 @@ fn every_suite_works_and_counts() {
 }
 
 #[test]
-fn what_can_not_be_is_refused_with_the_reason() {
+fn invalid_arguments_are_refused_with_the_reason() {
     for (arguments, words) in [
         (&["wire", "--check"][..], "`instructions`"),
         (&["wire", "--cpus", "0,0"], "both sides on one"),

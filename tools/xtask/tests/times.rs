@@ -110,7 +110,7 @@ fn no_test_depends_on_a_time_without_a_reason() {
 }
 
 #[test]
-fn what_depends_on_a_time_is_found() {
+fn dependence_on_a_time_is_detected() {
     for line in [
         "std::thread::sleep(Duration::from_millis(5));",
         "sleep(pause);",

@@ -7,7 +7,7 @@ fn wrong(text: &str) -> String {
 }
 
 #[test]
-fn everything_can_be_said() {
+fn every_setting_is_parsed() {
     let text = r#"
         trace = "/var/tmp/trace"
         trace-records = 4096
@@ -61,7 +61,7 @@ fn everything_can_be_said() {
 }
 
 #[test]
-fn a_mistake_is_reported_with_its_line() {
+fn an_error_is_reported_with_its_line() {
     let ok = "[[controller]]\nsocket = \"/run/a\"\ndisks = [\"mem:1MiB\"]\n";
     parse(ok, "x").unwrap();
     for (text, words) in [
@@ -122,7 +122,7 @@ fn a_mistake_is_reported_with_its_line() {
 }
 
 #[test]
-fn all_mistakes_are_reported_at_once_in_order() {
+fn all_errors_are_reported_in_order() {
     let text = "workers = 999\n[[controller]]\nsocket = \"a\"\ndisks = []\nqueues = 0\n";
     let error = wrong(text);
     let lines: Vec<_> = error.lines().map(|line| line.split(' ').next().unwrap()).collect();
@@ -130,7 +130,7 @@ fn all_mistakes_are_reported_at_once_in_order() {
 }
 
 #[test]
-fn uuids_are_written_in_groups() {
+fn only_uuids_in_groups_are_parsed() {
     assert!(parse_uuid("0190163D-8694-739b-aea5-966c26f8ad91").is_some());
     for text in [
         "",
@@ -145,7 +145,7 @@ fn uuids_are_written_in_groups() {
 }
 
 #[test]
-fn what_is_written_is_read_as_the_same() {
+fn a_written_file_parses_to_the_same_configuration() {
     let text = r#"
         name = "vms"
         trace = "/var/tmp/trace"
@@ -201,7 +201,7 @@ fn what_is_written_is_read_as_the_same() {
 }
 
 #[test]
-fn who_maps_doorbells_is_polled_for_if_nothing_else_was_said() {
+fn mapped_doorbells_imply_polling_by_default() {
     let text = |first: &str, how: &str| {
         format!(
             "{first}\n[[controller]]\nsocket = \"a\"\ndisks = [\"mem:1MiB\"]\ndoorbells = \"{how}\""
@@ -228,7 +228,7 @@ fn who_maps_doorbells_is_polled_for_if_nothing_else_was_said() {
 }
 
 #[test]
-fn what_a_file_leaves_open_is_nothing_that_it_says_otherwise() {
+fn unset_settings_contradict_nothing() {
     let of = |lines: &str| {
         let text = format!("{lines}\n[[controller]]\nsocket = \"a\"\ndisks = [\"mem:1MiB\"]\n");
         Settings::of(&parse(&text, "vms.toml").unwrap())
@@ -253,7 +253,7 @@ fn what_a_file_leaves_open_is_nothing_that_it_says_otherwise() {
 }
 
 #[test]
-fn controllers_of_a_subsystem_have_their_places_in_order() {
+fn controllers_of_a_subsystem_get_cntlids_in_order() {
     let text = r#"
         [[subsystem]]
         name = "pair"
@@ -320,7 +320,7 @@ fn controllers_of_a_subsystem_have_their_places_in_order() {
 }
 
 #[test]
-fn groups_and_their_states_are_those_of_a_subsystem() {
+fn ana_groups_and_states_belong_to_a_subsystem() {
     let text = r#"
         [[subsystem]]
         name = "pair"
@@ -364,7 +364,7 @@ fn groups_and_their_states_are_those_of_a_subsystem() {
 }
 
 #[test]
-fn the_disks_of_a_file_are_found() {
+fn all_disks_of_a_file_are_listed() {
     let toml = "name = \"a\"\n[[controller]]\nsocket = \"s\"\n\
                 disks = [\"a.img?direct=on\", { disk = \"b.img\", nsid = 7 }]\n\
                 [[controller]]\nsocket = \"t\"\ndisks = [\"mem:1MiB\"]\n";

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_as_a_whole_counts() {
+    fn a_torn_write_leaves_the_older_state() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(2 * PLACE).unwrap();
         assert!(read(&file).is_err());
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_pool_can_be_is_not_taken_for_one() {
+    fn impossible_states_are_refused() {
         let change = |change: &dyn Fn(&mut Index)| {
             let mut of = index(2);
             change(&mut of);

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_ends_where_the_list_does() {
+    fn an_incomplete_list_limits_the_known_range() {
         let entries = [(10, 0), (20, 9)];
         let complete = list(LbaStatusList::COMPLETE, &entries);
         assert_eq!(parse(&complete, 5..100, 8), blocks(&[(10, 11), (20, 30)], 100));
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_contradicts_itself_is_not_believed() {
+    fn an_inconsistent_list_is_refused() {
         let complete = LbaStatusList::COMPLETE;
         for entries in [&[(4, 1)][..], &[(10, 5), (15, 0)], &[(10, 0), (9, 0)], &[(u64::MAX, 0)]] {
             assert!(parse(&list(complete, entries), 5..100, 8).is_err(), "{entries:?}");

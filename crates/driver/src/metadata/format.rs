@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_are_what_identify_says() {
+    fn formats_are_decoded_from_identify() {
         assert_eq!(format(0, 1, None), Ok(None));
         let known = |ms, pit, elbaf| format(ms, pit, elbaf).unwrap().unwrap();
         let plain = known(8, 0, Some(3 << 7 | 5));
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_made_is_what_others_make() {
+    fn protection_information_follows_the_specification() {
         // A block of 512 bytes of 01h. The test computes the expected guard bit by bit, like the
         // kernel's crc_t10dif.
         let data = [1; 512];

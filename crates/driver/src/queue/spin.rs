@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_sleep_adds_does_not_keep_it_asleep() {
+    fn wakeup_latency_does_not_prevent_polling() {
         // The device's latency is within the maximum, but a wait with a sleep takes longer.
         let mut spin = adaptive(50);
         (0..10).for_each(|_| spin.waited(us(5000)));
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn now_and_then_a_long_wait_changes_nothing() {
+    fn rare_long_waits_do_not_change_the_window() {
         let mut spin = adaptive(50);
         let mut takes = vec![35; 20];
         takes.extend([900, 900]);

@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_has_half_of_what_the_others_leave() {
+    fn a_client_gets_half_of_what_the_others_leave() {
         let budget = Budget::new(Amount { bytes: 1024, mappings: 40, descriptors: 4 });
         let [one, two, three] = [(); 3].map(|()| Account::new(Arc::clone(&budget)));
         let all = one.take(512).unwrap();

@@ -325,7 +325,7 @@ mod tests {
 
     /// The closer's thread unmaps released memory; the thread that released it does not.
     #[test]
-    fn what_is_released_is_unmapped_sooner_or_later() {
+    fn released_mappings_are_unmapped_asynchronously() {
         let fd = named("released-by-its-client", MemfdFlags::empty(), 3 * PAGE);
         let mut files = Files::default();
         let parts = [(0, 3 * PAGE), (0, PAGE)]
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_kept_once_while_it_is_in_use_and_if_there_is_room() {
+    fn a_file_in_use_has_one_descriptor_within_the_budget() {
         let budget = Budget::new(Amount { bytes: 1 << 30, mappings: 1 << 20, descriptors: 6 });
         let mut files = Files::new(budget);
         let rw = Protection::ReadWrite;
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_do_not_pile_up() {
+    fn the_number_of_mappings_is_limited() {
         let mut files = Files::default();
         let mut held = Vec::new();
         let error = loop {
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_mapping_take_its_address_space_once_until_the_last_of_them_goes() {
+    fn parts_of_a_mapping_count_its_address_space_once() {
         let budget = Budget::new(Amount { bytes: 2048 * PAGE, mappings: 1 << 20, descriptors: 0 });
         let mut files = Files::new(budget);
         let small = file(MemfdFlags::empty(), 400 * PAGE);
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_lost_is_mapped_anew() {
+    fn lost_memory_is_mapped_again() {
         let mut files = Files::default();
         let memory = file(MemfdFlags::empty(), 1000 * PAGE);
         let mut pages: Vec<_> =
@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_mapped_is_said() {
+    fn invalid_mappings_are_refused() {
         let mut files = Files::default();
         let memory = file(MemfdFlags::empty(), PAGE);
         for offset in [1, u64::MAX - PAGE + 1] {

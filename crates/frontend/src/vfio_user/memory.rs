@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_in_more_files_than_are_kept_is_served_and_not_handed_over() {
+    fn memory_in_too_many_files_is_served_and_cannot_be_saved() {
         let mut memory = memory(100);
         (0..50).for_each(|n| map(&mut memory, n));
         let mut fds = Descriptors::default();
@@ -490,7 +490,7 @@ mod tests {
     /// A client has many ranges in many files. The first checkpoint adds all descriptors, and later
     /// checkpoints only add and remove changed ones.
     #[test]
-    fn a_record_of_many_ranges_has_what_has_changed_and_the_next_process_has_all() {
+    fn a_record_has_only_changes_and_recovery_finds_all_ranges() {
         let mut memory = memory(2000);
         (0..IN_RECORD as u64).for_each(|n| map(&mut memory, n));
         let mut fds = Descriptors::default();

@@ -78,7 +78,7 @@ mod tests {
     use shadowbell_vfio_user::pci::ConfigSpace;
 
     #[test]
-    fn the_function_is_a_possible_one() {
+    fn the_configuration_space_is_valid() {
         ConfigSpace::new(&function(1, 65)).unwrap();
         ConfigSpace::new(&function(1, 128)).unwrap();
     }

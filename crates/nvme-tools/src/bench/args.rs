@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_options_are_fios() {
+    fn options_of_fio_are_accepted() {
         let config = config(
             "--rw=randrw --bs=8k --iodepth=4 --numjobs=3 --runtime=500ms --ramp_time=1 \
              --rwmixread=30 --size=1m --offset 64k --iodepth_batch 2 --verify=crc32c --seed 7 \
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_adaptively_looks_for_as_long_as_was_said() {
+    fn poll_max_limits_adaptive_polling() {
         let spin = |options: &str| config(options).unwrap().attach_options().spin;
         let usual = spin("--completion adaptive");
         assert_eq!(usual, SpinPolicy::default());
@@ -241,13 +241,13 @@ mod tests {
     }
 
     #[test]
-    fn a_count_of_ios_takes_the_place_of_times() {
+    fn number_ios_replaces_the_durations() {
         let config = config("--number_ios 1000").unwrap();
         assert_eq!((config.number_ios, config.ramp_time), (Some(1000), Duration::ZERO));
     }
 
     #[test]
-    fn nonsense_is_refused_with_the_reason() {
+    fn invalid_options_are_refused_with_the_reason() {
         for (options, words) in [
             ("--iodepth 0", "--iodepth is 1 to 65535"),
             ("--iodepth 70000", "--iodepth is 1 to 65535"),

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_and_writes_are_apart_in_fios_units() {
+    fn reads_and_writes_are_separate_in_units_of_fio() {
         let mut latencies = crate::latency::histogram().unwrap();
         for ns in [1000, 2000, 3000] {
             latencies.record(ns).unwrap();

@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn namespaces_are_told_from_everything_else() {
+    fn sysfs_entries_of_namespaces_are_recognized() {
         for (name, disk) in [
             ("nvme0n1", Some("nvme0n1")),
             ("nvme12c3n45", Some("nvme12n45")),
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts_and_swaps_are_read_with_blanks_in_them() {
+    fn blanks_in_paths_are_decoded() {
         let text = "22 1 259:1 / /mnt/my\\040disk rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw\n\
                     23 1 0:25 / /home rw - btrfs /dev/nvme0n1p2 rw,subvol=/\n\
                     nonsense\n24 1 - x\n25 1 0:1 - a\n";

@@ -122,7 +122,7 @@ fn address() -> PciAddress {
 }
 
 #[test]
-fn a_controller_goes_to_vfio_and_back() {
+fn a_controller_is_bound_to_vfio_and_back() {
     let machine = Machine::new();
     let said = machine.run(take).unwrap();
     assert!(
@@ -155,7 +155,7 @@ fn a_controller_goes_to_vfio_and_back() {
 }
 
 #[test]
-fn a_controller_without_a_driver_is_taken_and_given() {
+fn a_controller_without_a_driver_is_bound() {
     let machine = Machine::new();
     fs::remove_file(machine.function().join("driver")).unwrap();
     let said = machine.run(take).unwrap();
@@ -166,7 +166,7 @@ fn a_controller_without_a_driver_is_taken_and_given() {
 }
 
 #[test]
-fn a_mounted_file_system_keeps_its_controller() {
+fn a_mounted_file_system_prevents_the_bind() {
     for line in [
         "30 1 259:1 / /home rw - ext4 /dev/disk/by-uuid/1234 rw\n",
         // btrfs reports anonymous device numbers instead of those of the block device.
@@ -180,7 +180,7 @@ fn a_mounted_file_system_keeps_its_controller() {
 }
 
 #[test]
-fn active_swap_keeps_its_controller() {
+fn active_swap_prevents_the_bind() {
     let machine = Machine::new();
     let swaps = "Filename Type\n/dev/nvme0n1p2 partition 1 0 -2\n";
     machine.file(&machine.paths.proc.join("swaps"), swaps);
@@ -189,7 +189,7 @@ fn active_swap_keeps_its_controller() {
 }
 
 #[test]
-fn what_is_built_on_a_namespace_keeps_its_controller() {
+fn a_device_on_a_namespace_prevents_the_bind() {
     let machine = Machine::new();
     machine.file(&machine.paths.block("nvme0n1p2").join("holders/dm-0"), "");
     machine.file(&machine.paths.block("dm-0").join("dm/name"), "vg-root\n");
@@ -211,7 +211,7 @@ fn a_path_of_a_multipath_namespace_counts_as_the_namespace() {
 }
 
 #[test]
-fn what_is_no_nvme_controller_is_left_alone() {
+fn a_device_that_is_no_controller_is_refused() {
     let machine = Machine::new();
     machine.file(&machine.function().join("class"), "0x060400\n");
     let refusal = machine.refusal();
@@ -222,7 +222,7 @@ fn what_is_no_nvme_controller_is_left_alone() {
 }
 
 #[test]
-fn a_controller_that_vfio_does_not_take_goes_back() {
+fn a_failed_bind_restores_the_kernel_driver() {
     let machine = Machine { stubborn: true, ..Machine::new() };
     let error = machine.run(take).unwrap_err();
     assert!(error.to_string().contains("was not bound"), "{error:#}");
@@ -230,7 +230,7 @@ fn a_controller_that_vfio_does_not_take_goes_back() {
 }
 
 #[test]
-fn the_rest_of_the_group_is_named() {
+fn other_devices_of_the_iommu_group_are_named() {
     let machine = Machine::new();
     let other = machine.paths.sys.join("bus/pci/devices/0000:01:00.1");
     machine.file(&other.join("class"), "0x010601\n");
@@ -243,7 +243,7 @@ fn the_rest_of_the_group_is_named() {
 }
 
 #[test]
-fn a_target_is_taken_for_its_address() {
+fn a_target_is_accepted_as_an_address() {
     for text in ["01:00.0", ADDRESS, "nvme://0000:01:00.0", "nvme://0000:01:00.0/1"] {
         assert_eq!(parse_address(text).unwrap(), address(), "{text}");
     }

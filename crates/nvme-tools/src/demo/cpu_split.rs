@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_ends_get_their_part() {
+    fn driver_and_server_get_separate_cpus() {
         let two = CpuSplit::of(vec![3, 7]);
         assert_eq!((&two.driver[..], &two.server[..]), (&[3][..], &[7][..]));
         assert!(two.are_enough());
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_has_its_processors_back_afterwards() {
+    fn the_affinity_of_this_process_is_restored() {
         let before = sched_getaffinity(None).unwrap();
         let split = CpuSplit::divide().unwrap();
         let inside = split.for_server(|| Ok(sched_getaffinity(None)?)).unwrap();

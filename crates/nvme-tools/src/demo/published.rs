@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_measurement_has_figures_beside_it() {
+    fn every_measurement_has_published_figures() {
         for (table, depths) in [("S0", &[32][..]), ("S1", &[32]), ("S3", &[1, 2, 4, 8])] {
             for depth in depths {
                 assert!(beside(table, *depth).is_some(), "{table} {depth}");

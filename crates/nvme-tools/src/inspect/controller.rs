@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_identity_is_shown_field_by_field() {
+    fn identify_controller_is_printed_by_field() {
         let mut id =
             IdentifyController { vid: 0x1b36, ver: 0x2_0000, mdts: 8, ..Default::default() };
         id.sn = shadowbell_spec::identify::ascii_field("SN 1");

@@ -326,7 +326,7 @@ mod tests {
     use zerocopy::IntoBytes;
 
     #[test]
-    fn events_are_shown_as_far_as_they_are_whole() {
+    fn complete_events_are_printed() {
         let event = |event, data: &[u8], claimed: u16| {
             let head = PersistentEvent {
                 event,
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn a_result_says_what_has_failed() {
+    fn a_self_test_result_names_the_failure() {
         let mut result = SelfTestResult { dsts: 0x27, ..SelfTestResult::UNUSED };
         assert!(!self_test(&result).to_string().contains("Failing LBA"));
         result.valid = result.valid.with_flba(true).with_sct(true).with_sc(true);

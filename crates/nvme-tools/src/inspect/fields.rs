@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn people_and_machines_see_the_same() {
+    fn text_and_json_have_the_same_fields() {
         let mut fields = Fields::default();
         fields.bits("vid", 0x5342u16).number("mdts", 8u8).meaning("1 MiB").text("sn", "A B");
         fields.bytes("eui64", &[0, 0xab]).number("tnvmcap", u128::MAX).bits("cmic", 0u8);

@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn capacities_have_the_units_of_everything_else() {
+    fn capacities_have_iec_units() {
         assert_eq!(binary(1 << 30), "1.0 GiB");
         assert_eq!(binary(512), "512 B");
     }

@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_its_status() {
+    fn an_error_log_entry_names_its_status() {
         let error = ErrorLogEntry {
             error_count: 3,
             status: Status::INVALID_FIELD.bits() << 1 | 1,

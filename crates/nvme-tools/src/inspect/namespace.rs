@@ -86,7 +86,7 @@ mod tests {
     use shadowbell_spec::identify::LbaFormat;
 
     #[test]
-    fn a_namespace_is_shown_field_by_field() {
+    fn identify_namespace_is_printed_by_field() {
         let mut ns = IdentifyNamespace { nsze: 0x1000, nsattr: 1, ..Default::default() };
         ns.lbaf[0] = LbaFormat { lbads: 12, ..Default::default() };
         let fields = fields(&ns);

@@ -474,7 +474,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn an_io_that_has_to_wait_for_a_buffer_keeps_nobody_awake() {
+    fn an_overdue_io_without_a_buffer_does_not_shorten_the_wait() {
         // Nothing waits: only times are computed.
         let limit = Duration::from_millis(100);
         let due = |us| Some(Duration::from_micros(us));

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_has_as_many_as_it_should() {
+    fn a_second_has_the_requested_number_of_ios() {
         for rate in [1, 3, 7, 30_000, 333_333, 999_999_999, 1_000_000_000] {
             let mut pace = Pace::new(rate);
             let first = pace.due(17);
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn being_late_changes_no_time() {
+    fn a_late_io_does_not_delay_the_next() {
         let mut pace = Pace::new(1000);
         assert_eq!(pace.due(5), 5);
         assert_eq!(pace.due(900), 5);

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn random_places_are_spread_evenly() {
+    fn random_offsets_are_uniform() {
         let mut pattern = Pattern::new(10, true, 100, 1);
         let mut hits = [0u32; 10];
         for _ in 0..100_000 {
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_begins_again_at_its_end() {
+    fn a_sequential_pattern_wraps_around() {
         let mut pattern = Pattern::new(3, false, 0, 1);
         let order: Vec<_> = (0..7).map(|_| pattern.next().index).collect();
         assert_eq!(order, [0, 1, 2, 0, 1, 2, 0]);
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mix_is_what_was_asked_for() {
+    fn a_mix_has_the_requested_share_of_reads() {
         for percent in [1, 30, 70, 99] {
             let mut pattern = Pattern::new(1000, true, percent, 7);
             let reads = (0..100_000).filter(|_| !pattern.next().write).count();
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_seed_gives_the_same_run_and_another_another() {
+    fn the_seed_determines_the_pattern() {
         let run = |seed| {
             let mut pattern = Pattern::new(1 << 40, true, 50, seed);
             (0..100).map(|_| pattern.next()).collect::<Vec<_>>()

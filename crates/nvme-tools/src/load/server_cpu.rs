@@ -78,7 +78,7 @@ mod tests {
     use shadowbell_testing::wait;
 
     #[test]
-    fn a_busy_process_is_told_from_an_idle_one() {
+    fn busy_and_idle_processes_are_distinguished() {
         let share = |script: &str| {
             let mut command = std::process::Command::new("sh");
             let child = ProcessGroup::spawn(command.args(["-c", script])).unwrap();
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_not_there_is_an_error() {
+    fn a_missing_process_is_an_error() {
         let error = ServerCpu::new(u32::MAX).unwrap_err();
         assert!(error.to_string().contains("4294967295"), "{error}");
     }

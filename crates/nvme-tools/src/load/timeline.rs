@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_has_some_intervals_and_not_too_many() {
+    fn the_number_of_intervals_is_bounded() {
         assert_eq!(interval(Duration::from_secs(10), 1), Duration::from_millis(100));
         assert_eq!(interval(Duration::from_secs(10), 64), Duration::from_millis(400));
         assert_eq!(interval(Duration::from_millis(10), 1), Duration::from_millis(10));

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_people_write_is_text_on_the_page() {
+    fn special_characters_are_escaped() {
         assert_eq!(escape("<a href=\"x\">&"), "&lt;a href=&quot;x&quot;&gt;&amp;");
         let html = table(&["<"], &[vec![">".to_owned()]]);
         assert!(html.contains("<th>&lt;</th>") && html.contains("<td>&gt;</td>"), "{html}");

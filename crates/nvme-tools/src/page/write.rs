@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_asks_nobody_for_anything() {
+    fn a_page_loads_nothing() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("page.html");
         write(&path, "a <title>", "lead", "<p>body</p>\n").unwrap();

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn records_are_chosen() {
+    fn records_are_selected_by_the_options() {
         let armed = record(Kind::EventIdxArmed, 1, 3);
         let head = record(Kind::EventIdxArmed, 1, 3 | COMPLETION_QUEUE);
         let sleep = record(Kind::Sleep, 0, 0);
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_are_of_each_queue() {
+    fn totals_are_per_queue() {
         let records = [
             record(Kind::Batch, 1, 3),
             record(Kind::Batch, 1, 3),

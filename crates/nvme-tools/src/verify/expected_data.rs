@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_in_flight_do_not_touch_each_other_and_stay_inside() {
+    fn commands_in_flight_are_disjoint_and_inside_the_part() {
         let mut expected = data(16);
         let mut busy = [false; 64];
         let mut kinds = std::collections::HashSet::new();
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_is_read_back_and_a_failed_write_is_not() {
+    fn blocks_of_a_failed_write_are_not_read_back() {
         let mut expected = data(16);
         let write = expected.begin(Kind::Write, 20, 4).unwrap();
         assert_eq!(expected.begin(Kind::Read, 23, 1), None, "a write is in flight there");
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_block_and_one_that_is_not_zero_are_found() {
+    fn stale_and_nonzero_blocks_are_found() {
         let mut expected = data(16);
         let offset = 1 << 20;
         block_pattern::fill(&mut expected.scratch, offset, 7, 3);

@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_printed_can_be_pasted() {
+    fn printed_commands_are_quoted_for_a_shell() {
         let text = nbd(&"unix:/run/disk.sock".parse().unwrap(), "");
         assert_eq!(
             text,

@@ -233,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_are_of_the_time_between_two_looks() {
+    fn rates_are_per_second_between_two_snapshots() {
         let before = Row { socket: "a".into(), queues: 2, commands: 100, ..Row::default() };
         let now = Row {
             commands: 300,
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn namespaces_have_lines_and_percentiles_of_that_time() {
+    fn namespaces_have_lines_and_latency_percentiles() {
         let namespace = |nsid, commands, bytes_read, latency: [u64; 3]| NamespaceRow {
             nsid,
             disk: "disk.img".into(),

@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn all_of_it_fits_into_eighty_columns() {
+    fn the_display_fits_eighty_columns() {
         let mut screen = Screen::default();
         screen
             .set(vec![rates("/run/shadowbell/vm0.sock", 2), rates("/run/a/long/path/vm1.sock", 0)]);
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn arrows_move_and_q_ends() {
+    fn arrows_scroll_and_q_quits() {
         let mut screen = Screen::default();
         assert_eq!(press(&mut screen, KeyCode::Down), Asked::Nothing);
         screen.set((0..40).map(|n| rates(&format!("/run/vm{n}.sock"), 1)).collect());

@@ -134,7 +134,7 @@ fn a_namespace_has_a_line_with_latencies_while_commands_are_measured() {
 }
 
 #[test]
-fn top_on_a_terminal_is_a_screen_that_q_ends() {
+fn top_on_a_terminal_redraws_until_q_is_pressed() {
     let (server, control) = server(&["mem:4MiB"], &[]);
     // `script` provides a terminal.
     let mut command = std::process::Command::new("script");

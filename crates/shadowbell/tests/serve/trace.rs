@@ -130,7 +130,7 @@ fn reads(server: &Server, count: u64, wait: impl Fn()) {
 }
 
 #[test]
-fn a_picture_shows_commands_doorbells_sleeps_and_interrupts() {
+fn a_time_line_shows_commands_doorbells_sleeps_and_interrupts() {
     for (disk, doorbells) in [("mem:4MiB", "shadow"), ("disk.img", "shadow"), ("mem:4MiB", "mmio")]
     {
         let directory = tempfile::tempdir().unwrap();
@@ -180,7 +180,7 @@ fn a_picture_shows_commands_doorbells_sleeps_and_interrupts() {
 /// Without a pause, many commands arrive while the I/O thread goes to sleep: the check after
 /// arming EventIdx finds them.
 #[test]
-fn commands_found_after_arming_eventidx_are_in_the_picture() {
+fn commands_found_after_arming_eventidx_are_in_the_time_line() {
     let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
     reads(&server, 3000, || ());
     assert!(server.stop().success());

@@ -292,7 +292,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_row_is_the_turn_in_the_middle() {
+    fn the_row_has_the_median_turn() {
         let share = |micros| Share { micros, sleeps: 2.0 };
         let cost = |qemu| Cost { iops: 1.0, qemu: share(qemu), server: share(1.0) };
         let turns = [3.0, 1.0, 2.0].map(cost).to_vec();

@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_have_the_names_that_other_tools_read() {
+    fn rows_have_the_agreed_names() {
         let json = row("qemu", 8, 50.0, 46).json(Kernel::V7_2);
         assert_eq!(json["mmio_per_io"], 0.46);
         assert_eq!(json["interrupts_per_io"], 0.09);
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_that_is_not_kept_fails() {
+    fn a_missed_target_fails() {
         let rows = |iops: f64, doorbells: u64| {
             DEPTHS
                 .iter()

@@ -86,13 +86,13 @@ mod tests {
     use std::sync::mpsc;
 
     #[test]
-    fn processor_time_grows() {
+    fn cpu_time_grows() {
         let before = Usage::of(std::process::id()).unwrap();
         while Usage::of(std::process::id()).unwrap().since(before).seconds <= 0.0 {}
     }
 
     #[test]
-    fn only_switches_of_its_own_will_are_sleeps() {
+    fn only_voluntary_switches_are_sleeps() {
         let status = "Name:\tx\nnonvoluntary_ctxt_switches:\t3\nvoluntary_ctxt_switches:\t17\n";
         assert_eq!(switches(status), Some(17));
         assert_eq!(switches("nonvoluntary_ctxt_switches:\t3\n"), None);
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_confined_process_has_one_processor() {
+    fn a_pinned_process_has_one_cpu() {
         let mut command = std::process::Command::new("sleep");
         let mut child = ProcessGroup::spawn(command.arg("1000")).unwrap();
         confine(child.id()).unwrap();

@@ -420,7 +420,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_time_is_read_where_qemu_img_says_it() {
+    fn the_time_of_qemu_img_is_parsed() {
         let text = "Sending 75000 read requests, 4096 bytes each, 64 in parallel\n\
                     Run completed in 1.234 seconds.\n";
         assert_eq!(seconds(text), Some(1.234));
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_have_the_names_that_other_tools_read() {
+    fn rows_have_the_agreed_names() {
         let json = row(Way::Polling, 25).json(Kernel::V7_2);
         assert_eq!((&json["table"], &json["device"]), (&json!("S2"), &json!("shadowbell")));
         assert_eq!((&json["iops"], &json["mmio_per_io"]), (&json!(2000.0), &json!(0.25)));
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_that_is_not_kept_fails() {
+    fn a_missed_target_fails() {
         for (doorbells, failed) in [(10, 0), (200, 1), (300, 1)] {
             let mut report = Report::default();
             judge(&mut report, &[row(Way::QemuNvme, 200), row(Way::Polling, doorbells)]);

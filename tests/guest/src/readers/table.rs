@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_have_the_names_that_other_tools_read() {
+    fn rows_have_the_agreed_names() {
         let controller = Controller { name: "qemu", address: String::new(), disk: String::new() };
         let figures = Figures { iops: 2.0, bandwidth: 1024.0, commands: 7 };
         let mut row = Row::of(&controller, what("read", 512, 5), &figures, vec![2.0]);
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_that_read_nothing_is_none() {
+    fn a_round_without_reads_is_an_error() {
         let figures = |bandwidth| Figures { iops: 1.0, bandwidth, commands: bandwidth as u64 };
         let rounds = vec![figures(3.0), figures(1.0), figures(2.0)];
         assert_eq!(median(rounds).unwrap().commands, 2);
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_compared_is_measured_together_and_in_alternating_order() {
+    fn compared_conditions_are_measured_together_in_alternating_order() {
         let groups = together(raw("linux", "kernel"));
         let sizes: Vec<usize> = groups.iter().map(Vec::len).collect();
         assert_eq!(sizes, [2, 2, 2, 1, 1]);
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_are_missing_are_a_failure() {
+    fn missing_rows_are_a_failure() {
         let mut report = Report::default();
         judge(&mut report, &[], 1);
         assert_eq!(report.failed(), 1);

@@ -156,7 +156,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_run_that_found_something_is_not_fine() {
+    fn a_run_with_errors_fails() {
         let row = |errors: u64, failed: u64| {
             let by_kind =
                 json!({"read": 9, "write": 9, "flush": 9, "write-zeroes": 9, "compare": 9});

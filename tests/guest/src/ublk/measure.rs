@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticks_before_and_after_are_time_for_each_request() {
+    fn ticks_are_converted_to_time_per_io() {
         let json = r#"{"jobs": [{"write": {"iops": 250.0, "total_ios": 1000}}]}"#;
         let text = format!("10 20\n1000\n30 50\n1200\n{json}");
         let figures = parse(&text, "randwrite").unwrap();
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_middle_is_taken_of_each_figure() {
+    fn the_median_is_taken_of_each_figure() {
         let turn = |n: f64| Figures { iops: n, server: 10.0 - n, system: 1.0 };
         let middle = median(vec![turn(1.0), turn(3.0), turn(2.0)]).unwrap();
         assert_eq!(middle, Figures { iops: 2.0, server: 8.0, system: 1.0 });

@@ -279,7 +279,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_counted_is_read_off_what_is_said() {
+    fn request_counts_are_parsed_from_the_log() {
         let said = "INFO: zero-copy for 4711 requests, and copies for 8\nINFO: ended";
         assert_eq!(counts(said).unwrap(), (4711, 8));
         assert!(counts("INFO: ended").is_err());

@@ -164,7 +164,7 @@ mod tests {
     use crate::server::child;
 
     #[test]
-    fn a_ratio_is_that_of_ours_in_the_same_round() {
+    fn ratios_are_within_one_round() {
         let row = |iops: f64| json!({ "iops": iops, "latency_ns": { "mean": 1000.0 } });
         let mut contest = Contest::new(&[("randread", 4096, 1)], vec!["we".into(), "they".into()]);
         contest.push(0, vec![row(30.0), row(10.0)]);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_is_waited_for_and_says_why_it_ends() {
+    fn start_waits_for_the_server_or_reports_its_end() {
         let shell = |script: &'static str| {
             move |directory: &Path| {
                 let mut command = child(Path::new("sh"));

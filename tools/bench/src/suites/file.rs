@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_innermost_mount_is_the_one() {
+    fn the_innermost_mount_is_found() {
         let mounts = "/dev/a / ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n/dev/b /tmp/x xfs rw 0 0\n";
         let kind = |path: &str| file_system(mounts, Path::new(path));
         assert_eq!(kind("/home/disk.img"), Some("ext4"));

@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_recorded_can_be_read() {
+    fn recorded_figures_are_parsed() {
         let text = r#"{"instructions_driver": 180.5, "instructions_controller": 240.0}"#;
         assert_eq!(parse(text).unwrap(), PerIo { driver: 180.5, controller: 240.0 });
         assert!(parse(r#"{"instructions_driver": 180.5}"#).is_err());

@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_figure_is_found_and_none_is_an_error() {
+    fn the_bandwidth_is_parsed_and_a_missing_one_is_an_error() {
         let text = r#"a warning {"jobs": [{"read": {"bw_bytes": 4096}}]}"#;
         assert_eq!(moved(text).unwrap(), 4096.0);
         assert!(moved(&text.replace("4096", "0")).is_err());

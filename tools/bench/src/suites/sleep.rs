@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_adapting_gains_is_between_the_others() {
+    fn the_adaptive_gain_is_between_polling_and_sleeping() {
         let rounds = |p50: u64, driver: f64, controller: f64| {
             let mut rounds = Rounds::default();
             rounds.push(json!({

@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_it_says_is_in_debian_s_form() {
+    fn metadata_is_in_the_format_of_debian() {
         let text = changelog("1.2", 0).unwrap();
         assert!(text.starts_with("shadowbell (1.2) unstable; urgency=medium\n\n  * See"), "{text}");
         assert!(text.ends_with(">  Thu, 01 Jan 1970 00:00:00 +0000\n"), "{text}");

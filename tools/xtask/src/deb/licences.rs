@@ -91,7 +91,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_is_only_built_or_tested_with_is_not_linked() {
+    fn build_and_dev_dependencies_are_not_linked() {
         let deps = |id: &str, kind: Value| json!({ "pkg": id, "dep_kinds": [{ "kind": kind }] });
         let metadata = json!({
             "packages": [
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn the_program_s_crates_have_texts() {
+    fn linked_crates_have_licence_texts() {
         let all = all().unwrap();
         assert!(all.contains("\nclap 4.") && all.contains("Permission is hereby granted"));
         assert!(!all.contains("\nproptest "), "it is for tests");

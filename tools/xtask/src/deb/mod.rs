@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_exposure_is_the_figure_at_the_end() {
+    fn the_overall_exposure_is_parsed() {
         let text = "  NAME DESCRIPTION EXPOSURE\n\u{2717} PrivateNetwork= has access 0.5\n\n\
                     \u{2192} Overall exposure level for shadowbell.service: 1.6 OK :-)\n";
         assert_eq!(overall(text), Some(1.6));

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_has_no_cycle_and_an_order() {
+    fn an_acyclic_graph_has_an_order() {
         let arrows = made_of(&[("a", "b"), ("a", "c"), ("b", "c")]);
         assert_eq!((arrows.files(), arrows.count()), (3, 3));
         assert!(arrows.cycles().is_empty());
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shortest_way_around_comes_first() {
+    fn the_shortest_cycle_comes_first() {
         let arrows = made_of(&[("a", "b"), ("b", "c"), ("c", "a"), ("b", "a"), ("c", "d")]);
         let cycles = arrows.cycles();
         assert_eq!(cycles, [BTreeSet::from(["a", "b", "c"])]);

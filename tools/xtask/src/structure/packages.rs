@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crate_builds_on_lower_ones_only() {
+    fn a_crate_depends_on_lower_layers_only() {
         assert!(misplaced(&package("crates/memory", &["crates/spec"])).is_empty());
         let wrong = misplaced(&package("crates/spec", &["crates/memory", "guest"]));
         assert_eq!(
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_package_has_a_short_name_too() {
+    fn a_package_is_found_by_its_short_name() {
         let package = package("fuzz/bodies", &[]);
         assert!(["fuzz/bodies", "bodies", "fuzz-bodies"].iter().all(|n| package.is_called(n)));
         assert!(!package.is_called("fuzz"));

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_needs_tests_or_models_is_left_out() {
+    fn only_test_and_model_code_is_excluded() {
         assert!(condition("test"));
         assert!(condition("loom"));
         assert!(condition("all(test, not(loom))"));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_use_is_its_names() {
+    fn a_use_tree_is_split_into_names() {
         let item = syn::parse_str("pub use a::{self, b::{C as D, T as _}, e::*};").unwrap();
         let short = |leaf: &Leaf| (leaf.path.join("::"), leaf.name.clone(), leaf.glob);
         let found: Vec<_> = leaves(&item).iter().map(short).collect();

@@ -54,7 +54,7 @@ fn a_declaration_is_no_import_and_a_re_export_is() {
 }
 
 #[test]
-fn a_re_export_is_followed_to_the_file_that_defines() {
+fn a_re_export_is_resolved_to_the_defining_file() {
     let found = lines(&[
         ("lib.rs", "mod a; mod facade;"),
         ("a.rs", "use crate::facade::Renamed; fn f() { crate::facade::deep::g(Renamed::NEW) }"),
@@ -71,7 +71,7 @@ fn a_re_export_is_followed_to_the_file_that_defines() {
 }
 
 #[test]
-fn a_sibling_taken_from_the_parent_is_no_cycle() {
+fn importing_a_sibling_through_the_parent_is_no_cycle() {
     let found = arrows(&[
         ("lib.rs", "mod a; mod b; pub use a::A; use b::B; pub fn f() -> (A, B) { todo!() }"),
         ("a.rs", "pub struct A;"),
@@ -82,7 +82,7 @@ fn a_sibling_taken_from_the_parent_is_no_cycle() {
 }
 
 #[test]
-fn what_is_the_parents_own_is_taken_from_the_parent() {
+fn items_of_the_parent_are_imported_from_the_parent() {
     let found = arrows(&[
         ("lib.rs", "mod a; pub use a::A; pub struct Own;"),
         ("a.rs", "pub struct A(super::Own);"),
@@ -92,7 +92,7 @@ fn what_is_the_parents_own_is_taken_from_the_parent() {
 }
 
 #[test]
-fn tests_and_models_are_left_out() {
+fn test_and_model_code_is_excluded() {
     let files = |attribute: &str| {
         let a = "pub struct A; ATTRIBUTE use crate::b::B; ATTRIBUTE mod tests; \
             impl A { ATTRIBUTE fn f() { super::b::g() } } \
@@ -115,7 +115,7 @@ fn tests_and_models_are_left_out() {
 }
 
 #[test]
-fn paths_in_macros_are_seen() {
+fn paths_in_macros_are_imports() {
     let found = lines(&[
         ("lib.rs", "mod a; mod b; fn f() { println!(\"{}\", b::VALUE); }"),
         ("a.rs", "fn f() { assert_eq!(1, (crate::b::VALUE), \"\"); vec![super::b::g(); 2]; }"),
@@ -125,7 +125,7 @@ fn paths_in_macros_are_seen() {
 }
 
 #[test]
-fn a_macro_comes_from_the_file_that_makes_it() {
+fn a_macro_belongs_to_its_defining_file() {
     let found = lines(&[
         ("lib.rs", "#[macro_use] mod a; mod b; mod c; mod d;"),
         ("a.rs", "macro_rules! lent { () => {} } lent!();"),
@@ -137,7 +137,7 @@ fn a_macro_comes_from_the_file_that_makes_it() {
 }
 
 #[test]
-fn what_a_macro_makes_is_in_the_file_that_calls_it() {
+fn items_of_a_macro_call_belong_to_the_calling_file() {
     let found = lines(&[
         ("lib.rs", "mod a; mod b; mod c; pub use b::*;"),
         ("a.rs", "fn f(_: crate::c::Hidden, _: crate::Whole) {}"),
@@ -148,7 +148,7 @@ fn what_a_macro_makes_is_in_the_file_that_calls_it() {
 }
 
 #[test]
-fn a_glob_opens_its_module_and_what_comes_through_it_is_followed() {
+fn names_are_resolved_through_globs() {
     let found = lines(&[
         ("lib.rs", "mod a; mod b; mod c;"),
         ("a.rs", "use super::b::*; fn f(_: Two) { three() }"),
@@ -159,7 +159,7 @@ fn a_glob_opens_its_module_and_what_comes_through_it_is_followed() {
 }
 
 #[test]
-fn a_module_imported_counts_where_something_is_taken_from_it() {
+fn an_imported_module_counts_where_its_names_are_used() {
     let found = lines(&[
         ("lib.rs", "mod a; mod b; mod c;"),
         ("a.rs", "use crate::{b, c}; fn f() { use crate::c as d; b::g(); d::h(); }"),
@@ -170,7 +170,7 @@ fn a_module_imported_counts_where_something_is_taken_from_it() {
 }
 
 #[test]
-fn a_path_goes_through_the_module_not_through_a_function_of_its_name() {
+fn a_path_prefers_a_module_to_a_function_of_the_same_name() {
     let found = lines(&[
         ("lib.rs", "mod a; mod b; fn b() {}"),
         ("a.rs", "use super::b::B;"),
@@ -180,7 +180,7 @@ fn a_path_goes_through_the_module_not_through_a_function_of_its_name() {
 }
 
 #[test]
-fn what_is_outside_the_crate_is_no_import() {
+fn external_paths_are_no_imports() {
     let found = lines(&[
         ("lib.rs", "mod a; mod b; pub use std::fmt; extern crate serde as other;"),
         ("a.rs", "use b::B; use super::fmt::Debug; fn f(_: ::b::C, _: crate::other::D) {}"),
@@ -190,7 +190,7 @@ fn what_is_outside_the_crate_is_no_import() {
 }
 
 #[test]
-fn an_impl_in_another_file_takes_the_type_from_its_own() {
+fn an_impl_imports_its_type_from_the_defining_file() {
     let found = lines(&[
         ("lib.rs", "mod a; mod b;"),
         ("a.rs", "pub struct A;"),
@@ -200,7 +200,7 @@ fn an_impl_in_another_file_takes_the_type_from_its_own() {
 }
 
 #[test]
-fn files_are_found_where_rust_looks_for_them() {
+fn module_files_are_found_as_by_the_compiler() {
     let found = lines(&[
         (
             "src/lib.rs",
@@ -240,7 +240,7 @@ fn a_program_imports_the_library_by_its_name() {
 }
 
 #[test]
-fn a_module_without_a_file_is_an_error_that_says_so() {
+fn a_module_without_a_file_is_an_error() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("lib.rs");
     fs::write(&path, "mod lost;").unwrap();
@@ -250,7 +250,7 @@ fn a_module_without_a_file_is_an_error_that_says_so() {
 }
 
 #[test]
-fn a_crate_that_builds_on_a_higher_one_is_found_in_what_cargo_says() {
+fn a_dependency_on_a_higher_layer_is_found() {
     let directory = TempDir::new().unwrap();
     let root = directory.path();
     fs::write(root.join("Cargo.toml"), "[workspace]\nresolver = \"3\"\nmembers = [\"crates/*\"]\n")

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_as_people_and_the_kernel_write_them() {
+    fn pci_addresses_are_parsed_in_both_forms() {
         for (text, full) in [
             ("0000:01:00.0", "0000:01:00.0"),
             ("01:00.0", "0000:01:00.0"),
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_no_address() {
+    fn invalid_addresses_are_refused() {
         for text in [
             "",
             ".",

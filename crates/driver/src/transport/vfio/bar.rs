@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_outside_is_an_error() {
+    fn accesses_outside_of_the_bar_are_errors() {
         for areas in [&[][..], &[(0, 0x4000)]] {
             let (file, bar) = bar(areas);
             for offset in [0x4000, 0x3fff, u64::MAX, u64::MAX - 3] {
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn only_doorbells_that_are_all_mapped_are_at_hand() {
+    fn only_mapped_areas_have_mapped_doorbells() {
         assert!(!bar(&[]).1.is_mapped());
         assert!(!bar(&[(0, 0x1000)]).1.is_mapped());
         assert_eq!(bar(&[(0x1000, 0x1000)]).1.doorbells.len(), 1024);
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_that_goes_away_is_noticed() {
+    fn a_removed_device_is_detected() {
         let (file, bar) = bar(&[(0, 0x4000)]);
         assert_eq!(bar.read32(file.as_fd(), 0x1c).unwrap(), 0);
         file.set_len(0).unwrap();

@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn others_are_listed_as_people_do() {
+    fn other_devices_are_listed_in_a_sentence() {
         let other = |n: u32| (format!("0000:01:00.{n}"), "ahci".to_owned());
         assert_eq!(in_words(&[other(1)]), "0000:01:00.1 (ahci)");
         assert_eq!(

@@ -166,7 +166,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_function_is_what_sysfs_says() {
+    fn a_function_is_read_from_sysfs() {
         let sysfs = tempfile::tempdir().unwrap();
         add(sysfs.path(), "0000:01:00.0", "0x010802", Some("nvme"), Some(7));
         let function = find(sysfs.path(), "0000:01:00.0").unwrap();
@@ -189,7 +189,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_holds_a_group_back_is_named_and_nothing_else() {
+    fn only_blocking_devices_of_a_group_are_named() {
         let sysfs = tempfile::tempdir().unwrap();
         let add = |address, driver| add(sysfs.path(), address, "0x010802", driver, Some(4));
         add("0000:01:00.0", Some("vfio-pci"));
@@ -203,7 +203,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_class_that_is_none_is_an_error() {
+    fn an_invalid_class_code_is_an_error() {
         let sysfs = tempfile::tempdir().unwrap();
         add(sysfs.path(), "0000:01:00.0", "disk", None, None);
         assert!(PciFunction::find(sysfs.path(), "01:00.0".parse().unwrap()).is_err());

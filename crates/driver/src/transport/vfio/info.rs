@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_that_bites_its_tail_ends() {
+    fn a_cyclic_capability_chain_ends() {
         for next in [REGION_INFO as u32, 40, 1, 7, 0xffff_fff8] {
             let info = RegionInfo::parse(&region(ALL, &[9, next, 9, 32])).unwrap();
             assert_eq!(info.areas, [(0, 0x4000)]);
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn an_iommu_tells_its_page_size_and_its_ranges() {
+    fn page_sizes_and_ranges_of_an_iommu_are_parsed() {
         // Words of the reply: argsz, flags, page sizes, cap_offset, padding; then the ranges.
         let info = |flags, sizes| {
             words(&[
@@ -238,7 +238,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_the_bytes_areas_lie_inside(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn areas_of_any_bytes_are_inside_the_region(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             if let Some(info) = RegionInfo::parse(&bytes) {
                 for (start, len) in info.areas {
                     prop_assert!(start + len <= info.size);
@@ -248,7 +248,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_the_chain_it_ends(
+        fn any_capability_chain_ends(
             bytes in proptest::collection::vec(0u32..64, 0..60), offset in 0u32..256
         ) {
             let mut answer = region(ALL, &bytes);

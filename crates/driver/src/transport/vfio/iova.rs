@@ -167,7 +167,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_two_hold_the_same_address_and_all_comes_back(
+        fn allocations_are_disjoint_and_can_be_freed(
             steps in proptest::collection::vec((any::<bool>(), 1u64..600, any::<usize>()), 1..200)
         ) {
             let ranges = [0x10_0000..=0x3f_ffff, 0x80_0000..=0xff_ffff];

@@ -320,7 +320,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_is_not_ours_to_open_says_what_to_do() {
+    fn a_device_of_another_driver_is_refused_with_the_remedy() {
         let sysfs = tempfile::tempdir().unwrap();
         let add = |address, class, driver| add(sysfs.path(), address, class, driver, Some(1));
         add("0000:01:00.0", "0x010802", Some("nvme"));
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_not_opened() {
+    fn a_missing_device_is_not_opened() {
         let error = Vfio::open("ffff:ff:1f.7".parse().unwrap()).unwrap_err();
         assert!(matches!(error, VfioError::Absent { .. }), "{error}");
     }

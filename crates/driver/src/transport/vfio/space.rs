@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_iommu_or_without_vfio_the_sentence_says_what_to_do() {
+    fn a_missing_iommu_or_vfio_is_reported_with_the_remedy() {
         let place = tempfile::tempdir().unwrap();
         let alone = function(&place.path().join("a"), None);
         let error = open_below(place.path(), &alone).unwrap_err().to_string();
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_that_is_for_others_says_so() {
+    fn a_group_without_permission_is_reported() {
         let place = tempfile::tempdir().unwrap();
         let grouped = function(place.path(), Some(9));
         let path = place.path().join("vfio/9");
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_character_device_that_can_not_be_opened_leaves_the_group() {
+    fn a_missing_character_device_falls_back_to_the_group() {
         let place = tempfile::tempdir().unwrap();
         let plain = function(place.path(), Some(9));
         fs::create_dir_all(plain.directory().join("vfio-dev/vfio0")).unwrap();

@@ -375,7 +375,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn requests_and_structures_are_the_kernels() {
+    fn ioctls_and_structures_are_those_of_the_kernel() {
         assert_eq!(GET_API_VERSION, 0x3b64);
         assert_eq!(DEVICE_ATTACH_IOMMUFD_PT, 0x3b77);
         assert_eq!(IOAS_ALLOC, 0x3b81);
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_vfio_device_is_an_error_everywhere() {
+    fn every_call_fails_on_a_file_that_is_no_vfio_device() {
         let null = File::open("/dev/null").unwrap();
         let (fd, mapping) = (null.as_fd(), Mapping::shared("none", 4096).unwrap());
         let errors = [

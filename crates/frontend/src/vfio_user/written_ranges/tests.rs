@@ -50,7 +50,7 @@ fn seen(shared: &BTreeMap<u64, Shared>) -> Seen {
 }
 
 #[test]
-fn the_last_record_counts_whatever_came_after_it() {
+fn changes_after_the_last_record_do_not_count() {
     for seed in 1..=40 {
         let mut random = Random(seed);
         let mut files = Files::default();
@@ -132,7 +132,7 @@ fn the_last_record_counts_whatever_came_after_it() {
 
 /// A client whose memory allows no checkpoint may add and remove ranges without limit.
 #[test]
-fn what_is_never_recorded_does_not_pile_up() {
+fn unrecorded_changes_take_bounded_memory() {
     let mut files = Files::default();
     let mut written = WrittenRanges::new(MOST, 0).unwrap();
     written.add((0, PAGE), (None, 0), true, Protection::Read);

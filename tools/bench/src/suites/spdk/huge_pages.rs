@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_figures_are_understood() {
+    fn meminfo_is_parsed() {
         let text = |total, free| {
             format!(
                 "MemTotal: 9 kB\nHugePages_Total: {total}\nHugePages_Free: {free}\n\
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_is_known_by_its_kind() {
+    fn hugetlbfs_is_found_by_its_type() {
         let mounts = "a / ext4 rw\nnone /dev/hugepages hugetlbfs rw 0 0\n";
         assert_eq!(mount_point(mounts), Some("/dev/hugepages"));
         assert_eq!(mount_point("hugetlbfs /x tmpfs rw 0 0\n"), None);

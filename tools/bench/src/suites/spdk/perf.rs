@@ -79,7 +79,7 @@ Total                                :  250000.50     976.56      31.25       2.
 ";
 
     #[test]
-    fn the_total_is_read() {
+    fn the_total_is_parsed() {
         let row = parse(PRINTED, 4096, 8).unwrap();
         assert_eq!(row["iops"], 250_000.5);
         assert_eq!(row["bandwidth_bytes"], 250_000.5 * 4096.0);

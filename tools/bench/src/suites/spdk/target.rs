@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_does_not_start_says_why() {
+    fn a_failed_start_reports_the_reason() {
         let program = |name: &str| Path::new("/bin").join(name);
         let tree = |name| Tree {
             directory: std::path::PathBuf::new(),

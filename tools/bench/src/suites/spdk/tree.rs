@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tree_that_was_not_built_is_refused_with_what_to_do() {
+    fn an_unbuilt_tree_is_refused_with_build_instructions() {
         let directory = tempfile::tempdir().unwrap();
         let error = Tree::new(directory.path()).unwrap_err().to_string();
         assert!(error.contains("nvmf_tgt") && error.contains("--with-vfio-user"), "{error}");

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_line_of_the_device_is_read() {
+    fn the_line_of_the_device_is_parsed() {
         let text = "Job: V0 (Core Mask 0x2, workload: randread, depth: 1, IO size: 4096)\n\
                     \t V0                  :       2.00    9223.50      36.03       0.00     0.00     \
                     108.17       4.91   40188.48\n";

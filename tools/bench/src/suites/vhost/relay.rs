@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_pass_with_their_descriptors_and_one_is_cut() {
+    fn messages_are_relayed_and_the_configuration_is_resized() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         let server = UnixListener::bind(at("server")).unwrap();
