@@ -6,12 +6,12 @@ use shadowbell_spec::protection::GuardKind;
 use shadowbell_spec::regs::Vs;
 
 /// Lines about a controller: identity, capabilities, requested and granted queue pairs, assignment
-/// of CPUs to queue pairs, namespaces. `asked` is the requested number of queue pairs, `steered`
-/// the result of setting the affinity of kernel interrupts.
+/// of CPUs to queue pairs, namespaces. `requested` is the number of queue pairs in the request, and
+/// `steered` the result of setting the affinity of kernel interrupts.
 #[must_use]
 pub(crate) fn banner(
     controller: &Controller,
-    asked: u16,
+    requested: u16,
     steered: Option<&Steered>,
 ) -> Vec<String> {
     let (identity, cap) = (controller.identity(), controller.capabilities());
@@ -36,8 +36,8 @@ pub(crate) fn banner(
             binary(controller.max_transfer_bytes())
         ),
         format!(
-            "  {asked} queue pair{} requested, {} granted, of {} entries; {}, {} doorbells",
-            if asked == 1 { "" } else { "s" },
+            "  {requested} queue pair{} requested, {} granted, of {} entries; {}, {} doorbells",
+            if requested == 1 { "" } else { "s" },
             controller.queue_pairs(),
             controller.queue_depth(),
             if controller.has_interrupts() { "interrupts" } else { "polling" },

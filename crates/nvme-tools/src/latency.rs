@@ -5,7 +5,7 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 /// Largest latency that a histogram distinguishes, in nanoseconds.
-const LONGEST: u64 = 60_000_000_000;
+const MAX_LATENCY: u64 = 60_000_000_000;
 
 /// Summary of latencies, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -40,5 +40,5 @@ impl Latency {
 
 /// Empty histogram of nanoseconds with three significant digits.
 pub(crate) fn histogram() -> anyhow::Result<Histogram<u64>> {
-    Histogram::new_with_bounds(1, LONGEST, 3).context("no histogram of the latencies")
+    Histogram::new_with_bounds(1, MAX_LATENCY, 3).context("no histogram of the latencies")
 }

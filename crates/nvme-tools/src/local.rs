@@ -13,9 +13,9 @@ use std::sync::Arc;
 /// The disk cannot be used for a namespace, or no thread can be started.
 pub fn connect(disk: Arc<dyn Disk>, mapped: bool) -> anyhow::Result<Arc<InProcess>> {
     let doorbells = if mapped { OfferedDoorbells::Mapped } else { OfferedDoorbells::Shadow };
-    let asked = ControllerConfig { doorbells, ..ControllerConfig::default() };
+    let requested = ControllerConfig { doorbells, ..ControllerConfig::default() };
     let name = format!("local:{}", disk.name());
-    let config = asked.configure(&name, vec![disk]).map_err(ConfigureError::into_error)?;
+    let config = requested.configure(&name, vec![disk]).map_err(ConfigureError::into_error)?;
     let carrier = Carrier { mapped_doorbells: mapped, ..Carrier::default() };
     Ok(Arc::new(InProcess::start(config, carrier, &PoolOptions::default(), name)?))
 }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use zerocopy::FromBytes;
 
 /// Time limit of an I/O command.
-const PATIENCE: Duration = Duration::from_secs(30);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Create a namespace (`attach-ns` makes it usable)
 #[derive(Clone, Debug, clap::Args)]
@@ -194,7 +194,7 @@ fn attach_to(target: &Target) -> anyhow::Result<Session> {
 }
 
 /// Adds the target to an error. A status of the controller is an error of the user's input.
-fn told<T>(target: &Target, outcome: Result<T, CommandError>) -> anyhow::Result<T> {
+fn with_target<T>(target: &Target, outcome: Result<T, CommandError>) -> anyhow::Result<T> {
     outcome.map_err(|error| {
         let is_refused = error.status().is_some();
         let error = anyhow!("{target}: {error}");
@@ -225,7 +225,7 @@ fn format_of(identity: &IdentifyNamespace, block_size: u64) -> anyhow::Result<u8
 /// Errors of the driver or the controller.
 pub fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
     let session = attach_to(&args.target)?;
-    let common = told(&args.target, session.controller.admin().identify_namespace(u32::MAX));
+    let common = with_target(&args.target, session.controller.admin().identify_namespace(u32::MAX));
     let common = common.context("checking for namespace management")?;
     let format = match (args.flbas, args.block_size) {
         (Some(index), _) => index,
@@ -240,7 +240,8 @@ pub fn create(args: &CreateArgs) -> anyhow::Result<ExitCode> {
     {
         bail!(bad_input(anyhow!("the capacity must be equal to the size: leave out `--ncap`")));
     }
-    let nsid = told(&args.target, session.controller.admin().create_namespace(blocks, format))?;
+    let nsid =
+        with_target(&args.target, session.controller.admin().create_namespace(blocks, format))?;
     session.detach()?;
     println!("create-ns: Success, created nsid:{nsid}");
     Ok(ExitCode::SUCCESS)
@@ -268,7 +269,7 @@ pub fn delete(args: &DeleteArgs) -> anyhow::Result<ExitCode> {
     let nsid = args.namespace_id;
     args.force.check(&format!("namespace {nsid} of {}", args.target))?;
     let session = attach_to(&args.target)?;
-    told(&args.target, session.controller.admin().delete_namespace(nsid))?;
+    with_target(&args.target, session.controller.admin().delete_namespace(nsid))?;
     session.detach()?;
     println!("delete-ns: Success, deleted nsid:{nsid}");
     Ok(ExitCode::SUCCESS)
@@ -283,7 +284,10 @@ pub fn attach(args: &AttachArgs, attached: bool) -> anyhow::Result<ExitCode> {
     let session = attach_to(&args.target)?;
     let own = [session.controller.identity().cntlid];
     let cntlids = if args.controllers.is_empty() { &own[..] } else { &args.controllers };
-    told(&args.target, session.controller.admin().attach_namespace(nsid, cntlids, attached))?;
+    with_target(
+        &args.target,
+        session.controller.admin().attach_namespace(nsid, cntlids, attached),
+    )?;
     session.detach()?;
     println!("{}-ns: Success, nsid:{nsid}", if attached { "attach" } else { "detach" });
     Ok(ExitCode::SUCCESS)
@@ -304,7 +308,7 @@ pub fn format(args: &FormatArgs) -> anyhow::Result<ExitCode> {
     };
     let FormatArgs { ses, pi, pil, mset, .. } = *args;
     let fields = FormatNvm { lbaf, ses, pi, pil, mset };
-    told(&args.target, session.controller.admin().format(nsid, fields))?;
+    with_target(&args.target, session.controller.admin().format(nsid, fields))?;
     session.detach()?;
     println!("Success formatting namespace:{nsid:x}");
     Ok(ExitCode::SUCCESS)
@@ -334,7 +338,7 @@ pub fn sanitize(args: &SanitizeArgs) -> anyhow::Result<ExitCode> {
         emvs: false,
         ovrpat: args.ovrpat,
     };
-    told(&args.target, session.controller.admin().sanitize(fields))?;
+    with_target(&args.target, session.controller.admin().sanitize(fields))?;
     session.detach()?;
     println!("sanitize: started; `shadowbell sanitize-log` shows the progress");
     Ok(ExitCode::SUCCESS)
@@ -354,7 +358,7 @@ pub fn write_uncorrectable(args: &UncorrectableArgs) -> anyhow::Result<ExitCode>
     let mut queue = queue.context("the controller grants no queue pair")?;
     queue.submit(command, None).map_err(|error| anyhow!(error.reason))?;
     queue.ring()?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + COMMAND_TIMEOUT;
     let done = loop {
         if let Some(done) = queue.pop() {
             break done;

@@ -9,7 +9,7 @@ use shadowbell_signature::{Found, SPAN, find};
 use std::time::{Duration, Instant};
 
 /// Time limit for reading a block. On timeout, the check is skipped with a warning.
-const PATIENCE: Duration = Duration::from_secs(10);
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Confirmation option of verbs that overwrite their target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::Args)]
@@ -35,7 +35,7 @@ impl Overwrite {
         }
         let options = AttachOptions { queue_pairs: 1, queue_depth: 2, ..AttachOptions::default() };
         let mut session = Session::attach(target, &options)?;
-        let found = look(&mut session);
+        let found = detect_content(&mut session);
         session.detach()?;
         match found {
             Ok(None) => Ok(()),
@@ -52,7 +52,7 @@ impl Overwrite {
 }
 
 /// Detects a file system or partition table in the namespace.
-fn look(session: &mut Session) -> anyhow::Result<Option<Found>> {
+fn detect_content(session: &mut Session) -> anyhow::Result<Option<Found>> {
     let namespace = session.namespace()?.clone();
     let Some(queue) = session.controller.take_queue_pair() else {
         bail!("the controller grants no queue pair");
@@ -87,7 +87,7 @@ impl Reader {
             let buffer = self.buffer.take();
             self.queue.submit(command, buffer).map_err(|error| anyhow!(error.reason))?;
             self.queue.ring()?;
-            let deadline = Instant::now() + PATIENCE;
+            let deadline = Instant::now() + READ_TIMEOUT;
             let done = loop {
                 if let Some(done) = self.queue.pop() {
                     break done;

@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub struct Session {
     target: Target,
     /// Requested number of queue pairs.
-    asked: u16,
+    requested: u16,
     /// Result of setting the affinity of kernel interrupts, for PCI functions.
     steered: Option<Steered>,
     /// The controller.
@@ -71,8 +71,8 @@ impl Session {
             }
             _ => None,
         };
-        let asked = options.queue_pairs;
-        let session = Self { target, asked, steered, controller };
+        let requested = options.queue_pairs;
+        let session = Self { target, requested, steered, controller };
         for line in session.banner() {
             tracing::debug!("{line}");
         }
@@ -82,7 +82,7 @@ impl Session {
     /// Description of the controller, as lines for the log.
     #[must_use]
     pub fn banner(&self) -> Vec<String> {
-        banner::banner(&self.controller, self.asked, self.steered.as_ref())
+        banner::banner(&self.controller, self.requested, self.steered.as_ref())
     }
 
     /// Requested target.

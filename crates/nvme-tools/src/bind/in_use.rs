@@ -72,7 +72,7 @@ pub(super) fn uses(paths: &KernelPaths, disks: &BTreeSet<String>) -> io::Result<
 /// Opens the block devices exclusively (`O_EXCL`), so that none can be mounted while the returned
 /// descriptors live. The kernel refuses with `EBUSY` if a device has a user that [`uses`] cannot
 /// detect: a mount in another mount namespace, or a ZFS pool.
-pub(super) fn claim(
+pub(super) fn open_exclusively(
     paths: &KernelPaths,
     disks: &BTreeSet<String>,
 ) -> io::Result<Result<Vec<OwnedFd>, String>> {

@@ -51,7 +51,7 @@ fn parse_address(text: &str) -> Result<PciAddress, String> {
 /// With exit status [`exit::BAD_INPUT`] if there is no such controller or it is in use; otherwise
 /// errors of the kernel.
 pub fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
-    each(&args.addresses, take)
+    each(&args.addresses, bind_to_vfio)
 }
 
 /// Runs `unbind`.
@@ -59,7 +59,7 @@ pub fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
 /// # Errors
 /// As [`bind`].
 pub fn unbind(args: &UnbindArgs) -> anyhow::Result<ExitCode> {
-    each(&args.addresses, give_back)
+    each(&args.addresses, return_to_kernel)
 }
 
 fn each(
@@ -74,7 +74,7 @@ fn each(
     Ok(ExitCode::SUCCESS)
 }
 
-fn take(
+fn bind_to_vfio(
     paths: &KernelPaths,
     kernel: &dyn Kernel,
     address: PciAddress,
@@ -98,7 +98,7 @@ fn take(
         return Err(exit::bad_input(anyhow!("in use: {}; stop this use first", uses.join(", "))));
     }
     // Held until the kernel driver has released the disks.
-    let _claims = in_use::claim(paths, &disks)
+    let _claims = in_use::open_exclusively(paths, &disks)
         .context("claiming its disks")?
         .map_err(|why| exit::bad_input(anyhow!("in use: {why}; stop this use first")))?;
     if !paths.driver(VFIO).exists() {
@@ -151,7 +151,7 @@ fn hints(function: &PciFunction, out: &mut dyn Write) -> anyhow::Result<()> {
     Ok(writeln!(out, "{address}: use it as nvme://{address} (/dev/vfio/{group} requires root)")?)
 }
 
-fn give_back(
+fn return_to_kernel(
     paths: &KernelPaths,
     kernel: &dyn Kernel,
     address: PciAddress,

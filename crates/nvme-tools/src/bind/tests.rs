@@ -16,7 +16,7 @@ struct Machine {
     /// Writes and loaded modules, in order.
     log: RefCell<Vec<String>>,
     /// vfio-pci binds nothing.
-    stubborn: bool,
+    refuses_binding: bool,
 }
 
 impl Kernel for Machine {
@@ -28,7 +28,7 @@ impl Kernel for Machine {
         } else if name.ends_with("drivers_probe") {
             let wanted = fs::read_to_string(self.function().join("driver_override"))?;
             let driver = if wanted.trim().is_empty() { "nvme" } else { wanted.trim() };
-            if driver == VFIO && self.stubborn { Ok(()) } else { self.attach(driver) }
+            if driver == VFIO && self.refuses_binding { Ok(()) } else { self.attach(driver) }
         } else {
             fs::write(path, text)
         }
@@ -46,7 +46,7 @@ impl Machine {
         let at = |name: &str| directory.path().join(name);
         let paths = KernelPaths { sys: at("sys"), proc: at("proc"), dev: at("dev") };
         let machine =
-            Self { _directory: directory, paths, log: RefCell::default(), stubborn: false };
+            Self { _directory: directory, paths, log: RefCell::default(), refuses_binding: false };
         let function = machine.function();
         let nvme = function.join("nvme/nvme0");
         for (path, text) in [
@@ -109,7 +109,7 @@ impl Machine {
     }
 
     fn refusal(&self) -> String {
-        let error = self.run(take).unwrap_err();
+        let error = self.run(bind_to_vfio).unwrap_err();
         assert_eq!(exit::status(&error), exit::BAD_INPUT, "{error:#}");
         assert_eq!(self.driver().as_deref(), Some("nvme"), "nothing was changed");
         assert!(self.log.borrow().is_empty(), "nothing was written: {:?}", self.log.borrow());
@@ -124,12 +124,12 @@ fn address() -> PciAddress {
 #[test]
 fn a_controller_is_bound_to_vfio_and_back() {
     let machine = Machine::new();
-    let said = machine.run(take).unwrap();
+    let output = machine.run(bind_to_vfio).unwrap();
     assert!(
-        said.contains("unbound from nvme, with unused nvme0n1, nvme0n1p1, nvme0n1p2"),
-        "{said}"
+        output.contains("unbound from nvme, with unused nvme0n1, nvme0n1p1, nvme0n1p2"),
+        "{output}"
     );
-    assert!(said.contains("nvme://0000:01:00.0") && said.contains("/dev/vfio/5"), "{said}");
+    assert!(output.contains("nvme://0000:01:00.0") && output.contains("/dev/vfio/5"), "{output}");
     assert_eq!(machine.driver().as_deref(), Some(VFIO));
     assert_eq!(
         machine.log.take(),
@@ -140,17 +140,17 @@ fn a_controller_is_bound_to_vfio_and_back() {
             "bus/pci/drivers_probe=0000:01:00.0",
         ]
     );
-    let said = machine.run(take).unwrap();
-    assert!(said.contains("already"), "{said}");
+    let output = machine.run(bind_to_vfio).unwrap();
+    assert!(output.contains("already"), "{output}");
     assert!(machine.log.borrow().is_empty());
 
-    let said = machine.run(give_back).unwrap();
-    assert!(said.contains("bound to nvme"), "{said}");
+    let output = machine.run(return_to_kernel).unwrap();
+    assert!(output.contains("bound to nvme"), "{output}");
     assert_eq!(machine.driver().as_deref(), Some("nvme"));
     assert_eq!(fs::read_to_string(machine.function().join("driver_override")).unwrap(), "\n");
     machine.log.take();
-    let said = machine.run(give_back).unwrap();
-    assert!(said.contains("already bound to nvme; nothing to do"), "{said}");
+    let output = machine.run(return_to_kernel).unwrap();
+    assert!(output.contains("already bound to nvme; nothing to do"), "{output}");
     assert!(machine.log.borrow().is_empty());
 }
 
@@ -158,10 +158,10 @@ fn a_controller_is_bound_to_vfio_and_back() {
 fn a_controller_without_a_driver_is_bound() {
     let machine = Machine::new();
     fs::remove_file(machine.function().join("driver")).unwrap();
-    let said = machine.run(take).unwrap();
-    assert!(said.contains("had no driver"), "{said}");
+    let output = machine.run(bind_to_vfio).unwrap();
+    assert!(output.contains("had no driver"), "{output}");
     fs::remove_file(machine.function().join("driver")).unwrap();
-    machine.run(give_back).unwrap();
+    machine.run(return_to_kernel).unwrap();
     assert_eq!(machine.driver().as_deref(), Some("nvme"));
 }
 
@@ -217,14 +217,14 @@ fn a_device_that_is_no_controller_is_refused() {
     let refusal = machine.refusal();
     assert!(refusal.contains("060400h"), "{refusal}");
     let nowhere: PciAddress = "0000:09:00.0".parse().unwrap();
-    let error = take(&machine.paths, &machine, nowhere, &mut io::sink()).unwrap_err();
+    let error = bind_to_vfio(&machine.paths, &machine, nowhere, &mut io::sink()).unwrap_err();
     assert_eq!(exit::status(&error), exit::BAD_INPUT);
 }
 
 #[test]
 fn a_failed_bind_restores_the_kernel_driver() {
-    let machine = Machine { stubborn: true, ..Machine::new() };
-    let error = machine.run(take).unwrap_err();
+    let machine = Machine { refuses_binding: true, ..Machine::new() };
+    let error = machine.run(bind_to_vfio).unwrap_err();
     assert!(error.to_string().contains("was not bound"), "{error:#}");
     assert_eq!(machine.driver().as_deref(), Some("nvme"));
 }
@@ -238,8 +238,8 @@ fn other_devices_of_the_iommu_group_are_named() {
     symlink(machine.paths.driver("ahci"), other.join("driver")).unwrap();
     let group = machine.paths.sys.join("kernel/iommu_groups/5/devices");
     symlink(&other, group.join("0000:01:00.1")).unwrap();
-    let said = machine.run(take).unwrap();
-    assert!(said.contains("0000:01:00.1 of the same IOMMU group is bound to ahci"), "{said}");
+    let output = machine.run(bind_to_vfio).unwrap();
+    assert!(output.contains("0000:01:00.1 of the same IOMMU group is bound to ahci"), "{output}");
 }
 
 #[test]

@@ -25,7 +25,7 @@ impl CpuSplit {
     }
 
     /// True if driver and server each have a CPU to poll on.
-    pub(super) fn are_enough(&self) -> bool {
+    pub(super) fn have_separate_cpus(&self) -> bool {
         !self.driver.is_empty()
     }
 
@@ -40,7 +40,7 @@ impl CpuSplit {
         &self,
         start: impl FnOnce() -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
-        if !self.are_enough() {
+        if !self.have_separate_cpus() {
             return start();
         }
         let before = sched_getaffinity(None).context("reading the CPU affinity")?;
@@ -62,11 +62,11 @@ mod tests {
     fn driver_and_server_get_separate_cpus() {
         let two = CpuSplit::of(vec![3, 7]);
         assert_eq!((&two.driver[..], &two.server[..]), (&[3][..], &[7][..]));
-        assert!(two.are_enough());
+        assert!(two.have_separate_cpus());
         assert_eq!(two.driver_threads(4), 1);
         assert_eq!(CpuSplit::of((0..16).collect()).driver_threads(4), 4);
         let one = CpuSplit::of(vec![5]);
-        assert!(!one.are_enough() && one.server == [5]);
+        assert!(!one.have_separate_cpus() && one.server == [5]);
         assert_eq!(one.driver_threads(4), 1);
     }
 

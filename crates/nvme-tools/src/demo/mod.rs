@@ -85,12 +85,12 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         server: cpus.for_server(|| Server::start(&DISKS, &[]))?,
         cpus,
         runtime: Duration::from_millis(args.runtime.into()),
-        keeps_time: args.report.is_some(),
+        records_timeline: args.report.is_some(),
         stop,
     };
     let out = &mut io::stdout().lock();
     if !args.output.is_json() {
-        demo.introduce(out)?;
+        demo.print_introduction(out)?;
     }
     demo.fill()?;
     let mut rows = Vec::new();
@@ -109,12 +109,12 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             print(out, table, rows.get(first..).unwrap_or_default())?;
         }
     }
-    let disagree = rows.iter().filter(|row| !ends_agree(row)).count();
+    let disagree = rows.iter().filter(|row| !counts_agree(row)).count();
     let merged = rows.iter().map(merged_signals).sum();
     if args.output.is_json() {
         report::write_json(out, &rows)?;
     } else {
-        conclude(out, disagree, merged)?;
+        print_conclusion(out, disagree, merged)?;
     }
     if let Some(path) = &args.report {
         let measured = |(row, timeline): (&Row, _)| Measured { row: row.clone(), timeline };
@@ -140,7 +140,7 @@ fn merged_signals(row: &Row) -> u64 {
 }
 
 /// True if driver and controller count the same doorbell writes, apart from merged signals.
-fn ends_agree(row: &Row) -> bool {
+fn counts_agree(row: &Row) -> bool {
     let (driver, controller) = (row.driver_mmio_writes, row.controller_mmio_writes);
     if row.doorbells != "shadow" {
         return driver == controller;
@@ -154,12 +154,12 @@ struct Demo {
     cpus: CpuSplit,
     runtime: Duration,
     /// True if time lines are recorded, for a report.
-    keeps_time: bool,
+    records_timeline: bool,
     stop: Arc<AtomicBool>,
 }
 
 impl Demo {
-    fn introduce(&self, out: &mut impl Write) -> io::Result<()> {
+    fn print_introduction(&self, out: &mut impl Write) -> io::Result<()> {
         let list = |cpus: &[usize]| {
             let cpus: Vec<_> = cpus.iter().map(ToString::to_string).collect();
             cpus.join(",")
@@ -179,7 +179,7 @@ impl Demo {
             "measurement: first with doorbell writes by MMIO, which cross the socket (\"trapped\"),"
         )?;
         writeln!(out, "then with shadow doorbells. It rings the doorbell for every I/O.")?;
-        if self.cpus.are_enough() {
+        if self.cpus.have_separate_cpus() {
             writeln!(
                 out,
                 "CPUs: {} for the driver, which polls; {} for the controller, which polls while\n\
@@ -231,7 +231,7 @@ impl Demo {
         iodepth: u32,
         doorbells: Doorbells,
     ) -> anyhow::Result<Measured> {
-        let polls = self.cpus.are_enough();
+        let polls = self.cpus.have_separate_cpus();
         let config = LoadConfig {
             rw: Workload::RandRead,
             iodepth,
@@ -245,7 +245,7 @@ impl Demo {
             doorbells,
             completion: if polls { CompletionMode::Poll } else { CompletionMode::Interrupt },
             pin: self.cpus.driver.clone(),
-            timeline: self.keeps_time.then(|| interval(self.runtime, jobs)),
+            timeline: self.records_timeline.then(|| interval(self.runtime, jobs)),
             ..LoadConfig::default()
         };
         let before = self.server.doorbell_writes()?;
@@ -309,7 +309,7 @@ fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
             p50(without),
             p50(with),
         ]);
-        if let Some(figures) = published::beside(name, without.iodepth) {
+        if let Some(figures) = published::figures_for(name, without.iodepth) {
             let [trapped, shadow] = figures.iops;
             let mmio = figures.mmio_per_io.map(|mmio| mmio.map(units::per_io));
             let [mmio_trapped, mmio_shadow] =
@@ -330,7 +330,7 @@ fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
     out.flush()
 }
 
-fn conclude(out: &mut impl Write, disagree: usize, merged: u64) -> io::Result<()> {
+fn print_conclusion(out: &mut impl Write, disagree: usize, merged: u64) -> io::Result<()> {
     if disagree == 0 && merged == 0 {
         writeln!(
             out,

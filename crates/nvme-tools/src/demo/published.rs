@@ -52,7 +52,7 @@ pub(super) fn title(table: &str) -> (&'static str, &'static str) {
 }
 
 /// Published figures for a row of a table.
-pub(super) fn beside(table: &str, iodepth: u32) -> Option<&'static Published> {
+pub(super) fn figures_for(table: &str, iodepth: u32) -> Option<&'static Published> {
     PUBLISHED.iter().find(|figures| figures.table == table && figures.iodepth == iodepth)
 }
 
@@ -64,9 +64,9 @@ mod tests {
     fn every_measurement_has_published_figures() {
         for (table, depths) in [("S0", &[32][..]), ("S1", &[32]), ("S3", &[1, 2, 4, 8])] {
             for depth in depths {
-                assert!(beside(table, *depth).is_some(), "{table} {depth}");
+                assert!(figures_for(table, *depth).is_some(), "{table} {depth}");
             }
         }
-        assert!(beside("S0", 1).is_none());
+        assert!(figures_for("S0", 1).is_none());
     }
 }

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 pub fn ana_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.ana_log()?;
-    subject.leave()?;
+    subject.finish()?;
     let log = log.ok_or_else(|| {
         anyhow!(
             "the controller does not report Asymmetric Namespace Access (ANA): it belongs to no \

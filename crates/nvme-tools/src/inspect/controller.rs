@@ -15,7 +15,7 @@ use std::process::ExitCode;
 pub fn id_ctrl(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let fields = fields(&subject.identify_controller()?, subject.mpsmin());
-    subject.leave()?;
+    subject.finish()?;
     show("NVMe Identify Controller:", &fields, args.output.is_json())?;
     Ok(ExitCode::SUCCESS)
 }

@@ -120,7 +120,7 @@ pub fn device_self_test(args: &SelfTestArgs) -> anyhow::Result<ExitCode> {
 pub fn self_test_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.self_test_log()?;
-    subject.leave()?;
+    subject.finish()?;
     show_self_tests(&log, args.output.is_json())?;
     Ok(ExitCode::SUCCESS)
 }

@@ -25,8 +25,8 @@ pub struct FeatureArgs {
     #[arg(short, long, value_parser = parse_number::<u8>, value_name = "FID")]
     pub feature_id: Option<u8>,
     /// Value to show
-    #[arg(short, long, value_enum, default_value_t = Which::Current)]
-    pub sel: Which,
+    #[arg(short, long, value_enum, default_value_t = SelectArg::Current)]
+    pub sel: SelectArg,
     /// Command Dword 11, for features that use it (vector of 09h, sensor of 04h)
     #[arg(long, value_parser = parse_number::<u32>, default_value = "0", value_name = "VALUE")]
     pub cdw11: u32,
@@ -36,7 +36,7 @@ pub struct FeatureArgs {
 
 /// Select field of Get Features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Which {
+pub enum SelectArg {
     /// Current value
     #[value(alias = "0")]
     Current,
@@ -51,13 +51,13 @@ pub enum Which {
     Supported,
 }
 
-impl From<Which> for Select {
-    fn from(which: Which) -> Self {
+impl From<SelectArg> for Select {
+    fn from(which: SelectArg) -> Self {
         match which {
-            Which::Current => Self::Current,
-            Which::Default => Self::Default,
-            Which::Saved => Self::Saved,
-            Which::Supported => Self::SupportedCapabilities,
+            SelectArg::Current => Self::Current,
+            SelectArg::Default => Self::Default,
+            SelectArg::Saved => Self::Saved,
+            SelectArg::Supported => Self::SupportedCapabilities,
         }
     }
 }
@@ -72,7 +72,7 @@ fn parse_number<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
 }
 
 /// Value of a feature.
-struct Got {
+struct FeatureValue {
     fid: u8,
     value: u32,
     data: Vec<u8>,
@@ -133,10 +133,10 @@ fn data_len(fid: u8) -> usize {
     }
 }
 
-fn get(admin: &Admin, fid: u8, args: &FeatureArgs) -> Result<Got, CommandError> {
+fn get(admin: &Admin, fid: u8, args: &FeatureArgs) -> Result<FeatureValue, CommandError> {
     let (nsid, select) = (args.target.nsid(), args.sel.into());
     let len = if select == Select::SupportedCapabilities { 0 } else { data_len(fid) };
-    let ask = |nsid| {
+    let request = |nsid| {
         if len == 0 && args.cdw11 == 0 {
             return Ok((admin.get_feature(fid, nsid, select)?, Vec::new()));
         }
@@ -144,26 +144,26 @@ fn get(admin: &Admin, fid: u8, args: &FeatureArgs) -> Result<Got, CommandError> 
     };
     // A feature is namespace-specific or of the whole controller, and some controllers reject the
     // wrong NSID. So a refused request is repeated without NSID.
-    let (value, data) = match ask(nsid) {
-        Err(error) if error.status().is_some() => ask(0).map_err(|_| error)?,
+    let (value, data) = match request(nsid) {
+        Err(error) if error.status().is_some() => request(0).map_err(|_| error)?,
         other => other?,
     };
-    Ok(Got { fid, value, data })
+    Ok(FeatureValue { fid, value, data })
 }
 
-fn words(which: Which) -> &'static str {
+fn select_name(which: SelectArg) -> &'static str {
     match which {
-        Which::Current => "current value",
-        Which::Default => "default value",
-        Which::Saved => "saved value",
-        Which::Supported => "capabilities",
+        SelectArg::Current => "current value",
+        SelectArg::Default => "default value",
+        SelectArg::Saved => "saved value",
+        SelectArg::Supported => "capabilities",
     }
 }
 
-fn print(out: &mut impl Write, feature: &Got, which: Which) -> io::Result<()> {
-    let Got { fid, value, data } = feature;
+fn print(out: &mut impl Write, feature: &FeatureValue, which: SelectArg) -> io::Result<()> {
+    let FeatureValue { fid, value, data } = feature;
     let name = fid::name(*fid).unwrap_or("vendor specific");
-    writeln!(out, "get-feature: {fid:#04x} ({name}), {}: {value:#010x}", words(which))?;
+    writeln!(out, "get-feature: {fid:#04x} ({name}), {}: {value:#010x}", select_name(which))?;
     for line in decode(feature, which).to_string().lines() {
         writeln!(out, "    {line}")?;
     }
@@ -175,11 +175,11 @@ fn print(out: &mut impl Write, feature: &Got, which: Which) -> io::Result<()> {
     Ok(())
 }
 
-fn to_json(feature: &Got, which: Which) -> Map<String, Value> {
+fn to_json(feature: &FeatureValue, which: SelectArg) -> Map<String, Value> {
     let mut object = decode(feature, which).to_json();
     object.insert("feature_id".to_owned(), json!(feature.fid));
     object.insert("name".to_owned(), json!(fid::name(feature.fid)));
-    object.insert("select".to_owned(), json!(words(which)));
+    object.insert("select".to_owned(), json!(select_name(which)));
     object.insert("value".to_owned(), json!(feature.value));
     if !feature.data.is_empty() {
         object.insert("data".to_owned(), json!(feature.data));
@@ -188,11 +188,11 @@ fn to_json(feature: &Got, which: Which) -> Map<String, Value> {
 }
 
 /// Decodes the bit fields of a value.
-fn decode(feature: &Got, which: Which) -> Fields {
+fn decode(feature: &FeatureValue, which: SelectArg) -> Fields {
     let mut f = Fields::default();
-    let Got { fid, value, data } = feature;
+    let FeatureValue { fid, value, data } = feature;
     let value = *value;
-    if which == Which::Supported {
+    if which == SelectArg::Supported {
         let may = Capabilities::from_bits(value);
         f.flag("changeable", may.changeable()).flag("saveable", may.saveable());
         f.flag("namespace_specific", may.namespace_specific());
@@ -269,14 +269,14 @@ mod tests {
 
     #[test]
     fn values_are_explained() {
-        let got = |fid, value| Got { fid, value, data: Vec::new() };
-        let json = to_json(&got(fid::NUMBER_OF_QUEUES, 0x003f_003f), Which::Current);
+        let got = |fid, value| FeatureValue { fid, value, data: Vec::new() };
+        let json = to_json(&got(fid::NUMBER_OF_QUEUES, 0x003f_003f), SelectArg::Current);
         assert_eq!(
             (&json["ncq"], &json["nsq"], &json["feature_id"]),
             (&64.into(), &64.into(), &7.into())
         );
         let mut text = Vec::new();
-        print(&mut text, &got(fid::VOLATILE_WRITE_CACHE, 1), Which::Current).unwrap();
+        print(&mut text, &got(fid::VOLATILE_WRITE_CACHE, 1), SelectArg::Current).unwrap();
         let text = String::from_utf8(text).unwrap();
         assert!(
             text.starts_with(
@@ -285,19 +285,21 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("wce : true"), "{text}");
-        let timestamp = Got { fid: fid::TIMESTAMP, value: 0, data: 5u64.to_le_bytes().to_vec() };
-        let json = to_json(&timestamp, Which::Current);
+        let timestamp =
+            FeatureValue { fid: fid::TIMESTAMP, value: 0, data: 5u64.to_le_bytes().to_vec() };
+        let json = to_json(&timestamp, SelectArg::Current);
         assert_eq!(json["timestamp"], 5);
         assert_eq!(json["data"][0], 5);
-        let json = to_json(&got(fid::VOLATILE_WRITE_CACHE, 4), Which::Supported);
+        let json = to_json(&got(fid::VOLATILE_WRITE_CACHE, 4), SelectArg::Supported);
         assert_eq!((&json["changeable"], &json["saveable"]), (&true.into(), &false.into()));
     }
 
     #[test]
     fn every_feature_prints_whatever_its_value() {
         for fid in 0..=255 {
-            for which in [Which::Current, Which::Supported] {
-                let feature = Got { fid, value: u32::MAX, data: vec![0xff; data_len(fid)] };
+            for which in [SelectArg::Current, SelectArg::Supported] {
+                let feature =
+                    FeatureValue { fid, value: u32::MAX, data: vec![0xff; data_len(fid)] };
                 print(&mut Vec::new(), &feature, which).unwrap();
             }
         }

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 /// Value of a field and its format in text. In JSON, numbers are numbers if they fit into 64 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Shown {
+enum FieldValue {
     Text(String),
     Decimal(u128),
     Hexadecimal(u128),
@@ -20,33 +20,33 @@ enum Shown {
 /// Named values, in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Fields {
-    list: Vec<(String, Shown, String)>,
+    list: Vec<(String, FieldValue, String)>,
 }
 
 impl Fields {
-    fn add(&mut self, name: impl Into<String>, value: Shown) -> &mut Self {
+    fn add(&mut self, name: impl Into<String>, value: FieldValue) -> &mut Self {
         self.list.push((name.into(), value, String::new()));
         self
     }
 
     /// Adds a text field.
     pub(super) fn text(&mut self, name: impl Into<String>, value: impl fmt::Display) -> &mut Self {
-        self.add(name, Shown::Text(value.to_string()))
+        self.add(name, FieldValue::Text(value.to_string()))
     }
 
     /// Adds a number, decimal in text.
     pub(super) fn number(&mut self, name: impl Into<String>, value: impl Into<u128>) -> &mut Self {
-        self.add(name, Shown::Decimal(value.into()))
+        self.add(name, FieldValue::Decimal(value.into()))
     }
 
     /// Adds bits or an identifier, hexadecimal in text.
     pub(super) fn bits(&mut self, name: impl Into<String>, value: impl Into<u128>) -> &mut Self {
-        self.add(name, Shown::Hexadecimal(value.into()))
+        self.add(name, FieldValue::Hexadecimal(value.into()))
     }
 
     /// Adds a flag.
     pub(super) fn flag(&mut self, name: impl Into<String>, value: bool) -> &mut Self {
-        self.add(name, Shown::Flag(value))
+        self.add(name, FieldValue::Flag(value))
     }
 
     /// Adds an identifier of several bytes as hexadecimal digits.
@@ -61,12 +61,12 @@ impl Fields {
 
     /// Adds an array, for JSON only.
     pub(super) fn list(&mut self, name: impl Into<String>, values: Vec<Value>) -> &mut Self {
-        self.add(name, Shown::List(values))
+        self.add(name, FieldValue::List(values))
     }
 
     /// Adds an element of an array, for text only.
     pub(super) fn line(&mut self, name: impl Into<String>, value: impl fmt::Display) -> &mut Self {
-        self.add(name, Shown::Line(value.to_string()))
+        self.add(name, FieldValue::Line(value.to_string()))
     }
 
     /// Adds an explanation of the last field, for text only.
@@ -79,16 +79,16 @@ impl Fields {
 
     /// Object with all fields but the text-only ones.
     pub(super) fn to_json(&self) -> Map<String, Value> {
-        let value = |shown: &Shown| match shown {
-            Shown::Text(text) => Some(json!(text)),
-            Shown::Flag(flag) => Some(json!(flag)),
-            Shown::Decimal(n) | Shown::Hexadecimal(n) => Some(match u64::try_from(*n) {
+        let value = |shown: &FieldValue| match shown {
+            FieldValue::Text(text) => Some(json!(text)),
+            FieldValue::Flag(flag) => Some(json!(flag)),
+            FieldValue::Decimal(n) | FieldValue::Hexadecimal(n) => Some(match u64::try_from(*n) {
                 Ok(n) => json!(n),
                 // JSON readers do not keep numbers beyond 64 bits exactly.
                 Err(_) => json!(n.to_string()),
             }),
-            Shown::List(values) => Some(json!(values)),
-            Shown::Line(_) => None,
+            FieldValue::List(values) => Some(json!(values)),
+            FieldValue::Line(_) => None,
         };
         let values = self.list.iter().map(|(name, shown, _)| Some((name.clone(), value(shown)?)));
         values.flatten().collect()
@@ -98,17 +98,17 @@ impl Fields {
 impl fmt::Display for Fields {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let for_people =
-            || self.list.iter().filter(|(_, shown, _)| !matches!(shown, Shown::List(_)));
+            || self.list.iter().filter(|(_, shown, _)| !matches!(shown, FieldValue::List(_)));
         let width = for_people().map(|(name, ..)| name.len()).max().unwrap_or(0);
         for (name, shown, meaning) in for_people() {
             write!(f, "{name:width$} : ")?;
             match shown {
-                Shown::Text(text) | Shown::Line(text) => f.write_str(text)?,
-                Shown::List(_) => {}
-                Shown::Flag(flag) => write!(f, "{flag}")?,
-                Shown::Decimal(n) => write!(f, "{n}")?,
-                Shown::Hexadecimal(0) => f.write_str("0")?,
-                Shown::Hexadecimal(n) => write!(f, "{n:#x}")?,
+                FieldValue::Text(text) | FieldValue::Line(text) => f.write_str(text)?,
+                FieldValue::List(_) => {}
+                FieldValue::Flag(flag) => write!(f, "{flag}")?,
+                FieldValue::Decimal(n) => write!(f, "{n}")?,
+                FieldValue::Hexadecimal(0) => f.write_str("0")?,
+                FieldValue::Hexadecimal(n) => write!(f, "{n:#x}")?,
             }
             if !meaning.is_empty() {
                 write!(f, " ({meaning})")?;

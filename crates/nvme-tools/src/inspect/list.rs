@@ -37,7 +37,7 @@ pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
             devices.push(Value::Object(row.describe()));
             table.line(row.line());
         }
-        subject.leave()?;
+        subject.finish()?;
     }
     let mut out = io::stdout().lock();
     if args.output.is_json() {

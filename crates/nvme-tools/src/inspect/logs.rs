@@ -18,7 +18,7 @@ use std::process::ExitCode;
 pub fn smart_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.smart_log()?;
-    subject.leave()?;
+    subject.finish()?;
     show("SMART / Health Information of the controller:", &health(&log), args.output.is_json())?;
     Ok(ExitCode::SUCCESS)
 }
@@ -97,7 +97,7 @@ pub struct ErrorLogArgs {
 pub fn error_log(args: &ErrorLogArgs) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let entries = subject.error_log(args.log_entries)?;
-    subject.leave()?;
+    subject.finish()?;
     if args.output.is_json() {
         let entries = entries.iter().map(|e| Value::Object(entry(e).to_json())).collect();
         show_json(Map::from_iter([("errors".to_owned(), Value::Array(entries))]))?;

@@ -26,7 +26,7 @@ pub fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(uuid) = subject.uuid(nsid) {
         fields.bytes("uuid", &uuid);
     }
-    subject.leave()?;
+    subject.finish()?;
     show(&format!("NVMe Identify Namespace {nsid}:"), &fields, args.output.is_json())?;
     Ok(ExitCode::SUCCESS)
 }

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 pub fn sanitize_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.sanitize_log()?;
-    subject.leave()?;
+    subject.finish()?;
     let mut f = Fields::default();
     f.number("sprog", log.sprog);
     if log.sstat.sos() == sos::IN_PROGRESS {

@@ -38,7 +38,9 @@ impl Subject {
     pub(super) fn identify_controller(&self) -> anyhow::Result<IdentifyController> {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().identify_controller()?),
-            Self::Served { .. } => self.ask(&format!("identify/{}/0", cns::CONTROLLER)),
+            Self::Served { .. } => {
+                self.request_structure(&format!("identify/{}/0", cns::CONTROLLER))
+            }
         }
     }
 
@@ -87,7 +89,7 @@ impl Subject {
     }
 
     fn identified(&self, nsid: u32) -> anyhow::Result<IdentifyNamespace> {
-        self.ask(&format!("identify/{}/{nsid}", cns::NAMESPACE))
+        self.request_structure(&format!("identify/{}/{nsid}", cns::NAMESPACE))
     }
 
     /// UUID of a namespace, if it has one.
@@ -105,21 +107,25 @@ impl Subject {
     pub(super) fn smart_log(&self) -> anyhow::Result<SmartHealth> {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().smart_log()?),
-            Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SMART_HEALTH)),
+            Self::Served { .. } => {
+                self.request_structure(&format!("log-page/{}", lid::SMART_HEALTH))
+            }
         }
     }
 
     pub(super) fn self_test_log(&self) -> anyhow::Result<SelfTestLog> {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().self_test_log()?),
-            Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SELF_TEST)),
+            Self::Served { .. } => self.request_structure(&format!("log-page/{}", lid::SELF_TEST)),
         }
     }
 
     pub(super) fn sanitize_log(&self) -> anyhow::Result<SanitizeLog> {
         match self {
             Self::Attached(session) => Ok(session.controller.admin().sanitize_log()?),
-            Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SANITIZE_STATUS)),
+            Self::Served { .. } => {
+                self.request_structure(&format!("log-page/{}", lid::SANITIZE_STATUS))
+            }
         }
     }
 
@@ -151,7 +157,7 @@ impl Subject {
     }
 
     /// Detaches the controller if it was attached.
-    pub(super) fn leave(self) -> anyhow::Result<()> {
+    pub(super) fn finish(self) -> anyhow::Result<()> {
         match self {
             Self::Attached(session) => session.detach(),
             Self::Served { .. } => Ok(()),
@@ -159,7 +165,7 @@ impl Subject {
     }
 
     /// Requests a data structure from the server.
-    fn ask<T: FromBytes>(&self, what: &str) -> anyhow::Result<T> {
+    fn request_structure<T: FromBytes>(&self, what: &str) -> anyhow::Result<T> {
         let bytes = self.bytes(what)?;
         let bytes = bytes.get(..size_of::<T>()).and_then(|bytes| T::read_from_bytes(bytes).ok());
         bytes.with_context(|| format!("the server's answer to {what} is too short"))

@@ -48,18 +48,18 @@ impl Directions<Histogram<u64>> {
 pub(super) struct Job<L> {
     queue: QueuePair,
     /// Read and write commands for the first blocks of the namespace; only the LBA varies.
-    forms: Directions<Command>,
+    templates: Directions<Command>,
     source: L,
     first_block: u64,
     blocks_per_io: u32,
     /// Buffers that are not in flight.
     spare: Vec<Buffer>,
     /// I/Os left to submit.
-    left: u64,
+    remaining: u64,
     /// I/Os per doorbell write; `None` leaves it to the driver.
     batch: Option<u32>,
     /// I/Os submitted since the last doorbell write.
-    unrung: u32,
+    unpublished: u32,
     commands: u64,
     /// Submission time of each command by slot of the queue, in nanoseconds after `epoch`, or 0 if
     /// its latency is not measured. Only a sample is measured, because reading the clock costs a
@@ -80,7 +80,7 @@ pub(super) struct Job<L> {
 impl<L: IoSource> Job<L> {
     pub(super) fn new(
         queue: QueuePair,
-        forms: Directions<Command>,
+        templates: Directions<Command>,
         source: L,
         buffers: Vec<Buffer>,
         config: &LoadConfig,
@@ -100,14 +100,14 @@ impl<L: IoSource> Job<L> {
         Ok(Self {
             stamps: vec![0; queue.capacity()].into_boxed_slice(),
             queue,
-            forms,
+            templates,
             source,
             first_block: slice.of_job(index),
             blocks_per_io: slice.blocks_per_io,
             spare,
-            left: config.number_ios.unwrap_or(u64::MAX),
+            remaining: config.number_ios.unwrap_or(u64::MAX),
             batch: config.iodepth_batch.map(|batch| if batch == 0 { u32::MAX } else { batch }),
-            unrung: 0,
+            unpublished: 0,
             commands: 0,
             epoch: Instant::now(),
             sample_every: config.latency_sample.unwrap_or(1),
@@ -157,7 +157,7 @@ impl<L: IoSource> Job<L> {
                 None if go => self.ring_in_time()?,
                 _ => self.ring()?,
             }
-        } else if self.unrung != 0 {
+        } else if self.unpublished != 0 {
             self.ring()?;
         }
         Ok(found as u64)
@@ -185,7 +185,7 @@ impl<L: IoSource> Job<L> {
     /// waits for a buffer is late, which counts as latency.
     fn issue_due(&mut self) -> anyhow::Result<usize> {
         let mut started = 0;
-        while self.left != 0
+        while self.remaining != 0
             && let Some(pace) = &mut self.pace
         {
             let now = nanoseconds_since(self.epoch);
@@ -216,14 +216,14 @@ impl<L: IoSource> Job<L> {
     #[inline(always)]
     fn ring_in_time(&mut self) -> anyhow::Result<()> {
         if self.queue.ring_in_time()? {
-            self.unrung = 0;
+            self.unpublished = 0;
         }
         Ok(())
     }
 
     #[inline]
     fn ring(&mut self) -> anyhow::Result<()> {
-        self.unrung = 0;
+        self.unpublished = 0;
         Ok(self.queue.ring()?)
     }
 
@@ -266,10 +266,10 @@ impl<L: IoSource> Job<L> {
                 *stamp |= nanoseconds_since(self.epoch) & !WRITE;
             }
         }
-        self.unrung += 1;
+        self.unpublished += 1;
         match self.batch {
             None => self.ring_in_time()?,
-            Some(batch) if self.unrung == batch => self.ring()?,
+            Some(batch) if self.unpublished == batch => self.ring()?,
             Some(_) => {}
         }
         Ok(true)
@@ -279,7 +279,7 @@ impl<L: IoSource> Job<L> {
     /// spare, if there is no I/O to submit.
     #[inline(always)]
     fn start(&mut self, mut buffer: Buffer) -> anyhow::Result<Option<usize>> {
-        if self.left == 0 {
+        if self.remaining == 0 {
             self.spare.push(buffer);
             return Ok(None);
         }
@@ -291,9 +291,9 @@ impl<L: IoSource> Job<L> {
         let block = self.first_block + io.index * u64::from(self.blocks_per_io);
         let command = if io.write {
             self.source.fill(io, &mut buffer);
-            self.forms.write
+            self.templates.write
         } else {
-            self.forms.read
+            self.templates.read
         };
         let io_at = (command.from_block(block), io, block);
         let token = match self.source.submit(&mut self.queue, io_at, buffer) {
@@ -304,7 +304,7 @@ impl<L: IoSource> Job<L> {
             self.mark_write(token.index());
         }
         self.source.submitted(token.index(), io);
-        self.left -= 1;
+        self.remaining -= 1;
         Ok(Some(token.index()))
     }
 
@@ -330,7 +330,7 @@ impl<L: IoSource> Job<L> {
 
     /// True if all I/Os were submitted and have completed.
     pub(super) fn is_finished(&self) -> bool {
-        self.left == 0 && self.is_empty()
+        self.remaining == 0 && self.is_empty()
     }
 
     /// True if a completion is available.
@@ -351,7 +351,7 @@ impl<L: IoSource> Job<L> {
 
     /// Sleeps until a completion arrives, the next I/O is due, or `limit` has passed.
     pub(super) fn wait(&mut self, limit: Duration) -> anyhow::Result<()> {
-        let may_start = self.left != 0 && !self.spare.is_empty();
+        let may_start = self.remaining != 0 && !self.spare.is_empty();
         let limit = longest_wait(limit, may_start, self.until_due());
         if !self.is_empty() {
             self.queue.wait(Some(Instant::now() + limit))?;
@@ -406,7 +406,7 @@ impl<L: IoSource> Job<L> {
     }
 
     /// Discards the latencies of an interval that has ended.
-    pub(super) fn forget_latencies(&mut self) {
+    pub(super) fn discard_latencies(&mut self) {
         self.histogram.reset();
     }
 
@@ -434,7 +434,7 @@ impl<L: IoSource> Job<L> {
     pub(super) fn read_back(&mut self) -> bool {
         self.pace = None;
         let begins = self.source.read_back();
-        self.left = if begins { u64::MAX } else { 0 };
+        self.remaining = if begins { u64::MAX } else { 0 };
         begins
     }
 

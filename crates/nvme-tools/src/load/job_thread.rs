@@ -73,7 +73,7 @@ pub(super) struct ThreadReport {
 
 /// Measuring options of a thread.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Measuring {
+pub(super) struct MeasureOptions {
     /// Sleep when idle, instead of polling.
     pub(super) sleeps: bool,
     /// Choose the sampling interval by the rate of I/Os.
@@ -97,11 +97,11 @@ pub(super) fn pin(cpu: usize) -> anyhow::Result<()> {
 /// pass.
 pub(super) fn run<L: IoSource>(
     jobs: &mut [Job<L>],
-    measuring: Measuring,
+    measuring: MeasureOptions,
     phase: &Phase,
     progress: &Progress,
 ) -> anyhow::Result<ThreadReport> {
-    let Measuring { sleeps, choose_sample, timeline } = measuring;
+    let MeasureOptions { sleeps, choose_sample, timeline } = measuring;
     let mut recorder = if timeline { Some(Recorder::new(jobs)?) } else { None };
     let mut begin = Snapshot::take(jobs);
     jobs.iter_mut().try_for_each(Job::fill)?;
@@ -114,7 +114,7 @@ pub(super) fn run<L: IoSource>(
         if now != last {
             let before = std::mem::replace(&mut last, now);
             if now.part() == ABANDON {
-                return Err(abandoned());
+                return Err(unreachable_controller());
             }
             if now.part() == before.part() {
                 if let Some(recorder) = &mut recorder {
@@ -187,7 +187,7 @@ pub(super) fn run<L: IoSource>(
     Ok(ThreadReport { begin, end, latencies, mixed, mmio_writes, checks, samples })
 }
 
-fn abandoned() -> anyhow::Error {
+fn unreachable_controller() -> anyhow::Error {
     anyhow!("the controller is unreachable")
 }
 
@@ -215,7 +215,7 @@ fn read_back<L: IoSource>(
             idle.reset();
             progress.add(found);
         } else if idle.poll(jobs)? && phase.get().part() == ABANDON {
-            return Err(abandoned());
+            return Err(unreachable_controller());
         }
     }
     Ok(())

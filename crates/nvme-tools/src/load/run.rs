@@ -4,7 +4,7 @@ use super::config::{LoadConfig, MetadataMode, Slice};
 use super::host_metadata::{self, HostMetadata};
 use super::io_source::{CheckSummary, Checked, IoSource, Unchecked};
 use super::job::{Directions, Job};
-use super::job_thread::{self, Measuring, ThreadReport};
+use super::job_thread::{self, MeasureOptions, ThreadReport};
 use super::pattern::Pattern;
 use super::phase::{Phase, Progress};
 use super::schedule::{OnTick, Threads, run_schedule};
@@ -156,7 +156,7 @@ fn run<L: IoSource>(
 ) -> anyhow::Result<Outcome> {
     let namespace = namespace(session, config)?.clone();
     let blocks = slice.blocks_per_io;
-    let (bytes, forms) = match config.metadata {
+    let (bytes, templates) = match config.metadata {
         MetadataMode::Pract => {
             let (read, write) = (namespace.read(0, blocks)?, namespace.write(0, blocks)?);
             (config.bs as usize, Directions { read, write })
@@ -174,7 +174,7 @@ fn run<L: IoSource>(
             session.controller.take_queue_pair().ok_or_else(|| anyhow!("no queue pair is left"))?;
         let pool = session.controller.buffers(config.iodepth as usize, bytes)?;
         let buffers = std::iter::from_fn(|| pool.take()).take(config.iodepth as usize).collect();
-        let job = Job::new(queue, forms, source(index)?, buffers, config, slice, index)?;
+        let job = Job::new(queue, templates, source(index)?, buffers, config, slice, index)?;
         if let Some(jobs) = threads.get_mut(usize::from(index % config.threads)) {
             jobs.push(job);
         }
@@ -195,7 +195,7 @@ fn spawn<L: IoSource>(
 ) -> anyhow::Result<Vec<ThreadReport>> {
     let phase = &Phase::ramp(config.stall_timeout());
     let progress: Vec<Progress> = threads.iter().map(|_| Progress::default()).collect();
-    let measuring = Measuring {
+    let measuring = MeasureOptions {
         sleeps: config.completion != CompletionMode::Poll,
         choose_sample: config.latency_sample.is_none(),
         timeline: config.timeline.is_some(),
@@ -222,7 +222,7 @@ fn spawn<L: IoSource>(
             phase,
             ended: &|| handles.iter().filter(|handle| handle.is_finished()).count(),
             commands: &|| progress.iter().map(Progress::get).sum(),
-            is_alive: &|| is_alive(controller),
+            check_alive: &|| check_alive(controller),
         };
         let gone = run_schedule(&view, on_tick, server);
         let mut reports = Vec::new();
@@ -239,7 +239,7 @@ fn spawn<L: IoSource>(
 }
 
 /// Returns an error if the controller is unreachable or has failed.
-fn is_alive(controller: &Controller) -> anyhow::Result<()> {
+fn check_alive(controller: &Controller) -> anyhow::Result<()> {
     let registers = controller.registers()?;
     if registers.csts.cfs() || !registers.csts.rdy() {
         bail!("{} has failed (CSTS {:#x})", controller.name(), registers.csts.into_bits());
@@ -322,7 +322,7 @@ fn summarise(
         seconds,
         ..Row::default()
     };
-    let directions = apart(config, commands, writes, iops, mixed, &latencies);
+    let directions = split_directions(config, commands, writes, iops, mixed, &latencies);
     let percent =
         |part: f64| if thread_seconds > 0.0 { part / thread_seconds * 100.0 } else { 0.0 };
     let usage = Usage { user_percent: percent(user), system_percent: percent(system), switches };
@@ -332,7 +332,7 @@ fn summarise(
 }
 
 /// Separates the results of reads and writes: all of one direction, or those of a mixed workload.
-fn apart(
+fn split_directions(
     config: &LoadConfig,
     commands: u64,
     mixed_writes: u64,

@@ -36,7 +36,7 @@ pub(super) struct Threads<'a> {
     /// Returns the number of completed I/Os.
     pub(super) commands: &'a dyn Fn() -> u64,
     /// Returns an error if the controller is gone.
-    pub(super) is_alive: &'a dyn Fn() -> anyhow::Result<()>,
+    pub(super) check_alive: &'a dyn Fn() -> anyhow::Result<()>,
 }
 
 /// Step of the schedule. On a busy machine, threads notice a change of the phase with delay, so
@@ -156,7 +156,7 @@ impl Ticks {
         if commands != self.commands {
             self.last_progress = now;
         } else if now.saturating_duration_since(self.last_progress) >= STALL_CHECK {
-            if let Err(error) = (threads.is_alive)() {
+            if let Err(error) = (threads.check_alive)() {
                 threads.phase.abandon();
                 return Err(error);
             }

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 /// Shortest interval; shorter ones would have too few latency samples.
 const SHORTEST: Duration = Duration::from_millis(10);
 /// Largest number of intervals of all jobs together, and smallest number per job.
-const MOST: u64 = 1600;
-const LEAST: u64 = 20;
+const MAX_INTERVALS: u64 = 1600;
+const MIN_INTERVALS: u64 = 20;
 
 /// Length of the intervals of a run, for at most a hundred intervals.
 #[must_use]
 pub(crate) fn interval(runtime: Duration, jobs: u16) -> Duration {
-    let count = (MOST / u64::from(jobs.max(1))).clamp(LEAST, 100);
+    let count = (MAX_INTERVALS / u64::from(jobs.max(1))).clamp(MIN_INTERVALS, 100);
     (runtime / count as u32).max(SHORTEST)
 }
 
@@ -70,14 +70,14 @@ impl Doorbells {
 }
 
 /// Counters of a job at the beginning of an interval.
-struct Mark {
+struct StartCounters {
     at: Instant,
     commands: u64,
     doorbells: Doorbells,
     interrupts: u64,
 }
 
-impl Mark {
+impl StartCounters {
     fn of<L: IoSource>(job: &Job<L>, at: Instant) -> Self {
         let stats = job.stats();
         let (doorbells, interrupts) = (Doorbells::of(&stats), stats.interrupts_waited());
@@ -87,7 +87,7 @@ impl Mark {
 
 /// Recorder of the time lines of a thread's jobs.
 pub(super) struct Recorder {
-    marks: Vec<Mark>,
+    marks: Vec<StartCounters>,
     /// Latencies of all intervals; each job holds only those of its current interval.
     latencies: Histogram<u64>,
     samples: Vec<(u16, Vec<Sample>)>,
@@ -105,7 +105,7 @@ impl Recorder {
     /// Discards all samples and begins the first interval.
     pub(super) fn restart<L: IoSource>(&mut self, jobs: &[Job<L>]) {
         let now = Instant::now();
-        self.marks = jobs.iter().map(|job| Mark::of(job, now)).collect();
+        self.marks = jobs.iter().map(|job| StartCounters::of(job, now)).collect();
         self.latencies.reset();
         self.samples.iter_mut().for_each(|(_, samples)| samples.clear());
     }
@@ -119,7 +119,7 @@ impl Recorder {
         let now = Instant::now();
         let samples = self.samples.iter_mut().map(|(_, samples)| samples);
         for ((job, before), samples) in jobs.iter_mut().zip(&mut self.marks).zip(samples) {
-            let after = Mark::of(job, now);
+            let after = StartCounters::of(job, now);
             let latencies = job.latencies();
             samples.push(Sample {
                 number,
@@ -134,7 +134,7 @@ impl Recorder {
                     .collect(),
             });
             self.latencies.add(latencies).context("adding up the latencies")?;
-            job.forget_latencies();
+            job.discard_latencies();
             *before = after;
         }
         Ok(())

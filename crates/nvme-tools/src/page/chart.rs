@@ -33,7 +33,7 @@ struct Decades {
 
 impl Decades {
     /// Smallest range of whole powers of ten that contains `values`.
-    fn around(values: impl Iterator<Item = u64>) -> Self {
+    fn covering(values: impl Iterator<Item = u64>) -> Self {
         let (mut least, mut most) = (u64::MAX, 0);
         for value in values.filter(|value| *value != 0) {
             (least, most) = (least.min(value), most.max(value));
@@ -201,7 +201,7 @@ pub(super) fn latency_lines(
     svg(label, |area| {
         let steps = || lines.iter().map(|line| line.steps(intervals));
         let values = steps().flatten().map(|(_, value)| value as u64);
-        let mut chart = chart!(area, time(intervals), Decades::around(values));
+        let mut chart = chart!(area, time(intervals), Decades::covering(values));
         mesh!(chart, "seconds", "latency", x_label_formatter(&seconds), y_labels(8));
         for (line, steps) in lines.iter().zip(steps()) {
             let places = steps.into_iter().map(|(at, value)| (at, Decades::place(value as u64)));
@@ -238,7 +238,7 @@ fn all_latencies(intervals: &[Interval]) -> impl Iterator<Item = &(u64, u64)> {
 pub(super) fn heat(label: &str, intervals: &[Interval]) -> Outcome<String> {
     svg(label, |area| {
         let values = all_latencies(intervals).map(|(value, _)| *value);
-        let mut chart = chart!(area, time(intervals), Decades::around(values));
+        let mut chart = chart!(area, time(intervals), Decades::covering(values));
         mesh!(chart, "seconds", "latency", x_label_formatter(&seconds), y_labels(8));
         for interval in intervals {
             let (from, to) = (interval.start, interval.start + interval.seconds);
@@ -260,7 +260,7 @@ pub(super) fn distribution(label: &str, intervals: &[Interval]) -> Outcome<Strin
         let values = all_latencies(intervals).map(|(value, _)| *value);
         let shares = shares(all_latencies(intervals));
         let top = shares.iter().map(|(_, share)| *share).fold(0.0, f64::max).max(0.01) * 110.0;
-        let mut chart = chart!(area, Decades::around(values), 0.0..top);
+        let mut chart = chart!(area, Decades::covering(values), 0.0..top);
         mesh!(
             chart,
             "latency",

@@ -89,7 +89,7 @@ fn kind(text: &str) -> Result<Kind, String> {
 }
 
 impl Args {
-    fn wants(&self, record: &Record) -> bool {
+    fn selects(&self, record: &Record) -> bool {
         let qid = record.queue().map(|(Queue::Submission(qid) | Queue::Completion(qid))| qid);
         let of = |Queues(ranges): &Queues| {
             qid.is_some_and(|qid| ranges.iter().any(|(first, last)| (first..=last).contains(&&qid)))
@@ -113,7 +113,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             error => bad_input(anyhow!("{name}: {error}")),
         }
     })?;
-    let records: Vec<_> = records.filter(|record| args.wants(record)).collect();
+    let records: Vec<_> = records.filter(|record| args.selects(record)).collect();
     let skip = args.last.map_or(0, |last| records.len().saturating_sub(last));
     let records = records.get(skip..).unwrap_or_default();
     if let Some(path) = &args.perfetto {
@@ -222,7 +222,7 @@ mod tests {
             (&["--worker", "0"], [false, false, false]),
         ] {
             let args = args(options).unwrap();
-            let chosen = [armed, head, sleep].map(|record| args.wants(&record));
+            let chosen = [armed, head, sleep].map(|record| args.selects(&record));
             assert_eq!(chosen, expected, "{options:?}");
         }
         assert!(args(&["--kind", "help"]).unwrap_err().contains("spurious-wake"));

@@ -102,7 +102,7 @@ struct Run {
     last: u64,
     count: u64,
     /// Commands that this run completes, with the record of their submission.
-    ended: Vec<(Command, Seen)>,
+    ended: Vec<(Command, FetchedCommand)>,
     /// Number of commands in flight after the run, per submission queue.
     in_flight: BTreeMap<u16, usize>,
 }
@@ -112,31 +112,31 @@ type Command = (u16, u16, u16);
 
 /// Time and opcode of a command that was fetched.
 #[derive(Clone, Copy)]
-struct Seen {
+struct FetchedCommand {
     at: u64,
     opcode: u32,
 }
 
 #[derive(Default)]
-struct Picture {
+struct TimeLine {
     events: Vec<Event>,
     tracks: BTreeMap<Track, String>,
     arrows: u64,
     /// Current run of each queue.
     runs: HashMap<(u16, Queue), Run>,
     /// Commands in flight.
-    commands: HashMap<Command, Seen>,
+    commands: HashMap<Command, FetchedCommand>,
     in_flight: HashMap<(u16, u16), usize>,
     /// End of the last slice of each track.
     ends: HashMap<Track, u64>,
     /// Beginning of the current sleep of each sleeping I/O thread.
-    asleep: HashMap<u16, u64>,
+    sleeping_since: HashMap<u16, u64>,
     /// First doorbell write since an I/O thread fell asleep.
-    rang: HashMap<u16, (u64, Track)>,
+    first_ring: HashMap<u16, (u64, Track)>,
     /// I/O thread of each queue.
     owners: HashMap<(u16, Queue), u16>,
     /// Time of the first command or new shadow value of a queue since its last fetch.
-    looks: HashMap<(u16, Queue), u64>,
+    first_seen: HashMap<(u16, Queue), u64>,
     /// Interrupt vector of each completion queue.
     vectors: HashMap<(u16, Queue), u16>,
     /// Time of the last completion of each queue: the start of the arrow to the interrupt.
@@ -148,12 +148,12 @@ struct Picture {
 /// # Errors
 /// `out` cannot be written.
 pub(super) fn write(records: &[Record], out: &mut impl Write) -> io::Result<()> {
-    let mut picture = Picture::default();
+    let mut time_line = TimeLine::default();
     for record in records {
-        picture.draw(record);
+        time_line.draw(record);
     }
     let end = records.last().map_or(0, |record| record.time_ns);
-    let Picture { mut events, tracks, .. } = picture.finish(end);
+    let TimeLine { mut events, tracks, .. } = time_line.finish(end);
     events.sort_by_key(|event| event.order);
     out.write_all(b"{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n")?;
     let mut first = true;
@@ -208,7 +208,7 @@ fn opcode_name(qid: u16, opcode: u32) -> String {
     known.unwrap_or_else(|| format!("opcode {opcode:#04x}"))
 }
 
-impl Picture {
+impl TimeLine {
     fn event(&mut self, track: Track, at: u64, ph: char, name: impl Into<String>) -> &mut Event {
         let rank = match ph {
             'X' => 0,
@@ -317,9 +317,9 @@ impl Picture {
                 let track = self.doorbell(controller, queue.1);
                 let (start, _) = self.slice(track, (at, at), "rang (MMIO)", args(record));
                 if let Some(owner) = self.owners.get(&queue).copied()
-                    && self.asleep.contains_key(&owner)
+                    && self.sleeping_since.contains_key(&owner)
                 {
-                    self.rang.entry(owner).or_insert((start, track));
+                    self.first_ring.entry(owner).or_insert((start, track));
                 }
             }
             (_, Some(queue)) => {
@@ -327,14 +327,14 @@ impl Picture {
                     self.vectors.insert(queue, record.extra as u16);
                 }
                 if kind == Kind::ShadowNew {
-                    self.looks.entry(queue).or_insert(at);
+                    self.first_seen.entry(queue).or_insert(at);
                 }
                 let track = self.doorbell(controller, queue.1);
                 self.instant(track, at, kind.name(), args(record));
             }
             (Kind::Sleep, None) => {
                 if let Some(worker) = worker {
-                    self.asleep.insert(worker, at);
+                    self.sleeping_since.insert(worker, at);
                 }
             }
             (Kind::Wake, None) => self.woke(record),
@@ -356,9 +356,9 @@ impl Picture {
     fn seen(&mut self, record: &Record, queue: (u16, Queue)) {
         let Queue::Submission(qid) = queue.1 else { return };
         let (at, controller) = (record.time_ns, record.controller);
-        self.looks.entry(queue).or_insert(at);
+        self.first_seen.entry(queue).or_insert(at);
         let command = (controller, qid, record.value as u16);
-        let before = self.commands.insert(command, Seen { at, opcode: record.extra });
+        let before = self.commands.insert(command, FetchedCommand { at, opcode: record.extra });
         let in_flight = self.in_flight.entry((controller, qid)).or_default();
         // If the identifier was in flight already, the host reused it too early or the queue was
         // recreated. It is counted once.
@@ -438,7 +438,7 @@ impl Picture {
             self.owners.insert(queue, worker);
         }
         let track = self.worker(record.worker);
-        let began = self.looks.remove(&queue).unwrap_or(record.time_ns);
+        let began = self.first_seen.remove(&queue).unwrap_or(record.time_ns);
         let (controller, queue) = queue;
         let name = format!("{queue} of controller {controller}: {} fetched", record.extra);
         self.slice(track, (began, record.time_ns), name, args(record));
@@ -447,12 +447,12 @@ impl Picture {
     fn woke(&mut self, record: &Record) {
         let (Some(worker), at) = (record.worker, record.time_ns) else { return };
         let slept = u64::from(record.value) * 1000;
-        let since = self.asleep.remove(&worker).unwrap_or(at.saturating_sub(slept));
+        let since = self.sleeping_since.remove(&worker).unwrap_or(at.saturating_sub(slept));
         let track = self.worker(Some(worker));
         self.slice(track, (since, at), "asleep", args(record));
-        if let Some((rang, doorbell)) = self.rang.remove(&worker) {
+        if let Some((first_ring, doorbell)) = self.first_ring.remove(&worker) {
             let (woke, _) = self.slice(track, (at, at), "wake", Map::new());
-            self.arrow("wakes", (doorbell, rang), (track, woke));
+            self.arrow("wakes", (doorbell, first_ring), (track, woke));
         }
     }
 
@@ -462,8 +462,8 @@ impl Picture {
         for (queue, run) in runs {
             self.end_run(queue, run);
         }
-        let asleep: Vec<_> = self.asleep.drain().collect();
-        for (worker, since) in asleep {
+        let sleeping_since: Vec<_> = self.sleeping_since.drain().collect();
+        for (worker, since) in sleeping_since {
             let track = self.worker(Some(worker));
             self.slice(track, (since, end), "asleep", Map::new());
         }

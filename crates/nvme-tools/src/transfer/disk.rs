@@ -129,7 +129,7 @@ struct Request {
 
 enum Data {
     /// Read in flight, with its request number.
-    UnderWay(u64),
+    InFlight(u64),
     Here(Buffer),
     Zeroes,
 }
@@ -156,7 +156,7 @@ impl Map {
 
     /// Allocation state and length of the extent at byte `at`, cut off at `end` (both multiples of
     /// the block size). `None` if the controller does not report it.
-    fn look(&mut self, at: u64, end: u64) -> Option<(bool, u64)> {
+    fn extent_at(&mut self, at: u64, end: u64) -> Option<(bool, u64)> {
         if at >= self.known {
             let blocks = at / self.block..end / self.block;
             let found = self.admin.allocated_blocks(self.nsid, blocks, RANGES).ok()?;
@@ -219,9 +219,9 @@ impl DiskReader {
         if self.left == 0 {
             return Ok(None);
         }
-        self.ask()?;
-        let is_under_way = |request: &Request| matches!(request.data, Data::UnderWay(_));
-        while self.window.front().is_none_or(is_under_way) {
+        self.submit_reads()?;
+        let is_in_flight = |request: &Request| matches!(request.data, Data::InFlight(_));
+        while self.window.front().is_none_or(is_in_flight) {
             if self.window.is_empty() {
                 bail!("{}: the stream ended early", self.port.name);
             }
@@ -231,7 +231,7 @@ impl DiskReader {
             };
             let at = self.window.front().map(|request| request.offset);
             let (number, buffer) = self.port.wait().with_context(|| context(at))?;
-            let is_it = |request: &&mut Request| matches!(request.data, Data::UnderWay(other) if other == number);
+            let is_it = |request: &&mut Request| matches!(request.data, Data::InFlight(other) if other == number);
             if let Some(request) = self.window.iter_mut().find(is_it)
                 && let Some(buffer) = buffer
             {
@@ -246,9 +246,9 @@ impl DiskReader {
         self.left -= here;
         let buffer = match data {
             Data::Here(buffer) => buffer,
-            Data::UnderWay(_) => bail!("{}: the stream ended early", self.port.name),
+            Data::InFlight(_) => bail!("{}: the stream ended early", self.port.name),
             Data::Zeroes => {
-                self.ask()?;
+                self.submit_reads()?;
                 return Ok(Some(Piece::Zeroes(here)));
             }
         };
@@ -258,15 +258,15 @@ impl DiskReader {
         }
         self.port.spare.push(buffer);
         // Read-ahead: the next requests run while the caller processes this piece.
-        self.ask()?;
+        self.submit_reads()?;
         Ok(Some(Piece::Bytes(&self.bytes)))
     }
 
     /// Submits requests until the window is full.
-    fn ask(&mut self) -> anyhow::Result<()> {
+    fn submit_reads(&mut self) -> anyhow::Result<()> {
         while self.next < self.end && self.window.len() < 2 * DEPTH {
             let (offset, rest) = (self.next, self.end - self.next);
-            let known = self.map.as_mut().map(|map| map.look(offset, self.end));
+            let known = self.map.as_mut().map(|map| map.extent_at(offset, self.end));
             let (is_read, len) = match known {
                 Some(Some(known)) => known,
                 Some(None) => {
@@ -286,7 +286,7 @@ impl DiskReader {
             let len = self.port.chunk.min(len);
             let command = self.port.command(false, offset, len)?;
             let number = self.port.submit(command, Some(buffer))?;
-            self.window.push_back(Request { offset, len, data: Data::UnderWay(number) });
+            self.window.push_back(Request { offset, len, data: Data::InFlight(number) });
             self.next += len;
         }
         Ok(self.port.queue.ring()?)

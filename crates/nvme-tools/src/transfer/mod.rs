@@ -217,7 +217,8 @@ pub fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
 pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     let CopyArgs { source, destination, overwrite } = args;
     let stop = signals::stop_flag().context("catching signals")?;
-    let pump = |reader, writer, bytes| pump(reader, writer, bytes, (destination, &stop));
+    let copy_stream =
+        |reader, writer, bytes| copy_stream(reader, writer, bytes, (destination, &stop));
     if source == destination {
         return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
     }
@@ -249,7 +250,7 @@ pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
         let mut reader = DiskReader::open(&mut from, namespace, 0, bytes)?;
         reader.skip_holes(from.controller.admin());
         let writer = DiskWriter::open(&mut from, into, 0)?;
-        pump(reader, writer, bytes)?;
+        copy_stream(reader, writer, bytes)?;
     } else {
         let created = create_missing(destination, bytes)?;
         let outcome = attach(destination, 1).and_then(|mut to| {
@@ -258,7 +259,7 @@ pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
             let mut reader = DiskReader::open(&mut from, namespace, 0, bytes)?;
             reader.skip_holes(from.controller.admin());
             let writer = DiskWriter::open(&mut to, into, 0)?;
-            pump(reader, writer, bytes)?;
+            copy_stream(reader, writer, bytes)?;
             to.detach()
         });
         if let (Err(_), Some(path)) = (&outcome, created) {
@@ -276,7 +277,7 @@ pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Copies `bytes` bytes, unless a signal stops it.
-fn pump(
+fn copy_stream(
     mut reader: DiskReader,
     mut writer: DiskWriter,
     bytes: u64,

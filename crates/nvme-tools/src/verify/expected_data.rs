@@ -65,7 +65,7 @@ pub(super) struct Shape {
     pub(super) blocks: u64,
     pub(super) block_size: u32,
     /// Blocks of the largest command.
-    pub(super) most: u32,
+    pub(super) max_blocks: u32,
     /// Percentage of reads and compares.
     pub(super) percent_read: u8,
     pub(super) write_zeroes: bool,
@@ -115,7 +115,7 @@ impl ExpectedData {
 
     /// Draws a random command. `None` if it would overlap a command in flight.
     pub(super) fn draw(&mut self) -> Option<Op> {
-        let sizes = u64::from(self.shape.most.ilog2()) + 1;
+        let sizes = u64::from(self.shape.max_blocks.ilog2()) + 1;
         let blocks = 1u32 << self.rng.below(sizes);
         let blocks = blocks.min(u32::try_from(self.shape.blocks).unwrap_or(u32::MAX));
         let first = self.rng.below(self.shape.blocks - u64::from(blocks) + 1);
@@ -168,7 +168,7 @@ impl ExpectedData {
         let known = |entries: &[u32]| entries.iter().any(|entry| entry & !BUSY != UNKNOWN);
         while self.back < self.shape.blocks {
             let (first, left) = (self.back, self.shape.blocks - self.back);
-            let blocks = u32::try_from(left).unwrap_or(u32::MAX).min(self.shape.most);
+            let blocks = u32::try_from(left).unwrap_or(u32::MAX).min(self.shape.max_blocks);
             self.back += u64::from(blocks);
             if known(self.range(first, blocks)) {
                 return self.begin(Kind::Read, first, blocks);
@@ -241,7 +241,7 @@ impl ExpectedData {
     }
 
     /// Handles a Compare that found other content.
-    pub(super) fn differed(&mut self, op: Op) {
+    pub(super) fn compare_failed(&mut self, op: Op) {
         let (_, offset) = self.expected(op, 0);
         self.checked += u64::from(op.blocks);
         let blocks = op.blocks;
@@ -271,12 +271,12 @@ impl ExpectedData {
 mod tests {
     use super::*;
 
-    fn data(most: u32) -> ExpectedData {
+    fn data(max_blocks: u32) -> ExpectedData {
         ExpectedData::new(Shape {
             start: 1 << 20,
             blocks: 64,
             block_size: 512,
-            most,
+            max_blocks,
             percent_read: 50,
             write_zeroes: true,
             deallocate: true,

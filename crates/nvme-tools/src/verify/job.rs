@@ -109,10 +109,10 @@ impl Job {
         }
     }
 
-    /// Runs until `enough` returns true or the number of commands is reached, then the verification
-    /// pass. The results are returned even after an error.
-    pub(super) fn run(mut self, enough: &dyn Fn() -> bool) -> (JobResult, anyhow::Result<()>) {
-        let outcome = self.work(enough).and_then(|()| self.check_all());
+    /// Runs until `is_done` returns true or the number of commands is reached, then runs the
+    /// verification pass. The results are returned even after an error.
+    pub(super) fn run(mut self, is_done: &dyn Fn() -> bool) -> (JobResult, anyhow::Result<()>) {
+        let outcome = self.work(is_done).and_then(|()| self.check_all());
         let Self { mut found, expected, queue, .. } = self;
         (found.checked, found.bad) = (expected.checked, expected.bad);
         found.described.extend(expected.described);
@@ -120,10 +120,10 @@ impl Job {
         (found, outcome)
     }
 
-    fn work(&mut self, enough: &dyn Fn() -> bool) -> anyhow::Result<()> {
+    fn work(&mut self, is_done: &dyn Fn() -> bool) -> anyhow::Result<()> {
         self.keep_full(&mut |job| {
             let all = job.limits.commands.is_some_and(|most| job.submitted >= most);
-            if all || enough() {
+            if all || is_done() {
                 return Next::Nothing;
             }
             (0..DRAWS).find_map(|_| job.expected.draw()).map_or(Next::Later, Next::Command)
@@ -243,7 +243,7 @@ impl Job {
             return Ok(());
         }
         if op.kind == Kind::Compare && status.code() == Status::COMPARE_FAILURE {
-            self.expected.differed(op);
+            self.expected.compare_failed(op);
             return Ok(());
         }
         if it.tries < self.limits.retries

@@ -48,9 +48,9 @@ use std::thread;
 use std::time::Instant;
 
 /// Largest number of blocks whose expected content is stored, at 4 bytes each.
-const MOST_BLOCKS: u64 = 1 << 28;
+const MAX_BLOCKS: u64 = 1 << 28;
 /// Default of `--size`: larger than a cache, and small enough that blocks are written often.
-const USUAL_SIZE: u64 = 256 << 20;
+const DEFAULT_SIZE: u64 = 256 << 20;
 
 /// Part of the namespace that belongs to a job.
 struct Part {
@@ -84,7 +84,7 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
     let rest = bytes.checked_sub(args.offset).filter(|rest| *rest != 0);
     let rest =
         rest.ok_or_else(|| anyhow!("--offset {} is past the end at {bytes}", args.offset))?;
-    let used = args.size.unwrap_or(rest.min(USUAL_SIZE));
+    let used = args.size.unwrap_or(rest.min(DEFAULT_SIZE));
     if used > rest {
         return Err(anyhow!("--size {used} reaches past the end: {rest} bytes are left"));
     }
@@ -97,8 +97,8 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
             blocks * size
         ));
     }
-    if blocks * jobs > MOST_BLOCKS {
-        return Err(anyhow!("at most {MOST_BLOCKS} blocks can be verified; reduce --size"));
+    if blocks * jobs > MAX_BLOCKS {
+        return Err(anyhow!("at most {MAX_BLOCKS} blocks can be verified; reduce --size"));
     }
     let has = namespace.optional_commands();
     let deallocated = namespace.identity().dlfeat;
@@ -106,7 +106,7 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
         start,
         blocks,
         block_size: namespace.block_size(),
-        most: u32::try_from(longest).unwrap_or(u32::MAX),
+        max_blocks: u32::try_from(longest).unwrap_or(u32::MAX),
         percent_read: args.rwmixread,
         write_zeroes: has.write_zeroes(),
         // DRB 1: deallocated blocks read as zeroes.
@@ -165,11 +165,11 @@ pub fn verify(
     let parts = parts(args, session).map_err(exit::bad_input)?;
     let jobs = jobs(args, session, parts)?;
     let began = Instant::now();
-    let enough = || {
+    let is_done = || {
         stop.load(Ordering::Relaxed)
             || (args.number_ios.is_none() && began.elapsed() >= args.runtime)
     };
-    let (found, outcome) = work(jobs, &enough)?;
+    let (found, outcome) = work(jobs, &is_done)?;
     Ok(VerifyReport {
         seconds: began.elapsed().as_secs_f64(),
         recovery: session.controller.recovery_stats(),
@@ -196,7 +196,7 @@ fn jobs(args: &Args, session: &mut Session, parts: Vec<Part>) -> anyhow::Result<
 /// Runs each job on its own thread. The failure of a job ends the others.
 fn work(
     jobs: Vec<Job>,
-    enough: &(dyn Fn() -> bool + Sync),
+    is_done: &(dyn Fn() -> bool + Sync),
 ) -> anyhow::Result<(JobResult, anyhow::Result<()>)> {
     let failed = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -204,7 +204,7 @@ fn work(
         for (index, job) in jobs.into_iter().enumerate() {
             let failed = &failed;
             let run = move || {
-                let (found, outcome) = job.run(&|| enough() || failed.load(Ordering::Relaxed));
+                let (found, outcome) = job.run(&|| is_done() || failed.load(Ordering::Relaxed));
                 failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
                 (found, outcome)
             };
