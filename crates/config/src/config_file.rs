@@ -14,7 +14,7 @@ use crate::server_config::{
 };
 use crate::socket_access::{self, SocketAccess};
 use crate::socket_path::{self, SocketPath};
-use crate::uuid_text::{no_uuid, parse_uuid};
+use crate::uuid_text::{invalid_uuid_text, parse_uuid};
 use anyhow::anyhow;
 use serde::Deserialize;
 use shadowbell_controller::config::MAX_NAMESPACES;
@@ -159,14 +159,14 @@ pub fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
         format!("{name}:{line}: {}", plain(error.message()))
     })?;
     let mut check =
-        Check { text, name, groups: HashSet::new(), disks: Vec::new(), wrong: Vec::new() };
+        Check { text, name, groups: HashSet::new(), disks: Vec::new(), errors: Vec::new() };
     let config = check.file(file);
-    if check.wrong.is_empty() {
+    if check.errors.is_empty() {
         return Ok(config);
     }
-    check.wrong.sort_by_key(|(line, _)| *line);
+    check.errors.sort_by_key(|(line, _)| *line);
     let lines: Vec<_> =
-        check.wrong.iter().map(|(line, why)| format!("{name}:{line}: {why}")).collect();
+        check.errors.iter().map(|(line, why)| format!("{name}:{line}: {why}")).collect();
     Err(lines.join("\n"))
 }
 
@@ -182,7 +182,7 @@ struct Check<'a> {
     groups: HashSet<String>,
     /// Named disks.
     disks: Vec<NamedDisk>,
-    wrong: Vec<(usize, String)>,
+    errors: Vec<(usize, String)>,
 }
 
 impl Check<'_> {
@@ -192,7 +192,7 @@ impl Check<'_> {
 
     fn refuse<T>(&mut self, value: &Spanned<T>, why: impl Into<String>) {
         let line = self.line(value);
-        self.wrong.push((line, why.into()));
+        self.errors.push((line, why.into()));
     }
 
     /// Returns the number if it is in the range. Otherwise reports an error.
@@ -217,7 +217,7 @@ impl Check<'_> {
         if file.controller.is_none() {
             let why = "it has no controller: begin one with `[[controller]]`; or write `controller \
                        = []`, and add controllers later by `shadowbell ctl controller add`";
-            self.wrong.push((1, why.into()));
+            self.errors.push((1, why.into()));
         }
         let tables = file.controller.unwrap_or_default();
         let workers_line = file.workers.as_ref().map(|value| self.line(value));
@@ -236,7 +236,7 @@ impl Check<'_> {
         let poll = file.poll.map(Spanned::into_inner);
         let pool = pool_options(workers, pin, poll, poll_max).unwrap_or_else(|why| {
             let line = poll_line.or(pin_line).or(workers_line).unwrap_or(1);
-            self.wrong.push((line, why));
+            self.errors.push((line, why));
             shadowbell_controller::PoolOptions::default()
         });
         let mode = file.socket_mode.and_then(|text| {
@@ -278,7 +278,7 @@ impl Check<'_> {
             if let Some((line, serial)) = serial
                 && let Some(first) = serials.insert(serial.clone(), line)
             {
-                self.wrong.push((
+                self.errors.push((
                     line,
                     format!(
                         "the serial number {serial:?} is that of another controller too (line \
@@ -309,18 +309,18 @@ impl Check<'_> {
             let mut controller = self.controller(table);
             if let (None, Some((line, _))) = (&place, &ana) {
                 let why = "`ana` is only for a controller with a `subsystem`: leave it out";
-                self.wrong.push((*line, why.to_owned()));
+                self.errors.push((*line, why.to_owned()));
             }
             if let Some((line, _)) = &place
                 && controller.pool.is_some()
             {
                 let why = "a pool belongs to one controller: leave out `pool` or `subsystem`";
-                self.wrong.push((*line, why.to_owned()));
+                self.errors.push((*line, why.to_owned()));
             }
             if let Some((line, name)) = place {
                 match shared.membership(&name, &controller, ana.map(|(_, ana)| ana)) {
                     Ok(place) => controller.subsystem = Some(place),
-                    Err(why) => self.wrong.push((line, why)),
+                    Err(why) => self.errors.push((line, why)),
                 }
             }
             let served = SocketConfig { id, socket, controller, worker, origin };
@@ -329,7 +329,7 @@ impl Check<'_> {
             if let Some(id) = &served.id
                 && let Some(first) = ids.insert(id.clone(), line)
             {
-                self.wrong.push((
+                self.errors.push((
                     line,
                     format!(
                         "the id `{id}` is that of another controller too (line {first}): give each \
@@ -338,7 +338,7 @@ impl Check<'_> {
                 ));
             }
             if let Some(first) = sockets.insert(served.absolute_socket(), line) {
-                self.wrong.push((
+                self.errors.push((
                     line,
                     format!(
                         "the socket {} is that of another controller too (line {first}): give each \
@@ -390,7 +390,7 @@ impl Check<'_> {
         let line = line.unwrap_or_else(|| self.line(&table.socket));
         let entries = table.disks.map(Spanned::into_inner).unwrap_or_default();
         if entries.is_empty() && table.pool.is_none() {
-            self.wrong.push((line, "a controller has one disk at least, or a `pool`".to_owned()));
+            self.errors.push((line, "a controller has one disk at least, or a `pool`".to_owned()));
         }
         let disks: Vec<_> = entries.into_iter().map(|entry| self.disk(entry)).collect();
         let pool = table.pool.and_then(|text| {
@@ -398,7 +398,7 @@ impl Check<'_> {
             pool.map_err(|why| self.refuse(&text, format!("`pool`: {why}"))).ok()
         });
         if let Err(why) = check_nsids(&disks) {
-            self.wrong.push((line, why));
+            self.errors.push((line, why));
         }
         let max_transfer = table.max_transfer.and_then(|value| {
             let size = shadowbell_disk::parse_size(value.get_ref());
@@ -428,7 +428,7 @@ impl Check<'_> {
         let uuid = uuid.and_then(|text| {
             let uuid = parse_uuid(&text);
             if uuid.is_none() {
-                self.refuse(&entry, no_uuid(&text));
+                self.refuse(&entry, invalid_uuid_text(&text));
             }
             uuid
         });
@@ -522,7 +522,7 @@ impl Check<'_> {
                         "the disk `{id}` is that of another controller too: give each its own, or \
                          make them controllers of one `[[subsystem]]`"
                     );
-                    self.wrong.push((line(served).unwrap_or(1), why));
+                    self.errors.push((line(served).unwrap_or(1), why));
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use crate::disk_layers::Layers;
 use crate::target::Target;
-use crate::uuid_text::{no_uuid, parse_uuid};
+use crate::uuid_text::{invalid_uuid_text, parse_uuid};
 use anyhow::anyhow;
 use shadowbell_disk_file::FileSpec;
 use shadowbell_disk_nbd::NbdSpec;
@@ -71,7 +71,7 @@ pub fn split(spec: &str) -> Result<(String, Layers), DiskSpecError> {
     let (spec, uuid) = take_option(spec, "uuid");
     let spec = &spec[..];
     if let Some(text) = uuid.filter(|text| parse_uuid(text).is_none()) {
-        return Err(wrong(spec, no_uuid(&text)));
+        return Err(wrong(spec, invalid_uuid_text(&text)));
     }
     Layers::split(spec).map_err(|why| {
         let spec = spec.to_owned();

@@ -23,7 +23,7 @@ pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
 
 /// Error text for an invalid UUID.
 #[must_use]
-pub fn no_uuid(text: &str) -> String {
+pub fn invalid_uuid_text(text: &str) -> String {
     format!(
         "`{text}` is no UUID; write one like 0190163d-8694-739b-aea5-966c26f8ad91 (`uuidgen` makes \
          them)"

@@ -25,26 +25,26 @@ const MAX_PROBLEM: usize = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Retries of a GET whose connection was closed before any byte of the answer, and the pause before
 /// each.
-const TRIES: u32 = 10;
-const PAUSE: Duration = Duration::from_millis(20);
+const MAX_RETRIES: u32 = 10;
+const RETRY_DELAY: Duration = Duration::from_millis(20);
 /// Bytes that are percent-encoded in a path segment (all but RFC 3986's unreserved ones).
-const PART: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
 /// Callback that receives a piece of the body.
-type Take<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
+type OnPiece<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
-fn is_good(status: u16) -> bool {
+fn is_success(status: u16) -> bool {
     (200..300).contains(&status)
 }
 
 /// Error before any byte of the answer was received.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
-struct Unanswered(hyper::Error);
+struct NoResponse(hyper::Error);
 
 /// True if the connection was closed before any byte of the answer.
-fn is_unanswered(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<Unanswered>().is_some_and(|Unanswered(error)| {
+fn has_no_response(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<NoResponse>().is_some_and(|NoResponse(error)| {
         let cause = error.source().and_then(|cause| cause.downcast_ref::<io::Error>());
         let is_reset = cause.is_some_and(|cause| {
             matches!(cause.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
@@ -55,7 +55,7 @@ fn is_unanswered(error: &anyhow::Error) -> bool {
 
 /// Percent-encodes a segment of a path, such as the name of a controller.
 pub fn part(text: &str) -> String {
-    utf8_percent_encode(text, PART).to_string()
+    utf8_percent_encode(text, SEGMENT).to_string()
 }
 
 /// Client of one control socket. Each request makes a connection of its own.
@@ -76,7 +76,7 @@ impl Client {
     /// The server is unreachable, or refuses the request; carries the matching exit status.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
         let text = self.text(&Method::GET, path, None)?;
-        serde_json::from_str(&text).with_context(|| self.nonsense())
+        serde_json::from_str(&text).with_context(|| self.unexpected_response())
     }
 
     /// Sends a request with a JSON body and parses the JSON answer.
@@ -93,10 +93,10 @@ impl Client {
         let text = self.text(method, path, Some(body))?;
         // Some answers have no body (`T` is `()`).
         let text = if text.is_empty() { "null" } else { &text };
-        serde_json::from_str(text).with_context(|| self.nonsense())
+        serde_json::from_str(text).with_context(|| self.unexpected_response())
     }
 
-    fn nonsense(&self) -> String {
+    fn unexpected_response(&self) -> String {
         format!("{}: not the answer of a shadowbell server of this version", self.socket.display())
     }
 
@@ -151,23 +151,23 @@ impl Client {
         method: &Method,
         path: &str,
         body: Option<Vec<u8>>,
-        take: &mut Take<'_>,
+        take: &mut OnPiece<'_>,
     ) -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let answer = runtime.block_on(async {
             let answer = tokio::time::timeout(TIMEOUT, async {
                 let mut tries = 0;
                 loop {
-                    let answer = self.ask(method, path, body.clone(), take).await;
+                    let answer = self.request_once(method, path, body.clone(), take).await;
                     // During an upgrade, the server closes connections that it has accepted but not
                     // read from. The server has not seen such a request. Repeating a GET is safe in
                     // any case.
-                    let again = method == Method::GET && tries < TRIES;
-                    if !(again && answer.as_ref().err().is_some_and(is_unanswered)) {
+                    let again = method == Method::GET && tries < MAX_RETRIES;
+                    if !(again && answer.as_ref().err().is_some_and(has_no_response)) {
                         return answer;
                     }
                     tries += 1;
-                    tokio::time::sleep(PAUSE).await;
+                    tokio::time::sleep(RETRY_DELAY).await;
                 }
             });
             answer
@@ -175,11 +175,11 @@ impl Client {
                 .unwrap_or_else(|_| Err(anyhow!("no answer within {} s", TIMEOUT.as_secs())))
         });
         let (status, body) = answer.with_context(|| self.socket.display().to_string())?;
-        if is_good(status) {
+        if is_success(status) {
             return Ok(());
         }
         let problem = serde_json::from_slice::<Problem>(&body)
-            .map_err(|_| anyhow!("{} (HTTP status {status})", self.nonsense()))?;
+            .map_err(|_| anyhow!("{} (HTTP status {status})", self.unexpected_response()))?;
         let error = anyhow!(problem.message);
         Err(match problem.code {
             Code::BadRequest | Code::MethodNotAllowed => exit::bad_input(error),
@@ -189,12 +189,12 @@ impl Client {
         })
     }
 
-    async fn ask(
+    async fn request_once(
         &self,
         method: &Method,
         path: &str,
         body: Option<Vec<u8>>,
-        take: &mut Take<'_>,
+        take: &mut OnPiece<'_>,
     ) -> anyhow::Result<(u16, Vec<u8>)> {
         let stream = tokio::net::UnixStream::connect(&self.socket).await.map_err(|error| {
             exit::not_there(match error.kind() {
@@ -213,10 +213,10 @@ impl Client {
             .header(header::CONTENT_TYPE, "application/json")
             .body(Full::new(Bytes::from(body.unwrap_or_default())))?;
         let answer = async {
-            let answer = sender.send_request(request).await.map_err(Unanswered)?;
+            let answer = sender.send_request(request).await.map_err(NoResponse)?;
             let status = answer.status().as_u16();
             let mut body = answer.into_body();
-            if is_good(status) {
+            if is_success(status) {
                 while let Some(piece) = body.frame().await {
                     if let Some(piece) = piece?.data_ref() {
                         take(piece)?;

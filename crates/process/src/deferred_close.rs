@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 /// Maximum number of descriptors that wait to be closed. Beyond it, the caller closes descriptors
 /// itself, because they are a limited resource. The limit is not reached in practice: memory is
 /// freed faster than clients can fill it.
-const MOST: usize = 1024;
+const MAX_WAITING: usize = 1024;
 
 /// Signals that only the main thread handles.
 const SIGNALS: [Signal; 6] =
@@ -50,7 +50,7 @@ pub fn close(fds: impl IntoIterator<Item = OwnedFd>) {
 
 impl Closer {
     fn close(&self, fd: OwnedFd) {
-        if self.waiting.load(Ordering::Relaxed) >= MOST {
+        if self.waiting.load(Ordering::Relaxed) >= MAX_WAITING {
             return;
         }
         let start = || {

@@ -9,7 +9,7 @@ use tracing::debug;
 /// the table is full, the kernel doubles it, and threads that open a file meanwhile wait for an RCU
 /// grace period of 10 to 30 ms. Such a wait of the thread that handles registers would delay all
 /// guests.
-const ROOM: u64 = 1 << 16;
+const TABLE_ENTRIES: u64 = 1 << 16;
 
 /// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
 /// guest with many queues needs a descriptor per interrupt. The soft limit is low by default for
@@ -22,7 +22,7 @@ pub fn raise() {
     {
         debug!("the limit of open files stays at {current:?}: {errno}");
     }
-    let most = getrlimit(Resource::Nofile).current.unwrap_or(ROOM).min(ROOM);
+    let most = getrlimit(Resource::Nofile).current.unwrap_or(TABLE_ENTRIES).min(TABLE_ENTRIES);
     let last = i32::try_from(most.saturating_sub(1)).unwrap_or(0);
     // Opening one descriptor with a large number enlarges the table. The kernel never shrinks it.
     let there = File::open("/dev/null").and_then(|file| Ok(fcntl_dupfd_cloexec(file, last)?));
@@ -40,7 +40,7 @@ mod tests {
         raise();
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let size = status.lines().find_map(|line| line.strip_prefix("FDSize:")).unwrap();
-        let most = getrlimit(Resource::Nofile).current.unwrap_or(ROOM).min(ROOM);
+        let most = getrlimit(Resource::Nofile).current.unwrap_or(TABLE_ENTRIES).min(TABLE_ENTRIES);
         assert!(size.trim().parse::<u64>().unwrap() >= most, "{size}");
     }
 }

@@ -82,7 +82,7 @@ pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
 #[must_use]
 pub fn report(error: &anyhow::Error) -> ExitCode {
     if !is_broken_pipe(error) {
-        logging::last_words(&format!("shadowbell: {}\n", line(error)));
+        logging::final_message(&format!("shadowbell: {}\n", line(error)));
     }
     ExitCode::from(status(error))
 }

@@ -25,12 +25,12 @@ pub(crate) struct Limits {
     /// Size of the queue in bytes.
     pub(crate) waiting: usize,
     /// Rate limit. With `None`, lines are written as fast as the reader takes them.
-    pub(crate) pace: Option<Pace>,
+    pub(crate) rate_limit: Option<RateLimit>,
 }
 
 /// Rate limit (token bucket): at most `burst` plus `per_second` bytes in a second.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pace {
+pub(crate) struct RateLimit {
     pub(crate) per_second: usize,
     pub(crate) burst: usize,
 }
@@ -44,7 +44,7 @@ const BATCH: usize = 4096;
 #[derive(Clone)]
 pub(crate) struct LogThread {
     shared: Arc<Shared>,
-    pace: Option<Pace>,
+    rate_limit: Option<RateLimit>,
 }
 
 struct Shared {
@@ -53,7 +53,7 @@ struct Shared {
     starter: ThreadId,
     lines: Mutex<Lines>,
     /// Wakes the log thread when a line was added, or when the log ends.
-    came: Condvar,
+    line_added: Condvar,
     /// Wakes [`LogThread::finish`] when all lines are written.
     written: Condvar,
 }
@@ -66,7 +66,7 @@ struct Lines {
     /// True while the log thread is writing lines that it has taken.
     writing: bool,
     /// True while a thread waits in `finish`. The rate limit is then suspended.
-    hurried: bool,
+    is_unlimited: bool,
 }
 
 impl Lines {
@@ -78,7 +78,7 @@ impl Lines {
     /// Queues a line if there is room. Otherwise counts it as dropped. After a drop, half of the
     /// queue must become free before lines are queued again; otherwise lines with counts could fill
     /// the log.
-    fn offer(&mut self, line: &[u8], reserve: bool) -> bool {
+    fn try_push(&mut self, line: &[u8], reserve: bool) -> bool {
         let room = match (reserve, self.dropped) {
             (true, _) => self.limit * 2,
             (false, 0) => self.limit,
@@ -131,15 +131,15 @@ impl LogThread {
             limit: limits.waiting,
             dropped: 0,
             writing: false,
-            hurried: false,
+            is_unlimited: false,
         };
         let shared = Arc::new(Shared {
             starter: current().id(),
             lines: Mutex::new(lines),
-            came: Condvar::new(),
+            line_added: Condvar::new(),
             written: Condvar::new(),
         });
-        Self { shared, pace: limits.pace }
+        Self { shared, rate_limit: limits.rate_limit }
     }
 
     /// Starts the thread, which writes to `sink`.
@@ -148,8 +148,8 @@ impl LogThread {
     /// The thread cannot be started.
     pub(crate) fn start(&self, sink: impl Write + Send + 'static) -> io::Result<()> {
         let thread = std::thread::Builder::new().name("sb-log".into());
-        let (ours, pace) = (Arc::clone(&self.shared), self.pace);
-        thread.spawn(move || ours.write_all(sink, pace))?;
+        let (ours, rate_limit) = (Arc::clone(&self.shared), self.rate_limit);
+        thread.spawn(move || ours.write_all(sink, rate_limit))?;
         Ok(())
     }
 
@@ -158,26 +158,26 @@ impl LogThread {
     /// messages about the end of the program are not lost.
     pub(crate) fn line(&self, line: &[u8]) {
         let reserve = current().id() == self.shared.starter;
-        if self.shared.lines.lock().offer(line, reserve) {
-            self.shared.came.notify_one();
+        if self.shared.lines.lock().try_push(line, reserve) {
+            self.shared.line_added.notify_one();
         }
     }
 
     /// Queues a line even if the queue is full. Only for the last few lines of the program.
-    pub(crate) fn last_words(&self, line: &[u8]) {
+    pub(crate) fn final_message(&self, line: &[u8]) {
         let mut lines = self.shared.lines.lock();
         lines.push_count();
         lines.push(line.to_vec());
         drop(lines);
-        self.shared.came.notify_one();
+        self.shared.line_added.notify_one();
     }
 
     /// Waits until all queued lines are written, but at most for `most`. Returns false on timeout.
     pub(crate) fn finish(&self, most: Duration) -> bool {
         let until = Instant::now() + most;
         let mut lines = self.shared.lines.lock();
-        lines.hurried = true;
-        self.shared.came.notify_one();
+        lines.is_unlimited = true;
+        self.shared.line_added.notify_one();
         while lines.writing || !lines.waiting.is_empty() || lines.dropped != 0 {
             if self.shared.written.wait_until(&mut lines, until).timed_out() {
                 return false;
@@ -201,8 +201,8 @@ impl Write for LogThread {
 
 impl Shared {
     /// Main loop of the log thread. Never returns.
-    fn write_all(&self, mut sink: impl Write, pace: Option<Pace>) {
-        let mut allowance = pace.map(Allowance::new);
+    fn write_all(&self, mut sink: impl Write, rate_limit: Option<RateLimit>) {
+        let mut allowance = rate_limit.map(Allowance::new);
         let mut lines = self.lines.lock();
         loop {
             if lines.waiting.is_empty() {
@@ -211,15 +211,15 @@ impl Shared {
             let Some(next) = lines.waiting.front().map(Vec::len) else {
                 lines.writing = false;
                 self.written.notify_all();
-                self.came.wait(&mut lines);
+                self.line_added.wait(&mut lines);
                 continue;
             };
             let mut allowed = BATCH;
-            if let Some(allowance) = allowance.as_mut().filter(|_| !lines.hurried) {
+            if let Some(allowance) = allowance.as_mut().filter(|_| !lines.is_unlimited) {
                 match allowance.of(next, Instant::now()) {
                     Ok(bytes) => allowed = bytes,
                     Err(until) => {
-                        self.came.wait_until(&mut lines, until);
+                        self.line_added.wait_until(&mut lines, until);
                         continue;
                     }
                 }
@@ -239,14 +239,14 @@ impl Shared {
 
 /// Token bucket: bytes that may be written now.
 struct Allowance {
-    pace: Pace,
+    rate_limit: RateLimit,
     bytes: f64,
     since: Instant,
 }
 
 impl Allowance {
-    fn new(pace: Pace) -> Self {
-        Self { pace, bytes: pace.burst as f64, since: Instant::now() }
+    fn new(rate_limit: RateLimit) -> Self {
+        Self { rate_limit, bytes: rate_limit.burst as f64, since: Instant::now() }
     }
 
     /// Returns the number of bytes that may be written now. If it is too small for the next line,
@@ -255,7 +255,7 @@ impl Allowance {
     fn of(&mut self, wanted: usize, now: Instant) -> Result<usize, Instant> {
         let passed = now.saturating_duration_since(self.since);
         self.since = now;
-        let (rate, burst) = (self.pace.per_second as f64, self.pace.burst as f64);
+        let (rate, burst) = (self.rate_limit.per_second as f64, self.rate_limit.burst as f64);
         self.bytes = (self.bytes + passed.as_secs_f64() * rate).min(burst);
         let wanted = (wanted as f64).min(burst);
         if self.bytes >= wanted {
@@ -279,7 +279,7 @@ mod tests {
     use std::io::{BufRead, BufReader, Read};
 
     fn free(waiting: usize) -> Limits {
-        Limits { waiting, pace: None }
+        Limits { waiting, rate_limit: None }
     }
 
     #[test]
@@ -296,7 +296,7 @@ mod tests {
         }
         // The pipe is full, so nothing is written in this time.
         assert!(!log.finish(Duration::from_millis(10)), "the pipe was read");
-        log.last_words(b"the end\n");
+        log.final_message(b"the end\n");
         let mut read = 0;
         let mut missing = 0;
         for text in BufReader::new(reader).lines().map(Result::unwrap) {
@@ -322,10 +322,10 @@ mod tests {
         log.start(writer).unwrap();
         // The log thread cannot take lines while the lock is held.
         let mut lines = log.shared.lines.lock();
-        assert!(lines.offer(&[b'a'; 500], false));
-        assert!(!lines.offer(&[b'b'; 500], false));
-        assert!(!lines.offer(b"b", false), "a half-full queue accepts no line after a drop");
-        assert!(lines.offer(b"c", true), "the starter's reserve has room");
+        assert!(lines.try_push(&[b'a'; 500], false));
+        assert!(!lines.try_push(&[b'b'; 500], false));
+        assert!(!lines.try_push(b"b", false), "a half-full queue accepts no line after a drop");
+        assert!(lines.try_push(b"c", true), "the starter's reserve has room");
         drop(lines);
         assert!(log.finish(LIMIT));
         drop(log);
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn the_rate_limit_holds_in_every_second() {
-        let mut allowance = Allowance::new(Pace { per_second: 1000, burst: 500 });
+        let mut allowance = Allowance::new(RateLimit { per_second: 1000, burst: 500 });
         let mut now = allowance.since;
         let end = now + Duration::from_secs(10);
         let mut spent = 0;
@@ -368,8 +368,8 @@ mod tests {
     #[test]
     fn finish_suspends_the_rate_limit() {
         let (reader, writer) = io::pipe().unwrap();
-        let pace = Pace { per_second: 1, burst: 10 };
-        let log = LogThread::new(Limits { waiting: 4096, pace: Some(pace) });
+        let rate_limit = RateLimit { per_second: 1, burst: 10 };
+        let log = LogThread::new(Limits { waiting: 4096, rate_limit: Some(rate_limit) });
         log.start(writer).unwrap();
         for _ in 0..20 {
             log.line(b"0123456789\n");

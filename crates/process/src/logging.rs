@@ -1,7 +1,7 @@
 //! Log setup: lines on standard error for users.
 
 use crate::error_text::without_numbers;
-use crate::log_thread::{Limits, LogThread, Pace};
+use crate::log_thread::{Limits, LogThread, RateLimit};
 use parking_lot::Mutex;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt;
@@ -22,13 +22,13 @@ use tracing_subscriber::{Layer, reload};
 
 /// Rate limit: at most 96 KiB in a second, for any behaviour of guests. In normal operation, the
 /// log has a few hundred bytes per connecting guest.
-const PACE: Pace = Pace { per_second: 64 << 10, burst: 32 << 10 };
+const RATE_LIMIT: RateLimit = RateLimit { per_second: 64 << 10, burst: 32 << 10 };
 /// Size of the queue. A server with a thousand controllers logs less at start-up.
-const WAITING: usize = 256 << 10;
+const QUEUE_BYTES: usize = 256 << 10;
 /// Size of the queue with `-v`, which has no rate limit.
-const WAITING_VERBOSE: usize = 16 << 20;
+const QUEUE_BYTES_VERBOSE: usize = 16 << 20;
 /// Maximum time for which the end of the program waits for the reader of the log.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// True after the log thread was started.
 static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
@@ -124,16 +124,16 @@ pub fn start(args: &Args, timed: bool) {
     let highest = <Targets as Layer<Registry>>::max_level_hint(&filter);
     let all = highest.is_none_or(|level| level > Level::INFO);
     let limits = if all {
-        Limits { waiting: WAITING_VERBOSE, pace: None }
+        Limits { waiting: QUEUE_BYTES_VERBOSE, rate_limit: None }
     } else {
-        Limits { waiting: WAITING, pace: Some(PACE) }
+        Limits { waiting: QUEUE_BYTES, rate_limit: Some(RATE_LIMIT) }
     };
     let log = LogThread::new(limits);
     let writer = log.clone();
     // Fails only if a subscriber is set already. That happens in tests.
     let (filter, handle) = reload::Layer::new(filter);
     let lines = tracing_subscriber::fmt::layer()
-        .with_writer(move || Plain(writer.clone()))
+        .with_writer(move || WithoutErrorNumbers(writer.clone()))
         .with_ansi(std::io::stderr().is_terminal())
         .event_format(format);
     let started = tracing_subscriber::registry().with(filter).with(lines).try_init();
@@ -141,7 +141,7 @@ pub fn start(args: &Args, timed: bool) {
     let now = Mutex::new((text, false));
     let _ = FILTER.set(Filter { now, replace: Box::new(replace) });
     if started.is_ok() && LOG.set(log).is_ok() {
-        std::panic::set_hook(Box::new(die));
+        std::panic::set_hook(Box::new(abort_on_panic));
     }
 }
 
@@ -158,10 +158,10 @@ pub fn begin() {
 
 /// Writes a message on standard error after all queued lines. A blocked reader delays this for
 /// two seconds at most.
-pub fn last_words(text: &str) {
+pub fn final_message(text: &str) {
     match LOG.get() {
         Some(log) => {
-            log.last_words(text.as_bytes());
+            log.final_message(text.as_bytes());
             finish();
         }
         // Errors are ignored, because there is no other place to report them.
@@ -173,13 +173,13 @@ pub fn last_words(text: &str) {
 pub fn finish() {
     begin();
     if let Some(log) = LOG.get() {
-        let _ = log.finish(LAST_WORDS);
+        let _ = log.finish(FINISH_TIMEOUT);
     }
 }
 
 /// Panic hook: aborts the process. Threads that depend on the panicked thread would wait for ever.
 /// A supervisor or the service manager can restart the process.
-fn die(panic: &PanicHookInfo<'_>) {
+fn abort_on_panic(panic: &PanicHookInfo<'_>) {
     if shadowbell_memory::is_panic_contained() {
         return;
     }
@@ -191,7 +191,7 @@ fn die(panic: &PanicHookInfo<'_>) {
     };
     let why = panic.payload_as_str().unwrap_or("with a payload that is not text");
     let place = panic.location().map_or_else(|| "?".into(), ToString::to_string);
-    last_words(&format!(
+    final_message(&format!(
         "shadowbell: thread {name} has panicked at {place}: {why}; this is an internal error, and the \
          program is aborted (SIGABRT), so that it can be restarted\n{trace}"
     ));
@@ -199,9 +199,9 @@ fn die(panic: &PanicHookInfo<'_>) {
 }
 
 /// Log writer that removes error numbers from texts of libraries.
-struct Plain(LogThread);
+struct WithoutErrorNumbers(LogThread);
 
-impl Write for Plain {
+impl Write for WithoutErrorNumbers {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match std::str::from_utf8(bytes) {
             Ok(text) => self.0.write_all(without_numbers(text).as_bytes())?,

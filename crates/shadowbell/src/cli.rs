@@ -151,7 +151,7 @@ fn refuse(error: &clap::Error) -> ExitCode {
     }
     let text = error.render();
     let text = if io::stderr().is_terminal() { text.ansi().to_string() } else { text.to_string() };
-    logging::last_words(&plain(&text));
+    logging::final_message(&plain(&text));
     ExitCode::from(exit::BAD_INPUT)
 }
 

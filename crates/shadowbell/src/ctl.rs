@@ -46,7 +46,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     output: Output,
     #[command(subcommand)]
-    what: What,
+    what: Verb,
 }
 
 const AFTER_HELP: &str = "\
@@ -62,7 +62,7 @@ Exit status:
   4  not possible in the current state of the server";
 
 #[derive(Clone, Debug, Subcommand)]
-enum What {
+enum Verb {
     /// Show the state of the server
     Status,
     /// List the controllers
@@ -73,7 +73,7 @@ enum What {
     },
     /// Add or remove a controller
     #[command(subcommand)]
-    Controller(Change),
+    Controller(ControllerVerb),
     /// Apply a configuration file: add, remove and change controllers
     ///
     /// Controllers that differ only in their namespaces or limits are changed while their guests
@@ -154,7 +154,7 @@ enum NamespaceVerb {
     /// Attach a disk to a controller
     Attach {
         #[command(flatten)]
-        which: Which,
+        which: NamespaceArg,
         /// Disk: id of a disk that has no controller, or a disk as for `serve`
         disk: String,
         /// UUID [default: derived from the serial number and the disk's name]
@@ -170,7 +170,7 @@ enum NamespaceVerb {
     /// Detach a namespace after a flush
     Detach {
         #[command(flatten)]
-        which: Which,
+        which: NamespaceArg,
     },
 }
 
@@ -210,7 +210,7 @@ struct LimitArgs {
 
 /// Controller and namespace.
 #[derive(Clone, Debug, clap::Args)]
-struct Which {
+struct NamespaceArg {
     /// Controller: its id or socket
     controller: String,
     /// Namespace identifier
@@ -219,7 +219,7 @@ struct Which {
 }
 
 #[derive(Clone, Debug, Subcommand)]
-enum Change {
+enum ControllerVerb {
     /// Add a controller; no effect if an equal one exists
     Add {
         /// Id of the controller
@@ -273,46 +273,46 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let client = discovery::server(args.server.as_deref())?;
     let json = args.output.is_json();
     match &args.what {
-        What::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {
+        Verb::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {
             status_lines(out, status)
         }),
-        What::Controllers { id: None } => {
+        Verb::Controllers { id: None } => {
             show(&client.get::<Vec<Controller>>("/v1/controllers")?, json, controllers)
         }
-        What::Controllers { id: Some(id) } => {
+        Verb::Controllers { id: Some(id) } => {
             let found: Controller = client.get(&controller_path(id))?;
             show(&vec![found], json, controllers)
         }
-        What::Controller(change) => change_controllers(&client, change, json),
-        What::Apply { file, dry_run, force } => apply(&client, file, *dry_run, *force, json),
-        What::Namespaces => {
+        Verb::Controller(change) => change_controllers(&client, change, json),
+        Verb::Apply { file, dry_run, force } => apply(&client, file, *dry_run, *force, json),
+        Verb::Namespaces => {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
-        What::Namespace(verb) => change_namespace(&client, verb, json),
-        What::Export(verb) => export(&client, verb, json),
-        What::Disk(verb) => disk(&client, verb, json),
-        What::Limit(args) => limit(&client, args, json),
-        What::SaveConfig { file } => save_config(&client, file, json),
-        What::Ana(args) => ana(&client, args, controller_path, json),
-        What::Stats => stats(&client, json),
-        What::Trace { verb } => trace(&client, verb.as_ref(), json),
-        What::Measure { switch } => {
+        Verb::Namespace(verb) => change_namespace(&client, verb, json),
+        Verb::Export(verb) => export(&client, verb, json),
+        Verb::Disk(verb) => disk(&client, verb, json),
+        Verb::Limit(args) => limit(&client, args, json),
+        Verb::SaveConfig { file } => save_config(&client, file, json),
+        Verb::Ana(args) => ana(&client, args, controller_path, json),
+        Verb::Stats => stats(&client, json),
+        Verb::Trace { verb } => trace(&client, verb.as_ref(), json),
+        Verb::Measure { switch } => {
             let now: Measure = match switch.map(|switch| Measure { on: switch == Switch::On }) {
                 None => client.get("/v1/measure")?,
                 Some(wanted) => client.send(&Method::PUT, "/v1/measure", &wanted)?,
             };
             show(&now, json, |out, now| writeln!(out, "{}", if now.on { "on" } else { "off" }))
         }
-        What::LogLevel { filter: None } => {
+        Verb::LogLevel { filter: None } => {
             show(&client.get::<LogLevel>("/v1/log-level")?, json, log_level)
         }
-        What::LogLevel { filter: Some(filter) } => {
+        Verb::LogLevel { filter: Some(filter) } => {
             let wanted = LogLevel { filter: filter.clone() };
             let now: LogLevel = client.send(&Method::PUT, "/v1/log-level", &wanted)?;
             show(&now, json, log_level)
         }
-        What::Upgrade { binary, no_wait } => upgrade(&client, binary.as_deref(), !no_wait, json),
-        What::Shutdown => {
+        Verb::Upgrade { binary, no_wait } => upgrade(&client, binary.as_deref(), !no_wait, json),
+        Verb::Shutdown => {
             let status: Status = client.send(&Method::POST, "/v1/shutdown", &())?;
             show(&status, json, |out, status| {
                 writeln!(out, "{} (process {}) is shutting down", status.name, status.pid)
@@ -430,14 +430,14 @@ fn stats(client: &Client, json: bool) -> anyhow::Result<()> {
     })
 }
 
-fn change_controllers(client: &Client, change: &Change, json: bool) -> anyhow::Result<()> {
+fn change_controllers(client: &Client, change: &ControllerVerb, json: bool) -> anyhow::Result<()> {
     match change {
-        Change::Remove { id, force } => {
+        ControllerVerb::Remove { id, force } => {
             let query = if *force { "?force=true" } else { "" };
             let path = format!("{}{query}", controller_path(id));
             client.send::<()>(&Method::DELETE, &path, &())
         }
-        Change::Add {
+        ControllerVerb::Add {
             id,
             disks,
             socket,
@@ -472,8 +472,9 @@ fn change_controllers(client: &Client, change: &Change, json: bool) -> anyhow::R
 }
 
 fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow::Result<()> {
-    let path =
-        |which: &Which| format!("{}/namespaces/{}", controller_path(&which.controller), which.nsid);
+    let path = |which: &NamespaceArg| {
+        format!("{}/namespaces/{}", controller_path(&which.controller), which.nsid)
+    };
     let now = match verb {
         NamespaceVerb::Attach { which, disk, uuid, read_only, share } => {
             let disk = match is_disk(client, disk)? {
@@ -570,15 +571,10 @@ fn apply(
     show(&plan, json, plan_lines)
 }
 
-fn upgrade(
-    client: &Client,
-    binary: Option<&Path>,
-    is_waited_for: bool,
-    json: bool,
-) -> anyhow::Result<()> {
+fn upgrade(client: &Client, binary: Option<&Path>, waits: bool, json: bool) -> anyhow::Result<()> {
     let binary = binary.map(|path| program("--binary", path)).transpose()?;
     let status: Status = client.get("/v1/status")?;
-    if let (true, Some(pid)) = (is_waited_for, status.keeper_pid) {
+    if let (true, Some(pid)) = (waits, status.keeper_pid) {
         // The supervisor responds when the new process serves. The old process ends before that.
         let supervisor = SupervisorClient::find(Path::new(&pid.to_string()))?;
         let outcome = supervisor.upgrade(binary.as_deref());

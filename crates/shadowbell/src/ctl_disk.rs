@@ -67,11 +67,11 @@ pub(crate) enum Switch {
 
 /// Request path of a disk.
 pub(crate) fn disk_path(id: &str) -> String {
-    format!("/v1/disks/{}", part(&known_id(id)))
+    format!("/v1/disks/{}", part(&canonical_id(id)))
 }
 
 /// Id of a disk in requests: in `SOCKET/NSID`, the path of an existing socket is made absolute.
-pub(crate) fn known_id(id: &str) -> String {
+pub(crate) fn canonical_id(id: &str) -> String {
     let known = id.rsplit_once('/').and_then(|(socket, nsid)| {
         let about = std::fs::metadata(socket).ok()?;
         let socket = about.file_type().is_socket().then(|| known_path(Path::new(socket)))?;

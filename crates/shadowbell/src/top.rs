@@ -5,7 +5,7 @@ mod screen;
 
 use anyhow::{Context, anyhow};
 use rates::{HEADINGS, Rates, between};
-use screen::{Asked, Screen};
+use screen::{KeyAction, Screen};
 use serde_json::json;
 use shadowbell_config::parse;
 use shadowbell_control_api::client::Client;
@@ -81,14 +81,14 @@ fn watch(
     mut draw: impl FnMut(&mut Screen) -> io::Result<()>,
 ) -> anyhow::Result<()> {
     let mut screen = Screen::default();
-    let (mut before, mut shown) = (source.look()?, 0);
+    let (mut before, mut shown) = (source.snapshots()?, 0);
     screen.set(all_between(&before, &before));
     while args.count.is_none_or(|count| shown < count) {
         let until = Instant::now() + args.interval;
-        if screen.wait(until, &mut draw).context("the terminal")? == Asked::End {
+        if screen.wait(until, &mut draw).context("the terminal")? == KeyAction::End {
             break;
         }
-        let now = source.look().context("the server has ended")?;
+        let now = source.snapshots().context("the server has ended")?;
         screen.set(all_between(&before, &now));
         before = now;
         shown += 1;
@@ -98,11 +98,11 @@ fn watch(
 
 /// Appends lines to standard output.
 fn print(args: &Args, mut source: Source) -> anyhow::Result<ExitCode> {
-    let mut before = source.look()?;
+    let mut before = source.snapshots()?;
     let mut shown = 0;
     while args.count.is_none_or(|count| shown < count) {
         std::thread::sleep(args.interval);
-        let now = source.look().context("the server has ended")?;
+        let now = source.snapshots().context("the server has ended")?;
         let rates = all_between(&before, &now);
         let mut out = io::stdout().lock();
         if args.output.is_json() {
@@ -126,12 +126,12 @@ fn print(args: &Args, mut source: Source) -> anyhow::Result<ExitCode> {
 }
 
 /// Rates of all controllers between two snapshots of each server.
-fn all_between(before: &Looks, now: &Looks) -> Vec<Rates> {
+fn all_between(before: &Snapshots, now: &Snapshots) -> Vec<Rates> {
     now.iter().flat_map(|(name, now)| between(before.get(name), now)).collect()
 }
 
 /// Snapshot of each server, by server name.
-type Looks = BTreeMap<String, Snapshot>;
+type Snapshots = BTreeMap<String, Snapshot>;
 
 /// Source of snapshots.
 enum Source {
@@ -159,24 +159,24 @@ impl Source {
         Ok(Self::Control(client))
     }
 
-    fn look(&mut self) -> anyhow::Result<Looks> {
+    fn snapshots(&mut self) -> anyhow::Result<Snapshots> {
         match self {
-            Self::Control(client) => Ok(Looks::from([(String::new(), client.get(SNAPSHOT)?)])),
+            Self::Control(client) => Ok(Snapshots::from([(String::new(), client.get(SNAPSHOT)?)])),
             Self::Directory(directory) => {
                 let servers = discovery::running(directory).into_iter();
                 // A server that has ended since the directory was read is skipped.
-                let looks: Looks = servers
+                let snapshots: Snapshots = servers
                     .filter_map(|(name, socket)| {
                         Some((name, Client::new(&socket).get(SNAPSHOT).ok()?))
                     })
                     .collect();
-                if looks.is_empty() {
+                if snapshots.is_empty() {
                     return Err(exit::not_there(anyhow!(
                         "no running server has its control socket in {}",
                         directory.display()
                     )));
                 }
-                Ok(looks)
+                Ok(snapshots)
             }
         }
     }

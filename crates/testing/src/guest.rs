@@ -73,7 +73,7 @@ pub struct Guest {
     queues: Vec<Queue>,
     events: Vec<EventFd>,
     /// Pages that the guest has written since the VMM last copied them.
-    touched: BTreeSet<u64>,
+    written_pages: BTreeSet<u64>,
     in_flight: BTreeMap<(u16, u16), Command>,
     /// Expected contents of the disk, by block.
     disk: BTreeMap<u64, u64>,
@@ -84,7 +84,7 @@ pub struct Guest {
 
 /// Statistics of a migration.
 #[derive(Debug, Default)]
-pub struct Moved {
+pub struct MigrationStats {
     /// Pages that the device reported as dirty.
     pub dirty: u64,
     /// Length of the stream in bytes.
@@ -105,7 +105,7 @@ impl Guest {
             memory,
             queues,
             events,
-            touched: BTreeSet::new(),
+            written_pages: BTreeSet::new(),
             in_flight: BTreeMap::new(),
             disk: BTreeMap::new(),
             busy: BTreeSet::new(),
@@ -176,9 +176,9 @@ impl Guest {
         self.client.region_write(region::BAR0, offset, data).expect("a register");
     }
 
-    fn poke(&mut self, at: u64, bytes: &[u8]) {
+    fn write_memory(&mut self, at: u64, bytes: &[u8]) {
         let last = at + bytes.len() as u64 - 1;
-        self.touched.extend(at / PAGE..=last / PAGE);
+        self.written_pages.extend(at / PAGE..=last / PAGE);
         self.bytes().write_from(at as usize, bytes).expect("its own memory");
     }
 
@@ -192,7 +192,7 @@ impl Guest {
         if shadowed {
             let entry = offset - regs::DOORBELLS;
             self.cell(SHADOW + entry).store(new, Ordering::Release);
-            self.touched.insert(SHADOW / PAGE);
+            self.written_pages.insert(SHADOW / PAGE);
             fence(Ordering::SeqCst);
             let event = self.cell(EVENT_IDX + entry).load(Ordering::Acquire) as u16;
             let (new, old) = (new as u16, old as u16);
@@ -206,7 +206,7 @@ impl Guest {
 
     fn put(&mut self, at: usize, sqe: &Sqe) {
         let Queue { qid, sq, tail: old, shadowed, .. } = self.queues[at];
-        self.poke(sq + u64::from(old) * 64, sqe.as_bytes());
+        self.write_memory(sq + u64::from(old) * 64, sqe.as_bytes());
         let tail = (old + 1) % ENTRIES;
         self.queues[at].tail = tail;
         self.ring(shadowed, sq_doorbell_offset(qid, 0), old, tail);
@@ -259,7 +259,7 @@ impl Guest {
             let writes = (!self.count.is_multiple_of(3)).then_some(self.count);
             let sqe = match writes {
                 Some(value) => {
-                    self.poke(data, &value.to_le_bytes().repeat(64));
+                    self.write_memory(data, &value.to_le_bytes().repeat(64));
                     Sqe::write(1, lba, 0, cid)
                 }
                 None => Sqe::read(1, lba, 0, cid),
@@ -344,27 +344,27 @@ impl Guest {
 
     /// Suspends the guest. Returns its memory and the state of the device, for
     /// [`resume`](Self::resume). The guest continues its I/O while most of its memory is copied.
-    pub fn suspend(&mut self, rounds: usize) -> (Arc<Mapping>, Vec<u8>, Moved) {
-        let mut moved = Moved::default();
+    pub fn suspend(&mut self, rounds: usize) -> (Arc<Mapping>, Vec<u8>, MigrationStats) {
+        let mut moved = MigrationStats::default();
         let target = Mapping::shared("moved guest", MEMORY).expect("memory");
         let to = target.bytes();
         self.client.start_dma_logging(&[]).expect("the log begins");
-        self.touched.clear();
+        self.written_pages.clear();
         self.copy(&to, 0..MEMORY / PAGE);
         for _ in 0..rounds {
             self.work(20);
             let dirty = self.client.dirty_pages(0, MEMORY, PAGE).expect("the log");
             moved.dirty += dirty.len() as u64;
-            let touched = std::mem::take(&mut self.touched);
-            self.copy(&to, dirty.into_iter().chain(touched));
+            let written_pages = std::mem::take(&mut self.written_pages);
+            self.copy(&to, dirty.into_iter().chain(written_pages));
         }
         self.submit(SLOTS as usize);
         self.client.set_migration_state(MigrationState::Stop).expect("the device stops");
         moved.in_flight = self.in_flight.len();
         let dirty = self.client.dirty_pages(0, MEMORY, PAGE).expect("the log");
         moved.dirty += dirty.len() as u64;
-        let touched = std::mem::take(&mut self.touched);
-        self.copy(&to, dirty.into_iter().chain(touched));
+        let written_pages = std::mem::take(&mut self.written_pages);
+        self.copy(&to, dirty.into_iter().chain(written_pages));
         self.client.set_migration_state(MigrationState::StopCopy).expect("its state is read");
         let stream = self.client.read_migration_stream().expect("the stream");
         moved.stream = stream.len();

@@ -10,7 +10,7 @@ use crate::wait;
 /// Environment variable with the paths of the disks, separated by spaces.
 const NAMESPACES: &str = "SHADOWBELL_TEST_NAMESPACES";
 /// Environment variable with the directory for requests of [`Storage`].
-const ASKS: &str = "SHADOWBELL_TEST_STORAGE";
+const REQUESTS: &str = "SHADOWBELL_TEST_STORAGE";
 
 /// Disks that the environment variable names.
 #[must_use]
@@ -35,7 +35,7 @@ impl Storage {
     /// If the variable is not set.
     #[must_use]
     pub fn new() -> Self {
-        Self(std::env::var_os(ASKS).map(PathBuf::from).expect("a directory for requests"))
+        Self(std::env::var_os(REQUESTS).map(PathBuf::from).expect("a directory for requests"))
     }
 
     /// Stalls the storage: from now on no request completes.
@@ -44,7 +44,7 @@ impl Storage {
     ///
     /// If the outside program does not answer.
     pub fn stall(&self) {
-        self.ask("stall");
+        self.request("stall");
     }
 
     /// Resumes the storage: stalled requests complete.
@@ -53,12 +53,12 @@ impl Storage {
     ///
     /// If the outside program does not answer.
     pub fn go_on(&self) {
-        self.ask("go-on");
+        self.request("go-on");
     }
 
     /// Creates a file of this name as a request. The outside program removes the file when the
     /// request is done.
-    fn ask(&self, what: &str) {
+    fn request(&self, what: &str) {
         let path = self.0.join(what);
         File::create(&path).unwrap();
         wait::until(&format!("`{what}` of the storage"), || !path.exists());

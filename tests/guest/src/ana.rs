@@ -57,7 +57,7 @@ impl Control<'_> {
     }
 
     /// Number of commands that each controller executes within the duration `length`.
-    fn busy(&self, length: Duration) -> Result<[u64; 2]> {
+    fn commands_within(&self, length: Duration) -> Result<[u64; 2]> {
         let before = self.counts()?;
         // The length of the measurement: the commands of this time are counted.
         sleep(length);
@@ -67,7 +67,7 @@ impl Control<'_> {
 
     /// Waits until a controller has executed 20 more commands. There is no rate to check, because
     /// the guest may be slow.
-    fn moves(&self, which: usize) -> Result<()> {
+    fn wait_for_commands(&self, which: usize) -> Result<()> {
         let (before, until) = (self.counts()?[which], Instant::now() + MINUTE);
         while self.counts()?[which] < before + 20 {
             ensure!(Instant::now() < until, "controller {which} executes no commands");
@@ -78,7 +78,7 @@ impl Control<'_> {
 }
 
 /// Waits until the guest reports the ANA state `state` for a path.
-fn known(guest: &mut Guest, controller: &str, state: &str) -> Result<()> {
+fn wait_for_ana_state(guest: &mut Guest, controller: &str, state: &str) -> Result<()> {
     let script = format!(
         "for try in $(seq 100); do \
             now=$(cat $(find /sys/class/nvme/{controller}/ -name ana_state | head -n 1)); \
@@ -89,7 +89,7 @@ fn known(guest: &mut Guest, controller: &str, state: &str) -> Result<()> {
 }
 
 /// Sets the round-robin policy. With it the kernel uses both paths if their ANA states are equal.
-fn take_turns(guest: &mut Guest) -> Result<()> {
+fn set_round_robin(guest: &mut Guest) -> Result<()> {
     let script = "for policy in /sys/class/nvme-subsystem/nvme-subsys*/iopolicy; do \
                     echo round-robin >$policy; done";
     guest.sh(script, MINUTE).map(drop)
@@ -112,11 +112,11 @@ pub(crate) fn check(
         ensure!(number(&id, "anagrpid")? == 1, "ANAGRPID");
         for state in ["inaccessible", "persistent-loss", "non-optimized", "change", "optimized"] {
             control.set(0, state)?;
-            known(guest, &names[0], state)?;
-            known(guest, &names[1], "optimized")?;
+            wait_for_ana_state(guest, &names[0], state)?;
+            wait_for_ana_state(guest, &names[1], "optimized")?;
         }
         control.set(0, "inaccessible")?;
-        known(guest, &names[0], "inaccessible")?;
+        wait_for_ana_state(guest, &names[0], "inaccessible")?;
         let list = nvme(guest, &format!("list-subsys /dev/{disk}"))?;
         let states = ["inaccessible", "optimized"].map(|state| list.matches(state).count());
         ensure!(states == [1, 1], "list-subsys: {list}");
@@ -131,36 +131,36 @@ pub(crate) fn check(
         // cleared, because later checks would count that line as an error.
         guest.sh("dmesg -c >/dev/null", MINUTE)?;
         control.set(0, "optimized")?;
-        known(guest, &names[0], "optimized")
+        wait_for_ana_state(guest, &names[0], "optimized")
     });
     report.check("a non-optimized path is not used beside an optimized one", |_| {
-        take_turns(guest)?;
+        set_round_robin(guest)?;
         guest.sh(load, MINUTE)?;
         // Both paths are optimized, so both must execute commands.
-        control.moves(0)?;
-        control.moves(1)?;
+        control.wait_for_commands(0)?;
+        control.wait_for_commands(1)?;
         for which in [0, 1] {
             control.set(which, "non-optimized")?;
-            known(guest, &names[which], "non-optimized")?;
+            wait_for_ana_state(guest, &names[which], "non-optimized")?;
             // The commands in flight on this path have ended, so its counter must not change any
             // more.
             // The time in which the path must receive no command.
-            let counts = control.busy(Duration::from_secs(2))?;
+            let counts = control.commands_within(Duration::from_secs(2))?;
             ensure!(
                 counts[which] == 0 && counts[1 - which] > 50,
                 "while {which} is not: {counts:?}"
             );
             control.set(which, "optimized")?;
-            known(guest, &names[which], "optimized")?;
-            control.moves(which)?;
+            wait_for_ana_state(guest, &names[which], "optimized")?;
+            control.wait_for_commands(which)?;
         }
         // Two non-optimized paths are used if there is no optimized one.
         control.set(0, "non-optimized")?;
         control.set(1, "non-optimized")?;
-        control.moves(0)?;
+        control.wait_for_commands(0)?;
         for which in [0, 1] {
             control.set(which, "optimized")?;
-            known(guest, &names[which], "optimized")?;
+            wait_for_ana_state(guest, &names[which], "optimized")?;
         }
         Ok(())
     });
@@ -169,13 +169,13 @@ pub(crate) fn check(
             let which = round % 2;
             control.set(which, "inaccessible")?;
             // The time in which the path must receive no command.
-            let counts = control.busy(Duration::from_millis(500))?;
+            let counts = control.commands_within(Duration::from_millis(500))?;
             ensure!(counts[which] == 0, "round {round}: {counts:?}");
-            control.moves(1 - which)?;
+            control.wait_for_commands(1 - which)?;
             control.set(which, "optimized")?;
             // The guest must read the new state of the optimized path before the other path becomes
             // inaccessible. Otherwise the kernel logs that no path is usable.
-            known(guest, &names[which], "optimized")?;
+            wait_for_ana_state(guest, &names[which], "optimized")?;
         }
         Ok(())
     });
@@ -185,10 +185,10 @@ pub(crate) fn check(
             control.set(0, state)?;
             control.set(1, state)?;
             // The time in which no path must receive a command.
-            let counts = control.busy(Duration::from_secs(1))?;
+            let counts = control.commands_within(Duration::from_secs(1))?;
             ensure!(counts == [0, 0], "{state}: {counts:?}");
             control.set(1, "optimized")?;
-            control.moves(1)?;
+            control.wait_for_commands(1)?;
             control.set(0, "optimized")?;
         }
         let log = guest.dmesg()?;
@@ -205,14 +205,14 @@ pub(crate) fn ended(guest: &mut Guest) -> Result<()> {
                 rm -f /tmp/enough /tmp/fio.done; exit $code";
     let output = guest.run(wait, 2 * MINUTE)?;
     if output.code != 0 {
-        let more = guest.run(WHERE_IT_IS, MINUTE)?;
+        let more = guest.run(PRINT_LOAD_STATE, MINUTE)?;
         bail!("fio: {}{}", output.text, more.text);
     }
     Ok(())
 }
 
 /// Shell commands that print the state of a load that makes no progress.
-const WHERE_IT_IS: &str = "\
+const PRINT_LOAD_STATE: &str = "\
     for disk in /sys/block/nvme*; do echo $disk in flight: $(cat $disk/inflight); done; \
     for path in /sys/class/nvme/*/nvme*/ana_state; do echo $path $(cat $path); done; \
     cat /sys/class/nvme/*/state; \

@@ -27,7 +27,7 @@ const MODULES: &[&str] = &["irqbypass", "ccp", "kvm", "kvm-amd"];
 const VMLINUX: &str = "inner/vmlinux";
 const INITRAMFS: &str = "inner/initramfs";
 /// Time limit of the inner guest, from boot to power-off, with everything emulated.
-const PATIENCE: Duration = Duration::from_secs(600);
+const INNER_GUEST_TIMEOUT: Duration = Duration::from_secs(600);
 /// Seconds between two events.
 const PAUSE: &str = "0.7";
 
@@ -191,7 +191,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
             break;
         }
         // A time limit that is long enough for any machine.
-        ensure!(began.elapsed() < PATIENCE, "the inner guest did not come to its end");
+        ensure!(began.elapsed() < INNER_GUEST_TIMEOUT, "the inner guest did not come to its end");
         guest.sh("[ -e /proc/$(cat /tmp/vmm) ]", MINUTE).context("Cloud Hypervisor has ended")?;
     }
     let events = guest.sh("touch /tmp/stop; sleep 2; cat /tmp/events", MINUTE)?;

@@ -47,7 +47,7 @@ struct Change {
 }
 
 /// Times of a change in the server's trace, since the request.
-struct Told {
+struct EventTimes {
     /// Completion of the event.
     event: Duration,
     /// Completion of the last command of the guest's reaction.
@@ -107,32 +107,32 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     disk.check()?;
     report.check("each change causes one event without delay, and Linux reacts without delay", |_| {
         let records = Records::read(&program, &trace, &clocks)?;
-        let told: Vec<Told> = (0..changes.len())
+        let event_times: Vec<EventTimes> = (0..changes.len())
             .map(|at| {
                 let next = changes.get(at + 1).map(|change| change.at);
                 let change = changes.get(at).context("no change")?;
-                records.told(change, next).with_context(|| format!("{} {at}", change.what))
+                records.event_times(change, next).with_context(|| format!("{} {at}", change.what))
             })
             .collect::<Result<_>>()?;
         for what in ["add", "resize", "remove"] {
-            let of = |time: &dyn Fn(&Change, &Told) -> Duration| {
-                let both = changes.iter().zip(&told).filter(|(change, _)| change.what == what);
-                middle_and_most(both.map(|(change, told)| time(change, told)).collect())
+            let of = |time: &dyn Fn(&Change, &EventTimes) -> Duration| {
+                let both = changes.iter().zip(&event_times).filter(|(change, _)| change.what == what);
+                middle_and_most(both.map(|(change, event_times)| time(change, event_times)).collect())
             };
             println!(
                 "   {what}: event posted after {}, call answered after {}; Linux's last command {} \
                  after the event, its block device {} after the call",
-                of(&|_, told| told.event),
+                of(&|_, event_times| event_times.event),
                 of(&|change, _| change.answered),
-                of(&|_, told| told.reaction.saturating_sub(told.event)),
+                of(&|_, event_times| event_times.reaction.saturating_sub(event_times.event)),
                 of(&|change, _| change.seen),
             );
         }
-        for (change, told) in changes.iter().zip(&told) {
+        for (change, event_times) in changes.iter().zip(&event_times) {
             let what = change.what;
-            ensure!(told.event < SERVER_LIMIT, "{what}: the event came after {:?}", told.event);
-            ensure!(told.log_pages >= 1, "{what}: Linux has not read the log page");
-            ensure!(told.identifies >= 1, "{what}: Linux has not identified anything");
+            ensure!(event_times.event < SERVER_LIMIT, "{what}: the event came after {:?}", event_times.event);
+            ensure!(event_times.log_pages >= 1, "{what}: Linux has not read the log page");
+            ensure!(event_times.identifies >= 1, "{what}: Linux has not identified anything");
         }
         Ok(())
     });
@@ -217,7 +217,7 @@ fn request(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Res
 struct Watch {
     log: PathBuf,
     /// Number of log lines that were already read.
-    known: usize,
+    lines_read: usize,
 }
 
 impl Watch {
@@ -233,7 +233,7 @@ impl Watch {
             ),
             MINUTE,
         )?;
-        let mut watch = Self { log: run.file("ack.log"), known: 0 };
+        let mut watch = Self { log: run.file("ack.log"), lines_read: 0 };
         watch.wait(0)?;
         Ok(watch)
     }
@@ -264,9 +264,9 @@ impl Watch {
             let lines: Vec<_> = log.lines().collect();
             // The last line may be incomplete.
             let whole = lines.len() - usize::from(!log.ends_with('\n') && !log.is_empty());
-            let new = lines.get(self.known..whole).unwrap_or_default();
+            let new = lines.get(self.lines_read..whole).unwrap_or_default();
             if let Some(at) = new.iter().position(|line| line.trim() == words) {
-                self.known += at + 1;
+                self.lines_read += at + 1;
                 return Ok(());
             }
             if Instant::now() > deadline {
@@ -343,13 +343,17 @@ impl Records {
 
     /// Times of a change, from the trace records between the change and `next`, the time of the
     /// following change.
-    fn told(&self, change: &Change, next: Option<Instant>) -> Result<Told> {
+    fn event_times(&self, change: &Change, next: Option<Instant>) -> Result<EventTimes> {
         let since = |at: Instant| at.saturating_duration_since(change.at);
         let is = |record: &Admin, opcode: AdminOpcode| record.opcode == Some(opcode as u64);
         let mut asked = Vec::new();
         let mut events = Vec::new();
-        let mut told =
-            Told { event: Duration::ZERO, reaction: Duration::ZERO, log_pages: 0, identifies: 0 };
+        let mut event_times = EventTimes {
+            event: Duration::ZERO,
+            reaction: Duration::ZERO,
+            log_pages: 0,
+            identifies: 0,
+        };
         // Commands of the reaction that are in flight.
         let mut open = Vec::new();
         for record in &self.0 {
@@ -368,8 +372,8 @@ impl Records {
             } else if !events.is_empty() {
                 let page = is(record, AdminOpcode::GetLogPage);
                 let identify = is(record, AdminOpcode::Identify);
-                told.log_pages += usize::from(page);
-                told.identifies += usize::from(identify);
+                event_times.log_pages += usize::from(page);
+                event_times.identifies += usize::from(identify);
                 if page || identify {
                     open.push(record.cid);
                 } else if let Some(at) = open.iter().position(|cid| *cid == record.cid)
@@ -379,7 +383,7 @@ impl Records {
                     // Commands more than 50 ms after the report come from `nvme list`, not from the
                     // guest's reaction.
                     if since(record.at) <= change.seen + Duration::from_millis(50) {
-                        told.reaction = since(record.at);
+                        event_times.reaction = since(record.at);
                     }
                 }
             }
@@ -394,7 +398,7 @@ impl Records {
             let around: Vec<_> = around.collect();
             bail!("{} events, not one: {events:?}; around it: {around:#?}", events.len())
         };
-        told.event = event;
-        Ok(told)
+        event_times.event = event;
+        Ok(event_times)
     }
 }

@@ -18,7 +18,7 @@ const WRITE_EXCLUSIVE: u8 = 1;
 const ROUNDS: u64 = 5;
 
 /// A guest, and the name of the disk in it.
-struct Rival {
+struct ReservationHost {
     guest: Guest,
     controller: String,
     disk: String,
@@ -38,8 +38,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let served = Served::start(&program, run, &sockets, &image)?;
     // QEMU ends with the thread that started it, so this thread boots both guests, one after the
     // other.
-    let mut one = Rival::boot(setup, kernel, run, "one", 1)?;
-    let mut other = Rival::boot(setup, kernel, &second, "other", 2)?;
+    let mut one = ReservationHost::boot(setup, kernel, run, "one", 1)?;
+    let mut other = ReservationHost::boot(setup, kernel, &second, "other", 2)?;
     report.check("both guests register, and one reserves the disk", |_| {
         one.register()?;
         other.register()?;
@@ -52,7 +52,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         |_| {
             one.write('1')?;
             other.reads('1')?;
-            other.is_kept_away()?;
+            other.is_excluded()?;
             other.reads('1')
         },
     );
@@ -63,8 +63,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         one.has_lost()?;
         other.reads('2')?;
         one.reads('2')?;
-        one.is_kept_away()?;
-        one.is_told()
+        one.is_excluded()?;
+        one.has_preemption_notice()
     });
     report.check("the preempted guest registers again and preempts the holder, five times", |_| {
         for round in 0..ROUNDS {
@@ -76,11 +76,11 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             let acquisition = loser.acquisition(Some(winner));
             refused(&mut loser.guest, &acquisition, &[CONFLICT])?;
             loser.register()?;
-            loser.is_kept_away()?;
+            loser.is_excluded()?;
             loser.acquire(Some(winner))?;
             let byte = char::from(b'a' + round as u8);
             loser.write(byte)?;
-            winner.is_kept_away()?;
+            winner.is_excluded()?;
             winner.reads(byte)?;
             loser.reports(1)?;
         }
@@ -123,7 +123,7 @@ fn is_expected(line: &str) -> bool {
         || line.contains("deprecated NVME_IOCTL_IO_CMD")
 }
 
-impl Rival {
+impl ReservationHost {
     fn boot(setup: &Setup, kernel: Kernel, run: &RunDir, socket: &str, id: u64) -> Result<Self> {
         let devices = vec![Device::VfioUser { socket: socket.to_owned() }];
         let mut guest = setup.boot(run, kernel, devices, |config| config.cpus = 1)?;
@@ -197,7 +197,7 @@ impl Rival {
     }
 
     /// Checks that the controller refuses a write, and that a write to the block device fails.
-    fn is_kept_away(&mut self) -> Result<()> {
+    fn is_excluded(&mut self) -> Result<()> {
         self.guest.sh("head -c 4096 /dev/zero | tr '\\0' '!' >/tmp/block", MINUTE)?;
         let write = format!(
             "io-passthru /dev/{} --opcode=1 --namespace-id=1 --data-len=4096 --cdw12=7 --write \
@@ -231,7 +231,7 @@ impl Rival {
     }
 
     /// Checks that the reservation log page reports the preempted registration.
-    fn is_told(&mut self) -> Result<()> {
+    fn has_preemption_notice(&mut self) -> Result<()> {
         let script = format!(
             "nvme get-log /dev/{} -i 0x80 -l 64 -b | od -An -tu1 -j8 -N1 | tr -d ' '",
             self.controller

@@ -16,13 +16,13 @@ use crate::server::{Server, child};
 use crate::settings::Settings;
 
 /// Process `shadowbell attach-many`, which runs until its standard input is closed.
-pub(crate) struct Held {
+pub(crate) struct IdleClients {
     process: Process,
     input: PipeWriter,
     directory: TempDir,
 }
 
-impl Held {
+impl IdleClients {
     /// Attaches to the controllers with the indexes `which`.
     pub(crate) fn start(
         settings: &Settings,

@@ -30,7 +30,7 @@ const LINE: u32 = 4;
 const RAMP: Duration = Duration::from_millis(20);
 /// Sum of the word indexes of an entry. Each word has its index in the top byte and the entry's
 /// number in the other bytes, so that a torn entry is detected.
-const PLACES: u64 = 28 << 56;
+const INDEX_SUM: u64 = 28 << 56;
 
 /// A submission queue entry: a cache line.
 #[repr(align(64))]
@@ -151,7 +151,7 @@ impl Wire {
                 }
                 // The sum verifies every word of every entry, and the order of entries.
                 let sum = completion[0].load(Ordering::Relaxed);
-                if sum != (completed * 8).wrapping_add(PLACES) {
+                if sum != (completed * 8).wrapping_add(INDEX_SUM) {
                     bail!("completion {completed} is for another entry");
                 }
                 completed += 1;
@@ -357,7 +357,7 @@ mod tests {
             while wire.completion(0)[1].load(Ordering::Acquire) & 1 == 0 {}
             wire.stopped.0.store(true, Ordering::Relaxed);
         });
-        assert_ne!(wire.completion(0)[0].load(Ordering::Relaxed), PLACES);
+        assert_ne!(wire.completion(0)[0].load(Ordering::Relaxed), INDEX_SUM);
     }
 
     #[test]

@@ -2,7 +2,7 @@ use super::*;
 use crate::server_config::Own;
 use shadowbell_controller::Polling;
 
-fn wrong(text: &str) -> String {
+fn parse_error(text: &str) -> String {
     parse(text, "vms.toml").map(|_| ()).unwrap_err()
 }
 
@@ -116,7 +116,7 @@ fn an_error_is_reported_with_its_line() {
             "vms.toml:8: the serial number \"S\" is that of another controller too (line 4)",
         ),
     ] {
-        let error = wrong(text);
+        let error = parse_error(text);
         assert!(error.starts_with(words), "{text}\n{error}");
     }
 }
@@ -124,7 +124,7 @@ fn an_error_is_reported_with_its_line() {
 #[test]
 fn all_errors_are_reported_in_order() {
     let text = "workers = 999\n[[controller]]\nsocket = \"a\"\ndisks = []\nqueues = 0\n";
-    let error = wrong(text);
+    let error = parse_error(text);
     let lines: Vec<_> = error.lines().map(|line| line.split(' ').next().unwrap()).collect();
     assert_eq!(lines, ["vms.toml:1:", "vms.toml:4:", "vms.toml:5:"]);
 }

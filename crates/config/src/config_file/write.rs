@@ -199,7 +199,7 @@ fn subsystems(controllers: &[Arc<SocketConfig>]) -> Vec<Subsystem> {
 
 fn controller(asked: &SocketConfig) -> Controller {
     let config = asked.controller.clone();
-    let disks = disks(&given(&config));
+    let disks = disks(&configured_disks(&config));
     let ControllerConfig { serial, model, queues, queue_entries, doorbells, read_only, .. } =
         config;
     Controller {
@@ -228,7 +228,7 @@ fn controller(asked: &SocketConfig) -> Controller {
 }
 
 /// Disks of a controller, without the namespaces of its pool, which the index of the pool lists.
-fn given(config: &ControllerConfig) -> Vec<DiskConfig> {
+fn configured_disks(config: &ControllerConfig) -> Vec<DiskConfig> {
     let is_of_pool =
         |disk: &&DiskConfig| config.pool.as_ref().is_some_and(|spec| pool_disks::is_of(spec, disk));
     config.disks.iter().filter(|disk| !is_of_pool(disk)).cloned().collect()

@@ -18,11 +18,11 @@ pub const MOST: u32 = 64;
 /// image.
 pub(super) const VACANT: u64 = 4096;
 /// Size of a slot in bytes: enough for a state with [`MOST`] namespaces.
-const PLACE: u64 = 32 << 10;
-const PLACES: AbSlots = AbSlots {
+const SLOT_BYTES: u64 = 32 << 10;
+const SLOTS: AbSlots = AbSlots {
     magic: b"shadowbell-pool1",
     order: HeadOrder::ChecksumFirst,
-    place: PLACE,
+    place: SLOT_BYTES,
     is_padded: true,
 };
 
@@ -171,11 +171,11 @@ impl Index {
     }
 
     /// Validates a state that was read from the file, which may have been modified.
-    fn is_possible(&self) -> bool {
+    fn is_valid(&self) -> bool {
         let is_format = |block_size: u32, metadata: Option<MetadataFormat>| {
             matches!(block_size, 512 | 4096) && metadata.is_none_or(|own| own.is_possible())
         };
-        let is_possible = |entry: &Entry| {
+        let is_valid = |entry: &Entry| {
             (1..=MOST).contains(&entry.nsid)
                 && is_format(entry.block_size, entry.metadata)
                 && entry.blocks != 0
@@ -185,7 +185,7 @@ impl Index {
         // The namespace of `formatting` may be missing, because it can be deleted after a failed
         // format.
         self.formatting.is_none_or(|(_, size)| is_format(size, self.formatting_metadata))
-            && self.namespaces.iter().all(is_possible)
+            && self.namespaces.iter().all(is_valid)
             && self.namespaces.is_sorted_by(|a, b| a.nsid < b.nsid)
     }
 }
@@ -195,9 +195,9 @@ impl Index {
 /// # Errors
 /// The file cannot be read, or has no valid state.
 pub(super) fn read(file: &File) -> io::Result<(u64, Index)> {
-    let newest = PLACES.read(file, |body| {
+    let newest = SLOTS.read(file, |body| {
         let index: Index = serde_json::from_slice(body).ok()?;
-        index.is_possible().then_some(index)
+        index.is_valid().then_some(index)
     });
     let newest = newest.map(|newest| (newest.number, newest.value));
     newest.ok_or_else(|| io::Error::other("no valid pool state"))
@@ -209,7 +209,7 @@ pub(super) fn read(file: &File) -> io::Result<(u64, Index)> {
 /// Errors of the file system. After an error, either of the two states may be the newest valid one,
 /// until the file is read again.
 pub(super) fn write(file: &File, number: u64, index: &Index) -> io::Result<()> {
-    PLACES.write(file, number % 2, number, &serde_json::to_vec(index)?)
+    SLOTS.write(file, number % 2, number, &serde_json::to_vec(index)?)
 }
 
 #[cfg(test)]
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn a_torn_write_leaves_the_older_state() {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(2 * PLACE).unwrap();
+        file.set_len(2 * SLOT_BYTES).unwrap();
         assert!(read(&file).is_err());
         for number in 1..=5 {
             write(&file, number, &index(number as u32)).unwrap();
@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn a_file_of_an_earlier_version_is_read() {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(2 * PLACE).unwrap();
+        file.set_len(2 * SLOT_BYTES).unwrap();
         let mut as_before = b"shadowbell-pool1\x02\0\0\0\0\0\0\0".to_vec();
         as_before.extend_from_slice(&0xeed5d1b0f6e78945_u64.to_le_bytes());
         as_before.extend_from_slice(b"\x11\0\0\0\0\0\0\0{\"namespaces\":[]}");
@@ -267,7 +267,7 @@ mod tests {
         let change = |change: &dyn Fn(&mut Index)| {
             let mut of = index(2);
             change(&mut of);
-            of.is_possible()
+            of.is_valid()
         };
         assert!(change(&|_| ()));
         assert!(!change(&|of| of.namespaces[1].nsid = MOST + 1));

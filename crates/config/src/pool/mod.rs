@@ -47,7 +47,7 @@ pub struct HostPool {
     spec: PoolSpec,
     /// Index file, opened for reading before this process has the lock.
     reader: File,
-    kept: Mutex<Kept>,
+    open_index: Mutex<OpenIndex>,
     /// Progress of a sanitize operation, in 65536ths.
     parts: AtomicU16,
     port: OnceLock<PoolPort>,
@@ -57,7 +57,7 @@ pub struct HostPool {
 }
 
 #[derive(Debug)]
-struct Kept {
+struct OpenIndex {
     /// Locked index file; `None` while another process has the lock.
     file: Option<ImageFile>,
     number: u64,
@@ -68,7 +68,7 @@ impl HostPool {
     /// Opens a pool and creates its missing files. If `locked` is false, the caller
     /// [locks](Self::lock) the pool later, when the previous process has released it.
     fn open(spec: &PoolSpec, locked: bool) -> anyhow::Result<Self> {
-        make(&spec.directory)?;
+        create_missing(&spec.directory)?;
         let path = spec.directory.join(INDEX);
         let file = locked.then(|| ImageFile::open(&path, false)).transpose();
         let file = file.map_err(bad_input)?;
@@ -78,7 +78,7 @@ impl HostPool {
         let own = Self {
             spec: spec.clone(),
             reader,
-            kept: Mutex::new(Kept { file, number, index }),
+            open_index: Mutex::new(OpenIndex { file, number, index }),
             parts: AtomicU16::new(0),
             port: OnceLock::new(),
             orders,
@@ -94,15 +94,15 @@ impl HostPool {
 
     /// Current state of the index.
     pub fn index(&self) -> Index {
-        self.kept.lock().index.clone()
+        self.open_index.lock().index.clone()
     }
 
     /// Reads the index again. Another process may have changed it, as long as that process has the
     /// lock.
     pub fn refresh(&self) -> io::Result<()> {
-        let mut kept = self.kept.lock();
-        if kept.file.is_none() {
-            (kept.number, kept.index) = index::read(&self.reader)?;
+        let mut open_index = self.open_index.lock();
+        if open_index.file.is_none() {
+            (open_index.number, open_index.index) = index::read(&self.reader)?;
         }
         Ok(())
     }
@@ -112,12 +112,12 @@ impl HostPool {
     /// # Errors
     /// Another process has the lock, or the index cannot be read.
     pub fn lock(&self) -> anyhow::Result<()> {
-        if self.kept.lock().file.is_some() {
+        if self.open_index.lock().file.is_some() {
             return Ok(());
         }
         let file = ImageFile::open(&self.spec.directory.join(INDEX), false)?;
         let (number, index) = index::read(file.file())?;
-        *self.kept.lock() = Kept { file: Some(file), number, index };
+        *self.open_index.lock() = OpenIndex { file: Some(file), number, index };
         Ok(())
     }
 
@@ -127,22 +127,22 @@ impl HostPool {
     /// # Errors
     /// Errors of the file system. The state in memory is then unchanged.
     pub fn change(&self, change: impl FnOnce(&mut Index)) -> io::Result<()> {
-        let mut kept = self.kept.lock();
-        let mut after = kept.index.clone();
+        let mut open_index = self.open_index.lock();
+        let mut after = open_index.index.clone();
         change(&mut after);
         after.namespaces.sort_by_key(|entry| entry.nsid);
-        let Some(file) = kept.file.take() else {
+        let Some(file) = open_index.file.take() else {
             return Err(io::Error::other("another process has locked the pool"));
         };
-        let number = kept.number + 1;
+        let number = open_index.number + 1;
         // The lock is released during the write, so that readers of the state do not wait for the
         // storage.
-        drop(kept);
+        drop(open_index);
         let written = index::write(file.file(), number, &after);
-        let mut kept = self.kept.lock();
-        kept.file = Some(file);
+        let mut open_index = self.open_index.lock();
+        open_index.file = Some(file);
         if written.is_ok() {
-            (kept.number, kept.index) = (number, after);
+            (open_index.number, open_index.index) = (number, after);
         }
         written
     }
@@ -176,7 +176,7 @@ impl HostPool {
 impl NamespacePool for HostPool {
     fn state(&self) -> PoolState {
         let parts = self.parts.load(Ordering::Relaxed);
-        self.kept.lock().index.state(self.spec.capacity, parts)
+        self.open_index.lock().index.state(self.spec.capacity, parts)
     }
 
     fn connect(&self, port: PoolPort) {
@@ -194,7 +194,7 @@ fn file_of(directory: &Path, nsid: u32) -> PathBuf {
 }
 
 /// Creates the missing parts of a pool: the directory, the index, and a file for each namespace.
-fn make(directory: &Path) -> anyhow::Result<()> {
+fn create_missing(directory: &Path) -> anyhow::Result<()> {
     let here = || format!("the pool {}", directory.display());
     if !directory.exists() {
         DirBuilder::new().mode(0o700).create(directory).with_context(here).map_err(bad_input)?;

@@ -42,7 +42,7 @@ pub(super) struct Screen {
 
 /// Request of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Asked {
+pub(super) enum KeyAction {
     /// Continue.
     Nothing,
     /// End the program.
@@ -72,28 +72,28 @@ impl Screen {
         &mut self,
         until: Instant,
         mut draw: impl FnMut(&mut Self) -> io::Result<()>,
-    ) -> io::Result<Asked> {
+    ) -> io::Result<KeyAction> {
         loop {
             draw(self)?;
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || !event::poll(left)? {
-                return Ok(Asked::Nothing);
+                return Ok(KeyAction::Nothing);
             }
             if let Event::Key(key) = event::read()?
                 && key.kind != KeyEventKind::Release
-                && self.key(key) == Asked::End
+                && self.key(key) == KeyAction::End
             {
-                return Ok(Asked::End);
+                return Ok(KeyAction::End);
             }
         }
     }
 
-    fn key(&mut self, key: KeyEvent) -> Asked {
+    fn key(&mut self, key: KeyEvent) -> KeyAction {
         let at = self.state.selected().unwrap_or(0);
         match key.code {
-            KeyCode::Char('q') | KeyCode::Esc => return Asked::End,
+            KeyCode::Char('q') | KeyCode::Esc => return KeyAction::End,
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
-                return Asked::End;
+                return KeyAction::End;
             }
             KeyCode::Up | KeyCode::Char('k') => self.select(at.saturating_sub(1)),
             KeyCode::Down | KeyCode::Char('j') => self.select(at + 1),
@@ -106,7 +106,7 @@ impl Screen {
             }
             _ => {}
         }
-        Asked::Nothing
+        KeyAction::Nothing
     }
 
     pub(super) fn draw(&mut self, frame: &mut Frame<'_>) {
@@ -255,7 +255,7 @@ mod tests {
         (0..height).map(|y| line(y).trim_end().to_owned()).collect()
     }
 
-    fn press(screen: &mut Screen, code: KeyCode) -> Asked {
+    fn press(screen: &mut Screen, code: KeyCode) -> KeyAction {
         screen.key(KeyEvent::new(code, KeyModifiers::NONE))
     }
 
@@ -280,7 +280,7 @@ mod tests {
         assert!(shown[2].ends_with("2.82 us  6.82 ms      0"), "{shown:#?}");
         assert!(shown[4].contains("vm1.sock busy") && shown[4].contains(" - "), "{shown:#?}");
         assert!(shown[23].starts_with("q quit"), "{shown:#?}");
-        assert_eq!(press(&mut screen, KeyCode::Char('d')), Asked::Nothing);
+        assert_eq!(press(&mut screen, KeyCode::Char('d')), KeyAction::Nothing);
         let shown = lines(&mut screen, 80, 24);
         assert!(shown[0].ends_with("IOPS Rings/IO   Saved  Intr/IO"), "{shown:#?}");
         assert!(shown[1].ends_with("1.23 M  <0.0001 100.0 %     0.03"), "{shown:#?}");
@@ -291,7 +291,7 @@ mod tests {
     #[test]
     fn arrows_scroll_and_q_quits() {
         let mut screen = Screen::default();
-        assert_eq!(press(&mut screen, KeyCode::Down), Asked::Nothing);
+        assert_eq!(press(&mut screen, KeyCode::Down), KeyAction::Nothing);
         screen.set((0..40).map(|n| rates(&format!("/run/vm{n}.sock"), 1)).collect());
         assert!(lines(&mut screen, 80, 10)[1].starts_with("/run/vm0.sock"));
         for _ in 0..20 {
@@ -308,10 +308,10 @@ mod tests {
         screen.set(Vec::new());
         lines(&mut screen, 80, 10);
         for code in [KeyCode::Char('q'), KeyCode::Esc] {
-            assert_eq!(press(&mut screen, code), Asked::End);
+            assert_eq!(press(&mut screen, code), KeyAction::End);
         }
         let end = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-        assert_eq!(screen.key(end), Asked::End);
-        assert_eq!(press(&mut screen, KeyCode::Char('c')), Asked::Nothing);
+        assert_eq!(screen.key(end), KeyAction::End);
+        assert_eq!(press(&mut screen, KeyCode::Char('c')), KeyAction::Nothing);
     }
 }

@@ -37,7 +37,7 @@ type Failed = Box<dyn std::error::Error>;
 
 /// A request in flight.
 #[derive(Clone, Copy, Debug)]
-struct Asked {
+struct RequestInFlight {
     block: u64,
     /// Version of the block: the one written, or the one expected by a read.
     version: u64,
@@ -53,7 +53,7 @@ pub(crate) struct Machine {
     call: EventFd,
     available: u16,
     seen: u16,
-    asked: [Option<Asked>; SLOTS as usize],
+    requests: [Option<RequestInFlight>; SLOTS as usize],
     /// Version of each block: the number of its writes.
     versions: [u64; BLOCKS as usize],
     random: u64,
@@ -74,7 +74,7 @@ impl Machine {
             call: event(),
             available: 0,
             seen: 0,
-            asked: [None; SLOTS as usize],
+            requests: [None; SLOTS as usize],
             versions: [0; BLOCKS as usize],
             random: 0x9e37_79b9_7f4a_7c15,
             answered: 0,
@@ -145,18 +145,18 @@ impl Machine {
     }
 
     /// Fills most of the free request slots.
-    pub(crate) fn ask(&mut self) {
+    pub(crate) fn submit_requests(&mut self) {
         for slot in 0..SLOTS {
-            if self.asked[usize::from(slot)].is_some() || self.random(4) == 0 {
+            if self.requests[usize::from(slot)].is_some() || self.random(4) == 0 {
                 continue;
             }
             let block = self.random(BLOCKS);
-            if self.asked.iter().flatten().any(|asked| asked.block == block) {
+            if self.requests.iter().flatten().any(|request| request.block == block) {
                 continue;
             }
             let writes = self.random(3) > 0;
             let version = self.versions[block as usize] + u64::from(writes);
-            self.asked[usize::from(slot)] = Some(Asked { block, version, writes });
+            self.requests[usize::from(slot)] = Some(RequestInFlight { block, version, writes });
             self.submit(slot, block, version, writes);
         }
         self.kick.write(1).unwrap();
@@ -196,7 +196,7 @@ impl Machine {
     }
 
     /// Checks the completed requests. The error names the first wrong one.
-    pub(crate) fn look(&mut self) -> Result<(), String> {
+    pub(crate) fn check_completions(&mut self) -> Result<(), String> {
         let used: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire).unwrap();
         if used.wrapping_sub(self.seen) > SLOTS {
             return Err(format!("the used ring goes from {} to {used}", self.seen));
@@ -206,30 +206,30 @@ impl Machine {
             let head: u32 = self.memory.read_obj(GuestAddress(at)).unwrap();
             self.seen = self.seen.wrapping_add(1);
             let slot = (head / 4) as usize;
-            let asked = self.asked.get_mut(slot).and_then(Option::take);
-            let asked = asked.ok_or_else(|| format!("slot {slot} is answered twice"))?;
+            let request = self.requests.get_mut(slot).and_then(Option::take);
+            let request = request.ok_or_else(|| format!("slot {slot} is answered twice"))?;
             let status: u8 = self.memory.read_obj(GuestAddress(STATUSES + slot as u64)).unwrap();
             if status != 0 {
-                return Err(format!("{asked:?} ends with status {status}"));
+                return Err(format!("{request:?} ends with status {status}"));
             }
             self.answered += 1;
-            if asked.writes {
-                self.versions[asked.block as usize] = asked.version;
+            if request.writes {
+                self.versions[request.block as usize] = request.version;
                 continue;
             }
             let mut bytes = vec![0; BLOCK as usize];
             let data = GuestAddress(DATA + BLOCK * slot as u64);
             self.memory.read_slice(&mut bytes, data).unwrap();
-            if bytes != content(asked.block, asked.version) {
+            if bytes != content(request.block, request.version) {
                 let found = &bytes[..16];
-                return Err(format!("{asked:?} is something else: {found:?}"));
+                return Err(format!("{request:?} is something else: {found:?}"));
             }
         }
         Ok(())
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.asked.iter().all(Option::is_none)
+        self.requests.iter().all(Option::is_none)
     }
 
     /// Waits a short time for a notification; returns whether there was one.

@@ -40,16 +40,16 @@ impl Running {
         let until = self.machine.answered + requests;
         let mut since = (self.machine.answered, Instant::now());
         loop {
-            self.machine.look()?;
+            self.machine.check_completions()?;
             if self.machine.answered >= until {
                 return Ok(false);
             }
-            self.machine.ask();
+            self.machine.submit_requests();
             if self.machine.wait() || since.0 != self.machine.answered {
                 since = (self.machine.answered, Instant::now());
             } else if self.service.has_died() {
                 // Requests that were completed before the death count.
-                self.machine.look()?;
+                self.machine.check_completions()?;
                 return Ok(true);
             } else if since.1.elapsed() > LIMIT {
                 return Err("a request is lost".to_owned());
@@ -62,7 +62,7 @@ impl Running {
         let since = Instant::now();
         while !self.machine.is_idle() {
             self.machine.wait();
-            self.machine.look()?;
+            self.machine.check_completions()?;
             if since.elapsed() > LIMIT {
                 return Err("a request is lost".to_owned());
             }
@@ -76,7 +76,7 @@ impl Running {
         self.finish()?;
         let Self { service, mut machine } = self;
         let directory = service.stop();
-        machine.look()?;
+        machine.check_completions()?;
         let image = std::fs::read(directory.path().join("disk.img")).unwrap();
         if image != machine.image() {
             return Err("the image holds something else".to_owned());
@@ -91,7 +91,7 @@ fn a_vhost_process_may_be_killed_at_any_moment() {
     for moment in [0, 3, 50, 17, 1, 8, 130, 29, 5, 77] {
         running.run(20 + 13 * moment).unwrap();
         // Requests are in flight at the kill.
-        running.machine.ask();
+        running.machine.submit_requests();
         // The kill may come at any moment.
         std::thread::sleep(Duration::from_micros(37 * moment));
         running.service.kill();
@@ -107,7 +107,7 @@ fn a_paused_machine_resumes_with_a_new_vhost_process() {
     for _ in 0..3 {
         running.run(50).unwrap();
         running.machine.pause();
-        running.machine.look().unwrap();
+        running.machine.check_completions().unwrap();
         running.service.kill();
         running.again();
         running.run(50).unwrap();

@@ -23,7 +23,7 @@ fn fuse_daemon() {
 /// Serves an image of a file system whose daemon is killed. The guest gets media errors, its
 /// other namespace and the controller continue, and after the storage is back an operator
 /// reopens the image.
-fn goes_away_and_comes_back(behind: &Path, options: &str) {
+fn survives_removal_and_return(behind: &Path, options: &str) {
     let Some(mut mount) = Mount::over("gone::fuse_daemon", behind) else { return };
     let disk = format!("{}{options}", mount.path().display());
     let mut server = Server::start(&[&disk, "mem:1MiB"], &["--keeper", "--sandbox", "off"]);
@@ -104,7 +104,7 @@ fn a_raw_image_survives_the_removal_of_its_file_system() {
     let directory = tempfile::tempdir().unwrap();
     let behind = image(directory.path(), "disk.img", BYTES);
     for options in ["?format=raw", "?format=raw&direct=off", "?format=raw&aio=threads"] {
-        goes_away_and_comes_back(&behind, options);
+        survives_removal_and_return(&behind, options);
     }
 }
 
@@ -114,7 +114,7 @@ fn a_qcow2_image_survives_the_removal_of_its_file_system() {
     let behind = directory.path().join("disk.qcow2");
     create(&behind, BYTES).unwrap();
     for options in ["", "?aio=threads"] {
-        goes_away_and_comes_back(&behind, options);
+        survives_removal_and_return(&behind, options);
         is_consistent(&behind);
     }
 }

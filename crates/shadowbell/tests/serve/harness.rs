@@ -165,7 +165,7 @@ fn threads_of(pid: u32, out: &mut String) {
 
 impl Server {
     /// Prints the state of the server's processes.
-    fn say_what_it_does(&self) {
+    fn print_threads(&self) {
         let mut threads = String::new();
         threads_of(self.child.id(), &mut threads);
         eprintln!("threads of the server:\n{threads}");
@@ -179,7 +179,7 @@ impl Server {
             threads.spawn(move || {
                 if waits.recv_timeout(SLOW) == Err(RecvTimeoutError::Timeout) {
                     eprintln!("slow operation; state of the server:");
-                    self.say_what_it_does();
+                    self.print_threads();
                 }
             });
             let outcome = act();
@@ -195,7 +195,7 @@ const SLOW: Duration = Duration::from_secs(4);
 impl Drop for Server {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.say_what_it_does();
+            self.print_threads();
         }
         self.child.kill();
         if std::thread::panicking() {

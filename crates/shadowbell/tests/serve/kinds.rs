@@ -58,7 +58,7 @@ pub(crate) struct Page {
     /// Numbers that the page may hold.
     pub(crate) may: Vec<u64>,
     /// Token of the request, and the number that it writes; none for a read.
-    pub(crate) under_way: Option<(Token, Option<u64>)>,
+    pub(crate) in_flight: Option<(Token, Option<u64>)>,
 }
 
 /// Resets with many requests in flight. A write that a reset ends is on the disk as a whole or
@@ -101,7 +101,7 @@ fn resets(server: &Server) {
         loop {
             let ends = is_over.load(Ordering::Relaxed);
             for (at, page) in pages.iter_mut().enumerate() {
-                if ends || page.under_way.is_some() {
+                if ends || page.in_flight.is_some() {
                     continue;
                 }
                 let mut buffer = pool.take().unwrap();
@@ -112,17 +112,17 @@ fn resets(server: &Server) {
                     _ => (namespace.write(lba(at), blocks), Some(last)),
                 };
                 let token = queue.submit(command.unwrap(), Some(buffer)).unwrap();
-                page.under_way = Some((token, number));
+                page.in_flight = Some((token, number));
             }
             queue.ring().unwrap();
-            if pages.iter().all(|page| page.under_way.is_none()) {
+            if pages.iter().all(|page| page.in_flight.is_none()) {
                 break;
             }
             let Completion { token, status, buffer, .. } = complete(&mut queue);
-            let is = |page: &Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
+            let is = |page: &Page| page.in_flight.as_ref().is_some_and(|(it, _)| *it == token);
             let at = pages.iter().position(is).expect("a completion of a request in flight");
             let page = &mut pages[at];
-            let (_, number) = page.under_way.take().unwrap();
+            let (_, number) = page.in_flight.take().unwrap();
             match (status, number) {
                 (Status::SUCCESS, Some(number)) => page.may = vec![number],
                 (Status::SUCCESS, None) => holds(page, &buffer.unwrap()),

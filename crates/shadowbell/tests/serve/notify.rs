@@ -46,7 +46,7 @@ impl Manager {
     }
 
     /// The next message, if it arrives within `time`.
-    fn hear_within(&self, time: Duration) -> Option<String> {
+    fn message_within(&self, time: Duration) -> Option<String> {
         self.socket.set_read_timeout(Some(time)).unwrap();
         let mut text = [0; 4096];
         let len = self.socket.recv(&mut text).ok()?;
@@ -54,15 +54,15 @@ impl Manager {
     }
 
     #[track_caller]
-    fn hear(&self) -> String {
-        self.hear_within(LIMIT).expect("a message to the service manager")
+    fn next_message(&self) -> String {
+        self.message_within(LIMIT).expect("a message to the service manager")
     }
 
     /// The next message other than the watchdog's.
     #[track_caller]
-    fn hear_but_watchdog(&self) -> String {
+    fn next_except_watchdog(&self) -> String {
         loop {
-            let said = self.hear();
+            let said = self.next_message();
             if !said.starts_with("WATCHDOG=1") {
                 return said;
             }
@@ -75,9 +75,9 @@ fn the_service_manager_gets_ready_and_stopping() {
     let manager = Manager::new();
     for supervisor in [&["--keeper"][..], &[]] {
         let mut server = manager.serve(supervisor, None);
-        assert_eq!(manager.hear(), "READY=1\nSTATUS=serves 1 controller, 0 with a client");
+        assert_eq!(manager.next_message(), "READY=1\nSTATUS=serves 1 controller, 0 with a client");
         assert!(server.stop().success());
-        assert_eq!(manager.hear(), "STOPPING=1");
+        assert_eq!(manager.next_message(), "STOPPING=1");
     }
 }
 
@@ -90,18 +90,21 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
         let watchdog = Duration::from_millis(watchdog);
         let began = Instant::now();
         let mut server = manager.serve(supervisor, Some(watchdog));
-        assert!(manager.hear_but_watchdog().starts_with("READY=1"));
-        assert_eq!(manager.hear(), "WATCHDOG=1\nSTATUS=serves 1 controller, 0 with a client");
+        assert!(manager.next_except_watchdog().starts_with("READY=1"));
+        assert_eq!(
+            manager.next_message(),
+            "WATCHDOG=1\nSTATUS=serves 1 controller, 0 with a client"
+        );
         let controller = server.attach();
         let seen = |said: &str| said == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 with a client";
-        until("its client is seen", || seen(&manager.hear()));
-        assert!(seen(&manager.hear()));
+        until("its client is seen", || seen(&manager.next_message()));
+        assert!(seen(&manager.next_message()));
         // Third watchdog message, each after half of the watchdog time: a busy machine is late, and
         // never early.
         assert!(began.elapsed() >= watchdog, "{:?}", began.elapsed());
         drop(controller);
         assert!(server.stop().success());
-        assert_eq!(manager.hear_but_watchdog(), "STOPPING=1");
+        assert_eq!(manager.next_except_watchdog(), "STOPPING=1");
     }
     // `WATCHDOG_PID` names another process, so no message is sent.
     let mut command = program();
@@ -109,8 +112,8 @@ fn the_watchdog_is_notified_at_half_of_its_interval() {
     // Far less than the time in which no message must arrive.
     let command = manager.of(command, Some(Duration::from_millis(10)));
     let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
-    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
-    assert_eq!(manager.hear_within(QUIET), None);
+    assert!(manager.next_except_watchdog().starts_with("READY=1"));
+    assert_eq!(manager.message_within(QUIET), None);
     assert!(server.stop().success());
 }
 
@@ -120,10 +123,10 @@ fn a_hung_process_sends_no_watchdog_message() {
     let manager = Manager::new();
     // Less than the time in which no message must arrive.
     let server = manager.serve(&[], Some(Duration::from_millis(400)));
-    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
-    assert!(manager.hear().starts_with("WATCHDOG=1"));
+    assert!(manager.next_except_watchdog().starts_with("READY=1"));
+    assert!(manager.next_message().starts_with("WATCHDOG=1"));
     signal(server.pid(), Signal::STOP);
-    until("the end of watchdog messages", || manager.hear_within(QUIET).is_none());
+    until("the end of watchdog messages", || manager.message_within(QUIET).is_none());
 }
 
 /// Another process recovers, so clients see a short pause, and the service manager gets its
@@ -133,7 +136,7 @@ fn a_hung_server_process_is_replaced() {
     let manager = Manager::new();
     // Long enough for a healthy process on a busy machine.
     let mut server = manager.serve(&["--keeper"], Some(Duration::from_secs(8)));
-    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+    assert!(manager.next_except_watchdog().starts_with("READY=1"));
     let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
     let mut controller = attach(&server.socket(), &options);
     let mut queue = controller.take_queue_pair().unwrap();
@@ -144,12 +147,12 @@ fn a_hung_server_process_is_replaced() {
     server.says(&format!("error: process {before} hangs"));
     until("its end", || has_ended(before));
     let status = "STATUS=the server process has died; another one is about to recover";
-    until("the manager knows", || manager.hear_but_watchdog() == status);
-    assert!(manager.hear_but_watchdog().starts_with("STATUS=serves 1 controller"));
+    until("the manager knows", || manager.next_except_watchdog() == status);
+    assert!(manager.next_except_watchdog().starts_with("STATUS=serves 1 controller"));
     assert!(children(server.pid()).iter().all(|pid| *pid != before));
     let done = run(&mut queue, namespace.read(0, 8).unwrap(), pool.take());
     assert_eq!(done.status, Status::SUCCESS);
-    assert!(manager.hear().starts_with("WATCHDOG=1"));
+    assert!(manager.next_message().starts_with("WATCHDOG=1"));
     drop((queue, pool, namespace, controller));
     assert!(server.stop().success(), "{}", server.stderr());
 }
@@ -176,12 +179,12 @@ fn sighup_reloads_the_configuration() {
         command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
         command.args(["serve", "--config", "vms.toml"]).args(supervisor);
         let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
-        assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+        assert!(manager.next_except_watchdog().starts_with("READY=1"));
         let reload = || {
             server.signal(Signal::HUP);
-            let reloading = manager.hear();
+            let reloading = manager.next_message();
             assert!(reloading.starts_with("RELOADING=1\nMONOTONIC_USEC="), "{reloading}");
-            manager.hear()
+            manager.next_message()
         };
         let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
         let first = attach(&server.directory().join("vm0.sock"), &options);
@@ -212,7 +215,7 @@ fn sighup_reloads_the_configuration() {
 
         drop(first);
         assert!(server.stop().success());
-        assert_eq!(manager.hear(), "STOPPING=1");
+        assert_eq!(manager.next_message(), "STOPPING=1");
     }
 }
 
@@ -226,16 +229,18 @@ fn the_next_process_handles_a_missed_reload() {
     command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
     command.args(["serve", "--config", "vms.toml", "--keeper"]);
     let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
-    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+    assert!(manager.next_except_watchdog().starts_with("READY=1"));
     write_config(server.directory(), 2);
     // A stopped process receives no message of its supervisor.
     let before = worker(&server);
     signal(before, Signal::STOP);
     server.signal(Signal::HUP);
-    assert!(manager.hear().starts_with("RELOADING=1"));
-    assert_eq!(manager.hear_within(QUIET), None);
+    assert!(manager.next_message().starts_with("RELOADING=1"));
+    assert_eq!(manager.message_within(QUIET), None);
     signal(before, Signal::KILL);
-    until("the reload", || manager.hear().starts_with("READY=1\nSTATUS=the configuration was"));
+    until("the reload", || {
+        manager.next_message().starts_with("READY=1\nSTATUS=the configuration was")
+    });
     let socket = server.directory().join("vm1.sock");
     drop(attach(&socket, &AttachOptions { queue_pairs: 1, ..AttachOptions::default() }));
     assert!(server.stop().success(), "{}", server.stderr());

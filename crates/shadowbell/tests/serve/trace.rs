@@ -19,7 +19,7 @@ fn trace(file: &Path, options: &[&str]) -> String {
 }
 
 /// Events of a time line, without metadata events.
-struct Picture {
+struct TimeLine {
     events: Vec<Value>,
     /// Names of processes and threads.
     tracks: HashMap<(u64, u64), (String, String)>,
@@ -29,9 +29,9 @@ struct Picture {
 /// violation: missing fields, wrong order, overlapping slices, arrows without both ends or with
 /// an end outside of a slice.
 #[track_caller]
-fn read(text: &str) -> Picture {
+fn read(text: &str) -> TimeLine {
     let document: Value = serde_json::from_str(text).unwrap();
-    let mut picture = Picture { events: Vec::new(), tracks: HashMap::new() };
+    let mut time_line = TimeLine { events: Vec::new(), tracks: HashMap::new() };
     let number = |event: &Value, name: &str| {
         event[name].as_u64().unwrap_or_else(|| panic!("{name} of {event}"))
     };
@@ -45,10 +45,10 @@ fn read(text: &str) -> Picture {
         let track = (number(event, "pid"), number(event, "tid"));
         let name = event["name"].as_str().unwrap();
         if event["ph"] != "M" {
-            picture.events.push(event.clone());
+            time_line.events.push(event.clone());
             continue;
         }
-        let (process, thread) = picture.tracks.entry(track).or_default();
+        let (process, thread) = time_line.tracks.entry(track).or_default();
         match name {
             "process_name" => *process = event["args"]["name"].as_str().unwrap().to_owned(),
             "thread_name" => *thread = event["args"]["name"].as_str().unwrap().to_owned(),
@@ -56,17 +56,17 @@ fn read(text: &str) -> Picture {
         }
     }
     let mut names = HashSet::new();
-    for name in picture.tracks.values() {
+    for name in time_line.tracks.values() {
         assert!(!name.0.is_empty() && !name.1.is_empty() && names.insert(name), "{name:?}");
     }
     let (mut last, mut arrows, mut ended) = (0, HashMap::new(), HashSet::new());
     // Last slice of each track.
     let mut slices: HashMap<_, (u64, u64)> = HashMap::new();
-    for event in &picture.events {
+    for event in &time_line.events {
         let (at, track) = (time(event, "ts"), (number(event, "pid"), number(event, "tid")));
         assert!(at >= last, "out of order: {event}");
         last = at;
-        assert!(picture.tracks.contains_key(&track), "without a name: {event}");
+        assert!(time_line.tracks.contains_key(&track), "without a name: {event}");
         match event["ph"].as_str().unwrap() {
             "X" => {
                 let end = at + time(event, "dur");
@@ -91,10 +91,10 @@ fn read(text: &str) -> Picture {
         }
     }
     assert_eq!(arrows.len(), ended.len(), "arrows without an end");
-    picture
+    time_line
 }
 
-impl Picture {
+impl TimeLine {
     /// Number of events of phase `ph` whose name begins with `name`, on a track of this name.
     fn count(&self, ph: &str, track: &str, name: &str) -> usize {
         let matches = |event: &&Value| {
@@ -145,35 +145,35 @@ fn a_time_line_shows_commands_doorbells_sleeps_and_interrupts() {
         assert_eq!(trace(&file, &["-q", "--perfetto", out.to_str().unwrap()]), "");
         let text = std::fs::read_to_string(&out).unwrap();
         assert_eq!(trace(&file, &["--perfetto", "-"]), text);
-        let picture = read(&text);
+        let time_line = read(&text);
         let what = format!("{disk}, {doorbells}");
         // Every command is there, from its submission to its completion.
-        assert_eq!(picture.count("X", "SQ 1", "1 command submitted"), 20, "{what}");
-        assert_eq!(picture.count("X", "CQ 1", "1 command completed"), 20, "{what}");
-        assert_eq!(picture.count("s", "SQ 1", "Read "), 20, "{what}");
-        assert_eq!(picture.count("f", "CQ 1", "Read "), 20, "{what}");
-        assert_eq!(picture.count("C", "SQ 1", "SQ 1 in flight"), 20, "{what}");
-        assert_eq!(picture.count("C", "CQ 1", "SQ 1 in flight"), 20, "{what}");
-        assert_eq!(picture.count("X", "worker 0", "SQ 1 of controller 1"), 20, "{what}");
-        assert!(picture.count("X", "worker 0", "asleep") > 20, "{what}");
-        let rings = picture.count("X", "SQ 1 doorbell", "rang (MMIO)");
+        assert_eq!(time_line.count("X", "SQ 1", "1 command submitted"), 20, "{what}");
+        assert_eq!(time_line.count("X", "CQ 1", "1 command completed"), 20, "{what}");
+        assert_eq!(time_line.count("s", "SQ 1", "Read "), 20, "{what}");
+        assert_eq!(time_line.count("f", "CQ 1", "Read "), 20, "{what}");
+        assert_eq!(time_line.count("C", "SQ 1", "SQ 1 in flight"), 20, "{what}");
+        assert_eq!(time_line.count("C", "CQ 1", "SQ 1 in flight"), 20, "{what}");
+        assert_eq!(time_line.count("X", "worker 0", "SQ 1 of controller 1"), 20, "{what}");
+        assert!(time_line.count("X", "worker 0", "asleep") > 20, "{what}");
+        let rings = time_line.count("X", "SQ 1 doorbell", "rang (MMIO)");
         if doorbells == "mmio" {
             assert_eq!(rings, 20, "{what}");
             // The I/O thread does not always fall asleep in time.
-            let woken = picture.count("s", "SQ 1 doorbell", "wakes");
+            let woken = time_line.count("s", "SQ 1 doorbell", "wakes");
             assert!((1..=20).contains(&woken), "{what}: {woken}");
-            assert_eq!(picture.count("f", "worker 0", "wakes"), woken, "{what}");
-            let found = picture.count("i", "SQ 1 doorbell", "shadow doorbell moved");
+            assert_eq!(time_line.count("f", "worker 0", "wakes"), woken, "{what}");
+            let found = time_line.count("i", "SQ 1 doorbell", "shadow doorbell moved");
             assert_eq!(found, 0, "{what}");
         } else {
-            assert!(picture.count("i", "SQ 1 doorbell", "EventIdx armed") > 1, "{what}");
-            let found = picture.count("i", "SQ 1 doorbell", "shadow doorbell moved");
+            assert!(time_line.count("i", "SQ 1 doorbell", "EventIdx armed") > 1, "{what}");
+            let found = time_line.count("i", "SQ 1 doorbell", "shadow doorbell moved");
             assert_eq!(found, 20, "{what}");
         }
         // The driver waits for the interrupts of this queue.
-        let raised = picture.count("X", "vector 1", "interrupt: CQ 1");
+        let raised = time_line.count("X", "vector 1", "interrupt: CQ 1");
         assert!(raised >= 20, "{what}: {raised}");
-        assert_eq!(picture.count("f", "vector 1", "interrupt"), raised, "{what}");
+        assert_eq!(time_line.count("f", "vector 1", "interrupt"), raised, "{what}");
     }
 }
 
@@ -187,9 +187,9 @@ fn commands_found_after_arming_eventidx_are_in_the_time_line() {
     let out = server.directory().join("picture.json");
     let options = ["-q", "--perfetto", out.to_str().unwrap()];
     assert_eq!(trace(&server.directory().join("trace"), &options), "");
-    let picture = read(&std::fs::read_to_string(&out).unwrap());
-    assert_eq!(picture.count("X", "SQ 1", "1 command submitted"), 3000);
-    assert_eq!(picture.count("i", "SQ 1 doorbell", "shadow doorbell moved"), 3000);
+    let time_line = read(&std::fs::read_to_string(&out).unwrap());
+    assert_eq!(time_line.count("X", "SQ 1", "1 command submitted"), 3000);
+    assert_eq!(time_line.count("i", "SQ 1 doorbell", "shadow doorbell moved"), 3000);
 }
 
 #[test]

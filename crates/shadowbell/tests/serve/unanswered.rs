@@ -89,7 +89,7 @@ impl Guest {
             false => (self.namespace.read(lba, blocks), None),
         };
         let token = self.queue.submit(command.unwrap(), Some(buffer)).unwrap();
-        self.pages[at].under_way = Some((token, number));
+        self.pages[at].in_flight = Some((token, number));
     }
 
     /// Submits a read or a write of every page.
@@ -138,9 +138,9 @@ impl Guest {
 /// Checks a completion, whose status must be one of `expected`.
 fn take(pages: &mut [Page], completion: Completion, expected: &[Status]) -> Status {
     let Completion { token, status, buffer, .. } = completion;
-    let is = |page: &&mut Page| page.under_way.as_ref().is_some_and(|(it, _)| *it == token);
+    let is = |page: &&mut Page| page.in_flight.as_ref().is_some_and(|(it, _)| *it == token);
     let page = pages.iter_mut().find(is).expect("a completion of a request in flight");
-    let (_, number) = page.under_way.take().unwrap();
+    let (_, number) = page.in_flight.take().unwrap();
     assert!(expected.contains(&status), "{status:?}");
     match (status, number) {
         (Status::SUCCESS, Some(number)) => page.may = vec![number],
@@ -153,7 +153,7 @@ fn take(pages: &mut [Page], completion: Completion, expected: &[Status]) -> Stat
 /// Waits until nothing is in flight; returns how many commands failed.
 fn settle(queue: &mut QueuePair, pages: &mut [Page], expected: &[Status]) -> usize {
     let mut failed = 0;
-    while pages.iter().any(|page| page.under_way.is_some()) {
+    while pages.iter().any(|page| page.in_flight.is_some()) {
         let completion = complete(queue);
         failed += usize::from(take(pages, completion, expected) != Status::SUCCESS);
     }

@@ -28,7 +28,7 @@ const SIZE: u64 = 16 << 20;
 const LATE: &str = "stall=30ms";
 const UNANSWERED: &str = "unanswered::character_device_namespaces_pass";
 /// Time limit of a test, in an emulated guest.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TEST_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Controllers, in the order of their PCI addresses.
 const MODEL: usize = 0;
@@ -78,7 +78,7 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let Outside { servers, exporter, devices } = Outside::start(run, &program)?;
     let mut guest = booted(setup, kernel, run, devices.clone(), "")?;
     let mut check = |name: &str, source: usize, test: &str, device: usize| {
-        report.check(name, |_| carry_out(&mut guest, &tests, source, test, device, &exporter));
+        report.check(name, |_| run_test(&mut guest, &tests, source, test, device, &exporter));
     };
     for (what, device) in
         [("ours", MODEL), ("ours, blocks of 4096 bytes", LARGE_BLOCKS), ("QEMU's", QEMU_MODEL)]
@@ -97,7 +97,7 @@ pub(super) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     let name = "hung storage: the guest's kernel aborts commands and resets the device";
     report.check(name, |_| {
         let mut guest = booted(setup, kernel, run, stalled, "nvme_core.io_timeout=1")?;
-        carry_out(&mut guest, &tests, 2, UNANSWERED, 0, &exporter)?;
+        run_test(&mut guest, &tests, 2, UNANSWERED, 0, &exporter)?;
         let log = guest.dmesg()?;
         for word in ["aborting", "reset controller"] {
             let times = log.lines().filter(|line| line.contains(word)).count();
@@ -129,7 +129,7 @@ fn booted(
 
 /// Executes a test on the character device of this controller. When the test requests it, stops and
 /// resumes the storage behind the controller.
-fn carry_out(
+fn run_test(
     guest: &mut Guest,
     tests: &[PathBuf],
     source: usize,
@@ -150,7 +150,7 @@ fn carry_out(
         ),
         MINUTE,
     )?;
-    let ended = until_it_ends(guest, exporter);
+    let ended = wait_for_end(guest, exporter);
     // The storage is resumed in any case, because a process that waits for hung storage cannot be
     // killed.
     exporter.go_on()?;
@@ -162,8 +162,8 @@ fn carry_out(
 }
 
 /// Waits for the end of the test. Returns its exit status.
-fn until_it_ends(guest: &mut Guest, exporter: &Exporter) -> Result<String> {
-    let until = Instant::now() + PATIENCE;
+fn wait_for_end(guest: &mut Guest, exporter: &Exporter) -> Result<String> {
+    let until = Instant::now() + TEST_TIMEOUT;
     loop {
         let said = guest.sh("[ -e /tmp/code ] && cat /tmp/code; ls /tmp/asks", MINUTE)?;
         for word in said.split_whitespace() {

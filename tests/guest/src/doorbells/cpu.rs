@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server};
 
-use super::usage::{Usage, confine};
+use super::usage::{Usage, pin_to_last_cpu};
 use crate::comparison::Comparison;
 use crate::fio::{BLOCK, Measured, random_reads};
 use crate::setup::{MINUTE, Setup, names};
@@ -153,8 +153,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let of = "processor time of random reads of 4 KiB from a file, in turn";
         let rows = report.check(&format!("{of}{}", place.words()), |_| {
             if place == Place::OneProcessor {
-                confine(guest.id())?;
-                contestants.iter().filter_map(Contestant::server).try_for_each(confine)?;
+                pin_to_last_cpu(guest.id())?;
+                contestants.iter().filter_map(Contestant::server).try_for_each(pin_to_last_cpu)?;
             }
             measure(&mut guest, &contestants, place.depths(), 2 * setup.rounds + 1)
         });

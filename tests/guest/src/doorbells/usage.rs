@@ -47,7 +47,7 @@ impl Usage {
 
 /// Pins all threads of `process`, and those that they will start, to the last CPU that this
 /// process may use.
-pub(crate) fn confine(process: u32) -> Result<()> {
+pub(crate) fn pin_to_last_cpu(process: u32) -> Result<()> {
     let allowed = sched_getaffinity(None).context("reading the CPU affinity")?;
     let last =
         (0..CpuSet::MAX_CPU).rfind(|cpu| allowed.is_set(*cpu)).context("no CPU is allowed")?;
@@ -125,10 +125,10 @@ mod tests {
     fn a_pinned_process_has_one_cpu() {
         let mut command = std::process::Command::new("sleep");
         let mut child = ProcessGroup::spawn(command.arg("1000")).unwrap();
-        confine(child.id()).unwrap();
+        pin_to_last_cpu(child.id()).unwrap();
         let set = sched_getaffinity(Pid::from_raw(child.id() as i32)).unwrap();
         child.kill();
         assert_eq!(set.count(), 1);
-        assert!(confine(child.id()).is_err(), "the process has ended");
+        assert!(pin_to_last_cpu(child.id()).is_err(), "the process has ended");
     }
 }

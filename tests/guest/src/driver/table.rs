@@ -30,7 +30,7 @@ pub(crate) const PATTERNS: [(u32, u32, u64, u64); 4] = [
 
 /// Path from the program to the controller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Way {
+enum DataPath {
     LinuxAio,
     IoUring,
     QemuNvme,
@@ -40,7 +40,7 @@ enum Way {
     Polling,
 }
 
-impl Way {
+impl DataPath {
     /// All paths. Those through the kernel's driver are measured first, because the controller is
     /// bound to VFIO afterwards.
     const ALL: [Self; 6] =
@@ -92,7 +92,7 @@ struct Controller {
 /// A row of the table.
 struct Row {
     controller: &'static str,
-    way: Way,
+    path: DataPath,
     depth: u32,
     bs: u32,
     ios: u64,
@@ -115,18 +115,18 @@ impl Row {
     /// Interrupts per I/O. `None` for QEMU's `nvme://`, which uses the vector of the admin queue
     /// for all queues; interrupts of this vector are not counted.
     fn interrupts_per_io(&self) -> Option<f64> {
-        (self.way != Way::QemuNvme).then(|| self.per_io(self.interrupts))
+        (self.path != DataPath::QemuNvme).then(|| self.per_io(self.interrupts))
     }
 
     fn json(&self, kernel: Kernel) -> Value {
         let mut row = json!({
             "table": "S2",
-            "device": self.way.device(),
+            "device": self.path.device(),
             "controller": self.controller,
-            "completion": self.way.completion(),
-            "through": self.way.through(),
+            "completion": self.path.completion(),
+            "through": self.path.through(),
             // QEMU's `nvme://` does not support shadow doorbells.
-            "doorbells": if self.way == Way::QemuNvme { "mmio" } else { "shadow" },
+            "doorbells": if self.path == DataPath::QemuNvme { "mmio" } else { "shadow" },
             "kernel": kernel.to_string(),
             "backing": "null",
             "rw": "read",
@@ -194,8 +194,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 fn measure(guest: &mut Guest, controllers: &mut [Controller], rounds: usize) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     let mut bound = true;
-    for way in Way::ALL {
-        if bound && !way.needs_kernel_driver() {
+    for path in DataPath::ALL {
+        if bound && !path.needs_kernel_driver() {
             let addresses: Vec<_> = controllers.iter().map(|c| c.address.as_str()).collect();
             shadowbell(guest, &format!("bind {}", addresses.join(" ")))?.success()?;
             bound = false;
@@ -209,17 +209,17 @@ fn measure(guest: &mut Guest, controllers: &mut [Controller], rounds: usize) -> 
                 // The controllers are measured in turn, so that other load of this machine
                 // affects all of them.
                 for (controller, times) in controllers.iter().zip(&mut times) {
-                    if way == Way::QemuNvme && !controller.nvme {
+                    if path == DataPath::QemuNvme && !controller.nvme {
                         continue;
                     }
-                    times.push(time(guest, controller, way, depth, bs, ios)?);
+                    times.push(time(guest, controller, path, depth, bs, ios)?);
                 }
             }
             for (controller, mut times) in controllers.iter_mut().zip(times) {
-                if way == Way::QemuNvme && !controller.nvme {
+                if path == DataPath::QemuNvme && !controller.nvme {
                     continue;
                 }
-                let run = count(guest, controller, way, depth, bs, counted)?;
+                let run = count(guest, controller, path, depth, bs, counted)?;
                 let (doorbells, interrupts) = (run.doorbells, run.interrupts);
                 times.sort_by(f64::total_cmp);
                 // If no rounds are requested, the run that counts doorbells is the only result.
@@ -230,7 +230,7 @@ fn measure(guest: &mut Guest, controllers: &mut [Controller], rounds: usize) -> 
                 let controller = controller.name;
                 rows.push(Row {
                     controller,
-                    way,
+                    path,
                     depth,
                     bs,
                     ios,
@@ -270,25 +270,25 @@ fn can_be_driven_by_qemu(guest: &mut Guest, controller: &Controller) -> Result<b
 fn time(
     guest: &mut Guest,
     controller: &Controller,
-    way: Way,
+    path: DataPath,
     depth: u32,
     bs: u32,
     ios: u64,
 ) -> Result<f64> {
-    let image = match way {
-        Way::LinuxAio => format!("-t none -i native -n /dev/{}", controller.disk),
-        Way::IoUring => format!("-t none -i io_uring -n /dev/{}", controller.disk),
+    let image = match path {
+        DataPath::LinuxAio => format!("-t none -i native -n /dev/{}", controller.disk),
+        DataPath::IoUring => format!("-t none -i io_uring -n /dev/{}", controller.disk),
         // The option `-t none` is omitted: there is no host cache to bypass, and the option would
         // set the write cache of the controller for one namespace, which QEMU's own controller
         // refuses.
-        Way::QemuNvme => format!("nvme://{}/1", controller.address),
-        Way::Nbd => "'nbd+unix:///?socket=/tmp/nbd.sock'".to_owned(),
-        Way::Interrupts | Way::Polling => {
+        DataPath::QemuNvme => format!("nvme://{}/1", controller.address),
+        DataPath::Nbd => "'nbd+unix:///?socket=/tmp/nbd.sock'".to_owned(),
+        DataPath::Interrupts | DataPath::Polling => {
             let command = format!(
                 "bench nvme://{} --rw read --bs {bs} --iodepth {depth} --number-ios {ios} \
                  --completion {} --latency-sample 1000000",
                 controller.address,
-                way.completion()
+                path.completion()
             );
             let row = json_of(guest, &command)?["rows"][0].take();
             ensure!(row["commands"] == ios && row["doorbells"] == "shadow", "{row}");
@@ -296,7 +296,7 @@ fn time(
         }
     };
     let mut command = format!("qemu-img bench -f raw -c {ios} -d {depth} -s {bs} {image}");
-    if way == Way::Nbd {
+    if path == DataPath::Nbd {
         command = format!(
             "rm -f /tmp/nbd.sock; shadowbell -q export nvme://{} --nbd unix:/tmp/nbd.sock & \
              for i in $(seq 100); do [ -S /tmp/nbd.sock ] && break; sleep 0.1; done; \
@@ -325,14 +325,14 @@ struct Counted {
 fn count(
     guest: &mut Guest,
     controller: &mut Controller,
-    way: Way,
+    path: DataPath,
     depth: u32,
     bs: u32,
     ios: u64,
 ) -> Result<Counted> {
     let Some(server) = &mut controller.server else {
         let stretch = Stretch::begin(guest)?;
-        let timed = time(guest, controller, way, depth, bs, ios);
+        let timed = time(guest, controller, path, depth, bs, ios);
         let counts = stretch.end(guest)?;
         return Ok(Counted {
             doorbells: counts.sq_doorbells + counts.cq_doorbells,
@@ -341,7 +341,7 @@ fn count(
         });
     };
     let before = server.stats()?;
-    let timed = time(guest, controller, way, depth, bs, ios);
+    let timed = time(guest, controller, path, depth, bs, ios);
     let Some(server) = &mut controller.server else { bail!("the server is gone") };
     let after = server.stats()?;
     let seconds = timed?;
@@ -356,17 +356,19 @@ fn count(
 /// Checks the targets of the table. Counts are checked; speeds are only printed, because they
 /// depend on other load of this machine.
 fn judge(report: &mut Report, rows: &[Row]) {
-    let find = |controller: &str, way: Way, depth: u32, bs: u32| {
+    let find = |controller: &str, path: DataPath, depth: u32, bs: u32| {
         rows.iter()
             .find(|row| {
-                (row.controller, row.way, row.depth, row.bs) == (controller, way, depth, bs)
+                (row.controller, row.path, row.depth, row.bs) == (controller, path, depth, bs)
             })
-            .with_context(|| format!("no row of {controller} by {way:?} at {depth}"))
+            .with_context(|| format!("no row of {controller} by {path:?} at {depth}"))
     };
     report.check("fewer doorbells per I/O than QEMU's nvme://, everywhere", |_| {
         let mut compared = 0;
-        for row in rows.iter().filter(|row| matches!(row.way, Way::Interrupts | Way::Polling)) {
-            let qemu = find(row.controller, Way::QemuNvme, row.depth, row.bs);
+        for row in
+            rows.iter().filter(|row| matches!(row.path, DataPath::Interrupts | DataPath::Polling))
+        {
+            let qemu = find(row.controller, DataPath::QemuNvme, row.depth, row.bs);
             let Ok(qemu) = qemu else { continue };
             compared += 1;
             let (a, b) = (row.per_io(row.doorbells), qemu.per_io(qemu.doorbells));
@@ -377,14 +379,14 @@ fn judge(report: &mut Report, rows: &[Row]) {
     });
     for (depth, bs, ..) in PATTERNS {
         for controller in ["qemu", "shadowbell"] {
-            let rate = |way| find(controller, way, depth, bs).map(Row::iops);
-            for way in [Way::Polling, Way::Interrupts, Way::Nbd] {
-                let (Ok(mine), Ok(aio)) = (rate(way), rate(Way::LinuxAio)) else { continue };
-                let nvme = rate(Way::QemuNvme)
+            let rate = |path| find(controller, path, depth, bs).map(Row::iops);
+            for path in [DataPath::Polling, DataPath::Interrupts, DataPath::Nbd] {
+                let (Ok(mine), Ok(aio)) = (rate(path), rate(DataPath::LinuxAio)) else { continue };
+                let nvme = rate(DataPath::QemuNvme)
                     .map(|nvme| format!(", {:.2} times QEMU's nvme://", mine / nvme))
                     .unwrap_or_default();
                 println!(
-                    "   iodepth {depth}, {bs} bytes, {controller}, {way:?}: {:.2} times linux-aio{nvme}",
+                    "   iodepth {depth}, {bs} bytes, {controller}, {path:?}: {:.2} times linux-aio{nvme}",
                     mine / aio
                 );
             }
@@ -401,9 +403,9 @@ fn table(rows: &[Row], kernel: Kernel) -> Table {
             row.controller.to_owned(),
             row.depth.to_string(),
             row.bs.to_string(),
-            match row.way {
-                Way::Nbd => "shadowbell by nbd".to_owned(),
-                way => format!("{} {}", way.device(), way.completion()),
+            match row.path {
+                DataPath::Nbd => "shadowbell by nbd".to_owned(),
+                path => format!("{} {}", path.device(), path.completion()),
             },
             format!("{:.3}", row.seconds),
             short(row.iops()),
@@ -428,19 +430,19 @@ mod tests {
         assert_eq!(seconds("completed in a while"), None);
     }
 
-    fn row(way: Way, doorbells: u64) -> Row {
+    fn row(path: DataPath, doorbells: u64) -> Row {
         let (controller, depth, bs) = ("qemu", 1, 4096);
         let (ios, seconds, counted, interrupts) = (1000, 0.5, 100, 50);
-        Row { controller, way, depth, bs, ios, seconds, counted, doorbells, interrupts }
+        Row { controller, path, depth, bs, ios, seconds, counted, doorbells, interrupts }
     }
 
     #[test]
     fn rows_have_the_agreed_names() {
-        let json = row(Way::Polling, 25).json(Kernel::V7_2);
+        let json = row(DataPath::Polling, 25).json(Kernel::V7_2);
         assert_eq!((&json["table"], &json["device"]), (&json!("S2"), &json!("shadowbell")));
         assert_eq!((&json["iops"], &json["mmio_per_io"]), (&json!(2000.0), &json!(0.25)));
         assert_eq!((&json["completion"], &json["seconds"]), (&json!("poll"), &json!(0.5)));
-        let qemu = row(Way::QemuNvme, 1).json(Kernel::V6_1);
+        let qemu = row(DataPath::QemuNvme, 1).json(Kernel::V6_1);
         assert_eq!((&qemu["doorbells"], qemu.get("interrupts_per_io")), (&json!("mmio"), None));
         assert_eq!(json["interrupts_per_io"], 0.5);
     }
@@ -449,11 +451,11 @@ mod tests {
     fn a_missed_target_fails() {
         for (doorbells, failed) in [(10, 0), (200, 1), (300, 1)] {
             let mut report = Report::default();
-            judge(&mut report, &[row(Way::QemuNvme, 200), row(Way::Polling, doorbells)]);
+            judge(&mut report, &[row(DataPath::QemuNvme, 200), row(DataPath::Polling, doorbells)]);
             assert_eq!(report.failed(), failed);
         }
         let mut report = Report::default();
-        judge(&mut report, &[row(Way::Polling, 0)]);
+        judge(&mut report, &[row(DataPath::Polling, 0)]);
         assert_eq!(report.failed(), 1, "nothing to compare with is no success");
     }
 }

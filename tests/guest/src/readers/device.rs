@@ -101,7 +101,7 @@ pub(crate) fn checks(
     qemu: &Controller,
 ) {
     let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
-        report.check(name, |_| run(guest).or_else(|error| tidy(guest).and(Err(error))))
+        report.check(name, |_| run(guest).or_else(|error| clean_up(guest).and(Err(error))))
     };
     check("users other than root are refused with the reason", &unprivileged);
     check(
@@ -126,11 +126,11 @@ pub(crate) fn checks(
     check("a device that cannot be recovered is refused with the reason", &|guest| {
         not_taken_over(guest, shadowbell_controller)
     });
-    report.check("the kernel logs no warning", |_| kernel_is_content(guest));
+    report.check("the kernel logs no warning", |_| kernel_logged_no_warning(guest));
 }
 
 /// Fails if the guest's kernel has logged a warning.
-pub(crate) fn kernel_is_content(guest: &mut Guest) -> Result<()> {
+pub(crate) fn kernel_logged_no_warning(guest: &mut Guest) -> Result<()> {
     let log = guest.dmesg()?;
     let bad = ["ublk", "blocked for more than", "BUG:", "WARNING:", "Oops"];
     let found: Vec<_> = log
@@ -143,7 +143,7 @@ pub(crate) fn kernel_is_content(guest: &mut Guest) -> Result<()> {
 }
 
 /// Removes what a failed check has left, so that the next check can use the controller.
-fn tidy(guest: &mut Guest) -> Result<()> {
+fn clean_up(guest: &mut Guest) -> Result<()> {
     let script = "umount /mnt; for signal in TERM KILL; do \
             kill -$signal $(cat /tmp/pid0); \
             for i in $(seq 100); do [ -d /proc/$(cat /tmp/pid0) ] || exit 0; sleep 0.05; done; \

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, config};
 
 use self::controller::{Controller, SIZE};
-pub(super) use self::device::{Export, kernel_is_content, killed, refused};
+pub(super) use self::device::{Export, kernel_logged_no_warning, killed, refused};
 use super::vfio::{self, allow_unsafe_interrupts, boot, load, pack, shadowbell};
 use crate::setup::{MINUTE, Setup, names};
 use shadowbell_harness::Report;

@@ -53,8 +53,8 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    fn of(controller: &Controller, what: What, figures: &Figures, turns: Vec<f64>) -> Self {
-        let What { device, through, file_system, rw, bs, readers } = what;
+    fn of(controller: &Controller, what: Condition, figures: &Figures, turns: Vec<f64>) -> Self {
+        let Condition { device, through, file_system, rw, bs, readers } = what;
         let Figures { iops, bandwidth, commands } = *figures;
         let controller = controller.name;
         Self {
@@ -105,7 +105,7 @@ impl Row {
 
 /// A condition that is measured.
 #[derive(Clone, Copy)]
-struct What {
+struct Condition {
     device: &'static str,
     through: &'static str,
     file_system: Option<&'static str>,
@@ -142,16 +142,17 @@ fn median(mut rounds: Vec<Figures>) -> Result<Figures> {
 fn in_turn<'a>(
     controllers: &'a [Controller],
     turns: usize,
-    things: &[What],
-    mut measure: impl FnMut(&'a Controller, What) -> Result<Figures>,
+    things: &[Condition],
+    mut measure: impl FnMut(&'a Controller, Condition) -> Result<Figures>,
 ) -> Result<Vec<Row>> {
     let all = things.iter().flat_map(|what| controllers.iter().map(|c| (c, *what)));
     let mut found: Vec<_> = all.map(|(controller, what)| (controller, what, Vec::new())).collect();
     for turn in 0..turns {
-        let mut measure = |(controller, what, figures): &mut (&'a Controller, What, Vec<_>)| {
-            figures.push(measure(controller, *what)?);
-            anyhow::Ok(())
-        };
+        let mut measure =
+            |(controller, what, figures): &mut (&'a Controller, Condition, Vec<_>)| {
+                figures.push(measure(controller, *what)?);
+                anyhow::Ok(())
+            };
         if turn % 2 == 0 {
             found.iter_mut().try_for_each(&mut measure)?;
         } else {
@@ -167,8 +168,8 @@ fn in_turn<'a>(
 
 /// Groups conditions that are compared with each other, so that they are measured together: the
 /// sizes of random reads.
-fn together(things: impl Iterator<Item = What>) -> Vec<Vec<What>> {
-    let mut groups: Vec<Vec<What>> = Vec::new();
+fn together(things: impl Iterator<Item = Condition>) -> Vec<Vec<Condition>> {
+    let mut groups: Vec<Vec<Condition>> = Vec::new();
     for what in things {
         match groups.last_mut() {
             Some(group) if group.iter().all(|g| (g.rw, g.readers) == (what.rw, what.readers)) => {
@@ -181,12 +182,12 @@ fn together(things: impl Iterator<Item = What>) -> Vec<Vec<What>> {
 }
 
 /// Number of turns of a group. Random reads take only half a second each, so they have more turns.
-fn turns(group: &[What], rounds: usize) -> usize {
+fn turns(group: &[Condition], rounds: usize) -> usize {
     if group.iter().all(|what| what.rw == "randread") { 2 * rounds + 1 } else { rounds }
 }
 
 /// fio's arguments for `what.readers` readers of a raw disk.
-fn raw_readers(disk: &str, what: What) -> String {
+fn raw_readers(disk: &str, what: Condition) -> String {
     let readers = u64::from(what.readers);
     let common = format!(
         "--filename=/dev/{disk} --bs={} --numjobs={readers} --direct=1 --ioengine=psync",
@@ -203,8 +204,9 @@ fn raw_readers(disk: &str, what: What) -> String {
 }
 
 /// All conditions on a raw disk: random and sequential.
-fn raw(device: &'static str, through: &'static str) -> impl Iterator<Item = What> {
-    let what = move |rw, bs, readers| What { device, through, file_system: None, rw, bs, readers };
+fn raw(device: &'static str, through: &'static str) -> impl Iterator<Item = Condition> {
+    let what =
+        move |rw, bs, readers| Condition { device, through, file_system: None, rw, bs, readers };
     let random =
         READERS.into_iter().flat_map(move |readers| SMALL.map(|bs| what("randread", bs, readers)));
     random.chain(RAW.map(|readers| what("read", LARGE, readers)))
@@ -304,7 +306,7 @@ fn through(
     for readers in FILES {
         let file_system = Some("ext4");
         let (device, through, rw, bs) = ("shadowbell", "ublk", "read", LARGE);
-        let what = What { device, through, file_system, rw, bs, readers };
+        let what = Condition { device, through, file_system, rw, bs, readers };
         rows.extend(in_turn(one, rounds, &[what], |_, _| {
             let mount = "umount /mnt && echo 3 >/proc/sys/vm/drop_caches";
             guest.sh(&format!("{mount} && mount /dev/{disk} /mnt"), MINUTE)?;
@@ -429,8 +431,8 @@ pub(crate) fn table(rows: &[Row], kernel: Kernel) -> Table {
 mod tests {
     use super::*;
 
-    fn what(rw: &'static str, bs: u32, readers: u16) -> What {
-        What { device: "shadowbell", through: "ublk", file_system: None, rw, bs, readers }
+    fn what(rw: &'static str, bs: u32, readers: u16) -> Condition {
+        Condition { device: "shadowbell", through: "ublk", file_system: None, rw, bs, readers }
     }
 
     #[test]

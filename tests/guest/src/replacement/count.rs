@@ -8,6 +8,6 @@ pub(super) struct Count {
     pub(super) done: u32,
     /// Upgrades that were cancelled because the old process did not quiesce in time. The old
     /// process continues to serve, and the guest does not notice.
-    pub(super) put_off: u32,
+    pub(super) cancelled: u32,
     pub(super) longest: Duration,
 }

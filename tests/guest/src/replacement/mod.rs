@@ -174,13 +174,13 @@ pub(crate) fn run(
     }
     println!("   {all} in all");
     report.check("the kernel logs no warning", |_| dmesg::clean(&mut guest, 1));
-    report.check("the server is running", |_| lives(&mut disk));
+    report.check("the server is running", |_| is_running(&mut disk));
     finish(report, guest, disk);
     Ok(())
 }
 
 /// Fails if a client has lost its controller, or if the server has ended.
-fn lives(disk: &mut Disk) -> Result<()> {
+fn is_running(disk: &mut Disk) -> Result<()> {
     disk.check()?;
     let log = disk.server.as_ref().context("no server")?.log()?;
     let lost = log.lines().find(|line| line.contains("have lost"));

@@ -17,7 +17,7 @@ pub(super) fn once(program: &Path, server: u32, count: &mut Count) -> Result<()>
             // The old process may continue after a timeout of the quiesce. Any other failure is an
             // error.
             ensure!(why.contains(" within "), "an upgrade has failed: {why}");
-            count.put_off += 1;
+            count.cancelled += 1;
         }
         _ => bail!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr)),
     }
@@ -28,7 +28,7 @@ pub(super) fn once(program: &Path, server: u32, count: &mut Count) -> Result<()>
 pub(crate) fn upgrade_worker(program: &Path, server: u32) -> Result<()> {
     let mut count = Count::default();
     while count.done == 0 {
-        ensure!(count.put_off < 20, "an upgrade was cancelled twenty times");
+        ensure!(count.cancelled < 20, "an upgrade was cancelled twenty times");
         once(program, server, &mut count)?;
     }
     Ok(())

@@ -36,7 +36,7 @@ pub(super) struct Row {
     rw: &'static str,
     bytes: u32,
     depth: u32,
-    straight: Figures,
+    zero_copy: Figures,
     copied: Figures,
 }
 
@@ -57,9 +57,9 @@ pub(super) fn measure(guest: &mut Guest, raw: &str, rounds: usize) -> Result<Vec
             export.stop(guest)?;
         }
     }
-    let rows = WORK.into_iter().zip(turns).map(|((rw, bytes, depth), [straight, copied])| {
-        let (straight, copied) = (median(straight)?, median(copied)?);
-        Ok(Row { rw, bytes, depth, straight, copied })
+    let rows = WORK.into_iter().zip(turns).map(|((rw, bytes, depth), [zero_copy, copied])| {
+        let (zero_copy, copied) = (median(zero_copy)?, median(copied)?);
+        Ok(Row { rw, bytes, depth, zero_copy, copied })
     });
     rows.collect()
 }
@@ -129,17 +129,17 @@ pub(super) fn table(rows: &[Row], kernel: Kernel) -> Table {
     ];
     let mut table = Table::new("", &head);
     for row in rows {
-        let (straight, copied) = (row.straight, row.copied);
+        let (zero_copy, copied) = (row.zero_copy, row.copied);
         let mut cells = vec![row.rw.to_owned(), row.bytes.to_string(), row.depth.to_string()];
-        cells.extend([straight.iops, copied.iops].map(|iops| format!("{iops:.0}")));
-        cells.push(format!("{:.2}", straight.iops / copied.iops.max(1.0)));
-        let times = [straight.server, copied.server, straight.system, copied.system];
+        cells.extend([zero_copy.iops, copied.iops].map(|iops| format!("{iops:.0}")));
+        cells.push(format!("{:.2}", zero_copy.iops / copied.iops.max(1.0)));
+        let times = [zero_copy.server, copied.server, zero_copy.system, copied.system];
         cells.extend(times.map(|time| format!("{time:.0}")));
         let of =
             |it: Figures| json!({"iops": it.iops, "server_us": it.server, "system_us": it.system});
         let json = json!({
             "table": "ublk", "kernel": kernel.to_string(), "rw": row.rw, "bs": row.bytes,
-            "iodepth": row.depth, "straight": of(straight), "copied": of(copied),
+            "iodepth": row.depth, "straight": of(zero_copy), "copied": of(copied),
         });
         table.push(cells, json);
     }

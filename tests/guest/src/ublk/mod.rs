@@ -10,7 +10,7 @@ mod measure;
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir};
 
-use super::readers::{Export, kernel_is_content, killed, refused};
+use super::readers::{Export, kernel_logged_no_warning, killed, refused};
 use super::setup::{MINUTE, Setup, names};
 use super::vfio::{boot, load, pack};
 use shadowbell_harness::Report;
@@ -19,7 +19,7 @@ use shadowbell_harness::Report;
 const UBLK: &str = "ublk_drv";
 const SIZE: u64 = 512 << 20;
 /// Words in the log of an export with zero copy.
-const STRAIGHT: &str = "zero-copy I/O";
+const ZERO_COPY: &str = "zero-copy I/O";
 /// An image on the file system of the second disk.
 const IMAGE: &str = "/img/disk.img";
 const IMAGE_BYTES: u64 = 384 << 20;
@@ -54,7 +54,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         MINUTE,
     )?;
     let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
-        report.check(name, |_| run(&mut guest).or_else(|error| tidy(&mut guest).and(Err(error))))
+        report
+            .check(name, |_| run(&mut guest).or_else(|error| clean_up(&mut guest).and(Err(error))))
     };
     check("zero copy on a block device, every byte verified", &|guest| content(guest, &raw, ""));
     check("copies on a block device, every byte verified", &|guest| {
@@ -63,7 +64,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     check("a file system on an image is written, mounted again, trimmed, and clean", &file_system);
     check("requests of a disk with a limit are copied", &|guest| limited(guest, &raw));
     check("three kills under load: --recover recovers the device without data loss", &|guest| {
-        killed(guest, &raw, STRAIGHT)
+        killed(guest, &raw, ZERO_COPY)
     });
     check("a device is recovered with the other data path", &|guest| crossed(guest, &raw));
     if setup.rounds > 0 {
@@ -74,7 +75,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
             report.table(measure::table(&rows, kernel));
         }
     }
-    report.check("the kernel logs no warning", |_| kernel_is_content(&mut guest));
+    report.check("the kernel logs no warning", |_| kernel_logged_no_warning(&mut guest));
     // The kernel logs the errors of this check, so the kernel's log is checked before.
     report.check("a truncated image gives errors, never zeroes", |_| shrunk(&mut guest));
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
@@ -82,7 +83,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
 }
 
 /// Removes what a failed check has left, so that the next check can use the disks.
-fn tidy(guest: &mut Guest) -> Result<()> {
+fn clean_up(guest: &mut Guest) -> Result<()> {
     let script = "umount /mnt; for signal in TERM KILL; do \
             kill -$signal $(cat /tmp/pid0); \
             for i in $(seq 100); do [ -d /proc/$(cat /tmp/pid0) ] || exit 0; sleep 0.05; done; \
@@ -90,7 +91,7 @@ fn tidy(guest: &mut Guest) -> Result<()> {
     guest.run(script, MINUTE).map(drop)
 }
 
-fn said(guest: &mut Guest) -> Result<String> {
+fn export_log(guest: &mut Guest) -> Result<String> {
     guest.sh("cat /tmp/export0", MINUTE)
 }
 
@@ -98,12 +99,16 @@ fn said(guest: &mut Guest) -> Result<String> {
 /// copies.
 fn stop(guest: &mut Guest, export: Export) -> Result<(u64, u64)> {
     export.stop(guest)?;
-    counts(&said(guest)?)
+    counts(&export_log(guest)?)
 }
 
-fn counts(said: &str) -> Result<(u64, u64)> {
-    let words =
-        || said.split("zero-copy for ").nth(1).with_context(|| format!("no counts: {said}"));
+fn counts(export_log: &str) -> Result<(u64, u64)> {
+    let words = || {
+        export_log
+            .split("zero-copy for ")
+            .nth(1)
+            .with_context(|| format!("no counts: {export_log}"))
+    };
     let mut numbers = words()?.split_whitespace().filter_map(|word| word.parse().ok());
     Ok((
         numbers.next().context("no count of zero-copy requests")?,
@@ -114,8 +119,8 @@ fn counts(said: &str) -> Result<(u64, u64)> {
 fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
     let export = Export::start(guest, raw, options)?;
     let is_straight = options.is_empty();
-    let text = said(guest)?;
-    ensure!(text.contains(STRAIGHT) == is_straight, "{text}");
+    let text = export_log(guest)?;
+    ensure!(text.contains(ZERO_COPY) == is_straight, "{text}");
     ensure!(text.contains("data is copied: an option requests it") != is_straight, "{text}");
     let disk = &export.disk;
     let fio = "--direct=1 --ioengine=libaio --verify=crc32c --verify_fatal=1 --output-format=terse";
@@ -149,9 +154,9 @@ fn content(guest: &mut Guest, raw: &str, options: &str) -> Result<()> {
         MINUTE,
     )?;
     if is_straight {
-        let (straight, copied) = stop(guest, export)?;
-        println!("         {straight} requests with zero copy, {copied} copied");
-        ensure!(straight > 100 && copied == 0, "{straight} requests straight, {copied} copied");
+        let (zero_copy, copied) = stop(guest, export)?;
+        println!("         {zero_copy} requests with zero copy, {copied} copied");
+        ensure!(zero_copy > 100 && copied == 0, "{zero_copy} requests straight, {copied} copied");
     } else {
         export.stop(guest)?;
     }
@@ -178,8 +183,8 @@ fn file_system(guest: &mut Guest) -> Result<()> {
         &format!("cd / && {SUMS} >/tmp/before && mkdir /mnt/usr && cp -a usr/sbin /mnt/usr/ && umount /mnt"),
         3 * MINUTE,
     )?;
-    let (straight, copied) = stop(guest, export)?;
-    ensure!(straight > 100 && copied == 0, "{straight} requests straight, {copied} copied");
+    let (zero_copy, copied) = stop(guest, export)?;
+    ensure!(zero_copy > 100 && copied == 0, "{zero_copy} requests straight, {copied} copied");
     // The export is started again with the other data path.
     let export = Export::start(guest, IMAGE, "--ublk-copy")?;
     guest.sh(&format!("mount /dev/{disk} /mnt && cd /mnt && {SUMS} >/tmp/after"), 3 * MINUTE)?;
@@ -198,7 +203,7 @@ fn shrunk(guest: &mut Guest) -> Result<()> {
     guest.sh(&format!("truncate -s 16M {image}"), MINUTE)?;
     let export = Export::start(guest, image, "")?;
     let disk = export.disk.clone();
-    ensure!(said(guest)?.contains(STRAIGHT), "the data are copied");
+    ensure!(export_log(guest)?.contains(ZERO_COPY), "the data are copied");
     let dd = |arguments: &str| format!("dd {arguments} bs=64k");
     guest.sh(
         &format!(
@@ -222,14 +227,17 @@ fn shrunk(guest: &mut Guest) -> Result<()> {
     ensure!(guest.run(&read(200), MINUTE)?.code != 0, "lost data are read as zeroes");
     guest.sh(&read(127), MINUTE)?;
     export.signal(guest, "TERM")?;
-    let said = export.ended(guest)?;
-    ensure!(said.contains("requests failed") || said.contains("may not be durable"), "{said}");
+    let export_log = export.ended(guest)?;
+    ensure!(
+        export_log.contains("requests failed") || export_log.contains("may not be durable"),
+        "{export_log}"
+    );
     guest.sh(&format!("rm {image}"), MINUTE).map(drop)
 }
 
 fn limited(guest: &mut Guest, raw: &str) -> Result<()> {
     let export = Export::start(guest, &format!("'{raw}?iops=2000'"), "")?;
-    ensure!(!said(guest)?.contains(STRAIGHT), "requests bypass the limit");
+    ensure!(!export_log(guest)?.contains(ZERO_COPY), "requests bypass the limit");
     let disk = &export.disk;
     guest.sh(&format!("dd if=/dev/{disk} of=/dev/null bs=1M count=4 iflag=direct"), MINUTE)?;
     export.stop(guest)
@@ -252,7 +260,7 @@ fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
         export.ended(guest)?;
         refused(guest, &format!("{raw} --ublk --ublk-id 0"), &["ublkb0"])?;
         let export = Export::start(guest, raw, &format!("{then} --recover"))?;
-        let text = said(guest)?;
+        let text = export_log(guest)?;
         ensure!(text.contains(": recovered") && text.contains(words), "{text}");
         let disk = &export.disk;
         guest.sh(
@@ -280,8 +288,8 @@ mod tests {
 
     #[test]
     fn request_counts_are_parsed_from_the_log() {
-        let said = "INFO: zero-copy for 4711 requests, and copies for 8\nINFO: ended";
-        assert_eq!(counts(said).unwrap(), (4711, 8));
+        let export_log = "INFO: zero-copy for 4711 requests, and copies for 8\nINFO: ended";
+        assert_eq!(counts(export_log).unwrap(), (4711, 8));
         assert!(counts("INFO: ended").is_err());
     }
 }

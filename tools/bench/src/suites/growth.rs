@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use crate::figures::{bytes, count, per_io, percent, time};
-use crate::held::Held;
+use crate::held::IdleClients;
 use crate::load::{Load, Waiting};
 use crate::process::{Memory, memory, used};
 use crate::samples::{Rounds, Samples};
@@ -195,7 +195,7 @@ fn neighbours(settings: &Settings) -> Result<Table> {
             // Controller 0 is the busy one.
             let mut held = match *idle {
                 0 => None,
-                _ => Some(Held::start(settings, &server, 1..*idle + 1, &[])?),
+                _ => Some(IdleClients::start(settings, &server, 1..*idle + 1, &[])?),
             };
             if let Some(held) = &mut held {
                 held.line(0)?;
@@ -204,7 +204,7 @@ fn neighbours(settings: &Settings) -> Result<Table> {
             }
             let load = Load { depth: *depth, waiting: *waiting, ..Load::default() };
             rounds.push(load.measure_at(settings, &server.target(0))?);
-            held.map_or(Ok(()), Held::end)?;
+            held.map_or(Ok(()), IdleClients::end)?;
             server.stop()?;
         }
     }
@@ -246,7 +246,8 @@ fn serve_with(settings: &Settings, count: usize, poll: &str) -> Result<Server> {
 fn idle(settings: &Settings, count: usize, queues: u16, found: &mut Found) -> Result<()> {
     let server = serve(settings, count)?;
     found.served = memory(server.id())?;
-    let mut held = Held::start(settings, &server, 0..count, &[format!("--queues={queues}")])?;
+    let mut held =
+        IdleClients::start(settings, &server, 0..count, &[format!("--queues={queues}")])?;
     let attached = held.line(0)?;
     let figure = |name: &str| attached.pointer(name).and_then(Value::as_f64).context("attach_ns");
     found.attach_ns.push(figure("/attach_ns/p50")?);
@@ -270,7 +271,7 @@ fn light(settings: &Settings, count: usize, found: &mut Found) -> Result<()> {
     let server = serve(settings, count)?;
     let ios = (settings.time.as_secs_f64() * (LIGHT * count as u64) as f64).ceil().max(5.0) as u64;
     let options = [format!("--rate-iops={LIGHT}"), format!("--ios={ios}")];
-    let mut held = Held::start(settings, &server, 0..count, &options)?;
+    let mut held = IdleClients::start(settings, &server, 0..count, &options)?;
     held.line(0)?;
     let before = used(server.id())?;
     let loaded = held.line(1)?;

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use crate::figures::{bytes, count, time};
-use crate::held::Held;
+use crate::held::IdleClients;
 use crate::load::{Load, Waiting};
 use crate::process::used;
 use crate::samples::Samples;
@@ -142,7 +142,7 @@ fn measure(
     let server = Server::start_many(&settings.binary, "null:1GiB", controllers, &head)?;
     let socket = server.control();
     let options = [format!("--queues={queues}")];
-    let mut held = Held::start(settings, &server, 1..controllers, &options)?;
+    let mut held = IdleClients::start(settings, &server, 1..controllers, &options)?;
     held.line(0)?;
     // Wait until the work caused by attaching has ended.
     sleep(Duration::from_millis(if settings.quick { 10 } else { 500 }));

@@ -16,7 +16,7 @@ use shadowbell_harness::Report;
 /// Prefix of a command of a client like QEMU: a user in the group of the sockets.
 const CLIENT: &str = "setpriv --reuid=64000 --regid=64000 --groups=kvm";
 /// Prefix of a command of a user outside of that group.
-const STRANGER: &str = "setpriv --reuid=64001 --regid=64001 --clear-groups";
+const OUTSIDER: &str = "setpriv --reuid=64001 --regid=64001 --clear-groups";
 /// Command of a client that verifies its data.
 const VERIFY: &str = "shadowbell verify --force --number-ios 120000 --size 32M";
 const SOCKET: &str = "/run/shadowbell/vm0.sock";
@@ -36,14 +36,20 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     });
     let Some(machine) = machine else { return };
     let steps: [(&str, Step); 8] = [
-        ("the package installs, and its service starts", installs),
-        ("a reload applies the configuration, and refuses an invalid one", reloads),
-        ("only clients in the group of the sockets are served", serves),
-        ("a killed server process is recovered without an error of a client", survives),
-        ("a killed supervisor is restarted without an error of a client", comes_back),
-        ("a newer package upgrades the server without an error of a client", upgrades),
-        ("an instance of shadowbell@.service serves one virtual machine", instances),
-        ("removal stops the services, and purging keeps images", goes),
+        ("the package installs, and its service starts", check_installation),
+        ("a reload applies the configuration, and refuses an invalid one", check_reload),
+        ("only clients in the group of the sockets are served", check_socket_access),
+        (
+            "a killed server process is recovered without an error of a client",
+            check_server_recovery,
+        ),
+        (
+            "a killed supervisor is restarted without an error of a client",
+            check_supervisor_recovery,
+        ),
+        ("a newer package upgrades the server without an error of a client", check_upgrade),
+        ("an instance of shadowbell@.service serves one virtual machine", check_instance),
+        ("removal stops the services, and purging keeps images", check_removal),
     ];
     for (name, step) in steps {
         let outcome = report.check(name, |_| {
@@ -58,18 +64,26 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     }
 }
 
-fn installs(machine: &Machine) -> Result<()> {
+fn check_installation(machine: &Machine) -> Result<()> {
     machine.run("dpkg --install /shared/shadowbell.deb")?;
-    is(machine, "systemctl is-active shadowbell", "active")?;
-    is(machine, "systemctl is-enabled shadowbell", "enabled")?;
-    is(machine, "systemctl show --property StatusText --value shadowbell", "serves 0 controllers")?;
-    is(machine, "shadowbell ctl status --json", "\"controllers\": 0")?;
-    is(machine, "stat --format '%U:%G %a' /var/lib/shadowbell", "shadowbell:shadowbell 750")?;
+    expect_output(machine, "systemctl is-active shadowbell", "active")?;
+    expect_output(machine, "systemctl is-enabled shadowbell", "enabled")?;
+    expect_output(
+        machine,
+        "systemctl show --property StatusText --value shadowbell",
+        "serves 0 controllers",
+    )?;
+    expect_output(machine, "shadowbell ctl status --json", "\"controllers\": 0")?;
+    expect_output(
+        machine,
+        "stat --format '%U:%G %a' /var/lib/shadowbell",
+        "shadowbell:shadowbell 750",
+    )?;
     for pid in [main_pid(machine)?, worker_pid(machine)?] {
-        is(machine, &format!("stat --format %U /proc/{pid}"), "shadowbell")?;
+        expect_output(machine, &format!("stat --format %U /proc/{pid}"), "shadowbell")?;
     }
     // dpkg must find no missing or changed file.
-    is(machine, "dpkg --verify shadowbell; echo fine", "fine")?;
+    expect_output(machine, "dpkg --verify shadowbell; echo fine", "fine")?;
     for page in ["", "-serve", "-ctl", "-ctl-apply", "-bench"] {
         machine
             .run(&format!("zcat /usr/share/man/man1/shadowbell{page}.1.gz | grep -q '^\\.TH'"))?;
@@ -88,7 +102,7 @@ socket = "/run/shadowbell/vm0.sock"
 disks = ["/var/lib/shadowbell/vm0.img", "mem:64MiB"]
 "#;
 
-fn reloads(machine: &Machine) -> Result<()> {
+fn check_reload(machine: &Machine) -> Result<()> {
     machine.run(
         "setpriv --reuid=shadowbell --regid=shadowbell --clear-groups \
          truncate --size 64M /var/lib/shadowbell/vm0.img",
@@ -97,30 +111,30 @@ fn reloads(machine: &Machine) -> Result<()> {
     let before = main_pid(machine)?;
     machine.run("systemctl reload shadowbell")?;
     wait(machine, &format!("test -S {SOCKET}"))?;
-    is(machine, &format!("stat --format '%G %a' {SOCKET}"), "kvm 660")?;
+    expect_output(machine, &format!("stat --format '%G %a' {SOCKET}"), "kvm 660")?;
     let bad = CONFIGURED.replace("disks", "disk");
     machine.run(&write("/etc/shadowbell/shadowbell.toml", &bad))?;
     machine.run("systemctl reload shadowbell")?;
     let said = "journalctl --no-pager --unit shadowbell | grep 'the configuration is refused'";
     wait(machine, said)?;
-    is(machine, "shadowbell ctl status --json", "\"controllers\": 1")?;
+    expect_output(machine, "shadowbell ctl status --json", "\"controllers\": 1")?;
     ensure!(main_pid(machine)? == before, "the server was restarted");
     machine.run(&write("/etc/shadowbell/shadowbell.toml", CONFIGURED))?;
     machine.run("systemctl reload shadowbell").map(drop)
 }
 
-fn serves(machine: &Machine) -> Result<()> {
+fn check_socket_access(machine: &Machine) -> Result<()> {
     for namespace in 1..=2 {
         let target = format!("vfio-user:{SOCKET}/{namespace}");
         machine.run(&format!("{CLIENT} shadowbell verify --number-ios 2000 {target}"))?;
     }
     let refused =
-        machine.run(&format!("{STRANGER} shadowbell list vfio-user:{SOCKET} 2>&1 || true"))?;
+        machine.run(&format!("{OUTSIDER} shadowbell list vfio-user:{SOCKET} 2>&1 || true"))?;
     ensure!(
         refused.to_lowercase().contains("permission denied"),
         "a user outside of the group gets: {refused}"
     );
-    is(machine, "shadowbell ctl namespaces", "vm0.img")?;
+    expect_output(machine, "shadowbell ctl namespaces", "vm0.img")?;
     Ok(())
 }
 
@@ -132,7 +146,7 @@ fn client(machine: &Machine) -> Result<Child> {
 }
 
 /// Waits for the client, which must still be running now and must succeed.
-fn ends_well(mut client: Child) -> Result<()> {
+fn expect_success(mut client: Child) -> Result<()> {
     ensure!(client.try_wait()?.is_none(), "the client had ended before: give it more to do");
     let output = client.wait_with_output()?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -141,70 +155,70 @@ fn ends_well(mut client: Child) -> Result<()> {
     Ok(())
 }
 
-fn survives(machine: &Machine) -> Result<()> {
+fn check_server_recovery(machine: &Machine) -> Result<()> {
     let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
     let client = client(machine)?;
     machine.run(&format!("kill -KILL {before}"))?;
     wait(machine, &format!("shadowbell ctl status --json | grep '\"pid\"' | grep -v {before}"))?;
-    ends_well(client)?;
+    expect_success(client)?;
     ensure!(main_pid(machine)? == main, "the supervisor was restarted");
-    is(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=0")
+    expect_output(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=0")
 }
 
-fn comes_back(machine: &Machine) -> Result<()> {
+fn check_supervisor_recovery(machine: &Machine) -> Result<()> {
     let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
-    is(machine, "systemctl show --property NFileDescriptorStore shadowbell", "=2")?;
+    expect_output(machine, "systemctl show --property NFileDescriptorStore shadowbell", "=2")?;
     let client = client(machine)?;
     machine.run(&format!("kill -KILL {main}"))?;
     wait(machine, &format!("shadowbell ctl status --json | grep '\"pid\"' | grep -v {before}"))?;
-    ends_well(client)?;
+    expect_success(client)?;
     ensure!(main_pid(machine)? != main, "the same process is there");
-    is(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=1")?;
-    is(machine, "systemctl show --property NFileDescriptorStore shadowbell", "=2")
+    expect_output(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=1")?;
+    expect_output(machine, "systemctl show --property NFileDescriptorStore shadowbell", "=2")
 }
 
-fn upgrades(machine: &Machine) -> Result<()> {
+fn check_upgrade(machine: &Machine) -> Result<()> {
     let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
     let client = client(machine)?;
     let said = machine.run("dpkg --install /shared/newer.deb 2>&1")?;
     ensure!(worker_pid(machine)? != before, "the old process still serves:\n{said}");
-    ends_well(client)?;
+    expect_success(client)?;
     ensure!(main_pid(machine)? == main, "the supervisor was restarted:\n{said}");
     let now = worker_pid(machine)?;
     // Both the supervisor and the server process are killed.
     for pid in [main, now] {
-        is(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell\n")?;
+        expect_output(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell\n")?;
     }
-    is(machine, "dpkg-query --show --showformat '${Version}' shadowbell", "+newer")?;
-    is(machine, "systemctl is-active shadowbell", "active")
+    expect_output(machine, "dpkg-query --show --showformat '${Version}' shadowbell", "+newer")?;
+    expect_output(machine, "systemctl is-active shadowbell", "active")
 }
 
-fn instances(machine: &Machine) -> Result<()> {
+fn check_instance(machine: &Machine) -> Result<()> {
     let text = CONFIGURED.replace("vm0", "vm1").replace("\"/var/lib/shadowbell/vm1.img\", ", "");
     machine.run(&write("/etc/shadowbell/vm1.toml", &text))?;
     machine.run("systemctl start shadowbell@vm1")?;
-    is(machine, "shadowbell ctl --server vm1 status --json", "\"controllers\": 1")?;
+    expect_output(machine, "shadowbell ctl --server vm1 status --json", "\"controllers\": 1")?;
     let target = "vfio-user:/run/shadowbell/vm1.sock";
     machine.run(&format!("{CLIENT} shadowbell verify --number-ios 2000 {target}"))?;
     machine.run("systemctl stop shadowbell@vm1")?;
-    is(machine, "systemctl show --property Result shadowbell@vm1", "Result=success")?;
-    is(machine, "systemctl show --property NFileDescriptorStore shadowbell@vm1", "=0")?;
+    expect_output(machine, "systemctl show --property Result shadowbell@vm1", "Result=success")?;
+    expect_output(machine, "systemctl show --property NFileDescriptorStore shadowbell@vm1", "=0")?;
     machine.run("test ! -e /run/shadowbell/vm1.sock && test -S /run/shadowbell/vm0.sock")?;
     machine.run("systemctl start shadowbell@vm1").map(drop)
 }
 
-fn goes(machine: &Machine) -> Result<()> {
+fn check_removal(machine: &Machine) -> Result<()> {
     machine.run("dpkg --remove shadowbell")?;
     let processes = "cat /proc/[0-9]*/comm 2>/dev/null | grep --count '^shadowbell$' || true";
-    is(machine, processes, "0\n")?;
-    is(machine, "systemctl list-units --plain --no-legend 'shadowbell*' | wc -l", "0")?;
+    expect_output(machine, processes, "0\n")?;
+    expect_output(machine, "systemctl list-units --plain --no-legend 'shadowbell*' | wc -l", "0")?;
     machine.run("test -e /etc/shadowbell/shadowbell.toml && test ! -e /usr/bin/shadowbell")?;
     machine.run("dpkg --purge shadowbell")?;
-    is(machine, "dpkg-query --show shadowbell 2>&1 || true", "no packages found")?;
+    expect_output(machine, "dpkg-query --show shadowbell 2>&1 || true", "no packages found")?;
     // Removal keeps configuration files and images that a user has made.
     machine.run("test -e /etc/shadowbell/vm1.toml && test ! -e /etc/shadowbell/shadowbell.toml")?;
     machine.run("test -e /var/lib/shadowbell/vm0.img && test ! -e /run/shadowbell")?;
-    is(machine, "systemctl is-system-running", "running")
+    expect_output(machine, "systemctl is-system-running", "running")
 }
 
 fn main_pid(machine: &Machine) -> Result<u32> {
@@ -225,7 +239,7 @@ fn write(path: &str, text: &str) -> String {
 }
 
 /// Checks that the output of a script contains `words`.
-fn is(machine: &Machine, script: &str, words: &str) -> Result<()> {
+fn expect_output(machine: &Machine, script: &str, words: &str) -> Result<()> {
     let said = machine.run(script)?;
     ensure!(said.contains(words), "{script}: {words:?} is not in:\n{said}");
     Ok(())

@@ -34,12 +34,12 @@ impl Arrows {
 
     /// Shortest path from a file to another, including both. From a file to itself, the path is a
     /// cycle.
-    fn way<'a>(&'a self, from: &'a str, to: &str) -> Option<Vec<&'a str>> {
+    fn shortest_path<'a>(&'a self, from: &'a str, to: &str) -> Option<Vec<&'a str>> {
         let mut ways = VecDeque::from([vec![from]]);
         let mut seen = BTreeSet::new();
-        while let Some(way) = ways.pop_front() {
-            for next in self.imports(way[way.len() - 1]) {
-                let longer = || way.iter().copied().chain([next]).collect();
+        while let Some(shortest_path) = ways.pop_front() {
+            for next in self.imports(shortest_path[shortest_path.len() - 1]) {
+                let longer = || shortest_path.iter().copied().chain([next]).collect();
                 if next == to {
                     return Some(longer());
                 }
@@ -59,7 +59,8 @@ impl Arrows {
                 continue;
             }
             let both_ways = |other: &&String| {
-                self.way(file, other).is_some() && self.way(other, file).is_some()
+                self.shortest_path(file, other).is_some()
+                    && self.shortest_path(other, file).is_some()
             };
             let cycle: BTreeSet<&str> =
                 self.0.keys().filter(both_ways).map(String::as_str).collect();
@@ -74,7 +75,7 @@ impl Arrows {
     pub(super) fn describe(&self, cycle: &BTreeSet<&str>) -> String {
         let shortest = cycle
             .iter()
-            .filter_map(|file| self.way(file, file))
+            .filter_map(|file| self.shortest_path(file, file))
             .min_by_key(Vec::len)
             .unwrap_or_default();
         let mut text = String::new();

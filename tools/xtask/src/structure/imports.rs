@@ -53,7 +53,7 @@ impl Paths<'_> {
                 Meaning::Module(module) if leaf.glob => {
                     self.found.push((self.tree.modules[module].file, "*".to_owned()));
                 }
-                Meaning::Module(module) if leaf.passed_on => {
+                Meaning::Module(module) if leaf.is_re_exported => {
                     let name = leaf.path.last().cloned().unwrap_or_default();
                     self.found.push((self.tree.modules[module].file, name));
                 }

@@ -43,7 +43,7 @@ pub(super) struct Module {
     /// Macros defined in the module, which later submodules see without an import.
     pub(super) macros: Vec<String>,
     /// Modules whose macros are visible by `#[macro_use]`.
-    pub(super) lenders: Vec<usize>,
+    pub(super) macro_modules: Vec<usize>,
 }
 
 /// Meaning of a name.
@@ -116,7 +116,7 @@ impl Tree {
             names: HashMap::new(),
             globs: Vec::new(),
             macros: Vec::new(),
-            lenders: Vec::new(),
+            macro_modules: Vec::new(),
         });
         for item in items {
             if excluded(attributes(&item)) {
@@ -166,7 +166,7 @@ impl Tree {
         };
         self.bind(at, name, Binding::Module(module));
         if child.attrs.iter().any(|attribute| attribute.path().is_ident("macro_use")) {
-            self.modules[at].lenders.push(module);
+            self.modules[at].macro_modules.push(module);
         }
         Ok(())
     }

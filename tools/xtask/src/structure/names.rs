@@ -27,7 +27,8 @@ impl Tree {
     pub(super) fn resolve_macro(&self, module: usize, name: &str) -> Option<Meaning> {
         let mut at = Some(module);
         while let Some(module) = at {
-            let seen = std::iter::once(module).chain(self.modules[module].lenders.iter().copied());
+            let seen =
+                std::iter::once(module).chain(self.modules[module].macro_modules.iter().copied());
             for candidate in seen {
                 let candidate = &self.modules[candidate];
                 if candidate.macros.iter().any(|known| known == name) {

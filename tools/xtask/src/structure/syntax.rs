@@ -51,7 +51,7 @@ pub(super) struct Leaf {
     pub(super) name: Option<String>,
     pub(super) glob: bool,
     /// True if other modules can import the name from this one.
-    pub(super) passed_on: bool,
+    pub(super) is_re_exported: bool,
 }
 
 /// Names of a `use` tree.
@@ -59,8 +59,8 @@ pub(super) fn leaves(item: &ItemUse) -> Vec<Leaf> {
     let mut found = Vec::new();
     let prefix = item.leading_colon.map(|_| OUTSIDE.to_owned()).into_iter().collect();
     flatten(&item.tree, prefix, &mut found);
-    let passed_on = !matches!(item.vis, syn::Visibility::Inherited);
-    found.iter_mut().for_each(|leaf| leaf.passed_on = passed_on);
+    let is_re_exported = !matches!(item.vis, syn::Visibility::Inherited);
+    found.iter_mut().for_each(|leaf| leaf.is_re_exported = is_re_exported);
     found
 }
 
@@ -70,7 +70,7 @@ fn flatten(tree: &UseTree, mut path: Vec<String>, found: &mut Vec<Leaf>) {
         if path.len() > 1 && path.last().is_some_and(|last| last == "self") {
             path.pop();
         }
-        found.push(Leaf { path, name, glob, passed_on: false });
+        found.push(Leaf { path, name, glob, is_re_exported: false });
     };
     match tree {
         UseTree::Path(step) => {
@@ -224,7 +224,7 @@ mod tests {
         ];
         let want = want.map(|(path, name, glob)| (path.into(), name.map(str::to_owned), glob));
         assert_eq!(found, want);
-        assert!(leaves(&item).iter().all(|leaf| leaf.passed_on));
+        assert!(leaves(&item).iter().all(|leaf| leaf.is_re_exported));
     }
 
     #[test]

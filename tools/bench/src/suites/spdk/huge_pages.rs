@@ -16,7 +16,7 @@ pub(crate) struct HugePages {
     /// Previous number of huge pages, if it was changed.
     before: Option<u64>,
     /// Mount point, and whether this process has mounted it.
-    place: PathBuf,
+    mount_dir: PathBuf,
     mounted: bool,
 }
 
@@ -24,7 +24,7 @@ impl HugePages {
     pub(crate) fn reserve() -> Result<Self> {
         let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
         let found = mount_point(&mounts).map(PathBuf::from);
-        let mut pages = Self { before: None, mounted: false, place: PathBuf::new() };
+        let mut pages = Self { before: None, mounted: false, mount_dir: PathBuf::new() };
         let state = State::read()?;
         let missing = state.missing();
         if missing > 0 {
@@ -43,13 +43,13 @@ impl HugePages {
                 bail!("the kernel reserved too few huge pages: {}", why());
             }
         }
-        if let Some(place) = found {
-            pages.place = place;
+        if let Some(mount_dir) = found {
+            pages.mount_dir = mount_dir;
         } else {
-            pages.place = "/dev/hugepages".into();
-            fs::create_dir_all(&pages.place).context("/dev/hugepages")?;
+            pages.mount_dir = "/dev/hugepages".into();
+            fs::create_dir_all(&pages.mount_dir).context("/dev/hugepages")?;
             let mut mount = Command::new("mount");
-            let status = mount.args(["-t", "hugetlbfs", "none"]).arg(&pages.place).status()?;
+            let status = mount.args(["-t", "hugetlbfs", "none"]).arg(&pages.mount_dir).status()?;
             if !status.success() {
                 bail!("no hugetlbfs is mounted: as root, `mount -t hugetlbfs none /dev/hugepages`");
             }
@@ -59,15 +59,15 @@ impl HugePages {
     }
 
     /// Directory for files in huge pages.
-    pub(crate) fn place(&self) -> &Path {
-        &self.place
+    pub(crate) fn mount_dir(&self) -> &Path {
+        &self.mount_dir
     }
 }
 
 impl Drop for HugePages {
     fn drop(&mut self) {
         if self.mounted {
-            let _ = Command::new("umount").arg(&self.place).status();
+            let _ = Command::new("umount").arg(&self.mount_dir).status();
         }
         if let Some(count) = self.before {
             let _ = fs::write(COUNT, count.to_string());
@@ -110,8 +110,8 @@ impl State {
 fn mount_point(mounts: &str) -> Option<&str> {
     mounts.lines().find_map(|line| {
         let mut words = line.split(' ').skip(1);
-        let place = words.next()?;
-        (words.next()? == "hugetlbfs").then_some(place)
+        let mount_dir = words.next()?;
+        (words.next()? == "hugetlbfs").then_some(mount_dir)
     })
 }
 

@@ -34,7 +34,7 @@ pub(crate) fn run(
     // Without an NQN, the program treats the target as a discovery controller.
     let id = format!("trtype:VFIOUSER traddr:{} subnqn:{NQN}", directory.display());
     // If the program fails, it does not remove its memory files, which occupy the huge pages.
-    let files = tempfile::tempdir_in(pages.place()).context("a directory for huge pages")?;
+    let files = tempfile::tempdir_in(pages.mount_dir()).context("a directory for huge pages")?;
     let huge = format!("--env-context=--huge-dir={}", files.path().display());
     command.args(["-r", &id, &huge]);
     let limit = settings.time + Duration::from_secs(60);

@@ -29,7 +29,7 @@ pub(crate) fn run(
     let directory = tempfile::tempdir()?;
     let config = directory.path().join("config.json");
     std::fs::write(&config, configuration(socket).to_string())?;
-    let files = tempfile::tempdir_in(pages.place()).context("a directory for huge pages")?;
+    let files = tempfile::tempdir_in(pages.mount_dir()).context("a directory for huge pages")?;
     let mut command = child(program);
     command.args(["-w", rw, "-g", "-o", &bs.to_string(), "-q", &depth.to_string()]);
     command.args(["-s", &MEMORY.to_string(), "-t", &seconds.to_string()]);

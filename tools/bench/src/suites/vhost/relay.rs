@@ -25,11 +25,11 @@ const GET_CONFIG: u32 = 24;
 /// Size of the configuration header: offset, length, flags.
 const CONFIG_HEADER: usize = 12;
 /// Length of the configuration: that of SPDK's request, and that of QEMU's device.
-const ASKED: usize = 256;
-const THERE: usize = 60;
+const SPDK_CONFIG_LEN: usize = 256;
+const QEMU_CONFIG_LEN: usize = 60;
 /// Maximum number of descriptors, and of bytes, of one message.
-const MOST_FDS: usize = 16;
-const MOST: u32 = 1 << 16;
+const MAX_FDS: usize = 16;
+const MAX_MESSAGE: u32 = 1 << 16;
 
 /// Name of the relay's socket, in the server's directory.
 pub(crate) const RELAY: &str = "relay.sock";
@@ -48,9 +48,13 @@ pub(crate) fn start(path: PathBuf, server: PathBuf) -> io::Result<()> {
 
 fn join(client: &UnixStream, server: &UnixStream) -> io::Result<()> {
     let back = (server.try_clone()?, client.try_clone()?);
-    thread::spawn(move || pump(&back.0, &back.1, |message| resize(message, THERE, ASKED)));
+    thread::spawn(move || {
+        forward(&back.0, &back.1, |message| resize(message, QEMU_CONFIG_LEN, SPDK_CONFIG_LEN))
+    });
     let there = (client.try_clone()?, server.try_clone()?);
-    thread::spawn(move || pump(&there.0, &there.1, |message| resize(message, ASKED, THERE)));
+    thread::spawn(move || {
+        forward(&there.0, &there.1, |message| resize(message, SPDK_CONFIG_LEN, QEMU_CONFIG_LEN))
+    });
     Ok(())
 }
 
@@ -60,7 +64,7 @@ struct Message {
     fds: Vec<OwnedFd>,
 }
 
-fn pump(from: &UnixStream, to: &UnixStream, change: impl Fn(&mut Vec<u8>)) {
+fn forward(from: &UnixStream, to: &UnixStream, change: impl Fn(&mut Vec<u8>)) {
     while let Ok(Some(mut message)) = receive(from) {
         change(&mut message.bytes);
         if send(to, &message).is_err() {
@@ -89,7 +93,7 @@ fn resize(message: &mut Vec<u8>, from: usize, to: usize) {
 /// Receives a message; `None` at the end.
 fn receive(from: &UnixStream) -> io::Result<Option<Message>> {
     let mut bytes = vec![0; HEADER];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut pieces = [IoSliceMut::new(&mut bytes)];
     let got = recvmsg(from, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
@@ -105,7 +109,7 @@ fn receive(from: &UnixStream) -> io::Result<Option<Message>> {
     let mut from = from;
     from.read_exact(&mut bytes[got..])?;
     let len = word(&bytes, 8);
-    if len > MOST {
+    if len > MAX_MESSAGE {
         return Err(io::ErrorKind::InvalidData.into());
     }
     bytes.resize(HEADER + len as usize, 0);
@@ -115,7 +119,7 @@ fn receive(from: &UnixStream) -> io::Result<Option<Message>> {
 
 fn send(to: &UnixStream, message: &Message) -> io::Result<()> {
     let fds: Vec<BorrowedFd<'_>> = message.fds.iter().map(AsFd::as_fd).collect();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {
         control.push(SendAncillaryMessage::ScmRights(&fds));
