@@ -8,7 +8,7 @@
 use crate::admin::{identify_controller, identify_namespaces};
 use crate::attached_controller::AttachedController;
 use crate::configure::{
-    configure_doorbells, know_extended_formats, max_transfer, request_events, request_queues,
+    configure_doorbells, enable_extended_formats, max_transfer, request_events, request_queues,
 };
 use crate::controller_info::ControllerInfo;
 use crate::enabled_controller::EnabledController;
@@ -104,7 +104,7 @@ fn identify(
     admin.queue.limit_transfer(max_transfer);
     let granted = request_queues(admin, options.queue_pairs).map_err(at("Number of Queues"))?;
     let (doorbells, shadow) = configure_doorbells(admin, &identity, options.doorbells);
-    know_extended_formats(admin, &identity);
+    enable_extended_formats(admin, &identity);
     let namespaces = identify_namespaces(admin, &identity, max_transfer);
     let namespaces = namespaces.map_err(at("Identify Namespace"))?;
     let (io_memory, largest) = io_queue_memory(&admin.device, options, max_transfer, granted)?;

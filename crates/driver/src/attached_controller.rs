@@ -26,7 +26,7 @@ pub(crate) struct AttachedController {
     /// Queues that sleep on an event of their own. A set flag requests a wakeup from the watchdog.
     sleepers: Mutex<Vec<(Arc<AtomicBool>, EventFd)>>,
     /// True if a queue had a long-running command at its last timeout check.
-    has_lasting: AtomicBool,
+    has_long_running: AtomicBool,
     /// Process-wide count of SIGBUS faults (lost memory pages) at the last check.
     faults: AtomicU64,
     /// Namespaces that were read again after an event and not yet taken by the program.
@@ -47,7 +47,7 @@ impl AttachedController {
             recovery,
             counters: Counters::default(),
             sleepers: Mutex::default(),
-            has_lasting: AtomicBool::new(false),
+            has_long_running: AtomicBool::new(false),
             faults: AtomicU64::new(sigbus::faults()),
             changed_namespaces: Mutex::default(),
             watchdog: OnceLock::new(),
@@ -107,13 +107,13 @@ impl AttachedController {
     }
 
     /// Records that a queue has a long-running command.
-    pub(crate) fn note_lasting(&self) {
-        self.has_lasting.store(true, Ordering::Relaxed);
+    pub(crate) fn note_long_running(&self) {
+        self.has_long_running.store(true, Ordering::Relaxed);
     }
 
     /// True if a queue had a long-running command since the last call.
-    pub(crate) fn take_lasting(&self) -> bool {
-        self.has_lasting.swap(false, Ordering::Relaxed)
+    pub(crate) fn take_long_running(&self) -> bool {
+        self.has_long_running.swap(false, Ordering::Relaxed)
     }
 
     /// True if memory pages of this process were lost since the last call. Shared DMA memory may be

@@ -8,7 +8,7 @@ use shadowbell_spec::protection::GuardKind;
 /// Upper limit of the bytes that one command transfers, even if the controller accepts more.
 pub(crate) const MOST_BYTES: u64 = 1 << 29;
 /// The bits of [`Command::transfer`] that count bytes. The upper two bits mark an entry with tags
-/// ([`Beside`]). If a mark is set, `transfer` exceeds every transfer limit, so the fast path
+/// ([`TagSource`]). If a mark is set, `transfer` exceeds every transfer limit, so the fast path
 /// refuses the command. Only refused commands are examined for marks, so plain commands cost
 /// nothing extra.
 const BYTES: u32 = (1 << 30) - 1;
@@ -16,14 +16,14 @@ const BYTES: u32 = (1 << 30) - 1;
 const LBA_TAG: u32 = 1 << 31;
 /// Mark: with `LBA_TAG`, a 48-bit reference tag (CRC-64 guard) instead of a 32-bit one; without
 /// `LBA_TAG`, the queue stores dwords 2, 3, 14 and 15 of the entry.
-const WIDE_OR_GIVEN: u32 = 1 << 30;
+const TAG_VARIANT: u32 = 1 << 30;
 
 /// Position of PRINFO in CDW12.
 const PRINFO_SHIFT: u32 = 26;
 
 /// Tag dwords of a submission queue entry beyond the dwords of its [`Command`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Beside {
+pub(crate) enum TagSource {
     /// No tag dwords.
     Nothing,
     /// A reference tag that is the LBA of the first block, in the width of this guard type.
@@ -44,7 +44,7 @@ pub struct Command {
     pub(crate) cdw12: u32,
     pub(crate) cdw13: u32,
     /// Bytes that the command transfers (0 without data), and in the two highest bits the marks for
-    /// its tag dwords ([`Beside`]).
+    /// its tag dwords ([`TagSource`]).
     pub(crate) transfer: u32,
     /// Offset of the data in the buffer.
     pub(crate) offset: u32,
@@ -182,12 +182,12 @@ impl Command {
     }
 
     /// Decodes the marks of `transfer`: the tag dwords of the entry.
-    pub(crate) const fn beside(&self) -> Beside {
-        match (self.transfer & LBA_TAG != 0, self.transfer & WIDE_OR_GIVEN != 0) {
-            (false, false) => Beside::Nothing,
-            (true, false) => Beside::LbaTag(GuardKind::Crc16),
-            (true, true) => Beside::LbaTag(GuardKind::Crc64),
-            (false, true) => Beside::Given,
+    pub(crate) const fn tag_source(&self) -> TagSource {
+        match (self.transfer & LBA_TAG != 0, self.transfer & TAG_VARIANT != 0) {
+            (false, false) => TagSource::Nothing,
+            (true, false) => TagSource::LbaTag(GuardKind::Crc16),
+            (true, true) => TagSource::LbaTag(GuardKind::Crc64),
+            (false, true) => TagSource::Given,
         }
     }
 
@@ -201,13 +201,13 @@ impl Command {
     /// reference tag checked or inserted.
     pub(crate) const fn with_lba_tag(mut self, guard: GuardKind) -> Self {
         let wide = matches!(guard, GuardKind::Crc64);
-        self.transfer |= LBA_TAG | if wide { WIDE_OR_GIVEN } else { 0 };
+        self.transfer |= LBA_TAG | if wide { TAG_VARIANT } else { 0 };
         self
     }
 
     /// Marks that the queue stores the tag dwords of this command.
     pub(crate) const fn with_given_tags(mut self) -> Self {
-        self.transfer = self.transfer & BYTES | WIDE_OR_GIVEN;
+        self.transfer = self.transfer & BYTES | TAG_VARIANT;
         self
     }
 
@@ -235,7 +235,7 @@ impl Command {
     #[must_use]
     pub const fn fields(&self) -> RwFields {
         let mut sqe = self.sqe(0);
-        if let Beside::LbaTag(guard) = self.beside() {
+        if let TagSource::LbaTag(guard) = self.tag_source() {
             sqe.cdw14 = self.lba_tag(guard) as u32;
         }
         RwFields::decode(&sqe)

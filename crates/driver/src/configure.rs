@@ -100,7 +100,7 @@ fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
 
 /// Host Behavior Support, LBAFEE: announces support for extended protection information formats, if
 /// the controller has them (Base 2.1, "Host Behavior Support").
-pub(crate) fn know_extended_formats(admin: &AdminPlane, identity: &IdentifyController) {
+pub(crate) fn enable_extended_formats(admin: &AdminPlane, identity: &IdentifyController) {
     if !identity.ctratt.elbas() {
         return;
     }
@@ -154,6 +154,6 @@ pub(crate) fn configure_again(admin: &AdminPlane, info: &ControllerInfo) -> Resu
     if info.shadow.is_some() {
         shadow_doorbells(admin)?;
     }
-    know_extended_formats(admin, &identity);
+    enable_extended_formats(admin, &identity);
     request_events(admin, &info.identity).map_err(why)
 }

@@ -121,7 +121,7 @@ impl ControllerState {
     }
 
     /// Marks the controller as failed; `quiet` if it could be disabled.
-    pub(crate) fn give_up(&self, why: &str, quiet: bool) {
+    pub(crate) fn set_unusable(&self, why: &str, quiet: bool) {
         self.over.get_or_init(|| why.into());
         self.set_phase(if quiet { Phase::Disabled } else { Phase::Lost });
     }
@@ -129,7 +129,7 @@ impl ControllerState {
     /// Marks the controller as removed, if its phase is `from` ([`Live`](Phase::Live) or
     /// [`Resetting`](Phase::Resetting)). Memory remains shared with the controller. Returns true if
     /// this call changed the phase.
-    pub(crate) fn set_gone(&self, from: Phase, why: &str) -> bool {
+    pub(crate) fn set_removed(&self, from: Phase, why: &str) -> bool {
         if self.phase() != from {
             return false;
         }
@@ -151,13 +151,13 @@ impl ControllerState {
     pub(crate) fn usable(&self, qid: u16) -> Result<(), QueueError> {
         match self.condition() {
             Condition::Live => Ok(()),
-            Condition::Over { .. } => Err(QueueError::Failed { qid, why: self.why_over() }),
+            Condition::Over { .. } => Err(QueueError::Failed { qid, why: self.failure_reason() }),
             Condition::Resetting | Condition::Detached => Err(QueueError::Detached { qid }),
         }
     }
 
     /// Cause of the failure, with a default text if none was recorded.
-    pub(crate) fn why_over(&self) -> Arc<str> {
+    pub(crate) fn failure_reason(&self) -> Arc<str> {
         self.over.get().cloned().unwrap_or_else(|| "it was closed".into())
     }
 }

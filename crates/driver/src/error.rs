@@ -47,7 +47,7 @@ pub enum AttachError {
          reset the device and try again"
     )]
     NotReady {
-        /// [`Transport::name`](crate::Transport::name).
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
         /// Step of the attach.
         step: &'static str,
@@ -62,7 +62,7 @@ pub enum AttachError {
          reset the device and try again"
     )]
     Fatal {
-        /// [`Transport::name`](crate::Transport::name).
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
         /// Step of the attach.
         step: &'static str,
@@ -143,7 +143,7 @@ impl CommandError {
         Self::Queue { command: admin_name(opcode), source }
     }
 
-    pub(crate) fn nonsense(device: &str, command: &str, what: impl Into<String>) -> Self {
+    pub(crate) fn invalid_data(device: &str, command: &str, what: impl Into<String>) -> Self {
         Self::Nonsense { device: device.to_owned(), command: command.to_owned(), what: what.into() }
     }
 

@@ -89,7 +89,7 @@ impl IoQueueTable {
         let pair = info.io_memory.pair(u64::from(qid) - 1, qid, size, doorbells);
         let (mut core, mut layout) = pair.ok_or_else(|| {
             let what = "its queues have no room in memory";
-            let source = CommandError::nonsense(admin.name(), CREATE, what);
+            let source = CommandError::invalid_data(admin.name(), CREATE, what);
             AttachError::Command { step: STEP, source }
         })?;
         let event = EventFd::new().map_err(AttachError::Event)?;
@@ -103,7 +103,7 @@ impl IoQueueTable {
         // have created a queue.
         self.created.insert(qid);
         if let Err(source) = self.create_at_controller(admin, layout) {
-            self.withdraw(admin, qid, &source);
+            self.remove_failed_pair(admin, qid, &source);
             return Err(AttachError::Command { step: STEP, source });
         }
         set_doorbell_eventfds(admin, info, &mut core);
@@ -170,7 +170,7 @@ impl IoQueueTable {
     }
 
     /// Removes a pair whose creation failed.
-    fn withdraw(&mut self, admin: &AdminPlane, qid: u16, why: &CommandError) {
+    fn remove_failed_pair(&mut self, admin: &AdminPlane, qid: u16, why: &CommandError) {
         if why.status().is_some() {
             // If the controller refused Create I/O Submission Queue, the completion queue exists
             // and must be deleted. If it refused Create I/O Completion Queue, neither queue exists,

@@ -78,7 +78,7 @@ impl Namespace {
             let bytes = u64::from(blocks) * u64::from(self.block_size());
             return Err(RequestError::TooLong { bytes, max: most * u64::from(self.block_size()) });
         }
-        Ok(command.moving())
+        Ok(command.with_transfer_length())
     }
 
     fn of_metadata(

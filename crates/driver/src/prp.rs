@@ -36,13 +36,13 @@ pub(crate) struct PrpLists {
     page: u64,
     /// Current content of each list. If a slot gets the same buffer again, its list is not written
     /// again, and stays in the controller's cache.
-    holds: Box<[Held]>,
+    written_lists: Box<[WrittenList]>,
 }
 
 /// Content of a list: entry `i` is `first + i * page` for `i < entries`. A list of more than `page
 /// / 8` entries has a chain entry after every `page / 8 - 1` entries.
 #[derive(Clone, Copy, Debug, Default)]
-struct Held {
+struct WrittenList {
     first: u64,
     entries: u64,
 }
@@ -69,7 +69,7 @@ impl PrpLists {
             iova,
             per_slot,
             page,
-            holds: vec![Held::default(); slots].into(),
+            written_lists: vec![WrittenList::default(); slots].into(),
         })
     }
 
@@ -95,7 +95,7 @@ impl PrpLists {
     fn list(&mut self, slot: usize, first: u64, entries: u64) -> Option<u64> {
         let start = self.per_slot.checked_mul(slot as u64)?;
         let at = self.iova + start;
-        let held = self.holds.get_mut(slot)?;
+        let held = self.written_lists.get_mut(slot)?;
         let per_page = self.page / 8;
         let reusable = if entries <= per_page {
             // The list of a longer transfer can be used for a shorter one, unless it has a chain
@@ -109,7 +109,7 @@ impl PrpLists {
         }
         // The recorded content is cleared first: if a write fails, the memory holds neither the old
         // nor the new list.
-        *held = Held::default();
+        *held = WrittenList::default();
         let mut word = 0;
         for entry in 0..entries {
             let left = entries - entry;
@@ -121,8 +121,8 @@ impl PrpLists {
             self.write(start, word, first + entry * self.page)?;
             word += 1;
         }
-        if let Some(held) = self.holds.get_mut(slot) {
-            *held = Held { first, entries };
+        if let Some(held) = self.written_lists.get_mut(slot) {
+            *held = WrittenList { first, entries };
         }
         Some(at)
     }

@@ -117,8 +117,8 @@ fn share<'a>(iova: u64, len: u64, fd: Option<BorrowedFd<'a>>, fd_offset: u64) ->
 fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     let mut server = Server::start();
     let client = Client::connect(server.directory.path(), Options::default()).unwrap();
-    // The client shares single pages of one file (more than get their own mappings), another file,
-    // a read-only file, and a range that cannot be mapped.
+    // The client shares single pages of one file (more pages than are mapped one by one), another
+    // file, a read-only file, and a range that cannot be mapped.
     let [pages, other, read_only] =
         [600, 8, 2].map(|pages| Mapping::shared("guest", pages * PAGE).unwrap());
     for n in 0..300 {

@@ -38,10 +38,10 @@ pub fn goes_past_caches(len: usize) -> bool {
 #[inline]
 pub(crate) unsafe fn from_disk(from: *const u8, into: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len >= LONG && can_be_ours(from, into, len) {
-        // SAFETY: the caller guarantees the ranges; `can_be_ours` checked that they are disjoint
-        // and that the processor has AVX2.
-        return unsafe { x86_64::ask_ahead(from, into, len) };
+    if len >= LONG && can_use_streams(from, into, len) {
+        // SAFETY: the caller guarantees the ranges. `can_use_streams` checked that they are
+        // disjoint and that the processor has AVX2.
+        return unsafe { x86_64::copy_prefetched(from, into, len) };
     }
     // SAFETY: the caller guarantees the ranges.
     unsafe { copy(from, into, len) }
@@ -56,10 +56,10 @@ pub(crate) unsafe fn from_disk(from: *const u8, into: *mut u8, len: usize) {
 #[inline]
 pub(crate) unsafe fn to_disk(from: *const u8, into: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len >= LONG && can_be_ours(from, into, len) {
-        // SAFETY: the caller guarantees the ranges; `can_be_ours` checked that they are disjoint
-        // and that the processor has AVX2.
-        return unsafe { x86_64::past_caches(from, into, len) };
+    if len >= LONG && can_use_streams(from, into, len) {
+        // SAFETY: the caller guarantees the ranges. `can_use_streams` checked that they are
+        // disjoint and that the processor has AVX2.
+        return unsafe { x86_64::copy_non_temporal(from, into, len) };
     }
     // SAFETY: the caller guarantees the ranges.
     unsafe { copy(from, into, len) }
@@ -67,7 +67,7 @@ pub(crate) unsafe fn to_disk(from: *const u8, into: *mut u8, len: usize) {
 
 #[cfg(target_arch = "x86_64")]
 #[inline]
-fn can_be_ours(from: *const u8, into: *mut u8, len: usize) -> bool {
+fn can_use_streams(from: *const u8, into: *mut u8, len: usize) -> bool {
     from.addr().abs_diff(into.addr()) >= len && has_streams()
 }
 
@@ -91,9 +91,9 @@ mod x86_64 {
 
     /// Bytes per iteration of the loops. Eight loads fill half of the registers, and eight stores
     /// follow.
-    const TURN: usize = 8 * size_of::<__m256i>();
+    const ITERATION_BYTES: usize = 8 * size_of::<__m256i>();
     /// Prefetch distance in bytes.
-    const AHEAD: usize = 6 << 10;
+    const PREFETCH_DISTANCE: usize = 6 << 10;
     /// Cache line size, to which stores are aligned.
     const LINE: usize = 64;
 
@@ -104,34 +104,39 @@ mod x86_64 {
     /// As for [`super::from_disk`]; in addition, the ranges must not overlap, and the processor
     /// must have AVX2.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn ask_ahead(from: *const u8, into: *mut u8, len: usize) {
+    pub(super) unsafe fn copy_prefetched(from: *const u8, into: *mut u8, len: usize) {
         // Lines after the end of the range are not prefetched. With 128 KiB, a twentieth of all
         // prefetches would be useless.
-        let asking = len.saturating_sub(AHEAD);
+        let prefetched = len.saturating_sub(PREFETCH_DISTANCE);
         // SAFETY: the caller guarantees the ranges; a prefetch has no effect on memory.
         unsafe {
-            by_turns(from, into, asking, |from, into| {
-                for line in (0..TURN).step_by(LINE) {
-                    _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(AHEAD + line).cast());
+            in_iterations(from, into, prefetched, |from, into| {
+                for line in (0..ITERATION_BYTES).step_by(LINE) {
+                    _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(PREFETCH_DISTANCE + line).cast());
                 }
                 store(load(from), into);
             });
-            by_turns(from.add(asking), into.add(asking), len - asking, |from, into| {
-                store(load(from), into);
-            });
+            in_iterations(
+                from.add(prefetched),
+                into.add(prefetched),
+                len - prefetched,
+                |from, into| {
+                    store(load(from), into);
+                },
+            );
         }
     }
 
-    /// Stores `TURN` bytes with ordinary stores.
+    /// Stores `ITERATION_BYTES` bytes with ordinary stores.
     ///
     /// # Safety
     ///
-    /// `TURN` bytes must be writable at `into`, which is aligned to a cache line.
+    /// `ITERATION_BYTES` bytes must be writable at `into`, which is aligned to a cache line.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn store(units: [__m256i; 8], into: *mut u8) {
         for (index, unit) in units.into_iter().enumerate() {
-            // SAFETY: the eight units are `TURN` bytes together.
+            // SAFETY: the eight units are `ITERATION_BYTES` bytes together.
             unsafe { _mm256_store_si256(into.cast::<__m256i>().add(index), unit) };
         }
     }
@@ -143,10 +148,10 @@ mod x86_64 {
     /// As for [`super::to_disk`]; in addition, the ranges must not overlap, and the processor must
     /// have AVX2.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn past_caches(from: *const u8, into: *mut u8, len: usize) {
+    pub(super) unsafe fn copy_non_temporal(from: *const u8, into: *mut u8, len: usize) {
         // SAFETY: the caller guarantees the ranges.
         unsafe {
-            by_turns(from, into, len, |from, into| {
+            in_iterations(from, into, len, |from, into| {
                 let units = load(from);
                 for (index, unit) in units.into_iter().enumerate() {
                     _mm256_stream_si256(into.cast::<__m256i>().add(index), unit);
@@ -158,16 +163,16 @@ mod x86_64 {
         _mm_sfence();
     }
 
-    /// Loads `TURN` bytes.
+    /// Loads `ITERATION_BYTES` bytes.
     ///
     /// # Safety
     ///
-    /// `TURN` bytes must be readable at `from`.
+    /// `ITERATION_BYTES` bytes must be readable at `from`.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn load(from: *const u8) -> [__m256i; 8] {
         let from = from.cast::<__m256i>();
-        // SAFETY: the eight units are `TURN` bytes together.
+        // SAFETY: the eight units are `ITERATION_BYTES` bytes together.
         let unit = |index| unsafe { _mm256_loadu_si256(from.add(index)) };
         [unit(0), unit(1), unit(2), unit(3), unit(4), unit(5), unit(6), unit(7)]
     }
@@ -180,21 +185,21 @@ mod x86_64 {
     /// `len` bytes must be readable at `from` and writable at `into`, and the ranges must not
     /// overlap.
     #[inline(always)]
-    unsafe fn by_turns(
+    unsafe fn in_iterations(
         from: *const u8,
         into: *mut u8,
         len: usize,
         turn: impl Fn(*const u8, *mut u8),
     ) {
         let before = into.align_offset(LINE).min(len);
-        let behind = (len - before) % TURN;
+        let behind = (len - before) % ITERATION_BYTES;
         // SAFETY: `before`, the iterations and `behind` are `len` bytes together.
         unsafe {
             copy_nonoverlapping(from, into, before);
             let mut at = before;
             while at < len - behind {
                 turn(from.add(at), into.add(at));
-                at += TURN;
+                at += ITERATION_BYTES;
             }
             copy_nonoverlapping(from.add(at), into.add(at), behind);
         }

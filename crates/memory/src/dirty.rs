@@ -17,19 +17,19 @@ const WORDS: usize = 8;
 const CHUNK: u64 = WORDS as u64 * 64;
 /// Largest number of chunks of a log: the pages of 1 TiB. If more pages were written, all pages
 /// count as written.
-const MOST: usize = 1 << 19;
+const MAX_CHUNKS: usize = 1 << 19;
 
 /// Set of page numbers.
 #[derive(Debug, Default)]
 struct Pages {
     chunks: BTreeMap<u64, [u64; WORDS]>,
-    /// True if the set exceeded `MOST` chunks. From then on it contains all pages.
+    /// True if the set exceeded `MAX_CHUNKS` chunks. From then on it contains all pages.
     all: bool,
 }
 
 impl Pages {
     fn chunk(&mut self, number: u64) -> Option<&mut [u64; WORDS]> {
-        if self.chunks.len() >= MOST && !self.chunks.contains_key(&number) {
+        if self.chunks.len() >= MAX_CHUNKS && !self.chunks.contains_key(&number) {
             self.all = true;
             self.chunks.clear();
         }
@@ -131,9 +131,9 @@ impl DirtyLog {
 
 /// Pages that one view has recorded.
 #[derive(Debug, Default)]
-pub(crate) struct Noted(RefCell<Pages>);
+pub(crate) struct ViewPages(RefCell<Pages>);
 
-impl Noted {
+impl ViewPages {
     pub(crate) fn add(&self, iova: u64, len: u64) {
         // The borrow always succeeds, because no code under it calls back.
         if let Ok(mut pages) = self.0.try_borrow_mut() {
@@ -143,7 +143,7 @@ impl Noted {
 
     /// Adds the recorded pages to the log. No access that was resolved through the view may be in
     /// flight.
-    pub(crate) fn hand_in(&self, log: &DirtyLog) {
+    pub(crate) fn add_to_log(&self, log: &DirtyLog) {
         if let Ok(mut pages) = self.0.try_borrow_mut() {
             log.0.lock().merge(&mut pages);
         }
@@ -184,19 +184,19 @@ mod tests {
     #[test]
     fn a_dropped_view_adds_its_pages_to_the_log() {
         let log = DirtyLog::default();
-        let (one, two) = (Noted::default(), Noted::default());
+        let (one, two) = (ViewPages::default(), ViewPages::default());
         one.add(0x1000, 4096);
         two.add(0x1000, 1);
         two.add(0x9000, 1);
-        one.hand_in(&log);
-        two.hand_in(&log);
+        one.add_to_log(&log);
+        two.add_to_log(&log);
         assert_eq!(taken(&log, 0, 1 << 20, 4096), [1, 9]);
     }
 
     #[test]
     fn an_overflowing_log_reports_all_pages_as_dirty() {
         let log = DirtyLog::default();
-        for chunk in 0..=MOST as u64 {
+        for chunk in 0..=MAX_CHUNKS as u64 {
             log.add(chunk << 21, 1);
         }
         assert!(log.0.lock().chunks.is_empty());

@@ -1,6 +1,6 @@
 //! DMA map of a peer: I/O virtual addresses to bytes of this process.
 
-use crate::dirty::{DirtyLog, Noted};
+use crate::dirty::{DirtyLog, ViewPages};
 use crate::error::{DmaError, Fault};
 use crate::mapping::Mapping;
 use crate::page_tables;
@@ -310,20 +310,20 @@ struct ViewShared {
     table: Arc<DmaTable>,
     last_hit: Hit,
     /// Pages that were resolved for writing, if the table has a log.
-    noted: Option<Noted>,
+    view_pages: Option<ViewPages>,
 }
 
 impl ViewShared {
-    fn hand_in(&self) {
-        if let (Some(noted), Some(log)) = (&self.noted, &self.table.log) {
-            noted.hand_in(log);
+    fn add_to_log(&self) {
+        if let (Some(view_pages), Some(log)) = (&self.view_pages, &self.table.log) {
+            view_pages.add_to_log(log);
         }
     }
 }
 
 impl Drop for ViewShared {
     fn drop(&mut self) {
-        self.hand_in();
+        self.add_to_log();
     }
 }
 
@@ -385,8 +385,8 @@ impl View {
             base: Cell::new(NonNull::dangling()),
             writable: Cell::new(false),
         };
-        let noted = table.log.is_some().then(Noted::default);
-        Self(Rc::new(ViewShared { table, last_hit, noted }))
+        let view_pages = table.log.is_some().then(ViewPages::default);
+        Self(Rc::new(ViewShared { table, last_hit, view_pages }))
     }
 
     /// Snapshot against which the view resolves addresses.
@@ -398,7 +398,7 @@ impl View {
     /// Adds the recorded pages to the log while the view still exists. No access that was resolved
     /// through the view may be in flight.
     pub fn hand_in_log(&self) {
-        self.0.hand_in();
+        self.0.add_to_log();
     }
 
     /// Creates a watch on this view and its clones. The caller drops the view and then polls the
@@ -451,18 +451,18 @@ impl View {
         len: usize,
         write: bool,
     ) -> Result<(NonNull<u8>, usize), Fault> {
-        let ViewShared { table, last_hit, noted } = &*self.0;
+        let ViewShared { table, last_hit, view_pages } = &*self.0;
         let fault = Fault { iova, write };
         let entry = table.find(iova).ok_or(fault)?;
-        last_hit.set(entry, noted.is_some());
+        last_hit.set(entry, view_pages.is_some());
         let (ptr, left) = last_hit.find(iova, false).ok_or(fault)?;
         let len = left.min(len as u64);
         if write {
             if !entry.bytes.is_writable() {
                 return Err(fault);
             }
-            if let Some(noted) = noted {
-                noted.add(iova, len);
+            if let Some(view_pages) = view_pages {
+                view_pages.add(iova, len);
             }
         }
         Ok((ptr, len as usize))

@@ -4,10 +4,10 @@
 //! waiters: epoll instances, or one epoll instance with that many duplicates of the descriptor.
 //! With 18,000 waiters, a signal takes 3 ms; with the single waiter of an honest peer, it takes a
 //! microsecond. The cost cannot be reduced, so it is moved to another thread. If a signal to a peer
-//! has taken longer than [`DEAR`], and one of the next signals has used that much processor time,
-//! the signals to this peer are expensive. The thread `signals` of this process then sends them for
-//! the time [`PENALTY`], so that no I/O thread waits for them. Elapsed time alone does not prove
-//! that a signal is expensive, because the signalling thread may not have been scheduled.
+//! has taken longer than [`EXPENSIVE`], and one of the next signals has used that much processor
+//! time, the signals to this peer are expensive. The thread `signals` of this process then sends
+//! them for the time [`PENALTY`], so that no I/O thread waits for them. Elapsed time alone does not
+//! prove that a signal is expensive, because the signalling thread may not have been scheduled.
 //!
 //! While a signal is queued, further signals to the same eventfd are merged with it.
 
@@ -20,11 +20,11 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 /// Duration that no signal to an honest peer exceeds.
-const DEAR: Duration = Duration::from_micros(300);
+const EXPENSIVE: Duration = Duration::from_micros(300);
 
 /// Number of signals whose processor time is measured after a signal that took longer than
-/// [`DEAR`].
-const WATCHED: u32 = 256;
+/// [`EXPENSIVE`].
+const MEASURED_SIGNALS: u32 = 256;
 
 /// Time for which the thread `signals` sends the signals to a peer, after the last expensive
 /// signal.
@@ -44,9 +44,9 @@ pub struct Signals(Arc<Account>);
 #[derive(Debug, Default)]
 struct Account {
     /// End of the penalty, in milliseconds since `START`; 0 for none.
-    dear_until: AtomicU64,
+    expensive_until: AtomicU64,
     /// Remaining signals whose processor time is measured.
-    watched: AtomicU32,
+    measured: AtomicU32,
 }
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
@@ -56,7 +56,7 @@ impl Signals {
     /// them.
     #[must_use]
     pub fn are_dear(&self) -> bool {
-        self.0.is_dear(Instant::now())
+        self.0.is_expensive(Instant::now())
     }
 }
 
@@ -65,30 +65,30 @@ fn millis(duration: Duration) -> u64 {
 }
 
 impl Account {
-    fn is_dear(&self, now: Instant) -> bool {
-        let until = self.dear_until.load(Ordering::Relaxed);
+    fn is_expensive(&self, now: Instant) -> bool {
+        let until = self.expensive_until.load(Ordering::Relaxed);
         until != 0 && millis(now.saturating_duration_since(*START)) < until
     }
 
     /// Executes `signal` and accounts its cost.
     fn count(&self, began: Instant, signal: impl FnOnce()) {
-        if self.watched.load(Ordering::Relaxed) == 0 {
+        if self.measured.load(Ordering::Relaxed) == 0 {
             signal();
-            if began.elapsed() > DEAR {
-                self.watched.store(WATCHED, Ordering::Relaxed);
+            if began.elapsed() > EXPENSIVE {
+                self.measured.store(MEASURED_SIGNALS, Ordering::Relaxed);
             }
             return;
         }
         let used = processor_time();
         signal();
-        if processor_time().saturating_sub(used) > DEAR {
+        if processor_time().saturating_sub(used) > EXPENSIVE {
             let until = began.saturating_duration_since(*START).saturating_add(PENALTY);
-            self.dear_until.store(millis(until), Ordering::Relaxed);
-            self.watched.store(WATCHED, Ordering::Relaxed);
+            self.expensive_until.store(millis(until), Ordering::Relaxed);
+            self.measured.store(MEASURED_SIGNALS, Ordering::Relaxed);
         } else {
             // Concurrent threads may lose a decrement. This only prolongs the measurement.
-            let left = self.watched.load(Ordering::Relaxed);
-            self.watched.store(left.saturating_sub(1), Ordering::Relaxed);
+            let left = self.measured.load(Ordering::Relaxed);
+            self.measured.store(left.saturating_sub(1), Ordering::Relaxed);
         }
     }
 }
@@ -117,7 +117,7 @@ impl PeerEvent {
 
     pub(crate) fn signal(self: &Arc<Self>) {
         let began = Instant::now();
-        if self.account.is_dear(began) && THREAD.signal(self) {
+        if self.account.is_expensive(began) && THREAD.signal(self) {
             return;
         }
         self.signal_here(began);
@@ -228,10 +228,10 @@ mod tests {
         to_dear.signal();
         assert_eq!(of_dear.drain(), 1);
         // First a signal that takes long without processor time, then one that uses processor time.
-        dear.0.count(Instant::now(), || std::thread::sleep(DEAR * 2));
+        dear.0.count(Instant::now(), || std::thread::sleep(EXPENSIVE * 2));
         assert!(!dear.are_dear());
         let began = processor_time();
-        dear.0.count(Instant::now(), || while processor_time() - began < DEAR * 2 {});
+        dear.0.count(Instant::now(), || while processor_time() - began < EXPENSIVE * 2 {});
         assert!(dear.are_dear() && !cheap.are_dear());
         for _ in 0..100 {
             to_dear.signal();

@@ -12,13 +12,13 @@ use std::{fmt, io, ptr};
 
 /// Number of bytes that are unmapped, or whose page tables are freed, in one step. Other threads
 /// that change the address space wait until the step ends.
-const AT_ONCE: usize = 64 << 20;
+const STEP: usize = 64 << 20;
 /// Largest step, for memory of which little was touched; and the duration below which a step counts
 /// as quick.
-const AT_MOST: usize = 1 << 30;
-const QUICK: Duration = Duration::from_micros(100);
+const MAX_STEP: usize = 1 << 30;
+const QUICK_STEP: Duration = Duration::from_micros(100);
 /// Bytes per step for page tables that are already empty.
-const EMPTY_AT_ONCE: usize = 4 << 30;
+const EMPTY_STEP: usize = 4 << 30;
 
 /// Page size of [`Mapping::shared_huge`] in bytes.
 pub const HUGE_PAGE: u64 = 2 << 20;
@@ -391,9 +391,9 @@ impl Mapping {
         if held.guard.is_none() || self.is_poisoned() || held.page != page_size() {
             return;
         }
-        held.forget_pages();
-        for start in (0..held.taken).step_by(EMPTY_AT_ONCE) {
-            let len = EMPTY_AT_ONCE.min(held.taken - start);
+        held.drop_page_entries();
+        for start in (0..held.taken).step_by(EMPTY_STEP) {
+            let len = EMPTY_STEP.min(held.taken - start);
             // SAFETY: the range lies inside this mapping of a shared file. The first call maps
             // the same part of the file a second time at another address. The second call moves
             // the new mapping to the old address atomically: the bytes are the same before and
@@ -435,7 +435,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        crate::reclaim::mapping_goes(self.len);
+        crate::reclaim::count_unmapping(self.len);
         if let (Some(end), Some(held)) = (self.end.take(), self.held.take()) {
             end.drop_later(Box::new(held));
         }
@@ -444,8 +444,8 @@ impl Drop for Mapping {
 
 impl Held {
     /// Drops the page table entries of a shared file in steps.
-    fn forget_pages(&self) {
-        let least = AT_ONCE.next_multiple_of(self.page);
+    fn drop_page_entries(&self) {
+        let least = STEP.next_multiple_of(self.page);
         let (mut start, mut piece) = (0, least);
         while start < self.taken {
             let (len, began) = (piece.min(self.taken - start), Instant::now());
@@ -456,8 +456,8 @@ impl Held {
                 rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontNeed)
             };
             start += len;
-            let is_quick = began.elapsed() < QUICK;
-            piece = if is_quick { (2 * piece).min(AT_MOST.max(least)) } else { least };
+            let is_quick = began.elapsed() < QUICK_STEP;
+            piece = if is_quick { (2 * piece).min(MAX_STEP.max(least)) } else { least };
         }
     }
 }
@@ -466,8 +466,8 @@ impl Drop for Held {
     fn drop(&mut self) {
         // If a large range were unmapped in one step, other changes of the address space would wait
         // for it.
-        if self.guard.is_some() && self.taken > AT_ONCE {
-            self.forget_pages();
+        if self.guard.is_some() && self.taken > STEP {
+            self.drop_page_entries();
         }
         // The range must leave the SIGBUS registry before another mapping can use its address.
         self.guard = None;

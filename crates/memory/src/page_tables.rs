@@ -51,23 +51,23 @@ const FEW_FAULTS: u64 = 1024;
 
 /// Shortest and longest time between two checks. I/O threads touch memory without a notification.
 /// With 50 ms, the page tables of a peer grew to 117 MiB before the first check.
-const SOON: Duration = Duration::from_millis(5);
-const LATE: Duration = Duration::from_millis(10);
+const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(5);
+const MAX_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Growth in bytes between two checks after which the next check follows after the shortest time.
-const GROWS: u64 = 1 << 20;
+const FAST_GROWTH: u64 = 1 << 20;
 
 /// Number of threads that may touch peers' memory now.
 static AWAKE: AtomicUsize = AtomicUsize::new(0);
 /// True while the checking thread waits until one of these threads is awake.
-static WAITS: AtomicBool = AtomicBool::new(false);
+static CHECKER_WAITS: AtomicBool = AtomicBool::new(false);
 /// Number of started checks, and of finished checks.
-static BEGUN: AtomicU64 = AtomicU64::new(0);
-static OVER: AtomicU64 = AtomicU64::new(0);
+static STARTED_CHECKS: AtomicU64 = AtomicU64::new(0);
+static FINISHED_CHECKS: AtomicU64 = AtomicU64::new(0);
 /// Page faults of the process at the start of the last check.
 static FAULTS: AtomicU64 = AtomicU64::new(0);
 /// True while the checking thread exists.
-static RUNS: AtomicBool = AtomicBool::new(false);
+static CHECKER_RUNS: AtomicBool = AtomicBool::new(false);
 /// Request for a check, which the checking thread waits for.
 static GATE: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
 
@@ -79,7 +79,7 @@ impl Look {
     /// True if the check is finished and the excess page tables are freed.
     #[must_use]
     pub fn is_over(self) -> bool {
-        OVER.load(SeqCst) >= self.0 || !RUNS.load(SeqCst)
+        FINISHED_CHECKS.load(SeqCst) >= self.0 || !CHECKER_RUNS.load(SeqCst)
     }
 }
 
@@ -102,10 +102,10 @@ pub(crate) fn reach(len: u64) -> u64 {
 /// wakeup if a check is requested.
 #[must_use]
 pub fn ask() -> Option<Look> {
-    if !RUNS.load(SeqCst) || faults().saturating_sub(FAULTS.load(SeqCst)) < FEW_FAULTS {
+    if !CHECKER_RUNS.load(SeqCst) || faults().saturating_sub(FAULTS.load(SeqCst)) < FEW_FAULTS {
         return None;
     }
-    let look = Look(BEGUN.load(SeqCst) + 1);
+    let look = Look(STARTED_CHECKS.load(SeqCst) + 1);
     *GATE.0.lock() = true;
     GATE.1.notify_all();
     Some(look)
@@ -136,7 +136,7 @@ impl Awake {
         AWAKE.fetch_add(1, SeqCst);
         // Both threads first store and then load, so at least one of them sees the other's store.
         // Either this thread wakes the checking thread, or the checking thread does not sleep.
-        if WAITS.load(SeqCst) {
+        if CHECKER_WAITS.load(SeqCst) {
             let _gate = GATE.0.lock();
             GATE.1.notify_all();
         }
@@ -158,17 +158,17 @@ impl Drop for Awake {
 
 /// Waits for `time`, or until a check is requested. Then waits until a thread that touches peers'
 /// memory is awake.
-fn wait_for_somebody(time: Duration) {
+fn wait_for_awake_thread(time: Duration) {
     let mut wanted = GATE.0.lock();
     if !*wanted {
         GATE.1.wait_for(&mut wanted, time);
     }
     if AWAKE.load(SeqCst) == 0 {
-        WAITS.store(true, SeqCst);
+        CHECKER_WAITS.store(true, SeqCst);
         while AWAKE.load(SeqCst) == 0 && !*wanted {
             GATE.1.wait(&mut wanted);
         }
-        WAITS.store(false, SeqCst);
+        CHECKER_WAITS.store(false, SeqCst);
     }
     *wanted = false;
 }
@@ -191,14 +191,14 @@ pub fn watch(mapping: &Arc<Mapping>) {
     let mut registry = REGISTRY.lock();
     registry.mappings.push(Arc::downgrade(mapping));
     registry.bytes = registry.bytes.saturating_add(len);
-    if registry.bytes > MATTERS && !RUNS.load(SeqCst) {
+    if registry.bytes > MATTERS && !CHECKER_RUNS.load(SeqCst) {
         registry.count();
         if registry.bytes > MATTERS {
             let thread = std::thread::Builder::new().name("page-tables".into());
             // The flag is set before the start, because the thread may end before `spawn` returns.
-            RUNS.store(true, SeqCst);
+            CHECKER_RUNS.store(true, SeqCst);
             if thread.spawn(run).is_err() {
-                RUNS.store(false, SeqCst);
+                CHECKER_RUNS.store(false, SeqCst);
             }
         }
     }
@@ -219,17 +219,17 @@ impl Registry {
 
 fn run() {
     let _guard = crate::AbortOnPanic::new();
-    let (mut wait, mut before, mut floor, mut looks) = (SOON, 0, 0, 0u32);
+    let (mut wait, mut before, mut floor, mut looks) = (MIN_CHECK_INTERVAL, 0, 0, 0u32);
     loop {
-        wait_for_somebody(wait);
-        let look = BEGUN.fetch_add(1, SeqCst) + 1;
+        wait_for_awake_thread(wait);
+        let look = STARTED_CHECKS.fetch_add(1, SeqCst) + 1;
         FAULTS.store(faults(), SeqCst);
         looks = looks.wrapping_add(1);
         if looks.is_multiple_of(64) {
             let mut registry = REGISTRY.lock();
             registry.count();
             if registry.bytes <= MATTERS {
-                RUNS.store(false, SeqCst);
+                CHECKER_RUNS.store(false, SeqCst);
                 return;
             }
         }
@@ -239,9 +239,13 @@ fn run() {
             // the threshold.
             floor = trim(now).saturating_add(ALLOWED);
         }
-        wait = if now > before + GROWS { SOON } else { (wait * 2).min(LATE) };
+        wait = if now > before + FAST_GROWTH {
+            MIN_CHECK_INTERVAL
+        } else {
+            (wait * 2).min(MAX_CHECK_INTERVAL)
+        };
         before = now;
-        OVER.store(look, SeqCst);
+        FINISHED_CHECKS.store(look, SeqCst);
     }
 }
 
@@ -260,7 +264,7 @@ fn trim(now: u64) -> u64 {
     if now <= honest.saturating_add(ALLOWED) {
         return honest;
     }
-    reclaim::tables_gone();
+    reclaim::count_freed_tables();
     for mapping in &mappings {
         mapping.drop_page_tables();
     }
@@ -388,12 +392,12 @@ mod tests {
         }
         // No checks run while no thread is awake. They continue when a thread is awake again.
         drop(awake);
-        while !WAITS.load(SeqCst) {
+        while !CHECKER_WAITS.load(SeqCst) {
             assert!(std::time::Instant::now() < until, "checks continue");
             wait::pause();
         }
         let _awake = Awake::new();
-        while WAITS.load(SeqCst) {
+        while CHECKER_WAITS.load(SeqCst) {
             assert!(std::time::Instant::now() < until, "it does not come back");
             wait::pause();
         }

@@ -21,12 +21,12 @@ pub fn take_inherited(number: RawFd) -> Option<OwnedFd> {
     }
     // SAFETY: the number is used only by calls that fail without an effect if it is not open. The
     // borrow ends before the descriptor is owned.
-    let looked_at = unsafe { BorrowedFd::borrow_raw(number) };
-    let flags = rustix::io::fcntl_getfd(looked_at).ok()?;
+    let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
+    let flags = rustix::io::fcntl_getfd(borrowed).ok()?;
     if flags.contains(FdFlags::CLOEXEC) {
         return None;
     }
-    rustix::io::fcntl_setfd(looked_at, flags | FdFlags::CLOEXEC).ok()?;
+    rustix::io::fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC).ok()?;
     // SAFETY: the descriptor is open, and no code of this process has opened it, because the
     // close-on-exec flag was clear. The flag is set now, so no other caller gets the descriptor.
     Some(unsafe { OwnedFd::from_raw_fd(number) })

@@ -3,12 +3,12 @@
 use rustix::thread::{CpuSet, sched_getaffinity};
 use std::sync::OnceLock;
 
-static SETTLED: OnceLock<CpuSet> = OnceLock::new();
+static STORED: OnceLock<CpuSet> = OnceLock::new();
 
 /// CPU affinity of the first thread of this process. After [`settle`], the value that it stored.
 #[must_use]
 pub fn processors() -> CpuSet {
-    SETTLED.get().copied().unwrap_or_else(ask)
+    STORED.get().copied().unwrap_or_else(query)
 }
 
 /// Stores the current CPU affinity, so that [`processors`] needs no system call any more. For a
@@ -17,7 +17,7 @@ pub fn processors() -> CpuSet {
 /// The allocator of glibc also queries the number of processors when several threads exist.
 /// Therefore its limit of arenas is set to the value that it would compute.
 pub fn settle() {
-    let processors = SETTLED.get_or_init(ask);
+    let processors = STORED.get_or_init(query);
     #[cfg(target_env = "gnu")]
     {
         let arenas = i32::try_from(processors.count()).unwrap_or(1).max(1).saturating_mul(8);
@@ -26,7 +26,7 @@ pub fn settle() {
     }
 }
 
-fn ask() -> CpuSet {
+fn query() -> CpuSet {
     sched_getaffinity(Some(rustix::process::getpid())).unwrap_or_default()
 }
 

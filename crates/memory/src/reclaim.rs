@@ -7,21 +7,21 @@ use std::sync::atomic::Ordering::SeqCst;
 /// 32 MiB of page tables in total.
 pub(crate) const SMALL: u64 = 4 << 20;
 
-static GONE: AtomicU64 = AtomicU64::new(0);
+static FREED_EVENTS: AtomicU64 = AtomicU64::new(0);
 
 /// Counts an event that freed page tables.
-pub(crate) fn tables_gone() {
-    GONE.fetch_add(1, SeqCst);
+pub(crate) fn count_freed_tables() {
+    FREED_EVENTS.fetch_add(1, SeqCst);
 }
 
 /// Counts the unmapping of `len` bytes of a peer's memory, which also frees their page tables.
-pub(crate) fn mapping_goes(len: usize) {
+pub(crate) fn count_unmapping(len: usize) {
     if len as u64 >= SMALL {
-        tables_gone();
+        count_freed_tables();
     }
 }
 
 /// Number of counted events.
 pub(crate) fn count() -> u64 {
-    GONE.load(SeqCst)
+    FREED_EVENTS.load(SeqCst)
 }

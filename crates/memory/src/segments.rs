@@ -43,7 +43,7 @@ impl Segment {
 
 /// Owner that keeps the pieces mapped.
 #[derive(Clone, Debug)]
-enum Keep {
+enum Owner {
     Nothing,
     View(#[allow(dead_code, reason = "held so that a ViewWatch sees it")] View),
     Bytes(#[allow(dead_code, reason = "held so that the memory stays mapped")] SharedBytes),
@@ -58,7 +58,7 @@ pub struct Segments {
     list: Vec<Segment>,
     total: usize,
     writable: bool,
-    keep: Keep,
+    owner: Owner,
     /// Number of segments of the SGL from which the data was last resolved.
     lists: usize,
 }
@@ -75,7 +75,7 @@ impl Segments {
     /// Creates an empty buffer.
     #[must_use]
     pub const fn new() -> Self {
-        Self { list: Vec::new(), total: 0, writable: false, keep: Keep::Nothing, lists: 0 }
+        Self { list: Vec::new(), total: 0, writable: false, owner: Owner::Nothing, lists: 0 }
     }
 
     /// Creates a buffer of one piece, all of `bytes`. For data of a command in the process's own
@@ -95,7 +95,7 @@ impl Segments {
             self.list.push(Segment { ptr, len: bytes.len() });
         }
         (self.total, self.writable, self.lists) = (bytes.len(), bytes.is_writable(), 0);
-        self.keep = Keep::Bytes(bytes.clone());
+        self.owner = Owner::Bytes(bytes.clone());
     }
 
     /// Releases the memory and the view. The list's allocation is kept for the next command.
@@ -103,7 +103,7 @@ impl Segments {
     pub fn clear(&mut self) {
         self.list.clear();
         self.total = 0;
-        self.keep = Keep::Nothing;
+        self.owner = Owner::Nothing;
     }
 
     /// Removes the data but keeps the view, for the next command that uses the same view.
@@ -138,8 +138,8 @@ impl Segments {
     #[inline(always)]
     fn hold(&mut self, view: &View, write: bool) {
         self.writable = write;
-        if !matches!(&self.keep, Keep::View(kept) if kept.is(view)) {
-            self.keep = Keep::View(view.clone());
+        if !matches!(&self.owner, Owner::View(kept) if kept.is(view)) {
+            self.owner = Owner::View(view.clone());
         }
     }
 
@@ -260,10 +260,10 @@ impl Segments {
     /// memory.
     #[must_use]
     pub fn mapping_at(&self, address: usize) -> Option<&Arc<Mapping>> {
-        match &self.keep {
-            Keep::Nothing => None,
-            Keep::View(view) => view.table().mappings().find(|mapping| mapping.holds(address)),
-            Keep::Bytes(bytes) => Some(bytes.mapping()).filter(|mapping| mapping.holds(address)),
+        match &self.owner {
+            Owner::Nothing => None,
+            Owner::View(view) => view.table().mappings().find(|mapping| mapping.holds(address)),
+            Owner::Bytes(bytes) => Some(bytes.mapping()).filter(|mapping| mapping.holds(address)),
         }
     }
 
@@ -278,7 +278,7 @@ impl Segments {
         into: &mut Self,
     ) -> Option<()> {
         into.clear();
-        (into.writable, into.keep) = (self.writable, self.keep.clone());
+        (into.writable, into.owner) = (self.writable, self.owner.clone());
         let (mut pieces, mut start) = (self.list.iter(), 0);
         let mut piece = pieces.next();
         for nth in 0..count {
@@ -334,8 +334,8 @@ impl Segments {
     /// direction.
     #[must_use]
     pub fn append(&mut self, other: &Self) -> Option<()> {
-        let is_same = match (&self.keep, &other.keep) {
-            (Keep::View(one), Keep::View(other)) => one.is(other),
+        let is_same = match (&self.owner, &other.owner) {
+            (Owner::View(one), Owner::View(other)) => one.is(other),
             _ => false,
         };
         if !is_same || self.writable != other.writable {
@@ -411,7 +411,7 @@ impl Segments {
     pub fn read_into(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         let mut done = 0;
         self.for_range(offset, into.len(), |ptr, n| {
-            // SAFETY: the piece is readable, and `self.keep` keeps it mapped. The destination is a
+            // SAFETY: the piece is readable, and `self.owner` keeps it mapped. The destination is a
             // Rust slice, with which no mapping overlaps, and the pieces of `for_range` have its
             // length together.
             unsafe {

@@ -82,11 +82,11 @@ impl View {
         let mut segment = match first.kind()? {
             DATA_BLOCK => {
                 self.data_block(first, &mut left, into)?;
-                return enough(left);
+                return check_remaining(left);
             }
             BIT_BUCKET => {
                 bit_bucket(first, &mut left, into)?;
-                return enough(left);
+                return check_remaining(left);
             }
             SEGMENT | LAST_SEGMENT => first,
             _ => return Err(DataPointerError::SglType(first.identifier)),
@@ -133,7 +133,7 @@ impl View {
             }
             segment = match next {
                 Some(next) => next,
-                None if last => return enough(left),
+                None if last => return check_remaining(left),
                 // The last descriptor of a Segment must be a segment descriptor.
                 None => return Err(DataPointerError::SglSegment),
             };
@@ -174,6 +174,6 @@ fn bit_bucket(
     Ok(())
 }
 
-fn enough(left: usize) -> Result<(), DataPointerError> {
+fn check_remaining(left: usize) -> Result<(), DataPointerError> {
     if left == 0 { Ok(()) } else { Err(DataPointerError::SglLength) }
 }

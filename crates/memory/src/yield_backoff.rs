@@ -20,9 +20,9 @@ pub struct YieldBackoff {
 }
 
 /// Time between two yields.
-const EACH: Duration = Duration::from_micros(3);
+const YIELD_INTERVAL: Duration = Duration::from_micros(3);
 /// Duration of a yield that shows that another thread has run. Most interrupts are shorter.
-const SOMEBODY: Duration = Duration::from_micros(5);
+const OTHER_RAN: Duration = Duration::from_micros(5);
 /// Duration of a yield that shows that a compute-bound thread has run.
 const SLICE: Duration = Duration::from_micros(500);
 /// Pause after a yield to a compute-bound thread, as a multiple of that yield's duration.
@@ -63,8 +63,8 @@ impl YieldBackoff {
         let after = clock();
         let took = after.saturating_duration_since(before);
         let is_slice = took >= SLICE;
-        self.next = after + if is_slice { took * PAUSE } else { EACH };
-        took >= SOMEBODY && !is_slice
+        self.next = after + if is_slice { took * PAUSE } else { YIELD_INTERVAL };
+        took >= OTHER_RAN && !is_slice
     }
 }
 

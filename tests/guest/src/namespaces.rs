@@ -272,7 +272,7 @@ impl Watch {
             if Instant::now() > deadline {
                 bail!("the guest did not report {words}; it reported {new:?}");
             }
-            // Short: the time is measured.
+            // The polling interval is short, because the reaction time is measured.
             sleep(Duration::from_micros(200));
         }
     }

@@ -203,7 +203,7 @@ impl Kept {
             if began.elapsed() > LIMIT {
                 bail!("no server process was started after {before:?}: {}", self.server.log());
             }
-            // Short: the time is measured.
+            // The polling interval is short, because the reaction time is measured.
             std::thread::sleep(Duration::from_micros(200));
         }
     }

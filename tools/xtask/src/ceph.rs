@@ -31,7 +31,7 @@ const OSDS: u32 = 3;
 /// Time limit of the monitor's start.
 const START: Duration = Duration::from_secs(60);
 
-/// Optional parts beside the tests.
+/// Options: parts in addition to the tests.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
     /// Run the guest suite `disk-types` with an RBD image as well: file systems, discards, fio

@@ -94,6 +94,6 @@ impl Admin {
     }
 
     pub(super) fn too_short(&self) -> CommandError {
-        CommandError::nonsense(self.name(), "Get Log Page", "its data are too short")
+        CommandError::invalid_data(self.name(), "Get Log Page", "its data are too short")
     }
 }

@@ -139,7 +139,11 @@ impl Admin {
         let request = LogRequest::new(lid::SMART_HEALTH, size_of::<SmartHealth>());
         let data = self.log_page(request)?;
         SmartHealth::read_from_bytes(&data).map_err(|_| {
-            CommandError::nonsense(self.controller.name(), "Get Log Page", "its data are too short")
+            CommandError::invalid_data(
+                self.controller.name(),
+                "Get Log Page",
+                "its data are too short",
+            )
         })
     }
 

@@ -32,11 +32,11 @@ fn identify_as<T: FromBytes + KnownLayout + Immutable>(
     cns: u8,
 ) -> Result<T, CommandError> {
     let data = identify(admin, nsid, Identify { cns, ..Identify::default() })?;
-    T::read_from_bytes(&data).map_err(|_| nonsense(admin, "its data are too short"))
+    T::read_from_bytes(&data).map_err(|_| invalid_data(admin, "its data are too short"))
 }
 
-fn nonsense(admin: &dyn AdminCommands, what: impl Into<String>) -> CommandError {
-    CommandError::nonsense(admin.plane().name(), "Identify", what)
+fn invalid_data(admin: &dyn AdminCommands, what: impl Into<String>) -> CommandError {
+    CommandError::invalid_data(admin.plane().name(), "Identify", what)
 }
 
 /// Identify Controller, CNS 01h.
@@ -87,7 +87,7 @@ pub(super) fn active_namespaces(admin: &dyn AdminCommands) -> Result<Vec<u32>, C
         for nsid in list.iter() {
             if nsid <= last {
                 let what = format!("the list of active namespaces has {nsid} after {last}");
-                return Err(nonsense(admin, what));
+                return Err(invalid_data(admin, what));
             }
             last = nsid;
             all.push(nsid);

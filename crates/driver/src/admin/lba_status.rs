@@ -61,7 +61,7 @@ pub(super) fn allocated_blocks(
     let sqe = Sqe::get_lba_status(nsid, fields, 0);
     let data = admin.succeed(sqe, AdminData::FromController(len))?.data;
     parse(&data, range, count)
-        .map_err(|what| CommandError::nonsense(admin.plane().name(), COMMAND, what))
+        .map_err(|what| CommandError::invalid_data(admin.plane().name(), COMMAND, what))
 }
 
 /// Decodes and validates a list of descriptors.

@@ -158,13 +158,13 @@ impl AdminQueue {
                 return Ok(completion);
             }
             if waited >= limit {
-                return self.give_up(ticket).ok_or_else(timed_out);
+                return self.withdraw(ticket).ok_or_else(timed_out);
             }
             if waited >= health {
                 health = waited + HEALTH_INTERVAL;
                 if let Some(why) = device.broken() {
                     let source = QueueError::Failed { qid: 0, why: why.into() };
-                    return self.give_up(ticket).ok_or_else(|| refused(source));
+                    return self.withdraw(ticket).ok_or_else(|| refused(source));
                 }
             }
             backoff.pause(limit - waited);
@@ -181,7 +181,7 @@ impl AdminQueue {
 
     /// Ends the wait for a completion. Returns the completion if it has arrived since the last
     /// look.
-    fn give_up(&self, ticket: u64) -> Option<Completion> {
+    fn withdraw(&self, ticket: u64) -> Option<Completion> {
         self.lock().tickets.remove(&ticket)?
     }
 

@@ -1,7 +1,7 @@
 //! Futures of I/O commands.
 
 use super::handle::AsyncHandle;
-use super::shared::{AsyncState, Freed, OpState};
+use super::shared::{AsyncState, FreedOp, OpState};
 use crate::command::Command;
 use crate::completion::Completion;
 use crate::dma::Buffer;
@@ -106,7 +106,7 @@ impl Io {
             // well.
             let freed = state.leave(ticket);
             drop(state);
-            freed.pass_on();
+            freed.wake_next();
             return Poll::Ready(Err(IoError { kind: IoErrorKind::Queue(reason), buffer }));
         }
         let first = state.waiters.front().map(|waiter| waiter.ticket);
@@ -116,7 +116,7 @@ impl Io {
                 // The command was never submitted to the controller, so the buffer can be returned.
                 let freed = state.leave(ticket);
                 drop(state);
-                freed.pass_on();
+                freed.wake_next();
                 return Poll::Ready(Err(shared.queue_full(command.opcode, buffer)));
             }
             let (ticket, stale) = state.wait(ticket, waker, shared.timeout);
@@ -142,7 +142,7 @@ impl Io {
         drop(state);
         self.stage = Stage::Active(index);
         self.handle.shared().notify_inbox();
-        freed.pass_on();
+        freed.wake_next();
         Poll::Pending
     }
 
@@ -181,7 +181,7 @@ impl Io {
         let freed = state.free_op(index);
         drop(state);
         self.stage = Stage::Over;
-        freed.pass_on();
+        freed.wake_next();
         Poll::Ready(outcome.and_then(|completion| finish(opcode, completion)))
     }
 
@@ -203,7 +203,7 @@ impl Io {
         };
         drop(state);
         drop((stale, unsent, done));
-        freed.into_iter().for_each(Freed::pass_on);
+        freed.into_iter().for_each(FreedOp::wake_next);
     }
 }
 
@@ -243,13 +243,13 @@ impl Drop for Io {
                 let mut state = self.handle.shared().lock();
                 let freed = state.leave(ticket);
                 drop(state);
-                freed.pass_on();
+                freed.wake_next();
             }
             Stage::NewWithMetadata(new) if new.2.is_some() => {
                 let mut state = self.handle.shared().lock();
                 let freed = state.leave(new.2);
                 drop(state);
-                freed.pass_on();
+                freed.wake_next();
             }
             Stage::Active(index) => self.abandon(index),
             Stage::New { ticket: None, .. }

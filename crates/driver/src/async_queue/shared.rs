@@ -130,12 +130,12 @@ impl AsyncShared {
         // lock held, before it reads the inbox, so it will find the new entry.
         if !self.inbox_flag.load(Ordering::Acquire) {
             self.inbox_flag.store(true, Ordering::Release);
-            self.nudge();
+            self.wake_worker();
         }
     }
 
     /// Wakes the queue thread if it sleeps.
-    fn nudge(&self) {
+    fn wake_worker(&self) {
         if self.sleeper.kick() {
             self.event.signal();
         }
@@ -165,14 +165,14 @@ impl AsyncShared {
 /// waker may wake or drop another future of this queue.
 #[must_use = "a future may wait for the free op"]
 #[derive(Default)]
-pub(super) struct Freed {
+pub(super) struct FreedOp {
     pub(super) next: Option<Waker>,
     pub(super) stale: Option<Waker>,
 }
 
-impl Freed {
+impl FreedOp {
     /// Wakes the next waiter. Must be called without the lock.
-    pub(super) fn pass_on(self) {
+    pub(super) fn wake_next(self) {
         drop(self.stale);
         if let Some(next) = self.next {
             next.wake();
@@ -186,12 +186,12 @@ impl AsyncState {
     }
 
     /// Frees an [`Op`]. Returns the waker of the next waiter.
-    pub(super) fn free_op(&mut self, index: u32) -> Freed {
-        let Some(op) = self.op(index) else { return Freed::default() };
+    pub(super) fn free_op(&mut self, index: u32) -> FreedOp {
+        let Some(op) = self.op(index) else { return FreedOp::default() };
         op.state = OpState::Free;
         let stale = op.waker.take();
         self.free.push(index);
-        Freed { next: self.next_waiter(), stale }
+        FreedOp { next: self.next_waiter(), stale }
     }
 
     /// The first waiter, if it can continue: an [`Op`] is free, or the queue has failed.
@@ -203,11 +203,11 @@ impl AsyncState {
     }
 
     /// Removes the waiter with this ticket. Returns the waker of the next waiter.
-    pub(super) fn leave(&mut self, ticket: Option<u64>) -> Freed {
+    pub(super) fn leave(&mut self, ticket: Option<u64>) -> FreedOp {
         // The waiter is usually the first in the list.
         let at = self.waiters.iter().position(|waiter| Some(waiter.ticket) == ticket);
         let stale = at.and_then(|at| self.waiters.remove(at)).map(|waiter| waiter.waker);
-        Freed { next: self.next_waiter(), stale }
+        FreedOp { next: self.next_waiter(), stale }
     }
 
     /// Adds a waiter for an [`Op`], or updates the waker of the waiter with `ticket`. Returns the

@@ -1,7 +1,7 @@
 //! Worker of an async queue: submits commands of the inbox, completes futures, checks deadlines.
 
-use super::shared::{AsyncShared, Freed, OpState};
-use crate::command::{Beside, Command};
+use super::shared::{AsyncShared, FreedOp, OpState};
+use crate::command::{Command, TagSource};
 use crate::completion::{Completion, Token};
 use crate::dma::Buffer;
 use crate::error::{IoError, IoErrorKind, QueueError, Refused};
@@ -27,7 +27,7 @@ pub(super) struct Worker {
     done: Vec<(u32, Result<Completion, IoError>)>,
     wakers: Vec<Waker>,
     dropped: Vec<Result<Completion, IoError>>,
-    freed: Vec<Freed>,
+    freed: Vec<FreedOp>,
     next_scan: Option<Instant>,
     /// Time when the worker noticed that the queue is to be closed.
     closing: Option<Instant>,
@@ -120,7 +120,7 @@ impl Worker {
         }
         drop(state);
         let any = !self.batch.is_empty() || !self.freed.is_empty();
-        self.freed.drain(..).for_each(Freed::pass_on);
+        self.freed.drain(..).for_each(FreedOp::wake_next);
         any
     }
 
@@ -130,7 +130,7 @@ impl Worker {
         }
         for (index, command, buffer) in self.batch.drain(..) {
             let outcome = match self.queue.submit(command, buffer) {
-                Err(Refused { buffer, .. }) if command.beside() == Beside::Given => {
+                Err(Refused { buffer, .. }) if command.tag_source() == TagSource::Given => {
                     // Commands with stored metadata take this path because the plain submission
                     // refuses them. So other commands do not pay for the lookup.
                     submit_given(&mut self.queue, shared, index, buffer)
@@ -174,7 +174,7 @@ impl Worker {
         }
         drop(state);
         self.dropped.clear();
-        self.freed.drain(..).for_each(Freed::pass_on);
+        self.freed.drain(..).for_each(FreedOp::wake_next);
         self.wakers.drain(..).for_each(Waker::wake);
     }
 
@@ -287,7 +287,7 @@ impl Worker {
         drop(state);
         self.complete(shared);
         self.wakers.drain(..).for_each(Waker::wake);
-        freed.pass_on();
+        freed.wake_next();
         true
     }
 
@@ -298,7 +298,7 @@ impl Worker {
         state.failed.get_or_insert(QueueError::Detached { qid: shared.qid });
         let freed = state.leave(None);
         drop(state);
-        freed.pass_on();
+        freed.wake_next();
         // The drop of `self` also drops the queue pair, which deletes it in the controller.
     }
 }

@@ -49,12 +49,12 @@ pub struct MetadataCommand {
     blocks: u32,
     block_size: u32,
     /// Offset of separate metadata in the buffer. `None` if they follow the data.
-    place: Option<u32>,
+    explicit_offset: Option<u32>,
 }
 
 impl MetadataCommand {
-    /// Creates a command for `blocks` blocks from `lba` on. Sets PRINFO; [`moving`](Self::moving)
-    /// sets the transfer length.
+    /// Creates a command for `blocks` blocks from `lba` on. Sets PRINFO. The transfer length is set
+    /// with [`with_transfer_length`](Self::with_transfer_length).
     pub(crate) fn new(
         command: Command,
         format: BlockMetadata,
@@ -67,7 +67,7 @@ impl MetadataCommand {
             _ => ProtectionFields { ref_tag: fields.ref_tag & format.guard().ref_mask(), ..fields },
         };
         let command = command.with_prinfo(fields.prinfo).with_given_tags();
-        Self { command, format, fields, lba, blocks, block_size, place: None }
+        Self { command, format, fields, lba, blocks, block_size, explicit_offset: None }
     }
 
     /// Distance of two blocks in the data: the block size, plus transferred metadata of an extended
@@ -88,7 +88,7 @@ impl MetadataCommand {
     }
 
     /// Sets the transfer length.
-    pub(crate) fn moving(mut self) -> Self {
+    pub(crate) fn with_transfer_length(mut self) -> Self {
         // The product fits into 32 bits, because the caller has checked the transfer limit.
         self.command.set_transfer((u64::from(self.blocks) * self.step()) as u32);
         self
@@ -110,7 +110,7 @@ impl MetadataCommand {
     /// The offset of separate metadata in the buffer.
     #[must_use]
     pub fn metadata_offset(&self) -> u32 {
-        self.place.unwrap_or(self.command.offset.saturating_add(self.transfer_bytes()))
+        self.explicit_offset.unwrap_or(self.command.offset.saturating_add(self.transfer_bytes()))
     }
 
     /// The minimum length of the buffer, including the bytes before the data.
@@ -133,7 +133,7 @@ impl MetadataCommand {
     /// Sets the offset of separate metadata in the buffer, a multiple of 4.
     #[must_use]
     pub const fn metadata_at(mut self, offset: u32) -> Self {
-        self.place = Some(offset);
+        self.explicit_offset = Some(offset);
         self
     }
 
@@ -159,7 +159,7 @@ impl MetadataCommand {
     }
 
     /// Offsets of a block and of its metadata in the buffer.
-    fn places(&self, nth: u32) -> (usize, usize) {
+    fn block_offsets(&self, nth: u32) -> (usize, usize) {
         let data = u64::from(self.command.offset) + u64::from(nth) * self.step();
         let own = if self.format.extended {
             data + u64::from(self.block_size)
@@ -183,7 +183,7 @@ impl MetadataCommand {
         let mut data = vec![0; self.block_size as usize];
         let mut own = vec![0; usize::from(self.format.size)];
         (0..self.blocks).all(|nth| {
-            let (data_at, own_at) = self.places(nth);
+            let (data_at, own_at) = self.block_offsets(nth);
             if !buffer.copy_to(data_at, &mut data) || !buffer.copy_to(own_at, &mut own) {
                 return false;
             }
@@ -209,7 +209,7 @@ impl MetadataCommand {
         let mut data = vec![0; self.block_size as usize];
         let mut own = vec![0; usize::from(self.format.size)];
         for nth in 0..self.blocks {
-            let (data_at, own_at) = self.places(nth);
+            let (data_at, own_at) = self.block_offsets(nth);
             if !buffer.copy_to(data_at, &mut data) || !buffer.copy_to(own_at, &mut own) {
                 return Err(short);
             }

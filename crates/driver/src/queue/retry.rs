@@ -63,7 +63,7 @@ pub(crate) struct TimedOut {
     /// this tick.
     pub(crate) late: Vec<u16>,
     /// True if a command has been outstanding since before the last tick. Then CSTS must be read.
-    pub(crate) lasting: bool,
+    pub(crate) is_long_running: bool,
     /// True if a late command exceeded the grace period. Its Abort is considered failed.
     pub(crate) overdue: bool,
 }
@@ -119,7 +119,7 @@ impl RetryTable {
             let Some(entry) = core.slots.get_mut(usize::from(slot)) else { break };
             if entry.ticks != 0 {
                 entry.ticks = entry.ticks.saturating_add(1);
-                timed_out.lasting |= entry.ticks > 2;
+                timed_out.is_long_running |= entry.ticks > 2;
                 if entry.ticks > limit.saturating_add(1) {
                     let cid = entry.cid;
                     entry.ticks = 0;
@@ -130,7 +130,7 @@ impl RetryTable {
                 && let Some(late) = self.late(slot)
             {
                 late.ticks = late.ticks.saturating_add(1);
-                timed_out.lasting = true;
+                timed_out.is_long_running = true;
                 match late.state {
                     LateState::Resubmitted if late.ticks > limit => {
                         (late.state, late.ticks) = (LateState::Aborting, 0);
@@ -180,7 +180,7 @@ impl RetryTable {
         };
         core.reported_sq_head = word as u16;
         let status = Status::from_bits((word >> 49) as u16);
-        if self.is_to_be_repeated(core, slot, late, status) {
+        if self.should_resubmit(core, slot, late, status) {
             let late = LateCommand { repeats: late.repeats + 1, ..late };
             core.stats.repeated += 1;
             if self.write_again(core, slot, late) {
@@ -198,7 +198,7 @@ impl RetryTable {
     }
 
     /// True if the command in `slot` was aborted because it was late, and may be submitted again.
-    fn is_to_be_repeated(&self, core: &Core, slot: u16, late: LateCommand, status: Status) -> bool {
+    fn should_resubmit(&self, core: &Core, slot: u16, late: LateCommand, status: Status) -> bool {
         let aborted = late.state == LateState::Aborting && status.code() == Status::ABORT_REQUESTED;
         aborted && self.may_repeat(core, slot, late)
     }
@@ -312,7 +312,7 @@ impl RetryTable {
             let slot = cid & core.slot_mask;
             let late = self.find(slot, cid);
             if status.code() == Status::ABORTED_SQ_DELETION
-                || late.is_some_and(|late| self.is_to_be_repeated(core, slot, late, status))
+                || late.is_some_and(|late| self.should_resubmit(core, slot, late, status))
             {
                 core.cq_head = core.cq_size.next(core.cq_head);
                 core.phase ^= core.cq_head == 0;

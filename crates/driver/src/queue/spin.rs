@@ -38,39 +38,39 @@ pub(crate) struct SpinWindow {
     poll: AdaptivePoll,
     /// Number of consecutive waits that took longer than the polling.
     missed: u32,
-    /// Number of sleeps until the next trial. `between` is its value after the last trial.
-    until_try: u32,
-    between: u32,
+    /// Number of sleeps until the next trial. `trial_interval` is its value after the last trial.
+    until_trial: u32,
+    trial_interval: u32,
     others: YieldBackoff,
 }
 
 /// Number of consecutive long waits that are tolerated before the window is shortened.
-const BAD_LUCK: u32 = 2;
+const TOLERATED_WAITS: u32 = 2;
 /// Sleeps between two trials: 16 after a success, up to 1024 after failures. At 1024, the trials
 /// add a thousandth of the maximum polling time to each wait.
-const BETWEEN: std::ops::RangeInclusive<u32> = 16..=1024;
+const SLEEPS_BETWEEN_TRIALS: std::ops::RangeInclusive<u32> = 16..=1024;
 
 impl SpinWindow {
     pub(crate) fn new(policy: SpinPolicy) -> Self {
-        let between = *BETWEEN.start();
+        let trial_interval = *SLEEPS_BETWEEN_TRIALS.start();
         let (poll, others) = (AdaptivePoll::new(policy.max, policy.max), YieldBackoff::new());
-        Self { policy, poll, missed: 0, until_try: between, between, others }
+        Self { policy, poll, missed: 0, until_trial: trial_interval, trial_interval, others }
     }
 
     /// Time to poll now.
     pub(crate) fn window(&self) -> Duration {
-        if self.is_trying() { self.policy.max } else { self.poll.window() }
+        if self.is_trial() { self.policy.max } else { self.poll.window() }
     }
 
     /// Yields the processor to other threads after polling without success for `waited`. Polling
     /// continues afterwards, because a thread that yields does not delay the controller, and
     /// notices completions sooner than a thread that sleeps.
-    pub(crate) fn give_way(&mut self, waited: Duration) {
+    pub(crate) fn yield_cpu(&mut self, waited: Duration) {
         self.others.backoff(waited);
     }
 
-    fn is_trying(&self) -> bool {
-        self.policy.adaptive && self.until_try == 0
+    fn is_trial(&self) -> bool {
+        self.policy.adaptive && self.until_trial == 0
     }
 
     /// Records a finished wait, with or without a sleep, and adapts the window.
@@ -79,24 +79,24 @@ impl SpinWindow {
         if !adaptive {
             return;
         }
-        let trying = self.is_trying();
+        let trial = self.is_trial();
         if waited <= self.window() {
             self.missed = 0;
-            if trying {
+            if trial {
                 self.poll.open();
-                self.between = *BETWEEN.start();
-                self.until_try = self.between;
+                self.trial_interval = *SLEEPS_BETWEEN_TRIALS.start();
+                self.until_trial = self.trial_interval;
             }
             return;
         }
         self.missed = self.missed.saturating_add(1);
-        if trying {
-            self.between = (self.between * 2).min(*BETWEEN.end());
-            self.until_try = self.between;
+        if trial {
+            self.trial_interval = (self.trial_interval * 2).min(*SLEEPS_BETWEEN_TRIALS.end());
+            self.until_trial = self.trial_interval;
         } else {
-            self.until_try -= 1;
+            self.until_trial -= 1;
         }
-        if waited < max || self.missed > BAD_LUCK {
+        if waited < max || self.missed > TOLERATED_WAITS {
             self.poll.slept(waited);
         }
     }

@@ -6,7 +6,7 @@
 //! by slot, for a possible second submission. The table is allocated with the first such command.
 
 use super::core::Core;
-use crate::command::{Beside, Command};
+use crate::command::{Command, TagSource};
 use crate::completion::Token;
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
@@ -24,10 +24,10 @@ impl Core {
         parts: [u64; 4],
     ) -> Result<Token, Box<Refused>> {
         let command = Command::from_parts(parts);
-        match command.beside() {
-            Beside::LbaTag(_) => self.submit_tagged(slot, buffer, command).map_err(Box::new),
+        match command.tag_source() {
+            TagSource::LbaTag(_) => self.submit_tagged(slot, buffer, command).map_err(Box::new),
             // A `Given` command without stored tags is refused: only `submit_given` can submit it.
-            Beside::Nothing | Beside::Given => {
+            TagSource::Nothing | TagSource::Given => {
                 Err(Box::new(self.refuse(slot, Some(reason), buffer)))
             }
         }
@@ -72,10 +72,10 @@ impl Core {
         buffer: Option<&Buffer>,
     ) -> Result<[u64; 8], QueueError> {
         let mut words = command.words();
-        let tags = match command.beside() {
-            Beside::Nothing => Tags::default(),
-            Beside::LbaTag(guard) => Tags::of(command.lba_tag(guard)),
-            Beside::Given => self.tags.get(usize::from(slot)).copied().unwrap_or_default(),
+        let tags = match command.tag_source() {
+            TagSource::Nothing => Tags::default(),
+            TagSource::LbaTag(guard) => Tags::of(command.lba_tag(guard)),
+            TagSource::Given => self.tags.get(usize::from(slot)).copied().unwrap_or_default(),
         };
         let bytes = command.transfer_bytes();
         if bytes != 0 {

@@ -14,7 +14,7 @@ use crate::error::{AttachError, CommandError, QueueError, Refused};
 use crate::io_queues::IoQueuePair;
 use crate::metadata::MetadataCommand;
 use crate::queue::{QueueStats, SpinPolicy, SpinWindow};
-use crate::recovery::went_away;
+use crate::recovery::handle_removal;
 use shadowbell_doorbell::RingSize;
 use shadowbell_memory::{Edge, EventFd};
 use std::fmt;
@@ -273,7 +273,7 @@ impl QueuePair {
                 looks = looks.saturating_add(1);
                 idle(looks);
             } else {
-                self.spin.give_way(now - began);
+                self.spin.yield_cpu(now - began);
             }
         }
         loop {
@@ -406,7 +406,7 @@ impl QueuePair {
                 if !self.is_ready() {
                     let device = self.controller.name();
                     let why = format!("lost the connection to {device}");
-                    went_away(&self.controller, &why);
+                    handle_removal(&self.controller, &why);
                     self.handle_state_change()?;
                 }
             }

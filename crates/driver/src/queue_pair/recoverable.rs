@@ -15,7 +15,7 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::Abort;
 
 /// A value that the state epoch never has.
-const NEVER: u32 = u32::MAX;
+const EPOCH_ENDED: u32 = u32::MAX;
 /// Number of controller resets that are tried for a queue that cannot be created again.
 const TRIES: u32 = 6;
 /// Maximum number of Abort commands in flight. The controller's limit (ACL) also applies.
@@ -93,7 +93,7 @@ impl RecoverableQueue {
                 }
                 Condition::Detached => return Err(QueueError::Detached { qid: self.core.qid() }),
                 Condition::Over { quiet } => {
-                    return self.end(controller, &state.why_over(), quiet);
+                    return self.end(controller, &state.failure_reason(), quiet);
                 }
             }
             let generation = state.generation();
@@ -109,7 +109,7 @@ impl RecoverableQueue {
                 Ok(true) => {
                     // While completions of ended commands are pending, `pop` must call this
                     // function again. So the epoch is not recorded as handled.
-                    self.handled_epoch = if self.has_ended() { NEVER } else { epoch };
+                    self.handled_epoch = if self.has_ended() { EPOCH_ENDED } else { epoch };
                     return Ok(());
                 }
                 Ok(false) => {}
@@ -169,8 +169,8 @@ impl RecoverableQueue {
         }
         let ticks = controller.ticks;
         let timed_out = self.retries.tick_timeouts(&mut self.core, ticks.limit, ticks.grace);
-        if timed_out.lasting {
-            controller.note_lasting();
+        if timed_out.is_long_running {
+            controller.note_long_running();
         }
         if !timed_out.late.is_empty() {
             count(&controller.counters.late, timed_out.late.len() as u64);

@@ -57,7 +57,7 @@ mod watch;
 mod watchdog;
 
 pub use self::policy::Recovery;
-pub(crate) use self::reset::{reset, went_away};
+pub(crate) use self::reset::{handle_removal, reset};
 pub use self::stats::RecoveryStats;
 pub(crate) use self::stats::{Counters, count};
 pub(crate) use self::ticks::TimeoutTicks;

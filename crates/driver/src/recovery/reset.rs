@@ -32,8 +32,8 @@ impl From<StateError> for ResetError {
 }
 
 /// Fails the controller because it was removed or is unreachable.
-pub(crate) fn went_away(controller: &AttachedController, why: &str) {
-    if controller.state().set_gone(Phase::Live, why) {
+pub(crate) fn handle_removal(controller: &AttachedController, why: &str) {
+    if controller.state().set_removed(Phase::Live, why) {
         count(&controller.counters.removed, 1);
         tracing::error!("{why}; all outstanding commands end");
         controller.plane().queue.fail_all();
@@ -66,7 +66,7 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
                 let why = format!("{name} failed during a reset: {why}");
                 count(&counters.removed, 1);
                 tracing::error!("{why}; all outstanding commands end");
-                state.set_gone(Phase::Resetting, &why);
+                state.set_removed(Phase::Resetting, &why);
                 return admin.queue.fail_all();
             }
             Err(ResetError::Other(why)) => {
@@ -80,7 +80,7 @@ pub(crate) fn reset(controller: &AttachedController, generation: u32, why: &str)
     let why = format!("{name} failed, because it could not be reset ({last})");
     tracing::error!("{why}; all outstanding commands end");
     admin.queue.fail_all();
-    state.give_up(&why, quiet);
+    state.set_unusable(&why, quiet);
 }
 
 /// Makes one attempt: resets a controller in any state, and sets up everything except I/O queues.

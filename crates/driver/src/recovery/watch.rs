@@ -1,6 +1,6 @@
 //! Watchdog actions for an attached controller.
 
-use super::reset::{reset, went_away};
+use super::reset::{handle_removal, reset};
 use super::stats::count;
 use super::watchdog::Watched;
 use crate::admin::{AdminCommands, LogRequest, identify_namespaces, read_log_page};
@@ -13,7 +13,7 @@ impl Watched for AttachedController {
     fn tick(&self) -> bool {
         self.state().tick();
         self.wake_sleepers();
-        let is_due = self.take_lasting() | self.take_faults();
+        let is_due = self.take_long_running() | self.take_faults();
         read_events(self);
         is_due
     }
@@ -37,10 +37,13 @@ pub(crate) fn check_status(controller: &AttachedController) -> bool {
     }
     let name = controller.name();
     match controller.plane().device.csts() {
-        Err(error @ TransportError::Gone { .. }) => went_away(controller, &error.to_string()),
+        Err(error @ TransportError::Gone { .. }) => handle_removal(controller, &error.to_string()),
         Err(error) => tracing::debug!("the status of {name} was not read: {error}"),
         Ok(csts) if csts.into_bits() == u32::MAX => {
-            went_away(controller, &format!("{name} was removed (its registers read as all ones)"));
+            handle_removal(
+                controller,
+                &format!("{name} was removed (its registers read as all ones)"),
+            );
         }
         Ok(csts) if csts.cfs() => {
             count(&controller.counters.fatal, 1);

@@ -223,17 +223,17 @@ impl Transport for VfioUser {
     }
 
     fn doorbell_events(&self, offsets: [u64; 2]) -> Result<[Option<EventFd>; 2], TransportError> {
-        const DOING: &str = "asking for descriptors for doorbells";
+        const ACTION: &str = "asking for descriptors for doorbells";
         let ClientIoFds { events, areas } = match self.client.region_io_fds(region::BAR0) {
             Ok(found) => found,
             Err(ClientError::Refused { .. }) => return Ok([None, None]),
-            Err(error) => return Err(self.failed(DOING, error)),
+            Err(error) => return Err(self.failed(ACTION, error)),
         };
         let of = |offset| {
             let (_, event) = areas.iter().find(|(area, _)| area.offset == offset)?;
             let fd: PeerDescriptor = Arc::clone(events.get(*event)?) as _;
             let event = EventFd::of_peer(fd, &Signals::default());
-            event.inspect_err(|error| tracing::debug!("{DOING}: {error}")).ok()
+            event.inspect_err(|error| tracing::debug!("{ACTION}: {error}")).ok()
         };
         Ok(offsets.map(of))
     }

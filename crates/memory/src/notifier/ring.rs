@@ -1,6 +1,6 @@
 //! Signals by io_uring: a ring signals its registered eventfd when a request completes.
 
-use super::id::{Id, Known};
+use super::id::{Id, WeakId};
 use io_uring::{IoUring, Probe, opcode};
 use std::cell::RefCell;
 use std::io;
@@ -38,7 +38,7 @@ struct Rings {
 struct Ring {
     ring: IoUring,
     /// Registered eventfd. Its descriptor may be closed, because the ring holds the open file.
-    event: Option<Known>,
+    event: Option<WeakId>,
 }
 
 pub(super) fn is_available() -> bool {
@@ -53,8 +53,8 @@ pub(super) fn notify(event: BorrowedFd<'_>, id: &Id) -> bool {
 
 impl Rings {
     fn notify(&mut self, event: BorrowedFd<'_>, id: &Id) -> bool {
-        let known = self.rings.iter().position(|ring| ring.has(id));
-        let Some(at) = known.or_else(|| self.other()) else { return false };
+        let found = self.rings.iter().position(|ring| ring.has(id));
+        let Some(at) = found.or_else(|| self.other()) else { return false };
         let Some(ring) = self.rings.get_mut(at) else { return false };
         // A ring with a failed request is dropped. Otherwise the request could signal another
         // eventfd later.
@@ -93,7 +93,7 @@ impl Ring {
 
     /// True if the ring has no registered eventfd, or if that eventfd was dropped.
     fn is_idle(&self) -> bool {
-        self.event.as_ref().is_none_or(Known::is_gone)
+        self.event.as_ref().is_none_or(WeakId::is_dropped)
     }
 
     /// Signals the eventfd. Returns false if the kernel has no memory to register it.
@@ -109,7 +109,7 @@ impl Ring {
             if let Err(error) = self.ring.submitter().register_eventfd(event.as_raw_fd()) {
                 return Ok(error.kind() != io::ErrorKind::OutOfMemory);
             }
-            self.event = Some(id.known());
+            self.event = Some(id.downgrade());
         }
         self.complete_one()?;
         Ok(true)

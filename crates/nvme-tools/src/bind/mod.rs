@@ -142,7 +142,7 @@ fn hints(function: &PciFunction, out: &mut dyn Write) -> anyhow::Result<()> {
         let why = "no IOMMU: boot with intel_iommu=on or amd_iommu=on to use the controller";
         return Ok(writeln!(out, "{address}: {why}")?);
     };
-    for (other, driver) in function.in_the_way().context("reading its IOMMU group")? {
+    for (other, driver) in function.blocking_devices().context("reading its IOMMU group")? {
         writeln!(
             out,
             "{address}: {other} of the same IOMMU group is bound to {driver}; bind it as well"

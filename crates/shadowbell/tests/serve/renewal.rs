@@ -158,7 +158,7 @@ fn a_program_that_cannot_continue_is_not_executed() {
             "this program reads versions 2 to 3",
         ),
         ("sleep 1000", "did not answer within 10 s"),
-        // A program that passes the check, and cannot be started then.
+        // A program that passes the check and then cannot be started.
         ("printf 'can go on'; chmod -x \"$0\"; exit 0", "Permission denied"),
     ] {
         until("one worker", || children(server.pid()).len() == 1);

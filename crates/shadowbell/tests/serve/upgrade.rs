@@ -207,7 +207,7 @@ fn a_verifying_load_survives_twenty_upgrades() {
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
-        // Time for some load on each of the processes.
+        // Each process serves some load before the next upgrade.
         std::thread::sleep(Duration::from_millis(50));
     }
     loads.into_iter().for_each(Load::lost_nothing);

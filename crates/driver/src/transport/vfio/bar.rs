@@ -34,7 +34,7 @@ impl Window {
         Ok(usable.then_some((window, info)))
     }
 
-    fn place(self, offset: u64, len: usize) -> io::Result<u64> {
+    fn file_offset(self, offset: u64, len: usize) -> io::Result<u64> {
         offset
             .checked_add(len as u64)
             .filter(|end| *end <= self.size)
@@ -48,12 +48,12 @@ impl Window {
         offset: u64,
     ) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
-        let count = rustix::io::pread(device, &mut bytes, self.place(offset, N)?)?;
+        let count = rustix::io::pread(device, &mut bytes, self.file_offset(offset, N)?)?;
         if count == N { Ok(bytes) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 
     pub(super) fn write(self, device: BorrowedFd<'_>, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let count = rustix::io::pwrite(device, bytes, self.place(offset, bytes.len())?)?;
+        let count = rustix::io::pwrite(device, bytes, self.file_offset(offset, bytes.len())?)?;
         if count == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 }
@@ -126,7 +126,7 @@ impl Bar {
         match self.mapped(offset, 4) {
             Some((bytes, at)) => {
                 let value = bytes.load_u32_acquire(at).ok_or_else(misaligned)?;
-                alive(bytes).map(|()| value)
+                check_not_removed(bytes).map(|()| value)
             }
             None => Ok(u32::from_le_bytes(self.window.read(device, offset)?)),
         }
@@ -141,7 +141,7 @@ impl Bar {
         match self.mapped(offset, 4) {
             Some((bytes, at)) => {
                 bytes.cell(at).ok_or_else(misaligned)?.store(value, Ordering::Release);
-                alive(bytes)
+                check_not_removed(bytes)
             }
             None => self.window.write(device, offset, &value.to_le_bytes()),
         }
@@ -166,7 +166,7 @@ impl Bar {
 
 /// Returns an error if the device was removed. An access to its mapping has then raised SIGBUS, and
 /// the handler has marked the mapping as poisoned, which reads as zeroes.
-fn alive(bytes: &SharedBytes) -> io::Result<()> {
+fn check_not_removed(bytes: &SharedBytes) -> io::Result<()> {
     if bytes.mapping().is_poisoned() {
         return Err(io::Error::other("its registers are not mapped any more"));
     }
@@ -178,7 +178,7 @@ fn misaligned() -> io::Error {
 }
 
 /// True if the error means that the device is permanently unreachable.
-pub(super) fn is_gone(error: &io::Error) -> bool {
+pub(super) fn is_removal(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENODEV | libc::EIO | libc::ENXIO))
         || (error.raw_os_error().is_none() && error.kind() == io::ErrorKind::Other)
 }
@@ -250,7 +250,7 @@ mod tests {
         assert_eq!(bar.read32(file.as_fd(), 0x1c).unwrap(), 0);
         file.set_len(0).unwrap();
         let error = bar.read32(file.as_fd(), 0x1c).unwrap_err();
-        assert!(is_gone(&error), "{error}");
+        assert!(is_removal(&error), "{error}");
         assert!(bar.ring(file.as_fd(), 0x1000, 1).is_ok(), "doorbell writes are posted");
     }
 }

@@ -53,7 +53,7 @@ pub enum VfioError {
     #[error(
         "{address} shares IOMMU group {group} with {}; bind all of the group to vfio-pci, or \
          unbind what is not needed",
-        in_words(others)
+        device_list(others)
     )]
     NotViable {
         /// Address of the function.
@@ -127,7 +127,7 @@ pub enum VfioError {
 }
 
 /// Formats `0000:01:00.1 (ahci) and 0000:01:00.2 (xhci_hcd)`.
-fn in_words(others: &[(String, String)]) -> String {
+fn device_list(others: &[(String, String)]) -> String {
     let words: Vec<_> =
         others.iter().map(|(address, driver)| format!("{address} ({driver})")).collect();
     match words.split_last() {
@@ -162,12 +162,12 @@ mod tests {
     #[test]
     fn other_devices_are_listed_in_a_sentence() {
         let other = |n: u32| (format!("0000:01:00.{n}"), "ahci".to_owned());
-        assert_eq!(in_words(&[other(1)]), "0000:01:00.1 (ahci)");
+        assert_eq!(device_list(&[other(1)]), "0000:01:00.1 (ahci)");
         assert_eq!(
-            in_words(&[other(1), other(2), other(3)]),
+            device_list(&[other(1), other(2), other(3)]),
             "0000:01:00.1 (ahci), 0000:01:00.2 (ahci) and 0000:01:00.3 (ahci)"
         );
-        assert!(in_words(&[]).contains("kernel driver"));
+        assert!(device_list(&[]).contains("kernel driver"));
     }
 
     #[test]

@@ -91,7 +91,7 @@ impl PciFunction {
     /// # Errors
     ///
     /// The error of the system.
-    pub fn in_the_way(&self) -> io::Result<Vec<(String, String)>> {
+    pub fn blocking_devices(&self) -> io::Result<Vec<(String, String)>> {
         let Some(group) = self.group else { return Ok(Vec::new()) };
         let members = self.sysfs.join(format!("kernel/iommu_groups/{group}/devices"));
         let mut found = Vec::new();
@@ -185,7 +185,7 @@ pub(super) mod tests {
         let function = find(sysfs.path(), "0000:01:00.0").unwrap();
         assert!(!function.is_nvme() && !function.is_for_programs());
         assert_eq!((function.driver.as_ref(), function.group), (None, None));
-        assert!(function.in_the_way().unwrap().is_empty());
+        assert!(function.blocking_devices().unwrap().is_empty());
     }
 
     #[test]
@@ -199,7 +199,7 @@ pub(super) mod tests {
         add("0000:01:00.4", None);
         let function = find(sysfs.path(), "0000:01:00.0").unwrap();
         assert!(function.is_for_programs());
-        assert_eq!(function.in_the_way().unwrap(), [("0000:01:00.1".into(), "ahci".into())]);
+        assert_eq!(function.blocking_devices().unwrap(), [("0000:01:00.1".into(), "ahci".into())]);
     }
 
     #[test]

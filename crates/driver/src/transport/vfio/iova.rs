@@ -84,7 +84,7 @@ impl IovaSpace {
     }
 
     /// Frees an allocation of [`take`](Self::take).
-    pub(super) fn give_back(&mut self, iova: u64, len: u64) {
+    pub(super) fn release(&mut self, iova: u64, len: u64) {
         let Some(mut last) = len.checked_sub(1).and_then(|rest| iova.checked_add(rest)) else {
             return;
         };
@@ -159,9 +159,9 @@ mod tests {
             assert_eq!(space.take(len), None, "{len:#x}");
         }
         let before = space.available();
-        space.give_back(0x2_0000, 4096);
-        space.give_back(u64::MAX, u64::MAX);
-        space.give_back(5, 0);
+        space.release(0x2_0000, 4096);
+        space.release(u64::MAX, u64::MAX);
+        space.release(5, 0);
         assert_eq!(space.available(), before, "freeing free addresses has no effect");
     }
 
@@ -187,13 +187,13 @@ mod tests {
                     }
                 } else {
                     let (iova, len) = held.swap_remove(index % held.len());
-                    space.give_back(iova, len);
+                    space.release(iova, len);
                 }
                 let taken: u64 = held.iter().map(|(_, len)| len).sum();
                 prop_assert_eq!(space.available(), whole - taken);
             }
             for (iova, len) in held {
-                space.give_back(iova, len);
+                space.release(iova, len);
             }
             prop_assert_eq!(space.free.len(), 2);
         }

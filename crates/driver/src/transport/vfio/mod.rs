@@ -34,7 +34,7 @@ pub use function::{PciFunction, SYSFS};
 pub use steer::{Steered, steer_interrupts};
 
 use super::interface::{Transport, TransportError};
-use bar::{Bar, Window, is_gone};
+use bar::{Bar, Window, is_removal};
 use error::explain_map;
 use iova::IovaSpace;
 use parking_lot::Mutex;
@@ -147,7 +147,7 @@ impl Vfio {
 
     fn failed(&self, doing: &'static str, source: io::Error) -> TransportError {
         let device = self.name.clone();
-        if is_gone(&source) {
+        if is_removal(&source) {
             TransportError::Gone { device, doing, source: source.into() }
         } else {
             TransportError::Failed { device, doing, source: source.into() }
@@ -242,7 +242,7 @@ impl Transport for Vfio {
         match self.space.map(mapping, address) {
             Ok(()) => Ok(address),
             Err(error) => {
-                iova.give_back(address, len);
+                iova.release(address, len);
                 let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
                 Err(self.failed("sharing memory", explain_map(error, len, limit)))
             }
@@ -250,15 +250,15 @@ impl Transport for Vfio {
     }
 
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
-        const DOING: &str = "unmapping memory";
+        const ACTION: &str = "unmapping memory";
         let mut space = self.iova.lock();
-        let gone = self.space.unmap(iova, len).map_err(|e| self.failed(DOING, e))?;
+        let gone = self.space.unmap(iova, len).map_err(|e| self.failed(ACTION, e))?;
         if gone != len {
             // The IOVA range is not freed, because a part of it may still be mapped.
             let why = format!("{gone} of {len} bytes were unmapped");
-            return Err(self.failed(DOING, io::Error::new(io::ErrorKind::InvalidInput, why)));
+            return Err(self.failed(ACTION, io::Error::new(io::ErrorKind::InvalidInput, why)));
         }
-        space.give_back(iova, len);
+        space.release(iova, len);
         Ok(())
     }
 
@@ -267,11 +267,11 @@ impl Transport for Vfio {
     }
 
     fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError> {
-        const DOING: &str = "setting up an interrupt";
+        const ACTION: &str = "setting up an interrupt";
         let mut enabled = self.msix.lock();
         if vector >= self.irq_vectors() {
             let why = format!("there is no vector {vector}");
-            return Err(self.failed(DOING, io::Error::new(io::ErrorKind::InvalidInput, why)));
+            return Err(self.failed(ACTION, io::Error::new(io::ErrorKind::InvalidInput, why)));
         }
         match (event.map(AsFd::as_fd), *enabled) {
             (None, false) => Ok(()),
@@ -288,7 +288,7 @@ impl Transport for Vfio {
                 }
             }
         }
-        .map_err(|error| self.failed(DOING, error))?;
+        .map_err(|error| self.failed(ACTION, error))?;
         *enabled |= event.is_some();
         Ok(())
     }

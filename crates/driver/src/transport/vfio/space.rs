@@ -133,7 +133,7 @@ fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
     let path = dev.join(format!("vfio/{number}"));
     let group = open(&path)?;
     if !sys::group_is_viable(group.as_fd()).map_err(failed("asking about its group"))? {
-        let others = function.in_the_way().unwrap_or_default();
+        let others = function.blocking_devices().unwrap_or_default();
         return Err(VfioError::NotViable { address, group: number, others });
     }
     let container = open(&dev.join("vfio/vfio"))?;
@@ -172,7 +172,7 @@ fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
 /// The error that names the other functions of the group, if their drivers prevent the use of the
 /// group.
 fn not_viable(function: &PciFunction) -> Option<VfioError> {
-    let others = function.in_the_way().ok().filter(|others| !others.is_empty())?;
+    let others = function.blocking_devices().ok().filter(|others| !others.is_empty())?;
     Some(VfioError::NotViable { address: function.address, group: function.group?, others })
 }
 
