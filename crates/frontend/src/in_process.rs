@@ -159,10 +159,10 @@ impl Transport for InProcess {
     }
 
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
-        const DOING: &str = "unmapping memory";
-        self.wait(DOING, |done| {
+        const ACTION: &str = "unmapping memory";
+        self.wait(ACTION, |done| {
             let unmapped = self.controller.unmap_dma(iova, len, done);
-            unmapped.map_err(|error| self.failed(DOING, error))
+            unmapped.map_err(|error| self.failed(ACTION, error))
         })
     }
 
@@ -171,14 +171,14 @@ impl Transport for InProcess {
     }
 
     fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError> {
-        const DOING: &str = "setting up an interrupt";
+        const ACTION: &str = "setting up an interrupt";
         let event = event.map(EventFd::try_clone).transpose();
-        let event = event.map_err(|error| self.failed(DOING, error))?;
+        let event = event.map_err(|error| self.failed(ACTION, error))?;
         if self.controller.set_interrupt(vector as usize, event) {
             Ok(())
         } else {
             let why = io::Error::new(io::ErrorKind::InvalidInput, "there is no such vector");
-            Err(self.failed(DOING, why))
+            Err(self.failed(ACTION, why))
         }
     }
 

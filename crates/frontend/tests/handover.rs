@@ -69,7 +69,7 @@ impl Server {
         reactor
     }
 
-    fn go_on(&mut self, reactor: Reactor) {
+    fn resume(&mut self, reactor: Reactor) {
         self.handle = reactor.handle();
         self.running = Some(run(reactor));
     }
@@ -77,7 +77,7 @@ impl Server {
     /// Replaces the server. Returns the number of transferred descriptors.
     fn replace(&mut self) -> usize {
         let mut old = self.freeze();
-        let (saved, mut parcel) = travel(&mut old);
+        let (saved, mut parcel) = save_and_receive(&mut old);
         let count = parcel.descriptors().len();
         let controller = self::controller();
         let mut new = Reactor::new(Default::default()).unwrap();
@@ -85,7 +85,7 @@ impl Server {
         parcel.finish().unwrap();
         old.hand_over();
         self.controller = controller;
-        self.go_on(new);
+        self.resume(new);
         count
     }
 }
@@ -97,7 +97,7 @@ impl Drop for Server {
     }
 }
 
-fn travel(old: &mut Reactor) -> (SavedPort, Parcel) {
+fn save_and_receive(old: &mut Reactor) -> (SavedPort, Parcel) {
     let mut parcel = Parcel::new();
     let saved = old.save(parcel.descriptors()).unwrap();
     parcel.add("sockets", true, &saved).unwrap();
@@ -242,7 +242,7 @@ fn a_failed_successor_reports_why_and_the_old_server_continues() {
     let memory = Mapping::shared("guest", PAGE).unwrap();
     client.dma_map(&share(0, PAGE, memory.fd(), 0)).unwrap();
     let mut old = server.freeze();
-    let (saved, mut parcel) = travel(&mut old);
+    let (saved, mut parcel) = save_and_receive(&mut old);
     let mut new = Reactor::new(Default::default()).unwrap();
     let without = &mut Descriptors::default();
     let error = new.restore(saved.clone(), without, device(&controller())).unwrap_err();
@@ -254,6 +254,6 @@ fn a_failed_successor_reports_why_and_the_old_server_continues() {
     let error = new.restore(saved, parcel.descriptors(), device(&controller())).unwrap_err();
     assert!(error.to_string().contains("memory at IOVA 0x0"), "{error}");
     drop((new, parcel));
-    server.go_on(old);
+    server.resume(old);
     client.dma_unmap(DmaUnmap::Range { iova: 0, len: PAGE }).unwrap();
 }

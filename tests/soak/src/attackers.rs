@@ -14,10 +14,10 @@ use shadowbell_hostile::server::LogReader;
 /// Duration of an attack, and the pause until the next.
 const ATTACK: Duration = Duration::from_secs(2);
 // Pause until the next attack.
-const REST: Duration = Duration::from_millis(250);
+const PAUSE: Duration = Duration::from_millis(250);
 
 /// Attacks that are left out, because they need a FUSE file system.
-const LEFT_OUT: [&str; 2] = ["fuse-doorbell", "fuse-map"];
+const EXCLUDED: [&str; 2] = ["fuse-doorbell", "fuse-map"];
 /// Attacks for which the attacker uses gigabytes of memory or thousands of descriptors. Only one
 /// attacker runs such an attack at a time, because the machine has no memory for more.
 const ONE_AT_A_TIME: [&str; 4] = ["page-tables", "punch-holes", "big-unmap", "irq-waiters"];
@@ -46,7 +46,7 @@ impl Disk {
     }
 
     /// True if an attack can use this disk.
-    fn suits(self, attack: &Attack) -> bool {
+    fn is_usable_for(self, attack: &Attack) -> bool {
         let wanted = match attack.disks {
             [disk] if disk.contains('=') => Self::File,
             [disk] if disk.starts_with("null:") => Self::Null,
@@ -58,14 +58,14 @@ impl Disk {
 }
 
 /// Attacks that an attacker with this disk can run.
-fn repertoire(disk: Disk) -> Vec<Attack> {
-    let is_fit = |attack: &Attack| {
+fn attacks_for(disk: Disk) -> Vec<Attack> {
+    let is_selected = |attack: &Attack| {
         attack.kind == Kind::Hostile
             && attack.log == LogReader::File
-            && !LEFT_OUT.contains(&attack.name)
-            && disk.suits(attack)
+            && !EXCLUDED.contains(&attack.name)
+            && disk.is_usable_for(attack)
     };
-    attacks::all().into_iter().filter(is_fit).collect()
+    attacks::all().into_iter().filter(is_selected).collect()
 }
 
 /// Attacker with one controller.
@@ -82,27 +82,27 @@ impl Attacker {
         &self,
         directory: &Path,
         stop: &AtomicBool,
-        alone: &Mutex<()>,
+        exclusive: &Mutex<()>,
         tally: &Tally,
     ) {
-        let attacks = repertoire(self.disk);
+        let attacks = attacks_for(self.disk);
         // Each attacker begins with another attack, so that different attacks run concurrently.
         for attack in attacks.iter().cycle().skip(self.number * 5) {
             if stop.load(Ordering::Relaxed) {
                 return;
             }
             if ONE_AT_A_TIME.contains(&attack.name) {
-                if let Ok(_alone) = alone.try_lock() {
-                    self.make(attack, directory, tally);
+                if let Ok(_exclusive) = exclusive.try_lock() {
+                    self.execute(attack, directory, tally);
                 }
             } else {
-                self.make(attack, directory, tally);
+                self.execute(attack, directory, tally);
             }
-            sleep(REST);
+            sleep(PAUSE);
         }
     }
 
-    fn make(&self, attack: &Attack, directory: &Path, tally: &Tally) {
+    fn execute(&self, attack: &Attack, directory: &Path, tally: &Tally) {
         let mut field = Field {
             sockets: vec![self.socket.clone()],
             directory: directory.to_owned(),
@@ -114,13 +114,13 @@ impl Attacker {
         };
         add(&tally.attacks, 1);
         if let Err(error) = (attack.run)(&mut field) {
-            tally.cut(format!("{}: {error:#}", attack.name));
+            tally.record_cut_short(format!("{}: {error:#}", attack.name));
         }
-        field.resets.iter().for_each(|time| tally.reset_took(*time));
+        field.resets.iter().for_each(|time| tally.record_reset(*time));
         // A disconnected guest has no controller to reset.
         for guest in &mut field.guests {
             if let Ok(time) = guest.reset() {
-                tally.reset_took(time);
+                tally.record_reset(time);
             }
         }
     }
@@ -134,9 +134,9 @@ mod tests {
     fn named_attacks_exist_and_every_disk_has_attacks() {
         let all = attacks::all();
         let is_known = |name: &&str| all.iter().any(|attack| attack.name == *name);
-        assert!(LEFT_OUT.iter().chain(&ONE_AT_A_TIME).all(is_known));
+        assert!(EXCLUDED.iter().chain(&ONE_AT_A_TIME).all(is_known));
         for disk in [Disk::Memory, Disk::File, Disk::Null] {
-            assert!(repertoire(disk).len() > 5, "{disk:?}");
+            assert!(attacks_for(disk).len() > 5, "{disk:?}");
         }
     }
 }

@@ -8,9 +8,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::kept::Kept;
 use super::load::{Load, Meter, Pace, STALL};
 use super::places::Places;
+use super::supervised::SupervisedServer;
 use super::tally::value;
 
 /// Totals of all clients.
@@ -38,17 +38,17 @@ impl Totals {
 ///
 /// Data were lost, a command failed or took too long, or `meanwhile` failed.
 pub(crate) fn work(
-    kept: &mut Kept,
+    supervised: &mut SupervisedServer,
     seed: u64,
     pace: impl Fn(usize) -> Pace,
     totals: &mut Totals,
-    meanwhile: impl FnOnce(&mut Kept, &[Meter]) -> Result<()>,
+    meanwhile: impl FnOnce(&mut SupervisedServer, &[Meter]) -> Result<()>,
 ) -> Result<()> {
     let mut loads = Vec::new();
-    for (number, kind) in kept.kinds().iter().enumerate() {
+    for (number, kind) in supervised.kinds().iter().enumerate() {
         let name = format!("controller {number} ({})", kind.name());
-        let places = Places::new(number as u64, kind.keeps(), seed, pace(number).flush_every);
-        let load = Load::attach(&name, &kept.server.socket(number), places, pace(number));
+        let places = Places::new(number as u64, kind.persistence(), seed, pace(number).flush_every);
+        let load = Load::attach(&name, &supervised.server.socket(number), places, pace(number));
         loads.push(load.with_context(|| name.clone())?);
     }
     let meters: Vec<Meter> = loads.iter().map(|_| Meter::default()).collect();
@@ -59,11 +59,11 @@ pub(crate) fn work(
         let loads = loads.into_iter().zip(meters);
         let loads: Vec<_> =
             loads.map(|(load, meter)| threads.spawn(move || load.run(stop, meter))).collect();
-        let outcome = meanwhile(kept, meters);
+        let outcome = meanwhile(supervised, meters);
         stop.store(true, Ordering::Relaxed);
         if outcome.is_err() {
             // A failed run ends the server, so the clients do not wait for its completions.
-            kept.server.kill();
+            supervised.server.kill();
         }
         let places: Vec<_> = loads.into_iter().map(|load| load.join().ok().flatten()).collect();
         (outcome, places)
@@ -71,15 +71,15 @@ pub(crate) fn work(
     *totals = Totals::of(&meters, began);
     outcome?;
     if let Some(failure) = meters.iter().find_map(Meter::failure) {
-        bail!("at the end, {failure}; the log ends with:\n{}", kept.server.log());
+        bail!("at the end, {failure}; the log ends with:\n{}", supervised.server.log());
     }
-    kept.server.check()?;
-    ensure!(kept.server.terminate(STALL)?.is_some(), "SIGTERM does not end the server");
+    supervised.server.check()?;
+    ensure!(supervised.server.terminate(STALL)?.is_some(), "SIGTERM does not end the server");
     // This process reads the images after the server's end, so the data cannot come from the
     // server's caches.
     for (number, places) in places.into_iter().enumerate() {
         let mut places = places.with_context(|| format!("controller {number} has no client"))?;
-        if let Some(image) = kept.image(number) {
+        if let Some(image) = supervised.image(number) {
             let bytes = fs::read(&image).with_context(|| image.display().to_string())?;
             places.compare(&bytes).with_context(|| image.display().to_string())?;
         }
@@ -93,8 +93,8 @@ pub(crate) fn work(
 /// # Errors
 ///
 /// A client has failed.
-pub(crate) fn settle(
-    kept: &mut Kept,
+pub(crate) fn wait_for_turnover(
+    supervised: &mut SupervisedServer,
     meters: &[Meter],
     pace: impl Fn(usize) -> Pace,
 ) -> Result<()> {
@@ -105,15 +105,15 @@ pub(crate) fn settle(
     let until: Vec<u64> = meters.iter().enumerate().map(enough).collect();
     loop {
         if let Some(failure) = meters.iter().find_map(Meter::failure) {
-            bail!("{failure}; the log ends with:\n{}", kept.server.log());
+            bail!("{failure}; the log ends with:\n{}", supervised.server.log());
         }
         if meters.iter().zip(&until).all(|(meter, until)| value(&meter.commands) >= *until) {
             return Ok(());
         }
-        kept.server.check()?;
+        supervised.server.check()?;
         // A bound of the soak on the time without a completion.
         if began.elapsed() > 2 * STALL {
-            bail!("a client has no completions; the log ends with:\n{}", kept.server.log());
+            bail!("a client has no completions; the log ends with:\n{}", supervised.server.log());
         }
         wait::pause();
     }

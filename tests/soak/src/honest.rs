@@ -27,9 +27,9 @@ const TURNS_ATTACHED: u64 = 64;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 /// Time without a completion after which the guest checks whether the server has closed the
 /// connection.
-const SLOW: Duration = Duration::from_secs(1);
+const CONNECTION_CHECK_AFTER: Duration = Duration::from_secs(1);
 /// Polling interval of each guest.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Number of places of a disk, and number of blocks of the largest place.
 const PLACES: u64 = 32;
 const PLACE_BLOCKS: u64 = 32;
@@ -70,7 +70,7 @@ struct Pending {
 
 /// Guest with one controller.
 #[derive(Debug)]
-pub(crate) struct Honest {
+pub(crate) struct HonestGuest {
     number: u64,
     socket: PathBuf,
     guest: Guest,
@@ -96,7 +96,7 @@ fn attach(socket: &Path) -> Result<(Guest, [Buffer; 3])> {
     Ok((guest, buffers))
 }
 
-impl Honest {
+impl HonestGuest {
     /// Attaches to a controller. The first turns of all guests are spread evenly over the length of
     /// one turn.
     pub(crate) fn attach(number: u64, socket: PathBuf) -> Result<Self> {
@@ -122,20 +122,20 @@ impl Honest {
         if self.pending.is_empty() && Instant::now() >= self.due {
             self.due = (self.due + TURN).max(Instant::now());
             if (self.turn + 1 + self.number).is_multiple_of(TURNS_ATTACHED) {
-                self.come_back(tally)?;
+                self.reconnect(tally)?;
             }
             self.begin_turn()?;
         }
         Ok(())
     }
 
-    fn come_back(&mut self, tally: &Tally) -> Result<()> {
+    fn reconnect(&mut self, tally: &Tally) -> Result<()> {
         let began = Instant::now();
         // A controller has one client at a time, so the guest closes its old connection first.
         self.guest.link.hang_up()?;
         (self.guest, self.buffers) = attach(&self.socket).context("reconnecting")?;
         add(&tally.attached, 1);
-        tally.took(began.elapsed());
+        tally.record_duration(began.elapsed());
         Ok(())
     }
 
@@ -197,10 +197,10 @@ impl Honest {
         let waited = self.began.elapsed();
         if !done.is_empty() {
             queue.consumed(link)?;
-            tally.took(waited);
+            tally.record_duration(waited);
         } else if waited > TIMEOUT {
             bail!("{} commands have no completion after {TIMEOUT:?}", self.pending.len());
-        } else if waited > SLOW && link.is_closed() {
+        } else if waited > CONNECTION_CHECK_AFTER && link.is_closed() {
             bail!("the server has closed the connection");
         }
         add(&tally.commands, done.len() as u64);
@@ -221,7 +221,7 @@ impl Honest {
                     let bytes = found.get(at * 8..at * 8 + 8).unwrap_or_default();
                     u64::from_le_bytes(bytes.try_into().unwrap_or_default())
                 };
-                tally.say(format!(
+                tally.add_message(format!(
                     "controller {}: block {block} is not of turn {generation}; it says controller \
                      {}, block {}, turn {}",
                     self.number,
@@ -239,7 +239,7 @@ impl Honest {
     fn finish(&mut self, tally: &Tally) -> Result<()> {
         while !self.pending.is_empty() {
             self.take(tally)?;
-            sleep(LOOK);
+            sleep(POLL_INTERVAL);
         }
         let [first, second, third] = self.buffers;
         for at in (0..PLACES).step_by(3) {
@@ -252,13 +252,17 @@ impl Honest {
             while !self.pending.is_empty() {
                 self.take(tally)?;
                 // Shorter than the polling interval, because many guests finish one after another.
-                sleep(LOOK / 4);
+                sleep(POLL_INTERVAL / 4);
             }
         }
         self.guest.link.hang_up()
     }
 
-    fn guarded(&mut self, tally: &Tally, run: impl FnOnce(&mut Self, &Tally) -> Result<()>) {
+    fn run_unless_failed(
+        &mut self,
+        tally: &Tally,
+        run: impl FnOnce(&mut Self, &Tally) -> Result<()>,
+    ) {
         if !self.has_failed
             && let Err(error) = run(self, tally)
         {
@@ -269,7 +273,7 @@ impl Honest {
 }
 
 /// Checks that the server answers a new client of this controller, and that its commands complete.
-pub(crate) fn answers(socket: &Path) -> Result<()> {
+pub(crate) fn check_responds(socket: &Path) -> Result<()> {
     let (mut guest, [buffer, ..]) = attach(socket)?;
     let cqe = guest.io(0, Sqe::read(1, 0, 7, 0).with_prps(buffer.prp1, 0))?;
     if !cqe.status().is_success() {
@@ -279,13 +283,13 @@ pub(crate) fn answers(socket: &Path) -> Result<()> {
 }
 
 /// Runs the turns of these guests until `until`. Then reads all places that they have written.
-pub(crate) fn drive(guests: &mut [Honest], until: Instant, tally: &Tally) {
+pub(crate) fn drive(guests: &mut [HonestGuest], until: Instant, tally: &Tally) {
     hurry();
     while Instant::now() < until && guests.iter().any(|guest| !guest.has_failed) {
-        guests.iter_mut().for_each(|guest| guest.guarded(tally, Honest::step));
-        sleep(LOOK);
+        guests.iter_mut().for_each(|guest| guest.run_unless_failed(tally, HonestGuest::step));
+        sleep(POLL_INTERVAL);
     }
-    guests.iter_mut().for_each(|guest| guest.guarded(tally, Honest::finish));
+    guests.iter_mut().for_each(|guest| guest.run_unless_failed(tally, HonestGuest::finish));
 }
 
 #[cfg(test)]

@@ -22,30 +22,30 @@ use serde_json::json;
 use shadowbell_bench::table::Table;
 use shadowbell_bench::workspace;
 
-use super::clients::{self, Totals, settle};
-use super::kept::{DiskKind, Kept, signal};
+use super::clients::{self, Totals, wait_for_turnover};
 use super::load::{Meter, Pace};
 use super::phases::Phases;
 use super::random::Random;
+use super::supervised::{DiskKind, SupervisedServer, signal};
 use super::times::{Times, millis};
 use shadowbell_harness::Report;
 
 /// Number of commands that each client has in flight.
 const DEPTH: u32 = 128;
 /// Interval of progress lines.
-const LINE: Duration = Duration::from_secs(10);
+const LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum time for which a server process serves before it is killed; a random time is added. The
 /// supervisor restarts a killed process without a delay if the process has served for at least 50
 /// ms.
-const SERVED: Duration = Duration::from_millis(60);
+const MIN_SERVED: Duration = Duration::from_millis(60);
 // Random part of the time before a kill.
-const LONGER: Duration = Duration::from_millis(140);
+const MAX_RANDOM_DELAY: Duration = Duration::from_millis(140);
 /// Maximum of the random time after which the next server process is killed as well.
-const TWICE: Duration = Duration::from_millis(60);
+const MAX_SECOND_KILL_DELAY: Duration = Duration::from_millis(60);
 /// One in this many kills uses a signal other than SIGKILL, and one in this many is followed by a
 /// kill of the next server process.
-const OTHERS_EVERY: u64 = 12;
-const TWICE_EVERY: u64 = 8;
+const OTHER_SIGNAL_EVERY: u64 = 12;
+const DOUBLE_KILL_EVERY: u64 = 8;
 /// Number of disk types.
 const KINDS: usize = DiskKind::ALL.len();
 
@@ -222,19 +222,19 @@ fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
     let kinds = arguments.kinds().iter().copied().cycle();
     let kinds: Vec<_> = kinds.take(arguments.controllers.into()).collect();
     let options: &[&str] = if arguments.phases { &["-v"] } else { &[] };
-    let mut kept = Kept::serve(binary, options, &kinds, arguments.workers)?;
+    let mut supervised = SupervisedServer::serve(binary, options, &kinds, arguments.workers)?;
     let mut totals = Totals::default();
     let outcome = clients::work(
-        &mut kept,
+        &mut supervised,
         arguments.seed,
         |_| pace(arguments),
         &mut totals,
-        |kept, meters| kill(kept, arguments, meters, gaps),
+        |supervised, meters| kill(supervised, arguments, meters, gaps),
     );
-    let outcome = outcome.and_then(|()| kept.check_images());
+    let outcome = outcome.and_then(|()| supervised.check_images());
     gaps.totals = totals;
     if arguments.phases {
-        let log = fs::read_to_string(kept.server.directory().join("log"))?;
+        let log = fs::read_to_string(supervised.server.directory().join("log"))?;
         gaps.phases = Some(Phases::read(&log));
     }
     outcome
@@ -244,55 +244,60 @@ fn pace(arguments: &Arguments) -> Pace {
     Pace { depth: DEPTH, rest: Duration::ZERO, flush_every: arguments.flush_every }
 }
 
-fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gaps) -> Result<()> {
+fn kill(
+    supervised: &mut SupervisedServer,
+    arguments: &Arguments,
+    meters: &[Meter],
+    gaps: &mut Gaps,
+) -> Result<()> {
     let mut random = Random::new(arguments.seed);
-    let (began, mut line) = (Instant::now(), Instant::now() + LINE);
-    let mut worker = kept.next_worker(None)?;
-    settle(kept, meters, |_| pace(arguments))?;
+    let (began, mut line) = (Instant::now(), Instant::now() + LINE_INTERVAL);
+    let mut worker = supervised.next_worker(None)?;
+    wait_for_turnover(supervised, meters, |_| pace(arguments))?;
     while gaps.kills < arguments.kills {
         for meter in meters {
             let _ = meter.take();
         }
         // Random moment of the kill: any is valid.
-        sleep(SERVED + LONGER.mul_f64(random.share()));
-        let old = arguments.control.then(|| OldData::read(kept)).flatten();
+        sleep(MIN_SERVED + MAX_RANDOM_DELAY.mul_f64(random.share()));
+        let old = arguments.control.then(|| OldData::read(supervised)).flatten();
         gaps.without.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
-        let how = match random.below(OTHERS_EVERY) {
+        let how = match random.below(OTHER_SIGNAL_EVERY) {
             0 if random.below(2) == 0 => Signal::ABORT,
             0 => Signal::ILL,
             _ => Signal::KILL,
         };
         let is_last = gaps.kills + 1 == arguments.kills;
-        let twice = how == Signal::KILL && random.below(TWICE_EVERY) == 0 && !is_last;
+        let is_double = how == Signal::KILL && random.below(DOUBLE_KILL_EVERY) == 0 && !is_last;
         let killed = Instant::now();
         signal(worker, how)?;
         gaps.kills += 1;
-        worker = kept.next_worker(Some(worker))?;
-        if !twice {
+        worker = supervised.next_worker(Some(worker))?;
+        if !is_double {
             gaps.until_next.push(killed.elapsed());
         }
-        if twice {
+        if is_double {
             // Random moment of the second kill: any is valid.
-            sleep(TWICE.mul_f64(random.share()));
+            sleep(MAX_SECOND_KILL_DELAY.mul_f64(random.share()));
             signal(worker, Signal::KILL)?;
             gaps.kills += 1;
-            worker = kept.next_worker(Some(worker))?;
+            worker = supervised.next_worker(Some(worker))?;
         }
-        settle(kept, meters, |_| pace(arguments)).with_context(|| {
-            let again = if twice { ", and once more" } else { "" };
+        wait_for_turnover(supervised, meters, |_| pace(arguments)).with_context(|| {
+            let again = if is_double { ", and once more" } else { "" };
             format!("after {} kills, of which the last was {how:?}{again}", gaps.kills)
         })?;
-        gaps.add(meters, twice);
+        gaps.add(meters, is_double);
         if let Some(old) = old {
             old.put_back()?;
         }
         if Instant::now() >= line {
-            line += LINE;
+            line += LINE_INTERVAL;
             print_line(gaps, &Totals::of(meters, began));
         }
     }
     if arguments.control {
-        settle(kept, meters, |_| pace(arguments))?;
+        wait_for_turnover(supervised, meters, |_| pace(arguments))?;
     }
     Ok(())
 }
@@ -305,8 +310,9 @@ struct OldData {
 
 impl OldData {
     /// Reads the data of a part of the first raw image.
-    fn read(kept: &Kept) -> Option<Self> {
-        let image = (0..kept.kinds().len()).rev().find_map(|number| kept.image(number))?;
+    fn read(supervised: &SupervisedServer) -> Option<Self> {
+        let image =
+            (0..supervised.kinds().len()).rev().find_map(|number| supervised.image(number))?;
         let bytes = fs::read(&image).ok()?;
         Some(Self { image, bytes })
     }

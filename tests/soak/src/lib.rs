@@ -5,7 +5,6 @@
 mod attackers;
 mod clients;
 mod honest;
-mod kept;
 pub mod kill;
 mod load;
 mod neighbours;
@@ -14,6 +13,7 @@ mod phases;
 mod places;
 mod qcow2;
 mod random;
+mod supervised;
 mod tally;
 mod times;
 mod upgrade;

@@ -89,7 +89,7 @@ pub(crate) struct Load {
     rest: Duration,
     places: Places,
     /// Operation and submission time of each command in flight, by slot of the queue.
-    under_way: Vec<Option<(Op, Instant)>>,
+    in_flight: Vec<Option<(Op, Instant)>>,
     scratch: Vec<u8>,
     /// Time of the last completion.
     last: Instant,
@@ -118,7 +118,7 @@ impl Load {
         if queue.capacity() < depth as usize || !queue.has_interrupt() {
             bail!("{name}: a queue of {} entries, or without an interrupt", queue.capacity());
         }
-        let under_way = vec![None; queue.capacity()];
+        let in_flight = vec![None; queue.capacity()];
         Ok(Self {
             name: name.to_owned(),
             controller,
@@ -128,7 +128,7 @@ impl Load {
             depth: depth as usize,
             rest,
             places,
-            under_way,
+            in_flight,
             scratch: Vec::new(),
             last: Instant::now(),
         })
@@ -186,7 +186,7 @@ impl Load {
             self.take(meter)?;
         }
         let stats = self.queue.stats();
-        let lost = self.under_way.iter().filter(|entry| entry.is_some()).count();
+        let lost = self.in_flight.iter().filter(|entry| entry.is_some()).count();
         if stats.unknown_completions != 0 || stats.bad_sq_heads != 0 || lost != 0 {
             bail!(
                 "{} completions of no command, {} impossible heads, {lost} commands lost",
@@ -222,7 +222,7 @@ impl Load {
         let buffer = (op.kind != Kind::Flush).then_some(buffer);
         let token =
             self.queue.submit(command, buffer).map_err(|refused| anyhow!(refused.reason))?;
-        let entry = self.under_way.get_mut(token.index()).context("an invalid slot")?;
+        let entry = self.in_flight.get_mut(token.index()).context("an invalid slot")?;
         if entry.replace((op, now)).is_some() {
             bail!("two commands have one slot");
         }
@@ -262,7 +262,7 @@ impl Load {
 
     fn complete(&mut self, completion: Completion, now: Instant, meter: &Meter) -> Result<()> {
         let Completion { token, status, buffer, .. } = completion;
-        let taken = self.under_way.get_mut(token.index()).and_then(Option::take);
+        let taken = self.in_flight.get_mut(token.index()).and_then(Option::take);
         let (op, began) = taken.with_context(|| format!("a completion of no command: {status}"))?;
         let took = now.saturating_duration_since(began).as_nanos() as u64;
         meter.slowest.fetch_max(took, Ordering::Relaxed);

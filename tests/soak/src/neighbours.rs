@@ -13,7 +13,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use shadowbell_bench::workspace;
 
 use super::attackers::{Attacker, Disk};
-use super::honest::{self, DISK, DISK_BYTES, Honest, TIMEOUT, drive};
+use super::honest::{self, DISK, DISK_BYTES, HonestGuest, TIMEOUT, drive};
 use super::tally::{Tally, value};
 use shadowbell_harness::Report;
 use shadowbell_hostile::server::{LogReader, Server};
@@ -24,13 +24,13 @@ const HOSTILE: usize = 8;
 /// Number of threads that run the honest guests.
 const DRIVERS: usize = 4;
 /// Interval of progress lines.
-const LINE: Duration = Duration::from_secs(10);
+const LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// Interval between two measurements of the server's memory.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Bounds on the time from SIGTERM to the server's end, and on memory and page tables for each
 /// attacker.
-const END: Duration = Duration::from_secs(5);
-const GROWTH: u64 = 64 << 20;
+const MAX_STOP_TIME: Duration = Duration::from_secs(5);
+const MAX_GROWTH: u64 = 64 << 20;
 /// Maximum number of descriptors that the attackers use.
 const DESCRIPTORS: u64 = 1 << 18;
 
@@ -61,7 +61,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     report.begin("soak neighbours");
     let mut soak = Soak::begin(&binary, arguments)?;
     let end = soak.work(Duration::from_secs_f64(arguments.minutes * 60.0));
-    soak.judge(report, end);
+    soak.check_results(report, end);
     report.summary();
     Ok(())
 }
@@ -69,7 +69,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
 /// A server and its clients.
 struct Soak {
     server: Server,
-    honest: Vec<Honest>,
+    honest: Vec<HonestGuest>,
     attackers: Vec<Attacker>,
     tally: Tally,
     /// Resource usage of the server before the first attack, and the maximum during the attacks.
@@ -79,9 +79,9 @@ struct Soak {
 }
 
 /// Results at the end.
-struct End {
+struct EndResults {
     /// Result of a new client's attach and commands at the end.
-    answer: Result<()>,
+    final_check: Result<()>,
     /// Time from SIGTERM, during attacks, to the server's end; `None` if the server did not end.
     end: Result<Option<Duration>>,
 }
@@ -105,7 +105,7 @@ impl Soak {
         raise_descriptor_limit();
         let mut honest = Vec::new();
         for number in (0..count).filter(|number| !is_hostile(*number)) {
-            let guest = Honest::attach(number as u64, server.socket(number));
+            let guest = HonestGuest::attach(number as u64, server.socket(number));
             honest.push(guest.with_context(|| format!("controller {number}"))?);
         }
         let attackers: Vec<Attacker> = (0..count)
@@ -129,49 +129,50 @@ impl Soak {
 
     /// Runs attackers and honest guests for the duration `time`, checks that the server answers a
     /// new client, and ends the server.
-    fn work(&mut self, time: Duration) -> End {
+    fn work(&mut self, time: Duration) -> EndResults {
         let Self { server, honest, attackers, tally, peak, began, .. } = self;
         let (server, tally) = (server, &*tally);
         *began = Instant::now();
         let until = *began + time;
-        let (stop, alone) = (AtomicBool::new(false), Mutex::new(()));
+        let (stop, exclusive) = (AtomicBool::new(false), Mutex::new(()));
         let directory = server.directory().to_owned();
-        let (stop, alone, directory) = (&stop, &alone, directory.as_path());
+        let (stop, exclusive, directory) = (&stop, &exclusive, directory.as_path());
         scope(|threads| {
             for attacker in attackers.iter() {
-                threads.spawn(move || attacker.run(directory, stop, alone, tally));
+                threads.spawn(move || attacker.run(directory, stop, exclusive, tally));
             }
             let share = honest.len().div_ceil(DRIVERS);
             let drivers: Vec<_> = honest
                 .chunks_mut(share)
                 .map(|guests| threads.spawn(move || drive(guests, until, tally)))
                 .collect();
-            let mut line = *began + LINE;
+            let mut line = *began + LINE_INTERVAL;
             while drivers.iter().any(|driver| !driver.is_finished()) {
-                sleep(LOOK);
+                sleep(POLL_INTERVAL);
                 let now = usage(&server.processes()).unwrap_or_default();
                 peak.memory = peak.memory.max(now.memory);
                 peak.page_tables = peak.page_tables.max(now.page_tables);
                 if Instant::now() >= line {
-                    line += LINE;
+                    line += LINE_INTERVAL;
                     print_line(tally, began.elapsed(), now, server.logged());
                 }
             }
             if drivers.into_iter().any(|driver| driver.join().is_err()) {
                 tally.error("a thread of honest guests panicked".to_owned());
             }
-            let answer = server.check().and_then(|()| honest::answers(&server.socket(0)));
+            let final_check =
+                server.check().and_then(|()| honest::check_responds(&server.socket(0)));
             // The attacks continue while the server ends.
             let end = server.terminate(LIMIT);
             if !matches!(end, Ok(Some(_))) {
                 server.kill();
             }
             stop.store(true, Ordering::Relaxed);
-            End { answer, end }
+            EndResults { final_check, end }
         })
     }
 
-    fn judge(&self, report: &mut Report, end: End) {
+    fn check_results(&self, report: &mut Report, end: EndResults) {
         let tally = &self.tally;
         println!(
             "{} commands, {} blocks verified, {} reconnects; the longest of these took {:.0} ms",
@@ -184,7 +185,7 @@ impl Soak {
             "{} attacks, of which {} ended early{}; longest reset {:.0} ms",
             value(&tally.attacks),
             value(&tally.cut_short),
-            tally.last_cut().map_or_else(String::new, |why| format!(" (the last: {why})")),
+            tally.last_cut_short().map_or_else(String::new, |why| format!(" (the last: {why})")),
             tally.longest_reset().as_secs_f64() * 1e3
         );
         let memory = self.peak.memory.saturating_sub(self.before.memory);
@@ -199,24 +200,24 @@ impl Soak {
         let name = format!("no error, and no command that takes {} s", TIMEOUT.as_secs());
         report.check(&name, |_| match value(&tally.errors) {
             0 if value(&tally.commands) > 0 => Ok(()),
-            errors => bail!("{errors} errors:\n{}", tally.words().join("\n")),
+            errors => bail!("{errors} errors:\n{}", tally.messages().join("\n")),
         });
         report.check("every block has the data that were written", |_| {
             match value(&tally.bad_blocks) {
                 0 if value(&tally.blocks) > 0 => Ok(()),
-                bad => bail!("{bad} bad blocks:\n{}", tally.words().join("\n")),
+                bad => bail!("{bad} bad blocks:\n{}", tally.messages().join("\n")),
             }
         });
-        let bound = GROWTH * self.attackers.len() as u64;
+        let bound = MAX_GROWTH * self.attackers.len() as u64;
         report.check("the server grows by at most 64 MiB for each attacker", |_| {
             if memory + page_tables > bound {
                 bail!("by {} MiB", (memory + page_tables) >> 20);
             }
             Ok(())
         });
-        report.check("the server answers a new client at the end", |_| end.answer);
+        report.check("the server answers a new client at the end", |_| end.final_check);
         report.check("SIGTERM ends the server within 5 s, under attack", |_| match end.end? {
-            Some(time) if time <= END => Ok(()),
+            Some(time) if time <= MAX_STOP_TIME => Ok(()),
             Some(time) => bail!("it took {time:.1?}"),
             None => bail!("not within {LIMIT:?}"),
         });
@@ -231,7 +232,7 @@ fn print_line(tally: &Tally, time: Duration, now: Usage, logged: u64) {
         value(&tally.commands),
         value(&tally.errors),
         value(&tally.bad_blocks),
-        tally.longest_lately().as_secs_f64() * 1e3,
+        tally.longest_since_last_call().as_secs_f64() * 1e3,
         value(&tally.attacks),
         now.memory >> 20,
         now.page_tables >> 20,

@@ -59,7 +59,7 @@ fn blocks(place: u64) -> u64 {
 
 /// Persistence of written data, and atomicity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Keeps {
+pub(crate) enum Persistence {
     /// Written data are discarded.
     Nothing,
     /// Data are stored, but a read concurrent with a write may return a block with old and new
@@ -81,7 +81,7 @@ struct Place {
 #[derive(Debug, Clone)]
 pub(crate) struct Places {
     disk: u64,
-    keeps: Keeps,
+    persistence: Persistence,
     places: Vec<Place>,
     random: Random,
     /// One in this many commands is a flush; 0: none.
@@ -91,10 +91,10 @@ pub(crate) struct Places {
 
 impl Places {
     /// Places of the disk with this number, before the first write.
-    pub(crate) fn new(disk: u64, keeps: Keeps, seed: u64, flush_every: u64) -> Self {
+    pub(crate) fn new(disk: u64, persistence: Persistence, seed: u64, flush_every: u64) -> Self {
         let random = Random::new(seed ^ disk << 32);
         let places = vec![Place::default(); PLACES as usize];
-        Self { disk, keeps, places, random, flush_every, since_flush: 0 }
+        Self { disk, persistence, places, random, flush_every, since_flush: 0 }
     }
 
     /// A random command: as many reads as writes, and occasional flushes.
@@ -143,12 +143,12 @@ impl Places {
                 place.acknowledged = op.generation;
                 Ok(0)
             }
-            Kind::Read if self.keeps == Keeps::Nothing => Ok(0),
+            Kind::Read if self.persistence == Persistence::Nothing => Ok(0),
             Kind::Read => {
                 let most = place.submitted;
                 for (block, found) in (op.first()..).zip(found.chunks(BLOCK)) {
                     let allowed = op.generation..=most;
-                    if self.keeps == Keeps::Blocks
+                    if self.persistence == Persistence::Blocks
                         || !is_mixture(self.disk, block, found, allowed.clone())
                     {
                         check(self.disk, block, found, allowed)?;
@@ -233,7 +233,7 @@ mod tests {
     /// Acknowledged writes must be found, writes in flight may be found, and older ones must not.
     #[test]
     fn a_stale_block_is_detected() {
-        let mut places = Places::new(3, Keeps::Blocks, 1, 500);
+        let mut places = Places::new(3, Persistence::Blocks, 1, 500);
         let first = write(&mut places);
         let (mut old, mut new) = (Vec::new(), Vec::new());
         places.content(first, &mut old);
@@ -289,21 +289,21 @@ mod tests {
 
     #[test]
     fn a_place_has_at_most_one_write_in_flight() {
-        let mut places = Places::new(0, Keeps::Blocks, 7, 500);
-        let mut under_way = std::collections::HashSet::new();
+        let mut places = Places::new(0, Persistence::Blocks, 7, 500);
+        let mut in_flight = std::collections::HashSet::new();
         let mut kinds = [0_u32; 3];
         for _ in 0..2000 {
             let op = places.draw();
             kinds[op.kind as usize] += 1;
             if op.kind == Kind::Write {
-                assert!(under_way.insert(op.place));
+                assert!(in_flight.insert(op.place));
             }
             assert!((op.first() + op.blocks()) * BLOCK as u64 <= DISK_BYTES);
             assert!(op.blocks() as usize * BLOCK <= PLACE_BYTES);
         }
         assert!(kinds.iter().all(|count| *count > 0), "{kinds:?}");
         assert!(places.compare(&[0; 512]).is_err());
-        let mut fresh = Places::new(0, Keeps::Blocks, 7, 500);
+        let mut fresh = Places::new(0, Persistence::Blocks, 7, 500);
         assert!(fresh.compare(&vec![0; DISK_BYTES as usize]).unwrap() >= PLACES);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Maximum number of stored error messages.
-const KEPT: usize = 20;
+const MAX_MESSAGES: usize = 20;
 
 /// Counters, which only grow, and the duration of the longest command.
 #[derive(Debug, Default)]
@@ -19,21 +19,21 @@ pub(crate) struct Tally {
     pub(crate) attached: AtomicU64,
     pub(crate) errors: AtomicU64,
     longest: AtomicU64,
-    longest_lately: AtomicU64,
-    words: Mutex<Vec<String>>,
+    longest_since_last_call: AtomicU64,
+    messages: Mutex<Vec<String>>,
     /// Number of attacks, and of those that ended early.
     pub(crate) attacks: AtomicU64,
     pub(crate) cut_short: AtomicU64,
     longest_reset: AtomicU64,
-    last_cut: Mutex<Option<String>>,
+    last_cut_short: Mutex<Option<String>>,
 }
 
 impl Tally {
     /// Records the duration of a command or a reconnect of an honest guest.
-    pub(crate) fn took(&self, time: Duration) {
+    pub(crate) fn record_duration(&self, time: Duration) {
         let nanos = time.as_nanos() as u64;
         self.longest.fetch_max(nanos, Ordering::Relaxed);
-        self.longest_lately.fetch_max(nanos, Ordering::Relaxed);
+        self.longest_since_last_call.fetch_max(nanos, Ordering::Relaxed);
     }
 
     /// Duration of the longest command of the whole run.
@@ -42,12 +42,12 @@ impl Tally {
     }
 
     /// Duration of the longest command since the last call.
-    pub(crate) fn longest_lately(&self) -> Duration {
-        Duration::from_nanos(self.longest_lately.swap(0, Ordering::Relaxed))
+    pub(crate) fn longest_since_last_call(&self) -> Duration {
+        Duration::from_nanos(self.longest_since_last_call.swap(0, Ordering::Relaxed))
     }
 
     /// Records the duration of an attacker's reset.
-    pub(crate) fn reset_took(&self, time: Duration) {
+    pub(crate) fn record_reset(&self, time: Duration) {
         self.longest_reset.fetch_max(time.as_nanos() as u64, Ordering::Relaxed);
     }
 
@@ -58,29 +58,29 @@ impl Tally {
     /// Records an error of an honest guest.
     pub(crate) fn error(&self, what: String) {
         self.errors.fetch_add(1, Ordering::Relaxed);
-        self.say(what);
+        self.add_message(what);
     }
 
     /// Stores a message for the report at the end, up to a maximum number of messages.
-    pub(crate) fn say(&self, what: String) {
-        let mut words = lock(&self.words);
-        if words.len() < KEPT {
-            words.push(what);
+    pub(crate) fn add_message(&self, what: String) {
+        let mut messages = lock(&self.messages);
+        if messages.len() < MAX_MESSAGES {
+            messages.push(what);
         }
     }
 
-    pub(crate) fn words(&self) -> Vec<String> {
-        lock(&self.words).clone()
+    pub(crate) fn messages(&self) -> Vec<String> {
+        lock(&self.messages).clone()
     }
 
     /// Records an attack that ended early.
-    pub(crate) fn cut(&self, why: String) {
+    pub(crate) fn record_cut_short(&self, why: String) {
         self.cut_short.fetch_add(1, Ordering::Relaxed);
-        *lock(&self.last_cut) = Some(why);
+        *lock(&self.last_cut_short) = Some(why);
     }
 
-    pub(crate) fn last_cut(&self) -> Option<String> {
-        lock(&self.last_cut).clone()
+    pub(crate) fn last_cut_short(&self) -> Option<String> {
+        lock(&self.last_cut_short).clone()
     }
 }
 

@@ -16,10 +16,10 @@ use serde_json::json;
 use shadowbell_bench::table::Table;
 use shadowbell_bench::workspace;
 
-use super::clients::{self, Totals, settle};
-use super::kept::{DiskKind, Kept};
+use super::clients::{self, Totals, wait_for_turnover};
 use super::load::{Meter, Pace};
 use super::random::Random;
+use super::supervised::{DiskKind, SupervisedServer};
 use super::times::{Times, millis};
 use shadowbell_harness::Report;
 
@@ -28,15 +28,15 @@ const DEPTH: u32 = 32;
 /// Number of clients with very short pauses, and the pauses of both groups of clients.
 const BUSY: usize = DiskKind::ALL.len();
 // The pace of a client with very short pauses.
-const SHORT_REST: Duration = Duration::from_micros(500);
+const SHORT_PAUSE: Duration = Duration::from_micros(500);
 // The pace of the other clients.
-const LONG_REST: Duration = Duration::from_millis(50);
+const LONG_PAUSE: Duration = Duration::from_millis(50);
 /// Interval of progress lines.
-const LINE: Duration = Duration::from_secs(10);
+const LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum time until the next upgrade; a random time is added.
-const SHORTEST: Duration = Duration::from_millis(50);
+const MIN_INTERVAL: Duration = Duration::from_millis(50);
 // Random part of the time until the next upgrade.
-const LONGER: Duration = Duration::from_millis(100);
+const MAX_RANDOM_DELAY: Duration = Duration::from_millis(100);
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
@@ -75,36 +75,39 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     let programs = [Some(binary), previous.transpose()?];
     let programs: Vec<PathBuf> = programs.into_iter().flatten().collect();
     report.begin("soak upgrade");
-    let mut seen = Seen::default();
+    let mut measured = Measurements::default();
     report.check("no write is lost or overwritten by an older one, no error", |_| {
         let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
         let first = programs.first().context("no program")?;
-        let mut kept = Kept::serve(first, &[], &kinds, arguments.workers)?;
+        let mut supervised = SupervisedServer::serve(first, &[], &kinds, arguments.workers)?;
         let mut totals = Totals::default();
         let pace = |number| self::pace(arguments, number);
-        let outcome =
-            clients::work(&mut kept, arguments.seed, pace, &mut totals, |kept, meters| {
-                upgrade(kept, arguments, &programs, meters, &mut seen)
-            });
-        seen.totals = totals;
+        let outcome = clients::work(
+            &mut supervised,
+            arguments.seed,
+            pace,
+            &mut totals,
+            |supervised, meters| upgrade(supervised, arguments, &programs, meters, &mut measured),
+        );
+        measured.totals = totals;
         outcome
     });
-    report.table(seen.table(arguments));
+    report.table(measured.table(arguments));
     report.summary();
     Ok(())
 }
 
 fn pace(arguments: &Arguments, number: usize) -> Pace {
-    let rest = if number < BUSY { SHORT_REST } else { LONG_REST };
+    let rest = if number < BUSY { SHORT_PAUSE } else { LONG_PAUSE };
     Pace { depth: DEPTH, rest, flush_every: arguments.flush_every }
 }
 
 /// Measured times and outcomes.
 #[derive(Debug, Default)]
-struct Seen {
+struct Measurements {
     upgrades: u32,
     /// Upgrades that were cancelled because the old process did not quiesce in time.
-    put_off: u32,
+    cancelled: u32,
     /// Upgrades that were refused because the other program does not support the state's version.
     refused: u32,
     /// Time without a completion, by disk type.
@@ -116,7 +119,7 @@ struct Seen {
     totals: Totals,
 }
 
-impl Seen {
+impl Measurements {
     fn add(&mut self, meters: &[Meter]) {
         let longest: Vec<_> = meters.iter().map(Meter::take).collect();
         for (times, longest) in self.gaps.iter_mut().zip(&longest) {
@@ -139,7 +142,7 @@ impl Seen {
         let all = self.all();
         let kinds = DiskKind::ALL.map(DiskKind::name).into_iter().zip(&self.gaps);
         let rest = [
-            ("all of these", &all),
+            ("all disk types", &all),
             ("longest command of any controller", &self.commands),
             ("without an upgrade", &self.without),
         ];
@@ -153,12 +156,12 @@ impl Seen {
             table.push(cells, json);
         }
         table.notes.push(format!(
-            "{} upgrades of {} controllers in {:.0} s, {} more put off, {} refused; {} commands, {} \
-             blocks looked at. Targets: p50 15 ms, p99 50 ms.",
+            "{} upgrades of {} controllers in {:.0} s, {} cancelled, {} refused; {} commands, {} \
+             blocks verified. Targets: p50 15 ms, p99 50 ms.",
             self.upgrades,
             arguments.controllers,
             self.totals.seconds,
-            self.put_off,
+            self.cancelled,
             self.refused,
             self.totals.commands,
             self.totals.blocks
@@ -170,78 +173,78 @@ impl Seen {
 /// Outcome of an upgrade.
 enum Outcome {
     Done,
-    PutOff,
+    Cancelled,
     Refused(String),
 }
 
 fn upgrade(
-    kept: &mut Kept,
+    supervised: &mut SupervisedServer,
     arguments: &Arguments,
     programs: &[PathBuf],
     meters: &[Meter],
-    seen: &mut Seen,
+    measured: &mut Measurements,
 ) -> Result<()> {
     let mut random = Random::new(arguments.seed);
-    let (began, mut line) = (Instant::now(), Instant::now() + LINE);
+    let (began, mut line) = (Instant::now(), Instant::now() + LINE_INTERVAL);
     let mut next = programs.iter().cycle().skip(1);
-    settle(kept, meters, |number| pace(arguments, number))?;
-    while seen.upgrades + seen.refused < arguments.upgrades {
+    wait_for_turnover(supervised, meters, |number| pace(arguments, number))?;
+    while measured.upgrades + measured.refused < arguments.upgrades {
         for meter in meters {
             let _ = meter.take();
         }
         // Random moment of the upgrade: any is valid.
-        sleep(SHORTEST + LONGER.mul_f64(random.share()));
-        seen.without.append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
+        sleep(MIN_INTERVAL + MAX_RANDOM_DELAY.mul_f64(random.share()));
+        measured.without.append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
         let program = next.next().context("no program")?;
-        let asker = programs.first().context("no program")?;
-        match once(asker, kept.server.id(), program)? {
-            Outcome::Done => seen.upgrades += 1,
-            Outcome::PutOff => seen.put_off += 1,
+        let requester = programs.first().context("no program")?;
+        match request_upgrade(requester, supervised.server.id(), program)? {
+            Outcome::Done => measured.upgrades += 1,
+            Outcome::Cancelled => measured.cancelled += 1,
             Outcome::Refused(why) => {
-                if seen.refused == 0 {
+                if measured.refused == 0 {
                     println!("   {why}");
                 }
-                seen.refused += 1;
+                measured.refused += 1;
             }
         }
         ensure!(
-            seen.put_off <= seen.upgrades + 10,
+            measured.cancelled <= measured.upgrades + 10,
             "most upgrades were cancelled, because the old process did not quiesce in time"
         );
-        settle(kept, meters, |number| pace(arguments, number))
-            .with_context(|| format!("after {} upgrades", seen.upgrades))?;
-        seen.add(meters);
+        wait_for_turnover(supervised, meters, |number| pace(arguments, number))
+            .with_context(|| format!("after {} upgrades", measured.upgrades))?;
+        measured.add(meters);
         if Instant::now() >= line {
-            line += LINE;
-            print_line(seen, &Totals::of(meters, began));
+            line += LINE_INTERVAL;
+            print_line(measured, &Totals::of(meters, began));
         }
     }
     Ok(())
 }
 
 /// Requests an upgrade from the supervisor, and waits for the outcome.
-fn once(asker: &Path, supervisor: u32, program: &Path) -> Result<Outcome> {
-    let mut command = Command::new(asker);
+fn request_upgrade(requester: &Path, supervisor: u32, program: &Path) -> Result<Outcome> {
+    let mut command = Command::new(requester);
     command.args(["upgrade", &supervisor.to_string(), "--binary"]).arg(program);
     let output = command.output().context("shadowbell upgrade")?;
     let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     match output.status.code() {
         Some(0) => Ok(Outcome::Done),
-        Some(1) if why.contains(" within ") => Ok(Outcome::PutOff),
+        Some(1) if why.contains(" within ") => Ok(Outcome::Cancelled),
         Some(1) if why.contains("this program reads versions") => Ok(Outcome::Refused(why)),
         _ => bail!("shadowbell upgrade: {}: {why}", output.status),
     }
 }
 
-fn print_line(seen: &Seen, totals: &Totals) {
-    let all = seen.all();
+fn print_line(measured: &Measurements, totals: &Totals) {
+    let all = measured.all();
     println!(
-        "{:6.0} s  {} upgrades, {} put off, {} refused, {} commands, {} blocks looked at; time \
+        "{:6.0} s  {} upgrades, {} cancelled, {} refused, {} commands, {} blocks verified; time \
          without a completion: p50 {:.1} ms, p99 {:.1} ms, longest {:.1} ms",
         totals.seconds,
-        seen.upgrades,
-        seen.put_off,
-        seen.refused,
+        measured.upgrades,
+        measured.cancelled,
+        measured.refused,
         totals.commands,
         totals.blocks,
         millis(all.at(0.5)),

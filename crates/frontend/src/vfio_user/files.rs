@@ -89,7 +89,7 @@ struct Key {
 }
 
 /// Descriptor of a file, kept while at least one range of the file is shared.
-pub(super) struct Kept {
+pub(super) struct KeptFile {
     pub(super) fd: Arc<PeerFd>,
     _counts_for: Reservation,
 }
@@ -97,7 +97,7 @@ pub(super) struct Kept {
 /// Files of one client.
 pub(super) struct Files {
     /// Kept descriptors by file. An entry is dead when no range of its file is shared.
-    kept: HashMap<Key, Weak<Kept>>,
+    kept: HashMap<Key, Weak<KeptFile>>,
     /// Number of entries in `kept` at which dead entries are removed.
     sweep_kept_at: usize,
     /// Mappings of whole files. An entry is dead when no range of its file is shared.
@@ -129,7 +129,11 @@ impl Files {
 
     /// Descriptor to use for the file of `fd`. It is kept while the returned value exists. `None`
     /// if the account has no descriptor left.
-    pub(super) fn keep(&mut self, fd: &Arc<PeerFd>, protection: Protection) -> Option<Arc<Kept>> {
+    pub(super) fn keep(
+        &mut self,
+        fd: &Arc<PeerFd>,
+        protection: Protection,
+    ) -> Option<Arc<KeptFile>> {
         let status = FileStatus::of(fd).ok()?;
         let key = Key { device: status.device, inode: status.inode, protection };
         if let Some(known) = self.kept.get(&key).and_then(Weak::upgrade) {
@@ -140,7 +144,7 @@ impl Files {
             self.sweep_kept_at = self.kept.len() * 2 + 64;
         }
         let counts_for = self.account.take_descriptor().ok()?;
-        let kept = Arc::new(Kept { fd: Arc::clone(fd), _counts_for: counts_for });
+        let kept = Arc::new(KeptFile { fd: Arc::clone(fd), _counts_for: counts_for });
         self.kept.insert(key, Arc::downgrade(&kept));
         Some(kept)
     }

@@ -1,6 +1,6 @@
 //! Memory that a client shares, and the controller's access to it (bus mastering).
 
-use super::files::{Files, Kept};
+use super::files::{Files, KeptFile};
 use super::written_ranges::{self, SavedRanges, WrittenRange, WrittenRanges, too_many_files};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -30,7 +30,7 @@ struct Range {
     bytes: Option<SharedBytes>,
     /// File of the range, if its descriptor is kept. The field after it is the offset of the range
     /// in the file.
-    file: Option<Arc<Kept>>,
+    file: Option<Arc<KeptFile>>,
     offset: u64,
     protection: Protection,
 }
@@ -70,11 +70,11 @@ impl From<SavedRange> for WrittenRange {
 }
 
 /// Maximum number of ranges that the calling thread drops itself.
-const FEW: usize = 256;
+const MAX_DIRECT_DROPS: usize = 256;
 
 /// Maximum number of ranges that a checkpoint contains directly. A virtual machine without an IOMMU
 /// has fewer ranges.
-const IN_RECORD: usize = 128;
+const MAX_INLINE_RANGES: usize = 128;
 /// Invalid range, which every release refuses.
 const NONE: SavedRange = SavedRange(1, 0, None, 0, false);
 
@@ -89,7 +89,7 @@ pub(super) struct Released {
 
 impl Drop for Released {
     fn drop(&mut self) {
-        if let Some(closer) = self.closer.take().filter(|_| self.ranges.len() > FEW) {
+        if let Some(closer) = self.closer.take().filter(|_| self.ranges.len() > MAX_DIRECT_DROPS) {
             let ranges = std::mem::take(&mut self.ranges);
             closer.drop_later(Box::new((ranges, self.table.take())));
         }
@@ -212,7 +212,7 @@ impl Memory {
 
     /// Serializes the memory for a checkpoint. The cost does not grow with the number of ranges.
     pub(super) fn record(&mut self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
-        if self.written.is_none() && self.ranges.len() > IN_RECORD {
+        if self.written.is_none() && self.ranges.len() > MAX_INLINE_RANGES {
             let mut written = WrittenRanges::new(MAX_RANGES, self.gone.1)?;
             self.ranges.iter().for_each(|(iova, range)| range.write_to(&mut written, *iova));
             self.written = Some(written);
@@ -319,7 +319,7 @@ impl Memory {
         if inside.is_empty() {
             return done.complete(Err(Errno::NOENT));
         }
-        let ranges = if inside.len() <= FEW {
+        let ranges = if inside.len() <= MAX_DIRECT_DROPS {
             inside.iter().filter_map(|start| self.ranges.remove_entry(start)).collect()
         } else {
             // All ranges are split off together, because removing many of them one by one would
@@ -351,7 +351,7 @@ impl Memory {
     }
 
     fn release(&self, ranges: BTreeMap<u64, Range>) -> Released {
-        let table = (ranges.len() > FEW).then(|| self.controller.dma_table());
+        let table = (ranges.len() > MAX_DIRECT_DROPS).then(|| self.controller.dma_table());
         Released { ranges, table, closer: self.closer.clone() }
     }
 
@@ -492,10 +492,10 @@ mod tests {
     #[test]
     fn a_record_has_only_changes_and_recovery_finds_all_ranges() {
         let mut memory = memory(2000);
-        (0..IN_RECORD as u64).for_each(|n| map(&mut memory, n));
+        (0..MAX_INLINE_RANGES as u64).for_each(|n| map(&mut memory, n));
         let mut fds = Descriptors::default();
-        assert_eq!(memory.record(&mut fds).unwrap().ranges.len(), IN_RECORD);
-        (IN_RECORD as u64..600).for_each(|n| map(&mut memory, n));
+        assert_eq!(memory.record(&mut fds).unwrap().ranges.len(), MAX_INLINE_RANGES);
+        (MAX_INLINE_RANGES as u64..600).for_each(|n| map(&mut memory, n));
         let mut kept = HashMap::new();
         let mut record = |memory: &mut Memory| {
             let mut fds = Descriptors::default();

@@ -41,7 +41,7 @@ impl ControllerDevice {
         parcel.encode(0).map_err(|e| text(&e))
     }
 
-    fn take_in(&mut self, stream: &[u8]) -> Result<Announcement, String> {
+    fn read_stream(&mut self, stream: &[u8]) -> Result<Announcement, String> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
         let missing = |name: &str| format!("section {name} is missing");
         let mut parcel = Parcel::decode(stream, Vec::new()).map_err(|e| text(&e))?;
@@ -95,7 +95,7 @@ impl Migration for ControllerDevice {
 
     fn load_state(&mut self, stream: &[u8]) -> Result<(), Errno> {
         self.memory.settle();
-        match self.take_in(stream) {
+        match self.read_stream(stream) {
             Ok(announcement) => {
                 self.halt = Halt::Loaded(announcement);
                 Ok(())

@@ -291,7 +291,7 @@ impl Device for ControllerDevice {
         self.doorbell_writes.reset();
         match index {
             region::BAR0 => {
-                pci::inside(offset, data.len(), BAR0_SIZE)?;
+                pci::check_range(offset, data.len(), BAR0_SIZE)?;
                 self.controller.read(offset, data);
                 Ok(())
             }
@@ -311,7 +311,7 @@ impl Device for ControllerDevice {
         self.memory.settle();
         match index {
             region::BAR0 => {
-                pci::inside(offset, data.len(), BAR0_SIZE)?;
+                pci::check_range(offset, data.len(), BAR0_SIZE)?;
                 if offset >= DOORBELLS {
                     if !self.has_checked {
                         self.check_memory(offset);

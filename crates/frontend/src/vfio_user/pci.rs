@@ -42,7 +42,7 @@ pub(super) fn function(vendor: u16, vectors: u16) -> Function {
 
 /// Reads from the MSI-X BAR. Bytes outside of both structures read as zeroes.
 pub(super) fn read_msix(table: &MsixTable, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
-    inside(offset, data.len(), MSIX_BAR_SIZE)?;
+    check_range(offset, data.len(), MSIX_BAR_SIZE)?;
     data.fill(0);
     let outcome = match offset.checked_sub(PENDING) {
         Some(offset) => table.read_pending(offset, data),
@@ -56,7 +56,7 @@ pub(super) fn read_msix(table: &MsixTable, offset: u64, data: &mut [u8]) -> Resu
 
 /// Writes to the MSI-X BAR. Only the table is writable; other writes are ignored.
 pub(super) fn write_msix(table: &mut MsixTable, offset: u64, data: &[u8]) -> Result<(), Errno> {
-    inside(offset, data.len(), MSIX_BAR_SIZE)?;
+    check_range(offset, data.len(), MSIX_BAR_SIZE)?;
     if offset < PENDING {
         // A write beyond the table is ignored.
         let _ = table.write_table(offset, data);
@@ -65,7 +65,7 @@ pub(super) fn write_msix(table: &mut MsixTable, offset: u64, data: &[u8]) -> Res
 }
 
 /// Checks that an access of `len` bytes at `offset` does not exceed a region of `size` bytes.
-pub(super) fn inside(offset: u64, len: usize, size: u64) -> Result<(), Errno> {
+pub(super) fn check_range(offset: u64, len: usize, size: u64) -> Result<(), Errno> {
     match offset.checked_add(len as u64) {
         Some(end) if end <= size => Ok(()),
         _ => Err(Errno::INVAL),

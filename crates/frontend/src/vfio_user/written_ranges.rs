@@ -11,7 +11,7 @@
 //! The files of the ranges are lasting descriptors: the supervisor keeps them until a later
 //! checkpoint removes them.
 
-use super::files::Kept;
+use super::files::KeptFile;
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_state::{Descriptors, FdRef, LastingChange};
@@ -25,8 +25,8 @@ const SLOT: usize = 64;
 /// Offsets of the words in a slot: moment at which the range was added, moment at which it was
 /// removed (0 for never), IOVA, length, number of the file plus 1 (0 for no file), offset in the
 /// file, and 1 if the range is writable.
-const CAME: usize = 0;
-const WENT: usize = 8;
+const ADDED: usize = 0;
+const REMOVED: usize = 8;
 const IOVA: usize = 16;
 const LEN: usize = 24;
 const FILE: usize = 32;
@@ -57,8 +57,9 @@ struct File {
     number: u64,
     /// Number of ranges that are in this file.
     ranges: u32,
-    /// Reference that keeps the address of `Kept` in use, because the address identifies the file.
-    _kept: Arc<Kept>,
+    /// Reference that keeps the address of the `KeptFile` in use, because the address identifies
+    /// the file.
+    _kept: Arc<KeptFile>,
 }
 
 /// Table of all ranges of a client, in shared memory.
@@ -73,10 +74,10 @@ pub(super) struct WrittenRanges {
     /// Slots of removed ranges that the last checkpoint still needs. They become free with the next
     /// checkpoint.
     going: Vec<u32>,
-    /// Files by the address of their `Kept`, which is unique while the entry exists.
+    /// Files by the address of their `KeptFile`, which is unique while the entry exists.
     files: HashMap<usize, File>,
     /// Lasting descriptors that the next checkpoint adds (`Some`) or removes (`None`), by number.
-    changes: BTreeMap<u64, Option<Arc<Kept>>>,
+    changes: BTreeMap<u64, Option<Arc<KeptFile>>>,
     /// Number of the next lasting descriptor.
     next: u64,
     /// Number of mapped ranges whose file has no kept descriptor.
@@ -111,7 +112,7 @@ impl WrittenRanges {
     pub(super) fn add(
         &mut self,
         (iova, len): (u64, u64),
-        (file, offset): (Option<&Arc<Kept>>, u64),
+        (file, offset): (Option<&Arc<KeptFile>>, u64),
         is_mapped: bool,
         protection: Protection,
     ) {
@@ -123,8 +124,8 @@ impl WrittenRanges {
         });
         // This word is written first: a range that was added after the moment of the last
         // checkpoint is ignored by it, so the other words need not be valid yet.
-        self.write(slot, CAME, self.moment + 1);
-        self.write(slot, WENT, 0);
+        self.write(slot, ADDED, self.moment + 1);
+        self.write(slot, REMOVED, 0);
         self.write(slot, IOVA, iova);
         self.write(slot, LEN, len);
         // The word is 0 for a range without a file. If such a range is mapped, `without_file`
@@ -136,10 +137,10 @@ impl WrittenRanges {
     }
 
     /// Removes a range.
-    pub(super) fn remove(&mut self, iova: u64, file: Option<&Arc<Kept>>, is_mapped: bool) {
+    pub(super) fn remove(&mut self, iova: u64, file: Option<&Arc<KeptFile>>, is_mapped: bool) {
         let Some(slot) = self.slots.remove(&iova) else { return };
         let is_recorded = self.memory.load_u64_acquire(slot as usize * SLOT) <= Some(self.moment);
-        self.write(slot, WENT, self.moment + 1);
+        self.write(slot, REMOVED, self.moment + 1);
         // The last checkpoint does not need a range that was added after it, so the slot of that
         // range is free immediately.
         if is_recorded { &mut self.going } else { &mut self.free }.push(slot);
@@ -156,7 +157,7 @@ impl WrittenRanges {
         }
     }
 
-    fn number_of(&mut self, kept: &Arc<Kept>) -> u64 {
+    fn number_of(&mut self, kept: &Arc<KeptFile>) -> u64 {
         let place = Arc::as_ptr(kept) as usize;
         let known = self.files.entry(place).or_insert_with(|| {
             let number = self.next;
@@ -235,8 +236,8 @@ pub(super) fn read(
         let bytes = mapping.bytes();
         for at in (0..saved.slots as usize).map(|slot| slot * SLOT) {
             let word = |word: usize| bytes.load_u64_acquire(at + word).ok_or_else(other);
-            let (came, went) = (word(CAME)?, word(WENT)?);
-            if came == 0 || came > saved.moment || (1..=saved.moment).contains(&went) {
+            let (added, removed) = (word(ADDED)?, word(REMOVED)?);
+            if added == 0 || added > saved.moment || (1..=saved.moment).contains(&removed) {
                 continue;
             }
             ranges.push(WrittenRange {

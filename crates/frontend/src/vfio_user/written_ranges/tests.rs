@@ -37,7 +37,7 @@ struct Shared {
     len: u64,
     offset: u64,
     writable: bool,
-    file: Option<Arc<Kept>>,
+    file: Option<Arc<KeptFile>>,
 }
 
 type Seen = Vec<(u64, u64, u64, bool, Option<u64>)>;

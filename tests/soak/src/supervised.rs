@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::places::{DISK_BYTES, Keeps};
+use super::places::{DISK_BYTES, Persistence};
 use shadowbell_hostile::server::{LogReader, Server};
 
 /// Disk type.
@@ -51,11 +51,13 @@ impl DiskKind {
         }
     }
 
-    pub(crate) fn keeps(self) -> Keeps {
+    pub(crate) fn persistence(self) -> Persistence {
         match self {
-            Self::Direct | Self::Memory | Self::Qcow2 | Self::VfioUser | Self::Nbd => Keeps::Blocks,
-            Self::PageCache => Keeps::Bytes,
-            Self::Null => Keeps::Nothing,
+            Self::Direct | Self::Memory | Self::Qcow2 | Self::VfioUser | Self::Nbd => {
+                Persistence::Blocks
+            }
+            Self::PageCache => Persistence::Bytes,
+            Self::Null => Persistence::Nothing,
         }
     }
 
@@ -65,12 +67,12 @@ impl DiskKind {
     }
 
     /// True if the disk needs a connection to another server, which the sandbox does not allow.
-    fn is_outside(self) -> bool {
+    fn needs_server(self) -> bool {
         matches!(self, Self::VfioUser | Self::Nbd)
     }
 
     /// Starts the server of the disk's export or namespace, which listens on `socket`.
-    fn below(self, binary: &Path, image: &Path, socket: &Path) -> Result<Option<ProcessGroup>> {
+    fn backend(self, binary: &Path, image: &Path, socket: &Path) -> Result<Option<ProcessGroup>> {
         let mut command = Command::new(binary);
         let disk = format!("{}?direct=on", image.display());
         match self {
@@ -82,24 +84,24 @@ impl DiskKind {
             _ => return Ok(None),
         };
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let child = ProcessGroup::spawn(&mut command).context("the server below")?;
+        let child = ProcessGroup::spawn(&mut command).context("the backend server")?;
         let began = Instant::now();
         while UnixStream::connect(socket).is_err() {
             if began.elapsed() > LIMIT {
-                bail!("the server below does not serve {}", socket.display());
+                bail!("the backend server does not serve {}", socket.display());
             }
             wait::pause();
         }
         Ok(Some(child))
     }
 
-    /// Disk string for `serve`. `below` is the socket of the disk's server.
-    fn spec(self, image: &Path, below: &Path) -> String {
+    /// Disk string for `serve`. `backend` is the socket of the disk's server.
+    fn spec(self, image: &Path, backend: &Path) -> String {
         match self {
             Self::Qcow2 => format!("{}?direct=on&format=qcow2", image.display()),
-            Self::VfioUser => format!("vfio-user:{}/1", below.display()),
+            Self::VfioUser => format!("vfio-user:{}/1", backend.display()),
             Self::Nbd => {
-                format!("nbd+unix:///?socket={}&settle={SETTLE}", below.display())
+                format!("nbd+unix:///?socket={}&settle={SETTLE}", backend.display())
             }
             Self::Direct => format!("{}?direct=on", image.display()),
             Self::PageCache => format!("{}?direct=off", image.display()),
@@ -111,14 +113,14 @@ impl DiskKind {
 
 /// A supervisor with its server processes. All are killed when the value is dropped.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct SupervisedServer {
     pub(crate) server: Server,
     kinds: Vec<DiskKind>,
     /// Servers of the disks that are exports or namespaces.
-    _below: Vec<ProcessGroup>,
+    _backends: Vec<ProcessGroup>,
 }
 
-impl Kept {
+impl SupervisedServer {
     /// Starts a server with a controller for each of the disks. `options` precede the subcommand.
     ///
     /// # Errors
@@ -132,7 +134,7 @@ impl Kept {
     ) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets and images")?;
         let mut config = format!("workers = {workers}\n");
-        let mut below = Vec::new();
+        let mut backends = Vec::new();
         for (n, kind) in kinds.iter().enumerate() {
             let image = image(directory.path(), n);
             if kind.is_file() {
@@ -142,15 +144,15 @@ impl Kept {
             if *kind == DiskKind::Qcow2 {
                 make_qcow2(&image)?;
             }
-            let socket_below = directory.path().join(format!("below{n}"));
-            below.extend(kind.below(binary, &image, &socket_below)?);
-            let disk = kind.spec(&image, &socket_below);
+            let backend_socket = directory.path().join(format!("backend{n}"));
+            backends.extend(kind.backend(binary, &image, &backend_socket)?);
+            let disk = kind.spec(&image, &backend_socket);
             config += &format!("[[controller]]\nsocket = {socket:?}\ndisks = [{disk:?}]\n");
         }
         let file = directory.path().join("serve.toml");
         fs::write(&file, config).context("the configuration")?;
-        let is_outside = kinds.iter().any(|kind| kind.is_outside());
-        let sandbox: &[&str] = if is_outside { &["--sandbox", "off"] } else { &[] };
+        let needs_server = kinds.iter().any(|kind| kind.needs_server());
+        let sandbox: &[&str] = if needs_server { &["--sandbox", "off"] } else { &[] };
         let arguments = [options, &["serve"], sandbox, &["--config"]].concat();
         let mut arguments: Vec<_> = arguments.into_iter().map(str::to_owned).collect();
         arguments.push(file.display().to_string());
@@ -158,7 +160,7 @@ impl Kept {
         for n in 0..kinds.len() {
             server.await_socket(&server.socket(n))?;
         }
-        Ok(Self { server, kinds: kinds.to_vec(), _below: below })
+        Ok(Self { server, kinds: kinds.to_vec(), _backends: backends })
     }
 
     /// Disk type of each controller.
