@@ -6,7 +6,7 @@
 //! The model has one queue pair and the order of stores that `journal` describes. A process may die
 //! between any two stores. The disk executes its requests in any order, also those of a dead
 //! process. Like Linux, the host reuses an identifier as soon as it has seen the completion. It
-//! also reuses entries of the submission queue without a look at the controller's fetch position.
+//! also reuses entries of the submission queue without regard to the controller's fetch position.
 
 use std::collections::HashSet;
 

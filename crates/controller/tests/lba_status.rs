@@ -220,7 +220,7 @@ fn invalid_get_lba_status_fields_are_refused() {
         let fields = GetLbaStatus { mndw0, ..ask(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Err(FIELD), "{mndw0}");
     }
-    // The disk knows no unrecoverable blocks.
+    // The disk reports no unrecoverable blocks.
     for atype in [atype::SCAN_UNRECOVERABLE, atype::UNRECOVERABLE] {
         let fields = GetLbaStatus { atype, ..ask(0, 0, 4096) };
         assert_eq!(status(&mut host, 1, fields), Ok((LbaStatusList::COMPLETE, vec![])));

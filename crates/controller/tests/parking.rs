@@ -420,8 +420,7 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
 }
 
 /// Each I/O thread polls the mapped doorbells of its own queues, even if the admin queue is
-/// elsewhere.
-/// queue.
+/// served by another thread.
 #[test]
 fn mapped_doorbells_are_found_by_every_io_thread() {
     for polling in [Polling::Never, ADAPTIVE] {

@@ -20,7 +20,7 @@ pub enum DmaError {
     /// The transport mapped the memory at an IOVA that NVMe cannot use.
     #[error("{device} placed shared memory at IOVA {iova:#x}, which is no multiple of 4096")]
     Alignment {
-        /// [`Transport::name`].
+        /// Name of the device ([`Transport::name`]).
         device: String,
         /// I/O virtual address.
         iova: u64,

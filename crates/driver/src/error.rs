@@ -30,13 +30,13 @@ pub enum AttachError {
     /// Every register reads as all ones.
     #[error("attach: {device} answers with all ones; it was removed, or is no NVMe controller")]
     Absent {
-        /// [`Transport::name`](crate::Transport::name).
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
     },
     /// The controller lacks a feature that this driver needs.
     #[error("attach: {device} {what}, which this driver does not support")]
     Unsupported {
-        /// [`Transport::name`](crate::Transport::name).
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
         /// Unsupported or missing feature.
         what: String,
@@ -93,7 +93,7 @@ pub enum CommandError {
     /// The command completed with an error status.
     #[error("{device} ended {command} with: {status}")]
     Status {
-        /// [`Transport::name`](crate::Transport::name).
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
         /// Name of the command in the specification.
         command: String,
@@ -103,7 +103,7 @@ pub enum CommandError {
     /// The command did not complete in time. The controller may still execute it.
     #[error("{device} did not complete {command} within {waited:?}; reset the controller")]
     Timeout {
-        /// [`Transport::name`](crate::Transport::name).
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
         /// Name of the command in the specification.
         command: String,
@@ -128,8 +128,8 @@ pub enum CommandError {
     },
     /// The returned data violate the specification or are inconsistent.
     #[error("{device} returned invalid data for {command}: {what}")]
-    Nonsense {
-        /// [`Transport::name`](crate::Transport::name).
+    InvalidData {
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
         /// Name of the command in the specification.
         command: String,
@@ -144,7 +144,11 @@ impl CommandError {
     }
 
     pub(crate) fn invalid_data(device: &str, command: &str, what: impl Into<String>) -> Self {
-        Self::Nonsense { device: device.to_owned(), command: command.to_owned(), what: what.into() }
+        Self::InvalidData {
+            device: device.to_owned(),
+            command: command.to_owned(),
+            what: what.into(),
+        }
     }
 
     /// The completion status, if the controller completed the command with an error.
@@ -385,7 +389,7 @@ pub enum DetachError {
     /// volatile data are on the medium.
     #[error("{device} was detached, but not cleanly: {why}")]
     Unclean {
-        /// [`Transport::name`](crate::Transport::name).
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
         /// Failed step.
         why: String,
@@ -397,7 +401,7 @@ pub enum DetachError {
          reset the device before it is used again"
     )]
     Lost {
-        /// [`Transport::name`](crate::Transport::name).
+        /// Name of the device ([`Transport::name`](crate::Transport::name)).
         device: String,
         /// Failed step.
         why: String,

@@ -22,7 +22,7 @@
 //!     // One command: read one block, the first.
 //!     queue.submit(namespace.read(0, 1)?, buffers.take())?;
 //!     queue.wait(None)?;
-//!     let completion = queue.pop().ok_or("the controller went away")?;
+//!     let completion = queue.pop().ok_or("the controller was removed")?;
 //!     completion.status.into_result()?;
 //!     let block = completion.buffer.ok_or("there is no buffer")?.to_vec(512);
 //!     assert_eq!(block, [0; 512]);
@@ -143,7 +143,7 @@
 //! assert!(buffer.copy_from(0, sources.as_bytes()));
 //! queue.submit(namespace.copy(5000, &sources)?, Some(buffer))?;
 //! queue.wait(None)?;
-//! let completion = queue.pop().ok_or("the controller went away")?;
+//! let completion = queue.pop().ok_or("the controller was removed")?;
 //! completion.status.into_result()?;
 //! # drop((completion, queue));
 //! # Ok(controller.detach()?)
@@ -182,13 +182,13 @@
 //! assert!(write.protect(&mut buffer));
 //! queue.submit_with_metadata(&write, Some(buffer))?;
 //! queue.wait(None)?;
-//! let completion = queue.pop().ok_or("the controller went away")?;
+//! let completion = queue.pop().ok_or("the controller was removed")?;
 //! completion.status.into_result()?;
 //!
 //! let read = namespace.read_with_metadata(lba, 8, fields)?;
 //! queue.submit_with_metadata(&read, completion.buffer)?;
 //! queue.wait(None)?;
-//! let completion = queue.pop().ok_or("the controller went away")?;
+//! let completion = queue.pop().ok_or("the controller was removed")?;
 //! completion.status.into_result()?;
 //! read.check(&completion.buffer.ok_or("there is no buffer")?)?;
 //! # drop(queue);

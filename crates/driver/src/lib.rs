@@ -42,7 +42,7 @@
 //!
 //!     queue.submit(namespace.read(0, 1)?, pool.take())?;
 //!     queue.wait(None)?;
-//!     let completion = queue.pop().ok_or("the controller went away")?;
+//!     let completion = queue.pop().ok_or("the controller was removed")?;
 //!     completion.status.into_result()?;
 //!     let data = completion.buffer.ok_or("there is no buffer")?.to_vec(512);
 //!     drop(queue);

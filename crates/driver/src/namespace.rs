@@ -387,7 +387,7 @@ impl Namespace {
     fn rw(&self, opcode: NvmOpcode, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         let zero_based = blocks.wrapping_sub(1);
         if zero_based >= self.max_blocks || !self.holds(lba, blocks) {
-            return self.rw_otherwise(opcode, lba, blocks);
+            return self.rw_slow(opcode, lba, blocks);
         }
         let transfer = blocks << self.block_shift;
         Ok(Command::rw(opcode, self.nsid, lba, zero_based as u16, transfer))
@@ -395,12 +395,7 @@ impl Namespace {
 
     /// Slow path of `rw`, for blocks with metadata and for invalid requests.
     #[cold]
-    fn rw_otherwise(
-        &self,
-        opcode: NvmOpcode,
-        lba: u64,
-        blocks: u32,
-    ) -> Result<Command, RequestError> {
+    fn rw_slow(&self, opcode: NvmOpcode, lba: u64, blocks: u32) -> Result<Command, RequestError> {
         let zero_based = blocks.wrapping_sub(1);
         if zero_based >= self.plain_blocks || !self.holds(lba, blocks) {
             return Err(self.refuse(lba, blocks, true));

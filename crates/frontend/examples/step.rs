@@ -31,7 +31,7 @@ const IO: u32 = 4096;
 /// Bytes per write when the disk is filled.
 const FILL: u64 = 1 << 20;
 
-/// Form of the I/O commands that the program submits.
+/// Parameters of the I/O commands that the program submits.
 struct Form {
     opcode: u8,
     prinfo: u32,

@@ -495,7 +495,7 @@ fn a_freeze_suspends_the_message_timeout() {
     std::thread::sleep(Duration::from_millis(5200));
     server.run(old);
     // If the timeout had run during the pause, the reactor would now disconnect the client.
-    eventually("the reactor has looked", || sleeps(server.tid));
+    eventually("the reactor has checked its timeouts", || sleeps(server.tid));
     raw.send(&bytes[20..]);
     assert_eq!(raw.reply().header.id, 5);
     assert_eq!(shared.log(), ["connected, 8 fds"]);

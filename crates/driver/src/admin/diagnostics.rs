@@ -17,9 +17,9 @@ const MOST_BYTES: usize = 64 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Telemetry {
     /// Host-initiated telemetry: the controller captures new data for this read.
-    Created,
+    New,
     /// Host-initiated telemetry: the data of an earlier capture.
-    Kept,
+    Previous,
     /// Controller-initiated telemetry. The read clears the asynchronous event of the page.
     OfController,
 }
@@ -52,12 +52,12 @@ impl Admin {
     /// [`CommandError`].
     pub fn telemetry(&self, which: Telemetry, area: u8) -> Result<Vec<u8>, CommandError> {
         let lid = match which {
-            Telemetry::Created | Telemetry::Kept => lid::TELEMETRY_HOST,
+            Telemetry::New | Telemetry::Previous => lid::TELEMETRY_HOST,
             Telemetry::OfController => lid::TELEMETRY_CONTROLLER,
         };
         let request = |offset, len| LogRequest { offset, ..LogRequest::new(lid, len) };
         let first = LogRequest {
-            lsp: u8::from(which == Telemetry::Created),
+            lsp: u8::from(which == Telemetry::New),
             rae: true,
             ..request(0, TELEMETRY_BLOCK)
         };

@@ -180,7 +180,7 @@ impl AdminQueue {
     }
 
     /// Ends the wait for a completion. Returns the completion if it has arrived since the last
-    /// look.
+    /// check.
     fn withdraw(&self, ticket: u64) -> Option<Completion> {
         self.lock().tickets.remove(&ticket)?
     }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// Poll interval while commands are outstanding on a queue without an interrupt.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// Number of polls between two readings of the clock.
-const LOOKS_PER_CLOCK: u32 = 64;
+const POLLS_PER_CLOCK_READ: u32 = 64;
 
 pub(super) struct Worker {
     queue: QueuePair,
@@ -33,7 +33,7 @@ pub(super) struct Worker {
     closing: Option<Instant>,
     /// Start of a wait for a completion that took longer than the spin.
     waiting: Option<Instant>,
-    /// True if futures waited for a free op at the last look.
+    /// True if futures waited for a free op at the last check.
     waiters: bool,
     /// True if the queue has failed, and with it every future.
     failed: bool,
@@ -223,7 +223,7 @@ impl Worker {
         let began = Instant::now();
         let window = self.queue.spin_mut().window();
         loop {
-            for _ in 0..LOOKS_PER_CLOCK {
+            for _ in 0..POLLS_PER_CLOCK_READ {
                 if self.queue.is_ready() || shared.has_inbox() {
                     self.waiting = None;
                     self.queue.spin_mut().waited(began.elapsed());

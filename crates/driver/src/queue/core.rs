@@ -91,8 +91,8 @@ pub(crate) struct Core {
     max_transfer: u64,
     pub(super) stats: QueueStats,
     pub(super) failed: Option<Arc<str>>,
-    /// Tag dwords by slot, for commands with [`Beside::Given`](crate::command::Beside). Empty until
-    /// the first such command.
+    /// Tag dwords by slot, for commands with [`TagSource::Given`](crate::command::TagSource). Empty
+    /// until the first such command.
     pub(super) tags: Box<[Tags]>,
 }
 
@@ -211,7 +211,7 @@ impl Core {
                 // the caller's memory would also force the token of the fast path into memory.
                 Err(reason) => {
                     let parts = command.parts();
-                    let outcome = self.submit_otherwise(slot, reason, buffer, parts);
+                    let outcome = self.submit_refused_by_fast_path(slot, reason, buffer, parts);
                     return outcome.map_err(|refused| *refused);
                 }
             }

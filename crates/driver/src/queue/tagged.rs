@@ -16,7 +16,7 @@ impl Core {
     /// Submits a command that the fast path has refused for `reason`, if the command has tags.
     #[cold]
     #[inline(never)]
-    pub(super) fn submit_otherwise(
+    pub(super) fn submit_refused_by_fast_path(
         &mut self,
         slot: u16,
         reason: QueueError,

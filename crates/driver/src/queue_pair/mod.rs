@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
 /// Number of polls between two readings of the clock.
-const SPINS_PER_LOOK: u32 = 64;
+const POLLS_PER_CLOCK_READ: u32 = 64;
 
 /// An I/O submission queue and its completion queue, for one thread.
 ///
@@ -177,14 +177,14 @@ impl QueuePair {
         {
             return Some(completion);
         }
-        self.pop_otherwise().map(|completion| *completion)
+        self.pop_slow().map(|completion| *completion)
     }
 
     /// Slow path of `pop`: there is no completion, or it belongs to a late or unknown command. The
     /// result is boxed: a result in the caller's memory would also force the completion of the fast
     /// path into memory.
     #[inline(never)]
-    fn pop_otherwise(&mut self) -> Option<Box<Completion>> {
+    fn pop_slow(&mut self) -> Option<Box<Completion>> {
         if let Some(completion) = self.queue.pop() {
             return Some(Box::new(completion));
         }
@@ -247,9 +247,9 @@ impl QueuePair {
         }
         let began = Instant::now();
         let window = self.spin.window();
-        let mut looks: u32 = 0;
+        let mut polls: u32 = 0;
         loop {
-            for _ in 0..SPINS_PER_LOOK {
+            for _ in 0..POLLS_PER_CLOCK_READ {
                 if self.queue.core.is_ready() {
                     self.spin.waited(began.elapsed());
                     return Ok(true);
@@ -270,8 +270,8 @@ impl QueuePair {
                 if self.handle_new_state()? {
                     return Ok(true);
                 }
-                looks = looks.saturating_add(1);
-                idle(looks);
+                polls = polls.saturating_add(1);
+                idle(polls);
             } else {
                 self.spin.yield_cpu(now - began);
             }
@@ -280,7 +280,7 @@ impl QueuePair {
             self.publish_all()?;
             self.consume_signals();
             // From now on, a new completion signals the event. Earlier completions are found by one
-            // more look at the queue, which the fence orders after the publication of the head.
+            // more check of the queue, which the fence orders after the publication of the head.
             fence(Ordering::SeqCst);
             let slept = if self.is_ready() { true } else { self.sleep(deadline)? };
             if self.handle_new_state()? || slept {
@@ -444,8 +444,8 @@ impl QueuePair {
 }
 
 /// Yields the processor, or sleeps after many calls.
-fn idle(looks: u32) {
-    if looks < 64 {
+fn idle(polls: u32) {
+    if polls < 64 {
         std::thread::yield_now();
     } else {
         std::thread::sleep(Duration::from_micros(50));

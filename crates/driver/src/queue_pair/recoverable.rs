@@ -209,7 +209,7 @@ impl RecoverableQueue {
         count(&controller.counters.queues_recreated, 1);
         let deleted = io_queues.delete_at_controller(controller.plane(), qid);
         deleted.map_err(|error| error.to_string())?;
-        self.start_over(controller, &mut io_queues)?;
+        self.create_again(controller, &mut io_queues)?;
         Ok(true)
     }
 
@@ -225,14 +225,14 @@ impl RecoverableQueue {
             return Ok(false);
         }
         count(&controller.counters.queues_restored, 1);
-        self.start_over(controller, &mut io_queues)?;
+        self.create_again(controller, &mut io_queues)?;
         self.generation = generation;
         Ok(false)
     }
 
     /// Creates the queues again, after the controller has deleted them, and submits repeatable
     /// outstanding commands again.
-    fn start_over(
+    fn create_again(
         &mut self,
         controller: &AttachedController,
         io_queues: &mut IoQueueTable,

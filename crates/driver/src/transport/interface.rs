@@ -110,7 +110,7 @@ pub enum TransportError {
     /// The device is unreachable: all further operations fail until the program attaches again.
     #[error("lost the connection to {device} ({doing}: {source})")]
     Gone {
-        /// [`Transport::name`].
+        /// Name of the device ([`Transport::name`]).
         device: String,
         /// Failed operation.
         doing: &'static str,
@@ -120,7 +120,7 @@ pub enum TransportError {
     /// One operation failed; other operations may succeed.
     #[error("{device}: {doing} failed: {source}")]
     Failed {
-        /// [`Transport::name`].
+        /// Name of the device ([`Transport::name`]).
         device: String,
         /// Failed operation.
         doing: &'static str,
@@ -130,7 +130,7 @@ pub enum TransportError {
     /// The transport or the device does not support the operation.
     #[error("{device} has no {what}")]
     Unsupported {
-        /// [`Transport::name`].
+        /// Name of the device ([`Transport::name`]).
         device: String,
         /// Missing feature.
         what: &'static str,

@@ -303,13 +303,13 @@ fn invalid_namespace_lists_are_refused() {
     let mut list = vec![0; 4096];
     list[0] = 2;
     list[4] = 1;
-    fake.with(|state| state.identify_lies.insert(cns::ACTIVE_NAMESPACES, list));
+    fake.with(|state| state.wrong_identify.insert(cns::ACTIVE_NAMESPACES, list));
     let error = fails(&fake, &options());
     assert!(error.to_string().contains("1 after 2"), "{error}");
     // A list that never ends: each command returns the same full list.
     let fake = Fake::new();
     let list: Vec<u8> = (1..=1024u32).flat_map(u32::to_le_bytes).collect();
-    fake.with(|state| state.identify_lies.insert(cns::ACTIVE_NAMESPACES, list));
+    fake.with(|state| state.wrong_identify.insert(cns::ACTIVE_NAMESPACES, list));
     fails(&fake, &options());
 }
 

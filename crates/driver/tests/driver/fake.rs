@@ -67,7 +67,7 @@ pub(crate) struct State {
     /// Status of I/O commands.
     pub(crate) io_status: Status,
     /// Wrong Identify data, by CNS.
-    pub(crate) identify_lies: BTreeMap<u8, Vec<u8>>,
+    pub(crate) wrong_identify: BTreeMap<u8, Vec<u8>>,
     /// If true, the controller polls shadow doorbells, and its EventIdx requests no register
     /// writes.
     pub(crate) polling: bool,
@@ -134,7 +134,7 @@ impl Fake {
             refused: BTreeMap::new(),
             hold: false,
             io_status: Status::SUCCESS,
-            identify_lies: BTreeMap::new(),
+            wrong_identify: BTreeMap::new(),
             polling: false,
             event_idx: None,
             admin_by_register: false,
@@ -456,7 +456,7 @@ impl State {
 
     fn identify(&self, sqe: &Sqe) -> Result<Vec<u8>, Status> {
         let fields = Identify::decode(sqe);
-        if let Some(lie) = self.identify_lies.get(&fields.cns) {
+        if let Some(lie) = self.wrong_identify.get(&fields.cns) {
             return Ok(lie.clone());
         }
         Ok(match fields.cns {

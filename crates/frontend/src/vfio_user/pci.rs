@@ -16,7 +16,7 @@ pub(super) const MSIX_BAR_SIZE: u64 = 4 << 10;
 /// Offset of the pending bits in the BAR. The table before them can have 128 vectors.
 const PENDING: u64 = 0x800;
 
-/// Device ID of this project, for its vendor ID.
+/// PCI device ID, in the number space of the vendor ID.
 const DEVICE_ID: u16 = 0x0001;
 
 /// Creates the description of a PCI function with `vectors` MSI-X vectors.

@@ -180,8 +180,8 @@ pub fn telemetry_log(args: &TelemetryArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let which = match (args.controller_init, args.host_generate) {
         (true, _) => Telemetry::OfController,
-        (_, 0) => Telemetry::Kept,
-        _ => Telemetry::Created,
+        (_, 0) => Telemetry::Previous,
+        _ => Telemetry::New,
     };
     let page = session.controller.admin().telemetry(which, args.data_area)?;
     session.detach()?;
