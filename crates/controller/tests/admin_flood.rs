@@ -160,7 +160,7 @@ fn repeated_shutdowns_have_one_flush_in_flight() {
     let disk = Held::new(8);
     let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
     let (host, _queue, mut turns) = attached(Config { namespaces, ..Config::default() });
-    disk.order(|orders| orders.hold = true);
+    disk.instruct(|instructions| instructions.hold = true);
     let cc = Cc::from_bits(host.read32(regs::CC));
     for _ in 0..10_000 {
         host.write32(regs::CC, cc.with_shn(regs::SHN_NORMAL).into_bits());
@@ -169,7 +169,7 @@ fn repeated_shutdowns_have_one_flush_in_flight() {
     while turns.turn() && disk.seen().len() < 10 {}
     assert_eq!(disk.seen().len(), 1, "one flush is in flight");
     assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
-    disk.order(|orders| orders.hold = false);
+    disk.instruct(|instructions| instructions.hold = false);
     let mut left = 1000;
     while host.csts().shst() != regs::SHST_COMPLETE {
         turns.turn();

@@ -18,7 +18,7 @@ use shadowbell_spec::log::{AnaLog, AnaState, SupportedLogPages, lid};
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_state::Descriptors;
 use shadowbell_testing::wait::{self, LIMIT};
-use shared::{ADAPTIVE, One, hosts, mem, pool};
+use shared::{ADAPTIVE, SharingHost, hosts, mem, pool};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use zerocopy::FromBytes;
@@ -57,7 +57,7 @@ fn an_inaccessible_path_refuses_commands_and_the_other_accepts_them() {
     for state in [AnaState::Inaccessible, AnaState::PersistentLoss, AnaState::Change] {
         set(&one.host, 1, state);
         let refused = state.refusal().unwrap();
-        for (name, _, _, status) in one.everything() {
+        for (name, _, _, status) in one.run_all_commands() {
             // Do Not Retry is clear, because the same command succeeds through another controller.
             assert_eq!(status, refused, "{name} while {}", state.name());
         }
@@ -117,8 +117,8 @@ fn features_of_an_inaccessible_namespace_are_refused() {
 fn an_ana_change_waits_for_commands_in_flight() {
     let held = Held::new(2048);
     let [mut one, _other] = hosts(Arc::new(held.clone()), None);
-    held.order(|orders| orders.hold = true);
-    let write = |one: &One, lba, cid| Sqe::write(1, lba, 0, cid).with_prps(one.data, 0);
+    held.instruct(|instructions| instructions.hold = true);
+    let write = |one: &SharingHost, lba, cid| Sqe::write(1, lba, 0, cid).with_prps(one.data, 0);
     let first = write(&one, 3, 5);
     one.host.submit(&mut one.queue, &first);
     one.host.until("the write at the disk", || !held.seen().is_empty());
@@ -140,7 +140,7 @@ fn an_ana_change_waits_for_commands_in_flight() {
     assert!(end.try_recv().is_err(), "the change waits for the write in flight");
     // Hosts whose commands are refused already see the new state in the log page.
     assert_eq!(log(&mut one.host).groups[0].state, Some(AnaState::Inaccessible));
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     loop {
         let (cid, status, _) = one.host.wait(&mut one.queue);
         // Other commands may have started before the change. Their status is not checked.
@@ -202,8 +202,8 @@ fn ana_groups_have_separate_states_in_the_log_page() {
     assert_eq!(seen(log(&mut one)), (0, groups(good, 0, good)));
     assert_eq!(seen(log(&mut other)), (1, groups(bad, 1, fair)));
     // Namespace 2 is in another group, which is accessible.
-    let mut other = One::new(other);
-    let read = |one: &One, nsid| Sqe::read(nsid, 0, 0, 0).with_prps(one.data, 0);
+    let mut other = SharingHost::new(other);
+    let read = |one: &SharingHost, nsid| Sqe::read(nsid, 0, 0, 0).with_prps(one.data, 0);
     let reads = [read(&other, 1), read(&other, 2)];
     let ends = reads.map(|sqe| other.run(sqe));
     assert_eq!(ends, [Status::ANA_INACCESSIBLE, Status::SUCCESS]);
@@ -273,7 +273,7 @@ fn an_ana_change_raises_the_enabled_event() {
 
 #[test]
 fn a_single_controller_has_no_ana_log_page() {
-    let mut alone = One::new(Host::new(&["mem:1MiB"], ADAPTIVE));
+    let mut alone = SharingHost::new(Host::new(&["mem:1MiB"], ADAPTIVE));
     let page = alone.host.page(Sqe::get_log_page(0, get_page(16, 0, 0), 0));
     assert_eq!(page.unwrap_err().code(), Status::INVALID_LOG_PAGE);
     set(&alone.host, 1, AnaState::Inaccessible);

@@ -288,7 +288,7 @@ fn a_failed_copy_reports_its_range() {
     let mut queue = host.create(1, 16, false);
     let ranges = [(0, 4), (10, 4), (20, 4), (30, 4)];
     // If a source cannot be read, nothing is written.
-    held.order(|orders| orders.fail_at = Some(20 * 512));
+    held.instruct(|instructions| instructions.fail_at = Some(20 * 512));
     let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
     assert_eq!((status.code(), dw0), (Status::UNRECOVERED_READ, 0));
     assert!(held.seen().iter().all(|request| request.op == Op::Read));
@@ -296,13 +296,13 @@ fn a_failed_copy_reports_its_range() {
     // If a part of the destination cannot be written, the completion contains the number of its
     // range.
     for (range, block) in [(0, 100), (2, 108), (3, 112)] {
-        held.order(|orders| orders.fail_at = Some(block * 512));
+        held.instruct(|instructions| instructions.fail_at = Some(block * 512));
         let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
         assert_eq!((status.code(), dw0), (Status::WRITE_FAULT, range));
     }
     let io = host.controller.stats().io;
     assert_eq!((io.errors, io.media_errors, io.copies), (4, 4, 0));
-    held.order(|orders| orders.fail_at = None);
+    held.instruct(|instructions| instructions.fail_at = None);
     assert_eq!(copy(&mut host, &mut queue, 100, &ranges), (Status::SUCCESS, 0));
 }
 
@@ -310,20 +310,20 @@ fn a_failed_copy_reports_its_range() {
 fn inline_errors_of_a_copy_report_the_range() {
     /// Memory disk that fails writes at block 101.
     #[derive(Debug)]
-    struct Worn(MemDisk);
-    struct WornQueue(Box<dyn shadowbell_disk::Queue>);
-    impl Disk for Worn {
+    struct FailingDisk(MemDisk);
+    struct FailingQueue(Box<dyn shadowbell_disk::Queue>);
+    impl Disk for FailingDisk {
         fn info(&self) -> DiskInfo {
             self.0.info()
         }
         fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
-            Ok(Box::new(WornQueue(self.0.queue()?)))
+            Ok(Box::new(FailingQueue(self.0.queue()?)))
         }
         fn name(&self) -> String {
             "worn".into()
         }
     }
-    impl shadowbell_disk::Queue for WornQueue {
+    impl shadowbell_disk::Queue for FailingQueue {
         fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
             if request.op != Op::Read && request.offset == 101 * 512 {
                 return Submitted::Done(Err(DiskError::NoSpace));
@@ -331,7 +331,7 @@ fn inline_errors_of_a_copy_report_the_range() {
             self.0.submit(tag, request, data)
         }
     }
-    let disk: Arc<dyn Disk> = Arc::new(Worn(MemDisk::new(256, 512).unwrap()));
+    let disk: Arc<dyn Disk> = Arc::new(FailingDisk(MemDisk::new(256, 512).unwrap()));
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     let mut host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
     let mut queue = host.create(1, 16, false);
@@ -353,7 +353,7 @@ fn copies_share_buffers_and_delay_no_other_command() {
         let mut host = Host::with(Config { namespaces, ..Config::default() }, polling);
         let mut queue = host.create(1, 256, false);
         let page = host.alloc(4096);
-        held.order(|orders| orders.hold = true);
+        held.instruct(|instructions| instructions.hold = true);
         // Copies of both disks: more than can have a buffer.
         for cid in 0..60u16 {
             let to = 32768 + u64::from(cid) * 16;
@@ -370,7 +370,7 @@ fn copies_share_buffers_and_delay_no_other_command() {
             done.push(cid);
         }
         assert!(held.seen().len() <= 4, "{}", held.seen().len());
-        held.order(|orders| orders.hold = false);
+        held.instruct(|instructions| instructions.hold = false);
         while done.len() < 61 {
             let (cid, status, _) = host.wait(&mut queue);
             assert!(status.is_success());
@@ -441,7 +441,7 @@ fn a_copy_has_few_requests_in_flight() {
         let queue = host.create(1, 64, false);
         (host, queue)
     });
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     let ranges: Vec<_> = (0..100).map(|n| (n, 1)).collect();
     for cid in 0..4 {
         let sqe = command(&mut host, 1, 512, &ranges);
@@ -450,7 +450,7 @@ fn a_copy_has_few_requests_in_flight() {
     host.ring(&queue, 0);
     while turns.turn() {}
     assert_eq!(held.seen().len(), 32);
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     let mut done = 0;
     for _ in 0..1000 {
         turns.turn();
@@ -467,7 +467,7 @@ fn a_copy_has_few_requests_in_flight() {
 fn an_abort_stops_a_copy() {
     let (mut host, held) = held_host(256);
     let mut queue = host.create(1, 16, false);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     for cid in 0..6 {
         let sqe = command(&mut host, 1, 100 + u64::from(cid) * 10, &[(0, 2), (4, 2)]);
         host.submit(&mut queue, &sqe.with_cid(cid));
@@ -482,11 +482,11 @@ fn an_abort_stops_a_copy() {
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &abort(1).with_cid(70));
     host.until("the reads of the others", || {
-        held.order(|orders| orders.hold = false);
-        held.order(|orders| orders.hold = orders.seen.len() >= 10);
+        held.instruct(|instructions| instructions.hold = false);
+        held.instruct(|instructions| instructions.hold = instructions.seen.len() >= 10);
         held.seen().len() >= 10
     });
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     let mut ended = std::collections::BTreeMap::new();
     while ended.len() < 5 {
         let (cid, status, _) = host.wait(&mut queue);
@@ -525,7 +525,7 @@ fn a_copy_aborted_by_the_disk_reports_its_range() {
 fn a_copy_writes_nothing_after_a_reset() {
     let (mut host, held) = held_host(4096);
     let mut queue = host.create(1, 64, false);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     for cid in 0..20 {
         let sqe = command(&mut host, 1, 2000 + u64::from(cid) * 32, &[(0, 16), (64, 16)]);
         host.submit(&mut queue, &sqe.with_cid(cid));
@@ -535,7 +535,7 @@ fn a_copy_writes_nothing_after_a_reset() {
     host.write32(regs::CC, cc.with_en(false).into_bits());
     host.until("the reset to be noticed", || held.cancelled() > 0);
     assert!(host.csts().rdy(), "the disk still reads");
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     host.until("the end of the reset", || !host.csts().rdy());
     assert_eq!(held.seen().len(), 8, "no stride was begun");
     assert_eq!(held.marks(2000, 1000), (2000..3000).collect::<Vec<_>>());
@@ -553,7 +553,7 @@ fn a_copy_writes_nothing_after_a_reset() {
 fn deleting_a_queue_ends_its_copies() {
     let (mut host, held) = held_host(4096);
     let (mut queue, mut other) = (host.create(1, 64, false), host.create(2, 64, false));
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     for cid in 0..8 {
         let sqe = command(&mut host, 1, 2000 + u64::from(cid) * 32, &[(0, 16)]);
         host.submit(&mut queue, &sqe.with_cid(cid));
@@ -565,7 +565,7 @@ fn deleting_a_queue_ends_its_copies() {
     host.submit(&mut admin, &Sqe::delete_io_sq(1, 5));
     host.until("the deletion to be noticed", || held.cancelled() > 0);
     assert_eq!(host.reap(&mut admin), None, "the deletion waits for reads in flight");
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     assert_eq!(host.wait(&mut admin).1, Status::SUCCESS);
     let mut ended = 0;
     while let Some((_, status, _)) = host.reap(&mut queue) {
@@ -706,12 +706,12 @@ fn a_copy_ends_with_its_source_namespace() {
     let mut queue = host.create(1, 64, false);
     enable_formats(&mut host, 1 << 2);
     let sqe = copy_between(&mut host, 2, 100, &[(2, 0, 1), (2, 5, 1)]);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     host.submit(&mut queue, &sqe);
     host.until("the reads", || held.seen().len() == 2);
     host.controller.remove_namespace(2, |_| {}).unwrap();
     host.until("the end of them", || held.cancelled() > 0);
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     let (_, status, _) = host.wait(&mut queue);
     assert_eq!(status.code(), Status::INVALID_FIELD, "the namespace is inactive");
 }

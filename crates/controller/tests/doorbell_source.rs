@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::wire::Wire;
+use common::wire::DoorbellChannel;
 use common::{Host, Queue, config, meanwhile, pool};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
@@ -33,7 +33,7 @@ fn put(host: &mut Host, queue: &mut Queue) -> u32 {
 fn a_sleeping_worker_takes_doorbells_by_itself() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(&pool, &mut turns);
-    let (wire, source) = Wire::new();
+    let (wire, source) = DoorbellChannel::new();
     host.controller.add_doorbell_source(0, source);
     assert!(turns.turn());
     assert!(wire.is_watched());
@@ -61,7 +61,7 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
 fn writes_to_other_registers_stay_in_the_source() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(&pool, &mut turns);
-    let (wire, source) = Wire::new();
+    let (wire, source) = DoorbellChannel::new();
     host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     for offset in [
@@ -102,7 +102,7 @@ fn writes_to_other_registers_stay_in_the_source() {
 fn an_invalid_doorbell_value_from_a_source_is_counted() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
-    let (wire, source) = Wire::new();
+    let (wire, source) = DoorbellChannel::new();
     host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     wire.write(sq_doorbell_offset(1, 0), 4711);
@@ -117,10 +117,10 @@ fn an_invalid_doorbell_value_from_a_source_is_counted() {
 fn a_reset_or_a_new_source_ends_the_old_source() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
-    let (first, source) = Wire::new();
+    let (first, source) = DoorbellChannel::new();
     host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
-    let (second, source) = Wire::new();
+    let (second, source) = DoorbellChannel::new();
     host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     assert!(!first.is_watched() && second.is_watched());
@@ -129,7 +129,7 @@ fn a_reset_or_a_new_source_ends_the_old_source() {
     assert!(!second.is_watched());
     // The I/O thread does not poll the dropped source, so this write remains in it.
     second.write(sq_doorbell_offset(1, 0), 1);
-    let (third, source) = Wire::new();
+    let (third, source) = DoorbellChannel::new();
     controller.add_doorbell_source(0, source);
     while turns.turn() {}
     assert!(!third.is_watched());
@@ -142,7 +142,7 @@ fn a_reset_or_a_new_source_ends_the_old_source() {
 fn the_source_is_dropped_with_its_io_thread() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
-    let (wire, source) = Wire::new();
+    let (wire, source) = DoorbellChannel::new();
     host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     drop(turns);

@@ -127,15 +127,15 @@ fn completions_that_come_together_share_an_interrupt() {
 /// Disk whose block 0 never completes. Fields: a write to the host's memory that the disk executes
 /// at the end of a batch, and the number of `memory_changed` calls.
 #[derive(Clone, Debug, Default)]
-struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
+struct WritingDisk(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
 
-impl Disk for Meanwhile {
+impl Disk for WritingDisk {
     fn info(&self) -> DiskInfo {
         DiskInfo::new(512, 1 << 10)
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
-        Ok(Box::new(MeanwhileQueue(self.clone(), Vec::new())))
+        Ok(Box::new(WritingQueue(self.clone(), Vec::new())))
     }
 
     fn name(&self) -> String {
@@ -143,9 +143,9 @@ impl Disk for Meanwhile {
     }
 }
 
-struct MeanwhileQueue(Meanwhile, Vec<Segments>);
+struct WritingQueue(WritingDisk, Vec<Segments>);
 
-impl shadowbell_disk::Queue for MeanwhileQueue {
+impl shadowbell_disk::Queue for WritingQueue {
     fn submit(&mut self, _: u32, request: &Request, data: &mut Segments) -> Submitted {
         if request.offset != 0 {
             return Submitted::Done(Ok(()));
@@ -169,7 +169,7 @@ impl shadowbell_disk::Queue for MeanwhileQueue {
     }
 }
 
-fn over(disk: &Meanwhile, pool: Pool) -> Controller {
+fn over(disk: &WritingDisk, pool: Pool) -> Controller {
     let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
     let config = Config { namespaces, ..Config::default() };
     Controller::new(config, pool, Carrier::default()).unwrap()
@@ -179,7 +179,7 @@ fn over(disk: &Meanwhile, pool: Pool) -> Controller {
 /// sleep. The host does not signal this room again and waits, so the thread must not sleep.
 #[test]
 fn completion_room_seen_in_a_pass_prevents_sleep() {
-    let disk = Meanwhile::default();
+    let disk = WritingDisk::default();
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
     let buffer = host.alloc(4096);
@@ -219,7 +219,7 @@ fn completion_room_seen_in_a_pass_prevents_sleep() {
 /// whatever the amount of memory.
 #[test]
 fn dma_is_disabled_and_restored_with_the_same_map() {
-    let disk = Meanwhile::default();
+    let disk = WritingDisk::default();
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
     let table = host.controller.dma_table();
@@ -243,7 +243,7 @@ fn dma_is_disabled_and_restored_with_the_same_map() {
 /// map, other controllers of the I/O thread would have to wait for all of them.
 #[test]
 fn ranges_added_together_are_one_change() {
-    let disk = Meanwhile::default();
+    let disk = WritingDisk::default();
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
     let before = disk.1.load(Ordering::Relaxed);

@@ -38,7 +38,7 @@ fn field(volatile: bool) -> Field {
 impl Field {
     /// Runs a command with these bits set in dword 12. Returns its status and the disk's requests.
     fn run(&mut self, sqe: Sqe, cdw12: u32) -> (Status, Vec<Op>) {
-        self.held.order(|orders| orders.seen.clear());
+        self.held.instruct(|instructions| instructions.seen.clear());
         let mut sqe = sqe.with_prps(self.page, 0);
         sqe.cdw12 |= cdw12;
         self.host.submit(&mut self.queue, &sqe);
@@ -63,14 +63,14 @@ fn a_read_with_fua_flushes_first() {
     assert_eq!(field.host.peek(field.page, 8), 3u64.to_le_bytes());
     // If the flush fails, the read is not submitted.
     for (sqe, _) in reads() {
-        field.held.order(|orders| orders.fail_at = Some(0));
+        field.held.instruct(|instructions| instructions.fail_at = Some(0));
         let (status, seen) = field.run(sqe, FUA);
         assert_eq!((status.is_success(), seen), (false, vec![Op::Flush]));
         // If the flush succeeds and the read fails, the command fails.
-        field.held.order(|orders| orders.fail_at = Some(3 * 512));
+        field.held.instruct(|instructions| instructions.fail_at = Some(3 * 512));
         let (status, seen) = field.run(sqe, FUA);
         assert_eq!((status.is_success(), seen.len()), (false, 2));
-        field.held.order(|orders| orders.fail_at = None);
+        field.held.instruct(|instructions| instructions.fail_at = None);
     }
     let elsewhere = Sqe { opcode: 0x05, ..Sqe::read(1, 4, 0, 2) };
     assert_eq!(field.run(elsewhere, FUA).0.code(), Status::COMPARE_FAILURE);
@@ -95,7 +95,7 @@ fn fua_needs_no_flush_without_a_cache() {
 #[test]
 fn a_reset_does_not_wait_for_unsubmitted_reads() {
     let mut field = field(true);
-    field.held.order(|orders| orders.hold = true);
+    field.held.instruct(|instructions| instructions.hold = true);
     for (cid, (sqe, _)) in (0..).zip(reads()) {
         let mut sqe = sqe.with_prps(field.page, 0).with_cid(cid);
         sqe.cdw12 |= FUA;
@@ -108,7 +108,7 @@ fn a_reset_does_not_wait_for_unsubmitted_reads() {
         while held.cancelled() < 3 {
             std::thread::yield_now();
         }
-        held.order(|orders| orders.hold = false);
+        held.instruct(|instructions| instructions.hold = false);
     });
     field.host.disable();
     release.join().unwrap();

@@ -47,7 +47,7 @@ fn submit_both(host: &mut Host, queue: &mut Queue, first: &Sqe, second: &Sqe) {
 }
 
 /// Waits for commands 1 and 2, and returns their statuses.
-fn ends(host: &mut Host, queue: &mut Queue) -> [Status; 2] {
+fn wait_statuses(host: &mut Host, queue: &mut Queue) -> [Status; 2] {
     let mut both = [host.wait(queue), host.wait(queue)];
     both.sort_by_key(|done| done.0);
     assert_eq!(both.map(|done| done.0), [1, 2]);
@@ -56,7 +56,7 @@ fn ends(host: &mut Host, queue: &mut Queue) -> [Status; 2] {
 
 fn run(host: &mut Host, queue: &mut Queue, first: &Sqe, second: &Sqe) -> [Status; 2] {
     submit_both(host, queue, first, second);
-    ends(host, queue)
+    wait_statuses(host, queue)
 }
 
 fn read(host: &mut Host, queue: &mut Queue, slba: u64, at: u64) -> u64 {
@@ -119,12 +119,12 @@ fn an_atomic_disk_gets_one_compare_and_write_request() {
     assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
     assert_eq!((ops(2), held.marks(9, 1)), (vec![Op::Compare], vec![1]));
     // If another user writes after the Compare, this user's data remain.
-    held.order(|orders| orders.after_compare = Some((9, 77)));
+    held.instruct(|instructions| instructions.after_compare = Some((9, 77)));
     let first = first.with_prps(block(&host, a, 1), a + 8);
     assert_eq!(run(&mut host, &mut queue, &first, &second).map(Status::code), failed);
     assert_eq!((ops(3), held.marks(9, 1)), (vec![Op::Compare, both], vec![77]));
     // A compare-and-write with FUA on a full disk fails. The result of its comparison is unknown.
-    held.order(|orders| orders.fail_both = true);
+    held.instruct(|instructions| instructions.fail_both = true);
     let first = first.with_prps(block(&host, a, 77), a + 8);
     let forced = Sqe { cdw12: 1 << 30, ..second };
     let full = [Status::FUSED_FAILED, Status::CAPACITY_EXCEEDED];
@@ -153,29 +153,29 @@ fn an_abort_or_a_reset_during_compare_and_write() {
     let second = write(9, 2).with_prps(block(&host, b, 1), 0);
     for cid in [1, 2] {
         held.set(9, 0);
-        held.order(|orders| (orders.hold_both, orders.cancelled) = (true, 0));
+        held.instruct(|instructions| (instructions.hold_both, instructions.cancelled) = (true, 0));
         let seen = held.seen().len();
         submit_both(&mut host, &mut queue, &first, &second);
         host.until("the disk is asked", || held.seen().len() == seen + 2);
         let mut admin = std::mem::replace(&mut host.admin, Queue::none());
         host.submit(&mut admin, &Sqe::abort(Abort { sqid: 1, cid }, 99));
         wait::moment();
-        held.order(|orders| orders.hold_both = false);
+        held.instruct(|instructions| instructions.hold_both = false);
         // The Abort is too late for the request.
         let (_, status, dw0) = host.wait(&mut admin);
         assert_eq!((status, dw0), (Status::SUCCESS, 1));
         host.admin = admin;
-        assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
+        assert_eq!(wait_statuses(&mut host, &mut queue), [Status::SUCCESS; 2]);
         assert_eq!(held.marks(9, 1), [1]);
     }
     held.set(9, 0);
-    held.order(|orders| orders.hold_both = true);
+    held.instruct(|instructions| instructions.hold_both = true);
     let seen = held.seen().len();
     submit_both(&mut host, &mut queue, &first, &second);
     host.until("the disk is asked", || held.seen().len() == seen + 2);
     let cc = host.read32(0x14);
     host.write32(0x14, cc & !1);
-    held.order(|orders| orders.hold_both = false);
+    held.instruct(|instructions| instructions.hold_both = false);
     host.until("the reset", || !host.csts().rdy());
     assert_eq!(held.marks(9, 1), [1]);
     host.enable();
@@ -256,7 +256,7 @@ fn a_fused_pair_waits_for_two_completion_slots() {
     wait::moment();
     assert_eq!(posted(&host), 2);
     let _ = (host.wait(&mut queue), host.wait(&mut queue));
-    assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
+    assert_eq!(wait_statuses(&mut host, &mut queue), [Status::SUCCESS; 2]);
     // This queue can never have room for two completions.
     let mut small = host.create(2, 2, false);
     let (status, _) = host.run(&mut small, first);
@@ -321,7 +321,7 @@ fn no_other_command_is_in_flight_during_a_fused_pair() {
     let mut queue = host.create(1, 16, false);
     let mut other = host.create(2, 16, false);
     let (a, b) = (host.alloc(4096), host.alloc(4096));
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     host.submit(&mut other, &Sqe::write(1, 30, 0, 9).with_prps(a, 0));
     host.until("the write", || held.seen().len() == 1);
     let expected = host.alloc(4096);
@@ -332,20 +332,20 @@ fn no_other_command_is_in_flight_during_a_fused_pair() {
     submit_both(&mut host, &mut queue, &first, &second);
     wait::moment();
     assert_eq!(held.seen().len(), 1, "the write has not ended");
-    held.order(|orders| orders.hold = false);
-    assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
+    held.instruct(|instructions| instructions.hold = false);
+    assert_eq!(wait_statuses(&mut host, &mut queue), [Status::SUCCESS; 2]);
     assert_eq!(host.wait(&mut other).0, 9);
     // The Compare is held at the disk while the host submits a write.
     block(&host, expected, 0);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     submit_both(&mut host, &mut queue, &first, &second);
     host.until("the Compare", || held.seen().len() == 4);
     host.submit(&mut other, &Sqe::write(1, 31, 0, 8).with_prps(a, 0));
     wait::moment();
     let is_compare = held.seen().last().is_some_and(|request| request.op == Op::Compare);
     assert!(is_compare && held.seen().len() == 4);
-    held.order(|orders| orders.hold = false);
-    assert_eq!(ends(&mut host, &mut queue), [Status::SUCCESS; 2]);
+    held.instruct(|instructions| instructions.hold = false);
+    assert_eq!(wait_statuses(&mut host, &mut queue), [Status::SUCCESS; 2]);
     assert_eq!(host.wait(&mut other).0, 8);
 }
 
@@ -357,7 +357,7 @@ fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
     let mut other = host.create(2, 16, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     let wait_behind_a_read = |host: &mut Host, queue: &mut Queue, other: &mut Queue, seen| {
         host.submit(other, &Sqe::read(1, 0, 0, 9).with_prps(at, 0));
         host.until("the read", || held.seen().len() == seen);
@@ -374,27 +374,27 @@ fn an_abort_a_deletion_or_a_reset_ends_both_halves() {
         (1, [Status::ABORT_REQUESTED, Status::FUSED_FAILED], 1),
         (2, [Status::FUSED_FAILED, Status::ABORT_REQUESTED], 2),
     ] {
-        held.order(|orders| orders.hold = true);
+        held.instruct(|instructions| instructions.hold = true);
         wait_behind_a_read(&mut host, &mut queue, &mut other, seen);
         assert_eq!(host.must(Sqe::abort(Abort { sqid: 1, cid }, 0)), 0, "the pair was aborted");
-        assert_eq!(ends(&mut host, &mut queue).map(Status::code), expected);
-        held.order(|orders| orders.hold = false);
+        assert_eq!(wait_statuses(&mut host, &mut queue).map(Status::code), expected);
+        held.instruct(|instructions| instructions.hold = false);
         assert_eq!(host.wait(&mut other).0, 9);
     }
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     wait_behind_a_read(&mut host, &mut queue, &mut other, 3);
     host.must(Sqe::delete_io_sq(1, 0));
-    let both = ends(&mut host, &mut queue).map(Status::code);
+    let both = wait_statuses(&mut host, &mut queue).map(Status::code);
     assert!(both.contains(&Status::ABORTED_SQ_DELETION), "{both:?}");
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     assert_eq!(host.wait(&mut other).0, 9);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     host.must(Sqe::delete_io_cq(1, 0));
     let mut queue = host.create(1, 16, false);
     wait_behind_a_read(&mut host, &mut queue, &mut other, 4);
     let cc = host.read32(0x14);
     host.write32(0x14, cc & !1);
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     host.until("the reset", || !host.csts().rdy());
     host.enable();
     let mut queue = host.create(1, 16, false);
@@ -450,7 +450,7 @@ fn quiesce_and_move_do_not_split_fused_operations() {
         if round == 17 {
             host.controller.isolate().unwrap();
             for queue in &mut queues {
-                assert_eq!(ends(&mut host, queue), [Status::SUCCESS; 2]);
+                assert_eq!(wait_statuses(&mut host, queue), [Status::SUCCESS; 2]);
             }
             continue;
         }
@@ -461,7 +461,7 @@ fn quiesce_and_move_do_not_split_fused_operations() {
         }
         host.controller.resume();
         for queue in &mut queues {
-            assert_eq!(ends(&mut host, queue), [Status::SUCCESS; 2]);
+            assert_eq!(wait_statuses(&mut host, queue), [Status::SUCCESS; 2]);
         }
     }
 }

@@ -16,7 +16,7 @@ const ENTRIES: u8 = 3;
 /// previous command for the same block. So command 0 may be in flight while commands 1 to 3 use its
 /// entry in the queue.
 const BLOCKS: [usize; 7] = [0, 1, 1, 1, 0, 1, 0];
-const DEATHS: u8 = 3;
+const MAX_CRASHES: u8 = 3;
 const NONE: u8 = u8::MAX;
 
 /// Deliberate errors in the model, which the search has to find: a step that is missing, or is done
@@ -210,7 +210,7 @@ impl State {
         ) as u8
     }
 
-    fn free_place(&self) -> u8 {
+    fn free_record(&self) -> u8 {
         (0..).find(|place| self.journal.records.iter().all(|it| it.place != *place)).unwrap_or(0)
     }
 
@@ -219,7 +219,7 @@ impl State {
     }
 
     fn record(&mut self, command: u8, count: u8) {
-        let place = self.free_place();
+        let place = self.free_record();
         self.journal.records.push(Record { place, count, command });
         self.journal.records.sort_unstable();
         // Not found if the command has completed already.
@@ -245,8 +245,11 @@ impl Model {
         if next.is_empty() && !state.is_over() {
             return Err("a command is never completed".into());
         }
-        if state.worker.number < DEATHS && state.worker.step != Step::Recover && !state.is_over() {
-            next.push(self.die(state));
+        if state.worker.number < MAX_CRASHES
+            && state.worker.step != Step::Recover
+            && !state.is_over()
+        {
+            next.push(self.crash(state));
         }
         Ok(next)
     }
@@ -301,7 +304,7 @@ impl Model {
         Ok(())
     }
 
-    fn die(&self, state: &State) -> State {
+    fn crash(&self, state: &State) -> State {
         let worker = Worker::new(state.worker.number + 1, Step::Recover);
         State { worker, ..state.clone() }
     }

@@ -30,7 +30,7 @@ const OUTSIDE: Status = Status::LBA_OUT_OF_RANGE.with_dnr();
 /// Allocated ranges: first block, and the block after the last.
 type Found = Vec<(u64, u64)>;
 
-/// Instructions for a [`Patchy`] disk, and its calls.
+/// Instructions for an [`ExtentDisk`], and its calls.
 #[derive(Debug, Default)]
 struct Gate {
     stalls: Mutex<bool>,
@@ -53,13 +53,13 @@ impl Gate {
 
 /// Disk with artificial extents, which a function defines.
 #[derive(Clone, Debug)]
-struct Patchy {
+struct ExtentDisk {
     inner: MemDisk,
     extent: fn(u64) -> Extent,
     gate: Arc<Gate>,
 }
 
-impl Patchy {
+impl ExtentDisk {
     /// Creates a disk for which `extent` returns the extent at a byte offset.
     fn new(blocks: u64, extent: fn(u64) -> Extent) -> Self {
         let inner = MemDisk::new(blocks, 512).unwrap();
@@ -67,7 +67,7 @@ impl Patchy {
     }
 }
 
-impl Disk for Patchy {
+impl Disk for ExtentDisk {
     fn info(&self) -> DiskInfo {
         self.inner.info()
     }
@@ -135,7 +135,7 @@ fn status(host: &mut Host, nsid: u32, fields: GetLbaStatus) -> Result<(u8, Found
 }
 
 /// Extents of 64 KiB: data and holes alternate.
-fn by_turns(at: u64) -> Extent {
+fn alternating(at: u64) -> Extent {
     let len = (64 << 10) - at % (64 << 10);
     Extent { len, allocated: (at >> 16).is_multiple_of(2) }
 }
@@ -158,7 +158,7 @@ fn identify_reports_get_lba_status() {
 #[test]
 fn allocated_blocks_are_listed_as_far_as_there_is_room() {
     // 64 extents of 128 blocks.
-    let mut host = host(Patchy::new(64 * 128, by_turns));
+    let mut host = host(ExtentDisk::new(64 * 128, alternating));
     let all: Found = (0..32).map(|n| (n * 256, n * 256 + 128)).collect();
     let complete = LbaStatusList::COMPLETE;
     assert_eq!(status(&mut host, 1, ask(0, 0, 4096)), Ok((complete, all.clone())));
@@ -185,7 +185,7 @@ fn allocated_blocks_are_listed_as_far_as_there_is_room() {
 
 #[test]
 fn get_lba_status_writes_only_its_buffer() {
-    let mut host = host(Patchy::new(64 * 128, by_turns));
+    let mut host = host(ExtentDisk::new(64 * 128, alternating));
     let at = host.alloc(4096);
     host.memory.fill((at - BASE) as usize, 4096, 0xee).unwrap();
     let (ended, _) = host.admin(Sqe::get_lba_status(1, ask(0, 0, 40), 0).with_prps(at + 512, 0));
@@ -244,7 +244,7 @@ fn fragmented(at: u64) -> Extent {
 }
 
 /// Holes, reported block by block.
-fn crumbs(_: u64) -> Extent {
+fn single_block_holes(_: u64) -> Extent {
     Extent::hole(512)
 }
 
@@ -255,7 +255,7 @@ fn no_progress(_: u64) -> Extent {
 
 #[test]
 fn a_command_examines_a_bounded_number_of_extents() {
-    let disk = Patchy::new(1 << 20, fragmented);
+    let disk = ExtentDisk::new(1 << 20, fragmented);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
     // The buffer has room for more descriptors than the disk may be asked for at a time.
@@ -269,28 +269,28 @@ fn a_command_examines_a_bounded_number_of_extents() {
     assert!(gate.told.load(Ordering::SeqCst) <= 1100);
 
     // For a disk with only holes, a single descriptor shows how far the command has got.
-    let disk = Patchy::new(1 << 20, crumbs);
+    let disk = ExtentDisk::new(1 << 20, single_block_holes);
     let gate = Arc::clone(&disk.gate);
     let mut host = self::host(disk);
     let (cmpc, found) = status(&mut host, 1, ask(0, 0, 4096)).unwrap();
     assert_eq!((cmpc, found), (LbaStatusList::INCOMPLETE, vec![(1024, 1025)]));
     assert!(gate.told.load(Ordering::SeqCst) <= 1100);
 
-    let disk = Patchy::new(1 << 20, no_progress);
+    let disk = ExtentDisk::new(1 << 20, no_progress);
     let mut host = self::host(disk);
     let (cmpc, found) = status(&mut host, 1, ask(7, 0, 4096)).unwrap();
     assert_eq!((cmpc, found), (LbaStatusList::INCOMPLETE, vec![(7, 8)]));
 }
 
 /// Extents of 700 bytes of data and 5000 bytes of hole, not aligned to blocks.
-fn ragged(at: u64) -> Extent {
+fn unaligned_extents(at: u64) -> Extent {
     let in_period = at % 5700;
     if in_period < 700 { Extent::data(700 - in_period) } else { Extent::hole(5700 - in_period) }
 }
 
 #[test]
 fn a_block_that_has_a_byte_of_data_is_allocated() {
-    let mut host = host(Patchy::new(1024, ragged));
+    let mut host = host(ExtentDisk::new(1024, unaligned_extents));
     let (cmpc, found) = status(&mut host, 1, ask(0, 0, 4096)).unwrap();
     assert_eq!(cmpc, LbaStatusList::COMPLETE);
     let is_found = |block: u64| found.iter().any(|range| (range.0..range.1).contains(&block));
@@ -347,7 +347,7 @@ fn stalled(host: &mut Host, gate: &Gate) -> (Queue, u64) {
 
 #[test]
 fn a_hung_extents_call_delays_no_other_command() {
-    let disk = Patchy::new(64 * 128, by_turns);
+    let disk = ExtentDisk::new(64 * 128, alternating);
     let gate = Arc::clone(&disk.gate);
     let pool = common::pool(ADAPTIVE);
     let controller = |config| {
@@ -380,7 +380,7 @@ fn a_hung_extents_call_delays_no_other_command() {
 
 #[test]
 fn excess_get_lba_status_commands_wait() {
-    let disk = Patchy::new(64 * 128, by_turns);
+    let disk = ExtentDisk::new(64 * 128, alternating);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
     let (mut admin, at) = stalled(&mut host, &gate);
@@ -400,7 +400,7 @@ fn excess_get_lba_status_commands_wait() {
 
 #[test]
 fn a_reset_does_not_wait_for_the_disk() {
-    let disk = Patchy::new(64 * 128, by_turns);
+    let disk = ExtentDisk::new(64 * 128, alternating);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
     let (_, at) = stalled(&mut host, &gate);
@@ -417,7 +417,7 @@ fn a_reset_does_not_wait_for_the_disk() {
 
 #[test]
 fn a_removal_waits_for_a_running_extents_call() {
-    let disk = Patchy::new(64 * 128, by_turns);
+    let disk = ExtentDisk::new(64 * 128, alternating);
     let (gate, weak) = (Arc::clone(&disk.gate), Arc::downgrade(&disk.gate));
     let mut host = host(disk);
     let (mut admin, at) = stalled(&mut host, &gate);
@@ -443,7 +443,7 @@ fn a_removal_waits_for_a_running_extents_call() {
 
 #[test]
 fn memory_unmapped_during_an_extents_call_is_not_accessed() {
-    let disk = Patchy::new(64 * 128, by_turns);
+    let disk = ExtentDisk::new(64 * 128, alternating);
     let gate = Arc::clone(&disk.gate);
     let mut host = host(disk);
     let (at, last) = (BASE + MEMORY, Mapping::shared("page", 4096).unwrap().bytes());
@@ -467,7 +467,7 @@ fn memory_unmapped_during_an_extents_call_is_not_accessed() {
 #[test]
 fn a_driven_pool_answers_get_lba_status() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
-    let disk = Patchy::new(64 * 128, by_turns);
+    let disk = ExtentDisk::new(64 * 128, alternating);
     let controller = Controller::new(over(vec![Arc::new(disk)]), pool, Carrier::default()).unwrap();
     common::meanwhile(&mut turns, move || {
         let mut host = Host::attach(controller);

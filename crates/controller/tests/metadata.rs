@@ -72,11 +72,11 @@ impl Guest {
             data,
             metadata,
         };
-        guest.know_extended_formats(1);
+        guest.enable_extended_formats(1);
         guest
     }
 
-    fn know_extended_formats(&mut self, lbafee: u8) {
+    fn enable_extended_formats(&mut self, lbafee: u8) {
         let behavior = HostBehaviorSupport { lbafee, ..HostBehaviorSupport::default() };
         let at = self.host.alloc(4096);
         self.host.poke(at, behavior.as_bytes());
@@ -180,12 +180,12 @@ fn identify_reports_the_format() {
     let page = guest.host.page(identify(cns::CONTROLLER, 0)).unwrap();
     assert!(IdentifyController::read_from_bytes(&page).unwrap().ctratt.elbas());
     // Blocks with extended guards are visible only to hosts that support them.
-    guest.know_extended_formats(0);
+    guest.enable_extended_formats(0);
     let unknown = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
     for op in [NvmOpcode::Read, NvmOpcode::Write, NvmOpcode::Verify, NvmOpcode::WriteZeroes] {
         assert_eq!(guest.run(op, rw(0, 1)), unknown);
     }
-    guest.know_extended_formats(1);
+    guest.enable_extended_formats(1);
     assert_eq!(guest.run(NvmOpcode::Read, rw(0, 1)), Status::SUCCESS);
     let guest = Guest::new("mem:1MiB", "metadata=8&extended=on");
     let (status, _) = { guest }.host.admin(identify(cns::NAMESPACE, 1).with_prps(0x11_0000, 0));
@@ -348,7 +348,7 @@ fn step(blocks: u64) -> impl Strategy<Value = Step> {
     )
 }
 
-fn play(guest: &mut Guest, model: &mut Model, step: &Step) {
+fn execute_step(guest: &mut Guest, model: &mut Model, step: &Step) {
     let Step { op, slba, count, prinfo, apptag, apptag_mask, wrong, .. } = *step;
     let reftag = slba as u32 + u32::from(wrong == 1);
     let fields = RwFields { prinfo, apptag, apptag_mask, reftag, ..rw(slba, count) };
@@ -390,13 +390,13 @@ fn play(guest: &mut Guest, model: &mut Model, step: &Step) {
     }
 }
 
-fn against_the_model(disk: Arc<dyn Disk>, options: &str, steps: usize) {
+fn compare_with_model(disk: Arc<dyn Disk>, options: &str, steps: usize) {
     let mut guest = Guest::with(disk, options);
     let mut model = Model::new(&guest);
     let mut runner = TestRunner::default();
     for _ in 0..steps {
         let step = step(guest.blocks).new_tree(&mut runner).unwrap().current();
-        play(&mut guest, &mut model, &step);
+        execute_step(&mut guest, &mut model, &step);
     }
     // Final comparison of all blocks.
     for slba in 0..guest.blocks {
@@ -424,7 +424,7 @@ const OPTIONS: [&str; 12] = [
 fn a_memory_disk_with_metadata_matches_the_model() {
     for (nth, options) in OPTIONS.into_iter().enumerate() {
         let disk = if nth % 2 == 0 { "mem:24KiB" } else { "mem:96KiB?block-size=4096" };
-        against_the_model(shadowbell_disk_file::open(disk).unwrap(), options, 100);
+        compare_with_model(shadowbell_disk_file::open(disk).unwrap(), options, 100);
     }
 }
 
@@ -434,7 +434,7 @@ fn a_file_with_metadata_matches_the_model() {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(24 << 10).unwrap();
         let disk = FileDisk::open(file.path(), &FileOptions::default()).unwrap();
-        against_the_model(Arc::new(disk), options, 100);
+        compare_with_model(Arc::new(disk), options, 100);
     }
 }
 

@@ -41,7 +41,7 @@ fn ranges_are_submitted_in_batches_and_a_reset_drops_the_rest() {
     let (mut host, held) = held_host(1024);
     let mut queue = host.create(1, 512, false);
     let page = host.alloc(4096);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     let sqe = dsm(&host, page, 0);
     for cid in 0..400 {
         host.put(&mut queue, &sqe.with_cid(cid));
@@ -54,7 +54,7 @@ fn ranges_are_submitted_in_batches_and_a_reset_drops_the_rest() {
         while cancelled.cancelled() < PARTS {
             std::thread::yield_now();
         }
-        cancelled.order(|orders| orders.hold = false);
+        cancelled.instruct(|instructions| instructions.hold = false);
     });
     host.disable();
     release.join().unwrap();
@@ -92,7 +92,7 @@ fn an_abort_stops_a_command_of_many_ranges() {
     let (mut host, held) = held_host(1024);
     let mut queue = host.create(1, 16, false);
     let page = host.alloc(4096);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     let sqe = dsm(&host, page, 0);
     for cid in 0..2 {
         host.submit(&mut queue, &sqe.with_cid(cid));
@@ -107,7 +107,7 @@ fn an_abort_stops_a_command_of_many_ranges() {
     assert_eq!(host.must(abort(1)) & 1, 0, "aborted");
     let (cid, status, _) = host.wait(&mut queue);
     assert_eq!((cid, status.code()), (1, Status::ABORT_REQUESTED));
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     let (cid, status, _) = host.wait(&mut queue);
     assert_eq!((cid, status), (0, Status::SUCCESS));
     assert_eq!(held.seen().len(), 256);
@@ -119,7 +119,7 @@ fn requests_in_flight_are_limited_by_the_quota() {
     let most = host.controller.config().quota.requests;
     let mut queues = [host.create(1, 2048, false), host.create(2, 2048, false)];
     let page = host.alloc(4096);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     for queue in &mut queues {
         for cid in 0..2000 {
             host.put(queue, &Sqe::read(1, u64::from(cid), 0, cid).with_prps(page, 0));
@@ -130,7 +130,7 @@ fn requests_in_flight_are_limited_by_the_quota() {
     // An I/O thread sleeps if it can only wait for the disk.
     host.until("a sleep", || is_asleep(&host));
     assert_eq!(held.seen().len(), most);
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     for queue in &mut queues {
         for _ in 0..2000 {
             assert!(host.wait(queue).1.is_success());
@@ -165,7 +165,7 @@ fn pieces_of_memory_and_bytes_have_a_quota_as_well() {
             host.poke(list + n * 8, &(pages + 8192 * (n + 1)).to_le_bytes());
         }
         let before = held.seen().len();
-        held.order(|orders| orders.hold = true);
+        held.instruct(|instructions| instructions.hold = true);
         for cid in 0..32 {
             host.put(&mut queue, &Sqe::read(1, 0, 2047, cid).with_prps(pages, list));
         }
@@ -173,7 +173,7 @@ fn pieces_of_memory_and_bytes_have_a_quota_as_well() {
         host.until("four of them", || held.seen().len() - before == 4);
         host.until("a sleep", || is_asleep(&host));
         assert_eq!(held.seen().len() - before, 4);
-        held.order(|orders| orders.hold = false);
+        held.instruct(|instructions| instructions.hold = false);
         for _ in 0..32 {
             assert!(host.wait(&mut queue).1.is_success());
         }
@@ -205,7 +205,7 @@ fn neighbours(turns: &mut Turns, pool: &Pool, queues: u16) -> (Host, Vec<Queue>,
 /// Runs turns while the busy controller has commands left; the victim reads a block in each.
 /// Returns the maximum number of the busy controller's commands that completed in one turn, and the
 /// number of turns.
-fn beside(
+fn run_beside_victim(
     turns: &mut Turns,
     (busy, queues): (&mut Host, &mut [Queue]),
     (victim, queue): (&mut Host, &mut Queue),
@@ -257,7 +257,7 @@ fn long_reads_of_many_queues_share_a_turn() {
         busy.ring(queue, 0);
     }
     let others = (&mut busy, &mut queues[..]);
-    let (most, all) = beside(&mut turns, others, (&mut victim, &mut queue), 64 * 8);
+    let (most, all) = run_beside_victim(&mut turns, others, (&mut victim, &mut queue), 64 * 8);
     // One read takes longer than a controller's share of a turn, so there is one per turn.
     assert_eq!(most, 1);
     assert!(all >= 64 * 8, "{all}");
@@ -278,7 +278,7 @@ fn short_reads_of_many_queues_share_a_turn() {
         busy.ring(queue, 0);
     }
     let others = (&mut busy, &mut queues[..]);
-    let (most, _) = beside(&mut turns, others, (&mut victim, &mut queue), 16 * 200);
+    let (most, _) = run_beside_victim(&mut turns, others, (&mut victim, &mut queue), 16 * 200);
     assert!(most <= 32, "{most} commands of 4 KiB in a turn");
 }
 
@@ -292,7 +292,7 @@ fn write_zeroes_is_executed_in_strides() {
     busy.put(&mut queues[0], &Sqe::write_zeroes(1, 0, u16::MAX, true, 1));
     busy.ring(&queues[0], 0);
     let others = (&mut busy, &mut queues[..]);
-    let (_, all) = beside(&mut turns, others, (&mut victim, &mut queue), 1);
+    let (_, all) = run_beside_victim(&mut turns, others, (&mut victim, &mut queue), 1);
     assert!(all >= 256, "{all} turns for 256 MiB");
 }
 
@@ -362,14 +362,14 @@ fn much_guest_memory_does_not_limit_requests_in_flight() {
             assert!(host.wait(queue).1.is_success());
         }
     }
-    held.order(|orders| {
-        orders.hold = true;
-        orders.seen.clear();
+    held.instruct(|instructions| {
+        instructions.hold = true;
+        instructions.seen.clear();
     });
     submit_all(&mut host, &mut queues);
     let all = usize::from(QUEUES) * DEPTH as usize;
     host.until("all of them are at the disk", || held.seen().len() == all);
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     drop(memory);
 }
 

@@ -15,9 +15,9 @@ const CHILD: &str = "PANIC_TEST_CHILD";
 
 /// Disk with a bug: a panic.
 #[derive(Debug)]
-struct Broken;
+struct PanickingDisk;
 
-impl Disk for Broken {
+impl Disk for PanickingDisk {
     fn info(&self) -> DiskInfo {
         DiskInfo::new(512, 1024)
     }
@@ -31,7 +31,7 @@ impl Disk for Broken {
     }
 }
 
-impl Queue for Broken {
+impl Queue for PanickingDisk {
     fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
         panic!("a mistake");
     }
@@ -41,7 +41,7 @@ impl Queue for Broken {
 fn a_disk_whose_queue_panics_ends_the_process() {
     if std::env::var_os(CHILD).is_some() {
         let pool = Pool::start(&PoolOptions { workers: 1, ..Default::default() }).unwrap();
-        let namespaces = vec![NamespaceConfig { disk: Arc::new(Broken), uuid: [7; 16] }];
+        let namespaces = vec![NamespaceConfig { disk: Arc::new(PanickingDisk), uuid: [7; 16] }];
         let config = Config { namespaces, ..Config::default() };
         let controller = Controller::new(config, pool, Carrier::default()).unwrap();
         let mut host = Host::attach(controller);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(100));
 /// Number of consecutive sleeps after which an idle controller is parked for certain.
-const LONG_ENOUGH: usize = 12;
+const SLEEPS_UNTIL_PARKED: usize = 12;
 
 /// Kind of doorbell that a host uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +104,7 @@ impl PoolOfHosts {
     }
 
     /// Submits a command, which the I/O thread finds before or during a sleep.
-    fn disturb(&mut self, who: usize) {
+    fn submit_near_sleep(&mut self, who: usize) {
         self.submit(who);
         fall_asleep(&mut self.turns);
         self.turns.turn();
@@ -115,16 +115,16 @@ impl PoolOfHosts {
     /// repeatedly. In passes in between, the thread notices earlier signals.
     fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
-            (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
+            (0..SLEEPS_UNTIL_PARKED).for_each(|_| self.submit_near_sleep(who));
             for _ in 0..1_000 {
                 self.turns.turn();
             }
         }
-        (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
+        (0..SLEEPS_UNTIL_PARKED).for_each(|_| self.submit_near_sleep(who));
     }
 
     /// Takes turns until the controller of `who` has completed its command.
-    fn answer(&mut self, who: usize) {
+    fn complete_one(&mut self, who: usize) {
         let mut turns = 0;
         while !self.reap(who) {
             turns += 1;
@@ -155,7 +155,7 @@ fn idle_controllers_are_left_alone() {
     let before: Vec<_> = idle.iter().map(|who| pool.looks(*who)).collect();
     let own = pool.looks(busy);
     for _ in 0..100 {
-        pool.disturb(busy);
+        pool.submit_near_sleep(busy);
         pool.turns.turn();
     }
     for (who, before) in idle.iter().zip(before) {
@@ -210,7 +210,7 @@ fn a_parked_controller_is_noticed_by_a_doorbell_source() {
     let mut pool = PoolOfHosts::new(ADAPTIVE);
     let busy = pool.add(DoorbellKind::Shadow);
     let idle = pool.add(DoorbellKind::Trap);
-    let (wire, source) = common::wire::Wire::new();
+    let (wire, source) = common::wire::DoorbellChannel::new();
     pool.hosts[idle].0.controller.add_doorbell_source(0, source);
     for _ in 0..3 {
         pool.park_all_but(busy);
@@ -259,9 +259,9 @@ fn a_parked_controller_survives_empty_doorbell_writes() {
                         host.controller.write_doorbell(offset, queue.tail);
                     }
                 }
-                pool.disturb(busy);
+                pool.submit_near_sleep(busy);
             }
-            pool.disturb(idle);
+            pool.submit_near_sleep(idle);
         }
     }
 }
@@ -300,7 +300,7 @@ fn control_operations_reach_parked_controllers() {
         let mut pool = PoolOfHosts::new(ADAPTIVE);
         let busy = pool.add(DoorbellKind::Shadow);
         let idle = pool.add(kind);
-        pool.disturb(idle);
+        pool.submit_near_sleep(idle);
         pool.park_all_but(busy);
         // The host's memory is mapped again, and the old map is released.
         let controller = pool.hosts[idle].0.controller.clone();
@@ -320,7 +320,7 @@ fn control_operations_reach_parked_controllers() {
             }
         });
         assert_eq!(gone.strong_count(), 0, "{kind:?}: the old memory is released");
-        pool.disturb(idle);
+        pool.submit_near_sleep(idle);
 
         // Doorbell Buffer Config is enabled, and the next command is submitted by its rule.
         pool.park_all_but(busy);
@@ -342,9 +342,9 @@ fn control_operations_reach_parked_controllers() {
         assert_eq!(queue.tail, tail);
         queue.shadowed = true;
         pool.hosts.push((host, queue, buffer));
-        pool.disturb(idle);
+        pool.submit_near_sleep(idle);
         pool.park_all_but(busy);
-        pool.disturb(idle);
+        pool.submit_near_sleep(idle);
 
         // A reset ends the parking, and the host enables the controller again.
         pool.park_all_but(busy);
@@ -356,9 +356,9 @@ fn control_operations_reach_parked_controllers() {
         });
         let buffer = host.alloc(4096);
         pool.hosts.push((host, queue, buffer));
-        pool.disturb(idle);
+        pool.submit_near_sleep(idle);
         pool.park_all_but(busy);
-        pool.disturb(idle);
+        pool.submit_near_sleep(idle);
     }
 }
 
@@ -392,7 +392,7 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
     let idle: Vec<_> = (0..16).map(|_| pool.add(DoorbellKind::Shadow)).collect();
     idle.iter().chain([&busy]).for_each(|who| {
         pool.submit(*who);
-        pool.answer(*who);
+        pool.complete_one(*who);
     });
     // Waits until idle controllers are visited only occasionally instead of in every pass.
     let started = Instant::now();
@@ -414,7 +414,7 @@ fn a_polling_io_thread_needs_no_doorbell_writes() {
     let before = rings(&pool);
     for who in idle {
         pool.submit(who);
-        pool.answer(who);
+        pool.complete_one(who);
     }
     assert_eq!(rings(&pool), before);
 }
@@ -452,7 +452,7 @@ fn no_command_is_lost_with_many_hosts() {
         let hosts: Vec<_> = (0..HOSTS)
             .map(|n| {
                 let pool = pool.clone();
-                std::thread::spawn(move || live(&pool, n, seed << 32 | n))
+                std::thread::spawn(move || run_host(&pool, n, seed << 32 | n))
             })
             .collect();
         let done: u64 = hosts.into_iter().map(|host| host.join().unwrap()).sum();
@@ -461,7 +461,7 @@ fn no_command_is_lost_with_many_hosts() {
 }
 
 /// Runs one host. Returns the number of completed commands.
-fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
+fn run_host(pool: &Pool, n: u64, seed: u64) -> u64 {
     let mut random = Random(seed);
     let kind =
         [DoorbellKind::Trap, DoorbellKind::Shadow, DoorbellKind::Event, DoorbellKind::Mapped]

@@ -238,19 +238,19 @@ impl NamespacePool for Shared {
     }
 }
 
-struct Ours {
+struct PoolHost {
     host: Host,
     pool: Arc<MemPool>,
 }
 
-impl Drop for Ours {
+impl Drop for PoolHost {
     fn drop(&mut self) {
         self.pool.hold(false);
         self.pool.controller.lock().unwrap().take();
     }
 }
 
-fn start(pool: &Arc<MemPool>, namespaces: Vec<NamespaceConfig>) -> Ours {
+fn start(pool: &Arc<MemPool>, namespaces: Vec<NamespaceConfig>) -> PoolHost {
     let shared: Arc<dyn NamespacePool> = Arc::new(Shared(Arc::clone(pool)));
     let config = Config { pool: Some(shared), namespaces, ..Config::default() };
     let polling = Polling::Adaptive(Duration::from_micros(50));
@@ -261,7 +261,7 @@ fn start(pool: &Arc<MemPool>, namespaces: Vec<NamespaceConfig>) -> Ours {
     *pool.controller.lock().unwrap() = Some((controller.clone(), port));
     let mut host = Host::attach(controller);
     host.enable();
-    Ours { host, pool: Arc::clone(pool) }
+    PoolHost { host, pool: Arc::clone(pool) }
 }
 
 fn wanted(blocks: u64, lbaf: u8) -> NamespaceToCreate {
@@ -269,7 +269,7 @@ fn wanted(blocks: u64, lbaf: u8) -> NamespaceToCreate {
     NamespaceToCreate { nsze: blocks, ncap: blocks, flbas, ..NamespaceToCreate::default() }
 }
 
-impl Ours {
+impl PoolHost {
     fn with_data(&mut self, sqe: Sqe, data: &impl AsBytes) -> (Status, u32) {
         let at = self.host.alloc(4096);
         self.host.poke(at, data.bytes());
@@ -293,7 +293,7 @@ impl Ours {
     }
 
     /// Creates a namespace, and attaches it.
-    fn made(&mut self, blocks: u64, lbaf: u8) -> u32 {
+    fn create_and_attach(&mut self, blocks: u64, lbaf: u8) -> u32 {
         let (status, nsid) = self.create(&wanted(blocks, lbaf));
         assert_eq!(status, Status::SUCCESS);
         assert_eq!(self.attach(nsid, NamespaceAttachment::ATTACH, &[1]), Status::SUCCESS);
@@ -342,7 +342,7 @@ impl Ours {
         self.host.admin = admin;
     }
 
-    fn ends(&mut self) -> (u16, Status, u32) {
+    fn wait_completion(&mut self) -> (u16, Status, u32) {
         let mut admin = std::mem::replace(&mut self.host.admin, Queue::none());
         let done = self.host.wait(&mut admin);
         self.host.admin = admin;
@@ -384,7 +384,7 @@ fn a_namespace_is_created_used_and_deleted() {
     let id: IdentifyController = ours.identify(cns::CONTROLLER, 0).unwrap();
     assert_eq!(id.unvmcap.get(), (CAPACITY - (1 << 20)).into());
     assert_eq!(ours.write(&mut queue, 1, 0, 7), INACTIVE);
-    let attached = |ours: &mut Ours| -> Vec<u16> {
+    let attached = |ours: &mut PoolHost| -> Vec<u16> {
         let list: ControllerList = ours.identify(cns::NAMESPACE_CONTROLLERS, 1).unwrap();
         list.iter().collect()
     };
@@ -414,7 +414,7 @@ fn a_namespace_is_created_used_and_deleted() {
     assert_eq!(ours.read(&mut queue, 1, 255), Err(INACTIVE));
     assert_eq!(ours.list(cns::ALLOCATED_NAMESPACES), [0; 0]);
     assert_eq!(ours.delete(1).code(), Status::INVALID_NAMESPACE_OR_FORMAT);
-    assert_eq!((ours.made(64, 0), ours.made(64, 1)), (1, 2));
+    assert_eq!((ours.create_and_attach(64, 0), ours.create_and_attach(64, 1)), (1, 2));
     assert_eq!(ours.delete(NSID_ALL), Status::SUCCESS);
     assert_eq!(ours.list(cns::ALLOCATED_NAMESPACES), [0; 0]);
 }
@@ -459,7 +459,7 @@ fn a_configured_namespace_cannot_be_deleted_or_formatted() {
     let given = NamespaceConfig { disk, uuid: uuid_from("given") };
     let mut ours = start(&MemPool::new(), vec![given]);
     let mut queue = ours.host.create(1, 16, false);
-    assert_eq!(ours.made(64, 0), 2, "the first number is taken");
+    assert_eq!(ours.create_and_attach(64, 0), 2, "the first number is taken");
     assert_eq!(ours.list(cns::ALLOCATED_NAMESPACES), [1, 2]);
     assert_eq!(ours.write(&mut queue, 1, 0, 7), Status::SUCCESS);
     let erase = Sanitize { sanact: Sanitize::BLOCK_ERASE, ..Sanitize::default() };
@@ -499,8 +499,8 @@ fn pool_commands_are_invalid_without_a_pool() {
 fn a_format_changes_the_block_size_and_erases() {
     let mut ours = start(&MemPool::new(), Vec::new());
     let mut queue = ours.host.create(1, 16, false);
-    let nsid = ours.made(1024, 0);
-    let other = ours.made(16, 1);
+    let nsid = ours.create_and_attach(1024, 0);
+    let other = ours.create_and_attach(16, 1);
     assert_eq!(ours.write(&mut queue, nsid, 9, 7), Status::SUCCESS);
     assert_eq!(ours.write(&mut queue, other, 9, 7), Status::SUCCESS);
     let plain = FormatNvm::default();
@@ -526,7 +526,7 @@ fn a_format_changes_the_block_size_and_erases() {
     assert_eq!(ours.read(&mut queue, other, 9), Ok(7));
     assert_eq!(ours.list(cns::ACTIVE_NAMESPACES), [nsid, other]);
     ours.pool.hold(false);
-    assert_eq!(ours.ends(), (900, Status::SUCCESS, 0));
+    assert_eq!(ours.wait_completion(), (900, Status::SUCCESS, 0));
     let own: IdentifyNamespace = ours.identify(cns::NAMESPACE, nsid).unwrap();
     assert_eq!((own.nsze, own.flbas.index(), own.lbaf[1].lbads), (128, 1, 12));
     assert_eq!(ours.read(&mut queue, nsid, 9), Ok(0));
@@ -541,7 +541,7 @@ fn a_format_changes_the_block_size_and_erases() {
 #[test]
 fn a_format_completes_across_a_reset() {
     let mut ours = start(&MemPool::new(), Vec::new());
-    let nsid = ours.made(1024, 0);
+    let nsid = ours.create_and_attach(1024, 0);
     ours.pool.hold(true);
     ours.begin(Sqe::format_nvm(nsid, FormatNvm { lbaf: 1, ..FormatNvm::default() }, 900));
     ours.host.until("the order", || ours.pool.orders.lock().unwrap().len() == 3);
@@ -550,7 +550,11 @@ fn a_format_completes_across_a_reset() {
     // This format waits for the end of the previous one.
     ours.begin(Sqe::format_nvm(nsid, FormatNvm::default(), 901));
     ours.pool.hold(false);
-    assert_eq!(ours.ends(), (901, Status::SUCCESS, 0), "the one of before is not heard of");
+    assert_eq!(
+        ours.wait_completion(),
+        (901, Status::SUCCESS, 0),
+        "no completion of the previous format is posted again"
+    );
     let own: IdentifyNamespace = ours.identify(cns::NAMESPACE, nsid).unwrap();
     assert_eq!((own.nsze, own.flbas.index()), (1024, 0));
 }
@@ -561,10 +565,10 @@ fn commands_in_flight_end_before_a_format() {
     let pool = MemPool::new();
     let mut ours = start(&pool, Vec::new());
     let mut queue = ours.host.create(1, 16, false);
-    let nsid = ours.made(64, 0);
+    let nsid = ours.create_and_attach(64, 0);
     assert_eq!(ours.attach(nsid, NamespaceAttachment::DETACH, &[1]), Status::SUCCESS);
     let held = Held::new(64);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     pool.disks.lock().unwrap().insert(nsid, Arc::new(held.clone()));
     assert_eq!(ours.attach(nsid, NamespaceAttachment::ATTACH, &[1]), Status::SUCCESS);
     let page = ours.host.alloc(4096);
@@ -575,10 +579,10 @@ fn commands_in_flight_end_before_a_format() {
     wait::moment();
     let block_size = pool.change(|state| state.get(nsid).unwrap().block_size);
     assert_eq!(block_size, 512, "the format waits for the write in flight");
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     let (cid, status, _) = ours.host.wait(&mut queue);
     assert_eq!((cid, status), (77, Status::FORMAT_IN_PROGRESS));
-    assert_eq!(ours.ends(), (900, Status::SUCCESS, 0));
+    assert_eq!(ours.wait_completion(), (900, Status::SUCCESS, 0));
     assert_eq!(ours.read(&mut queue, nsid, 0), Ok(0));
 }
 
@@ -587,7 +591,7 @@ fn a_sanitize_operation_refuses_access_until_its_end() {
     let pool = MemPool::new();
     let mut ours = start(&pool, Vec::new());
     let mut queue = ours.host.create(1, 16, false);
-    let nsid = ours.made(64, 0);
+    let nsid = ours.create_and_attach(64, 0);
     assert_eq!(ours.log().sstat.sos(), sos::NEVER);
     assert_eq!(ours.write(&mut queue, nsid, 3, 7), Status::SUCCESS);
     ours.begin(Sqe::new(0x0c, 500, 0));
@@ -610,7 +614,10 @@ fn a_sanitize_operation_refuses_access_until_its_end() {
     assert_eq!(ours.sanitize(erase).code(), Status::SANITIZE_IN_PROGRESS);
     assert_eq!(ours.log().sprog, 7);
     pool.hold(false);
-    assert_eq!(ours.ends(), (500, Status::SUCCESS, AsyncEvent::SANITIZE_COMPLETED.dw0()));
+    assert_eq!(
+        ours.wait_completion(),
+        (500, Status::SUCCESS, AsyncEvent::SANITIZE_COMPLETED.dw0())
+    );
     let log = ours.log();
     assert_eq!((log.sstat.sos(), log.sprog), (sos::SUCCESSFUL, SanitizeLog::NO_PROGRESS));
     assert_eq!(log.scdw10, erase.dword10());
@@ -667,7 +674,7 @@ fn a_sanitize_operation_refuses_access_until_its_end() {
 fn a_sanitize_operation_outlives_the_controller() {
     let pool = MemPool::new();
     let mut ours = start(&pool, Vec::new());
-    let nsid = ours.made(64, 0);
+    let nsid = ours.create_and_attach(64, 0);
     drop(ours);
     let command = Sanitize { sanact: Sanitize::BLOCK_ERASE, ..Sanitize::default() };
     let phase = SanitizePhase::InProgress(100);
@@ -682,6 +689,9 @@ fn a_sanitize_operation_outlives_the_controller() {
     assert_eq!(ours.sanitize(command).code(), Status::SANITIZE_IN_PROGRESS);
     ours.begin(Sqe::new(0x0c, 500, 0));
     pool.sanitize();
-    assert_eq!(ours.ends(), (500, Status::SUCCESS, AsyncEvent::SANITIZE_COMPLETED.dw0()));
+    assert_eq!(
+        ours.wait_completion(),
+        (500, Status::SUCCESS, AsyncEvent::SANITIZE_COMPLETED.dw0())
+    );
     assert_eq!(ours.read(&mut queue, nsid, 0), Ok(0));
 }

@@ -26,9 +26,9 @@ struct Log {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Curious(Arc<Mutex<Log>>);
+struct RecordingDisk(Arc<Mutex<Log>>);
 
-impl Disk for Curious {
+impl Disk for RecordingDisk {
     fn info(&self) -> DiskInfo {
         DiskInfo::new(512, 1 << 10)
     }
@@ -42,7 +42,7 @@ impl Disk for Curious {
     }
 }
 
-impl Queue for Curious {
+impl Queue for RecordingDisk {
     fn wants_prefetch_hints(&self) -> bool {
         true
     }
@@ -65,7 +65,7 @@ impl Queue for Curious {
 /// Runs six reads, of blocks 10 to 15. The host submits `at_once` of them together. With shadow
 /// doorbells, it submits the others while the first is executed.
 fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
-    let curious = Curious::default();
+    let curious = RecordingDisk::default();
     let disk: Arc<dyn Disk> = Arc::new(curious.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     // The I/O thread always polls, so it has seen a change of the shadow entry before the six

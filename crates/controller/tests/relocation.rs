@@ -146,7 +146,7 @@ fn a_move_waits_for_commands_in_flight() {
     let mut host = attach(Config { namespaces, ..Config::default() }, &pool(1, Polling::Never));
     let mut queue = host.create(1, 64, false);
     let page = host.alloc(4096);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     host.submit(&mut queue, &Sqe::read(1, 1, 0, 1).with_prps(page, 0));
     host.until("the first", || held.seen().len() == 1);
     host.controller.isolate().unwrap();
@@ -163,7 +163,7 @@ fn a_move_waits_for_commands_in_flight() {
     wait::moment();
     assert!(!unmapped.load(Ordering::SeqCst));
     assert_eq!(held.seen().len(), 1);
-    held.order(|orders| orders.hold = false);
+    held.instruct(|instructions| instructions.hold = false);
     for _ in 1..20 {
         assert!(host.wait(&mut queue).1.is_success());
     }
@@ -179,7 +179,7 @@ fn a_reset_during_a_move_does_not_wait() {
     let mut host = attach(Config { namespaces, ..Config::default() }, &pool(1, Polling::Never));
     let mut queue = host.create(1, 64, false);
     let page = host.alloc(4096);
-    held.order(|orders| orders.hold = true);
+    held.instruct(|instructions| instructions.hold = true);
     for cid in 0..4 {
         host.submit(&mut queue, &Sqe::read(1, 1, 0, cid).with_prps(page, 0));
     }
@@ -191,7 +191,7 @@ fn a_reset_during_a_move_does_not_wait() {
         while disk.cancelled() < 4 {
             std::thread::yield_now();
         }
-        disk.order(|orders| orders.hold = false);
+        disk.instruct(|instructions| instructions.hold = false);
     });
     host.disable();
     release.join().unwrap();
@@ -268,17 +268,17 @@ fn any_operation_may_come_during_a_move() {
 
 /// Memory disk whose submissions take long.
 #[derive(Debug)]
-struct Sluggish(Arc<dyn Disk>);
+struct SlowSubmitDisk(Arc<dyn Disk>);
 
-struct SluggishQueue(Box<dyn shadowbell_disk::Queue>);
+struct SlowSubmitQueue(Box<dyn shadowbell_disk::Queue>);
 
-impl Disk for Sluggish {
+impl Disk for SlowSubmitDisk {
     fn info(&self) -> DiskInfo {
         self.0.info()
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
-        Ok(Box::new(SluggishQueue(self.0.queue()?)))
+        Ok(Box::new(SlowSubmitQueue(self.0.queue()?)))
     }
 
     fn name(&self) -> String {
@@ -286,7 +286,7 @@ impl Disk for Sluggish {
     }
 }
 
-impl shadowbell_disk::Queue for SluggishQueue {
+impl shadowbell_disk::Queue for SlowSubmitQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         // Time that a slow disk needs for a submission.
         std::thread::sleep(Duration::from_millis(5));
@@ -305,7 +305,8 @@ impl shadowbell_disk::Queue for SluggishQueue {
 #[test]
 fn a_slow_controller_is_isolated_from_its_neighbour() {
     let pool = pool(1, Polling::Never);
-    let disk: Arc<dyn Disk> = Arc::new(Sluggish(shadowbell_disk_file::open("mem:4MiB").unwrap()));
+    let disk: Arc<dyn Disk> =
+        Arc::new(SlowSubmitDisk(shadowbell_disk_file::open("mem:4MiB").unwrap()));
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     let events: Arc<Mutex<Vec<Event>>> = Arc::default();
     let heard = Arc::clone(&events);

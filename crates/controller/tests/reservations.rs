@@ -21,7 +21,7 @@ use shadowbell_spec::reservation::ReservationNotification;
 use shadowbell_spec::{Sqe, Status};
 use shadowbell_state::Descriptors;
 use shadowbell_testing::wait;
-use shared::{ADAPTIVE, One, config, hosts, mem, pool};
+use shared::{ADAPTIVE, SharingHost, config, hosts, mem, pool};
 use std::fs::File;
 use std::sync::Arc;
 use zerocopy::FromBytes;
@@ -66,7 +66,7 @@ fn identify_reports_several_controllers() {
             assert_eq!(page.unwrap()[..8], [2, 0, 1, 0, 2, 0, 0, 0]);
         }
     }
-    let mut alone = One::new(Host::new(&["mem:1MiB"], ADAPTIVE));
+    let mut alone = SharingHost::new(Host::new(&["mem:1MiB"], ADAPTIVE));
     let page = alone.host.page(Sqe::identify(1, Identify::default(), 0)).unwrap();
     let namespace = IdentifyNamespace::read_from_bytes(&page).unwrap();
     assert_eq!((namespace.nmic.shrns(), namespace.rescap), (false, 0));
@@ -149,7 +149,7 @@ fn a_reservation_report_lists_registrants_and_a_reset_clears_hosts() {
     // After a reset, the holder has no host identifier, so it may not write any more.
     other.host.disable();
     other.host.enable();
-    other = One::new(other.host);
+    other = SharingHost::new(other.host);
     let (_, all) = one.report();
     assert_eq!(all.iter().map(|c| c.cntlid).collect::<Vec<_>>(), [1, 0xffff]);
     other.may(true, false, "after a reset");
@@ -165,7 +165,7 @@ fn preempt_waits_for_or_aborts_commands_in_flight() {
         assert_eq!(one.register(1), Status::SUCCESS);
         assert_eq!(other.register(2), Status::SUCCESS);
         assert_eq!(other.acquire(2, 1), Status::SUCCESS);
-        held.order(|orders| orders.hold = true);
+        held.instruct(|instructions| instructions.hold = true);
         let write = Sqe::write(1, 3, 0, 5).with_prps(other.data, 0);
         other.host.submit(&mut other.queue, &write);
         other.host.until("the write at the disk", || !held.seen().is_empty());
@@ -188,7 +188,7 @@ fn preempt_waits_for_or_aborts_commands_in_flight() {
             "the preemption waits for the write in flight"
         );
         assert_eq!(held.cancelled() != 0, aborts);
-        held.order(|orders| orders.hold = false);
+        held.instruct(|instructions| instructions.hold = false);
         assert_eq!(one.host.wait(&mut one.queue).1, Status::SUCCESS);
         let (head, all) = one.report();
         assert_eq!((head.rtype, all.len(), all[0].cntlid), (1, 1, 1));
@@ -220,7 +220,7 @@ fn reservation_changes_raise_events_and_fill_the_log_page() {
     let [mut one, mut other] = mem();
     assert_eq!(one.register(1), Status::SUCCESS);
     assert_eq!(other.register(2), Status::SUCCESS);
-    let page = |one: &mut One| {
+    let page = |one: &mut SharingHost| {
         let fields =
             GetLogPage { lid: lid::RESERVATION_NOTIFICATION, numd0: 15, ..GetLogPage::default() };
         let page = one.host.page(Sqe::get_log_page(0, fields, 0)).unwrap();

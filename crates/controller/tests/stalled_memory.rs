@@ -42,7 +42,7 @@ fn identify(at: u64) -> Sqe {
 }
 
 /// Runs `work` on a thread of its own. Fails the test if it does not return in time.
-fn soon<T: Send + 'static>(
+fn run_in_time<T: Send + 'static>(
     mount: &mut Mount,
     what: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -77,7 +77,7 @@ fn hung_guest_memory_delays_only_its_own_controller() {
 
     // Registers of the same controller, as a reactor reads them.
     let controller = one.controller.clone();
-    soon(&mut mount, "registers of the same controller", move || {
+    run_in_time(&mut mount, "registers of the same controller", move || {
         for offset in (0..0x40).step_by(4) {
             controller.read(offset, &mut [0; 4]);
         }
@@ -85,7 +85,7 @@ fn hung_guest_memory_delays_only_its_own_controller() {
     });
     // All operations of another controller: registers, admin commands, queues, I/O, an unmap, a
     // reset.
-    let mut other = soon(&mut mount, "another controller", move || {
+    let mut other = run_in_time(&mut mount, "another controller", move || {
         let mut queue = other.create(1, 16, false);
         let page = other.alloc(4096);
         assert!(other.run(&mut queue, Sqe::read(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
@@ -104,7 +104,7 @@ fn hung_guest_memory_delays_only_its_own_controller() {
     // A second hung command blocks another thread, and does not delay others.
     let mut third = host(&pool);
     let mut admin_of_third = stall(&mut third, &memory);
-    let mut other = soon(&mut mount, "another controller, beside two", move || {
+    let mut other = run_in_time(&mut mount, "another controller, beside two", move || {
         let page = other.alloc(4096);
         other.must(identify(page));
         other
@@ -127,12 +127,12 @@ fn a_reset_waits_for_hung_memory() {
     host.submit(&mut admin, &identify(common::BASE).with_cid(8));
     let cc = Cc::from_bits(host.read32(regs::CC));
     let controller = host.controller.clone();
-    soon(&mut mount, "the beginning of a reset", move || {
+    run_in_time(&mut mount, "the beginning of a reset", move || {
         controller.write(regs::CC, &cc.with_en(false).into_bits().to_le_bytes());
     });
     let (sent, unmapped) = channel();
     let controller = host.controller.clone();
-    soon(&mut mount, "the beginning of an unmap", move || {
+    run_in_time(&mut mount, "the beginning of an unmap", move || {
         controller.unmap_dma(STALLED, 4096, move || sent.send(()).unwrap()).unwrap();
     });
     wait::moment();
@@ -158,14 +158,14 @@ fn hung_memory_does_not_delay_other_resets_and_the_end() {
     let mut one = host(&pool);
     let mut admin = stall(&mut one, &memory);
     let other = host(&pool);
-    soon(&mut mount, "another controller that leaves", move || {
+    run_in_time(&mut mount, "another controller that leaves", move || {
         let (sent, left) = channel();
         other.controller.disconnect(move || sent.send(()).unwrap());
         left.recv_timeout(LIMIT).unwrap();
     });
     let stats = {
         let controller = one.controller.clone();
-        soon(&mut mount, "statistics", move || controller.stats())
+        run_in_time(&mut mount, "statistics", move || controller.stats())
     };
     assert_eq!(stats.submission_queues[0].qid, 0, "a command in progress is counted");
     mount.end();
@@ -187,7 +187,7 @@ fn statistics_do_not_wait_for_a_hung_io_thread() {
     wait::moment();
     assert_eq!(host.reap(&mut queue), None);
     let controller = host.controller.clone();
-    let stats = soon(&mut mount, "statistics", move || controller.stats());
+    let stats = run_in_time(&mut mount, "statistics", move || controller.stats());
     let (sq, cq) = stats.io_queues();
     assert_eq!((stats.submission_queues.len(), sq.commands, cq.completions), (2, 1, 1));
     assert_eq!((stats.io.reads, stats.workers.len()), (1, 1));

@@ -38,27 +38,27 @@ fn identify(cid: u16) -> Sqe {
 }
 
 /// A host, and the configuration of its controller.
-struct Lab {
+struct Setup {
     host: Host,
     config: Config,
     mapped: bool,
     /// Eventfds by vector.
     interrupts: BTreeMap<usize, EventFd>,
     /// Recorder of checkpoints that successors use.
-    recorder: Option<Arc<Last>>,
+    recorder: Option<Arc<LastCheckpoint>>,
 }
 
 /// Last recorded checkpoint.
 #[derive(Default)]
-struct Last(Mutex<serde_json::Value>);
+struct LastCheckpoint(Mutex<serde_json::Value>);
 
-impl Recorder for Last {
+impl Recorder for LastCheckpoint {
     fn record(&self, state: &SavedController, _: Descriptors) {
         *self.0.lock().unwrap() = serde_json::to_value(state).unwrap();
     }
 }
 
-impl Lab {
+impl Setup {
     fn new(config: Config, pool: Pool, mapped: bool) -> Self {
         let carrier = Carrier { mapped_doorbells: mapped, ..Carrier::default() };
         let controller = Controller::new(config.clone(), pool, carrier).unwrap();
@@ -103,7 +103,7 @@ impl Lab {
             successor.set_interrupt(*vector, Some(event.try_clone().unwrap()));
         }
         if let Some(recorder) = &self.recorder {
-            successor.record_with(Arc::<Last>::clone(recorder)).unwrap();
+            successor.record_with(Arc::<LastCheckpoint>::clone(recorder)).unwrap();
         }
         // The predecessor is dropped before the successor starts.
         drop(std::mem::replace(&mut self.host.controller, successor));
@@ -116,7 +116,7 @@ impl Lab {
 #[derive(Default)]
 struct Model {
     /// Commands in flight by queue and identifier: the block, and the written value of a write.
-    under_way: BTreeMap<(u16, u16), (u64, Option<u64>)>,
+    in_flight: BTreeMap<(u16, u16), (u64, Option<u64>)>,
     written: BTreeMap<u64, u64>,
     next: u64,
 }
@@ -128,12 +128,12 @@ impl Model {
     /// its own.
     fn submit(&mut self, host: &mut Host, queue: &mut Queue, data: u64, ring: bool) {
         let room = queue.entries - 2;
-        if self.under_way.keys().filter(|(qid, _)| *qid == queue.qid).count() as u32 >= room {
+        if self.in_flight.keys().filter(|(qid, _)| *qid == queue.qid).count() as u32 >= room {
             return;
         }
         self.next += 1;
         let cid = self.next as u16;
-        let busy = |lba| self.under_way.values().any(|(of, _)| *of == lba);
+        let busy = |lba| self.in_flight.values().any(|(of, _)| *of == lba);
         let Some(lba) = (0..BLOCKS).map(|n| (self.next * 7 + n) % BLOCKS).find(|lba| !busy(*lba))
         else {
             return;
@@ -141,11 +141,11 @@ impl Model {
         let page = data + lba * 4096;
         let sqe = if self.next.is_multiple_of(3) && self.written.contains_key(&lba) {
             host.poke(page, &[0; 512]);
-            self.under_way.insert((queue.qid, cid), (lba, None));
+            self.in_flight.insert((queue.qid, cid), (lba, None));
             Sqe::read(1, lba, 0, cid)
         } else {
             host.poke(page, &self.next.to_le_bytes().repeat(64));
-            self.under_way.insert((queue.qid, cid), (lba, Some(self.next)));
+            self.in_flight.insert((queue.qid, cid), (lba, Some(self.next)));
             Sqe::write(1, lba, 0, cid)
         };
         let old = queue.tail;
@@ -159,7 +159,7 @@ impl Model {
     fn reap(&mut self, host: &mut Host, queue: &mut Queue, data: u64) -> bool {
         let Some((cid, status, _)) = host.reap(queue) else { return false };
         assert!(status.is_success(), "{status}");
-        let command = self.under_way.remove(&(queue.qid, cid));
+        let command = self.in_flight.remove(&(queue.qid, cid));
         let (lba, wrote) = command.expect("each command completes once");
         match wrote {
             Some(value) => drop(self.written.insert(lba, value)),
@@ -216,53 +216,53 @@ enum Doorbells {
 
 fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
     let mapped = doorbells == Doorbells::Mapped;
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(2, polling), mapped);
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(2, polling), mapped);
     if matches!(doorbells, Doorbells::Shadow | Doorbells::Eventfds) {
-        assert!(lab.host.configure_shadow(|_, _| 0).is_success());
+        assert!(setup.host.configure_shadow(|_, _| 0).is_success());
     }
-    let mut queues = vec![lab.create(1, 16, true), lab.create(2, 8, false)];
-    let connect = |lab: &mut Lab| {
+    let mut queues = vec![setup.create(1, 16, true), setup.create(2, 8, false)];
+    let connect = |setup: &mut Setup| {
         if doorbells == Doorbells::Eventfds {
-            lab.host.doorbell_eventfds = lab.host.controller.doorbell_eventfds().unwrap();
+            setup.host.doorbell_eventfds = setup.host.controller.doorbell_eventfds().unwrap();
         }
     };
-    connect(&mut lab);
-    let (data, spare) = (lab.host.alloc(BLOCKS * 4096), lab.host.alloc(4096));
+    connect(&mut setup);
+    let (data, spare) = (setup.host.alloc(BLOCKS * 4096), setup.host.alloc(4096));
     let mut model = Model::default();
     for step in steps {
         match *step {
             Step::Submit(at, count) => {
                 let at = at % queues.len();
-                (0..count).for_each(|_| model.submit(&mut lab.host, &mut queues[at], data, true));
+                (0..count).for_each(|_| model.submit(&mut setup.host, &mut queues[at], data, true));
             }
             Step::Reap(at, count) => {
                 let at = at % queues.len();
                 for _ in 0..count {
-                    model.reap(&mut lab.host, &mut queues[at], data);
+                    model.reap(&mut setup.host, &mut queues[at], data);
                 }
             }
             Step::Identify => {
-                assert!(lab.host.admin(identify(0).with_prps(spare, 0)).0.is_success());
+                assert!(setup.host.admin(identify(0).with_prps(spare, 0)).0.is_success());
             }
             Step::Create if queues.len() < 4 => {
                 let free = (1..).find(|qid| queues.iter().all(|q| q.qid != *qid)).unwrap();
-                queues.push(lab.create(free, 16, false));
-                connect(&mut lab);
+                queues.push(setup.create(free, 16, false));
+                connect(&mut setup);
             }
             Step::Create => {}
             Step::Delete if queues.len() > 1 => {
                 let mut queue = queues.pop().unwrap();
-                while model.under_way.keys().any(|(qid, _)| *qid == queue.qid) {
-                    model.reap(&mut lab.host, &mut queue, data);
+                while model.in_flight.keys().any(|(qid, _)| *qid == queue.qid) {
+                    model.reap(&mut setup.host, &mut queue, data);
                 }
                 let delete = DeleteIoQueue { qid: queue.qid };
-                lab.host.must(delete.encode(Sqe::new(0x00, 0, 0)));
-                lab.host.must(delete.encode(Sqe::new(0x04, 0, 0)));
+                setup.host.must(delete.encode(Sqe::new(0x00, 0, 0)));
+                setup.host.must(delete.encode(Sqe::new(0x04, 0, 0)));
                 // Clears the shadow entry before a queue is created, like Linux. Otherwise an entry
                 // that returns to its old value unseen would count as unchanged.
-                if let Some((shadow, event_idx)) = lab.host.shadow {
+                if let Some((shadow, event_idx)) = setup.host.shadow {
                     for entry in [shadow, event_idx] {
-                        lab.host.poke(entry + u64::from(queue.qid) * 8, &[0; 8]);
+                        setup.host.poke(entry + u64::from(queue.qid) * 8, &[0; 8]);
                     }
                 }
             }
@@ -271,39 +271,39 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 let at = usize::from(meanwhile) % queues.len();
                 let before: Vec<_> = queues.iter().map(|queue| queue.tail).collect();
                 let queue = &mut queues[at];
-                lab.replace(pool(workers, polling), |host| {
+                setup.replace(pool(workers, polling), |host| {
                     // The front end delays doorbell writes until the successor serves.
                     (0..meanwhile).for_each(|_| model.submit(host, queue, data, false));
                 });
                 if queues[at].tail != before[at] {
-                    lab.host.ring(&queues[at], before[at]);
+                    setup.host.ring(&queues[at], before[at]);
                 }
             }
             Step::Resume { at_once } => {
                 if at_once {
-                    lab.host.controller.freeze(|| ());
+                    setup.host.controller.freeze(|| ());
                 } else {
-                    lab.freeze();
+                    setup.freeze();
                 }
-                lab.host.controller.resume();
+                setup.host.controller.resume();
             }
         }
     }
     for queue in &mut queues {
-        while model.under_way.keys().any(|(qid, _)| *qid == queue.qid) {
+        while model.in_flight.keys().any(|(qid, _)| *qid == queue.qid) {
             let began = std::time::Instant::now();
-            while !model.reap(&mut lab.host, queue, data) {
+            while !model.reap(&mut setup.host, queue, data) {
                 assert!(
                     began.elapsed() < common::LIMIT,
                     "queue {}: {:?} {:#?}",
                     queue.qid,
-                    model.under_way,
-                    lab.host.controller.stats()
+                    model.in_flight,
+                    setup.host.controller.stats()
                 );
                 std::thread::yield_now();
             }
         }
-        assert_eq!(lab.host.reap(queue), None, "nothing completes twice");
+        assert_eq!(setup.host.reap(queue), None, "nothing completes twice");
     }
 }
 
@@ -325,45 +325,45 @@ proptest! {
     }
 }
 
-fn held_lab() -> (Lab, Held, Queue) {
+fn held_setup() -> (Setup, Held, Queue) {
     let held = Held::new(1024);
     held.mark();
     let disk: Arc<dyn Disk> = Arc::new(held.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     let config = Config { namespaces, ..Config::default() };
-    let mut lab = Lab::new(config, pool(1, Polling::Never), false);
-    let queue = lab.create(1, 64, true);
-    (lab, held, queue)
+    let mut setup = Setup::new(config, pool(1, Polling::Never), false);
+    let queue = setup.create(1, 64, true);
+    (setup, held, queue)
 }
 
 #[test]
 fn quiesce_waits_for_requests_in_flight_and_starts_no_others() {
-    let (mut lab, held, mut queue) = held_lab();
-    let page = lab.host.alloc(4096);
-    held.order(|orders| orders.hold = true);
-    lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 1).with_prps(page, 0));
-    lab.host.until("the first", || held.seen().len() == 1);
+    let (mut setup, held, mut queue) = held_setup();
+    let page = setup.host.alloc(4096);
+    held.instruct(|instructions| instructions.hold = true);
+    setup.host.submit(&mut queue, &Sqe::read(1, 1, 0, 1).with_prps(page, 0));
+    setup.host.until("the first", || held.seen().len() == 1);
     let (done, frozen) = channel();
-    lab.host.controller.freeze(move || done.send(()).unwrap());
+    setup.host.controller.freeze(move || done.send(()).unwrap());
     wait::moment();
     assert!(frozen.try_recv().is_err());
     assert!(matches!(
-        lab.host.controller.save(Parcel::new().descriptors()),
+        setup.host.controller.save(Parcel::new().descriptors()),
         Err(SaveError::AtWork)
     ));
-    assert!(matches!(lab.host.controller.isolate(), Err(RelocateError::Frozen)));
-    held.order(|orders| orders.hold = false);
+    assert!(matches!(setup.host.controller.isolate(), Err(RelocateError::Frozen)));
+    held.instruct(|instructions| instructions.hold = false);
     frozen.recv_timeout(common::LIMIT).unwrap();
     // The command ended, and its completion was posted.
-    assert_eq!(lab.host.wait(&mut queue).0, 1);
+    assert_eq!(setup.host.wait(&mut queue).0, 1);
     for cid in 2..9 {
-        lab.host.submit(&mut queue, &Sqe::read(1, cid.into(), 0, cid).with_prps(page, 0));
+        setup.host.submit(&mut queue, &Sqe::read(1, cid.into(), 0, cid).with_prps(page, 0));
     }
     wait::moment();
     assert_eq!(held.seen().len(), 1);
-    assert_eq!(lab.host.reap(&mut queue), None);
-    lab.replace(pool(2, Polling::Never), |_| ());
-    let mut ended: Vec<_> = (2..9).map(|_| lab.host.wait(&mut queue).0).collect();
+    assert_eq!(setup.host.reap(&mut queue), None);
+    setup.replace(pool(2, Polling::Never), |_| ());
+    let mut ended: Vec<_> = (2..9).map(|_| setup.host.wait(&mut queue).0).collect();
     ended.sort_unstable();
     assert_eq!(ended, [2, 3, 4, 5, 6, 7, 8]);
     assert_eq!(held.seen().len(), 8);
@@ -371,26 +371,26 @@ fn quiesce_waits_for_requests_in_flight_and_starts_no_others() {
 
 #[test]
 fn a_quiesce_can_be_cancelled() {
-    let (mut lab, held, mut queue) = held_lab();
-    let page = lab.host.alloc(4096);
+    let (mut setup, held, mut queue) = held_setup();
+    let page = setup.host.alloc(4096);
     for round in 0..20u16 {
-        held.order(|orders| orders.hold = true);
+        held.instruct(|instructions| instructions.hold = true);
         let (first, second) = (round * 2, round * 2 + 1);
-        lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, first).with_prps(page, 0));
-        lab.host.until("the first", || held.seen().len() == usize::from(first) + 1);
+        setup.host.submit(&mut queue, &Sqe::read(1, 1, 0, first).with_prps(page, 0));
+        setup.host.until("the first", || held.seen().len() == usize::from(first) + 1);
         let (done, frozen) = channel::<()>();
-        lab.host.controller.freeze(move || done.send(()).unwrap());
+        setup.host.controller.freeze(move || done.send(()).unwrap());
         if round % 2 == 0 {
             wait::pause();
             assert!(frozen.try_recv().is_err());
         }
-        lab.host.controller.resume();
+        setup.host.controller.resume();
         assert!(frozen.recv().is_err(), "the callback is dropped and not called");
-        lab.host.submit(&mut queue, &Sqe::read(1, 2, 0, second).with_prps(page, 0));
+        setup.host.submit(&mut queue, &Sqe::read(1, 2, 0, second).with_prps(page, 0));
         // The second request is submitted while the first one is held.
-        lab.host.until("the second", || held.seen().len() == usize::from(second) + 1);
-        held.order(|orders| orders.hold = false);
-        let mut ended = [lab.host.wait(&mut queue).0, lab.host.wait(&mut queue).0];
+        setup.host.until("the second", || held.seen().len() == usize::from(second) + 1);
+        held.instruct(|instructions| instructions.hold = false);
+        let mut ended = [setup.host.wait(&mut queue).0, setup.host.wait(&mut queue).0];
         ended.sort_unstable();
         assert_eq!(ended, [first, second]);
     }
@@ -398,183 +398,183 @@ fn a_quiesce_can_be_cancelled() {
 
 #[test]
 fn quiesce_waits_for_started_admin_commands() {
-    let (mut lab, held, mut queue) = held_lab();
-    let page = lab.host.alloc(4096);
-    held.order(|orders| orders.hold = true);
-    lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 1).with_prps(page, 0));
-    lab.host.until("the read", || held.seen().len() == 1);
+    let (mut setup, held, mut queue) = held_setup();
+    let page = setup.host.alloc(4096);
+    held.instruct(|instructions| instructions.hold = true);
+    setup.host.submit(&mut queue, &Sqe::read(1, 1, 0, 1).with_prps(page, 0));
+    setup.host.until("the read", || held.seen().len() == 1);
     // The deletion waits for the read.
     let delete = DeleteIoQueue { qid: 1 }.encode(Sqe::new(0x00, 70, 0));
-    let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
-    lab.host.submit(&mut admin, &delete);
-    lab.host.until("the deletion", || held.cancelled() == 1);
+    let mut admin = std::mem::replace(&mut setup.host.admin, Queue::none());
+    setup.host.submit(&mut admin, &delete);
+    setup.host.until("the deletion", || held.cancelled() == 1);
     let (done, frozen) = channel();
-    lab.host.controller.freeze(move || done.send(()).unwrap());
+    setup.host.controller.freeze(move || done.send(()).unwrap());
     wait::moment();
     assert!(frozen.try_recv().is_err());
-    lab.host.submit(&mut admin, &identify(71).with_prps(page, 0));
-    held.order(|orders| orders.hold = false);
-    assert_eq!(lab.host.wait(&mut admin).0, 70);
+    setup.host.submit(&mut admin, &identify(71).with_prps(page, 0));
+    held.instruct(|instructions| instructions.hold = false);
+    assert_eq!(setup.host.wait(&mut admin).0, 70);
     frozen.recv_timeout(common::LIMIT).unwrap();
     wait::moment();
-    assert_eq!(lab.host.reap(&mut admin), None);
-    lab.host.admin = admin;
-    lab.replace(pool(1, Polling::Never), |_| ());
-    let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
-    assert_eq!(lab.host.wait(&mut admin), (71, Status::SUCCESS, 0));
+    assert_eq!(setup.host.reap(&mut admin), None);
+    setup.host.admin = admin;
+    setup.replace(pool(1, Polling::Never), |_| ());
+    let mut admin = std::mem::replace(&mut setup.host.admin, Queue::none());
+    assert_eq!(setup.host.wait(&mut admin), (71, Status::SUCCESS, 0));
 }
 
 #[test]
 fn features_events_and_errors_survive_a_replacement() {
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
-    let mut queue = lab.create(1, 16, true);
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    let mut queue = setup.create(1, 16, true);
     let set = |fid, cdw11| SetFeatures { fid, sv: false, cdw11, ..SetFeatures::default() };
-    lab.host.must(set(fid::TEMPERATURE_THRESHOLD, 0x173).encode(Sqe::new(0x09, 0, 0)));
-    lab.host.must(set(fid::INTERRUPT_COALESCING, 0x102).encode(Sqe::new(0x09, 0, 0)));
-    lab.host.must(set(fid::ASYNC_EVENT_CONFIGURATION, 0x1ff).encode(Sqe::new(0x09, 0, 0)));
-    let page = lab.host.alloc(4096);
+    setup.host.must(set(fid::TEMPERATURE_THRESHOLD, 0x173).encode(Sqe::new(0x09, 0, 0)));
+    setup.host.must(set(fid::INTERRUPT_COALESCING, 0x102).encode(Sqe::new(0x09, 0, 0)));
+    setup.host.must(set(fid::ASYNC_EVENT_CONFIGURATION, 0x1ff).encode(Sqe::new(0x09, 0, 0)));
+    let page = setup.host.alloc(4096);
     // Event request that stays outstanding. (The temperature event from above does not complete it,
     // because the host has not cleared that event.)
-    let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
-    lab.host.submit(&mut admin, &Sqe::new(0x0c, 900, 0));
+    let mut admin = std::mem::replace(&mut setup.host.admin, Queue::none());
+    setup.host.submit(&mut admin, &Sqe::new(0x0c, 900, 0));
     // This command adds an error to the log.
-    let (status, _) = lab.host.run(&mut queue, Sqe::read(1, 1 << 40, 0, 0).with_prps(page, 0));
+    let (status, _) = setup.host.run(&mut queue, Sqe::read(1, 1 << 40, 0, 0).with_prps(page, 0));
     assert_eq!(status.code(), Status::LBA_OUT_OF_RANGE);
-    lab.host.admin = admin;
-    let before = lab.host.controller.stats();
-    lab.replace(pool(2, ADAPTIVE), |_| ());
-    let got = |lab: &mut Lab, fid| {
-        lab.host.must(GetFeatures { fid, ..GetFeatures::default() }.encode(Sqe::new(0x0a, 0, 0)))
+    setup.host.admin = admin;
+    let before = setup.host.controller.stats();
+    setup.replace(pool(2, ADAPTIVE), |_| ());
+    let got = |setup: &mut Setup, fid| {
+        setup.host.must(GetFeatures { fid, ..GetFeatures::default() }.encode(Sqe::new(0x0a, 0, 0)))
     };
-    assert_eq!(got(&mut lab, fid::TEMPERATURE_THRESHOLD), 0x173);
-    assert_eq!(got(&mut lab, fid::INTERRUPT_COALESCING), 0x102);
+    assert_eq!(got(&mut setup, fid::TEMPERATURE_THRESHOLD), 0x173);
+    assert_eq!(got(&mut setup, fid::INTERRUPT_COALESCING), 0x102);
     let log = GetLogPage { lid: lid::ERROR_INFORMATION, numd0: 15, ..GetLogPage::default() };
-    let page = lab.host.page(Sqe::get_log_page(0, log, 0)).unwrap();
+    let page = setup.host.page(Sqe::get_log_page(0, log, 0)).unwrap();
     let (entry, _) = ErrorLogEntry::read_from_prefix(&page).unwrap();
     assert_eq!((entry.error_count, entry.sqid), (1, 1));
-    let after = lab.host.controller.stats();
+    let after = setup.host.controller.stats();
     assert_eq!(after.io, before.io);
     // The earlier request is still outstanding: an invalid doorbell completes it.
-    lab.host.controller.write_doorbell(0x1000 + 8 * 60, 1);
-    let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
-    let (cid, status, dw0) = lab.host.wait(&mut admin);
+    setup.host.controller.write_doorbell(0x1000 + 8 * 60, 1);
+    let mut admin = std::mem::replace(&mut setup.host.admin, Queue::none());
+    let (cid, status, dw0) = setup.host.wait(&mut admin);
     assert_eq!((cid, status, dw0 & 7), (900, Status::SUCCESS, 0));
 }
 
 #[test]
 fn a_coalesced_interrupt_is_raised_by_the_successor() {
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
-    let mut queue = lab.create(1, 16, true);
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    let mut queue = setup.create(1, 16, true);
     // Interrupts are coalesced for the longest possible time.
     let set = SetFeatures { fid: fid::INTERRUPT_COALESCING, cdw11: 0xffff, ..Default::default() };
-    lab.host.must(set.encode(Sqe::new(0x09, 0, 0)));
-    let page = lab.host.alloc(4096);
-    lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 5).with_prps(page, 0));
-    lab.host.until("the completion", || {
-        lab.host.memory.load_u64_acquire((queue.cq - BASE) as usize + 8).unwrap() >> 48 & 1 == 1
+    setup.host.must(set.encode(Sqe::new(0x09, 0, 0)));
+    let page = setup.host.alloc(4096);
+    setup.host.submit(&mut queue, &Sqe::read(1, 1, 0, 5).with_prps(page, 0));
+    setup.host.until("the completion", || {
+        setup.host.memory.load_u64_acquire((queue.cq - BASE) as usize + 8).unwrap() >> 48 & 1 == 1
     });
     let event = queue.irq.as_ref().unwrap().try_clone().unwrap();
-    lab.replace(pool(1, Polling::Never), |_| ());
+    setup.replace(pool(1, Polling::Never), |_| ());
     assert!(event.wait(Some(common::LIMIT)).unwrap());
-    assert_eq!(lab.host.reap(&mut queue).unwrap().0, 5);
+    assert_eq!(setup.host.reap(&mut queue).unwrap().0, 5);
 }
 
 #[test]
 fn a_disabled_or_failed_controller_stays_so_in_a_successor() {
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
-    lab.host.disable();
-    lab.replace(pool(1, Polling::Never), |_| ());
-    assert!(!lab.host.csts().rdy());
-    lab.host.enable();
-    let queue = lab.create(1, 16, false);
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    setup.host.disable();
+    setup.replace(pool(1, Polling::Never), |_| ());
+    assert!(!setup.host.csts().rdy());
+    setup.host.enable();
+    let queue = setup.create(1, 16, false);
     drop(queue);
     // Enabling with an invalid configuration is fatal.
-    lab.host.disable();
+    setup.host.disable();
     use shadowbell_spec::regs::{CC, Cc};
-    lab.host.write32(CC, Cc::new().with_mps(15).with_en(true).into_bits());
-    assert!(lab.host.csts().cfs());
-    lab.replace(pool(1, Polling::Never), |_| ());
-    assert!(lab.host.csts().cfs());
-    lab.host.disable();
-    lab.host.enable();
-    let mut queue = lab.create(1, 16, false);
-    let page = lab.host.alloc(4096);
-    assert!(lab.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
+    setup.host.write32(CC, Cc::new().with_mps(15).with_en(true).into_bits());
+    assert!(setup.host.csts().cfs());
+    setup.replace(pool(1, Polling::Never), |_| ());
+    assert!(setup.host.csts().cfs());
+    setup.host.disable();
+    setup.host.enable();
+    let mut queue = setup.create(1, 16, false);
+    let page = setup.host.alloc(4096);
+    assert!(setup.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
 }
 
 #[test]
 fn an_isolated_controller_is_isolated_in_the_successor() {
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
-    let mut queue = lab.create(1, 16, false);
-    lab.host.controller.isolate().unwrap();
-    let page = lab.host.alloc(4096);
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    let mut queue = setup.create(1, 16, false);
+    setup.host.controller.isolate().unwrap();
+    let page = setup.host.alloc(4096);
     let read = Sqe::read(1, 1, 0, 0).with_prps(page, 0);
-    assert!(lab.host.run(&mut queue, read).0.is_success());
-    lab.replace(pool(1, Polling::Never), |_| ());
-    assert!(lab.host.run(&mut queue, read).0.is_success());
-    let workers = lab.host.controller.stats().workers;
+    assert!(setup.host.run(&mut queue, read).0.is_success());
+    setup.replace(pool(1, Polling::Never), |_| ());
+    assert!(setup.host.run(&mut queue, read).0.is_success());
+    let workers = setup.host.controller.stats().workers;
     assert!(workers.iter().all(|sleep| sleep.worker == 1), "{workers:?}");
 }
 
 #[test]
 fn unmapped_memory_can_be_mapped_in_the_successor() {
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
-    assert!(lab.host.configure_shadow(|_, _| 0).is_success());
-    let mut queue = lab.create(1, 16, false);
-    let page = lab.host.alloc(4096);
-    lab.freeze();
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    assert!(setup.host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = setup.create(1, 16, false);
+    let page = setup.host.alloc(4096);
+    setup.freeze();
     let mut parcel = Parcel::new();
     let fds = parcel.descriptors();
-    let saved = lab.host.controller.save(fds).unwrap();
+    let saved = setup.host.controller.save(fds).unwrap();
     let carrier = Carrier::default();
-    let config = lab.config.clone();
+    let config = setup.config.clone();
     let pool = pool(1, Polling::Never);
     let successor = Controller::successor(config, pool, carrier, &saved, fds).unwrap();
-    lab.host.controller = successor;
-    lab.host.controller.restore(&saved, fds).unwrap();
-    lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 3).with_prps(page, 0));
+    setup.host.controller = successor;
+    setup.host.controller.restore(&saved, fds).unwrap();
+    setup.host.submit(&mut queue, &Sqe::read(1, 1, 0, 3).with_prps(page, 0));
     wait::moment();
-    assert_eq!(lab.host.reap(&mut queue), None);
-    lab.host.controller.map_dma(BASE, MEMORY, &lab.host.memory).unwrap();
-    assert_eq!(lab.host.wait(&mut queue).0, 3);
-    assert!(lab.host.admin(identify(0).with_prps(page, 0)).0.is_success());
+    assert_eq!(setup.host.reap(&mut queue), None);
+    setup.host.controller.map_dma(BASE, MEMORY, &setup.host.memory).unwrap();
+    assert_eq!(setup.host.wait(&mut queue).0, 3);
+    assert!(setup.host.admin(identify(0).with_prps(page, 0)).0.is_success());
 }
 
 #[test]
 fn a_successor_with_another_configuration_is_refused() {
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
-    let mut queue = lab.create(1, 16, false);
-    lab.freeze();
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    let mut queue = setup.create(1, 16, false);
+    setup.freeze();
     let others = [
-        (Config { serial: "OTHER".into(), ..lab.config.clone() }, "serial number"),
-        (Config { io_queues: 2, ..lab.config.clone() }, "number of I/O queues"),
-        (Config { mdts: 9, ..lab.config.clone() }, "transfer limit"),
+        (Config { serial: "OTHER".into(), ..setup.config.clone() }, "serial number"),
+        (Config { io_queues: 2, ..setup.config.clone() }, "number of I/O queues"),
+        (Config { mdts: 9, ..setup.config.clone() }, "transfer limit"),
         (config(&["mem:2MiB"]), "set of namespaces"),
     ];
     for (other, what) in others {
         let mut parcel = Parcel::new();
-        let saved = lab.host.controller.save(parcel.descriptors()).unwrap();
+        let saved = setup.host.controller.save(parcel.descriptors()).unwrap();
         let (pool, carrier) = (pool(1, Polling::Never), Carrier::default());
         let error = Controller::successor(other, pool, carrier, &saved, parcel.descriptors());
         let error = error.unwrap_err();
         assert!(matches!(error, RestoreError::Shape(shape) if shape == what), "{error}");
     }
-    lab.host.controller.resume();
-    let page = lab.host.alloc(4096);
-    assert!(lab.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
+    setup.host.controller.resume();
+    let page = setup.host.alloc(4096);
+    assert!(setup.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
 }
 
 /// A saved state comes from a trusted server, but may be corrupt.
 #[test]
 fn a_corrupt_state_never_panics() {
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
-    assert!(lab.host.configure_shadow(|_, _| 0).is_success());
-    let mut queue = lab.create(1, 16, true);
-    let page = lab.host.alloc(4096);
-    assert!(lab.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
-    lab.freeze();
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    assert!(setup.host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = setup.create(1, 16, true);
+    let page = setup.host.alloc(4096);
+    assert!(setup.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
+    setup.freeze();
     let mut parcel = Parcel::new();
-    let saved = lab.host.controller.save(parcel.descriptors()).unwrap();
+    let saved = setup.host.controller.save(parcel.descriptors()).unwrap();
     let whole = serde_json::to_value(&saved).unwrap();
     let (pool, count) = (pool(2, Polling::Never), Mutex::new(0));
     let mut places = 0;
@@ -585,12 +585,12 @@ fn a_corrupt_state_never_panics() {
             change(&mut changed, place, value);
             let Ok(state) = serde_json::from_value::<SavedController>(changed) else { continue };
             let mut fds = shadowbell_state::Descriptors::default();
-            let doorbells = lab.host.controller.doorbells().mapping().fd().unwrap();
+            let doorbells = setup.host.controller.doorbells().mapping().fd().unwrap();
             fds.add(doorbells.try_clone_to_owned().unwrap());
-            let (config, carrier) = (lab.config.clone(), Carrier::default());
+            let (config, carrier) = (setup.config.clone(), Carrier::default());
             let made = Controller::successor(config, pool.clone(), carrier, &state, &mut fds);
             if let Ok(successor) = made {
-                successor.map_dma(BASE, MEMORY, &lab.host.memory).unwrap();
+                successor.map_dma(BASE, MEMORY, &setup.host.memory).unwrap();
                 if successor.restore(&state, &mut fds).is_ok() {
                     *count.lock().unwrap() += 1;
                 }
@@ -643,27 +643,27 @@ fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
 /// admin commands would be executed again after a crash.
 #[test]
 fn a_successors_checkpoint_has_its_current_state() {
-    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);
-    lab.recorder = Some(Arc::default());
-    let page = lab.host.alloc(4096);
-    let last = Arc::clone(lab.recorder.as_ref().unwrap());
-    let at = |lab: &Lab| {
+    let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);
+    setup.recorder = Some(Arc::default());
+    let page = setup.host.alloc(4096);
+    let last = Arc::clone(setup.recorder.as_ref().unwrap());
+    let at = |setup: &Setup| {
         let state = last.0.lock().unwrap();
         let (sq, cq) = (&state["admin"]["sq"], &state["admin"]["cq"]);
-        assert_eq!(sq["head"], lab.host.admin.tail, "{state}");
+        assert_eq!(sq["head"], setup.host.admin.tail, "{state}");
         (cq["tail"].as_u64().unwrap(), cq["phase"].as_bool().unwrap(), cq["staged"].clone())
     };
     for _ in 0..3 {
         for _ in 0..5 {
-            assert!(lab.host.admin(identify(0).with_prps(page, 0)).0.is_success());
+            assert!(setup.host.admin(identify(0).with_prps(page, 0)).0.is_success());
         }
-        lab.replace(pool(1, ADAPTIVE), |_| ());
-        let (tail, phase, staged) = at(&lab);
-        assert_eq!((tail, phase), (u64::from(lab.host.admin.head), lab.host.admin.phase));
+        setup.replace(pool(1, ADAPTIVE), |_| ());
+        let (tail, phase, staged) = at(&setup);
+        assert_eq!((tail, phase), (u64::from(setup.host.admin.head), setup.host.admin.phase));
         assert_eq!(staged, serde_json::json!([]));
-        assert!(lab.host.admin(identify(0).with_prps(page, 0)).0.is_success());
+        assert!(setup.host.admin(identify(0).with_prps(page, 0)).0.is_success());
         // The checkpoint is stored before the completion is posted.
-        let (before, _, staged) = at(&lab);
+        let (before, _, staged) = at(&setup);
         assert_eq!((before, staged.as_array().unwrap().len()), (tail, 1));
     }
 }

@@ -31,7 +31,7 @@ fn code(host: &mut Host, queue: &mut Queue, sqe: Sqe) -> Status {
 }
 
 /// Unrecoverable ranges that the controller reports: first block and number of blocks.
-fn told(host: &mut Host, action: u8) -> Vec<(u64, u32)> {
+fn reported_ranges(host: &mut Host, action: u8) -> Vec<(u64, u32)> {
     let fields = GetLbaStatus { slba: 0, mndw0: 1023, atype: action, rl: 0 };
     let page = host.page(fields.encode(Sqe::new(0x86, 0, 1))).unwrap();
     let (list, rest) = LbaStatusList::read_from_prefix(&page).unwrap();
@@ -74,8 +74,8 @@ fn marked_blocks_are_unreadable_until_written() {
         let list = host.alloc(4096);
         host.poke(list, &pages);
         assert_eq!(code(&mut host, &mut queue, mark(10, 3)), Status::SUCCESS);
-        assert_eq!(told(&mut host, atype::UNRECOVERABLE), [(10, 4)]);
-        assert_eq!(told(&mut host, atype::SCAN_UNRECOVERABLE), [(10, 4)]);
+        assert_eq!(reported_ranges(&mut host, atype::UNRECOVERABLE), [(10, 4)]);
+        assert_eq!(reported_ranges(&mut host, atype::SCAN_UNRECOVERABLE), [(10, 4)]);
         let (head, ranges) = log(&mut host);
         assert_eq!((head.lslplen, head.nlslne, head.estulb, head.lsgc), (48, 1, 4, 1));
         assert_eq!(ranges, [(10, 4)]);
@@ -105,25 +105,28 @@ fn marked_blocks_are_unreadable_until_written() {
             code(&mut host, &mut queue, blocks(0x01, 11, 0).with_prps(at, 0)),
             Status::SUCCESS
         );
-        assert_eq!(told(&mut host, atype::UNRECOVERABLE), [(10, 1), (12, 2)]);
+        assert_eq!(reported_ranges(&mut host, atype::UNRECOVERABLE), [(10, 1), (12, 2)]);
         assert_eq!(
             code(&mut host, &mut queue, blocks(0x02, 11, 0).with_prps(at, 0)),
             Status::SUCCESS
         );
         assert_eq!(code(&mut host, &mut queue, blocks(0x08, 0, 10)), Status::SUCCESS);
-        assert_eq!(told(&mut host, atype::UNRECOVERABLE), [(12, 2)]);
+        assert_eq!(reported_ranges(&mut host, atype::UNRECOVERABLE), [(12, 2)]);
         let sqe = copy(&mut host, 0, 13, 7);
         assert_eq!(code(&mut host, &mut queue, sqe), Status::SUCCESS);
-        assert_eq!(told(&mut host, atype::UNRECOVERABLE), [(12, 1)]);
+        assert_eq!(reported_ranges(&mut host, atype::UNRECOVERABLE), [(12, 1)]);
         // A failed write changes nothing.
         let nowhere = blocks(0x01, 12, 0).with_prps(8 << 30, 0);
         assert_eq!(code(&mut host, &mut queue, nowhere), Status::DATA_XFER_ERROR);
-        assert_eq!(told(&mut host, atype::UNRECOVERABLE), [(12, 1)]);
+        assert_eq!(reported_ranges(&mut host, atype::UNRECOVERABLE), [(12, 1)]);
         assert_eq!(
             code(&mut host, &mut queue, blocks(0x01, 12, 0).with_prps(at, 0)),
             Status::SUCCESS
         );
-        assert_eq!((told(&mut host, atype::UNRECOVERABLE), log(&mut host).0.nlslne), (vec![], 0));
+        assert_eq!(
+            (reported_ranges(&mut host, atype::UNRECOVERABLE), log(&mut host).0.nlslne),
+            (vec![], 0)
+        );
         assert_eq!(
             code(&mut host, &mut queue, blocks(0x02, 0, 31).with_prps(at, list)),
             Status::SUCCESS
@@ -143,7 +146,7 @@ fn a_fused_operation_of_a_marked_block_writes_nothing() {
     host.ring(&queue, old);
     let both = [host.wait(&mut queue).1.code(), host.wait(&mut queue).1.code()];
     assert_eq!(both, [Status::UNRECOVERED_READ, Status::FUSED_FAILED]);
-    assert_eq!(told(&mut host, atype::UNRECOVERABLE), [(3, 1)]);
+    assert_eq!(reported_ranges(&mut host, atype::UNRECOVERABLE), [(3, 1)]);
 }
 
 #[test]

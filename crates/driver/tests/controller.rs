@@ -332,17 +332,17 @@ fn futures_on_the_emulated_controller() {
 
 /// Memory disk whose writes to block 102 fail.
 #[derive(Debug)]
-struct Worn(MemDisk);
+struct FailingDisk(MemDisk);
 
-struct WornQueue(Box<dyn shadowbell_disk::Queue>);
+struct FailingQueue(Box<dyn shadowbell_disk::Queue>);
 
-impl Disk for Worn {
+impl Disk for FailingDisk {
     fn info(&self) -> DiskInfo {
         self.0.info()
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
-        Ok(Box::new(WornQueue(self.0.queue()?)))
+        Ok(Box::new(FailingQueue(self.0.queue()?)))
     }
 
     fn name(&self) -> String {
@@ -350,7 +350,7 @@ impl Disk for Worn {
     }
 }
 
-impl shadowbell_disk::Queue for WornQueue {
+impl shadowbell_disk::Queue for FailingQueue {
     fn submit(
         &mut self,
         tag: u32,
@@ -371,7 +371,7 @@ fn copies_on_the_emulated_controller() {
         disk.bytes().write(block as usize * 512, &(block + 1)).unwrap();
     }
     let mark = |block: usize| disk.bytes().read::<u64>(block * 512).unwrap();
-    let emulated = emulated(Arc::new(Worn(disk.clone())), Polling::default(), false);
+    let emulated = emulated(Arc::new(FailingDisk(disk.clone())), Polling::default(), false);
     let mut controller = attach(&emulated, &AttachOptions::default());
     let queue = AsyncQueue::start(controller.take_queue_pair().unwrap()).unwrap();
     let namespace = controller.namespace(1).unwrap();

@@ -24,7 +24,7 @@ fn assert_served(path: &Path) {
 
 #[test]
 fn garbage_ends_the_connection() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut wrong_size = Raw::attach(&path);
     let mut message = wrong_size.message(command::DEVICE_GET_INFO, 0, &[&[0; 16]]);
     for size in [0, 15, (1 << 20) + 4097, u32::MAX] {
@@ -53,7 +53,7 @@ fn garbage_ends_the_connection() {
 
 #[test]
 fn due_replies_are_sent_before_the_disconnect() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let mut stream = raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
     stream.extend([0; 16]);
@@ -64,7 +64,7 @@ fn due_replies_are_sent_before_the_disconnect() {
 
 #[test]
 fn a_client_may_disconnect_in_mid_message() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let half = |raw: &mut Raw, len| {
         let access = access(0, 0, 4);
         let message = raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[1; 4]]);
@@ -89,13 +89,13 @@ fn a_client_may_disconnect_in_mid_message() {
 
 #[test]
 fn a_silent_or_slow_client_is_disconnected() {
-    let (_server, path, _shared) = Server::with_toy(impatient());
+    let (_server, path, _shared) = Server::with_device(short_limits());
     // The first client sends no message.
     let started = Instant::now();
     let mut silent = Raw::connect(&path);
     silent.assert_closed();
     // The time limit must not expire early.
-    assert!(started.elapsed() >= IMPATIENT, "{:?}", started.elapsed());
+    assert!(started.elapsed() >= SHORT_LIMIT, "{:?}", started.elapsed());
     // The second client sends VERSION byte by byte, so the message is not complete within the
     // limit.
     let mut slow = Raw::connect(&path);
@@ -112,24 +112,24 @@ fn a_silent_or_slow_client_is_disconnected() {
     for _ in 0..4 {
         raw.send(&message[..20]);
         // One pause is shorter than the limit, but all pauses together are longer.
-        std::thread::sleep(IMPATIENT / 3);
+        std::thread::sleep(SHORT_LIMIT / 3);
         raw.send(&message[20..]);
         raw.reply().ok();
     }
     // No timeout runs between messages.
-    std::thread::sleep(IMPATIENT * 3 / 2);
+    std::thread::sleep(SHORT_LIMIT * 3 / 2);
     raw.write(0, &[1]).ok();
     let started = Instant::now();
     raw.send(&message[..20]);
     raw.assert_closed();
     // The time limit must not expire early.
-    assert!(started.elapsed() >= IMPATIENT, "{:?}", started.elapsed());
+    assert!(started.elapsed() >= SHORT_LIMIT, "{:?}", started.elapsed());
     assert_served(&path);
 }
 
 #[test]
 fn a_flooding_client_is_disconnected_without_delay_for_others() {
-    let (server, path, _shared) = Server::with_toy(impatient());
+    let (server, path, _shared) = Server::with_device(short_limits());
     let (other_path, ..) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let mut raw = Raw::attach(&path);
@@ -154,7 +154,7 @@ fn a_flooding_client_is_disconnected_without_delay_for_others() {
 
 #[test]
 fn a_flood_of_posted_messages_does_not_starve_others() {
-    let (server, path, _shared) = Server::with_toy(Limits::default());
+    let (server, path, _shared) = Server::with_device(Limits::default());
     let (other_path, ..) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let mut raw = Raw::attach(&path);
@@ -179,7 +179,7 @@ fn a_flood_of_posted_messages_does_not_starve_others() {
 
 #[test]
 fn many_messages_of_a_client_are_interleaved_with_others() {
-    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (server, path, shared) = Server::with_device(Limits::default());
     let (other_path, other_shared, _) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let reset = other.message(command::DEVICE_RESET, 0, &[]);
@@ -212,7 +212,7 @@ fn many_messages_of_a_client_are_interleaved_with_others() {
 /// clients get theirs.
 #[test]
 fn a_message_of_many_writes_is_interleaved_with_others() {
-    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (server, path, shared) = Server::with_device(Limits::default());
     let (other_path, other_shared, _) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let reset = other.message(command::DEVICE_RESET, 0, &[]);
@@ -256,7 +256,7 @@ fn a_message_of_many_writes_is_interleaved_with_others() {
 /// are served.
 #[test]
 fn reconnecting_clients_are_all_served() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     for _ in 0..270 {
         assert_served(&path);
     }
@@ -266,7 +266,7 @@ fn reconnecting_clients_are_all_served() {
 
 #[test]
 fn a_slow_reader_gets_all_replies() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     // The replies exceed the buffers of socket and server, because the client reads them only after
     // it has sent all requests.
@@ -286,7 +286,7 @@ fn a_slow_reader_gets_all_replies() {
 
 #[test]
 fn too_many_descriptors_end_the_connection() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let fds = eventfds(33);
     let fds: Vec<_> = fds.iter().map(std::os::fd::AsFd::as_fd).collect();
@@ -315,7 +315,7 @@ proptest! {
         )
     ) {
         let mut server = Server::start(Limits::default());
-        let (path, ..) = server.add("toy");
+        let (path, ..) = server.add("device");
         let mut raw = Raw::attach(&path);
         for (command, mut payload, fds) in messages {
             // Lengths and indexes become small numbers, so that messages pass the first checks.
@@ -339,8 +339,8 @@ proptest! {
     /// The server survives any byte stream.
     #[test]
     fn any_stream_is_survived(stream in prop::collection::vec(any::<u8>(), 0..400), agreed: bool) {
-        let mut server = Server::start(impatient());
-        let (path, ..) = server.add("toy");
+        let mut server = Server::start(short_limits());
+        let (path, ..) = server.add("device");
         let mut raw = if agreed { Raw::attach(&path) } else { Raw::connect(&path) };
         let _ = raw.stream.write_all(&stream);
         drop(raw);

@@ -16,8 +16,8 @@ use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::command;
 use shadowbell_vfio_user::{Errno, Listener};
 
-fn served() -> (Server, Client, Arc<ToyShared>) {
-    let (server, path, shared) = Server::with_toy(Limits::default());
+fn served() -> (Server, Client, Arc<TestDeviceState>) {
+    let (server, path, shared) = Server::with_device(Limits::default());
     let client = Client::connect(&path, Options::default()).unwrap();
     (server, client, shared)
 }
@@ -199,7 +199,7 @@ fn many_threads_share_a_client() {
 
 #[test]
 fn a_timeout_ends_the_connection() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     // Setting up the connection must not exceed this limit.
     let options = Options { timeout: Some(Duration::from_secs(2)) };
     let client = Client::connect(&path, options).unwrap();
@@ -215,7 +215,7 @@ fn a_timeout_ends_the_connection() {
 
 #[test]
 fn a_waiting_client_times_out_or_is_served() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let first = Client::connect(&path, Options::default()).unwrap();
     // The limit is short, because the test waits for its expiry.
     let options = Options { timeout: Some(Duration::from_millis(50)) };
@@ -239,7 +239,7 @@ fn a_missing_server_is_reported_with_its_path() {
     // If the path is a directory, the client connects to the socket in it.
     let listener = Listener::bind(directory.path()).unwrap();
     let server = Server::start(Limits::default());
-    server.handle.add(listener, Toy::new().0);
+    server.handle.add(listener, TestDevice::new().0);
     Client::connect(directory.path(), Options::default()).unwrap().device_info().unwrap();
 }
 
@@ -263,7 +263,7 @@ fn a_full_backlog_times_out() {
 
 #[test]
 fn excess_dma_maps_are_refused_by_the_client() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let client = Client::connect(&path, Options::default()).unwrap();
     assert_eq!(client.server().max_dma_maps, MAX_MAPS);
     let memory = memfd(0x1000);

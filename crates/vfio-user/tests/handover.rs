@@ -37,7 +37,7 @@ fn message(id: u16, command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
 type Expected = (u16, Option<u32>);
 
 /// Client that sends requests in pieces, without waiting for replies.
-struct Talker {
+struct PipeliningClient {
     raw: Raw,
     dice: Dice,
     expected: Sender<Expected>,
@@ -47,7 +47,7 @@ struct Talker {
     maps: Arc<AtomicU32>,
 }
 
-impl Talker {
+impl PipeliningClient {
     fn expect(&mut self, read: Option<u32>) -> u16 {
         self.id = self.id.wrapping_add(1);
         self.expected.send((self.id, read)).unwrap();
@@ -174,14 +174,14 @@ fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
 fn every_request_is_answered_once_across_replacements() {
     for seed in 0..4 {
         let mut dice = Dice(1000 + seed);
-        let (mut server, path, shared) = Server::with_toy(Limits::default());
+        let (mut server, path, shared) = Server::with_device(Limits::default());
         let raw = Raw::attach(&path);
         let listener = Raw::new(raw.stream.try_clone().unwrap());
         shared.hold.store(true, Ordering::SeqCst);
         let (expected, due) = channel();
         let (enough, maps) = (Arc::<AtomicBool>::default(), Arc::<AtomicU32>::default());
         let over = Arc::<AtomicBool>::default();
-        let mut talker = Talker {
+        let mut talker = PipeliningClient {
             raw,
             dice: Dice(seed),
             expected,
@@ -245,7 +245,7 @@ fn every_request_is_answered_once_across_replacements() {
         enough.store(true, Ordering::SeqCst);
         let talker = talks.join().unwrap();
         let last = talker.rings;
-        let Talker { raw, expected, .. } = talker;
+        let PipeliningClient { raw, expected, .. } = talker;
         drop(expected);
         listens.join().unwrap();
         over.store(true, Ordering::SeqCst);
@@ -270,7 +270,7 @@ fn every_request_is_answered_once_across_replacements() {
 /// transferred too.
 #[test]
 fn unread_replies_survive_a_replacement() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     raw.write(0, b"first").ok();
     // The replies exceed the buffers of socket and server.
@@ -310,7 +310,7 @@ fn unread_replies_survive_a_replacement() {
 /// After a replacement, each descriptor arrives with the reply to which it belongs.
 #[test]
 fn descriptors_of_unread_replies_survive_a_replacement() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x4000).as_bytes()]);
     let ask =
@@ -357,7 +357,7 @@ fn receive(stream: &UnixStream) -> (usize, Vec<std::os::fd::OwnedFd>) {
 
 #[test]
 fn a_freeze_waits_for_the_request_in_flight_only() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     let (other_path, other, _) = server.add("other");
     let mut neighbour = Raw::attach(&other_path);
     let mut raw = Raw::attach(&path);
@@ -391,7 +391,7 @@ fn a_freeze_waits_for_the_request_in_flight_only() {
 
 #[test]
 fn a_freeze_waits_for_a_disconnect_in_progress() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     shared.hold.store(true, Ordering::SeqCst);
     drop(Raw::attach(&path));
     let done = shared.wait_held();
@@ -411,7 +411,7 @@ fn a_freeze_waits_for_a_disconnect_in_progress() {
 
 #[test]
 fn the_successor_notices_a_client_that_left_meanwhile() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     let raw = Raw::attach(&path);
     let mut old = server.freeze();
     let new = server.successor(&mut old, &[&shared]);
@@ -425,7 +425,7 @@ fn the_successor_notices_a_client_that_left_meanwhile() {
 
 #[test]
 fn the_socket_file_exists_until_the_last_server_ends() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     let mut old = server.freeze();
     // If the next server is dropped before it runs, the socket file stays.
     drop(server.successor(&mut old, &[&shared]));
@@ -450,8 +450,8 @@ fn the_socket_file_exists_until_the_last_server_ends() {
 fn a_connection_without_a_listener_is_handed_over() {
     let mut server = Server::start(Limits::default());
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let (toy, shared) = Toy::new();
-    server.handle.add_stream(theirs.into(), toy);
+    let (device, shared) = TestDevice::new();
+    server.handle.add_stream(theirs.into(), device);
     let mut raw = Raw::new(ours);
     // The connection can also be transferred before the version negotiation.
     server.replace(&[&shared]);
@@ -468,7 +468,7 @@ fn a_connection_without_a_listener_is_handed_over() {
 /// Negotiated limits stay valid in the next server, even if its own limits differ.
 #[test]
 fn a_successor_keeps_the_negotiated_limits() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let mut old = server.freeze();
     server.limits.max_data_xfer_size = 64;
@@ -485,7 +485,7 @@ fn a_freeze_suspends_the_message_timeout() {
     // A busy machine does not exceed the limit before and after the pause. The pause itself is
     // longer than the limit.
     let limits = Limits { message: Duration::from_secs(5), ..Limits::default() };
-    let (mut server, path, shared) = Server::with_toy(limits);
+    let (mut server, path, shared) = Server::with_device(limits);
     let mut raw = Raw::attach(&path);
     let bytes = message(5, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
     raw.send(&bytes[..20]);

@@ -30,7 +30,7 @@ fn cost() -> (u64, u64) {
 #[test]
 fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
     let server = Server::start(Limits::default());
-    let ports: Vec<_> = (0..256).map(|n| server.add(&format!("toy{n}"))).collect();
+    let ports: Vec<_> = (0..256).map(|n| server.add(&format!("device{n}"))).collect();
     // Every second device has a client.
     let mut clients: Vec<_> = ports.iter().step_by(2).map(|(path, ..)| Raw::attach(path)).collect();
     for client in &mut clients {

@@ -10,7 +10,7 @@ use shadowbell_vfio_user::server::Limits;
 
 #[test]
 fn the_client_of_cloud_hypervisor_is_served() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     // The client connects twice, because the device must be free again after the first connection.
     for _ in 0..2 {
         let mut client = vfio_user::Client::new(&path).unwrap();

@@ -59,7 +59,7 @@ fn a_client_of_every_kind(path: &std::path::Path) {
 
 #[test]
 fn no_descriptor_is_left_open() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     let settle = || {
         Raw::attach(&path);
         eventually("all have left", || {

@@ -35,7 +35,7 @@ fn a_replaced_socket_file_is_not_removed() {
 
 #[test]
 fn a_live_servers_socket_is_not_replaced() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let error = Listener::bind(&path).unwrap_err();
     assert!(matches!(error, BindError::InUse { .. }), "{error}");
     assert_eq!(
@@ -74,7 +74,7 @@ fn a_visible_socket_file_accepts_connections() {
     for round in 0..300 {
         let path = directory.path().join(format!("socket{round}"));
         let seen = path.clone();
-        let impatient = std::thread::spawn(move || {
+        let client = std::thread::spawn(move || {
             loop {
                 match std::os::unix::net::UnixStream::connect(&seen) {
                     Ok(_) => return Ok(()),
@@ -84,7 +84,7 @@ fn a_visible_socket_file_accepts_connections() {
             }
         });
         let listener = Listener::bind(&path).unwrap();
-        impatient.join().unwrap().unwrap();
+        client.join().unwrap().unwrap();
         let names: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
         assert_eq!(names.len(), 1, "{names:?}");
         drop(listener);

@@ -14,7 +14,7 @@ fn version(major: u16, minor: u16) -> wire::Version {
 
 #[test]
 fn a_version_without_json_is_answered_in_full() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::connect(&path);
     // SPDK's client sends VERSION with 20 bytes, and its messages all have the identifier 0.
     let mut message = raw.message(command::VERSION, 0, &[version(0, 1).as_bytes()]);
@@ -33,7 +33,7 @@ fn a_version_without_json_is_answered_in_full() {
 
 #[test]
 fn an_older_minor_version_is_agreed_to() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::connect(&path);
     let data = b"{\"capabilities\":{\"write_multiple\":true}}\0";
     let reply = raw.request(command::VERSION, &[version(0, 0).as_bytes(), data]).ok();
@@ -46,7 +46,7 @@ fn an_older_minor_version_is_agreed_to() {
 
 #[test]
 fn a_failed_negotiation_frees_the_device() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let hello = version(0, 1);
     let wrong = version(1, 0);
     let cases: [(u16, Vec<&[u8]>); 5] = [
@@ -68,7 +68,7 @@ fn a_failed_negotiation_frees_the_device() {
 
 #[test]
 fn the_device_describes_itself() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let ask = wire::DeviceInfo { argsz: 16, flags: 0, num_regions: 0, num_irqs: 0 };
     let reply = raw.request(command::DEVICE_GET_INFO, &[ask.as_bytes()]).ok();
@@ -97,7 +97,7 @@ fn region_info(raw: &mut Raw, index: u32, argsz: u32, len: usize) -> Reply {
 
 #[test]
 fn every_region_that_a_client_may_ask_about_is_described() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     for index in 0..10 {
         // SPDK's client queries with this size.
@@ -131,7 +131,7 @@ fn every_region_that_a_client_may_ask_about_is_described() {
 
 #[test]
 fn a_truncated_region_info_has_the_needed_size() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let reply = region_info(&mut raw, 2, 32, 32).ok();
     let info = wire::RegionInfo::read_from_bytes(&reply).unwrap();
@@ -142,7 +142,7 @@ fn a_truncated_region_info_has_the_needed_size() {
 
 #[test]
 fn regions_are_read_and_written() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let echo = raw.write(0x1000, &[1, 2, 3, 4]).ok();
     assert_eq!(echo, access(0, 0x1000, 4).as_bytes());
@@ -163,7 +163,7 @@ fn regions_are_read_and_written() {
 
 #[test]
 fn invalid_accesses_are_refused() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let mut refused = |access: wire::RegionAccess, data: &[u8], errno| {
         let reply = raw.request(command::REGION_READ, &[access.as_bytes()]);
@@ -188,7 +188,7 @@ fn invalid_accesses_are_refused() {
 
 #[test]
 fn posted_writes_have_no_reply() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let posted = header_flags::NO_REPLY;
     let mut stream = Vec::new();
@@ -208,7 +208,7 @@ fn posted_writes_have_no_reply() {
 
 #[test]
 fn several_writes_share_one_message() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let entry = |offset, count, data| wire::MultiEntry { offset, region: 0, count, data };
     let entries = [
@@ -245,7 +245,7 @@ fn several_writes_share_one_message() {
 
 #[test]
 fn memory_is_mapped_with_and_without_a_descriptor() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let map =
         |flags, offset, address, size| wire::DmaMap { argsz: 32, flags, offset, address, size };
@@ -298,7 +298,7 @@ fn memory_is_mapped_with_and_without_a_descriptor() {
 
 #[test]
 fn interrupts_are_set_up_masked_and_raised() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let set = |flags, index, start, count| wire::SetIrqs { argsz: 20, flags, index, start, count };
     let fds = eventfds(16);
@@ -353,7 +353,7 @@ fn interrupts_are_set_up_masked_and_raised() {
 
 #[test]
 fn unknown_commands_are_refused_and_their_payload_skipped() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let feature = command::DEVICE_FEATURE;
     let unknown = [0, 11, 12, 14, feature, 17, 18, 19, 255, u16::MAX];
@@ -376,7 +376,7 @@ fn unknown_commands_are_refused_and_their_payload_skipped() {
 
 #[test]
 fn a_message_may_arrive_byte_by_byte() {
-    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let (_server, path, _shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let access = access(0, 0x20, 4);
     let message = raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[9; 4]]);
@@ -391,8 +391,8 @@ fn a_message_may_arrive_byte_by_byte() {
 fn a_device_can_be_served_over_a_socket_pair() {
     let mut server = Server::start(Limits::default());
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-    let (toy, shared) = Toy::new();
-    server.handle.add_stream(theirs.into(), toy);
+    let (device, shared) = TestDevice::new();
+    server.handle.add_stream(theirs.into(), device);
     let mut raw = Raw::new(ours);
     raw.negotiate();
     raw.write(0, &[1]).ok();

@@ -46,7 +46,11 @@ impl Poller {
 
     /// Starts a thread that sleeps in `epoll`. If it has a `socket`, it handles the writes at
     /// [`DOORBELL`] from it.
-    fn start(epoll: Arc<OwnedFd>, socket: Option<SharedSocket>, shared: &Arc<ToyShared>) -> Self {
+    fn start(
+        epoll: Arc<OwnedFd>,
+        socket: Option<SharedSocket>,
+        shared: &Arc<TestDeviceState>,
+    ) -> Self {
         let stop = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         epoll::add(&epoll, &stop, EventData::new_u64(STOP), EventFlags::IN).unwrap();
         let state = Arc::<PollerState>::default();
@@ -111,7 +115,7 @@ fn wait(epoll: &OwnedFd, blocks: bool) -> Vec<u64> {
     }
 }
 
-fn poll_writes(socket: &SharedSocket, shared: &ToyShared) -> PolledWrites {
+fn poll_writes(socket: &SharedSocket, shared: &TestDeviceState) -> PolledWrites {
     socket.poll_writes(&mut |region, offset, data| {
         if (region, offset) != (0, DOORBELL) {
             return false;
@@ -133,14 +137,14 @@ fn ring(raw: &mut Raw, value: u8) {
 }
 
 /// Attaches a client. Returns the client, and the shared socket that the device has got.
-fn share(path: &Path, shared: &ToyShared) -> (Raw, SharedSocket) {
+fn share(path: &Path, shared: &TestDeviceState) -> (Raw, SharedSocket) {
     let mut raw = Raw::attach(path);
-    let socket = share_of(&mut raw, shared);
+    let socket = request_shared_socket(&mut raw, shared);
     (raw, socket)
 }
 
 /// Lets the device request the shared socket of a client, and returns the socket.
-fn share_of(raw: &mut Raw, shared: &ToyShared) -> SharedSocket {
+fn request_shared_socket(raw: &mut Raw, shared: &TestDeviceState) -> SharedSocket {
     shared.wants.store(true, Ordering::SeqCst);
     raw.read(0, 1).ok();
     let mut socket = None;
@@ -153,8 +157,8 @@ fn share_of(raw: &mut Raw, shared: &ToyShared) -> SharedSocket {
 
 /// Attaches a client whose socket is in two epoll instances: first that of a sleeping poller, then
 /// that of the reactor.
-fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<ToyShared>, Raw, Poller) {
-    let (server, path, shared) = Server::with_toy(limits);
+fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<TestDeviceState>, Raw, Poller) {
+    let (server, path, shared) = Server::with_device(limits);
     let (raw, socket) = share(&path, &shared);
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
@@ -172,11 +176,11 @@ fn wait_idle(server: &Server, poller: &Poller) {
     poller.wait_asleep();
 }
 
-fn doorbell_writes(shared: &ToyShared) -> Vec<(u8, bool)> {
+fn doorbell_writes(shared: &TestDeviceState) -> Vec<(u8, bool)> {
     shared.doorbell_writes.lock().unwrap().clone()
 }
 
-fn wait_doorbell_writes(shared: &ToyShared, count: usize) -> Vec<(u8, bool)> {
+fn wait_doorbell_writes(shared: &TestDeviceState, count: usize) -> Vec<(u8, bool)> {
     eventually("all doorbell writes arrived", || doorbell_writes(shared).len() >= count);
     doorbell_writes(shared)
 }
@@ -219,7 +223,7 @@ fn all_tests_pass_with_recorded_servers() {
 }
 
 /// Doorbell write that either thread may handle.
-fn takable(raw: &mut Raw, value: u8) -> Vec<u8> {
+fn takable_write(raw: &mut Raw, value: u8) -> Vec<u8> {
     doorbell(raw, value, if is_recorded() { header_flags::NO_REPLY } else { 0 })
 }
 
@@ -240,8 +244,8 @@ fn an_awake_poller_leaves_writes_to_the_reactor() {
 #[test]
 fn the_reactor_handles_other_messages_and_all_after_them() {
     let (_server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
-    let mut stream = takable(&mut raw, 1);
-    stream.extend(takable(&mut raw, 2));
+    let mut stream = takable_write(&mut raw, 1);
+    stream.extend(takable_write(&mut raw, 2));
     let access = access(0, 16, 1);
     stream.extend(raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[77]]));
     stream.extend(doorbell(&mut raw, 3, 0));
@@ -268,7 +272,7 @@ fn fuse_daemon() {
 /// the close to another thread.
 #[test]
 fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
-    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (server, path, shared) = Server::with_device(Limits::default());
     let (other, other_shared, _) = server.add("other");
     // The mount is dropped before the server, which releases a reactor that hangs.
     let Some(mount) = shadowbell_testing::stalled::Mount::new("fuse_daemon") else { return };
@@ -290,7 +294,7 @@ fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
     is_busy.recv().unwrap();
     // From here on, the server cannot send a reply.
     raw.stream.shutdown(std::net::Shutdown::Read).unwrap();
-    let (first, second) = (takable(&mut raw, 1), doorbell(&mut raw, 2, 0));
+    let (first, second) = (takable_write(&mut raw, 1), doorbell(&mut raw, 2, 0));
     raw.send(&first);
     let taken = PolledWrites { writes: 1, all: is_recorded() };
     assert_eq!(poll_writes(&socket, &shared), taken);
@@ -311,7 +315,7 @@ fn a_hung_descriptor_behind_a_doorbell_blocks_neither_thread() {
 /// wait.
 #[test]
 fn a_preempted_poller_delays_no_other_client() {
-    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (server, path, shared) = Server::with_device(Limits::default());
     let (other, other_shared, _) = server.add("other");
     let (mut raw, socket) = share(&path, &shared);
     eventually("the reactor sleeps", || sleeps(server.tid));
@@ -370,7 +374,7 @@ fn messages_with_descriptors_go_to_the_reactor() {
 
 #[test]
 fn half_a_message_is_left_to_the_reactor() {
-    let (server, _path, shared, mut raw, poller) = shared_with_poller(impatient());
+    let (server, _path, shared, mut raw, poller) = shared_with_poller(short_limits());
     let bytes = doorbell(&mut raw, 1, header_flags::NO_REPLY);
     let (first, second) = bytes.split_at(7);
     let before = poller.polled().len();
@@ -445,7 +449,7 @@ fn a_device_with_a_shared_socket_can_be_removed() {
 }
 
 /// Keeps the reactor busy in the device of `raw`, until the channel gets a message or is dropped.
-fn detain(raw: &mut Raw, shared: &ToyShared) -> std::sync::mpsc::Sender<()> {
+fn hold_reactor(raw: &mut Raw, shared: &TestDeviceState) -> std::sync::mpsc::Sender<()> {
     let (go, gone) = std::sync::mpsc::channel();
     *shared.hook.lock().unwrap() = Some(Box::new(move || {
         let _ = gone.recv();
@@ -463,7 +467,7 @@ fn a_doorbell_write_between_the_reactors_last_read_and_its_sleep_is_not_lost() {
     let (_server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
     let socket = poller.stop();
     // The reactor has read everything, and polls again only after an event.
-    let go = detain(&mut raw, &shared);
+    let go = hold_reactor(&mut raw, &shared);
     let epoll = Arc::clone(&poller.epoll);
     epoll::delete(&epoll, &poller.stop).unwrap();
     let poller = Poller::start(epoll, socket, &shared);
@@ -484,7 +488,7 @@ fn a_doorbell_write_after_the_poller_stopped_is_not_lost() {
     let stopped = Poller::start(epoll, None, &shared);
     let (path, other, _) = server.add("other");
     let mut second = Raw::attach(&path);
-    let go = detain(&mut second, &other);
+    let go = hold_reactor(&mut second, &other);
     drop(socket);
     ring(&mut raw, 6);
     eventually("a wakeup of the poller", || !stopped.polled().is_empty());
@@ -514,7 +518,7 @@ impl Dice {
 fn every_message_is_handled_once_and_in_order() {
     for seed in 0..12 {
         let mut dice = Dice(seed);
-        let (_server, path, shared) = Server::with_toy(Limits::default());
+        let (_server, path, shared) = Server::with_device(Limits::default());
         let (mut raw, socket) = share(&path, &shared);
         let epoll = Poller::epoll();
         socket.watch(&epoll, TOKEN).unwrap();
@@ -589,7 +593,7 @@ fn a_frozen_server_has_taken_the_socket_back() {
     let writes = wait_doorbell_writes(&shared, 6);
     assert_eq!(writes[1..], [(1, true), (2, true), (3, true), (4, true), (5, true)]);
     // The next server shares the socket in the same way.
-    let socket = share_of(&mut raw, &shared);
+    let socket = request_shared_socket(&mut raw, &shared);
     let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
     let poller = Poller::start(epoll, Some(socket), &shared);
@@ -602,11 +606,11 @@ fn a_frozen_server_has_taken_the_socket_back() {
 /// lost in a replacement of the server.
 #[test]
 fn messages_received_by_the_poller_are_handed_over() {
-    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (mut server, path, shared) = Server::with_device(Limits::default());
     let (other, other_shared, _) = server.add("other");
     let (mut raw, socket) = share(&path, &shared);
     let mut other_raw = Raw::attach(&other);
-    let go = detain(&mut other_raw, &other_shared);
+    let go = hold_reactor(&mut other_raw, &other_shared);
     // The freeze is requested before the reactor sees the following message.
     server.handle.freeze();
     let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: 0x1000 };
@@ -628,11 +632,11 @@ fn messages_received_by_the_poller_are_handed_over() {
 fn no_message_is_lost_in_a_replacement_with_a_poller() {
     for seed in 0..4 {
         let mut dice = Dice(100 + seed);
-        let (mut server, path, shared) = Server::with_toy(Limits::default());
+        let (mut server, path, shared) = Server::with_device(Limits::default());
         let mut raw = Raw::attach(&path);
         let mut rings = 0_u8;
         for _ in 0..40 {
-            let socket = share_of(&mut raw, &shared);
+            let socket = request_shared_socket(&mut raw, &shared);
             let epoll = Poller::epoll();
             // The reactor may be using the session at the moment, so the call may have to be
             // repeated.

@@ -18,7 +18,7 @@ fn unmap() -> wire::DmaUnmap {
 
 #[test]
 fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
-    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (server, path, shared) = Server::with_device(Limits::default());
     let (other_path, ..) = server.add("other");
     let mut raw = Raw::attach(&path);
     let mut other = Raw::attach(&other_path);
@@ -56,7 +56,7 @@ fn messages_wait_behind_an_unfinished_one_of_the_same_client() {
 
 #[test]
 fn a_dropped_completion_handle_is_an_error() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
     let reset = raw.message(command::DEVICE_RESET, 0, &[]);
@@ -67,7 +67,7 @@ fn a_dropped_completion_handle_is_an_error() {
 
 #[test]
 fn a_waiting_posted_request_keeps_its_order() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
     let posted = header_flags::NO_REPLY;
@@ -83,7 +83,7 @@ fn a_waiting_posted_request_keeps_its_order() {
 
 #[test]
 fn a_register_write_may_wait_alone_or_in_a_multi_write() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
     let slow = access(0, SLOW, 4);
@@ -116,7 +116,7 @@ fn a_register_write_may_wait_alone_or_in_a_multi_write() {
 
 #[test]
 fn disconnected_is_called_after_the_request_in_flight() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
     let reset = raw.message(command::DEVICE_RESET, 0, &[]);
@@ -141,7 +141,7 @@ fn disconnected_is_called_after_the_request_in_flight() {
 
 #[test]
 fn a_disconnect_right_after_a_message_is_noticed() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
     let posted = header_flags::NO_REPLY;
@@ -161,7 +161,7 @@ fn a_disconnect_right_after_a_message_is_noticed() {
 
 #[test]
 fn a_failed_disconnect_does_not_end_the_service() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
     drop(raw);
@@ -171,7 +171,7 @@ fn a_failed_disconnect_does_not_end_the_service() {
 
 #[test]
 fn a_second_client_waits_for_the_first_to_leave() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut first = Raw::attach(&path);
     let mut second = Raw::connect(&path);
     let hello = second.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
@@ -193,7 +193,7 @@ fn a_second_client_waits_for_the_first_to_leave() {
 
 #[test]
 fn a_client_may_reconnect_many_times() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     for _ in 0..200 {
         Raw::attach(&path).write(0, &[1]).ok();
     }
@@ -246,7 +246,7 @@ fn a_removed_device_finishes_its_request() {
 fn a_stop_has_a_timeout() {
     // The limit is short, because the test waits for its expiry.
     let limits = Limits { stop: Duration::from_millis(50), ..Limits::default() };
-    let (mut server, path, shared) = Server::with_toy(limits);
+    let (mut server, path, shared) = Server::with_device(limits);
     let raw = Raw::attach(&path);
     shared.hold.store(true, Ordering::SeqCst);
     server.stop();

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 
 /// Instructions for a [`Held`] disk, and its requests.
 #[derive(Debug, Default)]
-pub struct Orders {
+pub struct Instructions {
     pub hold: bool,
     /// Requests that start at this byte offset fail.
     pub fail_at: Option<u64>,
@@ -34,27 +34,27 @@ pub struct Held {
     pub volatile: bool,
     /// True if the disk supports atomic compare-and-write.
     pub one_step: bool,
-    orders: Arc<Mutex<Orders>>,
+    instructions: Arc<Mutex<Instructions>>,
 }
 
 impl Held {
     pub fn new(blocks: u64) -> Self {
         let mem = MemDisk::new(blocks, 512).unwrap();
-        Self { mem, volatile: false, one_step: false, orders: Arc::default() }
+        Self { mem, volatile: false, one_step: false, instructions: Arc::default() }
     }
 
-    pub fn order(&self, order: impl FnOnce(&mut Orders)) {
-        let mut orders = self.orders.lock().unwrap();
-        order(&mut orders);
-        orders.events.iter().for_each(EventFd::signal);
+    pub fn instruct(&self, change: impl FnOnce(&mut Instructions)) {
+        let mut instructions = self.instructions.lock().unwrap();
+        change(&mut instructions);
+        instructions.events.iter().for_each(EventFd::signal);
     }
 
     pub fn seen(&self) -> Vec<Request> {
-        self.orders.lock().unwrap().seen.clone()
+        self.instructions.lock().unwrap().seen.clone()
     }
 
     pub fn cancelled(&self) -> usize {
-        self.orders.lock().unwrap().cancelled
+        self.instructions.lock().unwrap().cancelled
     }
 
     /// Numbers at the start of these blocks.
@@ -88,7 +88,7 @@ impl Disk for Held {
 
     fn queue(&self) -> std::io::Result<Box<dyn shadowbell_disk::Queue>> {
         let event = EventFd::new()?;
-        self.orders.lock().unwrap().events.push(event.try_clone()?);
+        self.instructions.lock().unwrap().events.push(event.try_clone()?);
         let inner = self.mem.queue()?;
         Ok(Box::new(HeldQueue { disk: self.clone(), inner, event, held: Vec::new() }))
     }
@@ -120,7 +120,7 @@ struct HeldQueue {
 
 impl shadowbell_disk::Queue for HeldQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        self.disk.orders.lock().unwrap().seen.push(*request);
+        self.disk.instructions.lock().unwrap().seen.push(*request);
         self.held.push((tag, *request, data.take()));
         self.event.signal();
         Submitted::Pending
@@ -128,9 +128,9 @@ impl shadowbell_disk::Queue for HeldQueue {
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         self.event.drain();
-        let (fail_at, hold_both, fail_both) = match &*self.disk.orders.lock().unwrap() {
-            orders if orders.hold => return,
-            orders => (orders.fail_at, orders.hold_both, orders.fail_both),
+        let (fail_at, hold_both, fail_both) = match &*self.disk.instructions.lock().unwrap() {
+            instructions if instructions.hold => return,
+            instructions => (instructions.fail_at, instructions.hold_both, instructions.fail_both),
         };
         let mut held = Vec::new();
         // The request that was submitted last completes first.
@@ -153,7 +153,8 @@ impl shadowbell_disk::Queue for HeldQueue {
                 Submitted::Pending => panic!("memory does not wait"),
             };
             if request.op == Op::Compare
-                && let Some((block, value)) = self.disk.orders.lock().unwrap().after_compare.take()
+                && let Some((block, value)) =
+                    self.disk.instructions.lock().unwrap().after_compare.take()
             {
                 self.disk.set(block, value);
             }
@@ -168,7 +169,7 @@ impl shadowbell_disk::Queue for HeldQueue {
 
     fn cancel(&mut self, _: u32) {
         // A cancelled request is only counted; it completes normally.
-        self.disk.orders.lock().unwrap().cancelled += 1;
+        self.disk.instructions.lock().unwrap().cancelled += 1;
     }
 
     fn pending(&self) -> usize {

@@ -21,7 +21,7 @@ pub const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 pub const UUID: [u8; 16] = [7; 16];
 
 /// A host with a queue, and memory for keys and data.
-pub struct One {
+pub struct SharingHost {
     pub host: Host,
     pub queue: Queue,
     pub keys: u64,
@@ -38,24 +38,24 @@ pub fn pool() -> Pool {
 }
 
 /// Creates hosts with a namespace in common. Their host identifiers are 1, 2 and so on.
-pub fn hosts<const N: usize>(disk: Arc<dyn Disk>, state: Option<File>) -> [One; N] {
+pub fn hosts<const N: usize>(disk: Arc<dyn Disk>, state: Option<File>) -> [SharingHost; N] {
     let (pool, subsystem) = (pool(), Subsystem::new(state).unwrap());
     std::array::from_fn(|n| {
         let config = config(&disk, &subsystem);
         let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
         let mut host = Host::attach(controller);
         host.enable();
-        let mut one = One::new(host);
+        let mut one = SharingHost::new(host);
         one.identify_as(n as u64 + 1).unwrap();
         one
     })
 }
 
-pub fn mem<const N: usize>() -> [One; N] {
+pub fn mem<const N: usize>() -> [SharingHost; N] {
     hosts(shadowbell_disk_file::open("mem:1MiB").unwrap(), None)
 }
 
-impl One {
+impl SharingHost {
     pub fn new(mut host: Host) -> Self {
         let queue = host.create(1, 16, false);
         let (keys, data) = (host.alloc(4096), host.alloc(4096));
@@ -117,7 +117,7 @@ impl One {
 
     /// Runs every command that reads or writes. Returns for each: name, if it needs read access, if
     /// it needs write access, and status.
-    pub fn everything(&mut self) -> Vec<(&'static str, bool, bool, Status)> {
+    pub fn run_all_commands(&mut self) -> Vec<(&'static str, bool, bool, Status)> {
         let at = self.data;
         let range = |host: &Host, slba: u64| {
             host.poke(at, &[0; 32]);
@@ -165,7 +165,7 @@ impl One {
     }
 
     pub fn may(&mut self, reads: bool, writes: bool, who: &str) {
-        for (name, needs_read, needs_write, status) in self.everything() {
+        for (name, needs_read, needs_write, status) in self.run_all_commands() {
             let may = (reads || !needs_read) && (writes || !needs_write);
             let expected = if may { Status::SUCCESS } else { Status::RESERVATION_CONFLICT };
             assert_eq!(status.code(), expected, "{who}: {name}");

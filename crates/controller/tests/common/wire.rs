@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Doorbell writes that no thread has received yet.
-pub struct Wire {
+pub struct DoorbellChannel {
     event: EventFd,
     writes: Mutex<VecDeque<(u64, u32)>>,
     /// True while an I/O thread polls the source.
@@ -18,13 +18,13 @@ pub struct Wire {
 }
 
 /// End of the wire that the I/O thread uses.
-pub struct Far(Arc<Wire>);
+pub struct ChannelReceiver(Arc<DoorbellChannel>);
 
-impl Wire {
-    pub fn new() -> (Arc<Self>, Box<Far>) {
+impl DoorbellChannel {
+    pub fn new() -> (Arc<Self>, Box<ChannelReceiver>) {
         let event = EventFd::new().unwrap();
         let wire = Arc::new(Self { event, writes: Mutex::default(), watched: false.into() });
-        (Arc::clone(&wire), Box::new(Far(wire)))
+        (Arc::clone(&wire), Box::new(ChannelReceiver(wire)))
     }
 
     /// Sends a doorbell write.
@@ -43,7 +43,7 @@ impl Wire {
     }
 }
 
-impl DoorbellSource for Far {
+impl DoorbellSource for ChannelReceiver {
     fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let flags = EventFlags::IN | EventFlags::ET;
         epoll::add(epoll, &self.0.event, EventData::new_u64(token), flags)?;
@@ -66,7 +66,7 @@ impl DoorbellSource for Far {
     }
 }
 
-impl Drop for Far {
+impl Drop for ChannelReceiver {
     fn drop(&mut self) {
         self.0.watched.store(false, Ordering::SeqCst);
     }

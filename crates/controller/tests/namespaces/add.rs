@@ -135,14 +135,14 @@ fn a_disk_that_cannot_be_opened_changes_nothing() {
     let mut queues = [host.create(1, 16, true), host.create(2, 16, false)];
     for queues_left in [0, 1] {
         let broken = Late::memory(100);
-        broken.orders.queues.store(queues_left, Ordering::SeqCst);
+        broken.instructions.queues.store(queues_left, Ordering::SeqCst);
         let (nsid, outcome) = add(&host, None, &broken, "broken");
         assert!(matches!(ends(&outcome), Err(NamespaceError::Open(of)) if of == nsid));
         assert_eq!(active(&mut host), [1]);
         broken.is_gone();
         for blocks in [100, 10] {
             let broken = first.of_blocks(blocks.min(64));
-            broken.orders.queues.store(queues_left, Ordering::SeqCst);
+            broken.instructions.queues.store(queues_left, Ordering::SeqCst);
             assert!(matches!(ends(&change(&host, 1, &broken)), Err(NamespaceError::Open(1))));
             assert_eq!(size(&mut host, 1), 64);
         }

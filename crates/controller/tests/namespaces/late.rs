@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 /// Instructions for a [`Late`] disk, and its history.
 #[derive(Debug, Default)]
-pub(crate) struct Orders {
+pub(crate) struct Instructions {
     /// True if the disk holds its requests.
     pub(crate) hold: AtomicBool,
     /// True if the disk must not be used any more; and true if it was used in spite of that.
@@ -29,7 +29,7 @@ pub(crate) struct Orders {
 pub(crate) struct Late {
     pub(crate) inner: Arc<dyn Disk>,
     pub(crate) volatile: bool,
-    pub(crate) orders: Arc<Orders>,
+    pub(crate) instructions: Arc<Instructions>,
 }
 
 impl Late {
@@ -38,8 +38,8 @@ impl Late {
     }
 
     pub(crate) fn of(inner: Arc<dyn Disk>) -> Self {
-        let orders = Orders { queues: 1000.into(), ..Orders::default() };
-        Self { inner, volatile: false, orders: Arc::new(orders) }
+        let instructions = Instructions { queues: 1000.into(), ..Instructions::default() };
+        Self { inner, volatile: false, instructions: Arc::new(instructions) }
     }
 
     pub(crate) fn memory(blocks: u64) -> Self {
@@ -55,20 +55,20 @@ impl Late {
     }
 
     pub(crate) fn hold(&self, hold: bool) {
-        self.orders.hold.store(hold, Ordering::SeqCst);
-        self.orders.events.lock().unwrap().iter().for_each(|event| event.signal());
+        self.instructions.hold.store(hold, Ordering::SeqCst);
+        self.instructions.events.lock().unwrap().iter().for_each(|event| event.signal());
     }
 
     pub(crate) fn seen(&self) -> Vec<Request> {
-        self.orders.seen.lock().unwrap().clone()
+        self.instructions.seen.lock().unwrap().clone()
     }
 
     pub(crate) fn is_gone(&self) {
-        self.orders.gone.store(true, Ordering::SeqCst);
+        self.instructions.gone.store(true, Ordering::SeqCst);
     }
 
     pub(crate) fn was_used_after(&self) -> bool {
-        self.orders.used_after.load(Ordering::SeqCst)
+        self.instructions.used_after.load(Ordering::SeqCst)
     }
 }
 
@@ -81,10 +81,10 @@ impl Disk for Late {
 
     fn queue(&self) -> io::Result<Box<dyn shadowbell_disk::Queue>> {
         let take = |left: usize| left.checked_sub(1);
-        let taken = self.orders.queues.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take);
+        let taken = self.instructions.queues.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take);
         taken.map_err(|_| io::Error::other("no queue is left"))?;
         let event = EventFd::new()?;
-        self.orders.events.lock().unwrap().push(event.try_clone()?);
+        self.instructions.events.lock().unwrap().push(event.try_clone()?);
         let (disk, inner) = (self.clone(), self.inner.queue()?);
         Ok(Box::new(LateQueue { disk, inner, event, held: Vec::new() }))
     }
@@ -103,7 +103,7 @@ pub(crate) struct LateQueue {
 
 impl LateQueue {
     fn used(&self) {
-        let Orders { gone, used_after, .. } = &*self.disk.orders;
+        let Instructions { gone, used_after, .. } = &*self.disk.instructions;
         used_after.fetch_or(gone.load(Ordering::SeqCst), Ordering::SeqCst);
     }
 }
@@ -111,7 +111,7 @@ impl LateQueue {
 impl shadowbell_disk::Queue for LateQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         self.used();
-        self.disk.orders.seen.lock().unwrap().push(*request);
+        self.disk.instructions.seen.lock().unwrap().push(*request);
         self.held.push((tag, *request, data.take()));
         self.event.signal();
         Submitted::Pending
@@ -123,7 +123,7 @@ impl shadowbell_disk::Queue for LateQueue {
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         self.event.drain();
-        if self.disk.orders.hold.load(Ordering::SeqCst) {
+        if self.disk.instructions.hold.load(Ordering::SeqCst) {
             return;
         }
         while let Some((tag, request, mut data)) = self.held.pop() {
@@ -137,7 +137,7 @@ impl shadowbell_disk::Queue for LateQueue {
 
     fn cancel(&mut self, tag: u32) {
         assert!(self.held.iter().any(|(of, ..)| *of == tag), "the cancelled request is pending");
-        self.disk.orders.cancelled.fetch_add(1, Ordering::SeqCst);
+        self.disk.instructions.cancelled.fetch_add(1, Ordering::SeqCst);
     }
 
     fn pending(&self) -> usize {

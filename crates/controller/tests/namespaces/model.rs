@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
 /// Expected state of a namespace.
-struct Known {
+struct ExpectedNamespace {
     disk: Late,
     blocks: u64,
     /// Written blocks; all others are zeroes.
@@ -61,14 +61,14 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..60)
 }
 
-struct World {
+struct ModelTest {
     host: Host,
     queues: Vec<Queue>,
     interrupts: BTreeMap<usize, EventFd>,
-    known: BTreeMap<u32, Known>,
+    expected: BTreeMap<u32, ExpectedNamespace>,
     /// Number of changes of each namespace.
     ages: BTreeMap<u32, u64>,
-    under_way: BTreeMap<(usize, u16), Command>,
+    in_flight: BTreeMap<(usize, u16), Command>,
     /// Changes in progress, each with the disk that it releases at its end.
     changing: Vec<(u32, Outcome, Option<Late>)>,
     gone: Vec<Late>,
@@ -77,7 +77,7 @@ struct World {
     data: u64,
 }
 
-impl World {
+impl ModelTest {
     fn new() -> Self {
         let first = Late::memory(20);
         let mut host = host(&first);
@@ -86,9 +86,13 @@ impl World {
             host,
             queues: Vec::new(),
             interrupts: BTreeMap::new(),
-            known: [(1, Known { disk: first, blocks: 20, written: BTreeMap::new() })].into(),
+            expected: [(
+                1,
+                ExpectedNamespace { disk: first, blocks: 20, written: BTreeMap::new() },
+            )]
+            .into(),
             ages: BTreeMap::new(),
-            under_way: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
             changing: Vec::new(),
             gone: Vec::new(),
             next: 0,
@@ -114,14 +118,14 @@ impl World {
     }
 
     fn submit(&mut self, queue: usize, nsid: u32) {
-        if self.under_way.keys().filter(|(of, _)| *of == queue).count() >= 60 {
+        if self.in_flight.keys().filter(|(of, _)| *of == queue).count() >= 60 {
             return;
         }
         self.next = (self.next + 1) % 0x4000;
         let (cid, n) = (self.next, u64::from(self.next));
         let lba = n * 7 % 64;
         let busy = |command: &Command| (command.nsid, command.lba) == (nsid, lba);
-        if self.under_way.values().any(busy) {
+        if self.in_flight.values().any(busy) {
             return;
         }
         let page = self.data + n % 256 * 4096;
@@ -133,7 +137,7 @@ impl World {
         };
         let age = (!self.is_changing(nsid)).then_some(self.age(nsid));
         let command = Command { nsid, lba, write, age, page };
-        self.under_way.insert((queue, cid), command);
+        self.in_flight.insert((queue, cid), command);
         let Self { host, queues, .. } = self;
         host.submit(&mut queues[queue], &sqe.with_prps(page, 0));
     }
@@ -141,13 +145,13 @@ impl World {
     fn reap(&mut self, queue: usize) -> bool {
         let Self { host, queues, .. } = self;
         let Some((cid, status, _)) = host.reap(&mut queues[queue]) else { return false };
-        let command = self.under_way.remove(&(queue, cid)).expect("each command completes once");
+        let command = self.in_flight.remove(&(queue, cid)).expect("each command completes once");
         let Command { nsid, lba, write, age, page } = command;
         let is_settled = age == Some(self.age(nsid)) && !self.is_changing(nsid);
-        let known = self.known.get_mut(&nsid);
+        let expected = self.expected.get_mut(&nsid);
         if is_settled {
-            match &known {
-                Some(known) if lba < known.blocks => assert!(status.is_success(), "{status}"),
+            match &expected {
+                Some(expected) if lba < expected.blocks => assert!(status.is_success(), "{status}"),
                 Some(_) => assert_eq!(status, OUTSIDE, "namespace {nsid}, block {lba}"),
                 // Either status is valid: which one depends on other additions of namespaces.
                 None => assert!([INACTIVE, INVALID].contains(&status), "{status}"),
@@ -156,15 +160,15 @@ impl World {
             let possible = [Status::SUCCESS, OUTSIDE, INACTIVE, INVALID];
             assert!(possible.contains(&status), "{status}");
         }
-        let Some(known) = known else { return true };
+        let Some(expected) = expected else { return true };
         match write {
             Some(value) if status.is_success() && is_settled => {
-                known.written.insert(lba, value);
+                expected.written.insert(lba, value);
             }
             // If there was a change, the write may have been executed on the old disk.
-            Some(_) => drop(known.written.remove(&lba)),
+            Some(_) => drop(expected.written.remove(&lba)),
             None if status.is_success() && is_settled => {
-                if let Some(value) = known.written.get(&lba) {
+                if let Some(value) = expected.written.get(&lba) {
                     let found = self.host.peek(page, 512);
                     assert_eq!(found, [*value; 512], "namespace {nsid}, block {lba}");
                 }
@@ -175,12 +179,12 @@ impl World {
     }
 
     /// Records changes that have ended. If `all` is true, waits for every change.
-    fn settle(&mut self, all: bool) {
+    fn record_ended_changes(&mut self, all: bool) {
         if all {
             // Queues that move to another I/O thread wait for requests of every disk.
-            let known = self.known.values().map(|known| &known.disk);
+            let expected = self.expected.values().map(|expected| &expected.disk);
             let leaving = self.changing.iter().filter_map(|(.., gone)| gone.as_ref());
-            known.chain(leaving).for_each(|disk| disk.hold(false));
+            expected.chain(leaving).for_each(|disk| disk.hold(false));
         }
         for (nsid, outcome, gone) in std::mem::take(&mut self.changing) {
             let end = if all { Ok(ends(&outcome)) } else { outcome.try_recv() };
@@ -199,7 +203,7 @@ impl World {
     }
 
     fn step(&mut self, step: &Step) {
-        self.settle(false);
+        self.record_ended_changes(false);
         match *step {
             Step::Submit { queue, nsid, count } => {
                 (0..count).for_each(|_| self.submit(queue, nsid));
@@ -210,7 +214,7 @@ impl World {
                 }
             }
             Step::Add(nsid, blocks) => {
-                if self.known.contains_key(&nsid) || self.is_changing(nsid) {
+                if self.expected.contains_key(&nsid) || self.is_changing(nsid) {
                     return;
                 }
                 let disk = Late::memory(blocks);
@@ -218,58 +222,59 @@ impl World {
                 self.changes(nsid);
                 let outcome = add(&self.host, Some(nsid), &disk, &self.names.to_string()).1;
                 self.changing.push((nsid, outcome, None));
-                self.known.insert(nsid, Known { disk, blocks, written: BTreeMap::new() });
+                self.expected
+                    .insert(nsid, ExpectedNamespace { disk, blocks, written: BTreeMap::new() });
             }
             Step::Remove(nsid) => {
                 if self.is_changing(nsid) {
                     return;
                 }
-                let Some(known) = self.known.remove(&nsid) else { return };
+                let Some(expected) = self.expected.remove(&nsid) else { return };
                 self.changes(nsid);
-                let outcome = remove(&self.host, nsid, &known.disk);
-                self.changing.push((nsid, outcome, Some(known.disk)));
+                let outcome = remove(&self.host, nsid, &expected.disk);
+                self.changing.push((nsid, outcome, Some(expected.disk)));
             }
             Step::Resize(nsid, blocks) => {
-                if self.is_changing(nsid) || !self.known.contains_key(&nsid) {
+                if self.is_changing(nsid) || !self.expected.contains_key(&nsid) {
                     return;
                 }
                 self.changes(nsid);
-                let known = self.known.get_mut(&nsid).unwrap();
-                let disk = known.disk.of_blocks(blocks);
+                let expected = self.expected.get_mut(&nsid).unwrap();
+                let disk = expected.disk.of_blocks(blocks);
                 let outcome = change(&self.host, nsid, &disk);
-                known.blocks = blocks;
-                let before = std::mem::replace(&mut known.disk, disk);
+                expected.blocks = blocks;
+                let before = std::mem::replace(&mut expected.disk, disk);
                 self.changing.push((nsid, outcome, Some(before)));
             }
             Step::Hold(nsid) => {
-                if let Some(known) = self.known.get(&nsid) {
-                    let hold = !known.disk.orders.hold.load(Ordering::SeqCst);
-                    known.disk.hold(hold);
+                if let Some(expected) = self.expected.get(&nsid) {
+                    let hold = !expected.disk.instructions.hold.load(Ordering::SeqCst);
+                    expected.disk.hold(hold);
                 }
             }
             Step::Look => {
-                self.settle(true);
-                let there: Vec<_> = self.known.keys().copied().collect();
+                self.record_ended_changes(true);
+                let there: Vec<_> = self.expected.keys().copied().collect();
                 assert_eq!(active(&mut self.host), there);
                 for nsid in 1..5 {
                     let highest = self.ages.keys().max().copied().unwrap_or(0).max(1);
                     if nsid <= highest {
-                        let blocks = self.known.get(&nsid).map_or(0, |known| known.blocks);
+                        let blocks = self.expected.get(&nsid).map_or(0, |expected| expected.blocks);
                         assert_eq!(size(&mut self.host, nsid), blocks);
                     }
                 }
             }
             Step::Replace => {
-                self.settle(true);
+                self.record_ended_changes(true);
                 replace(&mut self.host, &self.interrupts);
             }
             Step::Reset => {
-                self.known.values().for_each(|known| known.disk.hold(false));
-                self.settle(true);
+                self.expected.values().for_each(|expected| expected.disk.hold(false));
+                self.record_ended_changes(true);
                 self.host.disable();
-                self.under_way.clear();
+                self.in_flight.clear();
                 // A reset may abort writes, so the contents of written blocks are unknown.
-                self.known.values_mut().for_each(|known| known.written.clear());
+                self.expected.values_mut().for_each(|expected| expected.written.clear());
                 self.host.enable();
                 self.create_queues();
             }
@@ -278,10 +283,10 @@ impl World {
     }
 
     fn end(mut self) {
-        self.settle(true);
+        self.record_ended_changes(true);
         for queue in 0..2 {
             let began = std::time::Instant::now();
-            while self.under_way.keys().any(|(of, _)| *of == queue) {
+            while self.in_flight.keys().any(|(of, _)| *of == queue) {
                 assert!(began.elapsed() < common::LIMIT, "{:#?}", self.host.controller.stats());
                 if !self.reap(queue) {
                     std::thread::yield_now();
@@ -303,7 +308,7 @@ proptest! {
 
     #[test]
     fn any_order_of_changes(steps in steps()) {
-        let mut world = World::new();
+        let mut world = ModelTest::new();
         steps.iter().for_each(|step| world.step(step));
         world.end();
     }

@@ -1,7 +1,7 @@
 //! Removal of a namespace with commands in flight.
 
 use crate::host::{INACTIVE, active, add, ends, host, remove};
-use crate::late::{Late, Orders};
+use crate::late::{Instructions, Late};
 use shadowbell_spec::nvm::{CopyFields, CopyRange};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::{Sqe, Status};
@@ -62,7 +62,7 @@ fn removal_ends_commands_and_releases_the_disk() {
     first.hold(false);
     ends(&outcome).unwrap();
     assert_eq!(first.seen().len(), begun, "nothing more was begun");
-    let inner: Weak<Orders> = Arc::downgrade(&first.orders);
+    let inner: Weak<Instructions> = Arc::downgrade(&first.instructions);
     for (queue, ended) in queues.iter_mut().zip(&mut ended) {
         while ended.len() < 9 {
             let (cid, status, _) = host.wait(queue);

@@ -1,8 +1,8 @@
 //! Host of a controller whose process dies.
 
 use crate::process::{
-    ADMIN_CQ, ADMIN_SQ, BASE, BLOCKS, DATA, EVENT_IDX, LIMIT, MEMORY, Orders, Process, QUEUES,
-    SHADOW, Task,
+    ADMIN_CQ, ADMIN_SQ, BASE, BLOCKS, DATA, EVENT_IDX, Instructions, LIMIT, MEMORY, Process,
+    QUEUES, SHADOW, Task,
 };
 use shadowbell_disk::Disk;
 use shadowbell_memory::{Mapping, SharedBytes};
@@ -36,9 +36,9 @@ pub(crate) struct Host {
     pub(crate) polling: bool,
     pub(crate) process: Option<Process>,
     /// Injected errors and crash points of the processes that are started from now on.
-    pub(crate) orders: Orders,
+    pub(crate) instructions: Instructions,
     /// Time limit of waits for expected events.
-    pub(crate) patience: Duration,
+    pub(crate) timeout: Duration,
     /// Checkpoint for the next process.
     pub(crate) record: Option<Parcel>,
     /// True if the process that wrote the checkpoint died by a fault.
@@ -48,10 +48,10 @@ pub(crate) struct Host {
     pub(crate) admin: Queue,
     pub(crate) queues: Vec<Queue>,
     /// Last doorbell value by offset.
-    pub(crate) rung: BTreeMap<u64, u32>,
+    pub(crate) last_doorbells: BTreeMap<u64, u32>,
     pub(crate) next_cid: u16,
     /// Commands in flight by queue and identifier: the block, and the written value of a write.
-    pub(crate) under_way: BTreeMap<(u16, u16), (u64, Option<u64>)>,
+    pub(crate) in_flight: BTreeMap<(u16, u16), (u64, Option<u64>)>,
     pub(crate) written: BTreeMap<u64, u64>,
     /// Number of completions since the last kill.
     pub(crate) completed: u64,
@@ -60,19 +60,19 @@ pub(crate) struct Host {
     pub(crate) deadly: BTreeSet<u64>,
     pub(crate) given_up: BTreeSet<u64>,
     /// Number of processes that died at a crash point.
-    pub(crate) deaths: u32,
+    pub(crate) crashes: u32,
 }
 
 impl Host {
     pub(crate) fn new(disk: Result<String, Arc<dyn Disk>>, mapped: bool, polling: bool) -> Self {
-        Self::with_orders(disk, mapped, polling, Orders::default())
+        Self::with_instructions(disk, mapped, polling, Instructions::default())
     }
 
-    pub(crate) fn with_orders(
+    pub(crate) fn with_instructions(
         disk: Result<String, Arc<dyn Disk>>,
         mapped: bool,
         polling: bool,
-        orders: Orders,
+        instructions: Instructions,
     ) -> Self {
         let memory = Mapping::shared("recovery-host", MEMORY).unwrap().bytes();
         let file = memory.mapping().fd().unwrap().try_clone_to_owned().unwrap();
@@ -84,23 +84,23 @@ impl Host {
             mapped,
             polling,
             process: None,
-            orders,
-            patience: LIMIT,
+            instructions,
+            timeout: LIMIT,
             record: None,
             by_fault: false,
             doorbells: None,
             shadow: false,
             admin,
             queues: Vec::new(),
-            rung: BTreeMap::new(),
+            last_doorbells: BTreeMap::new(),
             next_cid: 0,
-            under_way: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
             written: BTreeMap::new(),
             completed: 0,
             replayed: 0,
             deadly: BTreeSet::new(),
             given_up: BTreeSet::new(),
-            deaths: 0,
+            crashes: 0,
         };
         host.start();
         host
@@ -118,7 +118,7 @@ impl Host {
         let (mapped, polling) = (self.mapped, self.polling);
         let recovers = self.record.is_some();
         let by_fault = self.by_fault;
-        let Orders { isolated, rests, one_step, .. } = self.orders;
+        let Instructions { isolated, quiesces, one_step, .. } = self.instructions;
         let task = Task {
             memory,
             disk,
@@ -128,10 +128,10 @@ impl Host {
             recovers,
             by_fault,
             isolated,
-            rests,
+            quiesces,
             one_step,
         };
-        self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.orders));
+        self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.instructions));
     }
 
     /// Kills the process and starts another one. If the killed process has not recovered the
@@ -149,8 +149,9 @@ impl Host {
         // With a real client, unread doorbell writes stay in its socket for the next process. In
         // this test, each process has its own socket, so the last value of each doorbell is sent
         // again.
-        let rung: Vec<_> = self.rung.iter().map(|(offset, value)| (*offset, *value)).collect();
-        for (offset, value) in rung {
+        let last_doorbells: Vec<_> =
+            self.last_doorbells.iter().map(|(offset, value)| (*offset, *value)).collect();
+        for (offset, value) in last_doorbells {
             self.write_doorbell(offset, value);
         }
     }
@@ -160,7 +161,7 @@ impl Host {
     }
 
     pub(crate) fn write_doorbell(&mut self, offset: u64, value: u32) {
-        self.rung.insert(offset, value);
+        self.last_doorbells.insert(offset, value);
         if self.mapped
             && let Some(page) = &self.doorbells
         {
@@ -239,7 +240,7 @@ impl Host {
             if kill() || self.has_died() {
                 self.kill();
             }
-            if began.elapsed() > self.patience {
+            if began.elapsed() > self.timeout {
                 let word = |at| self.memory.load_u32_acquire(at as usize).unwrap();
                 let (shadow, event_idx) = (word(SHADOW), word(EVENT_IDX));
                 let Queue { tail, head, phase, .. } = self.admin;
@@ -247,7 +248,7 @@ impl Host {
                     "admin command {:#x} never ends: tail {tail}, shadow {shadow}, EventIdx \
                      {event_idx}, rung {:?}, head {head}, phase {phase}, taken {}",
                     sqe.opcode,
-                    self.rung.get(&4096),
+                    self.last_doorbells.get(&4096),
                     self.process.as_ref().unwrap().taken.load(Ordering::Acquire)
                 );
             }
@@ -259,7 +260,7 @@ impl Host {
     pub(crate) fn reset_and_kill(&mut self) {
         self.poke(ADMIN_CQ, &[0; 16 * 16]);
         self.admin = queue(0, 16, ADMIN_SQ, ADMIN_CQ);
-        (self.shadow, self.rung) = (false, BTreeMap::new());
+        (self.shadow, self.last_doorbells) = (false, BTreeMap::new());
         self.queues.clear();
         let mut parcel = Parcel::new();
         parcel.add("reset", true, &()).unwrap();
@@ -291,7 +292,7 @@ impl Host {
             let index = u64::from(qid) * 2 + kind;
             self.poke(SHADOW + index * 4, &[0; 4]);
             self.poke(EVENT_IDX + index * 4, &[0; 4]);
-            self.rung.remove(&(4096 + index * 4));
+            self.last_doorbells.remove(&(4096 + index * 4));
         }
         let qsize0 = entries as u16 - 1;
         let command = CreateIoCq { qid, qsize0, pc: true, ien: false, iv: 0 };
@@ -305,9 +306,9 @@ impl Host {
     pub(crate) fn submit_io(&mut self, at: usize, random: u64) -> bool {
         let queue = &self.queues[at];
         let qid = queue.qid;
-        let under_way = self.under_way.keys().filter(|(of, _)| *of == qid).count() as u32;
+        let in_flight = self.in_flight.keys().filter(|(of, _)| *of == qid).count() as u32;
         let lba = random % BLOCKS;
-        if under_way >= queue.entries - 1 || self.under_way.values().any(|(busy, _)| *busy == lba) {
+        if in_flight >= queue.entries - 1 || self.in_flight.values().any(|(busy, _)| *busy == lba) {
             return false;
         }
         let page = DATA + lba * 512;
@@ -315,11 +316,11 @@ impl Host {
         if random & 3 << 40 == 0 && self.written.contains_key(&lba) {
             self.poke(page, &[0; 512]);
             let cid = self.submit(Some(at), Sqe::read(1, lba, 0, 0).with_prps(BASE + page, 0));
-            self.under_way.insert((qid, cid), (lba, None));
+            self.in_flight.insert((qid, cid), (lba, None));
         } else {
             self.poke(page, &value.to_le_bytes().repeat(64));
             let cid = self.submit(Some(at), Sqe::write(1, lba, 0, 0).with_prps(BASE + page, 0));
-            self.under_way.insert((qid, cid), (lba, Some(value)));
+            self.in_flight.insert((qid, cid), (lba, Some(value)));
         }
         true
     }
@@ -328,7 +329,7 @@ impl Host {
         let Some(cqe) = self.reap(Some(at)) else { return false };
         let qid = self.queues[at].qid;
         assert_eq!(cqe.sq_id, qid);
-        let command = self.under_way.remove(&(qid, cqe.cid));
+        let command = self.in_flight.remove(&(qid, cqe.cid));
         let (lba, wrote) = command.unwrap_or_else(|| {
             let Queue { head, phase, .. } = self.queues[at];
             panic!("each command completes once, not {cqe:?}; head {head}, phase {phase}");
@@ -358,11 +359,11 @@ impl Host {
     /// Waits for the completions of all commands in flight.
     pub(crate) fn drain(&mut self) {
         let began = Instant::now();
-        while !self.under_way.is_empty() {
+        while !self.in_flight.is_empty() {
             for at in 0..self.queues.len() {
                 self.reap_io(at);
             }
-            assert!(began.elapsed() < self.patience, "these never end: {:?}", self.under_way);
+            assert!(began.elapsed() < self.timeout, "these never end: {:?}", self.in_flight);
             // Shorter than `wait::pause`, because there are many commands.
             std::thread::sleep(Duration::from_micros(20));
             if self.has_died() {
@@ -376,8 +377,8 @@ impl Host {
     pub(crate) fn has_died(&mut self) -> bool {
         let has_died = self.process.as_mut().is_some_and(Process::has_died);
         if has_died {
-            self.deaths += 1;
-            self.orders.abort_at = None;
+            self.crashes += 1;
+            self.instructions.abort_at = None;
         }
         has_died
     }

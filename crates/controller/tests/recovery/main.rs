@@ -5,14 +5,14 @@
 //! checkpoints of the process with the controller. That process runs the same test program, and is
 //! killed.
 
-mod alone;
+mod crashing_commands;
+mod exclusive;
 mod host;
-mod killers;
 mod one_step;
 mod process;
 
 use host::Host;
-use process::{ADMIN_DATA, BASE, BLOCKS, LIMIT, Orders};
+use process::{ADMIN_DATA, BASE, BLOCKS, Instructions, LIMIT};
 use shadowbell_disk::Disk;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{DeleteIoQueue, Identify};
@@ -40,23 +40,23 @@ fn kills(default: u32) -> u32 {
 
 /// Lock that runs one test at a time: on busy CPUs, the kernel needs long to end a dead process's
 /// I/O.
-static ALONE: Mutex<()> = Mutex::new(());
+static SERIAL: Mutex<()> = Mutex::new(());
 
 /// Submits writes and reads while the process is killed repeatedly.
-fn survive(disk: Result<String, Arc<dyn Disk>>, mapped: bool, polling: bool, seed: u64) {
-    survive_as(Orders::default(), disk, mapped, polling, seed);
+fn run_with_kills(disk: Result<String, Arc<dyn Disk>>, mapped: bool, polling: bool, seed: u64) {
+    run_with_kills_as(Instructions::default(), disk, mapped, polling, seed);
 }
 
-fn survive_as(
-    orders: Orders,
+fn run_with_kills_as(
+    instructions: Instructions,
     disk: Result<String, Arc<dyn Disk>>,
     mapped: bool,
     polling: bool,
     seed: u64,
 ) {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut random = Random(seed | 1);
-    let mut host = Host::with_orders(disk, mapped, polling, orders);
+    let mut host = Host::with_instructions(disk, mapped, polling, instructions);
     host.begin();
     for _ in 0..kills(8) {
         work(&mut host, &mut random);
@@ -83,7 +83,7 @@ fn work(host: &mut Host, random: &mut Random) {
             // Shorter than `wait::pause`, because there are many commands.
             std::thread::sleep(Duration::from_micros(20));
         }
-        assert!(began.elapsed() < LIMIT, "no progress: {:?}", host.under_way);
+        assert!(began.elapsed() < LIMIT, "no progress: {:?}", host.in_flight);
     }
 }
 
@@ -93,34 +93,34 @@ fn memory() -> Result<String, Arc<dyn Disk>> {
 
 #[test]
 fn a_memory_disk_with_mapped_doorbells_survives_kills() {
-    survive(memory(), true, true, 0x1234_5678);
-    survive(memory(), true, false, 0x8765_4321);
+    run_with_kills(memory(), true, true, 0x1234_5678);
+    run_with_kills(memory(), true, false, 0x8765_4321);
 }
 
 #[test]
 fn a_memory_disk_with_shadow_doorbells_survives_kills() {
-    survive(memory(), false, true, 0x1111_2222);
-    survive(memory(), false, false, 0x3333_4444);
+    run_with_kills(memory(), false, true, 0x1111_2222);
+    run_with_kills(memory(), false, false, 0x3333_4444);
 }
 
 /// Two I/O threads have served the queues, and one thread recovers them.
 #[test]
 fn an_isolated_controller_survives_kills() {
-    let orders = Orders { isolated: true, ..Orders::default() };
+    let instructions = Instructions { isolated: true, ..Instructions::default() };
     let dir = tempfile::tempdir().unwrap();
     for (mapped, polling, seed) in
         [(false, true, 0x9999_aaaa), (false, false, 0xbbbb_cccc), (true, true, 0xdddd_eeee)]
     {
         let path = dir.path().join(format!("{seed:x}"));
         std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
-        survive_as(orders, Ok(path.display().to_string()), mapped, polling, seed);
+        run_with_kills_as(instructions, Ok(path.display().to_string()), mapped, polling, seed);
     }
 }
 
 /// While a controller quiesces, it fetches no commands, but executes those of the dead process.
 #[test]
 fn a_controller_that_quiesces_after_recovery_survives_kills() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     for (mapped, polling) in [(false, true), (true, false)] {
         let path = dir.path().join(format!("{mapped}"));
@@ -129,12 +129,12 @@ fn a_controller_that_quiesces_after_recovery_survives_kills() {
         let mut host = Host::new(Ok(path.display().to_string()), mapped, polling);
         host.begin();
         for _ in 0..kills(8) {
-            host.orders.rests = false;
+            host.instructions.quiesces = false;
             work(&mut host, &mut random);
-            host.orders.rests = true;
+            host.instructions.quiesces = true;
             host.kill();
             work(&mut host, &mut random);
-            host.orders.rests = false;
+            host.instructions.quiesces = false;
             host.kill();
         }
         host.verify();
@@ -147,7 +147,7 @@ fn a_file_with_shadow_doorbells_survives_kills() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
-    survive(Ok(path.display().to_string()), false, false, 0x5555_6666);
+    run_with_kills(Ok(path.display().to_string()), false, false, 0x5555_6666);
 }
 
 #[test]
@@ -155,13 +155,13 @@ fn a_file_with_mapped_doorbells_survives_kills() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
-    survive(Ok(path.display().to_string()), true, true, 0x7777_8888);
+    run_with_kills(Ok(path.display().to_string()), true, true, 0x7777_8888);
 }
 
 /// The process is killed while the host creates and deletes queues and requests events.
 #[test]
 fn admin_commands_end_once_each() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut random = Random(0x9999_aaaa);
     let mut host = Host::new(memory(), true, true);
     let mut left = kills(25);
@@ -190,17 +190,17 @@ fn admin_commands_end_once_each() {
             host.admin(DeleteIoQueue { qid: 1 }.encode(Sqe::new(opcode, 0, 0)), &mut || false);
         }
         host.queues.clear();
-        host.under_way.clear();
+        host.in_flight.clear();
     }
 }
 
 /// Submits writes and reads until the process has died at its crash point. Returns false if the
 /// crash point is not reached. If `admin` is true, also creates and deletes queues, during which
 /// another process may already have been started.
-fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
+fn work_until_crash(host: &mut Host, random: &mut Random, admin: bool) -> bool {
     let (began, mut completed) = (Instant::now(), 0);
-    while !host.has_died() && host.orders.abort_at.is_some() && completed < 300 {
-        assert!(began.elapsed() < host.patience, "no progress: {:?}", host.under_way);
+    while !host.has_died() && host.instructions.abort_at.is_some() && completed < 300 {
+        assert!(began.elapsed() < host.timeout, "no progress: {:?}", host.in_flight);
         let at = (random.next() % 2) as usize;
         for _ in 0..random.next() % 8 {
             host.submit_io(at, random.next());
@@ -217,24 +217,24 @@ fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
             host.queues.pop();
         }
     }
-    host.orders.abort_at.take().is_none()
+    host.instructions.abort_at.take().is_none()
 }
 
 /// Lets a process die at each crash point. Other processes recover the controller.
-fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint]) {
+fn crash_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint]) {
     host.begin();
     host.until_taken();
     for (point, nth) in points.iter().flat_map(|point| [(*point, 1), (*point, 2), (*point, 5)]) {
         println!("{}, time {nth}", point.name());
         if matches!(point, AbortPoint::ReplayStarted | AbortPoint::ReplayRecorded) {
             // This earlier crash leaves commands to recover.
-            host.orders.abort_at = Some((AbortPoint::SqStored, 3));
+            host.instructions.abort_at = Some((AbortPoint::SqStored, 3));
             host.kill();
-            assert!(work_until_dead(host, random, false), "nothing is ever fetched");
+            assert!(work_until_crash(host, random, false), "nothing is ever fetched");
         }
-        host.orders.abort_at = Some((point, nth));
+        host.instructions.abort_at = Some((point, nth));
         host.kill();
-        let is_reached = work_until_dead(host, random, true);
+        let is_reached = work_until_crash(host, random, true);
         // Only the first occurrence is certain: there may be fewer than `nth` commands to recover.
         assert!(is_reached || nth != 1, "crash point {} is not reached", point.name());
         host.kill();
@@ -244,7 +244,7 @@ fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint])
 }
 
 /// Crash points of a controller with a file as its disk.
-const OF_FILES: &[AbortPoint] = &[
+const FILE_CRASH_POINTS: &[AbortPoint] = &[
     AbortPoint::Fetched,
     AbortPoint::Started,
     AbortPoint::Recorded,
@@ -264,7 +264,7 @@ const OF_FILES: &[AbortPoint] = &[
 
 /// Crash points of a controller with a memory disk. Its requests complete inline, so none is in
 /// flight.
-const OF_MEMORY: &[AbortPoint] = &[
+const MEMORY_CRASH_POINTS: &[AbortPoint] = &[
     AbortPoint::Fetched,
     AbortPoint::Staged,
     AbortPoint::Posted,
@@ -280,15 +280,15 @@ const OF_MEMORY: &[AbortPoint] = &[
 
 #[test]
 fn a_process_may_die_at_each_step() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     for (mapped, polling) in [(false, false), (true, true)] {
         let path = dir.path().join(format!("{mapped}.img"));
         std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
         let mut host = Host::new(Ok(path.display().to_string()), mapped, polling);
-        die_at_each_step(&mut host, &mut Random(0xaaaa_bbbb), OF_FILES);
+        crash_at_each_step(&mut host, &mut Random(0xaaaa_bbbb), FILE_CRASH_POINTS);
         let mut host = Host::new(memory(), mapped, polling);
-        die_at_each_step(&mut host, &mut Random(0xcccc_dddd), OF_MEMORY);
+        crash_at_each_step(&mut host, &mut Random(0xcccc_dddd), MEMORY_CRASH_POINTS);
     }
 }
 
@@ -296,7 +296,7 @@ fn a_process_may_die_at_each_step() {
 /// completed twice, or executed again over newer data.
 #[test]
 fn steps_in_a_wrong_order_do_not_survive() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     for (order, point) in
         [("freed-before-posted", AbortPoint::Staged), ("stored-before-freed", AbortPoint::CqStored)]
@@ -306,10 +306,10 @@ fn steps_in_a_wrong_order_do_not_survive() {
         let disk = path.display().to_string();
         let outcome = std::panic::catch_unwind(move || {
             let mut host = Host::new(Ok(disk), false, false);
-            host.orders.wrong = Some(order);
+            host.instructions.wrong = Some(order);
             // Shorter than elsewhere, because the expected failure may be a timeout.
-            host.patience = Duration::from_secs(10);
-            die_at_each_step(&mut host, &mut Random(0xeeee_ffff), &[point; 4]);
+            host.timeout = Duration::from_secs(10);
+            crash_at_each_step(&mut host, &mut Random(0xeeee_ffff), &[point; 4]);
         });
         assert!(outcome.is_err(), "{order} is survived");
     }
@@ -319,7 +319,7 @@ fn steps_in_a_wrong_order_do_not_survive() {
 /// reset.
 #[test]
 fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::new(memory(), false, false);
     for _ in 0..kills(5) {
         host.until_taken();
@@ -335,7 +335,7 @@ fn a_process_may_die_as_soon_as_the_controller_is_ready_again() {
 /// after it must not post them again.
 #[test]
 fn completions_are_not_posted_again_after_a_second_crash() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::new(memory(), true, true);
     for _ in 0..3 {
         host.until_taken();

@@ -49,7 +49,7 @@ pub(crate) struct Task {
     /// True if the controller gets an I/O thread of its own.
     pub(crate) isolated: bool,
     /// True if a recovered controller quiesces at once, and then resumes.
-    pub(crate) rests: bool,
+    pub(crate) quiesces: bool,
     /// True if the disk supports atomic compare-and-write.
     pub(crate) one_step: bool,
 }
@@ -57,7 +57,7 @@ pub(crate) struct Task {
 pub(crate) struct ToHost(Mutex<UnixStream>);
 
 impl ToHost {
-    pub(crate) fn say(&self, what: &str, body: &impl Serialize, fds: Descriptors) {
+    pub(crate) fn send_message(&self, what: &str, body: &impl Serialize, fds: Descriptors) {
         let mut parcel = Parcel::new();
         *parcel.descriptors() = fds;
         parcel.add(what, true, body).unwrap();
@@ -69,7 +69,7 @@ impl ToHost {
 
 impl Recorder for ToHost {
     fn record(&self, state: &SavedController, fds: Descriptors) {
-        self.say("record", state, fds);
+        self.send_message("record", state, fds);
     }
 }
 
@@ -116,7 +116,7 @@ fn worker() {
     let namespaces =
         vec![NamespaceConfig { disk, uuid: shadowbell_controller::config::uuid_from("recovery") }];
     let mut config = Config { namespaces, ..Config::default() };
-    if task.rests {
+    if task.quiesces {
         // With one request in flight at a time, some commands have not started when the controller
         // quiesces.
         config.quota.requests = 1;
@@ -140,10 +140,10 @@ fn worker() {
         controller.record_with(recording).unwrap();
         let death = if task.by_fault { Death::Fault } else { Death::Killed };
         let replays = controller.recover(&saved, fds, death).unwrap();
-        recorder.say("taken", &replays, Descriptors::default());
+        recorder.send_message("taken", &replays, Descriptors::default());
         controller.resume();
         controller.announce_recovery(&saved);
-        if task.rests {
+        if task.quiesces {
             let (sender, receiver) = std::sync::mpsc::channel();
             controller.freeze(move || sender.send(()).unwrap());
             receiver.recv_timeout(LIMIT).expect("the controller is quiesced");
@@ -156,7 +156,7 @@ fn worker() {
         let mut fds = Descriptors::default();
         let page = controller.doorbells().mapping().fd().unwrap().try_clone_to_owned().unwrap();
         let page = fds.add(page);
-        recorder.say("doorbells", &page, fds);
+        recorder.send_message("doorbells", &page, fds);
         let aqa = Aqa::new().with_asqs(15).with_acqs(15);
         controller.write(regs::AQA, &aqa.into_bits().to_le_bytes());
         controller.write(regs::ASQ, &(BASE + ADMIN_SQ).to_le_bytes());
@@ -166,7 +166,7 @@ fn worker() {
         let mut csts = [0; 4];
         controller.read(regs::CSTS, &mut csts);
         assert!(Csts::from_bits(u32::from_le_bytes(csts)).rdy());
-        recorder.say("taken", &0usize, Descriptors::default());
+        recorder.send_message("taken", &0usize, Descriptors::default());
     }
     if task.isolated {
         // An error is ignored, because a recovered controller may be isolated already.
@@ -175,7 +175,7 @@ fn worker() {
     // The loop runs until the process is killed or the host has ended.
     while let Ok(mut parcel) = Parcel::receive(&host) {
         if parcel.take::<()>("reset").unwrap().is_some() {
-            reset_and_die(&controller);
+            reset_and_exit(&controller);
         }
         let (offset, value) = parcel.take::<(u64, u32)>("ring").unwrap().unwrap();
         controller.write_doorbell(offset, value);
@@ -184,7 +184,7 @@ fn worker() {
 }
 
 /// Resets the controller. Kills this process as soon as the controller is ready again.
-fn reset_and_die(controller: &Controller) {
+fn reset_and_exit(controller: &Controller) {
     let cc = |en| Cc::new().with_en(en).with_iosqes(6).with_iocqes(4).into_bits().to_le_bytes();
     controller.write(regs::CC, &cc(false));
     let mut csts = [0; 4];
@@ -209,7 +209,7 @@ pub(crate) struct Records {
 
 /// Injected errors of a process, and its crash point.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Orders {
+pub(crate) struct Instructions {
     pub(crate) abort_at: Option<(AbortPoint, u32)>,
     pub(crate) wrong: Option<&'static str>,
     /// Commands that crash this process and the next ones.
@@ -217,7 +217,7 @@ pub(crate) struct Orders {
     /// True if the controller gets an I/O thread of its own.
     pub(crate) isolated: bool,
     /// True if a recovered controller quiesces.
-    pub(crate) rests: bool,
+    pub(crate) quiesces: bool,
     /// True if the disk supports atomic compare-and-write.
     pub(crate) one_step: bool,
 }
@@ -234,13 +234,14 @@ impl Process {
         task: &Task,
         fds: Descriptors,
         record: Option<&Parcel>,
-        orders: &Orders,
+        instructions: &Instructions,
     ) -> Self {
         let (host, theirs) = UnixStream::pair().unwrap();
-        let abort_at = orders.abort_at.map(|(point, nth)| format!("{}:{nth}", point.name()));
+        let abort_at = instructions.abort_at.map(|(point, nth)| format!("{}:{nth}", point.name()));
         let abort_at = abort_at.map(|value| ("SHADOWBELL_ABORT_AT", value));
-        let wrong = orders.wrong.map(|order| ("SHADOWBELL_WRONG_ORDER", order.to_owned()));
-        let deadly = orders.deadly.map(|which| ("SHADOWBELL_ABORT_COMMAND", which.to_owned()));
+        let wrong = instructions.wrong.map(|order| ("SHADOWBELL_WRONG_ORDER", order.to_owned()));
+        let deadly =
+            instructions.deadly.map(|which| ("SHADOWBELL_ABORT_COMMAND", which.to_owned()));
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "process::worker", "--ignored", "--nocapture", "--test-threads", "1"])
             .env(WORKER, "")

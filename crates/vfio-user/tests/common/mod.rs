@@ -27,12 +27,12 @@ use zerocopy::IntoBytes;
 
 /// Size of BAR0, which is plain memory.
 pub(crate) const BAR0_SIZE: u64 = 0x1_0000;
-/// Offset in BAR0. While [`ToyShared::hold`] is set, a write here does not complete before the test
-/// completes it.
+/// Offset in BAR0. While [`TestDeviceState::hold`] is set, a write here does not complete before
+/// the test completes it.
 pub(crate) const SLOW: u64 = 0x8000;
-/// Offset in BAR0 at which a write calls [`ToyShared::hook`].
+/// Offset in BAR0 at which a write calls [`TestDeviceState::hook`].
 pub(crate) const HOOK: u64 = 0x9000;
-/// Offset in BAR0 at which a write of a byte is recorded in [`ToyShared::doorbell_writes`].
+/// Offset in BAR0 at which a write of a byte is recorded in [`TestDeviceState::doorbell_writes`].
 pub(crate) const DOORBELL: u64 = 0xa000;
 /// Mappable part of BAR2, which is a file.
 pub(crate) const AREA: Area = Area { offset: 0x1000, len: 0x2000 };
@@ -45,7 +45,7 @@ pub(crate) const MAX_MAPS: u32 = 5;
 
 /// State of a device that tests can examine and control.
 #[derive(Default)]
-pub(crate) struct ToyShared {
+pub(crate) struct TestDeviceState {
     /// Requests that the device has received, as text.
     pub(crate) log: Mutex<Vec<String>>,
     /// True if the device stores completion callbacks in `held` instead of completing them.
@@ -64,7 +64,7 @@ pub(crate) struct ToyShared {
     pub(crate) refuses: AtomicBool,
 }
 
-impl ToyShared {
+impl TestDeviceState {
     pub(crate) fn log(&self) -> Vec<String> {
         self.log.lock().unwrap().clone()
     }
@@ -101,23 +101,23 @@ impl ToyShared {
 }
 
 /// Device with plain memory as BAR0.
-pub(crate) struct Toy {
-    shared: Arc<ToyShared>,
+pub(crate) struct TestDevice {
+    shared: Arc<TestDeviceState>,
     bar0: Vec<u8>,
     bar2: OwnedFd,
     config: ConfigSpace,
 }
 
-impl Toy {
-    pub(crate) fn new() -> (Box<Self>, Arc<ToyShared>) {
-        let shared = Arc::new(ToyShared::default());
+impl TestDevice {
+    pub(crate) fn new() -> (Box<Self>, Arc<TestDeviceState>) {
+        let shared = Arc::new(TestDeviceState::default());
         (Self::of(&shared), shared)
     }
 
     /// Creates a device with existing test state, which another device may use too.
-    pub(crate) fn of(shared: &Arc<ToyShared>) -> Box<Self> {
+    pub(crate) fn of(shared: &Arc<TestDeviceState>) -> Box<Self> {
         let shared = Arc::clone(shared);
-        let bar2 = rustix::fs::memfd_create("toy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let bar2 = rustix::fs::memfd_create("device", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&bar2, BAR2_FILE_OFFSET + BAR2_SIZE).unwrap();
         let config = ConfigSpace::new(&Function {
             vendor: 0x1234,
@@ -142,7 +142,7 @@ impl Toy {
     }
 }
 
-impl Device for Toy {
+impl Device for TestDevice {
     fn max_dma_maps(&self) -> u32 {
         MAX_MAPS
     }
@@ -378,7 +378,11 @@ impl Server {
 
     /// Creates another reactor from the state of `old`. The state passes through a socket, as
     /// between two processes.
-    pub(crate) fn successor(&self, old: &mut Reactor, toys: &[&Arc<ToyShared>]) -> Reactor {
+    pub(crate) fn successor(
+        &self,
+        old: &mut Reactor,
+        devices: &[&Arc<TestDeviceState>],
+    ) -> Reactor {
         let mut parcel = Parcel::new();
         let saved = old.save(parcel.descriptors()).unwrap();
         parcel.add("sockets", true, &saved).unwrap();
@@ -387,10 +391,10 @@ impl Server {
         let mut parcel = Parcel::receive(&theirs).unwrap();
         sender.join().unwrap();
         let saved: Vec<SavedPort> = parcel.take("sockets").unwrap().unwrap();
-        assert_eq!(saved.len(), toys.len());
+        assert_eq!(saved.len(), devices.len());
         let mut new = Reactor::new(self.limits).unwrap();
-        for (saved, shared) in saved.into_iter().zip(toys) {
-            let port = new.restore(saved, parcel.descriptors(), Toy::of(shared)).unwrap();
+        for (saved, shared) in saved.into_iter().zip(devices) {
+            let port = new.restore(saved, parcel.descriptors(), TestDevice::of(shared)).unwrap();
             if is_recorded() {
                 new.record_with(port, Box::new(Nowhere));
             }
@@ -400,27 +404,27 @@ impl Server {
     }
 
     /// Replaces the reactor while clients are connected.
-    pub(crate) fn replace(&mut self, toys: &[&Arc<ToyShared>]) {
+    pub(crate) fn replace(&mut self, devices: &[&Arc<TestDeviceState>]) {
         let mut old = self.freeze();
-        let new = self.successor(&mut old, toys);
+        let new = self.successor(&mut old, devices);
         old.hand_over();
         self.run(new);
     }
 
     /// Starts a server with one memory device.
-    pub(crate) fn with_toy(limits: Limits) -> (Self, PathBuf, Arc<ToyShared>) {
+    pub(crate) fn with_device(limits: Limits) -> (Self, PathBuf, Arc<TestDeviceState>) {
         let server = Self::start(limits);
-        let (path, shared, _) = server.add("toy");
+        let (path, shared, _) = server.add("device");
         (server, path, shared)
     }
 
-    pub(crate) fn add(&self, name: &str) -> (PathBuf, Arc<ToyShared>, PortId) {
+    pub(crate) fn add(&self, name: &str) -> (PathBuf, Arc<TestDeviceState>, PortId) {
         let path = self.directory.path().join(name);
-        let (toy, shared) = Toy::new();
+        let (device, shared) = TestDevice::new();
         let listener = Listener::bind(&path).unwrap();
         let port = match is_recorded() {
-            true => self.handle.add_recorded(listener, toy, Box::new(Nowhere)),
-            false => self.handle.add(listener, toy),
+            true => self.handle.add_recorded(listener, device, Box::new(Nowhere)),
+            false => self.handle.add(listener, device),
         };
         (path, shared, port)
     }
@@ -623,15 +627,15 @@ pub(crate) fn memfd(len: u64) -> OwnedFd {
     fd
 }
 
-/// Duration of each limit of [`impatient`].
-pub(crate) const IMPATIENT: Duration = Duration::from_secs(2); // A busy machine does not exceed it.
+/// Duration of each limit of [`short_limits`]. A busy machine does not exceed it.
+pub(crate) const SHORT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Limits that are short enough for tests to exceed them.
-pub(crate) fn impatient() -> Limits {
+pub(crate) fn short_limits() -> Limits {
     Limits {
-        negotiation: IMPATIENT,
-        message: IMPATIENT,
-        unread_replies: IMPATIENT,
+        negotiation: SHORT_LIMIT,
+        message: SHORT_LIMIT,
+        unread_replies: SHORT_LIMIT,
         ..Limits::default()
     }
 }

@@ -20,14 +20,14 @@ use zerocopy::IntoBytes;
 
 /// Connects a client to a server that replies correctly to VERSION, and with `answer` to everything
 /// else.
-fn impostor(
+fn fake_server(
     answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
 ) -> (Result<Client, ClientError>, JoinHandle<()>) {
-    impostor_for(LIMIT, answer)
+    fake_server_with_timeout(LIMIT, answer)
 }
 
-/// Connects a client as [`impostor`] does, with this timeout for replies.
-fn impostor_for(
+/// Connects a client as [`fake_server`] does, with this timeout for replies.
+fn fake_server_with_timeout(
     timeout: Duration,
     mut answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
 ) -> (Result<Client, ClientError>, JoinHandle<()>) {
@@ -64,7 +64,7 @@ fn fails<T: std::fmt::Debug>(
     answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
     request: impl Fn(&Client) -> Result<T, ClientError>,
 ) -> ClientError {
-    let (client, server) = impostor(answer);
+    let (client, server) = fake_server(answer);
     let client = client.unwrap();
     let error = request(&client).unwrap_err();
     assert!(matches!(client.reset(), Err(ClientError::Broken)), "after {error}");
@@ -136,7 +136,7 @@ fn a_silent_slow_or_dead_server_is_an_error() {
 
 #[test]
 fn an_error_without_a_number_is_an_error() {
-    let (client, server) = impostor(|to, _| {
+    let (client, server) = fake_server(|to, _| {
         let mut bytes = reply(to, 1, &[]);
         bytes[12..16].fill(if to.id == 1 { 0 } else { 0xff });
         bytes
@@ -192,7 +192,7 @@ fn a_server_of_another_version_is_refused() {
 fn a_server_that_cannot_write_several_gets_them_one_by_one() {
     let writes = Arc::new(std::sync::Mutex::new(Vec::new()));
     let seen = Arc::clone(&writes);
-    let (client, server) = impostor(move |to, payload| {
+    let (client, server) = fake_server(move |to, payload| {
         seen.lock().unwrap().push((to.command, to.no_reply(), payload.len()));
         if to.no_reply() { vec![] } else { reply(to, 0, &payload[..16]) }
     });
@@ -261,7 +261,7 @@ fn invalid_region_capabilities_are_refused() {
     // If the description is longer than the client's buffer, the client repeats the query with a
     // sufficient one.
     let mut asked = Vec::new();
-    let (client, server) = impostor(move |to, payload| {
+    let (client, server) = fake_server(move |to, payload| {
         let argsz = u32::from_ne_bytes(payload[..4].try_into().unwrap());
         asked.push(argsz);
         assert!(asked == [4096] || asked == [4096, 9000]);
@@ -347,7 +347,7 @@ proptest! {
     ) {
         // After a partial message, the client waits for the rest until the timeout, which is an
         // error too.
-        let (client, server) = impostor_for(Duration::from_millis(200), move |to, _| {
+        let (client, server) = fake_server_with_timeout(Duration::from_millis(200), move |to, _| {
             if proper { reply(to, 0, &bytes) } else { [&bytes[..], &[0; 16]].concat() }
         });
         let Ok(client) = client else { return Ok(()) };
@@ -399,7 +399,7 @@ fn invalid_ioeventfd_lists_are_errors() {
 fn a_region_without_descriptors_may_have_an_empty_list() {
     // libvfio-user sends this reply; other servers refuse the query.
     let none = wire::RegionIoFds { argsz: 16, flags: 0, index: 0, count: 0 };
-    let (client, server) = impostor(move |to, _| reply(to, 0, none.as_bytes()));
+    let (client, server) = fake_server(move |to, _| reply(to, 0, none.as_bytes()));
     let client = client.unwrap();
     let found = client.region_io_fds(0).unwrap();
     assert!(found.events.is_empty() && found.areas.is_empty());

@@ -1,9 +1,9 @@
 //! Exclusive commands, and crashes of the process during their execution.
 
-use crate::ALONE;
+use crate::SERIAL;
 use crate::host::Host;
 use crate::memory;
-use crate::process::{BASE, BLOCKS, DATA, Orders};
+use crate::process::{BASE, BLOCKS, DATA, Instructions};
 use shadowbell_disk::Disk;
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
@@ -35,10 +35,10 @@ const STEPS: &[(AbortPoint, u32)] = &[
 fn completions(host: &mut Host, wanted: usize) -> Vec<Cqe> {
     let (began, mut all) = (Instant::now(), Vec::new());
     while all.len() < wanted {
-        assert!(began.elapsed() < host.patience, "{} of {wanted} have ended", all.len());
+        assert!(began.elapsed() < host.timeout, "{} of {wanted} have ended", all.len());
         if host.has_died() {
             println!("it has died, with {} of {wanted} ended", all.len());
-            host.orders.abort_at = None;
+            host.instructions.abort_at = None;
             host.kill();
         }
         for at in 0..host.queues.len() {
@@ -49,12 +49,12 @@ fn completions(host: &mut Host, wanted: usize) -> Vec<Cqe> {
 }
 
 /// Waits until the process has died at its crash point.
-fn until_dead(host: &mut Host) {
+fn wait_for_crash(host: &mut Host) {
     let began = Instant::now();
-    while host.orders.abort_at.is_some() {
-        assert!(began.elapsed() < host.patience, "the crash point is not reached");
+    while host.instructions.abort_at.is_some() {
+        assert!(began.elapsed() < host.timeout, "the crash point is not reached");
         if host.has_died() {
-            host.orders.abort_at = None;
+            host.instructions.abort_at = None;
             host.kill();
         }
         wait::pause();
@@ -87,16 +87,16 @@ fn counter(host: &mut Host) -> u64 {
 }
 
 /// Both queues increment the counter in block 0 by fused operations, across crashes.
-fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, orders: Orders) {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let mut host = Host::with_orders(disk, mapped, false, orders);
+fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, instructions: Instructions) {
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut host = Host::with_instructions(disk, mapped, false, instructions);
     host.begin();
     host.until_taken();
     let mut added = 0;
     // Queue that submits first.
     for (step, first) in STEPS.iter().flat_map(|step| [(step, 0), (step, 1)]) {
         println!("{step:?} {first}");
-        host.orders.abort_at = Some(*step);
+        host.instructions.abort_at = Some(*step);
         host.kill();
         host.until_taken();
         let now = counter(&mut host);
@@ -118,7 +118,7 @@ fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, orders: Orders) {
             ));
         }
         let all = completions(&mut host, 4);
-        until_dead(&mut host);
+        wait_for_crash(&mut host);
         let status = |cid| {
             let mut of = all.iter().filter(|cqe| cqe.cid == cid);
             let status = of.next().map(|cqe| cqe.status().code());
@@ -141,27 +141,27 @@ fn count(disk: Result<String, Arc<dyn Disk>>, mapped: bool, orders: Orders) {
 
 #[test]
 fn a_fused_operation_is_atomic_across_crashes() {
-    count(memory(), false, Orders::default());
+    count(memory(), false, Instructions::default());
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
-    count(Ok(path.display().to_string()), true, Orders::default());
+    count(Ok(path.display().to_string()), true, Instructions::default());
 }
 
 #[test]
 fn atomic_compare_and_write_is_atomic_across_crashes() {
-    count(memory(), false, Orders { one_step: true, ..Orders::default() });
+    count(memory(), false, Instructions { one_step: true, ..Instructions::default() });
 }
 
 /// Statuses of a fused operation if another user writes to the storage between the crash and the
 /// recovery.
 #[test]
 fn recovery_detects_writes_of_other_users() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let disk = memory();
     let blocks = disk.as_ref().unwrap_err().map(512).unwrap();
-    let orders = Orders { one_step: true, ..Orders::default() };
-    let mut host = Host::with_orders(disk, false, false, orders);
+    let instructions = Instructions { one_step: true, ..Instructions::default() };
+    let mut host = Host::with_instructions(disk, false, false, instructions);
     host.begin();
     host.until_taken();
     let failed = (Status::COMPARE_FAILURE, Status::FUSED_FAILED);
@@ -182,7 +182,7 @@ fn recovery_detects_writes_of_other_users() {
         ((AbortPoint::Decided, 3), 9, success, 9),
     ] {
         println!("{step:?} {other}");
-        host.orders.abort_at = Some(step);
+        host.instructions.abort_at = Some(step);
         host.kill();
         host.until_taken();
         blocks.write(0, &1u64).unwrap();
@@ -197,7 +197,7 @@ fn recovery_detects_writes_of_other_users() {
         let cids = submit_both(&mut host, 0, first, second);
         let began = Instant::now();
         while !host.has_died() {
-            assert!(began.elapsed() < host.patience, "the crash point is not reached");
+            assert!(began.elapsed() < host.timeout, "the crash point is not reached");
             wait::pause();
         }
         blocks.write(0, &other).unwrap();
@@ -218,7 +218,7 @@ fn recovery_detects_writes_of_other_users() {
 /// written stay readable.
 #[test]
 fn uncorrectable_marks_survive_crashes() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::new(memory(), false, false);
     host.begin();
     host.until_taken();
@@ -237,11 +237,11 @@ fn uncorrectable_marks_survive_crashes() {
         for (sqe, read) in
             [(mark, Status::UNRECOVERED_READ), (Sqe::write(1, 8, 2, 0), Status::SUCCESS)]
         {
-            host.orders.abort_at = step;
+            host.instructions.abort_at = step;
             host.kill();
             host.until_taken();
             assert_eq!(run(&mut host, sqe), Status::SUCCESS);
-            until_dead(&mut host);
+            wait_for_crash(&mut host);
             assert_eq!(run(&mut host, Sqe::read(1, 9, 0, 0)), read, "{step:?}");
             host.kill();
             host.until_taken();

@@ -47,7 +47,7 @@ fn trap(mount: &Mount) -> BorrowedFd<'static> {
 
 #[test]
 fn hung_descriptors_of_a_client_delay_no_other() {
-    let (server, path, _shared) = Server::with_toy(Limits::default());
+    let (server, path, _shared) = Server::with_device(Limits::default());
     let (other, ..) = server.add("other");
     // The mount is dropped before the server, which releases a reactor that hangs.
     let Some(mount) = mount() else { return };
@@ -79,7 +79,7 @@ fn hung_descriptors_of_a_client_delay_no_other() {
 
 #[test]
 fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
-    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (server, path, shared) = Server::with_device(Limits::default());
     let (other, ..) = server.add("other");
     let Some(mut mount) = mount() else { return };
     let file = trap(&mount);
@@ -106,7 +106,7 @@ fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
 /// accepted.
 #[test]
 fn unreceived_hung_descriptors_delay_no_client() {
-    let (mut server, path, _shared) = Server::with_toy(Limits::default());
+    let (mut server, path, _shared) = Server::with_device(Limits::default());
     let (other, ..) = server.add("other");
     let Some(mount) = mount() else { return };
     let file = trap(&mount);
@@ -131,7 +131,7 @@ fn unreceived_hung_descriptors_delay_no_client() {
 /// Only descriptors of memory are mapped, and only eventfds are signalled.
 #[test]
 fn descriptors_are_checked_for_their_type() {
-    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let (_server, path, shared) = Server::with_device(Limits::default());
     let mut raw = Raw::attach(&path);
     let (pipe, _writer) = rustix::pipe::pipe().unwrap();
     let null = std::fs::File::open("/dev/null").unwrap();

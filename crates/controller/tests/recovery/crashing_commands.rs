@@ -1,8 +1,8 @@
 //! Commands that crash the process by which they are executed.
 
 use crate::host::Host;
-use crate::process::{BLOCKS, Orders};
-use crate::{ALONE, memory};
+use crate::process::{BLOCKS, Instructions};
+use crate::{SERIAL, memory};
 use shadowbell_disk::Disk;
 use shadowbell_state::AbortPoint;
 use shadowbell_testing::wait;
@@ -13,10 +13,14 @@ use std::time::Instant;
 const WRITES: u64 = BLOCKS << 50 | 1 << 40;
 
 /// Fills both queues. The commands for the blocks in `deadly` crash the process.
-fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[u64]) {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let orders = Orders { deadly: Some(orders), ..Orders::default() };
-    let mut host = Host::with_orders(disk, false, false, orders);
+fn run_with_deadly_commands(
+    disk: Result<String, Arc<dyn Disk>>,
+    instructions: &'static str,
+    deadly: &[u64],
+) {
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let instructions = Instructions { deadly: Some(instructions), ..Instructions::default() };
+    let mut host = Host::with_instructions(disk, false, false, instructions);
     host.deadly = deadly.iter().copied().collect();
     host.begin();
     host.until_taken();
@@ -29,9 +33,9 @@ fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[
     }
     host.drain();
     assert_eq!(host.given_up, host.deadly);
-    let deaths = host.deaths;
+    let crashes = host.crashes;
     // A process may crash because of two commands at the same time.
-    assert!((3..=3 * deadly.len() as u32).contains(&deaths), "{deaths} processes have died");
+    assert!((3..=3 * deadly.len() as u32).contains(&crashes), "{crashes} processes have died");
     // Later commands succeed, also if the process is killed.
     for round in 0..100 {
         for lba in [0, 1, 2, 3, 4, 5, 6, 7] {
@@ -43,7 +47,7 @@ fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[
         host.drain();
     }
     host.verify();
-    assert_eq!(host.deaths, deaths);
+    assert_eq!(host.crashes, crashes);
 }
 
 fn file(directory: &tempfile::TempDir) -> Result<String, Arc<dyn Disk>> {
@@ -54,15 +58,15 @@ fn file(directory: &tempfile::TempDir) -> Result<String, Arc<dyn Disk>> {
 
 #[test]
 fn a_deadly_command_on_memory_fails_after_three_crashes() {
-    survive(memory(), "start:107", &[107]);
-    survive(memory(), "start:100", &[100]);
+    run_with_deadly_commands(memory(), "start:107", &[107]);
+    run_with_deadly_commands(memory(), "start:100", &[100]);
 }
 
 #[test]
 fn a_deadly_command_on_a_file_fails_after_three_crashes() {
     let directory = tempfile::tempdir().unwrap();
-    survive(file(&directory), "end:107", &[107]);
-    survive(file(&directory), "start:107", &[107]);
+    run_with_deadly_commands(file(&directory), "end:107", &[107]);
+    run_with_deadly_commands(file(&directory), "start:107", &[107]);
 }
 
 /// Crashes are attributed to the commands that cause them, not to others of the same or another
@@ -70,14 +74,14 @@ fn a_deadly_command_on_a_file_fails_after_three_crashes() {
 #[test]
 fn several_deadly_commands_are_distinguished() {
     let directory = tempfile::tempdir().unwrap();
-    survive(file(&directory), "end:103,end:109,end:202", &[103, 109, 202]);
-    survive(memory(), "start:103,start:109,start:202", &[103, 109, 202]);
+    run_with_deadly_commands(file(&directory), "end:103,end:109,end:202", &[103, 109, 202]);
+    run_with_deadly_commands(memory(), "start:103,start:109,start:202", &[103, 109, 202]);
 }
 
 /// A command may be in flight at any number of kills from outside. It is still executed.
 #[test]
 fn a_process_that_is_killed_from_outside_blames_no_command() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = SERIAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let directory = tempfile::tempdir().unwrap();
     let steps = [
         (file(&directory), [AbortPoint::SqStored, AbortPoint::ReplayStarted]),
@@ -87,22 +91,22 @@ fn a_process_that_is_killed_from_outside_blames_no_command() {
         let mut host = Host::new(disk, false, false);
         host.begin();
         host.until_taken();
-        host.orders.abort_at = Some((first, 1));
+        host.instructions.abort_at = Some((first, 1));
         host.kill();
         host.until_taken();
         assert!(host.submit_io(0, 7 | WRITES));
         for step in [Some(then), Some(then), Some(then), Some(then), None] {
             let began = Instant::now();
             while !host.has_died() {
-                assert!(began.elapsed() < host.patience, "crash point {step:?} is not reached");
+                assert!(began.elapsed() < host.timeout, "crash point {step:?} is not reached");
                 wait::pause();
             }
-            host.orders.abort_at = step.map(|step| (step, 1));
+            host.instructions.abort_at = step.map(|step| (step, 1));
             host.kill();
         }
         // `drain` panics if a completion has an error.
         host.drain();
-        assert_eq!(host.deaths, 5);
+        assert_eq!(host.crashes, 5);
         host.verify();
     }
 }
