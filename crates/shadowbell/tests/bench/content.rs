@@ -108,7 +108,7 @@ fn run(defect: Defect, at: u64, passes: u64) -> Outcome {
 }
 
 #[track_caller]
-fn finds(defect: Defect, at: u64, passes: u64, errors: u64, words: &[&str]) {
+fn assert_finds(defect: Defect, at: u64, passes: u64, errors: u64, words: &[&str]) {
     let outcome = run(defect, at, passes);
     assert_eq!(outcome.row.verify_errors, Some(errors), "{:?}", outcome.bad_blocks);
     let all = outcome.bad_blocks.join("; ");
@@ -117,21 +117,21 @@ fn finds(defect: Defect, at: u64, passes: u64, errors: u64, words: &[&str]) {
 
 #[test]
 fn a_disk_without_defect_passes_verification() {
-    finds(Defect::None, 0, 2, 0, &[]);
+    assert_finds(Defect::None, 0, 2, 0, &[]);
 }
 
 #[test]
 fn a_lost_write_is_found() {
     // First write of the block: the block has no pattern of `--verify`.
-    finds(Defect::Lost, 5, 1, 1, &["byte 20480", "not written with --verify"]);
+    assert_finds(Defect::Lost, 5, 1, 1, &["byte 20480", "not written with --verify"]);
     // Second write of the block: the block still holds the first pattern.
-    finds(Defect::Lost, BLOCKS + 5, 2, 1, &["byte 20480", "holds write 1", "write is 2"]);
+    assert_finds(Defect::Lost, BLOCKS + 5, 2, 1, &["byte 20480", "holds write 1", "write is 2"]);
 }
 
 #[test]
 fn a_misplaced_write_is_found() {
     // The last write of the run, so that no later write covers the defect. Its target is block 62.
-    finds(
+    assert_finds(
         Defect::Misplaced,
         2 * BLOCKS - 2,
         2,
@@ -173,10 +173,10 @@ fn run_misplaced_over_a_finished_block() -> Outcome {
 
 #[test]
 fn a_torn_write_is_found() {
-    finds(Defect::Torn, BLOCKS + 5, 2, 1, &["byte 22528", "torn", "write 1", "write 2"]);
+    assert_finds(Defect::Torn, BLOCKS + 5, 2, 1, &["byte 22528", "torn", "write 1", "write 2"]);
 }
 
 #[test]
 fn a_zeroed_part_of_a_block_is_found() {
-    finds(Defect::Zeroed, 5, 1, 1, &["byte 21504", "not written with --verify"]);
+    assert_finds(Defect::Zeroed, 5, 1, 1, &["byte 21504", "not written with --verify"]);
 }

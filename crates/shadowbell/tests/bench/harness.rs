@@ -37,7 +37,7 @@ pub(crate) fn json(command: &mut Command) -> Value {
 }
 
 /// Standard error of a command that must end with `status`.
-pub(crate) fn complaint(command: &mut Command, status: i32) -> String {
+pub(crate) fn stderr_of_failure(command: &mut Command, status: i32) -> String {
     let assert = command.assert().code(status);
     let text = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
     assert!(!text.contains("panicked"), "{text}");
@@ -86,7 +86,7 @@ impl Server {
     }
 
     /// Waits until `words` are in the server's log.
-    pub(crate) fn until_it_says(&self, words: &str) {
+    pub(crate) fn wait_for_log(&self, words: &str) {
         until(words, || self.log().contains(words));
     }
 

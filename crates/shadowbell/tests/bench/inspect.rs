@@ -1,6 +1,6 @@
 //! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log`, `get-feature`.
 
-use crate::harness::{Server, complaint, json, line, output, shadowbell};
+use crate::harness::{Server, json, line, output, shadowbell, stderr_of_failure};
 
 #[test]
 fn namespaces_are_listed() {
@@ -47,7 +47,7 @@ fn a_namespace_is_identified() {
         assert!(text.contains(words), "{words}: {text}");
     }
     let server = Server::start(&["mem:1MiB"]);
-    let text = complaint(&mut line(&format!("id-ns {}", server.target(3))), 2);
+    let text = stderr_of_failure(&mut line(&format!("id-ns {}", server.target(3))), 2);
     assert!(text.contains("namespace 3"), "{text}");
 }
 
@@ -74,7 +74,7 @@ fn a_failed_command_is_in_the_error_log() {
     let server = Server::start(&["mem:1MiB"]);
     let target = server.target(1);
     // A feature identifier that no controller has.
-    let text = complaint(&mut line(&format!("get-feature {target} -f 0xc5")), 2);
+    let text = stderr_of_failure(&mut line(&format!("get-feature {target} -f 0xc5")), 2);
     assert!(text.contains("0xc5"), "{text}");
     let log = json(&mut line(&format!("error-log {target} --json")));
     let errors = log["errors"].as_array().unwrap();
@@ -101,7 +101,7 @@ fn features_are_shown() {
     assert!(text.contains("Arbitration") && text.contains("changeable"), "{text}");
     let text = output(&mut line("get-feature local:mem:1MiB"));
     assert!(text.contains("get-feature: 0x01 (Arbitration), current value: 0x"), "{text}");
-    let text = complaint(&mut line("get-feature local:mem:1MiB -f 0x100"), 2);
+    let text = stderr_of_failure(&mut line("get-feature local:mem:1MiB -f 0x100"), 2);
     assert!(text.contains("too large"), "{text}");
 }
 
@@ -116,7 +116,7 @@ fn self_test_telemetry_and_persistent_event_log_are_read() {
     assert_eq!((&newest["Self test result"], &newest["Self test code"]), (&0.into(), &1.into()));
     let text = output(&mut line(&format!("self-test-log {target}")));
     assert!(text.contains("(passed)"), "{text}");
-    complaint(&mut line(&format!("device-self-test {target} -n 7")), 2);
+    stderr_of_failure(&mut line(&format!("device-self-test {target} -n 7")), 2);
     output(&mut line(&format!("device-self-test {target} -s 0xf")));
 
     let directory = tempfile::tempdir().unwrap();
@@ -152,9 +152,9 @@ fn a_missing_socket_is_named_by_each_command() {
         "self-test-log",
         "persistent-event-log",
     ] {
-        let text = complaint(&mut line(&format!("{verb} vfio-user:/nowhere/vm0.sock")), 2);
+        let text = stderr_of_failure(&mut line(&format!("{verb} vfio-user:/nowhere/vm0.sock")), 2);
         assert!(text.contains("/nowhere/vm0.sock"), "{text}");
-        let text = complaint(&mut line(&format!("{verb} nvme://ffff:ff:1f.7/1")), 2);
+        let text = stderr_of_failure(&mut line(&format!("{verb} nvme://ffff:ff:1f.7/1")), 2);
         assert!(text.contains("no PCI device ffff:ff:1f.7"), "{text}");
     }
 }
@@ -164,10 +164,11 @@ fn a_missing_socket_is_named_by_each_command() {
 #[test]
 fn a_missing_path_is_answered_with_the_forms_of_a_target() {
     let directory = tempfile::tempdir().unwrap();
-    let complaint =
-        |arguments: &[&str]| complaint(shadowbell(arguments).current_dir(directory.path()), 2);
+    let stderr_of_failure = |arguments: &[&str]| {
+        stderr_of_failure(shadowbell(arguments).current_dir(directory.path()), 2)
+    };
     for verb in ["list", "id-ctrl", "id-ns", "smart-log", "error-log", "get-feature", "bench"] {
-        let text = complaint(&[verb, "nosuch.sock"]);
+        let text = stderr_of_failure(&[verb, "nosuch.sock"]);
         for words in [
             "nosuch.sock: there is no such file",
             "a TARGET is",
@@ -178,14 +179,14 @@ fn a_missing_path_is_answered_with_the_forms_of_a_target() {
         }
         assert!(!text.contains("truncate"), "{verb}: {text}");
     }
-    let text = complaint(&["smart-log", "nosuch.img"]);
+    let text = stderr_of_failure(&["smart-log", "nosuch.img"]);
     for words in
         ["nosuch.img: there is no such file", "a TARGET is", "`truncate -s 10G nosuch.img`"]
     {
         assert!(text.contains(words), "{words}: {text}");
     }
     // `serve` expects a DISK, so its advice is how to create one.
-    let text = complaint(&["serve", "nosuch.img", "--socket", "vm.sock"]);
+    let text = stderr_of_failure(&["serve", "nosuch.img", "--socket", "vm.sock"]);
     assert!(text.contains("truncate") && !text.contains("TARGET"), "{text}");
 }
 
@@ -199,12 +200,15 @@ fn a_socket_given_as_a_disk_is_named_as_a_socket() {
     let local = format!("local:{socket}");
     let other = server.directory.path().join("other.sock").display().to_string();
     for arguments in [&["smart-log", &local][..], &["serve", &socket, "--socket", &other]] {
-        let text = complaint(&mut shadowbell(arguments), 2);
+        let text = stderr_of_failure(&mut shadowbell(arguments), 2);
         let words =
             format!("{socket}: it is a socket; the controller behind it is `vfio-user:{socket}`");
         assert!(text.contains(&words), "{text}");
     }
-    let text = complaint(&mut shadowbell(["serve", &format!("{socket}/2"), "--socket", &other]), 2);
+    let text = stderr_of_failure(
+        &mut shadowbell(["serve", &format!("{socket}/2"), "--socket", &other]),
+        2,
+    );
     let words = format!(
         "{socket} is a socket; namespace 2 of the controller behind it is `vfio-user:{socket}/2`"
     );

@@ -1,6 +1,6 @@
 //! Integration tests of `bench`.
 
-use crate::harness::{Server, complaint, json, line, output};
+use crate::harness::{Server, json, line, output, stderr_of_failure};
 use serde_json::Value;
 use shadowbell_testing::process_group::ProcessGroup;
 
@@ -142,7 +142,7 @@ fn bench_data_on_a_served_disk_is_verified_by_a_second_run() {
     let read = row(&report);
     assert_eq!((&read["verified_blocks"], &read["verify_errors"]), (&1024.into(), &0.into()));
     // With another seed the pattern does not match.
-    let text = complaint(&mut line(&format!("bench {mem} --rw read --seed 9 {common}")), 1);
+    let text = stderr_of_failure(&mut line(&format!("bench {mem} --rw read --seed 9 {common}")), 1);
     assert!(text.contains("another --seed"), "{text}");
 
     let mut null = line(&format!(
@@ -174,11 +174,12 @@ fn invalid_bench_arguments_are_refused_with_the_reason() {
         ("bench null:1TiB --rw trim", "trim"),
         ("bench null:1TiB --pin 4000 --number-ios 1", "processor 4000"),
     ] {
-        let text = complaint(&mut line(arguments), 2);
+        let text = stderr_of_failure(&mut line(arguments), 2);
         assert!(text.contains(words), "{arguments}: {text}");
     }
     let server = Server::start(&["mem:1MiB"]);
-    let text = complaint(&mut line(&format!("bench {} --number-ios 1", server.target(7))), 2);
+    let text =
+        stderr_of_failure(&mut line(&format!("bench {} --number-ios 1", server.target(7))), 2);
     assert!(text.contains("no namespace 7"), "{text}");
 }
 
@@ -187,8 +188,8 @@ fn a_server_that_dies_ends_the_run_with_an_error() {
     let server = Server::start(&["mem:1MiB"]);
     let bench = format!("bench {} --runtime 1h", server.target(1));
     std::thread::scope(|scope| {
-        let bench = scope.spawn(|| complaint(&mut line(&bench), 1));
-        server.until_it_says("shadow doorbells");
+        let bench = scope.spawn(|| stderr_of_failure(&mut line(&bench), 1));
+        server.wait_for_log("shadow doorbells");
         drop(server);
         let text = bench.join().unwrap();
         assert!(text.contains("vm0.sock"), "{text}");
@@ -201,7 +202,7 @@ fn an_interrupted_run_reports_its_partial_result() {
     let mut bench = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"));
     bench.args(["bench", &server.target(1), "--runtime", "1h", "--json"]);
     let bench = ProcessGroup::spawn(bench.stdout(std::process::Stdio::piped())).unwrap();
-    server.until_it_says("shadow doorbells");
+    server.wait_for_log("shadow doorbells");
     // The program installs its signal handlers before it attaches.
     bench.signal(rustix::process::Signal::INT);
     let output = bench.output();
@@ -249,7 +250,8 @@ fn the_servers_cpu_time_is_reported() {
     assert!(number("controller_cpu_percent") > 1.0 && number("controller_cpu_ns_per_io") > 1.0);
     let share = number("cpu_ns_per_io") * number("iops") / 1e7;
     assert!((share - number("cpu_percent")).abs() < 1.0, "{share}: {row}");
-    let text = complaint(&mut line("bench null:1GiB --number-ios 1 --server-pid 4000000000"), 2);
+    let text =
+        stderr_of_failure(&mut line("bench null:1GiB --number-ios 1 --server-pid 4000000000"), 2);
     assert!(text.contains("4000000000"), "{text}");
 }
 
@@ -267,6 +269,6 @@ fn attach_many_attaches_and_loads_several_controllers() {
     assert_eq!(attached["attach_ns"]["samples"], 2);
     assert_eq!((&loaded["commands"], &loaded["latency_ns"]["samples"]), (&20.into(), &20.into()));
     assert!(loaded["seconds"].as_f64().unwrap() >= 19.0 / 200.0);
-    let text = complaint(&mut line(&format!("attach-many {first} --queues 200")), 1);
+    let text = stderr_of_failure(&mut line(&format!("attach-many {first} --queues 200")), 1);
     assert!(text.contains("queue pairs"), "{text}");
 }

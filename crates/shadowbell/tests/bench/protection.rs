@@ -1,6 +1,6 @@
 //! Disks with metadata, for every command that reads or writes.
 
-use crate::harness::{Server, bytes, complaint, file, json, line, output};
+use crate::harness::{Server, bytes, file, json, line, output, stderr_of_failure};
 use std::fs;
 
 #[test]
@@ -37,7 +37,7 @@ fn every_verb_reads_and_writes_blocks_with_protection_information() {
         assert_eq!((&row["verified_blocks"], &row["verify_errors"]), (&256.into(), &0.into()));
         let read = format!("bench {target} {all} --rw randread --number-ios 300");
         if nsid == 4 {
-            let words = complaint(&mut line(&read), 2);
+            let words = stderr_of_failure(&mut line(&read), 2);
             assert!(words.contains("metadata that are more than protection"), "{words}");
         } else {
             let row = &json(&mut line(&read))["rows"][0];
@@ -48,6 +48,7 @@ fn every_verb_reads_and_writes_blocks_with_protection_information() {
     for words in ["512 B + 8 B", "4096 B + 16 B", "512 B + 64 B"] {
         assert!(list.contains(words), "{list}");
     }
-    let words = complaint(&mut line("bench local:mem:1MiB --metadata host --number-ios 1"), 2);
+    let words =
+        stderr_of_failure(&mut line("bench local:mem:1MiB --metadata host --number-ios 1"), 2);
     assert!(words.contains("no metadata"), "{words}");
 }

@@ -1,6 +1,6 @@
 //! HTML pages written by `--report`, examined in a headless browser.
 
-use crate::harness::{complaint, line, output};
+use crate::harness::{line, output, stderr_of_failure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -42,7 +42,7 @@ fn find(names: &[&str]) -> Option<PathBuf> {
 
 /// Script that counts layout defects (text that is cut off, overlaps other text or has too
 /// little contrast) and lists the diagrams of the page.
-const LOOK: &str = r#"<script>
+const INSPECT_SCRIPT: &str = r#"<script>
 addEventListener('load', () => {
   document.querySelectorAll('details').forEach(details => { details.open = true; });
   const inside = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1 &&
@@ -87,7 +87,7 @@ addEventListener('load', () => {
 </body>"#;
 
 /// Opens the page with the script in it, and returns the findings.
-fn look(page: &Path, browser: &Path) -> Value {
+fn inspect(page: &Path, browser: &Path) -> Value {
     let html = std::fs::read_to_string(page).unwrap();
     for word in ["src=", "href=", "url(", "@import", "<script"] {
         assert!(!html.contains(word), "the page loads something: {word}");
@@ -98,7 +98,7 @@ fn look(page: &Path, browser: &Path) -> Value {
     let after = at + html[at..].find(end).unwrap() + end.len();
     let copy = page.with_file_name("copy.html");
     let html = html[..at].to_owned() + &html[after..];
-    std::fs::write(&copy, html.replace("</body>", LOOK)).unwrap();
+    std::fs::write(&copy, html.replace("</body>", INSPECT_SCRIPT)).unwrap();
     let picture = page.with_extension("png");
     let run = |page: &Path, what: &[&str]| {
         let mut command = Command::new(browser);
@@ -170,7 +170,7 @@ fn a_bench_report_renders_in_a_browser() {
         assert!(html.contains(words), "{words}");
     }
     let Some(browser) = browser() else { return };
-    let found = look(&page, &browser);
+    let found = inspect(&page, &browser);
     let titles = check(&found);
     assert_eq!(found["title"], "shadowbell bench: randread of 4 KiB");
     assert_eq!(
@@ -196,7 +196,7 @@ fn a_report_of_a_fixed_number_of_ios_renders() {
     output(&mut line(&format!("bench null:1GiB --number-ios 1 --report {}", page.display())));
     assert!(std::fs::read_to_string(&page).unwrap().contains("<td>1</td>"));
     if let Some(browser) = browser() {
-        assert_eq!(look(&page, &browser)["figures"].as_array().unwrap().len(), 5);
+        assert_eq!(inspect(&page, &browser)["figures"].as_array().unwrap().len(), 5);
     }
 }
 
@@ -206,7 +206,7 @@ fn the_demo_report_compares_with_published_figures() {
     let page = directory.path().join("demo.html");
     output(&mut line(&format!("demo --runtime 100 --report {}", page.display())));
     let Some(browser) = browser() else { return };
-    let found = look(&page, &browser);
+    let found = inspect(&page, &browser);
     let titles = check(&found);
     assert_eq!(
         titles[..4],
@@ -224,9 +224,9 @@ fn the_demo_report_compares_with_published_figures() {
 #[test]
 fn an_unwritable_report_path_is_refused_before_the_run() {
     for verb in ["bench null:1GiB --runtime 100", "demo --runtime 60000"] {
-        let said = complaint(&mut line(&format!("{verb} --report no/such/page.html")), 2);
+        let said = stderr_of_failure(&mut line(&format!("{verb} --report no/such/page.html")), 2);
         assert!(said.contains("cannot write the report to no/such/page.html"), "{said}");
-        let said = complaint(&mut line(&format!("{verb} --report -")), 2);
+        let said = stderr_of_failure(&mut line(&format!("{verb} --report -")), 2);
         assert!(said.contains("standard output has the results"), "{said}");
     }
 }

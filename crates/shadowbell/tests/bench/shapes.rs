@@ -1,6 +1,6 @@
 //! Shape of the JSON output: names and types of nvme-cli and of fio.
 
-use crate::harness::{Server, complaint, json, line};
+use crate::harness::{Server, json, line, stderr_of_failure};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -86,7 +86,7 @@ fn json_output_has_nvme_clis_keys() {
     has_all(&health, SMART_LOG);
     assert!((273..373).contains(&health["temperature"].as_u64().unwrap()), "Kelvin: {health}");
 
-    complaint(&mut line(&format!("get-feature {target} -f 0xc5")), 2);
+    stderr_of_failure(&mut line(&format!("get-feature {target} -f 0xc5")), 2);
     let log = ask("error-log");
     has_all(&log, "errors:array");
     log["errors"].as_array().unwrap().iter().for_each(|error| has_all(error, ERROR));
@@ -106,7 +106,7 @@ fn json_output_has_three_equivalent_options() {
         let text = crate::harness::output(&mut line(&format!("{verb} -o normal")));
         assert!(!text.starts_with('{'), "{verb}: {text}");
     }
-    let said = complaint(&mut line("id-ctrl local:mem:1MiB -o binary"), 2);
+    let said = stderr_of_failure(&mut line("id-ctrl local:mem:1MiB -o binary"), 2);
     assert!(said.contains("normal, json"), "{said}");
     let verified = json(&mut line("verify local:mem:1MiB --number-ios 100 -o json"));
     assert!(verified["rows"].is_array(), "{verified}");

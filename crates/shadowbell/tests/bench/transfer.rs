@@ -1,6 +1,6 @@
 //! Integration tests of `read`, `write` and `copy`.
 
-use crate::harness::{Server, bytes, complaint, file, line, shadowbell};
+use crate::harness::{Server, bytes, file, line, shadowbell, stderr_of_failure};
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::wait::until;
 use std::fs;
@@ -93,7 +93,7 @@ fn invalid_transfers_are_refused_with_the_reason() {
         (format!("copy {small} {path}/no/new.img"), "new.img"),
         (format!("read {small} --length lots"), "no size"),
     ] {
-        let text = complaint(&mut line(&arguments), 2);
+        let text = stderr_of_failure(&mut line(&arguments), 2);
         assert!(text.contains(words), "{arguments}: {text}");
     }
     assert_eq!(fs::read(&small).unwrap(), [0; 4096], "nothing was written");
@@ -103,7 +103,7 @@ fn invalid_transfers_are_refused_with_the_reason() {
     fs::hard_link(&large, &link).unwrap();
     let server = Server::start(&[&small]);
     for (from, output) in [(&*large, &*large), (&large, link.to_str().unwrap()), (&large, &small)] {
-        let text = complaint(&mut line(&format!("read {from} -o {output}")), 2);
+        let text = stderr_of_failure(&mut line(&format!("read {from} -o {output}")), 2);
         assert!(text.contains(&format!("{output} is a disk that is in use")), "{text}");
     }
     assert_eq!(fs::read(&large).unwrap(), [1; 8192]);
@@ -111,7 +111,7 @@ fn invalid_transfers_are_refused_with_the_reason() {
     drop(server);
     // A stream of unknown length is found to be too long while it is copied.
     let mut write = shadowbell(["write", &small]);
-    let text = complaint(write.write_stdin(vec![2; 5000]), 1);
+    let text = stderr_of_failure(write.write_stdin(vec![2; 5000]), 1);
     assert!(text.contains("full after 4096 bytes"), "{text}");
 }
 
@@ -145,7 +145,8 @@ fn copies_are_sparse_and_qcow2_is_decoded() {
     }
     let vmdk = file(directory.path(), "disk.vmdk", &[b"KDMV".as_slice(), &[0; 508]].concat());
     assert!(
-        complaint(&mut line(&format!("read {vmdk} --length 4")), 2).contains("is a VMDK image")
+        stderr_of_failure(&mut line(&format!("read {vmdk} --length 4")), 2)
+            .contains("is a VMDK image")
     );
     let corrupt = file(
         directory.path(),
@@ -153,7 +154,7 @@ fn copies_are_sparse_and_qcow2_is_decoded() {
         &[b"QFI\xfb\0\0\0\x03".as_slice(), &[0xff; 504]].concat(),
     );
     assert!(
-        complaint(&mut line(&format!("read {corrupt} --length 4")), 2)
+        stderr_of_failure(&mut line(&format!("read {corrupt} --length 4")), 2)
             .contains("corrupt.qcow2: it is")
     );
 }
@@ -216,7 +217,7 @@ fn a_file_system_is_overwritten_only_with_force() {
             format!("write {holder} -i {other}"),
             format!("copy {other} {holder}"),
         ] {
-            let said = complaint(&mut line(&verb), 2);
+            let said = stderr_of_failure(&mut line(&verb), 2);
             let words = format!("{holder} holds swap, which would be overwritten");
             assert!(said.contains(&words) && said.contains("--force"), "{verb}: {said}");
         }

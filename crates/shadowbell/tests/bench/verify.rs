@@ -1,7 +1,7 @@
 //! `verify` on good disks, on defective ones, and on a controller with injected faults.
 
 use crate::content::{BadDisk, Defect};
-use crate::harness::{complaint, json, line, output};
+use crate::harness::{json, line, output, stderr_of_failure};
 use clap::Parser;
 use shadowbell::testing::{Session, VerifyArgs, connect, verify};
 use shadowbell_disk_file::MemDisk;
@@ -70,7 +70,7 @@ fn invalid_verify_arguments_are_refused_with_the_reason() {
         ("mem:16MiB --size 64k --numjobs 2", "room for two commands"),
         ("mem:16MiB --offset 16m", "past the end"),
     ] {
-        let text = complaint(&mut line(&format!("verify {words}")), 2);
+        let text = stderr_of_failure(&mut line(&format!("verify {words}")), 2);
         assert!(text.contains(reason), "{words}: {text}");
     }
 }
@@ -106,7 +106,7 @@ mod faults {
     #[test]
     fn a_removed_controller_ends_verify_with_a_message() {
         let server = Server::start(&["mem:64MiB", "--faults", "removal:at=500"]);
-        let text = complaint(&mut line(&format!("verify {} {QUICK}", server.target(1))), 1);
+        let text = stderr_of_failure(&mut line(&format!("verify {} {QUICK}", server.target(1))), 1);
         assert!(text.contains("all ones") || text.contains("lost the connection"), "{text}");
     }
 }

@@ -50,7 +50,7 @@ impl Service {
     }
 
     /// Starts the next export process after the death of the previous one.
-    pub(crate) fn again(&mut self, variables: &[(&str, &str)]) {
+    pub(crate) fn restart(&mut self, variables: &[(&str, &str)]) {
         let mut dead = self.export.take().unwrap();
         dead.wait();
         let none = tempfile::tempdir().unwrap();

@@ -73,7 +73,7 @@ impl Export {
 
     /// Standard output, once it contains `words`.
     #[track_caller]
-    fn prints(&self, words: &str) -> String {
+    fn wait_for_output(&self, words: &str) -> String {
         until_some(words, || {
             let printed = std::fs::read_to_string(self.path("stdout")).unwrap();
             printed.contains(words).then_some(printed)
@@ -168,7 +168,7 @@ fn written_data_is_in_the_image_after_the_export_ends() {
     File::create(&image).unwrap().set_len(1 << 20).unwrap();
     let target = format!("local:{}", image.display());
     let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--name", "a disk"]);
-    export.prints("nbdcopy 'nbd+unix:///a%20disk?socket=");
+    export.wait_for_output("nbdcopy 'nbd+unix:///a%20disk?socket=");
     assert_eq!(write_by_nbd(&export.path("nbd"), 1000, b"any bytes"), 0);
     export.stop();
     let mut bytes = [0; 11];
@@ -260,7 +260,7 @@ fn a_file_is_mounted_and_unmounted() {
     }
     let export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk"]);
     let path = export.path("disk");
-    export.prints("losetup --find --show");
+    export.wait_for_output("losetup --find --show");
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     file.write_all_at(b"any bytes", 777).unwrap();
     let mut bytes = [0; 9];
@@ -278,7 +278,7 @@ fn a_file_is_mounted_and_unmounted() {
 #[test]
 fn a_vhost_user_blk_socket_is_created_and_removed() {
     let export = Export::start(&["mem:8MiB", "--vhost-user-blk", "DIR/vm.sock", "--queues=2"]);
-    export.prints("vhost-user-blk-pci,chardev=disk,num-queues=2");
+    export.wait_for_output("vhost-user-blk-pci,chardev=disk,num-queues=2");
     let path = export.path("vm.sock");
     let frontend = UnixStream::connect(&path).unwrap();
     export.stop();

@@ -9,8 +9,8 @@ use std::path::Path;
 
 const BLOCK: usize = 4096;
 /// Queue depth, and number of requests in a row.
-const DEEP: usize = 32;
-const MANY: usize = 1100;
+const DEPTH: usize = 32;
+const REQUESTS: usize = 1100;
 
 struct Client(UnixStream);
 
@@ -39,7 +39,7 @@ impl Client {
     }
 
     /// Block number of the next reply.
-    fn answer(&mut self) -> usize {
+    fn read_reply(&mut self) -> usize {
         let mut reply = [0; 16];
         self.0.read_exact(&mut reply).unwrap();
         assert_eq!((&reply[..4], &reply[4..8]), (&b"\x67\x44\x66\x98"[..], &[0; 4][..]));
@@ -54,7 +54,7 @@ impl Client {
                 .iter()
                 .flat_map(|block| Self::request(1, *block, &[fill(*block, salt); BLOCK]));
             self.0.write_all(&requests.collect::<Vec<u8>>()).unwrap();
-            let mut answered: Vec<_> = some.iter().map(|_| self.answer()).collect();
+            let mut answered: Vec<_> = some.iter().map(|_| self.read_reply()).collect();
             answered.sort_unstable();
             assert_eq!(answered, some);
         }
@@ -68,7 +68,7 @@ impl Client {
             self.0.write_all(&requests.collect::<Vec<u8>>()).unwrap();
             let mut found = HashMap::new();
             for _ in some {
-                let block = self.answer();
+                let block = self.read_reply();
                 let mut data = vec![0; BLOCK];
                 self.0.read_exact(&mut data).unwrap();
                 found.insert(block, data);
@@ -86,34 +86,34 @@ fn fill(block: usize, salt: usize) -> u8 {
 
 /// A client changes between many requests in flight and one at a time, alone and with another
 /// client of either kind. At the end, the server stops while clients are connected.
-fn a_client_comes_and_goes(target: &str) {
+fn check_changing_clients(target: &str) {
     let export = Export::start(&[target, "--nbd", "unix:DIR/nbd"]);
     let socket = export.path("nbd");
     let mut client = Client::connect(&socket);
-    client.write(0..MANY, DEEP, 1);
-    client.check(0..MANY, DEEP, 1);
+    client.write(0..REQUESTS, DEPTH, 1);
+    client.check(0..REQUESTS, DEPTH, 1);
     let mut other = Client::connect(&socket);
     std::thread::scope(|scope| {
-        scope.spawn(|| other.write(MANY..2 * MANY, DEEP, 2));
-        client.write(0..MANY, DEEP, 3);
+        scope.spawn(|| other.write(REQUESTS..2 * REQUESTS, DEPTH, 2));
+        client.write(0..REQUESTS, DEPTH, 3);
     });
-    client.check(MANY..2 * MANY, DEEP, 2);
-    other.check(0..MANY, DEEP, 3);
-    client.check(0..MANY, 1, 3);
-    client.write(0..2 * MANY, DEEP, 4);
-    client.check(0..2 * MANY, DEEP, 4);
+    client.check(REQUESTS..2 * REQUESTS, DEPTH, 2);
+    other.check(0..REQUESTS, DEPTH, 3);
+    client.check(0..REQUESTS, 1, 3);
+    client.write(0..2 * REQUESTS, DEPTH, 4);
+    client.check(0..2 * REQUESTS, DEPTH, 4);
     // The next client can use the disk after one disconnects with requests in flight.
-    let unread = (0..DEEP).flat_map(|block| Client::request(1, block, &[fill(block, 4); BLOCK]));
+    let unread = (0..DEPTH).flat_map(|block| Client::request(1, block, &[fill(block, 4); BLOCK]));
     client.0.write_all(&unread.collect::<Vec<u8>>()).unwrap();
     drop((client, other));
     let mut next = Client::connect(&socket);
-    next.check(0..2 * MANY, DEEP, 4);
+    next.check(0..2 * REQUESTS, DEPTH, 4);
     export.stop();
 }
 
 #[test]
 fn deep_clients_of_memory_are_served() {
-    a_client_comes_and_goes("mem:16MiB");
+    check_changing_clients("mem:16MiB");
 }
 
 #[test]
@@ -121,5 +121,5 @@ fn deep_clients_of_a_file_are_served() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(16 << 20).unwrap();
-    a_client_comes_and_goes(image.to_str().unwrap());
+    check_changing_clients(image.to_str().unwrap());
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 /// Milliseconds between kills: arbitrary.
-const MOMENTS: [u64; 6] = [60, 5, 31, 120, 12, 77];
+const KILL_DELAYS: [u64; 6] = [60, 5, 31, 120, 12, 77];
 
 /// A verifying load through the NBD export.
 struct Load(ProcessGroup);
@@ -66,11 +66,11 @@ fn a_load_over_nbd_survives_kills_of_the_export() {
     let load = Load::start(&service.path("nbd"));
     // Time for load before the first kill.
     std::thread::sleep(Duration::from_millis(300));
-    for moment in MOMENTS {
+    for moment in KILL_DELAYS {
         // The kill may come at any moment.
         std::thread::sleep(Duration::from_millis(moment));
         service.kill();
-        service.again(&[]);
+        service.restart(&[]);
         // Time for the load to reconnect, usually.
         std::thread::sleep(Duration::from_millis(200));
     }
@@ -99,7 +99,7 @@ fn an_export_survives_kills_of_its_supervised_server() {
     let load = Load::start(&export.path("nbd"));
     // Time for load before the first kill.
     std::thread::sleep(Duration::from_millis(300));
-    for moment in MOMENTS {
+    for moment in KILL_DELAYS {
         // The kill may come at any moment, but no process may die so soon that it is a crash loop.
         std::thread::sleep(Duration::from_millis(100 + moment));
         let before = worker().unwrap();
@@ -136,7 +136,7 @@ fn qemus_nbd_client_survives_kills_of_the_export() {
     let byte = |n: u64| (n % 251 + 1) as u8;
     let place = |n: u64| n % (16 * MIB / LEN) * LEN;
     let image = File::open(service.path("disk.img")).unwrap();
-    for (part, moment) in (0..).zip(MOMENTS) {
+    for (part, moment) in (0..).zip(KILL_DELAYS) {
         let rounds = part * ROUNDS..(part + 1) * ROUNDS;
         for round in rounds.clone() {
             let each = round * AT_ONCE..(round + 1) * AT_ONCE;
@@ -159,14 +159,14 @@ fn qemus_nbd_client_survives_kills_of_the_export() {
         // The kill may come at any moment.
         std::thread::sleep(Duration::from_millis(moment / 4));
         service.kill();
-        service.again(&[]);
+        service.restart(&[]);
     }
     let _ = input.write_all(b"quit\n");
     drop(input);
     let output = output.join().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let errors = String::from_utf8_lossy(&output.stderr);
-    let all = MOMENTS.len() as u64 * ROUNDS * AT_ONCE;
+    let all = KILL_DELAYS.len() as u64 * ROUNDS * AT_ONCE;
     let count = |words: &str| said.matches(words).count() as u64;
     assert!(!said.contains("failed") && errors.is_empty(), "{said}{errors}");
     assert_eq!(count(&format!("wrote {LEN}/{LEN}")), all, "{said}");

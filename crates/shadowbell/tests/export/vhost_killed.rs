@@ -29,8 +29,8 @@ impl Running {
     }
 
     /// Starts the next device process after the death of the previous one, and connects.
-    fn again(&mut self) {
-        self.service.again(&[]);
+    fn restart(&mut self) {
+        self.service.restart(&[]);
         self.connect();
     }
 
@@ -95,7 +95,7 @@ fn a_vhost_process_may_be_killed_at_any_moment() {
         // The kill may come at any moment.
         std::thread::sleep(Duration::from_micros(37 * moment));
         running.service.kill();
-        running.again();
+        running.restart();
     }
     running.end().unwrap();
 }
@@ -109,7 +109,7 @@ fn a_paused_machine_resumes_with_a_new_vhost_process() {
         running.machine.pause();
         running.machine.check_completions().unwrap();
         running.service.kill();
-        running.again();
+        running.restart();
         running.run(50).unwrap();
         // The VMM reconnects to the same process.
         running.connect();

@@ -28,7 +28,7 @@ fn image(name: &str, features: &str) -> Option<String> {
 #[test]
 fn a_ceph_image_passes_verify_and_resets() {
     let Some(disk) = image("passes", "layering,exclusive-lock") else { return };
-    crate::kinds::passes(&disk);
+    crate::kinds::check_disk_type(&disk);
 }
 
 #[test]

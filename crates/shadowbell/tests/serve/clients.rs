@@ -141,7 +141,7 @@ fn a_server_under_nohup_ignores_sighup() {
     let mut server = Server::spawn(command, directory, &["vm.sock"]);
     server.says("serving");
     server.signal(Signal::HUP);
-    works(&server.attach());
+    assert_one_namespace(&server.attach());
     assert!(server.stop().success());
 }
 
@@ -155,7 +155,7 @@ fn a_server_with_sigint_ignored_ends_on_sigterm() {
     let mut server = Server::spawn(command, directory, &["vm.sock"]);
     server.says("serving");
     server.signal(Signal::INT);
-    works(&server.attach());
+    assert_one_namespace(&server.attach());
     assert!(server.stop().success());
 }
 
@@ -189,7 +189,7 @@ fn malformed_messages_do_not_block_the_next_client() {
         assert!(server.is_alive(), "{n}");
     }
     drop(UnixStream::connect(server.socket()).unwrap());
-    works(&server.attach());
+    assert_one_namespace(&server.attach());
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn clients_leave_no_thread_or_descriptor_behind() {
     let server = Server::start(&["mem:4MiB"], &[]);
     let twenty_come_and_go = |total: usize| {
         for _ in 0..20 {
-            works(&server.attach());
+            assert_one_namespace(&server.attach());
         }
         let left = || server.stderr().matches("has left").count();
         crate::harness::until("the last one to leave", || left() == total);
@@ -229,6 +229,6 @@ fn clients_leave_no_thread_or_descriptor_behind() {
     crate::harness::until("no more threads and descriptors than before", || !is_left());
 }
 
-fn works(controller: &Controller) {
+fn assert_one_namespace(controller: &Controller) {
     assert_eq!(controller.admin().active_namespaces().unwrap(), [1]);
 }

@@ -47,7 +47,7 @@ impl Drop for SetOnDrop<'_> {
 }
 
 /// Sends an HTTP request: status and body of the response.
-pub(crate) fn ask(server: &Server, request: &str) -> (u16, String) {
+pub(crate) fn http_request(server: &Server, request: &str) -> (u16, String) {
     let mut stream = UnixStream::connect(control_socket(server)).unwrap();
     // The server may respond and disconnect before it has read the whole request.
     let _ = stream.write_all(request.as_bytes());
@@ -232,7 +232,7 @@ fn control_requests_during_upgrades_are_all_answered() {
                 assert_eq!(status, Some(0), "{errors}");
             } else {
                 // An upgrade that another program requests.
-                let (status, _) = ask(&server, &request("POST", "/v1/upgrade", ""));
+                let (status, _) = http_request(&server, &request("POST", "/v1/upgrade", ""));
                 assert_eq!(status, 202);
             }
             until("another process", || ctl_json(&server, &["status"])["pid"] != before);
@@ -244,7 +244,7 @@ fn control_requests_during_upgrades_are_all_answered() {
     assert!(asked > 5, "{asked}");
     // The failure of an upgrade is reported afterwards.
     let other = r#"{"binary":"/bin/false"}"#;
-    let (status, body) = ask(&server, &request("POST", "/v1/upgrade", other));
+    let (status, body) = http_request(&server, &request("POST", "/v1/upgrade", other));
     // A sandboxed process must not choose the program that its supervisor starts.
     assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
     let program = server.directory().join("program");
@@ -254,7 +254,7 @@ fn control_requests_during_upgrades_are_all_answered() {
         ctl(&server, &["upgrade", "--binary", program.to_str().unwrap()]).0 == Some(0)
     });
     std::fs::remove_file(&program).unwrap();
-    let (status, _) = ask(&server, &request("POST", "/v1/upgrade", ""));
+    let (status, _) = http_request(&server, &request("POST", "/v1/upgrade", ""));
     assert_eq!(status, 202);
     until("the reason", || ctl_json(&server, &["status"])["upgrade_error"].is_string());
     drop(guest);
@@ -290,7 +290,7 @@ fn misbehaving_control_clients_do_not_block_others() {
         (request("PUT", "/v1/log-level", r#"{"filter":"x=y=z"}"#), 400),
         (request("POST", "/v1/upgrade", r#"{"binary":"/nonexistent"}"#), 409),
     ] {
-        let (status, body) = ask(&server, &head);
+        let (status, body) = http_request(&server, &head);
         assert_eq!(status, expected, "{body}");
         if ![400, 431].contains(&expected) {
             let problem: Value = serde_json::from_str(&body).unwrap();

@@ -46,7 +46,7 @@ fn a_shrunken_image_gives_lba_out_of_range() {
 }
 
 /// Attaches to a server whose storage has room for the first half of the disk.
-fn storage_is_full(mut server: Server) {
+fn check_full_storage(mut server: Server) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
     assert_eq!(write_and_read(&controller, &mut queue, 0), (Status::SUCCESS, Status::SUCCESS));
@@ -76,7 +76,7 @@ fn a_limit_on_the_size_of_files_is_a_full_disk() {
     image(directory.path(), "disk.img", SIZE);
     let mut command = Command::new("prlimit");
     command.arg(format!("--fsize={}", SIZE / 2));
-    storage_is_full(serve_through(command, directory, None));
+    check_full_storage(serve_through(command, directory, None));
 }
 
 #[test]

@@ -25,11 +25,11 @@ use tempfile::TempDir;
 /// Environment variable that makes this test program pass descriptors on.
 const PASS: &str = "SHADOWBELL_TEST_PASS";
 /// First number for descriptors in transit: unused by the process.
-const WAY: i32 = 50;
+const FIRST_IN_TRANSIT: i32 = 50;
 
 /// Stored descriptors by name, in order of arrival; and whether the service is ready.
 #[derive(Default)]
-struct Kept {
+struct FdStore {
     fds: Vec<(String, OwnedFd)>,
     is_ready: bool,
     /// Number of messages that the manager itself has sent to this socket and received.
@@ -37,7 +37,7 @@ struct Kept {
 }
 
 /// Receives the service's messages, as systemd does.
-fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
+fn listen(socket: &UnixDatagram, stored: &Mutex<FdStore>) {
     loop {
         let mut bytes = [0; 4096];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
@@ -55,14 +55,14 @@ fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
         let text = String::from_utf8_lossy(&bytes[..heard.bytes]).into_owned();
         let has = |line: &str| text.lines().any(|other| other == line);
         let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or_default();
-        let mut kept = kept.lock().unwrap();
-        kept.is_ready |= has("READY=1");
-        kept.own += u32::from(has("OWN"));
+        let mut stored = stored.lock().unwrap();
+        stored.is_ready |= has("READY=1");
+        stored.own += u32::from(has("OWN"));
         if has("FDSTORE=1") {
             assert!(has("FDPOLL=0") && !name.is_empty() && !name.contains(':'), "{text}");
-            kept.fds.extend(fds.into_iter().map(|fd| (name.to_owned(), fd)));
+            stored.fds.extend(fds.into_iter().map(|fd| (name.to_owned(), fd)));
         } else if has("FDSTOREREMOVE=1") {
-            kept.fds.retain(|(other, _)| other != name);
+            stored.fds.retain(|(other, _)| other != name);
         } else {
             assert!(fds.is_empty(), "{text}");
         }
@@ -75,7 +75,7 @@ fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
 /// A service, and its manager.
 struct Service {
     directory: TempDir,
-    kept: Arc<Mutex<Kept>>,
+    stored: Arc<Mutex<FdStore>>,
     child: ProcessGroup,
     /// Killed supervisors. Their server processes may continue to serve until the end of the test.
     dead: Vec<ProcessGroup>,
@@ -93,25 +93,25 @@ impl Service {
             );
         }
         std::fs::write(directory.path().join("vms.toml"), file).unwrap();
-        let kept = Arc::<Mutex<Kept>>::default();
+        let stored = Arc::<Mutex<FdStore>>::default();
         let socket = UnixDatagram::bind(directory.path().join("notify")).unwrap();
-        let its = Arc::clone(&kept);
+        let its = Arc::clone(&stored);
         std::thread::spawn(move || listen(&socket, &its));
-        let child = Self::spawn(&directory, &kept);
-        let service = Self { directory, kept, child, dead: Vec::new() };
-        service.until_ready();
+        let child = Self::spawn(&directory, &stored);
+        let service = Self { directory, stored, child, dead: Vec::new() };
+        service.wait_ready();
         service
     }
 
-    fn spawn(directory: &TempDir, kept: &Mutex<Kept>) -> ProcessGroup {
+    fn spawn(directory: &TempDir, stored: &Mutex<FdStore>) -> ProcessGroup {
         let (ours, theirs) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
                 .unwrap();
-        let mut kept = kept.lock().unwrap();
-        kept.is_ready = false;
-        let names: Vec<_> = kept.fds.iter().map(|(name, _)| name.as_str()).collect();
+        let mut stored = stored.lock().unwrap();
+        stored.is_ready = false;
+        let names: Vec<_> = stored.fds.iter().map(|(name, _)| name.as_str()).collect();
         let names = names.join(":");
-        for (_, fd) in &kept.fds {
+        for (_, fd) in &stored.fds {
             let fds = [fd.as_fd()];
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
             let mut control = SendAncillaryBuffer::new(&mut space);
@@ -125,9 +125,9 @@ impl Service {
             .unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "fd_store::pass_descriptors_on", "--nocapture"]);
-        command.env(PASS, kept.fds.len().to_string());
+        command.env(PASS, stored.fds.len().to_string());
         command.env("NOTIFY_SOCKET", directory.path().join("notify")).env("FDSTORE", "16");
-        command.env("LISTEN_FDS", kept.fds.len().to_string()).env("LISTEN_FDNAMES", names);
+        command.env("LISTEN_FDS", stored.fds.len().to_string()).env("LISTEN_FDNAMES", names);
         command.env("SHADOWBELL_RUN_DIR", directory.path().join("run")).env_remove("RUST_LOG");
         command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(log);
         ProcessGroup::spawn(command.current_dir(directory.path())).unwrap()
@@ -137,21 +137,21 @@ impl Service {
     ///
     /// Messages of the killed supervisor are received first, as by systemd, which reads messages
     /// before it handles ended processes.
-    fn again(&mut self) {
-        let before = self.kept.lock().unwrap().own;
+    fn restart(&mut self) {
+        let before = self.stored.lock().unwrap().own;
         let own = UnixDatagram::unbound().unwrap();
         own.send_to(b"OWN", self.directory.path().join("notify")).unwrap();
-        until("all messages are received", || self.kept.lock().unwrap().own > before);
-        let child = Self::spawn(&self.directory, &self.kept);
+        until("all messages are received", || self.stored.lock().unwrap().own > before);
+        let child = Self::spawn(&self.directory, &self.stored);
         self.dead.push(std::mem::replace(&mut self.child, child));
     }
 
     fn is_ready(&self) -> bool {
-        self.kept.lock().unwrap().is_ready
+        self.stored.lock().unwrap().is_ready
     }
 
     #[track_caller]
-    fn until_ready(&self) {
+    fn wait_ready(&self) {
         until("READY=1", || self.is_ready());
     }
 
@@ -167,8 +167,8 @@ impl Service {
         self.directory.path().join(format!("vm{controller}.sock"))
     }
 
-    fn kept(&self) -> Vec<String> {
-        self.kept.lock().unwrap().fds.iter().map(|(name, _)| name.clone()).collect()
+    fn stored(&self) -> Vec<String> {
+        self.stored.lock().unwrap().fds.iter().map(|(name, _)| name.clone()).collect()
     }
 
     /// Kills the supervisor, and its server processes too if `all`. Returns the ids of the server
@@ -221,7 +221,7 @@ fn pass_descriptors_on() {
         recvmsg(link.as_fd(), &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
         for message in control.drain() {
             let RecvAncillaryMessage::ScmRights(mut fds) = message else { continue };
-            let on_the_way = fcntl_dupfd_cloexec(fds.next().unwrap(), WAY).unwrap();
+            let on_the_way = fcntl_dupfd_cloexec(fds.next().unwrap(), FIRST_IN_TRANSIT).unwrap();
             fcntl_setfd(&on_the_way, FdFlags::empty()).unwrap();
             let (at, to) = (on_the_way.as_raw_fd(), 3 + nth);
             script += &format!("exec {to}<&{at} {at}<&-; ");
@@ -238,7 +238,7 @@ fn pass_descriptors_on() {
 #[test]
 fn a_killed_supervisor_recovers_from_the_fd_store() {
     let mut service = Service::start(3);
-    assert_eq!(service.kept(), ["shadowbell-keeper-1-w", "shadowbell-keeper-1-r"]);
+    assert_eq!(service.stored(), ["shadowbell-keeper-1-w", "shadowbell-keeper-1-r"]);
     let mut client = Client::attach(&service.socket(2));
     client.write(1, 0, 1);
     client.write(2, 0, 2);
@@ -248,13 +248,13 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
         // The kill may come at any moment, but no process may die so soon that it is a crash loop.
         std::thread::sleep(Duration::from_millis(60 + u64::from(n)));
         let workers = service.kill(n % 2 == 0);
-        service.again();
-        service.until_ready();
+        service.restart();
+        service.wait_ready();
         assert!(workers.iter().all(|pid| has_ended(*pid)), "two processes serve");
         assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
         client.write(1, 0, n + 2);
         client.write(2, 0, n + 3);
-        until("the rest is forgotten", || service.kept().len() == 2);
+        until("the rest is forgotten", || service.stored().len() == 2);
     }
     loads.into_iter().for_each(Load::lost_nothing);
     let log = service.log();
@@ -263,10 +263,10 @@ fn a_killed_supervisor_recovers_from_the_fd_store() {
     drop(client);
     // An orderly end leaves nothing in the store.
     assert!(service.stop().success(), "{}", service.log());
-    until("an empty FD store", || service.kept().is_empty());
+    until("an empty FD store", || service.stored().is_empty());
     assert!((0..3).all(|n| !service.socket(n).exists()));
-    service.again();
-    service.until_ready();
+    service.restart();
+    service.wait_ready();
     assert_eq!(service.log().matches("the supervisor was killed").count(), 20);
     Client::attach(&service.socket(0)).write(1, 0, 1);
 }
@@ -282,7 +282,7 @@ fn a_supervisor_may_be_killed_at_any_moment() {
     until("the load's client", || service.log().matches("a client is attached").count() >= 2);
     let mut others: Vec<(Client, u8)> = Vec::new();
     for n in 0..40_u64 {
-        service.until_ready();
+        service.wait_ready();
         others.drain(..).for_each(|(mut other, byte)| assert_eq!(other.read(1, 0), byte));
         // The process has served for a while, so this is no crash loop.
         std::thread::sleep(Duration::from_millis(60));
@@ -304,17 +304,17 @@ fn a_supervisor_may_be_killed_at_any_moment() {
             _ => {}
         }
         service.kill(n % 3 == 0);
-        service.again();
+        service.restart();
         // Kills it while it recovers, but not so often that it is a crash loop.
         if n % 2 == 1 {
             // The kill may come at any moment before it is ready.
             std::thread::sleep(Duration::from_millis(n / 2));
             if !service.is_ready() {
                 service.kill(n % 3 == 1);
-                service.again();
+                service.restart();
             }
         }
-        service.until_ready();
+        service.wait_ready();
         assert_eq!(client.read(1, 0), n as u8);
         client.write(1, 0, n as u8 + 1);
     }
@@ -331,8 +331,8 @@ fn unusable_state_in_the_fd_store_is_removed() {
     service.kill(true);
     // State of another release.
     {
-        let kept = service.kept.lock().unwrap();
-        let (name, write) = &kept.fds[0];
+        let stored = service.stored.lock().unwrap();
+        let (name, write) = &stored.fds[0];
         assert!(name.ends_with("-w"));
         let mut bytes = b"D".to_vec();
         bytes.extend((1_u64 << 40).to_le_bytes());
@@ -344,12 +344,12 @@ fn unusable_state_in_the_fd_store_is_removed() {
         assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
         sendmsg(write, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
     }
-    service.again();
-    service.until_ready();
+    service.restart();
+    service.wait_ready();
     assert!(service.log().contains("is unusable: "), "{}", service.log());
     drop(client);
     until("its socket", || UnixStream::connect(service.socket(0)).is_ok());
     Client::attach(&service.socket(0)).write(1, 0, 1);
     assert!(service.stop().success());
-    until("an empty FD store", || service.kept().is_empty());
+    until("an empty FD store", || service.stored().is_empty());
 }

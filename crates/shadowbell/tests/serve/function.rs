@@ -125,7 +125,7 @@ impl Guest {
     }
 
     #[track_caller]
-    fn works(&mut self) {
+    fn assert_usable(&mut self) {
         let serial = (DATA - IOVA) as usize + 4;
         self.bytes().fill(serial, 20, 0).unwrap();
         self.ring();
@@ -215,7 +215,7 @@ fn accesses_out_of_bounds_are_refused() {
     }
     let whole = &mut [0; 16 << 10];
     guest.client.region_read(region::BAR0, 0, whole).unwrap();
-    guest.works();
+    guest.assert_usable();
 }
 
 #[test]
@@ -237,7 +237,7 @@ fn interrupts_are_eventfds() {
     let mut guest = Guest::enabled(&server);
     let events: Vec<_> = (0..65).map(|_| EventFd::new().unwrap()).collect();
     guest.client.set_irq_eventfds(irq::MSIX, 0, &events).unwrap();
-    guest.works();
+    guest.assert_usable();
     assert!(events[0].wait(Some(LIMIT)).unwrap(), "the admin queue has vector 0");
     events[0].drain();
 
@@ -255,7 +255,7 @@ fn interrupts_are_eventfds() {
 
     guest.client.disable_irqs(irq::MSIX).unwrap();
     guest.client.disable_irqs(irq::INTX).unwrap();
-    guest.works();
+    guest.assert_usable();
     assert_eq!(events[0].drain(), 0);
     for (index, start, count) in [(irq::MSIX, 65, 1), (irq::MSIX, 0, 66), (irq::INTX, 0, 1)] {
         let outcome = guest.client.act_on_irqs(index, start, count, IrqAction::Trigger);
@@ -269,7 +269,7 @@ fn interrupts_are_eventfds() {
     guest.client.act_on_irqs(irq::ERR, 0, 1, IrqAction::Trigger).unwrap();
     guest.client.set_irq_eventfds(irq::ERR, 0, &events[7..9]).unwrap_err();
     guest.client.disable_irqs(irq::ERR).unwrap();
-    guest.works();
+    guest.assert_usable();
     assert!(events[0].wait(Some(LIMIT)).unwrap(), "the eventfds are unchanged");
     assert!(events[1..].iter().all(|event| event.drain() == 0));
 }
@@ -278,7 +278,7 @@ fn interrupts_are_eventfds() {
 fn without_bus_mastering_there_is_no_dma() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let mut guest = Guest::enabled(&server);
-    guest.works();
+    guest.assert_usable();
     guest.command(MEMORY);
     let before: Vec<_> = (0..LEN as usize / 8).map(|n| guest.bytes().read::<u64>(n * 8)).collect();
     guest.ring();
@@ -294,7 +294,7 @@ fn without_bus_mastering_there_is_no_dma() {
     crate::harness::until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
     guest.command(MEMORY | BUS_MASTER);
     guest.enable();
-    guest.works();
+    guest.assert_usable();
 }
 
 #[test]
@@ -311,7 +311,7 @@ fn resets_leave_nothing_behind() {
         at
     };
     for round in 0..6 {
-        guest.works();
+        guest.assert_usable();
         guest.client.region_write(4, 0, &[0xff; 16]).unwrap();
         if round % 2 == 0 {
             guest.client.reset().unwrap();
@@ -332,7 +332,7 @@ fn resets_leave_nothing_behind() {
         guest.command(MEMORY | BUS_MASTER);
         guest.enable();
         event.drain();
-        guest.works();
+        guest.assert_usable();
         assert!(event.wait(Some(LIMIT)).unwrap());
     }
 }
@@ -380,11 +380,11 @@ fn trapped_doorbells_wake_the_io_thread_without_the_reactor() {
     );
     assert!(reactor <= 20, "{reactor} wakeups of the reactor for {COMMANDS} commands");
     // Other messages are handled as before.
-    guest.works();
+    guest.assert_usable();
     guest.write(regs::CC, &0_u32.to_le_bytes());
     until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
     guest.enable();
-    guest.works();
+    guest.assert_usable();
 }
 
 #[test]
@@ -407,12 +407,12 @@ fn memory_is_mapped_and_unmapped() {
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 0, len: 0x8000 }));
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 0x8000, len: 0x8000 }));
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }));
-    guest.works();
+    guest.assert_usable();
     // A map without a descriptor is recorded, and can be unmapped.
     guest.client.dma_map(&Share { fd: None, ..share(&more, 1 << 20) }).unwrap();
     refused(guest.client.dma_map(&share(&more, 1 << 20)));
     guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }).unwrap();
-    guest.works();
+    guest.assert_usable();
     guest.client.dma_unmap(DmaUnmap::All).unwrap();
     guest.bytes().fill(0, LEN as usize, 0xee).unwrap();
     guest.write(regs::DOORBELLS, &3u32.to_le_bytes());
@@ -429,7 +429,7 @@ fn a_map_of_a_non_memory_descriptor_is_refused() {
     let fd = Some(std::os::fd::AsFd::as_fd(&event));
     guest.client.dma_map(&Share { fd, ..share(&guest.memory, 0) }).unwrap_err();
     guest.client.dma_map(&Share { fd_offset: 1, ..share(&guest.memory, 0) }).unwrap_err();
-    guest.works();
+    guest.assert_usable();
 }
 
 trait WithLen {
@@ -468,7 +468,7 @@ fn memory_without_a_descriptor_beside_shared_memory_is_not_logged() {
     guest.command(MEMORY | BUS_MASTER);
     let mut guest = guest;
     guest.enable();
-    guest.works();
+    guest.assert_usable();
     drop(guest);
     server.says("has left");
     assert!(!server.stderr().contains("share"), "{}", server.stderr());
@@ -520,5 +520,5 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     guest.ring();
     assert_ne!(guest.completion(), Status::SUCCESS);
     guest.data = DATA;
-    guest.works();
+    guest.assert_usable();
 }

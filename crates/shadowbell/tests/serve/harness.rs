@@ -173,7 +173,7 @@ impl Server {
 
     /// Runs `act`. If it takes long, prints the state of the server's threads meanwhile: at the end
     /// of the test it is too late.
-    pub(crate) fn watched<T>(&self, act: impl FnOnce() -> T) -> T {
+    pub(crate) fn with_hang_report<T>(&self, act: impl FnOnce() -> T) -> T {
         let (done, waits) = std::sync::mpsc::channel::<()>();
         std::thread::scope(|threads| {
             threads.spawn(move || {

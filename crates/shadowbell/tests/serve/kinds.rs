@@ -20,15 +20,15 @@ const MOST_RESETS: u64 = 1000;
 
 /// Serves `disk`, verifies every byte under mixed I/O, resets the controller during I/O, and
 /// checks that the server stops without an error.
-pub(crate) fn passes(disk: &str) {
+pub(crate) fn check_disk_type(disk: &str) {
     let mut server = supervisor(disk);
-    everything_at_once(&server);
+    verify_mixed_io(&server);
     resets(&server);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
 /// Reads, writes, flushes, zeroes, deallocations and compares, with every byte checked.
-fn everything_at_once(server: &Server) {
+fn verify_mixed_io(server: &Server) {
     let target = format!("vfio-user:{}/1", server.socket().display());
     let mut command = program();
     command.args(["verify", &target, "--number-ios", "4000", "--iodepth", "32", "--force"]);
@@ -125,7 +125,7 @@ fn resets(server: &Server) {
             let (_, number) = page.in_flight.take().unwrap();
             match (status, number) {
                 (Status::SUCCESS, Some(number)) => page.may = vec![number],
-                (Status::SUCCESS, None) => holds(page, &buffer.unwrap()),
+                (Status::SUCCESS, None) => check_content(page, &buffer.unwrap()),
                 (status, number) => {
                     assert_eq!(status, Status::ABORTED_BY_HOST);
                     page.may.extend(number);
@@ -137,7 +137,7 @@ fn resets(server: &Server) {
     for (at, page) in pages.iter_mut().enumerate() {
         let read = run(&mut queue, namespace.read(lba(at), blocks).unwrap(), pool.take());
         assert_eq!(read.status, Status::SUCCESS);
-        holds(page, &read.buffer.unwrap());
+        check_content(page, &read.buffer.unwrap());
     }
     assert!(ended_by_reset.into_inner() > 0, "no reset came in mid-I/O");
     assert_eq!(controller.recovery_stats().resets, resets.into_inner());
@@ -147,7 +147,7 @@ fn resets(server: &Server) {
 
 /// Checks a page that was read against the numbers that it may hold; from then on it holds that
 /// number.
-pub(crate) fn holds(page: &mut Page, buffer: &Buffer) {
+pub(crate) fn check_content(page: &mut Page, buffer: &Buffer) {
     let bytes = buffer.to_vec(PAGE);
     let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());
     assert!(bytes == self::page(number), "a page is in parts: {number} and others");
@@ -160,7 +160,7 @@ fn a_raw_image_passes() {
     for options in ["", "?direct=off", "?direct=off&aio=threads"] {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = image(directory.path(), "disk.img", BYTES);
-        passes(&format!("{}{options}", path.display()));
+        check_disk_type(&format!("{}{options}", path.display()));
     }
 }
 
@@ -170,27 +170,27 @@ fn a_qcow2_image_passes() {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = directory.path().join("disk.qcow2");
         create(&path, BYTES).unwrap();
-        passes(&format!("{}{options}", path.display()));
+        check_disk_type(&format!("{}{options}", path.display()));
         is_consistent(&path);
     }
 }
 
 #[test]
 fn a_memory_disk_passes() {
-    passes("mem:16MiB");
+    check_disk_type("mem:16MiB");
 }
 
 #[test]
 fn an_nbd_disk_passes() {
     let below = Export::start("mem:16MiB");
-    passes(&below.uri("&settle=50ms"));
+    check_disk_type(&below.uri("&settle=50ms"));
 }
 
 #[test]
 fn a_namespace_of_another_controller_passes() {
     for options in ["", "?zero-copy=off"] {
         let below = Server::start(&["mem:16MiB"], &[]);
-        passes(&format!("vfio-user:{}/1{options}", below.socket().display()));
+        check_disk_type(&format!("vfio-user:{}/1{options}", below.socket().display()));
     }
 }
 
@@ -198,7 +198,7 @@ fn a_namespace_of_another_controller_passes() {
 fn character_device_namespaces_pass() {
     for device in outside::namespaces() {
         for options in ["", "?aio=threads"] {
-            passes(&format!("{device}{options}"));
+            check_disk_type(&format!("{device}{options}"));
         }
     }
 }

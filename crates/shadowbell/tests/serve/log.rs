@@ -29,7 +29,7 @@ fn command() -> (Command, TempDir) {
 }
 
 /// Sends `maps` invalid maps, each of which logs a line.
-fn refused(client: &Client, maps: u64) {
+fn send_invalid_maps(client: &Client, maps: u64) {
     for _ in 0..maps {
         let share =
             Share { iova: 1, len: 4096, readable: true, writable: true, fd: None, fd_offset: 0 };
@@ -37,7 +37,7 @@ fn refused(client: &Client, maps: u64) {
     }
 }
 
-fn bad(server: &Server) -> Client {
+fn connect_bad(server: &Server) -> Client {
     let options = Options { timeout: Some(LIMIT) };
     Client::connect(server.directory().join("bad.sock"), options).unwrap()
 }
@@ -58,9 +58,9 @@ fn a_stalled_log_reader_does_not_block_io() {
     let (_reader, writer) = full_pipe();
     command.stdout(writer.try_clone().unwrap()).stderr(writer);
     let mut server = Server::spawn_to(command, directory, &["good.sock", "bad.sock"]);
-    let client = bad(&server);
+    let client = connect_bad(&server);
     // More than the log's queue holds.
-    refused(&client, 5000);
+    send_invalid_maps(&client, 5000);
     let good = server.directory().join("good.sock");
     let mut controller = attach(&good, &AttachOptions::default());
     let namespace = controller.namespace(1).unwrap().clone();
@@ -71,7 +71,7 @@ fn a_stalled_log_reader_does_not_block_io() {
     controller.registers().unwrap();
     // The counters are a log line, written by the signal thread.
     server.signal(rustix::process::Signal::USR1);
-    refused(&client, 10);
+    send_invalid_maps(&client, 10);
     drop((read, queue, pool));
     controller.detach().unwrap();
     assert!(server.stop().success());
@@ -95,8 +95,8 @@ fn log_lines_caused_by_a_client_are_rate_limited() {
     let (command, directory) = command();
     let mut server = Server::spawn(command, directory, &["good.sock", "bad.sock"]);
     let begun = Instant::now();
-    let client = bad(&server);
-    refused(&client, 40_000);
+    let client = connect_bad(&server);
+    send_invalid_maps(&client, 40_000);
     drop(client);
     assert!(server.stop().success());
     let said = server.stderr();

@@ -288,12 +288,12 @@ fn the_tcp_endpoint_serves_only_metrics() {
     let mut server = Server::start(&["mem:4MiB"], &["--metrics", "127.0.0.1:0"]);
     let log = server.stderr();
     let address = log.split("http://").nth(1).and_then(|rest| rest.split('/').next()).expect(&log);
-    let ask = |path: &str| get(TcpStream::connect(address).unwrap(), path);
-    let (head, body) = ask("/metrics");
+    let http_request = |path: &str| get(TcpStream::connect(address).unwrap(), path);
+    let (head, body) = http_request("/metrics");
     assert!(head.starts_with("HTTP/1.1 200"), "{head}");
     Metrics::parse(&body);
     for path in ["/v1/status", "/v1/log-level", "/"] {
-        assert!(ask(path).0.starts_with("HTTP/1.1 404"), "{path}");
+        assert!(http_request(path).0.starts_with("HTTP/1.1 404"), "{path}");
     }
     assert_eq!(ctl(&server, &["shutdown"]).0, Some(0));
     assert!(server.wait().success());

@@ -92,7 +92,7 @@ fn memory_in_many_pieces_is_mapped_after_recovery() {
         }
         client.use_shared(n);
         assert!(maps().contains("client-ranges"));
-        client.share_anew(usize::from(n) * 20, 10);
+        client.replace_shared(usize::from(n) * 20, 10);
     }
     lost_nothing(&server);
     // The supervisor has closed the descriptors of unmapped pieces, and finally all.
@@ -220,7 +220,7 @@ fn an_outdated_checkpoint_is_not_recovered() {
     client.share(200);
     signal(server.pid(), Signal::STOP);
     while said(&server, "the supervisor does not accept the checkpoint") == 0 {
-        client.share_anew(0, 100);
+        client.replace_shared(0, 100);
     }
     signal(worker(&server), Signal::KILL);
     signal(server.pid(), Signal::CONT);

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Executable of the supervisor.
-fn runs(server: &Server) -> PathBuf {
+fn executable_of(server: &Server) -> PathBuf {
     std::fs::read_link(format!("/proc/{}/exe", server.pid())).unwrap()
 }
 
@@ -28,7 +28,7 @@ fn descriptors(server: &Server) -> Vec<String> {
 }
 
 /// Targets of the descriptors, once they do not change for a moment.
-fn settled(server: &Server) -> Vec<String> {
+fn stable_descriptors(server: &Server) -> Vec<String> {
     let mut last = Vec::new();
     for _ in 0..100 {
         let now = descriptors(server);
@@ -42,12 +42,12 @@ fn settled(server: &Server) -> Vec<String> {
     last
 }
 
-fn executable(path: &Path) {
+fn make_executable(path: &Path) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 /// Another program: a copy at another path.
-fn another(server: &Server, name: &str) -> PathBuf {
+fn copy_program(server: &Server, name: &str) -> PathBuf {
     let path = server.directory().join(name);
     if std::fs::hard_link(env!("CARGO_BIN_EXE_shadowbell"), &path).is_err() {
         std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &path).unwrap();
@@ -64,7 +64,7 @@ fn wrapper(server: &Server, script: &str) -> PathBuf {
         "#!/bin/sh\nif [ \"$1\" = keeper-check ]; then\n{script}\nfi\nexec {program} \"$@\"\n"
     );
     std::fs::write(&path, text).unwrap();
-    executable(&path);
+    make_executable(&path);
     path.canonicalize().unwrap()
 }
 
@@ -87,13 +87,13 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
     until("the loads' queues", || {
         server.stderr().matches("the guest has 1 I/O queue").count() >= 4
     });
-    let programs = [another(&server, "one"), another(&server, "two")];
+    let programs = [copy_program(&server, "one"), copy_program(&server, "two")];
     let mut before = None;
     for n in 0..20_u8 {
         let program = &programs[usize::from(n % 2)];
         let output = upgrade_to(&server, program);
         assert!(output.contains("; its supervisor runs that program too"), "{output}");
-        assert_eq!(runs(&server), *program);
+        assert_eq!(executable_of(&server), *program);
         assert!(server.is_alive(), "the supervisor is the same process");
         // The server process is still a child of the supervisor, which can recover after its death.
         if n % 5 == 4 {
@@ -106,7 +106,7 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         client.write(2, 0, n + 3);
         assert_eq!(children(server.pid()).len(), 1);
         // The old server process's request socket is closed a moment later.
-        let most: &Vec<_> = before.get_or_insert_with(|| settled(&server));
+        let most: &Vec<_> = before.get_or_insert_with(|| stable_descriptors(&server));
         until("no more descriptors than before", || descriptors(&server).len() <= most.len());
     }
     // Including the thread that closes descriptors of clients.
@@ -126,7 +126,7 @@ fn images_can_be_opened_after_the_supervisors_change() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 1);
-    upgrade_to(&server, &another(&server, "one"));
+    upgrade_to(&server, &copy_program(&server, "one"));
     // The image is opened by the server process from before the change, and by the next ones.
     let image = crate::harness::image(server.directory(), "later.img", 1 << 20);
     let add = |nsid: &str| {
@@ -149,7 +149,7 @@ fn a_program_that_cannot_continue_is_not_executed() {
     let mut server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
     client.write(1, 0, 7);
-    let old = runs(&server);
+    let old = executable_of(&server);
     for (script, why) in [
         ("exit 2", "no support for that"),
         ("kill -9 $$", "no support for that"),
@@ -168,10 +168,10 @@ fn a_program_that_cannot_continue_is_not_executed() {
         let words = "; its supervisor keeps running the old program: ";
         assert!(output.contains(words) && output.contains(why), "{script}: {output}");
         server.says(why);
-        assert_eq!(runs(&server), old, "{script}");
+        assert_eq!(executable_of(&server), old, "{script}");
         // The server process is the new one nevertheless.
         until("the old one's end", || !children(server.pid()).contains(&before));
-        executable(&wrapper);
+        make_executable(&wrapper);
         kill(&server, Signal::KILL);
         assert_eq!(client.read(1, 0), 7, "{script}");
     }
@@ -186,7 +186,7 @@ fn a_program_that_cannot_continue_is_not_executed() {
 fn deaths_and_signals_during_the_supervisors_change_are_not_lost() {
     let server = server(1, &[]);
     let mut client = Client::attach(&socket(&server, 0));
-    let programs = [another(&server, "one"), another(&server, "two")];
+    let programs = [copy_program(&server, "one"), copy_program(&server, "two")];
     for n in 0..20_u64 {
         client.write(1, 0, n as u8);
         let program = &programs[usize::from(n % 2 == 0)];

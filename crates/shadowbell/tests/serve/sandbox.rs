@@ -1,6 +1,6 @@
 //! The sandbox (`serve --sandbox`): forbidden operations fail, and everything else works.
 
-use crate::control::{ask, ctl, request};
+use crate::control::{ctl, http_request, request};
 use crate::harness::{Server, finish, image, program, run, until};
 use crate::recover::kill;
 use crate::supervisor::worker;
@@ -114,7 +114,7 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
         ("nbd://127.0.0.1:1/x".to_owned(), "--sandbox off"),
         ("vfio-user:/run/x.sock/1".to_owned(), "--sandbox off"),
     ] {
-        let (code, body) = ask(&server, &request("PUT", &namespace(3), &wanted(&disk)));
+        let (code, body) = http_request(&server, &request("PUT", &namespace(3), &wanted(&disk)));
         assert!(code >= 400 && body.contains(words), "{disk}: {code} {body}");
     }
     drop(guest);
@@ -232,7 +232,8 @@ fn a_directory_can_be_allowed() {
     let mut server = Server::start_in(directory, &["mem:1MiB"], &options);
     let id = server.socket().to_str().unwrap().replace('/', "%2F");
     let path = format!("/v1/controllers/{id}/namespaces/2");
-    let (code, body) = ask(&server, &request("PUT", &path, &json!({ "disk": other }).to_string()));
+    let (code, body) =
+        http_request(&server, &request("PUT", &path, &json!({ "disk": other }).to_string()));
     assert!(code < 300, "{code} {body}");
     let socket = elsewhere.path().join("two.sock");
     let (status, _, errors) = ctl(

@@ -60,7 +60,7 @@ fn register(one: &mut Client, other: &mut Client, nsid: u32, persists: bool) {
 }
 
 #[track_caller]
-fn is_kept_away(client: &mut Client, nsid: u32, byte: u8) {
+fn assert_conflict(client: &mut Client, nsid: u32, byte: u8) {
     let status = client.try_write(nsid, 0, byte);
     assert_eq!(status.code(), Status::RESERVATION_CONFLICT);
 }
@@ -74,7 +74,7 @@ fn reservations_survive_crashes_and_upgrades() {
     for round in 0..4_u8 {
         for nsid in [1, 2] {
             one.write(nsid, 0, 10 + round);
-            is_kept_away(&mut other, nsid, 99);
+            assert_conflict(&mut other, nsid, 99);
             assert_eq!(other.read(nsid, 0), 10 + round);
         }
         if round % 2 == 0 {
@@ -87,7 +87,7 @@ fn reservations_survive_crashes_and_upgrades() {
     }
     // Each reservation can be preempted, after which the former holder is excluded.
     assert_eq!(other.reserve(0x11, 1, 1 << 8 | 2, (2, 1)), Status::SUCCESS);
-    is_kept_away(&mut one, 1, 99);
+    assert_conflict(&mut one, 1, 99);
     other.write(1, 0, 50);
     assert_eq!(one.read(1, 0), 50);
     lost_nothing(&server);
@@ -110,7 +110,7 @@ fn only_persistent_reservations_survive_a_restart() {
     }
     let mut server = serve(copy);
     let [mut one, mut other] = hosts(&server);
-    is_kept_away(&mut other, 1, 1);
+    assert_conflict(&mut other, 1, 1);
     one.write(1, 0, 7);
     // A memory disk never persists reservations.
     other.write(2, 0, 8);

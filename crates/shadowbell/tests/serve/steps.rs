@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// A server whose processes die at crash points, under verifying loads, and a client whose
 /// requests are answered once each.
-struct Dying {
+struct CrashingServer {
     server: Server,
     file: std::path::PathBuf,
     loads: [Load; 2],
@@ -26,7 +26,7 @@ struct Dying {
     over: Arc<AtomicBool>,
 }
 
-impl Dying {
+impl CrashingServer {
     fn start() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.keep().join("abort");
@@ -39,7 +39,7 @@ impl Dying {
         let over = Arc::new(AtomicBool::new(false));
         let peer = {
             let (path, over) = (socket(&server, 3), Arc::clone(&over));
-            std::thread::spawn(move || ask(&path, &over))
+            std::thread::spawn(move || access_registers(&path, &over))
         };
         until("the clients", || server.stderr().matches("a client is attached").count() >= 4);
         until("their queues", || server.stderr().matches("I/O queue").count() >= 3);
@@ -53,7 +53,7 @@ impl Dying {
 
     /// Upgrades until a process has died. The result depends on which process dies; an upgrade may
     /// also be postponed if a disk does not quiesce in time.
-    fn upgrade_until_dead(&self, before: impl Fn(&Self)) {
+    fn upgrade_until_crash(&self, before: impl Fn(&Self)) {
         let died = self.file.with_extension("died");
         until("a death", || {
             before(self);
@@ -63,14 +63,14 @@ impl Dying {
     }
 
     /// Waits for the death, and until another process serves.
-    fn survive(&mut self, what: &str, byte: u8) {
+    fn wait_and_check(&mut self, what: &str, byte: u8) {
         let died = self.file.with_extension("died");
         println!("{what}");
         until(what, || died.exists());
         std::fs::remove_file(died).unwrap();
         let Self { server, client, .. } = self;
-        assert_eq!(server.watched(|| client.read(1, 0)), byte, "{what}");
-        server.watched(|| client.write(1, 0, byte + 1));
+        assert_eq!(server.with_hang_report(|| client.read(1, 0)), byte, "{what}");
+        server.with_hang_report(|| client.write(1, 0, byte + 1));
         // The process has served for a while, so this is no crash loop.
         std::thread::sleep(Duration::from_millis(80));
     }
@@ -88,13 +88,13 @@ impl Dying {
 }
 
 /// Reads and writes a register in a loop; returns how often.
-fn ask(path: &Path, over: &AtomicBool) -> u32 {
+fn access_registers(path: &Path, over: &AtomicBool) -> u32 {
     const AQA: u64 = 0x24;
     const MSIX: u32 = 2;
     let peer = Peer::connect(path, Options { timeout: Some(LIMIT) }).unwrap();
-    let mut asked = 0_u32;
+    let mut accesses = 0_u32;
     while !over.load(Ordering::Relaxed) {
-        let value = asked & 0xfff;
+        let value = accesses & 0xfff;
         peer.region_write(0, AQA, &value.to_le_bytes()).unwrap();
         let mut read = [0; 4];
         peer.region_read(0, AQA, &mut read).unwrap();
@@ -102,9 +102,9 @@ fn ask(path: &Path, over: &AtomicBool) -> u32 {
         // This changes the recorded state of the client.
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         peer.set_irq_eventfds(MSIX, 0, &[event.as_fd()]).unwrap();
-        asked += 1;
+        accesses += 1;
     }
-    asked
+    accesses
 }
 
 #[test]
@@ -115,11 +115,11 @@ fn a_process_may_die_at_each_step_of_a_message() {
         AbortPoint::MessageRecorded,
         AbortPoint::MessageAnswered,
     ] {
-        let mut dying = Dying::start();
+        let mut dying = CrashingServer::start();
         for (byte, nth) in (1..).zip([1, 2, 7, 40]) {
             dying.arm(point, nth);
             signal(worker(&dying.server), Signal::KILL);
-            dying.survive(&format!("{}, time {nth}", point.name()), byte);
+            dying.wait_and_check(&format!("{}, time {nth}", point.name()), byte);
         }
         dying.end();
     }
@@ -128,11 +128,11 @@ fn a_process_may_die_at_each_step_of_a_message() {
 #[test]
 fn a_process_may_die_at_each_step_of_recovery() {
     for point in [AbortPoint::Rebuilt, AbortPoint::Kept, AbortPoint::Taken] {
-        let mut dying = Dying::start();
+        let mut dying = CrashingServer::start();
         for byte in 1..4 {
             dying.arm(point, 1);
             signal(worker(&dying.server), Signal::KILL);
-            dying.survive(point.name(), byte);
+            dying.wait_and_check(point.name(), byte);
         }
         dying.end();
     }
@@ -140,12 +140,12 @@ fn a_process_may_die_at_each_step_of_recovery() {
 
 #[test]
 fn the_old_process_may_die_when_it_has_quiesced_for_an_upgrade() {
-    let mut dying = Dying::start();
+    let mut dying = CrashingServer::start();
     for byte in 1..4 {
         dying.arm(AbortPoint::Quiesced, 1);
         kill(&dying.server, Signal::KILL);
-        dying.upgrade_until_dead(|_| {});
-        dying.survive(AbortPoint::Quiesced.name(), byte);
+        dying.upgrade_until_crash(|_| {});
+        dying.wait_and_check(AbortPoint::Quiesced.name(), byte);
     }
     dying.end();
 }
@@ -153,10 +153,10 @@ fn the_old_process_may_die_when_it_has_quiesced_for_an_upgrade() {
 #[test]
 fn the_next_process_may_die_at_each_step_of_an_upgrade() {
     for point in [AbortPoint::Checked, AbortPoint::Rebuilt, AbortPoint::Kept, AbortPoint::Taken] {
-        let mut dying = Dying::start();
+        let mut dying = CrashingServer::start();
         for byte in 1..3 {
-            dying.upgrade_until_dead(|dying| dying.arm(point, 1));
-            dying.survive(&format!("{} of the new one", point.name()), byte);
+            dying.upgrade_until_crash(|dying| dying.arm(point, 1));
+            dying.wait_and_check(&format!("{} of the new one", point.name()), byte);
         }
         dying.end();
     }

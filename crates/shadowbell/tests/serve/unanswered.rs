@@ -3,7 +3,7 @@
 //! storage.
 
 use crate::harness::{Server, complete, image, run, until};
-use crate::kinds::{PAGE, Page, fill, holds};
+use crate::kinds::{PAGE, Page, check_content, fill};
 use shadowbell_driver::{
     AttachOptions, BufferPool, Completion, Controller, Namespace, QueuePair, Recovery, Timeouts,
 };
@@ -106,7 +106,7 @@ impl Guest {
     }
 
     /// I/O on the other namespace, by the other queue.
-    fn the_other_goes_on(&mut self, queue: &mut QueuePair, pool: &BufferPool) {
+    fn check_other_queue(&mut self, queue: &mut QueuePair, pool: &BufferPool) {
         let other = self.controller.namespace(2).unwrap().clone();
         let blocks = PAGE as u32 / other.block_size();
         for number in 1..20 {
@@ -118,7 +118,7 @@ impl Guest {
             let read = run(queue, other.read(0, blocks).unwrap(), pool.take());
             assert_eq!(read.status, Status::SUCCESS);
             let mut page = Page { may: vec![number], ..Page::default() };
-            holds(&mut page, &read.buffer.unwrap());
+            check_content(&mut page, &read.buffer.unwrap());
         }
     }
 
@@ -144,7 +144,7 @@ fn take(pages: &mut [Page], completion: Completion, expected: &[Status]) -> Stat
     assert!(expected.contains(&status), "{status:?}");
     match (status, number) {
         (Status::SUCCESS, Some(number)) => page.may = vec![number],
-        (Status::SUCCESS, None) => holds(page, &buffer.unwrap()),
+        (Status::SUCCESS, None) => check_content(page, &buffer.unwrap()),
         (_, number) => page.may.extend(number),
     }
     status
@@ -161,17 +161,17 @@ fn settle(queue: &mut QueuePair, pages: &mut [Page], expected: &[Status]) -> usi
 }
 
 /// Commands that wait complete when the storage resumes, and others do not wait.
-fn is_waited_for(server: &Server, storage: &dyn Stalls) {
+fn check_waiting_commands(server: &Server, storage: &dyn Stalls) {
     let mut guest = Guest::attach(server, AttachOptions::default());
     let mut other = guest.controller.take_queue_pair().unwrap();
     // Unmapping memory waits for all commands in flight, so the buffers stay mapped.
     let pool = guest.controller.buffers(1, PAGE).unwrap();
     storage.stall();
     guest.submit_many();
-    guest.the_other_goes_on(&mut other, &pool);
+    guest.check_other_queue(&mut other, &pool);
     moment();
     assert!(guest.queue.pop().is_none(), "a command completed on hung storage");
-    guest.the_other_goes_on(&mut other, &pool);
+    guest.check_other_queue(&mut other, &pool);
     storage.go_on();
     guest.settle(&[Status::SUCCESS]);
     drop((other, pool));
@@ -180,7 +180,7 @@ fn is_waited_for(server: &Server, storage: &dyn Stalls) {
 
 /// A reset waits for operations that could still reach the disk or the guest's memory, and not
 /// longer.
-fn is_reset(server: &Server, storage: &dyn Stalls) {
+fn check_reset(server: &Server, storage: &dyn Stalls) {
     // Without repetitions, the driver does not resubmit what a reset ends.
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let mut guest = Guest::attach(server, AttachOptions { recovery, ..AttachOptions::default() });
@@ -205,10 +205,10 @@ fn is_reset(server: &Server, storage: &dyn Stalls) {
 
 /// A guest with a shorter timeout aborts its commands, and deletes the queue if they cannot be
 /// aborted. If that times out, too, it resets the controller. The resubmitted commands succeed.
-fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
+fn is_given_up(server: &Server, storage: &dyn Stalls, check_reset: bool) {
     // Timeouts of the guest, which must expire. If no reset is wanted, that of admin commands is
     // long.
-    let admin = if is_reset { Duration::from_secs(2) } else { LIMIT };
+    let admin = if check_reset { Duration::from_secs(2) } else { LIMIT };
     // Short limits: their expiry is tested.
     let timeouts = Timeouts { io: Duration::from_millis(300), admin, ..Timeouts::default() };
     // While nothing completes, each recovery step may use up one repetition.
@@ -222,7 +222,7 @@ fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
         scope.spawn(|| {
             until("a queue or a controller that is given up", || {
                 let stats = controller.recovery_stats();
-                if is_reset { stats.resets > 0 } else { stats.queues_recreated > 0 }
+                if check_reset { stats.resets > 0 } else { stats.queues_recreated > 0 }
             });
             storage.go_on();
         });
@@ -230,17 +230,17 @@ fn is_given_up(server: &Server, storage: &dyn Stalls, is_reset: bool) {
     });
     let stats = guest.controller.recovery_stats();
     assert!(stats.late > 0 && stats.aborts > 0 && stats.given_up == 0, "{stats:?}");
-    assert!(stats.queues_recreated > 0 || is_reset, "{stats:?}");
-    assert!(stats.resets > 0 || !is_reset, "{stats:?}");
+    assert!(stats.queues_recreated > 0 || check_reset, "{stats:?}");
+    assert!(stats.resets > 0 || !check_reset, "{stats:?}");
     guest.lost_nothing();
 }
 
-fn passes(disk: &str, storage: &dyn Stalls) {
+fn check_disk_type(disk: &str, storage: &dyn Stalls) {
     // One I/O thread serves both namespaces.
     let options = ["--keeper", "--sandbox", "off", "--workers", "1"];
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
-    is_waited_for(&server, storage);
-    is_reset(&server, storage);
+    check_waiting_commands(&server, storage);
+    check_reset(&server, storage);
     is_given_up(&server, storage, false);
     is_given_up(&server, storage, true);
     assert!(server.stop().success(), "{}", server.stderr());
@@ -252,7 +252,7 @@ fn a_raw_image_passes() {
     let behind = image(directory.path(), "disk.img", BYTES);
     for options in ["?format=raw", "?format=raw&direct=off", "?format=raw&aio=threads"] {
         let Some(mount) = Mount::over("unanswered::fuse_daemon", &behind) else { return };
-        passes(&format!("{}{options}", mount.path().display()), &mount);
+        check_disk_type(&format!("{}{options}", mount.path().display()), &mount);
     }
 }
 
@@ -261,7 +261,7 @@ fn character_device_namespaces_pass() {
     for device in outside::namespaces() {
         let storage = Storage::new();
         for options in ["", "?aio=threads"] {
-            passes(&format!("{device}{options}"), &storage);
+            check_disk_type(&format!("{device}{options}"), &storage);
         }
     }
 }

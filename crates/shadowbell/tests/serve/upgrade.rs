@@ -150,7 +150,7 @@ impl Client {
     }
 
     /// Unshares `count` pieces from `from` on, and shares as many new ones.
-    pub(crate) fn share_anew(&mut self, from: usize, count: usize) {
+    pub(crate) fn replace_shared(&mut self, from: usize, count: usize) {
         drop(self.shared.drain(from..from + count));
         self.share(count);
     }
@@ -282,7 +282,7 @@ fn fake_worker() {
 }
 
 /// Script of a new program that starts well: it sends these messages, then hangs or dies.
-pub(crate) fn fakes(how: &str) -> String {
+pub(crate) fn fake_worker_script(how: &str) -> String {
     let test = std::env::current_exe().unwrap();
     let test = test.display();
     format!("export {FAKE}='{how}'\nexec {test} --exact upgrade::fake_worker --nocapture >&2")
@@ -298,8 +298,8 @@ fn a_new_program_that_fails_changes_nothing() {
     for (script, why) in [
         ("exit 3".to_owned(), "ended with exit status 3 before it could recover"),
         ("kill -9 $$".to_owned(), "was ended by signal 9 before it could recover"),
-        (fakes("P,ends"), "was ended by signal 6 before it could recover"),
-        (fakes("P,hangs"), "did not check the checkpoint within 10 s"),
+        (fake_worker_script("P,ends"), "was ended by signal 6 before it could recover"),
+        (fake_worker_script("P,hangs"), "did not check the checkpoint within 10 s"),
     ] {
         let path = fake(&server, &script);
         let (status, _, errors) = upgrade(&before.to_string(), Some(&path));
@@ -328,7 +328,7 @@ fn the_previous_program_recovers_if_the_new_one_ends_or_hangs() {
         ("PK,hangs", "the new process did not recover within 30 s"),
     ] {
         let before = worker(&server);
-        let path = fake(&server, &fakes(how));
+        let path = fake(&server, &fake_worker_script(how));
         let (status, _, errors) = upgrade(&server.pid().to_string(), Some(&path));
         assert_eq!(status, Some(1), "{how}: {errors}");
         assert!(errors.contains(why), "{how}: {errors}");

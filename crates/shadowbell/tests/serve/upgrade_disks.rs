@@ -4,7 +4,7 @@ use crate::disk_kinds::{Export, is_consistent, supervisor};
 use crate::harness::{Server, image, until};
 use crate::recover::lost_nothing;
 use crate::supervisor::worker;
-use crate::upgrade::{Client, Load, fake, fakes, upgrade};
+use crate::upgrade::{Client, Load, fake, fake_worker_script, upgrade};
 use shadowbell_disk_qcow2::create;
 
 /// Replaces the server process several times under a verifying load.
@@ -60,7 +60,7 @@ fn the_old_program_continues_if_the_new_one_cannot_recover() {
     client.write(1, 0, 7);
     let socket = server.socket().display().to_string();
     for _ in 0..2 {
-        let program = fake(&server, &fakes("PK,ends"));
+        let program = fake(&server, &fake_worker_script("PK,ends"));
         let before = worker(&server);
         let (status, output, errors) = upgrade(&socket, Some(&program));
         assert_eq!(status, Some(1), "{output}{errors}");
