@@ -54,8 +54,8 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     };
     let controllers = [find(0, "qemu")?, find(1, "shadowbell")?];
     let [qemu, shadowbell_controller] = &controllers;
-    // Measurements are not checked. One round measures only one controller, and no rounds measure
-    // none.
+    // Measurements are not checked. With one round, only one controller is measured. Without
+    // rounds, none is measured.
     let measured = match setup.rounds {
         0 => &[][..],
         1 => std::slice::from_ref(shadowbell_controller),
