@@ -70,7 +70,7 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
             };
             let directory = tls_certificates.as_ref().map(std::path::absolute).transpose()?;
             let spec = ExportSpec {
-                disk: crate::ctl_disk::known_id(disk),
+                disk: crate::ctl_disk::canonical_id(disk),
                 nbd,
                 name: name.clone(),
                 tls_certificates: directory.map(|path| path.to_string_lossy().into_owned()),
